@@ -1,0 +1,65 @@
+# Each target sets up what it needs in .venv, again whenever pyproject.toml or constraints.txt change.
+#   PYTHON=python3.12    the interpreter .venv is made with
+#   TORCH=torch==X.Y.Z   another build of torch; PIP_EXTRA_INDEX_URL and its like reach pip as usual
+
+PYTHON ?= $(or $(shell for python in python3.11 python3.12 python3.13 python3; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done), \
+	$(error Python 3.11 or newer is needed: install it, or name it by PYTHON=...))
+
+# On Linux an unqualified torch brings several GB of CUDA, which is of no use without a GPU.
+LOCAL := $(if $(filter Linux,$(shell uname -s)),$(if $(wildcard /dev/nvidiactl),,+cpu))
+TORCH ?= $(shell sed -n 's/^torch==.*/&/p' constraints.txt)$(LOCAL)
+
+IN_VENV := .venv/bin/
+PIP := $(IN_VENV)python -m pip --disable-pip-version-check --quiet
+BENCHMARKS := $(sort $(wildcard benchmarks/[a-z]*.py))
+
+.PHONY: help demo test test-fast check bench docs clean
+.NOTPARALLEL:
+.SUFFIXES:
+# A stamp is kept although only patterns name it.
+.PRECIOUS: .venv/%.stamp
+
+help:
+	@echo "make demo       a chat server on a small model: cold, from GPU pool, CPU, and NVMe in a new process"
+	@echo "make test       all tests"
+	@echo "make test-fast  the tests that need less than a minute together"
+	@echo "make check      ruff, mypy, import contracts, and the wheel installed without extras"
+	@echo "make bench      every benchmark, each with its ceiling"
+	@echo "make docs       the documentation, in site/"
+	@echo "make clean      removes what these made, except .venv"
+
+.venv/%.stamp: pyproject.toml constraints.txt
+	@echo "Setting up .venv for '$*' (the first time this downloads $(TORCH) and takes minutes) ..."
+	@test -x $(IN_VENV)python || $(PYTHON) -m venv .venv
+	@$(PIP) install -c constraints.txt '$(TORCH)' || { \
+		echo "No $(TORCH) for $$($(IN_VENV)python -V). Name an index of CPU builds in PIP_EXTRA_INDEX_URL,"; \
+		echo "or take whatever build there is, CUDA included: make $(MAKECMDGOALS) TORCH=$(TORCH:+cpu=)"; exit 1; }
+	@$(PIP) install -c constraints.txt -e '.[$*]'
+	@touch $@
+
+demo: .venv/demo.stamp
+	$(IN_VENV)python examples/chat.py
+
+test: .venv/dev.stamp
+	$(IN_VENV)pytest
+
+test-fast: .venv/dev.stamp
+	$(IN_VENV)pytest -m "not slow"
+
+check: .venv/dev.stamp
+	$(IN_VENV)ruff check .
+	$(IN_VENV)ruff format --check .
+	$(IN_VENV)mypy
+	$(IN_VENV)lint-imports
+	$(IN_VENV)python .ci/check_wheel.py
+
+bench: .venv/dev.stamp
+	@for benchmark in $(BENCHMARKS); do echo "== $$benchmark"; $(IN_VENV)python $$benchmark || exit 1; done
+
+docs: .venv/docs.stamp
+	$(IN_VENV)mkdocs build --strict
+
+clean:
+	rm -rf build dist out site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
