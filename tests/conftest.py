@@ -1,0 +1,56 @@
+"""How every test runs: under asyncio (and uvloop where asked), never skipped in silence.
+
+- ``async def`` tests and fixtures run under AnyIO's pytest plugin; ``@pytest.mark.both_loops`` runs one on uvloop too.
+- ``@pytest.mark.gpu`` skips where there is no CUDA device.
+- A reason to skip reads "what is missing: how to get it"; a table of them ends each run.
+"""
+
+from collections import Counter
+
+import hypothesis
+import pytest
+import torch
+
+ASYNCIO = pytest.param(("asyncio", {}), id="asyncio")
+UVLOOP = pytest.param(("asyncio", {"use_uvloop": True}), id="uvloop")
+
+# Machines differ and are shared: no test is allowed an opinion about time.
+hypothesis.settings.register_profile("tests", deadline=None, print_blob=True)
+hypothesis.settings.register_profile("thorough", parent=hypothesis.settings.get_profile("tests"), max_examples=2000)
+hypothesis.settings.load_profile("tests")
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """The event loop of async tests and of async fixtures."""
+    return "asyncio"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run tests marked ``both_loops`` on asyncio's own loop and on uvloop."""
+    if metafunc.definition.get_closest_marker("both_loops"):
+        metafunc.parametrize("anyio_backend", [ASYNCIO, UVLOOP], scope="session")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs a GPU where there is none."""
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("no CUDA device: run on a machine with a GPU and a CUDA build of torch (make test TORCH=...)")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """End the run with what was skipped, why, and how to have it run."""
+    reasons = Counter(
+        report.longrepr[2].removeprefix("Skipped: ")
+        for report in terminalreporter.getreports("skipped")
+        if isinstance(report.longrepr, tuple)
+    )
+    if not reasons:
+        return
+    rows = [("tests", "not run because", "to run them")]
+    rows += [(str(count), *reason.partition(": ")[::2]) for reason, count in sorted(reasons.items())]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    terminalreporter.section("skipped")
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        terminalreporter.write_line("  ".join(cells).rstrip())
