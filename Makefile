@@ -31,10 +31,11 @@ help:
 
 .venv/%.stamp: pyproject.toml constraints.txt
 	@echo "Setting up .venv for '$*' (the first time this downloads $(TORCH) and takes minutes) ..."
-	@test -x $(IN_VENV)python || $(PYTHON) -m venv .venv
+	@test -x $(IN_VENV)pip || $(PYTHON) -m venv .venv
 	@$(PIP) install -c constraints.txt '$(TORCH)' || { \
 		echo "No $(TORCH) for $$($(IN_VENV)python -V). Name an index of CPU builds in PIP_EXTRA_INDEX_URL,"; \
-		echo "or take whatever build there is, CUDA included: make $(MAKECMDGOALS) TORCH=$(TORCH:+cpu=)"; exit 1; }
+		echo "take whatever build there is, CUDA included: make $(MAKECMDGOALS) TORCH=$(TORCH:+cpu=)"; \
+		echo "or remove .venv and choose another interpreter: make $(MAKECMDGOALS) PYTHON=..."; exit 1; }
 	@$(PIP) install -c constraints.txt -e '.[$*]'
 	@touch $@
 

@@ -1,0 +1,16 @@
+from importlib.metadata import requires
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
+
+
+def test_every_requirement_is_pinned_within_its_range() -> None:
+    """What tests and demo run with is one set of versions, and each is among those that users may have."""
+    pins = dict(line.split("==") for line in CONSTRAINTS.read_text().splitlines() if "==" in line)
+    requirements = [Requirement(line) for line in requires("tiered-kv") or []]
+    assert requirements
+    for requirement in requirements:
+        assert requirement.name in pins, f"constraints.txt does not pin {requirement.name}"
+        assert requirement.specifier.contains(pins[requirement.name])
