@@ -1,0 +1,8 @@
+"""Eviction policies: which evictable blocks go first."""
+
+from tiered_kv.catalog.policies.arc import ARCPolicy
+from tiered_kv.catalog.policies.base import Policy
+from tiered_kv.catalog.policies.lru import LRUPolicy
+from tiered_kv.catalog.policies.make import make_policy
+
+__all__ = ["ARCPolicy", "LRUPolicy", "Policy", "make_policy"]

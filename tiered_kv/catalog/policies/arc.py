@@ -1,0 +1,144 @@
+"""Adaptive replacement: recency and frequency, balanced by what their evictions turn out to have cost.
+
+Source: N. Megiddo and D. S. Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003. Departures: batches
+instead of single blocks (a batch adapts once, by the sum of its blocks); parked blocks take no part until they are
+back; a block removed by hand leaves no ghost.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiered_kv.catalog.policies.base import Policy
+from tiered_kv.catalog.queue import SlotQueue
+from tiered_kv.catalog.slots import FreeSlots
+from tiered_kv.catalog.table import NameTable, Slots
+from tiered_kv.keys import Names
+
+
+class ARCPolicy(Policy):
+    """Evicts from the blocks used once or from those used again, whichever lately proved the smaller loss.
+
+    ``target`` is the number of slots meant for blocks used once (the paper's p). It grows when a ghost of such a block
+    is asked for, and shrinks when a ghost of a block used again is. Takes about 130 bytes a slot, most of it for the
+    ghosts.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        super().__init__(num_slots)
+        self.target = 0.0
+        self._recent = SlotQueue(num_slots)
+        self._frequent = SlotQueue(num_slots)
+        self._is_frequent = np.zeros(num_slots, dtype=np.bool_)  # which of the two a block, parked or not, belongs to
+        self._ghosts = _Ghosts(num_slots)
+
+    def __len__(self) -> int:
+        return len(self._recent) + len(self._frequent)
+
+    def add(self, slots: Slots, names: Names) -> None:
+        """Adapt to the ghosts among the new blocks: those are no strangers, and start among the frequent."""
+        num_recent, num_frequent = self._ghosts.num_recent, self._ghosts.num_frequent
+        was_recent, was_frequent = self._ghosts.take(names)
+        if hits := np.count_nonzero(was_recent):
+            self.target += hits * max(1.0, num_frequent / num_recent)
+        if hits := np.count_nonzero(was_frequent):
+            self.target -= hits * max(1.0, num_recent / num_frequent)
+        self.target = min(max(self.target, 0.0), float(self.num_slots))
+        self._is_frequent[slots] = was_recent | was_frequent
+
+    def use(self, slots: Slots) -> None:
+        """Count blocks that are used again among the frequent."""
+        self._is_frequent[slots] = True
+
+    def park(self, slots: Slots) -> None:
+        """Take blocks out of their queues."""
+        frequent = self._is_frequent[slots]
+        self._recent.remove(slots[~frequent])
+        self._frequent.remove(slots[frequent])
+
+    def unpark(self, slots: Slots, *, cold: bool = False) -> None:
+        """Put blocks at the hot or the cold ends of their queues."""
+        frequent = self._is_frequent[slots]
+        for queue, batch in ((self._recent, slots[~frequent]), (self._frequent, slots[frequent])):
+            queue.push_cold(batch) if cold else queue.push(batch)
+
+    def victims(self, n: int, keep: Slots) -> Slots:
+        """Choose what the recent have over their target first, then from the frequent, then from the recent again."""
+        surplus = min(n, max(0, len(self._recent) - int(self.target)))
+        recent = self._recent.head(surplus, skip=keep)
+        frequent = self._frequent.head(n - len(recent), skip=keep)
+        if len(recent) + len(frequent) < n:
+            recent = self._recent.head(n - len(frequent), skip=keep)
+        return np.concatenate((recent, frequent))
+
+    def evict(self, slots: Slots, names: Names) -> None:
+        """Take blocks out of their queues and remember their names."""
+        self.park(slots)
+        frequent = self._is_frequent[slots]
+        self._ghosts.add(names[~frequent], names[frequent], max_recent=self.num_slots - len(self._recent))
+
+    def order(self) -> Slots:
+        """Return the blocks used once, then those used again."""
+        return np.concatenate((self._recent.head(len(self._recent)), self._frequent.head(len(self._frequent))))
+
+    def clear(self) -> None:
+        """Empty both queues and forget all ghosts."""
+        self.target = 0.0
+        self._recent.clear()
+        self._frequent.clear()
+        self._ghosts.clear()
+
+
+class _Ghosts:
+    """Names of up to ``capacity`` blocks lately evicted, in two queues: were they used once (B1), or again (B2)?"""
+
+    def __init__(self, capacity: int) -> None:
+        self._table = NameTable(capacity)
+        self._free = FreeSlots(range(capacity))
+        self._recent = SlotQueue(capacity)
+        self._frequent = SlotQueue(capacity)
+        self._is_frequent = np.zeros(capacity, dtype=np.bool_)
+
+    @property
+    def num_recent(self) -> int:
+        return len(self._recent)
+
+    @property
+    def num_frequent(self) -> int:
+        return len(self._frequent)
+
+    def add(self, recent: Names, frequent: Names, *, max_recent: int) -> None:
+        """Remember names that are no ghosts yet, the oldest first; make room by forgetting the oldest ghosts."""
+        recent = recent[max(0, len(recent) - max_recent) :]
+        self._forget(self._recent, self.num_recent + len(recent) - max_recent)
+        self._forget(self._frequent, len(recent) + len(frequent) - len(self._free))
+        self._forget(self._recent, len(recent) + len(frequent) - len(self._free))
+        for queue, names, is_frequent in ((self._recent, recent, False), (self._frequent, frequent, True)):
+            ghosts = self._free.take(len(names))
+            self._table.insert(names, ghosts)
+            self._is_frequent[ghosts] = is_frequent
+            queue.push(ghosts)
+
+    def take(self, names: Names) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Forget those of the names that are ghosts; return which were in B1 and which in B2."""
+        ghosts = self._table.find(names)
+        found = ghosts >= 0
+        was_frequent = found.copy()
+        was_frequent[found] = self._is_frequent[ghosts[found]]
+        was_recent = found & ~was_frequent
+        self._drop(self._recent, ghosts[was_recent])
+        self._drop(self._frequent, ghosts[was_frequent])
+        return was_recent, was_frequent
+
+    def clear(self) -> None:
+        self._table.clear()
+        self._free.reset(np.arange(self._table.capacity))
+        self._recent.clear()
+        self._frequent.clear()
+
+    def _forget(self, queue: SlotQueue, n: int) -> None:
+        self._drop(queue, queue.head(n))
+
+    def _drop(self, queue: SlotQueue, ghosts: Slots) -> None:
+        queue.remove(ghosts)
+        self._table.remove(ghosts)
+        self._free.give(ghosts)

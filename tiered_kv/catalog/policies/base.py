@@ -1,0 +1,64 @@
+"""What an eviction policy must do: keep the evictable blocks of one tier in the order in which they may go."""
+
+from abc import ABC, abstractmethod
+
+from tiered_kv.catalog.table import Slots
+from tiered_kv.keys import Names
+
+
+class Policy(ABC):
+    """The order in which the blocks of one tier are evicted.
+
+    A policy's queues hold the evictable blocks and no others. A block that is leased is *parked*: it is in no queue,
+    and is put back by its last release. So no victim is ever skipped, and how many blocks can be evicted is a length.
+    (Another reason to keep a block from eviction, such as a copy below that is still to be written, is to keep it
+    parked.)
+
+    Slots come and go in batches, without repeats, least recently used first. A call costs time in the size of its
+    batch, not of the tier, and looks at no clock.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        """Make a policy over the slots ``0 <= slot < num_slots``, all of them empty."""
+        self.num_slots = num_slots
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Count the evictable blocks."""
+
+    @abstractmethod
+    def add(self, slots: Slots, names: Names) -> None:
+        """New blocks are in these slots. They start parked."""
+
+    @abstractmethod
+    def use(self, slots: Slots) -> None:
+        """These parked blocks were asked for and found. Each takes its new place when it is unparked."""
+
+    @abstractmethod
+    def park(self, slots: Slots) -> None:
+        """Take evictable blocks out of the order of eviction, to be unparked later or never to come back."""
+
+    @abstractmethod
+    def unpark(self, slots: Slots, *, cold: bool = False) -> None:
+        """Make parked blocks evictable: the last one is the most recently used; if ``cold``, the first goes next."""
+
+    @abstractmethod
+    def victims(self, n: int, keep: Slots) -> Slots:
+        """Choose the ``n`` evictable blocks to go first, none of ``keep``, and change nothing.
+
+        Args:
+            n: At most ``len(self) - len(keep)``.
+            keep: Evictable blocks that must stay.
+        """
+
+    @abstractmethod
+    def evict(self, slots: Slots, names: Names) -> None:
+        """These evictable blocks, chosen by `victims`, are gone for want of room."""
+
+    @abstractmethod
+    def order(self) -> Slots:
+        """Return all evictable blocks, roughly the least recently used first. Walks the tier: for checkpoints only."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget every block, evictable or parked, and all that was learned."""

@@ -1,0 +1,174 @@
+"""Which slot holds a name: a hash table over numpy arrays that works on whole batches and never rehashes.
+
+A Python dict of a million names pauses for tens of milliseconds when it grows, and gives the garbage collector a
+million objects to walk. Here everything is allocated once: buckets of eight 64-bit entries, one cache line each, an
+entry being 32 bits of hash and a slot id. The few names that find their bucket full live in a small dict. Names are
+compared exactly before any of them is called found, so a weak or hostile distribution of names costs time and never a
+wrong answer.
+
+Pure data: no locks; one thread at a time.
+"""
+
+from operator import mul
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiered_kv.keys import Names
+
+Slots = NDArray[np.int64]
+"""A batch of slot ids, shape ``(n,)``. Where a slot may be absent, -1 says so."""
+
+_WAYS: Final = 8
+_ROW: Final = np.dtype("V32")  # numpy copies an opaque row with one memcpy, which `take` and `put` of four words do not
+_SLOT_BITS: Final = np.uint64(32)
+_SLOT_LIMIT: Final = np.uint64(1 << 32)
+_LANE_BITS: Final = 3
+_FOLD: Final = np.uint64(32)
+# Odd, hence invertible modulo 2**64: names that differ in one word only never collide in all 64 bits.
+_MULTIPLIERS: Final = np.array(
+    [0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], dtype=np.uint64
+)
+_INT_MULTIPLIERS: Final[list[int]] = _MULTIPLIERS.tolist()
+_WORD: Final = (1 << 64) - 1
+_TAG: Final = (1 << 32) - 1
+
+
+def hash_names(names: Names) -> NDArray[np.uint64]:
+    """Mix all four words of each name into 64 bits, ``(n,)``. Cheap, not cryptographic: equal hashes prove nothing."""
+    mixed = names @ _MULTIPLIERS
+    mixed ^= mixed >> _FOLD  # the tag is the low half: let the well-mixed high bits reach it
+    return mixed
+
+
+def first_occurrences(names: Names) -> Slots:
+    """Positions in the batch, ascending, at which a name appears for the first time."""
+    hashes = np.sort(hash_names(names))
+    if not (hashes[1:] == hashes[:-1]).any():
+        return np.arange(len(names))
+    seen: set[bytes] = set()
+    first: list[int] = []
+    for position, row in enumerate(_rows(names).tolist()):
+        if row not in seen:
+            seen.add(row)
+            first.append(position)
+    return np.array(first, dtype=np.int64)
+
+
+class NameTable:
+    """A map from names to the slots ``0 <= slot < capacity``, at most one name a slot and one slot a name.
+
+    Takes 32 bytes a slot for the names and 32 to 64 for the buckets.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        """Allocate for ``capacity`` slots; nothing is allocated later but the entries of full buckets."""
+        self.capacity = capacity
+        bits = max(1, (max(capacity, 1) - 1).bit_length() - 1)  # one to two names a bucket when full: 0.01 % spill over
+        self._shift = np.uint64(64 - bits)
+        self._shift_int = 64 - bits
+        self._names = np.zeros(max(capacity, 1), dtype=_ROW)
+        self._buckets = np.zeros((1 << bits, _WAYS), dtype=np.uint64)
+        self._spilled = np.zeros(1 << bits, dtype=np.int32)  # names of this bucket that live in `_stash`
+        self._stash: dict[bytes, int] = {}
+
+    def find(self, names: Names) -> Slots:
+        """Return each name's slot, or -1: ``(n,)`` int64."""
+        hashes = hash_names(names)
+        buckets = self._bucket_of(hashes)
+        entries = self._buckets.take(buckets, axis=0)
+        entries ^= (hashes << _SLOT_BITS)[:, None]  # where the tag agrees, the slot (plus one) is all that is left
+        matches = np.flatnonzero(entries < _SLOT_LIMIT)
+        slots = entries.reshape(-1).take(matches).view(np.int64)
+        slots -= 1
+        # Nearly every batch is a whole hit or a whole miss: one comparison of the bytes settles a hit.
+        if len(matches) == len(names) and self._names.take(slots, mode="wrap").tobytes() == names.tobytes():
+            return slots
+        return self._settle(names, buckets, matches >> _LANE_BITS, slots)
+
+    def find_one(self, names: Names) -> int:
+        """Return the slot of a non-empty batch's first name, or -1: `find` without the fixed cost of arrays."""
+        words: list[int] = names[0].tolist()
+        mixed: int = sum(map(mul, words, _INT_MULTIPLIERS)) & _WORD
+        mixed ^= mixed >> 32
+        tag = (mixed & _TAG) << 32
+        for entry in self._buckets[mixed >> self._shift_int].tolist():
+            slot: int = (entry ^ tag) - 1
+            if 0 <= slot < self.capacity and self._names[slot].tobytes() == names[0].tobytes():
+                return slot
+        return self._stash.get(names[0].tobytes(), -1) if self._stash else -1
+
+    def names(self, slots: Slots) -> Names:
+        """Return copies of the names that were last inserted at these slots."""
+        return self._names.take(slots).view(np.uint64).reshape(-1, 4)
+
+    def holds_at(self, slot: int, names: Names) -> bool:
+        """Whether the slots ``slot, slot + 1, ...`` carry just these names. Names of removed slots count as carried."""
+        return self._names[slot : slot + len(names)].tobytes() == names.tobytes()
+
+    def insert(self, names: Names, slots: Slots) -> None:
+        """Add names, none of them in the table or twice in the batch, at slots that hold none."""
+        np.put(self._names, slots, _rows(names))
+        hashes = hash_names(names)
+        buckets = self._bucket_of(hashes)
+        entries = hashes << _SLOT_BITS | (slots + 1).view(np.uint64)
+        flat = self._buckets.reshape(-1)
+        left = np.arange(len(names))
+        while len(left):
+            free = self._buckets.take(buckets[left], axis=0) == 0
+            lanes = free.argmax(axis=1)
+            places = (buckets[left] << _LANE_BITS) + lanes
+            full = flat.take(places) != 0
+            if full.any():
+                self._spill(names, slots, buckets, left[full])
+                left, places = left[~full], places[~full]
+            flat[places] = entries[left]
+            left = left[flat.take(places) != entries[left]]  # of several names at one place the last one stays: go on
+
+    def remove(self, slots: Slots) -> None:
+        """Forget the names at these slots, each of which holds one, none twice."""
+        names = self.names(slots)
+        hashes = hash_names(names)
+        buckets = self._bucket_of(hashes)
+        entries = hashes << _SLOT_BITS | (slots + 1).view(np.uint64)
+        matches = np.flatnonzero(self._buckets.take(buckets, axis=0) == entries[:, None])
+        rows = matches >> _LANE_BITS
+        self._buckets.reshape(-1)[(buckets[rows] << _LANE_BITS) + (matches & (_WAYS - 1))] = 0
+        if len(matches) < len(slots):
+            stashed = np.ones(len(slots), dtype=np.bool_)
+            stashed[rows] = False
+            for row in np.flatnonzero(stashed).tolist():
+                del self._stash[names[row].tobytes()]
+                self._spilled[buckets[row]] -= 1
+
+    def clear(self) -> None:
+        """Forget every name."""
+        self._buckets = np.zeros_like(self._buckets)  # fresh zero pages: no time is spent on writing the old ones
+        self._spilled = np.zeros_like(self._spilled)
+        self._stash = {}
+
+    def _bucket_of(self, hashes: NDArray[np.uint64]) -> Slots:
+        return (hashes >> self._shift).view(np.int64)
+
+    def _settle(self, names: Names, buckets: Slots, rows: Slots, candidates: Slots) -> Slots:
+        """Compare each candidate with the name of its row; look for the rest among the spilled."""
+        slots = np.full(len(names), -1, dtype=np.int64)
+        held = self._names.take(candidates, mode="wrap").view(np.uint64).reshape(-1, 4)
+        same = (held == names.take(rows, axis=0)).all(axis=1)
+        same &= candidates >= 0  # an empty entry looks like a match to a name whose tag is 0
+        slots[rows[same]] = candidates[same]
+        if self._stash:
+            absent = np.flatnonzero(slots < 0)
+            for row in absent[self._spilled[buckets[absent]] > 0].tolist():
+                slots[row] = self._stash.get(names[row].tobytes(), -1)
+        return slots
+
+    def _spill(self, names: Names, slots: Slots, buckets: Slots, rows: Slots) -> None:
+        for row in rows.tolist():
+            self._stash[names[row].tobytes()] = int(slots[row])
+            self._spilled[buckets[row]] += 1
+
+
+def _rows(names: Names) -> NDArray[np.void]:
+    return names.view(_ROW).reshape(-1)
