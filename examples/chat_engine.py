@@ -168,7 +168,7 @@ class NoPrefixCache:
 class Completion:
     """What one request got, and when."""
 
-    num_prompt_tokens: int
+    prompt: list[int]
     num_reused_tokens: int
     """Leading prompt tokens whose KV was loaded and not computed."""
     tokens: list[int]
@@ -243,7 +243,7 @@ class Engine:
             await prefix.store(prompt[: full * BLOCK_SIZE], block_ids[:full])
         finally:
             self._release_behind_last_step(block_ids)
-        return Completion(len(prompt), reused, tokens, logits, first_token - arrived, done - arrived)
+        return Completion(list(prompt), reused, tokens, logits, first_token - arrived, done - arrived)
 
     async def _load_prefix(self, prompt: Sequence[int], block_ids: Sequence[int], prefix: PrefixCache) -> int:
         """Return how many leading tokens are in place: whole chunks, and never the one of the last token."""
