@@ -3,6 +3,9 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 import torch
+from torch import Tensor
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
 from chat_engine import (
     BLOCK_SIZE,
     CHUNK,
@@ -13,8 +16,6 @@ from chat_engine import (
     build_model,
     weights_digest,
 )
-from torch import Tensor
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 SMALL = LlamaConfig(
     vocab_size=260,
