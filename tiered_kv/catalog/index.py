@@ -23,6 +23,8 @@ from tiered_kv.errors import CapacityError, ConfigurationError
 from tiered_kv.keys import Names
 
 _NONE: Slots = np.empty(0, dtype=np.int64)
+_CHUNK = 1024  # names hashed at once: enough that the fixed cost of a batch vanishes, little when the first is a miss
+_LONG_RUN = 64  # names in neighbouring slots that make it worth to look for another such run
 _RESTORE_CHUNK = 1 << 16
 
 
@@ -33,6 +35,10 @@ class SlotState(IntEnum):
     PENDING = 1
     READY = 2
     DOOMED = 3
+
+
+# numpy takes 4 us longer to compare an array with a member of an enum than with a plain int.
+_FREE, _PENDING, _READY, _DOOMED = map(int, SlotState)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +96,8 @@ class TierIndex:
         self._policy = make_policy(policy, num_slots)
         self._free = FreeSlots(range(num_slots))
         self._transient_free = FreeSlots(range(num_slots, total))
-        self._states = np.zeros(total + 1, dtype=np.uint8)  # the last one answers for slot -1: FREE, always
-        self._num_leases = np.zeros(total, dtype=np.int32)
+        self._states = np.full(total + 1, _FREE, dtype=np.uint8)  # the last one answers for slot -1: FREE, always
+        self._num_leases = np.full(total, 0, dtype=np.int32)
         self._was_used = np.zeros(
             total, dtype=np.bool_
         )  # while leased: so that another's cold release does not chill it
@@ -101,27 +107,38 @@ class TierIndex:
 
     def find(self, names: Names) -> tuple[Slots, NDArray[np.uint8]]:
         """Return each name's slot, or -1, and the `SlotState` of that slot: PENDING, READY, or FREE where absent."""
-        if len(names) > 1 and (first := self._ready_run(names)) >= 0:
-            return np.arange(first, first + len(names)), np.full(len(names), SlotState.READY, dtype=np.uint8)
+        if len(names) > 1:
+            first, run = self._ready_run(names)
+            if run == len(names):
+                return np.arange(first, first + run), np.full(run, _READY, dtype=np.uint8)
         slots = self._table.find(names)
-        return slots, self._states.take(slots, mode="wrap")
+        return slots, self._states.take(slots)
 
     def ready(self, names: Names) -> NDArray[np.bool_]:
         """Say of each name whether its block can be read."""
         _, states = self.find(names)
-        is_ready: NDArray[np.bool_] = states == SlotState.READY
+        is_ready: NDArray[np.bool_] = states == _READY
         return is_ready
 
     def ready_prefix(self, names: Names) -> int:
         """Count the leading names whose blocks can be read."""
-        unready = np.flatnonzero(~self.ready(names))
-        return int(unready[0]) if len(unready) else len(names)
+        done, run = 0, _LONG_RUN
+        while run >= _LONG_RUN and done < len(names):
+            _, run = self._ready_run(names[done:])
+            done += run
+        if run == 0:
+            return done
+        while done < len(names):
+            slots = self._table.find(names[done : done + _CHUNK])
+            unready = np.flatnonzero(self._states.take(slots) != _READY)
+            if len(unready):
+                return done + int(unready[0])
+            done += len(slots)
+        return done
 
     def names_in_order(self) -> tuple[Names, Slots]:
         """Return the tier's own readable blocks, the least recently used first, leased ones last. Walks the tier."""
-        leased = np.flatnonzero(
-            (self._states[: self.num_slots] == SlotState.READY) & (self._num_leases[: self.num_slots] > 0)
-        )
+        leased = np.flatnonzero((self._states[: self.num_slots] == _READY) & (self._num_leases[: self.num_slots] > 0))
         slots = np.concatenate((self._policy.order(), leased))
         return self._table.names(slots), slots
 
@@ -143,7 +160,7 @@ class TierIndex:
     def lease(self, names: Names) -> Lease:
         """Hold the ready ones of these blocks in place until the lease is released. Repeated names are harmless."""
         slots, states = self.find(names)
-        slots = np.where(states == SlotState.READY, slots, -1)
+        slots = np.where(states == _READY, slots, -1)
         held = _unique(slots[slots >= 0])
         self._policy.park(self._own(held[self._num_leases[held] == 0])[::-1])
         self._hold(held)
@@ -152,7 +169,7 @@ class TierIndex:
     def touch(self, names: Names) -> None:
         """Make the ready ones of these blocks the most recently used, the head of the batch most of all."""
         slots, states = self.find(names)
-        used = _unique(slots[states == SlotState.READY])[::-1]
+        used = _unique(slots[states == _READY])[::-1]
         is_leased = self._num_leases[used] > 0
         self._was_used[used[is_leased]] = True
         idle = used[~is_leased]
@@ -181,11 +198,11 @@ class TierIndex:
         if transient:
             evicted, taken = self._table.names(_NONE), self._take_transient(len(wanted))
         else:
-            present = found[states == SlotState.READY]
+            present = found[states == _READY]
             evicted, taken = self._make_room(len(wanted), present)
         wanted_names = names.take(wanted, axis=0)
         self._table.insert(wanted_names, taken)
-        self._states[taken] = SlotState.PENDING
+        self._states[taken] = _PENDING
         self._pending += len(taken)
         slots = np.full(len(names), -1, dtype=np.int64)
         slots[wanted] = taken
@@ -199,11 +216,11 @@ class TierIndex:
         """
         found, _ = self.find(names)
         slots = _unique(found[found >= 0])[::-1]  # tail first, as they lie in the policy's queues
-        is_ready = self._states[slots] == SlotState.READY
+        is_ready = self._states[slots] == _READY
         is_idle = is_ready & (self._num_leases[slots] == 0)
         self._table.remove(slots)
         self._policy.park(slots[is_idle])
-        self._states[slots] = SlotState.DOOMED
+        self._states[slots] = _DOOMED
         num_ready = int(np.count_nonzero(is_ready))
         self._ready -= num_ready
         self._pending -= len(slots) - num_ready
@@ -214,12 +231,12 @@ class TierIndex:
     def clear(self) -> None:
         """Remove every block. Takes time in the size of the tier: some 10 ms a million slots."""
         states = self._states[:-1]
-        is_idle = (states == SlotState.READY) & (self._num_leases == 0)
-        states[is_idle] = SlotState.FREE
-        states[states != SlotState.FREE] = SlotState.DOOMED
+        is_idle = (states == _READY) & (self._num_leases == 0)
+        states[is_idle] = _FREE
+        states[states != _FREE] = _DOOMED
         self._table.clear()
         self._policy.clear()
-        self._free.reset(np.flatnonzero(states[: self.num_slots] == SlotState.FREE))
+        self._free.reset(np.flatnonzero(states[: self.num_slots] == _FREE))
         self._ready = self._pending = 0
         self._doomed = int(np.count_nonzero(states))
 
@@ -249,17 +266,17 @@ class TierIndex:
             self._table.insert(names[part], slots[part])
             self._policy.add(slots[part], names[part])
             self._policy.unpark(slots[part])
-        self._states[slots] = SlotState.READY
+        self._states[slots] = _READY
         self._ready += len(slots)
-        self._free.reset(np.flatnonzero(self._states[: self.num_slots] == SlotState.FREE))
+        self._free.reset(np.flatnonzero(self._states[: self.num_slots] == _FREE))
 
     # What rights do when they end.
 
     def _commit(self, slots: Slots) -> Lease:
         """Make the pending ones of these slots, -1 where there is none, ready, and lease them."""
-        is_live = self._states.take(slots, mode="wrap") == SlotState.PENDING
+        is_live = self._states.take(slots) == _PENDING
         filled = slots[is_live]
-        self._states[filled] = SlotState.READY
+        self._states[filled] = _READY
         self._pending -= len(filled)
         self._ready += len(filled)
         own = self._own(filled)
@@ -269,10 +286,10 @@ class TierIndex:
         return Lease(np.where(is_live, slots, -1), filled, partial(self._release, is_use=False))
 
     def _give_back(self, slots: Slots) -> None:
-        is_pending = self._states[slots] == SlotState.PENDING
+        is_pending = self._states[slots] == _PENDING
         pending = slots[is_pending]
         self._table.remove(pending)
-        self._states[pending] = SlotState.DOOMED
+        self._states[pending] = _DOOMED
         self._pending -= len(pending)
         self._doomed += len(pending)
         self._free_doomed(slots)
@@ -293,7 +310,7 @@ class TierIndex:
         self._leased -= len(idle)
         was_used = self._was_used[idle]
         self._was_used[idle] = False
-        is_ready = self._states[idle] == SlotState.READY
+        is_ready = self._states[idle] == _READY
         is_own = idle < self.num_slots
         if cold:
             self._policy.unpark(idle[is_ready & is_own & ~was_used], cold=True)
@@ -302,22 +319,24 @@ class TierIndex:
             self._policy.unpark(idle[is_ready & is_own])
         passed = idle[is_ready & ~is_own]  # transient blocks live no longer than their leases
         self._table.remove(passed)
-        self._states[passed] = SlotState.DOOMED
+        self._states[passed] = _DOOMED
         self._ready -= len(passed)
         self._doomed += len(passed)
         self._free_doomed(idle[~(is_ready & is_own)])
 
     # Slots.
 
-    def _ready_run(self, names: Names) -> int:
-        """Guess that the names lie in neighbouring slots, as a chain stored at once does; return the first, or -1."""
+    def _ready_run(self, names: Names) -> tuple[int, int]:
+        """Return the first name's slot and how many leading names are ready in it and its neighbours.
+
+        A chain stored at once lies in neighbouring slots, and comparing those takes a tenth of the time of hashing.
+        """
         first = self._table.find_one(names)
         if first < 0:
-            return -1
-        states = self._states[first : first + len(names)]
-        if (states == SlotState.READY).all() and self._table.holds_at(first, names):
-            return first
-        return -1
+            return first, 0
+        run = self._table.run_at(first, names)
+        unready = np.flatnonzero(self._states[first : first + run] != _READY)
+        return first, int(unready[0]) if len(unready) else run
 
     def _make_room(self, n: int, keep: Slots) -> tuple[Names, Slots]:
         """Take ``n`` own slots, evicting blocks outside ``keep`` if need be; return their names and the slots."""
@@ -332,7 +351,7 @@ class TierIndex:
         if shortage:
             self._table.remove(victims)
             self._policy.evict(victims, names)
-            self._states[victims] = SlotState.FREE
+            self._states[victims] = _FREE
             self._ready -= shortage
         return names, np.sort(np.concatenate((self._free.take(n - shortage), victims)))
 
@@ -343,7 +362,7 @@ class TierIndex:
         return self._transient_free.take(n)
 
     def _free_doomed(self, slots: Slots) -> None:
-        self._states[slots] = SlotState.FREE
+        self._states[slots] = _FREE
         self._doomed -= len(slots)
         self._free.give(slots[slots < self.num_slots])
         self._transient_free.give(slots[slots >= self.num_slots])

@@ -34,42 +34,37 @@ class Located:
 def locate(indexes: Sequence[TierIndex], names: Names) -> Located:
     """Find the longest prefix in which every block is ready in some tier; ``indexes`` come fastest first.
 
-    A tier is asked only for blocks that no faster one has, and nothing is asked past the chunk that ends the prefix;
-    the first chunk is a single name, so that a plain miss is cheap. Changes nothing, recency included.
+    A tier is asked only for blocks that no faster one has, and nothing is asked past the chunk that ends the prefix.
+    Changes nothing, recency included.
     """
-    runs: list[Run] = []
-    start, stop = 0, 1
+    start = indexes[0].ready_prefix(names) if indexes else 0
+    runs = [Run(0, 0, start)] if start else []
     while start < len(names):
-        chunk = names[start:stop]
-        tiers = _tiers(indexes, chunk)
+        if not any(index.ready_prefix(names[start : start + 1]) for index in indexes[1:]):
+            break  # no need to look up a whole chunk in every tier to learn that the prefix ends here
+        tiers = _tiers(indexes, names[start : start + _CHUNK])
         absent = np.flatnonzero(tiers < 0)
-        num_blocks = int(absent[0]) if len(absent) else len(chunk)
+        num_blocks = int(absent[0]) if len(absent) else len(tiers)
         _append_runs(runs, tiers[:num_blocks], start)
         start += num_blocks
-        if len(absent):
-            break
-        stop = start + _CHUNK
     return Located(start, tuple(runs))
 
 
 def _tiers(indexes: Sequence[TierIndex], names: Names) -> NDArray[np.int64]:
     """Return for each name the first tier that has it ready, or -1."""
     tiers = np.full(len(names), -1, dtype=np.int64)
-    open_positions, open_names = np.arange(len(names)), names
+    left = np.arange(len(names))
     for tier, index in enumerate(indexes):
-        ready = index.ready(open_names)
-        tiers[open_positions[ready]] = tier
-        if ready.all():
+        ready = index.ready(names.take(left, axis=0) if tier else names)
+        tiers[left[ready]] = tier
+        left = left[~ready]
+        if not len(left):
             break
-        open_positions = open_positions[~ready]
-        open_names = names.take(open_positions, axis=0)
     return tiers
 
 
 def _append_runs(runs: list[Run], tiers: NDArray[np.int64], start: int) -> None:
     """Add the blocks from ``start`` on, one tier each, to ``runs``, merging neighbours of one tier."""
-    if not len(tiers):
-        return
     edges = [0, *(np.flatnonzero(tiers[1:] != tiers[:-1]) + 1).tolist(), len(tiers)]
     for left, right in pairwise(edges):
         tier, first = int(tiers[left]), start + left

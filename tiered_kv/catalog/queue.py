@@ -24,8 +24,8 @@ class SlotQueue:
     def __init__(self, capacity: int) -> None:
         """Allocate for ``capacity`` slots; nothing is allocated later."""
         self._end = capacity  # the sentinel that closes the ring: behind it the coldest slot, before it the hottest
-        self._next = np.empty(capacity + 1, dtype=np.int32)
-        self._previous = np.empty(capacity + 1, dtype=np.int32)
+        self._next = np.full(capacity + 1, _ABSENT, dtype=np.int32)
+        self._previous = np.full(capacity + 1, _ABSENT, dtype=np.int32)
         # Indexing a memoryview gives a plain int in a third of the time that an array takes.
         self._next_at = self._next.data
         self._previous_at = self._previous.data
@@ -64,14 +64,15 @@ class SlotQueue:
 
     def head(self, n: int, *, skip: Slots | None = None) -> Slots:
         """Return the ``n`` coldest slots that are not in ``skip``, or all if there are fewer. Takes nothing out."""
-        following = self._next_at
         skipped = frozenset() if skip is None else frozenset(skip.tolist())
+        following = self._next_at
         slots: list[int] = []
-        slot = following[self._end]
-        while len(slots) < n and slot != self._end:
-            if slot not in skipped:
-                slots.append(slot)
+        slot = self._end
+        for _ in range(min(n + len(skipped), self._len)):
             slot = following[slot]
+            slots.append(slot)
+        if skipped:
+            slots = [slot for slot in slots if slot not in skipped][:n]
         return np.array(slots, dtype=np.int64)
 
     def clear(self) -> None:

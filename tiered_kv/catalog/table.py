@@ -25,7 +25,7 @@ _ROW: Final = np.dtype("V32")  # numpy copies an opaque row with one memcpy, whi
 _SLOT_BITS: Final = np.uint64(32)
 _SLOT_LIMIT: Final = np.uint64(1 << 32)
 _LANE_BITS: Final = 3
-_FOLD: Final = np.uint64(32)
+_ALL_FOUR: Final = np.uint32(0x01010101)  # four words of a name that are all the same, as bytes of booleans
 # Odd, hence invertible modulo 2**64: names that differ in one word only never collide in all 64 bits.
 _MULTIPLIERS: Final = np.array(
     [0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], dtype=np.uint64
@@ -37,8 +37,7 @@ _TAG: Final = (1 << 32) - 1
 
 def hash_names(names: Names) -> NDArray[np.uint64]:
     """Mix all four words of each name into 64 bits, ``(n,)``. Cheap, not cryptographic: equal hashes prove nothing."""
-    mixed = names @ _MULTIPLIERS
-    mixed ^= mixed >> _FOLD  # the tag is the low half: let the well-mixed high bits reach it
+    mixed: NDArray[np.uint64] = names @ _MULTIPLIERS
     return mixed
 
 
@@ -68,9 +67,10 @@ class NameTable:
         bits = max(1, (max(capacity, 1) - 1).bit_length() - 1)  # one to two names a bucket when full: 0.01 % spill over
         self._shift = np.uint64(64 - bits)
         self._shift_int = 64 - bits
-        self._names = np.zeros(max(capacity, 1), dtype=_ROW)
-        self._buckets = np.zeros((1 << bits, _WAYS), dtype=np.uint64)
-        self._spilled = np.zeros(1 << bits, dtype=np.int32)  # names of this bucket that live in `_stash`
+        # Written to, so that the pages exist: at a million slots the faults of one random batch took 100 ms.
+        self._names = np.full((max(capacity, 1), 4), 0, dtype=np.uint64).view(_ROW).reshape(-1)
+        self._buckets = np.full((1 << bits, _WAYS), 0, dtype=np.uint64)
+        self._spilled = np.full(1 << bits, 0, dtype=np.int32)  # names of this bucket that live in `_stash`
         self._stash: dict[bytes, int] = {}
 
     def find(self, names: Names) -> Slots:
@@ -83,7 +83,7 @@ class NameTable:
         slots = entries.reshape(-1).take(matches).view(np.int64)
         slots -= 1
         # Nearly every batch is a whole hit or a whole miss: one comparison of the bytes settles a hit.
-        if len(matches) == len(names) and self._names.take(slots, mode="wrap").tobytes() == names.tobytes():
+        if len(matches) == len(names) and self._names.take(slots).tobytes() == names.tobytes():
             return slots
         return self._settle(names, buckets, matches >> _LANE_BITS, slots)
 
@@ -91,7 +91,6 @@ class NameTable:
         """Return the slot of a non-empty batch's first name, or -1: `find` without the fixed cost of arrays."""
         words: list[int] = names[0].tolist()
         mixed: int = sum(map(mul, words, _INT_MULTIPLIERS)) & _WORD
-        mixed ^= mixed >> 32
         tag = (mixed & _TAG) << 32
         for entry in self._buckets[mixed >> self._shift_int].tolist():
             slot: int = (entry ^ tag) - 1
@@ -103,9 +102,17 @@ class NameTable:
         """Return copies of the names that were last inserted at these slots."""
         return self._names.take(slots).view(np.uint64).reshape(-1, 4)
 
-    def holds_at(self, slot: int, names: Names) -> bool:
-        """Whether the slots ``slot, slot + 1, ...`` carry just these names. Names of removed slots count as carried."""
-        return self._names[slot : slot + len(names)].tobytes() == names.tobytes()
+    def run_at(self, slot: int, names: Names) -> int:
+        """Count the leading names that lie at ``slot, slot + 1, ...``; a removed name counts as still lying there."""
+        held = self._names[slot : slot + len(names)]
+        rows = _rows(names)
+        if held[1:2].tobytes() != rows[1:2].tobytes():
+            return 1 if held[:1].tobytes() == rows[:1].tobytes() else 0
+        if held.tobytes() == rows.tobytes():
+            return len(names)
+        same = held.view(np.uint64) == rows[: len(held)].view(np.uint64)
+        differing = np.flatnonzero(same.view(np.uint32) != _ALL_FOUR)
+        return int(differing[0]) if len(differing) else len(held)
 
     def insert(self, names: Names, slots: Slots) -> None:
         """Add names, none of them in the table or twice in the batch, at slots that hold none."""
@@ -144,9 +151,9 @@ class NameTable:
 
     def clear(self) -> None:
         """Forget every name."""
-        self._buckets = np.zeros_like(self._buckets)  # fresh zero pages: no time is spent on writing the old ones
-        self._spilled = np.zeros_like(self._spilled)
-        self._stash = {}
+        self._buckets.fill(0)
+        self._spilled.fill(0)
+        self._stash.clear()
 
     def _bucket_of(self, hashes: NDArray[np.uint64]) -> Slots:
         return (hashes >> self._shift).view(np.int64)
@@ -154,7 +161,7 @@ class NameTable:
     def _settle(self, names: Names, buckets: Slots, rows: Slots, candidates: Slots) -> Slots:
         """Compare each candidate with the name of its row; look for the rest among the spilled."""
         slots = np.full(len(names), -1, dtype=np.int64)
-        held = self._names.take(candidates, mode="wrap").view(np.uint64).reshape(-1, 4)
+        held = self._names.take(candidates).view(np.uint64).reshape(-1, 4)
         same = (held == names.take(rows, axis=0)).all(axis=1)
         same &= candidates >= 0  # an empty entry looks like a match to a name whose tag is 0
         slots[rows[same]] = candidates[same]

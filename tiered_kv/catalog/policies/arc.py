@@ -28,7 +28,7 @@ class ARCPolicy(Policy):
         self.target = 0.0
         self._recent = SlotQueue(num_slots)
         self._frequent = SlotQueue(num_slots)
-        self._is_frequent = np.zeros(num_slots, dtype=np.bool_)  # which of the two a block, parked or not, belongs to
+        self._is_frequent = np.full(num_slots, fill_value=False)  # which of the two a block, parked or not, belongs to
         self._ghosts = _Ghosts(num_slots)
 
     def __len__(self) -> int:
@@ -96,7 +96,7 @@ class _Ghosts:
         self._free = FreeSlots(range(capacity))
         self._recent = SlotQueue(capacity)
         self._frequent = SlotQueue(capacity)
-        self._is_frequent = np.zeros(capacity, dtype=np.bool_)
+        self._is_frequent = np.full(capacity, fill_value=False)
 
     @property
     def num_recent(self) -> int:

@@ -1,0 +1,229 @@
+"""What a storage tier implements, and what it is given. Read ``tiered_kv_backends/memory.py`` for the shortest one.
+
+Two kinds. A `Backend` takes keys and bytes and evicts for itself (an object store, a server, a shared filesystem). A
+`SlotBackend` is a medium that the cache owns alone: numbered slots of one size, chosen by the cache's catalog.
+
+Calls come in batches and answer one `Outcome` per block, in order, holes anywhere. A backend's call is never cancelled:
+the cache bounds how long it *waits*, and keeps the buffers lent until the call returns. A call raises
+`BackendUnavailableError` when the whole medium fails, and nothing else. Blocks arrive encoded and are verified after a
+read; a backend neither makes nor checks headers.
+"""
+
+import enum
+import mmap
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict
+
+from tiered_kv.errors import LayoutMismatchError
+from tiered_kv.keys import BlockKey, Names
+
+T = TypeVar("T")
+_PAGE = 4096
+
+
+class Outcome(enum.Enum):
+    """What became of one block in a call."""
+
+    HIT = "hit"
+    """Read whole into its buffers."""
+    MISS = "miss"
+    """Not there."""
+    CORRUPT = "corrupt"
+    """There, but of the wrong length, header or checksum: it will be deleted."""
+    STORED = "stored"
+    """Written."""
+    REFUSED = "refused"
+    """Not written for want of room or by the medium's own choice; nothing is wrong."""
+    FAILED = "failed"
+    """The medium failed for this block; others of the batch may have gone well."""
+
+
+class Block:
+    """The buffers of one block record, an iovec: ``header`` (4 KiB), then ``payload``. Both writable and page-aligned.
+
+    A backend writes these bytes out or fills them in. They are lent for the length of the call.
+
+    Attributes:
+        header: 4096 bytes.
+        payload: The block's bytes, exactly.
+        padded: ``payload`` and the rest of its last 4 KiB page, for direct I/O.
+    """
+
+    __slots__ = ("header", "padded", "payload")
+
+    def __init__(self, header: memoryview, padded: memoryview, payload_bytes: int) -> None:
+        self.header = header
+        self.padded = padded
+        self.payload = padded if payload_bytes == len(padded) else padded[:payload_bytes]
+
+    @classmethod
+    def empty(cls, payload_bytes: int) -> "Block":
+        """Allocate one of its own, zeroed and page-aligned."""
+        stride = -(-payload_bytes // _PAGE) * _PAGE
+        memory = memoryview(mmap.mmap(-1, _PAGE + stride))
+        return cls(memory[:_PAGE], memory[_PAGE:], payload_bytes)
+
+    @property
+    def segments(self) -> tuple[memoryview, memoryview]:
+        """The record's bytes in order, without padding."""
+        return self.header, self.payload
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of the record without padding."""
+        return len(self.header) + len(self.payload)
+
+    def fill(self, record: bytes | bytearray | memoryview) -> bool:
+        """Copy a whole record in; False, and nothing copied, if its length is not this block's."""
+        if len(record) != self.num_bytes:
+            return False
+        view, cut = np.frombuffer(record, np.uint8), len(self.header)
+        np.copyto(np.frombuffer(self.header, np.uint8), view[:cut])
+        np.copyto(np.frombuffer(self.payload, np.uint8), view[cut:])  # releases the GIL; a memoryview's slice holds it
+        return True
+
+    def __bytes__(self) -> bytes:
+        return b"".join(self.segments)
+
+
+class TierSettings(BaseModel):
+    """Base of every medium's own settings. ``medium`` chooses the class; the rest is the medium's."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    medium: str
+    name: str = ""
+    """What results, logs and metrics call the tier; the medium's name if left out."""
+    timeout_s: float = 10.0
+    """How long a load or store waits for one call of this tier before it goes on without it."""
+
+
+class Workers(Protocol):
+    """Daemon threads for blocking calls, made by the cache."""
+
+    def run(self, function: Callable[..., T], *args: object) -> Awaitable[T]:
+        """Run ``function(*args)`` in one of the threads. Cancelling the awaitable does not stop the call."""
+        ...
+
+
+@dataclass(frozen=True)
+class RecordShape:
+    """The records of one KV group."""
+
+    fingerprint: bytes
+    payload_bytes: int
+
+    @property
+    def padded_bytes(self) -> int:
+        """Payload rounded up to 4 KiB: what `Block.padded` holds."""
+        return -(-self.payload_bytes // _PAGE) * _PAGE
+
+    @property
+    def stride_bytes(self) -> int:
+        """Header and padded payload: one slot of a medium."""
+        return _PAGE + self.padded_bytes
+
+
+@dataclass(frozen=True)
+class BackendContext:
+    """What a backend gets when it is opened.
+
+    Attributes:
+        groups: The records it will see, one per KV group.
+        workers: Makes ``workers(num_threads)`` named after the tier; ended by the cache when the tier closes.
+        clock: Seconds, monotonic.
+    """
+
+    groups: tuple[RecordShape, ...]
+    workers: Callable[[int], Workers]
+    clock: Callable[[], float]
+
+
+class _Tier(ABC):
+    Settings: ClassVar[type[Any]]
+    """The pydantic model of its settings, a `TierSettings`; ``Backend(settings)`` is how the registry makes one."""
+
+    async def aclose(self) -> None:
+        """Let go of files, connections and threads. Called once, after the last call has returned or was given up."""
+
+
+class Backend(_Tier):
+    """A medium that takes keys and bytes and evicts for itself. Shared media are of this kind."""
+
+    async def open(self, context: BackendContext) -> None:
+        """Connect. `ConfigurationError` for what can never work, `BackendUnavailableError` for what may work later."""
+
+    @abstractmethod
+    async def lookup(self, keys: Sequence[BlockKey]) -> list[Outcome]:
+        """Say HIT or MISS for each key. May be an estimate: a read decides."""
+
+    @abstractmethod
+    async def read(self, keys: Sequence[BlockKey], into: Sequence[Block]) -> list[Outcome]:
+        """Fill ``into[i]`` with the record of ``keys[i]``: HIT, MISS, CORRUPT (wrong length) or FAILED each."""
+
+    @abstractmethod
+    async def write(self, keys: Sequence[BlockKey], blocks: Sequence[Block]) -> list[Outcome]:
+        """Keep the records, replacing what is there: STORED, REFUSED or FAILED each."""
+
+    @abstractmethod
+    async def delete(self, keys: Sequence[BlockKey]) -> None:
+        """Forget the keys; absent ones are no error."""
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """What a `SlotBackend` found of one KV group when it opened: least recently used first.
+
+    Attributes:
+        num_slots: Slots it has for this group.
+        names: ``(n, 4)`` uint64, the names of the blocks that are there.
+        slots: ``(n,)`` int64, where.
+    """
+
+    num_slots: int
+    names: Names
+    slots: NDArray[np.int64]
+
+
+class SlotBackend(_Tier):
+    """An owned medium: numbered slots, which the cache's catalog gives and takes. No slot is in two calls at once."""
+
+    @abstractmethod
+    async def open(self, context: BackendContext) -> list[Recovered]:
+        """Take the medium for this process alone, and return what is there, per KV group.
+
+        Raises:
+            ConfigurationError: It can never work (too small, not writable, held by another process).
+        """
+
+    @abstractmethod
+    async def read(self, group: int, slots: NDArray[np.int64], into: Sequence[Block]) -> list[Outcome]:
+        """Fill ``into[i]`` from ``slots[i]``: HIT, MISS or FAILED each."""
+
+    @abstractmethod
+    async def write(self, group: int, slots: NDArray[np.int64], names: Names, blocks: Sequence[Block]) -> list[Outcome]:
+        """Write ``blocks[i]`` to ``slots[i]`` and remember that it is ``names[i]``: STORED or FAILED each."""
+
+    @abstractmethod
+    async def forget(self, group: int, slots: NDArray[np.int64]) -> None:
+        """Make sure that what these slots hold is not found after a restart."""
+
+    async def checkpoint(self, group: int, names: Names, slots: NDArray[np.int64], *, sync: bool = False) -> None:
+        """Remember exactly these blocks, least recently used first; with ``sync``, survive a loss of power."""
+
+    def describe(self) -> dict[str, object]:
+        """Facts for `stats()`, e.g. the I/O mode in use."""
+        return {}
+
+
+def check_lengths(keys: Sequence[object] | Names | NDArray[np.int64], blocks: Sequence[Block]) -> None:
+    """Raise `LayoutMismatchError` unless there is one block per key."""
+    if len(keys) != len(blocks):
+        msg = f"{len(keys)} keys but {len(blocks)} blocks"
+        raise LayoutMismatchError(msg)

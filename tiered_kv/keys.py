@@ -1,0 +1,315 @@
+"""Names of KV blocks: the chained hash of a block's whole prefix, and the namespace it lives in.
+
+A block is named by (fingerprint, epoch, salt, chained hash, shard). The engine handles only `BlockKeys`, the hashes and
+the salt; the cache adds the rest as a `Namespace`. One batch of blocks always shares one namespace, so what differs per
+block is 32 bytes, and what is shared is hashed once per batch.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiered_kv.errors import ConfigurationError
+
+Names = NDArray[np.uint64]
+"""A batch of 32-byte names, shape ``(n, 4)``, C-contiguous."""
+
+DIGEST_BYTES = 32
+NO_SALT = b"\0" * DIGEST_BYTES
+_ROOT = b"tiered_kv block hash v1"
+_MAX_TOKEN_ID = 2**32
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """Which weights computed the KV. Two models of equal shapes must never meet, so ``weights`` is required.
+
+    Attributes:
+        name: The model's name, e.g. ``"llama-3-8b"``.
+        weights: Anything that changes when the weights do: a digest of the checkpoint, a revision, an RL step.
+            It is the cache's first epoch; `TieredKV.advance_epoch` names the next one.
+        extra: What else changes KV bytes without changing their shapes (RoPE scaling, quantisation of the weights, a LoRA
+            merged into them). Part of the fingerprint.
+    """
+
+    name: str
+    weights: str
+    extra: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        for field_name in ("name", "weights"):
+            value = getattr(self, field_name)
+            if not isinstance(value, str) or not value:
+                msg = f"ModelIdentity.{field_name} must be a non-empty str, got {value!r}"
+                raise ConfigurationError(msg)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Which part of a block's heads this process holds: ``Shard()`` is all of them, else ``rank`` of ``size``.
+
+    MLA latents are the same on every tensor-parallel rank: such ranks all use ``Shard()`` and share one copy.
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            msg = f"a shard's rank must lie in [0, size), got rank {self.rank} of size {self.size}"
+            raise ConfigurationError(msg)
+
+    def __str__(self) -> str:
+        return "replicated" if self.size == 1 else f"{self.rank}of{self.size}"
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """What all keys of one batch share. All digests are 32 bytes.
+
+    Attributes:
+        fingerprint: Model, dtype, layout, block size, KV group, codec and record format (`layout.fingerprint`).
+        epoch: Digest of the weights' identity (`epoch_digest`).
+        salt: Digest of the tenant's salt (`salt_digest`).
+        shard: Which part of the heads.
+    """
+
+    fingerprint: bytes
+    epoch: bytes
+    salt: bytes = NO_SALT
+    shard: Shard = field(default_factory=Shard)
+
+    @cached_property
+    def mask(self) -> NDArray[np.uint64]:
+        """A digest of this namespace, ``(4,)``: XORed onto block hashes it makes names that meet no other namespace's."""
+        shard = f"{self.shard.rank}/{self.shard.size}".encode()
+        digest = hashlib.sha256(b"tiered_kv namespace v1" + self.fingerprint + self.epoch + self.salt + shard).digest()
+        return np.frombuffer(digest, np.uint64)
+
+    @cached_property
+    def path(self) -> str:
+        """The external folder of these keys, derived from digests alone: ``fingerprint/epoch/shard/salt``."""
+        return f"{self.fingerprint.hex()}/{self.epoch.hex()[:32]}/{self.shard}/{self.salt.hex()[:32]}"
+
+    def names(self, keys: "BlockKeys") -> Names:
+        """Return the names of ``keys`` here, ``(n, 4)``. O(1) hashing: an epoch switch changes the mask, nothing else."""
+        return keys.words ^ self.mask
+
+    def keys(self, keys: "BlockKeys") -> "list[BlockKey]":
+        """Return one `BlockKey` per block, for a backend."""
+        return [BlockKey(self, digest) for digest in keys]
+
+    def keys_of(self, names: Names) -> "list[BlockKey]":
+        """Return the keys that ``names`` were made from in this namespace."""
+        flat = (names ^ self.mask).tobytes()
+        return [BlockKey(self, flat[at : at + DIGEST_BYTES]) for at in range(0, len(flat), DIGEST_BYTES)]
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[object, ...]:  # without what is cached: hash() of bytes differs between processes
+        return Namespace, (self.fingerprint, self.epoch, self.salt, self.shard)
+
+    @cached_property
+    def _hash(self) -> int:  # hashed once: a backend's dict hashes every key of a batch
+        return hash((self.fingerprint, self.epoch, self.salt, self.shard))
+
+
+class BlockKey(NamedTuple):
+    """The whole name of one block, as a backend sees it. Hashable, picklable, equal only where every field is."""
+
+    namespace: Namespace
+    hash: bytes
+
+    @property
+    def path(self) -> str:
+        """A relative path made of digests: ``fingerprint/epoch/shard/salt/hash``. Nothing from outside is in it."""
+        return f"{self.namespace.path}/{self.hash.hex()}"
+
+
+class BlockKeys(Sequence[bytes]):
+    """An immutable sequence of 32-byte block hashes that knows where in a prompt it starts.
+
+    Made by `hash_blocks` from token ids, or by `from_hashes` from an engine's own hashes. A slice keeps its position, so
+    that ``keys[n:]`` is still the tail of the same prompt.
+
+    Attributes:
+        start: Position of the first block in the prompt, in blocks.
+        block_size: Tokens per block.
+        group: The KV group (`KVLayout.groups`) these blocks belong to.
+        salt_id: Digest of the salt they were made with; keys of another salt never meet these.
+    """
+
+    __slots__ = ("_digests", "_words", "block_size", "group", "salt_id", "start")
+
+    def __init__(
+        self, digests: bytes, *, block_size: int, start: int = 0, group: int = 0, salt_id: bytes = NO_SALT
+    ) -> None:
+        self._digests = digests
+        self._words: NDArray[np.uint64] | None = None
+        self.start = start
+        self.block_size = block_size
+        self.group = group
+        self.salt_id = salt_id
+
+    @classmethod
+    def from_hashes(
+        cls, hashes: Iterable[bytes], *, block_size: int, start: int = 0, group: int = 0, salt: str | bytes = b""
+    ) -> "BlockKeys":
+        """Take an engine's own chained hashes, 8 to 32 bytes each; shorter ones are padded with zeros.
+
+        They must be chained over the whole prefix, and name the LoRA and images that went into it. Python's ``hash()`` is
+        not stable across processes: keys made from it find nothing after a restart.
+
+        Raises:
+            ConfigurationError: A hash is no bytes object of 8 to 32 bytes.
+        """
+        _check_block_size(block_size)
+        parts = []
+        for position, digest in enumerate(hashes):
+            if not isinstance(digest, bytes) or not 8 <= len(digest) <= DIGEST_BYTES:
+                msg = f"hash {position} must be 8 to 32 bytes, got {digest!r:.80}"
+                raise ConfigurationError(msg)
+            parts.append(digest.ljust(DIGEST_BYTES, b"\0"))
+        return cls(b"".join(parts), block_size=block_size, start=start, group=group, salt_id=salt_digest(salt))
+
+    @property
+    def words(self) -> NDArray[np.uint64]:
+        """The hashes as ``(n, 4)`` uint64, read-only."""
+        if self._words is None:
+            self._words = np.frombuffer(self._digests, np.uint64).reshape(-1, 4)
+        return self._words
+
+    def __len__(self) -> int:
+        return len(self._digests) // DIGEST_BYTES
+
+    @overload
+    def __getitem__(self, at: int) -> bytes: ...
+    @overload
+    def __getitem__(self, at: slice) -> "BlockKeys": ...
+    def __getitem__(self, at: int | slice) -> "bytes | BlockKeys":
+        if isinstance(at, slice):
+            start, stop, step = at.indices(len(self))
+            if step != 1:
+                msg = f"BlockKeys are runs of a prompt: slice them with step 1, not {step}"
+                raise ConfigurationError(msg)
+            stop = max(start, stop)
+            digests = self._digests[start * DIGEST_BYTES : stop * DIGEST_BYTES]
+            return BlockKeys(
+                digests, block_size=self.block_size, start=self.start + start, group=self.group, salt_id=self.salt_id
+            )
+        index = range(len(self))[at]
+        return self._digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BlockKeys) and self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild_keys, (self._digests, self.block_size, self.start, self.group, self.salt_id)
+
+    def __repr__(self) -> str:
+        first = self._digests[:4].hex()
+        where = f"{len(self)} blocks from {self.start}, block_size={self.block_size}, group={self.group}"
+        return f"BlockKeys({where}, first={first}..)"
+
+    def _identity(self) -> tuple[bytes, int, int, int, bytes]:
+        return self._digests, self.block_size, self.start, self.group, self.salt_id
+
+
+def hash_blocks(
+    token_ids: Sequence[int],
+    *,
+    block_size: int,
+    salt: str | bytes = b"",
+    parent: BlockKeys | None = None,
+    extra: Sequence[bytes | None] | None = None,
+    group: int = 0,
+) -> BlockKeys:
+    """Hash every *full* block of a prompt, each chained over all before it. The same in every process and on every host.
+
+    Args:
+        token_ids: ``(num_tokens,)`` non-negative ints below 2**32; a trailing partial block is left out.
+        block_size: Tokens per block.
+        salt: Keeps tenants apart: equal prompts of different salts share nothing. Secret salts stay secret: only
+            digests leave this function.
+        parent: Keys of the prefix that ``token_ids`` continue (all of it full blocks); salt and group must agree.
+        extra: Per full block, bytes that name what else went into it (a LoRA's id, an image's digest), or None.
+        group: The KV group.
+
+    Returns:
+        One key per full block; ``start`` is behind ``parent``'s last.
+
+    Raises:
+        ConfigurationError: A token id out of range, too few ``extra``, or a parent of another salt, group or block size.
+
+    Source: chained prefix hashing as in vLLM's "Automatic Prefix Caching"; the encoding is our own and versioned.
+    """
+    _check_block_size(block_size)
+    tokens = _as_token_array(token_ids)
+    num_blocks = len(tokens) // block_size
+    salt_id = salt_digest(salt)
+    if extra is not None and len(extra) < num_blocks:
+        msg = f"extra must name every full block: {num_blocks} blocks, {len(extra)} entries"
+        raise ConfigurationError(msg)
+    start = 0
+    previous = hashlib.sha256(_ROOT + salt_id + block_size.to_bytes(4, "little")).digest()
+    if parent is not None:
+        if (parent.salt_id, parent.group, parent.block_size) != (salt_id, group, block_size):
+            msg = "the parent's salt, KV group or block size differs from this call's"
+            raise ConfigurationError(msg)
+        start = parent.start + len(parent)
+        previous = parent[-1] if len(parent) else previous
+    body = memoryview(tokens[: num_blocks * block_size].tobytes())
+    stride = block_size * 4
+    digests = []
+    for block in range(num_blocks):
+        digest = hashlib.sha256(previous)
+        digest.update(body[block * stride : (block + 1) * stride])
+        if extra is not None and (named := extra[block]) is not None:
+            digest.update(b"extra" + len(named).to_bytes(8, "little") + named)
+        previous = digest.digest()
+        digests.append(previous)
+    return BlockKeys(b"".join(digests), block_size=block_size, start=start, group=group, salt_id=salt_id)
+
+
+def salt_digest(salt: str | bytes) -> bytes:
+    """Digest a tenant's salt; the empty salt is 32 zero bytes."""
+    if not isinstance(salt, str | bytes):
+        msg = f"salt must be str or bytes, got {type(salt).__name__}"
+        raise ConfigurationError(msg)
+    raw = salt.encode() if isinstance(salt, str) else salt
+    return hashlib.sha256(b"tiered_kv salt v1" + raw).digest() if raw else NO_SALT
+
+
+def epoch_digest(weights: str) -> bytes:
+    """Digest the identity of weights: an epoch is never a counter, so restarts and other hosts agree by naming the same."""
+    return hashlib.sha256(b"tiered_kv epoch v1" + weights.encode()).digest()
+
+
+def _rebuild_keys(digests: bytes, block_size: int, start: int, group: int, salt_id: bytes) -> BlockKeys:
+    return BlockKeys(digests, block_size=block_size, start=start, group=group, salt_id=salt_id)
+
+
+def _check_block_size(block_size: int) -> None:
+    if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
+        msg = f"block_size must be a positive int of tokens, got {block_size!r}"
+        raise ConfigurationError(msg)
+
+
+def _as_token_array(token_ids: Sequence[int]) -> NDArray[np.uint32]:
+    tokens = np.asarray(token_ids)
+    if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
+        msg = f"token_ids must be a flat sequence of ints, got shape {tokens.shape} of {tokens.dtype}"
+        raise ConfigurationError(msg)
+    if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) >= _MAX_TOKEN_ID):
+        msg = f"token ids must lie in [0, 2**32), got {int(tokens.min())} to {int(tokens.max())}"
+        raise ConfigurationError(msg)
+    return tokens.astype("<u4")

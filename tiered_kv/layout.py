@@ -1,0 +1,267 @@
+"""What one KV block is made of, whatever the engine's tensors look like.
+
+A block's *payload* is the same bytes everywhere: layer by layer, plane by plane (K then V, or one MLA latent), page by
+page, each page's tokens as the engine keeps them (NHD or HND). How an engine lays pages out (one tensor a layer or one
+for all, K and V apart or together) is found again at `register_kv_caches` and is no part of a block's identity.
+
+Axes are written as letters: ``L`` layers, ``P`` planes, ``B`` pages (the engine's block ids), ``N`` tokens of a page,
+``H`` KV heads, ``D`` head dimension. vLLM's FlashAttention cache is ``PBNHD``, FlashInfer's ``BPNHD`` or ``BPHND``.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import permutations
+from typing import Any, Literal
+
+from tiered_kv.errors import ConfigurationError, LayoutMismatchError
+from tiered_kv.keys import ModelIdentity
+
+FORMAT_VERSION = 1
+"""Of payloads and records together: part of every fingerprint."""
+
+Order = Literal["NHD", "HND", "MLA"]
+KVCaches = Any
+"""Tensors of one KV group: one packed tensor, or per layer, in layer order, a tensor or a (K, V) pair (list or dict)."""
+
+_ITEM_BYTES = {
+    "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "int8": 1, "uint8": 1,
+}  # fmt: skip
+_INNER: dict[Order, str] = {"NHD": "NHD", "HND": "HND", "MLA": "ND"}
+PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class KVGroup:
+    """Layers that share one block table and one shape of block.
+
+    Attributes:
+        num_layers: Layers in the group.
+        num_kv_heads: KV heads that this process holds; 1 for MLA.
+        head_dim: Dimension of a head, or of the latent row for MLA.
+        dtype: The torch dtype's name, e.g. ``"bfloat16"``.
+        order: ``"NHD"`` or ``"HND"`` for K and V planes, ``"MLA"`` for one latent row per token.
+        block_size: Tokens a key names.
+        page_size: Tokens of one of the engine's pages; divides ``block_size``. 0 means ``block_size``.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    block_size: int
+    order: Order = "NHD"
+    page_size: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_kv_heads", "head_dim", "block_size"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                msg = f"KVGroup.{name} must be a positive int, got {value!r}"
+                raise ConfigurationError(msg)
+        if self.dtype not in _ITEM_BYTES:
+            msg = f"dtype {self.dtype!r} is not kept as KV here: one of {', '.join(_ITEM_BYTES)}"
+            raise ConfigurationError(msg)
+        if self.order not in _INNER:
+            msg = f"order must be 'NHD', 'HND' or 'MLA', got {self.order!r}"
+            raise ConfigurationError(msg)
+        if self.order == "MLA" and self.num_kv_heads != 1:
+            msg = f"an MLA latent has no head axis: num_kv_heads must be 1, got {self.num_kv_heads}"
+            raise ConfigurationError(msg)
+        if not self.page_size:
+            object.__setattr__(self, "page_size", self.block_size)
+        if self.page_size < 0 or self.block_size % self.page_size:
+            msg = f"block_size {self.block_size} is not a multiple of the engine's page_size {self.page_size}"
+            raise ConfigurationError(msg)
+
+    @property
+    def num_planes(self) -> int:
+        """2 for K and V, 1 for a latent."""
+        return 1 if self.order == "MLA" else 2
+
+    @property
+    def pages_per_block(self) -> int:
+        """Engine block ids per key."""
+        return self.block_size // self.page_size
+
+    @property
+    def fragment_bytes(self) -> int:
+        """Bytes of one page of one plane of one layer."""
+        return self.page_size * self.num_kv_heads * self.head_dim * _ITEM_BYTES[self.dtype]
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of one block."""
+        return self.fragment_bytes * self.num_layers * self.num_planes * self.pages_per_block
+
+    @property
+    def stride_bytes(self) -> int:
+        """Bytes of one slot: the payload rounded up to a memory page."""
+        return -(-self.payload_bytes // PAGE_BYTES) * PAGE_BYTES
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """Size of each axis letter but ``B``."""
+        return {
+            "L": self.num_layers, "P": self.num_planes, "N": self.page_size, "H": self.num_kv_heads, "D": self.head_dim
+        }  # fmt: skip
+
+    def check_axes(self, axes: str, shape: Sequence[int]) -> None:
+        """Raise `LayoutMismatchError` unless a tensor of ``shape`` has these ``axes`` with this group's sizes."""
+        expected = [self.axis_sizes.get(axis, "num_pages") for axis in axes]
+        fits = len(shape) == len(axes) and all(
+            want in ("num_pages", got) for want, got in zip(expected, shape, strict=True)
+        )
+        if not fits:
+            msg = f"a tensor with axes {axes} should have the shape {tuple(expected)}, got {tuple(shape)}"
+            raise LayoutMismatchError(msg)
+
+    def find_axes(self, shape: Sequence[int], *, packed: bool) -> str:
+        """Infer the axes of one tensor; ``packed`` says that it holds all layers.
+
+        Raises:
+            LayoutMismatchError: No order of axes fits, or more than one does: then ``axes=`` must say.
+        """
+        inner = _INNER[self.order]
+        heads = ("L" if packed else "") + ("P" if len(shape) == len(inner) + 2 + packed else "") + "B"
+        fits = []
+        for outer in {"".join(each) for each in permutations(heads)}:
+            try:
+                self.check_axes(outer + inner, shape)
+            except LayoutMismatchError:
+                continue
+            fits.append(outer + inner)
+        if len(fits) == 1:
+            return fits[0]
+        tell = f"any of {', '.join(sorted(fits))}: pass axes= to say which" if fits else "no arrangement"
+        msg = f"a tensor of shape {tuple(shape)} fits {tell} (sizes here: {self.axis_sizes}, B is the number of pages)"
+        raise LayoutMismatchError(msg)
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """The KV groups of a model: most have one; sliding-window and hybrid models have several."""
+
+    groups: tuple[KVGroup, ...]
+
+    def __post_init__(self) -> None:
+        if not self.groups or not all(isinstance(group, KVGroup) for group in self.groups):
+            msg = f"KVLayout.groups must be a non-empty tuple of KVGroup, got {self.groups!r:.200}"
+            raise ConfigurationError(msg)
+
+    @classmethod
+    def from_tensors(
+        cls, kv_caches: KVCaches, *, block_size: int, page_size: int | None = None, axes: str | None = None
+    ) -> "KVLayout":
+        """Read the layout of a model with one KV group off the engine's paged tensors.
+
+        Args:
+            kv_caches: One packed tensor, or per layer, in layer order, a tensor or a ``(K, V)`` pair. Only shapes and dtypes
+                are read.
+            block_size: Tokens a key names.
+            page_size: Tokens of one of the engine's pages, where smaller.
+            axes: Letters for the axes, e.g. ``"PBNHD"``, where shapes alone do not tell.
+
+        Raises:
+            LayoutMismatchError: The tensors differ in shape or dtype, or their axes cannot be told.
+        """
+        return cls((read_group(kv_caches, block_size=block_size, page_size=page_size, axes=axes),))
+
+    @classmethod
+    def from_groups(cls, groups: Sequence[KVCaches], *, block_size: int, axes: str | None = None) -> "KVLayout":
+        """Read the layout of a model with several KV groups, given as one set of tensors each."""
+        return cls(tuple(read_group(group, block_size=block_size, axes=axes) for group in groups))
+
+    @cached_property
+    def payload_bytes(self) -> int:
+        """Bytes of one block of every group."""
+        return sum(group.payload_bytes for group in self.groups)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return KVLayout, (self.groups,)
+
+
+def fingerprint(model: ModelIdentity, layout: KVLayout, group: int, codec: str = "none") -> bytes:
+    """Digest everything but the weights that two processes must agree on to share bytes of one group: 32 bytes.
+
+    A canonical JSON of format version, model, the whole layout, the group's index and the codec. It names no rank: a
+    `Shard` does.
+    """
+    facts = {
+        "format": FORMAT_VERSION,
+        "model": model.name,
+        "extra": sorted(model.extra),
+        "groups": [asdict(each) for each in layout.groups],
+        "group": group,
+        "codec": codec,
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()).digest()
+
+
+def layer_tensors(kv_caches: KVCaches) -> tuple[list[tuple[Any, ...]], bool]:
+    """Return the tensors of each layer in canonical order, and whether it is one packed tensor: ``[(K, V)], [(KV,)]``."""
+    if hasattr(kv_caches, "shape"):
+        return [(kv_caches,)], True
+    layers = list(kv_caches.values()) if isinstance(kv_caches, Mapping) else list(kv_caches)
+    if not layers:
+        msg = "kv_caches holds no tensors"
+        raise LayoutMismatchError(msg)
+    return [(layer,) if hasattr(layer, "shape") else tuple(layer) for layer in layers], False
+
+
+def read_group(
+    kv_caches: KVCaches, *, block_size: int, page_size: int | None = None, axes: str | None = None
+) -> KVGroup:
+    """Read one KV group off its tensors; see `KVLayout.from_tensors`."""
+    layers, packed = layer_tensors(kv_caches)
+    first = layers[0][0]
+    shape, dtype = tuple(first.shape), str(first.dtype).removeprefix("torch.")
+    for number, layer in enumerate(layers):
+        for tensor in layer:
+            found = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+            if found != (shape, dtype) or len(layer) != len(layers[0]):
+                msg = (
+                    f"layer {number} is {found[0]} of {found[1]}, layer 0 is {shape} of {dtype}; "
+                    "groups of layers that differ go to KVLayout.from_groups"
+                )
+                raise LayoutMismatchError(msg)
+    page = page_size or block_size
+    axes = axes or _guess_axes(shape, page, packed=packed, split=len(layers[0]) > 1)
+    if len(axes) != len(shape) or len(set(axes)) != len(axes) or "B" not in axes or not set(axes) <= set("LPBNHD"):
+        msg = f"axes {axes!r} do not name each axis of {shape} once, by letters of LPBNHD with B among them"
+        raise LayoutMismatchError(msg)
+    sizes = dict(zip(axes, shape, strict=True))
+    order: Order = "MLA" if "H" not in axes else ("NHD" if axes.index("N") < axes.index("H") else "HND")
+    group = KVGroup(
+        num_layers=sizes.get("L", len(layers)),
+        num_kv_heads=sizes.get("H", 1),
+        head_dim=sizes["D"],
+        dtype=dtype,
+        block_size=block_size,
+        order=order,
+        page_size=page,
+    )
+    group.check_axes(axes, shape)
+    return group
+
+
+def _guess_axes(shape: tuple[int, ...], page_size: int, *, packed: bool, split: bool) -> str:
+    """Name the axes of a tensor from its shape alone, or say which readings are open."""
+    outers = ["LPB", "LBP", "BLP"] if packed else (["B"] if split else ["PB", "BP"])
+    candidates = [outer + inner for outer in outers for inner in ("NHD", "HND")]
+    candidates += [("LB" if packed else "B") + "ND", *(["BLND"] if packed else [])]
+    fits = []
+    for axes in candidates:
+        if len(axes) != len(shape):
+            continue
+        sizes = dict(zip(axes, shape, strict=True))
+        if sizes["N"] == page_size and sizes.get("P", 2) == 2:
+            fits.append(axes)
+    if len(fits) == 1:
+        return fits[0]
+    tell = f"may be read as {' or '.join(fits)}" if fits else "is no arrangement known here"
+    msg = f"a KV tensor of shape {shape} with pages of {page_size} tokens {tell}: pass axes=, e.g. axes='PBNHD'"
+    raise LayoutMismatchError(msg)

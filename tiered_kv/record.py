@@ -1,0 +1,63 @@
+"""One block record on every medium: a 4 KiB header, then the payload. ``docs/format.md`` describes it for other readers.
+
+The header names the block in full and carries a checksum of the payload, so that whoever reads a record can tell a
+right block from another one, an old one and a broken one without trusting where it was found.
+"""
+
+import struct
+
+import xxhash
+
+from tiered_kv.backend import Block, Outcome
+from tiered_kv.keys import BlockKey
+from tiered_kv.layout import FORMAT_VERSION
+
+HEADER_BYTES = 4096
+MAGIC = b"TIEREDKV"
+CODEC_NONE = b"none".ljust(16, b"\0")
+
+_SIGNED_BYTES = 512
+"""The part of the header in use; its last 8 bytes are its own xxh3-64. The rest of the 4 KiB is zero."""
+_FIELDS = struct.Struct("<8sIIQQ32s32s32s32sII16s16s16s16s16s16s")
+# magic, format version, header bytes, stored bytes, logical bytes, fingerprint, epoch, salt, hash, shard rank and size,
+# codec, payload checksum (xxh3-128), then room for encryption: key id, nonce (12 used), tag, reserved
+_CHECKSUM = struct.Struct("<Q")
+_CHECKSUM_AT = _SIGNED_BYTES - _CHECKSUM.size
+_NO_ENCRYPTION = (b"", b"", b"", b"")
+_PADDING = bytes(HEADER_BYTES)
+
+
+def encode(key: BlockKey, block: Block) -> None:
+    """Write the header of ``block`` for its payload as it is now. About 2 us, and the payload is read once."""
+    header, payload, space = block.header, block.payload, key.namespace
+    header[:] = _PADDING
+    _FIELDS.pack_into(
+        header, 0, MAGIC, FORMAT_VERSION, HEADER_BYTES, len(payload), len(payload),
+        space.fingerprint, space.epoch, space.salt, key.hash, space.shard.rank, space.shard.size,
+        CODEC_NONE, xxhash.xxh3_128_digest(payload), *_NO_ENCRYPTION,
+    )  # fmt: skip
+    _CHECKSUM.pack_into(header, _CHECKSUM_AT, xxhash.xxh3_64_intdigest(header[:_CHECKSUM_AT]))
+
+
+def verify(key: BlockKey, block: Block) -> Outcome:
+    """Say what was read into ``block``: a HIT only if every field and every byte is right.
+
+    Returns:
+        ``HIT``; ``MISS`` for a whole record of another key, namespace or format version, or for no record at all
+        (zeros); ``CORRUPT`` for one that is broken.
+    """
+    header, payload, space = block.header, block.payload, key.namespace
+    (
+        magic, version, header_bytes, stored_bytes, _, fingerprint, epoch, salt, digest, rank, size, codec, checksum, *_
+    ) = _FIELDS.unpack_from(header)  # fmt: skip
+    if magic != MAGIC:
+        return Outcome.CORRUPT if any(header[:_SIGNED_BYTES]) else Outcome.MISS
+    if xxhash.xxh3_64_intdigest(header[:_CHECKSUM_AT]) != _CHECKSUM.unpack_from(header, _CHECKSUM_AT)[0]:
+        return Outcome.CORRUPT
+    named = fingerprint, epoch, salt, digest, rank, size
+    wanted = space.fingerprint, space.epoch, space.salt, key.hash, space.shard.rank, space.shard.size
+    if version != FORMAT_VERSION or codec != CODEC_NONE or named != wanted:
+        return Outcome.MISS
+    if header_bytes != HEADER_BYTES or stored_bytes != len(payload):
+        return Outcome.CORRUPT
+    return Outcome.HIT if xxhash.xxh3_128_digest(payload) == checksum else Outcome.CORRUPT

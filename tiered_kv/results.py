@@ -1,0 +1,118 @@
+"""What calls answer. Counts are blocks; ``by_tier`` maps a tier's name to blocks, in the order of the chain."""
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class TierRun:
+    """Blocks ``start <= i < stop`` of the batch are in ``tier``."""
+
+    tier: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class LookupResult:
+    """The longest prefix that could be loaded now.
+
+    Attributes:
+        num_blocks: Its length.
+        runs: Which tier each block would come from, neighbours in one tier together.
+        num_bytes: Payload bytes of the prefix.
+        estimated_load_s: From each tier's load rate as seen so far; 0 where nothing was seen yet.
+    """
+
+    num_blocks: int
+    runs: tuple[TierRun, ...]
+    num_bytes: int
+    estimated_load_s: float
+
+    @property
+    def by_tier(self) -> dict[str, int]:
+        """Blocks per tier."""
+        counts: dict[str, int] = {}
+        for run in self.runs:
+            counts[run.tier] = counts.get(run.tier, 0) + run.stop - run.start
+        return counts
+
+
+@dataclass(frozen=True)
+class TierFault:
+    """Why blocks that a tier had did not arrive, or did not go there: ``reason`` is one of a few words, ``detail`` prose."""
+
+    tier: str
+    reason: str
+    num_blocks: int
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """What a load brought.
+
+    Attributes:
+        num_blocks: The prefix that is in place, byte for byte. Past it the target may hold anything.
+        num_requested: How many keys were asked for.
+        by_tier: Where each block of the prefix was found.
+        num_bytes: Payload bytes of the prefix.
+        seconds: From the call to its end, on the cache's clock.
+        faults: What shortened the prefix, if something but a plain miss did.
+    """
+
+    num_blocks: int
+    num_requested: int
+    by_tier: Mapping[str, int] = field(default_factory=dict)
+    num_bytes: int = 0
+    seconds: float = 0.0
+    faults: tuple[TierFault, ...] = ()
+
+
+@dataclass(frozen=True)
+class TierStore:
+    """What became of a store's blocks in one tier: every block of the store is counted once."""
+
+    tier: str
+    written: int = 0
+    present: int = 0
+    deferred: int = 0
+    dropped: int = 0
+    failed: int = 0
+
+
+@dataclass(frozen=True)
+class StoreResult:
+    """What a store kept; the source may be reused once this is here.
+
+    Attributes:
+        num_requested: How many keys were given.
+        num_stored: Blocks copied from the source.
+        num_present: Blocks that were there already (or are being stored by another call).
+        num_dropped: Blocks not kept at all.
+        drop_reasons: Why, in a few fixed words: ``"no room"``, ``"backpressure"``, ``"deadline"``, ``"copy failed"``,
+            ``"revoked"``.
+    """
+
+    num_requested: int
+    num_stored: int
+    num_present: int
+    num_dropped: int
+    drop_reasons: Mapping[str, int] = field(default_factory=dict)
+    _settled: Callable[[], Awaitable[tuple[TierStore, ...]]] | None = field(default=None, repr=False, compare=False)
+
+    async def settled(self) -> tuple[TierStore, ...]:
+        """Wait until every tier has the blocks or has given them up, and say which, fastest tier first.
+
+        Never raises for a tier. Cancellation ends the wait only.
+        """
+        return await self._settled() if self._settled is not None else ()
+
+
+@dataclass(frozen=True)
+class PrefetchResult:
+    """What a prefetch brought: the prefix that was in the tier when it ended, and the blocks it had to move for it."""
+
+    num_blocks: int
+    num_moved: int
+    faults: tuple[TierFault, ...] = ()

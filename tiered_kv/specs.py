@@ -1,0 +1,107 @@
+"""Where the blocks of one list lie in one medium: frozen, picklable, one object per *list* of blocks.
+
+Decisions make specs and motion consumes them, so a decision can be made in one process and moved in another.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiered_kv.errors import ConfigurationError
+
+
+def _as_ids(name: str, ids: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+    array = np.asarray(ids)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        msg = f"{name} must be a flat sequence of ints, got shape {array.shape} of {array.dtype}"
+        raise ConfigurationError(msg)
+    array = array.astype(np.int64)  # always a copy: the caller may reuse its own
+    if array.size and int(array.min()) < 0:
+        msg = f"{name} must not be negative, got {int(array.min())}"
+        raise ConfigurationError(msg)
+    array.flags.writeable = False
+    return array
+
+
+@dataclass(frozen=True, eq=False)
+class LoadStoreSpec:
+    """Base of all specs. ``len(spec)`` counts ids; a slice is a spec of the same medium."""
+
+    medium: ClassVar[str]
+
+    ids: NDArray[np.int64]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ids", _as_ids(f"{type(self).__name__} ids", self.ids))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self._facts() == other._facts()
+
+    def __hash__(self) -> int:
+        return hash(self._facts())
+
+    def _facts(self) -> tuple[object, ...]:
+        return self.ids.tobytes(), *(value for name, value in vars(self).items() if name != "ids")
+
+
+@dataclass(frozen=True, eq=False)
+class GPULoadStoreSpec(LoadStoreSpec):
+    """Blocks of the engine's own paged KV cache, as registered, wherever its tensors are (on a CPU too).
+
+    Attributes:
+        ids: The engine's block ids, ``KVGroup.pages_per_block`` a key, in key order.
+        group: The KV group.
+    """
+
+    medium: ClassVar[str] = "gpu"
+
+    group: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class CPULoadStoreSpec(LoadStoreSpec):
+    """Slots of a pool of host memory: the cache's slab, or one bound by name.
+
+    Attributes:
+        ids: Slots.
+        pool: The pool's name; ``""`` is the cache's own slab.
+    """
+
+    medium: ClassVar[str] = "cpu"
+
+    pool: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class FileLoadStoreSpec(LoadStoreSpec):
+    """Slots of a preallocated slab file."""
+
+    medium: ClassVar[str] = "file"
+
+    path: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class ObjectLoadStoreSpec(LoadStoreSpec):
+    """Objects under a prefix: ``ids`` number ``names``."""
+
+    medium: ClassVar[str] = "object"
+
+    prefix: str = ""
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class RemoteLoadStoreSpec(LoadStoreSpec):
+    """Keys of a server: ``ids`` number ``names``."""
+
+    medium: ClassVar[str] = "remote"
+
+    endpoint: str = ""
+    names: tuple[str, ...] = ()
