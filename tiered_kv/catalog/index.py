@@ -98,9 +98,8 @@ class TierIndex:
         self._transient_free = FreeSlots(range(num_slots, total))
         self._states = np.full(total + 1, _FREE, dtype=np.uint8)  # the last one answers for slot -1: FREE, always
         self._num_leases = np.full(total, 0, dtype=np.int32)
-        self._was_used = np.zeros(
-            total, dtype=np.bool_
-        )  # while leased: so that another's cold release does not chill it
+        # Used while leased: so that another's cold release does not chill it.
+        self._was_used = np.full(total, fill_value=False)
         self._ready = self._pending = self._doomed = self._leased = 0
 
     # Reading: no side effects.
