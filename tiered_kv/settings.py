@@ -1,0 +1,347 @@
+"""What a cache is made of, said in Python, in the environment or in a TOML file.
+
+```python
+TieredKVSettings(tiers=[CPUTier(capacity="32GiB"), {"medium": "nvme", "path": "/mnt/kv", "capacity": "1TiB"}])
+TieredKVSettings(tiers=["cpu://?capacity=32GiB", "file:///mnt/kv?capacity=1TiB"])
+```
+
+In the environment: ``TIERED_KV_TIERS`` (a JSON list of the same), ``TIERED_KV_LIMITS__LOAD_TIMEOUT_S``, and so on; or
+``TIERED_KV_CONFIG``, the path of a TOML file. Arguments go before the environment, the environment before the file.
+"""
+
+import difflib
+import os
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypedDict, Unpack
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    SerializeAsAny,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
+
+from tiered_kv.backend import TierSettings
+from tiered_kv.errors import ConfigurationError
+from tiered_kv.registry import OWN_MEDIA, hint, medium_for_scheme, resolve, resolve_policy
+
+_PREFIX = "TIERED_KV_"
+_CONFIG = "TIERED_KV_CONFIG"
+_GIB = 1024**3
+_MIB = 1024**2
+
+Bytes = Annotated[ByteSize, Field(gt=0)]
+"""A size of at least one byte: an int, or text such as ``"32GiB"`` or ``"1.5TB"``."""
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class _MemoryTier(TierSettings):
+    policy: str = "lru"
+    """Which blocks go first when there is no room: ``"lru"``, ``"arc"`` or a `Policy`'s ``"package.module:Class"``."""
+
+    @field_validator("policy")
+    @classmethod
+    def _find_policy(cls, policy: str) -> str:
+        resolve_policy(policy)
+        return policy
+
+
+class GPUTier(_MemoryTier):
+    """Blocks kept in a pool of the GPU's memory, beside the engine's own KV cache."""
+
+    medium: Literal["gpu"] = "gpu"
+    capacity: Bytes
+    """Bytes of GPU memory to take."""
+
+
+class CPUTier(_MemoryTier):
+    """Blocks kept in host memory, pinned where there is a GPU."""
+
+    medium: Literal["cpu"] = "cpu"
+    capacity: ByteSize = ByteSize(_GIB)
+    """Bytes of host memory to take. With 0 no block stays here: all pass through `CacheLimits.bounce`."""
+
+
+class CacheLimits(BaseModel):
+    """What bounds a cache in time, memory and work, whatever its tiers are."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    load_timeout_s: Seconds = 30.0
+    """How long a load may take unless the call says otherwise; then it answers with the prefix that is in place."""
+    store_timeout_s: Seconds = 5.0
+    """How long a store may keep its caller waiting for its blocks to be copied; what is not copied then is dropped."""
+    window: Bytes = ByteSize(16 * _MIB)
+    """Bytes moved as one piece: while one window is copied to the GPU, the next one is read."""
+    bounce: Bytes = ByteSize(128 * _MIB)
+    """Bytes of host memory for blocks that only pass through. Holds at least one window."""
+    store_queue: Bytes = ByteSize(_GIB)
+    """Bytes of stores accepted but not yet written to every tier. Beyond it, new blocks stay in the first tier only,
+    and are counted as dropped below it: a slow disk must not delay serving."""
+    prefetch_quota: Bytes = ByteSize(256 * _MIB)
+    """Bytes of prefetches in flight at once, so that a guess about the future does not crowd out loads."""
+    promote: bool = True
+    """Whether blocks loaded from a lower tier are kept in the tiers above it too."""
+    close_timeout_s: Seconds = 10.0
+    """How long closing waits for what is still being written."""
+    reads_in_flight: Annotated[int, Field(ge=1)] = 2
+    """Windows of one load that are read ahead of the copy to the GPU."""
+
+    @model_validator(mode="after")
+    def _check_bounce(self) -> Self:
+        if self.bounce < self.window:
+            raise ValueError(f"bounce ({_size(self.bounce)}) must hold at least one window ({_size(self.window)})")
+        return self
+
+
+class _LocatedError(ConfigurationError):
+    """What is wrong, and where: what the validation of one tier tells that of the whole."""
+
+    def __init__(self, problems: "list[tuple[tuple[int | str, ...], str]]") -> None:
+        super().__init__("; ".join(_line(where, what) for where, what in problems))
+        self.problems = problems
+
+
+def tier_name(tier: TierSettings) -> str:
+    """Return what results, logs and metrics call a tier: its ``name``, else its medium (of a path, the class)."""
+    return tier.name or tier.medium.rpartition(":")[2]
+
+
+def tier_from(value: object) -> TierSettings:
+    """Validate one tier by its medium's own model.
+
+    Args:
+        value: A `TierSettings` of the medium's model, a mapping with ``"medium"``, or a URL: the scheme says the medium
+            (``file`` is NVMe), query parameters are fields, and the rest is the field ``url`` or ``path``, unless the
+            model has a classmethod ``from_url(url) -> dict`` that says otherwise.
+
+    Raises:
+        ConfigurationError: It is none of these, or a field is unknown or wrong. No value that may be secret is shown.
+    """
+    if isinstance(value, str):
+        value = _from_url(value)
+    if isinstance(value, TierSettings):
+        model = _model_of(value.medium)
+        if not isinstance(value, model):
+            given, wanted = type(value).__qualname__, f"{model.__module__}.{model.__qualname__}"
+            raise ConfigurationError(f"medium {value.medium!r} takes {wanted}, not {given}")
+        return value
+    if not isinstance(value, Mapping):
+        raise ConfigurationError(f"a tier is a TierSettings, a dict with 'medium' or a URL, not {type(value).__name__}")
+    medium = value.get("medium")
+    if not isinstance(medium, str) or not medium:
+        raise ConfigurationError("a tier needs its medium: write e.g. {'medium': 'cpu', 'capacity': '32GiB'}")
+    model = _model_of(medium)
+    try:
+        return model.model_validate(dict(value))
+    except ValidationError as error:
+        raise _LocatedError(_problems(error, model)) from None  # pydantic's shows secrets
+
+
+Tier = Annotated[SerializeAsAny[TierSettings], BeforeValidator(tier_from)]
+
+
+class _Arguments(TypedDict, total=False):
+    tiers: Sequence[TierSettings | Mapping[str, Any] | str]
+    limits: CacheLimits | Mapping[str, Any]
+
+
+class TieredKVSettings(BaseSettings):
+    """All settings of a cache. Immutable and picklable.
+
+    Args:
+        **arguments: ``tiers`` and ``limits``; what is left out comes from the environment, the TOML file, the default.
+
+    Raises:
+        ConfigurationError: Something is unknown, wrong or missing: one line each, saying where and what to write.
+    """
+
+    model_config = SettingsConfigDict(
+        env_prefix=_PREFIX, env_nested_delimiter="__", frozen=True, extra="forbid", hide_input_in_errors=True
+    )
+
+    tiers: tuple[Tier, ...] = (CPUTier(),)
+    """Fastest first: at most one ``gpu``, then at most one ``cpu``, then storage."""
+    limits: CacheLimits = CacheLimits()
+
+    def __init__(self, **arguments: Unpack[_Arguments]) -> None:
+        path = _config_file.get() or os.environ.get(_CONFIG)
+        sources = [f"{_PREFIX}* of the environment", *([f"the file {path}"] if path else [])]
+        try:
+            _check_environment(type(self).model_fields)
+            super().__init__(**arguments)
+        except ValidationError as error:
+            lines = [_line(where, what) for where, what in _problems(error, type(self))]
+        except SettingsError as error:
+            lines = [f"{error}: write JSON, e.g. {_PREFIX}TIERS='[\"cpu://?capacity=32GiB\"]'"]
+        else:
+            return
+        # `from None`: pydantic's error holds what was given, secrets included.
+        raise ConfigurationError(
+            "\n  ".join([f"settings (arguments, {', '.join(sources)}) cannot work:", *lines])
+        ) from None
+
+    @classmethod
+    def from_toml(cls, path: str | os.PathLike[str]) -> Self:
+        """Read a TOML file with ``[[tiers]]`` and ``[limits]``. The environment goes before it.
+
+        Raises:
+            ConfigurationError: The file cannot be read or is no TOML, or its settings cannot work; it is named.
+        """
+        token = _config_file.set(Path(path))
+        try:
+            return cls()
+        finally:
+            _config_file.reset(token)
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 -- pydantic-settings passes these by name
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Order the sources: arguments, environment, TOML file."""
+        path = _config_file.get() or os.environ.get(_CONFIG)
+        if not path:
+            return init_settings, env_settings
+        return init_settings, env_settings, InitSettingsSource(settings_cls, _read_toml(Path(path)))
+
+    @model_validator(mode="after")
+    def _check_chain(self) -> Self:
+        if not self.tiers:
+            raise _LocatedError([(("tiers",), "a cache needs at least one tier, e.g. 'cpu://?capacity=32GiB'")])
+        media = [tier.medium for tier in self.tiers]
+        own = [medium for medium in media if medium in OWN_MEDIA]
+        if media[: len(own)] != [medium for medium in OWN_MEDIA if medium in own]:
+            order = "fastest first: at most one gpu, then at most one cpu, then storage"
+            raise _LocatedError([(("tiers",), f"{order}; got {', '.join(media)}")])
+        names = [tier_name(tier) for tier in self.tiers]
+        taken = set(names)
+        for place, name in enumerate(names):
+            if (first := names.index(name)) != place:
+                free = next(f"{name}-{n}" for n in range(2, len(names) + 2) if f"{name}-{n}" not in taken)
+                clash = f"is called {name!r} like tiers[{first}]: give it a name of its own, e.g. name={free!r}"
+                raise _LocatedError([(("tiers", place), clash)])
+        return self
+
+
+_config_file: ContextVar[Path | None] = ContextVar("config_file", default=None)
+"""The file of the `from_toml` call that is being made: pydantic-settings has no argument for it."""
+
+
+def _model_of(medium: str) -> type[TierSettings]:
+    if medium in OWN_MEDIA:
+        return GPUTier if medium == "gpu" else CPUTier
+    model: type[TierSettings] = resolve(medium).Settings
+    return model
+
+
+def _from_url(url: str) -> dict[str, Any]:
+    parts = urlsplit(url)
+    if not parts.scheme or "://" not in url:
+        raise ConfigurationError("a tier's URL looks like 'cpu://?capacity=32GiB' or 'file:///mnt/kv?capacity=1TiB'")
+    medium = medium_for_scheme(parts.scheme)
+    model = _model_of(medium)
+    if (own := getattr(model, "from_url", None)) is not None:
+        return {"medium": medium, **own(url)}
+    pairs = parse_qsl(parts.query, keep_blank_values=True)
+    values: dict[str, Any] = {"medium": medium, **dict(pairs)}
+    if len(values) != len(pairs) + 1:
+        raise ConfigurationError(f"a {parts.scheme} URL names a field twice, or its medium")
+    if "url" in model.model_fields:
+        values["url"] = parts._replace(query="", fragment="").geturl()
+    elif "path" in model.model_fields:
+        if parts.netloc:
+            raise ConfigurationError(f"three slashes begin a path: write {parts.scheme}:///{parts.netloc}{parts.path}")
+        values["path"] = unquote(parts.path)
+    elif parts.netloc or parts.path.strip("/"):
+        raise ConfigurationError(f"medium {medium!r} has no place: write {parts.scheme}://?capacity=32GiB")
+    return values
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise ConfigurationError(f"the settings file {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:  # of syntax or of encoding
+        raise ConfigurationError(f"the settings file {path} is no TOML: {error}") from error
+
+
+def _check_environment(fields: Iterable[str]) -> None:
+    """Refuse variables that look like ours and are not read."""
+    known = [field.upper() for field in fields] + [_CONFIG.removeprefix(_PREFIX)]
+    for variable in os.environ:
+        name = variable.upper().removeprefix(_PREFIX)
+        if name == variable.upper() or name in known or name.startswith(tuple(f"{each}__" for each in known)):
+            continue
+        limit = name.removeprefix("LIMITS").lstrip("_")
+        if limit.lower() in CacheLimits.model_fields:
+            raise ConfigurationError(f"{variable} is not read: write {_PREFIX}LIMITS__{limit}")
+        # Only what resembles ours: Kubernetes sets TIERED_KV_PORT and more where a service is called tiered-kv.
+        if close := difflib.get_close_matches(name, known, n=1):
+            raise ConfigurationError(f"{variable} is not read: write {_PREFIX}{close[0]}")
+
+
+def _problems(error: ValidationError, model: type[BaseModel]) -> list[tuple[tuple[int | str, ...], str]]:
+    """Say where and what, with what to write instead, for each of pydantic's errors."""
+    problems: list[tuple[tuple[int | str, ...], str]] = []
+    for each in error.errors(include_url=False):
+        where, what, given = each["loc"], each["msg"], each["input"]
+        cause = each.get("ctx", {}).get("error")
+        if isinstance(cause, _LocatedError):
+            problems += [((*where, *inner), text) for inner, text in cause.problems]
+            continue
+        match each["type"]:
+            case "value_error":
+                what = str(cause)
+            case "extra_forbidden":
+                what = f"there is no such setting{hint(str(where[-1]), _fields_at(model, where[:-1]))}"
+            case "missing":
+                what = "must be given"
+            case "byte_size" | "byte_size_unit":
+                what = f"{given!r} is no size: write bytes as an int, or e.g. '32GiB'"
+            case "tuple_type":
+                what = "must be a list, e.g. ['cpu://?capacity=32GiB']"
+            case "greater_than" | "greater_than_equal" | "finite_number" | "literal_error":
+                what = f"{what}, got {given!r}"  # a number or a choice, no secret
+        problems.append((where, what))
+    return problems
+
+
+def _fields_at(model: type[BaseModel], where: tuple[int | str, ...]) -> list[str]:
+    for part in where:
+        field = model.model_fields.get(str(part))
+        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
+            return []
+        model = field.annotation
+    return list(model.model_fields)
+
+
+def _line(where: tuple[int | str, ...], what: str) -> str:
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where).lstrip(".")
+    return f"{path}: {what}" if path else what
+
+
+def _size(num_bytes: ByteSize) -> str:
+    return num_bytes.human_readable(separator=" ")
