@@ -1,0 +1,113 @@
+"""Keys, blocks and threads to try a backend with."""
+
+import asyncio
+import hashlib
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, TypeVar
+
+import numpy as np
+
+from tiered_kv.backend import Backend, BackendContext, Block, RecordShape, SlotBackend
+from tiered_kv.keys import BlockKey, Names, Namespace, epoch_digest
+from tiered_kv.record import encode
+
+T = TypeVar("T")
+AnyBackend = TypeVar("AnyBackend", bound=Backend | SlotBackend)
+
+GROUPS = tuple(
+    RecordShape(hashlib.sha256(b"a test's KV group of %d bytes" % payload_bytes).digest(), payload_bytes)
+    for payload_bytes in (4096, 1, 4095, 4097, 100_001)
+)
+"""The records that the conformance tests use: KV groups of whole pages and of odd sizes."""
+
+
+def block_key(n: int, group: int = 0) -> BlockKey:
+    """Return the ``n``-th key of one of `GROUPS`, always the same."""
+    namespace = Namespace(GROUPS[group].fingerprint, epoch_digest("a test's weights"))
+    return BlockKey(namespace, hashlib.sha256(b"a test's block %d" % n).digest())
+
+
+def block_names(keys: Sequence[BlockKey]) -> Names:
+    """Return the names, ``(n, 4)``, that the catalog gives to keys."""
+    names = [np.frombuffer(key.hash, np.uint64) ^ key.namespace.mask for key in keys]
+    return np.array(names, np.uint64).reshape(-1, 4)
+
+
+def make_block(content: bytes, key: BlockKey | None = None) -> Block:
+    """Return a whole record: a block of ``content`` with the header for ``key``."""
+    block = Block.empty(len(content))
+    block.payload[:] = content
+    encode(key or block_key(0), block)
+    return block
+
+
+class ThreadWorkers:
+    """`Workers` that are threads; `close` waits for them."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = queue.SimpleQueue()
+        self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(num_threads)]
+        for thread in self._threads:
+            thread.start()
+
+    def run(self, function: Callable[..., T], *args: object) -> "asyncio.Future[T]":
+        """Run ``function(*args)`` in one of the threads, from now on."""
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._calls.put((lambda: function(*args), future))
+        return future
+
+    def close(self) -> None:
+        """End the threads behind the calls they have got."""
+        for _ in self._threads:
+            self._calls.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _serve(self) -> None:
+        while (call := self._calls.get()) is not None:
+            function, future = call
+            try:
+                result, error = function(), None
+            except BaseException as caught:  # noqa: BLE001 - the awaiting task's to handle
+                result, error = None, caught
+            future.get_loop().call_soon_threadsafe(_settle, future, result, error)
+
+
+def _settle(future: "asyncio.Future[Any]", result: object, error: BaseException | None) -> None:
+    if future.done():  # its task was cancelled
+        return
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)
+
+
+@contextmanager
+def open_context(*groups: RecordShape) -> Iterator[BackendContext]:
+    """Yield what a backend is opened with, `GROUPS` unless others are given; its threads end behind it."""
+    pools: list[ThreadWorkers] = []
+
+    def workers(num_threads: int) -> ThreadWorkers:
+        pools.append(ThreadWorkers(num_threads))
+        return pools[-1]
+
+    try:
+        yield BackendContext(groups or GROUPS, workers, time.monotonic)
+    finally:
+        for pool in pools:
+            pool.close()
+
+
+@asynccontextmanager
+async def open_backend(backend: AnyBackend, *groups: RecordShape) -> AsyncIterator[AnyBackend]:
+    """Yield ``backend``, opened for `GROUPS` or the groups given; close it and its threads behind."""
+    with open_context(*groups) as context:
+        await backend.open(context)
+        try:
+            yield backend
+        finally:
+            await backend.aclose()
