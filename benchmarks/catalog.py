@@ -2,11 +2,11 @@
 
     python benchmarks/catalog.py [--tracked 100000 1000000] [--vllm-python PATH]
 
-Every row comes from a fresh process that tracks so many blocks, stored as prefixes of 1,000. A *lookup* starts from fresh
-key objects and goes over two tiers. *Scattered* names 1,000 blocks that were stored in different prefixes: the worst
-layout there is. An *admission* reserves, commits and releases 1,000 new blocks, evicting 1,000. The worst *pause* is the
-longest single call of all, filling included. vLLM (0.33) goes through the same steps where it can be imported: by this
-interpreter, or by the one given.
+Every row comes from a fresh process that tracks so many blocks, stored as prefixes of 1,000. A *lookup* starts from
+fresh key objects and goes over two tiers. *Scattered* names 1,000 blocks that were stored in different prefixes: the
+worst layout there is. An *admission* reserves, commits and releases 1,000 new blocks, evicting 1,000. The worst *pause*
+is the longest single call of all, filling included. vLLM (0.33) goes through the same steps where it can be imported:
+by this interpreter, or by the one given.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def admit(index: TierIndex) -> Callable[[Names], None]:
 
 
 def measure(tracked: int, policy: str) -> Figures:
-    """Fill two tiers, the upper one with the younger half of the lower one's blocks, then time lookups and admissions."""
+    """Fill two tiers, the upper one with the younger half of the lower one's blocks, and time them."""
     random = np.random.default_rng(0)
     chains = [random.bytes(32 * BATCH) for _ in range(tracked // BATCH)]
 
@@ -142,14 +142,12 @@ def main() -> None:
     ]
     show(rows)
     ours = [figures for system, _, _, figures in rows if system == "tiered_kv"]
-    at_most = [
-        figures for system, tracked, _, figures in rows if system == "tiered_kv" and tracked == max(options.tracked)
-    ]
+    largest = [f for system, tracked, _, f in rows if (system, tracked) == ("tiered_kv", max(options.tracked))]
     summary = {
         "lookup_1000_ms": round(max(figures["lookup"] for figures in ours), 4),
-        "admit_evict_1000_ms": round(max(figures["admit_evict"] for figures in at_most), 3),
+        "admit_evict_1000_ms": round(max(figures["admit_evict"] for figures in largest), 3),
         "worst_pause_ms": round(max(figures["worst_pause"] for figures in ours), 2),
-        "bytes_per_block": round(max(figures["bytes_per_block"] for figures in at_most)),
+        "bytes_per_block": round(max(figures["bytes_per_block"] for figures in largest)),
     }
     print(json.dumps(summary))
 

@@ -1,4 +1,4 @@
-"""vLLM's CPU offloading manager, measured by the steps of catalog.py, which starts this file: catalog_vllm.py NUM POLICY."""
+"""vLLM's CPU offloading manager, measured by the steps of catalog.py, which starts this: catalog_vllm.py NUM POLICY."""
 
 import gc
 import json
@@ -6,8 +6,13 @@ import random
 import sys
 from collections.abc import Iterable
 
-from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, make_offload_key
-from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+from vllm.v1.kv_offload.base import (  # type: ignore[import-not-found, unused-ignore]
+    LookupResult,
+    OffloadKey,
+    ReqContext,
+    make_offload_key,
+)
+from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager  # type: ignore[import-not-found, unused-ignore]
 
 from catalog_common import BATCH, NUM_CALLS, Figures, Stopwatch, resident_bytes
 
