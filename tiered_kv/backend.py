@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from tiered_kv.errors import LayoutMismatchError
 from tiered_kv.keys import BlockKey, Names
@@ -100,7 +100,7 @@ class TierSettings(BaseModel):
     medium: str
     name: str = ""
     """What results, logs and metrics call the tier; the medium's name if left out."""
-    timeout_s: float = 10.0
+    timeout_s: float = Field(default=10.0, gt=0, allow_inf_nan=False)
     """How long a load or store waits for one call of this tier before it goes on without it."""
 
 
@@ -149,7 +149,7 @@ class _Tier(ABC):
     Settings: ClassVar[type[Any]]
     """The pydantic model of its settings, a `TierSettings`; ``Backend(settings)`` is how the registry makes one."""
 
-    async def aclose(self) -> None:
+    async def aclose(self) -> None:  # noqa: B027 -- a medium may have nothing to let go of
         """Let go of files, connections and threads. Called once, after the last call has returned or was given up."""
 
 

@@ -1,4 +1,7 @@
-"""Everything tiered_kv raises on purpose. A tier's fault never reaches a serving path as one of these: it shortens a prefix."""
+"""Everything tiered_kv raises on purpose.
+
+A tier's fault never reaches a serving path as one of these: it shortens a prefix.
+"""
 
 
 class TieredKVError(Exception):

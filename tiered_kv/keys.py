@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,8 @@ from tiered_kv.errors import ConfigurationError
 
 Names = NDArray[np.uint64]
 """A batch of 32-byte names, shape ``(n, 4)``, C-contiguous."""
+
+TokenIds = Sequence[int] | NDArray[np.integer[Any]]
 
 DIGEST_BYTES = 32
 NO_SALT = b"\0" * DIGEST_BYTES
@@ -33,8 +35,8 @@ class ModelIdentity:
         name: The model's name, e.g. ``"llama-3-8b"``.
         weights: Anything that changes when the weights do: a digest of the checkpoint, a revision, an RL step.
             It is the cache's first epoch; `TieredKV.advance_epoch` names the next one.
-        extra: What else changes KV bytes without changing their shapes (RoPE scaling, quantisation of the weights, a LoRA
-            merged into them). Part of the fingerprint.
+        extra: What else changes KV bytes without changing their shapes (RoPE scaling, quantisation of the weights, a
+            LoRA merged into them). Part of the fingerprint.
     """
 
     name: str
@@ -47,6 +49,10 @@ class ModelIdentity:
             if not isinstance(value, str) or not value:
                 msg = f"ModelIdentity.{field_name} must be a non-empty str, got {value!r}"
                 raise ConfigurationError(msg)
+        pairs = self.extra if isinstance(self.extra, tuple) else (None,)
+        if not all(isinstance(pair, tuple) and [type(part) for part in pair] == [str, str] for pair in pairs):
+            msg = f"ModelIdentity.extra must be a tuple of (str, str) pairs, got {self.extra!r:.200}"
+            raise ConfigurationError(msg)
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,7 @@ class Namespace:
 
     @cached_property
     def mask(self) -> NDArray[np.uint64]:
-        """A digest of this namespace, ``(4,)``: XORed onto block hashes it makes names that meet no other namespace's."""
+        """A digest of this namespace, ``(4,)``: XORed onto block hashes, it makes names that no other namespace has."""
         shard = f"{self.shard.rank}/{self.shard.size}".encode()
         digest = hashlib.sha256(b"tiered_kv namespace v1" + self.fingerprint + self.epoch + self.salt + shard).digest()
         return np.frombuffer(digest, np.uint64)
@@ -97,7 +103,7 @@ class Namespace:
         return f"{self.fingerprint.hex()}/{self.epoch.hex()[:32]}/{self.shard}/{self.salt.hex()[:32]}"
 
     def names(self, keys: "BlockKeys") -> Names:
-        """Return the names of ``keys`` here, ``(n, 4)``. O(1) hashing: an epoch switch changes the mask, nothing else."""
+        """Return the names of ``keys`` here, ``(n, 4)``. Nothing is hashed: a new epoch is another mask, no more."""
         return keys.words ^ self.mask
 
     def keys(self, keys: "BlockKeys") -> "list[BlockKey]":
@@ -135,8 +141,8 @@ class BlockKey(NamedTuple):
 class BlockKeys(Sequence[bytes]):
     """An immutable sequence of 32-byte block hashes that knows where in a prompt it starts.
 
-    Made by `hash_blocks` from token ids, or by `from_hashes` from an engine's own hashes. A slice keeps its position, so
-    that ``keys[n:]`` is still the tail of the same prompt.
+    Made by `hash_blocks` from token ids, or by `from_hashes` from an engine's own hashes. A slice keeps its position,
+    so that ``keys[n:]`` is still the tail of the same prompt.
 
     Attributes:
         start: Position of the first block in the prompt, in blocks.
@@ -163,8 +169,8 @@ class BlockKeys(Sequence[bytes]):
     ) -> "BlockKeys":
         """Take an engine's own chained hashes, 8 to 32 bytes each; shorter ones are padded with zeros.
 
-        They must be chained over the whole prefix, and name the LoRA and images that went into it. Python's ``hash()`` is
-        not stable across processes: keys made from it find nothing after a restart.
+        They must be chained over the whole prefix, and name the LoRA and images that went into it. Python's ``hash()``
+        is not stable across processes: keys made from it find nothing after a restart.
 
         Raises:
             ConfigurationError: A hash is no bytes object of 8 to 32 bytes.
@@ -225,7 +231,7 @@ class BlockKeys(Sequence[bytes]):
 
 
 def hash_blocks(
-    token_ids: Sequence[int],
+    token_ids: TokenIds,
     *,
     block_size: int,
     salt: str | bytes = b"",
@@ -233,7 +239,7 @@ def hash_blocks(
     extra: Sequence[bytes | None] | None = None,
     group: int = 0,
 ) -> BlockKeys:
-    """Hash every *full* block of a prompt, each chained over all before it. The same in every process and on every host.
+    """Hash every *full* block of a prompt, each chained over all before it: the same in every process, on every host.
 
     Args:
         token_ids: ``(num_tokens,)`` non-negative ints below 2**32; a trailing partial block is left out.
@@ -248,7 +254,8 @@ def hash_blocks(
         One key per full block; ``start`` is behind ``parent``'s last.
 
     Raises:
-        ConfigurationError: A token id out of range, too few ``extra``, or a parent of another salt, group or block size.
+        ConfigurationError: A token id out of range, too few ``extra``, a parent of another salt, group or block size,
+            or an empty slice as parent, which does not say what came before it.
 
     Source: chained prefix hashing as in vLLM's "Automatic Prefix Caching"; the encoding is our own and versioned.
     """
@@ -266,6 +273,9 @@ def hash_blocks(
             msg = "the parent's salt, KV group or block size differs from this call's"
             raise ConfigurationError(msg)
         start = parent.start + len(parent)
+        if start and not len(parent):  # hashed from the root, these tokens would pass for the beginning of a prompt
+            msg = f"the parent is empty but starts at block {start}: give one that has the block before it"
+            raise ConfigurationError(msg)
         previous = parent[-1] if len(parent) else previous
     body = memoryview(tokens[: num_blocks * block_size].tobytes())
     stride = block_size * 4
@@ -290,7 +300,7 @@ def salt_digest(salt: str | bytes) -> bytes:
 
 
 def epoch_digest(weights: str) -> bytes:
-    """Digest the identity of weights: an epoch is never a counter, so restarts and other hosts agree by naming the same."""
+    """Digest the identity of weights. No counter: restarts and other hosts agree by naming the same weights."""
     return hashlib.sha256(b"tiered_kv epoch v1" + weights.encode()).digest()
 
 
@@ -304,7 +314,7 @@ def _check_block_size(block_size: int) -> None:
         raise ConfigurationError(msg)
 
 
-def _as_token_array(token_ids: Sequence[int]) -> NDArray[np.uint32]:
+def _as_token_array(token_ids: TokenIds) -> NDArray[np.uint32]:
     tokens = np.asarray(token_ids)
     if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
         msg = f"token_ids must be a flat sequence of ints, got shape {tokens.shape} of {tokens.dtype}"

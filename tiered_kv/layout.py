@@ -24,7 +24,7 @@ FORMAT_VERSION = 1
 
 Order = Literal["NHD", "HND", "MLA"]
 KVCaches = Any
-"""Tensors of one KV group: one packed tensor, or per layer, in layer order, a tensor or a (K, V) pair (list or dict)."""
+"""Tensors of one KV group: one packed tensor, or per layer, in layer order, a tensor or (K, V) pair (list or dict)."""
 
 _ITEM_BYTES = {
     "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2,
@@ -159,8 +159,8 @@ class KVLayout:
         """Read the layout of a model with one KV group off the engine's paged tensors.
 
         Args:
-            kv_caches: One packed tensor, or per layer, in layer order, a tensor or a ``(K, V)`` pair. Only shapes and dtypes
-                are read.
+            kv_caches: One packed tensor, or per layer, in layer order, a tensor or a ``(K, V)`` pair. Only shapes and
+                dtypes are read.
             block_size: Tokens a key names.
             page_size: Tokens of one of the engine's pages, where smaller.
             axes: Letters for the axes, e.g. ``"PBNHD"``, where shapes alone do not tell.
@@ -202,7 +202,7 @@ def fingerprint(model: ModelIdentity, layout: KVLayout, group: int, codec: str =
 
 
 def layer_tensors(kv_caches: KVCaches) -> tuple[list[tuple[Any, ...]], bool]:
-    """Return the tensors of each layer in canonical order, and whether it is one packed tensor: ``[(K, V)], [(KV,)]``."""
+    """Return each layer's tensors in canonical order, ``[(K, V), ..]`` or ``[(KV,), ..]``, and if one holds all."""
     if hasattr(kv_caches, "shape"):
         return [(kv_caches,)], True
     layers = list(kv_caches.values()) if isinstance(kv_caches, Mapping) else list(kv_caches)
@@ -230,8 +230,11 @@ def read_group(
                 raise LayoutMismatchError(msg)
     page = page_size or block_size
     axes = axes or _guess_axes(shape, page, packed=packed, split=len(layers[0]) > 1)
-    if len(axes) != len(shape) or len(set(axes)) != len(axes) or "B" not in axes or not set(axes) <= set("LPBNHD"):
-        msg = f"axes {axes!r} do not name each axis of {shape} once, by letters of LPBNHD with B among them"
+    if len(axes) != len(shape) or len(set(axes)) != len(axes) or not set("BND") <= set(axes) <= set("LPBNHD"):
+        msg = f"axes {axes!r} do not name each axis of {shape} once, by letters of LPBNHD with B, N and D among them"
+        raise LayoutMismatchError(msg)
+    if "L" in axes and not packed:
+        msg = f"axes {axes!r} name layers, but there is a tensor for each layer already: leave out L"
         raise LayoutMismatchError(msg)
     sizes = dict(zip(axes, shape, strict=True))
     order: Order = "MLA" if "H" not in axes else ("NHD" if axes.index("N") < axes.index("H") else "HND")
@@ -245,6 +248,10 @@ def read_group(
         page_size=page,
     )
     group.check_axes(axes, shape)
+    num_planes = len(layers[0]) * sizes.get("P", 1)
+    if num_planes != group.num_planes:  # or a plane would be left behind without a word
+        msg = f"tensors of axes {axes!r}, {len(layers[0])} a layer, make {num_planes} planes, not {group.num_planes}"
+        raise LayoutMismatchError(msg)
     return group
 
 

@@ -1,4 +1,4 @@
-"""One block record on every medium: a 4 KiB header, then the payload. ``docs/format.md`` describes it for other readers.
+"""One block record on every medium: a 4 KiB header, then the payload. ``docs/format.md`` has it for other readers.
 
 The header names the block in full and carries a checksum of the payload, so that whoever reads a record can tell a
 right block from another one, an old one and a broken one without trusting where it was found.

@@ -40,7 +40,7 @@ class LookupResult:
 
 @dataclass(frozen=True)
 class TierFault:
-    """Why blocks that a tier had did not arrive, or did not go there: ``reason`` is one of a few words, ``detail`` prose."""
+    """Why blocks that a tier had did not arrive, or did not go there: ``reason`` is a fixed word, ``detail`` prose."""
 
     tier: str
     reason: str

@@ -4,16 +4,19 @@ Decisions make specs and motion consumes them, so a decision can be made in one 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.errors import ConfigurationError
 
+Ids = Sequence[int] | NDArray[np.integer[Any]]
+"""What a spec takes as ids: ints in any flat form. It keeps them as its own read-only int64 array."""
 
-def _as_ids(name: str, ids: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+
+def _as_ids(name: str, ids: Ids) -> NDArray[np.int64]:
     array = np.asarray(ids)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         msg = f"{name} must be a flat sequence of ints, got shape {array.shape} of {array.dtype}"
@@ -26,7 +29,7 @@ def _as_ids(name: str, ids: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int
     return array
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, init=False)
 class LoadStoreSpec:
     """Base of all specs. ``len(spec)`` counts ids; a slice is a spec of the same medium."""
 
@@ -34,11 +37,17 @@ class LoadStoreSpec:
 
     ids: NDArray[np.int64]
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "ids", _as_ids(f"{type(self).__name__} ids", self.ids))
+    def __init__(self, ids: Ids, **place: object) -> None:
+        vars(self).update(ids=_as_ids(f"{type(self).__name__} ids", ids), **place)
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def __getitem__(self, at: slice) -> Self:
+        return replace(self, ids=self.ids[at])
+
+    def __reduce__(self) -> tuple[object, ...]:  # through __init__: an array is writable again once unpickled
+        return type(self), tuple(vars(self).values())
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and self._facts() == other._facts()
@@ -50,7 +59,7 @@ class LoadStoreSpec:
         return self.ids.tobytes(), *(value for name, value in vars(self).items() if name != "ids")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, init=False)
 class GPULoadStoreSpec(LoadStoreSpec):
     """Blocks of the engine's own paged KV cache, as registered, wherever its tensors are (on a CPU too).
 
@@ -63,8 +72,11 @@ class GPULoadStoreSpec(LoadStoreSpec):
 
     group: int = 0
 
+    def __init__(self, ids: Ids, group: int = 0) -> None:
+        super().__init__(ids, group=group)
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(frozen=True, eq=False, init=False)
 class CPULoadStoreSpec(LoadStoreSpec):
     """Slots of a pool of host memory: the cache's slab, or one bound by name.
 
@@ -77,8 +89,11 @@ class CPULoadStoreSpec(LoadStoreSpec):
 
     pool: str = ""
 
+    def __init__(self, ids: Ids, pool: str = "") -> None:
+        super().__init__(ids, pool=pool)
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(frozen=True, eq=False, init=False)
 class FileLoadStoreSpec(LoadStoreSpec):
     """Slots of a preallocated slab file."""
 
@@ -86,8 +101,11 @@ class FileLoadStoreSpec(LoadStoreSpec):
 
     path: str = ""
 
+    def __init__(self, ids: Ids, path: str = "") -> None:
+        super().__init__(ids, path=path)
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(frozen=True, eq=False, init=False)
 class ObjectLoadStoreSpec(LoadStoreSpec):
     """Objects under a prefix: ``ids`` number ``names``."""
 
@@ -96,8 +114,11 @@ class ObjectLoadStoreSpec(LoadStoreSpec):
     prefix: str = ""
     names: tuple[str, ...] = ()
 
+    def __init__(self, ids: Ids, prefix: str = "", names: tuple[str, ...] = ()) -> None:
+        super().__init__(ids, prefix=prefix, names=names)
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(frozen=True, eq=False, init=False)
 class RemoteLoadStoreSpec(LoadStoreSpec):
     """Keys of a server: ``ids`` number ``names``."""
 
@@ -105,3 +126,6 @@ class RemoteLoadStoreSpec(LoadStoreSpec):
 
     endpoint: str = ""
     names: tuple[str, ...] = ()
+
+    def __init__(self, ids: Ids, endpoint: str = "", names: tuple[str, ...] = ()) -> None:
+        super().__init__(ids, endpoint=endpoint, names=names)

@@ -1,0 +1,253 @@
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiered_kv.errors import ConfigurationError
+from tiered_kv.keys import BlockKey, BlockKeys, ModelIdentity, Namespace, Shard, epoch_digest, hash_blocks, salt_digest
+from tiered_kv.layout import KVGroup, KVLayout, fingerprint
+
+MODEL = ModelIdentity("llama", weights="sha256:1", extra=(("rope", "linear"),))
+GROUP = KVGroup(num_layers=2, num_kv_heads=4, head_dim=8, dtype="bfloat16", block_size=16)
+LAYOUT = KVLayout((GROUP, GROUP))
+tokens = st.lists(st.integers(0, 2**32 - 1), max_size=60)
+
+
+def run_elsewhere(program: str, stdin: bytes = b"") -> str:
+    """Run a program in a process that hashes str and bytes in another way than this one."""
+    environment = {"PYTHONHASHSEED": "123"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], input=stdin, capture_output=True, check=True, env=environment, timeout=60
+    )
+    return done.stdout.decode().strip()
+
+
+def namespace(
+    model: ModelIdentity = MODEL, layout: KVLayout = LAYOUT, group: int = 0, salt: str = "", shard: Shard | None = None
+) -> Namespace:
+    """Name a space as the cache does."""
+    epoch = epoch_digest(model.weights)
+    return Namespace(fingerprint(model, layout, group), epoch, salt_digest(salt), shard or Shard())
+
+
+def test_hashes_are_the_same_in_every_process_and_release() -> None:
+    """Golden values: a change of any of them loses every cache there is, and has to be a new format version."""
+    program = (
+        "from tiered_kv.keys import *; from tiered_kv.layout import *\n"
+        "keys = hash_blocks(range(32), block_size=16, salt='tenant', extra=[None, b'lora-7'])\n"
+        "print(keys[0].hex()); print(keys[1].hex()); print(hash_blocks([1, 2], block_size=2)[0].hex())\n"
+        "model = ModelIdentity('llama', weights='sha256:1', extra=(('rope', 'linear'),))\n"
+        "layout = KVLayout((KVGroup(2, 4, 8, 'bfloat16', 16),))\n"
+        "print(fingerprint(model, layout, 0).hex()); print(epoch_digest('sha256:1').hex())\n"
+        "epoch = epoch_digest('sha256:1')\n"
+        "space = Namespace(fingerprint(model, layout, 0), epoch, salt_digest('tenant'), Shard(1, 2))\n"
+        "print(space.mask.tobytes().hex()); print(*space.path.split('/'))"
+    )
+    assert run_elsewhere(program).split() == [
+        "8a0f3e0b510b06f3e969d0943f6c3f6f4627efd0bf9f5a0133f105113491de21",
+        "4eaa73686d41c427f4de0724fefe553cbfe55c6a75ca35ed5743eda4a57ad5ce",
+        "1c303b2bf7683ebf7bc04e2ea65ece22823de76a3cbc30f3961950464a1ffb8d",
+        "57821bfb8e24d4b9c5ee7e6515483c03f9454e97a9c2bdaadd0512855322cd86",
+        "a6ef5f5b30a15982bdcade435e5f23d1300a54a9d8e1ee430167c6814f185636",
+        "ca13647ec4305919240d14599569455c3ea360056555f3515020397f36aaac31",
+        "57821bfb8e24d4b9c5ee7e6515483c03f9454e97a9c2bdaadd0512855322cd86",
+        "a6ef5f5b30a15982bdcade435e5f23d1",
+        "1of2",
+        "5069775b224e56c90abf07add0bf7677",
+    ]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(namespace(model=replace(MODEL, name="qwen")), id="model"),
+        pytest.param(namespace(model=replace(MODEL, weights="sha256:2")), id="weights"),
+        pytest.param(namespace(model=replace(MODEL, extra=(("rope", "yarn"),))), id="extra"),
+        pytest.param(namespace(group=1), id="group"),
+        pytest.param(namespace(salt="tenant"), id="salt"),
+        pytest.param(namespace(shard=Shard(0, 2)), id="shard size"),
+        pytest.param(namespace(shard=Shard(1, 2)), id="shard rank"),
+        *(
+            pytest.param(namespace(layout=KVLayout((group, GROUP))), id=field)
+            for field, group in {
+                "num_layers": replace(GROUP, num_layers=3),
+                "num_kv_heads": replace(GROUP, num_kv_heads=5),
+                "head_dim": replace(GROUP, head_dim=9),
+                "dtype": replace(GROUP, dtype="float16"),
+                "order": replace(GROUP, order="HND"),
+                "page_size": replace(GROUP, page_size=8),
+                "block_size": replace(GROUP, block_size=32, page_size=0),
+            }.items()
+        ),
+        pytest.param(namespace(layout=KVLayout((GROUP, replace(GROUP, num_layers=9)))), id="another group's shape"),
+        pytest.param(namespace(layout=KVLayout((GROUP,))), id="number of groups"),
+    ],
+)
+def test_one_differing_field_shares_no_name(other: Namespace) -> None:
+    """Blocks of two caches that differ in one field never meet: neither by name nor by path nor as a backend's key."""
+    keys = hash_blocks(range(64), block_size=16)
+    here = namespace()
+    assert not set(map(bytes, here.names(keys))) & set(map(bytes, other.names(keys)))
+    assert here != other
+    assert not set(here.keys(keys)) & set(other.keys(keys))
+    assert here.path != other.path
+
+
+def test_each_field_of_a_namespace_tells_it_apart() -> None:
+    """Two shards of one size share no name either, whatever the rest is."""
+    spaces = [namespace(shard=Shard(rank, size)) for size in (1, 2, 11) for rank in range(size)]
+    assert len({space.mask.tobytes() for space in spaces}) == len(spaces)
+
+
+def test_names_lead_back_to_keys() -> None:
+    """What an owned medium remembers of a block, its name, is enough to know its key again."""
+    keys = hash_blocks(range(64), block_size=16)
+    space = namespace(salt="tenant")
+    assert space.keys_of(space.names(keys)) == space.keys(keys)
+    assert space.keys(keys)[1] == BlockKey(space, keys[1])
+
+
+def test_paths_are_made_of_digests_alone() -> None:
+    """Nothing that a caller wrote gets into a path, so no salt and no model's name can leave the folder."""
+    model = ModelIdentity("../../etc", weights="/passwd")
+    space = namespace(model=model, salt="../..", shard=Shard(1, 2))
+    path = space.keys(hash_blocks(range(16), block_size=16))[0].path
+    assert [set(part) <= set("0123456789abcdef") for part in path.split("/")] == [True, True, False, True, True]
+    assert path.split("/")[2] == "1of2"
+
+
+def test_a_namespace_travels_to_another_process() -> None:
+    """Pickled after its hash was taken, it still equals and hashes like one made there."""
+    space = namespace(salt="tenant")
+    assert len({space, namespace(salt="tenant")}) == 1
+    program = (
+        "import pickle, sys; from tiered_kv.keys import *\n"
+        "space = pickle.loads(sys.stdin.buffer.read())\n"
+        "made = Namespace(space.fingerprint, space.epoch, space.salt, space.shard)\n"
+        "print(space == made, hash(space) == hash(made), {made: 'found'}[space])"
+    )
+    assert run_elsewhere(program, pickle.dumps(space)) == "True True found"
+
+
+def test_keys_travel_to_another_process() -> None:
+    """Unpickled keys are the keys, position, group and salt included."""
+    keys = hash_blocks(range(64), block_size=16, salt="tenant", group=1)[1:3]
+    assert pickle.loads(pickle.dumps(keys)) == keys
+
+
+@given(tokens=tokens, block_size=st.integers(1, 5), cut=st.integers(0, 12), extra=st.binary(max_size=3))
+def test_hashing_in_two_steps_gives_what_hashing_at_once_gives(
+    tokens: list[int], block_size: int, cut: int, extra: bytes
+) -> None:
+    """A turn that goes on from its parent's keys finds the blocks of the whole conversation."""
+    named = [extra if block % 2 else None for block in range(len(tokens) // block_size)]
+    whole = hash_blocks(tokens, block_size=block_size, extra=named)
+    cut = min(cut, len(whole))
+    parent = hash_blocks(tokens[: cut * block_size], block_size=block_size, extra=named[:cut])
+    rest = hash_blocks(tokens[cut * block_size :], block_size=block_size, parent=parent, extra=named[cut:])
+    assert parent == whole[:cut]
+    assert rest == whole[cut:]
+
+
+@given(tokens=tokens, at=st.integers(0, 59))
+def test_a_changed_token_changes_its_block_and_all_behind(tokens: list[int], at: int) -> None:
+    """A hash stands for the whole prefix: what is before the change is still found, nothing behind it is."""
+    if at >= len(tokens):
+        return
+    changed = [*tokens[:at], tokens[at] ^ 1, *tokens[at + 1 :]]
+    before, after = hash_blocks(tokens, block_size=4), hash_blocks(changed, block_size=4)
+    assert [a == b for a, b in zip(before, after, strict=True)] == [block < at // 4 for block in range(len(before))]
+
+
+def test_what_else_went_into_a_block_changes_it_and_all_behind() -> None:
+    """Equal tokens under another LoRA or image share nothing from there on. None is not empty bytes."""
+    extras: list[list[bytes | None]] = [[None, None], [b"", None], [b"a", None], [None, b"a"]]
+    keys = [hash_blocks(range(8), block_size=4, extra=extra) for extra in extras]
+    assert len({key[1] for key in keys}) == 4
+    assert keys[0][0] == keys[3][0]
+
+
+def test_salt_and_block_size_change_every_hash() -> None:
+    """Tenants share nothing, and blocks of two sizes are no prefix of each other."""
+    variants = [
+        hash_blocks([7] * 64, block_size=16),
+        hash_blocks([7] * 64, block_size=16, salt="a"),
+        hash_blocks([7] * 64, block_size=32),
+    ]
+    assert len({digest for keys in variants for digest in keys}) == 4 + 4 + 2
+
+
+def test_only_full_blocks_are_named() -> None:
+    """The partial block at the end of a prompt has no key yet."""
+    assert [len(hash_blocks(range(n), block_size=16)) for n in (0, 15, 16, 31, 32)] == [0, 0, 1, 1, 2]
+
+
+def test_tokens_hash_alike_however_they_are_held() -> None:
+    """A list, a tuple and arrays of any int dtype are the same prompt."""
+    prompt = [1, 2, 3, 4]
+    wanted = hash_blocks(prompt, block_size=4)
+    assert hash_blocks(tuple(prompt), block_size=4) == wanted
+    for dtype in ("<i2", "<u8", ">i8"):
+        assert hash_blocks(np.array(prompt, dtype), block_size=4) == wanted
+
+
+def test_a_slice_keeps_its_position() -> None:
+    """The tail of a prompt's keys still says where in the prompt it is, also when it is sliced again or is empty."""
+    keys = hash_blocks(range(96), block_size=16, salt="s", group=2)
+    tail = keys[2:][1:3]
+    assert (tail.start, len(tail), tail.block_size, tail.group) == (3, 2, 16, 2)
+    assert tail.salt_id == salt_digest("s")
+    assert list(tail) == list(keys)[3:5]
+    assert (keys[4:1].start, len(keys[4:1])) == (4, 0)
+    assert keys[-1] == list(keys)[-1]
+    assert keys[2:] != hash_blocks(range(96), block_size=16, salt="s", group=2)[1:]
+
+
+def test_an_engines_own_hashes_are_taken_as_they_are() -> None:
+    """Hashes of 8 to 32 bytes become keys of the salt and group they are given for."""
+    keys = BlockKeys.from_hashes([b"h" * 8, b"H" * 32], block_size=16, start=5, group=1, salt="s")
+    assert list(keys) == [b"h" * 8 + bytes(24), b"H" * 32]
+    assert (keys.start, keys.group, keys.salt_id) == (5, 1, salt_digest("s"))
+    assert keys.words.shape == (2, 4)
+    assert not keys.words.flags.writeable
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: hash_blocks([-1], block_size=1), r"\[0, 2\*\*32\), got -1"),
+        (lambda: hash_blocks([2**32], block_size=1), "got 4294967296"),
+        (lambda: hash_blocks([2**80], block_size=1), "flat sequence of ints"),
+        (lambda: hash_blocks([1.5], block_size=1), "flat sequence of ints"),  # type: ignore[list-item]
+        (lambda: hash_blocks([[1]], block_size=1), "flat sequence of ints"),  # type: ignore[list-item]
+        (lambda: hash_blocks([1], block_size=0), "positive int of tokens, got 0"),
+        (lambda: hash_blocks([1], block_size=True), "got True"),
+        (lambda: hash_blocks([1], block_size=1, salt=7), "str or bytes, got int"),  # type: ignore[arg-type]
+        (lambda: hash_blocks([1, 2], block_size=1, extra=[None]), "2 blocks, 1 entries"),
+        (lambda: hash_blocks([1], block_size=1, parent=hash_blocks([1], block_size=2)), "block size differs"),
+        (lambda: hash_blocks([1], block_size=1, parent=hash_blocks([1], block_size=1, salt="a")), "salt"),
+        (lambda: hash_blocks([1], block_size=1, parent=hash_blocks([1, 2], block_size=1)[1:1]), "starts at block 1"),
+        (lambda: hash_blocks([1, 2], block_size=1)[::2], "step 1, not 2"),
+        (lambda: BlockKeys.from_hashes([b"short"], block_size=1), "hash 0 must be 8 to 32 bytes"),
+        (lambda: BlockKeys.from_hashes([12345678], block_size=1), "hash 0"),  # type: ignore[list-item]
+        (lambda: ModelIdentity("m", weights=""), "weights must be a non-empty str"),
+        (lambda: ModelIdentity("m", "w", extra={"rope": "yarn"}), "tuple of"),  # type: ignore[arg-type]
+        (lambda: ModelIdentity("m", "w", extra=("ab",)), "tuple of"),  # type: ignore[arg-type]
+        (lambda: Shard(2, 2), "rank 2 of size 2"),
+    ],
+)
+def test_what_can_name_no_block_is_refused(call: Callable[[], object], message: str) -> None:
+    """Bad input is an error of ours that says what was given, never a key that finds another prompt's blocks."""
+    with pytest.raises(ConfigurationError, match=message):
+        call()
+
+
+def test_a_salt_is_not_shown() -> None:
+    """What is printed or logged of keys names no tenant."""
+    assert "tenant" not in repr(hash_blocks(range(16), block_size=16, salt="tenant"))

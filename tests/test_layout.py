@@ -1,0 +1,161 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tiered_kv.errors import ConfigurationError, LayoutMismatchError
+from tiered_kv.layout import KVGroup, KVLayout, layer_tensors
+
+NHD = KVGroup(num_layers=3, num_kv_heads=4, head_dim=8, dtype="bfloat16", block_size=16)
+HND = replace(NHD, order="HND")
+MLA = KVGroup(num_layers=3, num_kv_heads=1, head_dim=72, dtype="bfloat16", block_size=16, order="MLA")
+
+
+def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Make a tensor of a shape, of no memory."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("kv_caches", "wanted"),
+    [
+        pytest.param([tensor(2, 9, 16, 4, 8)] * 3, NHD, id="PBNHD, as in FlashAttention"),
+        pytest.param([tensor(9, 2, 16, 4, 8)] * 3, NHD, id="BPNHD, as in FlashInfer"),
+        pytest.param([tensor(9, 2, 4, 16, 8)] * 3, HND, id="BPHND"),
+        pytest.param({"a": tensor(2, 9, 4, 16, 8), "b": tensor(2, 9, 4, 16, 8)}, replace(HND, num_layers=2), id="dict"),
+        pytest.param([(tensor(9, 16, 4, 8), tensor(9, 16, 4, 8))] * 3, NHD, id="K and V apart"),
+        pytest.param([(tensor(9, 4, 16, 8), tensor(9, 4, 16, 8))] * 3, HND, id="K and V apart, HND"),
+        pytest.param(tensor(3, 2, 9, 16, 4, 8), NHD, id="one tensor for all layers"),
+        pytest.param([tensor(9, 16, 72)] * 3, MLA, id="latents"),
+        pytest.param(
+            [tensor(2, 9, 16, 4, 8, dtype=torch.float8_e4m3fn)] * 3, replace(NHD, dtype="float8_e4m3fn"), id="fp8"
+        ),
+    ],
+)
+def test_a_layout_is_read_off_the_engines_tensors(kv_caches: object, wanted: KVGroup) -> None:
+    """However the engine lays out its pages, the layout is found, and is that of the bytes and not of the tensors."""
+    assert KVLayout.from_tensors(kv_caches, block_size=16) == KVLayout((wanted,))
+
+
+def test_a_key_may_name_several_pages() -> None:
+    """Small pages of an engine are put together to blocks."""
+    group = KVLayout.from_tensors([tensor(2, 9, 16, 4, 8)], block_size=64, page_size=16).groups[0]
+    assert (group.pages_per_block, group.page_size, group.block_size) == (4, 16, 64)
+
+
+def test_groups_of_different_shapes_make_one_layout() -> None:
+    """A hybrid model is read group by group, in the order given."""
+    layout = KVLayout.from_groups([[tensor(2, 9, 16, 4, 8)] * 3, [tensor(9, 16, 72)] * 3], block_size=16)
+    assert layout.groups == (NHD, MLA)
+    assert layout.payload_bytes == NHD.payload_bytes + MLA.payload_bytes
+
+
+@pytest.mark.parametrize(
+    ("group", "fragment_bytes", "payload_bytes", "stride_bytes"),
+    [
+        (NHD, 16 * 4 * 8 * 2, 16 * 4 * 8 * 2 * 2 * 3, 8192),
+        (HND, 1024, 6144, 8192),
+        (MLA, 16 * 72 * 2, 6912, 8192),
+        (replace(NHD, dtype="int8", page_size=4), 4 * 4 * 8, 3072, 4096),
+        (KVGroup(32, 8, 128, "bfloat16", 16), 32768, 2 * 1024**2, 2 * 1024**2),
+    ],
+)
+def test_sizes(group: KVGroup, fragment_bytes: int, payload_bytes: int, stride_bytes: int) -> None:
+    """A payload is every byte of the block once, and a slot is whole pages of memory."""
+    assert (group.fragment_bytes, group.payload_bytes, group.stride_bytes) == (
+        fragment_bytes, payload_bytes, stride_bytes
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kv_caches", "axes", "message"),
+    [
+        pytest.param([tensor(2, 2, 16, 4, 8)], None, "may be read as PBNHD or BPNHD", id="two pages"),
+        pytest.param([tensor(2, 9, 16, 16, 8)], None, "may be read as PBNHD or PBHND", id="as many heads as tokens"),
+        pytest.param(tensor(3, 9, 2, 16, 4, 8), None, "may be read as LBPNHD or BLPNHD", id="layers or pages first"),
+        pytest.param(tensor(3, 9, 16, 72), None, "LBND", id="packed latents"),
+        pytest.param([tensor(2, 9, 8, 4, 8)], None, "no arrangement known here", id="other page size"),
+        pytest.param([tensor(16, 8)], None, "no arrangement", id="too few axes"),
+        pytest.param([tensor(2, 9, 16, 4, 8)], "PBNH", "do not name each axis", id="an axis left out"),
+        pytest.param([tensor(2, 9, 16, 4, 8)], "PBNHX", "by letters of LPBNHD", id="unknown letter"),
+        pytest.param([tensor(2, 9, 16, 4, 8)], "PBLHD", "with B, N and D", id="no tokens"),
+        pytest.param([tensor(2, 9, 16, 4, 8)], "LBNHD", "leave out L", id="layers named twice"),
+        pytest.param([tensor(9, 16, 4, 8)], "BNHD", "make 1 planes, not 2", id="only K"),
+        pytest.param([(tensor(9, 16, 72), tensor(9, 16, 72))], None, "make 2 planes, not 1", id="K and V as latents"),
+        pytest.param([tensor(3, 9, 16, 4, 8)], "PBNHD", r"\(2, 'num_pages', 16, 4, 8\), got \(3", id="three planes"),
+        pytest.param([tensor(9, 16, 72), tensor(9, 16, 64)], None, "layer 1 is", id="layers of two shapes"),
+        pytest.param([tensor(9, 16, 72), tensor(9, 16, 72, dtype=torch.int8)], None, "of int8", id="of two dtypes"),
+        pytest.param([], None, "no tensors", id="nothing"),
+        pytest.param([tensor(9, 16, 72, dtype=torch.complex64)], None, "'complex64' is not kept", id="dtype"),
+    ],
+)
+def test_what_shapes_do_not_tell_is_not_guessed(kv_caches: object, axes: str | None, message: str) -> None:
+    """A layout that could be read in two ways, or in none, is an error that says which and what to pass."""
+    with pytest.raises(ConfigurationError, match=message):
+        KVLayout.from_tensors(kv_caches, block_size=16, axes=axes)
+
+
+@pytest.mark.parametrize("axes", ["PBNHD", "BPNHD"])
+def test_axes_say_what_shapes_do_not_tell(axes: str) -> None:
+    """With axes given, an ambiguous shape is read as told."""
+    assert KVLayout.from_tensors([tensor(2, 2, 16, 4, 8)], block_size=16, axes=axes).groups[0].num_planes == 2
+
+
+@pytest.mark.parametrize(
+    ("group", "shape", "packed", "axes"),
+    [
+        (NHD, (2, 9, 16, 4, 8), False, "PBNHD"),
+        (NHD, (9, 2, 16, 4, 8), False, "BPNHD"),
+        (NHD, (9, 16, 4, 8), False, "BNHD"),
+        (HND, (9, 3, 2, 4, 16, 8), True, "BLPHND"),
+        (MLA, (9, 16, 72), False, "BND"),
+        (MLA, (3, 9, 16, 72), True, "LBND"),
+    ],
+)
+def test_axes_of_a_known_group_are_found(group: KVGroup, shape: tuple[int, ...], packed: bool, axes: str) -> None:  # noqa: FBT001
+    """At registration the group is known, and so are the axes of tensors that hold it."""
+    assert group.find_axes(shape, packed=packed) == axes
+
+
+def test_axes_that_do_not_fit_the_group_are_refused() -> None:
+    """Tensors of another model are named by both shapes; two readings are both named."""
+    with pytest.raises(LayoutMismatchError, match=r"\(2, 9, 16, 4, 9\) fits no arrangement"):
+        NHD.find_axes((2, 9, 16, 4, 9), packed=False)
+    with pytest.raises(LayoutMismatchError, match="any of BPNHD, PBNHD: pass axes="):
+        NHD.find_axes((2, 2, 16, 4, 8), packed=False)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("num_layers", 0, "positive int, got 0"),
+        ("head_dim", 8.0, "positive int, got 8.0"),
+        ("num_kv_heads", True, "positive int, got True"),
+        ("dtype", "float64", "one of float32"),
+        ("order", "DNH", "'NHD', 'HND' or 'MLA'"),
+        ("order", "MLA", "must be 1, got 4"),
+        ("page_size", 5, "block_size 16 is not a multiple of the engine's page_size 5"),
+        ("page_size", -16, "page_size -16"),
+    ],
+)
+def test_a_group_that_cannot_be_is_refused(field: str, value: object, message: str) -> None:
+    """Each wrong field is named with what it was."""
+    fields = {"num_layers": 3, "num_kv_heads": 4, "head_dim": 8, "dtype": "int8", "block_size": 16, field: value}
+    with pytest.raises(ConfigurationError, match=message):
+        KVGroup(**fields)  # type: ignore[arg-type]
+
+
+def test_a_layout_has_groups() -> None:
+    """No group, or something else in its place, is refused."""
+    for groups in ((), (NHD, "NHD")):
+        with pytest.raises(ConfigurationError, match="non-empty tuple of KVGroup"):
+            KVLayout(groups)  # type: ignore[arg-type]
+
+
+def test_tensors_keep_the_order_of_layers() -> None:
+    """A dict's order, a list's order and a pair's order are the order of the payload."""
+    k, v = tensor(9, 16, 4, 8), tensor(9, 16, 4, 8)
+    layers, packed = layer_tensors({"1": (k, v), "0": (v, k)})
+    assert not packed
+    assert [layer[0] is k for layer in layers] == [True, False]
+    assert layer_tensors(k)[1]

@@ -1,0 +1,92 @@
+import pickle
+from dataclasses import FrozenInstanceError
+
+import numpy as np
+import pytest
+
+from tiered_kv import (
+    ConfigurationError,
+    CPULoadStoreSpec,
+    FileLoadStoreSpec,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    ObjectLoadStoreSpec,
+    RemoteLoadStoreSpec,
+)
+
+SPECS = [
+    GPULoadStoreSpec([3, 1, 2], group=1),
+    CPULoadStoreSpec([3, 1, 2], pool="engine"),
+    FileLoadStoreSpec([3, 1, 2], path="slab"),
+    ObjectLoadStoreSpec([0, 2, 1], prefix="p", names=("a", "b", "c")),
+    RemoteLoadStoreSpec([0, 2, 1], endpoint="e", names=("a", "b", "c")),
+]
+each_spec = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.medium)
+
+
+@each_spec
+def test_a_spec_crosses_processes(spec: LoadStoreSpec) -> None:
+    """What a scheduler decided arrives at a worker whole: equal, and as immutable as it was."""
+    arrived = pickle.loads(pickle.dumps(spec))
+    assert type(arrived) is type(spec)
+    assert (arrived, hash(arrived)) == (spec, hash(spec))
+    assert not arrived.ids.flags.writeable
+
+
+@each_spec
+def test_a_spec_cannot_be_changed(spec: LoadStoreSpec) -> None:
+    """Neither its fields nor its ids: a decision stays what it was while bytes move."""
+    with pytest.raises(FrozenInstanceError):
+        spec.ids = np.zeros(3, np.int64)  # type: ignore[misc]
+    with pytest.raises(ValueError, match="read-only"):
+        spec.ids[0] = 7
+
+
+@each_spec
+def test_a_slice_is_a_spec_of_the_same_place(spec: LoadStoreSpec) -> None:
+    """A part of the ids, all else as it was."""
+    part = spec[1:]
+    assert type(part) is type(spec)
+    assert (len(part), list(part.ids)) == (2, list(spec.ids[1:]))
+    assert spec[:] == spec
+
+
+def test_a_spec_keeps_its_own_ids() -> None:
+    """The caller may reuse the array it gave."""
+    ids = np.array([1, 2, 3])
+    spec = GPULoadStoreSpec(ids)
+    ids[:] = 0
+    assert list(spec.ids) == [1, 2, 3]
+
+
+def test_specs_differ_where_anything_differs() -> None:
+    """Ids, their order, the place and the medium all count; how the ids were written does not."""
+    assert GPULoadStoreSpec([1, 2]) == GPULoadStoreSpec(np.array([1, 2], np.int32))
+    others = [
+        GPULoadStoreSpec([2, 1]), GPULoadStoreSpec([1, 2], group=1), CPULoadStoreSpec([1, 2]), GPULoadStoreSpec([1])
+    ]  # fmt: skip
+    assert all(GPULoadStoreSpec([1, 2]) != other for other in others)
+    assert len({GPULoadStoreSpec([1, 2]), *others}) == 5
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([-1], "GPULoadStoreSpec ids must not be negative, got -1"),
+        ([1.0], "flat sequence of ints"),
+        ([True], "of bool"),
+        ([[1]], r"shape \(1, 1\)"),
+        (["1"], "flat sequence of ints"),
+        (3, "flat sequence of ints"),
+        (np.array([2**64 - 1], np.uint64), "must not be negative"),
+    ],
+)
+def test_what_is_no_list_of_ids_is_refused(ids: object, message: str) -> None:
+    """Before anything moves, with what was given."""
+    with pytest.raises(ConfigurationError, match=message):
+        GPULoadStoreSpec(ids)  # type: ignore[arg-type]
+
+
+def test_no_ids_are_a_spec_too() -> None:
+    """An empty batch is no special case."""
+    assert len(GPULoadStoreSpec([])) == 0
