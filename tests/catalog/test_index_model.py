@@ -1,0 +1,312 @@
+"""`TierIndex` against a model that is too simple to be wrong: plain lists and dicts, one block at a time."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tiered_kv.catalog import Lease, Reservation, SlotState, TierIndex
+from tiered_kv.errors import CapacityError
+from tiered_kv.keys import Names
+
+NUM_IDS = 14
+ids = st.lists(st.integers(0, NUM_IDS - 1), max_size=10)
+choice = st.integers(0, 1000)
+
+
+def names_of(batch: list[int]) -> Names:
+    """Return names that are an engine's own small integers: three words of four are zero."""
+    names = np.zeros((len(batch), 4), dtype=np.uint64)
+    names[:, 0] = batch
+    return names
+
+
+def ids_of(names: Names) -> list[int]:
+    """Return what `names_of` made names of."""
+    ids: list[int] = names[:, 0].astype(np.int64).tolist()
+    return ids
+
+
+def unique(batch: list[int]) -> list[int]:
+    """Drop repeats."""
+    return list(dict.fromkeys(batch))
+
+
+@dataclass(eq=False)
+class Block:
+    id: int
+    slot: int
+    state: SlotState = SlotState.PENDING
+    num_leases: int = 0
+    was_used: bool = False
+
+
+@dataclass(eq=False)
+class OpenLease:
+    real: Lease
+    blocks: list[Block]
+
+
+@dataclass(eq=False)
+class OpenReservation:
+    real: Reservation
+    blocks: list[Block | None]
+    """One for each position of the batch that got a slot and has not been committed."""
+
+
+@dataclass
+class Model:
+    """Every block that occupies a slot, those that can be found by name, and the evictable ones, coldest first."""
+
+    occupied: dict[int, Block] = field(default_factory=dict)
+    findable: dict[int, Block] = field(default_factory=dict)
+    order: list[Block] = field(default_factory=list)
+
+    def free(self, block: Block) -> None:
+        """Take a block out of its slot."""
+        del self.occupied[block.slot]
+        if self.findable.get(block.id) is block:
+            del self.findable[block.id]
+
+    def ready(self, batch: list[int]) -> list[Block]:
+        """Return the readable blocks of a batch, each once."""
+        found = [self.findable[i] for i in unique(batch) if i in self.findable]
+        return [block for block in found if block.state == SlotState.READY]
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """Random calls, in any order, on an index and on the model; after each, both must agree in everything."""
+
+    policy: ClassVar[str]
+
+    @initialize(num_slots=st.integers(0, 10), num_transient=st.integers(0, 4))
+    def make(self, num_slots: int, num_transient: int) -> None:
+        """Start empty, at any small size, none included."""
+        self.index = TierIndex(num_slots, num_transient=num_transient, policy=self.policy)
+        self.num_slots, self.num_transient = num_slots, num_transient
+        self.model = Model()
+        self.leases: list[OpenLease] = []
+        self.reservations: list[OpenReservation] = []
+
+    @rule(batch=ids, transient=st.booleans())
+    def reserve(self, *, batch: list[int], transient: bool) -> None:
+        """Each new name gets a slot; where that is impossible nothing changes. A batch never evicts its own."""
+        model = self.model
+        wanted = [i for i in unique(batch) if i not in model.findable]
+        own = [block for block in model.order if block.id not in batch]
+        num_used = sum((slot >= self.num_slots) == transient for slot in model.occupied)
+        num_free = (self.num_transient if transient else self.num_slots) - num_used
+        shortage = max(0, len(wanted) - num_free)
+        if shortage > (0 if transient else len(own)):
+            before = self.snapshot()
+            with pytest.raises(CapacityError, match=rf"^{shortage} more .*slots needed, (none|{len(own)}) evictable$"):
+                self.index.reserve(names_of(batch), transient=transient)
+            assert self.snapshot() == before
+            return
+        real = self.index.reserve(names_of(batch), transient=transient)
+        evicted = ids_of(real.evicted)
+        assert len(evicted) == shortage
+        assert set(evicted) <= {block.id for block in own}
+        if self.policy == "lru":
+            assert evicted == [block.id for block in own[:shortage]]
+        for i in evicted:
+            block = model.findable[i]
+            model.order.remove(block)
+            model.free(block)
+        taken = [slot for slot in real.slots.tolist() if slot >= 0]
+        assert taken == sorted(taken)
+        assert all((slot >= self.num_slots) == transient for slot in taken)
+        blocks: list[Block | None] = [None] * len(batch)
+        for position, slot in enumerate(real.slots.tolist()):
+            assert (slot >= 0) == (batch[position] in wanted and batch.index(batch[position]) == position)
+            if slot >= 0:
+                assert slot not in model.occupied
+                block = blocks[position] = Block(batch[position], slot)
+                model.occupied[slot] = model.findable[block.id] = block
+        self.reservations.append(OpenReservation(real, blocks))
+
+    @precondition(lambda self: self.reservations)
+    @rule(which=choice, mask=st.lists(st.booleans(), min_size=10, max_size=10), everything=st.booleans())
+    def commit(self, *, which: int, mask: list[bool], everything: bool) -> None:
+        """What has arrived becomes readable under a lease at once; what was removed meanwhile does not."""
+        reservation = self.reservations[which % len(self.reservations)]
+        ok = None if everything else np.array(mask[: len(reservation.blocks)], dtype=np.bool_)
+        real = reservation.real.commit(ok)
+        leased, slots = [], []
+        for position, block in enumerate(reservation.blocks):
+            if block and block.state == SlotState.PENDING and (everything or mask[position]):
+                block.state = SlotState.READY
+                block.num_leases, block.was_used = 1, False
+                reservation.blocks[position] = None
+                leased.append(block)
+                slots.append(block.slot)
+            else:
+                slots.append(-1)
+        assert real.slots.tolist() == slots
+        self.leases.append(OpenLease(real, leased))
+
+    @precondition(lambda self: self.reservations)
+    @rule(which=choice)
+    def close(self, which: int) -> None:
+        """A reservation gives back every slot it has not committed, whatever became of the block."""
+        reservation = self.reservations.pop(which % len(self.reservations))
+        reservation.real.close()
+        reservation.real.close()
+        for block in reservation.blocks:
+            if block:
+                self.model.free(block)
+
+    @rule(batch=ids)
+    def lease(self, batch: list[int]) -> None:
+        """The ready blocks of a batch are held, each once, and nothing else."""
+        ready = self.model.ready(batch)
+        real = self.index.lease(names_of(batch))
+        slot_of = {block.id: block.slot for block in ready}
+        assert real.slots.tolist() == [slot_of.get(i, -1) for i in batch]
+        assert real.num_prefix == self.index.ready_prefix(names_of(batch))
+        for block in ready:
+            block.num_leases += 1
+            if block in self.model.order:
+                self.model.order.remove(block)
+        self.leases.append(OpenLease(real, ready))
+
+    @precondition(lambda self: self.leases)
+    @rule(which=choice, cold=st.booleans())
+    def release(self, *, which: int, cold: bool) -> None:
+        """The last release makes blocks evictable, tail before head, or ends those that live no longer."""
+        lease = self.leases.pop(which % len(self.leases))
+        lease.real.release(cold=cold)
+        lease.real.release(cold=not cold)
+        hot: list[Block] = []
+        chilled: list[Block] = []
+        for block in reversed(lease.blocks):
+            block.num_leases -= 1
+            block.was_used |= not cold
+            if block.num_leases:
+                continue
+            if block.state == SlotState.DOOMED or block.slot >= self.num_slots:
+                self.model.free(block)
+            else:
+                (hot if block.was_used else chilled).append(block)
+            block.was_used = False
+        self.model.order = chilled + self.model.order + hot
+
+    @rule(batch=ids)
+    def touch(self, batch: list[int]) -> None:
+        """Use moves blocks to the hot end, tail before head, and keeps a cold release from chilling leased ones."""
+        self.index.touch(names_of(batch))
+        for block in reversed(self.model.ready(batch)):
+            if block.num_leases:
+                block.was_used = True
+            else:
+                self.model.order.remove(block)
+                self.model.order.append(block)
+
+    @rule(batch=ids)
+    def remove(self, batch: list[int]) -> None:
+        """Removed blocks cannot be found, and their slots are free as soon as nobody uses them."""
+        found = [self.model.findable[i] for i in unique(batch) if i in self.model.findable]
+        assert self.index.remove(names_of(batch)) == len(found)
+        self.doom(found)
+
+    @rule()
+    def clear(self) -> None:
+        """Clearing is removing everything."""
+        self.index.clear()
+        self.doom(list(self.model.findable.values()))
+
+    @rule(batch=ids)
+    def restore(self, batch: list[int]) -> None:
+        """Restored blocks are evictable, the first one coldest."""
+        unknown = [i for i in unique(batch) if i not in self.model.findable]
+        slots = [slot for slot in range(self.num_slots) if slot not in self.model.occupied][::-1]
+        pairs = list(zip(unknown, slots, strict=False))
+        self.index.restore(names_of([i for i, _ in pairs]), np.array([slot for _, slot in pairs], dtype=np.int64))
+        for i, slot in pairs:
+            block = Block(i, slot, SlotState.READY)
+            self.model.occupied[slot] = self.model.findable[i] = block
+            self.model.order.append(block)
+
+    def doom(self, blocks: list[Block]) -> None:
+        """Make blocks unfindable, and free those that nobody uses."""
+        for block in blocks:
+            del self.model.findable[block.id]
+            if block in self.model.order:
+                self.model.order.remove(block)
+                self.model.free(block)
+            else:
+                block.state = SlotState.DOOMED
+
+    def snapshot(self) -> object:
+        """Return everything that can be seen of the index."""
+        slots, states = self.index.find(names_of(list(range(NUM_IDS))))
+        names, order = self.index.names_in_order()
+        return self.index.statistics(), slots.tolist(), states.tolist(), names.tolist(), order.tolist()
+
+    @invariant()
+    def same_blocks_in_the_same_slots(self) -> None:
+        """Every name is found just where it was put: a leased block, or one in flight, never moves."""
+        slots, states = self.index.find(names_of(list(range(NUM_IDS))))
+        expected = [self.model.findable.get(i) for i in range(NUM_IDS)]
+        assert slots.tolist() == [block.slot if block else -1 for block in expected]
+        assert states.tolist() == [block.state if block else SlotState.FREE for block in expected]
+
+    @invariant()
+    def same_counts(self) -> None:
+        """Slots are conserved, and every count is that of the model."""
+        counts = self.index.statistics()
+        blocks = self.model.occupied.values()
+        states = [block.state for block in blocks]
+        assert counts.num_slots == self.num_slots
+        assert counts.ready == states.count(SlotState.READY)
+        assert counts.pending == states.count(SlotState.PENDING)
+        assert counts.doomed == states.count(SlotState.DOOMED)
+        assert counts.leased == sum(block.num_leases > 0 for block in blocks)
+        assert counts.evictable == len(self.model.order)
+        assert counts.free == self.num_slots - sum(block.slot < self.num_slots for block in blocks)
+        assert counts.transient_free == self.num_transient - sum(block.slot >= self.num_slots for block in blocks)
+
+    @invariant()
+    def same_order(self) -> None:
+        """The order of use holds each evictable block once, then the leased ones."""
+        names, slots = self.index.names_in_order()
+        num_evictable = len(self.model.order)
+        order = [(block.id, block.slot) for block in self.model.order]
+        leased = [block for block in self.model.findable.values() if block.num_leases and block.slot < self.num_slots]
+        real = list(zip(ids_of(names), slots.tolist(), strict=True))
+        assert sorted(real[num_evictable:]) == sorted((block.id, block.slot) for block in leased)
+        if self.policy == "lru":
+            assert real[:num_evictable] == order
+        else:
+            assert sorted(real[:num_evictable]) == sorted(order)
+
+    def teardown(self) -> None:
+        """When every right is given back, nothing is leased, pending or doomed."""
+        while self.reservations:
+            self.close(0)
+        while self.leases:
+            self.release(which=0, cold=False)
+        counts = self.index.statistics()
+        assert counts.leased == counts.pending == counts.doomed == 0
+        assert counts.evictable == counts.ready
+        assert counts.free + counts.ready == self.num_slots
+        assert counts.transient_free == self.num_transient
+
+
+class LRUMachine(IndexMachine):
+    policy = "lru"
+
+
+class ARCMachine(IndexMachine):
+    policy = "arc"
+
+
+TestLRU = LRUMachine.TestCase
+TestARC = ARCMachine.TestCase
+TestLRU.settings = TestARC.settings = settings(
+    max_examples=150, stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow]
+)
