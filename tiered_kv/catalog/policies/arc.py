@@ -34,6 +34,11 @@ class ARCPolicy(Policy):
     def __len__(self) -> int:
         return len(self._recent) + len(self._frequent)
 
+    @property
+    def num_ghosts(self) -> int:
+        """Count the evicted blocks that are remembered: never more than there are slots."""
+        return self._ghosts.num_recent + self._ghosts.num_frequent
+
     def add(self, slots: Slots, names: Names) -> None:
         """Adapt to the ghosts among the new blocks: those are no strangers, and start among the frequent."""
         num_recent, num_frequent = self._ghosts.num_recent, self._ghosts.num_frequent

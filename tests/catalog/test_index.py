@@ -1,0 +1,287 @@
+"""The promises of `TierIndex`, one by one; test_index_model.py checks them in every order."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from tiered_kv.catalog import SlotState, TierIndex
+from tiered_kv.errors import CapacityError, ClosedError, ConfigurationError
+from tiered_kv.keys import Names
+
+both_policies = pytest.mark.parametrize("policy", ["lru", "arc"])
+
+
+def names_of(*batch: int) -> Names:
+    """Return names that differ in their first words."""
+    names = np.zeros((len(batch), 4), dtype=np.uint64)
+    names[:, 0] = batch
+    return names
+
+
+def ids_of(names: Names) -> list[int]:
+    """Return what `names_of` made names of."""
+    ids: list[int] = names[:, 0].astype(np.int64).tolist()
+    return ids
+
+
+def store(index: TierIndex, *batch: int) -> list[int]:
+    """Store blocks as a caller would; return what was evicted for them."""
+    with index.reserve(names_of(*batch)) as reservation:
+        reservation.commit().release()
+    return ids_of(reservation.evicted)
+
+
+def everything(index: TierIndex) -> object:
+    """Return all that can be seen of an index with names up to 9."""
+    slots, states = index.find(names_of(*range(10)))
+    return index.statistics(), slots.tolist(), states.tolist(), index.names_in_order()[1].tolist()
+
+
+@both_policies
+def test_pending_until_committed(policy: str) -> None:
+    """A reserved block is pending: found, not readable; from its commit on it is ready, under a lease, with no gap."""
+    index = TierIndex(4, policy=policy)
+    with index.reserve(names_of(1, 2)) as reservation:
+        assert index.find(names_of(1, 2, 3))[1].tolist() == [SlotState.PENDING, SlotState.PENDING, SlotState.FREE]
+        assert index.lease(names_of(1, 2)).num_prefix == 0
+        lease = reservation.commit(np.array([True, False]))
+        assert lease.slots.tolist() == [reservation.slots[0], -1]
+        assert index.ready_prefix(names_of(1, 2)) == 1
+        assert index.statistics().leased == 1
+        assert index.statistics().evictable == 0
+    assert index.find(names_of(2))[0].tolist() == [-1]
+    assert index.statistics().free == 3
+    lease.release()
+    assert index.statistics().evictable == 1
+
+
+@both_policies
+def test_error_gives_everything_back(policy: str) -> None:
+    """An error inside the ``with`` blocks gives back every slot and every lease."""
+    index = TierIndex(4, policy=policy)
+    store(index, 1)
+    before = index.statistics()
+    with pytest.raises(OSError, match="disk"), index.lease(names_of(1)), index.reserve(names_of(1, 2, 3)):
+        raise OSError("disk on fire")
+    assert index.statistics() == before
+
+
+@both_policies
+def test_infeasible_batch_changes_nothing(policy: str) -> None:
+    """A batch that cannot be had says by how much, and leaves slots, names and the order of use as they were."""
+    index = TierIndex(4, policy=policy)
+    store(index, 1, 2, 3, 4)
+    with index.lease(names_of(2, 3)):
+        before = everything(index)
+        with pytest.raises(CapacityError, match=r"^3 more slots needed, 1 evictable$"):
+            index.reserve(names_of(1, 5, 6, 7))
+        assert everything(index) == before
+
+
+@both_policies
+def test_batch_never_evicts_its_own(policy: str) -> None:
+    """Blocks of the batch that are there already stay, though they are the coldest."""
+    index = TierIndex(4, policy=policy)
+    for block in (1, 2, 3, 4):
+        store(index, block)
+    assert store(index, 1, 5, 2) == [3]
+    assert index.ready_prefix(names_of(1, 5, 2, 4)) == 4
+
+
+@both_policies
+def test_duplicates_are_harmless(policy: str) -> None:
+    """A repeated name gets one slot and counts one lease."""
+    index = TierIndex(4, policy=policy)
+    with index.reserve(names_of(1, 1, 2, 1)) as reservation:
+        assert (reservation.slots >= 0).tolist() == [True, False, True, False]
+        reservation.commit().release()
+    lease = index.lease(names_of(1, 1, 2))
+    assert lease.num_prefix == 3
+    assert index.statistics().leased == 2
+    lease.release()
+    index.touch(names_of(2, 2, 1))
+    assert index.remove(names_of(1, 1)) == 1
+    assert index.statistics().evictable == index.statistics().ready == 1
+
+
+def test_tail_goes_before_head() -> None:
+    """Of a prefix that was stored or used as a whole, the last block is evicted first."""
+    index = TierIndex(4)
+    store(index, 1, 2, 3, 4)
+    assert store(index, 5) == [4]
+    index.lease(names_of(1, 2, 3)).release()
+    assert store(index, 6) == [5]
+    index.touch(names_of(1, 2, 3))
+    assert store(index, 7, 8) == [6, 3]
+
+
+def test_release_in_any_order_frees_at_the_last() -> None:
+    """A block with several readers stays put until the last of them is done, removed or not."""
+    index = TierIndex(2)
+    store(index, 1, 2)
+    first, second = index.lease(names_of(1)), index.lease(names_of(1, 2))
+    first.release()
+    first.release()
+    assert index.statistics().leased == 2
+    index.remove(names_of(1))
+    assert index.find(names_of(1))[0].tolist() == [-1]
+    assert index.statistics().free == 0
+    second.release()
+    assert index.statistics().free == 1
+    assert index.statistics().doomed == 0
+
+
+def test_cold_release_goes_next_unless_used() -> None:
+    """What is released cold is evicted next, but not what someone else used while it was leased."""
+    index = TierIndex(3)
+    store(index, 1, 2, 3)
+    index.lease(names_of(1)).release(cold=True)
+    assert store(index, 4) == [1]
+    reader = index.lease(names_of(2, 4))
+    index.touch(names_of(2))
+    reader.release(cold=True)
+    assert store(index, 5, 6) == [4, 3]
+
+
+@both_policies
+def test_removed_while_pending_never_commits(policy: str) -> None:
+    """A fill in flight of a removed block is not committed; its name can be stored anew at once, elsewhere."""
+    index = TierIndex(4, policy=policy)
+    with index.reserve(names_of(1, 2)) as doomed:
+        assert index.remove(names_of(1)) == 1
+        with index.reserve(names_of(1)) as again:
+            assert again.slots[0] not in doomed.slots
+            lease = doomed.commit()
+            assert lease.slots.tolist() == [-1, doomed.slots[1]]
+            again.commit().release()
+        lease.release()
+    assert index.find(names_of(1))[0].tolist() == again.slots.tolist()
+    assert index.statistics().ready == 2
+    assert index.statistics().free == 2
+
+
+@both_policies
+def test_clear_dooms_what_is_in_use(policy: str) -> None:
+    """After a clear nothing is found, and each slot is free once its user is done."""
+    index = TierIndex(4, num_transient=1, policy=policy)
+    store(index, 1, 2)
+    lease = index.lease(names_of(1))
+    reservation = index.reserve(names_of(3))
+    index.clear()
+    assert (index.find(names_of(1, 2, 3))[0] == -1).all()
+    assert index.statistics().free == 2
+    assert index.statistics().doomed == 2
+    assert reservation.commit().num_prefix == 0
+    reservation.close()
+    lease.release()
+    assert index.statistics().free == 4
+    assert index.statistics().transient_free == 1
+
+
+@both_policies
+@pytest.mark.parametrize("num_slots", [0, 2])
+def test_transient_blocks_live_by_their_leases(policy: str, num_slots: int) -> None:
+    """A block in a bounce slot can be read by all who lease it, and is gone with the last of them."""
+    index = TierIndex(num_slots, num_transient=2, policy=policy)
+    with index.reserve(names_of(1, 2), transient=True) as reservation:
+        assert (reservation.slots >= num_slots).all()
+        first = reservation.commit()
+    second = index.lease(names_of(1))
+    first.release()
+    assert index.ready_prefix(names_of(1, 2)) == 1
+    with pytest.raises(CapacityError, match=r"^1 more transient slots needed, none evictable$"):
+        index.reserve(names_of(3, 4), transient=True)
+    second.release(cold=True)
+    assert (index.find(names_of(1, 2))[0] == -1).all()
+    assert index.statistics().transient_free == 2
+
+
+def test_slots_come_in_runs() -> None:
+    """Slots are neighbours, ascending in batch order, also when those of evicted blocks are given out again."""
+    index = TierIndex(100)
+    for start in range(0, 100, 10):
+        store(index, *range(start, start + 10))
+    with index.reserve(names_of(*range(1000, 1020))) as reservation:
+        assert (np.diff(reservation.slots) == 1).all()
+
+
+def test_commit_in_parts_and_after_closing() -> None:
+    """Disjoint parts are committed one by one, each once; after closing there is nothing left to commit."""
+    index = TierIndex(3)
+    with index.reserve(names_of(1, 2, 3)) as reservation:
+        first = reservation.commit(np.array([True, False, False]))
+        second = reservation.commit(np.array([True, True, False]))
+        assert first.num_prefix == 1
+        assert second.slots.tolist() == [-1, reservation.slots[1], -1]
+    with pytest.raises(ClosedError):
+        reservation.commit()
+    first.release()
+    second.release()
+    assert index.statistics().free == 1
+
+
+@both_policies
+def test_restore_what_was_written_down(policy: str) -> None:
+    """Names and slots in order, taken from one index, make another that finds the same and evicts the same first."""
+    index = TierIndex(4, policy=policy)
+    store(index, 1, 2, 3)
+    index.touch(names_of(3))
+    leased = index.lease(names_of(2))
+    names, slots = index.names_in_order()
+    assert ids_of(names)[-1] == 2
+    other = TierIndex(4, policy=policy)
+    other.restore(names, slots)
+    assert (other.find(names)[0] == slots).all()
+    assert ids_of(other.names_in_order()[0]) == ids_of(names)
+    assert other.statistics().evictable == 3
+    assert store(other, 4, 5) == ids_of(names[:1])
+    leased.release()
+
+
+@pytest.mark.parametrize(
+    ("names", "slots"),
+    [(names_of(5, 6), [1, 1]), (names_of(5, 5), [1, 2]), (names_of(1), [3]), (names_of(5), [0]), (names_of(5), [4])],
+    ids=["slot twice", "name twice", "name known", "slot taken", "no such slot"],
+)
+def test_restore_refuses_contradictions(names: Names, slots: list[int]) -> None:
+    """A journal that contradicts itself or the index changes nothing."""
+    index = TierIndex(4)
+    store(index, 1)
+    before = index.statistics()
+    with pytest.raises(ConfigurationError):
+        index.restore(names, np.array(slots, dtype=np.int64))
+    assert index.statistics() == before
+    assert index.ready_prefix(names_of(1)) == 1
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: TierIndex(-1),
+        lambda: TierIndex(1, num_transient=-1),
+        lambda: TierIndex(2**31),
+        lambda: TierIndex(1, policy="fifo"),
+    ],
+    ids=["negative", "negative transient", "too many", "unknown policy"],
+)
+def test_impossible_indexes(make: Callable[[], TierIndex]) -> None:
+    """An index that can never work is refused before anything is allocated."""
+    with pytest.raises(ConfigurationError):
+        make()
+
+
+@both_policies
+def test_long_prefixes_over_chunks(policy: str) -> None:
+    """A prefix of many chunks, stored in pieces that lie apart, is counted to its exact end."""
+    index = TierIndex(6_000, policy=policy)
+    pieces = [range(start, start + 700) for start in range(0, 4_200, 700)]
+    for piece in (pieces[3], pieces[0], pieces[5], pieces[1], pieces[4], pieces[2]):
+        store(index, *piece)
+    names = names_of(*range(4_500))
+    assert index.ready_prefix(names) == 4_200
+    index.remove(names_of(3_333))
+    assert index.ready_prefix(names) == 3_333
+    index.remove(names_of(0))
+    assert index.ready_prefix(names) == 0
+    assert index.ready(names).sum() == 4_198
