@@ -23,6 +23,7 @@ AnyBackend = Backend | SlotBackend
 ENTRY_POINTS: Final = "tiered_kv.backends"
 OWN_MEDIA: Final = ("gpu", "cpu")
 """Tiers of memory that the cache makes itself, in the order in which they may stand."""
+_SCHEMES: Final = {"file": "nvme"}  # a plain path; other media that keep files are asked for by their own names
 
 
 def known_media() -> tuple[str, ...]:
@@ -54,13 +55,17 @@ def resolve(medium: str) -> type[Backend] | type[SlotBackend]:
 def medium_for_scheme(scheme: str) -> str:
     """Say which medium takes URLs of this scheme: the one of that name, or whose class lists it in ``schemes``.
 
+    ``file`` is NVMe.
+
     Raises:
         ConfigurationError: None does; the message names the media that could not be asked.
     """
     media = known_media()
     if scheme in media:
         return scheme
-    schemes, unasked = set(media), []
+    if scheme in _SCHEMES:
+        return _SCHEMES[scheme]
+    schemes, unasked = {*media, *_SCHEMES}, []
     for medium in media[len(OWN_MEDIA) :]:
         try:
             declared = getattr(resolve(medium), "schemes", ())
