@@ -144,6 +144,19 @@ def test_cold_release_goes_next_unless_used() -> None:
     assert store(index, 5, 6) == [4, 3]
 
 
+def test_another_reader_keeps_a_block_warm() -> None:
+    """A cold release that comes last does not chill what another read warmly; the next one, alone, does."""
+    index = TierIndex(2)
+    store(index, 1)
+    store(index, 2)
+    warm, cold = index.lease(names_of(2)), index.lease(names_of(2))
+    warm.release()
+    cold.release(cold=True)
+    assert ids_of(index.names_in_order()[0]) == [1, 2]
+    index.lease(names_of(2)).release(cold=True)
+    assert ids_of(index.names_in_order()[0]) == [2, 1]
+
+
 @both_policies
 def test_removed_while_pending_never_commits(policy: str) -> None:
     """A fill in flight of a removed block is not committed; its name can be stored anew at once, elsewhere."""

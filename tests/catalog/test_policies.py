@@ -93,6 +93,19 @@ def test_arc_learns_from_its_ghosts() -> None:
     assert evict(13) == 3
 
 
+def test_arc_forgets_a_scan() -> None:
+    """Blocks used once and their ghosts together count no more than the slots: a scan leaves hardly a trace."""
+    policy = ARCPolicy(4)
+    for block in range(20):
+        slot = np.array([block % 4])
+        if block >= 4:
+            assert policy.victims(1, slot[:0]).tolist() == slot.tolist()
+            policy.evict(slot, names_of([block - 4]))
+        policy.add(slot, names_of([block]))
+        policy.unpark(slot)
+    assert policy.num_ghosts == 1
+
+
 @given(requests=st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=8, unique=True), max_size=60))
 def test_arc_stays_within_its_bounds(requests: list[list[int]]) -> None:
     """Whatever is asked for, ARC remembers no more ghosts than it has slots, and its target stays a number of slots."""
