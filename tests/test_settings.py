@@ -1,0 +1,302 @@
+import os
+import pickle
+import textwrap
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ByteSize, ValidationError
+
+from tiered_kv.backend import TierSettings
+from tiered_kv.errors import ConfigurationError
+from tiered_kv.settings import CacheLimits, CPUTier, GPUTier, TieredKVSettings, tier_from, tier_name
+
+GIB = 1024**3
+PASSWORD = "hunter2"  # noqa: S105 -- what must not be shown has to be something
+
+FAKE = """
+    from pydantic import SecretStr
+    from tiered_kv_backends.memory import MemoryBackend
+    from tiered_kv.backend import TierSettings
+
+    class Server(MemoryBackend):
+        class Settings(TierSettings):
+            medium: str = "settings_fake:Server"
+            url: SecretStr
+            password: SecretStr = SecretStr("")
+            retries: int = 3
+
+    class Custom(MemoryBackend):
+        class Settings(TierSettings):
+            medium: str = "settings_fake:Custom"
+            host: str
+            @classmethod
+            def from_url(cls, url):
+                return {"host": url.partition("://")[2]}
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_settings_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a developer's environment says must not decide here."""
+    for name in [name for name in os.environ if name.upper().startswith("TIERED_KV_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def fake_media(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install media of another author's, called ``server`` and ``custom``."""
+    (tmp_path / "settings_fake.py").write_text(textwrap.dedent(FAKE))
+    info = tmp_path / "settings_fake-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: settings-fake\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[tiered_kv.backends]\nserver = settings_fake:Server\ncustom = settings_fake:Custom\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def complaint(**arguments: Any) -> str:  # noqa: ANN401 -- wrong arguments are the point
+    """Return what is said about settings that cannot work."""
+    with pytest.raises(ConfigurationError) as caught:
+        TieredKVSettings(**arguments)
+    assert not isinstance(caught.value, ValidationError)
+    return str(caught.value)
+
+
+def test_the_default_is_a_modest_cpu_tier_and_no_disk() -> None:
+    """Without any setting nothing is written anywhere but to 1 GiB of memory."""
+    assert TieredKVSettings().tiers == (CPUTier(capacity=GIB),)
+
+
+def test_a_tier_is_a_model_a_dict_or_a_url() -> None:
+    """The three say the same thing."""
+    model = CPUTier(capacity=2 * GIB, policy="arc", name="ram")
+    as_dict = {"medium": "cpu", "capacity": "2GiB", "policy": "arc", "name": "ram"}
+    for tier in (model, as_dict, "cpu://?capacity=2GiB&policy=arc&name=ram"):
+        assert TieredKVSettings(tiers=[tier]).tiers == (model,)
+
+
+def test_a_file_url_is_an_nvme_tier() -> None:
+    """Its path is the URL's, unquoted, and query parameters are its fields."""
+    tier = tier_from("file:///mnt/my%20kv?capacity=1TiB&timeout_s=3")
+    assert (tier.medium, tier_name(tier), tier.timeout_s) == ("nvme", "nvme", 3.0)
+    assert tier.model_dump(include={"path", "capacity"}) == {"path": Path("/mnt/my kv"), "capacity": 1024**4}
+
+
+def test_a_medium_of_another_package_is_as_typed_as_ours(fake_media: None) -> None:
+    """Its own model validates its tier, by its name, by its path, and from a URL."""
+    by_name, by_path, by_url = TieredKVSettings(
+        tiers=[
+            {"medium": "server", "url": "server://host", "name": "a", "retries": "5"},
+            {"medium": "settings_fake:Server", "url": "server://host"},
+            "server://host/0?retries=7&name=c",
+        ]
+    ).tiers
+    assert [type(tier).__qualname__ for tier in (by_name, by_path, by_url)] == ["Server.Settings"] * 3
+    assert [tier.model_dump()["retries"] for tier in (by_name, by_path, by_url)] == [5, 3, 7]
+    assert by_url.model_dump()["url"].get_secret_value() == "server://host/0"
+    assert tier_name(by_path) == "Server"
+    assert "tiers[0].retrys: there is no such setting: did you mean 'retries'?" in complaint(
+        tiers=[{"medium": "server", "url": "", "retrys": 3}]
+    )
+
+
+def test_a_medium_may_read_its_urls_itself(fake_media: None) -> None:
+    """``from_url`` of its model decides."""
+    assert tier_from("custom://here").model_dump()["host"] == "here"
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"), [("32GiB", 32 * GIB), ("1.5MiB", 1572864), ("2GB", 2 * 10**9), (4096, 4096), ("4096", 4096)]
+)
+def test_sizes_are_ints_or_text(text: str | int, num_bytes: int) -> None:
+    """GiB is 2**30 bytes, GB is 10**9."""
+    assert CPUTier(capacity=text).capacity == num_bytes
+
+
+def test_a_cpu_tier_may_be_empty_and_a_gpu_tier_may_not() -> None:
+    """Capacity 0 of the CPU tier means that blocks only pass through host memory."""
+    assert TieredKVSettings(tiers=["cpu://?capacity=0"]).tiers == (CPUTier(capacity=ByteSize(0)),)
+    assert "tiers[0].capacity: Input should be greater than 0, got '0'" in complaint(tiers=["gpu://?capacity=0"])
+
+
+@pytest.mark.parametrize(
+    ("tiers", "said"),
+    [
+        ([], "tiers: a cache needs at least one tier"),
+        ("cpu://?capacity=1GiB", "tiers: must be a list, e.g. ['cpu://?capacity=32GiB']"),
+        ([7], "tiers[0]: a tier is a TierSettings, a dict with 'medium' or a URL, not int"),
+        ([{"capacity": 1}], "tiers[0]: a tier needs its medium: write e.g. {'medium': 'cpu'"),
+        (["/mnt/kv"], "tiers[0]: a tier's URL looks like"),
+        (["file://mnt/kv?capacity=1TiB"], "tiers[0]: three slashes begin a path: write file:///mnt/kv"),
+        (["cpu://host?capacity=1GiB"], "tiers[0]: medium 'cpu' has no place: write cpu://?capacity=32GiB"),
+        (["cpu://?capacity=1GiB&capacity=2GiB"], "tiers[0]: a cpu URL names a field twice"),
+        (["cpu://?medium=gpu"], "tiers[0]: a cpu URL names a field twice, or its medium"),
+        (["cup://?capacity=1GiB"], "tiers[0]: no medium takes URLs of cup://: did you mean 'cpu'?"),
+        ([{"medium": "nvm"}], "tiers[0]: no medium is called 'nvm': did you mean 'nvme'? known are"),
+        ([{"medium": "cpu", "capcity": 1}], "tiers[0].capcity: there is no such setting: did you mean 'capacity'?"),
+        ([{"medium": "gpu"}], "tiers[0].capacity: must be given"),
+        (["cpu://?capacity=12parsecs"], "tiers[0].capacity: '12parsecs' is no size: write bytes as an int, or e.g."),
+        (["cpu://?policy=lfu"], "tiers[0].policy: policy must be one of lru, arc"),
+        (["cpu://?policy=builtins:int"], "tiers[0].policy: 'builtins:int' is no subclass"),
+        (["cpu://?timeout_s=0"], "tiers[0].timeout_s: Input should be greater than 0, got '0'"),
+        (["cpu://", "gpu://?capacity=1"], "tiers: fastest first: at most one gpu, then at most one cpu, then storage;"),
+        (["cpu://", "cpu://?name=b"], "at most one cpu, then storage; got cpu, cpu"),
+        (["memory://?capacity=1", "cpu://"], "then storage; got memory, cpu"),
+        (["memory://?capacity=1"] * 2, "tiers[1]: is called 'memory' like tiers[0]: give it a name of its own"),
+        (["memory://?capacity=1", "memory://?capacity=1&name=memory"], "e.g. name='memory-2'"),
+        ([TierSettings(medium="cpu")], "tiers[0]: medium 'cpu' takes tiered_kv.settings.CPUTier, not TierSettings"),
+    ],
+)
+def test_tiers_that_cannot_work_say_where_and_what_to_write(tiers: object, said: str) -> None:
+    """One line: the place, what is wrong there, what to write instead."""
+    assert said in complaint(tiers=tiers)
+
+
+def test_chains_that_can_work() -> None:
+    """Any part of the chain may be left out, and media may come twice under two names."""
+    chains = (["gpu://?capacity=1"], ["memory://?capacity=1"], ["gpu://?capacity=1", "memory://?capacity=1"])
+    twice = ["gpu://?capacity=1", "cpu://", "memory://?capacity=1", "memory://?capacity=1&name=far"]
+    for chain in (*chains, twice):
+        assert len(TieredKVSettings(tiers=chain).tiers) == len(chain)
+
+
+def test_all_that_is_wrong_is_said_at_once() -> None:
+    """Nobody has to run it three times to learn three things."""
+    said = complaint(tiers=["cpu://?capacity=x", {"medium": "gpu"}], limits={"windw": 1, "reads_in_flight": 0})
+    places = ("tiers[0].capacity:", "tiers[1].capacity:", "limits.windw:", "limits.reads_in_flight:")
+    assert [place in said for place in places] == [True] * 4
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["load_timeout_s", "window", "bounce", "store_queue", "prefetch_quota", "close_timeout_s", "reads_in_flight"],
+)
+@pytest.mark.parametrize("value", [0, -1, "nan", None])
+def test_limits_are_positive_numbers(field: str, value: object) -> None:
+    """A limit of nothing, or of no number, would be a cache that waits for ever or never works."""
+    assert f"limits.{field}: " in complaint(limits={field: value})
+
+
+def test_the_bounce_ring_holds_a_window() -> None:
+    """Else a block that passes through could never be moved; both numbers are named."""
+    assert "limits: bounce (1.0 MiB) must hold at least one window (16.0 MiB)" in complaint(limits={"bounce": "1MiB"})
+
+
+def test_unknown_settings_are_refused_with_the_closest_known() -> None:
+    """At the top and in the limits."""
+    assert "tires: there is no such setting: did you mean 'tiers'?" in complaint(tires=[])
+    assert "did you mean 'load_timeout_s'?" in complaint(limits={"load_timeout": 1})
+
+
+def test_the_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiers as a JSON list, limits one by one."""
+    monkeypatch.setenv("TIERED_KV_TIERS", '["gpu://?capacity=1GiB", {"medium": "cpu", "capacity": "2GiB"}]')
+    monkeypatch.setenv("TIERED_KV_LIMITS__WINDOW", "8MiB")
+    settings = TieredKVSettings()
+    assert settings.tiers == (GPUTier(capacity=ByteSize(GIB)), CPUTier(capacity=ByteSize(2 * GIB)))
+    assert settings.limits == CacheLimits(window=ByteSize(8 * 1024**2))
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("TIERED_KV_TIERS", "cpu://", "write JSON, e.g. TIERED_KV_TIERS='["),
+        ("TIERED_KV_TIERS", '["cpu://?capacity=x"]', "tiers[0].capacity: 'x' is no size"),
+        ("TIERED_KV_LIMITS__WINDO", "1", "limits.windo: there is no such setting: did you mean 'window'?"),
+        ("TIERED_KV_TIER", "[]", "TIERED_KV_TIER is not read: write TIERED_KV_TIERS"),
+        ("TIERED_KV_LIMITS_WINDOW", "1", "TIERED_KV_LIMITS_WINDOW is not read: write TIERED_KV_LIMITS__WINDOW"),
+        ("TIERED_KV_WINDOW", "1", "TIERED_KV_WINDOW is not read: write TIERED_KV_LIMITS__WINDOW"),
+        ("TIERED_KV_CONFG", "x", "TIERED_KV_CONFG is not read: write TIERED_KV_CONFIG"),
+    ],
+)
+def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch, variable: str, value: str, said: str) -> None:
+    """A misspelt one too, that would be silently without effect."""
+    monkeypatch.setenv(variable, value)
+    assert said in complaint()
+
+
+def test_variables_of_others_are_let_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kubernetes sets these in every pod beside a service called tiered-kv."""
+    for name in ("TIERED_KV_SERVICE_HOST", "TIERED_KV_PORT", "TIERED_KV_PORT_80_TCP", "TIERED_KV_SERVICE_PORT"):
+        monkeypatch.setenv(name, "tcp://10.0.0.1:80")
+    assert TieredKVSettings() == TieredKVSettings(tiers=[CPUTier()])
+
+
+def test_a_toml_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its path, or by the environment's; arguments go before the environment, that before the file."""
+    path = tmp_path / "kv.toml"
+    path.write_text('[[tiers]]\nmedium = "cpu"\ncapacity = "3GiB"\n[limits]\nwindow = "4MiB"\nload_timeout_s = 7\n')
+    from_file = TieredKVSettings.from_toml(path)
+    assert from_file.tiers == (CPUTier(capacity=ByteSize(3 * GIB)),)
+    monkeypatch.setenv("TIERED_KV_CONFIG", str(path))
+    assert TieredKVSettings() == from_file
+    monkeypatch.setenv("TIERED_KV_LIMITS__WINDOW", "2MiB")
+    settings = TieredKVSettings(tiers=["cpu://"])
+    assert settings.tiers == (CPUTier(),)
+    assert (settings.limits.window, settings.limits.load_timeout_s) == (2 * 1024**2, 7)
+
+
+def test_a_named_file_takes_the_place_of_the_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``from_toml`` reads one file, not two laid over each other."""
+    for name, field in (("a", "window = 4096"), ("b", "load_timeout_s = 7")):
+        (tmp_path / name).write_text(f"[limits]\n{field}\n")
+    monkeypatch.setenv("TIERED_KV_CONFIG", str(tmp_path / "a"))
+    assert TieredKVSettings.from_toml(tmp_path / "b").limits == CacheLimits(load_timeout_s=7)
+    assert TieredKVSettings().limits == CacheLimits(window=ByteSize(4096))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[limits\n", "is no TOML: "),
+        ("[limits]\nwindw = 1\n", "limits.windw: there is no such setting: did you mean 'window'?"),
+        ('[[tier]]\nmedium = "cpu"\n', "tier: there is no such setting: did you mean 'tiers'?"),
+        (None, "cannot be read: No such file or directory"),
+    ],
+)
+def test_a_wrong_file_is_named(tmp_path: Path, text: str | None, said: str) -> None:
+    """Whether it is absent, no TOML, or says what cannot work."""
+    path = tmp_path / "kv.toml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigurationError) as caught:
+        TieredKVSettings.from_toml(path)
+    assert str(path) in str(caught.value)
+    assert said in str(caught.value)
+
+
+def test_no_secret_is_shown(fake_media: None) -> None:
+    """Neither printed nor dumped nor in the traceback of an error, whatever is wrong with the tier."""
+    good = {"medium": "server", "url": f"server://:{PASSWORD}@host", "password": PASSWORD}
+    settings = TieredKVSettings(tiers=[good, f"server://:{PASSWORD}@host?name=b"])
+    assert (
+        PASSWORD not in f"{settings!r} {settings} {settings.tiers} {settings.model_dump()} {settings.model_dump_json()}"
+    )
+    wrong: list[Any] = [
+        {**good, "retries": "x"},
+        {**good, "passwrd": PASSWORD},
+        {**good, "password": [PASSWORD]},
+        {**good, "medium": "serve"},
+        {"medium": "server", "password": PASSWORD},
+        f"server://:{PASSWORD}@host?retrys=1",
+        f"serve://:{PASSWORD}@host",
+        f"cpu://:{PASSWORD}@host",
+    ]
+    for tier in wrong:
+        with pytest.raises(ConfigurationError) as caught:
+            TieredKVSettings(tiers=[tier])
+        shown = "".join(traceback.format_exception(caught.value))
+        assert PASSWORD not in str(caught.value)
+        assert PASSWORD not in shown
+
+
+def test_settings_are_values() -> None:
+    """They cannot be changed, cross processes, and can be made again from their dump."""
+    settings = TieredKVSettings(tiers=["cpu://?capacity=2GiB", "memory://?capacity=1GiB"])
+    with pytest.raises(ValidationError, match="frozen"):
+        settings.limits = CacheLimits()  # type: ignore[misc]
+    assert pickle.loads(pickle.dumps(settings)) == settings
+    assert TieredKVSettings(**settings.model_dump()) == settings
