@@ -43,8 +43,8 @@ class NVMeBackend(SlotBackend):
     """A directory on a local disk that one process owns and that outlives it.
 
     Blocks of neighbouring slots move in one call. A block is stored when it is in the slab and then its entry in the
-    journal. Neither is forced to the medium, so a loss of power may cost blocks; the end of this process, however sudden,
-    costs those that were being written.
+    journal. Neither is forced to the medium: a loss of power may cost blocks. The end of this process costs only those
+    that were being written, however sudden it is.
     """
 
     class Settings(TierSettings):

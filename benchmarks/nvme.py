@@ -1,0 +1,162 @@
+"""The NVMe tier against a bare loop of direct I/O of the same size, depth, threads and alignment, in the same run.
+
+Ours is what a store or a load does: encode each record and write it, or read it and verify it, in batches that are all
+under way at once. The bare loop moves the same bytes, one `preadv` or `pwritev` a block, in as many threads, and
+looks at none of them. Rounds of the two alternate, and medians are compared.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from tiered_kv.backend import Block, Outcome, RecordShape
+from tiered_kv.keys import BlockKey, Namespace
+from tiered_kv.record import encode, verify
+from tiered_kv.testing import ThreadWorkers, block_names, open_backend
+from tiered_kv_backends.nvme import NVMeBackend
+
+SIZES = {"2MiB": 2 << 20, "128KiB": 128 << 10}
+NUM_BYTES = 512 << 20
+"""Of one round, and of the buffers."""
+BATCH_BYTES = 16 << 20
+"""Of one call of ours."""
+NUM_THREADS = 8
+BARS = {"read_2MiB": 0.98, "write_2MiB": 0.95, "read_128KiB": 0.8, "write_128KiB": 0.8}
+
+
+@contextmanager
+def bare_loop(path: Path, blocks: Sequence[Block], stride_bytes: int) -> Iterator[Callable[[bool], float]]:
+    """Yield a function that writes or reads all blocks, each by one call at its own offset, and returns the seconds."""
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_DIRECT", 0)
+    try:
+        fd = os.open(path, flags, 0o600)
+    except OSError:  # where the tier goes through the page cache too
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    os.posix_fallocate(fd, 0, len(blocks) * stride_bytes)
+
+    def move(first: int, *, is_write: bool) -> None:
+        call = os.pwritev if is_write else os.preadv
+        for i in range(first, len(blocks), NUM_THREADS):
+            block = blocks[i]
+            if call(fd, (block.header, block.padded), i * stride_bytes) != stride_bytes:
+                raise OSError("a short call")
+
+    def run(is_write: bool) -> float:  # noqa: FBT001 - the only argument
+        threads = [threading.Thread(target=move, args=(i,), kwargs={"is_write": is_write}) for i in range(NUM_THREADS)]
+        start = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return time.perf_counter() - start
+
+    try:
+        yield run
+    finally:
+        os.close(fd)
+        path.unlink()
+
+
+class Ours:
+    """The tier as the cache uses it: many batches under way, headers made and checked in threads."""
+
+    def __init__(self, backend: NVMeBackend, shape: RecordShape, blocks: Sequence[Block]) -> None:
+        space = Namespace(shape.fingerprint, epoch=bytes(32))
+        self.backend = backend
+        self.blocks = blocks
+        self.keys = [BlockKey(space, i.to_bytes(32, "little")) for i in range(len(blocks))]
+        self.names = block_names(self.keys)
+        self.slots = np.arange(len(blocks))
+        self.workers = ThreadWorkers(os.cpu_count() or 1)
+        batch = max(1, BATCH_BYTES // shape.stride_bytes)
+        self.batches = [slice(start, start + batch) for start in range(0, len(blocks), batch)]
+
+    async def write(self, batch: slice) -> None:
+        """Encode and write one batch."""
+        keys, blocks = self.keys[batch], self.blocks[batch]
+        await self.workers.run(encode_all, keys, blocks)
+        outcomes = await self.backend.write(0, self.slots[batch], self.names[batch], blocks)
+        if set(outcomes) != {Outcome.STORED}:
+            raise OSError("a block was not stored")
+
+    async def read(self, batch: slice) -> None:
+        """Read and verify one batch."""
+        keys, blocks = self.keys[batch], self.blocks[batch]
+        await self.backend.read(0, self.slots[batch], blocks)
+        outcomes = await self.workers.run(lambda: [verify(k, b) for k, b in zip(keys, blocks, strict=True)])
+        if set(outcomes) != {Outcome.HIT}:
+            raise OSError("a block did not come back")
+
+    async def run(self, *, is_write: bool) -> float:
+        """Move all blocks and return the seconds."""
+        start = time.perf_counter()
+        await asyncio.gather(*(self.write(batch) if is_write else self.read(batch) for batch in self.batches))
+        return time.perf_counter() - start
+
+
+def encode_all(keys: Sequence[BlockKey], blocks: Sequence[Block]) -> None:
+    """Write the header of each block."""
+    for key, block in zip(keys, blocks, strict=True):
+        encode(key, block)
+
+
+async def compare(folder: Path, payload_bytes: int, num_rounds: int) -> dict[str, tuple[float, float]]:
+    """Return GB/s of ours and of the bare loop, by direction."""
+    shape = RecordShape(bytes([payload_bytes >> 12 & 255]) * 32, payload_bytes)
+    num_blocks = NUM_BYTES // shape.stride_bytes
+    blocks = [Block.empty(payload_bytes) for _ in range(num_blocks)]
+    generator = np.random.default_rng(1)
+    for block in blocks:
+        block.payload[:] = generator.bytes(payload_bytes)
+    settings = NVMeBackend.Settings(path=folder / "tier", capacity=2 * NUM_BYTES, num_threads=NUM_THREADS)
+    seconds: dict[tuple[str, bool], list[float]] = {(who, way): [] for who in ("ours", "bare") for way in (True, False)}
+    async with open_backend(NVMeBackend(settings), shape) as backend:
+        with bare_loop(folder / "bare", blocks, shape.stride_bytes) as bare:
+            ours = Ours(backend, shape, blocks)
+            print(f"io: {backend.describe()['io']} {backend.describe()['io_reason']}")
+            for number in range(num_rounds + 1):
+                for is_write in (True, False):
+                    await ours.run(is_write=True) if not number else None
+                    pair = {"ours": await ours.run(is_write=is_write), "bare": bare(is_write)}
+                    for who, taken in pair.items():
+                        if number:  # the first round touches fresh places of the disk
+                            seconds[who, is_write].append(taken)
+            ours.workers.close()
+    moved = num_blocks * shape.stride_bytes / 1e9
+    median = {which: moved / statistics.median(taken) for which, taken in seconds.items()}
+    return {
+        way: (median["ours", is_write], median["bare", is_write])
+        for way, is_write in (("read", False), ("write", True))
+    }
+
+
+def main() -> None:
+    """Compare both sizes, print a table and one line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--path", type=Path, default=Path(), help="a folder on the disk to measure")
+    parser.add_argument("--rounds", type=int, default=9)
+    options = parser.parse_args()
+    ratios = {}
+    print(f"{'':<12} {'ours':>6} {'bare':>6} GB/s {'ratio':>6} {'bar':>5}")
+    for name, payload_bytes in SIZES.items():
+        with tempfile.TemporaryDirectory(dir=options.path, prefix=".nvme-benchmark-") as folder:
+            found = asyncio.run(compare(Path(folder), payload_bytes, options.rounds))
+        for way, (ours, bare) in found.items():
+            key = f"{way}_{name}"
+            ratios[f"{key}_over_ceiling"] = round(ours / bare, 3)
+            print(f"{key:<12} {ours:6.2f} {bare:6.2f}      {ours / bare:6.2f} {BARS[key]:5.2f}")
+    print(json.dumps(ratios))
+
+
+if __name__ == "__main__":
+    main()
