@@ -98,8 +98,7 @@ class TierIndex:
         self._transient_free = FreeSlots(range(num_slots, total))
         self._states = np.full(total + 1, _FREE, dtype=np.uint8)  # the last one answers for slot -1: FREE, always
         self._num_leases = np.full(total, 0, dtype=np.int32)
-        # Used while leased: so that another's cold release does not chill it.
-        self._was_used = np.full(total, fill_value=False)
+        self._was_used = np.full(total, fill_value=False)  # while leased: another's cold release must not chill it
         self._ready = self._pending = self._doomed = self._leased = 0
 
     # Reading: no side effects.
@@ -136,7 +135,10 @@ class TierIndex:
         return done
 
     def names_in_order(self) -> tuple[Names, Slots]:
-        """Return the tier's own readable blocks, the least recently used first, leased ones last. Walks the tier."""
+        """Return the tier's own readable blocks, the least recently used first, leased ones last. Walks the tier.
+
+        Takes 0.2 s a million blocks: for a checkpoint at close, not for one in traffic.
+        """
         leased = np.flatnonzero((self._states[: self.num_slots] == _READY) & (self._num_leases[: self.num_slots] > 0))
         slots = np.concatenate((self._policy.order(), leased))
         return self._table.names(slots), slots
@@ -197,10 +199,8 @@ class TierIndex:
         if transient:
             evicted, taken = self._table.names(_NONE), self._take_transient(len(wanted))
         else:
-            present = found[states == _READY]
-            evicted, taken = self._make_room(len(wanted), present)
-        wanted_names = names.take(wanted, axis=0)
-        self._table.insert(wanted_names, taken)
+            evicted, taken = self._make_room(len(wanted), keep=found[states == _READY])
+        self._table.insert(names.take(wanted, axis=0), taken)
         self._states[taken] = _PENDING
         self._pending += len(taken)
         slots = np.full(len(names), -1, dtype=np.int64)
@@ -337,21 +337,21 @@ class TierIndex:
         unready = np.flatnonzero(self._states[first : first + run] != _READY)
         return first, int(unready[0]) if len(unready) else run
 
-    def _make_room(self, n: int, keep: Slots) -> tuple[Names, Slots]:
+    def _make_room(self, n: int, *, keep: Slots) -> tuple[Names, Slots]:
         """Take ``n`` own slots, evicting blocks outside ``keep`` if need be; return their names and the slots."""
         shortage = max(0, n - len(self._free))
-        keep = keep[(self._num_leases[keep] == 0)] if shortage else keep[:0]
-        keep = np.unique(keep)
+        if not shortage:
+            return self._table.names(_NONE), self._free.take(n)
+        keep = np.unique(keep[self._num_leases[keep] == 0])
         num_evictable = len(self._policy) - len(keep)
         if shortage > num_evictable:
             raise CapacityError(f"{shortage} more slots needed, {num_evictable} evictable")
-        victims = self._policy.victims(shortage, keep) if shortage else _NONE
+        victims = self._policy.victims(shortage, keep)
         names = self._table.names(victims)
-        if shortage:
-            self._table.remove(victims)
-            self._policy.evict(victims, names)
-            self._states[victims] = _FREE
-            self._ready -= shortage
+        self._table.remove(victims)
+        self._policy.evict(victims, names)
+        self._states[victims] = _FREE
+        self._ready -= shortage
         return names, np.sort(np.concatenate((self._free.take(n - shortage), victims)))
 
     def _take_transient(self, n: int) -> Slots:
