@@ -13,7 +13,20 @@ from tiered_kv.errors import (
 )
 from tiered_kv.keys import BlockKey, BlockKeys, ModelIdentity, Namespace, Shard, hash_blocks
 from tiered_kv.layout import KVGroup, KVLayout
-from tiered_kv.results import LoadResult, LookupResult, PrefetchResult, StoreResult, TierFault, TierRun, TierStore
+from tiered_kv.motion.budget import Priority
+from tiered_kv.results import (
+    CacheStatistics,
+    LoadResult,
+    LookupResult,
+    PrefetchResult,
+    StoreResult,
+    TierFault,
+    TierRun,
+    TierStatistics,
+    TierStore,
+)
+from tiered_kv.service import HostLease, LoadHandle, PrefetchHandle, StoreHandle, TieredKV
+from tiered_kv.settings import CacheLimits, CPUTier, GPUTier, TieredKVSettings
 from tiered_kv.specs import (
     CPULoadStoreSpec,
     FileLoadStoreSpec,
@@ -33,14 +46,20 @@ __all__ = [
     "BlockKey",
     "BlockKeys",
     "CPULoadStoreSpec",
+    "CPUTier",
+    "CacheLimits",
+    "CacheStatistics",
     "CapacityError",
     "ClosedError",
     "ConfigurationError",
     "FileLoadStoreSpec",
     "GPULoadStoreSpec",
+    "GPUTier",
+    "HostLease",
     "KVGroup",
     "KVLayout",
     "LayoutMismatchError",
+    "LoadHandle",
     "LoadResult",
     "LoadStoreSpec",
     "LookupResult",
@@ -48,15 +67,21 @@ __all__ = [
     "Namespace",
     "ObjectLoadStoreSpec",
     "Outcome",
+    "PrefetchHandle",
     "PrefetchResult",
+    "Priority",
     "RemoteLoadStoreSpec",
     "Shard",
     "SlotBackend",
+    "StoreHandle",
     "StoreResult",
     "TierFault",
     "TierRun",
     "TierSettings",
+    "TierStatistics",
     "TierStore",
+    "TieredKV",
     "TieredKVError",
+    "TieredKVSettings",
     "hash_blocks",
 ]

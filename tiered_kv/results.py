@@ -116,3 +116,57 @@ class PrefetchResult:
     num_blocks: int
     num_moved: int
     faults: tuple[TierFault, ...] = ()
+
+
+@dataclass(frozen=True)
+class TierStatistics:
+    """One tier at one moment, all KV groups together. Slots and blocks; counters since the cache was opened.
+
+    Attributes:
+        tier: Its name.
+        num_slots: 0 for a tier that the cache does not own.
+        free, ready, evictable, leased, pending: Slots, see `catalog.index.IndexStatistics`.
+        is_bypassed: Whether loads and stores go on without it now.
+        hits: Blocks loaded that this tier had before any promotion: each block loaded counts in one tier.
+        written, promoted, evicted, dropped, corrupt, failed: Blocks, see `motion.tiers.Counters`.
+        facts: What else the backend says of itself, e.g. its I/O mode.
+    """
+
+    tier: str
+    num_slots: int = 0
+    free: int = 0
+    ready: int = 0
+    evictable: int = 0
+    leased: int = 0
+    pending: int = 0
+    is_bypassed: bool = False
+    hits: int = 0
+    written: int = 0
+    promoted: int = 0
+    evicted: int = 0
+    dropped: int = 0
+    corrupt: int = 0
+    failed: int = 0
+    facts: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CacheStatistics:
+    """A whole cache at one moment.
+
+    Attributes:
+        tiers: Fastest first.
+        transfers: Tasks under way: loads, stores, prefetches, fills, writes.
+        store_queue_bytes: Bytes of stores accepted and not yet in every tier.
+        bounce_free: Free transient host slots; all of them when nothing moves.
+        bounce_slots: How many there are.
+    """
+
+    tiers: tuple[TierStatistics, ...]
+    transfers: int
+    store_queue_bytes: int
+    bounce_free: int
+    bounce_slots: int
+
+    def __getitem__(self, tier: str) -> TierStatistics:
+        return next(each for each in self.tiers if each.tier == tier)

@@ -227,21 +227,24 @@ class TieredKVSettings(BaseSettings):
 
     @model_validator(mode="after")
     def _check_chain(self) -> Self:
-        if not self.tiers:
-            raise _LocatedError([(("tiers",), "a cache needs at least one tier, e.g. 'cpu://?capacity=32GiB'")])
-        media = [tier.medium for tier in self.tiers]
-        own = [medium for medium in media if medium in OWN_MEDIA]
-        if media[: len(own)] != [medium for medium in OWN_MEDIA if medium in own]:
-            order = "fastest first: at most one gpu, then at most one cpu, then storage"
-            raise _LocatedError([(("tiers",), f"{order}; got {', '.join(media)}")])
-        names = [tier_name(tier) for tier in self.tiers]
-        taken = set(names)
-        for place, name in enumerate(names):
-            if (first := names.index(name)) != place:
-                free = next(f"{name}-{n}" for n in range(2, len(names) + 2) if f"{name}-{n}" not in taken)
-                clash = f"is called {name!r} like tiers[{first}]: give it a name of its own, e.g. name={free!r}"
-                raise _LocatedError([(("tiers", place), clash)])
+        check_chain([tier.medium for tier in self.tiers], [tier_name(tier) for tier in self.tiers])
         return self
+
+
+def check_chain(media: Sequence[str], names: Sequence[str]) -> None:
+    """Raise `ConfigurationError` unless tiers of these media and names, in this order, make a chain."""
+    if not media:
+        raise _LocatedError([(("tiers",), "a cache needs at least one tier, e.g. 'cpu://?capacity=32GiB'")])
+    own = [medium for medium in media if medium in OWN_MEDIA]
+    if list(media[: len(own)]) != [medium for medium in OWN_MEDIA if medium in own]:
+        order = "fastest first: at most one gpu, then at most one cpu, then storage"
+        raise _LocatedError([(("tiers",), f"{order}; got {', '.join(media)}")])
+    taken = set(names)
+    for place, name in enumerate(names):
+        if (first := names.index(name)) != place:
+            free = next(f"{name}-{n}" for n in range(2, len(names) + 2) if f"{name}-{n}" not in taken)
+            clash = f"is called {name!r} like tiers[{first}]: give it a name of its own, e.g. name={free!r}"
+            raise _LocatedError([(("tiers", place), clash)])
 
 
 _config_file: ContextVar[Path | None] = ContextVar("config_file", default=None)

@@ -1,0 +1,220 @@
+"""Puts a cache together: from settings and backends to chains, each closed again in reverse order. For `service`."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from anyio import move_on_after
+
+from tiered_kv.backend import Backend, BackendContext, RecordShape, Recovered, SlotBackend, TierSettings
+from tiered_kv.catalog.index import TierIndex
+from tiered_kv.errors import ConfigurationError
+from tiered_kv.events import Emit
+from tiered_kv.layout import KVLayout
+from tiered_kv.memory.device import Device
+from tiered_kv.memory.host import HostSlab
+from tiered_kv.memory.make import make_device
+from tiered_kv.motion.budget import Budget
+from tiered_kv.motion.chain import Backlog, Chain, Limits
+from tiered_kv.motion.storage import KeyedTier, OwnedTier, StorageHealth, StorageTier
+from tiered_kv.motion.tiers import HostTier, MemoryTier
+from tiered_kv.motion.workers import Tasks, WorkerPool
+from tiered_kv.preflight import check_host_memory
+from tiered_kv.registry import make_backend, resolve_policy
+from tiered_kv.settings import CacheLimits, CPUTier, GPUTier, check_chain, tier_from, tier_name
+from tiered_kv.wakeups import Wakeups
+
+_CODEC_THREADS = 2
+"""Threads that hash records: two keep up with any disk, and the loop and the copies need the rest of the machine."""
+_DEFAULT_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class StoragePart:
+    """A backend and what the chain calls it."""
+
+    name: str
+    timeout_s: float
+    backend: Backend | SlotBackend
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A chain as it was asked for."""
+
+    gpu: GPUTier | None
+    cpu: CPUTier
+    storage: tuple[StoragePart, ...]
+
+
+def parts_of(tiers: Sequence[TierSettings | Mapping[str, Any] | str | Backend | SlotBackend]) -> Parts:
+    """Sort tiers into parts, making the backends that settings describe. Opens nothing.
+
+    Raises:
+        ConfigurationError: No tiers, a wrong order, two of one name, or what is no tier at all.
+    """
+    settings = [each if isinstance(each, Backend | SlotBackend) else tier_from(each) for each in tiers]
+    named = [
+        (each.medium, tier_name(each)) if isinstance(each, TierSettings) else (type(each).__name__, _name_of(each))
+        for each in settings
+    ]
+    check_chain([medium for medium, _ in named], [name for _, name in named])
+    gpu = next((each for each in settings if isinstance(each, GPUTier)), None)
+    cpu = next((each for each in settings if isinstance(each, CPUTier)), CPUTier(capacity=0))
+    storage = [
+        StoragePart(name, each.timeout_s, make_backend(each))
+        if isinstance(each, TierSettings)
+        else StoragePart(name, _timeout_of(each), each)
+        for each, (_, name) in zip(settings, named, strict=True)
+        if not isinstance(each, GPUTier | CPUTier)
+    ]
+    return Parts(gpu, cpu, tuple(storage))
+
+
+@dataclass(frozen=True)
+class OpenBackends:
+    """Backends that are open, and what the owned ones found, per KV group."""
+
+    wakeups: Wakeups
+    codec: WorkerPool
+    healths: tuple[StorageHealth, ...]
+    recovered: tuple[list[Recovered] | None, ...]
+
+
+async def open_backends(
+    stack: AsyncExitStack, parts: Parts, layout: KVLayout, fingerprints: list[bytes], limits: CacheLimits, emit: Emit
+) -> OpenBackends:
+    """Open every backend, in the order of the chain; ``stack`` closes those that were opened."""
+    loop = asyncio.get_running_loop()
+    wakeups = Wakeups(loop)
+    shapes = _shapes(layout, fingerprints)
+    codec = WorkerPool("codec", _CODEC_THREADS, wakeups)
+    stack.callback(codec.close)
+    healths, recovered = [], []
+    for part in parts.storage:
+        pools: list[WorkerPool] = []
+
+        def workers(num_threads: int, name: str = part.name, pools: list[WorkerPool] = pools) -> WorkerPool:
+            pools.append(WorkerPool(name, num_threads, wakeups))
+            return pools[-1]
+
+        async def close(backend: Backend | SlotBackend = part.backend, pools: list[WorkerPool] = pools) -> None:
+            with move_on_after(limits.close_timeout_s, shield=True):
+                await backend.aclose()
+            for pool in pools:
+                pool.close()
+
+        stack.push_async_callback(close)
+        context = BackendContext(tuple(shapes), workers, loop.time)
+        healths.append(StorageHealth(part.name, part.timeout_s, emit))
+        recovered.append(await part.backend.open(context))
+    return OpenBackends(wakeups, codec, tuple(healths), tuple(recovered))
+
+
+def build_chains(
+    stack: AsyncExitStack,
+    parts: Parts,
+    backends: OpenBackends,
+    layout: KVLayout,
+    fingerprints: list[bytes],
+    cache_limits: CacheLimits,
+    device: Device | str | None,
+    tasks: Tasks,
+    emit: Emit,
+) -> tuple[list[Chain], Device]:
+    """Allocate memory and make one chain per KV group. Every tier has the same number of slots for each group.
+
+    Raises:
+        ConfigurationError: A capacity below one block, or more memory than the machine will give.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if isinstance(device, str):
+        device = make_device(device)
+        stack.callback(device.close, 1.0)
+    stride = sum(group.stride_bytes for group in layout.groups)
+    host_slots = _num_slots("cpu", parts.cpu.capacity, stride) if parts.cpu.capacity else 0
+    gpu_slots = _num_slots("gpu", parts.gpu.capacity, stride) if parts.gpu else 0
+    bounce_slots = max(4, cache_limits.bounce // stride)
+    check_host_memory((host_slots + bounce_slots) * stride, pinned=device.kind == "cuda")
+    limits = Limits(
+        window_bytes=cache_limits.window,
+        reads_in_flight=cache_limits.reads_in_flight,
+        promote=cache_limits.promote,
+        store_timeout_s=cache_limits.store_timeout_s,
+        store_queue=Backlog(cache_limits.store_queue),
+        prefetches=Budget(cache_limits.prefetch_quota),
+    )
+    h2d, d2h = device.stream("h2d"), device.stream("d2h")
+    stack.callback(h2d.close)
+    stack.callback(d2h.close)
+    # Enough that every thread of a backend is busy while the next window waits, and no more.
+    budgets = [Budget(4 * cache_limits.window) for _ in parts.storage]
+    chains = []
+    for number, group in enumerate(layout.groups):
+        slab = HostSlab(host_slots + bounce_slots, group.stride_bytes, group.payload_bytes, name=f"group{number}")
+        stack.callback(slab.close)
+        device.pin(slab)
+        host = HostTier(
+            tier_name(parts.cpu),
+            TierIndex(host_slots, num_transient=bounce_slots, policy=resolve_policy(parts.cpu.policy)),
+            slab,
+        )
+        gpu = None
+        if parts.gpu is not None:
+            rows = device.empty_pool(gpu_slots, group.stride_bytes)
+            gpu = MemoryTier(tier_name(parts.gpu), TierIndex(gpu_slots, policy=resolve_policy(parts.gpu.policy)), rows)
+        shape = _shapes(layout, fingerprints)[number]
+        storage = [
+            _storage_tier(part, health, number, shape, budget, backends.codec, found)
+            for part, health, budget, found in zip(
+                parts.storage, backends.healths, budgets, backends.recovered, strict=True
+            )
+        ]
+        chains.append(Chain(group, gpu, host, storage, h2d, d2h, backends.wakeups, tasks, emit, limits))
+    return chains, device
+
+
+def _storage_tier(
+    part: StoragePart,
+    health: StorageHealth,
+    group: int,
+    shape: RecordShape,
+    budget: Budget,
+    codec: WorkerPool,
+    recovered: list[Recovered] | None,
+) -> StorageTier:
+    if isinstance(part.backend, Backend):
+        return KeyedTier(health, group, shape, budget, codec, part.backend)
+    found = (recovered or [])[group]
+    index = TierIndex(found.num_slots)
+    index.restore(found.names, found.slots)
+    return OwnedTier(health, group, shape, budget, codec, part.backend, index)
+
+
+def _shapes(layout: KVLayout, fingerprints: list[bytes]) -> list[RecordShape]:
+    return [RecordShape(digest, group.payload_bytes) for digest, group in zip(fingerprints, layout.groups, strict=True)]
+
+
+def _num_slots(tier: str, capacity: int, stride: int) -> int:
+    if capacity < stride:
+        raise ConfigurationError(
+            f"the {tier} tier's capacity of {capacity} bytes is below one block of {stride} bytes: "
+            "give it more, or leave it out"
+        )
+    return int(capacity // stride)
+
+
+def _name_of(backend: Backend | SlotBackend) -> str:
+    settings = getattr(backend, "settings", None)
+    if isinstance(settings, TierSettings):
+        return tier_name(settings)
+    return type(backend).__name__.removesuffix("Backend").lower() or "storage"
+
+
+def _timeout_of(backend: Backend | SlotBackend) -> float:
+    settings = getattr(backend, "settings", None)
+    return settings.timeout_s if isinstance(settings, TierSettings) else _DEFAULT_TIMEOUT_S

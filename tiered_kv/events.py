@@ -1,0 +1,135 @@
+"""What happened, in the past tense: one event per operation. Logs and metrics are made from these alone."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+Level = Literal["debug", "info", "warning", "error"]
+
+
+@dataclass(frozen=True)
+class Event:
+    """Base of all events. ``name`` is the log event's, ``level`` its log level."""
+
+    name: ClassVar[str]
+    level: ClassVar[Level] = "debug"
+
+
+@dataclass(frozen=True)
+class CacheOpened(Event):
+    """All tiers are ready; ``recovered`` counts the blocks that each owned tier found of an earlier run."""
+
+    name: ClassVar[str] = "cache.opened"
+    level: ClassVar[Level] = "info"
+    tiers: tuple[str, ...]
+    recovered: Mapping[str, int]
+    took_ms: float
+
+
+@dataclass(frozen=True)
+class CacheClosed(Event):
+    """Everything ended; ``abandoned`` counts transfers that had not ended within the limit."""
+
+    name: ClassVar[str] = "cache.closed"
+    level: ClassVar[Level] = "info"
+    abandoned: int
+    took_ms: float
+
+
+@dataclass(frozen=True)
+class BlocksLoaded(Event):
+    """A load ended."""
+
+    name: ClassVar[str] = "blocks.loaded"
+    blocks: int
+    requested: int
+    by_tier: Mapping[str, int]
+    took_ms: float
+    faults: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class BlocksStored(Event):
+    """A store let go of its source."""
+
+    name: ClassVar[str] = "blocks.stored"
+    blocks: int
+    present: int
+    dropped: int
+    reasons: Mapping[str, int]
+    took_ms: float
+
+
+@dataclass(frozen=True)
+class BlocksSettled(Event):
+    """A store reached every tier that would take it: blocks written per tier, and lost (dropped or failed) per tier."""
+
+    name: ClassVar[str] = "blocks.settled"
+    written: Mapping[str, int]
+    lost: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class BlocksPrefetched(Event):
+    """A prefetch ended."""
+
+    name: ClassVar[str] = "blocks.prefetched"
+    blocks: int
+    moved: int
+    target: str
+
+
+@dataclass(frozen=True)
+class BlocksCorrupted(Event):
+    """Blocks that a tier had were not what they should be: they were deleted there, and served as a miss."""
+
+    name: ClassVar[str] = "blocks.corrupted"
+    level: ClassVar[Level] = "warning"
+    tier: str
+    blocks: int
+
+
+@dataclass(frozen=True)
+class TierFailed(Event):
+    """A call of a tier went wrong; serving went on without it."""
+
+    name: ClassVar[str] = "tier.failed"
+    level: ClassVar[Level] = "warning"
+    tier: str
+    doing: str
+    error: str
+    blocks: int
+
+
+@dataclass(frozen=True)
+class TierStalled(Event):
+    """A call did not return in time: its buffers are quarantined, and the tier is bypassed until it returns."""
+
+    name: ClassVar[str] = "tier.stalled"
+    level: ClassVar[Level] = "warning"
+    tier: str
+    doing: str
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class TierResumed(Event):
+    """The last stalled call of a tier returned: the tier is in use again."""
+
+    name: ClassVar[str] = "tier.resumed"
+    level: ClassVar[Level] = "info"
+    tier: str
+    stalled_s: float
+
+
+@dataclass(frozen=True)
+class EpochAdvanced(Event):
+    """Blocks of other weights are no longer served."""
+
+    name: ClassVar[str] = "epoch.advanced"
+    level: ClassVar[Level] = "info"
+    weights: str
+
+
+Emit = Callable[[Event], None]
+"""Takes an event, at once and without failing."""

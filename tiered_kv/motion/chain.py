@@ -1,0 +1,324 @@
+"""The chain of tiers of one KV group, and the three things every transfer does with it: find, fill and copy.
+
+Blocks reach the engine's memory only from rows that copies reach (the GPU pool, the host slab). What lies in storage is
+first *filled* into host slots: own ones of the CPU tier where it is to stay, else transient ones, which live as long as
+somebody leases them. One fill per block at a time: whoever else wants the block joins the fill.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiered_kv.catalog.index import SlotState, TierIndex
+from tiered_kv.catalog.planner import locate
+from tiered_kv.catalog.rights import Lease, Reservation
+from tiered_kv.errors import CapacityError
+from tiered_kv.events import Emit
+from tiered_kv.layout import KVGroup
+from tiered_kv.memory.caches import PagedCaches
+from tiered_kv.memory.device import Stream
+from tiered_kv.motion.budget import Budget, Priority, Room, Ticket
+from tiered_kv.motion.handles import Copy
+from tiered_kv.motion.storage import Mask, OwnedTier, StorageTier
+from tiered_kv.motion.tiers import Batch, HostTier, MemoryTier, Tier
+from tiered_kv.motion.workers import Tasks
+from tiered_kv.results import TierFault, TierRun
+from tiered_kv.wakeups import Wakeups
+
+_PENDING: Final = int(SlotState.PENDING)
+
+
+class Fill:
+    """Host slots on their way to be readable, from storage tiers or from the engine.
+
+    Attributes:
+        done: Resolves when nothing more will arrive in time; its result is True unless the wait was given up.
+        arrived: By position of the batch, what can be read by now.
+        source: By position, which tier it comes from (a number that the chain gives tiers).
+        ticket: Its place in the lines of the tiers; a joiner may hurry it.
+    """
+
+    def __init__(self, n: int, ticket: Ticket) -> None:
+        self.done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self.arrived: Mask = np.zeros(n, np.bool_)
+        self.source: NDArray[np.int8] = np.full(n, -1, np.int8)
+        self.ticket = ticket
+        self.late_tiers: set[str] = set()
+        self._leases: list[Lease] | None = []
+
+    def keep(self, lease: Lease) -> None:
+        """Hold what arrived until `let_go`, so that transient blocks live until their load has leased them."""
+        if self._leases is None:
+            lease.release()
+        else:
+            self._leases.append(lease)
+
+    def let_go(self) -> None:
+        """Hold nothing any more, what arrives later included."""
+        leases, self._leases = self._leases or [], None
+        for lease in leases:
+            lease.release()
+
+    def finish(self) -> None:
+        """Wake everyone who waits for this fill."""
+        if not self.done.done():
+            self.done.set_result(not self.late_tiers)
+
+
+@dataclass
+class Limits:
+    """What bounds the transfers of one cache; shared by its chains."""
+
+    window_bytes: int
+    reads_in_flight: int
+    promote: bool
+    store_timeout_s: float
+    store_queue: "Backlog"
+    prefetches: Budget
+
+
+@dataclass
+class Backlog:
+    """Bytes of stores that are accepted and not yet written to every tier."""
+
+    limit: int
+    num_bytes: int = 0
+
+    def accept(self, num_bytes: int) -> bool:
+        """Count more bytes, unless that would be too many. A backlog that is empty accepts anything."""
+        if self.num_bytes and self.num_bytes + num_bytes > self.limit:
+            return False
+        self.num_bytes += num_bytes
+        return True
+
+    def done(self, num_bytes: int) -> None:
+        """Count bytes off."""
+        self.num_bytes -= num_bytes
+
+
+@dataclass
+class Chain:
+    """All tiers of one KV group, fastest first: perhaps a GPU pool, always a host tier, then storage.
+
+    Attributes:
+        caches: The engine's tensors, once registered.
+        pending: The fill that each pending host slot belongs to.
+        settling: One future per store that is not in every tier yet.
+    """
+
+    group: KVGroup
+    gpu: MemoryTier | None
+    host: HostTier
+    storage: Sequence[StorageTier]
+    h2d: Stream
+    d2h: Stream
+    wakeups: Wakeups
+    tasks: Tasks
+    emit: Emit
+    limits: Limits
+    caches: PagedCaches | None = None
+    pending: dict[int, Fill] = field(default_factory=dict)
+    settling: set["asyncio.Future[Any]"] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.room = Room()
+        self.memory: list[MemoryTier] = [self.gpu, self.host] if self.gpu else [self.host]
+        self.tiers: list[Tier] = [*self.memory, *self.storage]
+        self.names = [tier.name for tier in self.tiers]
+        transient = self.host.index.num_transient
+        self.window_blocks = max(1, min(self.limits.window_bytes // self.group.stride_bytes, transient // 4))
+
+    # Finding.
+
+    def indexes(self) -> list[TierIndex]:
+        """The books of the owned tiers that are in use, fastest first."""
+        storage = [tier.index for tier in self.storage if isinstance(tier, OwnedTier) and not tier.health.is_bypassed]
+        return [tier.index for tier in self.memory] + storage
+
+    def _number_of(self, index: TierIndex) -> int:
+        return next(i for i, tier in enumerate(self.tiers) if getattr(tier, "index", None) is index)
+
+    async def locate(self, batch: Batch) -> list[TierRun]:
+        """Find the longest readable prefix: exact over owned tiers; others are asked only where those have nothing."""
+        runs: list[TierRun] = []
+        start = 0
+        keyed = [tier for tier in self.storage if not isinstance(tier, OwnedTier)]
+        while start < len(batch):
+            indexes = self.indexes()
+            located = locate(indexes, batch.names[start:])
+            runs += [
+                TierRun(self.names[self._number_of(indexes[run.tier])], start + run.start, start + run.stop)
+                for run in located.runs
+            ]
+            start += located.num_blocks
+            here = start
+            for tier in keyed:
+                if start == here and start < len(batch):
+                    start += _prefix(await self._ask(tier, batch[start:]))
+                    if start > here:
+                        runs.append(TierRun(tier.name, here, start))
+            if start == here:
+                break
+        return _merged(runs)
+
+    async def sources(self, batch: Batch) -> NDArray[np.int8]:
+        """Say which storage tier, by its number in the chain, to read each block from; -1 for nowhere."""
+        numbers = np.full(len(batch), -1, np.int8)
+        for position, tier in enumerate(self.storage, start=len(self.memory)):
+            left = np.flatnonzero(numbers < 0)
+            if not len(left):
+                break
+            if isinstance(tier, OwnedTier):
+                found = await tier.find(batch[left])
+            else:
+                found = await self._ask(tier, batch[left])
+            numbers[left[found]] = position
+        return numbers
+
+    async def _ask(self, tier: StorageTier, batch: Batch) -> Mask:
+        """Ask in a task of the cache, so that no one's cancellation reaches a backend, and for a limited time."""
+        if tier.health.is_bypassed:
+            return np.zeros(len(batch), np.bool_)
+        asking = self.tasks.spawn(tier.find(batch), f"lookup in {tier.name}")
+        await asyncio.wait({asking}, timeout=tier.health.timeout_s)
+        return asking.result() if asking.done() else np.zeros(len(batch), np.bool_)
+
+    def touch(self, batch: Batch) -> None:
+        """Count a use of the blocks in every tier that has them, so that hot heads do not rot below."""
+        for memory in self.memory:
+            memory.index.touch(batch.names)
+        for storage in self.storage:
+            storage.touch(batch)
+
+    # Slots of the host.
+
+    def reserve(self, tier: MemoryTier, batch: Batch, *, transient: bool = False) -> Reservation | None:
+        """Reserve slots for what is missing of a batch now, or return None."""
+        try:
+            reservation = tier.index.reserve(batch.names, transient=transient)
+        except CapacityError:
+            return None
+        tier.counters.evicted += len(reservation.evicted)
+        return reservation
+
+    def reserve_host_now(self, batch: Batch, ticket: Ticket, *, keep: bool) -> Reservation | None:
+        """Reserve host slots: own ones if the blocks are to stay and there is room, else transient ones, or None.
+
+        Only loads may take the last half of the transient slots.
+        """
+        if keep and (reservation := self.reserve(self.host, batch)) is not None:
+            return reservation
+        free = self.host.index.statistics().transient_free
+        usable = free if ticket.priority is Priority.LOAD else free - self.host.index.num_transient // 2
+        if usable < min(len(batch), self.window_blocks):
+            return None
+        return self.reserve(self.host, batch, transient=True)
+
+    async def reserve_host(self, batch: Batch, ticket: Ticket, *, keep: bool) -> Reservation:
+        """Wait for host slots. Whoever calls this holds none that it could not give back without these."""
+        return await self.room.acquire(
+            lambda: self.reserve_host_now(batch, ticket, keep=keep), ticket, lambda reservation: reservation.close()
+        )
+
+    def release(self, *leases: Lease) -> None:
+        """Give leases back, and let whoever waits for slots have them."""
+        for lease in leases:
+            lease.release()
+        self.room.changed()
+
+    def fills_of(self, batch: Batch, priority: Priority) -> list[Fill]:
+        """The fills under way that pending blocks of the batch belong to; joining one hurries it."""
+        slots, states = self.host.index.find(batch.names)
+        fills = {id(fill): fill for slot in slots[states == _PENDING] if (fill := self.pending.get(int(slot)))}
+        for fill in fills.values():
+            for tier in self.storage:
+                tier.budget.room.hurry(fill.ticket, priority)
+        return list(fills.values())
+
+    def announce(self, fill: Fill, reservation: Reservation) -> None:
+        """Let others find and join a fill of host slots."""
+        for slot in reservation.slots[reservation.slots >= 0]:
+            self.pending[int(slot)] = fill
+
+    def conclude(self, fill: Fill, reservation: Reservation) -> None:
+        """End a fill: give back what did not arrive, wake who joined."""
+        for slot in reservation.slots[reservation.slots >= 0]:
+            self.pending.pop(int(slot), None)
+        reservation.close()
+        fill.finish()
+        self.room.changed()
+
+    def start_fill(self, batch: Batch, sources: NDArray[np.int8], reservation: Reservation, ticket: Ticket) -> Fill:
+        """Start to read blocks into reserved host slots, each from its tier. The fill is the cache's, whoever waits."""
+        fill = Fill(len(batch), ticket)
+        fill.source[:] = sources
+        self.announce(fill, reservation)
+        self.tasks.spawn(self._fill(fill, batch, sources, reservation), f"fill {len(batch)} blocks")
+        return fill
+
+    async def _fill(self, fill: Fill, batch: Batch, sources: NDArray[np.int8], reservation: Reservation) -> None:
+        open_tiers = {int(number) for number in np.unique(sources)}
+
+        async def read_from(number: int) -> None:
+            tier = self.storage[number - len(self.memory)]
+
+            def on_late() -> None:
+                fill.late_tiers.add(tier.name)
+                open_tiers.discard(number)
+                if not open_tiers:
+                    fill.finish()
+
+            at = np.flatnonzero((sources == number) & (reservation.slots >= 0))
+            with self.host.slab.blocks(reservation.slots[at]) as blocks:
+                right = await tier.read(batch[at], blocks, fill.ticket, on_late)
+            arrived = np.zeros(len(batch), np.bool_)
+            arrived[at] = right
+            lease = reservation.commit(arrived)
+            fill.arrived |= lease.slots >= 0
+            kept = int(np.count_nonzero((lease.slots >= 0) & (lease.slots < self.host.index.num_slots)))
+            self.host.counters.promoted += kept
+            fill.keep(lease)
+            open_tiers.discard(number)
+            if not open_tiers:
+                fill.finish()
+
+        try:
+            await asyncio.gather(*(read_from(number) for number in sorted(open_tiers)))
+        finally:
+            self.conclude(fill, reservation)
+
+    # Copies.
+
+    def copy(self, stream: Stream, work: Callable[[], None]) -> Copy:
+        """Put a copy on a stream, behind what is there."""
+        copy = Copy(work)
+        stream.submit(copy, lambda error: self.wakeups.call(copy.resolve, error))
+        return copy
+
+    def faults_of(self, fill: Fill) -> list[TierFault]:
+        """Name what kept blocks of a fill from arriving."""
+        faults = []
+        lost = fill.source[(fill.source >= 0) & ~fill.arrived]
+        for number in np.unique(lost) if fill.done.done() else ():
+            name = self.names[number]
+            reason = "timeout" if name in fill.late_tiers else "unreadable"
+            faults.append(TierFault(name, reason, int(np.count_nonzero(lost == number))))
+        return faults
+
+
+def _prefix(mask: Mask) -> int:
+    holes = np.flatnonzero(~mask)
+    return int(holes[0]) if len(holes) else len(mask)
+
+
+def _merged(runs: list[TierRun]) -> list[TierRun]:
+    merged: list[TierRun] = []
+    for run in runs:
+        if merged and merged[-1].tier == run.tier:
+            run = TierRun(run.tier, merged.pop().start, run.stop)  # noqa: PLW2901 - the run that replaces both
+        merged.append(run)
+    return merged

@@ -1,0 +1,193 @@
+"""Loads: windows of a prefix brought to rows that copies reach, and copied on into the engine's blocks.
+
+Reading one window overlaps copying the one before. A load ends early at the first window that is not whole; windows
+behind it go on as fills of the cache, and are there for whoever asks next.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiered_kv.catalog.rights import Reservation
+from tiered_kv.events import BlocksLoaded
+from tiered_kv.memory.caches import PagedCaches
+from tiered_kv.memory.copies import copy_rows, scatter_blocks
+from tiered_kv.motion.bring import Bringer, Landed, Window
+from tiered_kv.motion.budget import Priority
+from tiered_kv.motion.chain import Chain
+from tiered_kv.motion.handles import Revocable, RevokedError
+from tiered_kv.motion.tiers import Batch
+from tiered_kv.results import LoadResult, TierFault
+
+
+@dataclass
+class _Copied:
+    """One window on its way into the engine's blocks; ``ok`` once it is in place."""
+
+    landed: Landed
+    ok: bool = False
+
+
+class Load(Revocable):
+    """One load of one KV group."""
+
+    def __init__(
+        self,
+        chain: Chain,
+        batch: Batch,
+        caches: PagedCaches,
+        pages: NDArray[np.int64],
+        deadline: float,
+        priority: Priority,
+        is_current: Callable[[], bool],
+    ) -> None:
+        """Prepare a load; nothing moves before `run`.
+
+        Args:
+            chain: The tiers.
+            batch: What to load.
+            caches: The engine's tensors.
+            pages: ``(n, pages_per_block)`` page ids, in key order.
+            deadline: On the loop's clock.
+            priority: Of its reads.
+            is_current: False once the weights have changed: then the load returns 0 blocks.
+        """
+        super().__init__()
+        self._chain = chain
+        self._batch = batch
+        self._caches = caches
+        self._pages = pages
+        self._deadline = deadline
+        self._is_current = is_current
+        self._copied: list[_Copied] = []
+        promote = chain.limits.promote
+        self._bringer = Bringer(chain, priority, keep=promote)
+        gpu = chain.gpu.index.statistics() if chain.gpu and promote else None
+        self._may_promote = gpu.free + gpu.evictable if gpu else 0
+
+    async def run(self) -> LoadResult:
+        """Move the blocks. Ends only when nothing touches the engine's memory any more; never raises for a tier."""
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        underway: deque[Window] = deque()
+        try:
+            await self._move(underway)
+        except TimeoutError:
+            self._bringer.faults.append(TierFault("", "deadline", len(self._batch)))
+            self.revoke_copies()
+        except asyncio.CancelledError:
+            self.revoked = True
+        finally:
+            for window in underway:
+                self._bringer.abandon(window)
+            await self.drain_copies()
+        result = self._result(loop.time() - started)
+        self._chain.touch(self._batch[: result.num_blocks])
+        self._chain.emit(
+            BlocksLoaded(
+                result.num_blocks,
+                result.num_requested,
+                result.by_tier,
+                result.seconds * 1e3,
+                tuple(f"{fault.tier}: {fault.reason}" for fault in result.faults),
+            )
+        )
+        return result
+
+    async def _move(self, underway: deque[Window]) -> None:
+        """Begin windows ahead of the one that is landed, as many as may be read ahead and find slots."""
+        step, n = self._chain.window_blocks, len(self._batch)
+        begun = 0
+        while begun < n or underway:
+            while begun < n and len(underway) <= self._chain.limits.reads_in_flight:
+                stop = min(begun + step, n)
+                async with asyncio.timeout_at(self._deadline):
+                    await asyncio.sleep(0)  # what is resident never waits: let others run between windows
+                    window = await self._bringer.begin(begun, self._batch[begun:stop], may_wait=not underway)
+                if window is None:
+                    break
+                underway.append(window)
+                begun = stop if len(window.batch) == stop - begun else n  # cut: the prefix ends in this window
+            window = underway[0]
+            size = len(window.batch)
+            landed = await self._bringer.land(window, self._deadline)
+            underway.popleft()
+            self._copy(landed)
+            if landed.num_blocks < size:
+                return
+
+    def _copy(self, landed: Landed) -> None:
+        """Put the copies of a landed window on the stream; its leases end when they have."""
+        chain, n, caches = self._chain, landed.num_blocks, self._caches
+        pages = self._pages[landed.window.start : landed.window.start + n]
+        in_gpu, on_host = np.flatnonzero(landed.gpu >= 0), np.flatnonzero(landed.gpu < 0)
+        promotion = self._promote(landed, on_host)
+        promoted = on_host[promotion.slots >= 0] if promotion else on_host[:0]
+        direct = np.setdiff1d(on_host, promoted, assume_unique=True)
+
+        def work() -> None:
+            if len(in_gpu) and chain.gpu:
+                scatter_blocks(chain.gpu.rows, landed.gpu[in_gpu], caches, pages[in_gpu].ravel())
+            if len(promoted) and chain.gpu and promotion:
+                slots = promotion.slots[promotion.slots >= 0]
+                copy_rows(chain.host.rows, landed.host[promoted], chain.gpu.rows, slots)
+                scatter_blocks(chain.gpu.rows, slots, caches, pages[promoted].ravel())
+            if len(direct):
+                scatter_blocks(chain.host.rows, landed.host[direct], caches, pages[direct].ravel())
+
+        copied = _Copied(landed)
+        self._copied.append(copied)
+        if n == 0:
+            self._end_copy(copied, None, promotion)
+            return
+        self.watch(chain.copy(chain.h2d, work), lambda error: self._end_copy(copied, error, promotion))
+
+    def _promote(self, landed: Landed, on_host: NDArray[np.int64]) -> Reservation | None:
+        """Reserve slots of the GPU pool for blocks that come through the host, if there is room without waiting."""
+        gpu = self._chain.gpu
+        if gpu is None or not len(on_host) or len(on_host) > self._may_promote:
+            return None
+        self._may_promote -= len(on_host)
+        return self._chain.reserve(gpu, landed.window.batch[on_host])
+
+    def _end_copy(self, copied: _Copied, error: BaseException | None, promotion: Reservation | None) -> None:
+        copied.ok = error is None
+        if promotion is not None:
+            if copied.ok and self._chain.gpu:
+                lease = promotion.commit()
+                self._chain.gpu.counters.promoted += int(np.count_nonzero(lease.slots >= 0))
+                lease.release()
+            promotion.close()
+        self._chain.release(*copied.landed.leases)
+        if error is not None and not isinstance(error, RevokedError):
+            fault = TierFault("engine", "copy failed", copied.landed.num_blocks, f"{type(error).__name__}: {error}")
+            self._bringer.faults.append(fault)
+
+    def _result(self, seconds: float) -> LoadResult:
+        chain, faults = self._chain, self._bringer.faults
+        num_blocks = 0
+        sources = [np.empty(0, np.int8)]
+        for copied in self._copied:
+            if not copied.ok:
+                break
+            num_blocks += copied.landed.num_blocks
+            sources.append(copied.landed.window.source[: copied.landed.num_blocks])
+        numbers = np.concatenate(sources)
+        if not self._is_current():
+            num_blocks, numbers = 0, numbers[:0]
+            faults.append(TierFault("", "epoch advanced", len(self._batch)))
+        counts = np.bincount(numbers, minlength=len(chain.tiers))
+        for tier, count in zip(chain.tiers, counts, strict=True):
+            tier.counters.hits += int(count)
+        return LoadResult(
+            num_blocks=num_blocks,
+            num_requested=len(self._batch),
+            by_tier={tier.name: int(count) for tier, count in zip(chain.tiers, counts, strict=True) if count},
+            num_bytes=num_blocks * chain.group.payload_bytes,
+            seconds=seconds,
+            faults=tuple(faults),
+        )

@@ -1,0 +1,93 @@
+"""Prefetches: blocks copied up before anyone waits for them, with a quota, never through transient slots."""
+
+import asyncio
+from contextlib import ExitStack
+from functools import partial
+
+import numpy as np
+
+from tiered_kv.events import BlocksPrefetched
+from tiered_kv.memory.copies import copy_rows
+from tiered_kv.motion.bring import Bringer, Landed
+from tiered_kv.motion.budget import Priority, Ticket
+from tiered_kv.motion.chain import Chain
+from tiered_kv.motion.handles import Revocable
+from tiered_kv.motion.tiers import Batch, MemoryTier
+from tiered_kv.results import PrefetchResult
+
+
+class Prefetch(Revocable):
+    """Bring the longest prefix into one of the memory tiers, as far as it fits beside what is leased there."""
+
+    def __init__(self, chain: Chain, batch: Batch, target: MemoryTier) -> None:
+        super().__init__()
+        self._chain = chain
+        self._batch = batch
+        self._target = target
+        self._bringer = Bringer(chain, Priority.PREFETCH, keep=True, use_gpu=target is chain.gpu)
+        books = target.index.statistics()
+        self._room = books.free + books.evictable
+        self._num_moved = 0
+
+    async def run(self) -> PrefetchResult:
+        """Move the blocks, window by window; never raises for a tier."""
+        done = 0
+        try:
+            while done < len(self._batch):
+                part = self._batch[done : done + self._chain.window_blocks]
+                arrived = await self._bring(done, part)
+                done += arrived
+                if arrived < len(part):
+                    break
+        except asyncio.CancelledError:
+            self.revoked = True
+        finally:
+            await self.drain_copies()
+        done = self._target.index.ready_prefix(self._batch.names)
+        self._target.index.touch(self._batch.names[:done])
+        self._chain.emit(BlocksPrefetched(done, self._num_moved, self._target.name))
+        return PrefetchResult(done, self._num_moved, tuple(self._bringer.faults))
+
+    async def _bring(self, start: int, part: Batch) -> int:
+        chain = self._chain
+        missing = int(np.count_nonzero(~self._target.index.ready(part.names)))
+        if missing > self._room:
+            part = part[: self._room]
+        self._room -= missing
+        if not len(part):
+            return 0
+        with ExitStack() as stack:
+            quota = chain.limits.prefetches
+            stack.callback(await quota.take(len(part) * chain.group.stride_bytes, Ticket(Priority.LOAD)))
+            window = await self._bringer.begin(start, part, may_wait=False)
+            if window is None:
+                return 0
+            stack.callback(self._bringer.abandon, window)
+            num_filled = int(np.count_nonzero(window.own.source >= 0)) if window.own else 0
+            landed = await self._bringer.land(window, asyncio.get_running_loop().time() + 3600.0)
+            stack.callback(chain.release, *landed.leases)
+            if self._target is chain.gpu:
+                return await self._copy_up(landed)
+            self._num_moved += num_filled
+            return landed.num_blocks
+
+    async def _copy_up(self, landed: Landed) -> int:
+        chain, gpu = self._chain, self._target
+        at = np.flatnonzero(landed.gpu < 0)
+        reservation = chain.reserve(gpu, landed.window.batch[at])
+        if reservation is None:
+            return 0
+        with reservation:
+            fresh = reservation.slots >= 0
+            slots, sources = reservation.slots[fresh], landed.host[at[fresh]]
+            if len(slots):
+                errors: list[BaseException | None] = []
+                work = partial(copy_rows, chain.host.rows, sources, gpu.rows, slots)
+                self.watch(chain.copy(chain.h2d, work), errors.append)
+                await self.drain_copies()
+                if errors[0] is not None:
+                    return 0
+            reservation.commit().release()
+            self._num_moved += len(slots)
+            gpu.counters.promoted += len(slots)
+        return landed.num_blocks

@@ -1,0 +1,369 @@
+"""A storage tier: a backend with its deadlines, its byte budget and its verdicts. No fault of a tier raises here.
+
+Every call of a backend runs to its end, in a task of the cache: only waiting for it is bounded. A call that is late has
+its waiters told, keeps its buffers (they stay reserved: quarantined), and until it returns the tier is bypassed.
+"""
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiered_kv import record
+from tiered_kv.backend import Backend, Block, Outcome, RecordShape, SlotBackend
+from tiered_kv.catalog.index import TierIndex
+from tiered_kv.errors import CapacityError
+from tiered_kv.events import BlocksCorrupted, Emit, TierFailed, TierResumed, TierStalled
+from tiered_kv.keys import BlockKey, Names
+from tiered_kv.motion.budget import Budget, Priority, Ticket
+from tiered_kv.motion.tiers import Batch, Tier
+from tiered_kv.motion.workers import WorkerPool
+
+T = TypeVar("T")
+Mask = NDArray[np.bool_]
+
+
+@dataclass
+class StorageHealth:
+    """Of one backend, shared by the tiers that its KV groups make of it."""
+
+    name: str
+    timeout_s: float
+    emit: Emit
+    num_late: int = 0
+    """Calls that are past their time and have not returned."""
+    stalled_since: float = 0.0
+
+    @property
+    def is_bypassed(self) -> bool:
+        """Whether loads and stores go on without this tier."""
+        return self.num_late > 0
+
+    async def timed(self, call: Awaitable[T], doing: str, on_late: Callable[[], None]) -> T:
+        """Await a call to its end; if it takes longer than ``timeout_s``, say so at that moment."""
+        loop = asyncio.get_running_loop()
+        is_late = False
+
+        def late() -> None:
+            nonlocal is_late
+            is_late = True
+            self.stalled_since = self.stalled_since if self.num_late else loop.time() - self.timeout_s
+            self.num_late += 1
+            self.emit(TierStalled(self.name, doing, self.timeout_s))
+            on_late()
+
+        timer = loop.call_later(self.timeout_s, late)
+        try:
+            return await call
+        finally:
+            timer.cancel()
+            if is_late:
+                self.num_late -= 1
+                if not self.num_late:
+                    self.emit(TierResumed(self.name, loop.time() - self.stalled_since))
+
+
+@dataclass
+class Rate:
+    """Bytes a second as seen lately; 0 before anything was seen."""
+
+    bytes_per_s: float = 0.0
+
+    def saw(self, num_bytes: int, seconds: float) -> None:
+        """Take one more transfer into account."""
+        if num_bytes and seconds > 0:
+            seen = num_bytes / seconds
+            self.bytes_per_s = seen if not self.bytes_per_s else 0.8 * self.bytes_per_s + 0.2 * seen
+
+
+@dataclass
+class WriteReport:
+    """What became of the blocks of one write, by position. Every position is in exactly one of them."""
+
+    written: Mask
+    present: Mask
+    dropped: Mask
+    failed: Mask = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.failed = ~(self.written | self.present | self.dropped)
+
+
+class StorageTier(Tier, ABC):
+    """One KV group of one storage tier."""
+
+    def __init__(
+        self, health: StorageHealth, group: int, shape: RecordShape, budget: Budget, codec_threads: WorkerPool
+    ) -> None:
+        super().__init__(health.name)
+        self.health = health
+        self.group = group
+        self.shape = shape
+        self.budget = budget
+        self.load_rate = Rate()
+        self._codec = codec_threads
+
+    @abstractmethod
+    async def find(self, batch: Batch) -> Mask:
+        """Say which blocks can be read, as far as is known. Bounded by the tier's time limit."""
+
+    @abstractmethod
+    async def read(self, batch: Batch, blocks: list[Block], ticket: Ticket, on_late: Callable[[], None]) -> Mask:
+        """Fill the blocks and verify them; say which are right. Returns when the medium has let go of the buffers."""
+
+    @abstractmethod
+    async def write(
+        self, batch: Batch, blocks: list[Block], is_wanted: Callable[[], Mask], on_late: Callable[[], None]
+    ) -> WriteReport:
+        """Encode and write blocks, as long as they are wanted: checked when their turn has come, and behind it."""
+
+    @abstractmethod
+    def touch(self, batch: Batch) -> None:
+        """Note that the blocks were used, wherever they were served from."""
+
+    @abstractmethod
+    async def forget(self, batch: Batch) -> int:
+        """Make blocks unfindable at once (in an owned tier, before the first await), and after a restart too."""
+
+    def _num_bytes(self, n: int) -> int:
+        return n * self.shape.stride_bytes
+
+    async def _call(
+        self, call: Awaitable[list[Outcome]], n: int, doing: str, on_late: Callable[[], None]
+    ) -> list[Outcome]:
+        """Make one call of the backend: what it raises, or a wrong number of answers, is one FAILED per block."""
+        try:
+            outcomes = await self.health.timed(call, doing, on_late)
+            if len(outcomes) == n:
+                return list(outcomes)
+            error = f"{len(outcomes)} outcomes for {n} blocks"
+        except Exception as caught:  # noqa: BLE001 - whatever a medium raises, serving goes on without it
+            error = f"{type(caught).__name__}: {caught}"
+        self.health.emit(TierFailed(self.name, doing, error, n))
+        return [Outcome.FAILED] * n
+
+    async def _verify(self, keys: list[BlockKey], blocks: list[Block], outcomes: list[Outcome]) -> list[Outcome]:
+        """Replace each HIT by what the record itself says."""
+        verdicts = await self._codec.run(_verify, keys, blocks, outcomes)
+        self.counters.corrupt += verdicts.count(Outcome.CORRUPT)
+        self.counters.failed += verdicts.count(Outcome.FAILED)
+        return verdicts
+
+    async def _encode(self, batch: Batch, blocks: list[Block]) -> list[BlockKey]:
+        keys = batch.keys()
+        await self._codec.run(_encode, keys, blocks)
+        return keys
+
+
+class OwnedTier(StorageTier):
+    """A `SlotBackend` and the index of its slots."""
+
+    def __init__(
+        self,
+        health: StorageHealth,
+        group: int,
+        shape: RecordShape,
+        budget: Budget,
+        codec_threads: WorkerPool,
+        backend: SlotBackend,
+        index: TierIndex,
+    ) -> None:
+        super().__init__(health, group, shape, budget, codec_threads)
+        self.backend = backend
+        self.index = index
+        self._journal = asyncio.Lock()  # what is forgotten before a checkpoint must not come back by it
+        self._writing: dict[int, tuple[Names, NDArray[np.int64]]] = {}
+
+    async def find(self, batch: Batch) -> Mask:
+        """See `StorageTier.find`; exact, and does not wait."""
+        return np.zeros(len(batch), np.bool_) if self.health.is_bypassed else self.index.ready(batch.names)
+
+    async def read(self, batch: Batch, blocks: list[Block], ticket: Ticket, on_late: Callable[[], None]) -> Mask:
+        """See `StorageTier.read`. A block that is not what the index says is removed."""
+        right = np.zeros(len(batch), np.bool_)
+        give_back = await self.budget.take(self._num_bytes(len(batch)), ticket)
+        try:
+            with self.index.lease(batch.names) as lease:
+                at = np.flatnonzero(lease.slots >= 0)
+                if not len(at):
+                    return right
+                there, wanted = [blocks[i] for i in at], batch[at]
+                started = asyncio.get_running_loop().time()
+                call = self.backend.read(self.group, lease.slots[at], there)
+                outcomes = await self._call(call, len(at), "read", on_late)
+                self.load_rate.saw(self._num_bytes(len(at)), asyncio.get_running_loop().time() - started)
+                outcomes = await self._verify(wanted.keys(), there, outcomes)
+                right[at] = [outcome is Outcome.HIT for outcome in outcomes]
+                broken = np.array([outcome in (Outcome.CORRUPT, Outcome.MISS) for outcome in outcomes])
+                if broken.any():
+                    self.health.emit(BlocksCorrupted(self.name, int(broken.sum())))
+                    await self.forget(wanted[broken])
+        finally:
+            give_back()
+        return right
+
+    async def write(
+        self, batch: Batch, blocks: list[Block], is_wanted: Callable[[], Mask], on_late: Callable[[], None]
+    ) -> WriteReport:
+        """See `StorageTier.write`. What is removed while it is written never commits."""
+        n = len(batch)
+        nothing = np.zeros(n, np.bool_)
+        give_back = await self.budget.take(self._num_bytes(n), Ticket(Priority.STORE))
+        try:
+            wanted = is_wanted()
+            at = np.flatnonzero(wanted)
+            try:
+                reservation = self.index.reserve(batch.names[at])
+            except CapacityError:
+                return WriteReport(nothing, nothing, ~nothing)
+            with reservation:
+                self.counters.evicted += len(reservation.evicted)
+                fresh = reservation.slots >= 0
+                todo = at[fresh]
+                written, present = nothing.copy(), nothing.copy()
+                present[at[~fresh]] = True
+                if len(todo):
+                    chosen, there = batch[todo], [blocks[i] for i in todo]
+                    await self._encode(chosen, there)
+                    slots = reservation.slots[fresh]
+                    self._writing[id(reservation)] = chosen.names, slots
+                    call = self.backend.write(self.group, slots, chosen.names, there)
+                    outcomes = await self._call(call, len(todo), "write", on_late)
+                    written[todo] = [outcome is Outcome.STORED for outcome in outcomes]
+                    reservation.commit(written[at]).release()
+                self._writing.pop(id(reservation), None)
+                return WriteReport(written, present, ~wanted)
+        finally:
+            give_back()
+
+    def touch(self, batch: Batch) -> None:
+        """See `StorageTier.touch`."""
+        self.index.touch(batch.names)
+
+    async def forget(self, batch: Batch) -> int:
+        """See `StorageTier.forget`."""
+        slots, _ = self.index.find(batch.names)
+        num_removed = self.index.remove(batch.names)
+        found = slots[slots >= 0]
+        if len(found):
+            try:
+                async with self._journal:
+                    await self.backend.forget(self.group, found)
+            except Exception as caught:  # noqa: BLE001 - the index has forgotten; only a restart could bring it back
+                self.health.emit(TierFailed(self.name, "forget", f"{type(caught).__name__}: {caught}", len(found)))
+        return num_removed
+
+    async def clear(self) -> None:
+        """Forget every block, after a restart too."""
+        self.index.clear()
+        await self.checkpoint(sync=False)
+
+    async def checkpoint(self, *, sync: bool) -> None:
+        """Let the medium remember which blocks it holds, in order of use. Never raises for the tier."""
+        async with self._journal:
+            names, slots = self.index.names_in_order()
+            # What is being written is listed too: it is verified when read, and would else be lost to a restart.
+            writing = list(self._writing.values())
+            names = np.concatenate([names, *(each[0] for each in writing)])
+            slots = np.concatenate([slots, *(each[1] for each in writing)])
+            try:
+                await self.backend.checkpoint(self.group, names, slots, sync=sync)
+            except Exception as caught:  # noqa: BLE001 - the next restart is colder, nothing else
+                self.health.emit(TierFailed(self.name, "checkpoint", f"{type(caught).__name__}: {caught}", len(slots)))
+
+
+class KeyedTier(StorageTier):
+    """A `Backend`: it finds and evicts for itself."""
+
+    def __init__(
+        self,
+        health: StorageHealth,
+        group: int,
+        shape: RecordShape,
+        budget: Budget,
+        codec_threads: WorkerPool,
+        backend: Backend,
+    ) -> None:
+        super().__init__(health, group, shape, budget, codec_threads)
+        self.backend = backend
+
+    async def find(self, batch: Batch) -> Mask:
+        """See `StorageTier.find`."""
+        nobody = np.zeros(len(batch), np.bool_)
+        if self.health.is_bypassed or not len(batch):
+            return nobody
+        outcomes = await self._call(self.backend.lookup(batch.keys()), len(batch), "lookup", _ignore)
+        return np.array([outcome is Outcome.HIT for outcome in outcomes])
+
+    async def read(self, batch: Batch, blocks: list[Block], ticket: Ticket, on_late: Callable[[], None]) -> Mask:
+        """See `StorageTier.read`. A broken block is deleted."""
+        give_back = await self.budget.take(self._num_bytes(len(batch)), ticket)
+        try:
+            keys = batch.keys()
+            started = asyncio.get_running_loop().time()
+            outcomes = await self._call(self.backend.read(keys, blocks), len(keys), "read", on_late)
+            self.load_rate.saw(self._num_bytes(len(batch)), asyncio.get_running_loop().time() - started)
+            outcomes = await self._verify(keys, blocks, outcomes)
+            broken = np.array([outcome is Outcome.CORRUPT for outcome in outcomes])
+            if broken.any():
+                self.health.emit(BlocksCorrupted(self.name, int(broken.sum())))
+                await self.forget(batch[broken])
+        finally:
+            give_back()
+        return np.array([outcome is Outcome.HIT for outcome in outcomes])
+
+    async def write(
+        self, batch: Batch, blocks: list[Block], is_wanted: Callable[[], Mask], on_late: Callable[[], None]
+    ) -> WriteReport:
+        """See `StorageTier.write`."""
+        n = len(batch)
+        nothing = np.zeros(n, np.bool_)
+        give_back = await self.budget.take(self._num_bytes(n), Ticket(Priority.STORE))
+        try:
+            wanted = is_wanted()
+            at = np.flatnonzero(wanted)
+            written, dropped = nothing.copy(), ~wanted
+            if len(at):
+                there = [blocks[i] for i in at]
+                keys = await self._encode(batch[at], there)
+                outcomes = await self._call(self.backend.write(keys, there), len(at), "write", on_late)
+                written[at] = [outcome is Outcome.STORED for outcome in outcomes]
+                dropped[at] = [outcome is Outcome.REFUSED for outcome in outcomes]
+                evicted_meanwhile = written & ~is_wanted()
+                if evicted_meanwhile.any():
+                    await self.forget(batch[evicted_meanwhile])
+            return WriteReport(written, nothing, dropped)
+        finally:
+            give_back()
+
+    def touch(self, batch: Batch) -> None:
+        """See `StorageTier.touch`: such a medium keeps its own recency, by what is read."""
+
+    async def forget(self, batch: Batch) -> int:
+        """See `StorageTier.forget`."""
+        try:
+            await self.health.timed(self.backend.delete(batch.keys()), "delete", _ignore)
+        except Exception as caught:  # noqa: BLE001 - a shared medium may be away; its TTL will do it
+            self.health.emit(TierFailed(self.name, "delete", f"{type(caught).__name__}: {caught}", len(batch)))
+            return 0
+        return len(batch)
+
+
+def _verify(keys: Sequence[BlockKey], blocks: Sequence[Block], outcomes: Sequence[Outcome]) -> list[Outcome]:
+    return [
+        record.verify(key, block) if outcome is Outcome.HIT else outcome
+        for key, block, outcome in zip(keys, blocks, outcomes, strict=True)
+    ]
+
+
+def _encode(keys: Sequence[BlockKey], blocks: Sequence[Block]) -> None:
+    for key, block in zip(keys, blocks, strict=True):
+        record.encode(key, block)
+
+
+def _ignore() -> None:
+    pass

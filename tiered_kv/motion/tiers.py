@@ -1,0 +1,79 @@
+"""One tier as motion sees it: its books, its memory or its backend, and what has been counted of it."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tiered_kv.catalog.index import TierIndex
+from tiered_kv.keys import BlockKey, Names, Namespace
+from tiered_kv.memory.host import HostSlab
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Blocks of one namespace, by name."""
+
+    namespace: Namespace
+    names: Names
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, at: "slice | NDArray[np.int64] | NDArray[np.bool_]") -> "Batch":
+        return Batch(self.namespace, self.names[at])
+
+    def keys(self) -> list[BlockKey]:
+        """One key object per block, for a backend or a header."""
+        return self.namespace.keys_of(self.names)
+
+
+@dataclass
+class Counters:
+    """Blocks, since the cache was opened."""
+
+    hits: int = 0
+    """Loaded from here: each block asked for is counted once, in the tier that had it before promotion."""
+    written: int = 0
+    """Stored or written down to here."""
+    promoted: int = 0
+    """Copied up to here by a load or prefetch."""
+    evicted: int = 0
+    """Made to leave for want of room."""
+    dropped: int = 0
+    """Not written for want of room or because the queue was full."""
+    corrupt: int = 0
+    """Read and found broken; deleted."""
+    failed: int = 0
+    """Not read or written because the medium failed."""
+
+
+class Tier:
+    """What all tiers have: a name and counts."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.counters = Counters()
+
+
+class MemoryTier(Tier):
+    """A tier whose slots copies reach: rows of a tensor on the host or on a device.
+
+    Attributes:
+        index: Which block is in which row.
+        rows: ``(num_slots, stride / 8)`` int64.
+    """
+
+    def __init__(self, name: str, index: TierIndex, rows: torch.Tensor) -> None:
+        super().__init__(name)
+        self.index = index
+        self.rows = rows
+
+
+class HostTier(MemoryTier):
+    """The CPU tier and the bounce slots that everything else passes through: always there, if with no own slots."""
+
+    def __init__(self, name: str, index: TierIndex, slab: HostSlab) -> None:
+        super().__init__(name, index, slab.rows)
+        self.slab = slab

@@ -1,0 +1,485 @@
+"""TieredKV: the facade, and the only place where tiers, memory and motion are put together.
+
+Every call checks its arguments first, before anything moves; then decides synchronously, in the catalog; then hands the
+moving to a transfer that the cache owns. `load` and `store` are `start_load` and `start_store`, awaited.
+"""
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from anyio import CancelScope, move_on_after
+from numpy.typing import NDArray
+
+from tiered_kv.assembly import build_chains, open_backends, parts_of
+from tiered_kv.backend import Backend, SlotBackend, TierSettings
+from tiered_kv.errors import ClosedError, ConfigurationError, LayoutMismatchError
+from tiered_kv.events import CacheClosed, CacheOpened, Emit, EpochAdvanced
+from tiered_kv.keys import BlockKeys, ModelIdentity, Namespace, Shard, epoch_digest
+from tiered_kv.layout import KVCaches, KVLayout, fingerprint
+from tiered_kv.memory.caches import PagedCaches
+from tiered_kv.memory.device import Device
+from tiered_kv.motion.budget import Priority
+from tiered_kv.motion.chain import Chain
+from tiered_kv.motion.handles import Handle
+from tiered_kv.motion.load import Load
+from tiered_kv.motion.prefetch import Prefetch
+from tiered_kv.motion.storage import OwnedTier
+from tiered_kv.motion.store import Store
+from tiered_kv.motion.tiers import Batch
+from tiered_kv.motion.workers import Tasks
+from tiered_kv.results import (
+    CacheStatistics,
+    LoadResult,
+    LookupResult,
+    PrefetchResult,
+    StoreResult,
+    TierStatistics,
+)
+from tiered_kv.settings import CacheLimits, TieredKVSettings
+from tiered_kv.specs import GPULoadStoreSpec
+from tiered_kv.telemetry.logs import log_event
+
+LoadHandle = Handle[LoadResult]
+StoreHandle = Handle[StoreResult]
+PrefetchHandle = Handle[PrefetchResult]
+
+
+class HostLease:
+    """A prefix held in host memory: readable in place until the ``async with`` block ends.
+
+    Attributes:
+        num_blocks: The prefix that is held.
+        views: One read-only view per block, of the payload's bytes. Not to be used after the block has ended.
+    """
+
+    def __init__(self, views: Sequence[memoryview]) -> None:
+        self.num_blocks = len(views)
+        self.views = views
+
+
+class TieredKV:
+    """A KV cache over a chain of tiers, for one model on one event loop. Open it with ``async with``.
+
+    All coroutines may be cancelled at any await: nothing is left behind, and once the cancellation is raised nobody
+    writes to the caller's memory. A tier's fault raises nothing: it shortens a prefix, and is counted and logged.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[TierSettings | Mapping[str, Any] | str | Backend | SlotBackend],
+        *,
+        model: ModelIdentity,
+        layout: KVLayout,
+        shard: Shard | None = None,
+        limits: CacheLimits | None = None,
+        device: Device | str | None = None,
+        emit: Emit = log_event,
+    ) -> None:
+        """Check the parts; nothing is allocated before opening.
+
+        Args:
+            tiers: Fastest first: settings, what makes them (a dict or URL), or backends of one's own.
+            model: Which weights computed the KV.
+            layout: What a block is made of.
+            shard: Which part of the heads this process holds; all of them by default.
+            limits: Bounds in time, memory and work.
+            device: Where the engine's tensors live, e.g. ``"cuda:1"``; the GPU if torch has one, else the CPU.
+            emit: Receives every event; logs them by default.
+
+        Raises:
+            ConfigurationError: The tiers can not make a chain.
+        """
+        if not isinstance(model, ModelIdentity) or not isinstance(layout, KVLayout):
+            raise ConfigurationError(
+                f"TieredKV needs model=ModelIdentity(...) and layout=KVLayout(...), got {type(model).__name__} "
+                f"and {type(layout).__name__}"
+            )
+        self._parts = parts_of(tiers)
+        self.model = model
+        self.layout = layout
+        self.shard = shard or Shard()
+        self.limits = limits or CacheLimits()
+        self._given_device = device
+        self._emit = emit
+        self._fingerprints = [fingerprint(model, layout, group) for group in range(len(layout.groups))]
+        self._epoch = epoch_digest(model.weights)
+        self._namespaces: dict[tuple[int, bytes, bytes], Namespace] = {}
+        self._chains: list[Chain] = []
+        self._tasks = Tasks()
+        self._thread = 0
+        self._lifetime: AsyncExitStack | None = None
+        self._state = "not open yet: use it with 'async with'"
+
+    @classmethod
+    def from_settings(
+        cls,
+        settings: TieredKVSettings | None = None,
+        *,
+        model: ModelIdentity,
+        layout: KVLayout,
+        shard: Shard | None = None,
+        device: Device | str | None = None,
+    ) -> Self:
+        """Make a cache of `TieredKVSettings`: given, or read from the environment."""
+        settings = settings or TieredKVSettings()
+        return cls(settings.tiers, model=model, layout=layout, shard=shard, limits=settings.limits, device=device)
+
+    # Lifetime.
+
+    async def __aenter__(self) -> Self:
+        """Open all tiers.
+
+        Raises:
+            ConfigurationError: A tier can never work as it is set up, or the machine lacks the memory.
+            BackendUnavailableError: A tier cannot be reached.
+        """
+        if self._lifetime is not None or self._chains:
+            raise ClosedError("a TieredKV is opened once; make another")
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        async with AsyncExitStack() as stack:
+            backends = await open_backends(stack, self._parts, self.layout, self._fingerprints, self.limits, self._emit)
+            self._chains, self._device = build_chains(
+                stack,
+                self._parts,
+                backends,
+                self.layout,
+                self._fingerprints,
+                self.limits,
+                self._given_device,
+                self._tasks,
+                self._emit,
+            )
+            self._thread = threading.get_ident()
+            self._lifetime = stack.pop_all()
+        self._state = ""
+        recovered = {
+            tier.name: tier.index.statistics().ready
+            for chain in self._chains
+            for tier in chain.storage
+            if isinstance(tier, OwnedTier)
+        }
+        self._emit(CacheOpened(tuple(self._chains[0].names), recovered, (loop.time() - started) * 1e3))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """End: what is being moved ends, or is given up after `CacheLimits.close_timeout_s`. Idempotent."""
+        if self._lifetime is None:
+            self._state = self._state or "closed"
+            return
+        lifetime, self._lifetime = self._lifetime, None
+        self._state = "closed"
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        with CancelScope(shield=True):
+            abandoned = await self._tasks.aclose(self.limits.close_timeout_s)
+            with move_on_after(self.limits.close_timeout_s):
+                await self._checkpoint(sync=False)
+            await lifetime.aclose()
+        self._emit(CacheClosed(abandoned, (loop.time() - started) * 1e3))
+
+    def register_kv_caches(self, kv_caches: KVCaches, *, group: int = 0, axes: str | None = None) -> None:
+        """Bind the engine's paged tensors of one KV group. A process that only stores bytes skips this.
+
+        Args:
+            kv_caches: As for `KVLayout.from_tensors`. Kept by reference until the cache is closed.
+            group: The KV group.
+            axes: Letters for the axes, where shapes alone do not tell.
+
+        Raises:
+            LayoutMismatchError: They are not what the layout says.
+        """
+        chain = self._chain(group)
+        chain.caches = PagedCaches.bind(kv_caches, chain.group, axes=axes, device=self._device)
+
+    # Finding and moving blocks.
+
+    async def lookup(self, keys: BlockKeys) -> LookupResult:
+        """Find the longest prefix that could be loaded now. Reads, never moves, never pins.
+
+        Exact for the tiers that this cache owns; for others an estimate, which `load` decides.
+        """
+        chain, batch = self._batch(keys)
+        runs = await chain.locate(batch)
+        num_blocks = runs[-1].stop if runs else 0
+        rates = {tier.name: tier.load_rate.bytes_per_s for tier in chain.storage}
+        seconds = sum(
+            (run.stop - run.start) * chain.group.payload_bytes / rate
+            for run in runs
+            if (rate := rates.get(run.tier, 0.0))
+        )
+        return LookupResult(num_blocks, tuple(runs), num_blocks * chain.group.payload_bytes, seconds)
+
+    async def load(
+        self,
+        keys: BlockKeys,
+        into: GPULoadStoreSpec,
+        *,
+        after: object = None,
+        deadline_s: float | None = None,
+        priority: Priority = Priority.LOAD,
+    ) -> LoadResult:
+        """Fill the engine's blocks with the longest prefix that can be had; see `start_load`."""
+        return await self.start_load(keys, into, after=after, deadline_s=deadline_s, priority=priority)
+
+    def start_load(
+        self,
+        keys: BlockKeys,
+        into: GPULoadStoreSpec,
+        *,
+        after: object = None,
+        deadline_s: float | None = None,
+        priority: Priority = Priority.LOAD,
+    ) -> LoadHandle:
+        """Start to fill the engine's blocks. Await the handle for the `LoadResult`.
+
+        Args:
+            keys: What to load, in prompt order. Shared: the cache only reads them.
+            into: ``pages_per_block`` block ids per key. They belong to the load until the handle has ended; past the
+                prefix that it reports they may hold anything.
+            after: An event behind the blocks' last use: nothing is written before it. The wait is enqueued before this
+                returns. A GPU event, or on a CPU anything with ``synchronize()`` or ``wait()``.
+            deadline_s: How long it may take; `CacheLimits.load_timeout_s` by default.
+            priority: `Priority.LOAD`, or a lower one.
+
+        Raises:
+            ConfigurationError, LayoutMismatchError: Arguments that can not be right. Nothing has moved.
+            ClosedError: The cache is not open.
+        """
+        chain, batch = self._batch(keys)
+        caches, pages = self._pages(chain, keys, into)
+        epoch = self._epoch
+        timeout_s = self.limits.load_timeout_s if deadline_s is None else deadline_s
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        if after is not None:
+            chain.h2d.wait(after)
+        load = Load(chain, batch, caches, pages, deadline, priority, lambda: self._epoch == epoch)
+        return load.start(self._tasks.spawn(load.run(), f"load {len(keys)} blocks"))
+
+    async def store(
+        self, keys: BlockKeys, source: GPULoadStoreSpec, *, after: object = None, epoch: str | None = None
+    ) -> StoreResult:
+        """Keep the engine's blocks; returns as soon as they may be reused. See `start_store`."""
+        return await self.start_store(keys, source, after=after, epoch=epoch)
+
+    def start_store(
+        self, keys: BlockKeys, source: GPULoadStoreSpec, *, after: object = None, epoch: str | None = None
+    ) -> StoreHandle:
+        """Start to copy blocks out of the engine. Await the handle for the `StoreResult`.
+
+        Args:
+            keys: What to store, in prompt order.
+            source: ``pages_per_block`` block ids per key. They must not change until the handle has ended.
+            after: An event that the blocks' computation is behind: nothing is read before it.
+            epoch: The weights that computed the blocks, where they are not the current ones any more.
+
+        Raises:
+            ConfigurationError, LayoutMismatchError: Arguments that can not be right. Nothing has moved.
+            ClosedError: The cache is not open.
+        """
+        chain, batch = self._batch(keys, None if epoch is None else epoch_digest(epoch))
+        caches, pages = self._pages(chain, keys, source)
+        if after is not None:
+            chain.d2h.wait(after)
+        store = Store(chain, batch, caches, pages)
+        return store.start(self._tasks.spawn(store.run(), f"store {len(keys)} blocks"))
+
+    def prefetch(self, keys: BlockKeys, *, to: str = "cpu") -> PrefetchHandle:
+        """Start to copy blocks up to a memory tier (its name), before anyone waits for them.
+
+        Bounded by `CacheLimits.prefetch_quota`, and by what the tier can take beside what is leased. Await the handle
+        for a `PrefetchResult`, or cancel it, or leave it alone.
+        """
+        chain, batch = self._batch(keys)
+        target = next((tier for tier in chain.memory if tier.name == to and tier.index.num_slots), None)
+        if target is None:
+            known = ", ".join(tier.name for tier in chain.memory if tier.index.num_slots) or "none"
+            raise ConfigurationError(f"prefetch goes to a memory tier; here: {known}; not {to!r}")
+        prefetch = Prefetch(chain, batch, target)
+        return prefetch.start(self._tasks.spawn(prefetch.run(), f"prefetch {len(keys)} blocks"))
+
+    def lease(self, keys: BlockKeys) -> AbstractAsyncContextManager[HostLease]:
+        """Hold a prefix in host memory: ``async with kv.lease(keys) as lease``. Inside, it cannot be evicted.
+
+        Brings to the CPU tier what is below it. Needs a CPU tier; what does not fit is not held.
+        """
+        chain, batch = self._batch(keys)
+        if not chain.host.index.num_slots:
+            raise ConfigurationError("lease() holds blocks in the CPU tier, and this cache has none")
+        return self._lease(chain, batch)
+
+    @asynccontextmanager
+    async def _lease(self, chain: Chain, batch: Batch) -> AsyncGenerator[HostLease]:
+        if not chain.host.index.ready(batch.names).all():
+            prefetch = Prefetch(chain, batch, chain.host)
+            await prefetch.start(self._tasks.spawn(prefetch.run(), f"lease {len(batch)} blocks"))
+        lease = chain.host.index.lease(batch.names)
+        n = lease.num_prefix
+        if n < len(batch):
+            shorter = chain.host.index.lease(batch.names[:n])
+            chain.release(lease)
+            lease = shorter
+        try:
+            yield HostLease([chain.host.slab.payload(int(slot)).toreadonly() for slot in lease.slots])
+        finally:
+            chain.release(lease)
+
+    # Control.
+
+    def touch(self, keys: BlockKeys) -> None:
+        """Count a use of blocks in every tier that holds them: for hits in the engine's own prefix cache."""
+        chain, batch = self._batch(keys)
+        chain.touch(batch)
+
+    async def evict(self, keys: BlockKeys, *, tier: str | None = None) -> int:
+        """Make blocks unfindable at once, in one tier or in all; return how many were in an owned tier.
+
+        Their slots are freed when nobody reads them any more; what is being filled never becomes readable. Shared tiers
+        are asked to delete.
+        """
+        chain, batch = self._batch(keys)
+        if tier is not None and tier not in chain.names:
+            raise ConfigurationError(f"no tier {tier!r} here; there are {', '.join(chain.names)}")
+        found = np.zeros(len(batch), np.bool_)
+        for memory in chain.memory:
+            if tier in (None, memory.name):
+                found |= memory.index.ready(batch.names)
+                memory.index.remove(batch.names)
+        chain.room.changed()
+        storage = [each for each in chain.storage if tier in (None, each.name)]
+        for each in storage:
+            if isinstance(each, OwnedTier):
+                found |= each.index.ready(batch.names)
+        forgetting = [self._tasks.spawn(each.forget(batch), f"evict from {each.name}") for each in storage]
+        if forgetting:
+            await asyncio.wait(forgetting)
+        return int(np.count_nonzero(found))
+
+    async def clear(self) -> None:
+        """Empty every tier that this cache owns, after a restart too. Takes time in their size."""
+        self._check_open()
+        clearing = []
+        for chain in self._chains:
+            for memory in chain.memory:
+                memory.index.clear()
+            chain.room.changed()
+            owned = [tier for tier in chain.storage if isinstance(tier, OwnedTier)]
+            clearing += [self._tasks.spawn(tier.clear(), f"clear {tier.name}") for tier in owned]
+        if clearing:
+            await asyncio.wait(clearing)
+
+    def advance_epoch(self, weights: str) -> None:
+        """Name the weights that are served from now on. O(1).
+
+        Blocks of other weights are not found any more, but are again once their weights are named again. Stores in
+        flight keep the epoch they began in; a load that is overtaken returns 0 blocks.
+        """
+        self._check_open()
+        ModelIdentity(self.model.name, weights)  # checks it
+        self._epoch = epoch_digest(weights)
+        self._emit(EpochAdvanced(weights))
+
+    async def flush(self, *, sync: bool = False) -> None:
+        """Wait until every store so far is in every tier or given up, and let owned tiers remember their order of use.
+
+        With ``sync`` what is written then survives a loss of power, too.
+        """
+        self._check_open()
+        settling = {future for chain in self._chains for future in chain.settling}
+        if settling:
+            await asyncio.wait(settling)
+        await asyncio.wait({self._tasks.spawn(self._checkpoint(sync=sync), "checkpoint")})
+
+    async def _checkpoint(self, *, sync: bool) -> None:
+        for chain in self._chains:
+            for tier in chain.storage:
+                if isinstance(tier, OwnedTier) and not tier.health.is_bypassed:
+                    await tier.checkpoint(sync=sync)
+
+    def stats(self) -> CacheStatistics:
+        """Count what is where now, and what has happened since opening."""
+        self._check_open()
+        host = [chain.host.index.statistics() for chain in self._chains]
+        return CacheStatistics(
+            tiers=tuple(self._tier_statistics(number) for number in range(len(self._chains[0].names))),
+            transfers=len(self._tasks),
+            store_queue_bytes=self._chains[0].limits.store_queue.num_bytes,
+            bounce_free=sum(each.transient_free for each in host),
+            bounce_slots=sum(chain.host.index.num_transient for chain in self._chains),
+        )
+
+    def _tier_statistics(self, number: int) -> TierStatistics:
+        values: dict[str, int] = {}
+        for chain in self._chains:
+            tier = chain.tiers[number]
+            counts = dict(vars(tier.counters))
+            if (index := getattr(tier, "index", None)) is not None:
+                books = index.statistics()
+                counts |= {
+                    each: getattr(books, each)
+                    for each in ("num_slots", "free", "ready", "evictable", "leased", "pending")
+                }
+            values = {each: values.get(each, 0) + count for each, count in counts.items()}
+        tier = self._chains[0].tiers[number]
+        health, backend = getattr(tier, "health", None), getattr(tier, "backend", None)
+        facts = backend.describe() if isinstance(backend, SlotBackend) else {}
+        return TierStatistics(
+            tier=tier.name, is_bypassed=health is not None and health.is_bypassed, facts=facts, **values
+        )
+
+    # Checks: every argument, before anything moves.
+
+    def _check_open(self) -> None:
+        if self._state:
+            raise ClosedError(f"this TieredKV is {self._state}")
+        if threading.get_ident() != self._thread:
+            raise ConfigurationError("a TieredKV is called from the thread of the event loop that opened it")
+
+    def _chain(self, group: int) -> Chain:
+        self._check_open()
+        if not isinstance(group, int) or not 0 <= group < len(self._chains):
+            raise ConfigurationError(f"KV group {group!r} of {len(self._chains)}: the layout has no such group")
+        return self._chains[group]
+
+    def _batch(self, keys: BlockKeys, epoch: bytes | None = None) -> tuple[Chain, Batch]:
+        if not isinstance(keys, BlockKeys):
+            raise ConfigurationError(
+                f"keys must be BlockKeys, from hash_blocks() or BlockKeys.from_hashes(), got {type(keys).__name__}"
+            )
+        chain = self._chain(keys.group)
+        if keys.block_size != chain.group.block_size:
+            raise LayoutMismatchError(
+                f"keys name blocks of {keys.block_size} tokens, the layout has blocks of {chain.group.block_size}"
+            )
+        which = keys.group, epoch or self._epoch, keys.salt_id
+        space = self._namespaces.get(which)
+        if space is None:
+            if len(self._namespaces) >= 4096:  # tenants come and go; the digest of one costs a microsecond
+                self._namespaces.clear()
+            space = Namespace(self._fingerprints[keys.group], which[1], keys.salt_id, self.shard)
+            self._namespaces[which] = space
+        return chain, Batch(space, space.names(keys))
+
+    def _pages(self, chain: Chain, keys: BlockKeys, spec: GPULoadStoreSpec) -> tuple[PagedCaches, NDArray[np.int64]]:
+        if not isinstance(spec, GPULoadStoreSpec):
+            raise ConfigurationError(f"blocks of the engine are given as GPULoadStoreSpec, got {type(spec).__name__}")
+        if spec.group != keys.group:
+            raise LayoutMismatchError(f"keys of KV group {keys.group}, block ids of group {spec.group}")
+        if chain.caches is None:
+            raise ConfigurationError("register_kv_caches() comes before load and store: the cache has no tensors yet")
+        per_block = chain.group.pages_per_block
+        if len(spec) != len(keys) * per_block:
+            needed = f"{len(keys)} keys of {per_block} engine blocks each need {len(keys) * per_block} block ids"
+            raise LayoutMismatchError(f"{needed}, got {len(spec)}")
+        chain.caches.check_ids(spec.ids)
+        return chain.caches, spec.ids.reshape(-1, per_block)

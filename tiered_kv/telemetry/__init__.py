@@ -1,0 +1,1 @@
+"""What operators see, made from events and from nothing else."""
