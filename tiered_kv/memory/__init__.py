@@ -1,0 +1,27 @@
+"""Memory a GPU can reach: the host slab, the engine's paged caches, devices with their streams, and copies."""
+
+from tiered_kv.memory.caches import PagedCaches
+from tiered_kv.memory.copies import copy_rows, gather_blocks, scatter_blocks
+from tiered_kv.memory.cuda import CUDADevice
+from tiered_kv.memory.device import CPUDevice, Device, Stream
+from tiered_kv.memory.host import HostSlab
+from tiered_kv.memory.make import make_device
+from tiered_kv.memory.pinning import Pinning, PinState
+from tiered_kv.memory.scripted import ScriptedDevice, ScriptedEvent
+
+__all__ = [
+    "CPUDevice",
+    "CUDADevice",
+    "Device",
+    "HostSlab",
+    "PagedCaches",
+    "PinState",
+    "Pinning",
+    "ScriptedDevice",
+    "ScriptedEvent",
+    "Stream",
+    "copy_rows",
+    "gather_blocks",
+    "make_device",
+    "scatter_blocks",
+]

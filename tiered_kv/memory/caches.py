@@ -1,0 +1,208 @@
+"""The engine's paged KV tensors of one group, seen as the fragments a block's payload is made of.
+
+Whatever the tensors look like, a block is the same bytes: layer by layer, plane by plane, page by page. A *fragment* is
+the part of a page that is contiguous in both places. Nothing is copied here and nothing of the tensors is changed.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tiered_kv.errors import ConfigurationError, LayoutMismatchError
+from tiered_kv.layout import KVCaches, KVGroup, layer_tensors
+from tiered_kv.memory.device import Device
+
+_INNER = {"NHD": "NHD", "HND": "HND", "MLA": "ND"}
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+@dataclass(frozen=True, eq=False)
+class Fragment:
+    """The same part of every page.
+
+    Attributes:
+        pages: ``(num_pages, words)`` over the engine's memory, of the widest int dtype that sizes and addresses allow:
+            copying ints is exact for every dtype, and wide ones are fast.
+        offset_bytes: Where it lies in a payload, for the first page of a block.
+    """
+
+    pages: Tensor
+    offset_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one page's part."""
+        return self.pages.shape[1] * self.pages.itemsize
+
+
+class PagedCaches:
+    """One KV group of the engine's cache, made by `bind`. The memory stays the engine's.
+
+    Attributes:
+        group: The shape of its blocks.
+        torch_device: Where it is.
+        num_pages: How many pages the engine has; its block ids lie in ``[0, num_pages)``.
+        fragments: In the order of the payload. Planes and layers that lie side by side in the engine's memory too are
+            one fragment, since few large pieces move faster than many small ones.
+    """
+
+    def __init__(self, group: KVGroup, torch_device: torch.device, fragments: tuple[Fragment, ...]) -> None:
+        self.group = group
+        self.torch_device = torch_device
+        self.num_pages = fragments[0].pages.shape[0]
+        self.fragments = fragments
+
+    @classmethod
+    def bind(cls, kv_caches: KVCaches, group: KVGroup, *, axes: str | None = None, device: Device) -> "PagedCaches":
+        """Take the engine's tensors as they are.
+
+        Args:
+            kv_caches: One packed tensor, or per layer, in layer order, a tensor or a ``(K, V)`` pair (list or dict).
+            group: What their pages must be.
+            axes: Letters for a tensor's axes, e.g. ``"PBNHD"``, where its shape alone does not tell.
+            device: The one they must be on.
+
+        Raises:
+            LayoutMismatchError: Another dtype, shape, device, number of layers or planes, or pages that are not
+                contiguous inside. Nothing has been touched.
+        """
+        where = device.torch_device
+        layers, packed = layer_tensors(kv_caches)
+        if not packed and len(layers) != group.num_layers:
+            raise LayoutMismatchError(f"the KV group has {group.num_layers} layers, got the tensors of {len(layers)}")
+        planes = []
+        for number, tensors in enumerate(layers):
+            for tensor in tensors:
+                _check_tensor(tensor, group, where, number)
+            planes += _planes_of(tensors, group, axes, packed=packed, layer=number)
+        num_pages = {plane.num_pages for plane in planes}
+        if len(num_pages) > 1:
+            raise LayoutMismatchError(f"layers and planes must have one number of pages, got {sorted(num_pages)}")
+        if group.pages_per_block == 1:  # else the parts of two planes have other pages of the block between them
+            planes = _merge_neighbours(planes)
+        fragments, offset = [], 0
+        for plane in planes:
+            fragments.append(Fragment(plane.as_words(offset), offset))
+            offset += plane.num_bytes * group.pages_per_block
+        return cls(group, where, tuple(fragments))
+
+    def check_ids(self, page_ids: NDArray[np.int64]) -> None:
+        """Raise `ConfigurationError`, naming the first bad one, unless all ids are pages and none comes twice."""
+        if not page_ids.size:
+            return
+        if int(page_ids.min()) < 0 or int(page_ids.max()) >= self.num_pages:
+            at = int(np.argmax((page_ids < 0) | (page_ids >= self.num_pages)))
+            raise ConfigurationError(f"block id {page_ids[at]} at position {at} is not in [0, {self.num_pages})")
+        ordered = np.sort(page_ids)
+        if (ordered[1:] == ordered[:-1]).any():
+            first = np.zeros(len(page_ids), dtype=bool)
+            first[np.unique(page_ids, return_index=True)[1]] = True
+            at = int(np.argmin(first))
+            raise ConfigurationError(f"block id {page_ids[at]} at position {at} is there twice")
+
+
+@dataclass(frozen=True, eq=False)
+class _Plane:
+    """Bytes of every page: ``num_bytes`` at ``start + page * stride`` of a storage."""
+
+    storage: torch.UntypedStorage
+    start: int
+    num_bytes: int
+    stride: int
+    num_pages: int
+    device: torch.device
+
+    def as_words(self, payload_offset: int) -> Tensor:
+        address = self.storage.data_ptr() + self.start
+        facts = self.start, self.num_bytes, self.stride, address, payload_offset
+        size = next(size for size in _WORDS if not any(fact % size for fact in facts))
+        return torch.empty(0, dtype=_WORDS[size], device=self.device).set_(
+            self.storage, self.start // size, (self.num_pages, self.num_bytes // size), (self.stride // size, 1)
+        )
+
+
+def _check_tensor(tensor: Tensor, group: KVGroup, device: torch.device, layer: int) -> None:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype != group.dtype:
+        raise LayoutMismatchError(f"layer {layer} is of {dtype}, the KV group of {group.dtype}")
+    if tensor.device != device:
+        raise LayoutMismatchError(f"layer {layer} is on {tensor.device}, the cache was opened for {device}")
+    if tensor.layout != torch.strided:
+        raise LayoutMismatchError(f"layer {layer} is a {tensor.layout} tensor, only strided ones can be paged")
+
+
+def _planes_of(
+    tensors: tuple[Tensor, ...], group: KVGroup, axes: str | None, *, packed: bool, layer: int
+) -> list[_Plane]:
+    """Return the planes of one layer, or of all layers if ``packed``, in canonical order."""
+    shape = tuple(tensors[0].shape)
+    axes = axes or group.find_axes(shape, packed=packed)
+    inner = _INNER[group.order]
+    outer = "LPB" if packed else "PB"
+    if len(set(axes)) != len(axes) or set(inner + "B") - set(axes) or set(axes) - set(outer + inner):
+        raise LayoutMismatchError(f"axes {axes!r} must name each of {'B' + inner} once, and may name {outer[:-1]}")
+    if "".join(axis for axis in axes if axis in inner) != inner:
+        raise LayoutMismatchError(f"axes {axes!r} have another order than the KV group's {group.order}")
+    found = len(tensors) * (group.num_planes if "P" in axes else 1)
+    if found != group.num_planes or (packed and "L" not in axes and group.num_layers > 1):
+        raise LayoutMismatchError(
+            f"layer {layer}: {len(tensors)} tensor(s) of axes {axes} are not the {group.num_planes} plane(s) "
+            f"of {group.num_layers} layer(s) of the KV group"
+        )
+    for tensor in tensors:
+        group.check_axes(axes, tensor.shape)
+    return [
+        _plane_of(_at(_at(tensor, axes, "L", in_tensor), axes.replace("L", ""), "P", plane), axes, group, layer)
+        for in_tensor in range(group.num_layers if packed else 1)
+        for tensor in tensors
+        for plane in range(group.num_planes if "P" in axes else 1)
+    ]
+
+
+def _at(tensor: Tensor, axes: str, axis: str, index: int) -> Tensor:
+    return tensor.select(axes.index(axis), index) if axis in axes else tensor
+
+
+def _plane_of(plane: Tensor, axes: str, group: KVGroup, layer: int) -> _Plane:
+    axes = axes.replace("L", "").replace("P", "")
+    plane = plane.movedim(axes.index("B"), 0)
+    expected = 1
+    for size, stride in zip(reversed(plane.shape[1:]), reversed(plane.stride()[1:]), strict=True):
+        if size > 1 and stride != expected:
+            raise LayoutMismatchError(
+                f"layer {layer}: the tokens of a page must be contiguous, got shape {tuple(plane.shape)} "
+                f"with strides {plane.stride()}"
+            )
+        expected *= size
+    num_pages = plane.shape[0]
+    stride = int(plane.stride(0)) if num_pages > 1 else expected
+    if stride < expected:
+        raise LayoutMismatchError(f"layer {layer}: pages of {expected} elements overlap, their stride is {stride}")
+    return _Plane(
+        plane.untyped_storage(),
+        int(plane.storage_offset()) * plane.itemsize,
+        group.fragment_bytes,
+        stride * plane.itemsize,
+        num_pages,
+        plane.device,
+    )
+
+
+def _merge_neighbours(planes: list[_Plane]) -> list[_Plane]:
+    merged = [planes[0]]
+    for plane in planes[1:]:
+        last = merged[-1]
+        fits = last.num_bytes + plane.num_bytes <= last.stride or last.num_pages == 1
+        adjacent = last.storage.data_ptr() == plane.storage.data_ptr() and last.start + last.num_bytes == plane.start
+        if adjacent and fits and (last.stride == plane.stride or last.num_pages == 1):
+            merged[-1] = replace(
+                last,
+                num_bytes=last.num_bytes + plane.num_bytes,
+                stride=max(last.stride, last.num_bytes + plane.num_bytes),
+            )
+        else:
+            merged.append(plane)
+    return merged

@@ -1,0 +1,222 @@
+"""What the cache asks of the device that holds the engine's KV: ordered queues of copies, and memory it can reach.
+
+One interface and three implementations: `CPUDevice` here, `CUDADevice` in ``cuda.py``, and `ScriptedDevice` in
+``scripted.py``, whose copies run when a test says so.
+"""
+
+import inspect
+import os
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+import torch
+from torch import Tensor
+
+from tiered_kv.errors import ClosedError, ConfigurationError
+from tiered_kv.memory.host import HostSlab
+from tiered_kv.memory.pinning import Pinning
+
+log = structlog.get_logger("tiered_kv")
+
+After = Any
+"""A caller's event: ``torch.cuda.Event`` or ``torch.Event``; on a CPU anything with ``synchronize()`` or ``wait()``."""
+Copy = Callable[[], object]
+Done = Callable[[BaseException | None], None]
+
+
+class Stream(ABC):
+    """A queue of copies that run one after another, in the order of the calls. Any thread may call."""
+
+    name: str
+
+    @abstractmethod
+    def wait(self, after: After) -> None:
+        """Have everything submitted later wait for ``after``. Returns at once.
+
+        An ``after`` that fails leaves open what it stood for: it fails every copy submitted behind it.
+
+        Raises:
+            ConfigurationError: ``after`` is nothing this device can wait for.
+            ClosedError: The stream is closed.
+        """
+
+    @abstractmethod
+    def submit(self, copy: Copy, done: Done) -> None:
+        """Run ``copy`` behind all that was enqueued.
+
+        Args:
+            copy: Does it, or on a GPU enqueues it. What it refers to is kept until it is done.
+            done: Called exactly once, with the error or None, when the memory of the copy is free again: from some
+                other thread and never inside this call. It must return soon and must not raise.
+
+        Raises:
+            ClosedError: The stream is closed.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Take no more, and end what serves the stream after what is queued. Does not wait: `join`."""
+
+    @abstractmethod
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait until a closed stream has ended; False if ``timeout_s`` passed first."""
+
+
+class Device(ABC):
+    """Where the engine's KV is. Owns the streams and pinnings made by it, until `close`."""
+
+    kind: str
+    """``"cpu"``, ``"cuda"``, ``"scripted"``: for people."""
+    torch_device: torch.device
+
+    def __init__(self) -> None:
+        self._streams: list[Stream] = []
+        self._pinnings: list[Pinning] = []
+
+    def stream(self, name: str) -> Stream:
+        """Make a stream. Copies of two streams may overlap."""
+        stream = self._new_stream(name)
+        self._streams.append(stream)
+        return stream
+
+    def pin(self, slab: HostSlab) -> Pinning:
+        """Start getting ``slab`` ready for copies, in the background. It may be used meanwhile, and before."""
+        pinning = self._new_pinning(slab)
+        self._pinnings.append(pinning)
+        return pinning
+
+    @abstractmethod
+    def check(self, after: After) -> None:
+        """Raise `ConfigurationError` unless a stream of this device can wait for ``after``."""
+
+    @abstractmethod
+    def free_bytes(self) -> int:
+        """Return how much memory the device could still give."""
+
+    def empty_pool(self, num_slots: int, stride_bytes: int) -> Tensor:
+        """Allocate slots on the device: ``(num_slots, stride_bytes // 8)`` int64, uninitialised, the caller's."""
+        if stride_bytes % 8:
+            raise ConfigurationError(f"the stride of a pool must be a multiple of 8 bytes, got {stride_bytes}")
+        return torch.empty(num_slots, stride_bytes // 8, dtype=torch.int64, device=self.torch_device)
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Close the streams, wait for what is queued, then unlock what was pinned. Again does no harm.
+
+        Returns:
+            Whether all has ended. If not, a copy hangs in some stream, and pinned memory stays pinned under it.
+        """
+        for stream in self._streams:
+            stream.close()
+        if not all(stream.join(timeout_s) for stream in self._streams):
+            return False
+        for pinning in self._pinnings:
+            pinning.close()
+        return True
+
+    @abstractmethod
+    def _new_stream(self, name: str) -> Stream: ...
+
+    @abstractmethod
+    def _new_pinning(self, slab: HostSlab) -> Pinning: ...
+
+
+class CPUDevice(Device):
+    """The engine's KV is in host memory: copies run in daemon threads, one a stream."""
+
+    kind = "cpu"
+    torch_device = torch.device("cpu")
+
+    def check(self, after: After) -> None:
+        """Raise `ConfigurationError` unless ``after`` has a blocking ``synchronize()`` or ``wait()``."""
+        _blocking_wait(after)
+
+    def free_bytes(self) -> int:
+        """Return the machine's free memory, caches of files not counted."""
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+    def _new_stream(self, name: str) -> Stream:
+        return CPUStream(name)
+
+    def _new_pinning(self, slab: HostSlab) -> Pinning:
+        return Pinning(slab, reason="no GPU copies from this memory")
+
+
+class CPUStream(Stream):
+    """A thread that takes waits and copies off a queue. A copy that fails fails only itself."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._queue: queue.SimpleQueue[tuple[Copy, Done | None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # so that nothing is queued behind the end
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=f"tiered_kv-{name}", daemon=True)
+        self._thread.start()
+
+    def wait(self, after: After) -> None:
+        """Have everything submitted later wait for ``after`` in the stream's thread."""
+        self._put(_blocking_wait(after), None)
+
+    def submit(self, copy: Copy, done: Done) -> None:
+        """Run ``copy`` in the stream's thread, then ``done`` there."""
+        self._put(copy, done)
+
+    def close(self) -> None:
+        """End the thread after what is queued."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._queue.put(None)
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait until the thread has ended."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _put(self, work: Copy, done: Done | None) -> None:
+        with self._lock:
+            if self._closed:
+                raise ClosedError(f"the stream {self.name!r} is closed")
+            self._queue.put((work, done))
+
+    def _run(self) -> None:
+        broken: BaseException | None = None
+        while (item := self._queue.get()) is not None:
+            work, done = item
+            error = broken or attempt(work)
+            if done is None:
+                broken = error  # the bytes behind a failed wait may be half written: copy none of them
+            else:
+                report(done, error)
+            del item, work, done, error  # what a copy held must not outlive it until the next one comes
+
+
+def attempt(copy: Copy) -> BaseException | None:
+    """Run ``copy`` and return its error."""
+    try:
+        copy()
+    except BaseException as error:  # noqa: BLE001 - handed on, whatever it is
+        return error
+    return None
+
+
+def report(done: Done, error: BaseException | None) -> None:
+    """Call ``done``, whose own mistakes must not end the thread that the other copies need."""
+    try:
+        done(error)
+    except Exception:
+        log.exception("copy.callback_failed")
+
+
+def _blocking_wait(after: After) -> Copy:
+    """Return what blocks until ``after``. ``synchronize`` goes first: a torch event's ``wait`` blocks no thread."""
+    for name in ("synchronize", "wait"):
+        wait = getattr(after, name, None)
+        if callable(wait) and not inspect.iscoroutinefunction(wait):
+            return wait  # type: ignore[no-any-return]  # whatever it returns is not looked at
+    raise ConfigurationError(
+        f"after must be a torch event, or on a CPU have a blocking synchronize() or wait(), got {type(after).__name__}"
+    )

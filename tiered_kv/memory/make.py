@@ -1,0 +1,21 @@
+"""The device for a set of tensors."""
+
+import torch
+
+from tiered_kv.errors import ConfigurationError
+from tiered_kv.memory.cuda import CUDADevice
+from tiered_kv.memory.device import CPUDevice, Device
+
+
+def make_device(device: torch.device | str) -> Device:
+    """Return the device the engine's tensors are on, ``"cpu"`` or ``"cuda:0"``; the caller closes it.
+
+    Raises:
+        ConfigurationError: There is no such device, or none of a kind known here.
+    """
+    wanted = torch.device(device)
+    if wanted.type == "cpu":
+        return CPUDevice()
+    if wanted.type == "cuda":
+        return CUDADevice(wanted)
+    raise ConfigurationError(f"KV on {wanted} is not supported: tensors must be on a CPU or a CUDA device")

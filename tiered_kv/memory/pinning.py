@@ -1,0 +1,116 @@
+"""Getting a slab's memory ready in the background: allocated page by page, and page-locked where a GPU will reach it.
+
+Page-locking hundreds of GiB takes minutes and may fail half-way, and serving need not wait for either: a slab is right
+from the start, only slower.
+"""
+
+import enum
+import threading
+from collections.abc import Callable
+
+import structlog
+import torch
+from torch import Tensor
+
+from tiered_kv.memory.host import HostSlab, slots_per_piece, touch
+
+log = structlog.get_logger("tiered_kv")
+
+_TOUCH_BYTES = 64 << 20
+"""Touched at once, 0.3 s at worst: `Pinning.close` waits for no more on a CPU."""
+
+
+class PinState(enum.Enum):
+    """What a copy to or from the slab can count on."""
+
+    PREPARING = "preparing"
+    """Some pieces are not touched or not page-locked yet."""
+    PINNED = "pinned"
+    """All of it is page-locked."""
+    PAGEABLE = "pageable"
+    """All there is to come has come, and not all of it is page-locked: by design on a CPU, said in the log on a GPU."""
+
+
+class Pinning:
+    """The preparation of one slab, by a daemon thread of its own, in pieces of whole slots and 1 GiB at most.
+
+    Attributes:
+        state: Where it stands.
+        reason: Why it is pageable; empty otherwise.
+        ready_bytes: Bytes touched so far.
+        pinned_bytes: Bytes page-locked so far.
+        num_bytes: Bytes in all.
+    """
+
+    def __init__(
+        self,
+        slab: HostSlab,
+        *,
+        lock: Callable[[int, int], None] | None = None,
+        unlock: Callable[[int], None] | None = None,
+        reason: str = "",
+    ) -> None:
+        """Start it.
+
+        Args:
+            slab: Its mapping lives until this is closed.
+            lock: Page-locks ``(address, num_bytes)`` or raises; None leaves the memory pageable.
+            unlock: Undoes it for an address.
+            reason: Why ``lock`` is None.
+        """
+        self.state = PinState.PREPARING
+        self.reason = reason
+        self.ready_bytes = 0
+        self.pinned_bytes = 0
+        self.num_bytes = slab.num_bytes
+        self._name = slab.name
+        self._rows = slab.rows
+        self._lock, self._unlock = lock, unlock
+        self._locked: list[int] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"tiered_kv-pin-{slab.name}", daemon=True)
+        self._thread.start()
+
+    def wait(self, timeout_s: float | None = None) -> PinState:
+        """Wait until nothing more is coming, or ``timeout_s`` have passed, and return the state."""
+        self._thread.join(timeout_s)
+        return self.state
+
+    def close(self) -> None:
+        """Stop, once a piece at hand is locked, and unlock everything. No copy may be under way. Again does nothing."""
+        self._stop.set()
+        self._thread.join()
+        while self._locked and self._unlock is not None:
+            self._unlock(self._locked.pop())
+        self.pinned_bytes = 0
+        self.state = PinState.PAGEABLE
+        self._rows = self._rows.new_empty(0, 1)
+
+    def _run(self) -> None:
+        stride_bytes = self._rows.shape[1] * 8
+        for piece in torch.split(self._rows, slots_per_piece(stride_bytes)):
+            for part in torch.split(piece, max(1, _TOUCH_BYTES // stride_bytes)):
+                if self._stop.is_set():
+                    return
+                touch(part)
+                self.ready_bytes += part.nbytes
+            self._try_to_lock(piece)
+        self.state = PinState.PAGEABLE if self._lock is None else PinState.PINNED
+
+    def _try_to_lock(self, piece: Tensor) -> None:
+        if self._lock is None:
+            return
+        try:
+            self._lock(piece.data_ptr(), piece.nbytes)
+        except Exception as error:  # noqa: BLE001 - whatever the driver says, the slab serves as pageable memory
+            self.reason, self._lock = str(error) or repr(error), None
+            log.warning(
+                "host_memory.pageable",
+                slab=self._name,
+                reason=self.reason,
+                pinned_bytes=self.pinned_bytes,
+                wanted_bytes=self.num_bytes,
+            )
+        else:
+            self._locked.append(piece.data_ptr())
+            self.pinned_bytes += piece.nbytes
