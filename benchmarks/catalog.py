@@ -21,7 +21,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from catalog_common import BATCH, NUM_CALLS, Figures, Stopwatch, resident_bytes
+from _catalog_common import BATCH, NUM_CALLS, Figures, Stopwatch, resident_bytes
 from tiered_kv.catalog import TierIndex, locate
 from tiered_kv.keys import BlockKeys, Names, Namespace
 
@@ -131,7 +131,7 @@ def main() -> None:
         return
     systems = {"tiered_kv": [sys.executable, __file__, "--measure"]}
     if has_vllm(options.vllm_python):
-        systems["vllm"] = [options.vllm_python, str(Path(__file__).with_name("catalog_vllm.py"))]
+        systems["vllm"] = [options.vllm_python, str(Path(__file__).with_name("_catalog_vllm.py"))]
     else:
         print(f"{options.vllm_python} cannot import vLLM: measuring ours alone")
     rows = [

@@ -1,4 +1,4 @@
-"""vLLM's CPU offloading manager, measured by the steps of catalog.py, which starts this: catalog_vllm.py NUM POLICY."""
+"""vLLM's CPU offloading manager, measured by the steps of catalog.py, which starts this: _catalog_vllm.py NUM POLICY."""
 
 import gc
 import json
@@ -14,7 +14,7 @@ from vllm.v1.kv_offload.base import (  # type: ignore[import-not-found, unused-i
 )
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager  # type: ignore[import-not-found, unused-ignore]
 
-from catalog_common import BATCH, NUM_CALLS, Figures, Stopwatch, resident_bytes
+from _catalog_common import BATCH, NUM_CALLS, Figures, Stopwatch, resident_bytes
 
 Request = tuple[ReqContext, list[OffloadKey]]
 
