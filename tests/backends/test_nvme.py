@@ -1,10 +1,27 @@
-from collections.abc import AsyncIterator
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, asynccontextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from tiered_kv.testing import SlotBackendTests, open_backend
+from tiered_kv.backend import Block, Outcome, RecordShape, Recovered
+from tiered_kv.errors import ClosedError, ConfigurationError
+from tiered_kv.keys import BlockKey, Namespace
+from tiered_kv.record import verify
+from tiered_kv.testing import SlotBackendTests, block_names, make_block, open_backend, open_context
 from tiered_kv_backends.nvme import NVMeBackend
+
+PAYLOAD = 60_000
+STRIDE = RecordShape(b"", PAYLOAD).stride_bytes
+MIB = 1 << 20
+FileLimit = Callable[[int], AbstractContextManager[None]]
 
 
 @pytest.mark.parametrize("direct", ["auto", "never"])
@@ -12,6 +29,364 @@ class TestNVMeBackend(SlotBackendTests):
     @pytest.fixture
     async def backend(self, tmp_path: Path, direct: str) -> AsyncIterator[NVMeBackend]:
         """One on the disk of the tests' folder."""
-        settings = NVMeBackend.Settings(path=tmp_path, capacity="32MiB", direct=direct)
-        async with open_backend(NVMeBackend(settings)) as backend:
+        async with open_backend(backend_at(tmp_path, direct=direct, capacity="32MiB")) as backend:
             yield backend
+
+
+def shape_of(model: str) -> RecordShape:
+    """Return the records of a model."""
+    return RecordShape(hashlib.sha256(model.encode()).digest(), PAYLOAD)
+
+
+def key_of(n: int, model: str = "a") -> BlockKey:
+    """Return the ``n``-th key of a model."""
+    return BlockKey(Namespace(shape_of(model).fingerprint, bytes(32)), hashlib.sha256(b"%d" % n).digest())
+
+
+def content_of(n: int) -> bytes:
+    """Return what block ``n`` holds."""
+    return np.random.default_rng(n).bytes(PAYLOAD)
+
+
+def backend_at(path: Path, **settings: object) -> NVMeBackend:
+    """Return a tier of 4 MiB, unless settings say otherwise."""
+    return NVMeBackend(NVMeBackend.Settings.model_validate({"path": path, "capacity": 4 * MIB, **settings}))
+
+
+class Tier:
+    """An open tier of one model, and blocks of it by number."""
+
+    def __init__(self, backend: NVMeBackend, found: Recovered, model: str) -> None:
+        self.backend = backend
+        self.found = found
+        self.model = model
+
+    async def write(self, blocks: dict[int, int]) -> list[Outcome]:
+        """Write ``{slot: n}``."""
+        keys = [key_of(n, self.model) for n in blocks.values()]
+        records = [make_block(content_of(n), key) for n, key in zip(blocks.values(), keys, strict=True)]
+        return await self.backend.write(0, slots_of(blocks), block_names(keys), records)
+
+    async def verified(self, blocks: dict[int, int]) -> list[Outcome]:
+        """Read ``{slot: n}`` and verify each as the cache does; check that no other bytes pass."""
+        into = [Block.empty(PAYLOAD) for _ in blocks]
+        outcomes = await self.backend.read(0, slots_of(blocks), into)
+        for i, (n, block) in enumerate(zip(blocks.values(), into, strict=True)):
+            if outcomes[i] is Outcome.HIT:
+                outcomes[i] = verify(key_of(n, self.model), block)
+            assert outcomes[i] is not Outcome.HIT or bytes(block.payload) == content_of(n)
+        return outcomes
+
+    def recovered(self, num_blocks: int) -> dict[int, int]:
+        """Return ``{slot: n}`` of what was there when it was opened, if it is among the first so many."""
+        numbers = {block_names([key_of(n, self.model)]).tobytes(): n for n in range(num_blocks)}
+        slots = self.found.slots.tolist()
+        return {slot: numbers[name.tobytes()] for name, slot in zip(self.found.names, slots, strict=True)}
+
+
+def slots_of(slots: dict[int, int]) -> NDArray[np.int64]:
+    """Return the slots of ``{slot: n}``."""
+    return np.array(list(slots), np.int64)
+
+
+@asynccontextmanager
+async def open_tier(path: Path, model: str = "a", **settings: object) -> AsyncIterator[Tier]:
+    """Yield a tier of one model."""
+    backend = backend_at(path, **settings)
+    with open_context(shape_of(model)) as context:
+        (found,) = await backend.open(context)
+        try:
+            yield Tier(backend, found, model)
+        finally:
+            await backend.aclose()
+
+
+def slab_of(path: Path, model: str = "a") -> Path:
+    """Return where a model's records are."""
+    return path / shape_of(model).fingerprint.hex() / "slab"
+
+
+def disk_usage(path: Path) -> int:
+    """Return what ``du`` says, in bytes."""
+    return sum(file.lstat().st_blocks * 512 for file in (path, *path.rglob("*")))
+
+
+def count_up(num_blocks: int) -> dict[int, int]:
+    """Return block ``n`` in slot ``n``."""
+    return {n: n for n in range(num_blocks)}
+
+
+@pytest.mark.parametrize("offset", [0, 100, 4090, 4096 + 7, 4096 + PAYLOAD - 1])
+async def test_a_flipped_byte_is_never_a_hit(tmp_path: Path, offset: int) -> None:
+    """Wherever in a record a byte changes, that block is corrupt, or no record at all, and its neighbours are right."""
+    async with open_tier(tmp_path) as tier:
+        await tier.write(count_up(3))
+    with slab_of(tmp_path).open("r+b") as slab:
+        slab.seek(STRIDE + offset)
+        byte = slab.read(1)[0]
+        slab.seek(STRIDE + offset)
+        slab.write(bytes([byte ^ 1]))
+    async with open_tier(tmp_path) as tier:
+        first, flipped, last = await tier.verified(count_up(3))
+        assert (first, last) == (Outcome.HIT, Outcome.HIT)
+        # The unused rest of a header is covered by no checksum: nothing there is ever read.
+        assert flipped is (Outcome.HIT if offset == 4090 else Outcome.CORRUPT)
+
+
+async def test_a_truncated_slab_loses_what_was_cut_off(tmp_path: Path) -> None:
+    """Blocks within the file are served, those cut off, in part or whole, are not there; their slots work again."""
+    async with open_tier(tmp_path) as tier:
+        await tier.write(count_up(8))
+    os.truncate(slab_of(tmp_path), 3 * STRIDE + 5000)
+    async with open_tier(tmp_path) as tier:
+        assert tier.recovered(8) == count_up(3)
+        assert await tier.verified(count_up(8)) == [Outcome.HIT] * 3 + [Outcome.MISS] * 5
+        assert await tier.write({3: 3, 7: 7}) == [Outcome.STORED] * 2
+        assert await tier.verified({3: 3, 7: 7}) == [Outcome.HIT] * 2
+
+
+async def test_a_slab_cut_while_open_is_a_miss(tmp_path: Path) -> None:
+    """A file that ends before the slot that is read says that nothing is there."""
+    async with open_tier(tmp_path) as tier:
+        await tier.write(count_up(8))
+        os.truncate(slab_of(tmp_path), 3 * STRIDE + 5000)
+        assert await tier.verified(count_up(8)) == [Outcome.HIT] * 3 + [Outcome.MISS] * 5
+
+
+async def test_a_stale_journal_costs_misses(tmp_path: Path) -> None:
+    """Slots that were written over since the journal was are no hits under the names that it remembers."""
+    journal = slab_of(tmp_path).with_name("journal")
+    async with open_tier(tmp_path) as tier:
+        await tier.write(count_up(4))
+        stale = journal.read_bytes()
+        await tier.write({1: 11, 2: 12})
+    journal.write_bytes(stale)
+    async with open_tier(tmp_path) as tier:
+        assert tier.recovered(4) == count_up(4)
+        assert await tier.verified(count_up(4)) == [Outcome.HIT, Outcome.MISS, Outcome.MISS, Outcome.HIT]
+
+
+async def test_without_its_journal_a_slab_is_empty(tmp_path: Path) -> None:
+    """Records that nothing names are written over."""
+    async with open_tier(tmp_path) as tier:
+        await tier.write(count_up(4))
+    slab_of(tmp_path).with_name("journal").unlink()
+    async with open_tier(tmp_path) as tier:
+        assert tier.recovered(4) == {}
+        assert await tier.write({0: 1}) == [Outcome.STORED]
+
+
+async def test_a_smaller_capacity_keeps_what_fits(tmp_path: Path) -> None:
+    """After a change of capacity, blocks in slots that still exist are found."""
+    async with open_tier(tmp_path) as tier:
+        num_slots = tier.found.num_slots
+        await tier.write(count_up(num_slots))
+    async with open_tier(tmp_path, capacity=2 * MIB) as tier:
+        assert tier.found.num_slots < num_slots
+        assert tier.recovered(num_slots) == count_up(tier.found.num_slots)
+        assert disk_usage(tmp_path) <= 2 * MIB
+    async with open_tier(tmp_path, capacity=8 * MIB) as tier:
+        assert tier.found.num_slots > num_slots
+        blocks = tier.recovered(num_slots)
+        assert blocks
+        assert set(await tier.verified(blocks)) == {Outcome.HIT}
+
+
+async def test_the_limit_holds_whatever_is_done(tmp_path: Path) -> None:
+    """Everything under the path together stays within the capacity: full, written over, forgotten, checkpointed."""
+    async with open_tier(tmp_path) as tier:
+        num_slots = tier.found.num_slots
+        assert num_slots * STRIDE > 3.5 * MIB
+        for number in range(5):
+            assert set(await tier.write({slot: slot + number * num_slots for slot in range(num_slots)}))
+            for slot in range(num_slots):
+                await tier.backend.forget(0, slots_of({slot: slot}))
+            await tier.backend.checkpoint(0, block_names([]), slots_of({}), sync=True)
+            assert disk_usage(tmp_path) <= 4 * MIB
+
+
+async def test_several_groups_share_the_capacity(tmp_path: Path) -> None:
+    """Each KV group gets the same number of slots, however long its records are."""
+    shapes = [RecordShape(hashlib.sha256(b"%d" % size).digest(), size) for size in (PAYLOAD, 1000)]
+    backend = backend_at(tmp_path)
+    with open_context(*shapes) as context:
+        first, second = await backend.open(context)
+        assert first.num_slots == second.num_slots
+        assert first.num_slots * sum(shape.stride_bytes for shape in shapes) > 3.5 * MIB
+        for group, (shape, found) in enumerate(zip(shapes, (first, second), strict=True)):
+            keys = [BlockKey(Namespace(shape.fingerprint, bytes(32)), n.to_bytes(32)) for n in range(found.num_slots)]
+            blocks = [make_block(bytes(shape.payload_bytes), key) for key in keys]
+            outcomes = await backend.write(group, np.arange(found.num_slots), block_names(keys), blocks)
+            assert set(outcomes) == {Outcome.STORED}
+        await backend.aclose()
+    assert disk_usage(tmp_path) <= 4 * MIB
+
+
+async def test_other_models_make_room_when_it_is_needed(tmp_path: Path) -> None:
+    """Another fingerprint's blocks stay while there is room, and then go oldest first, no more than needed."""
+    for model in ("oldest", "older"):
+        async with open_tier(tmp_path, model) as tier:
+            await tier.write(count_up(20))
+    used = disk_usage(tmp_path)
+    async with open_tier(tmp_path, "new", capacity=used + MIB) as tier:
+        await tier.write(count_up(1))
+        assert tier.backend.describe()["reclaimed_fingerprints"] == 0
+        await tier.write(count_up(16))
+        assert tier.backend.describe()["reclaimed_fingerprints"] == 1
+        assert not slab_of(tmp_path, "oldest").exists()
+        assert slab_of(tmp_path, "older").exists()
+        assert disk_usage(tmp_path) <= used + MIB
+    async with open_tier(tmp_path, "older", capacity=used + MIB) as tier:
+        assert tier.recovered(20) == count_up(20)
+        assert await tier.verified(count_up(20)) == [Outcome.HIT] * 20
+
+
+async def test_one_owner(tmp_path: Path) -> None:
+    """A directory that another process holds is refused by name and process, and is free when that one is gone."""
+    tmp_path.joinpath("lock").touch()
+    hold = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_EX); print(flush=True); input()"
+    command = [sys.executable, "-c", hold, str(tmp_path / "lock")]
+    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # noqa: ASYNC220 - starts at once
+    with other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        with pytest.raises(ConfigurationError, match="held by another NVMe tier") as raised:
+            async with open_tier(tmp_path):
+                pass
+        assert str(tmp_path) in str(raised.value)
+        other.kill()
+    async with open_tier(tmp_path):
+        with pytest.raises(ConfigurationError, match=f"process {os.getpid()}"):
+            async with open_tier(tmp_path):
+                pass
+    async with open_tier(tmp_path):
+        pass
+
+
+async def test_only_the_owner_may_read(tmp_path: Path) -> None:
+    """Directories are 0700 and files 0600."""
+    path = tmp_path / "deep" / "tier"
+    async with open_tier(path) as tier:
+        await tier.write(count_up(1))
+        modes = {file.stat().st_mode & 0o777 for file in path.rglob("*") if file.is_file()}
+        assert modes == {0o600}
+        assert {file.stat().st_mode & 0o777 for file in (path, *path.rglob("*")) if file.is_dir()} == {0o700}
+
+
+async def test_what_can_never_work_is_said_with_numbers(tmp_path: Path) -> None:
+    """A path that is a file, a capacity below one block or beyond the disk are errors before anything is made."""
+    file = tmp_path / "file"
+    file.touch()
+    free_bytes = shutil.disk_usage(tmp_path).free
+    cases = [
+        (file, 4 * MIB, "write"),
+        (tmp_path / "b", 5000, "5000"),
+        (tmp_path / "c", 3 * free_bytes, "lower capacity"),
+    ]
+    for path, capacity, message in cases:
+        with pytest.raises(ConfigurationError, match=message):
+            async with open_tier(path, capacity=capacity):
+                pass
+    async with open_tier(tmp_path / "c"):  # the one that failed holds nothing
+        pass
+
+
+async def test_closed_is_said(tmp_path: Path) -> None:
+    """Before opening and after closing every call says so; a second close is harmless."""
+    unopened = backend_at(tmp_path)
+    await unopened.aclose()
+    async with open_tier(tmp_path) as tier:
+        pass
+    await tier.backend.aclose()
+    for backend in (unopened, tier.backend):
+        with pytest.raises(ClosedError):
+            await backend.read(0, np.arange(1), [Block.empty(PAYLOAD)])
+        with pytest.raises(ClosedError):
+            await backend.forget(0, np.arange(1))
+        assert backend.describe() == {}
+
+
+async def test_a_slot_that_is_none(tmp_path: Path) -> None:
+    """Slots outside the slab are an error before anything moves."""
+    async with open_tier(tmp_path) as tier:
+        for slot in (-1, tier.found.num_slots):
+            with pytest.raises(ConfigurationError, match=str(slot)):
+                await tier.write({0: 0, slot: 1})
+        assert await tier.verified({0: 0}) == [Outcome.MISS]
+
+
+@pytest.mark.parametrize("direct", ["auto", "never"])
+async def test_a_place_that_fails_is_one_block(tmp_path: Path, direct: str, files_no_longer_than: FileLimit) -> None:
+    """In one batch, blocks whose place cannot be written fail, the others are stored, and are found again."""
+    async with open_tier(tmp_path, direct=direct) as tier:
+        await tier.write(count_up(8))
+        with files_no_longer_than(5 * STRIDE + 8192):
+            outcomes = await tier.write({slot: slot + 8 for slot in range(8)})
+        assert outcomes == [Outcome.STORED] * 5 + [Outcome.FAILED] * 3
+        assert tier.backend.describe()["last_error"]
+        assert await tier.verified({0: 8, 4: 12, 6: 6, 7: 7}) == [Outcome.HIT] * 4
+    async with open_tier(tmp_path) as tier:
+        assert tier.recovered(16) == {slot: slot + 8 for slot in range(5)} | {5: 5, 6: 6, 7: 7}
+
+
+async def test_a_slab_that_cannot_grow(tmp_path: Path, files_no_longer_than: FileLimit) -> None:
+    """Blocks whose slots get no place on the disk fail, and are stored once there is one."""
+    async with open_tier(tmp_path) as tier:
+        with files_no_longer_than(STRIDE):
+            assert await tier.write(count_up(4)) == [Outcome.FAILED] * 4
+        assert await tier.write(count_up(4)) == [Outcome.STORED] * 4
+        assert await tier.verified(count_up(4)) == [Outcome.HIT] * 4
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A filesystem of 16 MiB."""
+    mount, umount = shutil.which("mount"), shutil.which("umount")
+    command = [mount or "", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(tmp_path)]
+    if not mount or not umount or subprocess.run(command, check=False, capture_output=True).returncode:
+        pytest.skip("no right to mount a small filesystem: run as root")
+    yield tmp_path
+    subprocess.run([umount, "--lazy", str(tmp_path)], check=True)
+
+
+async def test_a_full_disk_fails_blocks_and_recovers(small_disk: Path) -> None:
+    """ENOSPC fails what it hits, reads go on, and when there is room again so do writes."""
+    path = small_disk / "tier"
+    async with open_tier(path, capacity=8 * MIB) as tier:
+        with pytest.raises(OSError, match="No space"):
+            (small_disk / "filler").write_bytes(bytes(17 * MIB))
+        assert await tier.write(count_up(4)) == [Outcome.FAILED] * 4
+        assert "No space" in str(tier.backend.describe()["last_error"])
+        (small_disk / "filler").unlink()
+        assert await tier.write(count_up(4)) == [Outcome.STORED] * 4
+    async with open_tier(path, capacity=8 * MIB) as tier:
+        assert tier.recovered(4) == count_up(4)
+
+
+async def test_a_small_disk_is_known_at_start(small_disk: Path) -> None:
+    """A capacity that the filesystem cannot hold says by how much."""
+    with pytest.raises(ConfigurationError, match="lower capacity by at least"):
+        async with open_tier(small_disk / "tier", capacity=17 * MIB):
+            pass
+
+
+async def test_the_mode_in_use_is_said(tmp_path: Path) -> None:
+    """``describe`` says whether I/O is direct, and why not."""
+    async with open_tier(tmp_path, direct="never") as tier:
+        facts = tier.backend.describe()
+        assert facts["io"] == "buffered"
+        assert facts["io_reason"]
+        assert facts["num_slots"] == tier.found.num_slots
+
+
+async def test_memory_that_direct_io_cannot_take_fails_alone(tmp_path: Path) -> None:
+    """A block in memory that is not page-aligned is refused by the kernel; the rest of its batch arrives."""
+    async with open_tier(tmp_path) as tier:
+        if tier.backend.describe()["io"] != "direct":
+            pytest.skip("no O_DIRECT here: set TMPDIR to a folder on a disk")
+        await tier.write(count_up(3))
+        memory = memoryview(bytearray(STRIDE + 4097))[1:]
+        crooked = Block(memory[:4096], memory[4096:STRIDE], PAYLOAD)
+        into = [Block.empty(PAYLOAD), crooked, Block.empty(PAYLOAD)]
+        outcomes = await tier.backend.read(0, np.arange(3), into)
+        assert outcomes == [Outcome.HIT, Outcome.FAILED, Outcome.HIT]

@@ -146,12 +146,13 @@ class BackendTests:
         """Whoever reads while others write gets one of the records whole, or a miss; never a mixture."""
         key = block_key(1, len(GROUPS) - 1)
         blocks = [make_block(_content(n, _ODD), key) for n in range(8)]
-        into = [Block.empty(_ODD) for _ in range(24)]
+        into = [Block.empty(_ODD) for _ in blocks]
         await backend.write([key], [blocks[0]])
-        reads = [backend.read([key], [block]) for block in into]
-        outcomes = await asyncio.gather(*reads, *(backend.write([key], [block]) for block in blocks))
+        pairs = zip(blocks, into, strict=True)
+        calls = ((backend.write([key], [block]), backend.read([key], [buffer])) for block, buffer in pairs)
+        outcomes = await asyncio.gather(*chain.from_iterable(calls))
         written = {bytes(block) for block in blocks}
-        for block, (outcome,) in zip(into, outcomes, strict=False):
+        for block, (outcome,) in zip(into, outcomes[1::2], strict=True):
             assert outcome in {Outcome.HIT, Outcome.MISS}
             assert outcome is Outcome.MISS or bytes(block) in written
 

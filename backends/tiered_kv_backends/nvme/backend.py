@@ -33,8 +33,8 @@ from tiered_kv_backends.nvme.slab import Moved, Slab, probe_direct_io
 T = TypeVar("T")
 Slots = NDArray[np.int64]
 
-_GROWTH_BYTES = 256 << 20
-"""How far ahead of its use a slab is given its place on the disk."""
+_MAX_GROWTH_BYTES = 256 << 20
+"""How far ahead of its use, at most, a slab is given its place on the disk."""
 _GONE = {errno.EBADF, errno.ENODEV, errno.ENXIO, errno.ESTALE, errno.ESHUTDOWN}
 """What says that the whole medium is gone, not one place of it."""
 
@@ -204,7 +204,7 @@ class NVMeBackend(SlotBackend):
         """Give slots their place on the disk, some ahead of their use. Those that get none will fail to be written."""
         if num_slots <= slab.num_allocated:
             return
-        ahead = max(1, _GROWTH_BYTES // slab.shape.stride_bytes)
+        ahead = min(_MAX_GROWTH_BYTES // slab.shape.stride_bytes, slab.num_slots // 32)
         for wanted in (min(slab.num_slots, num_slots + ahead), num_slots):
             try:
                 slab.grow(wanted, self._directory.allocate)
