@@ -33,9 +33,9 @@ help:
 	@echo "Setting up .venv for '$*' (the first time this downloads $(TORCH) and takes minutes) ..."
 	@test -x $(IN_VENV)pip || $(PYTHON) -m venv .venv
 	@$(PIP) install -c constraints.txt '$(TORCH)' || { \
-		echo "No $(TORCH) for $$($(IN_VENV)python -V). Name an index of CPU builds in PIP_EXTRA_INDEX_URL,"; \
-		echo "take whatever build there is, CUDA included: make $(MAKECMDGOALS) TORCH=$(TORCH:+cpu=)"; \
-		echo "or remove .venv and choose another interpreter: make $(MAKECMDGOALS) PYTHON=..."; exit 1; }
+		echo "No $(TORCH) for $$($(IN_VENV)python -V) at the package indexes pip knows; taking $(TORCH:+cpu=) instead."; \
+		echo "(An index of CPU builds in PIP_EXTRA_INDEX_URL would save the download of CUDA.)"; \
+		$(PIP) install -c constraints.txt '$(TORCH:+cpu=)'; }
 	@$(PIP) install -c constraints.txt -e '.[$*]'
 	@touch $@
 
