@@ -109,6 +109,8 @@ class Device(ABC):
         Returns:
             Whether all has ended. If not, a copy hangs in some stream, and pinned memory stays pinned under it.
         """
+        for pinning in self._pinnings:
+            pinning.stop()
         for stream in self._streams:
             stream.close()
         if not all(stream.join(timeout_s) for stream in self._streams):
@@ -215,7 +217,7 @@ def _blocking_wait(after: After) -> Copy:
     """Return what blocks until ``after``. ``synchronize`` goes first: a torch event's ``wait`` blocks no thread."""
     for name in ("synchronize", "wait"):
         wait = getattr(after, name, None)
-        if callable(wait) and not inspect.iscoroutinefunction(wait):
+        if callable(wait) and not isinstance(after, type) and not inspect.iscoroutinefunction(wait):
             return wait  # type: ignore[no-any-return]  # whatever it returns is not looked at
     raise ConfigurationError(
         f"after must be a torch event, or on a CPU have a blocking synchronize() or wait(), got {type(after).__name__}"

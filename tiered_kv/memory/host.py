@@ -31,9 +31,9 @@ _madvise = ctypes.CDLL(None, use_errno=True).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-def slots_per_piece(stride_bytes: int) -> int:
-    """Count the slots that are page-locked together: 1 GiB at most. No DMA may cross from one piece to the next."""
-    return max(1, PIECE_BYTES // stride_bytes)
+def slots_per_piece(stride_bytes: int, piece_bytes: int = PIECE_BYTES) -> int:
+    """Count the slots that are page-locked together. No DMA may cross from one such piece to the next."""
+    return max(1, piece_bytes // stride_bytes)
 
 
 class HostSlab:

@@ -12,7 +12,7 @@ import structlog
 import torch
 from torch import Tensor
 
-from tiered_kv.memory.host import HostSlab, slots_per_piece, touch
+from tiered_kv.memory.host import PIECE_BYTES, HostSlab, slots_per_piece, touch
 
 log = structlog.get_logger("tiered_kv")
 
@@ -49,6 +49,7 @@ class Pinning:
         lock: Callable[[int, int], None] | None = None,
         unlock: Callable[[int], None] | None = None,
         reason: str = "",
+        piece_bytes: int = PIECE_BYTES,
     ) -> None:
         """Start it.
 
@@ -57,6 +58,7 @@ class Pinning:
             lock: Page-locks ``(address, num_bytes)`` or raises; None leaves the memory pageable.
             unlock: Undoes it for an address.
             reason: Why ``lock`` is None.
+            piece_bytes: Locked at once, but no less than a slot.
         """
         self.state = PinState.PREPARING
         self.reason = reason
@@ -67,6 +69,7 @@ class Pinning:
         self._rows = slab.rows
         self._lock, self._unlock = lock, unlock
         self._locked: list[int] = []
+        self._piece_slots = slots_per_piece(slab.stride_bytes, piece_bytes)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"tiered_kv-pin-{slab.name}", daemon=True)
         self._thread.start()
@@ -76,9 +79,13 @@ class Pinning:
         self._thread.join(timeout_s)
         return self.state
 
-    def close(self) -> None:
-        """Stop, once a piece at hand is locked, and unlock everything. No copy may be under way. Again does nothing."""
+    def stop(self) -> None:
+        """Begin no further piece. Does not wait for the one at hand."""
         self._stop.set()
+
+    def close(self) -> None:
+        """Stop, wait for the piece at hand, unlock everything. No copy may be under way. Again does nothing."""
+        self.stop()
         self._thread.join()
         while self._locked and self._unlock is not None:
             self._unlock(self._locked.pop())
@@ -88,9 +95,10 @@ class Pinning:
 
     def _run(self) -> None:
         stride_bytes = self._rows.shape[1] * 8
-        for piece in torch.split(self._rows, slots_per_piece(stride_bytes)):
+        for piece in torch.split(self._rows, self._piece_slots):
             for part in torch.split(piece, max(1, _TOUCH_BYTES // stride_bytes)):
                 if self._stop.is_set():
+                    self.state = PinState.PAGEABLE
                     return
                 touch(part)
                 self.ready_bytes += part.nbytes

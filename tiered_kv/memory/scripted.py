@@ -3,6 +3,7 @@
 Streams are queues as everywhere; `ScriptedDevice.step` runs the copy at the head of one, in the caller's thread.
 """
 
+import inspect
 import random
 from collections import deque
 from dataclasses import dataclass
@@ -94,7 +95,9 @@ class ScriptedDevice(Device):
 
     def check(self, after: After) -> None:
         """Raise `ConfigurationError` unless ``after`` can say whether it has happened: ``is_set()`` or ``query()``."""
-        if not callable(getattr(after, "is_set", None)) and not callable(getattr(after, "query", None)):
+        asks = callable(getattr(after, "is_set", None)) or callable(getattr(after, "query", None))
+        # An asyncio.Event could be asked as well, but no real device takes one.
+        if not asks or isinstance(after, type) or inspect.iscoroutinefunction(getattr(after, "wait", None)):
             raise ConfigurationError(f"after must have is_set() or query() here, got {type(after).__name__}")
 
     def free_bytes(self) -> int:

@@ -1,0 +1,114 @@
+"""Binding the engine's tensors: what is accepted, how it is seen, and what is refused before anything moves."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tiered_kv.errors import ConfigurationError, LayoutMismatchError
+from tiered_kv.layout import KVCaches, KVGroup
+from tiered_kv.memory import CPUDevice, PagedCaches
+
+GROUP = KVGroup(num_layers=3, num_kv_heads=2, head_dim=8, dtype="bfloat16", block_size=16)
+B = 10
+
+
+def bind(kv_caches: KVCaches, group: KVGroup = GROUP, axes: str | None = None) -> PagedCaches:
+    """Bind tensors on the CPU."""
+    return PagedCaches.bind(kv_caches, group, axes=axes, device=CPUDevice())
+
+
+def tensors(*shape: int, layers: int = 3, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+    """Return one tensor a layer."""
+    return [torch.zeros(shape, dtype=dtype) for _ in range(layers)]
+
+
+@pytest.mark.parametrize(
+    ("kv_caches", "axes", "num_fragments"),
+    [
+        (tensors(2, B, 16, 2, 8), None, 6),
+        (tensors(B, 2, 16, 2, 8), None, 3),
+        ([(torch.zeros(B, 16, 2, 8).bfloat16(),) * 2] * 3, None, 6),
+        (torch.zeros(3, 2, B, 16, 2, 8).bfloat16(), "LPBNHD", 6),
+        (torch.zeros(3, B, 2, 16, 2, 8).bfloat16(), "LBPNHD", 3),
+        (torch.zeros(B, 3, 2, 16, 2, 8).bfloat16(), "BLPNHD", 1),
+    ],
+)
+def test_what_lies_side_by_side_is_one_fragment(kv_caches: KVCaches, axes: str | None, num_fragments: int) -> None:
+    """Few large pieces move faster than many small ones: K and V, or all layers, where the engine's memory allows."""
+    caches = bind(kv_caches, axes=axes)
+    assert caches.num_pages == B
+    assert len(caches.fragments) == num_fragments
+    assert sum(fragment.num_bytes for fragment in caches.fragments) == GROUP.payload_bytes
+
+
+def test_fragments_of_blocks_of_several_pages_stay_apart() -> None:
+    """In a payload all pages of K come before V: where a block has several, K and V of a page are no neighbours."""
+    group = KVGroup(3, 2, 8, "bfloat16", block_size=32, page_size=16)
+    assert len(bind(tensors(B, 2, 16, 2, 8), group).fragments) == 6
+
+
+def test_the_engines_memory_is_seen_not_copied() -> None:
+    """What the engine writes later is what a fragment shows."""
+    kv = tensors(2, B, 16, 2, 8)
+    caches = bind(kv)
+    kv[1][1, 7] = 1.5
+    assert caches.fragments[3].pages[7].view(torch.bfloat16).eq(1.5).all()
+    assert not caches.fragments[3].pages[6].any()
+
+
+def test_tensors_made_for_inference_can_be_written() -> None:
+    """Engines allocate under inference mode, whose tensors torch lets nobody else write in place."""
+    with torch.inference_mode():
+        kv = tensors(2, B, 16, 2, 8)
+    bind(kv).fragments[0].pages[0].fill_(0)
+
+
+@pytest.mark.parametrize(
+    ("make", "axes", "says"),
+    [
+        (lambda: tensors(2, B, 16, 2, 8, layers=2), None, "3 layers, got the tensors of 2"),
+        (lambda: tensors(2, B, 16, 2, 8, dtype=torch.float16), None, "layer 0 is of float16, the KV group of bfloat16"),
+        (lambda: tensors(2, B, 16, 4, 8), None, "(2, 10, 16, 4, 8)"),
+        (lambda: tensors(B, 16, 2, 8), None, "1 tensor(s) of axes BNHD are not the 2 plane(s)"),
+        (lambda: [[*tensors(B, 16, 2, 8)]] * 3, None, "3 tensor(s) of axes BNHD are not the 2 plane(s)"),
+        (lambda: tensors(2, 2, 16, 2, 8), None, "pass axes="),
+        (lambda: tensors(2, B, 16, 2, 8), "PBNH", "must name each of BNHD once"),
+        (lambda: tensors(2, B, 16, 2, 8), "LBNHD", "must name each of BNHD once"),
+        (lambda: tensors(2, B, 2, 16, 8), "PBHND", "another order than the KV group's NHD"),
+        (lambda: [*tensors(2, B, 16, 2, 8)[:2], *tensors(2, B + 1, 16, 2, 8, layers=1)], None, "[10, 11]"),
+        (lambda: [each[..., :8] for each in tensors(2, B, 16, 2, 9)], None, "must be contiguous"),
+        (lambda: [each.expand(2, B, 16, 2, 8) for each in tensors(2, 1, 16, 2, 8)], None, "overlap"),
+        (lambda: [each.to("meta") for each in tensors(2, B, 16, 2, 8)], None, "layer 0 is on meta"),
+        (lambda: [each.to_sparse() for each in tensors(2, B, 16, 2, 8)], None, "sparse"),
+        (list, None, "no tensors"),
+    ],
+)
+def test_other_tensors_are_refused(make: Callable[[], Any], axes: str | None, says: str) -> None:
+    """Wrong layers, dtype, shape, planes, axes, pages, strides or device: an error that gives the numbers."""
+    with pytest.raises(LayoutMismatchError, match=re.escape(says)):
+        bind(make(), axes=axes)
+
+
+@pytest.mark.parametrize(
+    ("ids", "says"),
+    [
+        ([0, 10, 11], "block id 10 at position 1 is not in [0, 10)"),
+        ([3, 4, -1], "block id -1 at position 2 is not in [0, 10)"),
+        ([5, 3, 4, 3, 5], "block id 3 at position 3 is there twice"),
+    ],
+)
+def test_bad_block_ids_are_named(ids: list[int], says: str) -> None:
+    """Out of range or repeated: the first bad one, and where it is."""
+    with pytest.raises(ConfigurationError, match=re.escape(says)):
+        bind(tensors(2, B, 16, 2, 8)).check_ids(np.array(ids))
+
+
+def test_good_block_ids_pass() -> None:
+    """Any order, the ends of the range, none at all."""
+    caches = bind(tensors(2, B, 16, 2, 8))
+    caches.check_ids(np.array([9, 0, 4]))
+    caches.check_ids(np.array([], dtype=np.int64))

@@ -1,0 +1,100 @@
+"""The host slab: slots, headers, other processes, closing."""
+
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from tiered_kv.errors import ClosedError, ConfigurationError
+from tiered_kv.memory import HostSlab
+
+STRIDE = 8192
+PAYLOAD = 5000
+
+
+@pytest.fixture
+def slab() -> HostSlab:
+    """Six slots with padding."""
+    return HostSlab(6, STRIDE, PAYLOAD, name="test")
+
+
+def test_rows_payloads_and_padded_slots_are_the_same_memory(slab: HostSlab) -> None:
+    """Copies go by rows and I/O by buffers; each slot starts on a page."""
+    assert slab.rows.shape == (6, STRIDE // 8)
+    assert slab.rows.data_ptr() % 4096 == 0
+    slab.payload(2)[-1] = 7
+    assert slab.padded(2)[PAYLOAD - 1] == 7
+    assert slab.rows[2].view(torch.uint8)[PAYLOAD - 1] == 7
+    assert not slab.rows[[0, 1, 3, 4, 5]].any()
+    assert (len(slab.payload(2)), len(slab.padded(2)), slab.num_bytes) == (PAYLOAD, STRIDE, 6 * STRIDE)
+
+
+def test_blocks_are_lent_with_headers_of_their_own(slab: HostSlab) -> None:
+    """No two blocks in flight share a header page, and headers come back when the call ends, by an error too."""
+    with slab.blocks([4, 1]) as first, slab.blocks(range(3)) as second:
+        for number, block in enumerate([*first, *second]):
+            block.header[:] = bytes([number]) * 4096
+        assert [block.header[4095] for block in [*first, *second]] == [0, 1, 2, 3, 4]
+        assert [len(block.payload) for block in first] == [PAYLOAD, PAYLOAD]
+        first[0].payload[0] = 9
+    assert slab.payload(4)[0] == 9
+    lent = set()
+    for _ in range(200):
+        with suppress(ZeroDivisionError), slab.blocks([0]) as (block,):
+            lent.add(torch.frombuffer(block.header, dtype=torch.uint8).data_ptr())
+            raise ZeroDivisionError
+    assert len(lent) == 1
+
+
+def test_another_process_attaches_the_same_memory(slab: HostSlab) -> None:
+    """A worker that inherits the descriptor reads our bytes and we read its, each through an object of its own."""
+    slab.payload(3)[:5] = b"hello"
+    code = (
+        "import sys; from tiered_kv.memory import HostSlab\n"
+        f"slab = HostSlab.attach(int(sys.argv[1]), 6, {STRIDE}, {PAYLOAD})\n"
+        "slab.payload(5)[:5] = bytes(slab.payload(3)[:5]).upper()\n"
+        "slab.close()"
+    )
+    folder = str(Path(__file__).parents[2])
+    subprocess.run([sys.executable, "-c", code, str(slab.fd)], pass_fds=[slab.fd], cwd=folder, check=True)
+    assert bytes(slab.payload(5)[:5]) == b"HELLO"
+
+
+def test_a_slab_of_other_sizes_is_not_attached(slab: HostSlab) -> None:
+    """A worker set up otherwise hears so, instead of reading past the end."""
+    with pytest.raises(ConfigurationError, match="has 49152 bytes, 57344 are expected"):
+        HostSlab.attach(slab.fd, 7, STRIDE, PAYLOAD)
+
+
+@pytest.mark.parametrize(("num_slots", "stride", "payload"), [(-1, 4096, 1), (1, 4097, 1), (1, 4096, 4097), (1, 0, 0)])
+def test_impossible_sizes_are_refused(num_slots: int, stride: int, payload: int) -> None:
+    """Before any memory is taken, with the numbers."""
+    with pytest.raises(ConfigurationError, match=f"{num_slots} slots every {stride} bytes"):
+        HostSlab(num_slots, stride, payload)
+
+
+def test_a_slab_without_slots_works() -> None:
+    """A host tier of size 0 needs no case of its own."""
+    slab = HostSlab(0, 4096, 4096)
+    assert slab.rows.shape == (0, 512)
+    with slab.blocks([]) as blocks:
+        assert blocks == []
+    with pytest.raises(ConfigurationError, match="slot 0 is not one of the 0"):
+        slab.payload(0)
+    slab.close()
+
+
+def test_closing_leaves_views_alive(slab: HostSlab) -> None:
+    """A copy or a client may still hold memory of the slab when it is closed: it stays mapped until they let go."""
+    rows, payload = slab.rows, slab.payload(1)
+    rows[1] = 3
+    slab.close()
+    slab.close()
+    assert payload[0] == 3
+    rows[1] = 4
+    assert payload[0] == 4
+    with pytest.raises(ClosedError, match="test"):
+        slab.padded(1)
