@@ -19,7 +19,7 @@ import pytest
 from tiered_kv.backend import Backend, Block, Outcome, Recovered, SlotBackend
 from tiered_kv.errors import LayoutMismatchError
 from tiered_kv.record import verify
-from tiered_kv.testing.helpers import GROUPS, block_key, block_names, make_block, open_context
+from tiered_kv.testing.helpers import GROUPS, block_key, block_names, close_backend, make_block, open_context
 
 _SIZE = GROUPS[0].payload_bytes
 _ODD = GROUPS[-1].payload_bytes
@@ -161,7 +161,7 @@ class BackendTests:
         keys = [block_key(n) for n in range(3)]
         await backend.write(keys, [make_block(_content(n), key) for n, key in enumerate(keys)])
         await backend.delete(keys[2:])
-        await backend.aclose()
+        await close_backend(backend)
         with open_context() as context:
             await backend.open(context)
             into = [Block.empty(_SIZE) for _ in keys]
@@ -295,7 +295,7 @@ class SlotBackendTests:
 
     async def _reopen(self, backend: SlotBackend, known: list[int]) -> list[tuple[int, int]]:
         """Close and open; return the (key, slot) of the first group that are found, in order, and check their bytes."""
-        await backend.aclose()
+        await close_backend(backend)
         with open_context() as context:
             recovered = (await backend.open(context))[0]
             names = {block_names([block_key(n)]).tobytes(): n for n in known}

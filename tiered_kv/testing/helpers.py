@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from tiered_kv.record import encode
 
 T = TypeVar("T")
 AnyBackend = TypeVar("AnyBackend", bound=Backend | SlotBackend)
+_OPEN: WeakSet[Backend | SlotBackend] = WeakSet()
 
 GROUPS = tuple(
     RecordShape(hashlib.sha256(b"a test's KV group of %d bytes" % payload_bytes).digest(), payload_bytes)
@@ -50,18 +52,26 @@ class ThreadWorkers:
 
     def __init__(self, num_threads: int) -> None:
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = queue.SimpleQueue()
+        self._closed = False
         self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(num_threads)]
         for thread in self._threads:
             thread.start()
 
     def run(self, function: Callable[..., T], *args: object) -> "asyncio.Future[T]":
-        """Run ``function(*args)`` in one of the threads, from now on."""
+        """Run ``function(*args)`` in one of the threads, from now on.
+
+        Raises:
+            RuntimeError: The threads have ended.
+        """
+        if self._closed:
+            raise RuntimeError("the threads have ended")
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._calls.put((lambda: function(*args), future))
         return future
 
     def close(self) -> None:
         """End the threads behind the calls they have got."""
+        self._closed = True
         for _ in self._threads:
             self._calls.put(None)
         for thread in self._threads:
@@ -104,10 +114,18 @@ def open_context(*groups: RecordShape) -> Iterator[BackendContext]:
 
 @asynccontextmanager
 async def open_backend(backend: AnyBackend, *groups: RecordShape) -> AsyncIterator[AnyBackend]:
-    """Yield ``backend``, opened for `GROUPS` or the groups given; close it and its threads behind."""
+    """Yield ``backend``, opened for `GROUPS` or the groups given; close it, if it still is open, and its threads."""
     with open_context(*groups) as context:
         await backend.open(context)
+        _OPEN.add(backend)
         try:
             yield backend
         finally:
-            await backend.aclose()
+            if backend in _OPEN:
+                await close_backend(backend)
+
+
+async def close_backend(backend: Backend | SlotBackend) -> None:
+    """Close what `open_backend` has opened before its end: a backend is closed once."""
+    _OPEN.discard(backend)
+    await backend.aclose()
