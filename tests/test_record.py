@@ -1,0 +1,97 @@
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiered_kv.backend import Block, Outcome
+from tiered_kv.keys import BlockKey, Namespace, Shard
+from tiered_kv.record import HEADER_BYTES, encode, verify
+from tiered_kv_backends.nvme.journal import Journal, parse
+
+DATA = Path(__file__).parent / "data"
+
+
+@pytest.fixture(scope="module")
+def golden() -> ModuleType:
+    """The script that made the golden files."""
+    spec = importlib.util.spec_from_file_location("make_golden", DATA / "make_golden.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def block_of(record: bytes) -> Block:
+    """Return a block with these bytes."""
+    block = Block.empty(len(record) - HEADER_BYTES)
+    assert block.fill(record)
+    return block
+
+
+def test_records_are_what_they_always_were(golden: ModuleType) -> None:
+    """The same key and payload make the bytes of the golden file, and those verify: caches outlive releases."""
+    record = (DATA / "record-v1.bin").read_bytes()
+    assert golden.golden_record() == record
+    assert verify(golden.KEY, block_of(record)) is Outcome.HIT
+
+
+def test_journals_are_what_they_always_were(golden: ModuleType, tmp_path: Path) -> None:
+    """The same writes make the bytes of the golden file, and it is replayed."""
+    content = (DATA / "journal-v1.bin").read_bytes()
+    assert golden.golden_journal(tmp_path / "journal") == content
+    assert parse(content, 8192)[2] == len(content)
+    (tmp_path / "copy").write_bytes(content)
+    journal = Journal(tmp_path / "copy", stride_bytes=8192, num_slots=8)
+    names, slots = journal.recover()
+    journal.close()
+    assert names.tolist() == [[5, 6, 7, 8], [9, 10, 11, 12]]
+    assert slots.tolist() == [1, 5]
+
+
+@pytest.mark.parametrize("field", ["fingerprint", "epoch", "salt", "shard", "hash"])
+def test_a_record_of_another_name_is_a_miss(golden: ModuleType, field: str) -> None:
+    """A whole record that differs from what is asked for in one field only is not it, and is not broken."""
+    space = golden.KEY.namespace
+    fields = {"fingerprint": space.fingerprint, "epoch": space.epoch, "salt": space.salt, "shard": space.shard}
+    if field == "hash":
+        other = golden.KEY._replace(hash=bytes(32))
+    else:
+        changed = fields | {field: Shard(2, 4) if field == "shard" else bytes(32)}
+        other = BlockKey(type(space)(**changed), golden.KEY.hash)
+    assert verify(other, block_of(golden.golden_record())) is Outcome.MISS
+
+
+def test_every_flipped_bit_is_seen(golden: ModuleType) -> None:
+    """In the header's used part and in the payload there is no bit whose change goes unseen."""
+    record = golden.golden_record()
+    for at in (*range(512), *range(HEADER_BYTES, len(record))):
+        for bit in (1, 128):
+            broken = bytearray(record)
+            broken[at] ^= bit
+            assert verify(golden.KEY, block_of(bytes(broken))) is Outcome.CORRUPT
+
+
+def test_nothing_is_a_miss(golden: ModuleType) -> None:
+    """Zeros, as in a slot that was never written, are no record, and not a broken one."""
+    assert verify(golden.KEY, Block.empty(1000)) is Outcome.MISS
+
+
+def test_another_length_is_corrupt(golden: ModuleType) -> None:
+    """A header in front of more or less payload than it names is a broken record."""
+    record = golden.golden_record()
+    assert verify(golden.KEY, block_of(record[:-1])) is Outcome.CORRUPT
+    assert verify(golden.KEY, block_of(record + b"\0")) is Outcome.CORRUPT
+
+
+@given(st.binary(max_size=600))
+def test_foreign_bytes_never_verify(foreign: bytes) -> None:
+    """Whatever lies where a header should be, nothing raises and nothing passes."""
+    block = block_of(foreign.ljust(HEADER_BYTES + 10, b"\0"))
+    key = BlockKey(Namespace(bytes(32), bytes(32)), bytes(32))
+    assert verify(key, block) is not Outcome.HIT
+    encode(key, block)
+    assert verify(key, block) is Outcome.HIT
