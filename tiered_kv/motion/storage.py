@@ -13,7 +13,6 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv import record
 from tiered_kv.backend import Backend, Block, Outcome, RecordShape, SlotBackend
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.errors import CapacityError
@@ -22,6 +21,7 @@ from tiered_kv.keys import BlockKey, Names
 from tiered_kv.motion.budget import Budget, Priority, Ticket
 from tiered_kv.motion.tiers import Batch, Tier
 from tiered_kv.motion.workers import WorkerPool
+from tiered_kv.record import encode, verify
 
 T = TypeVar("T")
 Mask = NDArray[np.bool_]
@@ -148,14 +148,14 @@ class StorageTier(Tier, ABC):
 
     async def _verify(self, keys: list[BlockKey], blocks: list[Block], outcomes: list[Outcome]) -> list[Outcome]:
         """Replace each HIT by what the record itself says."""
-        verdicts = await self._codec.run(_verify, keys, blocks, outcomes)
+        verdicts = await self._codec.run(_verify_hits, keys, blocks, outcomes)
         self.counters.corrupt += verdicts.count(Outcome.CORRUPT)
         self.counters.failed += verdicts.count(Outcome.FAILED)
         return verdicts
 
     async def _encode(self, batch: Batch, blocks: list[Block]) -> list[BlockKey]:
         keys = batch.keys()
-        await self._codec.run(_encode, keys, blocks)
+        await self._codec.run(_encode_all, keys, blocks)
         return keys
 
 
@@ -353,16 +353,16 @@ class KeyedTier(StorageTier):
         return len(batch)
 
 
-def _verify(keys: Sequence[BlockKey], blocks: Sequence[Block], outcomes: Sequence[Outcome]) -> list[Outcome]:
+def _verify_hits(keys: Sequence[BlockKey], blocks: Sequence[Block], outcomes: Sequence[Outcome]) -> list[Outcome]:
     return [
-        record.verify(key, block) if outcome is Outcome.HIT else outcome
+        verify(key, block) if outcome is Outcome.HIT else outcome
         for key, block, outcome in zip(keys, blocks, outcomes, strict=True)
     ]
 
 
-def _encode(keys: Sequence[BlockKey], blocks: Sequence[Block]) -> None:
+def _encode_all(keys: Sequence[BlockKey], blocks: Sequence[Block]) -> None:
     for key, block in zip(keys, blocks, strict=True):
-        record.encode(key, block)
+        encode(key, block)
 
 
 def _ignore() -> None:

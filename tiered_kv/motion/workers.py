@@ -21,16 +21,20 @@ _Call = tuple[Callable[..., Any], tuple[object, ...], "asyncio.Future[Any]"]
 
 
 class WorkerPool:
-    """A fixed number of daemon threads, started when first used."""
+    """A fixed number of daemon threads. All start at once: to start one waits for it, up to 10 ms on a busy machine."""
 
     def __init__(self, name: str, num_threads: int, wakeups: Wakeups) -> None:
         self.name = name
-        self.num_threads = num_threads
         self._wakeups = wakeups
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
         self._num_unfinished = 0
         self._closed = False
+        self._threads = [
+            threading.Thread(target=self._serve, name=f"tiered_kv-{name}-{number}", daemon=True)
+            for number in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def run(self, function: Callable[..., T], *args: object) -> "asyncio.Future[T]":
         """Run a blocking call in one of the threads. Cancelling the future does not stop the call.
@@ -41,8 +45,6 @@ class WorkerPool:
         if self._closed:
             future.set_exception(RuntimeError(f"the threads of {self.name} have ended"))
             return future
-        if self._num_unfinished >= len(self._threads) < self.num_threads:
-            self._start_thread()
         self._num_unfinished += 1
         self._calls.put((function, args, future))
         return future
@@ -57,11 +59,6 @@ class WorkerPool:
         self._closed = True
         for _ in self._threads:
             self._calls.put(None)
-
-    def _start_thread(self) -> None:
-        thread = threading.Thread(target=self._serve, name=f"tiered_kv {self.name} {len(self._threads)}", daemon=True)
-        self._threads.append(thread)
-        thread.start()
 
     def _serve(self) -> None:
         while (call := self._calls.get()) is not None:
