@@ -212,6 +212,8 @@ class Chain:
         """
         if keep and (reservation := self.reserve(self.host, batch)) is not None:
             return reservation
+        if keep and ticket.priority is Priority.PREFETCH:
+            return None  # nobody waits for these blocks: passing through would be for nothing
         free = self.host.index.statistics().transient_free
         usable = free if ticket.priority is Priority.LOAD else free - self.host.index.num_transient // 2
         if usable < min(len(batch), self.window_blocks):
@@ -287,7 +289,11 @@ class Chain:
                 fill.finish()
 
         try:
-            await asyncio.gather(*(read_from(number) for number in sorted(open_tiers)))
+            # All of them end before the slots are given back, whatever one of them raises.
+            ended = await asyncio.gather(*(read_from(number) for number in sorted(open_tiers)), return_exceptions=True)
+            for error in ended:
+                if error is not None:
+                    raise error
         finally:
             self.conclude(fill, reservation)
 

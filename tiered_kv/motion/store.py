@@ -201,8 +201,14 @@ class Store(Revocable):
             self._tally.add(tier.name, written=n)
         num_bytes = n * chain.group.stride_bytes
         goes_down = bool(chain.storage) or (tier is chain.gpu and chain.host.index.num_slots > 0)
-        if goes_down and chain.limits.store_queue.accept(num_bytes):
-            slots = lease.slots[fresh]
+        slots = lease.slots[fresh]
+        live = slots >= 0
+        if not live.all():  # evicted by name while they were copied: they go no further
+            gone = int(np.count_nonzero(~live))
+            self._tally.add_below(tier.name if tier.name in self._tally.counts else None, dropped=gone)
+            batch, slots, n = batch[live], slots[live], n - gone
+            num_bytes = n * chain.group.stride_bytes
+        if goes_down and n and chain.limits.store_queue.accept(num_bytes):
             chain.tasks.spawn(self._write_down(tier, batch, slots, lease, num_bytes), f"write down {n} blocks")
             return
         if goes_down:
