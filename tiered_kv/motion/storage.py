@@ -92,6 +92,16 @@ class WriteReport:
     def __post_init__(self) -> None:
         self.failed = ~(self.written | self.present | self.dropped)
 
+    @classmethod
+    def nothing_of(cls, n: int) -> "WriteReport":
+        """All of ``n`` blocks dropped."""
+        nothing = np.zeros(n, np.bool_)
+        return cls(nothing, nothing, ~nothing)
+
+    def counts(self) -> dict[str, int]:
+        """How many blocks, by what became of them."""
+        return {name: int(np.count_nonzero(mask)) for name, mask in vars(self).items()}
+
 
 class StorageTier(Tier, ABC):
     """One KV group of one storage tier."""
@@ -219,7 +229,7 @@ class OwnedTier(StorageTier):
             try:
                 reservation = self.index.reserve(batch.names[at])
             except CapacityError:
-                return WriteReport(nothing, nothing, ~nothing)
+                return WriteReport.nothing_of(n)
             with reservation:
                 self.counters.evicted += len(reservation.evicted)
                 fresh = reservation.slots >= 0

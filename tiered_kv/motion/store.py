@@ -6,45 +6,20 @@ lower tier has written it or given it up. A full queue drops what would go below
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.catalog.rights import Lease, Reservation
+from tiered_kv.catalog.rights import Reservation
 from tiered_kv.events import BlocksSettled, BlocksStored
 from tiered_kv.memory.caches import PagedCaches
-from tiered_kv.memory.copies import copy_rows, gather_blocks
+from tiered_kv.memory.copies import gather_blocks
 from tiered_kv.motion.budget import Priority, Ticket
 from tiered_kv.motion.chain import Chain, Fill
 from tiered_kv.motion.handles import Revocable, RevokedError
-from tiered_kv.motion.storage import StorageTier, WriteReport
 from tiered_kv.motion.tiers import Batch, MemoryTier
+from tiered_kv.motion.writedown import Tally, WriteDown
 from tiered_kv.results import StoreResult, TierStore
-
-
-@dataclass
-class _Tally:
-    """What became of a store's blocks, by tier."""
-
-    tiers: Sequence[str]
-    counts: dict[str, Counter[str]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.counts = {tier: Counter() for tier in self.tiers}
-
-    def add(self, tier: str, **counts: int) -> None:
-        self.counts[tier].update(counts)
-
-    def add_below(self, tier: str | None, **counts: int) -> None:
-        """Count for every tier below one; for all, if it is None."""
-        start = 0 if tier is None else self.tiers.index(tier) + 1
-        for each in self.tiers[start:]:
-            self.add(each, **counts)
-
-    def results(self) -> tuple[TierStore, ...]:
-        return tuple(TierStore(tier, **self.counts[tier]) for tier in self.tiers)
 
 
 class Store(Revocable):
@@ -65,9 +40,7 @@ class Store(Revocable):
         self._caches = caches
         self._pages = pages
         self._keeps = any(tier.index.num_slots for tier in chain.memory)
-        has_own = chain.host.index.num_slots > 0
-        self._tiers = [tier.name for tier in chain.tiers if tier is not chain.host or has_own]
-        self._tally = _Tally(self._tiers)
+        self._tally = Tally(chain)
         # A store longer than a tier must not evict its own head: past this many, blocks go to the next tier.
         books = {tier.name: tier.index.statistics() for tier in chain.memory}
         self._may_keep = {tier.name: books[tier.name].free + books[tier.name].evictable for tier in chain.memory}
@@ -154,7 +127,7 @@ class Store(Revocable):
 
     def _count_present(self, n: int) -> None:
         self._num_present += n
-        self._tally.add_below(None, present=n)
+        self._tally.add_all(present=n)
 
     def _copy_out(self, tier: MemoryTier, reservation: Reservation, part: Batch, pages: NDArray[np.int64]) -> None:
         """Put the copy of a window's new blocks on the stream."""
@@ -196,168 +169,39 @@ class Store(Revocable):
             self._close_one()
             return
         self._num_stored += n
-        tier.counters.written += n
-        if tier.name in self._tally.counts:
-            self._tally.add(tier.name, written=n)
-        num_bytes = n * chain.group.stride_bytes
-        goes_down = bool(chain.storage) or (tier is chain.gpu and chain.host.index.num_slots > 0)
+        self._tally.add_above(tier, dropped=n)
         slots = lease.slots[fresh]
-        live = slots >= 0
-        if not live.all():  # evicted by name while they were copied: they go no further
-            gone = int(np.count_nonzero(~live))
-            self._tally.add_below(tier.name if tier.name in self._tally.counts else None, dropped=gone)
-            batch, slots, n = batch[live], slots[live], n - gone
-            num_bytes = n * chain.group.stride_bytes
-        if goes_down and n and chain.limits.store_queue.accept(num_bytes):
-            chain.tasks.spawn(self._write_down(tier, batch, slots, lease, num_bytes), f"write down {n} blocks")
+        num_passing = int(np.count_nonzero(slots >= tier.index.num_slots))
+        self._tally.add(tier, written=n - num_passing, dropped=num_passing)
+        live = slots >= 0  # the others were evicted by name while they were copied: they go no further
+        num_live = int(np.count_nonzero(live))
+        self._tally.add_below(tier, dropped=n - num_live)
+        num_bytes = num_live * chain.group.stride_bytes
+        goes_down = bool(chain.storage) or (tier is chain.gpu and chain.host.index.num_slots > 0)
+        if num_live and goes_down and chain.limits.store_queue.accept(num_bytes):
+            down = WriteDown(chain, self._tally, tier, batch[live], slots[live], lease)
+            chain.tasks.spawn(self._write_down(down, num_bytes), f"write down {num_live} blocks")
             return
-        if goes_down:
-            self._tally.add_below(tier.name if tier.name in self._tally.counts else None, dropped=n)
-            self._count_dropped_below(tier, n)
+        self._tally.add_below(tier, dropped=num_live)
         chain.release(lease)
         self._close_one()
 
-    async def _write_down(
-        self, tier: MemoryTier, batch: Batch, slots: NDArray[np.int64], lease: Lease, num_bytes: int
-    ) -> None:
-        """Write blocks to every tier below the one that has them, and let them go."""
-        chain = self._chain
+    async def _write_down(self, down: WriteDown, num_bytes: int) -> None:
         try:
-            host, host_slots = lease, slots
-            if tier is chain.gpu:
-                copied = await self._copy_to_host(batch, slots, lease)
-                if copied is None:
-                    return
-                host, host_slots, batch = copied
-            if not chain.storage:
-                chain.release(host)
-                return
-            # The blocks stay leased until the last tier has let go of their memory, late ones included.
-            left = [len(chain.storage)]
-
-            def one_done() -> None:
-                left[0] -= 1
-                if not left[0]:
-                    chain.release(host)
-
-            settled = [self._write_to(storage, batch, host_slots, one_done) for storage in chain.storage]
-            await asyncio.gather(*settled)
+            await down.run()
         finally:
-            chain.limits.store_queue.done(num_bytes)
+            self._chain.limits.store_queue.done(num_bytes)
             self._close_one()
-
-    async def _copy_to_host(
-        self, batch: Batch, slots: NDArray[np.int64], lease: Lease
-    ) -> tuple[Lease, NDArray[np.int64], Batch] | None:
-        """Copy blocks of the GPU pool to the host. Returns a lease over those that are there then, or None."""
-        chain, n = self._chain, len(batch)
-        host, gpu = chain.host, chain.gpu
-        assert gpu is not None  # noqa: S101 - the caller has just seen it
-        has_own = host.index.num_slots > 0
-        try:
-            async with asyncio.timeout(chain.limits.store_timeout_s):
-                if has_own and not chain.storage:
-                    reservation = chain.reserve(host, batch)
-                else:
-                    reservation = await chain.reserve_host(batch, Ticket(Priority.STORE), keep=has_own)
-        except TimeoutError:
-            reservation = None
-        if reservation is None:
-            self._tally.add_below(gpu.name, dropped=n)
-            self._count_dropped_below(gpu, n)
-            chain.release(lease)
-            return None
-        fresh = reservation.slots >= 0
-        fill = Fill(n, Ticket(Priority.STORE))
-        chain.announce(fill, reservation)
-        errors: list[BaseException | None] = [None]
-        filled: Lease | None = None
-        try:
-            if fresh.any():
-                source, target = slots[fresh], reservation.slots[fresh]
-                copy = chain.copy(chain.d2h, lambda: copy_rows(gpu.rows, source, host.rows, target))
-                copy.ended.add_done_callback(lambda done: errors.__setitem__(0, done.exception()))
-                while not copy.ended.done():
-                    try:
-                        await asyncio.wait({copy.ended})
-                    except asyncio.CancelledError:
-                        copy.revoke()  # the cache is closing; the slots stay ours until the copy has ended
-            if errors[0] is None:
-                # Blocks that were evicted from the pool meanwhile were evicted by name: they go no further.
-                filled = reservation.commit(fresh & (gpu.index.find(batch.names)[0] == slots))
-        finally:
-            chain.conclude(fill, reservation)
-            chain.release(lease)
-        there = host.index.lease(batch.names)
-        num_filled = 0 if filled is None else int(np.count_nonzero(filled.slots >= 0))
-        if filled is not None:
-            filled.release()
-        held = there.slots >= 0
-        if has_own:
-            num_present = int(np.count_nonzero(held)) - num_filled
-            self._tally.add(host.name, written=num_filled, present=num_present, failed=n - num_filled - num_present)
-            host.counters.written += num_filled
-        self._tally.add_below(host.name if has_own else gpu.name, failed=n - int(np.count_nonzero(held)))
-        return there, there.slots[held], batch[held]
-
-    def _write_to(
-        self, storage: StorageTier, batch: Batch, slots: NDArray[np.int64], done: Callable[[], None]
-    ) -> "asyncio.Future[None]":
-        """Write blocks to one tier. The future resolves when it is settled: written, given up, or late."""
-        chain = self._chain
-        settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def settle(report: WriteReport | None) -> None:
-            if settled.done():
-                return
-            counts = {"failed": len(batch)}
-            if report is not None:
-                counts = {
-                    each: int(np.count_nonzero(getattr(report, each)))
-                    for each in ("written", "present", "dropped", "failed")
-                }
-            self._tally.add(storage.name, **counts)
-            storage.counters.written += counts.get("written", 0)
-            storage.counters.dropped += counts.get("dropped", 0)
-            storage.counters.failed += counts["failed"]
-            settled.set_result(None)
-
-        def is_wanted() -> NDArray[np.bool_]:
-            found, _ = chain.host.index.find(batch.names)
-            return np.equal(found, slots)  # what was evicted by name since must not come back from below
-
-        async def write() -> None:
-            try:
-                with chain.host.slab.blocks(slots) as blocks:
-                    settle(await storage.write(batch, blocks, is_wanted, lambda: settle(None)))
-            finally:
-                settle(None)
-                done()
-
-        if storage.health.is_bypassed or not len(batch):
-            nothing = np.zeros(len(batch), np.bool_)
-            settle(WriteReport(nothing, nothing, ~nothing))
-            done()
-        else:
-            chain.tasks.spawn(write(), f"write {len(batch)} blocks to {storage.name}")
-        return settled
 
     def _drop(self, n: int, reason: str) -> None:
         if n:
             self._dropped[reason] += n
-            self._tally.add_below(None, dropped=n)
-            self._count_dropped_below(None, n)
-
-    def _count_dropped_below(self, tier: MemoryTier | None, n: int) -> None:
-        tiers = self._chain.tiers
-        below = tiers[tiers.index(tier) + 1 :] if tier is not None else tiers
-        for each in below:
-            each.counters.dropped += n
+            self._tally.add_all(dropped=n)
 
     def _close_one(self) -> None:
         self._num_open -= 1
         if not self._num_open and not self._settled.done():
-            self._settled.set_result(self._tally.results())
-            written = {tier: counts["written"] for tier, counts in self._tally.counts.items()}
-            lost = {tier: counts["dropped"] + counts["failed"] for tier, counts in self._tally.counts.items()}
-            self._chain.emit(BlocksSettled(written, {tier: n for tier, n in lost.items() if n}))
+            tiers = self._tally.results()
+            self._settled.set_result(tiers)
+            lost = {each.tier: each.dropped + each.failed for each in tiers if each.dropped + each.failed}
+            self._chain.emit(BlocksSettled({each.tier: each.written for each in tiers}, lost))
