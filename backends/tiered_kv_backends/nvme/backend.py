@@ -198,7 +198,9 @@ class NVMeBackend(SlotBackend):
 
     def _run(self, workers: Workers, function: Callable[..., T], *args: object) -> "asyncio.Future[T]":
         assert self._calls is not None  # noqa: S101 - `_slab` has raised before
-        return asyncio.ensure_future(workers.run(self._calls.guarded, function, *args))
+        future = asyncio.ensure_future(workers.run(self._calls.guarded, function, *args))
+        future.add_done_callback(_look_at)
+        return future
 
     def _grow(self, slab: Slab, num_slots: int) -> None:
         """Give slots their place on the disk, some ahead of their use. Those that get none will fail to be written."""
@@ -249,6 +251,12 @@ class NVMeBackend(SlotBackend):
             }
             self._calls = _Calls(opened.pop_all().close)
         return recovered
+
+
+def _look_at(future: "asyncio.Future[object]") -> None:
+    """Take note of an error, so that one whose waiter was cancelled is not logged as forgotten."""
+    if not future.cancelled():
+        future.exception()
 
 
 class _Calls:
