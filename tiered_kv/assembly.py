@@ -12,7 +12,7 @@ from anyio import move_on_after
 from tiered_kv.backend import Backend, BackendContext, RecordShape, Recovered, SlotBackend, TierSettings
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.errors import ConfigurationError
-from tiered_kv.events import Emit
+from tiered_kv.events import Emit, PinningDoubted
 from tiered_kv.layout import KVLayout
 from tiered_kv.memory.device import Device
 from tiered_kv.memory.host import HostSlab
@@ -22,7 +22,7 @@ from tiered_kv.motion.chain import Backlog, Chain, Limits
 from tiered_kv.motion.storage import KeyedTier, OwnedTier, StorageHealth, StorageTier
 from tiered_kv.motion.tiers import HostTier, MemoryTier
 from tiered_kv.motion.workers import Tasks, WorkerPool
-from tiered_kv.preflight import check_host_memory
+from tiered_kv.preflight import check_host_memory, doubt_of_pinning
 from tiered_kv.registry import make_backend, resolve_policy
 from tiered_kv.settings import CacheLimits, CPUTier, GPUTier, check_chain, tier_from, tier_name
 from tiered_kv.wakeups import Wakeups
@@ -139,7 +139,10 @@ def build_chains(
     host_slots = _num_slots("cpu", parts.cpu.capacity, stride) if parts.cpu.capacity else 0
     gpu_slots = _num_slots("gpu", parts.gpu.capacity, stride) if parts.gpu else 0
     bounce_slots = max(4, cache_limits.bounce // stride)
-    check_host_memory((host_slots + bounce_slots) * stride, pinned=device.kind == "cuda")
+    host_bytes = (host_slots + bounce_slots) * stride
+    check_host_memory(host_bytes)
+    if device.kind == "cuda" and (doubt := doubt_of_pinning(host_bytes)):
+        emit(PinningDoubted(doubt))
     limits = Limits(
         window_bytes=cache_limits.window,
         reads_in_flight=cache_limits.reads_in_flight,

@@ -27,6 +27,15 @@ class CacheOpened(Event):
 
 
 @dataclass(frozen=True)
+class PinningDoubted(Event):
+    """A limit of the system is below what is to be page-locked; copies to the GPU may be slower for it."""
+
+    name: ClassVar[str] = "host_memory.pinning_doubted"
+    level: ClassVar[Level] = "warning"
+    reason: str
+
+
+@dataclass(frozen=True)
 class CacheClosed(Event):
     """Everything ended; ``abandoned`` counts transfers that had not ended within the limit."""
 

@@ -16,12 +16,11 @@ _CAP_IPC_LOCK: Final = 1 << 14
 _LESS: Final = "give the cpu tier less capacity or lower limits.bounce"
 
 
-def check_host_memory(num_bytes: int, *, pinned: bool, root: Path = Path("/")) -> None:
+def check_host_memory(num_bytes: int, *, root: Path = Path("/")) -> None:
     """Raise unless ``num_bytes`` more of host memory can be had. Where the machine does not say, nothing is checked.
 
     Args:
         num_bytes: What is about to be allocated, all together.
-        pinned: Whether it will be page-locked.
         root: Where ``proc`` and ``sys`` are.
 
     Raises:
@@ -34,11 +33,20 @@ def check_host_memory(num_bytes: int, *, pinned: bool, root: Path = Path("/")) -
         if num_bytes > limit - used:
             advice = f"raise it (docker --memory, Kubernetes resources.limits.memory, systemd MemoryMax) or {_LESS}"
             problems.append(f"the control group {path} is limited to {_gib(limit)}, {_gib(used)} in use: {advice}")
-    if pinned and num_bytes > (limit := _memlock(root / "proc/self")):
-        advice = f"raise it (ulimit -l, docker --ulimit memlock=-1, systemd LimitMEMLOCK=infinity) or {_LESS}"
-        problems.append(f"locked memory (RLIMIT_MEMLOCK) is limited to {_gib(limit)}: {advice}")
     if problems:
         raise ConfigurationError("\n  ".join([f"{_gib(num_bytes)} of host memory are wanted, but", *problems]))
+
+
+def doubt_of_pinning(num_bytes: int, *, root: Path = Path("/")) -> str:
+    """Say why ``num_bytes`` might not be page-locked, or nothing.
+
+    A doubt and no error: some drivers lock pages without asking RLIMIT_MEMLOCK, and where locking fails the cache works
+    on with pageable memory, slower.
+    """
+    if num_bytes <= (limit := _memlock(root / "proc/self")):
+        return ""
+    advice = f"raise it (ulimit -l, docker --ulimit memlock=-1, systemd LimitMEMLOCK=infinity) or {_LESS}"
+    return f"{_gib(num_bytes)} are to be pinned, locked memory (RLIMIT_MEMLOCK) is limited to {_gib(limit)}: {advice}"
 
 
 def _available(meminfo: Path) -> float:
