@@ -163,6 +163,11 @@ class Backend(_Tier):
     async def lookup(self, keys: Sequence[BlockKey]) -> list[Outcome]:
         """Say HIT or MISS for each key. May be an estimate: a read decides."""
 
+    async def lookup_prefix(self, keys: Sequence[BlockKey]) -> int:
+        """Count the leading keys that are there. Override it where asking costs: O(log n) questions will do."""
+        outcomes = await self.lookup(keys)
+        return next((n for n, outcome in enumerate(outcomes) if outcome is not Outcome.HIT), len(outcomes))
+
     @abstractmethod
     async def read(self, keys: Sequence[BlockKey], into: Sequence[Block]) -> list[Outcome]:
         """Fill ``into[i]`` with the record of ``keys[i]``: HIT, MISS, CORRUPT (wrong length) or FAILED each."""

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -108,12 +108,14 @@ class Namespace:
 
     def keys(self, keys: "BlockKeys") -> "list[BlockKey]":
         """Return one `BlockKey` per block, for a backend."""
-        return [BlockKey(self, digest) for digest in keys]
+        return [BlockKey(self, digest, position) for position, digest in enumerate(keys, keys.start)]
 
-    def keys_of(self, names: Names) -> "list[BlockKey]":
+    def keys_of(self, names: Names, positions: NDArray[np.int64]) -> "list[BlockKey]":
         """Return the keys that ``names`` were made from in this namespace."""
-        flat = (names ^ self.mask).tobytes()
-        return [BlockKey(self, flat[at : at + DIGEST_BYTES]) for at in range(0, len(flat), DIGEST_BYTES)]
+        flat, each = (names ^ self.mask).tobytes(), DIGEST_BYTES
+        return [
+            BlockKey(self, flat[i * each : (i + 1) * each], position) for i, position in enumerate(positions.tolist())
+        ]
 
     def __hash__(self) -> int:
         return self._hash
@@ -126,16 +128,38 @@ class Namespace:
         return hash((self.fingerprint, self.epoch, self.salt, self.shard))
 
 
-class BlockKey(NamedTuple):
-    """The whole name of one block, as a backend sees it. Hashable, picklable, equal only where every field is."""
+class BlockKey:
+    """The whole name of one block, as a backend sees it. Hashable, picklable, equal only where every field of it is.
 
-    namespace: Namespace
-    hash: bytes
+    Attributes:
+        namespace: What it shares with the other keys of its batch.
+        hash: The chained hash, 32 bytes.
+        position: Which block of its prompt it is, for media that pack neighbours. No part of the name.
+    """
+
+    __slots__ = ("hash", "namespace", "position")
+
+    def __init__(self, namespace: Namespace, hash: bytes, position: int = 0) -> None:  # noqa: A002 - what it is
+        self.namespace = namespace
+        self.hash = hash
+        self.position = position
 
     @property
     def path(self) -> str:
         """A relative path made of digests: ``fingerprint/epoch/shard/salt/hash``. Nothing from outside is in it."""
         return f"{self.namespace.path}/{self.hash.hex()}"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BlockKey) and self.hash == other.hash and self.namespace == other.namespace
+
+    def __hash__(self) -> int:
+        return hash((self.hash, self.namespace))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return BlockKey, (self.namespace, self.hash, self.position)
+
+    def __repr__(self) -> str:
+        return f"BlockKey({self.path}, position={self.position})"
 
 
 class BlockKeys(Sequence[bytes]):

@@ -470,7 +470,7 @@ class TieredKV:
                 self._namespaces.clear()
             space = Namespace(self._fingerprints[keys.group], which[1], keys.salt_id, self.shard)
             self._namespaces[which] = space
-        return chain, Batch(space, space.names(keys))
+        return chain, Batch(space, space.names(keys), np.arange(keys.start, keys.start + len(keys)))
 
     def _pages(self, chain: Chain, keys: BlockKeys, spec: GPULoadStoreSpec) -> tuple[PagedCaches, NDArray[np.int64]]:
         if not isinstance(spec, GPULoadStoreSpec):

@@ -16,6 +16,7 @@ from tiered_kv.layout import KVCaches, KVGroup, layer_tensors
 from tiered_kv.memory.device import Device
 
 _INNER = {"NHD": "NHD", "HND": "HND", "MLA": "ND"}
+_FACTS = np.dtype([(name, np.int64) for name in ("address", "stride_bytes", "num_bytes", "offset_bytes")])
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -37,23 +38,35 @@ class Fragment:
         """Bytes of one page's part."""
         return self.pages.shape[1] * self.pages.itemsize
 
+    @property
+    def facts(self) -> tuple[int, int, int, int]:
+        """Address of the first page, bytes from page to page, bytes of a page's part, offset in a payload."""
+        return self.pages.data_ptr(), self.pages.stride(0) * self.pages.itemsize, self.num_bytes, self.offset_bytes
+
 
 class PagedCaches:
     """One KV group of the engine's cache, made by `bind`. The memory stays the engine's.
 
     Attributes:
         group: The shape of its blocks.
+        pages_per_block: From the group, like ``payload_bytes``.
         torch_device: Where it is.
         num_pages: How many pages the engine has; its block ids lie in ``[0, num_pages)``.
         fragments: In the order of the payload. Planes and layers that lie side by side in the engine's memory too are
             one fragment, since few large pieces move faster than many small ones.
+        arrays: Their ``pages`` as numpy has them, if they are on the host.
+        fragment_table: Their `Fragment.facts` as a structured array, for address arithmetic over all of them.
     """
 
     def __init__(self, group: KVGroup, torch_device: torch.device, fragments: tuple[Fragment, ...]) -> None:
         self.group = group
+        self.pages_per_block = group.pages_per_block
+        self.payload_bytes = group.payload_bytes
         self.torch_device = torch_device
         self.num_pages = fragments[0].pages.shape[0]
         self.fragments = fragments
+        self.arrays = [fragment.pages.numpy() for fragment in fragments] if torch_device.type == "cpu" else []
+        self.fragment_table = np.array([fragment.facts for fragment in fragments], dtype=_FACTS)
 
     @classmethod
     def bind(cls, kv_caches: KVCaches, group: KVGroup, *, axes: str | None = None, device: Device) -> "PagedCaches":

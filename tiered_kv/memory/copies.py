@@ -2,8 +2,8 @@
 
 *Rows* are ``(num_slots, stride_bytes // 8)`` int64, on the host (`HostSlab.rows`) or the device (`Device.empty_pool`).
 These functions run inside a stream's turn. On a CPU they return when the bytes are there; on a GPU when the work is
-enqueued in the current stream. They trust their ids: `PagedCaches.check_ids` and the catalog have checked them, and no
-slot or page is in two copies at once unless both only read it.
+enqueued in the current stream. No slot or page is in two copies at once unless both only read it: the catalog's leases
+and reservations, and `PagedCaches.check_ids`, have seen to that.
 """
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tiered_kv.errors import LayoutMismatchError
+from tiered_kv.errors import ConfigurationError, LayoutMismatchError
 from tiered_kv.memory import device_copies, host_copies
 from tiered_kv.memory.caches import PagedCaches
 
@@ -29,6 +29,7 @@ def gather_blocks(caches: PagedCaches, page_ids: Ids, rows: Tensor, slots: Ids) 
 
     Raises:
         LayoutMismatchError: Numbers of ids that do not fit, or rows too short for a block.
+        ConfigurationError: An id out of range.
     """
     pages = _pages_of(caches, page_ids, rows, slots)
     if caches.torch_device.type == "cpu":
@@ -60,12 +61,15 @@ def copy_rows(source: Tensor, source_slots: Ids, target: Tensor, target_slots: I
 
     Raises:
         LayoutMismatchError: Numbers of slots or strides that differ.
+        ConfigurationError: A slot out of range.
     """
     if len(source_slots) != len(target_slots) or source.shape[1] != target.shape[1]:
         raise LayoutMismatchError(
             f"{len(source_slots)} slots of {source.shape[1] * 8} bytes do not fit "
             f"{len(target_slots)} slots of {target.shape[1] * 8} bytes"
         )
+    _check_range("slot", source_slots, len(source))
+    _check_range("slot", target_slots, len(target))
     if source.device != target.device:
         device_copies.copy_runs(source, source_slots, target, target_slots)
     elif source.device.type == "cpu":
@@ -76,16 +80,25 @@ def copy_rows(source: Tensor, source_slots: Ids, target: Tensor, target_slots: I
 
 def _pages_of(caches: PagedCaches, page_ids: Ids, rows: Tensor, slots: Ids) -> Ids:
     """Return the ids as ``(n, pages_per_block)``."""
-    each, payload_bytes = caches.group.pages_per_block, caches.group.payload_bytes
+    each, payload_bytes = caches.pages_per_block, caches.payload_bytes
     if len(page_ids) != len(slots) * each:
         raise LayoutMismatchError(f"{len(slots)} slots need {len(slots) * each} block ids, got {len(page_ids)}")
     if rows.shape[1] * 8 < payload_bytes:
         raise LayoutMismatchError(f"a block of {payload_bytes} bytes does not fit a slot of {rows.shape[1] * 8}")
+    _check_range("block id", page_ids, caches.num_pages)
+    _check_range("slot", slots, len(rows))
     return page_ids.reshape(-1, each)
+
+
+def _check_range(name: str, ids: Ids, end: int) -> None:
+    """Check once more: on the host an id out of range would write over foreign memory, on a GPU it ends the process."""
+    numbers = ids.tolist()  # of a window's few ids Python finds the ends in a tenth of numpy's time
+    if numbers and (min(numbers) < 0 or max(numbers) >= end):
+        raise ConfigurationError(f"{name}s from {min(numbers)} to {max(numbers)} are not all in [0, {end})")
 
 
 def _staging(caches: PagedCaches, rows: Tensor, n: int) -> Tensor:
     """Allocate rows on the engine's device. Its memory is the current stream's, and is reused only behind this copy."""
     staging = torch.empty(n, rows.shape[1], dtype=torch.int64, device=caches.torch_device)
-    staging[:, caches.group.payload_bytes // 8 :] = 0  # whatever lay there before must not reach a disk
+    staging[:, caches.payload_bytes // 8 :] = 0  # whatever lay there before must not reach a disk
     return staging

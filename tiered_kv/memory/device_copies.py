@@ -64,7 +64,7 @@ def _on_device(ids: Ids, rows: Tensor) -> Tensor:
 
 
 def _part(rows: Tensor, fragment: Fragment, page: int) -> Tensor:
-    """Return the columns of ``rows`` that hold one page of a fragment, in the fragment's words."""
-    words = rows.view(fragment.pages.dtype)
-    start = (fragment.offset_bytes + page * fragment.num_bytes) // fragment.pages.itemsize
-    return words[:, start : start + fragment.pages.shape[1]]
+    """Return the columns of ``rows`` that hold one page of a fragment, in its words: ``(num_slots, words)``."""
+    words = fragment.pages.shape[1]
+    start = fragment.offset_bytes // fragment.pages.itemsize + page * words
+    return rows.view(fragment.pages.dtype)[:, start : start + words]

@@ -119,7 +119,7 @@ class StorageTier(Tier, ABC):
 
     @abstractmethod
     async def find(self, batch: Batch) -> Mask:
-        """Say which blocks can be read, as far as is known. Bounded by the tier's time limit."""
+        """Say which blocks can be read, as far as is known: in a tier that is not owned, a prefix at most."""
 
     @abstractmethod
     async def read(self, batch: Batch, blocks: list[Block], ticket: Ticket, on_late: Callable[[], None]) -> Mask:
@@ -303,11 +303,14 @@ class KeyedTier(StorageTier):
 
     async def find(self, batch: Batch) -> Mask:
         """See `StorageTier.find`."""
-        nobody = np.zeros(len(batch), np.bool_)
+        found = np.zeros(len(batch), np.bool_)
         if self.health.is_bypassed or not len(batch):
-            return nobody
-        outcomes = await self._call(self.backend.lookup(batch.keys()), len(batch), "lookup", _ignore)
-        return np.array([outcome is Outcome.HIT for outcome in outcomes])
+            return found
+        try:
+            found[: await self.health.timed(self.backend.lookup_prefix(batch.keys()), "lookup", _ignore)] = True
+        except Exception as caught:  # noqa: BLE001 - whatever a medium raises, serving goes on without it
+            self.health.emit(TierFailed(self.name, "lookup", f"{type(caught).__name__}: {caught}", len(batch)))
+        return found
 
     async def read(self, batch: Batch, blocks: list[Block], ticket: Ticket, on_late: Callable[[], None]) -> Mask:
         """See `StorageTier.read`. A broken block is deleted."""

@@ -13,20 +13,21 @@ from tiered_kv.memory.host import HostSlab
 
 @dataclass(frozen=True)
 class Batch:
-    """Blocks of one namespace, by name."""
+    """Blocks of one namespace, by name; ``positions`` says which block of its prompt each is."""
 
     namespace: Namespace
     names: Names
+    positions: NDArray[np.int64]
 
     def __len__(self) -> int:
         return len(self.names)
 
     def __getitem__(self, at: "slice | NDArray[np.int64] | NDArray[np.bool_]") -> "Batch":
-        return Batch(self.namespace, self.names[at])
+        return Batch(self.namespace, self.names[at], self.positions[at])
 
     def keys(self) -> list[BlockKey]:
         """One key object per block, for a backend or a header."""
-        return self.namespace.keys_of(self.names)
+        return self.namespace.keys_of(self.names, self.positions)
 
 
 @dataclass

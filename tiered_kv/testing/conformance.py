@@ -18,6 +18,7 @@ import pytest
 
 from tiered_kv.backend import Backend, Block, Outcome, Recovered, SlotBackend
 from tiered_kv.errors import LayoutMismatchError
+from tiered_kv.keys import BlockKey
 from tiered_kv.record import verify
 from tiered_kv.testing.helpers import GROUPS, block_key, block_names, close_backend, make_block, open_context
 
@@ -113,7 +114,7 @@ class BackendTests:
 
     async def test_keys_of_other_namespaces_do_not_meet(self, backend: Backend) -> None:
         """Equal hashes of other models, salts, epochs or shards are other keys."""
-        mine, other = block_key(1, 0), block_key(1, 1)._replace(hash=block_key(1, 0).hash)
+        mine, other = block_key(1, 0), BlockKey(block_key(1, 1).namespace, block_key(1, 0).hash)
         await backend.write([mine], [make_block(_content(1), mine)])
         assert await backend.lookup([mine, other]) == [Outcome.HIT, Outcome.MISS]
         await backend.delete([other])
