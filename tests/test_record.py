@@ -58,7 +58,7 @@ def test_a_record_of_another_name_is_a_miss(golden: ModuleType, field: str) -> N
     space = golden.KEY.namespace
     fields = {"fingerprint": space.fingerprint, "epoch": space.epoch, "salt": space.salt, "shard": space.shard}
     if field == "hash":
-        other = golden.KEY._replace(hash=bytes(32))
+        other = BlockKey(space, bytes(32))
     else:
         changed = fields | {field: Shard(2, 4) if field == "shard" else bytes(32)}
         other = BlockKey(type(space)(**changed), golden.KEY.hash)
