@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tiered_kv.errors import LayoutMismatchError
+from tiered_kv.errors import ConfigurationError, LayoutMismatchError
 from tiered_kv.layout import KVGroup, Order
 from tiered_kv.memory import CPUDevice, PagedCaches, copy_rows, device_copies, gather_blocks, scatter_blocks
 
@@ -153,6 +153,12 @@ def test_ids_that_do_not_fit_are_refused() -> None:
         scatter_blocks(rows[:, :512], np.array([0]), caches, np.array([0, 1]))
     with pytest.raises(LayoutMismatchError, match="1 slots of 65536 bytes do not fit 1 slots of 4096"):
         copy_rows(rows, np.array([0]), rows[:, :512], np.array([0]))
+    with pytest.raises(ConfigurationError, match=r"block ids from 0 to 4 are not all in \[0, 4\)"):
+        scatter_blocks(rows, np.array([0]), caches, np.array([4, 0]))
+    with pytest.raises(ConfigurationError, match=r"slots from -1 to 1 are not all in \[0, 3\)"):
+        gather_blocks(caches, np.array([0, 1, 2, 3]), rows, np.array([1, -1]))
+    with pytest.raises(ConfigurationError, match=r"slots from 3 to 3 are not all in \[0, 3\)"):
+        copy_rows(rows, np.array([0]), rows, np.array([3]))
     assert not rows.any()
 
 

@@ -5,6 +5,7 @@ the part of a page that is contiguous in both places. Nothing is copied here and
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -16,7 +17,6 @@ from tiered_kv.layout import KVCaches, KVGroup, layer_tensors
 from tiered_kv.memory.device import Device
 
 _INNER = {"NHD": "NHD", "HND": "HND", "MLA": "ND"}
-_FACTS = np.dtype([(name, np.int64) for name in ("address", "stride_bytes", "num_bytes", "offset_bytes")])
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -33,15 +33,20 @@ class Fragment:
     pages: Tensor
     offset_bytes: int
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """Bytes of one page's part."""
         return self.pages.shape[1] * self.pages.itemsize
 
-    @property
-    def facts(self) -> tuple[int, int, int, int]:
-        """Address of the first page, bytes from page to page, bytes of a page's part, offset in a payload."""
-        return self.pages.data_ptr(), self.pages.stride(0) * self.pages.itemsize, self.num_bytes, self.offset_bytes
+    @cached_property
+    def address(self) -> int:
+        """Where the first page's part is."""
+        return self.pages.data_ptr()
+
+    @cached_property
+    def stride_bytes(self) -> int:
+        """Bytes from one page's part to the next's."""
+        return int(self.pages.stride(0)) * self.pages.itemsize
 
 
 class PagedCaches:
@@ -55,7 +60,6 @@ class PagedCaches:
         fragments: In the order of the payload. Planes and layers that lie side by side in the engine's memory too are
             one fragment, since few large pieces move faster than many small ones.
         arrays: Their ``pages`` as numpy has them, if they are on the host.
-        fragment_table: Their `Fragment.facts` as a structured array, for address arithmetic over all of them.
     """
 
     def __init__(self, group: KVGroup, torch_device: torch.device, fragments: tuple[Fragment, ...]) -> None:
@@ -66,7 +70,6 @@ class PagedCaches:
         self.num_pages = fragments[0].pages.shape[0]
         self.fragments = fragments
         self.arrays = [fragment.pages.numpy() for fragment in fragments] if torch_device.type == "cpu" else []
-        self.fragment_table = np.array([fragment.facts for fragment in fragments], dtype=_FACTS)
 
     @classmethod
     def bind(cls, kv_caches: KVCaches, group: KVGroup, *, axes: str | None = None, device: Device) -> "PagedCaches":

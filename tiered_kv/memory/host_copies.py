@@ -3,7 +3,8 @@
 Not by torch: it splits ``index_select`` over its OpenMP threads, which fight the engine's for the same cores (measured
 on 2 busy cores: 0.1 GB/s instead of 3), and its ``index_copy_`` runs at 0.6 of memmove. There are two ways instead:
 
-- Large pieces by memmove, one by one, all addresses worked out beforehand: as fast as memory goes.
+- Large pieces by memmove, one by one: as fast as memory goes. Python makes the addresses as it goes along: numpy, gone
+  from the processor's caches after every window, took longer for so few (4 % of a window of 32 MiB).
 - Small pieces, and pieces read from neighbouring rows, by one numpy assignment a fragment, whose loop is in C.
   Scattered large ones would go through a temporary.
 
@@ -30,48 +31,60 @@ _ONE_BY_ONE_BYTES = 16 << 10
 
 def gather_blocks(caches: PagedCaches, pages: Ids, rows: Tensor, slots: Ids) -> None:
     """Copy blocks of pages ``(n, pages_per_block)`` into slots."""
+    memmove = ctypes.memmove
+    slot_addresses = _addresses(rows, slots)
     for page, page_ids in enumerate(pages.T):
-        if _is_large(caches.fragments[0].num_bytes) and _as_slice(page_ids) is None:
-            sources, targets = _addresses(caches, page, page_ids, rows, slots)
-            _move(sources, targets, caches.fragment_table["num_bytes"])
+        if caches.fragments[0].num_bytes < _ONE_BY_ONE_BYTES or _as_slice(page_ids) is not None:
+            at, to = _index(page_ids), _index(slots)
+            for in_engine, in_rows in _parts(caches, page, rows):
+                in_rows[to] = in_engine[at]
             continue
-        at, to = _index(page_ids), _index(slots)
-        for in_engine, in_rows in _parts(caches, page, rows):
-            in_rows[to] = in_engine[at]
+        places = list(zip(page_ids.tolist(), slot_addresses, strict=True))
+        for each in caches.fragments:
+            base, stride, num_bytes = each.address, each.stride_bytes, each.num_bytes
+            offset = each.offset_bytes + page * num_bytes
+            for page_id, slot in places:
+                memmove(slot + offset, base + page_id * stride, num_bytes)
 
 
 def scatter_blocks(rows: Tensor, slots: Ids, caches: PagedCaches, pages: Ids) -> None:
     """Copy slots into blocks of pages ``(n, pages_per_block)``."""
+    memmove = ctypes.memmove
+    slot_addresses = _addresses(rows, slots)
     for page, page_ids in enumerate(pages.T):
-        if _is_large(caches.fragments[0].num_bytes) and _as_slice(slots) is None:
-            targets, sources = _addresses(caches, page, page_ids, rows, slots)
-            _move(sources, targets, caches.fragment_table["num_bytes"])
+        if caches.fragments[0].num_bytes < _ONE_BY_ONE_BYTES or _as_slice(slots) is not None:
+            at, to = _index(slots), _index(page_ids)
+            for in_engine, in_rows in _parts(caches, page, rows):
+                in_engine[to] = in_rows[at]
             continue
-        at, to = _index(slots), _index(page_ids)
-        for in_engine, in_rows in _parts(caches, page, rows):
-            in_engine[to] = in_rows[at]
+        places = list(zip(page_ids.tolist(), slot_addresses, strict=True))
+        for each in caches.fragments:
+            base, stride, num_bytes = each.address, each.stride_bytes, each.num_bytes
+            offset = each.offset_bytes + page * num_bytes
+            for page_id, slot in places:
+                memmove(base + page_id * stride, slot + offset, num_bytes)
 
 
 def copy_rows(source: Tensor, source_slots: Ids, target: Tensor, target_slots: Ids) -> None:
     """Copy whole slots."""
-    if _is_large(source.shape[1] * 8) and _as_slice(source_slots) is None:
-        stride_bytes = source.shape[1] * 8
-        at = source_slots * stride_bytes + source.data_ptr()
-        to = target_slots * stride_bytes + target.data_ptr()
-        _move(at[None], to[None], np.array([stride_bytes]))
-    else:
+    num_bytes = source.shape[1] * 8
+    if num_bytes < _ONE_BY_ONE_BYTES or _as_slice(source_slots) is not None:
         target.numpy()[_index(target_slots)] = source.numpy()[_index(source_slots)]
+    else:
+        for at, to in zip(_addresses(source, source_slots), _addresses(target, target_slots), strict=True):
+            ctypes.memmove(to, at, num_bytes)
 
 
-def _is_large(num_bytes: int) -> bool:
-    return num_bytes >= _ONE_BY_ONE_BYTES
+def _addresses(rows: Tensor, slots: Ids) -> list[int]:
+    base, stride_bytes = rows.data_ptr(), rows.stride(0) * 8
+    return [base + slot * stride_bytes for slot in slots.tolist()]
 
 
 def _as_slice(ids: Ids) -> slice | None:
     """Return the slice that ``ids`` are, if they are neighbours in ascending order."""
-    if len(ids) and (ids[1:] - ids[:-1] == 1).all():
-        return slice(int(ids[0]), int(ids[-1]) + 1)
-    return None
+    if not len(ids) or ids[-1] - ids[0] != len(ids) - 1 or (ids[1:] - ids[:-1] != 1).any():
+        return None
+    return slice(int(ids[0]), int(ids[-1]) + 1)
 
 
 def _index(ids: Ids) -> slice | Ids:
@@ -86,19 +99,3 @@ def _parts(caches: PagedCaches, page: int, rows: Tensor) -> Iterator[tuple[Words
         words = in_engine.shape[1]
         start = fragment.offset_bytes // in_engine.itemsize + page * words
         yield in_engine, all_words[fragment.pages.dtype][:, start : start + words]
-
-
-def _addresses(caches: PagedCaches, page: int, page_ids: Ids, rows: Tensor, slots: Ids) -> tuple[Ids, Ids]:
-    """Return the addresses of one page of each block in the engine and in the rows, ``(num_fragments, n)`` each."""
-    table = caches.fragment_table[:, None]
-    in_engine = table["address"] + table["stride_bytes"] * page_ids
-    in_rows = rows.data_ptr() + slots * (rows.stride(0) * 8) + table["offset_bytes"] + table["num_bytes"] * page
-    return in_engine, in_rows
-
-
-def _move(sources: Ids, targets: Ids, num_bytes: Ids) -> None:
-    """Copy ``num_bytes[i]`` from each of ``sources[i]`` to each of ``targets[i]``."""
-    memmove = ctypes.memmove
-    for at, to, size in zip(sources.tolist(), targets.tolist(), num_bytes.tolist(), strict=True):
-        for source, target in zip(at, to, strict=True):
-            memmove(target, source, size)

@@ -17,7 +17,7 @@ from tiered_kv.memory.host import PIECE_BYTES, HostSlab, slots_per_piece, touch
 log = structlog.get_logger("tiered_kv")
 
 _TOUCH_BYTES = 2 << 20
-"""Touched at once: about 1 ms. While it lasts nobody in the process can map or unmap memory, the event loop included."""
+"""Touched at once: about 1 ms, in which nobody in the process can map or unmap memory, the event loop included."""
 
 
 class PinState(enum.Enum):
