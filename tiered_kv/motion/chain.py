@@ -30,6 +30,8 @@ from tiered_kv.results import TierFault, TierRun
 from tiered_kv.wakeups import Wakeups
 
 _PENDING: Final = int(SlotState.PENDING)
+RESIDENT_WINDOWS: Final = 4
+"""Windows moved as one where no storage tier takes part."""
 
 
 class Fill:

@@ -15,7 +15,7 @@ from tiered_kv.events import BlocksSettled, BlocksStored
 from tiered_kv.memory.caches import PagedCaches
 from tiered_kv.memory.copies import gather_blocks
 from tiered_kv.motion.budget import Priority, Ticket
-from tiered_kv.motion.chain import Chain, Fill
+from tiered_kv.motion.chain import RESIDENT_WINDOWS, Chain, Fill
 from tiered_kv.motion.handles import Revocable, RevokedError
 from tiered_kv.motion.tiers import Batch, MemoryTier
 from tiered_kv.motion.writedown import Tally, WriteDown
@@ -39,6 +39,7 @@ class Store(Revocable):
         self._batch = batch
         self._caches = caches
         self._pages = pages
+        self._goes_down = bool(chain.storage) or chain.gpu is not None
         self._keeps = any(tier.index.num_slots for tier in chain.memory)
         self._tally = Tally(chain)
         # A store longer than a tier must not evict its own head: past this many, blocks go to the next tier.
@@ -104,8 +105,8 @@ class Store(Revocable):
 
     def _window(self) -> int:
         """Blocks of the next window: no more than the fastest tier that can keep any has room for."""
-        room = next((n for n in self._may_keep.values() if n > 0), self._chain.window_blocks)
-        return min(room, self._chain.window_blocks)
+        size = self._chain.window_blocks * (1 if self._goes_down else RESIDENT_WINDOWS)
+        return min(size, next((n for n in self._may_keep.values() if n > 0), size))
 
     async def _place(self, part: Batch) -> tuple[MemoryTier, Reservation] | None:
         """Reserve slots in the fastest tier that has room; wait for transient ones only if something is below them."""
