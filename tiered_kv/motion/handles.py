@@ -108,8 +108,8 @@ class Revocable:
         if not self.revoked:
             self.revoked = True
             self.revoke_copies()
-            if self._task is not None:
-                self._task.cancel()
+            if self._task is not None:  # behind its first step: a task cancelled before that would never run and settle
+                asyncio.get_running_loop().call_soon(self._task.cancel)
 
     def revoke_copies(self) -> None:
         """Let no copy begin that has not begun."""
