@@ -1,0 +1,121 @@
+"""The documentation runs: every Python block, every `python` command with its output, every test that is named.
+
+A block with a ``title`` is a file of the reader's; one without is run by the test, together with the others of its page
+and with ``await`` allowed, in a scratch directory. Right behind it, a text block is what it prints. Of a console block
+the lines behind ``$ python`` are what that prints. In what is printed, ``...`` is anything; the log is left out.
+"""
+
+import ast
+import asyncio
+import contextlib
+import inspect
+import io
+import os
+import re
+import subprocess
+import sys
+import types
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from tiered_kv import CacheLimits, TierStatistics
+from tiered_kv.events import Event
+
+REPOSITORY = Path(__file__).parents[1]
+DOCS = REPOSITORY / "docs"
+PAGES = sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
+BLOCK = re.compile(
+    r"^```(?P<language>python|console|toml)(?: title=\"(?P<title>[^\"]+)\")?\n(?P<body>.*?)^```\n"
+    r"(?:\n```text\n(?P<output>.*?)^```\n)?",
+    re.MULTILINE | re.DOTALL,
+)
+SNIPPET = re.compile(r"^--8<-- \"(?P<file>[^\"]+)\"\n", re.MULTILINE)
+TEST = re.compile(r"`(?P<file>tests/[\w/]+\.py)(?:::(?P<name>\w+))?`")
+
+
+def blocks_of(page: str) -> list[re.Match[str]]:
+    """Return the code blocks of a page in order, those that are files of the repository included."""
+    text = SNIPPET.sub(lambda match: (REPOSITORY / match["file"]).read_text(), (DOCS / page).read_text())
+    return list(BLOCK.finditer(text))
+
+
+def commands_of(console: str) -> list[tuple[list[str], str]]:
+    """Return each command that starts Python, as arguments, and what it should print."""
+    parts = re.split(r"^\$ ", console, flags=re.MULTILINE)[1:]
+    lines = [part.partition("\n")[::2] for part in parts]
+    return [(command.split()[1:], output) for command, output in lines if command.startswith("python ")]
+
+
+def assert_prints(printed: str, wanted: str) -> None:
+    """Compare, with ``...`` for anything."""
+    pattern = ".*".join(re.escape(part) for part in wanted.split("..."))
+    assert re.fullmatch(pattern, printed, re.DOTALL), f"printed:\n{printed}\nwanted:\n{wanted}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page)])
+def test_what_a_page_shows_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Top to bottom, as a reader would go through it, and it prints what the page says it does."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for variable in [name for name in os.environ if name.startswith("TIERED_KV_")]:
+        monkeypatch.delenv(variable)
+    space: dict[str, object] = {"__name__": "docs"}
+    for block in blocks_of(page):
+        language, title, body = block["language"], block["title"], block["body"]
+        if title:
+            Path(title).write_text(body)
+        elif language == "console":
+            for arguments, output in commands_of(body):
+                ran = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
+                assert ran.returncode == 0, ran.stdout + ran.stderr
+                assert_prints(ran.stdout, output)
+        elif language == "python":
+            printed = run(body, space, f"{page}, character {block.start()}")
+            if block["output"] is not None:
+                assert_prints(printed, block["output"])
+
+
+def run(source: str, space: dict[str, object], where: str) -> str:
+    """Run a block in the names of those before it; return what it prints."""
+    code = compile(source, where, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    with capture_logs(), contextlib.redirect_stdout(io.StringIO()) as printed:
+        result = types.FunctionType(code, space)()
+        if inspect.iscoroutine(result):
+            asyncio.run(result)
+    return printed.getvalue()
+
+
+def test_every_test_that_is_named_exists() -> None:
+    """A promise in the documentation points to the test that keeps it."""
+    named = [match for page in PAGES for match in TEST.finditer((DOCS / page).read_text())]
+    missing = [
+        match[0]
+        for match in named
+        if not (file := REPOSITORY / match["file"]).exists()
+        or (match["name"] and not re.search(rf"(def|class) {match['name']}\b", file.read_text()))
+    ]
+    assert named
+    assert not missing
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    """Nothing is written that nobody finds."""
+    navigation = (REPOSITORY / "mkdocs.yml").read_text()
+    assert [page for page in PAGES if f" {page}\n" not in navigation] == []
+
+
+def test_operators_find_every_event_and_number() -> None:
+    """Each event and each field of a tier's statistics is explained."""
+    page = (DOCS / "how-to" / "operate.md").read_text()
+    wanted = [event.name for event in Event.__subclasses__()] + [field.name for field in fields(TierStatistics)]
+    assert [name for name in wanted if f"`{name}`" not in page] == []
+
+
+def test_every_limit_says_what_it_trades() -> None:
+    """Whoever changes a limit can read what it costs."""
+    page = (DOCS / "how-to" / "configure.md").read_text()
+    assert [name for name in CacheLimits.model_fields if f"| `{name}` |" not in page] == []
