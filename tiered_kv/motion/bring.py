@@ -59,11 +59,12 @@ class Landed:
 class Bringer:
     """Begins and lands the windows of one transfer."""
 
-    def __init__(self, chain: Chain, priority: Priority, *, keep: bool, use_gpu: bool = True) -> None:
+    def __init__(self, chain: Chain, batch: Batch, priority: Priority, *, keep: bool, use_gpu: bool = True) -> None:
         """Args say where blocks end up.
 
         Args:
             chain: The tiers.
+            batch: All blocks of the transfer.
             priority: Of the reads.
             keep: Whether blocks read from storage are to stay in the CPU tier.
             use_gpu: Whether a block in the GPU pool need not be on the host.
@@ -71,9 +72,8 @@ class Bringer:
         self.chain = chain
         self.priority = priority
         self.faults: list[TierFault] = []
-        index = chain.host.index.statistics()
         # A load longer than the CPU tier must not evict its own head: past this many, blocks only pass through.
-        self._may_keep = index.free + index.evictable if keep else 0
+        self._may_keep = chain.host.room_for(batch) if keep else 0
         self._gpu = chain.gpu if use_gpu else None
 
     async def begin(self, start: int, batch: Batch, *, may_wait: bool) -> Window | None:

@@ -65,9 +65,8 @@ class Load(Revocable):
         self._is_current = is_current
         self._copied: list[_Copied] = []
         promote = chain.limits.promote
-        self._bringer = Bringer(chain, priority, keep=promote)
-        gpu = chain.gpu.index.statistics() if chain.gpu and promote else None
-        self._may_promote = gpu.free + gpu.evictable if gpu else 0
+        self._bringer = Bringer(chain, batch, priority, keep=promote)
+        self._may_promote = chain.gpu.room_for(batch) if chain.gpu and promote else 0
 
     async def run(self) -> LoadResult:
         """Move the blocks. Ends only when nothing touches the engine's memory any more; never raises for a tier."""
@@ -130,8 +129,9 @@ class Load(Revocable):
         chain, n, caches = self._chain, landed.num_blocks, self._caches
         pages = self._pages[landed.window.start : landed.window.start + n]
         in_gpu, on_host = np.flatnonzero(landed.gpu >= 0), np.flatnonzero(landed.gpu < 0)
-        promotion = self._promote(landed, on_host)
-        promoted = on_host[promotion.slots >= 0] if promotion else on_host[:0]
+        head = on_host[: self._may_promote]
+        promotion = self._promote(landed, head)
+        promoted = head[promotion.slots >= 0] if promotion else head[:0]
         direct = np.setdiff1d(on_host, promoted, assume_unique=True)
 
         def work() -> None:
@@ -151,13 +151,13 @@ class Load(Revocable):
             return
         self.watch(chain.copy(chain.h2d, work), lambda error: self._end_copy(copied, error, promotion))
 
-    def _promote(self, landed: Landed, on_host: NDArray[np.int64]) -> Reservation | None:
+    def _promote(self, landed: Landed, head: NDArray[np.int64]) -> Reservation | None:
         """Reserve slots of the GPU pool for blocks that come through the host, if there is room without waiting."""
         gpu = self._chain.gpu
-        if gpu is None or not len(on_host) or len(on_host) > self._may_promote:
+        if gpu is None or not len(head):
             return None
-        self._may_promote -= len(on_host)
-        return self._chain.reserve(gpu, landed.window.batch[on_host])
+        self._may_promote -= len(head)
+        return self._chain.reserve(gpu, landed.window.batch[head])
 
     def _end_copy(self, copied: _Copied, error: BaseException | None, promotion: Reservation | None) -> None:
         copied.ok = error is None

@@ -24,9 +24,8 @@ class Prefetch(Revocable):
         self._chain = chain
         self._batch = batch
         self._target = target
-        self._bringer = Bringer(chain, Priority.PREFETCH, keep=True, use_gpu=target is chain.gpu)
-        books = target.index.statistics()
-        self._room = books.free + books.evictable
+        self._bringer = Bringer(chain, batch, Priority.PREFETCH, keep=True, use_gpu=target is chain.gpu)
+        self._room = target.room_for(batch)
         self._num_moved = 0
 
     async def run(self) -> PrefetchResult:

@@ -43,8 +43,7 @@ class Store(Revocable):
         self._keeps = any(tier.index.num_slots for tier in chain.memory)
         self._tally = Tally(chain)
         # A store longer than a tier must not evict its own head: past this many, blocks go to the next tier.
-        books = {tier.name: tier.index.statistics() for tier in chain.memory}
-        self._may_keep = {tier.name: books[tier.name].free + books[tier.name].evictable for tier in chain.memory}
+        self._may_keep = {tier.name: tier.room_for(batch) for tier in chain.memory}
         self._num_stored = self._num_present = 0
         self._dropped: Counter[str] = Counter()
         self._settled: asyncio.Future[tuple[TierStore, ...]] = asyncio.get_running_loop().create_future()
@@ -112,7 +111,9 @@ class Store(Revocable):
         """Reserve slots in the fastest tier that has room; wait for transient ones only if something is below them."""
         chain = self._chain
         for tier in chain.memory:
-            if self._may_keep[tier.name] and (reservation := chain.reserve(tier, part)) is not None:
+            slots, _ = tier.index.find(part.names)
+            is_short = np.count_nonzero(slots < 0) > self._may_keep[tier.name]
+            if not is_short and (reservation := chain.reserve(tier, part)) is not None:
                 self._may_keep[tier.name] -= int(np.count_nonzero(reservation.slots >= 0))
                 return tier, reservation
         if not chain.storage:

@@ -71,6 +71,12 @@ class MemoryTier(Tier):
         self.index = index
         self.rows = rows
 
+    def room_for(self, batch: Batch) -> int:
+        """How many blocks of a long batch may be added, head first, without evicting what the tier has of its head."""
+        books = self.index.statistics()
+        room = books.free + books.evictable
+        return room - int(np.count_nonzero(self.index.ready(batch.names[:room])))
+
 
 class HostTier(MemoryTier):
     """The CPU tier and the bounce slots that everything else passes through: always there, if with no own slots."""
