@@ -1,0 +1,280 @@
+import hashlib
+import os
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from tiered_kv.backend import Block, Outcome
+from tiered_kv.errors import BackendUnavailableError, ClosedError, ConfigurationError
+from tiered_kv.keys import BlockKey
+from tiered_kv.testing import GROUPS, BackendTests, block_key, make_block, open_backend, open_context
+from tiered_kv_backends.shared_fs import SharedFSBackend
+
+SIZE = GROUPS[0].payload_bytes
+RECORD = 4096 + SIZE
+DAY_NS = 24 * 3600 * 10**9
+
+
+class TestSharedFSBackend(BackendTests):
+    survives_reopening = True
+
+    @pytest.fixture
+    async def backend(self, tmp_path: Path) -> AsyncIterator[SharedFSBackend]:
+        """One in the tests' folder."""
+        async with open_backend(backend_at(tmp_path / "kv")) as backend:
+            yield backend
+
+
+class Clock:
+    """Wall clock that a test turns."""
+
+    def __init__(self) -> None:
+        self.now_ns = 10**9 * 1_700_000_000
+
+    def __call__(self) -> int:
+        """Return its time."""
+        return self.now_ns
+
+
+def backend_at(path: Path, clock: Clock | None = None, **settings: object) -> SharedFSBackend:
+    """Return a tier of 32 MiB that leaves no space free, unless settings say otherwise."""
+    given = {"path": path, "capacity": "32MiB", "min_free_fraction": 0, **settings}
+    return SharedFSBackend(SharedFSBackend.Settings.model_validate(given), clock or Clock())
+
+
+def opened(path: Path, clock: Clock | None = None, **settings: object) -> AbstractAsyncContextManager[SharedFSBackend]:
+    """Open such a tier for small blocks."""
+    return open_backend(backend_at(path, clock, **settings), GROUPS[0])
+
+
+def keys_of(*numbers: int) -> list[BlockKey]:
+    """Return keys by number."""
+    return [block_key(n) for n in numbers]
+
+
+async def store(backend: SharedFSBackend, keys: list[BlockKey]) -> list[Outcome]:
+    """Write a block of zeros under each key."""
+    return await backend.write(keys, [make_block(bytes(SIZE), key) for key in keys])
+
+
+async def load(backend: SharedFSBackend, keys: list[BlockKey]) -> list[Outcome]:
+    """Read each key's block."""
+    return await backend.read(keys, [Block.empty(SIZE) for _ in keys])
+
+
+def file_of(path: Path, key: BlockKey) -> Path:
+    """Return where a block's record lies."""
+    return path / key.namespace.path / key.hash.hex()[:3] / key.hash.hex()
+
+
+def files_in(path: Path) -> set[Path]:
+    """Return all files under ``path`` but the lock."""
+    return {file for file in path.rglob("*") if file.is_file() and file != path / "sweeper.lock"}
+
+
+async def test_a_file_is_the_record(tmp_path: Path) -> None:
+    """Any tool can read a block: its file holds the header, then the payload, and is named by its key alone."""
+    async with opened(tmp_path) as backend:
+        (key,) = keys_of(1)
+        await store(backend, [key])
+        assert files_in(tmp_path) == {file_of(tmp_path, key)}
+        assert file_of(tmp_path, key).read_bytes() == bytes(make_block(bytes(SIZE), key))
+        assert file_of(tmp_path, key).stat().st_mode & 0o777 == 0o600
+
+
+async def test_a_hit_is_dated_at_most_once_in_ten_minutes(tmp_path: Path) -> None:
+    """Hot blocks cost the filesystem no write per read."""
+    clock = Clock()
+    async with opened(tmp_path, clock) as backend:
+        keys = keys_of(1)
+        await store(backend, keys)
+        written_ns = clock.now_ns
+        for seconds, dated_ns in ((300, written_ns), (601, written_ns + 601 * 10**9)):
+            clock.now_ns = written_ns + seconds * 10**9
+            assert await load(backend, keys) == [Outcome.HIT]
+            assert file_of(tmp_path, keys[0]).stat().st_mtime_ns == dated_ns
+
+
+async def test_a_lookup_is_no_use(tmp_path: Path) -> None:
+    """Asking for a block dates nothing."""
+    clock = Clock()
+    async with opened(tmp_path, clock) as backend:
+        keys = keys_of(1)
+        await store(backend, keys)
+        written_ns, clock.now_ns = clock.now_ns, clock.now_ns + DAY_NS
+        assert await backend.lookup_prefix(keys) == 1
+        assert file_of(tmp_path, keys[0]).stat().st_mtime_ns == written_ns
+
+
+@pytest.mark.parametrize("num_there", [0, 1, 2, 15, 16, 17, 99, 100])
+async def test_a_prefix_is_counted(tmp_path: Path, num_there: int) -> None:
+    """The number of leading keys is exact where there are no holes, whatever number that is."""
+    async with opened(tmp_path, num_threads=4) as backend:
+        keys = keys_of(*range(100))
+        await store(backend, keys[:num_there])
+        assert await backend.lookup_prefix(keys) == num_there
+        assert await backend.lookup_prefix(keys[:num_there]) == num_there
+
+
+async def test_what_was_used_longest_ago_goes_first(tmp_path: Path) -> None:
+    """A sweep deletes in order of use, a read being one, until a tenth of the capacity is free."""
+    clock = Clock()
+    async with opened(tmp_path, clock, capacity=10 * RECORD) as backend:
+        keys = keys_of(*range(12))
+        for key in keys:
+            clock.now_ns += DAY_NS
+            await store(backend, [key])
+            await backend.sweep()
+            await load(backend, keys[:1])
+        assert await backend.lookup(keys) == [Outcome.HIT] + [Outcome.MISS] * 3 + [Outcome.HIT] * 8
+
+
+async def test_the_tail_of_a_prompt_goes_before_its_head(tmp_path: Path) -> None:
+    """Of blocks that were stored together those further from the prompt's beginning are deleted first."""
+    async with opened(tmp_path, capacity=10 * RECORD) as backend:
+        namespace = block_key(0).namespace
+        keys = [BlockKey(namespace, hashlib.sha256(b"%d" % n).digest(), position=n) for n in range(12)]
+        await store(backend, keys)
+        await backend.sweep()
+        assert await backend.lookup_prefix(keys) == 9
+
+
+async def test_a_process_that_writes_sweeps_by_itself(tmp_path: Path) -> None:
+    """The limit is kept without anybody asking, and nothing is left over at the end."""
+    async with opened(tmp_path, capacity=20 * RECORD) as backend:
+        for n in range(100):
+            await store(backend, keys_of(n))
+        await backend.sweep()
+    assert sum(file.stat().st_size for file in files_in(tmp_path)) <= 20 * RECORD
+
+
+async def test_stale_temporary_files_are_deleted(tmp_path: Path) -> None:
+    """What a dead writer has left goes after an hour; what may still be written stays."""
+    clock = Clock()
+    async with opened(tmp_path, clock) as backend:
+        await store(backend, keys_of(1))
+        folder = file_of(tmp_path, block_key(1)).parent
+        old, new = (folder / f".{letter * 32}.tmp" for letter in "ab")
+        old.write_bytes(b"half")
+        new.write_bytes(b"half")
+        clock.now_ns = new.stat().st_mtime_ns + 1800 * 10**9
+        os.utime(old, ns=(0, clock.now_ns - 3601 * 10**9))
+        await backend.sweep()
+        await backend.sweep()
+        assert files_in(tmp_path) == {file_of(tmp_path, block_key(1)), new}
+
+
+async def test_what_is_not_ours_stays(tmp_path: Path) -> None:
+    """A sweep touches no file that this backend cannot have made, wherever it lies and however old it is."""
+    async with opened(tmp_path, capacity=2 * RECORD) as backend:
+        await store(backend, keys_of(1))
+        folder = file_of(tmp_path, block_key(1)).parent
+        foreign = {tmp_path / "notes.txt", tmp_path / ("a" * 64), folder / "README", folder / "x.tmp"}
+        for file in foreign:
+            file.write_bytes(bytes(100_000))
+            os.utime(file, ns=(0, 0))
+        await store(backend, keys_of(2, 3, 4))
+        await backend.sweep()
+        assert foreign <= files_in(tmp_path)
+
+
+async def test_empty_folders_are_removed_and_made_again(tmp_path: Path) -> None:
+    """Models that nobody uses leave no folders behind."""
+    clock = Clock()
+    async with opened(tmp_path, clock, capacity=32 * RECORD) as backend:
+        keys = keys_of(*range(40))
+        await store(backend, keys)
+        clock.now_ns += DAY_NS
+        others = [block_key(n, 1) for n in range(32)]
+        for _ in range(2):
+            await backend.write(others, [make_block(bytes(1), key) for key in others])
+            await backend.write(others, [make_block(bytes(SIZE), key) for key in others])
+            await backend.sweep()
+        assert not (tmp_path / keys[0].namespace.fingerprint.hex()).exists()
+        assert await store(backend, keys[:1]) == [Outcome.STORED]
+
+
+async def test_space_is_left_free(tmp_path: Path) -> None:
+    """Nothing is written to a filesystem that has less free space than it is to have."""
+    async with opened(tmp_path, min_free_fraction=0.999_999) as backend:
+        assert await store(backend, keys_of(1, 2)) == [Outcome.REFUSED] * 2
+        assert not files_in(tmp_path)
+
+
+async def test_a_directory_that_is_gone_is_not_made_anew(tmp_path: Path) -> None:
+    """An unmounted filesystem is unavailable, not an empty folder to fill; when it is back it is used again."""
+    path, elsewhere = tmp_path / "kv", tmp_path / "elsewhere"
+    clock = Clock()
+    async with opened(path, clock) as backend:
+        await store(backend, keys_of(1))
+        path.rename(elsewhere)
+        path.mkdir()
+        with pytest.raises(BackendUnavailableError, match="is the filesystem mounted"):
+            await store(backend, keys_of(1, 2))
+        assert await load(backend, keys_of(1)) == [Outcome.MISS]
+        assert not list(path.iterdir())
+        path.rmdir()
+        elsewhere.rename(path)
+        assert await store(backend, keys_of(2)) == [Outcome.STORED]
+        assert await load(backend, keys_of(1, 2)) == [Outcome.HIT] * 2
+
+
+async def test_a_cut_file_is_corrupt(tmp_path: Path) -> None:
+    """A file that lost its end, as by a crash of the server, is never a hit, and storing repairs it."""
+    async with opened(tmp_path) as backend:
+        keys = keys_of(1, 2)
+        await store(backend, keys)
+        with file_of(tmp_path, keys[0]).open("r+b") as file:
+            file.truncate(5000)
+        assert await load(backend, keys) == [Outcome.CORRUPT, Outcome.HIT]
+        await store(backend, keys)
+        assert await load(backend, keys) == [Outcome.HIT, Outcome.HIT]
+
+
+async def test_files_that_cannot_be_read_fail_one_by_one(tmp_path: Path) -> None:
+    """What is wrong with one file leaves the others of its batch alone; if all fail, the tier has."""
+    async with opened(tmp_path) as backend:
+        keys = keys_of(1, 2)
+        await store(backend, keys[1:])
+        file_of(tmp_path, keys[0]).mkdir(parents=True)
+        assert await load(backend, keys) == [Outcome.FAILED, Outcome.HIT]
+        assert await store(backend, keys) == [Outcome.FAILED, Outcome.STORED]
+        with pytest.raises(BackendUnavailableError):
+            await load(backend, keys[:1])
+        assert not {file for file in files_in(tmp_path) if file.suffix == ".tmp"}
+
+
+async def test_a_closed_tier_says_so(tmp_path: Path) -> None:
+    """Calls after closing are an error of ours."""
+    async with opened(tmp_path) as backend:
+        pass
+    for call in (backend.lookup(keys_of(1)), load(backend, keys_of(1)), store(backend, keys_of(1))):
+        with pytest.raises(ClosedError):
+            await call
+
+
+@pytest.mark.parametrize(
+    ("folder", "settings", "message"),
+    [
+        ("no/such", {}, "No such file"),
+        ("file", {}, "Not a directory"),
+        ("kv", {"capacity": 5000}, "5000 bytes for blocks of 106496"),
+    ],
+)
+async def test_what_can_never_work_is_refused_at_opening(
+    tmp_path: Path, folder: str, settings: dict[str, object], message: str
+) -> None:
+    """A directory that cannot be made, or a capacity too small for a block, is an error that says so."""
+    (tmp_path / "file").touch()
+    with open_context() as context, pytest.raises(ConfigurationError, match=message):
+        await backend_at(tmp_path / folder, None, **settings).open(context)
+
+
+@pytest.mark.parametrize("settings", [{}, {"path": "/kv"}, {"path": "/kv", "capacity": 1, "min_free_fraction": 1}])
+def test_settings_are_checked(settings: dict[str, object]) -> None:
+    """Path and capacity are needed, and a fraction is less than all."""
+    with pytest.raises(ValidationError):
+        SharedFSBackend.Settings.model_validate(settings)
