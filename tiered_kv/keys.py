@@ -325,6 +325,9 @@ def salt_digest(salt: str | bytes) -> bytes:
 
 def epoch_digest(weights: str) -> bytes:
     """Digest the identity of weights. No counter: restarts and other hosts agree by naming the same weights."""
+    if not isinstance(weights, str) or not weights:
+        msg = f"weights must be a non-empty str, got {weights!r:.80}"
+        raise ConfigurationError(msg)
     return hashlib.sha256(b"tiered_kv epoch v1" + weights.encode()).digest()
 
 

@@ -10,7 +10,7 @@ Axes are written as letters: ``L`` layers, ``P`` planes, ``B`` pages (the engine
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import permutations
@@ -205,11 +205,15 @@ def layer_tensors(kv_caches: KVCaches) -> tuple[list[tuple[Any, ...]], bool]:
     """Return each layer's tensors in canonical order, ``[(K, V), ..]`` or ``[(KV,), ..]``, and if one holds all."""
     if hasattr(kv_caches, "shape"):
         return [(kv_caches,)], True
-    layers = list(kv_caches.values()) if isinstance(kv_caches, Mapping) else list(kv_caches)
-    if not layers:
-        msg = "kv_caches holds no tensors"
+    given = kv_caches.values() if isinstance(kv_caches, Mapping) else kv_caches
+    layers = [
+        (layer,) if hasattr(layer, "shape") else tuple(layer) if isinstance(layer, Sequence) else ()
+        for layer in (given if isinstance(given, Iterable) else ())
+    ]
+    if not layers or not all(layer and all(hasattr(each, "shape") for each in layer) for layer in layers):
+        msg = f"kv_caches holds no tensors, or not one or a (K, V) pair for each layer: got {kv_caches!r:.200}"
         raise LayoutMismatchError(msg)
-    return [(layer,) if hasattr(layer, "shape") else tuple(layer) for layer in layers], False
+    return layers, False
 
 
 def read_group(

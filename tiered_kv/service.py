@@ -5,6 +5,7 @@ moving to a transfer that the cache owns. `load` and `store` are `start_load` an
 """
 
 import asyncio
+import math
 import threading
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -258,6 +259,10 @@ class TieredKV:
         """
         chain, batch = self._batch(keys)
         caches, pages = self._pages(chain, keys, into)
+        if not isinstance(priority, Priority):
+            raise ConfigurationError(f"priority must be a Priority, got {priority!r:.80}")
+        if not (deadline_s is None or (isinstance(deadline_s, int | float) and not math.isnan(deadline_s))):
+            raise ConfigurationError(f"deadline_s must be a number of seconds or None, got {deadline_s!r:.80}")
         epoch = self._epoch
         timeout_s = self.limits.load_timeout_s if deadline_s is None else deadline_s
         deadline = asyncio.get_running_loop().time() + timeout_s
@@ -345,7 +350,7 @@ class TieredKV:
         """Make blocks unfindable at once, in one tier or in all; return how many were in an owned tier.
 
         Their slots are freed when nobody reads them any more; what is being filled never becomes readable. Shared tiers
-        are asked to delete.
+        are asked to delete. A tier that does not answer within its time is not waited for.
         """
         chain, batch = self._batch(keys)
         if tier is not None and tier not in chain.names:
@@ -362,21 +367,25 @@ class TieredKV:
                 found |= each.index.ready(batch.names)
         forgetting = [self._tasks.spawn(each.forget(batch), f"evict from {each.name}") for each in storage]
         if forgetting:
-            await asyncio.wait(forgetting)
+            await asyncio.wait(forgetting, timeout=max(each.health.timeout_s for each in storage))
         return int(np.count_nonzero(found))
 
     async def clear(self) -> None:
-        """Empty every tier that this cache owns, after a restart too. Takes time in their size."""
+        """Empty every tier that this cache owns, after a restart too. Takes time in their size.
+
+        A tier that does not answer within its time is not waited for: its blocks are unfindable here all the same.
+        """
         self._check_open()
-        clearing = []
+        clearing, timeout_s = [], 0.0
         for chain in self._chains:
             for memory in chain.memory:
                 memory.index.clear()
             chain.room.changed()
             owned = [tier for tier in chain.storage if isinstance(tier, OwnedTier)]
             clearing += [self._tasks.spawn(tier.clear(), f"clear {tier.name}") for tier in owned]
+            timeout_s = max([timeout_s, *(tier.health.timeout_s for tier in owned)])
         if clearing:
-            await asyncio.wait(clearing)
+            await asyncio.wait(clearing, timeout=timeout_s)
 
     def advance_epoch(self, weights: str) -> None:
         """Name the weights that are served from now on. O(1).
@@ -385,7 +394,6 @@ class TieredKV:
         flight keep the epoch they began in; a load that is overtaken returns 0 blocks.
         """
         self._check_open()
-        ModelIdentity(self.model.name, weights)  # checks it
         self._epoch = epoch_digest(weights)
         self._emit(EpochAdvanced(weights))
 
