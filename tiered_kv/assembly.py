@@ -12,7 +12,7 @@ from anyio import move_on_after
 from tiered_kv.backend import Backend, BackendContext, RecordShape, Recovered, SlotBackend, TierSettings
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.errors import ConfigurationError
-from tiered_kv.events import Emit, PinningDoubted
+from tiered_kv.events import Emit, PinningDoubted, TierFailed
 from tiered_kv.layout import KVLayout
 from tiered_kv.memory.device import Device
 from tiered_kv.memory.host import HostSlab
@@ -101,9 +101,14 @@ async def open_backends(
             pools.append(WorkerPool(name, num_threads, wakeups))
             return pools[-1]
 
-        async def close(backend: Backend | SlotBackend = part.backend, pools: list[WorkerPool] = pools) -> None:
-            with move_on_after(limits.close_timeout_s, shield=True):
-                await backend.aclose()
+        async def close(
+            backend: Backend | SlotBackend = part.backend, name: str = part.name, pools: list[WorkerPool] = pools
+        ) -> None:
+            try:
+                with move_on_after(limits.close_timeout_s, shield=True):
+                    await backend.aclose()
+            except Exception as caught:  # noqa: BLE001 - the other tiers are to be closed as well
+                emit(TierFailed(name, "close", f"{type(caught).__name__}: {caught}", 0))
             for pool in pools:
                 pool.close()
 

@@ -110,10 +110,17 @@ class Budget:
         """Bytes given out."""
         return sum(self._in_flight.values())
 
-    async def take(self, num_bytes: int, ticket: Ticket) -> Callable[[], None]:
-        """Wait until ``num_bytes`` more may be in flight; return what gives them back, to be called once."""
+    async def take(
+        self, num_bytes: int, ticket: Ticket, is_off: Callable[[], bool] = lambda: False
+    ) -> Callable[[], None]:
+        """Wait until ``num_bytes`` more may be in flight; return what gives them back, to be called once.
+
+        Once ``is_off()``, nobody waits and nothing is taken: whoever asks has to look. `Room.changed` makes them.
+        """
 
         def attempt() -> Callable[[], None] | None:
+            if is_off():
+                return _nothing
             priority = ticket.priority
             fits = self.in_flight + num_bytes <= self.limit * _SHARE[priority]
             if self._in_flight[priority] and not fits:
@@ -126,3 +133,7 @@ class Budget:
     def _give(self, num_bytes: int, priority: Priority) -> None:
         self._in_flight[priority] -= num_bytes
         self.room.changed()
+
+
+def _nothing() -> None:
+    pass

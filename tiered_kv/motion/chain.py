@@ -269,14 +269,17 @@ class Chain:
 
         async def read_from(number: int) -> None:
             tier = self.storage[number - len(self.memory)]
+            at = np.flatnonzero((sources == number) & (reservation.slots >= 0))
 
             def on_late() -> None:
                 fill.late_tiers.add(tier.name)
+                # From now on others may read these blocks from another tier: the slots are doomed, not the names.
+                slots, _ = self.host.index.find(batch.names[at])
+                self.host.index.remove(batch.names[at[slots == reservation.slots[at]]])
                 open_tiers.discard(number)
                 if not open_tiers:
                     fill.finish()
 
-            at = np.flatnonzero((sources == number) & (reservation.slots >= 0))
             with self.host.slab.blocks(reservation.slots[at]) as blocks:
                 right = await tier.read(batch[at], blocks, fill.ticket, on_late)
             arrived = np.zeros(len(batch), np.bool_)

@@ -37,6 +37,8 @@ class StorageHealth:
     num_late: int = 0
     """Calls that are past their time and have not returned."""
     stalled_since: float = 0.0
+    on_stall: list[Callable[[], None]] = field(default_factory=list)
+    """Called when the tier is bypassed from now on."""
 
     @property
     def is_bypassed(self) -> bool:
@@ -55,6 +57,8 @@ class StorageHealth:
             self.num_late += 1
             self.emit(TierStalled(self.name, doing, self.timeout_s))
             on_late()
+            for each in self.on_stall:
+                each()
 
         timer = loop.call_later(self.timeout_s, late)
         try:
@@ -116,6 +120,7 @@ class StorageTier(Tier, ABC):
         self.budget = budget
         self.load_rate = Rate()
         self._codec = codec_threads
+        health.on_stall.append(budget.room.changed)
 
     @abstractmethod
     async def find(self, batch: Batch) -> Mask:
@@ -141,6 +146,10 @@ class StorageTier(Tier, ABC):
 
     def _num_bytes(self, n: int) -> int:
         return n * self.shape.stride_bytes
+
+    async def _take(self, n: int, ticket: Ticket) -> Callable[[], None]:
+        """Wait for our turn to move ``n`` blocks, or until the tier stalls: behind a hung call it might never come."""
+        return await self.budget.take(self._num_bytes(n), ticket, lambda: self.health.is_bypassed)
 
     async def _call(
         self, call: Awaitable[list[Outcome]], n: int, doing: str, on_late: Callable[[], None]
@@ -195,8 +204,11 @@ class OwnedTier(StorageTier):
     async def read(self, batch: Batch, blocks: list[Block], ticket: Ticket, on_late: Callable[[], None]) -> Mask:
         """See `StorageTier.read`. A block that is not what the index says is removed."""
         right = np.zeros(len(batch), np.bool_)
-        give_back = await self.budget.take(self._num_bytes(len(batch)), ticket)
+        give_back = await self._take(len(batch), ticket)
         try:
+            if self.health.is_bypassed:
+                on_late()
+                return np.zeros(len(batch), np.bool_)
             with self.index.lease(batch.names) as lease:
                 at = np.flatnonzero(lease.slots >= 0)
                 if not len(at):
@@ -222,8 +234,10 @@ class OwnedTier(StorageTier):
         """See `StorageTier.write`. What is removed while it is written never commits."""
         n = len(batch)
         nothing = np.zeros(n, np.bool_)
-        give_back = await self.budget.take(self._num_bytes(n), Ticket(Priority.STORE))
+        give_back = await self._take(n, Ticket(Priority.STORE))
         try:
+            if self.health.is_bypassed:
+                return WriteReport.nothing_of(n)
             wanted = is_wanted()
             at = np.flatnonzero(wanted)
             try:
@@ -262,7 +276,7 @@ class OwnedTier(StorageTier):
         if len(found):
             try:
                 async with self._journal:
-                    await self.backend.forget(self.group, found)
+                    await self.health.timed(self.backend.forget(self.group, found), "forget", _ignore)
             except Exception as caught:  # noqa: BLE001 - the index has forgotten; only a restart could bring it back
                 self.health.emit(TierFailed(self.name, "forget", f"{type(caught).__name__}: {caught}", len(found)))
         return num_removed
@@ -314,8 +328,11 @@ class KeyedTier(StorageTier):
 
     async def read(self, batch: Batch, blocks: list[Block], ticket: Ticket, on_late: Callable[[], None]) -> Mask:
         """See `StorageTier.read`. A broken block is deleted."""
-        give_back = await self.budget.take(self._num_bytes(len(batch)), ticket)
+        give_back = await self._take(len(batch), ticket)
         try:
+            if self.health.is_bypassed:
+                on_late()
+                return np.zeros(len(batch), np.bool_)
             keys = batch.keys()
             started = asyncio.get_running_loop().time()
             outcomes = await self._call(self.backend.read(keys, blocks), len(keys), "read", on_late)
@@ -335,8 +352,10 @@ class KeyedTier(StorageTier):
         """See `StorageTier.write`."""
         n = len(batch)
         nothing = np.zeros(n, np.bool_)
-        give_back = await self.budget.take(self._num_bytes(n), Ticket(Priority.STORE))
+        give_back = await self._take(n, Ticket(Priority.STORE))
         try:
+            if self.health.is_bypassed:
+                return WriteReport.nothing_of(n)
             wanted = is_wanted()
             at = np.flatnonzero(wanted)
             written, dropped = nothing.copy(), ~wanted

@@ -7,6 +7,7 @@ and not waited for, but keeps what it was lent.
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,7 +99,10 @@ class WriteDown:
             if not left[0]:
                 chain.release(self._lease)
 
-        await asyncio.gather(*(self._write_to(storage, let_go) for storage in chain.storage))
+        settled = {self._write_to(storage, let_go) for storage in chain.storage}
+        while not all(each.done() for each in settled):
+            with suppress(asyncio.CancelledError):  # the cache is closing: the writes are cancelled too, and settle
+                await asyncio.wait(settled)
 
     async def _copy_to_host(self, gpu: MemoryTier) -> None:
         """Copy blocks of the GPU pool to the host, and hold those that are there then instead."""
