@@ -1,0 +1,269 @@
+"""Records as objects: ``<prefix>/<fingerprint>/<epoch>/<shard>/<salt>/<key>``, small ones in packs (``packing.py``)."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
+from typing import Any, Literal, TypeVar
+
+import obstore
+from obstore.exceptions import AlreadyExistsError, BaseError
+
+from tiered_kv.backend import Backend, BackendContext, Block, Outcome, check_lengths
+from tiered_kv.errors import BackendUnavailableError, BlockCorruptError
+from tiered_kv.keys import BlockKey
+from tiered_kv_backends.s3.client import (
+    BEGIN_WITHIN,
+    S3Settings,
+    make_store,
+    translate,
+    translate_opening,
+)
+from tiered_kv_backends.s3.packing import Packing, Unit
+from tiered_kv_backends.s3.presence import Answers, count_prefix
+
+T = TypeVar("T")
+
+
+class S3Backend(Backend):
+    """An S3-compatible store, shared by any number of hosts; or another kind of store that obstore speaks.
+
+    It evicts nothing: give the bucket a lifecycle rule. All state here is touched by the event loop only.
+    """
+
+    Settings = S3Settings
+    schemes = ("s3a", "gs", "az", "abfs", "abfss")
+
+    def __init__(self, settings: S3Settings) -> None:
+        self.settings = settings
+
+    async def open(self, context: BackendContext) -> None:
+        """Make the client and ask for an object that is not there, so that what cannot work is said now.
+
+        Raises:
+            ConfigurationError: No such bucket, refused credentials, a failed TLS handshake, an option that is not one.
+            BackendUnavailableError: Nobody answers within ``connect_timeout_s``.
+        """
+        probe = make_store(self.settings, is_probe=True)
+        try:
+            await obstore.get_async(probe, "is-anybody-there")
+        except (BaseError, OSError, ValueError) as error:
+            if (failure := translate_opening(error, self.settings)) is not None:
+                raise failure from error
+        self._store = make_store(self.settings)
+        self._clock = context.clock
+        self._packing = Packing(context.groups, self.settings.pack_bytes)
+        self._answers = Answers(context.clock, self.settings.answer_ttl_s)
+        self._reading = asyncio.Semaphore(self.settings.connections)
+        self._writing = asyncio.Semaphore(self.settings.connections)
+        self._under_way: set[asyncio.Future[Any]] = set()
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> list[Outcome]:
+        """Say HIT or MISS for each key by one or two questions each. Exact at that moment."""
+        deadline = self._deadline()
+
+        async def is_there(unit: Unit) -> list[Outcome]:
+            if unit.pack is not None and await self._exists(unit.pack, deadline):
+                return [Outcome.HIT] * (unit.stop - unit.start)
+            each = await asyncio.gather(*(self._exists(key.path, deadline) for key in keys[unit.start : unit.stop]))
+            return [Outcome.HIT if found else Outcome.MISS for found in each]
+
+        answers = await asyncio.gather(*map(is_there, self._packing.units(keys)))
+        return [outcome for each in answers for outcome in each]
+
+    async def lookup_prefix(self, keys: Sequence[BlockKey]) -> int:
+        """Count the leading keys that are there, by at most ``2 + log2(n)`` round trips; an estimate.
+
+        Raises:
+            BackendUnavailableError: The store failed to answer.
+        """
+        num_known, limit = self._answers.bounds(keys)
+        keys = keys[:limit]
+        if num_known == limit:
+            return limit
+        units, deadline = self._packing.units(keys), self._deadline()
+
+        async def is_there(number: int) -> bool:
+            unit = units[number]
+            names = [keys[unit.stop - 1].path, *([unit.pack] if unit.pack else [])]
+            return any(await asyncio.gather(*(self._exists(name, deadline) for name in names)))
+
+        first = next(number for number, unit in enumerate(units) if unit.stop > num_known)
+        num_units = await count_prefix(first, len(units), is_there)
+        n = units[num_units - 1].stop if num_units else 0
+        if n:
+            self._answers.put(keys[n - 1], is_there=True)
+        if num_units < len(units):
+            self._answers.put(keys[units[num_units].stop - 1], is_there=False)
+        return n
+
+    async def read(self, keys: Sequence[BlockKey], into: Sequence[Block]) -> list[Outcome]:
+        """Fill the blocks: HIT, MISS, CORRUPT (another length) or FAILED each.
+
+        Raises:
+            BackendUnavailableError: Nothing could be read.
+        """
+        check_lengths(keys, into)
+        deadline = self._deadline()
+        units = self._packing.units(keys)
+        reads = [self._read_unit(unit, keys, into, deadline) for unit in units]
+        outcomes = await _outcomes(units, reads)
+        missing = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.MISS]
+        if missing or Outcome.FAILED in outcomes or Outcome.CORRUPT in outcomes:
+            self._answers.refute(keys, missing)
+        return outcomes
+
+    async def write(self, keys: Sequence[BlockKey], blocks: Sequence[Block]) -> list[Outcome]:
+        """Store the records, whole groups as packs: STORED or FAILED each.
+
+        Raises:
+            BackendUnavailableError: Nothing could be stored.
+        """
+        check_lengths(keys, blocks)
+        deadline = self._deadline()
+        units = [part for unit in self._packing.units(keys) for part in _as_written(unit, blocks)]
+        writes = [self._write_unit(unit, keys, blocks, deadline) for unit in units]
+        try:
+            return await _outcomes(units, writes)
+        finally:
+            self._answers.drop(keys)
+
+    async def delete(self, keys: Sequence[BlockKey]) -> None:
+        """Forget the keys, by requests of 1,000; with a key of a pack its neighbours in the pack.
+
+        Raises:
+            BackendUnavailableError: The store did not take it.
+        """
+        names = dict.fromkeys(key.path for key in keys)
+        names |= dict.fromkeys(unit.pack for unit in self._packing.units(keys) if unit.pack)
+        self._answers.refute(keys, keys)
+        if not names:
+            return
+        deadline = self._deadline()
+        try:
+            await self._request(self._writing, deadline, "delete", lambda: obstore.delete_async(self._store, [*names]))
+        except FileNotFoundError:  # a store without bulk deletion stops at the first that is absent
+            await asyncio.gather(*(self._delete_one(name, deadline) for name in names))
+
+    async def aclose(self) -> None:
+        """Wait for requests under way: the client may hold a block's buffer until then."""
+        if self._under_way:
+            await asyncio.wait(self._under_way)
+
+    async def _exists(self, name: str, deadline: float) -> bool:
+        try:
+            await self._request(self._reading, deadline, "ask", lambda: obstore.head_async(self._store, name))
+        except FileNotFoundError:
+            return False
+        return True
+
+    async def _read_unit(
+        self, unit: Unit, keys: Sequence[BlockKey], into: Sequence[Block], deadline: float
+    ) -> list[Outcome]:
+        blocks = into[unit.start : unit.stop]
+        if unit.pack is not None:
+            each = blocks[0].num_bytes
+            record = await self._get(unit.pack, unit.place * each, len(blocks) * each, deadline)
+            if not isinstance(record, Outcome):
+                parts = (record[n * each : (n + 1) * each] for n in range(len(blocks)))
+                return [_fill(block, part) for block, part in zip(blocks, parts, strict=True)]
+            if record is not Outcome.MISS:
+                return [record] * len(blocks)
+        names = [key.path for key in keys[unit.start : unit.stop]]
+        pairs = zip(names, blocks, strict=True)
+        return list(await asyncio.gather(*(self._read_single(name, block, deadline) for name, block in pairs)))
+
+    async def _read_single(self, name: str, block: Block, deadline: float) -> Outcome:
+        record = await self._get(name, 0, block.num_bytes + 1, deadline)  # one more: a longer object is not the record
+        return record if isinstance(record, Outcome) else _fill(block, record)
+
+    async def _get(self, name: str, start: int, length: int, deadline: float) -> memoryview | Outcome:
+        """Read a range, in one request and one buffer of the client's own."""
+        try:
+            body = await self._request(
+                self._reading,
+                deadline,
+                "read",
+                lambda: obstore.get_range_async(self._store, name, start=start, length=length),
+            )
+        except FileNotFoundError:
+            return Outcome.MISS
+        except BlockCorruptError:
+            return Outcome.CORRUPT
+        return memoryview(body)
+
+    async def _write_unit(
+        self, unit: Unit, keys: Sequence[BlockKey], blocks: Sequence[Block], deadline: float
+    ) -> list[Outcome]:
+        name = unit.pack or keys[unit.start].path
+        body = [segment for block in blocks[unit.start : unit.stop] for segment in block.segments]
+        mode: Literal["create", "overwrite"] = "create" if self.settings.create_only else "overwrite"
+        try:
+            await self._request(
+                self._writing,
+                deadline,
+                "store",
+                lambda: obstore.put_async(self._store, name, body, mode=mode, use_multipart=False),
+            )
+        except AlreadyExistsError:
+            pass  # by this name it is the same block
+        except FileNotFoundError as error:
+            raise BackendUnavailableError(f"store: the bucket of {self.settings.place} is gone") from error
+        return [Outcome.STORED] * (unit.stop - unit.start)
+
+    async def _delete_one(self, name: str, deadline: float) -> None:
+        with suppress(FileNotFoundError):
+            await self._request(self._writing, deadline, "delete", lambda: obstore.delete_async(self._store, name))
+
+    def _deadline(self) -> float:
+        """Return until when requests of a call that starts now are begun."""
+        return self._clock() + BEGIN_WITHIN * self.settings.timeout_s
+
+    async def _request(
+        self, limit: asyncio.Semaphore, deadline: float, doing: str, begin: Callable[[], Awaitable[T]]
+    ) -> T:
+        """Make one request within the limit of connections.
+
+        Raises:
+            FileNotFoundError: There is no such object.
+            AlreadyExistsError: There is one, and it was to be created.
+            BlockCorruptError: It is too short for the range.
+            BackendUnavailableError: Any other failure, or the deadline passed before its turn.
+        """
+        async with limit:
+            if self._clock() >= deadline:
+                raise BackendUnavailableError(f"{doing}: {self.settings.place} is too slow, not begun in time")
+            try:
+                request = asyncio.ensure_future(begin())
+                self._under_way.add(request)
+                request.add_done_callback(self._under_way.discard)
+                return await request
+            except (FileNotFoundError, AlreadyExistsError):
+                raise
+            except (BaseError, OSError, ValueError) as error:
+                raise translate(error, doing) from error
+
+
+def _fill(block: Block, record: memoryview) -> Outcome:
+    return Outcome.HIT if block.fill(record) else Outcome.CORRUPT
+
+
+def _as_written(unit: Unit, blocks: Sequence[Block]) -> list[Unit]:
+    """Keep whole packs of equal records; write all else block by block."""
+    if unit.is_whole and len({block.num_bytes for block in blocks[unit.start : unit.stop]}) == 1:
+        return [unit]
+    return [Unit(n, n + 1) for n in range(unit.start, unit.stop)]
+
+
+async def _outcomes(units: Sequence[Unit], calls: Sequence[Coroutine[Any, Any, list[Outcome]]]) -> list[Outcome]:
+    """Await one call per unit. What failed is FAILED, unless all did: then it is raised, with its reason."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    outcomes: list[Outcome] = []
+    failures = [result for result in results if isinstance(result, BaseException)]
+    for unit, result in zip(units, results, strict=True):
+        if isinstance(result, BaseException):
+            if not isinstance(result, BackendUnavailableError) or len(failures) == len(results):
+                raise result
+            outcomes += [Outcome.FAILED] * (unit.stop - unit.start)
+        else:
+            outcomes += result
+    return outcomes

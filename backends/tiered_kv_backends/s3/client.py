@@ -1,0 +1,170 @@
+"""The store's settings, the client made from them, and what the client's errors mean."""
+
+import re
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final, cast
+from urllib.parse import urlsplit
+
+from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
+from obstore.store import ObjectStore, from_url
+from pydantic import ByteSize, Field, SecretStr, field_validator
+
+from tiered_kv.backend import TierSettings
+from tiered_kv.errors import (
+    BackendError,
+    BackendUnavailableError,
+    BlockCorruptError,
+    ConfigurationError,
+    TieredKVError,
+)
+
+# Shares of `timeout_s`. A request is begun in the first half of a call; it may take its time once more after the last
+# retry has begun; so a call has ended by 0.95 of the time that the cache waits for it.
+BEGIN_WITHIN: Final = 0.5
+_REQUEST: Final = 0.3
+_RETRY_WITHIN: Final = 0.15
+
+_S3_SCHEMES: Final = ("s3", "s3a")
+_CODE = re.compile(r"<Code>(\w+)</Code>")
+_STATUS = re.compile(r"status code: (\d{3}[^:\n]*)")
+_TRANSPORT = re.compile(
+    r"InvalidContentType|InvalidCertificate\(\s*\w+|UnknownIssuer|Connection refused|Connection reset|No route to host"
+    r"|failed to lookup address|dns error|TimedOut|operation timed out|IncompleteMessage|BrokenPipe"
+)
+_TLS = ("InvalidContentType", "InvalidCertificate", "UnknownIssuer")
+_NO_CREDENTIALS = ("169.254.169.254", "metadata.google.internal", "MissingSecretAccessKey")
+_ABSENT = ("NoSuchBucket", "ContainerNotFound", "The specified bucket does not exist")
+_BEYOND_END = re.compile(r"status code: 416|StartTooLarge")
+
+
+class S3Settings(TierSettings):
+    """``{"medium": "s3", "url": "s3://bucket/prefix", "endpoint": "https://store.example"}``."""
+
+    medium: str = "s3"
+    url: str
+    """``s3://bucket/prefix``; also ``gs://``, ``az://``, ``file:///path`` and ``memory:///``, as obstore has them."""
+    endpoint: str | None = None
+    """Where the store is, unless it is AWS. ``http://`` sends all but the secret in the clear."""
+    region: str | None = None
+    virtual_hosted: bool = False
+    """Whether the bucket is in the host's name (it then must be in ``endpoint`` too) and not in the path."""
+    ca_file: Path | None = None
+    """PEM certificates to trust beside the system's."""
+    access_key_id: SecretStr | None = None
+    """Left out: ``AWS_*`` of the environment, web identity, then the container's or the instance's role."""
+    secret_access_key: SecretStr | None = None
+    session_token: SecretStr | None = None
+    options: dict[str, SecretStr] = Field(default_factory=dict)
+    """Further options of obstore's store by their names, e.g. ``{"sse_kms_key_id": ...}``."""
+    connections: int = Field(default=32, ge=1, le=1024)
+    """Requests under way at once, in each direction: loads never queue behind stores."""
+    connect_timeout_s: float = Field(default=2.0, gt=0, allow_inf_nan=False)
+    """How long a connection, and the whole of opening, may take."""
+    max_retries: int = Field(default=2, ge=0, le=10)
+    """Of one request, with jitter, within 15 % of ``timeout_s``."""
+    create_only: bool = False
+    """Never replace an object (``If-None-Match: *``). A damaged one is then deleted before it is stored again."""
+    pack_bytes: ByteSize = Field(default=ByteSize(4 << 20), ge=0)
+    """Blocks of a prompt are stored together in objects of up to this size, 16 at most. 0: one object per block."""
+    answer_ttl_s: float = Field(default=2.0, ge=0, allow_inf_nan=False)
+    """How long what a probe said is believed. 0: every lookup asks."""
+    sign_payload: bool = False
+    """Whether each body is signed by its SHA-256, for servers that insist. Records carry checksums of their own."""
+
+    @field_validator("url")
+    @classmethod
+    def _is_a_url(cls, url: str) -> str:
+        parts = urlsplit(url)
+        if not parts.scheme or "://" not in url:
+            raise ValueError("write s3://bucket/prefix")
+        if parts.username or parts.password:
+            raise ValueError("secrets have no place in a URL: give access_key_id and secret_access_key")
+        if parts.scheme in _S3_SCHEMES and not parts.netloc:
+            raise ValueError("no bucket is named: write s3://bucket/prefix")
+        return url
+
+    @property
+    def place(self) -> str:
+        """The store for messages: URL and endpoint, no secrets."""
+        return f"{self.url} at {self.endpoint}" if self.endpoint else self.url
+
+
+def make_store(settings: S3Settings, *, is_probe: bool = False) -> ObjectStore:
+    """Make the client; nothing is asked yet. One ``is_probe`` tries once, within ``connect_timeout_s``.
+
+    Raises:
+        ConfigurationError: obstore does not take the URL or an option.
+    """
+    make = cast("Any", from_url)  # overloaded per scheme, which is known at run time only
+    try:
+        scheme = urlsplit(settings.url).scheme
+        if scheme == "file":
+            return cast("ObjectStore", make(settings.url, mkdir=True))
+        if scheme == "memory":
+            return cast("ObjectStore", make(settings.url))
+        request_s = settings.connect_timeout_s if is_probe else _REQUEST * settings.timeout_s
+        client: dict[str, object] = {
+            "allow_http": (settings.endpoint or "").startswith("http://"),
+            "connect_timeout": timedelta(seconds=min(settings.connect_timeout_s, request_s)),
+            "pool_max_idle_per_host": str(2 * settings.connections),
+            "timeout": timedelta(seconds=request_s),
+        }
+        if settings.ca_file is not None:
+            client["root_certificate"] = settings.ca_file.read_text()
+        retry = {
+            "backoff": {"base": 2, "init_backoff": timedelta(milliseconds=50), "max_backoff": timedelta(seconds=1)},
+            "max_retries": 0 if is_probe else settings.max_retries,
+            "retry_timeout": timedelta(seconds=_RETRY_WITHIN * settings.timeout_s),
+        }
+        config = _s3_config(settings) if scheme in _S3_SCHEMES else {}
+        config |= {name: value.get_secret_value() for name, value in settings.options.items()}
+        return cast("ObjectStore", make(settings.url, config=config, client_options=client, retry_config=retry))
+    except (BaseError, OSError, ValueError, TypeError) as error:
+        raise ConfigurationError(f"no client for {settings.place}: {_reason(error)}") from None  # it may hold a secret
+
+
+def translate(error: BaseError | OSError | ValueError, doing: str) -> BackendError:
+    """Say in the cache's own errors what a request failed of."""
+    reason = _reason(error)
+    if _BEYOND_END.search(str(error)):
+        return BlockCorruptError(f"{doing}: the object is too short ({reason})")
+    return BackendUnavailableError(f"{doing}: {reason}")
+
+
+def translate_opening(error: BaseError | OSError | ValueError, settings: S3Settings) -> TieredKVError | None:
+    """Say why the first request failed; None if it only found nothing, as it should."""
+    text, reason = str(error), _reason(error)
+    if any(word in text for word in _ABSENT):
+        return ConfigurationError(f"there is no bucket of this name: {settings.place}")
+    if isinstance(error, FileNotFoundError):
+        return None
+    if any(word in text for word in _NO_CREDENTIALS):  # the last of the chain, after settings and environment
+        return ConfigurationError(f"no credentials for {settings.place}: none are set, no role gives any ({reason})")
+    if isinstance(error, PermissionDeniedError | UnauthenticatedError):
+        advice = "check the keys; s3:ListBucket is needed too, or what is absent cannot be told from what is forbidden"
+        return ConfigurationError(f"{settings.place} refuses the credentials ({reason}): {advice}")
+    if any(word in text for word in _TLS):
+        advice = "use http:// for a server without TLS, and ca_file for a certificate of your own"
+        return ConfigurationError(f"{settings.place} fails the TLS handshake ({reason}): {advice}")
+    return BackendUnavailableError(f"{settings.place} does not answer: {reason}")
+
+
+def _reason(error: Exception) -> str:
+    """The server's code, its status or the transport's failure: short, and free of what was sent."""
+    text = str(error)
+    found = [pattern.search(text) for pattern in (_STATUS, _CODE, _TRANSPORT)]
+    parts = dict.fromkeys(match.group(match.lastindex or 0).strip() for match in found if match)
+    return ", ".join(parts) or text.partition("\n\nDebug source")[0][:300]
+
+
+def _s3_config(settings: S3Settings) -> dict[str, str | bool]:
+    secrets = {
+        "access_key_id": settings.access_key_id,
+        "secret_access_key": settings.secret_access_key,
+        "session_token": settings.session_token,
+    }
+    config: dict[str, str | bool] = {name: value.get_secret_value() for name, value in secrets.items() if value}
+    config |= {name: value for name in ("endpoint", "region") if (value := getattr(settings, name)) is not None}
+    config |= {"unsigned_payload": not settings.sign_payload}
+    return config | {"virtual_hosted_style_request": settings.virtual_hosted}

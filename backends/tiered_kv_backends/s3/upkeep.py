@@ -1,0 +1,83 @@
+"""Deleting what nobody will read again: old epochs, a tenant's blocks. For a job of your own, beside the caches."""
+
+from collections.abc import Collection
+from datetime import UTC, datetime, timedelta
+
+import obstore
+from obstore.exceptions import BaseError
+from obstore.store import ObjectStore
+
+from tiered_kv.keys import epoch_digest, salt_digest
+from tiered_kv_backends.s3.client import S3Settings, make_store, translate
+
+
+async def collect_epochs(settings: S3Settings, *, keep_weights: Collection[str], idle_s: float) -> int:
+    """Delete the blocks of old weights: of every epoch but those named, if nothing was stored in it lately.
+
+    Args:
+        settings: As of the tier.
+        keep_weights: `ModelIdentity.weights`, or what `advance_epoch` was given, of all that is still served. A store
+            knows when blocks were written, not when they were read.
+        idle_s: How long nothing must have been stored in an epoch that goes, in seconds.
+
+    Returns:
+        How many objects were deleted.
+
+    Raises:
+        ConfigurationError: No client can be made of the settings.
+        BackendUnavailableError: The store failed; what was deleted until then stays deleted.
+    """
+    kept = {epoch_digest(weights).hex()[:32] for weights in keep_weights}
+    store, deleted = make_store(settings), 0
+    before = datetime.now(UTC) - timedelta(seconds=idle_s)
+    try:
+        for epoch in await _folders(store, depth=2):
+            if epoch.rpartition("/")[2] not in kept and await _is_idle(store, epoch, before):
+                deleted += await _delete_folder(store, epoch)
+    except (BaseError, OSError, ValueError) as error:
+        raise translate(error, "collect epochs") from error
+    return deleted
+
+
+async def delete_tenant(settings: S3Settings, salt: str | bytes) -> int:
+    """Delete the blocks of one salt, of every model, epoch and shard.
+
+    Returns:
+        How many objects were deleted.
+
+    Raises:
+        ConfigurationError: No client can be made of the settings.
+        BackendUnavailableError: The store failed; what was deleted until then stays deleted.
+    """
+    folder, store, deleted = salt_digest(salt).hex()[:32], make_store(settings), 0
+    try:
+        for each in await _folders(store, depth=4):
+            if each.rpartition("/")[2] == folder:
+                deleted += await _delete_folder(store, each)
+    except (BaseError, OSError, ValueError) as error:
+        raise translate(error, "delete a tenant") from error
+    return deleted
+
+
+async def _folders(store: ObjectStore, depth: int) -> list[str]:
+    """List the folders ``depth`` levels down: ``fingerprint/epoch/shard/salt``."""
+    folders = [""]
+    for _ in range(depth):
+        listings = [await obstore.list_with_delimiter_async(store, folder or None) for folder in folders]
+        folders = [each for listing in listings for each in listing["common_prefixes"]]
+    return folders
+
+
+async def _is_idle(store: ObjectStore, folder: str, before: datetime) -> bool:
+    async for objects in obstore.list(store, folder):
+        if any(each["last_modified"] > before for each in objects):
+            return False
+    return True
+
+
+async def _delete_folder(store: ObjectStore, folder: str) -> int:
+    deleted = 0
+    async for objects in obstore.list(store, folder, chunk_size=1000):
+        await obstore.delete_async(store, [each["path"] for each in objects])
+        deleted += len(objects)
+    return deleted
