@@ -47,6 +47,7 @@ class Landed:
     Attributes:
         gpu: Slots of the GPU pool, -1 where the block is not there.
         host: Slots of the host where the GPU pool lacks the block, else -1.
+        is_worth_another: The block behind the prefix was not lost: another transfer brought it and let it go already.
     """
 
     window: Window
@@ -54,6 +55,7 @@ class Landed:
     gpu: NDArray[np.int64]
     host: NDArray[np.int64]
     leases: list[Lease]
+    is_worth_another: bool
 
 
 class Bringer:
@@ -120,7 +122,9 @@ class Bringer:
         left = np.flatnonzero(window.source < 0)
         if len(left):
             for fill in chain.fills_of(window.batch[left], self.priority):
-                window.fills.append(fill)
+                if fill is not window.own:
+                    fill.join()
+                    window.fills.append(fill)
         return True
 
     async def _fill(self, window: Window, at: NDArray[np.int64], numbers: NDArray[np.int8], *, may_wait: bool) -> bool:
@@ -162,17 +166,19 @@ class Bringer:
         num_blocks = int(absent[0]) if len(absent) else n
         joined = (window.source < 0) & (host >= 0)
         window.source[joined] = len(chain.memory) - 1  # another transfer brought it: for us it was on the host
+        ended = all(fill.done.done() and fill.done.result() for fill in window.fills)
+        is_worth_another = num_blocks < n and ended and window.source[num_blocks] < 0
         leases = [*window.held, lease]
         window.held = []
         self.abandon(window)
-        return Landed(window, num_blocks, window.gpu[:num_blocks], host[:num_blocks], leases)
+        return Landed(window, num_blocks, window.gpu[:num_blocks], host[:num_blocks], leases, is_worth_another)
 
     def abandon(self, window: Window) -> None:
         """Hold nothing of a window any more. Its fill goes on: it is the cache's."""
-        if window.own is not None:
-            window.own.let_go()
+        for fill in window.fills:
+            fill.let_go()
         self.chain.release(*window.held)
-        window.held = []
+        window.fills, window.held = [], []
 
     def _take_resident(self, window: Window) -> None:
         """Lease what the host can serve right now."""

@@ -50,19 +50,26 @@ class Fill:
         self.source: NDArray[np.int8] = np.full(n, -1, np.int8)
         self.ticket = ticket
         self.late_tiers: set[str] = set()
-        self._leases: list[Lease] | None = []
+        self._leases: list[Lease] = []
+        self._num_waiting = 1
 
-    def keep(self, lease: Lease) -> None:
-        """Hold what arrived until `let_go`, so that transient blocks live until their load has leased them."""
-        if self._leases is None:
-            lease.release()
-        else:
-            self._leases.append(lease)
+    def join(self) -> None:
+        """Wait for this fill too: what arrives is held until everyone who waits has let go."""
+        self._num_waiting += 1
 
     def let_go(self) -> None:
-        """Hold nothing any more, what arrives later included."""
-        leases, self._leases = self._leases or [], None
-        for lease in leases:
+        """Wait no longer: what was wanted is leased, or not wanted any more."""
+        self._num_waiting -= 1
+        if not self._num_waiting:
+            for lease in self._leases:
+                lease.release()
+            self._leases.clear()
+
+    def keep(self, lease: Lease) -> None:
+        """Hold what arrived, so that transient blocks live until those who wait have leased them."""
+        if self._num_waiting:
+            self._leases.append(lease)
+        else:
             lease.release()
 
     def finish(self) -> None:
@@ -265,7 +272,7 @@ class Chain:
         return fill
 
     async def _fill(self, fill: Fill, batch: Batch, sources: NDArray[np.int8], reservation: Reservation) -> None:
-        open_tiers = {int(number) for number in np.unique(sources)}
+        open_tiers = {int(number) for number in np.unique(sources[sources >= 0])}
 
         async def read_from(number: int) -> None:
             tier = self.storage[number - len(self.memory)]

@@ -8,6 +8,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,9 @@ from tiered_kv.motion.chain import RESIDENT_WINDOWS, Chain
 from tiered_kv.motion.handles import Revocable, RevokedError
 from tiered_kv.motion.tiers import Batch
 from tiered_kv.results import LoadResult, TierFault
+
+_RETRIES: Final = 3
+"""How often in a row blocks are looked for again that another load brought and let go before we had them."""
 
 
 @dataclass
@@ -99,7 +103,7 @@ class Load(Revocable):
 
     async def _move(self, underway: deque[Window]) -> None:
         """Begin windows ahead of the one that is landed, as many as may be read ahead and find slots."""
-        begun, n = 0, len(self._batch)
+        begun, n, retries = 0, len(self._batch), _RETRIES
         while begun < n or underway:
             while begun < n and len(underway) <= self._chain.limits.reads_in_flight:
                 stop = min(begun + self._window(begun), n)
@@ -116,7 +120,12 @@ class Load(Revocable):
             underway.popleft()
             self._copy(landed)
             if landed.num_blocks < size:
-                return
+                if not landed.is_worth_another or not retries:
+                    return
+                retries = _RETRIES if landed.num_blocks else retries - 1
+                while underway:
+                    self._bringer.abandon(underway.popleft())
+                begun = landed.window.start + landed.num_blocks
 
     def _window(self, begun: int) -> int:
         """Blocks of the next window: more where nothing has to be read, as each costs the event loop 0.2 ms."""
