@@ -1,0 +1,231 @@
+"""Redis and Valkey: one server, a master that Sentinel names, or a cluster. One string per block record.
+
+Bodies travel over ``resp.py``, which receives them straight into the cache's slots: redis-py's ``get`` copies each, and
+reaches a third to two thirds of that speed. All else is redis-py's: presence, deletion, and who holds which keys.
+"""
+
+import asyncio
+import ssl
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from typing import ClassVar
+
+from redis.exceptions import (
+    AskError,
+    AuthenticationError,
+    AuthorizationError,
+    MovedError,
+    NoPermissionError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisClusterException,
+    RedisError,
+    TryAgainError,
+)
+
+from tiered_kv.backend import Backend, BackendContext, Block, Outcome, check_lengths
+from tiered_kv.errors import BackendUnavailableError, ConfigurationError
+from tiered_kv.keys import BlockKey
+from tiered_kv_backends.redis_servers import RedisSettings, Server, Servers
+from tiered_kv_backends.resp import Answer, LoginError, command
+
+Ask = Callable[[Server, list[int]], Awaitable[list[Answer]]]
+"""Asks one server about the keys at these positions."""
+
+_LOST = "LOST"
+_ELSEWHERE = frozenset({_LOST, "MOVED", "ASK", "TRYAGAIN", "READONLY"})
+"""Begin answers after which it is worth finding out anew who holds the keys, and asking again."""
+_OUTCOMES = {"OOM": Outcome.REFUSED, "WRONGTYPE": Outcome.CORRUPT}
+"""What other errors mean, by how they begin; all others are FAILED."""
+_BEGINNINGS = {
+    MovedError: "MOVED",
+    AskError: "ASK",
+    TryAgainError: "TRYAGAIN",
+    ReadOnlyError: "READONLY",
+    OutOfMemoryError: "OOM",
+    NoPermissionError: "NOPERM",
+}
+"""What redis-py has taken off its errors."""
+_NEVER_WORKS = (LoginError, AuthenticationError, AuthorizationError, NoPermissionError, ssl.SSLError)
+
+
+class RedisBackend(Backend):
+    """Records as strings in Redis 6.2 and newer, or Valkey. The server evicts; what it has evicted is a miss.
+
+    Presence of any number of keys is one pipelined round trip per server. A call that does not end by itself
+    (cancelled, late, lost) closes its connection, and no longer touches the caller's blocks.
+    """
+
+    Settings = RedisSettings
+    schemes: ClassVar = ("rediss",)
+
+    def __init__(self, settings: RedisSettings) -> None:
+        self.settings = settings
+        self._prefix = settings.prefix.encode()
+        self._expiry = () if settings.ttl_s is None else (b"EX", b"%d" % settings.ttl_s)
+        self._servers: Servers
+
+    async def open(self, context: BackendContext) -> None:
+        """Connect, and write, find, read and delete a key that is no block's.
+
+        Raises:
+            ConfigurationError: Wrong credentials or certificates, missing permissions, or another kind of server.
+            BackendUnavailableError: Not reachable within ``connect_timeout_s``.
+        """
+        self._servers = Servers(self.settings)
+        try:
+            async with self._bounded("connect", self.settings.connect_timeout_s):
+                await self._try_out()
+        except BaseException:
+            await self.aclose()
+            raise
+
+    async def aclose(self) -> None:
+        """Close every connection; calls still under way end with `BackendUnavailableError`."""
+        await self._servers.aclose()
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> list[Outcome]:
+        """Ask for all keys in one pipelined round trip per server: HIT or MISS, or FAILED where one is away."""
+        names = self._names(keys)
+
+        async def exist(server: Server, which: list[int]) -> list[Answer]:
+            found = await server.pipeline([("EXISTS", names[i]) for i in which])
+            return [_error(each) or (Outcome.HIT if each else Outcome.MISS) for each in found]
+
+        return await self._ask_all("look up", names, exist)
+
+    async def read(self, keys: Sequence[BlockKey], into: Sequence[Block]) -> list[Outcome]:
+        """Fill the blocks, and let what is read live for another ``ttl_s``: HIT, MISS, CORRUPT or FAILED."""
+        check_lengths(keys, into)
+        names = self._names(keys)
+        verb = (b"GETEX",) if self._expiry else (b"GET",)
+
+        async def get(server: Server, which: list[int]) -> list[Answer]:
+            commands = [command(*verb, names[i], *self._expiry) for i in which]
+            async with server.bodies.connection() as connection:
+                return await connection.get(commands, [into[i] for i in which])
+
+        return await self._ask_all("read", names, get)
+
+    async def write(self, keys: Sequence[BlockKey], blocks: Sequence[Block]) -> list[Outcome]:
+        """Set the records: STORED, REFUSED where ``maxmemory`` is reached and nothing may go, or FAILED."""
+        check_lengths(keys, blocks)
+        names = self._names(keys)
+
+        async def put(server: Server, which: list[int]) -> list[Answer]:
+            async with server.bodies.connection() as connection:
+                return await connection.set([names[i] for i in which], [blocks[i] for i in which], self._expiry)
+
+        return await self._ask_all("write", names, put)
+
+    async def delete(self, keys: Sequence[BlockKey]) -> None:
+        """Unlink the keys, in one pipelined round trip per server."""
+        names = self._names(keys)
+
+        async def unlink(server: Server, which: list[int]) -> list[Answer]:
+            gone = await server.pipeline([("UNLINK", names[i]) for i in which])
+            return [_error(each) or Outcome.MISS for each in gone]
+
+        num_failed = (await self._ask_all("delete", names, unlink)).count(Outcome.FAILED)
+        if num_failed:
+            raise BackendUnavailableError(f"{self._servers}: {num_failed} of {len(keys)} blocks could not be deleted")
+
+    def _names(self, keys: Sequence[BlockKey]) -> list[bytes]:
+        return [self._prefix + key.path.encode() for key in keys]
+
+    async def _ask_all(self, doing: str, names: Sequence[bytes], ask: Ask) -> list[Outcome]:
+        """Ask every server about its keys at once, and again where who holds them has changed.
+
+        Raises:
+            BackendUnavailableError: It took longer than ``timeout_s``, or no key got an answer.
+        """
+        if not names:
+            return []
+        answers: list[Answer] = [_LOST] * len(names)
+        async with self._bounded(f"{doing} {len(names)} blocks", self.settings.timeout_s):
+            await self._ask_twice(names, ask, answers)
+        outcomes = [_outcome(answer) for answer in answers]
+        if all(outcome is Outcome.FAILED for outcome in outcomes):
+            raise BackendUnavailableError(f"{self._servers}: could not {doing} {len(names)} blocks: {answers[0]}")
+        return outcomes
+
+    async def _ask_twice(self, names: Sequence[bytes], ask: Ask, answers: list[Answer]) -> None:
+        async def ask_one(server: Server, which: list[int]) -> None:
+            try:
+                found = await ask(server, which)
+            except (OSError, RedisError) as error:
+                server.bodies.drop_idle()  # a server that went away has closed them all
+                found = [f"{_LOST} {server.address}: {_said(error)}"] * len(which)
+            for i, answer in zip(which, found, strict=True):
+                answers[i] = answer
+
+        todo = list(range(len(names)))
+        for _ in range(2):
+            holding = await self._servers.holding(names, todo)
+            async with asyncio.TaskGroup() as tasks:  # no task outlives a cancelled call: they hold its blocks
+                for server, which in holding:
+                    tasks.create_task(ask_one(server, which))
+            todo = [i for i in todo if _first_word(answers[i]) in _ELSEWHERE]
+            if not todo:
+                return
+            self._servers.doubt()
+
+    async def _try_out(self) -> None:
+        name = self._prefix + b"open/" + uuid.uuid4().hex.encode()
+        verb = (b"GETEX",) if self._expiry else (b"GET",)
+        [(server, _)] = await self._servers.holding([name], [0])
+        async with server.bodies.connection() as connection:
+            answers = await connection.set([name], [Block.empty(1)], (b"EX", b"60"))
+            answers += await connection.get([command(*verb, name, *self._expiry)], [Block.empty(1)])
+        answers += [_error(each) or Outcome.HIT for each in await server.pipeline([("EXISTS", name), ("UNLINK", name)])]
+        for answer in answers:
+            match _first_word(answer):
+                case "NOAUTH" | "NOPERM":
+                    raise ConfigurationError(f"{self._servers} does not allow it: {answer}")
+                case "MOVED":
+                    raise ConfigurationError(f"{self._servers} is a node of a cluster: set cluster = true")
+                case "ERR":
+                    raise ConfigurationError(f"{self._servers} is too old or too different: {answer}")
+                case _ if _outcome(answer) is Outcome.FAILED:
+                    raise BackendUnavailableError(f"{self._servers} does not serve now: {answer}")
+
+    @asynccontextmanager
+    async def _bounded(self, doing: str, limit_s: float) -> AsyncIterator[None]:
+        """Bound what is done, and turn what clients raise into errors of ours."""
+        try:
+            async with asyncio.timeout(limit_s):
+                yield
+        except TimeoutError as error:
+            raise BackendUnavailableError(f"{self._servers}: could not {doing} within {limit_s:g} s") from error
+        except (OSError, RedisError, RedisClusterException) as error:
+            said = f"{self._servers}: could not {doing}: {_said(error)}"
+            if any(isinstance(cause, _NEVER_WORKS) for cause in _causes(error)):
+                raise ConfigurationError(said) from error
+            raise BackendUnavailableError(said) from error
+
+
+def _outcome(answer: Answer) -> Outcome:
+    return answer if isinstance(answer, Outcome) else _OUTCOMES.get(_first_word(answer), Outcome.FAILED)
+
+
+def _first_word(answer: Answer) -> str:
+    return "" if isinstance(answer, Outcome) else answer.partition(" ")[0]
+
+
+def _error(result: object) -> str:
+    """Return an error reply as the server wrote it, or nothing of another result."""
+    if not isinstance(result, Exception):
+        return ""
+    taken_off = next((word for error, word in _BEGINNINGS.items() if isinstance(result, error)), "")
+    return f"{taken_off} {result}".lstrip()
+
+
+def _said(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,245 @@
+"""Where keys live: the settings of the ``redis`` medium, and the servers they lead to, found by redis-py."""
+
+import asyncio
+import ssl
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+from urllib.parse import unquote, urlsplit
+
+from pydantic import Field, SecretStr, field_validator, model_validator
+from redis.asyncio import Redis, RedisCluster
+from redis.asyncio.cluster import ClusterNode
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
+from redis.backoff import NoBackoff
+
+from tiered_kv.backend import TierSettings
+from tiered_kv.errors import ConfigurationError
+from tiered_kv_backends.resp import Address, Login, Pool
+
+
+class RedisSettings(TierSettings):
+    """``{"medium": "redis", "url": "rediss://cache.example:6379", "username": "kv", "password": "..."}``."""
+
+    medium: str = "redis"
+    url: SecretStr
+    """``redis[s]://[user[:password]@]host[:port][,host[:port]...][/database]``, with TLS if ``rediss``. Several hosts
+    are nodes of one cluster, or Sentinels."""
+    username: str | None = None
+    """ACL user; goes before the URL's, as ``password`` does."""
+    password: SecretStr | None = None
+    cluster: bool = False
+    """Whether the hosts are nodes of a cluster."""
+    sentinel_master: str | None = None
+    """Makes the hosts Sentinels, and names the master to ask them for."""
+    sentinel_username: str | None = None
+    sentinel_password: SecretStr | None = None
+    ca_file: Path | None = None
+    """What a server's certificate must be signed by; what the system trusts if left out."""
+    cert_file: Path | None = None
+    """Our own certificate, with or without its key, where servers want one."""
+    key_file: Path | None = None
+    check_hostname: bool = True
+    prefix: str = Field(default="tiered_kv/", min_length=1)
+    """Begins every key. An ACL user needs ``~tiered_kv/* +@read +@write``, and in a cluster
+    ``+cluster|slots +command``."""
+    ttl_s: int | None = Field(default=24 * 3600, gt=0)
+    """How long a record lives after it was last stored or loaded, so that those of old weights go by themselves. None:
+    until the server evicts it."""
+    connections: int = Field(default=8, ge=1, le=1024)
+    """To each server at most, for bodies; and as many for questions."""
+    connect_timeout_s: float = Field(default=5.0, gt=0, allow_inf_nan=False)
+
+    @field_validator("url")
+    @classmethod
+    def _check_url(cls, url: SecretStr) -> SecretStr:
+        _Target.of(url)
+        return url
+
+    @model_validator(mode="after")
+    def _check_topology(self) -> Self:
+        target = _Target.of(self.url)
+        if self.cluster and self.sentinel_master is not None:
+            raise ValueError("a cluster has no Sentinels: leave out cluster or sentinel_master")
+        if self.cluster and target.database:
+            raise ValueError("a cluster has no other database than 0")
+        if len(target.hosts) > 1 and not self.cluster and self.sentinel_master is None:
+            raise ValueError("several hosts are nodes of a cluster (cluster) or Sentinels (sentinel_master): say which")
+        return self
+
+
+class _Target(NamedTuple):
+    """What a URL says."""
+
+    hosts: list[tuple[str, int | None]]
+    username: str | None
+    password: SecretStr | None
+    database: int
+    is_tls: bool
+
+    @classmethod
+    def of(cls, url: SecretStr) -> "_Target":
+        parts = urlsplit(url.get_secret_value())
+        if parts.scheme not in {"redis", "rediss"}:
+            raise ValueError("must be redis://host[:port][/database], or rediss:// for TLS")
+        if (path := parts.path.strip("/")) and not path.isdigit():
+            raise ValueError("must end with the number of a database, or behind the host")
+        credentials, _, hosts = parts.netloc.rpartition("@")
+        username, _, password = map(unquote, credentials.partition(":"))
+        try:
+            each = [urlsplit(f"//{host}") for host in hosts.split(",")]
+            named = [(host.hostname or "", host.port) for host in each]
+        except ValueError:
+            named = []
+        if not named or not all(host for host, _ in named):
+            raise ValueError("must name a host, host:port or [address]:port, or several of them, by commas")
+        secret = SecretStr(password) if password else None
+        return cls(named, username or None, secret, int(path or 0), parts.scheme == "rediss")
+
+
+@dataclass
+class Server:
+    """One server that holds keys: redis-py for questions, and connections for bodies."""
+
+    address: Address
+    client: Redis
+    bodies: Pool
+    room: asyncio.Semaphore
+    """For calls of redis-py, whose pool grows without bound."""
+
+    async def pipeline(self, commands: Sequence[tuple[str, bytes]]) -> list[Any]:
+        """Send commands and collect their results in one round trip; an error reply is a result too."""
+        async with self.room, self.client.pipeline(transaction=False) as pipeline:
+            for words in commands:
+                pipeline.execute_command(*words)
+            return await pipeline.execute(raise_on_error=False)
+
+    async def aclose(self) -> None:
+        """Close every connection to it; calls still under way end with an error."""
+        self.bodies.close()
+        await self.client.aclose()
+
+
+class Servers:
+    """The one server, the master that Sentinel names now, or the masters of a cluster and which key is whose."""
+
+    def __init__(self, settings: RedisSettings) -> None:
+        """Connect to nothing yet.
+
+        Raises:
+            ConfigurationError: A certificate's file cannot be read, or is none.
+        """
+        self._settings = settings
+        self._target = _Target.of(settings.url)
+        tls = _tls_context(settings) if self._target.is_tls else None
+        username = settings.username or self._target.username
+        self._login = Login(username, settings.password or self._target.password, self._target.database, tls)
+        self._servers: dict[Address, Server] = {}
+        self._refresh = asyncio.Lock()
+        self._is_known = self._is_closed = False
+        port = 6379 if settings.sentinel_master is None else 26379
+        self._hosts = [Address(host, given or port) for host, given in self._target.hosts]
+        self._cluster = self._make_cluster() if settings.cluster else None
+        self._sentinel = self._make_sentinel() if settings.sentinel_master is not None else None
+
+    def __str__(self) -> str:
+        kind = "cluster" if self._cluster else "Sentinel" if self._sentinel else "server"
+        return f"Redis {kind} at {', '.join(map(str, self._hosts))}"
+
+    async def holding(self, names: Sequence[bytes], which: Sequence[int]) -> list[tuple[Server, list[int]]]:
+        """Group the names at positions ``which`` by the servers that hold them. A name that none holds is left out.
+
+        Raises:
+            RedisError, RedisClusterException: Nobody who would know could be asked.
+        """
+        async with self._refresh:
+            if self._is_closed:
+                raise ConnectionAbortedError("the tier is closed")
+            if not self._is_known:
+                await self._find_out()
+        if self._cluster is None:
+            return [(server, list(which)) for server in self._servers.values()]
+        found: dict[Address, list[int]] = {}
+        slots = self._cluster.nodes_manager.slots_cache
+        for i in which:
+            if nodes := slots.get(self._cluster.keyslot(names[i])):
+                found.setdefault(Address(nodes[0].host, int(nodes[0].port)), []).append(i)
+        return [(self._servers[address], positions) for address, positions in found.items()]
+
+    def doubt(self) -> None:
+        """Find out anew, at the next question, who holds which keys."""
+        self._is_known = False
+
+    async def aclose(self) -> None:
+        """Close every connection; calls still under way end with an error."""
+        self._is_closed = True
+        for server in self._servers.values():
+            await server.aclose()
+        self._servers.clear()
+        if self._cluster is not None:
+            await self._cluster.aclose()
+        for client in self._sentinel.sentinels if self._sentinel else ():
+            await client.aclose()
+
+    async def _find_out(self) -> None:
+        if self._cluster is not None:
+            await self._cluster.aclose()  # forgets what it knew
+            await self._cluster.initialize()
+            current = {Address(node.host, int(node.port)) for node in self._cluster.get_primaries()}
+        elif self._sentinel is not None:
+            host, port = await self._sentinel.discover_master(self._settings.sentinel_master or "")
+            current = {Address(host, int(port))}
+        else:
+            current = set(self._hosts)
+        for address in self._servers.keys() - current:
+            await self._servers.pop(address).aclose()
+        for address in current - self._servers.keys():
+            self._servers[address] = self._make_server(address)
+        self._is_known = True
+
+    def _make_server(self, address: Address) -> Server:
+        settings, login = self._settings, self._login
+        options = self._options(login.username, login.password)
+        client = Redis(host=address.host, port=address.port, db=login.database, **options)
+        bodies = Pool(address, login, settings.connections, settings.connect_timeout_s)
+        return Server(address, client, bodies, asyncio.Semaphore(settings.connections))
+
+    def _make_cluster(self) -> RedisCluster:
+        options = self._options(self._login.username, self._login.password)
+        nodes = [ClusterNode(*host) for host in self._hosts]
+        return RedisCluster(startup_nodes=nodes, require_full_coverage=False, **options)
+
+    def _make_sentinel(self) -> Sentinel:
+        options = self._options(self._settings.sentinel_username, self._settings.sentinel_password)
+        return Sentinel(self._hosts, sentinel_kwargs=options)  # type: ignore[no-untyped-call]
+
+    def _options(self, username: str | None, password: SecretStr | None) -> dict[str, Any]:
+        """Return what each of redis-py's clients is made with."""
+        settings = self._settings
+        options: dict[str, Any] = {
+            "username": username,
+            "password": password and password.get_secret_value(),
+            "protocol": 2,
+            "socket_timeout": settings.timeout_s,
+            "socket_connect_timeout": settings.connect_timeout_s,
+            "retry": Retry(NoBackoff(), 0),  # who asks again is decided in one place, `RedisBackend`
+        }
+        if self._login.tls is not None:
+            files = {"ca_certs": settings.ca_file, "certfile": settings.cert_file, "keyfile": settings.key_file}
+            options |= {f"ssl_{name}": str(file) for name, file in files.items() if file is not None}
+            options |= {"ssl": True, "ssl_check_hostname": settings.check_hostname}
+        return options
+
+
+def _tls_context(settings: RedisSettings) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(cafile=settings.ca_file)
+        if settings.cert_file is not None:
+            context.load_cert_chain(settings.cert_file, settings.key_file)
+    except OSError as error:  # of which ssl.SSLError is one
+        files = ", ".join(str(file) for file in (settings.ca_file, settings.cert_file, settings.key_file) if file)
+        raise ConfigurationError(f"the TLS certificates in {files} cannot be used: {error}") from error
+    context.check_hostname = settings.check_hostname
+    return context

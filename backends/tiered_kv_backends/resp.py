@@ -1,0 +1,336 @@
+"""Block bodies over the Redis protocol (RESP2), between a socket and our buffers with no copy in between.
+
+Only what bodies need: GET and SET in pipelines, and their replies (bulk strings, simple strings, errors). All else
+goes through redis-py, beside it. One way serves TCP and TLS: a non-blocking socket that is tried first and waited for
+only when it would block.
+
+A connection whose call did not end (cancelled, late, lost) is closed and never lent again: its next reply would be
+another call's.
+"""
+
+import asyncio
+import socket
+import ssl
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, Self, TypeVar
+
+from pydantic import SecretStr
+
+from tiered_kv.backend import Block, Outcome
+
+T = TypeVar("T")
+Answer = Outcome | str
+"""What became of one block, or the server's error, e.g. ``"OOM command not allowed ..."``."""
+
+_AHEAD_BYTES = 8192
+"""Received together with a reply's line: the record's header fits in."""
+_ASKED_BYTES = 1 << 20
+"""Bodies asked for and not yet arrived, two at least: with more, a server copies replies aside that it cannot send."""
+_LONGEST_LINE = 4096
+
+
+class Address(NamedTuple):
+    """Where a server listens."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True)
+class Login:
+    """What a new connection says first."""
+
+    username: str | None = None
+    password: SecretStr | None = None
+    database: int = 0
+    tls: ssl.SSLContext | None = None
+
+    def commands(self) -> list[bytes]:
+        """AUTH and SELECT, as far as they are needed."""
+        commands = []
+        if self.password is not None:
+            user = [self.username.encode()] if self.username else []
+            commands.append(command(b"AUTH", *user, self.password.get_secret_value().encode()))
+        if self.database:
+            commands.append(command(b"SELECT", b"%d" % self.database))
+        return commands
+
+
+class LoginError(ConnectionError):
+    """The server did not accept a login; its own words are the message."""
+
+
+class ProtocolError(ConnectionError):
+    """What came back is not what was asked for: no server of this kind, or a fault of ours."""
+
+
+def command(*words: bytes) -> bytes:
+    """Encode a command whose words are short."""
+    return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
+
+
+class Connection:
+    """One authenticated socket for one call at a time. A call that does not end by itself leaves it to be closed."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._loop = asyncio.get_running_loop()
+        self._ahead = bytearray(_AHEAD_BYTES)
+        self._start = self._end = 0  # of what was read ahead and is not yet used
+        self._waiting: asyncio.Future[None] | None = None
+
+    @classmethod
+    async def open(cls, address: Address, login: Login) -> Self:
+        """Connect, start TLS and log in.
+
+        Raises:
+            OSError: Not reachable, or TLS failed (`ssl.SSLError`), or a `LoginError`.
+        """
+        connection = cls(await _connect(address))
+        try:
+            if login.tls is not None:
+                await connection._start_tls(login.tls, address.host)
+            await connection._log_in(login.commands())
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def close(self) -> None:
+        """Drop it at once. Nothing is read into anyone's buffers from here on."""
+        self._unwatch()
+        self._socket.close()
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_exception(ConnectionAbortedError("closed meanwhile"))
+
+    async def get(self, commands: Sequence[bytes], into: Sequence[Block]) -> list[Answer]:
+        """Read one record per command straight into the blocks.
+
+        Args:
+            commands: Encoded GETs, or what else answers with one bulk string.
+            into: As many blocks. Where the answer is not HIT, a block may hold anything.
+
+        Raises:
+            OSError: The connection is lost.
+        """
+        answers: list[Answer] = []
+        asked, ahead = 0, max(2, _ASKED_BYTES // into[0].num_bytes)
+        for block in into:
+            if asked - len(answers) <= ahead // 2:
+                more = commands[asked : len(answers) + ahead]
+                await self._send([b"".join(more)])
+                asked += len(more)
+            answers.append(await self._body(block))
+            await asyncio.sleep(0)  # a fast server could else keep the event loop for the whole batch
+        return answers
+
+    async def set(self, names: Sequence[bytes], blocks: Sequence[Block], options: Sequence[bytes] = ()) -> list[Answer]:
+        """Write one record per name, all under way before the first answer is read.
+
+        Args:
+            names: Keys.
+            blocks: As many; read until this returns.
+            options: Words behind each value, e.g. ``(b"EX", b"60")``.
+
+        Raises:
+            OSError: The connection is lost.
+        """
+        await self._send(_sets(names, blocks, options))
+        answers: list[Answer] = []
+        for _ in names:
+            line = await self._line()
+            answers.append(Outcome.STORED if line[:1] == b"+" else _text(line))
+        return answers
+
+    async def _body(self, block: Block) -> Answer:
+        line = await self._line()
+        if line[:1] == b"-":
+            return _text(line)
+        if line == b"$-1":
+            return Outcome.MISS
+        if line[:1] != b"$" or not line[1:].isdigit():
+            raise ProtocolError(f"no bulk string but {_text(line)}")
+        num_bytes = int(line[1:])
+        if num_bytes == block.num_bytes:
+            for segment in block.segments:
+                await self._fill(segment)
+            answer = Outcome.HIT
+        else:
+            await self._skip(num_bytes)
+            answer = Outcome.CORRUPT
+        if await self._line():
+            raise ProtocolError("a bulk string is longer than it says")
+        return answer
+
+    async def _line(self) -> bytes:
+        """Take one line, without its end."""
+        while (end := self._ahead.find(b"\r\n", self._start, self._end)) < 0:
+            if self._end - self._start > _LONGEST_LINE:
+                raise ProtocolError("this is no Redis protocol")
+            await self._read_ahead()
+        line = bytes(self._ahead[self._start : end])
+        self._start = end + 2
+        return line
+
+    async def _read_ahead(self) -> None:
+        """Receive what comes next, behind what is there already."""
+        rest = self._ahead[self._start : self._end]
+        self._ahead[: len(rest)] = rest
+        self._start, self._end = 0, len(rest)
+        self._end += await self._receive(memoryview(self._ahead)[self._end :])
+
+    async def _fill(self, into: memoryview) -> None:
+        """Take exactly ``len(into)`` bytes: what was read ahead, then the socket's, without a copy."""
+        have = min(len(into), self._end - self._start)
+        into[:have] = memoryview(self._ahead)[self._start : self._start + have]
+        self._start += have
+        while have < len(into):
+            have += await self._receive(into[have:])
+
+    async def _skip(self, num_bytes: int) -> None:
+        while num_bytes > self._end - self._start:
+            num_bytes -= self._end - self._start
+            self._start = self._end
+            await self._read_ahead()
+        self._start += num_bytes
+
+    async def _receive(self, into: memoryview) -> int:
+        num_bytes = await self._when_ready(lambda: self._socket.recv_into(into), self._loop.add_reader)
+        if not num_bytes:
+            raise ConnectionResetError("the server closed the connection")
+        return num_bytes
+
+    async def _send(self, pieces: Iterable[bytes | memoryview]) -> None:
+        for piece in pieces:
+            rest = memoryview(piece)
+            while rest:
+                rest = rest[await self._when_ready(partial(self._socket.send, rest), self._loop.add_writer) :]
+
+    async def _log_in(self, commands: list[bytes]) -> None:
+        await self._send([b"".join(commands)])
+        for _ in commands:
+            if (reply := await self._line())[:1] != b"+":
+                raise LoginError(_text(reply))
+
+    async def _start_tls(self, context: ssl.SSLContext, host: str) -> None:
+        wrapped = context.wrap_socket(self._socket, server_hostname=host, do_handshake_on_connect=False)
+        self._socket = wrapped
+        await self._when_ready(wrapped.do_handshake, self._loop.add_reader)
+
+    async def _when_ready(self, call: Callable[[], T], watch: Callable[..., object]) -> T:
+        """Make a call of the socket that does not block, again whenever the socket is ready for it."""
+        while True:
+            try:
+                return call()
+            except BlockingIOError:
+                await self._ready(watch)
+            except ssl.SSLWantReadError:
+                await self._ready(self._loop.add_reader)
+            except ssl.SSLWantWriteError:
+                await self._ready(self._loop.add_writer)
+
+    async def _ready(self, watch: Callable[..., object]) -> None:
+        self._waiting = self._loop.create_future()
+        watch(self._socket.fileno(), _settle, self._waiting)
+        try:
+            await self._waiting
+        finally:
+            self._unwatch()
+
+    def _unwatch(self) -> None:
+        if (fd := self._socket.fileno()) >= 0:  # closed: its number may be another socket's by now
+            self._loop.remove_reader(fd)
+            self._loop.remove_writer(fd)
+
+
+class Pool:
+    """At most ``size`` connections to one server: lent one call each, kept while they are whole."""
+
+    def __init__(self, address: Address, login: Login, size: int, connect_timeout_s: float) -> None:
+        self.address = address
+        self._login = login
+        self._connect_timeout_s = connect_timeout_s
+        self._room = asyncio.Semaphore(size)
+        self._idle: list[Connection] = []
+        self._lent: set[Connection] = set()
+
+    @asynccontextmanager
+    async def connection(self) -> AsyncIterator[Connection]:
+        """Lend a connection; whatever is raised inside, cancellation included, closes it.
+
+        Raises:
+            OSError: As `Connection.open`; also `TimeoutError`.
+        """
+        async with self._room:
+            if self._idle:
+                connection = self._idle.pop()
+            else:
+                async with asyncio.timeout(self._connect_timeout_s):
+                    connection = await Connection.open(self.address, self._login)
+            self._lent.add(connection)
+            try:
+                yield connection
+            except BaseException:
+                connection.close()
+                raise
+            finally:
+                self._lent.discard(connection)
+            self._idle.append(connection)
+
+    def drop_idle(self) -> None:
+        """Close those that nobody uses: the next call makes a new one."""
+        while self._idle:
+            self._idle.pop().close()
+
+    def close(self) -> None:
+        """Close all, those in use too: their calls end with an error."""
+        self.drop_idle()
+        for connection in self._lent:
+            connection.close()
+
+
+async def _connect(address: Address) -> socket.socket:
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(*address, type=socket.SOCK_STREAM)
+    for n, (family, kind, protocol, _, where) in enumerate(found, 1):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setblocking(False)  # noqa: FBT003 - the name of the method says what it is
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            await loop.sock_connect(sock, where)
+        except BaseException as error:
+            sock.close()
+            if n == len(found) or not isinstance(error, OSError):
+                raise
+        else:
+            return sock
+    raise OSError(f"{address.host} has no address")
+
+
+def _sets(names: Sequence[bytes], blocks: Sequence[Block], options: Sequence[bytes]) -> Iterator[bytes | memoryview]:
+    """Encode SETs in few pieces: payloads as they are, and everything between two of them joined."""
+    behind = b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in options)
+    between = b""
+    for name, block in zip(names, blocks, strict=True):
+        start = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n"
+        start %= 3 + len(options), len(name), name, block.num_bytes
+        yield between + start + block.header
+        yield block.payload
+        between = behind
+    yield between
+
+
+def _settle(waiting: "asyncio.Future[None]") -> None:
+    if not waiting.done():
+        waiting.set_result(None)
+
+
+def _text(line: bytes) -> str:
+    return line[1:].decode(errors="replace")
