@@ -83,14 +83,15 @@ class CephServer:
     folder: Path
 
     def make_bucket(self, name: str) -> None:
-        """Create a bucket: a signed PUT of no path in it."""
+        """Create a bucket, by a signed PUT of no path in it, and the gateway's pools, by storing an object."""
         store = S3Store(
             name, endpoint=self.endpoint, access_key_id=ACCESS_KEY, secret_access_key=SECRET_KEY, region="us-east-1",
-            client_options={"allow_http": True},
+            client_options={"allow_http": True, "timeout": timedelta(seconds=_START_WITHIN_S)},
         )  # fmt: skip
         request = urllib.request.Request(obstore.sign(store, "PUT", "", timedelta(minutes=5)), method="PUT")  # noqa: S310 - loopback
         with urllib.request.urlopen(request, timeout=30) as response:  # noqa: S310
             assert response.status == 200
+        obstore.put(store, "first", b"object")
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
@@ -132,10 +133,7 @@ class CephServer:
         self._run("ceph", "osd", "new", osd, "0")
         self._run("ceph-osd", "-i", "0", "--mkfs", "--osd-uuid", osd)
         self._run("ceph-osd", "-i", "0")
-        subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
-        files = ["-keyout", str(self.folder / "key.pem"), "-out", str(self.ca_file)]
-        self._run("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *subject, *files)
-        (self.folder / "tls.pem").write_text((self.folder / "key.pem").read_text() + self.ca_file.read_text())
+        self._make_certificate()
         self.start()
         user = ["--uid=test", "--display-name=test", f"--access-key={ACCESS_KEY}", f"--secret={SECRET_KEY}"]
         self._run("radosgw-admin", "-n", "client.rgw.a", "user", "create", *user)
@@ -147,6 +145,16 @@ class CephServer:
                 process = self._process_id(name)
                 os.kill(process, signal.SIGCONT)
                 _end(process, signal.SIGKILL)
+
+    def _make_certificate(self) -> None:
+        """Make an authority and its certificate for localhost: no client takes an authority's own for a server's."""
+        make = ["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+        self._run("openssl", *make, "-subj", "/CN=tests", "-keyout", "ca.key", "-out", "ca.pem")
+        names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+        signed = ["-addext", "basicConstraints=critical,CA:FALSE", "-CA", "ca.pem", "-CAkey", "ca.key"]
+        self._run("openssl", *make, *names, *signed, "-keyout", "server.key", "-out", "server.pem")
+        parts = (self.folder / name for name in ("server.key", "server.pem"))
+        (self.folder / "tls.pem").write_text("".join(part.read_text() for part in parts))
 
     def _run(self, program: str, *arguments: str) -> None:
         config = [] if program in ("ceph-authtool", "monmaptool", "openssl") else ["-c", str(self.folder / "ceph.conf")]

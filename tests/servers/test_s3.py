@@ -1,17 +1,28 @@
 """The S3 medium on a Ceph gateway, on files and in memory, and what it does when the gateway fails."""
 
+import asyncio
 import itertools
-from collections.abc import AsyncIterator, Iterator
+import os
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
+
+pytest.importorskip("obstore", reason="obstore is missing: pip install 'tiered-kv[s3]'")
 
 import ceph_server
 from ceph_server import CephServer
-from tiered_kv.testing import BackendTests, open_backend
-from tiered_kv_backends.s3 import S3Backend, S3Settings
+from tiered_kv.backend import Block, Outcome
+from tiered_kv.errors import BackendUnavailableError, ConfigurationError, TieredKVError
+from tiered_kv.keys import BlockKey, Namespace, epoch_digest, hash_blocks, salt_digest
+from tiered_kv.testing import GROUPS, BackendTests, block_key, make_block, open_backend
+from tiered_kv_backends.s3 import S3Backend, S3Settings, collect_epochs, delete_tenant
 
 _PREFIXES = itertools.count()
+SIZE = GROUPS[0].payload_bytes
+RECORD = 4096 + SIZE
 
 
 @pytest.fixture(scope="session")
@@ -24,7 +35,7 @@ def ceph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CephServer]:
         yield server
 
 
-def settings_of(ceph: CephServer, **changes: object) -> S3Settings:
+def on_ceph(ceph: CephServer, **changes: object) -> S3Settings:
     """Return settings for a prefix that nobody else uses."""
     return S3Settings.model_validate(
         {
@@ -37,13 +48,19 @@ def settings_of(ceph: CephServer, **changes: object) -> S3Settings:
     )
 
 
+@pytest.fixture
+def files(tmp_path: Path) -> S3Settings:
+    """Settings for objects that are files, to be looked at."""
+    return S3Settings(url=f"file://{tmp_path}/objects")
+
+
 class TestOnCeph(BackendTests):
     survives_reopening = True
 
     @pytest.fixture
     async def backend(self, ceph: CephServer) -> AsyncIterator[S3Backend]:
         """One with a prefix of its own."""
-        async with open_backend(S3Backend(settings_of(ceph))) as backend:
+        async with open_backend(S3Backend(on_ceph(ceph))) as backend:
             yield backend
 
 
@@ -51,9 +68,9 @@ class TestOnFiles(BackendTests):
     survives_reopening = True
 
     @pytest.fixture
-    async def backend(self, tmp_path: Path) -> AsyncIterator[S3Backend]:
+    async def backend(self, files: S3Settings) -> AsyncIterator[S3Backend]:
         """One in the test's folder."""
-        async with open_backend(S3Backend(S3Settings(url=f"file://{tmp_path}/objects"))) as backend:
+        async with open_backend(S3Backend(files)) as backend:
             yield backend
 
 
@@ -63,3 +80,336 @@ class TestInMemory(BackendTests):
         """One that starts empty."""
         async with open_backend(S3Backend(S3Settings(url="memory:///"))) as backend:
             yield backend
+
+
+def chain(num_blocks: int, weights: str = "w", salt: bytes = b"") -> list[BlockKey]:
+    """Return the keys of a prompt, whose records are packed by sixteens."""
+    space = Namespace(GROUPS[0].fingerprint, epoch_digest(weights), salt_digest(salt))
+    return space.keys(hash_blocks(range(num_blocks), block_size=1, salt=salt))
+
+
+def records(keys: Sequence[BlockKey]) -> list[Block]:
+    """Return a record for each key, each with other bytes."""
+    return [make_block(key.hash * (SIZE // 32), key) for key in keys]
+
+
+async def store(backend: S3Backend, keys: Sequence[BlockKey]) -> None:
+    """Store a record for each key."""
+    assert await backend.write(keys, records(keys)) == [Outcome.STORED] * len(keys)
+
+
+async def read(backend: S3Backend, keys: Sequence[BlockKey]) -> list[Outcome]:
+    """Read, check the bytes of every hit, and return the outcomes."""
+    into = [Block.empty(SIZE) for _ in keys]
+    outcomes = await backend.read(keys, into)
+    for key, block, outcome in zip(keys, into, outcomes, strict=True):
+        assert outcome is not Outcome.HIT or bytes(block.payload) == key.hash * (SIZE // 32)
+    return outcomes
+
+
+def object_files(settings: S3Settings) -> list[Path]:
+    """Return the files that the objects are."""
+    root = Path(settings.url.removeprefix("file://"))
+    return [path for path in root.rglob("*") if path.is_file()]
+
+
+def lengths(settings: S3Settings) -> list[int]:
+    """Return the lengths of all objects."""
+    return sorted(path.stat().st_size for path in object_files(settings))
+
+
+# Packs
+
+
+async def test_whole_groups_share_an_object(files: S3Settings) -> None:
+    """Of 40 blocks, 32 are stored in two objects and the rest one by one; all are read."""
+    keys = chain(40)
+    async with open_backend(S3Backend(files)) as backend:
+        await store(backend, keys)
+        assert lengths(files) == [RECORD] * 8 + [16 * RECORD] * 2
+        assert await read(backend, keys) == [Outcome.HIT] * 40
+        assert await backend.lookup(keys) == [Outcome.HIT] * 40
+        assert await backend.lookup_prefix(keys) == 40
+
+
+async def test_a_part_of_a_pack_is_read_by_another_client(ceph: CephServer) -> None:
+    """Blocks of a pack are read by ranges by whoever knows the group's last key, from this call or from a lookup."""
+    settings, keys = on_ceph(ceph), chain(40)
+    async with open_backend(S3Backend(settings)) as writer, open_backend(S3Backend(settings)) as reader:
+        await store(writer, keys)
+        assert await read(reader, keys[5:16]) == [Outcome.HIT] * 11
+        assert await reader.lookup_prefix(keys) == 40
+        assert await read(reader, keys[16:21]) == [Outcome.HIT] * 5
+        assert await read(reader, keys[21:40]) == [Outcome.HIT] * 19
+
+
+async def test_a_group_stored_in_parts_is_stored_singly(files: S3Settings) -> None:
+    """What arrives in two calls is read like what arrives in one."""
+    keys = chain(16)
+    async with open_backend(S3Backend(files)) as backend:
+        await store(backend, keys[:7])
+        await store(backend, keys[7:])
+        assert lengths(files) == [RECORD] * 16
+        assert await backend.lookup_prefix(keys) == 16
+        assert await read(backend, keys) == [Outcome.HIT] * 16
+
+
+async def test_deleting_a_block_takes_its_pack(files: S3Settings) -> None:
+    """A deleted block is gone although others are in its object; other objects stay."""
+    keys = chain(33)
+    async with open_backend(S3Backend(files)) as backend:
+        await store(backend, keys)
+        await backend.delete(keys[3:4])
+        assert await read(backend, keys) == [Outcome.MISS] * 16 + [Outcome.HIT] * 17
+
+
+async def test_a_truncated_pack_is_corrupt_where_it_is_cut(files: S3Settings) -> None:
+    """Blocks before the cut are read, those behind it are corrupt, however they are asked for; storing repairs it."""
+    keys = chain(16)
+    async with open_backend(S3Backend(files)) as backend:
+        await store(backend, keys)
+        (pack,) = object_files(files)
+        os.truncate(pack, 4 * RECORD + 100)
+        assert await read(backend, keys) == [Outcome.HIT] * 4 + [Outcome.CORRUPT] * 12
+        assert await read(backend, keys[8:]) == [Outcome.CORRUPT] * 8
+        await store(backend, keys)
+        assert await read(backend, keys) == [Outcome.HIT] * 16
+
+
+# Presence
+
+
+@pytest.mark.parametrize("num_there", [0, 1, 15, 16, 17, 32, 50, 63, 64, 70])
+async def test_a_prefix_ends_where_it_ends(num_there: int) -> None:
+    """A client that has seen nothing counts the blocks that are there, in packs or not."""
+    keys = chain(70)
+    async with open_backend(S3Backend(S3Settings(url="memory:///"))) as backend:
+        await store(backend, keys[:num_there])
+        assert await backend.lookup_prefix(keys) == num_there
+
+
+async def test_an_answer_is_believed_until_a_load_fails(ceph: CephServer) -> None:
+    """What others delete is still promised for a moment; the load that misses it ends that at once."""
+    settings, keys = on_ceph(ceph, pack_bytes=0, answer_ttl_s=3600), chain(8)
+    async with open_backend(S3Backend(settings)) as mine, open_backend(S3Backend(settings)) as other:
+        await store(mine, keys)
+        assert await mine.lookup_prefix(keys) == 8
+        await other.delete(keys[5:])
+        assert await mine.lookup_prefix(keys) == 8
+        assert await read(mine, keys) == [Outcome.HIT] * 5 + [Outcome.MISS] * 3
+        assert await mine.lookup_prefix(keys) == 5
+        await store(mine, keys[5:])
+        assert await mine.lookup_prefix(keys) == 8
+
+
+async def test_a_hole_is_found_by_the_load(ceph: CephServer) -> None:
+    """Bisection may look past a hole; once a load has seen it, no lookup does."""
+    keys = chain(8)
+    async with open_backend(S3Backend(on_ceph(ceph, pack_bytes=0))) as backend:
+        await store(backend, [*keys[:3], *keys[4:]])
+        assert await backend.lookup_prefix(keys) == 8
+        assert (await read(backend, keys)).index(Outcome.MISS) == 3
+        assert await backend.lookup_prefix(keys) == 3
+
+
+# Stores and deletes
+
+
+async def test_create_only_replaces_nothing(ceph: CephServer) -> None:
+    """With ``create_only`` the first record stays, and storing a second is no failure."""
+    key, into = block_key(1), Block.empty(SIZE)
+    async with open_backend(S3Backend(on_ceph(ceph, create_only=True))) as backend:
+        for content in (b"1", b"2"):
+            assert await backend.write([key], [make_block(content * SIZE, key)]) == [Outcome.STORED]
+        assert await backend.read([key], [into]) == [Outcome.HIT]
+        assert bytes(into.payload) == b"1" * SIZE
+
+
+@pytest.mark.parametrize("kind", ["ceph", "files"])
+async def test_old_epochs_and_tenants_can_be_deleted(kind: str, request: pytest.FixtureRequest) -> None:
+    """What goes is what is named: epochs that are not kept and idle, and all of one salt."""
+    settings = on_ceph(request.getfixturevalue("ceph")) if kind == "ceph" else request.getfixturevalue("files")
+    old, new, tenant = chain(3, "step 1"), chain(3, "step 2"), chain(3, "step 2", b"tenant")
+    async with open_backend(S3Backend(settings)) as backend:
+        for keys in (old, new, tenant):
+            await store(backend, keys)
+        assert await collect_epochs(settings, keep_weights=["step 2"], idle_s=3600) == 0
+        assert await collect_epochs(settings, keep_weights=["step 2"], idle_s=-3600) == 3
+        assert await read(backend, [*old, *new]) == [Outcome.MISS] * 3 + [Outcome.HIT] * 3
+        assert await delete_tenant(settings, b"tenant") == 3
+        assert await read(backend, [*new, *tenant]) == [Outcome.HIT] * 3 + [Outcome.MISS] * 3
+
+
+# Opening
+
+
+async def test_tls_with_a_certificate_of_ones_own(ceph: CephServer) -> None:
+    """With ``ca_file`` a store of a private authority is used over TLS, its bodies signed or not."""
+    for sign in (False, True):
+        settings = on_ceph(ceph, endpoint=ceph.tls_endpoint, ca_file=ceph.ca_file, sign_payload=sign)
+        async with open_backend(S3Backend(settings)) as backend:
+            await store(backend, chain(2))
+            assert await read(backend, chain(2)) == [Outcome.HIT] * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"secret_access_key": "not-this-one"}, ConfigurationError, "refuses the credentials .*SignatureDoesNotMatch"),
+        ({"access_key_id": "NOBODY"}, ConfigurationError, "refuses the credentials .*InvalidAccessKeyId"),
+        ({"url": "s3://no-such-bucket/x"}, ConfigurationError, "no bucket of this name: s3://no-such-bucket/x"),
+        ({"endpoint": "http://127.0.0.1:1"}, BackendUnavailableError, "does not answer: .*refused"),
+        ({"endpoint": "TLS"}, ConfigurationError, "TLS handshake .*ca_file"),
+        ({"endpoint": "TLS to plain"}, ConfigurationError, "TLS handshake .*http://"),
+        ({"endpoint": "plain to TLS"}, BackendUnavailableError, "does not answer"),
+        ({"options": {"no_such_option": "a-secret-value"}}, ConfigurationError, "no_such_option"),
+        ({"ca_file": "/no/such/file"}, ConfigurationError, "No such file"),
+    ],
+)
+async def test_what_cannot_work_is_said_at_open(
+    ceph: CephServer, changes: dict[str, object], error: type[TieredKVError], message: str
+) -> None:
+    """Opening fails with the reason, and without the secrets."""
+    endpoints = {
+        "TLS": ceph.tls_endpoint,
+        "TLS to plain": ceph.endpoint.replace("http:", "https:"),
+        "plain to TLS": ceph.tls_endpoint.replace("https:", "http:"),
+    }
+    if "endpoint" in changes:
+        changes = {"endpoint": endpoints.get(str(changes["endpoint"]), changes["endpoint"])}
+    with pytest.raises(error, match=message) as caught:
+        async with open_backend(S3Backend(on_ceph(ceph, **changes))):
+            pass
+    for secret in (ceph_server.SECRET_KEY, "not-this-one", "a-secret-value"):
+        assert secret not in f"{caught.value!r} {caught.value.__cause__!r}"
+
+
+@pytest.mark.parametrize("url", ["bucket/prefix", "s3:///prefix", "s3://AKTEST:secret@bucket/prefix"])
+def test_a_url_names_a_bucket_and_no_secrets(url: str) -> None:
+    """What is no URL of a bucket is refused when settings are made, and not repeated."""
+    with pytest.raises(ValidationError) as caught:
+        S3Settings(url=url)
+    assert "secret@" not in str(caught.value.errors(include_input=False))
+
+
+# Faults
+
+
+async def test_a_stalled_gateway_is_given_up_in_time(ceph: CephServer) -> None:
+    """While it answers nobody every call fails before the cache stops waiting; then it serves again."""
+    settings, keys = on_ceph(ceph, timeout_s=4, connect_timeout_s=1), chain(3)
+    async with open_backend(S3Backend(settings)) as backend:
+        await store(backend, keys)
+        with ceph.stopped():
+            for call in (
+                lambda: read(backend, keys),
+                lambda: store(backend, keys),
+                lambda: backend.lookup_prefix(keys),
+                lambda: backend.delete(keys),
+            ):
+                async with asyncio.timeout(settings.timeout_s):
+                    with pytest.raises(BackendUnavailableError, match="Timeout"):
+                        await call()
+            with pytest.raises(BackendUnavailableError, match=r"does not answer: .*Timeout"):
+                async with asyncio.timeout(settings.timeout_s), open_backend(S3Backend(settings)):
+                    pass
+        assert await read(backend, keys) == [Outcome.HIT] * 3
+
+
+async def test_a_killed_gateway_is_used_again_when_it_is_back(ceph: CephServer) -> None:
+    """While it is down calls fail; the same client serves once it runs again, and blocks are as they were."""
+    keys = chain(20)
+    async with open_backend(S3Backend(on_ceph(ceph))) as backend:
+        await store(backend, keys)
+        ceph.kill()
+        try:
+            with pytest.raises(BackendUnavailableError, match="refused"):
+                await read(backend, keys)
+        finally:
+            ceph.start()
+        assert await read(backend, keys) == [Outcome.HIT] * 20
+
+
+class AnsweringServer:
+    """Speaks enough HTTP to answer each request by what ``answer`` returns, and counts those under way."""
+
+    def __init__(self, answers: Iterator[str], hold_until: int = 0) -> None:
+        self.num_requests = 0
+        self.most_at_once = 0
+        self.hold_until = hold_until
+        """Answers wait until so many requests have come."""
+        self._now = 0
+        self._answers = answers
+        self._enough = asyncio.Event()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer the requests of one connection."""
+        try:
+            while (head := await reader.readuntil(b"\r\n\r\n")).strip():
+                status = "404 Not Found"
+                if b"is-anybody-there" not in head:
+                    self.num_requests += 1
+                    self._now += 1
+                    self.most_at_once = max(self.most_at_once, self._now)
+                    if self.num_requests >= self.hold_until:
+                        self._enough.set()
+                    await self._enough.wait()
+                    status = next(self._answers)
+                    self._now -= 1
+                writer.write(f"HTTP/1.1 {status}\r\nContent-Length: 0\r\n\r\n".encode())
+                await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+
+@asynccontextmanager
+async def answering(
+    answers: Iterator[str], hold_until: int = 0, **changes: object
+) -> AsyncIterator[tuple[S3Backend, AnsweringServer]]:
+    """Yield a backend that talks to an `AnsweringServer`, and the server."""
+    answering_server = AnsweringServer(answers, hold_until)
+    server = await asyncio.start_server(answering_server.serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    settings = S3Settings.model_validate(
+        {
+            "url": "s3://blocks",
+            "endpoint": f"http://127.0.0.1:{port}",
+            "access_key_id": "A",
+            "secret_access_key": "S",
+            **changes,
+        }
+    )
+    try:
+        async with open_backend(S3Backend(settings)) as backend:
+            yield backend, answering_server
+    finally:
+        server.close()
+
+
+async def test_connections_are_bounded() -> None:
+    """However many blocks are asked for at once, no more requests than ``connections`` are under way."""
+    async with answering(itertools.repeat("404 Not Found"), hold_until=3, connections=3) as (backend, server):
+        assert await backend.lookup([block_key(n) for n in range(40)]) == [Outcome.MISS] * 40
+        assert (server.num_requests, server.most_at_once) == (40, 3)
+
+
+async def test_a_passing_failure_is_tried_again() -> None:
+    """A 503 is retried, within ``max_retries``; what goes on failing fails, with the server's status."""
+    answers = itertools.chain(["503 Slow Down"], itertools.repeat("404 Not Found"))
+    async with answering(answers, max_retries=1) as (backend, server):
+        assert await backend.lookup([block_key(1)]) == [Outcome.MISS]
+        assert server.num_requests == 2
+    async with answering(itertools.repeat("503 Slow Down"), max_retries=2) as (backend, server):
+        with pytest.raises(BackendUnavailableError, match="503"):
+            await backend.lookup_prefix([block_key(1)])
+        assert server.num_requests == 3
+
+
+async def test_one_failed_block_fails_alone() -> None:
+    """A failure of one object is one FAILED; the others of the batch have their outcomes."""
+    answers = itertools.chain(["403 Forbidden"], itertools.repeat("404 Not Found"))
+    async with answering(answers, connections=1) as (backend, _):
+        outcomes = await backend.read([block_key(n) for n in range(3)], [Block.empty(SIZE) for _ in range(3)])
+        assert outcomes == [Outcome.FAILED, Outcome.MISS, Outcome.MISS]

@@ -71,7 +71,7 @@ class S3Backend(Backend):
         return [outcome for each in answers for outcome in each]
 
     async def lookup_prefix(self, keys: Sequence[BlockKey]) -> int:
-        """Count the leading keys that are there, by at most ``2 + log2(n)`` round trips; an estimate.
+        """Count the leading keys that are there, by about ``log2(n)`` round trips; an estimate.
 
         Raises:
             BackendUnavailableError: The store failed to answer.
@@ -82,18 +82,21 @@ class S3Backend(Backend):
             return limit
         units, deadline = self._packing.units(keys), self._deadline()
 
-        async def is_there(number: int) -> bool:
+        async def has_unit(number: int) -> bool:
             unit = units[number]
             names = [keys[unit.stop - 1].path, *([unit.pack] if unit.pack else [])]
             return any(await asyncio.gather(*(self._exists(name, deadline) for name in names)))
 
         first = next(number for number, unit in enumerate(units) if unit.stop > num_known)
-        num_units = await count_prefix(first, len(units), is_there)
+        num_units = await count_prefix(first, len(units), has_unit)
         n = units[num_units - 1].stop if num_units else 0
+        if num_units < len(units):  # of this group the head may be there, block by block
+            head = keys[n : units[num_units].stop - 1]
+            n += await count_prefix(max(0, num_known - n), len(head), lambda at: self._exists(head[at].path, deadline))
         if n:
             self._answers.put(keys[n - 1], is_there=True)
-        if num_units < len(units):
-            self._answers.put(keys[units[num_units].stop - 1], is_there=False)
+        if n < len(keys):
+            self._answers.put(keys[n], is_there=False)
         return n
 
     async def read(self, keys: Sequence[BlockKey], into: Sequence[Block]) -> list[Outcome]:

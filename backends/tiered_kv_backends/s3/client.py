@@ -29,10 +29,10 @@ _S3_SCHEMES: Final = ("s3", "s3a")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _STATUS = re.compile(r"status code: (\d{3}[^:\n]*)")
 _TRANSPORT = re.compile(
-    r"InvalidContentType|InvalidCertificate\(\s*\w+|UnknownIssuer|Connection refused|Connection reset|No route to host"
-    r"|failed to lookup address|dns error|TimedOut|operation timed out|IncompleteMessage|BrokenPipe"
+    r"InvalidContentType|CaUsedAsEndEntity|InvalidCertificate\( ?\w+|failed to lookup address|dns error"
+    r"|Connection refused|Connection reset|No route to host|IncompleteMessage|BrokenPipe|kind: (Timeout)|TimedOut"
 )
-_TLS = ("InvalidContentType", "InvalidCertificate", "UnknownIssuer")
+_TLS = ("InvalidContentType", "InvalidCertificate")
 _NO_CREDENTIALS = ("169.254.169.254", "metadata.google.internal", "MissingSecretAccessKey")
 _ABSENT = ("NoSuchBucket", "ContainerNotFound", "The specified bucket does not exist")
 _BEYOND_END = re.compile(r"status code: 416|StartTooLarge")
@@ -152,10 +152,10 @@ def translate_opening(error: BaseError | OSError | ValueError, settings: S3Setti
 
 def _reason(error: Exception) -> str:
     """The server's code, its status or the transport's failure: short, and free of what was sent."""
-    text = str(error)
+    text = " ".join(str(error).split())
     found = [pattern.search(text) for pattern in (_STATUS, _CODE, _TRANSPORT)]
     parts = dict.fromkeys(match.group(match.lastindex or 0).strip() for match in found if match)
-    return ", ".join(parts) or text.partition("\n\nDebug source")[0][:300]
+    return ", ".join(parts) or text.partition(" Debug source")[0][:300]
 
 
 def _s3_config(settings: S3Settings) -> dict[str, str | bool]:
