@@ -49,15 +49,18 @@ _USED_AGAIN_NS = 600 * 10**9
 _HEAD_START_NS = 10**6
 """How much longer ago each further block of a prompt counts as used: of a prompt used at once, the tail goes first."""
 _FREE_SPACE_AGE_S = 1.0
-_SWEEP_AFTER_SHARE = 64
+_SWEEP_AFTER = 1 / 64
 """A process that has written this part of the capacity sweeps, however lately it has."""
+_WAIT_AFTER = 1 / 32
+"""A process that has written this part of it, and has not been swept behind, writes no more until it is."""
 
 
 class SharedFSBackend(Backend):
     """Keeps records as files on NFS, Lustre, CephFS or any filesystem with an atomic rename.
 
     Nothing is forced to the medium and nothing is repaired: a file that a crash of the server has cut is found by its
-    length or its checksum, and deleted. The byte limit is kept by sweeping: between two sweeps it may be exceeded.
+    length or its checksum, and deleted. The byte limit is kept by sweeping down to nine tenths of it; between two
+    sweeps each process adds a 16th of it at most.
 
     Args:
         settings: See `Settings`.
@@ -157,7 +160,7 @@ class SharedFSBackend(Backend):
         return await self._each(self._read_one, keys, into, self._read_turns)
 
     async def write(self, keys: Sequence[BlockKey], blocks: Sequence[Block]) -> list[Outcome]:
-        """Write the files: STORED, REFUSED (the filesystem is full) or FAILED each.
+        """Write the files: STORED, REFUSED (no room, or the sweeper is behind) or FAILED each.
 
         Raises:
             BackendUnavailableError: Every file failed, or the directory is gone.
@@ -166,7 +169,7 @@ class SharedFSBackend(Backend):
         check_lengths(keys, blocks)
         num_bytes = sum(block.num_bytes for block in blocks)
         has_room = await self._has_room(num_bytes)
-        if has_room:
+        if has_room and self._written_bytes < self.settings.capacity * _WAIT_AFTER:
             outcomes = await self._each(self._write_one, keys, blocks, self._write_turns)
             self._written_bytes += num_bytes
             self._free_bytes -= num_bytes
@@ -196,11 +199,13 @@ class SharedFSBackend(Backend):
             BackendUnavailableError: The filesystem fails.
         """
         sweeper = self._check_open()
-        self._written_bytes, self._next_sweep = 0, self._clock() + self.settings.sweep_interval_s
+        self._next_sweep = self._clock() + self.settings.sweep_interval_s
+        written_bytes = self._written_bytes
         try:
             swept = await self._clerk.run(sweeper.sweep)
         except OSError as error:
             raise BackendUnavailableError(f"cannot sweep {self._root}: {_text(error)}") from error
+        self._written_bytes -= min(written_bytes, self._written_bytes)
         self._free_bytes_until = float("-inf")
         return swept
 
@@ -315,7 +320,7 @@ class SharedFSBackend(Backend):
 
     def _sweep_if_due(self, *, is_full: bool = False) -> None:
         """Start sweeping in the background. No timer does: where nothing is written, nothing has to be deleted."""
-        wrote_much = self._written_bytes * _SWEEP_AFTER_SHARE >= self.settings.capacity
+        wrote_much = self._written_bytes >= self.settings.capacity * _SWEEP_AFTER
         is_due = wrote_much or (is_full and self._written_bytes > 0) or self._clock() >= self._next_sweep
         if is_due and (self._sweeping is None or self._sweeping.done()):
             self._sweeping = asyncio.ensure_future(self._sweep_and_log())
@@ -323,6 +328,8 @@ class SharedFSBackend(Backend):
     async def _sweep_and_log(self) -> None:
         try:
             swept = await self.sweep()
+        except ClosedError:
+            return
         except BackendUnavailableError as error:
             _log.warning("shared_fs.sweep_failed", path=self._root, error=str(error))
         else:

@@ -24,7 +24,7 @@ class TestSharedFSBackend(BackendTests):
     @pytest.fixture
     async def backend(self, tmp_path: Path) -> AsyncIterator[SharedFSBackend]:
         """One in the tests' folder."""
-        async with open_backend(backend_at(tmp_path / "kv")) as backend:
+        async with open_backend(backend_at(tmp_path / "kv", capacity="128MiB")) as backend:
             yield backend
 
 
@@ -40,8 +40,8 @@ class Clock:
 
 
 def backend_at(path: Path, clock: Clock | None = None, **settings: object) -> SharedFSBackend:
-    """Return a tier of 32 MiB that leaves no space free, unless settings say otherwise."""
-    given = {"path": path, "capacity": "32MiB", "min_free_fraction": 0, **settings}
+    """Return a tier of 64 MiB that leaves no space free, unless settings say otherwise."""
+    given = {"path": path, "capacity": "64MiB", "min_free_fraction": 0, **settings}
     return SharedFSBackend(SharedFSBackend.Settings.model_validate(given), clock or Clock())
 
 
@@ -184,15 +184,13 @@ async def test_what_is_not_ours_stays(tmp_path: Path) -> None:
 async def test_empty_folders_are_removed_and_made_again(tmp_path: Path) -> None:
     """Models that nobody uses leave no folders behind."""
     clock = Clock()
-    async with opened(tmp_path, clock, capacity=32 * RECORD) as backend:
-        keys = keys_of(*range(40))
+    async with opened(tmp_path, clock, capacity=400 * RECORD) as backend:
+        keys, others = keys_of(*range(40)), [block_key(n, 1) for n in range(400)]
         await store(backend, keys)
+        await backend.sweep()
         clock.now_ns += DAY_NS
-        others = [block_key(n, 1) for n in range(32)]
-        for _ in range(2):
-            await backend.write(others, [make_block(bytes(1), key) for key in others])
-            await backend.write(others, [make_block(bytes(SIZE), key) for key in others])
-            await backend.sweep()
+        await store(backend, others)
+        await backend.sweep()
         assert not (tmp_path / keys[0].namespace.fingerprint.hex()).exists()
         assert await store(backend, keys[:1]) == [Outcome.STORED]
 
