@@ -246,6 +246,11 @@ class ScriptedSlotBackend(SlotBackend):
         """Go through `on_close`."""
         await self.on_close.play(0, checkpoint)
 
+    @property
+    def num_records(self) -> int:
+        """How many blocks it holds."""
+        return len(self.records)
+
     def flip_byte(self, position: int) -> None:
         """Break the ``position``-th record, in the order of writing."""
         slot = list(self.records)[position]

@@ -6,13 +6,16 @@ caller's memory, and only then lets the cancellation through.
 """
 
 import asyncio
+import math
 from collections.abc import Callable, Generator
 from threading import Lock
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from anyio import CancelScope
 
 T = TypeVar("T")
+_LAST_COPIES_S: Final = 0.1
+"""Copies take milliseconds, unless they wait for an event."""
 
 
 class Handle(Generic[T]):
@@ -126,13 +129,29 @@ class Revocable:
         self._copies.add(copy)
         copy.ended.add_done_callback(ended)
 
-    async def drain_copies(self) -> None:
-        """Wait until no copy of this transfer touches anyone's memory, however often this task is cancelled."""
+    async def drain_copies(self, deadline: float = math.inf) -> bool:
+        """Wait until no copy of this transfer touches anyone's memory, however often this task is cancelled.
+
+        Args:
+            deadline: On the loop's clock. Copies that have not begun by then, behind an event perhaps, are revoked; but
+                what is at hand when the time is up is still copied.
+
+        Returns:
+            Whether the deadline was met.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = max(deadline, loop.time() + _LAST_COPIES_S)
+        in_time = True
         if self.revoked:
             self.revoke_copies()
         while self._copies:
+            timeout_s = max(0.0, deadline - loop.time()) if in_time and deadline < math.inf else None
             try:
-                await asyncio.wait({copy.ended for copy in self._copies})
+                ended, _ = await asyncio.wait({copy.ended for copy in self._copies}, timeout=timeout_s)
+                if not ended:
+                    in_time = False
+                    self.revoke_copies()
             except asyncio.CancelledError:
                 self.revoked = True
                 self.revoke_copies()
+        return in_time

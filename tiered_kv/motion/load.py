@@ -77,17 +77,20 @@ class Load(Revocable):
         loop = asyncio.get_running_loop()
         started = loop.time()
         underway: deque[Window] = deque()
+        in_time = True
         try:
             await self._move(underway)
         except TimeoutError:
-            self._bringer.faults.append(TierFault("", "deadline", len(self._batch)))
+            in_time = False
             self.revoke_copies()
         except asyncio.CancelledError:
             self.revoked = True
         finally:
             for window in underway:
                 self._bringer.abandon(window)
-            await self.drain_copies()
+            in_time &= await self.drain_copies(self._deadline)
+        if not in_time:
+            self._bringer.faults.append(TierFault("", "deadline", len(self._batch)))
         result = self._result(loop.time() - started)
         self._chain.touch(self._batch[: result.num_blocks])
         self._chain.emit(

@@ -258,7 +258,10 @@ class OwnedTier(StorageTier):
                     call = self.backend.write(self.group, slots, chosen.names, there)
                     outcomes = await self._call(call, len(todo), "write", on_late)
                     written[todo] = [outcome is Outcome.STORED for outcome in outcomes]
-                    reservation.commit(written[at]).release()
+                    with reservation.commit(written[at]) as lease:
+                        evicted_meanwhile = slots[written[todo] & (lease.slots[fresh] < 0)]
+                    if len(evicted_meanwhile):  # the medium remembers them now, and they must not outlive a crash
+                        await self._forget_slots(evicted_meanwhile)
                 self._writing.pop(id(reservation), None)
                 return WriteReport(written, present, ~wanted)
         finally:
@@ -274,12 +277,15 @@ class OwnedTier(StorageTier):
         num_removed = self.index.remove(batch.names)
         found = slots[slots >= 0]
         if len(found):
-            try:
-                async with self._journal:
-                    await self.health.timed(self.backend.forget(self.group, found), "forget", _ignore)
-            except Exception as caught:  # noqa: BLE001 - the index has forgotten; only a restart could bring it back
-                self.health.emit(TierFailed(self.name, "forget", f"{type(caught).__name__}: {caught}", len(found)))
+            await self._forget_slots(found)
         return num_removed
+
+    async def _forget_slots(self, slots: NDArray[np.int64]) -> None:
+        try:
+            async with self._journal:
+                await self.health.timed(self.backend.forget(self.group, slots), "forget", _ignore)
+        except Exception as caught:  # noqa: BLE001 - the index has forgotten; only a restart could bring it back
+            self.health.emit(TierFailed(self.name, "forget", f"{type(caught).__name__}: {caught}", len(slots)))
 
     async def clear(self) -> None:
         """Forget every block, after a restart too."""

@@ -78,7 +78,7 @@ class Store(Revocable):
             self.revoked = True
             self._drop(len(self._batch) - done, "revoked")
         finally:
-            await self.drain_copies()
+            await self.drain_copies(deadline)
             self._close_one()
         result = StoreResult(
             len(self._batch),
@@ -166,7 +166,8 @@ class Store(Revocable):
         else:
             reservation.close()
         if lease is None:
-            self._drop(n, "revoked" if isinstance(error, RevokedError) else "copy failed")
+            late = "revoked" if self.revoked else "deadline"
+            self._drop(n, late if isinstance(error, RevokedError) else "copy failed")
             chain.room.changed()
             self._close_one()
             return
