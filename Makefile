@@ -39,10 +39,13 @@ help:
 	@$(PIP) install -c constraints.txt -e '.[$*]'
 	@touch $@
 
+.venv/servers: .ci/install_servers
+	@mkdir -p $(@D) && .ci/install_servers && touch $@
+
 demo: .venv/demo.stamp
 	$(IN_VENV)python examples/chat.py
 
-test: .venv/dev.stamp
+test: .venv/dev.stamp .venv/servers
 	$(IN_VENV)pytest
 
 test-fast: .venv/dev.stamp

@@ -19,7 +19,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 PACKAGES = ("tiered_kv", "tiered_kv_backends")
 
 # Modules that cannot be imported without an extra, and the extra.
-NEEDS_EXTRA = {"tiered_kv.testing": "test"}
+NEEDS_EXTRA = {"tiered_kv.testing": "test", "tiered_kv_backends.redis": "redis"}
 
 IMPORT_ALL = f"""
 import importlib, pkgutil

@@ -21,11 +21,12 @@ from redis.exceptions import (
     ReadOnlyError,
     RedisClusterException,
     RedisError,
+    ResponseError,
     TryAgainError,
 )
 
 from tiered_kv.backend import Backend, BackendContext, Block, Outcome, check_lengths
-from tiered_kv.errors import BackendUnavailableError, ConfigurationError
+from tiered_kv.errors import BackendUnavailableError, ConfigurationError, TieredKVError
 from tiered_kv.keys import BlockKey
 from tiered_kv_backends.redis_servers import RedisSettings, Server, Servers
 from tiered_kv_backends.resp import Answer, LoginError, command
@@ -47,7 +48,8 @@ _BEGINNINGS = {
     NoPermissionError: "NOPERM",
 }
 """What redis-py has taken off its errors."""
-_NEVER_WORKS = (LoginError, AuthenticationError, AuthorizationError, NoPermissionError, ssl.SSLError)
+_NEVER_WORKS = (LoginError, AuthenticationError, AuthorizationError, ResponseError, ssl.SSLError)
+"""What a server says when it is opened and will go on saying."""
 
 
 class RedisBackend(Backend):
@@ -77,6 +79,9 @@ class RedisBackend(Backend):
         try:
             async with self._bounded("connect", self.settings.connect_timeout_s):
                 await self._try_out()
+        except BackendUnavailableError as error:
+            await self.aclose()
+            raise self._advised(error) from error.__cause__
         except BaseException:
             await self.aclose()
             raise
@@ -172,23 +177,36 @@ class RedisBackend(Backend):
             self._servers.doubt()
 
     async def _try_out(self) -> None:
+        """Do once, with a key that is no block's, all that blocks need."""
         name = self._prefix + b"open/" + uuid.uuid4().hex.encode()
         verb = (b"GETEX",) if self._expiry else (b"GET",)
         [(server, _)] = await self._servers.holding([name], [0])
         async with server.bodies.connection() as connection:
             answers = await connection.set([name], [Block.empty(1)], (b"EX", b"60"))
             answers += await connection.get([command(*verb, name, *self._expiry)], [Block.empty(1)])
-        answers += [_error(each) or Outcome.HIT for each in await server.pipeline([("EXISTS", name), ("UNLINK", name)])]
+        questions = [("UNLINK", name), ("EXISTS", name)]
+        if not self.settings.cluster:  # a node of a cluster holds few of so many keys
+            questions += [("EXISTS", b"%b%d" % (name, n)) for n in range(32)]
+        answers += [_error(each) or Outcome.HIT for each in await server.pipeline(questions)]
         for answer in answers:
             match _first_word(answer):
                 case "NOAUTH" | "NOPERM":
                     raise ConfigurationError(f"{self._servers} does not allow it: {answer}")
                 case "MOVED":
-                    raise ConfigurationError(f"{self._servers} is a node of a cluster: set cluster = true")
+                    raise ConfigurationError(f"{self._servers} is one node of a cluster: set cluster = true")
                 case "ERR":
                     raise ConfigurationError(f"{self._servers} is too old or too different: {answer}")
                 case _ if _outcome(answer) is Outcome.FAILED:
                     raise BackendUnavailableError(f"{self._servers} does not serve now: {answer}")
+
+    def _advised(self, error: BackendUnavailableError) -> TieredKVError:
+        """Tell what can never work from what may, and say what may be meant."""
+        causes = list(_causes(error))
+        if any(isinstance(cause, _NEVER_WORKS) for cause in causes):
+            return ConfigurationError(str(error))
+        if any(isinstance(cause, ConnectionResetError | TimeoutError) for cause in causes):
+            return BackendUnavailableError(f"{error} (TLS is rediss://, none is redis://: is it the other one?)")
+        return error
 
     @asynccontextmanager
     async def _bounded(self, doing: str, limit_s: float) -> AsyncIterator[None]:
@@ -199,10 +217,7 @@ class RedisBackend(Backend):
         except TimeoutError as error:
             raise BackendUnavailableError(f"{self._servers}: could not {doing} within {limit_s:g} s") from error
         except (OSError, RedisError, RedisClusterException) as error:
-            said = f"{self._servers}: could not {doing}: {_said(error)}"
-            if any(isinstance(cause, _NEVER_WORKS) for cause in _causes(error)):
-                raise ConfigurationError(said) from error
-            raise BackendUnavailableError(said) from error
+            raise BackendUnavailableError(f"{self._servers}: could not {doing}: {_said(error)}") from error
 
 
 def _outcome(answer: Answer) -> Outcome:

@@ -94,31 +94,14 @@ def run_cluster(binary: Path, folder: Path, certificates: Path, acl: Path) -> It
             arguments = ("--port", "0", "--tls-port", str(port), "--tls-cluster", "yes", "--aclfile", acl, *tls)
             cluster = ("--cluster-enabled", "yes", "--cluster-port", str(free_port()), "--cluster-node-timeout", "2000")
             nodes.append(stack.enter_context(run_redis(binary, folder / f"node{n}", *arguments, *cluster, port=port)))
-        login = (
-            "--tls",
-            "--cacert",
-            certificates / "ca.pem",
-            "--user",
-            "admin",
-            "--pass",
-            "admin",
-            "--no-auth-warning",
-        )
+        login: list[str | Path] = ["--tls", "--cacert", certificates / "ca.pem", "--user", "admin", "--pass", "admin"]
         addresses = [f"127.0.0.1:{node.port}" for node in nodes]
         with (folder / "create.log").open("wb") as log:
             words: list[str | Path] = [cli, "--cluster", "create", *addresses, "--cluster-yes", *login]
             subprocess.run(words, check=True, stdout=log, stderr=log, timeout=60)
             for node in nodes:
-                _wait_until_whole((cli, "-p", str(node.port), *login, "cluster", "info"))
+                _wait_until_whole([cli, "-p", str(node.port), *login, "cluster", "info"])
         yield nodes
-
-
-def _wait_until_whole(ask: Sequence[str | Path]) -> None:
-    deadline = time.monotonic() + _START_TIMEOUT_S
-    while b"cluster_state:ok" not in subprocess.run(ask, check=True, capture_output=True).stdout:
-        if time.monotonic() > deadline:
-            raise RuntimeError("the cluster's nodes did not find each other")
-        time.sleep(0.1)
 
 
 def tls_arguments(certificates: Path) -> list[str | Path]:
@@ -179,3 +162,11 @@ def _start(words: Sequence[str | Path], folder: Path, port: int) -> subprocess.P
     process.kill()
     process.wait()
     raise RuntimeError(f"the server did not start:\n{(folder / 'log').read_text(errors='replace')[-2000:]}")
+
+
+def _wait_until_whole(ask: Sequence[str | Path]) -> None:
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while b"cluster_state:ok" not in subprocess.run(ask, check=True, capture_output=True).stdout:
+        if time.monotonic() > deadline:
+            raise RuntimeError("the cluster's nodes did not find each other")
+        time.sleep(0.1)

@@ -1,0 +1,510 @@
+"""The ``redis`` medium where something is wrong: settings, credentials, servers that stall, die, move or are full."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from redis.asyncio import Redis
+
+from redis_server import (
+    RedisServer,
+    find_binary,
+    free_port,
+    make_certificates,
+    run_cluster,
+    run_redis,
+    run_sentinel,
+    tls_arguments,
+)
+from tiered_kv.backend import Block, Outcome
+from tiered_kv.errors import BackendUnavailableError, ConfigurationError, TieredKVError
+from tiered_kv.settings import tier_from
+from tiered_kv.testing import block_key, make_block, open_backend, open_context
+from tiered_kv_backends.redis import RedisBackend
+from tiered_kv_backends.redis_servers import RedisSettings
+
+SIZE = 1 << 20
+ACL = """
+user default off
+user admin on >admin ~* &* +@all
+user kv on >correct-horse ~kv/* +@read +@write +cluster|slots +command
+user reader on >correct-horse ~kv/* +@read +cluster|slots +command
+"""
+_prefixes = (f"kv/{n}/" for n in itertools.count())
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an authority and a certificate for 127.0.0.1."""
+    folder = tmp_path_factory.mktemp("certificates")
+    make_certificates(folder)
+    (folder / "users.acl").write_text(ACL)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """One server, without TLS or passwords, that tests pause and restart."""
+    with run_redis(find_binary("redis-server"), tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory, certificates: Path) -> Iterator[RedisServer]:
+    """One server with TLS and ACL users."""
+    port = free_port()
+    acl = ("--aclfile", certificates / "users.acl")
+    words = ("--port", "0", "--tls-port", str(port), *tls_arguments(certificates), *acl)
+    with run_redis(find_binary("redis-server"), tmp_path_factory.mktemp("guarded"), *words, port=port) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, certificates: Path) -> Iterator[list[RedisServer]]:
+    """Three masters that speak TLS only."""
+    folder = tmp_path_factory.mktemp("cluster")
+    with run_cluster(find_binary("redis-server"), folder, certificates, certificates / "users.acl") as nodes:
+        yield nodes
+
+
+def backend_of(server: RedisServer, **settings: object) -> RedisBackend:
+    """Return a backend that no other test's keys are in."""
+    return RedisBackend(RedisSettings.model_validate({"url": server.url, "prefix": next(_prefixes), **settings}))
+
+
+def guarded_settings(server: RedisServer, certificates: Path, **settings: object) -> dict[str, object]:
+    """Return settings that are right for a server with TLS and ACL users, but for those given."""
+    login = {"username": "kv", "password": "correct-horse", "ca_file": certificates / "ca.pem"}
+    return {"url": f"rediss://127.0.0.1:{server.port}", **login, **settings}
+
+
+async def why_not_open(backend: RedisBackend) -> TieredKVError:
+    """Open a backend that cannot work, and return what it raises."""
+    with open_context() as context, pytest.raises(TieredKVError) as caught:
+        await backend.open(context)
+    return caught.value
+
+
+def blocks_of(n: int, num_bytes: int = SIZE) -> list[Block]:
+    """Return as many blocks, each with bytes of its own."""
+    return [make_block(bytes([i + 1]) * num_bytes, block_key(i)) for i in range(n)]
+
+
+def empty(n: int, num_bytes: int = SIZE) -> list[Block]:
+    """Return as many blocks to read into."""
+    return [Block.empty(num_bytes) for _ in range(n)]
+
+
+async def eventually(do: Callable[[], Awaitable[bool]], within_s: float = 20) -> None:
+    """Repeat until it is so."""
+    deadline = time.monotonic() + within_s
+    while not await do():
+        assert time.monotonic() < deadline, "it did not come to be"
+        await asyncio.sleep(0.05)
+
+
+class TestSettings:
+    @pytest.mark.parametrize(
+        "wrong",
+        [
+            {"url": "http://localhost"},
+            {"url": "redis://"},
+            {"url": "redis://localhost/zero"},
+            {"url": "redis://localhost:port"},
+            {"url": "redis://a,b"},
+            {"url": "redis://a,b", "cluster": True, "sentinel_master": "kv"},
+            {"url": "redis://a/1", "cluster": True},
+            {"url": "redis://a", "ttl_s": 0},
+            {"url": "redis://a", "connections": 0},
+            {"url": "redis://a", "prefix": ""},
+        ],
+    )
+    def test_what_cannot_work_is_refused(self, wrong: dict[str, object]) -> None:
+        """A wrong URL or combination is an error when settings are made."""
+        with pytest.raises(ValidationError):
+            RedisSettings.model_validate(wrong)
+
+    def test_a_url_is_a_tier(self) -> None:
+        """A tier can be written as one URL, of either scheme."""
+        tier = tier_from("rediss://kv:p%40ss@[::1]:7000,b:7001?cluster=true&ttl_s=60")
+        assert isinstance(tier, RedisSettings)
+        assert (tier.medium, tier.cluster, tier.ttl_s) == ("redis", True, 60)
+
+    def test_secrets_are_not_shown(self) -> None:
+        """No password is in what settings look like, whether in the URL or beside it."""
+        settings = RedisSettings.model_validate({"url": "redis://kv:hidden@localhost", "password": "hidden"})
+        assert "hidden" not in f"{settings!r} {settings} {settings.model_dump()} {settings.model_dump_json()}"
+
+    async def test_a_missing_certificate(self, certificates: Path) -> None:
+        """A certificate's file that is not there is named."""
+        settings = {"url": "rediss://127.0.0.1:1", "ca_file": certificates / "absent.pem"}
+        error = await why_not_open(RedisBackend(RedisSettings.model_validate(settings)))
+        assert isinstance(error, ConfigurationError)
+        assert "absent.pem" in str(error)
+
+
+class TestOpening:
+    @pytest.mark.parametrize(
+        ("wrong", "said"),
+        [
+            ({"password": "wrong-secret"}, "WRONGPASS"),
+            ({"username": "nobody"}, "WRONGPASS"),
+            ({"username": None, "password": None}, "Authentication required"),
+            ({"username": "reader"}, "NOPERM"),
+            ({"prefix": "others/"}, "NOPERM"),
+            ({"ca_file": None}, "CERTIFICATE_VERIFY_FAILED"),
+            ({"cluster": True}, "Cluster mode is not enabled"),
+        ],
+    )
+    async def test_what_can_never_work(
+        self, guarded: RedisServer, certificates: Path, wrong: dict[str, object], said: str
+    ) -> None:
+        """Wrong credentials, rights, certificates or kinds of server are errors of configuration, without secrets."""
+        error = await why_not_open(backend_of(guarded, **guarded_settings(guarded, certificates, **wrong)))
+        assert isinstance(error, ConfigurationError)
+        assert said in str(error)
+        assert "wrong-secret" not in str(error)
+        assert "correct-horse" not in str(error)
+
+    async def test_a_server_without_tls(self, redis: RedisServer) -> None:
+        """TLS to a server that has none ends within the deadline."""
+        backend = backend_of(redis, url=f"rediss://127.0.0.1:{redis.port}", connect_timeout_s=1)
+        assert isinstance(await why_not_open(backend), ConfigurationError | BackendUnavailableError)
+
+    async def test_a_server_with_tls(self, guarded: RedisServer) -> None:
+        """No TLS to a server that wants it ends within the deadline, and says what may be meant."""
+        error = await why_not_open(backend_of(guarded, url=guarded.url, connect_timeout_s=1))
+        assert isinstance(error, BackendUnavailableError)
+        assert "rediss://" in str(error)
+
+    @pytest.mark.parametrize("settings", [{}, {"cluster": True}, {"sentinel_master": "kv"}])
+    async def test_nobody_there(self, settings: dict[str, object]) -> None:
+        """A port that nobody listens on may work later."""
+        url = f"redis://127.0.0.1:{free_port()}"
+        error = await why_not_open(RedisBackend(RedisSettings.model_validate({"url": url, **settings})))
+        assert isinstance(error, BackendUnavailableError)
+        assert url.removeprefix("redis://") in str(error)
+
+    async def test_a_node_of_a_cluster(self, cluster: list[RedisServer], certificates: Path) -> None:
+        """Who takes one node for the whole is told what to write."""
+        error = await why_not_open(backend_of(cluster[0], **guarded_settings(cluster[0], certificates)))
+        assert isinstance(error, ConfigurationError)
+        assert "cluster = true" in str(error)
+
+    async def test_a_paused_server(self, redis: RedisServer) -> None:
+        """A server that accepts and never answers is unavailable within the deadline."""
+        redis.pause()
+        try:
+            error = await why_not_open(backend_of(redis, connect_timeout_s=0.5))
+        finally:
+            redis.go_on()
+        assert isinstance(error, BackendUnavailableError)
+
+
+class TestFaults:
+    async def test_a_stall_ends_with_the_deadline(self, redis: RedisServer) -> None:
+        """While a server stands still calls end with an error of ours; later it serves, and lent blocks are left."""
+        keys, blocks = [block_key(n) for n in range(4)], blocks_of(4)
+        async with open_backend(backend_of(redis, timeout_s=0.5)) as backend:
+            await backend.write(keys, blocks)
+            lent = empty(4)
+            redis.pause()
+            try:
+                calls = (
+                    backend.read(keys, lent),
+                    backend.write(keys, blocks),
+                    backend.lookup(keys),
+                    backend.delete(keys),
+                )
+                errors = await asyncio.gather(*calls, return_exceptions=True)
+            finally:
+                redis.go_on()
+            assert all(isinstance(error, BackendUnavailableError) for error in errors), errors
+            for block in lent:
+                block.payload[:] = b"\xff" * SIZE
+            into = empty(4)
+            assert await backend.read(keys, into) == [Outcome.HIT] * 4
+            assert [bytes(block) for block in into] == [bytes(block) for block in blocks]
+            assert all(block.payload == b"\xff" * SIZE for block in lent)
+
+    async def test_a_restart_costs_no_call(self, redis: RedisServer) -> None:
+        """After a crash and a restart the next call reconnects by itself; what the server lost is a miss."""
+        keys, blocks = [block_key(n) for n in range(3)], blocks_of(3)
+        async with open_backend(backend_of(redis)) as backend:
+            assert await backend.write(keys, blocks) == [Outcome.STORED] * 3
+            redis.kill()
+            with pytest.raises(BackendUnavailableError):
+                await backend.read(keys, empty(3))
+            redis.restart()
+            assert await backend.lookup(keys) == [Outcome.MISS] * 3
+            redis.kill()
+            redis.restart()
+            assert await backend.write(keys, blocks) == [Outcome.STORED] * 3
+
+    async def test_cancelled_calls_mix_up_no_replies(self, redis: RedisServer) -> None:
+        """Whenever a call is cancelled, the ones behind it get their own bytes, and its blocks are left alone."""
+        keys, blocks = [block_key(n) for n in range(4)], blocks_of(4)
+        async with open_backend(backend_of(redis, connections=1)) as backend:
+            await backend.write(keys, blocks)
+            for num_steps in range(1, 60, 3):
+                lent = empty(2)
+                calls = (backend.read(keys[:2], lent), backend.lookup(keys[:2]), backend.write(keys[:1], blocks[:1]))
+                for call in calls:
+                    task = asyncio.ensure_future(call)
+                    for _ in range(num_steps):
+                        await asyncio.sleep(0)
+                    task.cancel()
+                    await asyncio.wait([task])
+                before = [bytes(block) for block in lent]
+                into = empty(2)
+                assert await backend.read(keys[2:], into) == [Outcome.HIT] * 2
+                assert [bytes(block) for block in into] == [bytes(block) for block in blocks[2:]]
+                assert await backend.lookup([block_key(9), keys[0]]) == [Outcome.MISS, Outcome.HIT]
+                assert [bytes(block) for block in lent] == before
+
+    async def test_closing_ends_calls(self, redis: RedisServer) -> None:
+        """A call that hangs when the tier closes ends with an error of ours."""
+        backend = backend_of(redis)
+        with open_context() as context:
+            await backend.open(context)
+            redis.pause()
+            try:
+                calls = [asyncio.ensure_future(backend.read([block_key(n)], empty(1))) for n in range(3)]
+                for _ in range(20):  # until they wait for the server
+                    await asyncio.sleep(0)
+                await backend.aclose()
+                errors = await asyncio.gather(*calls, return_exceptions=True)
+            finally:
+                redis.go_on()
+        assert all(isinstance(error, BackendUnavailableError) for error in errors), errors
+
+    async def test_no_more_connections_than_allowed(self, redis: RedisServer) -> None:
+        """However many calls there are at once, a server sees so many connections and no more."""
+        async with open_backend(backend_of(redis, connections=2)) as backend, Redis(port=redis.port) as observer:
+            before = len(await observer.client_list())
+            calls = [backend.write([block_key(n)], [make_block(b"x" * 4096, block_key(n))]) for n in range(50)]
+            calls += [backend.lookup([block_key(n)]) for n in range(50)]
+            await asyncio.gather(*calls)
+            assert len(await observer.client_list()) <= before - 2 + 4
+
+    async def test_a_cut_reply_is_asked_for_again(self, redis: RedisServer) -> None:
+        """A connection that is lost in the middle of a body costs nothing when the next one holds."""
+        key, block, into = block_key(1), blocks_of(1)[0], Block.empty(SIZE)
+        async with (
+            cutting_proxy(redis.port, cut_after=SIZE // 2) as proxy,
+            open_backend(backend_of(redis, url=f"redis://127.0.0.1:{proxy}")) as backend,
+        ):
+            assert await backend.write([key], [block]) == [Outcome.STORED]
+            assert await backend.read([key], [into]) == [Outcome.HIT]
+            assert bytes(into) == bytes(block)
+
+    async def test_a_full_server_refuses(self, tmp_path: Path) -> None:
+        """Where nothing may be evicted, what does not fit is refused, and what is there is still read."""
+        with run_redis(find_binary("redis-server"), tmp_path, "--maxmemory", "8mb") as server:
+            async with open_backend(backend_of(server)) as backend:
+                outcomes = [(await backend.write([block_key(n)], blocks_of(1)))[0] for n in range(12)]
+                assert set(outcomes) == {Outcome.STORED, Outcome.REFUSED}
+                assert await backend.read([block_key(0)], empty(1)) == [Outcome.HIT]
+
+    async def test_what_the_server_evicted_is_a_miss(self, tmp_path: Path) -> None:
+        """Where the server evicts, everything is stored, and what went is a miss."""
+        words = ("--maxmemory", "8mb", "--maxmemory-policy", "allkeys-lru")
+        with run_redis(find_binary("redis-server"), tmp_path, *words) as server:
+            async with open_backend(backend_of(server)) as backend:
+                keys = [block_key(n) for n in range(24)]
+                for key in keys:
+                    assert await backend.write([key], blocks_of(1)) == [Outcome.STORED]
+                assert set(await backend.read(keys, empty(24))) == {Outcome.HIT, Outcome.MISS}
+
+    async def test_another_kind_of_value_is_corrupt(self, redis: RedisServer) -> None:
+        """A key that holds no string is corrupt, and a write repairs it."""
+        backend = backend_of(redis)
+        async with open_backend(backend), Redis(port=redis.port) as other:
+            await other.rpush(backend.settings.prefix + block_key(1).path, b"x")
+            assert await backend.read([block_key(1)], empty(1)) == [Outcome.CORRUPT]
+            assert await backend.write([block_key(1)], blocks_of(1)) == [Outcome.STORED]
+            assert await backend.read([block_key(1)], empty(1)) == [Outcome.HIT]
+
+
+class TestPromises:
+    async def test_what_is_read_lives_on(self, redis: RedisServer) -> None:
+        """A record expires ``ttl_s`` after it was last stored or loaded."""
+        backend = backend_of(redis, ttl_s=1000)
+        name = backend.settings.prefix + block_key(0).path
+        async with open_backend(backend), Redis(port=redis.port) as other:
+            await backend.write([block_key(0)], blocks_of(1))
+            assert 0 < await other.ttl(name) <= 1000
+            await other.expire(name, 10)
+            await backend.lookup([block_key(0)])
+            assert await other.ttl(name) <= 10
+            await backend.read([block_key(0)], empty(1))
+            assert await other.ttl(name) > 10
+
+    async def test_presence_is_one_round_trip(self, redis: RedisServer) -> None:
+        """A thousand keys are asked for without waiting for any answer in between."""
+        keys = [block_key(n) for n in range(1000)]
+        async with (
+            holding_proxy(redis.port) as (proxy, holds),
+            open_backend(backend_of(redis, url=f"redis://127.0.0.1:{proxy}")) as backend,
+        ):
+            await backend.write(keys[:600], [make_block(b"x", key) for key in keys[:600]])
+            holds["EXISTS"] = 1000
+            assert await backend.lookup_prefix(keys) == 600
+
+    @pytest.mark.both_loops
+    async def test_both_loops(self, guarded: RedisServer, certificates: Path) -> None:
+        """Bodies pass through TLS under asyncio's own loop and under uvloop."""
+        keys, blocks, into = [block_key(n) for n in range(8)], blocks_of(8), empty(8)
+        async with open_backend(backend_of(guarded, **guarded_settings(guarded, certificates))) as backend:
+            assert await backend.write(keys, blocks) == [Outcome.STORED] * 8
+            assert await backend.read(keys, into) == [Outcome.HIT] * 8
+            assert [bytes(block) for block in into] == [bytes(block) for block in blocks]
+
+
+class TestTopologies:
+    async def test_a_slot_that_moves_is_followed(self, cluster: list[RedisServer], certificates: Path) -> None:
+        """When a slot changes its node, the next call goes there by itself."""
+        settings = guarded_settings(cluster[0], certificates, cluster=True)
+        backend = backend_of(cluster[0], **settings)
+        async with open_backend(backend):
+            assert await backend.lookup([block_key(0)]) == [Outcome.MISS]
+            await move_slot(cluster, certificates, backend.settings.prefix + block_key(0).path)
+            assert await backend.write([block_key(0)], blocks_of(1)) == [Outcome.STORED]
+            assert await backend.read([block_key(0)], empty(1)) == [Outcome.HIT]
+            assert await backend.lookup([block_key(0)]) == [Outcome.HIT]
+
+    async def test_a_lost_node_costs_its_own_keys(self, cluster: list[RedisServer], certificates: Path) -> None:
+        """While one node of a cluster is away, the blocks of the others are served."""
+        keys = [block_key(n) for n in range(30)]
+        settings = guarded_settings(cluster[0], certificates, cluster=True)
+        async with open_backend(backend_of(cluster[0], **settings)) as backend:
+            await backend.write(keys, blocks_of(30, 4096))
+            cluster[2].kill()
+            try:
+                outcomes = await backend.read(keys, empty(30, 4096))
+            finally:
+                cluster[2].restart()
+            assert set(outcomes) == {Outcome.HIT, Outcome.FAILED}
+
+    async def test_a_failover_is_followed(self, tmp_path: Path) -> None:
+        """When Sentinel names another master, calls go there, and what was replicated is there."""
+        binary = find_binary("redis-server")
+        with (
+            run_redis(binary, tmp_path / "first") as first,
+            run_redis(binary, tmp_path / "second", "--replicaof", "127.0.0.1", str(first.port)) as second,
+            run_sentinel(binary, tmp_path, first) as sentinel,
+        ):
+            backend = backend_of(sentinel, sentinel_master="kv", timeout_s=2)
+            async with Redis(port=sentinel.port) as watcher, Redis(port=second.port) as replica, open_backend(backend):
+                await backend.write([block_key(0)], blocks_of(1))
+
+                async def is_replicated() -> bool:
+                    return bool(await replica.dbsize()) and len(await watcher.sentinel_slaves("kv")) == 1
+
+                await eventually(is_replicated)
+                first.kill()
+
+                async def is_written() -> bool:
+                    try:
+                        return await backend.write([block_key(1)], blocks_of(1)) == [Outcome.STORED]
+                    except BackendUnavailableError:
+                        return False
+
+                await eventually(is_written, within_s=40)
+                assert await backend.read([block_key(0)], empty(1)) == [Outcome.HIT]
+
+
+async def move_slot(cluster: list[RedisServer], certificates: Path, name: str) -> None:
+    """Give the slot of a key, in which there is none, to another node."""
+    login = {"username": "admin", "password": "admin", "ssl": True, "ssl_ca_certs": str(certificates / "ca.pem")}
+    nodes = [Redis(port=node.port, host="127.0.0.1", protocol=2, **login) for node in cluster]  # type: ignore[arg-type]
+    slot = await ask(nodes[0], "CLUSTER KEYSLOT", name)
+    ids = [(await ask(node, "CLUSTER MYID")).decode() for node in nodes]
+    owned = [await ask(node, "CLUSTER COUNTKEYSINSLOT", slot) for node in nodes]
+    assert not any(owned)
+    shards = await ask(nodes[0], "CLUSTER SLOTS")
+    holder = next(shard[2][2].decode() for shard in shards if shard[0] <= slot <= shard[1])
+    target = ids[(ids.index(holder) + 1) % len(ids)]
+    for node in sorted(zip(ids, nodes, strict=True), key=lambda pair: pair[0] != target):
+        await ask(node[1], "CLUSTER SETSLOT", slot, "NODE", target)
+    for each in nodes:
+        await each.aclose()
+
+
+async def ask(node: Redis, *words: object) -> Any:  # noqa: ANN401 - whatever it answers
+    """Send any command."""
+    return await node.execute_command(*words)  # type: ignore[no-untyped-call]
+
+
+@asynccontextmanager
+async def cutting_proxy(port: int, cut_after: int) -> AsyncIterator[int]:
+    """Yield the port of a proxy that once, after so many bytes of replies, closes a connection."""
+    left = [cut_after]
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        upstream_reader, upstream_writer = await asyncio.open_connection("127.0.0.1", port)
+        upward = asyncio.ensure_future(pump(reader, upstream_writer))
+        try:
+            while data := await upstream_reader.read(65536):
+                if 0 < left[0] <= len(data):
+                    left[0] = 0
+                    break
+                left[0] -= len(data) if left[0] else 0
+                writer.write(data)
+                await writer.drain()
+        finally:
+            upward.cancel()
+            writer.transport.abort()
+            upstream_writer.close()
+
+    async with serving(relay) as proxy:
+        yield proxy
+
+
+@asynccontextmanager
+async def holding_proxy(port: int) -> AsyncIterator[tuple[int, dict[str, int]]]:
+    """Yield the port of a proxy, and a dict: of a command named there, so many are awaited before any goes on."""
+    holds: dict[str, int] = {}
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        upstream_reader, upstream_writer = await asyncio.open_connection("127.0.0.1", port)
+        downward = asyncio.ensure_future(pump(upstream_reader, writer))
+        held = b""
+        try:
+            while data := await reader.read(65536):
+                held += data
+                if all(held.count(word.encode()) in {0, number} for word, number in holds.items()):
+                    upstream_writer.write(held)
+                    held = b""
+        finally:
+            downward.cancel()
+            upstream_writer.close()
+            writer.close()
+
+    async with serving(relay) as proxy:
+        yield proxy, holds
+
+
+async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Pass on what comes."""
+    while data := await reader.read(65536):
+        writer.write(data)
+        await writer.drain()
+
+
+@asynccontextmanager
+async def serving(
+    relay: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
+) -> AsyncIterator[int]:
+    """Yield the port at which connections are relayed."""
+    server = await asyncio.start_server(relay, "127.0.0.1", 0)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
