@@ -1,0 +1,207 @@
+import asyncio
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from tiered_kv.backend import Block, Outcome, RecordShape
+from tiered_kv.errors import BackendUnavailableError, ClosedError
+from tiered_kv.record import verify
+from tiered_kv.testing import GROUPS, BackendTests, block_key, make_block, open_backend, open_context
+
+MISSING = "mooncake or libibverbs is missing: pip install 'tiered-kv[mooncake]'; apt-get install libibverbs1"
+pytest.importorskip("mooncake.store", reason=MISSING, exc_type=ImportError)
+
+from mooncake_server import MooncakeServer, mooncake_server  # noqa: E402 - behind the check for its client
+from tiered_kv_backends.mooncake import MooncakeBackend  # noqa: E402
+
+SIZE = 2 << 20
+SHAPE = RecordShape(GROUPS[0].fingerprint, SIZE)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeServer]:
+    """One store for all tests that leave it as it is."""
+    with mooncake_server(tmp_path_factory.mktemp("mooncake")) as server:
+        yield server
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[MooncakeServer]:
+    """A store that a test may break."""
+    with mooncake_server(tmp_path) as server:
+        yield server
+
+
+def backend_at(server: MooncakeServer, **settings: object) -> MooncakeBackend:
+    """Return a client that gives no memory."""
+    return MooncakeBackend(MooncakeBackend.Settings.model_validate({"url": server.url, **settings}))
+
+
+class TestMooncakeBackend(BackendTests):
+    survives_reopening = True
+
+    @pytest.fixture
+    async def backend(self, server: MooncakeServer) -> AsyncIterator[MooncakeBackend]:
+        """A client of the running store, emptied."""
+        server.clear()
+        async with open_backend(backend_at(server)) as backend:
+            yield backend
+
+
+def content(n: int) -> bytes:
+    """Return what block ``n`` holds."""
+    return np.random.default_rng(n).bytes(SIZE)
+
+
+async def store(backend: MooncakeBackend, numbers: list[int]) -> list[Outcome]:
+    """Write blocks of 2 MiB by number."""
+    keys = [block_key(n) for n in numbers]
+    return await backend.write(keys, [make_block(content(n), key) for n, key in zip(numbers, keys, strict=True)])
+
+
+async def load(backend: MooncakeBackend, numbers: list[int]) -> dict[int, bytes]:
+    """Read blocks by number; return what those found hold, and check that their records are right."""
+    keys, into = [block_key(n) for n in numbers], [Block.empty(SIZE) for _ in numbers]
+    found = [i for i, outcome in enumerate(await backend.read(keys, into)) if outcome is Outcome.HIT]
+    assert [verify(keys[i], into[i]) for i in found] == [Outcome.HIT] * len(found)
+    return {numbers[i]: bytes(into[i].payload) for i in found}
+
+
+async def test_what_one_host_stores_another_loads(server: MooncakeServer) -> None:
+    """Two clients of one store see each other's blocks, a batch of more than one call whole and in order."""
+    server.clear()
+    async with open_backend(backend_at(server)) as a, open_backend(backend_at(server)) as b:
+        assert await store(a, list(range(20))) == [Outcome.STORED] * 20
+        assert await b.lookup_prefix([block_key(n) for n in range(25)]) == 20
+        assert await load(b, list(range(25))) == {n: content(n) for n in range(20)}
+
+
+async def test_a_process_may_give_memory(own_server: MooncakeServer) -> None:
+    """What lies in the memory of a process that leaves is a miss from then on, for the others too."""
+    own_server.storage.kill()
+    own_server.storage.wait()
+    async with open_backend(backend_at(own_server)) as reader:
+        async with open_backend(backend_at(own_server, segment="64MiB")) as giver:
+            assert await within_30_s(giver, [1]) == [Outcome.STORED]
+            assert (await load(reader, [1])).keys() == {1}
+        assert not await load_or_nothing(reader, [1])
+
+
+async def test_a_full_store_makes_room_or_refuses(server: MooncakeServer) -> None:
+    """More than fits is stored in part; nothing fails, and what is found is right."""
+    server.clear()
+    async with open_backend(backend_at(server)) as backend:
+        outcomes = [outcome for n in range(0, 160, 8) for outcome in await store(backend, list(range(n, n + 8)))]
+        assert set(outcomes) <= {Outcome.STORED, Outcome.REFUSED}
+        assert outcomes[:80] == [Outcome.STORED] * 80
+        found = await load(backend, list(range(160)))
+        assert found
+        assert found == {n: content(n) for n in found}
+    server.clear()
+
+
+async def test_a_stopped_master_is_waited_for(own_server: MooncakeServer) -> None:
+    """A call that finds the master standing still ends when it goes on, as if nothing had been."""
+    async with open_backend(backend_at(own_server)) as backend:
+        await store(backend, [1])
+        own_server.master.send_signal(signal.SIGSTOP)
+        reading = asyncio.ensure_future(load(backend, [1]))
+        await asyncio.sleep(0)
+        own_server.master.send_signal(signal.SIGCONT)
+        assert await reading == {1: content(1)}
+
+
+async def test_a_dead_host_costs_its_blocks(own_server: MooncakeServer) -> None:
+    """Blocks whose memory has died are no hits and no bytes; stores are refused until there is memory again."""
+    async with open_backend(backend_at(own_server)) as backend:
+        await store(backend, [1, 2])
+        own_server.storage.kill()
+        own_server.storage.wait()
+        assert not await load_or_nothing(backend, [1, 2])
+        own_server.start_storage()
+        assert await within_30_s(backend, [3]) == [Outcome.STORED]
+        assert await load(backend, [3]) == {3: content(3)}
+
+
+async def test_a_dead_master_is_unavailable(own_server: MooncakeServer) -> None:
+    """Without its master the tier fails with an error of ours, whatever is asked."""
+    async with open_backend(backend_at(own_server)) as backend:
+        await store(backend, [1])
+        own_server.master.kill()
+        own_server.master.wait()
+        calls = (
+            backend.lookup([block_key(1)]),
+            load(backend, [1]),
+            store(backend, [2]),
+            backend.delete([block_key(1)]),
+        )
+        for call in calls:
+            with pytest.raises(BackendUnavailableError, match=r"its client says -900"):
+                await call
+
+
+async def load_or_nothing(backend: MooncakeBackend, numbers: list[int]) -> dict[int, bytes]:
+    """Read blocks of a store that may fail."""
+    try:
+        return await load(backend, numbers)
+    except BackendUnavailableError:
+        return {}
+
+
+async def within_30_s(backend: MooncakeBackend, numbers: list[int]) -> list[Outcome]:
+    """Store, again until it works: the master takes its time to notice who came and went."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            if Outcome.REFUSED not in (outcomes := await store(backend, numbers)):
+                return outcomes
+        except BackendUnavailableError:
+            pass
+    return []
+
+
+async def test_nobody_there(own_server: MooncakeServer) -> None:
+    """Where no master listens, or it says nothing, opening is an error that says so, within the time limit."""
+    with open_context() as context:
+        own_server.master.kill()
+        own_server.master.wait()
+        with pytest.raises(BackendUnavailableError, match=r"127\.0\.0\.1:\d+: Connect call failed"):
+            await backend_at(own_server).open(context)
+
+
+async def test_a_master_that_does_not_answer() -> None:
+    """A host that takes no connection ends in our error, not in the client's one and a half minutes."""
+    with socket.socket() as deaf, open_context() as context:
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen(0)
+        full = [socket.socket() for _ in range(4)]  # fill the queue of connections
+        for each in full:
+            each.settimeout(0)
+            each.connect_ex(deaf.getsockname())
+        settings = MooncakeBackend.Settings(url=f"mooncake://127.0.0.1:{deaf.getsockname()[1]}", timeout_s=0.2)
+        with pytest.raises(BackendUnavailableError, match=r"no answer within 0\.2 s"):
+            await MooncakeBackend(settings).open(context)
+        for each in full:
+            each.close()
+
+
+async def test_a_closed_tier_says_so(server: MooncakeServer) -> None:
+    """Calls after closing are an error of ours."""
+    async with open_backend(backend_at(server)) as backend:
+        pass
+    for call in (backend.lookup([block_key(1)]), load(backend, [1]), store(backend, [1])):
+        with pytest.raises(ClosedError):
+            await call
+
+
+@pytest.mark.parametrize("url", ["", "mooncake://", "mooncake://host", "http://host:1", "mooncake://host:1/path"])
+def test_the_url_names_the_master(url: str) -> None:
+    """Host and port are needed, nothing else may be there, and the message shows how."""
+    with pytest.raises(ValidationError, match="mooncake://host:port"):
+        MooncakeBackend.Settings(url=url)
