@@ -35,6 +35,7 @@ class S3Backend(Backend):
 
     def __init__(self, settings: S3Settings) -> None:
         self.settings = settings
+        self._under_way: set[asyncio.Future[Any]] = set()
 
     async def open(self, context: BackendContext) -> None:
         """Make the client and ask for an object that is not there, so that what cannot work is said now.
@@ -55,7 +56,6 @@ class S3Backend(Backend):
         self._answers = Answers(context.clock, self.settings.answer_ttl_s)
         self._reading = asyncio.Semaphore(self.settings.connections)
         self._writing = asyncio.Semaphore(self.settings.connections)
-        self._under_way: set[asyncio.Future[Any]] = set()
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[Outcome]:
         """Say HIT or MISS for each key by one or two questions each. Exact at that moment."""
