@@ -26,7 +26,7 @@ from tiered_kv.backend import Backend, Block, Outcome, RecordShape
 from tiered_kv.keys import BlockKey, Namespace
 from tiered_kv.testing import open_backend
 
-MEDIA = ("redis",)
+MEDIA = ("redis", "s3")
 SIZES = {"2MiB": 2 << 20, "256KiB": 256 << 10}
 CONCURRENCY = (1, 8, 32)
 JUDGED = "2MiB", 8
