@@ -180,7 +180,10 @@ class RedisBackend(Backend):
         """Do once, with a key that is no block's, all that blocks need."""
         name = self._prefix + b"open/" + uuid.uuid4().hex.encode()
         verb = (b"GETEX",) if self._expiry else (b"GET",)
-        [(server, _)] = await self._servers.holding([name], [0])
+        holding = await self._servers.holding([name], [0])
+        if not holding:
+            raise BackendUnavailableError(f"{self._servers} has slots that no node holds")
+        server, _ = holding[0]
         async with server.bodies.connection() as connection:
             answers = await connection.set([name], [Block.empty(1)], (b"EX", b"60"))
             answers += await connection.get([command(*verb, name, *self._expiry)], [Block.empty(1)])
