@@ -1,25 +1,28 @@
 """Puts a cache together: from settings and backends to chains, each closed again in reverse order. For `service`."""
 
 import asyncio
+import random
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from anyio import move_on_after
 
 from tiered_kv.backend import Backend, BackendContext, RecordShape, Recovered, SlotBackend, TierSettings
 from tiered_kv.catalog.index import TierIndex
-from tiered_kv.errors import ConfigurationError
-from tiered_kv.events import Emit, PinningDoubted, TierFailed
+from tiered_kv.errors import BackendError, ConfigurationError
+from tiered_kv.events import Emit, PinningDoubted, TierFailed, TierResumed
 from tiered_kv.layout import KVLayout
 from tiered_kv.memory.device import Device
 from tiered_kv.memory.host import HostSlab
 from tiered_kv.memory.make import make_device
 from tiered_kv.motion.budget import Budget
 from tiered_kv.motion.chain import Backlog, Chain, Limits
-from tiered_kv.motion.storage import KeyedTier, OwnedTier, StorageHealth, StorageTier
+from tiered_kv.motion.health import StorageHealth
+from tiered_kv.motion.storage import KeyedTier, OwnedTier, StorageTier
 from tiered_kv.motion.tiers import HostTier, MemoryTier
 from tiered_kv.motion.workers import Tasks, WorkerPool
 from tiered_kv.preflight import check_host_memory, doubt_of_pinning
@@ -27,9 +30,9 @@ from tiered_kv.registry import make_backend, resolve_policy
 from tiered_kv.settings import CacheLimits, CPUTier, GPUTier, check_chain, tier_from, tier_name
 from tiered_kv.wakeups import Wakeups
 
+_FIRST_RETRY_S, _LAST_RETRY_S = 0.5, 8.0
 _CODEC_THREADS = 2
 """Threads that hash records: two keep up with any disk, and the loop and the copies need the rest of the machine."""
-_DEFAULT_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class StoragePart:
     """A backend and what the chain calls it."""
 
     name: str
-    timeout_s: float
+    settings: TierSettings
     backend: Backend | SlotBackend
 
 
@@ -65,9 +68,9 @@ def parts_of(tiers: Sequence[TierSettings | Mapping[str, Any] | str | Backend | 
     gpu = next((each for each in settings if isinstance(each, GPUTier)), None)
     cpu = next((each for each in settings if isinstance(each, CPUTier)), CPUTier(capacity=0))
     storage = [
-        StoragePart(name, each.timeout_s, make_backend(each))
+        StoragePart(name, each, make_backend(each))
         if isinstance(each, TierSettings)
-        else StoragePart(name, _timeout_of(each), each)
+        else StoragePart(name, _settings_of(each), each)
         for each, (_, name) in zip(settings, named, strict=True)
         if not isinstance(each, GPUTier | CPUTier)
     ]
@@ -81,6 +84,7 @@ class OpenBackends:
     wakeups: Wakeups
     codec: WorkerPool
     healths: tuple[StorageHealth, ...]
+    contexts: tuple[BackendContext, ...]
     recovered: tuple[list[Recovered] | None, ...]
 
 
@@ -93,7 +97,7 @@ async def open_backends(
     shapes = _shapes(layout, fingerprints)
     codec = WorkerPool("codec", _CODEC_THREADS, wakeups)
     stack.callback(codec.close)
-    healths, recovered = [], []
+    healths, contexts, recovered = [], [], []
     for part in parts.storage:
         pools: list[WorkerPool] = []
 
@@ -113,10 +117,25 @@ async def open_backends(
                 pool.close()
 
         stack.push_async_callback(close)
-        context = BackendContext(tuple(shapes), workers, loop.time)
-        healths.append(StorageHealth(part.name, part.timeout_s, emit))
-        recovered.append(await part.backend.open(context))
-    return OpenBackends(wakeups, codec, tuple(healths), tuple(recovered))
+        contexts.append(BackendContext(tuple(shapes), workers, loop.time))
+        health = StorageHealth(
+            part.name,
+            part.settings.timeout_s,
+            emit,
+            clock=loop.time,
+            rng=random.Random(),  # noqa: S311 - spreads probes over time
+            shed_stores_after_s=part.settings.shed_stores_after_s,
+        )
+        healths.append(health)
+        try:
+            recovered.append(await part.backend.open(contexts[-1]))
+        except (BackendError, ConfigurationError) as error:
+            if part.settings.required:
+                raise
+            health.is_open = False
+            emit(TierFailed(part.name, "open", str(error), 0))
+            recovered.append([Recovered(0, np.empty((0, 4), np.uint64), np.empty(0, np.int64)) for _ in shapes])
+    return OpenBackends(wakeups, codec, tuple(healths), tuple(contexts), tuple(recovered))
 
 
 def build_chains(
@@ -183,7 +202,40 @@ def build_chains(
             )
         ]
         chains.append(Chain(group, gpu, host, storage, h2d, d2h, backends.wakeups, tasks, emit, limits))
+    for number, (health, context) in enumerate(zip(backends.healths, backends.contexts, strict=True)):
+        if not health.is_open:
+            opening = _open_later([chain.storage[number] for chain in chains], health, context)
+            stack.callback(asyncio.get_running_loop().create_task(opening, name=f"open {health.name}").cancel)
     return chains, device
+
+
+async def _open_later(tiers: Sequence[StorageTier], health: StorageHealth, context: BackendContext) -> None:
+    """Try again and again to open a backend that is not required, with longer pauses; use its tiers from then on."""
+    started, pause_s = context.clock(), _FIRST_RETRY_S
+    while not health.is_open:
+        await asyncio.sleep(pause_s)  # nobody waits for this task
+        pause_s = min(2 * pause_s, _LAST_RETRY_S)
+        try:
+            found = await _backend_of(tiers[0]).open(context)
+        except (BackendError, ConfigurationError) as error:
+            health.emit(TierFailed(health.name, "open", str(error), 0))
+            continue
+        for tier in tiers:
+            if isinstance(tier, OwnedTier):
+                tier.index = _index_of((found or [])[tier.group])
+        health.is_open = True
+        health.emit(TierResumed(health.name, context.clock() - started))
+
+
+def _backend_of(tier: StorageTier) -> Backend | SlotBackend:
+    assert isinstance(tier, OwnedTier | KeyedTier)  # noqa: S101 - there are no others
+    return tier.backend
+
+
+def _index_of(found: Recovered) -> TierIndex:
+    index = TierIndex(found.num_slots)
+    index.restore(found.names, found.slots)
+    return index
 
 
 def _storage_tier(
@@ -197,10 +249,7 @@ def _storage_tier(
 ) -> StorageTier:
     if isinstance(part.backend, Backend):
         return KeyedTier(health, group, shape, budget, codec, part.backend)
-    found = (recovered or [])[group]
-    index = TierIndex(found.num_slots)
-    index.restore(found.names, found.slots)
-    return OwnedTier(health, group, shape, budget, codec, part.backend, index)
+    return OwnedTier(health, group, shape, budget, codec, part.backend, _index_of((recovered or [])[group]))
 
 
 def _shapes(layout: KVLayout, fingerprints: list[bytes]) -> list[RecordShape]:
@@ -223,6 +272,6 @@ def _name_of(backend: Backend | SlotBackend) -> str:
     return type(backend).__name__.removesuffix("Backend").lower() or "storage"
 
 
-def _timeout_of(backend: Backend | SlotBackend) -> float:
+def _settings_of(backend: Backend | SlotBackend) -> TierSettings:
     settings = getattr(backend, "settings", None)
-    return settings.timeout_s if isinstance(settings, TierSettings) else _DEFAULT_TIMEOUT_S
+    return settings if isinstance(settings, TierSettings) else TierSettings(medium=type(backend).__name__)

@@ -102,6 +102,10 @@ class TierSettings(BaseModel):
     """What results, logs and metrics call the tier; the medium's name if left out."""
     timeout_s: float = Field(default=10.0, gt=0, allow_inf_nan=False)
     """How long a load or store waits for one call of this tier before it goes on without it."""
+    shed_stores_after_s: float = Field(default=5.0, gt=0)
+    """Stores go on without this tier while its writes take longer than this on average. Loads are not affected."""
+    required: bool = True
+    """Whether the cache cannot be opened without it. If not, it is bypassed, and tried again in the background."""
 
 
 class Workers(Protocol):
@@ -157,7 +161,10 @@ class Backend(_Tier):
     """A medium that takes keys and bytes and evicts for itself. Shared media are of this kind."""
 
     async def open(self, context: BackendContext) -> None:
-        """Connect. `ConfigurationError` for what can never work, `BackendUnavailableError` for what may work later."""
+        """Connect. `ConfigurationError` for what can never work, `BackendUnavailableError` for what may work later.
+
+        A tier that is not `TierSettings.required` is opened again after it has raised.
+        """
 
     @abstractmethod
     async def lookup(self, keys: Sequence[BlockKey]) -> list[Outcome]:

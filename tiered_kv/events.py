@@ -122,8 +122,18 @@ class TierStalled(Event):
 
 
 @dataclass(frozen=True)
+class TierTripped(Event):
+    """Calls failed one after another: the tier is bypassed, but for a probe now and then, until one goes well."""
+
+    name: ClassVar[str] = "tier.tripped"
+    level: ClassVar[Level] = "warning"
+    tier: str
+    doing: str
+
+
+@dataclass(frozen=True)
 class TierResumed(Event):
-    """The last stalled call of a tier returned: the tier is in use again."""
+    """The last late call of a tier returned, or a call went well again: the tier is in use again."""
 
     name: ClassVar[str] = "tier.resumed"
     level: ClassVar[Level] = "info"

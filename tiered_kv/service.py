@@ -444,7 +444,10 @@ class TieredKV:
         health, backend = getattr(tier, "health", None), getattr(tier, "backend", None)
         facts = backend.describe() if isinstance(backend, SlotBackend) else {}
         return TierStatistics(
-            tier=tier.name, is_bypassed=health is not None and health.is_bypassed, facts=facts, **values
+            tier=tier.name,
+            is_bypassed=health is not None and (health.is_bypassed or health.is_shedding),
+            facts=facts,
+            **values,
         )
 
     # Checks: every argument, before anything moves.

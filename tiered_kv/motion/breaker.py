@@ -37,6 +37,11 @@ class Breaker:
         return self._pause_s > 0 and self._clock() < self._retry_at
 
     @property
+    def is_tripped(self) -> bool:
+        """Whether it opened and no call has gone well since."""
+        return self._pause_s > 0
+
+    @property
     def num_late(self) -> int:
         """Calls that are past their time and have not returned."""
         return self._num_late
@@ -56,7 +61,7 @@ class Breaker:
         self._retry_at = self._clock()  # it returned: worth a probe at once
 
     def succeeded(self) -> None:
-        """A call in time went well."""
+        """A call went well."""
         self._num_failures = 0
         self._pause_s = 0.0
         self._probing = False

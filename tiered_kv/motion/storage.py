@@ -16,59 +16,16 @@ from numpy.typing import NDArray
 from tiered_kv.backend import Backend, Block, Outcome, RecordShape, SlotBackend
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.errors import CapacityError
-from tiered_kv.events import BlocksCorrupted, Emit, TierFailed, TierResumed, TierStalled
+from tiered_kv.events import BlocksCorrupted, TierFailed
 from tiered_kv.keys import BlockKey, Names
 from tiered_kv.motion.budget import Budget, Priority, Ticket
+from tiered_kv.motion.health import StorageHealth
 from tiered_kv.motion.tiers import Batch, Tier
 from tiered_kv.motion.workers import WorkerPool
 from tiered_kv.record import encode, verify
 
 T = TypeVar("T")
 Mask = NDArray[np.bool_]
-
-
-@dataclass
-class StorageHealth:
-    """Of one backend, shared by the tiers that its KV groups make of it."""
-
-    name: str
-    timeout_s: float
-    emit: Emit
-    num_late: int = 0
-    """Calls that are past their time and have not returned."""
-    stalled_since: float = 0.0
-    on_stall: list[Callable[[], None]] = field(default_factory=list)
-    """Called when the tier is bypassed from now on."""
-
-    @property
-    def is_bypassed(self) -> bool:
-        """Whether loads and stores go on without this tier."""
-        return self.num_late > 0
-
-    async def timed(self, call: Awaitable[T], doing: str, on_late: Callable[[], None]) -> T:
-        """Await a call to its end; if it takes longer than ``timeout_s``, say so at that moment."""
-        loop = asyncio.get_running_loop()
-        is_late = False
-
-        def late() -> None:
-            nonlocal is_late
-            is_late = True
-            self.stalled_since = self.stalled_since if self.num_late else loop.time() - self.timeout_s
-            self.num_late += 1
-            self.emit(TierStalled(self.name, doing, self.timeout_s))
-            on_late()
-            for each in self.on_stall:
-                each()
-
-        timer = loop.call_later(self.timeout_s, late)
-        try:
-            return await call
-        finally:
-            timer.cancel()
-            if is_late:
-                self.num_late -= 1
-                if not self.num_late:
-                    self.emit(TierResumed(self.name, loop.time() - self.stalled_since))
 
 
 @dataclass
@@ -149,7 +106,11 @@ class StorageTier(Tier, ABC):
 
     async def _take(self, n: int, ticket: Ticket) -> Callable[[], None]:
         """Wait for our turn to move ``n`` blocks, or until the tier stalls: behind a hung call it might never come."""
-        return await self.budget.take(self._num_bytes(n), ticket, lambda: self.health.is_bypassed)
+        return await self.budget.take(self._num_bytes(n), ticket, lambda: self._is_off(ticket))
+
+    def _is_off(self, ticket: Ticket) -> bool:
+        is_store = ticket.priority in {Priority.STORE, Priority.DEMOTE}
+        return self.health.is_shedding if is_store else self.health.is_bypassed
 
     async def _call(
         self, call: Awaitable[list[Outcome]], n: int, doing: str, on_late: Callable[[], None]
@@ -158,10 +119,12 @@ class StorageTier(Tier, ABC):
         try:
             outcomes = await self.health.timed(call, doing, on_late)
             if len(outcomes) == n:
+                self.health.went(doing, well=outcomes.count(Outcome.FAILED) < n)
                 return list(outcomes)
             error = f"{len(outcomes)} outcomes for {n} blocks"
         except Exception as caught:  # noqa: BLE001 - whatever a medium raises, serving goes on without it
             error = f"{type(caught).__name__}: {caught}"
+        self.health.went(doing, well=False)
         self.health.emit(TierFailed(self.name, doing, error, n))
         return [Outcome.FAILED] * n
 
@@ -236,7 +199,7 @@ class OwnedTier(StorageTier):
         nothing = np.zeros(n, np.bool_)
         give_back = await self._take(n, Ticket(Priority.STORE))
         try:
-            if self.health.is_bypassed:
+            if self.health.is_shedding:
                 return WriteReport.nothing_of(n)
             wanted = is_wanted()
             at = np.flatnonzero(wanted)
@@ -328,7 +291,9 @@ class KeyedTier(StorageTier):
             return found
         try:
             found[: await self.health.timed(self.backend.lookup_prefix(batch.keys()), "lookup", _ignore)] = True
+            self.health.went("lookup", well=True)
         except Exception as caught:  # noqa: BLE001 - whatever a medium raises, serving goes on without it
+            self.health.went("lookup", well=False)
             self.health.emit(TierFailed(self.name, "lookup", f"{type(caught).__name__}: {caught}", len(batch)))
         return found
 
@@ -360,7 +325,7 @@ class KeyedTier(StorageTier):
         nothing = np.zeros(n, np.bool_)
         give_back = await self._take(n, Ticket(Priority.STORE))
         try:
-            if self.health.is_bypassed:
+            if self.health.is_shedding:
                 return WriteReport.nothing_of(n)
             wanted = is_wanted()
             at = np.flatnonzero(wanted)
@@ -385,7 +350,9 @@ class KeyedTier(StorageTier):
         """See `StorageTier.forget`."""
         try:
             await self.health.timed(self.backend.delete(batch.keys()), "delete", _ignore)
+            self.health.went("delete", well=True)
         except Exception as caught:  # noqa: BLE001 - a shared medium may be away; its TTL will do it
+            self.health.went("delete", well=False)
             self.health.emit(TierFailed(self.name, "delete", f"{type(caught).__name__}: {caught}", len(batch)))
             return 0
         return len(batch)

@@ -177,7 +177,7 @@ class WriteDown:
                 settle(None)
                 let_go()
 
-        if storage.health.is_bypassed:
+        if storage.health.is_shedding:
             settle(WriteReport.nothing_of(len(batch)))
             let_go()
         else:

@@ -1,0 +1,109 @@
+"""The circuit breaker and the average that sheds stores, on a clock that the test turns."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiered_kv.motion.breaker import Breaker, LatencyAverage
+
+
+class Clock:
+    """A clock that stands still until it is told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        """Return the time."""
+        return self.now
+
+
+def tripped(clock: Clock) -> Breaker:
+    """Return a breaker that has just opened."""
+    breaker = Breaker(clock, random.Random(1))
+    for _ in range(3):
+        breaker.begin()
+        breaker.failed()
+    return breaker
+
+
+def test_a_few_failures_in_a_row_open_it_and_one_success_between_does_not() -> None:
+    """One lost call is no reason to go on without a tier; three in a row are."""
+    breaker = Breaker(Clock(), random.Random(1))
+    for well in (False, False, True, False, False):
+        breaker.succeeded() if well else breaker.failed()
+        assert not breaker.is_open
+    breaker.failed()
+    assert breaker.is_open
+
+
+def test_a_pause_ends_with_one_probe() -> None:
+    """While the probe is under way nobody else calls; if it goes well everyone may."""
+    clock = Clock()
+    breaker = tripped(clock)
+    clock.now += 0.25 * 1.2
+    assert not breaker.is_open
+    breaker.begin()
+    assert breaker.is_open
+    breaker.succeeded()
+    assert not breaker.is_open
+    assert not breaker.is_tripped
+
+
+def test_pauses_grow_and_are_bounded() -> None:
+    """A tier that is well again is in use again within five seconds, however long it was ill."""
+    clock = Clock()
+    breaker = tripped(clock)
+    pauses = []
+    for _ in range(12):
+        start = clock.now
+        while breaker.is_open:
+            clock.now += 0.01
+        pauses.append(clock.now - start)
+        breaker.begin()
+        breaker.failed()
+    assert pauses[0] < 0.31
+    assert pauses[-1] > 3.0
+    assert max(pauses) < 5.0
+
+
+def test_a_late_call_opens_it_until_it_returns() -> None:
+    """A call that hangs is never joined by another one; its return is worth a probe at once."""
+    clock = Clock()
+    breaker = Breaker(clock, random.Random(1))
+    breaker.begin()
+    breaker.late()
+    clock.now += 3600
+    assert breaker.is_open
+    breaker.late_returned()
+    assert not breaker.is_open
+
+
+@given(st.lists(st.sampled_from(["begin", "succeeded", "failed", "late", "late_returned", "wait"]), max_size=60))
+def test_it_never_stays_open_for_good(steps: list[str]) -> None:
+    """Whatever happened, five seconds after the last late call has returned a probe may be made."""
+    clock = Clock()
+    breaker = Breaker(clock, random.Random(1))
+    for step in steps:
+        if step == "wait":
+            clock.now += 1.0
+        elif step != "late_returned" or breaker.num_late:
+            getattr(breaker, step)()
+    while breaker.num_late:
+        breaker.late_returned()
+    breaker.failed()  # whatever probe was under way has ended
+    clock.now += 5.0
+    assert not breaker.is_open
+
+
+def test_a_latency_is_forgotten_with_time() -> None:
+    """Stores are shed while writes are slow, and tried again some seconds later."""
+    clock = Clock()
+    latency = LatencyAverage(clock)
+    for _ in range(20):
+        latency.saw(10.0)
+    assert latency.now() == pytest.approx(10.0, rel=0.01)
+    clock.now += 4.0
+    assert latency.now() < 1.0
