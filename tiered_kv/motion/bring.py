@@ -26,6 +26,7 @@ class Window:
         batch: Its blocks; cut to the prefix that is anywhere.
         source: By position, the number of the tier that had the block before this load.
         gpu: Slots of the GPU pool by position, -1 where it lacks the block.
+        coming: By position, the number of the tier that another transfer is reading the block from, or -1.
         held: Leases on what was resident when the window began.
         own: The fill that this window started, if any.
         fills: All fills it waits for, its own among them.
@@ -35,6 +36,7 @@ class Window:
     batch: Batch
     source: NDArray[np.int8]
     gpu: NDArray[np.int64]
+    coming: NDArray[np.int8]
     held: list[Lease] = field(default_factory=list)
     own: Fill | None = None
     fills: list[Fill] = field(default_factory=list)
@@ -75,7 +77,7 @@ class Bringer:
         self.priority = priority
         self.faults: list[TierFault] = []
         # A load longer than the CPU tier must not evict its own head: past this many, blocks only pass through.
-        self._may_keep = chain.host.room_for(batch) if keep else 0
+        self.may_keep = chain.host.room_for(batch) if keep else 0
         self._gpu = chain.gpu if use_gpu else None
 
     async def begin(self, start: int, batch: Batch, *, may_wait: bool) -> Window | None:
@@ -85,7 +87,7 @@ class Bringer:
             None if there are no slots for it now. With ``may_wait`` it waits for them instead.
         """
         n = len(batch)
-        window = Window(start, batch, np.full(n, -1, np.int8), np.full(n, -1, np.int64))
+        window = Window(start, batch, np.full(n, -1, np.int8), np.full(n, -1, np.int64), np.full(n, -1, np.int8))
         try:
             if not await self._begin(window, may_wait=may_wait):
                 self.abandon(window)
@@ -121,6 +123,7 @@ class Bringer:
         self._take_resident(window)  # what others brought while we waited
         left = np.flatnonzero(window.source < 0)
         if len(left):
+            window.coming[left] = chain.coming_from(window.batch[left])
             for fill in chain.fills_of(window.batch[left], self.priority):
                 if fill is not window.own:
                     fill.join()
@@ -129,7 +132,9 @@ class Bringer:
 
     async def _fill(self, window: Window, at: NDArray[np.int64], numbers: NDArray[np.int8], *, may_wait: bool) -> bool:
         chain, batch = self.chain, window.batch[at]
-        keep = self._may_keep >= len(at)
+        keep = self.may_keep >= len(at)
+        if not keep:
+            self.may_keep = 0  # what stays is the head, without gaps
         ticket = Ticket(self.priority)
         reservation = chain.reserve_host_now(batch, ticket, keep=keep) if not chain.room.num_waiting else None
         if reservation is None:
@@ -141,7 +146,7 @@ class Bringer:
             reservation.close()
             return True
         if keep:
-            self._may_keep -= int(fresh.sum())
+            self.may_keep -= int(fresh.sum())
         window.source[at[fresh]] = numbers[fresh]
         window.own = chain.start_fill(batch, np.where(fresh, numbers, -1).astype(np.int8), reservation, ticket)
         window.fills.append(window.own)
@@ -165,7 +170,9 @@ class Bringer:
         absent = np.flatnonzero((window.gpu < 0) & (host < 0))
         num_blocks = int(absent[0]) if len(absent) else n
         joined = (window.source < 0) & (host >= 0)
-        window.source[joined] = len(chain.memory) - 1  # another transfer brought it: for us it was on the host
+        from_storage = joined & (window.coming >= 0)
+        window.source[joined] = len(chain.memory) - 1  # stored by the engine meanwhile: on the host
+        window.source[from_storage] = window.coming[from_storage]
         ended = all(fill.done.done() and fill.done.result() for fill in window.fills)
         is_worth_another = num_blocks < n and ended and window.source[num_blocks] < 0
         leases = [*window.held, lease]
@@ -195,6 +202,7 @@ class Bringer:
 
     def _cut(self, window: Window, n: int) -> None:
         window.batch, window.source, window.gpu = window.batch[:n], window.source[:n], window.gpu[:n]
+        window.coming = window.coming[:n]
 
     def _tiers_of(self, fill: Fill) -> str:
         return ",".join(self.chain.names[number] for number in sorted(set(fill.source.tolist())) if number >= 0)

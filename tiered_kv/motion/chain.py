@@ -30,6 +30,8 @@ from tiered_kv.results import TierFault, TierRun
 from tiered_kv.wakeups import Wakeups
 
 _PENDING: Final = int(SlotState.PENDING)
+_NOTHING: Final = None, -1
+_ASKED_AT_ONCE: Final = 1024
 RESIDENT_WINDOWS: Final = 4
 """Windows moved as one where no storage tier takes part."""
 
@@ -115,7 +117,7 @@ class Chain:
 
     Attributes:
         caches: The engine's tensors, once registered.
-        pending: The fill that each pending host slot belongs to.
+        pending: The fill that each pending host slot belongs to, and the number of the tier it is read from, or -1.
         settling: One future per store that is not in every tier yet.
     """
 
@@ -130,7 +132,7 @@ class Chain:
     emit: Emit
     limits: Limits
     caches: PagedCaches | None = None
-    pending: dict[int, Fill] = field(default_factory=dict)
+    pending: dict[int, tuple[Fill, int]] = field(default_factory=dict)
     settling: set["asyncio.Future[Any]"] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -153,24 +155,21 @@ class Chain:
 
     async def locate(self, batch: Batch) -> list[TierRun]:
         """Find the longest readable prefix: exact over owned tiers; others are asked only where those have nothing."""
-        runs: list[TierRun] = []
-        start = 0
-        keyed = [tier for tier in self.storage if not isinstance(tier, OwnedTier)]
-        while start < len(batch):
-            indexes = self.indexes()
-            located = locate(indexes, batch.names[start:])
-            runs += [
-                TierRun(self.names[self._number_of(indexes[run.tier])], start + run.start, start + run.stop)
-                for run in located.runs
-            ]
-            start += located.num_blocks
-            here = start
-            for tier in keyed:
-                if start == here and start < len(batch):
-                    start += _prefix(await self._ask(tier, batch[start:]))
-                    if start > here:
-                        runs.append(TierRun(tier.name, here, start))
-            if start == here:
+        indexes = self.indexes()
+        located = locate(indexes, batch.names)
+        runs = [TierRun(self.names[self._number_of(indexes[run.tier])], run.start, run.stop) for run in located.runs]
+        start = located.num_blocks
+        while start < len(batch) and not all(isinstance(tier, OwnedTier) for tier in self.storage):
+            part = batch[start : start + _ASKED_AT_ONCE]
+            numbers = np.full(len(part), -1, np.int8)
+            for number, memory in enumerate(self.memory):
+                numbers[(numbers < 0) & memory.index.ready(part.names)] = number
+            left = np.flatnonzero(numbers < 0)
+            numbers[left] = await self.sources(part[left])
+            num_blocks = _prefix(numbers >= 0)
+            runs += [TierRun(self.names[numbers[i]], start + i, start + i + 1) for i in range(num_blocks)]
+            start += num_blocks
+            if num_blocks < len(part):
                 break
         return _merged(runs)
 
@@ -244,16 +243,24 @@ class Chain:
     def fills_of(self, batch: Batch, priority: Priority) -> list[Fill]:
         """The fills under way that pending blocks of the batch belong to; joining one hurries it."""
         slots, states = self.host.index.find(batch.names)
-        fills = {id(fill): fill for slot in slots[states == _PENDING] if (fill := self.pending.get(int(slot)))}
+        fills = {
+            id(fill): fill for slot in slots[states == _PENDING] if (fill := self.pending.get(int(slot), _NOTHING)[0])
+        }
         for fill in fills.values():
             for tier in self.storage:
                 tier.budget.room.hurry(fill.ticket, priority)
         return list(fills.values())
 
+    def coming_from(self, batch: Batch) -> NDArray[np.int8]:
+        """By position, the number of the storage tier that a pending block is being read from; -1 for none."""
+        slots, _ = self.host.index.find(batch.names)
+        return np.array([self.pending.get(slot, _NOTHING)[1] for slot in slots.tolist()], np.int8)
+
     def announce(self, fill: Fill, reservation: Reservation) -> None:
         """Let others find and join a fill of host slots."""
-        for slot in reservation.slots[reservation.slots >= 0]:
-            self.pending[int(slot)] = fill
+        for slot, source in zip(reservation.slots.tolist(), fill.source.tolist(), strict=True):
+            if slot >= 0:
+                self.pending[slot] = fill, source
 
     def conclude(self, fill: Fill, reservation: Reservation) -> None:
         """End a fill: give back what did not arrive, wake who joined."""

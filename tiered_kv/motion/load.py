@@ -24,6 +24,7 @@ from tiered_kv.motion.handles import Revocable, RevokedError
 from tiered_kv.motion.tiers import Batch
 from tiered_kv.results import LoadResult, TierFault
 
+_PACKED: Final = 16
 _RETRIES: Final = 3
 """How often in a row blocks are looked for again that another load brought and let go before we had them."""
 
@@ -134,7 +135,14 @@ class Load(Revocable):
         """Blocks of the next window: more where nothing has to be read, as each costs the event loop 0.2 ms."""
         size = self._chain.window_blocks
         ahead = self._batch.names[begun : begun + RESIDENT_WINDOWS * size]
-        return max(size, *(tier.index.ready_prefix(ahead) for tier in self._chain.memory), 1)
+        resident = max(tier.index.ready_prefix(ahead) for tier in self._chain.memory)
+        if resident >= size:
+            return resident
+        if 0 < self._bringer.may_keep < size:
+            return self._bringer.may_keep  # the part that stays in the CPU tier, and then what passes through
+        if size > _PACKED:  # media that pack neighbours pack aligned ones: end where a pack ends
+            size -= (int(self._batch.positions[begun]) + size) % _PACKED
+        return size
 
     def _copy(self, landed: Landed) -> None:
         """Put the copies of a landed window on the stream; its leases end when they have."""

@@ -143,7 +143,7 @@ class Store(Revocable):
         slots, chosen = reservation.slots[fresh], pages[fresh].ravel()
         batch, fill = part[fresh], None
         if tier is chain.host:
-            fill = Fill(n, Ticket(Priority.STORE))
+            fill = Fill(len(reservation.slots), Ticket(Priority.STORE))
             chain.announce(fill, reservation)
         self._num_open += 1
         caches = self._caches
