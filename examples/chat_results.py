@@ -96,7 +96,8 @@ def is_equal(run: Run, reference: Run) -> bool:
 def draw_table(runs: Sequence[Run], faults: Mapping[str, Sequence[str]]) -> Table:
     """Return a row a run; the first is the recomputation that the others are measured against."""
     reference = runs[0]
-    table = Table("KV of prompts", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))  # fits 80 columns
+    table.add_column("KV of prompts", no_wrap=True)
     for heading in ("blocks", "hit tokens", "TTFT", "speed-up", "GB/s", "output", "all loaded"):
         table.add_column(heading, justify="right", no_wrap=True)
     for run in runs:
