@@ -1,4 +1,4 @@
-"""vLLM's CPU offloading manager, measured by the steps of catalog.py, which starts this: _catalog_vllm.py NUM POLICY."""
+"""vLLM's CPU offloading manager by the steps of catalog.py, which starts this: _catalog_vllm.py NUM POLICY."""
 
 import gc
 import json
