@@ -19,7 +19,12 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 PACKAGES = ("tiered_kv", "tiered_kv_backends")
 
 # Modules that cannot be imported without an extra, and the extra.
-NEEDS_EXTRA = {"tiered_kv.testing": "test", "tiered_kv_backends.redis": "redis"}
+NEEDS_EXTRA = {
+    "tiered_kv.testing": "test",
+    "tiered_kv_backends.mooncake": "mooncake",
+    "tiered_kv_backends.redis": "redis",
+    "tiered_kv_backends.s3": "s3",
+}
 
 IMPORT_ALL = f"""
 import importlib, pkgutil
