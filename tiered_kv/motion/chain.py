@@ -180,15 +180,14 @@ class Chain:
             left = np.flatnonzero(numbers < 0)
             if not len(left):
                 break
-            if isinstance(tier, OwnedTier):
-                found = await tier.find(batch[left])
-            else:
-                found = await self._ask(tier, batch[left])
+            found = await self.ask(tier, batch[left])
             numbers[left[found]] = position
         return numbers
 
-    async def _ask(self, tier: StorageTier, batch: Batch) -> Mask:
+    async def ask(self, tier: StorageTier, batch: Batch) -> Mask:
         """Ask in a task of the cache, so that no one's cancellation reaches a backend, and for a limited time."""
+        if isinstance(tier, OwnedTier):
+            return await tier.find(batch)
         if tier.health.is_bypassed:
             return np.zeros(len(batch), np.bool_)
         asking = self.tasks.spawn(tier.find(batch), f"lookup in {tier.name}")

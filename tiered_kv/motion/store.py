@@ -124,7 +124,7 @@ class Store(Revocable):
         """Which blocks every storage tier has already: asked only where no tier above them keeps any."""
         known = np.ones(len(part), np.bool_)
         for tier in self._chain.storage:
-            known &= await tier.find(part)
+            known &= await self._chain.ask(tier, part)
         return known
 
     def _count_present(self, n: int) -> None:
