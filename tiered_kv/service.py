@@ -368,6 +368,10 @@ class TieredKV:
         forgetting = [self._tasks.spawn(each.forget(batch), f"evict from {each.name}") for each in storage]
         if forgetting:
             await asyncio.wait(forgetting, timeout=max(each.health.timeout_s for each in storage))
+            for memory in chain.memory:  # a load may have read from a shared tier what that had not deleted yet
+                if tier in (None, memory.name):
+                    memory.index.remove(batch.names)
+            chain.room.changed()
         return int(np.count_nonzero(found))
 
     async def clear(self) -> None:

@@ -4,9 +4,21 @@ import asyncio
 
 import pytest
 
-from tests.service.conftest import Engine, ScriptedBackend, open_cache, prompt, until, until_idle
+from tests.service.conftest import (
+    PAYLOAD_BYTES,
+    Engine,
+    ScriptedBackend,
+    keep,
+    open_cache,
+    prompt,
+    until,
+    until_idle,
+)
+from tiered_kv import GPULoadStoreSpec
 
 KEYS = prompt(9)
+INTO = GPULoadStoreSpec(range(9))
+CPU = {"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}
 
 
 async def test_a_store_that_is_cancelled_reaches_no_backend() -> None:
@@ -21,4 +33,19 @@ async def test_a_store_that_is_cancelled_reaches_no_backend() -> None:
             await storing
         assert keyed.on_lookup.num_held == 1
         keyed.on_lookup.release()
+        await until_idle(kv)
+
+
+async def test_what_is_evicted_is_not_brought_back_from_a_shared_tier() -> None:
+    """A load that reads a block before the tier has deleted it leaves it nowhere."""
+    engine, keyed = Engine(), ScriptedBackend(name="keyed")
+    async with open_cache(CPU, keyed, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        keyed.on_delete.hold()
+        evicting = asyncio.create_task(kv.evict(KEYS))
+        await until(lambda: keyed.on_delete.num_held == 1)
+        assert (await kv.load(KEYS, INTO)).num_blocks == len(KEYS)
+        keyed.on_delete.release()
+        await evicting
+        assert (await kv.lookup(KEYS)).num_blocks == 0
         await until_idle(kv)
