@@ -351,6 +351,23 @@ async def test_a_wrong_number_of_outcomes_is_no_outcome(kind: type[Scripted], nu
 
 
 @both_kinds
+async def test_a_deletion_in_the_way_of_a_probe_does_not_keep_a_tier_out(kind: type[Scripted]) -> None:
+    """Behind reads that failed, a deletion may be the first call that goes well: then the tier is in use again."""
+    engine, flaky = Engine(), kind(name="flaky", timeout_s=0.05)
+    async with open_cache(CPU, flaky, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        await kv.evict(KEYS, tier="cpu")
+        flaky.on_read.hold()
+        for _ in range(3):  # one for each window
+            flaky.on_read.fail_next(BackendUnavailableError("gone"))
+        await _load(kv, engine)
+        flaky.on_read.release()
+        await until_idle(kv)
+        await kv.evict(KEYS[8:])
+        await until(lambda: not kv.stats()["flaky"].is_bypassed)
+
+
+@both_kinds
 @pytest.mark.parametrize("k", [0, 3])
 @pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.REFUSED])
 async def test_a_block_that_is_not_written(kind: type[Scripted], outcome: Outcome, k: int) -> None:

@@ -11,8 +11,8 @@ from typing import Final
 
 _FAILURES_TO_OPEN: Final = 3
 _FIRST_PAUSE_S: Final = 0.25
-_LONGEST_PAUSE_S: Final = 4.0
-"""So that a tier that is well again is in use again within five seconds, jitter included."""
+_LONGEST_PAUSE_S: Final = 3.5
+"""So that a tier that is well again is in use again within five seconds, jitter and the probe itself included."""
 _JITTER: Final = 0.2
 _HALF_LIFE_S: Final = 1.0
 
@@ -56,9 +56,8 @@ class Breaker:
         self._open()
 
     def late_returned(self) -> None:
-        """A late call has returned, however it went."""
+        """A late call has returned, however it went: well, it closes; badly, the pause since it was late is awaited."""
         self._num_late -= 1
-        self._retry_at = self._clock()  # it returned: worth a probe at once
 
     def succeeded(self) -> None:
         """A call went well."""
@@ -75,6 +74,8 @@ class Breaker:
 
     def _open(self) -> None:
         self._probing = False
+        if self._clock() < self._retry_at:
+            return  # the calls that were under way when it opened fail of the same trouble: one pause for all
         self._pause_s = min(max(_FIRST_PAUSE_S, 2 * self._pause_s), _LONGEST_PAUSE_S)
         jitter = 1 + self._rng.uniform(-_JITTER, _JITTER)  # so that many hosts do not probe a server as one
         self._retry_at = self._clock() + self._pause_s * jitter

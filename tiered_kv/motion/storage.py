@@ -247,7 +247,9 @@ class OwnedTier(StorageTier):
         try:
             async with self._journal:
                 await self.health.timed(self.backend.forget(self.group, slots), "forget", _ignore)
+            self.health.went("forget", well=True)
         except Exception as caught:  # noqa: BLE001 - the index has forgotten; only a restart could bring it back
+            self.health.went("forget", well=False)
             self.health.emit(TierFailed(self.name, "forget", f"{type(caught).__name__}: {caught}", len(slots)))
 
     async def clear(self) -> None:
