@@ -106,6 +106,24 @@ async def test_hurry_moves_a_waiter_to_a_faster_line() -> None:
     assert budget.in_flight == 0
 
 
+async def test_hurry_reaches_the_room_a_ticket_waits_in() -> None:
+    """A fill waits for one tier only, and whoever joins it hurries it in all of them: the order does not matter."""
+    elsewhere, budget, ticket = Budget(100), Budget(100), Ticket(Priority.PREFETCH)
+    gives = [await budget.take(75, Ticket(Priority.PREFETCH))]
+    ahead, hurried = _take(budget, 90, Priority.PREFETCH), asyncio.create_task(budget.take(25, ticket))
+    for _ in range(3):
+        await checkpoint()
+    for each in (elsewhere, budget):
+        each.room.hurry(ticket, Priority.LOAD)
+    for _ in range(3):
+        await checkpoint()
+    assert hurried.done()
+    assert not ahead.done()
+    gives.pop()()
+    (await ahead)()
+    (await hurried)()
+
+
 async def test_what_is_off_keeps_nobody_waiting() -> None:
     """Once ``is_off()``, whoever waits or comes is let through and takes nothing."""
     budget, off = Budget(10), asyncio.Event()

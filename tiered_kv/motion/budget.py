@@ -75,14 +75,12 @@ class Room:
 
     def hurry(self, ticket: Ticket, priority: Priority) -> None:
         """Move a waiter to the end of a faster line. Its ticket keeps the new priority, waiting or not."""
-        if priority >= ticket.priority:
-            return
-        line = self._lines[ticket.priority]
-        ticket.priority = priority
-        for place in list(line):
-            if place[0] is ticket:
-                line.remove(place)
-                self._lines[priority].append(place)
+        ticket.priority = min(priority, ticket.priority)
+        for line in [line for each, line in self._lines.items() if each > priority]:
+            for place in list(line):  # not the line of its priority: it may have been hurried in another room first
+                if place[0] is ticket:
+                    line.remove(place)
+                    self._lines[priority].append(place)
         self.changed()
 
     def changed(self) -> None:
