@@ -2,8 +2,8 @@
 
 The bare loop moves the same number of bytes in fragments of the same size, in the same order, on one thread like ours,
 and has all its addresses worked out beforehand. Both go through pools far larger than the caches, to random pages, in
-turns. The last rows go through the whole cache: `store` and `load` of 256 blocks, awaited. Prints a table, then a line of
-JSON with the worst row of each direction, for the copies alone and through the cache.
+turns. The last rows go through the whole cache: `store` and `load` of 256 blocks, awaited. Prints a table, then a line
+of JSON with the worst row of each direction, for the copies alone and through the cache.
 """
 
 import argparse
