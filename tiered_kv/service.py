@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-from anyio import CancelScope, move_on_after
+from anyio import move_on_after
 from numpy.typing import NDArray
 
 from tiered_kv.assembly import build_chains, open_backends, parts_of
@@ -174,19 +174,25 @@ class TieredKV:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """End: what is being moved ends, or is given up after `CacheLimits.close_timeout_s`. Idempotent."""
+        """End: what is being moved ends, or is given up after `CacheLimits.close_timeout_s`. Idempotent.
+
+        A cancellation is raised when everything has ended.
+        """
         if self._lifetime is None:
             self._state = self._state or "closed"
             return
         lifetime, self._lifetime = self._lifetime, None
         self._state = "closed"
+        # A task of its own, as a shield does not hold against task.cancel().
+        await Handle(asyncio.create_task(self._end(lifetime), name="close"), lambda: None)
+
+    async def _end(self, lifetime: AsyncExitStack) -> None:
         loop = asyncio.get_running_loop()
         started = loop.time()
-        with CancelScope(shield=True):
-            abandoned = await self._tasks.aclose(self.limits.close_timeout_s)
-            with move_on_after(self.limits.close_timeout_s):
-                await self._checkpoint(sync=False)
-            await lifetime.aclose()
+        abandoned = await self._tasks.aclose(self.limits.close_timeout_s)
+        with move_on_after(self.limits.close_timeout_s):
+            await self._checkpoint(sync=False)
+        await lifetime.aclose()
         self._emit(CacheClosed(abandoned, (loop.time() - started) * 1e3))
 
     def register_kv_caches(self, kv_caches: KVCaches, *, group: int = 0, axes: str | None = None) -> None:

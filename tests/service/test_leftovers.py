@@ -1,8 +1,10 @@
 """What one call leaves behind does not change what the next ones do."""
 
 import asyncio
+import threading
 
 import pytest
+from anyio.lowlevel import checkpoint
 
 from tests.service.conftest import (
     PAYLOAD_BYTES,
@@ -49,3 +51,23 @@ async def test_what_is_evicted_is_not_brought_back_from_a_shared_tier() -> None:
         await evicting
         assert (await kv.lookup(KEYS)).num_blocks == 0
         await until_idle(kv)
+
+
+async def test_a_close_that_is_cancelled_ends_all_the_same() -> None:
+    """The cancellation is raised once everything has ended: transfers, backends and threads."""
+    engine, keyed, threads = Engine(), ScriptedBackend(name="keyed"), threading.active_count()
+    async with open_cache(CPU, keyed, engine=engine) as kv:
+        keyed.on_write.hold()
+        await kv.store(KEYS, engine.compute(KEYS))
+        await until(lambda: keyed.on_write.num_held > 0)
+        closing = asyncio.create_task(kv.aclose())
+        for _ in range(3):
+            await checkpoint()
+            closing.cancel()
+        await checkpoint()
+        assert not closing.done()
+        keyed.on_write.release()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert keyed.on_close.num_calls == 1
+        await until(lambda: threading.active_count() == threads)
