@@ -22,6 +22,7 @@ BENCHMARKS := $(sort $(wildcard benchmarks/[a-z]*.py))
 
 help:
 	@echo "make demo       a chat server on a small model: cold, from GPU pool, CPU, and NVMe in a new process"
+	@echo "                ... TIERS=s3,redis: from those, see examples/chat_servers.py"
 	@echo "make test       all tests"
 	@echo "make test-fast  the tests that need less than a minute together"
 	@echo "make check      ruff, mypy, import contracts, and the wheel installed without extras"
@@ -43,7 +44,7 @@ help:
 	@mkdir -p $(@D) && .ci/install_servers && touch $@
 
 demo: .venv/demo.stamp
-	$(IN_VENV)python examples/chat.py
+	$(IN_VENV)python examples/chat.py $(if $(TIERS),--tiers $(TIERS))
 
 test: .venv/dev.stamp .venv/servers
 	$(IN_VENV)pytest

@@ -1,15 +1,18 @@
 """Serve conversations with tiered_kv under a paged engine, from every tier, and prove that no bit changes.
 
 The same multi-turn conversations are served again and again: first everything is recomputed and stored, then every
-prefix is loaded from one tier: from the GPU pool, from CPU memory, and, in a new process, from NVMe. Each time the
-generated tokens and the last logits of every request have to be those of the recomputation, to the bit, and all KV
-that can be reused has to come from that tier; else the exit code is 1.
+prefix is loaded from one tier: from the GPU pool, from CPU memory, and, in a new process, from NVMe, or, where asked
+for, from an S3-compatible store or from Redis (``chat_servers.py`` says which). Each time the generated tokens and the
+last logits of every request have to be those of the recomputation, to the bit, and all KV that can be reused has to
+come from that tier; else the exit code is 1.
 
-    python examples/chat.py            # about two minutes on two cores; --help says what can be changed
+    python examples/chat.py                     # about two minutes on two cores; --help says what can be changed
+    python examples/chat.py --tiers s3,redis
 """
 
 import argparse
 import asyncio
+import json
 import logging
 import shutil
 import sys
@@ -38,6 +41,7 @@ from chat_engine import (
     weights_digest,
 )
 from chat_results import LABELS, RECOMPUTE, Run, describe, device_of, draw_plot, draw_table, find_faults
+from chat_servers import SERVED, serve_tiers
 from tiered_kv import GPULoadStoreSpec, KVLayout, LoadResult, ModelIdentity, TieredKV, TieredKVSettings, hash_blocks
 
 TIERS: dict[str, dict[str, Any]] = {
@@ -45,8 +49,9 @@ TIERS: dict[str, dict[str, Any]] = {
     "cpu": {"medium": "cpu", "capacity": "512MiB"},
     "nvme": {"medium": "nvme", "capacity": "1GiB"},
 }
-"""Fastest first. To serve from one, the chain that begins with it is opened: nothing above can answer."""
-PERSISTENT = ("nvme",)
+"""Fastest first, and behind them those of `SERVED` that are asked for. To serve from one, the chain that begins with it
+is opened, or, of the latter, it alone: nothing else can answer."""
+PERSISTENT = ("nvme", *SERVED)
 """These keep their blocks without a process, so they are served from in a new one that has nothing else."""
 
 BOS, USER, ASSISTANT, END = range(256, 260)
@@ -90,9 +95,8 @@ async def open_engine(dtype: torch.dtype) -> AsyncIterator[Engine]:
 @asynccontextmanager
 async def open_tiers(engine: Engine, first: str, options: argparse.Namespace) -> AsyncIterator[TieredKV]:
     """Yield the cache whose fastest tier is ``first``, bound to the engine's pages."""
-    names = list(TIERS)[list(TIERS).index(first) :]
-    folder = blocks_folder(options)
-    tiers = [TIERS[name] | ({"path": str(folder / name)} if name in PERSISTENT else {}) for name in names]
+    own = {**TIERS, "nvme": TIERS["nvme"] | {"path": str(blocks_folder(options) / "nvme")}, **options.served}
+    tiers = [own[first]] if first in SERVED else list(own.values())[list(own).index(first) :]
     model = ModelIdentity("llama-100m", weights=weights_digest(engine.model))
     layout = KVLayout.from_tensors(engine.kv_caches, block_size=BLOCK_SIZE)
     async with TieredKV.from_settings(TieredKVSettings(tiers=tiers), model=model, layout=layout) as kv:
@@ -165,7 +169,10 @@ async def serve_in_new_process(
     """
     command = [sys.executable, __file__, *sys.argv[1:], f"--dtype={options.dtype}", f"--only={tier}"]
     pipe, out = asyncio.subprocess.PIPE, asyncio.subprocess.STDOUT
-    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=out)
+    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=out)
+    stdin = cast("asyncio.StreamWriter", process.stdin)
+    stdin.write(json.dumps(options.served).encode())  # there may be secrets in it: no argument of a command
+    stdin.write_eof()
     async for line in cast("asyncio.StreamReader", process.stdout):
         if line == b"\n":
             on_served()
@@ -184,6 +191,11 @@ async def serve_as_new_process(options: argparse.Namespace) -> None:
     run.write(options.out / f"{options.only}.json")
 
 
+def split(tiers: str) -> list[str]:
+    """Return the names in a list with commas."""
+    return [tier for tier in tiers.split(",") if tier]
+
+
 def parse_arguments() -> argparse.Namespace:
     """Return the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -191,11 +203,15 @@ def parse_arguments() -> argparse.Namespace:
     add("--conversations", type=int, choices=range(1, 7), default=4, metavar="N", help="served at once: 1 to 6, or 4")
     add("--turns", type=int, choices=range(1, 5), default=3, metavar="N", help="requests each: 1 to 4, or 3")
     add("--new-tokens", type=int, choices=range(1, 129), default=16, metavar="N", help="per request: 1 to 128, or 16")
-    add("--tiers", nargs="+", choices=TIERS, default=list(TIERS), help="to serve from (all)")
+    add("--tiers", nargs="+", type=split, default=[list(TIERS)], help=f"to serve from: {', '.join([*TIERS, *SERVED])}")
     add("--dtype", choices=("bfloat16", "float32"), help="of weights and KV (whichever is faster here)")
     add("--out", type=Path, default=Path("out/chat"), help="folder for results (out/chat)")
     add("--only", choices=PERSISTENT, help=argparse.SUPPRESS)  # what the new process is told
     options = parser.parse_args()
+    options.tiers = list(dict.fromkeys(chain.from_iterable(options.tiers)))
+    if unknown := [tier for tier in options.tiers if tier not in (*TIERS, *SERVED)]:
+        parser.error(f"--tiers: there is no {', '.join(unknown)}")
+    options.served = {}
     if options.dtype is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         options.dtype = str(faster_dtype(device)).removeprefix("torch.")
@@ -208,15 +224,19 @@ def main() -> None:
     # The library logs an event per operation and leaves the choice to the program: here, what went wrong.
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     if options.only:
+        options.served = json.load(sys.stdin)
         asyncio.run(serve_as_new_process(options))
         return
     options.out.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(blocks_folder(options), ignore_errors=True)  # left by a demo that was stopped: they would be hits
     console = Console()
     columns = (TextColumn("{task.description:<18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    remote = [tier for tier in options.tiers if tier in SERVED]
     try:
-        with Progress(*columns, console=console) as progress:
-            runs = asyncio.run(serve_from_every_tier(options, progress))
+        with serve_tiers(remote, blocks_folder(options)) as (options.served, notes):
+            console.print(*notes, sep="\n", end="\n" if notes else "", highlight=False, markup=False)
+            with Progress(*columns, console=console) as progress:
+                runs = asyncio.run(serve_from_every_tier(options, progress))
     finally:
         shutil.rmtree(blocks_folder(options), ignore_errors=True)
     for run in runs:

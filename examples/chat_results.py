@@ -16,7 +16,14 @@ from chat_engine import CHUNK, Completion
 from tiered_kv import LoadResult, TierFault
 
 RECOMPUTE = "recompute"
-LABELS = {RECOMPUTE: "Recomputed", "gpu": "GPU pool", "cpu": "CPU memory", "nvme": "NVMe, new process"}
+LABELS = {
+    RECOMPUTE: "Recomputed",
+    "gpu": "GPU pool",
+    "cpu": "CPU memory",
+    "nvme": "NVMe, new process",
+    "s3": "S3, new process",
+    "redis": "Redis, new process",
+}
 PASSED_ON = "cpu"
 """Where loads say that blocks were which another load was just reading. Below the CPU tier this is no other source."""
 

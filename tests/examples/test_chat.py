@@ -1,4 +1,5 @@
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,7 +11,9 @@ import torch
 import chat
 from chat_engine import CHUNK, Completion
 from chat_results import RECOMPUTE, Run, find_faults
+from chat_servers import find_redis, serve_tiers
 from tiered_kv import LoadResult, TierFault
+from tiered_kv_backends.s3 import S3Settings
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -65,6 +68,33 @@ def test_every_tier_serves_what_was_computed(tmp_path: Path) -> None:
         "ttft.png",
         *(f"{source}.json" for source in (RECOMPUTE, *chat.TIERS)),
     }
+
+
+@pytest.mark.slow
+def test_a_new_process_starts_warm_from_servers(tmp_path: Path) -> None:
+    """With S3 and Redis in the chain a row for each, all KV from there, and no server left behind."""
+    if find_redis() is None:
+        pytest.skip("redis-server is missing: apt-get install redis-server")
+    demo = run_demo(chat.__file__, *SMALL, "--tiers", "s3,redis", "--out", tmp_path)
+    assert demo.returncode == 0, demo.stdout
+    rows = [line.split() for line in demo.stdout.splitlines()]
+    assert [row[0] for row in rows if row[-2:] == ["equal", "yes"]] == ["S3,", "Redis,"]
+    assert "no server, objects are files" in demo.stdout
+    (process,) = re.findall(r"redis: .* of the demo's own, process (\d+)", demo.stdout)
+    assert not Path("/proc", process).exists()
+
+
+def test_an_s3_endpoint_comes_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is named is used, under a prefix of this run; nothing is said of its secret."""
+    given = {"URL": "s3://bucket/x", "ENDPOINT": "http://127.0.0.1:1", "SECRET_ACCESS_KEY": "hidden"}
+    for name, value in given.items():
+        monkeypatch.setenv(f"TIERED_KV_DEMO_S3_{name}", value)
+    with serve_tiers(["s3"], tmp_path) as (tiers, notes):
+        settings = S3Settings.model_validate(tiers["s3"])
+        assert settings.url.startswith("s3://bucket/x/demo-")
+        assert (settings.endpoint, settings.region) == ("http://127.0.0.1:1", None)
+        assert settings.url in notes[0]
+        assert "hidden" not in notes[0]
 
 
 @pytest.mark.slow
