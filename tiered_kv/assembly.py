@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -85,6 +85,7 @@ class OpenBackends:
     codec: WorkerPool
     healths: tuple[StorageHealth, ...]
     contexts: tuple[BackendContext, ...]
+    discards: tuple[Callable[[], None], ...]
     recovered: tuple[list[Recovered] | None, ...]
 
 
@@ -98,7 +99,7 @@ async def open_backends(
     shapes = _shapes(layout, fingerprints)
     codec = WorkerPool("codec", _CODEC_THREADS, wakeups)
     stack.callback(codec.close)
-    healths, contexts, recovered = [], [], []
+    healths, contexts, discards, recovered = [], [], [], []
     for part in parts.storage:
         pools: list[WorkerPool] = []
 
@@ -117,7 +118,12 @@ async def open_backends(
             for pool in pools:
                 pool.close()
 
+        def discard(pools: list[WorkerPool] = pools) -> None:
+            while pools:
+                pools.pop().close()
+
         stack.push_async_callback(close)
+        discards.append(discard)
         contexts.append(BackendContext(tuple(shapes), workers, loop.time))
         health = StorageHealth(
             part.name,
@@ -134,9 +140,10 @@ async def open_backends(
             if part.settings.required:
                 raise
             health.is_open = False
+            discard()
             emit(TierFailed(part.name, "open", str(error), 0))
             recovered.append([Recovered(0, np.empty((0, 4), np.uint64), np.empty(0, np.int64)) for _ in shapes])
-    return OpenBackends(wakeups, codec, tuple(healths), tuple(contexts), tuple(recovered))
+    return OpenBackends(wakeups, codec, tuple(healths), tuple(contexts), tuple(discards), tuple(recovered))
 
 
 def build_chains(
@@ -203,14 +210,17 @@ def build_chains(
             )
         ]
         chains.append(Chain(group, gpu, host, storage, h2d, d2h, backends.wakeups, tasks, emit, limits))
-    for number, (health, context) in enumerate(zip(backends.healths, backends.contexts, strict=True)):
+    opened = zip(backends.healths, backends.contexts, backends.discards, strict=True)
+    for number, (health, context, discard) in enumerate(opened):
         if not health.is_open:
-            opening = _open_later([chain.storage[number] for chain in chains], health, context)
+            opening = _open_later([chain.storage[number] for chain in chains], health, context, discard)
             stack.callback(asyncio.get_running_loop().create_task(opening, name=f"open {health.name}").cancel)
     return chains, device
 
 
-async def _open_later(tiers: Sequence[StorageTier], health: StorageHealth, context: BackendContext) -> None:
+async def _open_later(
+    tiers: Sequence[StorageTier], health: StorageHealth, context: BackendContext, discard: Callable[[], None]
+) -> None:
     """Try again and again to open a backend that is not required, with longer pauses; use its tiers from then on."""
     started, pause_s = context.clock(), _FIRST_RETRY_S
     while not health.is_open:
@@ -219,6 +229,7 @@ async def _open_later(tiers: Sequence[StorageTier], health: StorageHealth, conte
         try:
             found = await _backend_of(tiers[0]).open(context)
         except (BackendError, ConfigurationError) as error:
+            discard()  # the threads of an attempt end with it
             health.emit(TierFailed(health.name, "open", str(error), 0))
             continue
         for tier in tiers:

@@ -43,7 +43,7 @@ from tiered_kv.results import (
 )
 from tiered_kv.settings import CacheLimits, TieredKVSettings
 from tiered_kv.specs import GPULoadStoreSpec
-from tiered_kv.telemetry.logs import log_event
+from tiered_kv.telemetry.logs import guarded, log_event
 
 LoadHandle = Handle[LoadResult]
 StoreHandle = Handle[StoreResult]
@@ -106,7 +106,7 @@ class TieredKV:
         self.shard = shard or Shard()
         self.limits = limits or CacheLimits()
         self._given_device = device
-        self._emit = emit
+        self._emit = guarded(emit)
         self._fingerprints = [fingerprint(model, layout, group) for group in range(len(layout.groups))]
         self._epoch = epoch_digest(model.weights)
         self._namespaces: dict[tuple[int, bytes, bytes], Namespace] = {}

@@ -140,6 +140,11 @@ class Bringer:
         if reservation is None:
             if not may_wait:
                 return False
+            # Hold no slots of the host while we wait for some: they may be what others wait for. Leased again later.
+            first = 0 if self._gpu is None else 1
+            chain.release(*window.held[first:])
+            del window.held[first:]
+            window.source[(window.gpu < 0)] = -1
             reservation = await chain.reserve_host(batch, ticket, keep=keep)
         fresh = reservation.slots >= 0
         if not fresh.any():

@@ -32,7 +32,7 @@ class Prefetch(Revocable):
         """Move the blocks, window by window; never raises for a tier."""
         done = 0
         try:
-            while done < len(self._batch):
+            while not self.revoked and done < len(self._batch):
                 part = self._batch[done : done + self._chain.window_blocks]
                 arrived = await self._bring(done, part)
                 done += arrived

@@ -158,7 +158,7 @@ class OwnedTier(StorageTier):
         self.backend = backend
         self.index = index
         self._journal = asyncio.Lock()  # what is forgotten before a checkpoint must not come back by it
-        self._writing: dict[int, tuple[Names, NDArray[np.int64]]] = {}
+        self._writing: dict[object, tuple[Names, NDArray[np.int64]]] = {}
 
     async def find(self, batch: Batch) -> Mask:
         """See `StorageTier.find`; exact, and does not wait."""
@@ -197,7 +197,7 @@ class OwnedTier(StorageTier):
         """See `StorageTier.write`. What is removed while it is written never commits."""
         n = len(batch)
         nothing = np.zeros(n, np.bool_)
-        give_back = await self._take(n, Ticket(Priority.STORE))
+        give_back, write = await self._take(n, Ticket(Priority.STORE)), object()
         try:
             if self.health.is_shedding:
                 return WriteReport.nothing_of(n)
@@ -217,7 +217,7 @@ class OwnedTier(StorageTier):
                     chosen, there = batch[todo], [blocks[i] for i in todo]
                     await self._encode(chosen, there)
                     slots = reservation.slots[fresh]
-                    self._writing[id(reservation)] = chosen.names, slots
+                    self._writing[write] = chosen.names, slots
                     call = self.backend.write(self.group, slots, chosen.names, there)
                     outcomes = await self._call(call, len(todo), "write", on_late)
                     written[todo] = [outcome is Outcome.STORED for outcome in outcomes]
@@ -225,9 +225,9 @@ class OwnedTier(StorageTier):
                         evicted_meanwhile = slots[written[todo] & (lease.slots[fresh] < 0)]
                     if len(evicted_meanwhile):  # the medium remembers them now, and they must not outlive a crash
                         await self._forget_slots(evicted_meanwhile)
-                self._writing.pop(id(reservation), None)
                 return WriteReport(written, present, ~wanted)
         finally:
+            self._writing.pop(write, None)
             give_back()
 
     def touch(self, batch: Batch) -> None:
@@ -262,7 +262,11 @@ class OwnedTier(StorageTier):
         async with self._journal:
             names, slots = self.index.names_in_order()
             # What is being written is listed too: it is verified when read, and would else be lost to a restart.
-            writing = list(self._writing.values())
+            writing = [
+                (each[still], at[still])
+                for each, at in self._writing.values()
+                if (still := (self.index.find(each)[0] == at) & ~self.index.ready(each)).any()
+            ]
             names = np.concatenate([names, *(each[0] for each in writing)])
             slots = np.concatenate([slots, *(each[1] for each in writing)])
             try:
