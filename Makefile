@@ -24,7 +24,7 @@ help:
 	@echo "make demo       a chat server on a small model: cold, from GPU pool, CPU, and NVMe in a new process"
 	@echo "                ... TIERS=s3,redis: from those, see examples/chat_servers.py"
 	@echo "make test       all tests"
-	@echo "make test-fast  the tests that need less than a minute together"
+	@echo "make test-fast  the fast tests: no servers, no examples"
 	@echo "make check      ruff, mypy, import contracts, and the wheel installed without extras"
 	@echo "make bench      every benchmark, each with its ceiling"
 	@echo "make docs       the documentation, in site/"
@@ -50,7 +50,7 @@ test: .venv/dev.stamp .venv/servers
 	$(IN_VENV)pytest
 
 test-fast: .venv/dev.stamp
-	$(IN_VENV)pytest -m "not slow"
+	$(IN_VENV)pytest -m "not slow" --ignore=tests/servers --ignore=tests/examples --ignore=tests/test_docs.py
 
 check: .venv/dev.stamp
 	$(IN_VENV)ruff check .
