@@ -92,7 +92,7 @@ class PagedLayer(CacheLayerMixin):
     """
 
     def __init__(self, pages: Tensor, block_ids: Tensor, start: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # transformers' is not
         self.is_initialized = True  # the pages are the engine's: nothing is allocated here
         self.pages, self.block_ids, self.start = pages, block_ids, start
 

@@ -228,13 +228,13 @@ async def _open_later(
         pause_s = min(2 * pause_s, _LAST_RETRY_S)
         try:
             found = await _backend_of(tiers[0]).open(context)
-        except (BackendError, ConfigurationError) as error:
+            indexes = [_index_of((found or [])[tier.group]) for tier in tiers if isinstance(tier, OwnedTier)]
+        except Exception as error:  # noqa: BLE001 - whatever it raises, it is tried again
             discard()  # the threads of an attempt end with it
-            health.emit(TierFailed(health.name, "open", str(error), 0))
+            health.emit(TierFailed(health.name, "open", f"{type(error).__name__}: {error}", 0))
             continue
-        for tier in tiers:
-            if isinstance(tier, OwnedTier):
-                tier.index = _index_of((found or [])[tier.group])
+        for tier, index in zip((each for each in tiers if isinstance(each, OwnedTier)), indexes, strict=True):
+            tier.index = index
         health.is_open = True
         health.emit(TierResumed(health.name, context.clock() - started))
 

@@ -71,7 +71,10 @@ class LoadResult:
 
 @dataclass(frozen=True)
 class TierStore:
-    """What became of a store's blocks in one tier: every block of the store is counted once."""
+    """What became of a store's blocks in one tier: every block of the store is counted once.
+
+    ``deferred`` is for tiers that are written back later; all are written through now, so it is 0.
+    """
 
     tier: str
     written: int = 0
@@ -90,7 +93,7 @@ class StoreResult:
         num_stored: Blocks copied from the source.
         num_present: Blocks that were there already (or are being stored by another call).
         num_dropped: Blocks not kept at all.
-        drop_reasons: Why, in a few fixed words: ``"no room"``, ``"backpressure"``, ``"deadline"``, ``"copy failed"``,
+        drop_reasons: Why, in a few fixed words: ``"no room"``, ``"deadline"``, ``"copy failed"``,
             ``"revoked"``.
     """
 

@@ -169,7 +169,7 @@ class MooncakeBackend(Backend):
         """
         store = self._check_open()
         if keys:
-            codes = await self._call(store.batch_remove, [key.path for key in keys], True)  # noqa: FBT003
+            codes = await self._call(store.batch_remove, [key.path for key in keys], True)  # noqa: FBT003 - force; it has no keyword
             if errors := [code for code in codes if code < 0 and code not in _NOT_READABLE]:
                 raise self._unavailable(f"{len(errors)} of {len(keys)} keys could not be removed", errors[0])
 

@@ -213,7 +213,7 @@ class Servers:
 
     def _make_sentinel(self) -> Sentinel:
         options = self._options(self._settings.sentinel_username, self._settings.sentinel_password)
-        return Sentinel(self._hosts, sentinel_kwargs=options)  # type: ignore[no-untyped-call]
+        return Sentinel(self._hosts, sentinel_kwargs=options)  # type: ignore[no-untyped-call]  # redis-py's is not
 
     def _options(self, username: str | None, password: SecretStr | None) -> dict[str, Any]:
         """Return what each of redis-py's clients is made with."""
