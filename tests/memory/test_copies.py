@@ -1,99 +1,26 @@
 """Gather and scatter: a block is the same bytes whatever the engine's tensors look like."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 from torch import Tensor
 
+from tests.memory.engines import NUM_SLOTS, Engine, Ids, bytes_of, engines, places
 from tiered_kv.errors import ConfigurationError, LayoutMismatchError
-from tiered_kv.layout import KVGroup, Order
+from tiered_kv.layout import KVGroup
 from tiered_kv.memory import CPUDevice, PagedCaches, copy_rows, device_copies, gather_blocks, scatter_blocks
-
-ORDERS: tuple[Order, ...] = ("NHD", "HND", "MLA")
-DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8")
-Ids = NDArray[np.int64]
-NUM_PAGES = 13
-NUM_SLOTS = 7
-
-
-@dataclass
-class Engine:
-    """Paged tensors as some engine would have them, full of random bits.
-
-    Attributes:
-        memory: All of its memory, including what lies between and around the pages, as bytes.
-        planes: Per layer and plane, a view ``(num_pages, ...)``.
-    """
-
-    group: KVGroup
-    axes: str
-    kv_caches: Any
-    memory: list[Tensor]
-    planes: list[Tensor]
-
-    def block(self, page_ids: list[int]) -> bytes:
-        """Return the payload of a block, put together the slow and plain way."""
-        return b"".join(_bytes(plane[page]) for plane in self.planes for page in page_ids)
-
-
-@st.composite
-def engines(draw: st.DrawFn) -> Engine:
-    """Draw a group, an arrangement of its tensors, and gaps around and between them."""
-    order = draw(st.sampled_from(ORDERS))
-    page_size, pages_per_block = draw(st.integers(1, 4)), draw(st.integers(1, 4))
-    group = KVGroup(
-        num_layers=draw(st.integers(1, 3)),
-        num_kv_heads=1 if order == "MLA" else draw(st.integers(1, 3)),
-        head_dim=draw(st.integers(1, 9)),
-        dtype=draw(st.sampled_from(DTYPES)),
-        block_size=page_size * pages_per_block,
-        order=order,
-        page_size=page_size,
-    )
-    inner = "ND" if order == "MLA" else order
-    outers = ("B", "LB", "BL") if order == "MLA" else ("pair", "PB", "BP", "LPB", "LBP", "BLP", "PLB", "BPL")
-    outer = draw(st.sampled_from(outers))
-    axes = ("B" if outer == "pair" else outer) + inner
-    gap = draw(st.integers(0, 5))  # elements in front of each tensor, so that addresses are odd
-    num_tensors = 1 if "L" in outer else group.num_layers * (2 if outer == "pair" else 1)
-    shape = [{**group.axis_sizes, "B": NUM_PAGES}[axis] for axis in axes]
-    dtype = getattr(torch, group.dtype)
-    memory, tensors = [], []
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
-    for _ in range(num_tensors):
-        count = gap + int(np.prod(shape))
-        memory.append(torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8, generator=generator))
-        tensors.append(memory[-1].view(dtype)[gap:].view(shape))
-    if "L" in outer:
-        kv_caches: Any = tensors[0]
-    elif outer == "pair":
-        kv_caches = _pairs(tensors)
-    else:
-        kv_caches = _as_dict(tensors) if draw(st.booleans()) else tensors
-    return Engine(group, axes, kv_caches, memory, _planes(tensors, axes))
 
 
 @given(engine=engines(), data=st.data())
 def test_a_block_is_gathered_and_scattered_bit_for_bit(engine: Engine, data: st.DataObject) -> None:
     """Slots hold the canonical payload, the way back restores it, and no byte beside the blocks changes either way."""
-    caches = PagedCaches.bind(engine.kv_caches, engine.group, axes=engine.axes, device=CPUDevice())
-    each = engine.group.pages_per_block
-    pages = np.array(data.draw(st.permutations(range(NUM_PAGES))), dtype=np.int64)
-    n = data.draw(st.integers(0, NUM_PAGES // each))
-    if data.draw(st.booleans()):
-        pages.sort()
-    pages = pages[: n * each]
-    slots = np.array(data.draw(st.permutations(range(NUM_SLOTS)))[:n], dtype=np.int64)
-    if data.draw(st.booleans()):
-        slots.sort()
-    n, pages = len(slots), pages[: len(slots) * each]
+    caches, each = engine.bind(), engine.group.pages_per_block
+    pages, slots = data.draw(places(engine.group))
+    blocks = pages.reshape(len(slots), each)
     payload_bytes = engine.group.payload_bytes
     rows = torch.full((NUM_SLOTS, engine.group.stride_bytes // 8), 0x5A5A, dtype=torch.int64)
     untouched = rows.clone()
@@ -101,21 +28,62 @@ def test_a_block_is_gathered_and_scattered_bit_for_bit(engine: Engine, data: st.
     by_device_code = rows.clone()
 
     gather_blocks(caches, pages, rows, slots)
-    device_copies.gather_blocks(caches, pages.reshape(n, each), by_device_code, slots)
+    device_copies.gather_blocks(caches, blocks, by_device_code, slots)
 
     assert torch.equal(rows, by_device_code)
-    for slot, page_ids in zip(slots.tolist(), pages.reshape(n, each).tolist(), strict=True):
-        assert _bytes(rows[slot])[:payload_bytes] == engine.block(page_ids)
-        assert _bytes(rows[slot])[payload_bytes:] == _bytes(untouched[slot])[payload_bytes:]
+    for slot, page_ids in zip(slots.tolist(), blocks.tolist(), strict=True):
+        assert bytes_of(rows[slot])[:payload_bytes] == engine.block(page_ids)
+        assert bytes_of(rows[slot])[payload_bytes:] == bytes_of(untouched[slot])[payload_bytes:]
         untouched[slot] = rows[slot]
     assert torch.equal(rows, untouched)
 
     for scatter in (scatter_blocks, _scatter_by_device_code):
-        for plane in engine.planes:
-            for page in pages.tolist():
-                _as_uint8(plane[page]).fill_(0xA5)
+        engine.wipe(pages)
         scatter(rows, slots, caches, pages)
         assert all(torch.equal(*pair) for pair in zip(engine.memory, memory, strict=True))
+
+
+@given(engine=engines(), data=st.data())
+def test_layers_copied_one_after_another_are_the_block(engine: Engine, data: st.DataObject) -> None:
+    """In any order: after some layers the rest is untouched, after the last one all is as if copied at once."""
+    caches, num_layers = engine.bind(), engine.group.num_layers
+    pages, slots = data.draw(places(engine.group))
+    cut = data.draw(st.integers(0, num_layers))
+    parts = data.draw(st.permutations([slice(cut, None), *(slice(layer, layer + 1) for layer in range(cut))]))
+    at_once = torch.full((NUM_SLOTS, engine.group.stride_bytes // 8), 0x5A5A, dtype=torch.int64)
+    memory = [each.clone() for each in engine.memory]
+    rows, by_device_code, by_runs = at_once.clone(), at_once.clone(), at_once.clone()
+    gather_blocks(caches, pages, at_once, slots)
+    blocks = pages.reshape(len(slots), -1 if len(slots) else 1)
+    expected = rows.clone()
+
+    for part in parts:
+        gather_blocks(caches, pages, rows, slots, layers=part)
+        device_copies.gather_blocks(caches.of_layers(part), blocks, by_device_code, slots)
+        columns = slice(*caches.layer_bytes(part))
+        device_copies.copy_runs(at_once, slots, by_runs, slots, columns)
+        expected.view(torch.uint8)[slots, columns] = at_once.view(torch.uint8)[slots, columns]
+        assert torch.equal(rows, expected)
+    assert torch.equal(rows, at_once)
+    assert torch.equal(by_device_code, at_once)
+    assert torch.equal(by_runs, at_once)
+
+    for scatter in (scatter_blocks, _scatter_by_device_code):
+        engine.wipe(pages)
+        for part in parts:
+            scatter(at_once, slots, caches, pages, layers=part)
+        assert all(torch.equal(*pair) for pair in zip(engine.memory, memory, strict=True))
+
+
+def test_no_layers_are_no_copy() -> None:
+    """An empty range is taken, and changes nothing."""
+    kv = [torch.ones(2, 4, 2, 1, 8)]
+    caches = PagedCaches.bind(kv, KVGroup(1, 1, 8, "float32", 2), axes="PBNHD", device=CPUDevice())
+    rows = torch.zeros(1, 512, dtype=torch.int64)
+    gather_blocks(caches, np.array([0]), rows, np.array([0]), layers=slice(1, 1))
+    scatter_blocks(rows, np.array([0]), caches, np.array([0]), layers=slice(1, 1))
+    assert not rows.any()
+    assert kv[0].all()
 
 
 def test_one_slot_may_fill_several_blocks() -> None:
@@ -162,31 +130,8 @@ def test_ids_that_do_not_fit_are_refused() -> None:
     assert not rows.any()
 
 
-def _scatter_by_device_code(rows: Tensor, slots: Ids, caches: PagedCaches, pages: Ids) -> None:
-    device_copies.scatter_blocks(rows, slots, caches, pages.reshape(-1, caches.group.pages_per_block))
-
-
-def _planes(tensors: list[Tensor], axes: str) -> list[Tensor]:
-    """Return each layer's planes in canonical order, pages first, as torch would index them."""
-    planes = tensors
-    for axis in "LP":
-        if axis in axes:
-            planes = [each for plane in planes for each in plane.unbind(axes.index(axis))]
-            axes = axes.replace(axis, "")
-    return planes
-
-
-def _pairs(tensors: list[Tensor]) -> list[tuple[Tensor, ...]]:
-    return [tuple(tensors[at : at + 2]) for at in range(0, len(tensors), 2)]
-
-
-def _as_dict(tensors: list[Tensor]) -> dict[str, Tensor]:
-    return {f"layer.{number}": tensor for number, tensor in enumerate(tensors)}
-
-
-def _as_uint8(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    return _as_uint8(tensor.contiguous()).numpy().tobytes()
+def _scatter_by_device_code(
+    rows: Tensor, slots: Ids, caches: PagedCaches, pages: Ids, *, layers: slice | None = None
+) -> None:
+    blocks = pages.reshape(-1, caches.group.pages_per_block)
+    device_copies.scatter_blocks(rows, slots, caches.of_layers(layers), blocks)

@@ -33,6 +33,11 @@ class Fragment:
     pages: Tensor
     offset_bytes: int
 
+    def cut(self, start: int, stop: int) -> "Fragment":
+        """Return the bytes ``start`` to ``stop`` of every page's part as a fragment of its own."""
+        at = self.offset_bytes + start
+        return Fragment(_in_words(self.pages.view(torch.uint8)[:, start:stop], at), at)
+
     @cached_property
     def num_bytes(self) -> int:
         """Bytes of one page's part."""
@@ -62,14 +67,17 @@ class PagedCaches:
         arrays: Their ``pages`` as numpy has them, if they are on the host.
     """
 
-    def __init__(self, group: KVGroup, torch_device: torch.device, fragments: tuple[Fragment, ...]) -> None:
+    def __init__(
+        self, group: KVGroup, torch_device: torch.device, num_pages: int, fragments: tuple[Fragment, ...]
+    ) -> None:
         self.group = group
         self.pages_per_block = group.pages_per_block
         self.payload_bytes = group.payload_bytes
         self.torch_device = torch_device
-        self.num_pages = fragments[0].pages.shape[0]
+        self.num_pages = num_pages
         self.fragments = fragments
         self.arrays = [fragment.pages.numpy() for fragment in fragments] if torch_device.type == "cpu" else []
+        self._of_layers: dict[tuple[int, int], PagedCaches] = {}
 
     @classmethod
     def bind(cls, kv_caches: KVCaches, group: KVGroup, *, axes: str | None = None, device: Device) -> "PagedCaches":
@@ -103,7 +111,33 @@ class PagedCaches:
         for plane in planes:
             fragments.append(Fragment(plane.as_words(offset), offset))
             offset += plane.num_bytes * group.pages_per_block
-        return cls(group, where, tuple(fragments))
+        return cls(group, where, num_pages.pop(), tuple(fragments))
+
+    def layer_bytes(self, layers: slice | None) -> tuple[int, int]:
+        """Return where consecutive layers begin and end in a payload; None means all of them."""
+        start, stop, _ = (layers or slice(None)).indices(self.group.num_layers)
+        each = self.payload_bytes // self.group.num_layers
+        return start * each, max(start, stop) * each
+
+    def of_layers(self, layers: slice | None) -> "PagedCaches":
+        """Return the same pages with the fragments of consecutive layers alone, at the same places in a payload.
+
+        A fragment of several layers is cut. What was asked for once is kept.
+        """
+        start, stop = self.layer_bytes(layers)
+        if (start, stop) == (0, self.payload_bytes):
+            return self
+        if (start, stop) not in self._of_layers:
+            fragments = []
+            for each in self.fragments:
+                first, last = each.offset_bytes, each.offset_bytes + each.num_bytes * self.pages_per_block
+                if start <= first and last <= stop:
+                    fragments.append(each)
+                elif start < last and first < stop:  # of several layers: then a block has one page, see `bind`
+                    fragments.append(each.cut(max(start, first) - first, min(stop, last) - first))
+            part = PagedCaches(self.group, self.torch_device, self.num_pages, tuple(fragments))
+            self._of_layers[start, stop] = part
+        return self._of_layers[start, stop]
 
     def check_ids(self, page_ids: NDArray[np.int64]) -> None:
         """Raise `ConfigurationError`, naming the first bad one, unless all ids are pages and none comes twice."""
@@ -132,12 +166,15 @@ class _Plane:
     device: torch.device
 
     def as_words(self, payload_offset: int) -> Tensor:
-        address = self.storage.data_ptr() + self.start
-        facts = self.start, self.num_bytes, self.stride, address, payload_offset
-        size = next(size for size in _WORDS if not any(fact % size for fact in facts))
-        return torch.empty(0, dtype=_WORDS[size], device=self.device).set_(
-            self.storage, self.start // size, (self.num_pages, self.num_bytes // size), (self.stride // size, 1)
-        )
+        pages = torch.empty(0, dtype=torch.uint8, device=self.device)
+        pages.set_(self.storage, self.start, (self.num_pages, self.num_bytes), (self.stride, 1))
+        return _in_words(pages, payload_offset)
+
+
+def _in_words(pages: Tensor, payload_offset: int) -> Tensor:
+    """View ``(num_pages, num_bytes)`` uint8 in the widest words that fit there and at ``payload_offset``."""
+    facts = pages.storage_offset(), pages.shape[1], pages.stride(0), pages.data_ptr(), payload_offset
+    return pages.view(next(words for size, words in _WORDS.items() if not any(fact % size for fact in facts)))
 
 
 def _check_tensor(tensor: Tensor, group: KVGroup, device: torch.device, layer: int) -> None:

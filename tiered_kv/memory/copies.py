@@ -18,7 +18,7 @@ from tiered_kv.memory.caches import PagedCaches
 Ids = NDArray[np.int64]
 
 
-def gather_blocks(caches: PagedCaches, page_ids: Ids, rows: Tensor, slots: Ids) -> None:
+def gather_blocks(caches: PagedCaches, page_ids: Ids, rows: Tensor, slots: Ids, *, layers: slice | None = None) -> None:
     """Copy blocks out of the engine's pages into slots.
 
     Args:
@@ -26,34 +26,43 @@ def gather_blocks(caches: PagedCaches, page_ids: Ids, rows: Tensor, slots: Ids) 
         page_ids: ``(n * pages_per_block,)``, block by block.
         rows: The slots' memory. Bytes of a slot behind the payload may be zeroed.
         slots: ``(n,)``, each once.
+        layers: Consecutive layers, to copy these alone: the rest of the slots stays as it is. None copies all.
 
     Raises:
         LayoutMismatchError: Numbers of ids that do not fit, or rows too short for a block.
         ConfigurationError: An id out of range.
     """
     pages = _pages_of(caches, page_ids, rows, slots)
+    part = caches.of_layers(layers)
+    if not part.fragments or not len(slots):
+        return
     if caches.torch_device.type == "cpu":
-        host_copies.gather_blocks(caches, pages, rows, slots)
+        host_copies.gather_blocks(part, pages, rows, slots)
     elif rows.device == caches.torch_device:
-        device_copies.gather_blocks(caches, pages, rows, slots)
+        device_copies.gather_blocks(part, pages, rows, slots)
     else:
         # One staging row a block, so that the bus sees whole runs of slots instead of a fragment at a time.
         staging = _staging(caches, rows, len(slots))
-        device_copies.gather_blocks(caches, pages, staging, np.arange(len(slots)))
-        device_copies.copy_runs(staging, np.arange(len(slots)), rows, slots)
+        device_copies.gather_blocks(part, pages, staging, np.arange(len(slots)))
+        device_copies.copy_runs(staging, np.arange(len(slots)), rows, slots, _columns(caches, layers))
 
 
-def scatter_blocks(rows: Tensor, slots: Ids, caches: PagedCaches, page_ids: Ids) -> None:
+def scatter_blocks(
+    rows: Tensor, slots: Ids, caches: PagedCaches, page_ids: Ids, *, layers: slice | None = None
+) -> None:
     """Copy blocks out of slots into the engine's pages: the reverse of `gather_blocks`; a slot may come twice."""
     pages = _pages_of(caches, page_ids, rows, slots)
+    part = caches.of_layers(layers)
+    if not part.fragments or not len(slots):
+        return
     if caches.torch_device.type == "cpu":
-        host_copies.scatter_blocks(rows, slots, caches, pages)
+        host_copies.scatter_blocks(rows, slots, part, pages)
     elif rows.device == caches.torch_device:
-        device_copies.scatter_blocks(rows, slots, caches, pages)
+        device_copies.scatter_blocks(rows, slots, part, pages)
     else:
         staging = _staging(caches, rows, len(slots))
-        device_copies.copy_runs(rows, slots, staging, np.arange(len(slots)))
-        device_copies.scatter_blocks(staging, np.arange(len(slots)), caches, pages)
+        device_copies.copy_runs(rows, slots, staging, np.arange(len(slots)), _columns(caches, layers))
+        device_copies.scatter_blocks(staging, np.arange(len(slots)), part, pages)
 
 
 def copy_rows(source: Tensor, source_slots: Ids, target: Tensor, target_slots: Ids) -> None:
@@ -95,6 +104,12 @@ def _check_range(name: str, ids: Ids, end: int) -> None:
     numbers = ids.tolist()  # of a window's few ids Python finds the ends in a tenth of numpy's time
     if numbers and (min(numbers) < 0 or max(numbers) >= end):
         raise ConfigurationError(f"{name}s from {min(numbers)} to {max(numbers)} are not all in [0, {end})")
+
+
+def _columns(caches: PagedCaches, layers: slice | None) -> slice | None:
+    """Return the bytes of a row that these layers are; None is the whole row, padding too."""
+    start, stop = caches.layer_bytes(layers)
+    return None if (start, stop) == (0, caches.payload_bytes) else slice(start, stop)
 
 
 def _staging(caches: PagedCaches, rows: Tensor, n: int) -> Tensor:

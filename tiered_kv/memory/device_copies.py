@@ -40,8 +40,19 @@ def copy_rows(source: Tensor, source_slots: Ids, target: Tensor, target_slots: I
     target.index_copy_(0, _on_device(target_slots, target), moved)
 
 
-def copy_runs(source: Tensor, source_slots: Ids, target: Tensor, target_slots: Ids) -> None:
-    """Copy whole slots between host and device, one DMA for each run of slots that are neighbours on both sides."""
+def copy_runs(
+    source: Tensor, source_slots: Ids, target: Tensor, target_slots: Ids, columns: slice | None = None
+) -> None:
+    """Copy slots between host and device, one DMA for each run of slots that are neighbours on both sides.
+
+    With ``columns``, these bytes of each slot alone, one DMA a slot: torch would take a part of several rows through
+    pageable memory, and wait for it.
+    """
+    if columns is not None:
+        sources, targets = source.view(torch.uint8)[:, columns], target.view(torch.uint8)[:, columns]
+        for at, to in zip(source_slots.tolist(), target_slots.tolist(), strict=True):
+            targets[to].copy_(sources[at], non_blocking=True)
+        return
     for start, stop in _runs(source_slots, target_slots, slots_per_piece(source.shape[1] * 8)):
         source_at, target_at, n = int(source_slots[start]), int(target_slots[start]), stop - start
         target[target_at : target_at + n].copy_(source[source_at : source_at + n], non_blocking=True)
