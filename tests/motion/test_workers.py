@@ -77,3 +77,21 @@ async def test_closing_cancels_what_has_not_ended_in_time() -> None:
     assert all(task.cancelled() for task in stuck)
     assert quick.result() == "done"
     assert await tasks.aclose(0.01) == 0
+
+
+async def test_a_task_cancelled_at_close_has_taken_its_first_step() -> None:
+    """Even one spawned as the others are cancelled: it has begun, so that it settles what waits for it."""
+    tasks, settled = Tasks(), list[str]()
+
+    async def work(name: str, spawns: str = "") -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            settled.append(name)
+            if spawns:
+                tasks.spawn(work(spawns), spawns)
+
+    tasks.spawn(work("first", spawns="second"), "first")
+    assert await tasks.aclose(0.0) == 2
+    assert settled == ["first", "second"]
+    assert len(tasks) == 0

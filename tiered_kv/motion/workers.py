@@ -18,6 +18,8 @@ from tiered_kv.wakeups import Wakeups
 T = TypeVar("T")
 _log = structlog.get_logger("tiered_kv")
 _Call = tuple[Callable[..., Any], tuple[object, ...], "asyncio.Future[Any]"]
+_LAST_STEPS_S = 1.0
+"""What a cancelled task may take to settle what it began, at close."""
 
 
 class WorkerPool:
@@ -99,12 +101,16 @@ class Tasks:
     async def aclose(self, timeout_s: float) -> int:
         """Wait for the tasks to end, then cancel what is left; return how many had to be."""
         await self._wait(timeout_s)
-        left = list(self._tasks)
-        for task in left:
-            task.cancel()
-        if left:
-            await self._wait(1.0)
-        return len(left)
+        loop = asyncio.get_running_loop()
+        cancelled: set[asyncio.Task[Any]] = set()
+        deadline = loop.time() + _LAST_STEPS_S
+        while (left := self._tasks - cancelled) or (self._tasks and loop.time() < deadline):
+            for task in left:  # behind its first step: a task cancelled before that would never run and settle
+                loop.call_soon(task.cancel)
+            cancelled |= left
+            timeout_s = max(0.0, deadline - loop.time())
+            await asyncio.wait(set(self._tasks), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        return len(cancelled)
 
     async def _wait(self, timeout_s: float) -> None:
         loop = asyncio.get_running_loop()
