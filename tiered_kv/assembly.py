@@ -15,13 +15,14 @@ from tiered_kv.backend import Backend, BackendContext, RecordShape, Recovered, S
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.errors import BackendError, ConfigurationError
 from tiered_kv.events import Emit, PinningDoubted, TierFailed, TierResumed
-from tiered_kv.layout import KVLayout
+from tiered_kv.layout import KVGroup
 from tiered_kv.memory.device import Device
 from tiered_kv.memory.host import HostSlab
 from tiered_kv.memory.make import make_device
 from tiered_kv.motion.budget import Budget
 from tiered_kv.motion.chain import Backlog, Chain, Limits
 from tiered_kv.motion.health import StorageHealth
+from tiered_kv.motion.naming import Naming
 from tiered_kv.motion.storage import KeyedTier, OwnedTier, StorageTier
 from tiered_kv.motion.tiers import HostTier, MemoryTier
 from tiered_kv.motion.workers import Tasks, WorkerPool
@@ -51,6 +52,19 @@ class Parts:
     gpu: GPUTier | None
     cpu: CPUTier
     storage: tuple[StoragePart, ...]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of block: one KV group on one rank. There is a chain for each."""
+
+    group: KVGroup
+    naming: Naming
+
+    @property
+    def shape(self) -> RecordShape:
+        """Its records."""
+        return RecordShape(self.naming.fingerprint, self.group.payload_bytes, self.naming.shard.part)
 
 
 def parts_of(tiers: Sequence[TierSettings | Mapping[str, Any] | str | Backend | SlotBackend]) -> Parts:
@@ -90,13 +104,13 @@ class OpenBackends:
 
 
 async def open_backends(
-    stack: AsyncExitStack, parts: Parts, layout: KVLayout, fingerprints: list[bytes], limits: CacheLimits, emit: Emit
+    stack: AsyncExitStack, parts: Parts, kinds: Sequence[Kind], limits: CacheLimits, emit: Emit
 ) -> OpenBackends:
     """Open every backend, in the order of the chain; ``stack`` closes those that were opened."""
     loop = asyncio.get_running_loop()
     CancelScope()  # AnyIO imports its asyncio half now, 40 ms, instead of in the first load
     wakeups = Wakeups(loop)
-    shapes = _shapes(layout, fingerprints)
+    shapes = [kind.shape for kind in kinds]
     codec = WorkerPool("codec", _CODEC_THREADS, wakeups)
     stack.callback(codec.close)
     healths, contexts, discards, recovered = [], [], [], []
@@ -150,14 +164,13 @@ def build_chains(
     stack: AsyncExitStack,
     parts: Parts,
     backends: OpenBackends,
-    layout: KVLayout,
-    fingerprints: list[bytes],
+    kinds: Sequence[Kind],
     cache_limits: CacheLimits,
     device: Device | str | None,
     tasks: Tasks,
     emit: Emit,
 ) -> tuple[list[Chain], Device]:
-    """Allocate memory and make one chain per KV group. Every tier has the same number of slots for each group.
+    """Allocate memory and make one chain per kind of block. Every tier has the same number of slots for each.
 
     Raises:
         ConfigurationError: A capacity below one block, or more memory than the machine will give.
@@ -167,7 +180,7 @@ def build_chains(
     if isinstance(device, str):
         device = make_device(device)
         stack.callback(device.close, 1.0)
-    stride = sum(group.stride_bytes for group in layout.groups)
+    stride = sum(kind.group.stride_bytes for kind in kinds)
     host_slots = _num_slots("cpu", parts.cpu.capacity, stride) if parts.cpu.capacity else 0
     gpu_slots = _num_slots("gpu", parts.gpu.capacity, stride) if parts.gpu else 0
     bounce_slots = max(4, cache_limits.bounce // stride)
@@ -186,11 +199,14 @@ def build_chains(
     h2d, d2h = device.stream("h2d"), device.stream("d2h")
     stack.callback(h2d.close)
     stack.callback(d2h.close)
-    # Enough that every thread of a backend is busy while the next window waits, and no more.
-    budgets = [Budget(4 * cache_limits.window) for _ in parts.storage]
+    # Enough that every thread of a backend is busy while the next window waits, but a tier that hangs leaves half of
+    # the bounce slots to the others.
+    in_flight = min(4 * cache_limits.window, max(cache_limits.window, cache_limits.bounce // 2))
+    budgets = [Budget(in_flight) for _ in parts.storage]
     chains = []
-    for number, group in enumerate(layout.groups):
-        slab = HostSlab(host_slots + bounce_slots, group.stride_bytes, group.payload_bytes, name=f"group{number}")
+    for number, kind in enumerate(kinds):
+        group = kind.group
+        slab = HostSlab(host_slots + bounce_slots, group.stride_bytes, group.payload_bytes, name=f"blocks{number}")
         stack.callback(slab.close)
         device.pin(slab)
         host = HostTier(
@@ -202,19 +218,18 @@ def build_chains(
         if parts.gpu is not None:
             rows = device.empty_pool(gpu_slots, group.stride_bytes)
             gpu = MemoryTier(tier_name(parts.gpu), TierIndex(gpu_slots, policy=resolve_policy(parts.gpu.policy)), rows)
-        shape = _shapes(layout, fingerprints)[number]
         storage = [
-            _storage_tier(part, health, number, shape, budget, backends.codec, found)
+            _storage_tier(part, health, number, kind.shape, budget, backends.codec, found)
             for part, health, budget, found in zip(
                 parts.storage, backends.healths, budgets, backends.recovered, strict=True
             )
         ]
-        chains.append(Chain(group, gpu, host, storage, h2d, d2h, backends.wakeups, tasks, emit, limits))
+        chains.append(Chain(group, kind.naming, gpu, host, storage, h2d, d2h, backends.wakeups, tasks, emit, limits))
     opened = zip(backends.healths, backends.contexts, backends.discards, strict=True)
     for number, (health, context, discard) in enumerate(opened):
         if not health.is_open:
             opening = _open_later([chain.storage[number] for chain in chains], health, context, discard)
-            stack.callback(asyncio.get_running_loop().create_task(opening, name=f"open {health.name}").cancel)
+            stack.push_async_callback(_end, asyncio.get_running_loop().create_task(opening, name=f"open {health.name}"))
     return chains, device
 
 
@@ -237,6 +252,11 @@ async def _open_later(
             tier.index = index
         health.is_open = True
         health.emit(TierResumed(health.name, context.clock() - started))
+
+
+async def _end(task: "asyncio.Task[None]") -> None:
+    task.cancel()
+    await asyncio.wait({task}, timeout=1.0)  # a backend that does not heed it keeps only itself
 
 
 def _backend_of(tier: StorageTier) -> Backend | SlotBackend:
@@ -262,10 +282,6 @@ def _storage_tier(
     if isinstance(part.backend, Backend):
         return KeyedTier(health, group, shape, budget, codec, part.backend)
     return OwnedTier(health, group, shape, budget, codec, part.backend, _index_of((recovered or [])[group]))
-
-
-def _shapes(layout: KVLayout, fingerprints: list[bytes]) -> list[RecordShape]:
-    return [RecordShape(digest, group.payload_bytes) for digest, group in zip(fingerprints, layout.groups, strict=True)]
 
 
 def _num_slots(tier: str, capacity: int, stride: int) -> int:

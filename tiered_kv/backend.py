@@ -13,7 +13,7 @@ import enum
 import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from tiered_kv.errors import LayoutMismatchError
-from tiered_kv.keys import BlockKey, Names
+from tiered_kv.keys import BlockKey, Names, Shard
 
 T = TypeVar("T")
 _PAGE = 4096
@@ -118,10 +118,16 @@ class Workers(Protocol):
 
 @dataclass(frozen=True)
 class RecordShape:
-    """The records of one KV group."""
+    """The records of one KV group; where a process stands for several ranks, of one group on one rank."""
 
     fingerprint: bytes
     payload_bytes: int
+    shard: Shard = field(default_factory=Shard)
+
+    @property
+    def folder(self) -> str:
+        """A name for what an owned medium keeps of these records."""
+        return self.fingerprint.hex() + (f"-{self.shard}" if self.shard.size > 1 else "")
 
     @property
     def padded_bytes(self) -> int:
@@ -139,7 +145,7 @@ class BackendContext:
     """What a backend gets when it is opened.
 
     Attributes:
-        groups: The records it will see, one per KV group.
+        groups: The records it will see, one per KV group (and rank, where there are several).
         workers: Makes ``workers(num_threads)`` named after the tier; ended by the cache when the tier closes.
         clock: Seconds, monotonic.
     """

@@ -57,21 +57,40 @@ class ModelIdentity:
 
 @dataclass(frozen=True)
 class Shard:
-    """Which part of a block's heads this process holds: ``Shard()`` is all of them, else ``rank`` of ``size``.
+    """Which part of a block's heads a process holds: ``Shard()`` is all of them, else ``rank`` of ``size``.
 
-    MLA latents are the same on every tensor-parallel rank: such ranks all use ``Shard()`` and share one copy.
+    MLA latents are the same on every rank: there each is ``Shard(rank, size, replicated=True)``. In the tiers that the
+    ranks share they share one copy, and each block is written by one of them. A process that stands for all ranks, a
+    scheduler, takes `every` of them: for it a block is there when it is there for each rank.
     """
 
     rank: int = 0
     size: int = 1
+    replicated: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
             msg = f"a shard's rank must lie in [0, size), got rank {self.rank} of size {self.size}"
             raise ConfigurationError(msg)
 
+    @classmethod
+    def every(cls, size: int) -> "tuple[Shard, ...]":
+        """Return the shards of all ``size`` ranks."""
+        return tuple(cls(rank, size) for rank in range(size))
+
+    @property
+    def part(self) -> "Shard":
+        """The part of the heads as blocks are named by: replicas hold the whole, whatever their rank."""
+        return Shard() if self.replicated else self
+
+    def writes(self, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Say which blocks of a prompt this rank writes to tiers that all share: of replicas, each writes its turn."""
+        if not self.replicated:
+            return np.ones(len(positions), np.bool_)
+        return np.equal(positions % self.size, self.rank)
+
     def __str__(self) -> str:
-        return "replicated" if self.size == 1 else f"{self.rank}of{self.size}"
+        return "replicated" if self.part.size == 1 else f"{self.rank}of{self.size}"
 
 
 @dataclass(frozen=True)
@@ -82,7 +101,7 @@ class Namespace:
         fingerprint: Model, dtype, layout, block size, KV group, codec and record format (`layout.fingerprint`).
         epoch: Digest of the weights' identity (`epoch_digest`).
         salt: Digest of the tenant's salt (`salt_digest`).
-        shard: Which part of the heads.
+        shard: Which part of the heads; a `Shard.part`.
     """
 
     fingerprint: bytes

@@ -73,7 +73,7 @@ class LoadResult:
 class TierStore:
     """What became of a store's blocks in one tier: every block of the store is counted once.
 
-    ``deferred`` is for tiers that are written back later; all are written through now, so it is 0.
+    ``deferred`` blocks are left to another rank, of which each writes its share of what all of them hold.
     """
 
     tier: str
@@ -128,7 +128,7 @@ class TierStatistics:
     Attributes:
         tier: Its name.
         num_slots: 0 for a tier that the cache does not own.
-        free, ready, evictable, leased, pending: Slots, see `catalog.index.IndexStatistics`.
+        free, ready, evictable, leased, pending, doomed: Slots, see `catalog.index.IndexStatistics`.
         is_bypassed: Whether loads and stores go on without it now.
         hits: Blocks loaded that this tier had before any promotion: each block loaded counts in one tier.
         written, promoted, evicted, dropped, corrupt, failed: Blocks, see `motion.tiers.Counters`.
@@ -142,6 +142,7 @@ class TierStatistics:
     evictable: int = 0
     leased: int = 0
     pending: int = 0
+    doomed: int = 0
     is_bypassed: bool = False
     hits: int = 0
     written: int = 0

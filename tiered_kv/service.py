@@ -5,7 +5,6 @@ moving to a transfer that the cache owns. `load` and `store` are `start_load` an
 """
 
 import asyncio
-import math
 import threading
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -14,20 +13,23 @@ from typing import Any, Self
 
 import numpy as np
 from anyio import move_on_after
-from numpy.typing import NDArray
 
-from tiered_kv.assembly import build_chains, open_backends, parts_of
+from tiered_kv.arguments import check_deadline, check_identity, check_keys, check_pages, check_priority, check_shards
+from tiered_kv.assembly import Kind, build_chains, open_backends, parts_of
 from tiered_kv.backend import Backend, SlotBackend, TierSettings
-from tiered_kv.errors import ClosedError, ConfigurationError, LayoutMismatchError
+from tiered_kv.errors import ClosedError, ConfigurationError
 from tiered_kv.events import CacheClosed, CacheOpened, Emit, EpochAdvanced
-from tiered_kv.keys import BlockKeys, ModelIdentity, Namespace, Shard, epoch_digest
+from tiered_kv.keys import BlockKeys, ModelIdentity, Shard, epoch_digest
 from tiered_kv.layout import KVCaches, KVLayout, fingerprint
+from tiered_kv.lookups import lookup_result
 from tiered_kv.memory.caches import PagedCaches
 from tiered_kv.memory.device import Device
+from tiered_kv.motion import removal
 from tiered_kv.motion.budget import Priority
 from tiered_kv.motion.chain import Chain
 from tiered_kv.motion.handles import Handle
 from tiered_kv.motion.load import Load
+from tiered_kv.motion.naming import Naming
 from tiered_kv.motion.prefetch import Prefetch
 from tiered_kv.motion.storage import OwnedTier
 from tiered_kv.motion.store import Store
@@ -39,10 +41,10 @@ from tiered_kv.results import (
     LookupResult,
     PrefetchResult,
     StoreResult,
-    TierStatistics,
 )
 from tiered_kv.settings import CacheLimits, TieredKVSettings
 from tiered_kv.specs import GPULoadStoreSpec
+from tiered_kv.statistics import cache_statistics
 from tiered_kv.telemetry.logs import guarded, log_event
 
 LoadHandle = Handle[LoadResult]
@@ -76,7 +78,7 @@ class TieredKV:
         *,
         model: ModelIdentity,
         layout: KVLayout,
-        shard: Shard | None = None,
+        shard: Shard | tuple[Shard, ...] | None = None,
         limits: CacheLimits | None = None,
         device: Device | str | None = None,
         emit: Emit = log_event,
@@ -87,7 +89,8 @@ class TieredKV:
             tiers: Fastest first: settings, what makes them (a dict or URL), or backends of one's own.
             model: Which weights computed the KV.
             layout: What a block is made of.
-            shard: Which part of the heads this process holds; all of them by default.
+            shard: Which part of the heads this process holds; all of them by default. A scheduler gives
+                ``Shard.every(size)``: then a block is there when every rank's part is, and only the ranks move bytes.
             limits: Bounds in time, memory and work.
             device: Where the engine's tensors live, e.g. ``"cuda:1"``; the GPU if torch has one, else the CPU.
             emit: Receives every event; logs them by default.
@@ -95,21 +98,15 @@ class TieredKV:
         Raises:
             ConfigurationError: The tiers can not make a chain.
         """
-        if not isinstance(model, ModelIdentity) or not isinstance(layout, KVLayout):
-            raise ConfigurationError(
-                f"TieredKV needs model=ModelIdentity(...) and layout=KVLayout(...), got {type(model).__name__} "
-                f"and {type(layout).__name__}"
-            )
+        check_identity(model, layout)
         self._parts = parts_of(tiers)
         self.model = model
         self.layout = layout
-        self.shard = shard or Shard()
+        self.shards = check_shards(shard)
         self.limits = limits or CacheLimits()
         self._given_device = device
         self._emit = guarded(emit)
-        self._fingerprints = [fingerprint(model, layout, group) for group in range(len(layout.groups))]
         self._epoch = epoch_digest(model.weights)
-        self._namespaces: dict[tuple[int, bytes, bytes], Namespace] = {}
         self._chains: list[Chain] = []
         self._tasks = Tasks()
         self._thread = 0
@@ -123,7 +120,7 @@ class TieredKV:
         *,
         model: ModelIdentity,
         layout: KVLayout,
-        shard: Shard | None = None,
+        shard: Shard | tuple[Shard, ...] | None = None,
         device: Device | str | None = None,
     ) -> Self:
         """Make a cache of `TieredKVSettings`: given, or read from the environment."""
@@ -144,17 +141,14 @@ class TieredKV:
         loop = asyncio.get_running_loop()
         started = loop.time()
         async with AsyncExitStack() as stack:
-            backends = await open_backends(stack, self._parts, self.layout, self._fingerprints, self.limits, self._emit)
+            kinds = [
+                Kind(group, Naming(fingerprint(self.model, self.layout, number), shard))
+                for number, group in enumerate(self.layout.groups)
+                for shard in self.shards
+            ]
+            backends = await open_backends(stack, self._parts, kinds, self.limits, self._emit)
             self._chains, self._device = build_chains(
-                stack,
-                self._parts,
-                backends,
-                self.layout,
-                self._fingerprints,
-                self.limits,
-                self._given_device,
-                self._tasks,
-                self._emit,
+                stack, self._parts, backends, kinds, self.limits, self._given_device, self._tasks, self._emit
             )
             self._thread = threading.get_ident()
             self._lifetime = stack.pop_all()
@@ -191,7 +185,7 @@ class TieredKV:
         started = loop.time()
         abandoned = await self._tasks.aclose(self.limits.close_timeout_s)
         with move_on_after(self.limits.close_timeout_s):
-            await self._checkpoint(sync=False)
+            await removal.checkpoint(self._chains, sync=False)
         await lifetime.aclose()
         self._emit(CacheClosed(abandoned, (loop.time() - started) * 1e3))
 
@@ -206,7 +200,7 @@ class TieredKV:
         Raises:
             LayoutMismatchError: They are not what the layout says.
         """
-        chain = self._chain(group)
+        chain = self._only(self._of_group(group))
         chain.caches = PagedCaches.bind(kv_caches, chain.group, axes=axes, device=self._device)
 
     # Finding and moving blocks.
@@ -216,16 +210,11 @@ class TieredKV:
 
         Exact for the tiers that this cache owns; for others an estimate, which `load` decides.
         """
-        chain, batch = self._batch(keys)
-        runs = await chain.locate(batch)
-        num_blocks = runs[-1].stop if runs else 0
-        rates = {tier.name: tier.load_rate.bytes_per_s for tier in chain.storage}
-        seconds = sum(
-            (run.stop - run.start) * chain.group.payload_bytes / rate
-            for run in runs
-            if (rate := rates.get(run.tier, 0.0))
-        )
-        return LookupResult(num_blocks, tuple(runs), num_blocks * chain.group.payload_bytes, seconds)
+        chains, batches = self._batches(keys)
+        if len(chains) == 1:  # as a rule; a task would cost more than the answer
+            return lookup_result(chains, [await chains[0].locate(batches[0])])
+        found = await asyncio.gather(*(chain.locate(batch) for chain, batch in zip(chains, batches, strict=True)))
+        return lookup_result(chains, found)
 
     async def load(
         self,
@@ -264,11 +253,9 @@ class TieredKV:
             ClosedError: The cache is not open.
         """
         chain, batch = self._batch(keys)
-        caches, pages = self._pages(chain, keys, into)
-        if not isinstance(priority, Priority):
-            raise ConfigurationError(f"priority must be a Priority, got {priority!r:.80}")
-        if not (deadline_s is None or (isinstance(deadline_s, int | float) and not math.isnan(deadline_s))):
-            raise ConfigurationError(f"deadline_s must be a number of seconds or None, got {deadline_s!r:.80}")
+        caches, pages = check_pages(chain.caches, chain.group, keys, into)
+        check_priority(priority)
+        check_deadline(deadline_s)
         epoch = self._epoch
         timeout_s = self.limits.load_timeout_s if deadline_s is None else deadline_s
         deadline = asyncio.get_running_loop().time() + timeout_s
@@ -298,8 +285,8 @@ class TieredKV:
             ConfigurationError, LayoutMismatchError: Arguments that can not be right. Nothing has moved.
             ClosedError: The cache is not open.
         """
-        chain, batch = self._batch(keys, None if epoch is None else epoch_digest(epoch))
-        caches, pages = self._pages(chain, keys, source)
+        chain, batch = self._batch(keys, epoch)
+        caches, pages = check_pages(chain.caches, chain.group, keys, source)
         if after is not None:
             chain.d2h.wait(after)
         store = Store(chain, batch, caches, pages)
@@ -349,8 +336,8 @@ class TieredKV:
 
     def touch(self, keys: BlockKeys) -> None:
         """Count a use of blocks in every tier that holds them: for hits in the engine's own prefix cache."""
-        chain, batch = self._batch(keys)
-        chain.touch(batch)
+        for chain, batch in zip(*self._batches(keys), strict=True):
+            chain.touch(batch)
 
     async def evict(self, keys: BlockKeys, *, tier: str | None = None) -> int:
         """Make blocks unfindable at once, in one tier or in all; return how many were in an owned tier.
@@ -358,27 +345,13 @@ class TieredKV:
         Their slots are freed when nobody reads them any more; what is being filled never becomes readable. Shared tiers
         are asked to delete. A tier that does not answer within its time is not waited for.
         """
-        chain, batch = self._batch(keys)
-        if tier is not None and tier not in chain.names:
-            raise ConfigurationError(f"no tier {tier!r} here; there are {', '.join(chain.names)}")
-        found = np.zeros(len(batch), np.bool_)
-        for memory in chain.memory:
-            if tier in (None, memory.name):
-                found |= memory.index.ready(batch.names)
-                memory.index.remove(batch.names)
-        chain.room.changed()
-        storage = [each for each in chain.storage if tier in (None, each.name)]
-        for each in storage:
-            if isinstance(each, OwnedTier):
-                found |= each.index.ready(batch.names)
-        forgetting = [self._tasks.spawn(each.forget(batch), f"evict from {each.name}") for each in storage]
-        if forgetting:
-            await asyncio.wait(forgetting, timeout=max(each.health.timeout_s for each in storage))
-            for memory in chain.memory:  # a load may have read from a shared tier what that had not deleted yet
-                if tier in (None, memory.name):
-                    memory.index.remove(batch.names)
-            chain.room.changed()
-        return int(np.count_nonzero(found))
+        chains, batches = self._batches(keys)
+        if tier is not None and tier not in chains[0].names:
+            raise ConfigurationError(f"no tier {tier!r} here; there are {', '.join(chains[0].names)}")
+        found = await asyncio.gather(
+            *(removal.evict(chain, batch, tier) for chain, batch in zip(chains, batches, strict=True))
+        )
+        return int(np.count_nonzero(np.logical_or.reduce(found)))
 
     async def clear(self) -> None:
         """Empty every tier that this cache owns, after a restart too. Takes time in their size.
@@ -386,16 +359,7 @@ class TieredKV:
         A tier that does not answer within its time is not waited for: its blocks are unfindable here all the same.
         """
         self._check_open()
-        clearing, timeout_s = [], 0.0
-        for chain in self._chains:
-            for memory in chain.memory:
-                memory.index.clear()
-            chain.room.changed()
-            owned = [tier for tier in chain.storage if isinstance(tier, OwnedTier)]
-            clearing += [self._tasks.spawn(tier.clear(), f"clear {tier.name}") for tier in owned]
-            timeout_s = max([timeout_s, *(tier.health.timeout_s for tier in owned)])
-        if clearing:
-            await asyncio.wait(clearing, timeout=timeout_s)
+        await removal.clear(self._chains)
 
     def advance_epoch(self, weights: str) -> None:
         """Name the weights that are served from now on. O(1).
@@ -418,47 +382,12 @@ class TieredKV:
         if settling:
             await asyncio.wait(settling)
         if sync:
-            await asyncio.wait({self._tasks.spawn(self._checkpoint(sync=True), "checkpoint")})
-
-    async def _checkpoint(self, *, sync: bool) -> None:
-        for chain in self._chains:
-            for tier in chain.storage:
-                if isinstance(tier, OwnedTier) and not tier.health.is_bypassed:
-                    await tier.checkpoint(sync=sync)
+            await asyncio.wait({self._tasks.spawn(removal.checkpoint(self._chains, sync=True), "checkpoint")})
 
     def stats(self) -> CacheStatistics:
         """Count what is where now, and what has happened since opening."""
         self._check_open()
-        host = [chain.host.index.statistics() for chain in self._chains]
-        return CacheStatistics(
-            tiers=tuple(self._tier_statistics(number) for number in range(len(self._chains[0].names))),
-            transfers=len(self._tasks),
-            store_queue_bytes=self._chains[0].limits.store_queue.num_bytes,
-            bounce_free=sum(each.transient_free for each in host),
-            bounce_slots=sum(chain.host.index.num_transient for chain in self._chains),
-        )
-
-    def _tier_statistics(self, number: int) -> TierStatistics:
-        values: dict[str, int] = {}
-        for chain in self._chains:
-            tier = chain.tiers[number]
-            counts = dict(vars(tier.counters))
-            if (index := getattr(tier, "index", None)) is not None:
-                books = index.statistics()
-                counts |= {
-                    each: getattr(books, each)
-                    for each in ("num_slots", "free", "ready", "evictable", "leased", "pending")
-                }
-            values = {each: values.get(each, 0) + count for each, count in counts.items()}
-        tier = self._chains[0].tiers[number]
-        health, backend = getattr(tier, "health", None), getattr(tier, "backend", None)
-        facts = backend.describe() if isinstance(backend, SlotBackend) else {}
-        return TierStatistics(
-            tier=tier.name,
-            is_bypassed=health is not None and (health.is_bypassed or health.is_shedding),
-            facts=facts,
-            **values,
-        )
+        return cache_statistics(self._chains, len(self._tasks))
 
     # Checks: every argument, before anything moves.
 
@@ -468,41 +397,30 @@ class TieredKV:
         if threading.get_ident() != self._thread:
             raise ConfigurationError("a TieredKV is called from the thread of the event loop that opened it")
 
-    def _chain(self, group: int) -> Chain:
+    def _of_group(self, group: int) -> list[Chain]:
+        """Return the chains of one KV group, one per rank."""
         self._check_open()
-        if not isinstance(group, int) or not 0 <= group < len(self._chains):
-            raise ConfigurationError(f"KV group {group!r} of {len(self._chains)}: the layout has no such group")
-        return self._chains[group]
+        if not isinstance(group, int) or not 0 <= group < len(self.layout.groups):
+            raise ConfigurationError(f"KV group {group!r} of {len(self.layout.groups)}: the layout has no such group")
+        num_shards = len(self.shards)
+        return self._chains[group * num_shards : (group + 1) * num_shards]
 
-    def _batch(self, keys: BlockKeys, epoch: bytes | None = None) -> tuple[Chain, Batch]:
+    def _only(self, chains: list[Chain]) -> Chain:
+        if len(chains) > 1:
+            raise ConfigurationError(f"this cache stands for {len(chains)} ranks: only each rank's own moves its bytes")
+        return chains[0]
+
+    def _batches(self, keys: BlockKeys, epoch: str | None = None) -> tuple[list[Chain], list[Batch]]:
+        """Return the chains of the keys' KV group, and what the keys are called in each."""
         if not isinstance(keys, BlockKeys):
             raise ConfigurationError(
                 f"keys must be BlockKeys, from hash_blocks() or BlockKeys.from_hashes(), got {type(keys).__name__}"
             )
-        chain = self._chain(keys.group)
-        if keys.block_size != chain.group.block_size:
-            raise LayoutMismatchError(
-                f"keys name blocks of {keys.block_size} tokens, the layout has blocks of {chain.group.block_size}"
-            )
-        which = keys.group, epoch or self._epoch, keys.salt_id
-        space = self._namespaces.get(which)
-        if space is None:
-            if len(self._namespaces) >= 4096:  # tenants come and go; the digest of one costs a microsecond
-                self._namespaces.clear()
-            space = Namespace(self._fingerprints[keys.group], which[1], keys.salt_id, self.shard)
-            self._namespaces[which] = space
-        return chain, Batch(space, space.names(keys), np.arange(keys.start, keys.start + len(keys)))
+        chains = self._of_group(keys.group)
+        check_keys(keys, chains[0].group)
+        digest = self._epoch if epoch is None else epoch_digest(epoch)
+        return chains, [chain.naming.batch(keys, digest) for chain in chains]
 
-    def _pages(self, chain: Chain, keys: BlockKeys, spec: GPULoadStoreSpec) -> tuple[PagedCaches, NDArray[np.int64]]:
-        if not isinstance(spec, GPULoadStoreSpec):
-            raise ConfigurationError(f"blocks of the engine are given as GPULoadStoreSpec, got {type(spec).__name__}")
-        if spec.group != keys.group:
-            raise LayoutMismatchError(f"keys of KV group {keys.group}, block ids of group {spec.group}")
-        if chain.caches is None:
-            raise ConfigurationError("register_kv_caches() comes before load and store: the cache has no tensors yet")
-        per_block = chain.group.pages_per_block
-        if len(spec) != len(keys) * per_block:
-            needed = f"{len(keys)} keys of {per_block} engine blocks each need {len(keys) * per_block} block ids"
-            raise LayoutMismatchError(f"{needed}, got {len(spec)}")
-        chain.caches.check_ids(spec.ids)
-        return chain.caches, spec.ids.reshape(-1, per_block)
+    def _batch(self, keys: BlockKeys, epoch: str | None = None) -> tuple[Chain, Batch]:
+        chains, batches = self._batches(keys, epoch)
+        return self._only(chains), batches[0]

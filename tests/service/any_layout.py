@@ -132,14 +132,14 @@ async def open_any(
     *tiers: AnyTier,
     model: ModelIdentity = MODEL,
     limits: CacheLimits = LIMITS,
-    shard: Shard | None = None,
+    shard: Shard | tuple[Shard, ...] | None = None,
     emit: Emit | None = None,
 ) -> AsyncGenerator[TieredKV]:
-    """Open a cache with an engine's tensors registered."""
+    """Open a cache with an engine's tensors registered, unless it stands for several ranks."""
     async with TieredKV(
         tiers, model=model, layout=engine.layout, limits=limits, shard=shard, emit=emit or Recorder()
     ) as kv:
-        for group, caches in enumerate(engine.caches):
+        for group, caches in enumerate(() if isinstance(shard, tuple) else engine.caches):
             kv.register_kv_caches(caches, group=group)
         yield kv
 

@@ -8,6 +8,7 @@ import pytest
 from tests.service.any_layout import MODEL, SMALL, AnyEngine, cpu, memory, nvme, open_any, prompt
 from tests.service.conftest import Recorder, until_idle
 from tiered_kv import BlockKeys, KVGroup, KVLayout, ModelIdentity, Shard
+from tiered_kv.backend import RecordShape
 from tiered_kv.events import BlocksCorrupted
 from tiered_kv.keys import Namespace, epoch_digest, salt_digest
 from tiered_kv.layout import fingerprint
@@ -113,9 +114,8 @@ async def test_records_copied_by_hand(one: Identity, two: Identity, tmp_path: Pa
     """One's records in the other's slab, where its index expects its own, are a miss, each of them, and no error."""
     await fill(one, nvme(tmp_path / "one"), version="one")
     await fill(two, nvme(tmp_path / "two"), version="two")
-    slabs = [
-        tmp_path / name / who.namespace.fingerprint.hex() / "slab" for name, who in {"one": one, "two": two}.items()
-    ]
+    folders = [RecordShape(who.namespace.fingerprint, 1, who.shard).folder for who in (one, two)]
+    slabs = [tmp_path / name / folder / "slab" for name, folder in zip(("one", "two"), folders, strict=True)]
     theirs = slabs[0].read_bytes()
     assert theirs.count(b"TIEREDKV") >= N
     with slabs[1].open("r+b") as slab:

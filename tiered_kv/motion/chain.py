@@ -23,6 +23,7 @@ from tiered_kv.memory.caches import PagedCaches
 from tiered_kv.memory.device import Stream
 from tiered_kv.motion.budget import Budget, Priority, Room, Ticket
 from tiered_kv.motion.handles import Copy
+from tiered_kv.motion.naming import Naming
 from tiered_kv.motion.storage import Mask, OwnedTier, StorageTier
 from tiered_kv.motion.tiers import Batch, HostTier, MemoryTier, Tier
 from tiered_kv.motion.workers import Tasks
@@ -113,15 +114,17 @@ class Backlog:
 
 @dataclass
 class Chain:
-    """All tiers of one KV group, fastest first: perhaps a GPU pool, always a host tier, then storage.
+    """All tiers of one KV group on one rank, fastest first: perhaps a GPU pool, always a host tier, then storage.
 
     Attributes:
+        naming: What its blocks are called.
         caches: The engine's tensors, once registered.
         pending: The fill that each pending host slot belongs to, and the number of the tier it is read from, or -1.
         settling: One future per store that is not in every tier yet.
     """
 
     group: KVGroup
+    naming: Naming
     gpu: MemoryTier | None
     host: HostTier
     storage: Sequence[StorageTier]

@@ -17,7 +17,7 @@ from tiered_kv.memory.copies import copy_rows
 from tiered_kv.motion.budget import Priority, Ticket
 from tiered_kv.motion.chain import Chain, Fill
 from tiered_kv.motion.handles import Copy
-from tiered_kv.motion.storage import StorageTier, WriteReport
+from tiered_kv.motion.storage import OwnedTier, StorageTier, WriteReport
 from tiered_kv.motion.tiers import Batch, MemoryTier, Tier
 from tiered_kv.results import TierStore
 
@@ -35,11 +35,15 @@ class Tally:
         self._order = {tier.name: place for place, tier in enumerate(chain.tiers)}
         self._counts = {tier.name: Counter[str]() for tier in self._tiers}
 
-    def add(self, tier: Tier, *, written: int = 0, present: int = 0, dropped: int = 0, failed: int = 0) -> None:
+    def add(
+        self, tier: Tier, *, written: int = 0, present: int = 0, deferred: int = 0, dropped: int = 0, failed: int = 0
+    ) -> None:
         """Count blocks in one tier."""
         if tier.name not in self._counts:
             return
-        self._counts[tier.name].update(written=written, present=present, dropped=dropped, failed=failed)
+        self._counts[tier.name].update(
+            written=written, present=present, deferred=deferred, dropped=dropped, failed=failed
+        )
         tier.counters.written += written
         tier.counters.dropped += dropped
         tier.counters.failed += failed
@@ -154,6 +158,10 @@ class WriteDown:
     def _write_to(self, storage: StorageTier, let_go: Callable[[], None]) -> "asyncio.Future[None]":
         """Write blocks to one tier. The future resolves when it is settled: written, given up, or late."""
         chain, batch, slots = self._chain, self._batch, self._slots
+        if not isinstance(storage, OwnedTier):
+            mine = chain.naming.shard.writes(batch.positions)
+            self._tally.add(storage, deferred=int(np.count_nonzero(~mine)))
+            batch, slots = batch[mine], slots[mine]
         settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def settle(report: WriteReport | None) -> None:
@@ -177,7 +185,7 @@ class WriteDown:
                 settle(None)
                 let_go()
 
-        if storage.health.is_shedding:
+        if storage.health.is_shedding or not len(batch):
             settle(WriteReport.nothing_of(len(batch)))
             let_go()
         else:

@@ -21,7 +21,7 @@ from tiered_kv.backend import RecordShape
 from tiered_kv.errors import ConfigurationError
 from tiered_kv_backends.nvme.journal import Journal
 
-_FINGERPRINT = re.compile(r"[0-9a-f]{64}")
+_FINGERPRINT = re.compile(r"[0-9a-f]{64}(-\d+of\d+)?")
 _FIXED_BYTES = 64 << 10  # lock, probe, the directories themselves
 _FIXED_BYTES_PER_GROUP = 64 << 10
 _SLAB_BYTES_PER_METADATA_BYTE = 4096  # extents of a large file are counted as its own
@@ -67,7 +67,7 @@ class Directory:
                 f"{path}: {error.strerror}; the NVMe tier needs a directory it can write to"
             ) from error
         try:
-            self.folders = [path / shape.fingerprint.hex() for shape in groups]
+            self.folders = [path / shape.folder for shape in groups]
             for folder in self.folders:
                 folder.mkdir(mode=0o700, exist_ok=True)
                 os.utime(folder)

@@ -1,0 +1,85 @@
+"""The checks of `TieredKV`'s arguments: each says what was wrong, with numbers, before anything moves."""
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiered_kv.errors import ConfigurationError, LayoutMismatchError
+from tiered_kv.keys import BlockKeys, ModelIdentity, Shard
+from tiered_kv.layout import KVGroup, KVLayout
+from tiered_kv.memory.caches import PagedCaches
+from tiered_kv.motion.budget import Priority
+from tiered_kv.specs import GPULoadStoreSpec
+
+
+def check_identity(model: object, layout: object) -> None:
+    """Raise `ConfigurationError` unless they are what a cache is made for."""
+    if not isinstance(model, ModelIdentity) or not isinstance(layout, KVLayout):
+        raise ConfigurationError(
+            f"TieredKV needs model=ModelIdentity(...) and layout=KVLayout(...), got {type(model).__name__} "
+            f"and {type(layout).__name__}"
+        )
+
+
+def check_shards(shard: Shard | tuple[Shard, ...] | None) -> tuple[Shard, ...]:
+    """Return the shards a process stands for: one, or all of them in order.
+
+    Raises:
+        ConfigurationError: Neither a `Shard` nor what `Shard.every` returns.
+    """
+    if shard is None or isinstance(shard, Shard):
+        return (shard or Shard(),)
+    if not isinstance(shard, tuple) or not shard or shard != Shard.every(len(shard)):
+        raise ConfigurationError(
+            f"shard must be a Shard, or Shard.every(size) for all ranks at once, got {shard!r:.200}"
+        )
+    return shard
+
+
+def check_keys(keys: BlockKeys, group: KVGroup) -> None:
+    """Raise `LayoutMismatchError` if the keys name blocks of another size than the group's."""
+    if keys.block_size != group.block_size:
+        raise LayoutMismatchError(
+            f"keys name blocks of {keys.block_size} tokens, the layout has blocks of {group.block_size}"
+        )
+
+
+def check_pages(
+    caches: PagedCaches | None, group: KVGroup, keys: BlockKeys, spec: GPULoadStoreSpec
+) -> tuple[PagedCaches, NDArray[np.int64]]:
+    """Return the engine's tensors, and its block ids as ``(len(keys), pages_per_block)``.
+
+    Raises:
+        ConfigurationError: No spec, no tensors yet, or an id that is no block of theirs or comes twice.
+        LayoutMismatchError: Another KV group, or another number of ids than the keys need.
+    """
+    if not isinstance(spec, GPULoadStoreSpec):
+        raise ConfigurationError(f"blocks of the engine are given as GPULoadStoreSpec, got {type(spec).__name__}")
+    if spec.group != keys.group:
+        raise LayoutMismatchError(f"keys of KV group {keys.group}, block ids of group {spec.group}")
+    if caches is None:
+        raise ConfigurationError("register_kv_caches() comes before load and store: the cache has no tensors yet")
+    check_count(group, keys, spec)
+    caches.check_ids(spec.ids)
+    return caches, spec.ids.reshape(-1, group.pages_per_block)
+
+
+def check_count(group: KVGroup, keys: BlockKeys, spec: GPULoadStoreSpec) -> None:
+    """Raise `LayoutMismatchError` unless there are as many block ids as the keys need."""
+    per_block = group.pages_per_block
+    if len(spec) != len(keys) * per_block:
+        needed = f"{len(keys)} keys of {per_block} engine blocks each need {len(keys) * per_block} block ids"
+        raise LayoutMismatchError(f"{needed}, got {len(spec)}")
+
+
+def check_priority(priority: object) -> None:
+    """Raise `ConfigurationError` unless it is a `Priority`."""
+    if not isinstance(priority, Priority):
+        raise ConfigurationError(f"priority must be a Priority, got {priority!r:.80}")
+
+
+def check_deadline(deadline_s: float | None) -> None:
+    """Raise `ConfigurationError` unless it is a number of seconds, or None."""
+    if not (deadline_s is None or (isinstance(deadline_s, int | float) and not math.isnan(deadline_s))):
+        raise ConfigurationError(f"deadline_s must be a number of seconds or None, got {deadline_s!r:.80}")

@@ -1,0 +1,36 @@
+"""What a lookup answers: runs of tiers, made one over ranks, with what loading them would take."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from tiered_kv.motion.chain import Chain
+from tiered_kv.results import LookupResult, TierRun
+
+
+def lookup_result(chains: Sequence[Chain], found: Sequence[list[TierRun]]) -> LookupResult:
+    """Say what is there of one prefix, for every rank.
+
+    Args:
+        chains: One per rank, of one KV group.
+        found: What each has, from the first block on.
+    """
+    runs = found[0] if len(found) == 1 else _weakest(chains[0].names, found)
+    num_blocks = runs[-1].stop if runs else 0
+    payload_bytes = sum(chain.group.payload_bytes for chain in chains)
+    rates = {tier.name: tier.load_rate.bytes_per_s for tier in chains[0].storage}
+    seconds = sum((run.stop - run.start) * payload_bytes / rate for run in runs if (rate := rates.get(run.tier, 0.0)))
+    return LookupResult(num_blocks, tuple(runs), num_blocks * payload_bytes, seconds)
+
+
+def _weakest(names: Sequence[str], found: Sequence[list[TierRun]]) -> list[TierRun]:
+    """Cut to the prefix that all have; of each block, the slowest tier that some rank has to read it from."""
+    num_blocks = min(runs[-1].stop if runs else 0 for runs in found)
+    slowest = np.zeros(num_blocks, np.int64)
+    for runs in found:
+        for run in runs:
+            part = slowest[run.start : run.stop]
+            np.maximum(part, names.index(run.tier), out=part)
+    cuts = [0, *(np.flatnonzero(np.diff(slowest)) + 1).tolist(), num_blocks] if num_blocks else []
+    return [TierRun(names[int(slowest[start])], start, stop) for start, stop in pairwise(cuts)]

@@ -1,0 +1,40 @@
+"""A snapshot of a cache in numbers, added up over its KV groups and ranks."""
+
+from collections.abc import Sequence
+
+from tiered_kv.backend import SlotBackend
+from tiered_kv.motion.chain import Chain
+from tiered_kv.results import CacheStatistics, TierStatistics
+
+_SLOTS = ("num_slots", "free", "ready", "evictable", "leased", "pending", "doomed")
+
+
+def cache_statistics(chains: Sequence[Chain], num_transfers: int) -> CacheStatistics:
+    """Count what is where in all chains, which share their tiers."""
+    host = [chain.host.index.statistics() for chain in chains]
+    return CacheStatistics(
+        tiers=tuple(_tier_statistics(chains, number) for number in range(len(chains[0].names))),
+        transfers=num_transfers,
+        store_queue_bytes=chains[0].limits.store_queue.num_bytes,
+        bounce_free=sum(each.transient_free for each in host),
+        bounce_slots=sum(chain.host.index.num_transient for chain in chains),
+    )
+
+
+def _tier_statistics(chains: Sequence[Chain], number: int) -> TierStatistics:
+    values: dict[str, int] = {}
+    for chain in chains:
+        tier = chain.tiers[number]
+        counts = dict(vars(tier.counters))
+        if (index := getattr(tier, "index", None)) is not None:
+            books = index.statistics()
+            counts |= {each: getattr(books, each) for each in _SLOTS}
+        values = {each: values.get(each, 0) + count for each, count in counts.items()}
+    tier = chains[0].tiers[number]
+    health, backend = getattr(tier, "health", None), getattr(tier, "backend", None)
+    return TierStatistics(
+        tier=tier.name,
+        is_bypassed=health is not None and (health.is_bypassed or health.is_shedding),
+        facts=backend.describe() if isinstance(backend, SlotBackend) else {},
+        **values,
+    )
