@@ -11,6 +11,7 @@ from tiered_kv.errors import (
     LayoutMismatchError,
     TieredKVError,
 )
+from tiered_kv.groups import GroupNeed, GroupsLoad, GroupsLookup, full, window
 from tiered_kv.keys import BlockKey, BlockKeys, ModelIdentity, Namespace, Shard, hash_blocks
 from tiered_kv.layout import KVGroup, KVLayout
 from tiered_kv.motion.budget import Priority
@@ -55,6 +56,9 @@ __all__ = [
     "FileLoadStoreSpec",
     "GPULoadStoreSpec",
     "GPUTier",
+    "GroupNeed",
+    "GroupsLoad",
+    "GroupsLookup",
     "HostLease",
     "KVGroup",
     "KVLayout",
@@ -83,5 +87,7 @@ __all__ = [
     "TieredKV",
     "TieredKVError",
     "TieredKVSettings",
+    "full",
     "hash_blocks",
+    "window",
 ]

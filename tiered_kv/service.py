@@ -8,6 +8,7 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -19,6 +20,7 @@ from tiered_kv.assembly import Kind, build_chains, open_backends, parts_of
 from tiered_kv.backend import Backend, SlotBackend, TierSettings
 from tiered_kv.errors import ClosedError, ConfigurationError
 from tiered_kv.events import CacheClosed, CacheOpened, Emit, EpochAdvanced
+from tiered_kv.groups import GroupNeed, GroupsLoad, GroupsLookup, check_needs, length_in_place, longest
 from tiered_kv.keys import BlockKeys, ModelIdentity, Shard, epoch_digest
 from tiered_kv.layout import KVCaches, KVLayout, fingerprint
 from tiered_kv.lookups import lookup_result
@@ -27,7 +29,7 @@ from tiered_kv.memory.device import Device
 from tiered_kv.motion import removal
 from tiered_kv.motion.budget import Priority
 from tiered_kv.motion.chain import Chain
-from tiered_kv.motion.handles import Handle
+from tiered_kv.motion.handles import Handle, cancel_each, each_of
 from tiered_kv.motion.load import Load
 from tiered_kv.motion.naming import Naming
 from tiered_kv.motion.prefetch import Prefetch
@@ -216,6 +218,18 @@ class TieredKV:
         found = await asyncio.gather(*(chain.locate(batch) for chain, batch in zip(chains, batches, strict=True)))
         return lookup_result(chains, found)
 
+    async def lookup_groups(self, needs: Sequence[GroupNeed]) -> GroupsLookup:
+        """Find the longest length at which every KV group has what it needs: ``[full(keys), window(others, 4096)]``.
+
+        A hole outside every window costs nothing; a block that some group lacks does not count. Reads, like `lookup`.
+        """
+
+        async def count(keys: BlockKeys) -> int:
+            return (await self.lookup(keys)).num_blocks
+
+        num_tokens = await longest(needs, count)
+        return GroupsLookup(num_tokens, tuple(need.at(num_tokens) for need in needs))
+
     async def load(
         self,
         keys: BlockKeys,
@@ -227,6 +241,29 @@ class TieredKV:
     ) -> LoadResult:
         """Fill the engine's blocks with the longest prefix that can be had; see `start_load`."""
         return await self.start_load(keys, into, after=after, deadline_s=deadline_s, priority=priority)
+
+    async def load_groups(
+        self, needs: Sequence[GroupNeed], into: Sequence[GPULoadStoreSpec], *, after: object = None
+    ) -> GroupsLoad:
+        """Load what each KV group needs to go on at the longest length that all have; see `load`.
+
+        Args:
+            needs: Each group's keys, cut to the length that `lookup_groups` found.
+            into: Per group, the blocks of its ``need.at(length)``, for the length that the keys have in common.
+            after: As for `start_load`.
+        """
+        step = check_needs(needs)
+        length = min(len(need.keys) * need.keys.block_size for need in needs) // step * step
+        wanted = [need.at(length) for need in needs]
+        if len(into) != len(needs):
+            raise ConfigurationError(f"{len(needs)} KV groups, but blocks for {len(into)}")
+        for keys, spec in zip(wanted, into, strict=True):  # all are right before any is started
+            chain = self._only(self._of_group(keys.group))
+            check_pages(chain.caches, chain.group, keys, spec)
+        handles = [self.start_load(keys, spec, after=after) for keys, spec in zip(wanted, into, strict=True)]
+        task = self._tasks.spawn(each_of(handles), f"load {len(needs)} KV groups")
+        results = await Handle(task, partial(cancel_each, handles))
+        return GroupsLoad(length_in_place(needs, wanted, results), tuple(results))
 
     def start_load(
         self,

@@ -7,7 +7,7 @@ caller's memory, and only then lets the cancellation through.
 
 import asyncio
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from threading import Lock
 from typing import Any, Final, Generic, TypeVar
 
@@ -50,6 +50,17 @@ class Handle(Generic[T]):
         if cancelled is not None:
             raise cancelled
         return self._task.result()
+
+
+async def each_of(handles: "Sequence[Handle[T]]") -> list[T]:
+    """Await several transfers one after another; they go on side by side."""
+    return [await handle for handle in handles]
+
+
+def cancel_each(handles: "Sequence[Handle[T]]") -> None:
+    """Stop several transfers as soon as possible."""
+    for handle in handles:
+        handle.cancel()
 
 
 class RevokedError(Exception):
