@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tiered_kv.catalog import Lease, Reservation, SlotState, TierIndex
+from tiered_kv.catalog import Change, Lease, Reservation, SlotState, TierIndex
 from tiered_kv.errors import CapacityError
 from tiered_kv.keys import Names
 
@@ -42,7 +42,9 @@ class Block:
     slot: int
     state: SlotState = SlotState.PENDING
     num_leases: int = 0
+    """A dirty block has one more than it was given."""
     was_used: bool = False
+    ready_since_s: int = 0
 
 
 @dataclass(eq=False)
@@ -60,11 +62,12 @@ class OpenReservation:
 
 @dataclass
 class Model:
-    """Every block that occupies a slot, those that can be found by name, and the evictable ones, coldest first."""
+    """Every block in a slot, those that can be found by name, the evictable, coldest first, the dirty, oldest first."""
 
     occupied: dict[int, Block] = field(default_factory=dict)
     findable: dict[int, Block] = field(default_factory=dict)
     order: list[Block] = field(default_factory=list)
+    dirty: list[Block] = field(default_factory=list)
 
     def free(self, block: Block) -> None:
         """Take a block out of its slot."""
@@ -82,12 +85,24 @@ class IndexMachine(RuleBasedStateMachine):
     """Random calls, in any order, on an index and on the model; after each, both must agree in everything."""
 
     policy: ClassVar[str]
+    ttl_s = 10
 
-    @initialize(num_slots=st.integers(0, 10), num_transient=st.integers(0, 4))
-    def make(self, num_slots: int, num_transient: int) -> None:
+    @initialize(num_slots=st.integers(0, 10), num_more=st.integers(0, 4), num_transient=st.integers(0, 4))
+    def make(self, num_slots: int, num_more: int, num_transient: int) -> None:
         """Start empty, at any small size, none included."""
-        self.index = TierIndex(num_slots, num_transient=num_transient, policy=self.policy)
-        self.num_slots, self.num_transient = num_slots, num_transient
+        self.num_slots, self.max_slots, self.num_transient = num_slots, num_slots + num_more, num_transient
+        self.now_s = 1000
+        self.replayed: set[int] = set()
+        self.index = TierIndex(
+            num_slots,
+            max_slots=self.max_slots,
+            num_transient=num_transient,
+            policy=self.policy,
+            ttl_s=self.ttl_s,
+            clock=lambda: self.now_s,
+            write_back=True,
+            on_change=self.replay,
+        )
         self.model = Model()
         self.leases: list[OpenLease] = []
         self.reservations: list[OpenReservation] = []
@@ -98,8 +113,8 @@ class IndexMachine(RuleBasedStateMachine):
         model = self.model
         wanted = [i for i in unique(batch) if i not in model.findable]
         own = [block for block in model.order if block.id not in batch]
-        num_used = sum((slot >= self.num_slots) == transient for slot in model.occupied)
-        num_free = (self.num_transient if transient else self.num_slots) - num_used
+        room = self.transient if transient else range(self.num_slots)
+        num_free = sum(slot not in model.occupied for slot in room)
         shortage = max(0, len(wanted) - num_free)
         if shortage > (0 if transient else len(own)):
             before = self.snapshot()
@@ -119,7 +134,7 @@ class IndexMachine(RuleBasedStateMachine):
             model.free(block)
         taken = [slot for slot in real.slots.tolist() if slot >= 0]
         assert taken == sorted(taken)
-        assert all((slot >= self.num_slots) == transient for slot in taken)
+        assert all(slot in room for slot in taken)
         blocks: list[Block | None] = [None] * len(batch)
         for position, slot in enumerate(real.slots.tolist()):
             assert (slot >= 0) == (batch[position] in wanted and batch.index(batch[position]) == position)
@@ -140,7 +155,7 @@ class IndexMachine(RuleBasedStateMachine):
         for position, block in enumerate(reservation.blocks):
             if block and block.state == SlotState.PENDING and (everything or mask[position]):
                 block.state = SlotState.READY
-                block.num_leases, block.was_used = 1, False
+                block.num_leases, block.was_used, block.ready_since_s = 1, False, self.now_s
                 reservation.blocks[position] = None
                 leased.append(block)
                 slots.append(block.slot)
@@ -188,7 +203,7 @@ class IndexMachine(RuleBasedStateMachine):
             block.was_used |= not cold
             if block.num_leases:
                 continue
-            if block.state == SlotState.DOOMED or block.slot >= self.num_slots:
+            if block.state == SlotState.DOOMED or block.slot in self.transient:
                 self.model.free(block)
             else:
                 (hot if block.was_used else chilled).append(block)
@@ -227,16 +242,84 @@ class IndexMachine(RuleBasedStateMachine):
         pairs = list(zip(unknown, slots, strict=False))
         self.index.restore(names_of([i for i, _ in pairs]), np.array([slot for _, slot in pairs], dtype=np.int64))
         for i, slot in pairs:
-            block = Block(i, slot, SlotState.READY)
+            block = Block(i, slot, SlotState.READY, ready_since_s=self.now_s)
             self.model.occupied[slot] = self.model.findable[i] = block
             self.model.order.append(block)
+
+    @rule(data=st.data())
+    def resize(self, data: st.DataObject) -> None:
+        """Blocks beyond the new end go; a slot that is in use there is given up by its last user."""
+        self.num_slots = data.draw(st.integers(0, self.max_slots))
+        beyond = [block for block in self.model.findable.values() if self.num_slots <= block.slot < self.max_slots]
+        gone = self.index.resize(self.num_slots)
+        assert sorted(ids_of(gone)) == sorted(block.id for block in beyond if block.state == SlotState.READY)
+        self.doom(beyond)
+
+    @rule(seconds=st.integers(1, 8))
+    def wait(self, seconds: int) -> None:
+        """Time passes."""
+        self.now_s += seconds
+
+    @rule(limit=st.integers(1, 20))
+    def expire(self, limit: int) -> None:
+        """A round of the tier removes just the blocks that are ready for ``ttl_s`` or longer."""
+        own = [block for block in self.model.findable.values() if block.slot not in self.transient]
+        ready = [block for block in own if block.state == SlotState.READY]
+        old = [block for block in ready if self.now_s - block.ready_since_s >= self.ttl_s]
+        gone = [i for _ in range(2 * self.num_slots // limit + 2) for i in ids_of(self.index.expire(limit=limit))]
+        assert sorted(gone) == sorted(block.id for block in old)
+        self.doom(old)
+
+    @precondition(lambda self: self.leases)
+    @rule(which=choice)
+    def mark_dirty(self, which: int) -> None:
+        """A dirty block of the tier's own is not evicted, whatever becomes of the lease it was marked under."""
+        lease = self.leases[which % len(self.leases)]
+        self.index.mark_dirty(lease.real)
+        for block in lease.blocks:
+            if block.state == SlotState.READY and block.slot not in self.transient and block not in self.model.dirty:
+                block.num_leases += 1
+                self.model.dirty.append(block)
+
+    @rule(n=st.integers(0, 10))
+    def take_dirty(self, n: int) -> None:
+        """Dirty blocks are taken the oldest first, under a lease, and are dirty no longer."""
+        taken, self.model.dirty = self.model.dirty[:n], self.model.dirty[n:]
+        names, lease = self.index.take_dirty(n)
+        assert ids_of(names) == [block.id for block in taken]
+        assert lease.slots.tolist() == [block.slot for block in taken]
+        self.leases.append(OpenLease(lease, taken))
+
+    @property
+    def transient(self) -> range:
+        """The bounce slots."""
+        return range(self.max_slots, self.max_slots + self.num_transient)
+
+    def replay(self, change: Change, names: Names) -> None:
+        """Follow the change log as one who sees nothing else."""
+        ids = set(ids_of(names))
+        if change is Change.CLEARED:
+            assert not ids
+            self.replayed.clear()
+        elif change is Change.ADDED:
+            assert len(ids) == len(names) > 0
+            assert not ids & self.replayed
+            self.replayed |= ids
+        else:
+            assert len(ids) == len(names) > 0
+            assert ids <= self.replayed
+            self.replayed -= ids
 
     def doom(self, blocks: list[Block]) -> None:
         """Make blocks unfindable, and free those that nobody uses."""
         for block in blocks:
             del self.model.findable[block.id]
+            if block in self.model.dirty:
+                self.model.dirty.remove(block)
+                block.num_leases -= 1
             if block in self.model.order:
                 self.model.order.remove(block)
+            if block.state == SlotState.READY and not block.num_leases:
                 self.model.free(block)
             else:
                 block.state = SlotState.DOOMED
@@ -267,8 +350,11 @@ class IndexMachine(RuleBasedStateMachine):
         assert counts.doomed == states.count(SlotState.DOOMED)
         assert counts.leased == sum(block.num_leases > 0 for block in blocks)
         assert counts.evictable == len(self.model.order)
-        assert counts.free == self.num_slots - sum(block.slot < self.num_slots for block in blocks)
-        assert counts.transient_free == self.num_transient - sum(block.slot >= self.num_slots for block in blocks)
+        assert counts.dirty == len(self.model.dirty)
+        empty = [slot for slot in range(self.max_slots + self.num_transient) if slot not in self.model.occupied]
+        assert counts.free == sum(slot < self.num_slots for slot in empty)
+        assert counts.retired == sum(self.num_slots <= slot < self.max_slots for slot in empty)
+        assert counts.transient_free == sum(slot in self.transient for slot in empty)
 
     @invariant()
     def same_order(self) -> None:
@@ -276,7 +362,8 @@ class IndexMachine(RuleBasedStateMachine):
         names, slots = self.index.names_in_order()
         num_evictable = len(self.model.order)
         order = [(block.id, block.slot) for block in self.model.order]
-        leased = [block for block in self.model.findable.values() if block.num_leases and block.slot < self.num_slots]
+        own = [block for block in self.model.findable.values() if block.slot not in self.transient]
+        leased = [block for block in own if block.num_leases]
         real = list(zip(ids_of(names), slots.tolist(), strict=True))
         assert sorted(real[num_evictable:]) == sorted((block.id, block.slot) for block in leased)
         if self.policy == "lru":
@@ -284,14 +371,20 @@ class IndexMachine(RuleBasedStateMachine):
         else:
             assert sorted(real[:num_evictable]) == sorted(order)
 
+    @invariant()
+    def same_by_the_change_log(self) -> None:
+        """What the change log adds up to is what is there: the tier's own readable blocks."""
+        assert self.replayed == set(ids_of(self.index.names_in_order()[0]))
+
     def teardown(self) -> None:
         """When every right is given back, nothing is leased, pending or doomed."""
         while self.reservations:
             self.close(0)
+        self.take_dirty(len(self.model.dirty))
         while self.leases:
             self.release(which=0, cold=False)
         counts = self.index.statistics()
-        assert counts.leased == counts.pending == counts.doomed == 0
+        assert counts.leased == counts.pending == counts.doomed == counts.dirty == 0
         assert counts.evictable == counts.ready
         assert counts.free + counts.ready == self.num_slots
         assert counts.transient_free == self.num_transient

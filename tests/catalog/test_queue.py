@@ -60,7 +60,7 @@ def test_cleared_queue_is_empty() -> None:
 
 def test_free_slots_come_in_ascending_runs() -> None:
     """The lowest ids go first, and what was freed together is given out together, in order."""
-    free = FreeSlots(range(100, 110))
+    free = FreeSlots(10, range(100, 110))
     assert free.take(4).tolist() == [100, 101, 102, 103]
     assert free.take(3).tolist() == [104, 105, 106]
     free.give(np.array([103, 101, 102]))

@@ -1,14 +1,18 @@
 """Decisions: which block is where, who may read or fill it, and what goes when room is needed. No I/O, no waiting."""
 
-from tiered_kv.catalog.index import IndexStatistics, SlotState, TierIndex
+from tiered_kv.catalog.books import SlotState
+from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.planner import Located, Run, locate
 from tiered_kv.catalog.policies import Policy, make_policy
 from tiered_kv.catalog.rights import Lease, Reservation
+from tiered_kv.catalog.statistics import Change, IndexStatistics, OnChange
 
 __all__ = [
+    "Change",
     "IndexStatistics",
     "Lease",
     "Located",
+    "OnChange",
     "Policy",
     "Reservation",
     "Run",

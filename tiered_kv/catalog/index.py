@@ -1,150 +1,110 @@
 """One owned tier's books: which block is in which slot, who reads it, who fills it, and what goes when room is needed.
 
-A slot is free, *pending* (reserved: being filled, unreadable), *ready* (readable), or *doomed* (removed while someone
-still uses it: unfindable at once, freed by its last user). Many may read a block under a `Lease`; one may fill a slot
-under a `Reservation`; both are context managers and give everything back on any error or cancellation.
+Many may read a block under a `Lease`; one may fill a slot under a `Reservation`; both are context managers and give
+everything back on any error or cancellation. A readable block that has no copy below yet can be marked *dirty*: it
+stays until it is taken to be written there.
 
-All calls take batches of names, decide at once and never wait. No call's time grows with the number of blocks in the
-tier, save `clear`, `restore` and `names_in_order`, which say so. No locks: one thread owns an index, the event loop's.
+All calls take batches of names and decide at once. No call's time grows with the number of blocks in the tier, save
+`clear`, `resize`, `restore` and `names_in_order`, which say so.
+
+One thread owns an index, the event loop's. Others may read what `Books` says they may.
 """
 
-from dataclasses import dataclass
-from enum import IntEnum
+import time
+from collections.abc import Callable
 from functools import partial
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tiered_kv.catalog.books import DOOMED, FREE, PENDING, READY, Books
+from tiered_kv.catalog.expiry import Expiry
 from tiered_kv.catalog.policies import Policy, make_policy
+from tiered_kv.catalog.queue import SlotQueue
 from tiered_kv.catalog.rights import Lease, Reservation
 from tiered_kv.catalog.slots import FreeSlots
-from tiered_kv.catalog.table import NameTable, Slots, first_occurrences
+from tiered_kv.catalog.statistics import Change, IndexStatistics, OnChange
+from tiered_kv.catalog.table import Slots, first_occurrences
 from tiered_kv.errors import CapacityError, ConfigurationError
 from tiered_kv.keys import Names
 
 _NONE: Slots = np.empty(0, dtype=np.int64)
-_CHUNK = 1024  # names hashed at once: enough that the fixed cost of a batch vanishes, little when the first is a miss
-_LONG_RUN = 64  # names in neighbouring slots that make it worth to look for another such run
-_RESTORE_CHUNK = 1 << 16
+_RESTORE_CHUNK: Final = 1 << 16
 
 
-class SlotState(IntEnum):
-    """What a slot holds. `FREE` also answers for a name that is not there."""
-
-    FREE = 0
-    PENDING = 1
-    READY = 2
-    DOOMED = 3
-
-
-# numpy takes 4 us longer to compare an array with a member of an enum than with a plain int.
-_FREE, _PENDING, _READY, _DOOMED = map(int, SlotState)
-
-
-@dataclass(frozen=True, slots=True)
-class IndexStatistics:
-    """Counts of slots at one moment: ``free + pending + ready + doomed + transient_free`` is all slots of the index.
-
-    Attributes:
-        num_slots: The tier's own slots, transient ones not counted.
-        free: Own slots that hold nothing.
-        ready: Readable blocks, those in transient slots included.
-        evictable: Readable blocks that nobody uses.
-        leased: Slots under at least one lease, doomed ones included.
-        pending: Slots being filled.
-        doomed: Removed blocks that still have a user.
-        transient_free: Transient slots that hold nothing.
-    """
-
-    num_slots: int
-    free: int
-    ready: int
-    evictable: int
-    leased: int
-    pending: int
-    doomed: int
-    transient_free: int
-
-
-class TierIndex:
+class TierIndex(Books):
     """The blocks of one owned tier.
 
-    Slots ``0 <= slot < num_slots`` are the tier's own. The ``num_transient`` slots above them are bounce slots: a block
-    in one can be read only while it is leased, is freed by its last release, and is never evicted. ``num_slots`` may be
-    0: then every block passes through transient slots.
+    Of its own slots those below ``num_slots`` are in use; `resize` moves that end. A block in a bounce slot can be read
+    only while it is leased, is freed by its last release, and is never evicted.
+
+    Attributes:
+        num_slots: The present capacity; may be 0: then every block passes through bounce slots.
     """
 
-    def __init__(self, num_slots: int, *, num_transient: int = 0, policy: str | type[Policy] = "lru") -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        *,
+        max_slots: int | None = None,
+        num_transient: int = 0,
+        policy: str | type[Policy] = "lru",
+        ttl_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        write_back: bool = False,
+        on_change: OnChange | None = None,
+    ) -> None:
         """Make an empty index.
 
         Args:
             num_slots: Slots whose blocks stay until they are evicted.
+            max_slots: The most that `resize` may make of them; everything is allocated for so many. By default
+                ``num_slots``.
             num_transient: Slots whose blocks stay while they are leased.
             policy: A policy's name, ``"lru"`` or ``"arc"``, or its class.
+            ttl_s: After so many seconds from its commit a block is `expire`'s to remove. Takes 4 bytes a slot.
+            clock: What tells the seconds.
+            write_back: Blocks may be marked dirty. Takes 8 bytes a slot.
+            on_change: Is told whatever changes of the tier's own readable blocks.
 
         Raises:
-            ConfigurationError: A negative size, more than 2**31 - 2 slots, or no such policy.
+            ConfigurationError: A negative size, more than 2**31 - 2 slots, no such policy, or a ``ttl_s`` of 0 or less.
         """
-        total = num_slots + num_transient
-        if min(num_slots, num_transient) < 0 or total > np.iinfo(np.int32).max - 1:
+        max_slots = num_slots if max_slots is None else max_slots
+        total = max_slots + num_transient
+        if not 0 <= num_slots <= max_slots or num_transient < 0 or total > np.iinfo(np.int32).max - 1:
             raise ConfigurationError(
-                f"an index holds 0 to 2**31 - 2 slots, got {num_slots} own, {num_transient} transient"
+                f"an index holds 0 to 2**31 - 2 slots, got {num_slots} own, {max_slots} at most, "
+                f"{num_transient} transient"
             )
+        super().__init__(max_slots, num_transient)
         self.num_slots = num_slots
-        self.num_transient = num_transient
-        self._table = NameTable(total)
-        self._policy = make_policy(policy, num_slots)
-        self._free = FreeSlots(range(num_slots))
-        self._transient_free = FreeSlots(range(num_slots, total))
-        self._states = np.full(total + 1, _FREE, dtype=np.uint8)  # the last one answers for slot -1: FREE, always
+        self._policy = make_policy(policy, max_slots)
+        self._policy.resize(num_slots)
+        self._expiry = None if ttl_s is None else Expiry(max_slots, ttl_s, clock)
+        self._dirty = SlotQueue(max_slots if write_back else 0)  # the oldest first; each of these is held by one lease
+        self._on_change = on_change
+        self._free = FreeSlots(max_slots, range(num_slots))
+        self._transient_free = FreeSlots(num_transient, range(max_slots, total))
         self._num_leases = np.full(total, 0, dtype=np.int32)
         self._was_used = np.full(total, fill_value=False)  # while leased: another's cold release must not chill it
         self._ready = self._pending = self._doomed = self._leased = 0
 
-    # Reading: no side effects.
-
-    def find(self, names: Names) -> tuple[Slots, NDArray[np.uint8]]:
-        """Return each name's slot, or -1, and the `SlotState` of that slot: PENDING, READY, or FREE where absent."""
-        if len(names) > 1:
-            first, run = self._ready_run(names)
-            if run == len(names):
-                return np.arange(first, first + run), np.full(run, _READY, dtype=np.uint8)
-        slots = self._table.find(names)
-        return slots, self._states.take(slots)
-
-    def ready(self, names: Names) -> NDArray[np.bool_]:
-        """Say of each name whether its block can be read."""
-        _, states = self.find(names)
-        is_ready: NDArray[np.bool_] = states == _READY
-        return is_ready
-
-    def ready_prefix(self, names: Names) -> int:
-        """Count the leading names whose blocks can be read."""
-        done, run = 0, _LONG_RUN
-        while run >= _LONG_RUN and done < len(names):
-            _, run = self._ready_run(names[done:])
-            done += run
-        if run == 0:
-            return done
-        while done < len(names):
-            slots = self._table.find(names[done : done + _CHUNK])
-            unready = np.flatnonzero(self._states.take(slots) != _READY)
-            if len(unready):
-                return done + int(unready[0])
-            done += len(slots)
-        return done
+    # Reading more than `Books` does: for the owning thread alone.
 
     def names_in_order(self) -> tuple[Names, Slots]:
         """Return the tier's own readable blocks, the least recently used first, leased ones last. Walks the tier.
 
         Takes 0.2 s a million blocks: for a checkpoint at close, not for one in traffic.
         """
-        leased = np.flatnonzero((self._states[: self.num_slots] == _READY) & (self._num_leases[: self.num_slots] > 0))
+        leased = np.flatnonzero((self._states[: self.num_slots] == READY) & (self._num_leases[: self.num_slots] > 0))
         slots = np.concatenate((self._policy.order(), leased))
         return self._table.names(slots), slots
 
     def statistics(self) -> IndexStatistics:
         """Count slots by what they hold."""
+        used = self._pending + self._ready + self._doomed
         return IndexStatistics(
             num_slots=self.num_slots,
             free=len(self._free),
@@ -154,6 +114,8 @@ class TierIndex:
             pending=self._pending,
             doomed=self._doomed,
             transient_free=len(self._transient_free),
+            retired=self.max_slots + self.num_transient - len(self._free) - len(self._transient_free) - used,
+            dirty=len(self._dirty),
         )
 
     # Using blocks.
@@ -161,7 +123,7 @@ class TierIndex:
     def lease(self, names: Names) -> Lease:
         """Hold the ready ones of these blocks in place until the lease is released. Repeated names are harmless."""
         slots, states = self.find(names)
-        slots = np.where(states == _READY, slots, -1)
+        slots = np.where(states == READY, slots, -1)
         held = _unique(slots[slots >= 0])
         self._policy.park(self._own(held[self._num_leases[held] == 0])[::-1])
         self._hold(held)
@@ -170,7 +132,7 @@ class TierIndex:
     def touch(self, names: Names) -> None:
         """Make the ready ones of these blocks the most recently used, the head of the batch most of all."""
         slots, states = self.find(names)
-        used = _unique(slots[states == _READY])[::-1]
+        used = _unique(slots[states == READY])[::-1]
         is_leased = self._num_leases[used] > 0
         self._was_used[used[is_leased]] = True
         idle = used[~is_leased]
@@ -196,13 +158,15 @@ class TierIndex:
         found, states = self.find(names)
         absent = np.flatnonzero(found < 0)
         wanted = absent[first_occurrences(names.take(absent, axis=0))] if len(absent) else absent
-        if transient:
-            evicted, taken = self._table.names(_NONE), self._take_transient(len(wanted))
-        else:
-            evicted, taken = self._make_room(len(wanted), keep=found[states == _READY])
-        self._table.insert(names.take(wanted, axis=0), taken)
-        self._states[taken] = _PENDING
+        with self.lock:
+            if transient:
+                evicted, taken = self._table.names(_NONE), self._take_transient(len(wanted))
+            else:
+                evicted, taken = self._make_room(len(wanted), keep=found[states == READY])
+            self._table.insert(names.take(wanted, axis=0), taken)
+            self._states[taken] = PENDING
         self._pending += len(taken)
+        self._tell(Change.EVICTED, evicted)
         slots = np.full(len(names), -1, dtype=np.int64)
         slots[wanted] = taken
         return Reservation(slots, evicted, commit=self._commit, give_back=self._give_back)
@@ -214,37 +178,67 @@ class TierIndex:
         and its slot is freed when its reservation closes.
         """
         found, _ = self.find(names)
-        slots = _unique(found[found >= 0])[::-1]  # tail first, as they lie in the policy's queues
-        is_ready = self._states[slots] == _READY
-        is_idle = is_ready & (self._num_leases[slots] == 0)
-        self._table.remove(slots)
-        self._policy.park(slots[is_idle])
-        self._states[slots] = _DOOMED
-        num_ready = int(np.count_nonzero(is_ready))
-        self._ready -= num_ready
-        self._pending -= len(slots) - num_ready
-        self._doomed += len(slots)
-        self._free_doomed(slots[is_idle])
+        slots = _unique(found[found >= 0])
+        self._remove(slots[::-1], Change.REMOVED)
         return len(slots)
+
+    def expire(self, *, limit: int = 1 << 16) -> Names:
+        """Remove blocks older than ``ttl_s`` among the next ``limit`` slots, as `remove` does; return their names.
+
+        Call it again and again: it goes round the tier. A block can be read until then, so it lives at most for
+        ``ttl_s`` and the time of one round. Removes at most 4,096 blocks a call, so that no call takes long.
+
+        Returns:
+            ``(n, 4)``; none where there is no ``ttl_s``.
+        """
+        if self._expiry is None:
+            return self._table.names(_NONE)
+        slots = self._expiry.overdue(self.num_slots, limit)
+        return self._remove(slots[self._states[slots] == READY][::-1], Change.EXPIRED)
+
+    def resize(self, num_slots: int) -> Names:
+        """Change the tier's capacity, up to ``max_slots``; return the names of the readable blocks that had to go.
+
+        The slots from ``num_slots`` on are given up, whatever is in them: their blocks are removed as by `remove`, and
+        no such slot is used again until the capacity is raised. Takes some 2 ms a million slots of the new capacity
+        and 0.5 us a block that goes: where many go, resize step by step.
+
+        Raises:
+            ConfigurationError: ``num_slots`` is negative or more than ``max_slots``. Nothing has changed.
+        """
+        if not 0 <= num_slots <= self.max_slots:
+            raise ConfigurationError(f"{num_slots} slots in an index of 0 to {self.max_slots}")
+        states = self._states[num_slots : self.num_slots]
+        given_up = num_slots + np.flatnonzero((states == READY) | (states == PENDING))
+        self.num_slots = num_slots
+        evicted = self._remove(given_up[::-1], Change.EVICTED)
+        self._free.reset(np.flatnonzero(self._states[:num_slots] == FREE))
+        self._policy.resize(num_slots)
+        return evicted
 
     def clear(self) -> None:
         """Remove every block. Takes time in the size of the tier: some 10 ms a million slots."""
+        self._forget_dirty(self._dirty.head(len(self._dirty)))
         states = self._states[:-1]
-        is_idle = (states == _READY) & (self._num_leases == 0)
-        states[is_idle] = _FREE
-        states[states != _FREE] = _DOOMED
-        self._table.clear()
+        with self.lock:
+            is_idle = (states == READY) & (self._num_leases == 0)
+            states[is_idle] = FREE
+            states[states != FREE] = DOOMED
+            self._table.clear()
         self._policy.clear()
-        self._free.reset(np.flatnonzero(states[: self.num_slots] == _FREE))
+        self._free.reset(np.flatnonzero(states[: self.num_slots] == FREE))
         self._ready = self._pending = 0
         self._doomed = int(np.count_nonzero(states))
+        if self._on_change is not None:
+            self._on_change(Change.CLEARED, self._table.names(_NONE))
 
-    def restore(self, names: Names, slots: Slots) -> None:
+    def restore(self, names: Names, slots: Slots, *, ages_s: NDArray[np.float32] | None = None) -> None:
         """Enter blocks that outlived a restart. Takes time in their number, about a second a million.
 
         Args:
             names: The least recently used first.
             slots: Where they are: own slots, free now.
+            ages_s: ``(n,)``, for how long each has been there; by default all count as new.
 
         Raises:
             ConfigurationError: A name or a slot is there already, or twice in the batch, or not the tier's own. Nothing
@@ -262,33 +256,67 @@ class TierIndex:
             )
         for start in range(0, len(slots), _RESTORE_CHUNK):
             part = slice(start, start + _RESTORE_CHUNK)
-            self._table.insert(names[part], slots[part])
+            with self.lock:
+                self._table.insert(names[part], slots[part])
+                self._states[slots[part]] = READY
             self._policy.add(slots[part], names[part])
             self._policy.unpark(slots[part])
-        self._states[slots] = _READY
         self._ready += len(slots)
-        self._free.reset(np.flatnonzero(self._states[: self.num_slots] == _FREE))
+        self._free.reset(np.flatnonzero(self._states[: self.num_slots] == FREE))
+        if self._expiry is not None:
+            self._expiry.start(slots, 0.0 if ages_s is None else ages_s)
+        self._tell(Change.ADDED, names)
+
+    # Blocks that have no copy below yet.
+
+    def mark_dirty(self, lease: Lease) -> None:
+        """Keep leased blocks of the tier's own, after the lease too, until `take_dirty` hands them out.
+
+        What is removed meanwhile, by name, age, resizing or clearing, is no longer dirty: nobody wants it below. Blocks
+        that are dirty already keep their place in the line. Only in an index made with ``write_back=True``.
+        """
+        slots = self._own(_unique(lease.slots[lease.slots >= 0]))
+        fresh = slots[(self._states[slots] == READY) & ~self._dirty.holds(slots)]
+        self._hold(fresh)
+        self._dirty.push(fresh)
+
+    def take_dirty(self, n: int) -> tuple[Names, Lease]:
+        """Take the ``n`` blocks that are dirty for longest, or all if there are fewer, to be written below.
+
+        Returns:
+            Their names, and a lease over them: from its release on they can be evicted, unless `mark_dirty` puts them
+            back first, behind all others.
+        """
+        slots = self._dirty.head(n)
+        self._dirty.remove(slots)
+        return self._table.names(slots), Lease(slots, slots, partial(self._release, is_use=False))
 
     # What rights do when they end.
 
     def _commit(self, slots: Slots) -> Lease:
         """Make the pending ones of these slots, -1 where there is none, ready, and lease them."""
-        is_live = self._states.take(slots) == _PENDING
+        is_live = self._states.take(slots) == PENDING
         filled = slots[is_live]
-        self._states[filled] = _READY
+        with self.lock:
+            self._states[filled] = READY
         self._pending -= len(filled)
         self._ready += len(filled)
         own = self._own(filled)
-        self._policy.add(own, self._table.names(own))
+        names = self._table.names(own)
+        self._policy.add(own, names)
         self._hold(filled)
+        if self._expiry is not None:
+            self._expiry.start(own)
+        self._tell(Change.ADDED, names)
         # To be filled is not to be used: a policy that counts uses counts the second call for a block.
         return Lease(np.where(is_live, slots, -1), filled, partial(self._release, is_use=False))
 
     def _give_back(self, slots: Slots) -> None:
-        is_pending = self._states[slots] == _PENDING
+        is_pending = self._states[slots] == PENDING
         pending = slots[is_pending]
-        self._table.remove(pending)
-        self._states[pending] = _DOOMED
+        with self.lock:
+            self._table.remove(pending)
+            self._states[pending] = DOOMED
         self._pending -= len(pending)
         self._doomed += len(pending)
         self._free_doomed(slots)
@@ -309,33 +337,22 @@ class TierIndex:
         self._leased -= len(idle)
         was_used = self._was_used[idle]
         self._was_used[idle] = False
-        is_ready = self._states[idle] == _READY
-        is_own = idle < self.num_slots
+        is_ready = self._states[idle] == READY
+        is_own = ~self.is_transient(idle)
         if cold:
             self._policy.unpark(idle[is_ready & is_own & ~was_used], cold=True)
             self._policy.unpark(idle[is_ready & is_own & was_used])
         else:
             self._policy.unpark(idle[is_ready & is_own])
         passed = idle[is_ready & ~is_own]  # transient blocks live no longer than their leases
-        self._table.remove(passed)
-        self._states[passed] = _DOOMED
+        with self.lock:
+            self._table.remove(passed)
+            self._states[passed] = DOOMED
         self._ready -= len(passed)
         self._doomed += len(passed)
         self._free_doomed(idle[~(is_ready & is_own)])
 
     # Slots.
-
-    def _ready_run(self, names: Names) -> tuple[int, int]:
-        """Return the first name's slot and how many leading names are ready in it and its neighbours.
-
-        A chain stored at once lies in neighbouring slots, and comparing those takes a tenth of the time of hashing.
-        """
-        first = self._table.find_one(names)
-        if first < 0:
-            return first, 0
-        run = self._table.run_at(first, names)
-        unready = np.flatnonzero(self._states[first : first + run] != _READY)
-        return first, int(unready[0]) if len(unready) else run
 
     def _make_room(self, n: int, *, keep: Slots) -> tuple[Names, Slots]:
         """Take ``n`` own slots, evicting blocks outside ``keep`` if need be; return their names and the slots."""
@@ -350,7 +367,7 @@ class TierIndex:
         names = self._table.names(victims)
         self._table.remove(victims)
         self._policy.evict(victims, names)
-        self._states[victims] = _FREE
+        self._states[victims] = FREE
         self._ready -= shortage
         return names, np.sort(np.concatenate((self._free.take(n - shortage), victims)))
 
@@ -360,14 +377,51 @@ class TierIndex:
             raise CapacityError(f"{n - num_free} more transient slots needed, none evictable")
         return self._transient_free.take(n)
 
+    def _remove(self, slots: Slots, change: Change) -> Names:
+        """Make the blocks in these slots unfindable, the tail first, as they lie in the policy's queues.
+
+        Returns:
+            The names of the tier's own ones that were readable.
+        """
+        is_ready = self._states[slots] == READY
+        self._policy.park(slots[is_ready & (self._num_leases[slots] == 0)])
+        self._forget_dirty(slots)
+        with self.lock:
+            self._table.remove(slots)
+            self._states[slots] = DOOMED
+        num_ready = int(np.count_nonzero(is_ready))
+        self._ready -= num_ready
+        self._pending -= len(slots) - num_ready
+        self._doomed += len(slots)
+        self._free_doomed(slots[is_ready & (self._num_leases[slots] == 0)])
+        removed = self._table.names(self._own(slots[is_ready]))
+        self._tell(change, removed)
+        return removed
+
+    def _forget_dirty(self, slots: Slots) -> None:
+        """Let go of those of these slots that are dirty. They are not put back into the order of eviction."""
+        if not len(self._dirty):
+            return
+        own = self._own(slots)
+        dirty = own[self._dirty.holds(own)]
+        self._dirty.remove(dirty)
+        self._num_leases[dirty] -= 1
+        idle = dirty[self._num_leases[dirty] == 0]
+        self._leased -= len(idle)
+        self._was_used[idle] = False
+
     def _free_doomed(self, slots: Slots) -> None:
-        self._states[slots] = _FREE
+        self._states[slots] = FREE
         self._doomed -= len(slots)
-        self._free.give(slots[slots < self.num_slots])
-        self._transient_free.give(slots[slots >= self.num_slots])
+        self._free.give(slots[slots < self.num_slots])  # between these two lie the retired
+        self._transient_free.give(slots[slots >= self.max_slots])
 
     def _own(self, slots: Slots) -> Slots:
-        return slots[slots < self.num_slots] if self.num_transient else slots
+        return slots[slots < self.max_slots] if self.num_transient else slots
+
+    def _tell(self, change: Change, names: Names) -> None:
+        if self._on_change is not None and len(names):
+            self._on_change(change, names)
 
 
 def _unique(slots: Slots) -> Slots:

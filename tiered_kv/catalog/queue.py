@@ -9,6 +9,7 @@ Pure data: no locks; one thread at a time.
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tiered_kv.catalog.table import Slots
 
@@ -38,6 +39,11 @@ class SlotQueue:
     def __contains__(self, slot: int) -> bool:
         """Whether ``slot`` is in the queue."""
         return self._next_at[slot] != _ABSENT
+
+    def holds(self, slots: Slots) -> NDArray[np.bool_]:
+        """Say of each slot whether it is in the queue."""
+        is_held: NDArray[np.bool_] = self._next.take(slots) != _ABSENT
+        return is_held
 
     def push(self, slots: Slots) -> None:
         """Put slots, none of them in the queue, at the hot end, the last one hottest."""

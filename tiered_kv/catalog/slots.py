@@ -12,10 +12,11 @@ class FreeSlots:
     neighbours, and I/O and DMA merge neighbours.
     """
 
-    def __init__(self, slots: range) -> None:
-        """Start with all of ``slots`` free; there are never more."""
-        self._stack = np.array(slots[::-1], dtype=np.int32)  # the lowest ids on top
+    def __init__(self, capacity: int, slots: range) -> None:
+        """Start with all of ``slots`` free; there are never more than ``capacity``."""
+        self._stack = np.full(capacity, 0, dtype=np.int32)
         self._len = len(slots)
+        self._stack[: self._len] = slots[::-1]  # the lowest ids on top
 
     def __len__(self) -> int:
         """Count the free slots."""

@@ -13,7 +13,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.catalog.index import SlotState, TierIndex
+from tiered_kv.catalog.books import SlotState
+from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.planner import locate
 from tiered_kv.catalog.rights import Lease, Reservation
 from tiered_kv.errors import CapacityError
@@ -302,7 +303,7 @@ class Chain:
             arrived[at] = right
             lease = reservation.commit(arrived)
             fill.arrived |= lease.slots >= 0
-            kept = int(np.count_nonzero((lease.slots >= 0) & (lease.slots < self.host.index.num_slots)))
+            kept = int(np.count_nonzero((lease.slots >= 0) & ~self.host.index.is_transient(lease.slots)))
             self.host.counters.promoted += kept
             fill.keep(lease)
             open_tiers.discard(number)

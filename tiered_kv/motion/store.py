@@ -174,7 +174,7 @@ class Store(Revocable):
         self._num_stored += n
         self._tally.add_above(tier, dropped=n)
         slots = lease.slots[fresh]
-        num_passing = int(np.count_nonzero(slots >= tier.index.num_slots))
+        num_passing = int(np.count_nonzero(tier.index.is_transient(slots)))
         self._tally.add(tier, written=n - num_passing, dropped=num_passing)
         live = slots >= 0  # the others were evicted by name while they were copied: they go no further
         num_live = int(np.count_nonzero(live))

@@ -138,7 +138,7 @@ class WriteDown:
         chain.release(self._lease)
         there = held.slots >= 0
         num_there = int(np.count_nonzero(there))
-        num_passing = int(np.count_nonzero(held.slots >= host.index.num_slots))
+        num_passing = int(np.count_nonzero(host.index.is_transient(held.slots)))
         counts = {"dropped": num_passing, "written": max(0, num_filled - num_passing), "failed": n - num_there}
         self._tally.add(host, present=n - sum(counts.values()), **counts)
         self._tally.add_below(host, failed=n - num_there)

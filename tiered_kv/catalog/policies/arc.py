@@ -79,7 +79,9 @@ class ARCPolicy(Policy):
         """Take blocks out of their queues and remember their names."""
         self.park(slots)
         frequent = self._is_frequent[slots]
-        self._ghosts.add(names[~frequent], names[frequent], max_recent=self.num_slots - len(self._recent))
+        self._ghosts.add(
+            names[~frequent], names[frequent], max_recent=self.num_slots - len(self._recent), limit=self.num_slots
+        )
 
     def order(self) -> Slots:
         """Return the blocks used once, then those used again."""
@@ -98,7 +100,7 @@ class _Ghosts:
 
     def __init__(self, capacity: int) -> None:
         self._table = NameTable(capacity)
-        self._free = FreeSlots(range(capacity))
+        self._free = FreeSlots(capacity, range(capacity))
         self._recent = SlotQueue(capacity)
         self._frequent = SlotQueue(capacity)
         self._is_frequent = np.full(capacity, fill_value=False)
@@ -111,12 +113,13 @@ class _Ghosts:
     def num_frequent(self) -> int:
         return len(self._frequent)
 
-    def add(self, recent: Names, frequent: Names, *, max_recent: int) -> None:
-        """Remember names that are no ghosts yet, the oldest first; make room by forgetting the oldest ghosts."""
+    def add(self, recent: Names, frequent: Names, *, max_recent: int, limit: int) -> None:
+        """Remember names that are no ghosts yet, the oldest first; the oldest ghosts make room."""
         recent = recent[max(0, len(recent) - max_recent) :]
         self._forget(self._recent, self.num_recent + len(recent) - max_recent)
-        self._forget(self._frequent, len(recent) + len(frequent) - len(self._free))
-        self._forget(self._recent, len(recent) + len(frequent) - len(self._free))
+        max_before = limit - len(recent) - len(frequent)
+        self._forget(self._frequent, self.num_recent + self.num_frequent - max_before)
+        self._forget(self._recent, self.num_recent + self.num_frequent - max_before)
         for queue, names, is_frequent in ((self._recent, recent, False), (self._frequent, frequent, True)):
             ghosts = self._free.take(len(names))
             self._table.insert(names, ghosts)

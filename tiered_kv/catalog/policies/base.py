@@ -19,7 +19,11 @@ class Policy(ABC):
     """
 
     def __init__(self, num_slots: int) -> None:
-        """Make a policy over the slots ``0 <= slot < num_slots``, all of them empty."""
+        """Make a policy over the slots ``0 <= slot < num_slots``, all of them empty; there are never more."""
+        self.num_slots = num_slots
+
+    def resize(self, num_slots: int) -> None:
+        """Only the slots below ``num_slots`` hold blocks from now on; in those above it there are none any more."""
         self.num_slots = num_slots
 
     @abstractmethod
