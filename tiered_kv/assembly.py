@@ -219,7 +219,7 @@ def build_chains(
             rows = device.empty_pool(gpu_slots, group.stride_bytes)
             gpu = MemoryTier(tier_name(parts.gpu), TierIndex(gpu_slots, policy=resolve_policy(parts.gpu.policy)), rows)
         storage = [
-            _storage_tier(part, health, number, kind.shape, budget, backends.codec, found)
+            _storage_tier(part, health, number, kind.shape, budget, backends.codec, tasks, found)
             for part, health, budget, found in zip(
                 parts.storage, backends.healths, budgets, backends.recovered, strict=True
             )
@@ -277,11 +277,12 @@ def _storage_tier(
     shape: RecordShape,
     budget: Budget,
     codec: WorkerPool,
+    tasks: Tasks,
     recovered: list[Recovered] | None,
 ) -> StorageTier:
     if isinstance(part.backend, Backend):
-        return KeyedTier(health, group, shape, budget, codec, part.backend)
-    return OwnedTier(health, group, shape, budget, codec, part.backend, _index_of((recovered or [])[group]))
+        return KeyedTier(health, group, shape, budget, codec, tasks, part.backend)
+    return OwnedTier(health, group, shape, budget, codec, tasks, part.backend, _index_of((recovered or [])[group]))
 
 
 def _num_slots(tier: str, capacity: int, stride: int) -> int:

@@ -35,7 +35,7 @@ class Outcome(enum.Enum):
     MISS = "miss"
     """Not there."""
     CORRUPT = "corrupt"
-    """There, but of the wrong length, header or checksum: it will be deleted."""
+    """There, but of the wrong length, header or checksum: it will be written anew, or deleted."""
     STORED = "stored"
     """Written."""
     REFUSED = "refused"

@@ -90,7 +90,10 @@ class BlocksPrefetched(Event):
 
 @dataclass(frozen=True)
 class BlocksCorrupted(Event):
-    """Blocks that a tier had were not what they should be: they were deleted there, and served as a miss."""
+    """Blocks that a tier had were not what they should be, and were served as a miss.
+
+    An owned tier forgets them; what is shared is deleted when it is broken a second time, if no store has repaired it.
+    """
 
     name: ClassVar[str] = "blocks.corrupted"
     level: ClassVar[Level] = "warning"

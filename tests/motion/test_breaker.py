@@ -24,8 +24,8 @@ def tripped(clock: Clock) -> Breaker:
     """Return a breaker that has just opened."""
     breaker = Breaker(clock, random.Random(1))
     for _ in range(3):
-        breaker.begin()
-        breaker.failed()
+        breaker.begin("read")
+        breaker.failed("read")
     return breaker
 
 
@@ -33,9 +33,9 @@ def test_a_few_failures_in_a_row_open_it_and_one_success_between_does_not() -> N
     """One lost call is no reason to go on without a tier; three in a row are."""
     breaker = Breaker(Clock(), random.Random(1))
     for well in (False, False, True, False, False):
-        breaker.succeeded() if well else breaker.failed()
+        breaker.succeeded("read") if well else breaker.failed("read")
         assert not breaker.is_open
-    breaker.failed()
+    breaker.failed("read")
     assert breaker.is_open
 
 
@@ -45,9 +45,9 @@ def test_a_pause_ends_with_one_probe() -> None:
     breaker = tripped(clock)
     clock.now += 0.25 * 1.2
     assert not breaker.is_open
-    breaker.begin()
+    breaker.begin("read")
     assert breaker.is_open
-    breaker.succeeded()
+    breaker.succeeded("read")
     assert not breaker.is_open
     assert not breaker.is_tripped
 
@@ -62,8 +62,8 @@ def test_pauses_grow_and_are_bounded() -> None:
         while breaker.is_open:
             clock.now += 0.01
         pauses.append(clock.now - start)
-        breaker.begin()
-        breaker.failed()
+        breaker.begin("read")
+        breaker.failed("read")
     assert pauses[0] < 0.31
     assert pauses[-1] > 2.5
     assert max(pauses) < 4.5
@@ -73,8 +73,8 @@ def test_a_late_call_opens_it_until_it_returns() -> None:
     """A call that hangs is never joined by another one; its return long after is worth a probe at once."""
     clock = Clock()
     breaker = Breaker(clock, random.Random(1))
-    breaker.begin()
-    breaker.late()
+    breaker.begin("read")
+    breaker.late("read")
     clock.now += 3600
     assert breaker.is_open
     breaker.late_returned()
@@ -85,10 +85,10 @@ def test_a_late_call_that_fails_when_it_returns_is_no_reason_for_a_probe() -> No
     """A client that gives up by itself, just behind its time, leaves the pause as it is."""
     clock = Clock()
     breaker = Breaker(clock, random.Random(1))
-    breaker.begin()
-    breaker.late()
+    breaker.begin("read")
+    breaker.late("read")
     breaker.late_returned()
-    breaker.failed()
+    breaker.failed("read")
     assert breaker.is_open
     clock.now += 0.25 * 1.2
     assert not breaker.is_open
@@ -101,7 +101,7 @@ def test_many_calls_that_fail_at_once_make_one_pause() -> None:
         breaker = Breaker(clock, random.Random(1))
         for call in ("begin", fails):
             for _ in range(16):
-                getattr(breaker, call)()
+                getattr(breaker, call)("read")
         while breaker.num_late:
             breaker.late_returned()
         assert breaker.is_open
@@ -109,19 +109,64 @@ def test_many_calls_that_fail_at_once_make_one_pause() -> None:
         assert not breaker.is_open
 
 
-@given(st.lists(st.sampled_from(["begin", "succeeded", "failed", "late", "late_returned", "wait"]), max_size=60))
-def test_it_never_stays_open_for_good(steps: list[str]) -> None:
+def test_lookups_that_go_well_do_not_hide_reads_that_fail() -> None:
+    """A tier is found by lookups and judged by reads: three that fail open it, whatever was answered between them."""
+    clock = Clock()
+    breaker = Breaker(clock, random.Random(1))
+    for _ in range(3):
+        assert not breaker.is_open
+        for kind in ("lookup", "read"):
+            breaker.begin(kind)
+            breaker.succeeded(kind) if kind == "lookup" else breaker.failed(kind)
+    assert breaker.is_open
+
+
+def test_what_reads_opened_only_a_read_closes() -> None:
+    """Half open, lookups pass as they have to come first; the first read is the probe, and each failure costs more."""
+    clock = Clock()
+    breaker = tripped(clock)
+    pauses = []
+    for _ in range(6):
+        start = clock.now
+        while breaker.is_open:
+            clock.now += 0.01
+        pauses.append(clock.now - start)
+        for _ in range(4):
+            breaker.begin("lookup")
+            assert not breaker.is_open
+            breaker.succeeded("lookup")
+        breaker.begin("read")
+        assert breaker.is_open
+        breaker.failed("read")
+    assert pauses[-1] > 4 * pauses[0]
+    clock.now += 5.0
+    breaker.begin("read")
+    breaker.succeeded("read")
+    assert not breaker.is_tripped
+
+
+CALLS = st.tuples(
+    st.sampled_from(["begin", "succeeded", "failed", "late", "late_returned", "wait"]),
+    st.sampled_from(["lookup", "read", "delete"]),
+)
+
+
+@given(st.lists(CALLS, max_size=60))
+def test_it_never_stays_open_for_good(steps: list[tuple[str, str]]) -> None:
     """Whatever happened, five seconds after the last late call has returned a probe may be made."""
     clock = Clock()
     breaker = Breaker(clock, random.Random(1))
-    for step in steps:
+    for step, kind in steps:
         if step == "wait":
             clock.now += 1.0
-        elif step != "late_returned" or breaker.num_late:
-            getattr(breaker, step)()
+        elif step != "late_returned":
+            getattr(breaker, step)(kind)
+        elif breaker.num_late:
+            breaker.late_returned()
     while breaker.num_late:
         breaker.late_returned()
-    breaker.failed()  # whatever probe was under way has ended
+    for kind in ("lookup", "read", "delete"):
+        breaker.failed(kind)  # whatever probe was under way has ended
     clock.now += 5.0
     assert not breaker.is_open
 

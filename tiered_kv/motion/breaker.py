@@ -2,9 +2,13 @@
 
 Closed, calls pass. After a few failures in a row, or one call that is late, it opens: nothing passes until a pause is
 over. Then it is half open: one call passes as a probe, and its end closes the breaker or opens it for longer.
+
+Failures are counted by kind of call, and what a kind has opened only that kind closes: a medium that answers every
+lookup and fails every read is of no use.
 """
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -23,57 +27,68 @@ class Breaker:
     def __init__(self, clock: Callable[[], float], rng: random.Random) -> None:
         self._clock = clock
         self._rng = rng
-        self._num_failures = 0
+        self._num_failures = Counter[str]()
+        self._opened_by: set[str] = set()
         self._pause_s = 0.0
         self._retry_at = 0.0
         self._num_late = 0
-        self._probing = False
+        self._probe = ""
 
     @property
     def is_open(self) -> bool:
         """Whether calls should not be made now. False once in a while for a tier that fails: for the probe."""
-        if self._num_late or self._probing:
+        if self._num_late or self._probe:
             return True
-        return self._pause_s > 0 and self._clock() < self._retry_at
+        return self.is_tripped and self._clock() < self._retry_at
 
     @property
     def is_tripped(self) -> bool:
-        """Whether it opened and no call has gone well since."""
-        return self._pause_s > 0
+        """Whether it opened, and no call of the kind that opened it has gone well since."""
+        return bool(self._opened_by)
 
     @property
     def num_late(self) -> int:
         """Calls that are past their time and have not returned."""
         return self._num_late
 
-    def begin(self) -> None:
+    def begin(self, kind: str) -> None:
         """A call is being made."""
-        self._probing = self._pause_s > 0
+        if kind in self._opened_by:
+            self._probe = kind
 
-    def late(self) -> None:
+    def late(self, kind: str) -> None:
         """A call is past its time: open until it returns, and then for a pause."""
         self._num_late += 1
-        self._open()
+        self._open(kind)
 
     def late_returned(self) -> None:
         """A late call has returned, however it went: well, it closes; badly, the pause since it was late is awaited."""
         self._num_late -= 1
 
-    def succeeded(self) -> None:
+    def succeeded(self, kind: str) -> None:
         """A call went well."""
-        self._num_failures = 0
-        self._pause_s = 0.0
-        self._probing = False
+        self._num_failures[kind] = 0
+        self._opened_by.discard(kind)
+        self._ends(kind)
+        if not self._opened_by:
+            self._pause_s = 0.0
 
-    def failed(self) -> None:
+    def failed(self, kind: str) -> None:
         """A call failed."""
-        self._num_failures += 1
-        was_probe, self._probing = self._probing, False
-        if was_probe or self._num_failures >= _FAILURES_TO_OPEN:
-            self._open()
+        self._num_failures[kind] += 1
+        if self._ends(kind) or self._num_failures[kind] >= _FAILURES_TO_OPEN:
+            self._open(kind)
 
-    def _open(self) -> None:
-        self._probing = False
+    def _ends(self, kind: str) -> bool:
+        """End the probe if it was of this kind, and say whether it was."""
+        was_probe = self._probe == kind
+        if was_probe:
+            self._probe = ""
+        return was_probe
+
+    def _open(self, kind: str) -> None:
+        self._opened_by.add(kind)
+        self._ends(kind)
         if self._clock() < self._retry_at:
             return  # the calls that were under way when it opened fail of the same trouble: one pause for all
         self._pause_s = min(max(_FIRST_PAUSE_S, 2 * self._pause_s), _LONGEST_PAUSE_S)

@@ -17,6 +17,7 @@ class StorageHealth:
     Attributes:
         name: The tier's.
         timeout_s: How long a call is waited for.
+        clock: Seconds, monotonic: what all its waits are measured by.
         is_open: False while a backend that is not required could not be opened yet.
         reads: Breaker of lookups, reads and deletions.
         writes: Breaker of writes.
@@ -40,7 +41,7 @@ class StorageHealth:
         self.on_stall: list[Callable[[], None]] = []
         self.reads = Breaker(clock, rng)
         self.writes = Breaker(clock, rng)
-        self._clock = clock
+        self.clock = clock
         self._write_latency = LatencyAverage(clock)
         self._shed_after_s = shed_stores_after_s
         self._stalled_since = 0.0
@@ -68,40 +69,40 @@ class StorageHealth:
             nonlocal is_late
             is_late = True
             if not self._num_late:
-                self._stalled_since = self._clock() - self.timeout_s
-            breaker.late()
+                self._stalled_since = self.clock() - self.timeout_s
+            breaker.late(doing)
             self.emit(TierStalled(self.name, doing, self.timeout_s))
             on_late()
             for each in self.on_stall:
                 each()
 
-        breaker.begin()
-        started = self._clock()
+        breaker.begin(doing)
+        started = self.clock()
         timer = asyncio.get_running_loop().call_later(self.timeout_s, late)
         try:
             return await call
         finally:
             timer.cancel()
             if doing == "write":
-                self._write_latency.saw(self._clock() - started)
+                self._write_latency.saw(self.clock() - started)
             if is_late:
                 breaker.late_returned()
                 if not self._num_late:
-                    self.emit(TierResumed(self.name, self._clock() - self._stalled_since))
+                    self.emit(TierResumed(self.name, self.clock() - self._stalled_since))
 
     def went(self, doing: str, *, well: bool) -> None:
         """Take into account how a call ended. A failure that opens the breaker is said once."""
         breaker = self._breaker(doing)
         was_tripped = breaker.is_tripped
         if not well:
-            breaker.failed()
+            breaker.failed(doing)
             if breaker.is_tripped and not was_tripped:
-                self._tripped_at[breaker] = self._clock()
+                self._tripped_at[breaker] = self.clock()
                 self.emit(TierTripped(self.name, doing))
             return
-        breaker.succeeded()
-        if (since := self._tripped_at.pop(breaker, None)) is not None:
-            self.emit(TierResumed(self.name, self._clock() - since))
+        breaker.succeeded(doing)
+        if not breaker.is_tripped and (since := self._tripped_at.pop(breaker, None)) is not None:
+            self.emit(TierResumed(self.name, self.clock() - since))
 
     @property
     def _num_late(self) -> int:

@@ -20,8 +20,9 @@ from tiered_kv.events import BlocksCorrupted, TierFailed
 from tiered_kv.keys import BlockKey, Names
 from tiered_kv.motion.budget import Budget, Priority, Ticket
 from tiered_kv.motion.health import StorageHealth
+from tiered_kv.motion.suspects import Suspects
 from tiered_kv.motion.tiers import Batch, Tier
-from tiered_kv.motion.workers import WorkerPool
+from tiered_kv.motion.workers import Tasks, WorkerPool
 from tiered_kv.record import encode, verify
 
 T = TypeVar("T")
@@ -68,7 +69,13 @@ class StorageTier(Tier, ABC):
     """One KV group of one storage tier."""
 
     def __init__(
-        self, health: StorageHealth, group: int, shape: RecordShape, budget: Budget, codec_threads: WorkerPool
+        self,
+        health: StorageHealth,
+        group: int,
+        shape: RecordShape,
+        budget: Budget,
+        codec_threads: WorkerPool,
+        tasks: Tasks,
     ) -> None:
         super().__init__(health.name)
         self.health = health
@@ -77,6 +84,7 @@ class StorageTier(Tier, ABC):
         self.budget = budget
         self.load_rate = Rate()
         self._codec = codec_threads
+        self._tasks = tasks
         health.on_stall.append(budget.room.changed)
 
     @abstractmethod
@@ -151,10 +159,11 @@ class OwnedTier(StorageTier):
         shape: RecordShape,
         budget: Budget,
         codec_threads: WorkerPool,
+        tasks: Tasks,
         backend: SlotBackend,
         index: TierIndex,
     ) -> None:
-        super().__init__(health, group, shape, budget, codec_threads)
+        super().__init__(health, group, shape, budget, codec_threads, tasks)
         self.backend = backend
         self.index = index
         self._journal = asyncio.Lock()  # what is forgotten before a checkpoint must not come back by it
@@ -186,7 +195,9 @@ class OwnedTier(StorageTier):
                 broken = np.array([outcome in (Outcome.CORRUPT, Outcome.MISS) for outcome in outcomes])
                 if broken.any():
                     self.health.emit(BlocksCorrupted(self.name, int(broken.sum())))
-                    await self.forget(wanted[broken])
+                    slots, _ = self.index.find(wanted.names[broken])
+                    self.index.remove(wanted.names[broken])
+                    self._forget_later(slots[slots >= 0])
         finally:
             give_back()
         return right
@@ -224,7 +235,7 @@ class OwnedTier(StorageTier):
                     with reservation.commit(written[at]) as lease:
                         evicted_meanwhile = slots[written[todo] & (lease.slots[fresh] < 0)]
                     if len(evicted_meanwhile):  # the medium remembers them now, and they must not outlive a crash
-                        await self._forget_slots(evicted_meanwhile)
+                        self._forget_later(evicted_meanwhile)
                 return WriteReport(written, present, ~wanted)
         finally:
             self._writing.pop(write, None)
@@ -238,19 +249,17 @@ class OwnedTier(StorageTier):
         """See `StorageTier.forget`."""
         slots, _ = self.index.find(batch.names)
         num_removed = self.index.remove(batch.names)
-        found = slots[slots >= 0]
-        if len(found):
-            await self._forget_slots(found)
+        await self._forget_slots(slots[slots >= 0])
         return num_removed
 
+    def _forget_later(self, slots: NDArray[np.int64]) -> None:
+        """Let the medium forget slots in a task of the cache: no transfer keeps its buffers for it."""
+        self._tasks.spawn(self._forget_slots(slots), f"forget {len(slots)} blocks of {self.name}")
+
     async def _forget_slots(self, slots: NDArray[np.int64]) -> None:
-        try:
-            async with self._journal:
-                await self.health.timed(self.backend.forget(self.group, slots), "forget", _ignore)
-            self.health.went("forget", well=True)
-        except Exception as caught:  # noqa: BLE001 - the index has forgotten; only a restart could bring it back
-            self.health.went("forget", well=False)
-            self.health.emit(TierFailed(self.name, "forget", f"{type(caught).__name__}: {caught}", len(slots)))
+        # Should it fail, the index has forgotten all the same: only a restart could bring the blocks back.
+        if len(slots):
+            await self._note("forget", len(slots), lambda: self.backend.forget(self.group, slots), _ignore)
 
     async def clear(self) -> None:
         """Forget every block, after a restart too."""
@@ -258,8 +267,24 @@ class OwnedTier(StorageTier):
         await self.checkpoint(sync=False)
 
     async def checkpoint(self, *, sync: bool) -> None:
-        """Let the medium remember which blocks it holds, in order of use. Never raises for the tier."""
-        async with self._journal:
+        """Let the medium remember which blocks it holds, in order of use. Never raises for the tier.
+
+        Nobody waits for one that is late: it goes on in a task of the cache. A cancellation ends it.
+        """
+        late = asyncio.get_running_loop().create_future()
+
+        def on_late() -> None:
+            late.set_result(None)
+
+        noting = self._tasks.spawn(self._checkpoint(on_late, sync=sync), f"checkpoint {self.name}")
+        try:
+            await asyncio.wait({noting, late}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            noting.cancel()
+            raise
+
+    async def _checkpoint(self, on_late: Callable[[], None], *, sync: bool) -> None:
+        def write() -> Awaitable[None]:
             names, slots = self.index.names_in_order()
             # What is being written is listed too: it is verified when read, and would else be lost to a restart.
             writing = [
@@ -269,10 +294,29 @@ class OwnedTier(StorageTier):
             ]
             names = np.concatenate([names, *(each[0] for each in writing)])
             slots = np.concatenate([slots, *(each[1] for each in writing)])
-            try:
-                await self.backend.checkpoint(self.group, names, slots, sync=sync)
-            except Exception as caught:  # noqa: BLE001 - the next restart is colder, nothing else
-                self.health.emit(TierFailed(self.name, "checkpoint", f"{type(caught).__name__}: {caught}", len(slots)))
+            return self.backend.checkpoint(self.group, names, slots, sync=sync)
+
+        await self._note("checkpoint", self.index.statistics().ready, write, on_late)
+
+    async def _note(
+        self, doing: str, num_blocks: int, call: Callable[[], Awaitable[None]], on_late: Callable[[], None]
+    ) -> None:
+        """Make a call that changes what the medium remembers, when its turn has come: given up if that takes long."""
+        try:
+            async with asyncio.timeout(self.health.timeout_s):
+                await self._journal.acquire()
+        except TimeoutError:
+            error = f"its turn has not come within {self.health.timeout_s:g} s: another call hangs"
+            self.health.emit(TierFailed(self.name, doing, error, num_blocks))
+            return
+        try:
+            await self.health.timed(call(), doing, on_late)
+            self.health.went(doing, well=True)
+        except Exception as caught:  # noqa: BLE001 - whatever a medium raises, serving goes on without it
+            self.health.went(doing, well=False)
+            self.health.emit(TierFailed(self.name, doing, f"{type(caught).__name__}: {caught}", num_blocks))
+        finally:
+            self._journal.release()
 
 
 class KeyedTier(StorageTier):
@@ -285,18 +329,22 @@ class KeyedTier(StorageTier):
         shape: RecordShape,
         budget: Budget,
         codec_threads: WorkerPool,
+        tasks: Tasks,
         backend: Backend,
     ) -> None:
-        super().__init__(health, group, shape, budget, codec_threads)
+        super().__init__(health, group, shape, budget, codec_threads, tasks)
         self.backend = backend
+        self.suspects = Suspects(health.clock)
 
     async def find(self, batch: Batch) -> Mask:
-        """See `StorageTier.find`."""
+        """See `StorageTier.find`. What could not be read lately is absent."""
         found = np.zeros(len(batch), np.bool_)
-        if self.health.is_bypassed or not len(batch):
+        asked = np.flatnonzero(~self.suspects.absent(batch.names))
+        if self.health.is_bypassed or not len(asked):
             return found
         try:
-            found[: await self.health.timed(self.backend.lookup_prefix(batch.keys()), "lookup", _ignore)] = True
+            n = await self.health.timed(self.backend.lookup_prefix(batch[asked].keys()), "lookup", _ignore)
+            found[asked[:n]] = True
             self.health.went("lookup", well=True)
         except Exception as caught:  # noqa: BLE001 - whatever a medium raises, serving goes on without it
             self.health.went("lookup", well=False)
@@ -304,7 +352,7 @@ class KeyedTier(StorageTier):
         return found
 
     async def read(self, batch: Batch, blocks: list[Block], ticket: Ticket, on_late: Callable[[], None]) -> Mask:
-        """See `StorageTier.read`. A broken block is deleted."""
+        """See `StorageTier.read`. A block that is broken twice is deleted; until then a store may repair it."""
         give_back = await self._take(len(batch), ticket)
         try:
             if self.health.is_bypassed:
@@ -318,7 +366,8 @@ class KeyedTier(StorageTier):
             broken = np.array([outcome is Outcome.CORRUPT for outcome in outcomes])
             if broken.any():
                 self.health.emit(BlocksCorrupted(self.name, int(broken.sum())))
-                await self.forget(batch[broken])
+            if (twice := self.suspects.saw(batch.names, outcomes)).any():
+                self._forget_later(batch[twice])
         finally:
             give_back()
         return np.array([outcome is Outcome.HIT for outcome in outcomes])
@@ -341,10 +390,11 @@ class KeyedTier(StorageTier):
                 keys = await self._encode(batch[at], there)
                 outcomes = await self._call(self.backend.write(keys, there), len(at), "write", on_late)
                 written[at] = [outcome is Outcome.STORED for outcome in outcomes]
+                self.suspects.wrote(batch.names[written])
                 dropped[at] = [outcome is Outcome.REFUSED for outcome in outcomes]
                 evicted_meanwhile = written & ~is_wanted()
                 if evicted_meanwhile.any():
-                    await self.forget(batch[evicted_meanwhile])
+                    self._forget_later(batch[evicted_meanwhile])
             return WriteReport(written, nothing, dropped)
         finally:
             give_back()
@@ -362,6 +412,10 @@ class KeyedTier(StorageTier):
             self.health.emit(TierFailed(self.name, "delete", f"{type(caught).__name__}: {caught}", len(batch)))
             return 0
         return len(batch)
+
+    def _forget_later(self, batch: Batch) -> None:
+        """Delete blocks in a task of the cache: no transfer keeps its buffers for it."""
+        self._tasks.spawn(self.forget(batch), f"delete {len(batch)} blocks of {self.name}")
 
 
 def _verify_hits(keys: Sequence[BlockKey], blocks: Sequence[Block], outcomes: Sequence[Outcome]) -> list[Outcome]:

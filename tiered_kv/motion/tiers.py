@@ -45,7 +45,7 @@ class Counters:
     dropped: int = 0
     """Not written for want of room or because the queue was full."""
     corrupt: int = 0
-    """Read and found broken; deleted."""
+    """Read and found broken."""
     failed: int = 0
     """Not read or written because the medium failed."""
 
