@@ -36,6 +36,52 @@ class PinningDoubted(Event):
 
 
 @dataclass(frozen=True)
+class MemoryPinned(Event):
+    """One more piece of a slab is page-locked: how far it is."""
+
+    name: ClassVar[str] = "host_memory.pinned"
+    slab: str
+    pinned_bytes: int
+    wanted_bytes: int
+    took_ms: float
+
+
+@dataclass(frozen=True)
+class HostMemoryReady(Event):
+    """A slab is as ready as it will be: touched, near the GPU if ``node`` says where, and page-locked for a GPU."""
+
+    name: ClassVar[str] = "host_memory.ready"
+    level: ClassVar[Level] = "info"
+    slab: str
+    num_bytes: int
+    pinned_bytes: int
+    node: int | None
+    took_ms: float
+
+
+@dataclass(frozen=True)
+class HostMemoryPageable(Event):
+    """A GPU copies to and from memory that is not page-locked: right, but at a fraction of the speed of the bus."""
+
+    name: ClassVar[str] = "host_memory.pageable"
+    level: ClassVar[Level] = "warning"
+    slab: str
+    reason: str
+    pinned_bytes: int
+    wanted_bytes: int
+
+
+@dataclass(frozen=True)
+class DeviceFailed(Event):
+    """The device of the engine's KV cannot be used any more: no load or store moves; lookups and storage go on."""
+
+    name: ClassVar[str] = "device.failed"
+    level: ClassVar[Level] = "error"
+    device: str
+    error: str
+
+
+@dataclass(frozen=True)
 class CacheClosed(Event):
     """Everything ended; ``abandoned`` counts transfers that had not ended within the limit."""
 

@@ -23,15 +23,15 @@ class Copies:
         self.ran: list[str] = []
         self.ended: list[tuple[str, BaseException | None]] = []
 
-    def submit(self, stream: Stream, name: str, error: Exception | None = None) -> None:
-        """Submit a copy called ``name`` that fails with ``error``."""
+    def submit(self, stream: Stream, name: str, error: Exception | None = None) -> Any:  # noqa: ANN401 - any event
+        """Submit a copy called ``name`` that fails with ``error``; return the event behind it."""
 
         def copy() -> None:
             self.ran.append(name)
             if error is not None:
                 raise error
 
-        stream.submit(copy, lambda result: self.ended.append((name, result)))
+        return stream.submit(copy, lambda result: self.ended.append((name, result)))
 
     @property
     def order(self) -> list[str]:
@@ -98,6 +98,25 @@ class StreamTests(ABC):
                 stream.submit(lambda: None, done)
         self.finish(stream)
         assert len(ended) == 10
+
+    def test_another_stream_can_wait_for_a_copy(self, device: Device) -> None:
+        """By the event that `submit` returns, whether the copy goes well or not."""
+        copies, first, second = Copies(), device.stream("load"), device.stream("store")
+        for error in (None, ZeroDivisionError()):
+            second.wait(copies.submit(first, "first", error))
+            copies.submit(second, "second")
+        self.finish(second)
+        assert copies.order.count("second") == 2
+        assert copies.ran.index("first") < copies.ran.index("second")
+
+    def test_a_device_that_has_failed_says_so_once(self, device: Device) -> None:
+        """Whoever finds out first."""
+        said: list[BaseException] = []
+        device.on_failure = said.append
+        first = OSError("lost")
+        device.fail(first)
+        device.fail(OSError("lost again"))
+        assert (said, device.error) == ([first], first)
 
     def test_nothing_is_taken_after_close(self, device: Device) -> None:
         """What was queued before ends; closing again does nothing."""
@@ -252,6 +271,16 @@ class TestScripted(HeldEventTests):
         """Return an event of the script."""
         event = ScriptedEvent()
         return event, event.fire
+
+    def test_a_device_that_has_failed_runs_no_copy(self, device: Device) -> None:
+        """All that is queued, behind whatever event, and all that comes ends with its error."""
+        copies, stream, error = Copies(), device.stream("store"), OSError("lost")
+        stream.wait(ScriptedEvent())
+        copies.submit(stream, "queued")
+        device.fail(error)
+        copies.submit(stream, "late")
+        self.finish(stream)
+        assert (copies.ran, copies.ended) == ([], [("queued", error), ("late", error)])
 
 
 @pytest.mark.gpu

@@ -1,32 +1,26 @@
-"""The CUDA device: side streams, events, page-locked host memory.
+"""What only CUDA has (and ROCm, which torch calls CUDA): blocking events, and page-locking memory that exists already.
 
-Copies are enqueued in the caller's thread, so that their order is the order of the calls. One thread a stream waits for
-their events, blocked in the driver with the GIL released, and reports them in order: no polling, and no Python in a
-driver's callback, which would deadlock on the GIL.
-
-An error of the device is sticky in CUDA: after one, nothing this process does on the device can be trusted.
+Through torch alone an event's ``synchronize`` spins on a core, and a slab in a memfd cannot be page-locked.
 """
 
-import queue
-import threading
-from dataclasses import dataclass
-from functools import partial
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from tiered_kv.errors import ClosedError, ConfigurationError
-from tiered_kv.memory.device import After, Copy, Device, Done, Stream, attempt, report
+from tiered_kv.errors import ConfigurationError
+from tiered_kv.events import Emit
+from tiered_kv.memory.accelerator import AcceleratorDevice
+from tiered_kv.memory.device import After
 from tiered_kv.memory.host import HostSlab
+from tiered_kv.memory.numa import node_of_gpu
 from tiered_kv.memory.pinning import Pinning
 
 _CUDA_SUCCESS = 0
 
 
-class CUDADevice(Device):
-    """One GPU."""
-
-    kind = "cuda"
+class CUDADevice(AcceleratorDevice):
+    """One GPU of NVIDIA's, or of AMD's under ROCm."""
 
     def __init__(self, device: torch.device | str = "cuda") -> None:
         """Use ``device``, the current one if it has no index.
@@ -34,116 +28,50 @@ class CUDADevice(Device):
         Raises:
             ConfigurationError: This torch sees no such GPU.
         """
-        super().__init__()
-        wanted = torch.device(device)
-        if wanted.type != "cuda" or not torch.cuda.is_available() or (wanted.index or 0) >= torch.cuda.device_count():
-            raise ConfigurationError(f"{wanted} is not one of the {torch.cuda.device_count()} CUDA devices torch sees")
-        index = torch.cuda.current_device() if wanted.index is None else wanted.index
-        self.torch_device = torch.device("cuda", index)
-        self.error: BaseException | None = None
+        if torch.device(device).type != "cuda":
+            raise ConfigurationError(f"{device} is no CUDA device")
+        super().__init__(device)
 
     def check(self, after: After) -> None:
-        """Raise `ConfigurationError` unless ``after`` is a recorded CUDA event."""
-        if not isinstance(after, torch.cuda.Event | torch.Event):
-            raise ConfigurationError(
-                f"after must be a torch.cuda.Event or torch.Event on {self.torch_device}, got {type(after).__name__}"
-            )
+        """Raise `ConfigurationError` unless ``after`` is a recorded event."""
+        if not isinstance(after, torch.cuda.Event):  # in a torch without CUDA that is no torch.Event
+            super().check(after)
         if isinstance(after, torch.cuda.Event) and not after.cuda_event:
             raise ConfigurationError(
                 "after was never recorded: call event.record(stream) first, or nothing waits for it"
             )
 
-    def free_bytes(self) -> int:
-        """Return what the driver says is free; memory that torch has cached is not counted."""
-        return torch.cuda.mem_get_info(self.torch_device)[0]
+    def new_stream(self) -> torch.Stream:
+        """Make a CUDA stream."""
+        return torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
 
-    def _new_stream(self, name: str) -> Stream:
-        return CUDAStream(name, self)
+    def new_event(self) -> torch.Event:
+        """Make an event whose ``synchronize`` sleeps in the driver."""
+        return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
-    def _new_pinning(self, slab: HostSlab) -> Pinning:
-        return Pinning(slab, lock=self._lock, unlock=self._unlock)
+    def current(self, stream: torch.Stream) -> AbstractContextManager[object]:
+        """Have what is enqueued inside the ``with`` block go to ``stream``."""
+        return torch.cuda.stream(stream)  # type: ignore[arg-type]  # made by new_stream
 
-    def _lock(self, address: int, num_bytes: int) -> None:
+    def _new_pinning(self, slab: HostSlab, emit: Emit) -> Pinning:
+        lock, unlock = self._cuda_host_register, self._cuda_host_unregister
+        return Pinning(slab, lock=lock, unlock=unlock, node=self._numa_node(), emit=emit)
+
+    def _numa_node(self) -> int | None:
+        facts = torch.cuda.get_device_properties(self.torch_device)
+        numbers = [getattr(facts, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+        domain, bus, slot = numbers
+        if domain is None or bus is None or slot is None:
+            return None  # torch before 2.7 does not tell
+        return node_of_gpu(f"{domain:04x}:{bus:02x}:{slot:02x}.0")
+
+    def _cuda_host_register(self, address: int, num_bytes: int) -> None:
         with torch.cuda.device(self.torch_device):  # the pinning's thread has not chosen one
             _check(_runtime().cudaHostRegister(address, num_bytes, 0), f"page-lock {num_bytes} bytes")
 
-    def _unlock(self, address: int) -> None:
+    def _cuda_host_unregister(self, address: int) -> None:
         with torch.cuda.device(self.torch_device):
             _check(_runtime().cudaHostUnregister(address), "unlock host memory")
-
-
-@dataclass(frozen=True)
-class _Submitted:
-    event: torch.cuda.Event | None
-    """Recorded behind the copy; None if the device was past recording."""
-    error: BaseException | None
-    copy: Copy
-    done: Done
-
-
-class CUDAStream(Stream):
-    """A side stream and the thread that waits for its events."""
-
-    def __init__(self, name: str, device: CUDADevice) -> None:
-        self.name = name
-        self._device = device
-        self._stream = torch.cuda.Stream(device.torch_device)  # type: ignore[no-untyped-call]
-        self._queue: queue.SimpleQueue[_Submitted | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # what is reported in order has to be enqueued in that order
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name=f"tiered_kv-{name}", daemon=True)
-        self._thread.start()
-
-    def wait(self, after: After) -> None:
-        """Have the stream wait for ``after``: the GPU waits, no thread does."""
-        self._device.check(after)
-        with self._lock:
-            self._check_open()
-            error = attempt(partial(after.wait, self._stream))
-            self._device.error = self._device.error or error
-
-    def submit(self, copy: Copy, done: Done) -> None:
-        """Enqueue ``copy`` now, with this stream as the current one, and ``done`` for when the GPU gets past it."""
-        with self._lock:
-            self._check_open()
-            event: torch.cuda.Event | None = None
-            error = self._device.error
-            if error is None:
-                with torch.cuda.stream(self._stream):
-                    error = attempt(copy)
-                event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-                # Recorded before the waiter can see it, for an unrecorded event reports "done"; and behind a copy that
-                # failed half-way too, since the part that was enqueued uses memory until then.
-                broken = attempt(partial(event.record, self._stream))
-                if broken is not None:
-                    self._device.error, event, error = broken, None, broken
-            self._queue.put(_Submitted(event, error, copy, done))
-
-    def close(self) -> None:
-        """End the thread after what is queued."""
-        with self._lock:
-            if not self._closed:
-                self._closed = True
-                self._queue.put(None)
-
-    def join(self, timeout_s: float | None = None) -> bool:
-        """Wait until the GPU is past all that was submitted."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError(f"the stream {self.name!r} is closed")
-
-    def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            error = item.error
-            if item.event is not None:
-                broken = attempt(item.event.synchronize)  # blocked in the driver, the GIL released
-                self._device.error = self._device.error or broken
-                error = error or broken
-            report(item.done, error)
-            del item, error  # what a copy held must not outlive it until the next one comes
 
 
 def _runtime() -> Any:  # noqa: ANN401 - a module without stubs

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from tiered_kv.errors import ClosedError, ConfigurationError
+from tiered_kv.events import Emit
 from tiered_kv.memory.host import HostSlab
-from tiered_kv.memory.pinning import Pinning
+from tiered_kv.memory.pinning import Pinning, ignore
 
 log = structlog.get_logger("tiered_kv")
 
@@ -37,7 +38,8 @@ class Stream(ABC):
     def wait(self, after: After) -> None:
         """Have everything submitted later wait for ``after``. Returns at once.
 
-        An ``after`` that fails leaves open what it stood for: it fails every copy submitted behind it.
+        An ``after`` that fails leaves open what it stood for: it fails every copy submitted behind it, until the next
+        wait. One that never happens holds up the stream for good: see `Lanes`.
 
         Raises:
             ConfigurationError: ``after`` is nothing this device can wait for.
@@ -45,13 +47,17 @@ class Stream(ABC):
         """
 
     @abstractmethod
-    def submit(self, copy: Copy, done: Done) -> None:
+    def submit(self, copy: Copy, done: Done) -> After:
         """Run ``copy`` behind all that was enqueued.
 
         Args:
             copy: Does it, or on a GPU enqueues it. What it refers to is kept until it is done.
             done: Called exactly once, with the error or None, when the memory of the copy is free again: from some
                 other thread and never inside this call. It must return soon and must not raise.
+
+        Returns:
+            An event behind the copy, whether it goes well or not, for another stream to wait for; None on a device that
+            has failed.
 
         Raises:
             ClosedError: The stream is closed.
@@ -74,8 +80,20 @@ class Device(ABC):
     torch_device: torch.device
 
     def __init__(self) -> None:
+        self.error: BaseException | None = None
+        """What made the device unusable: every copy fails with it from then on, and no other device minds."""
+        self.on_failure: Callable[[BaseException], object] = ignore
+        """Called once, with that, in whichever thread found out."""
         self._streams: list[Stream] = []
         self._pinnings: list[Pinning] = []
+        self._failing = threading.Lock()
+
+    def fail(self, error: BaseException) -> None:
+        """Count the device as unusable. Only the first call counts."""
+        with self._failing:
+            is_first, self.error = self.error is None, self.error or error
+        if is_first:
+            self.on_failure(error)
 
     def stream(self, name: str) -> Stream:
         """Make a stream. Copies of two streams may overlap."""
@@ -83,11 +101,26 @@ class Device(ABC):
         self._streams.append(stream)
         return stream
 
-    def pin(self, slab: HostSlab) -> Pinning:
-        """Start getting ``slab`` ready for copies, in the background. It may be used meanwhile, and before."""
-        pinning = self._new_pinning(slab)
+    def pin(self, slab: HostSlab, *, emit: Emit = ignore) -> Pinning:
+        """Start getting ``slab`` ready for copies, in the background. It may be used meanwhile, and before.
+
+        Args:
+            slab: What is to be ready.
+            emit: Told of the progress, in another thread.
+        """
+        pinning = self._new_pinning(slab, emit)
         self._pinnings.append(pinning)
         return pinning
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes page-locked by now, of all slabs."""
+        return sum(pinning.pinned_bytes for pinning in self._pinnings)
+
+    @property
+    def is_pageable(self) -> bool:
+        """Whether copies go to and from pageable memory, and it should be otherwise."""
+        return any(pinning.is_slow for pinning in self._pinnings)
 
     @abstractmethod
     def check(self, after: After) -> None:
@@ -123,7 +156,7 @@ class Device(ABC):
     def _new_stream(self, name: str) -> Stream: ...
 
     @abstractmethod
-    def _new_pinning(self, slab: HostSlab) -> Pinning: ...
+    def _new_pinning(self, slab: HostSlab, emit: Emit) -> Pinning: ...
 
 
 class CPUDevice(Device):
@@ -143,8 +176,8 @@ class CPUDevice(Device):
     def _new_stream(self, name: str) -> Stream:
         return CPUStream(name)
 
-    def _new_pinning(self, slab: HostSlab) -> Pinning:
-        return Pinning(slab, reason="no GPU copies from this memory")
+    def _new_pinning(self, slab: HostSlab, emit: Emit) -> Pinning:
+        return Pinning(slab, reason="no GPU copies from this memory", emit=emit)
 
 
 class CPUStream(Stream):
@@ -152,7 +185,7 @@ class CPUStream(Stream):
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._queue: queue.SimpleQueue[tuple[Copy, Done | None] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Copy, Done | None, threading.Event] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # so that nothing is queued behind the end
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"tiered_kv-{name}", daemon=True)
@@ -162,9 +195,9 @@ class CPUStream(Stream):
         """Have everything submitted later wait for ``after`` in the stream's thread."""
         self._put(_blocking_wait(after), None)
 
-    def submit(self, copy: Copy, done: Done) -> None:
+    def submit(self, copy: Copy, done: Done) -> After:
         """Run ``copy`` in the stream's thread, then ``done`` there."""
-        self._put(copy, done)
+        return self._put(copy, done)
 
     def close(self) -> None:
         """End the thread after what is queued."""
@@ -178,22 +211,26 @@ class CPUStream(Stream):
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def _put(self, work: Copy, done: Done | None) -> None:
+    def _put(self, work: Copy, done: Done | None) -> threading.Event:
+        ended = threading.Event()
         with self._lock:
             if self._closed:
                 raise ClosedError(f"the stream {self.name!r} is closed")
-            self._queue.put((work, done))
+            self._queue.put((work, done, ended))
+        return ended
 
     def _run(self) -> None:
         broken: BaseException | None = None
         while (item := self._queue.get()) is not None:
-            work, done = item
-            error = broken or attempt(work)
+            work, done, ended = item
             if done is None:
-                broken = error  # the bytes behind a failed wait may be half written: copy none of them
+                broken = attempt(work)  # the bytes behind a failed wait may be half written: copy none of them
             else:
+                error = broken or attempt(work)
+                ended.set()
                 report(done, error)
-            del item, work, done, error  # what a copy held must not outlive it until the next one comes
+                del error
+            del item, work, done, ended  # what a copy held must not outlive it until the next one comes
 
 
 def attempt(copy: Copy) -> BaseException | None:
@@ -211,6 +248,17 @@ def report(done: Done, error: BaseException | None) -> None:
         done(error)
     except Exception:
         log.exception("copy.callback_failed")
+
+
+def has_happened(after: After) -> bool:
+    """Say whether ``after`` has happened, as far as it can tell: False may mean that it cannot."""
+    for name in ("query", "is_set"):
+        if callable(ask := getattr(after, name, None)):
+            try:
+                return ask() is True
+            except Exception:  # noqa: BLE001 - an event of a device that has failed: whoever waits for it will hear
+                return False
+    return False
 
 
 def _blocking_wait(after: After) -> Copy:

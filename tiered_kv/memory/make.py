@@ -3,6 +3,7 @@
 import torch
 
 from tiered_kv.errors import ConfigurationError
+from tiered_kv.memory.accelerator import AcceleratorDevice
 from tiered_kv.memory.cuda import CUDADevice
 from tiered_kv.memory.device import CPUDevice, Device
 
@@ -18,4 +19,11 @@ def make_device(device: torch.device | str) -> Device:
         return CPUDevice()
     if wanted.type == "cuda":
         return CUDADevice(wanted)
-    raise ConfigurationError(f"KV on {wanted} is not supported: tensors must be on a CPU or a CUDA device")
+    if wanted.type == "xpu":
+        return AcceleratorDevice(wanted)
+    raise ConfigurationError(f"KV on {wanted} is not supported: tensors must be on a CPU, a CUDA or an XPU device")
+
+
+def default_device() -> str:
+    """Name the device an engine's tensors are on as a rule: the GPU if torch has one, else the CPU."""
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -6,15 +6,15 @@ from the start, only slower.
 
 import enum
 import threading
+import time
 from collections.abc import Callable
 
-import structlog
 import torch
 from torch import Tensor
 
+from tiered_kv.events import Emit, HostMemoryPageable, HostMemoryReady, MemoryPinned
 from tiered_kv.memory.host import PIECE_BYTES, HostSlab, slots_per_piece, touch
-
-log = structlog.get_logger("tiered_kv")
+from tiered_kv.memory.numa import prefer_node
 
 _TOUCH_BYTES = 2 << 20
 """Touched at once: about 1 ms, in which nobody in the process can map or unmap memory, the event loop included."""
@@ -28,7 +28,11 @@ class PinState(enum.Enum):
     PINNED = "pinned"
     """All of it is page-locked."""
     PAGEABLE = "pageable"
-    """All there is to come has come, and not all of it is page-locked: by design on a CPU, said in the log on a GPU."""
+    """All there is to come has come, and not all of it is page-locked: by design on a CPU, an event on a GPU."""
+
+
+def ignore(_: object) -> None:
+    """Tell nobody."""
 
 
 class Pinning:
@@ -40,6 +44,7 @@ class Pinning:
         ready_bytes: Bytes touched so far.
         pinned_bytes: Bytes page-locked so far.
         num_bytes: Bytes in all.
+        is_slow: It is pageable although a GPU copies from it.
     """
 
     def __init__(
@@ -49,6 +54,9 @@ class Pinning:
         lock: Callable[[int, int], None] | None = None,
         unlock: Callable[[int], None] | None = None,
         reason: str = "",
+        is_wanted: bool = False,
+        node: int | None = None,
+        emit: Emit = ignore,
         piece_bytes: int = PIECE_BYTES,
     ) -> None:
         """Start it.
@@ -58,6 +66,9 @@ class Pinning:
             lock: Page-locks ``(address, num_bytes)`` or raises; None leaves the memory pageable.
             unlock: Undoes it for an address.
             reason: Why ``lock`` is None.
+            is_wanted: Whether that is a pity: a GPU will copy from this memory.
+            node: The NUMA node to take the memory from, or None.
+            emit: Called in the thread of this.
             piece_bytes: Locked at once, but no less than a slot.
         """
         self.state = PinState.PREPARING
@@ -65,6 +76,10 @@ class Pinning:
         self.ready_bytes = 0
         self.pinned_bytes = 0
         self.num_bytes = slab.num_bytes
+        self.is_slow = False
+        self._emit = emit
+        self._is_wanted = is_wanted or lock is not None
+        self._node = node
         self._name = slab.name
         self._rows = slab.rows
         self._lock, self._unlock = lock, unlock
@@ -94,7 +109,12 @@ class Pinning:
         self._rows = self._rows.new_empty(0, 1)
 
     def _run(self) -> None:
+        started = time.monotonic()
         stride_bytes = self._rows.shape[1] * 8
+        if self._node is not None and not prefer_node(self._node):
+            self._node = None
+        if self._lock is None and self._is_wanted:
+            self._say_pageable()
         for piece in torch.split(self._rows, self._piece_slots):
             for part in torch.split(piece, max(1, _TOUCH_BYTES // stride_bytes)):
                 if self._stop.is_set():
@@ -104,21 +124,24 @@ class Pinning:
                 self.ready_bytes += part.nbytes
             self._try_to_lock(piece)
         self.state = PinState.PAGEABLE if self._lock is None else PinState.PINNED
+        took_ms = (time.monotonic() - started) * 1e3
+        self._emit(HostMemoryReady(self._name, self.num_bytes, self.pinned_bytes, self._node, took_ms))
 
     def _try_to_lock(self, piece: Tensor) -> None:
         if self._lock is None:
             return
+        started = time.monotonic()
         try:
             self._lock(piece.data_ptr(), piece.nbytes)
         except Exception as error:  # noqa: BLE001 - whatever the driver says, the slab serves as pageable memory
             self.reason, self._lock = str(error) or repr(error), None
-            log.warning(
-                "host_memory.pageable",
-                slab=self._name,
-                reason=self.reason,
-                pinned_bytes=self.pinned_bytes,
-                wanted_bytes=self.num_bytes,
-            )
+            self._say_pageable()
         else:
             self._locked.append(piece.data_ptr())
             self.pinned_bytes += piece.nbytes
+            took_ms = (time.monotonic() - started) * 1e3
+            self._emit(MemoryPinned(self._name, self.pinned_bytes, self.num_bytes, took_ms))
+
+    def _say_pageable(self) -> None:
+        self.is_slow = True
+        self._emit(HostMemoryPageable(self._name, self.reason, self.pinned_bytes, self.num_bytes))
