@@ -1,0 +1,137 @@
+"""Streams of one direction: a transfer that waits holds up itself alone."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from tiered_kv.errors import ConfigurationError
+from tiered_kv.memory import CPUDevice, ScriptedDevice, ScriptedEvent
+from tiered_kv.memory.lanes import Lane, Lanes
+
+
+class Copies:
+    """Copies that note their running and their ending."""
+
+    def __init__(self) -> None:
+        self.ran: list[str] = []
+        self.ended: list[tuple[str, BaseException | None]] = []
+
+    def submit(self, lane: Lane, name: str) -> None:
+        """Submit a copy called ``name``."""
+        lane.submit(lambda: self.ran.append(name), lambda error: self.ended.append((name, error)))
+
+
+@pytest.fixture
+def device() -> Iterator[ScriptedDevice]:
+    """A device whose streams run when told."""
+    device = ScriptedDevice()
+    yield device
+    device.close()
+
+
+def test_an_event_that_never_fires_holds_up_its_own_transfer_only(device: ScriptedDevice) -> None:
+    """Transfers with no event, and those with events of their own, pass by."""
+    lanes, copies, second = Lanes(device, "h2d"), Copies(), ScriptedEvent()
+    stuck = lanes.take(ScriptedEvent())
+    copies.submit(stuck, "stuck")
+    other = lanes.take(second)
+    copies.submit(other, "other")
+    copies.submit(lanes.take(None), "free")
+    device.run_all()
+    assert copies.ran == ["free"]
+    second.fire()
+    device.run_all()
+    assert copies.ran == ["free", "other"]
+
+
+def test_copies_of_one_lane_run_in_order_behind_each_of_its_events(device: ScriptedDevice) -> None:
+    """Whichever of the events fires first."""
+    lane, copies, events = Lanes(device, "d2h").take_own(), Copies(), [ScriptedEvent(), ScriptedEvent()]
+    for number, event in enumerate(events):
+        lane.wait(event)
+        copies.submit(lane, str(number))
+    events[1].fire()
+    device.run_all()
+    assert copies.ran == []
+    events[0].fire()
+    device.run_all()
+    assert copies.ran == ["0", "1"]
+
+
+def test_streams_are_used_again(device: ScriptedDevice) -> None:
+    """One released, and past its copies, serves the next transfer; one that is neither does not while others can."""
+    lanes, copies = Lanes(device, "h2d"), Copies()
+    used = set()
+    for _ in range(10):
+        event = ScriptedEvent()
+        lane = lanes.take(event)
+        copies.submit(lane, "a")
+        lane.release()
+        lane.release()
+        event.fire()
+        device.run_all()
+        used.add(id(lane.stream))
+    assert len(used) == 1
+    held = lanes.take(ScriptedEvent())
+    copies.submit(held, "held")
+    held.release()
+    assert lanes.take(ScriptedEvent()).stream is not held.stream
+
+
+def test_with_too_many_that_wait_the_ones_that_move_are_shared(device: ScriptedDevice) -> None:
+    """Streams are bounded; beyond that a transfer goes where the event has fired, not behind one that may never."""
+    lanes, copies = Lanes(device, "h2d"), Copies()
+    events = [ScriptedEvent() for _ in range(4)]
+    taken = [lanes.take(event) for event in events]
+    assert len({id(lane.stream) for lane in taken}) == 4
+    events[2].fire()
+    late = ScriptedEvent()
+    fifth = lanes.take(late)
+    assert fifth.stream is taken[2].stream
+    copies.submit(fifth, "fifth")
+    late.fire()
+    device.run_all()
+    assert copies.ran == ["fifth"]
+
+
+def test_an_event_that_has_fired_needs_no_stream_of_its_own(device: ScriptedDevice) -> None:
+    """Nor does none at all."""
+    lanes, event = Lanes(device, "h2d"), ScriptedEvent()
+    event.fire()
+    assert lanes.take(event).stream is lanes.take(None).stream is lanes.main
+
+
+def test_what_nobody_can_wait_for_is_refused(device: ScriptedDevice) -> None:
+    """At once."""
+    with pytest.raises(ConfigurationError, match="after must"):
+        Lanes(device, "h2d").take(object())
+
+
+def test_an_event_that_fails_fails_its_own_transfer_only(device: ScriptedDevice) -> None:
+    """The next transfer on that stream, behind an event of its own, is none the worse."""
+    lanes, copies, error = Lanes(device, "d2h"), Copies(), OSError("lost")
+    lost, fine = ScriptedEvent(), ScriptedEvent()
+    lane = lanes.take(lost)
+    copies.submit(lane, "lost")
+    lane.release()
+    lost.fail(error)
+    device.run_all()
+    lane = lanes.take(fine)
+    copies.submit(lane, "fine")
+    fine.fire()
+    device.run_all()
+    assert (copies.ran, copies.ended) == (["fine"], [("lost", error), ("fine", None)])
+
+
+def test_threads_of_a_cpu_wait_for_each_transfer_apart() -> None:
+    """A blocking wait of one holds up none of the others, and closing ends all but the one that hangs."""
+    device, never = CPUDevice(), threading.Event()
+    lanes, ended = Lanes(device, "h2d"), threading.Event()
+    stuck = lanes.take(never)
+    stuck.submit(lambda: None, lambda _: None)
+    lanes.take(None).submit(lambda: None, lambda _: ended.set())
+    assert ended.wait(60)
+    assert not device.close(timeout_s=0.0)
+    never.set()
+    assert device.close(timeout_s=60)

@@ -1,0 +1,123 @@
+"""Streams of one direction, so that a transfer whose event comes late, or never, holds up no other.
+
+What is promised is the order within one transfer. A stream that waits holds up all that is submitted behind the wait,
+so each transfer that has something to wait for gets a stream of its own while there are enough, and all others, which
+wait for nothing, share the main one.
+"""
+
+import threading
+from typing import Final
+
+from tiered_kv.memory.device import After, Copy, Device, Done, Stream, has_happened
+
+_NUM_SIDES: Final = 4
+"""Streams of transfers that wait, per direction: each costs a thread, and on a GPU staging memory, once it is used."""
+
+
+class Lanes:
+    """The streams of one direction. Used on one thread, the event loop's.
+
+    Attributes:
+        main: For what waits for no event.
+    """
+
+    def __init__(self, device: Device, name: str) -> None:
+        self.device = device
+        self.main = device.stream(name)
+        self._name = name
+        self._sides: list[_Side] = []
+
+    def take(self, after: After | None) -> "Lane":
+        """Return a lane whose copies run behind ``after``. The caller releases it.
+
+        While more transfers wait at once than there are streams, some share one: then a late event delays others too.
+
+        Raises:
+            ConfigurationError: ``after`` is nothing this device can wait for.
+        """
+        if after is None:
+            return Lane(self.main, None)
+        self.device.check(after)
+        if has_happened(after):
+            return Lane(self.main, None)
+        lane = self._side()
+        lane.wait(after)
+        return lane
+
+    def take_own(self) -> "Lane":
+        """Return a lane for a transfer whose events come later, by `Lane.wait`. The caller releases it."""
+        return self._side()
+
+    def close(self) -> None:
+        """Take no more; what is queued is still done. Does not wait: `Device.close`."""
+        for stream in (self.main, *(side.stream for side in self._sides)):
+            stream.close()
+
+    def _side(self) -> "Lane":
+        side = next((each for each in self._sides if not each.num_users), None)
+        if side is None and len(self._sides) < _NUM_SIDES:
+            side = _Side(self.device.stream(f"{self._name}-{len(self._sides) + 1}"))
+            self._sides.append(side)
+        # Else share one: of those whose event has come, the least used.
+        side = side or min(self._sides, key=lambda each: (each.is_held(), each.num_users))
+        return Lane(side.stream, side)
+
+
+class _Side:
+    """A stream beside the main one. Its users are lanes not yet released and copies not yet ended, late ones too."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.num_users = 0
+        self.after: After = None
+        self._lock = threading.Lock()  # copies end in some other thread
+
+    def is_held(self) -> bool:
+        """Say whether it still waits."""
+        return self.after is not None and not has_happened(self.after)
+
+    def count(self, n: int) -> None:
+        """Count users on, or off."""
+        with self._lock:
+            self.num_users += n
+
+
+class Lane:
+    """The order of one transfer: what is submitted here runs behind every event waited for here before."""
+
+    def __init__(self, stream: Stream, side: _Side | None) -> None:
+        """Made by `Lanes` only."""
+        self.stream = stream
+        self._side = side
+        self._is_released = False
+        self._count(1)
+
+    def wait(self, after: After) -> None:
+        """Have everything submitted later wait for ``after``; on a lane of `take` or `take_own` that is a side one."""
+        self.stream.wait(after)
+        if self._side is not None:
+            self._side.after = after
+
+    def submit(self, copy: Copy, done: Done) -> After:
+        """See `Stream.submit`."""
+
+        def ended(error: BaseException | None) -> None:
+            self._count(-1)
+            done(error)
+
+        self._count(1)
+        try:
+            return self.stream.submit(copy, ended)
+        except BaseException:
+            self._count(-1)
+            raise
+
+    def release(self) -> None:
+        """Submit nothing more; what has been submitted goes on. Again does nothing."""
+        if not self._is_released:
+            self._is_released = True
+            self._count(-1)
+
+    def _count(self, n: int) -> None:
+        if self._side is not None:
+            self._side.count(n)
