@@ -34,9 +34,11 @@ from tiered_kv_backends.resp import Answer, LoginError, command
 Ask = Callable[[Server, list[int]], Awaitable[list[Answer]]]
 """Asks one server about the keys at these positions."""
 
-_LOST = "LOST"
+_LOST, _LATE = "LOST", "LATE"
 _ELSEWHERE = frozenset({_LOST, "MOVED", "ASK", "TRYAGAIN", "READONLY"})
 """Begin answers after which it is worth finding out anew who holds the keys, and asking again."""
+_NODE_SHARE = 0.5
+"""Of the time of a call, how long one node of a cluster may take: the blocks of the others are served all the same."""
 _OUTCOMES = {"OOM": Outcome.REFUSED, "WRONGTYPE": Outcome.CORRUPT}
 """What other errors mean, by how they begin; all others are FAILED."""
 _BEGINNINGS = {
@@ -75,7 +77,7 @@ class RedisBackend(Backend):
             ConfigurationError: Wrong credentials or certificates, missing permissions, or another kind of server.
             BackendUnavailableError: Not reachable within ``connect_timeout_s``.
         """
-        self._servers = Servers(self.settings)
+        self._servers, self._clock = Servers(self.settings), context.clock
         try:
             async with self._bounded("connect", self.settings.connect_timeout_s):
                 await self._try_out()
@@ -142,6 +144,8 @@ class RedisBackend(Backend):
     async def _ask_all(self, doing: str, names: Sequence[bytes], ask: Ask) -> list[Outcome]:
         """Ask every server about its keys at once, and again where who holds them has changed.
 
+        A node of a cluster that does not answer costs its own keys, which are FAILED.
+
         Raises:
             BackendUnavailableError: It took longer than ``timeout_s``, or no key got an answer.
         """
@@ -156,9 +160,20 @@ class RedisBackend(Backend):
         return outcomes
 
     async def _ask_twice(self, names: Sequence[bytes], ask: Ask, answers: list[Answer]) -> None:
+        limit_s = _NODE_SHARE * self.settings.timeout_s if self.settings.cluster else None
+
         async def ask_one(server: Server, which: list[int]) -> None:
             try:
-                found = await ask(server, which)
+                if server.may_be_asked(self._clock()):
+                    async with asyncio.timeout(limit_s):
+                        found = await ask(server, which)
+                    server.answered()
+                else:
+                    found = [f"{_LATE} {server.address} a moment ago"] * len(which)
+            except TimeoutError:
+                server.was_late(self._clock())
+                self._servers.doubt()  # its keys may be another node's by now; the next call will see
+                found = [f"{_LATE} {server.address}"] * len(which)
             except (OSError, RedisError) as error:
                 server.bodies.drop_idle()  # a server that went away has closed them all
                 found = [f"{_LOST} {server.address}: {_said(error)}"] * len(which)

@@ -3,6 +3,7 @@
 import asyncio
 import ssl
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -14,10 +15,16 @@ from redis.asyncio.cluster import ClusterNode
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
+from redis.exceptions import RedisClusterException, RedisError
 
 from tiered_kv.backend import TierSettings
 from tiered_kv.errors import ConfigurationError
 from tiered_kv_backends.resp import Address, Login, Pool
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 3.0
+"""For how long a node of a cluster that did not answer in time is left alone."""
+_TOPOLOGY_SHARE = 0.1
+"""Of the time of a call, how long a node may take to say who holds which keys, before another one is asked."""
 
 
 class RedisSettings(TierSettings):
@@ -108,6 +115,24 @@ class Server:
     bodies: Pool
     room: asyncio.Semaphore
     """For calls of redis-py, whose pool grows without bound."""
+    _pause_s: float = 0.0
+    _ask_at: float = 0.0
+
+    def may_be_asked(self, now: float) -> bool:
+        """Say whether to ask it. One that was late is asked again after a pause, by one call."""
+        if now < self._ask_at:
+            return False
+        self._ask_at = now + self._pause_s
+        return True
+
+    def answered(self) -> None:
+        """It answers in time."""
+        self._pause_s = self._ask_at = 0.0
+
+    def was_late(self, now: float) -> None:
+        """It did not answer in time: leave it alone for a while."""
+        self._pause_s = min(max(_FIRST_PAUSE_S, 2 * self._pause_s), _LONGEST_PAUSE_S)
+        self._ask_at = now + self._pause_s
 
     async def pipeline(self, commands: Sequence[tuple[str, bytes]]) -> list[Any]:
         """Send commands and collect their results in one round trip; an error reply is a result too."""
@@ -119,7 +144,7 @@ class Server:
     async def aclose(self) -> None:
         """Close every connection to it; calls still under way end with an error."""
         self.bodies.close()
-        await self.client.aclose()
+        await _close(self.client)
 
 
 class Servers:
@@ -179,14 +204,13 @@ class Servers:
             await server.aclose()
         self._servers.clear()
         if self._cluster is not None:
-            await self._cluster.aclose()
+            await _close(self._cluster)
         for client in self._sentinel.sentinels if self._sentinel else ():
-            await client.aclose()
+            await _close(client)
 
     async def _find_out(self) -> None:
         if self._cluster is not None:
-            await self._cluster.aclose()  # forgets what it knew
-            await self._cluster.initialize()
+            await self._renew_cluster()
             current = {Address(node.host, int(node.port)) for node in self._cluster.get_primaries()}
         elif self._sentinel is not None:
             host, port = await self._sentinel.discover_master(self._settings.sentinel_master or "")
@@ -199,6 +223,20 @@ class Servers:
             self._servers[address] = self._make_server(address)
         self._is_known = True
 
+    async def _renew_cluster(self) -> None:
+        """Ask the cluster who holds which keys. If nobody says so now, what was known before holds."""
+        assert self._cluster is not None  # noqa: S101 - only called where there is one
+        renewed = self._make_cluster()
+        try:
+            await renewed.initialize()
+        except (OSError, RedisError, RedisClusterException):
+            await _close(renewed)
+            if not self._servers:
+                raise
+        else:
+            await _close(self._cluster)
+            self._cluster = renewed
+
     def _make_server(self, address: Address) -> Server:
         settings, login = self._settings, self._login
         options = self._options(login.username, login.password)
@@ -208,7 +246,12 @@ class Servers:
 
     def _make_cluster(self) -> RedisCluster:
         options = self._options(self._login.username, self._login.password)
-        nodes = [ClusterNode(*host) for host in self._hosts]
+        limit_s = _TOPOLOGY_SHARE * self._settings.timeout_s
+        options |= {
+            "socket_timeout": limit_s,
+            "socket_connect_timeout": min(limit_s, self._settings.connect_timeout_s),
+        }
+        nodes = [ClusterNode(*host) for host in {*self._hosts, *self._servers}]
         return RedisCluster(startup_nodes=nodes, require_full_coverage=False, **options)
 
     def _make_sentinel(self) -> Sentinel:
@@ -231,6 +274,11 @@ class Servers:
             options |= {f"ssl_{name}": str(file) for name, file in files.items() if file is not None}
             options |= {"ssl": True, "ssl_check_hostname": settings.check_hostname}
         return options
+
+
+async def _close(client: Redis | RedisCluster) -> None:
+    with suppress(OSError, RedisError):  # TLS to a server that stands still is not taken leave of in time
+        await client.aclose()
 
 
 def _tls_context(settings: RedisSettings) -> ssl.SSLContext:

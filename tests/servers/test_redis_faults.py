@@ -379,6 +379,32 @@ class TestTopologies:
             assert await backend.read([block_key(0)], empty(1)) == [Outcome.HIT]
             assert await backend.lookup([block_key(0)]) == [Outcome.HIT]
 
+    async def test_a_stalled_node_costs_its_own_keys(self, cluster: list[RedisServer], certificates: Path) -> None:
+        """A node that stands still is waited for once: what the others hold is served, and later calls do not wait."""
+        keys = [block_key(n) for n in range(30)]
+        settings = guarded_settings(cluster[0], certificates, cluster=True, timeout_s=2)
+        async with open_backend(backend_of(cluster[0], **settings)) as backend:
+            blocks = [make_block(b"x" * 4096, key) for key in keys]
+            await backend.write(keys, blocks)
+            for stalled in (cluster[0], cluster[2]):  # the first is also the one that is asked who holds which keys
+                stalled.pause()
+                try:
+                    into = empty(30, 4096)
+                    outcomes = await backend.read(keys, into)
+                    assert set(outcomes) == {Outcome.HIT, Outcome.FAILED}
+                    assert all(
+                        outcome is Outcome.FAILED or bytes(into[n]) == bytes(blocks[n])
+                        for n, outcome in enumerate(outcomes)
+                    )
+                    assert await backend.lookup(keys) == outcomes
+                finally:
+                    stalled.go_on()
+
+                async def is_whole() -> bool:
+                    return set(await backend.read(keys, empty(30, 4096))) == {Outcome.HIT}
+
+                await eventually(is_whole)
+
     async def test_a_lost_node_costs_its_own_keys(self, cluster: list[RedisServer], certificates: Path) -> None:
         """While one node of a cluster is away, the blocks of the others are served."""
         keys = [block_key(n) for n in range(30)]
