@@ -2,7 +2,7 @@
 
 from tiered_kv.catalog.books import SlotState
 from tiered_kv.catalog.index import TierIndex
-from tiered_kv.catalog.planner import Located, Run, locate
+from tiered_kv.catalog.planner import Located, Run, locate, locate_from_any_thread
 from tiered_kv.catalog.policies import Policy, make_policy
 from tiered_kv.catalog.rights import Lease, Reservation
 from tiered_kv.catalog.statistics import Change, IndexStatistics, OnChange
@@ -19,5 +19,6 @@ __all__ = [
     "SlotState",
     "TierIndex",
     "locate",
+    "locate_from_any_thread",
     "make_policy",
 ]

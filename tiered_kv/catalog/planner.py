@@ -1,6 +1,7 @@
 """Where a prefix is: the longest prefix that the owned tiers can read, each block from the fastest that has it."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
@@ -8,7 +9,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.catalog.index import TierIndex
+from tiered_kv.catalog.books import Books
 from tiered_kv.keys import Names
 
 _CHUNK: Final = 1024  # names looked up at once, after the first: large enough that the fixed cost of a batch vanishes
@@ -31,7 +32,7 @@ class Located:
     runs: tuple[Run, ...]
 
 
-def locate(indexes: Sequence[TierIndex], names: Names) -> Located:
+def locate(indexes: Sequence[Books], names: Names) -> Located:
     """Find the longest prefix in which every block is ready in some tier; ``indexes`` come fastest first.
 
     A tier is asked only for blocks that no faster one has, and nothing is asked past the chunk that ends the prefix.
@@ -50,7 +51,29 @@ def locate(indexes: Sequence[TierIndex], names: Names) -> Located:
     return Located(start, tuple(runs))
 
 
-def _tiers(indexes: Sequence[TierIndex], names: Names) -> NDArray[np.int64]:
+def locate_from_any_thread(indexes: Sequence[Books], names: Names) -> Located:
+    """`locate`, for threads that do not own the indexes, while the one that does goes on changing them.
+
+    Each 1,024 names are looked up at one moment in all tiers, so a block that moves from tier to tier is not missed.
+    The owner waits for no more than that, and only if it has something to change meanwhile.
+    """
+    start = 0
+    runs: list[Run] = []
+    while start < len(names):
+        part = names[start : start + _CHUNK]
+        with ExitStack() as held:
+            for index in indexes:  # always in this order, and the owner holds one at a time: no two wait for each other
+                held.enter_context(index.lock)
+            located = locate(indexes, part)
+        for run in located.runs:
+            _append_run(runs, run.tier, start + run.start, start + run.stop)
+        start += located.num_blocks
+        if located.num_blocks < len(part):
+            break
+    return Located(start, tuple(runs))
+
+
+def _tiers(indexes: Sequence[Books], names: Names) -> NDArray[np.int64]:
     """Return for each name the first tier that has it ready, or -1."""
     tiers = np.full(len(names), -1, dtype=np.int64)
     left = np.arange(len(names))
@@ -67,7 +90,10 @@ def _append_runs(runs: list[Run], tiers: NDArray[np.int64], start: int) -> None:
     """Add the blocks from ``start`` on, one tier each, to ``runs``, merging neighbours of one tier."""
     edges = [0, *(np.flatnonzero(tiers[1:] != tiers[:-1]) + 1).tolist(), len(tiers)]
     for left, right in pairwise(edges):
-        tier, first = int(tiers[left]), start + left
-        if runs and runs[-1].tier == tier:
-            first = runs.pop().start
-        runs.append(Run(tier, first, start + right))
+        _append_run(runs, int(tiers[left]), start + left, start + right)
+
+
+def _append_run(runs: list[Run], tier: int, start: int, stop: int) -> None:
+    if runs and runs[-1].tier == tier:
+        start = runs.pop().start
+    runs.append(Run(tier, start, stop))
