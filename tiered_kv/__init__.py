@@ -15,6 +15,8 @@ from tiered_kv.groups import GroupNeed, GroupsLoad, GroupsLookup, full, window
 from tiered_kv.keys import BlockKey, BlockKeys, ModelIdentity, Namespace, Shard, hash_blocks
 from tiered_kv.layout import KVGroup, KVLayout
 from tiered_kv.motion.budget import Priority
+from tiered_kv.plan import JobResult, Move, Outcomes, Plan, SlabHandle
+from tiered_kv.planner import Planner
 from tiered_kv.results import (
     CacheStatistics,
     LoadResult,
@@ -36,6 +38,7 @@ from tiered_kv.specs import (
     ObjectLoadStoreSpec,
     RemoteLoadStoreSpec,
 )
+from tiered_kv.worker import Worker
 
 __all__ = [
     "Backend",
@@ -60,6 +63,7 @@ __all__ = [
     "GroupsLoad",
     "GroupsLookup",
     "HostLease",
+    "JobResult",
     "KVGroup",
     "KVLayout",
     "LayoutMismatchError",
@@ -68,14 +72,19 @@ __all__ = [
     "LoadStoreSpec",
     "LookupResult",
     "ModelIdentity",
+    "Move",
     "Namespace",
     "ObjectLoadStoreSpec",
     "Outcome",
+    "Outcomes",
+    "Plan",
+    "Planner",
     "PrefetchHandle",
     "PrefetchResult",
     "Priority",
     "RemoteLoadStoreSpec",
     "Shard",
+    "SlabHandle",
     "SlotBackend",
     "StoreHandle",
     "StoreResult",
@@ -87,6 +96,7 @@ __all__ = [
     "TieredKV",
     "TieredKVError",
     "TieredKVSettings",
+    "Worker",
     "full",
     "hash_blocks",
     "window",

@@ -10,6 +10,7 @@ from tiered_kv.keys import BlockKeys, ModelIdentity, Shard
 from tiered_kv.layout import KVGroup, KVLayout
 from tiered_kv.memory.caches import PagedCaches
 from tiered_kv.motion.budget import Priority
+from tiered_kv.motion.chain import Chain
 from tiered_kv.specs import GPULoadStoreSpec
 
 
@@ -63,6 +64,16 @@ def check_pages(
     check_count(group, keys, spec)
     caches.check_ids(spec.ids)
     return caches, spec.ids.reshape(-1, group.pages_per_block)
+
+
+def check_planned(chain: Chain, keys: BlockKeys, spec: GPULoadStoreSpec) -> KVGroup:
+    """Return the KV group; raise unless blocks can be planned: with host memory to hold them, and ids for each key."""
+    if not isinstance(spec, GPULoadStoreSpec):
+        raise ConfigurationError(f"blocks of the engine are given as GPULoadStoreSpec, got {type(spec).__name__}")
+    if not chain.host.index.num_slots:
+        raise ConfigurationError("plans hold blocks in the CPU tier, and this cache has none")
+    check_count(chain.group, keys, spec)
+    return chain.group
 
 
 def check_count(group: KVGroup, keys: BlockKeys, spec: GPULoadStoreSpec) -> None:

@@ -58,8 +58,14 @@ class Parts:
 class Kind:
     """A kind of block: one KV group on one rank. There is a chain for each."""
 
+    number: int
     group: KVGroup
     naming: Naming
+
+    @property
+    def name(self) -> str:
+        """For its slab."""
+        return f"group{self.number}-{self.naming.shard}"
 
     @property
     def shape(self) -> RecordShape:
@@ -206,7 +212,7 @@ def build_chains(
     chains = []
     for number, kind in enumerate(kinds):
         group = kind.group
-        slab = HostSlab(host_slots + bounce_slots, group.stride_bytes, group.payload_bytes, name=f"blocks{number}")
+        slab = HostSlab(host_slots + bounce_slots, group.stride_bytes, group.payload_bytes, name=kind.name)
         stack.callback(slab.close)
         device.pin(slab)
         host = HostTier(

@@ -191,6 +191,17 @@ class TierResumed(Event):
 
 
 @dataclass(frozen=True)
+class WorkerEnded(Event):
+    """A worker process has ended: its part of so many jobs came to nothing."""
+
+    name: ClassVar[str] = "worker.ended"
+    level: ClassVar[Level] = "info"
+    rank: int
+    pid: int
+    jobs: int
+
+
+@dataclass(frozen=True)
 class EpochAdvanced(Event):
     """Blocks of other weights are no longer served."""
 

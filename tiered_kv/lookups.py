@@ -5,7 +5,10 @@ from itertools import pairwise
 
 import numpy as np
 
+from tiered_kv.catalog.planner import locate_from_any_thread
 from tiered_kv.motion.chain import Chain
+from tiered_kv.motion.storage import OwnedTier
+from tiered_kv.motion.tiers import Batch, MemoryTier
 from tiered_kv.results import LookupResult, TierRun
 
 
@@ -22,6 +25,14 @@ def lookup_result(chains: Sequence[Chain], found: Sequence[list[TierRun]]) -> Lo
     rates = {tier.name: tier.load_rate.bytes_per_s for tier in chains[0].storage}
     seconds = sum((run.stop - run.start) * payload_bytes / rate for run in runs if (rate := rates.get(run.tier, 0.0)))
     return LookupResult(num_blocks, tuple(runs), num_blocks * payload_bytes, seconds)
+
+
+def owned_runs(chain: Chain, batch: Batch) -> list[TierRun]:
+    """Find the longest prefix that the owned tiers can read, from any thread."""
+    storage = [tier for tier in chain.storage if isinstance(tier, OwnedTier) and not tier.health.is_bypassed]
+    owned: list[MemoryTier | OwnedTier] = [*chain.memory, *storage]
+    located = locate_from_any_thread([tier.index for tier in owned], batch.names)
+    return [TierRun(owned[run.tier].name, run.start, run.stop) for run in located.runs]
 
 
 def _weakest(names: Sequence[str], found: Sequence[list[TierRun]]) -> list[TierRun]:

@@ -5,8 +5,7 @@ moving to a transfer that the cache owns. `load` and `store` are `start_load` an
 """
 
 import asyncio
-import threading
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from types import TracebackType
@@ -15,9 +14,16 @@ from typing import Any, Self
 import numpy as np
 from anyio import move_on_after
 
-from tiered_kv.arguments import check_deadline, check_identity, check_keys, check_pages, check_priority, check_shards
+from tiered_kv.arguments import (
+    check_deadline,
+    check_identity,
+    check_pages,
+    check_priority,
+    check_shards,
+)
 from tiered_kv.assembly import Kind, build_chains, open_backends, parts_of
 from tiered_kv.backend import Backend, SlotBackend, TierSettings
+from tiered_kv.core import Core
 from tiered_kv.errors import ClosedError, ConfigurationError
 from tiered_kv.events import CacheClosed, CacheOpened, Emit, EpochAdvanced
 from tiered_kv.groups import GroupNeed, GroupsLoad, GroupsLookup, check_needs, length_in_place, longest
@@ -30,13 +36,15 @@ from tiered_kv.motion import removal
 from tiered_kv.motion.budget import Priority
 from tiered_kv.motion.chain import Chain
 from tiered_kv.motion.handles import Handle, cancel_each, each_of
+from tiered_kv.motion.hold import bring_to_host, lease_prefix
 from tiered_kv.motion.load import Load
 from tiered_kv.motion.naming import Naming
 from tiered_kv.motion.prefetch import Prefetch
 from tiered_kv.motion.storage import OwnedTier
 from tiered_kv.motion.store import Store
+from tiered_kv.motion.threads import Ticket
 from tiered_kv.motion.tiers import Batch
-from tiered_kv.motion.workers import Tasks
+from tiered_kv.planner import Planner
 from tiered_kv.results import (
     CacheStatistics,
     LoadResult,
@@ -52,6 +60,8 @@ from tiered_kv.telemetry.logs import guarded, log_event
 LoadHandle = Handle[LoadResult]
 StoreHandle = Handle[StoreResult]
 PrefetchHandle = Handle[PrefetchResult]
+LoadTicket = Ticket[LoadResult]
+StoreTicket = Ticket[StoreResult]
 
 
 class HostLease:
@@ -102,18 +112,10 @@ class TieredKV:
         """
         check_identity(model, layout)
         self._parts = parts_of(tiers)
-        self.model = model
-        self.layout = layout
-        self.shards = check_shards(shard)
-        self.limits = limits or CacheLimits()
         self._given_device = device
-        self._emit = guarded(emit)
-        self._epoch = epoch_digest(model.weights)
-        self._chains: list[Chain] = []
-        self._tasks = Tasks()
-        self._thread = 0
+        self._model = model
+        self._core = Core(model, layout, check_shards(shard), limits or CacheLimits(), guarded(emit))
         self._lifetime: AsyncExitStack | None = None
-        self._state = "not open yet: use it with 'async with'"
 
     @classmethod
     def from_settings(
@@ -138,30 +140,30 @@ class TieredKV:
             ConfigurationError: A tier can never work as it is set up, or the machine lacks the memory.
             BackendUnavailableError: A tier cannot be reached.
         """
-        if self._lifetime is not None or self._chains:
+        core = self._core
+        if self._lifetime is not None or core.chains:
             raise ClosedError("a TieredKV is opened once; make another")
         loop = asyncio.get_running_loop()
         started = loop.time()
+        kinds = [
+            Kind(number, group, Naming(fingerprint(self._model, core.layout, number), shard))
+            for number, group in enumerate(core.layout.groups)
+            for shard in core.shards
+        ]
         async with AsyncExitStack() as stack:
-            kinds = [
-                Kind(group, Naming(fingerprint(self.model, self.layout, number), shard))
-                for number, group in enumerate(self.layout.groups)
-                for shard in self.shards
-            ]
-            backends = await open_backends(stack, self._parts, kinds, self.limits, self._emit)
-            self._chains, self._device = build_chains(
-                stack, self._parts, backends, kinds, self.limits, self._given_device, self._tasks, self._emit
+            backends = await open_backends(stack, self._parts, kinds, core.limits, core.emit)
+            chains, self._device = build_chains(
+                stack, self._parts, backends, kinds, core.limits, self._given_device, core.tasks, core.emit
             )
-            self._thread = threading.get_ident()
             self._lifetime = stack.pop_all()
-        self._state = ""
+        core.opened(chains)
         recovered = {
             tier.name: tier.index.statistics().ready
-            for chain in self._chains
+            for chain in chains
             for tier in chain.storage
             if isinstance(tier, OwnedTier)
         }
-        self._emit(CacheOpened(tuple(self._chains[0].names), recovered, (loop.time() - started) * 1e3))
+        core.emit(CacheOpened(tuple(chains[0].names), recovered, (loop.time() - started) * 1e3))
         return self
 
     async def __aexit__(
@@ -174,22 +176,21 @@ class TieredKV:
 
         A cancellation is raised when everything has ended.
         """
+        self._core.close()
         if self._lifetime is None:
-            self._state = self._state or "closed"
             return
         lifetime, self._lifetime = self._lifetime, None
-        self._state = "closed"
         # A task of its own, as a shield does not hold against task.cancel().
         await Handle(asyncio.create_task(self._end(lifetime), name="close"), lambda: None)
 
     async def _end(self, lifetime: AsyncExitStack) -> None:
-        loop = asyncio.get_running_loop()
+        core, loop = self._core, asyncio.get_running_loop()
         started = loop.time()
-        abandoned = await self._tasks.aclose(self.limits.close_timeout_s)
-        with move_on_after(self.limits.close_timeout_s):
-            await removal.checkpoint(self._chains, sync=False)
+        abandoned = await core.tasks.aclose(core.limits.close_timeout_s)
+        with move_on_after(core.limits.close_timeout_s):
+            await removal.checkpoint(core.chains, sync=False)
         await lifetime.aclose()
-        self._emit(CacheClosed(abandoned, (loop.time() - started) * 1e3))
+        core.emit(CacheClosed(abandoned, (loop.time() - started) * 1e3))
 
     def register_kv_caches(self, kv_caches: KVCaches, *, group: int = 0, axes: str | None = None) -> None:
         """Bind the engine's paged tensors of one KV group. A process that only stores bytes skips this.
@@ -202,7 +203,7 @@ class TieredKV:
         Raises:
             LayoutMismatchError: They are not what the layout says.
         """
-        chain = self._only(self._of_group(group))
+        chain = self._core.of_rank(group)
         chain.caches = PagedCaches.bind(kv_caches, chain.group, axes=axes, device=self._device)
 
     # Finding and moving blocks.
@@ -212,11 +213,11 @@ class TieredKV:
 
         Exact for the tiers that this cache owns; for others an estimate, which `load` decides.
         """
-        chains, batches = self._batches(keys)
-        if len(chains) == 1:  # as a rule; a task would cost more than the answer
-            return lookup_result(chains, [await chains[0].locate(batches[0])])
-        found = await asyncio.gather(*(chain.locate(batch) for chain, batch in zip(chains, batches, strict=True)))
-        return lookup_result(chains, found)
+        parts = self._core.batches(keys)
+        chains = [chain for chain, _ in parts]
+        if len(parts) == 1:  # as a rule; a task would cost more than the answer
+            return lookup_result(chains, [await chain.locate(batch) for chain, batch in parts])
+        return lookup_result(chains, await asyncio.gather(*(chain.locate(batch) for chain, batch in parts)))
 
     async def lookup_groups(self, needs: Sequence[GroupNeed]) -> GroupsLookup:
         """Find the longest length at which every KV group has what it needs: ``[full(keys), window(others, 4096)]``.
@@ -258,10 +259,10 @@ class TieredKV:
         if len(into) != len(needs):
             raise ConfigurationError(f"{len(needs)} KV groups, but blocks for {len(into)}")
         for keys, spec in zip(wanted, into, strict=True):  # all are right before any is started
-            chain = self._only(self._of_group(keys.group))
+            chain = self._core.of_rank(keys.group)
             check_pages(chain.caches, chain.group, keys, spec)
         handles = [self.start_load(keys, spec, after=after) for keys, spec in zip(wanted, into, strict=True)]
-        task = self._tasks.spawn(each_of(handles), f"load {len(needs)} KV groups")
+        task = self._core.tasks.spawn(each_of(handles), f"load {len(needs)} KV groups")
         results = await Handle(task, partial(cancel_each, handles))
         return GroupsLoad(length_in_place(needs, wanted, results), tuple(results))
 
@@ -289,17 +290,27 @@ class TieredKV:
             ConfigurationError, LayoutMismatchError: Arguments that can not be right. Nothing has moved.
             ClosedError: The cache is not open.
         """
-        chain, batch = self._batch(keys)
+        self._core.check_open()
+        return self._prepare_load(keys, into, after, deadline_s, priority)()
+
+    def _prepare_load(
+        self, keys: BlockKeys, into: GPULoadStoreSpec, after: object, deadline_s: float | None, priority: Priority
+    ) -> Callable[[], LoadHandle]:
+        """Check a load and enqueue its wait, in any thread; return what starts it on the event loop."""
+        epoch = self._core.epoch  # before the keys are named by it: if it advances in between, the load is overtaken
+        chain, batch = self._core.batch(keys, anywhere=True)
         caches, pages = check_pages(chain.caches, chain.group, keys, into)
         check_priority(priority)
         check_deadline(deadline_s)
-        epoch = self._epoch
-        timeout_s = self.limits.load_timeout_s if deadline_s is None else deadline_s
-        deadline = asyncio.get_running_loop().time() + timeout_s
+        deadline = self._core.deadline(deadline_s)
         if after is not None:
             chain.h2d.wait(after)
-        load = Load(chain, batch, caches, pages, deadline, priority, lambda: self._epoch == epoch)
-        return load.start(self._tasks.spawn(load.run(), f"load {len(keys)} blocks"))
+
+        def start() -> LoadHandle:
+            load = Load(chain, batch, caches, pages, deadline, priority, lambda: self._core.epoch == epoch)
+            return load.start(self._core.tasks.spawn(load.run(), f"load {len(keys)} blocks"))
+
+        return start
 
     async def store(
         self, keys: BlockKeys, source: GPULoadStoreSpec, *, after: object = None, epoch: str | None = None
@@ -322,12 +333,23 @@ class TieredKV:
             ConfigurationError, LayoutMismatchError: Arguments that can not be right. Nothing has moved.
             ClosedError: The cache is not open.
         """
-        chain, batch = self._batch(keys, epoch)
+        self._core.check_open()
+        return self._prepare_store(keys, source, after, epoch)()
+
+    def _prepare_store(
+        self, keys: BlockKeys, source: GPULoadStoreSpec, after: object, epoch: str | None
+    ) -> Callable[[], StoreHandle]:
+        """Check a store and enqueue its wait, in any thread; return what starts it on the event loop."""
+        chain, batch = self._core.batch(keys, epoch, anywhere=True)
         caches, pages = check_pages(chain.caches, chain.group, keys, source)
         if after is not None:
             chain.d2h.wait(after)
-        store = Store(chain, batch, caches, pages)
-        return store.start(self._tasks.spawn(store.run(), f"store {len(keys)} blocks"))
+
+        def start() -> StoreHandle:
+            store = Store(chain, batch, caches, pages)
+            return store.start(self._core.tasks.spawn(store.run(), f"store {len(keys)} blocks"))
+
+        return start
 
     def prefetch(self, keys: BlockKeys, *, to: str = "cpu") -> PrefetchHandle:
         """Start to copy blocks up to a memory tier (its name), before anyone waits for them.
@@ -335,45 +357,43 @@ class TieredKV:
         Bounded by `CacheLimits.prefetch_quota`, and by what the tier can take beside what is leased. Await the handle
         for a `PrefetchResult`, or cancel it, or leave it alone.
         """
-        chain, batch = self._batch(keys)
+        chain, batch = self._core.batch(keys)
         target = next((tier for tier in chain.memory if tier.name == to and tier.index.num_slots), None)
         if target is None:
             known = ", ".join(tier.name for tier in chain.memory if tier.index.num_slots) or "none"
             raise ConfigurationError(f"prefetch goes to a memory tier; here: {known}; not {to!r}")
         prefetch = Prefetch(chain, batch, target)
-        return prefetch.start(self._tasks.spawn(prefetch.run(), f"prefetch {len(keys)} blocks"))
+        return prefetch.start(self._core.tasks.spawn(prefetch.run(), f"prefetch {len(keys)} blocks"))
 
     def lease(self, keys: BlockKeys) -> AbstractAsyncContextManager[HostLease]:
         """Hold a prefix in host memory: ``async with kv.lease(keys) as lease``. Inside, it cannot be evicted.
 
         Brings to the CPU tier what is below it. Needs a CPU tier; what does not fit is not held.
         """
-        chain, batch = self._batch(keys)
+        chain, batch = self._core.batch(keys)
         if not chain.host.index.num_slots:
             raise ConfigurationError("lease() holds blocks in the CPU tier, and this cache has none")
         return self._lease(chain, batch)
 
     @asynccontextmanager
     async def _lease(self, chain: Chain, batch: Batch) -> AsyncGenerator[HostLease]:
-        if not chain.host.index.ready(batch.names).all():
-            prefetch = Prefetch(chain, batch, chain.host)
-            await prefetch.start(self._tasks.spawn(prefetch.run(), f"lease {len(batch)} blocks"))
-        lease = chain.host.index.lease(batch.names)
-        n = lease.num_prefix
-        if n < len(batch):
-            shorter = chain.host.index.lease(batch.names[:n])
-            chain.release(lease)
-            lease = shorter
+        await bring_to_host([(chain, batch)])
+        (lease,) = lease_prefix([(chain, batch)])
         try:
             yield HostLease([chain.host.slab.payload(int(slot)).toreadonly() for slot in lease.slots])
         finally:
             chain.release(lease)
 
+    def planner(self) -> Planner:
+        """Return the face for an engine whose workers are other processes: plan, execute, complete."""
+        self._core.check_open()
+        return Planner(self._core)
+
     # Control.
 
     def touch(self, keys: BlockKeys) -> None:
         """Count a use of blocks in every tier that holds them: for hits in the engine's own prefix cache."""
-        for chain, batch in zip(*self._batches(keys), strict=True):
+        for chain, batch in self._core.batches(keys):
             chain.touch(batch)
 
     async def evict(self, keys: BlockKeys, *, tier: str | None = None) -> int:
@@ -382,12 +402,11 @@ class TieredKV:
         Their slots are freed when nobody reads them any more; what is being filled never becomes readable. Shared tiers
         are asked to delete. A tier that does not answer within its time is not waited for.
         """
-        chains, batches = self._batches(keys)
-        if tier is not None and tier not in chains[0].names:
-            raise ConfigurationError(f"no tier {tier!r} here; there are {', '.join(chains[0].names)}")
-        found = await asyncio.gather(
-            *(removal.evict(chain, batch, tier) for chain, batch in zip(chains, batches, strict=True))
-        )
+        parts = self._core.batches(keys)
+        names = parts[0][0].names
+        if tier is not None and tier not in names:
+            raise ConfigurationError(f"no tier {tier!r} here; there are {', '.join(names)}")
+        found = await asyncio.gather(*(removal.evict(chain, batch, tier) for chain, batch in parts))
         return int(np.count_nonzero(np.logical_or.reduce(found)))
 
     async def clear(self) -> None:
@@ -395,8 +414,8 @@ class TieredKV:
 
         A tier that does not answer within its time is not waited for: its blocks are unfindable here all the same.
         """
-        self._check_open()
-        await removal.clear(self._chains)
+        self._core.check_open()
+        await removal.clear(self._core.chains)
 
     def advance_epoch(self, weights: str) -> None:
         """Name the weights that are served from now on. O(1).
@@ -404,9 +423,9 @@ class TieredKV:
         Blocks of other weights are not found any more, but are again once their weights are named again. Stores in
         flight keep the epoch they began in; a load that is overtaken returns 0 blocks.
         """
-        self._check_open()
-        self._epoch = epoch_digest(weights)
-        self._emit(EpochAdvanced(weights))
+        self._core.check_open()
+        self._core.epoch = epoch_digest(weights)
+        self._core.emit(EpochAdvanced(weights))
 
     async def flush(self, *, sync: bool = False) -> None:
         """Wait until every store so far is in every tier or given up.
@@ -414,50 +433,14 @@ class TieredKV:
         With ``sync`` what is written then survives a loss of power, in the order of its use. That walks the owned tiers
         on the event loop, 0.3 s a million blocks: not for every request.
         """
-        self._check_open()
-        settling = {future for chain in self._chains for future in chain.settling}
+        self._core.check_open()
+        settling = {future for chain in self._core.chains for future in chain.settling}
         if settling:
             await asyncio.wait(settling)
         if sync:
-            await asyncio.wait({self._tasks.spawn(removal.checkpoint(self._chains, sync=True), "checkpoint")})
+            await asyncio.wait({self._core.tasks.spawn(removal.checkpoint(self._core.chains, sync=True), "checkpoint")})
 
     def stats(self) -> CacheStatistics:
         """Count what is where now, and what has happened since opening."""
-        self._check_open()
-        return cache_statistics(self._chains, len(self._tasks))
-
-    # Checks: every argument, before anything moves.
-
-    def _check_open(self) -> None:
-        if self._state:
-            raise ClosedError(f"this TieredKV is {self._state}")
-        if threading.get_ident() != self._thread:
-            raise ConfigurationError("a TieredKV is called from the thread of the event loop that opened it")
-
-    def _of_group(self, group: int) -> list[Chain]:
-        """Return the chains of one KV group, one per rank."""
-        self._check_open()
-        if not isinstance(group, int) or not 0 <= group < len(self.layout.groups):
-            raise ConfigurationError(f"KV group {group!r} of {len(self.layout.groups)}: the layout has no such group")
-        num_shards = len(self.shards)
-        return self._chains[group * num_shards : (group + 1) * num_shards]
-
-    def _only(self, chains: list[Chain]) -> Chain:
-        if len(chains) > 1:
-            raise ConfigurationError(f"this cache stands for {len(chains)} ranks: only each rank's own moves its bytes")
-        return chains[0]
-
-    def _batches(self, keys: BlockKeys, epoch: str | None = None) -> tuple[list[Chain], list[Batch]]:
-        """Return the chains of the keys' KV group, and what the keys are called in each."""
-        if not isinstance(keys, BlockKeys):
-            raise ConfigurationError(
-                f"keys must be BlockKeys, from hash_blocks() or BlockKeys.from_hashes(), got {type(keys).__name__}"
-            )
-        chains = self._of_group(keys.group)
-        check_keys(keys, chains[0].group)
-        digest = self._epoch if epoch is None else epoch_digest(epoch)
-        return chains, [chain.naming.batch(keys, digest) for chain in chains]
-
-    def _batch(self, keys: BlockKeys, epoch: str | None = None) -> tuple[Chain, Batch]:
-        chains, batches = self._batches(keys, epoch)
-        return self._only(chains), batches[0]
+        self._core.check_open()
+        return cache_statistics(self._core.chains, len(self._core.tasks))

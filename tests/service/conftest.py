@@ -324,7 +324,7 @@ def assert_nothing_left(kv: TieredKV) -> None:
     assert stats.store_queue_bytes == 0
     for tier in stats.tiers:
         assert not tier.num_slots or tier.free + tier.ready == tier.num_slots, tier
-    for chain in kv._chains:  # noqa: SLF001 - no statistics count these: they are 0 or there is a leak
+    for chain in kv._core.chains:  # noqa: SLF001 - no statistics count these: they are 0 or there is a leak
         assert not chain.pending
         assert not chain.settling
         assert chain.room.num_waiting == 0

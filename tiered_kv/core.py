@@ -1,0 +1,110 @@
+"""What all faces of a cache share: its chains, its tasks, the epoch served now, and whether it may be called."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+
+from tiered_kv.arguments import check_keys
+from tiered_kv.errors import ClosedError, ConfigurationError
+from tiered_kv.events import Emit
+from tiered_kv.keys import BlockKeys, ModelIdentity, Shard, epoch_digest
+from tiered_kv.layout import KVLayout
+from tiered_kv.motion.chain import Chain
+from tiered_kv.motion.tiers import Batch
+from tiered_kv.motion.workers import Tasks
+from tiered_kv.settings import CacheLimits
+
+
+class Core:
+    """The state of one cache, for the event loop's thread.
+
+    Attributes:
+        layout: What blocks are made of.
+        shards: Whose parts of them: one rank's, or all.
+        limits: Bounds.
+        emit: Takes events.
+        tasks: Everything under way.
+        chains: By KV group, then by rank; none before the cache is open.
+        epoch: Digest of the weights that are served.
+        on_close: Called when the cache begins to close.
+    """
+
+    def __init__(
+        self, model: ModelIdentity, layout: KVLayout, shards: tuple[Shard, ...], limits: CacheLimits, emit: Emit
+    ) -> None:
+        self.layout = layout
+        self.shards = shards
+        self.limits = limits
+        self.emit = emit
+        self.tasks = Tasks()
+        self.chains: list[Chain] = []
+        self.epoch = epoch_digest(model.weights)
+        self.on_close: list[Callable[[], object]] = []
+        self._thread = 0
+        self._clock: Callable[[], float] = time.monotonic  # until there is a loop
+        self._closed_because = "not open yet: use it with 'async with'"
+
+    def opened(self, chains: list[Chain]) -> None:
+        """Let calls in, from this thread and its event loop."""
+        self.chains = chains
+        self._clock = asyncio.get_running_loop().time
+        self._thread = threading.get_ident()
+        self._closed_because = ""
+
+    def close(self) -> None:
+        """Let no call in any more."""
+        self._closed_because = "closed"
+        for close in self.on_close:
+            close()
+
+    def check_open(self, *, anywhere: bool = False) -> None:
+        """Raise `ClosedError` or `ConfigurationError` unless this is the time, and the thread, for a call."""
+        if self._closed_because:
+            raise ClosedError(f"this TieredKV is {self._closed_because}")
+        if not anywhere and threading.get_ident() != self._thread:
+            raise ConfigurationError("a TieredKV is called from the thread of the event loop that opened it")
+
+    def of_group(self, group: int, *, anywhere: bool = False) -> list[Chain]:
+        """Return the chains of one KV group, one per rank."""
+        self.check_open(anywhere=anywhere)
+        if not isinstance(group, int) or not 0 <= group < len(self.layout.groups):
+            raise ConfigurationError(f"KV group {group!r} of {len(self.layout.groups)}: the layout has no such group")
+        num_shards = len(self.shards)
+        return self.chains[group * num_shards : (group + 1) * num_shards]
+
+    def of_rank(self, group: int, *, anywhere: bool = False) -> Chain:
+        """Return the chain of one KV group, of the one rank that this cache is of."""
+        chains = self.of_group(group, anywhere=anywhere)
+        if len(chains) > 1:
+            raise ConfigurationError(f"this cache stands for {len(chains)} ranks: only each rank's own moves its bytes")
+        return chains[0]
+
+    def batches(
+        self, keys: BlockKeys, epoch: str | None = None, *, anywhere: bool = False
+    ) -> list[tuple[Chain, Batch]]:
+        """Return, per rank, the chain of the keys' KV group, and what the keys are called there.
+
+        Args:
+            keys: An engine's.
+            epoch: The weights that computed the blocks; those served now by default.
+            anywhere: Whether any thread may ask.
+        """
+        if not isinstance(keys, BlockKeys):
+            raise ConfigurationError(
+                f"keys must be BlockKeys, from hash_blocks() or BlockKeys.from_hashes(), got {type(keys).__name__}"
+            )
+        chains = self.of_group(keys.group, anywhere=anywhere)
+        check_keys(keys, chains[0].group)
+        digest = self.epoch if epoch is None else epoch_digest(epoch)
+        return [(chain, chain.naming.batch(keys, digest)) for chain in chains]
+
+    def batch(self, keys: BlockKeys, epoch: str | None = None, *, anywhere: bool = False) -> tuple[Chain, Batch]:
+        """Return the same of the one rank that this cache is of."""
+        batches = self.batches(keys, epoch, anywhere=anywhere)
+        self.of_rank(keys.group, anywhere=anywhere)
+        return batches[0]
+
+    def deadline(self, deadline_s: float | None) -> float:
+        """Return when a load's time is up, on the loop's clock. From any thread."""
+        return self._clock() + (self.limits.load_timeout_s if deadline_s is None else deadline_s)

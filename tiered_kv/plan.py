@@ -1,0 +1,104 @@
+"""Plans: what one process has decided and others move. Frozen and picklable; a job id ties what belongs together.
+
+A planner makes a `Plan`, which holds leases or reservations under its job; workers execute their parts of it and answer
+with `Outcomes`; the planner completes the job with these, in whatever order they come.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tiered_kv.specs import CPULoadStoreSpec, GPULoadStoreSpec
+
+
+@dataclass(frozen=True)
+class SlabHandle:
+    """How another process of the same user attaches a slab of host memory: the path of the memory and its sizes.
+
+    Attributes:
+        pid: The process that has made it; it can be attached as long as that lives.
+        fd: Its file descriptor there.
+        num_slots: As the slab has it, like all that follows.
+        stride_bytes: From one slot to the next.
+        payload_bytes: What a slot holds.
+        pool: The slab's name, by which a `CPULoadStoreSpec` says which it means.
+        group: The KV group whose blocks it holds.
+        rank: Whose part of them.
+    """
+
+    pid: int
+    fd: int
+    num_slots: int
+    stride_bytes: int
+    payload_bytes: int
+    pool: str
+    group: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class Move:
+    """One rank's part of a plan: the engine's blocks and the host slots, ``pages_per_block`` block ids a slot.
+
+    Attributes:
+        rank: Who moves it.
+        engine: The engine's block ids.
+        host: Slots of the slab ``host.pool``.
+    """
+
+    rank: int
+    engine: GPULoadStoreSpec
+    host: CPULoadStoreSpec
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to move for one job.
+
+    Attributes:
+        job: Names it, in this planner.
+        direction: ``"load"`` from host to engine, or ``"store"``.
+        num_blocks: Of a load, the prefix that is held on the host for every rank. Of a store, the keys it was given.
+        moves: One per rank, perhaps of nothing.
+    """
+
+    job: int
+    direction: Literal["load", "store"]
+    num_blocks: int
+    moves: tuple[Move, ...]
+
+    def move_of(self, rank: int) -> Move:
+        """Return one rank's part."""
+        return next(move for move in self.moves if move.rank == rank)
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """What became of one rank's part of a job.
+
+    Attributes:
+        job: As in the plan.
+        rank: Whose part.
+        num_moved: How many of its slots were moved, from the first on; the others were not touched or are half written.
+        error: Why not all were; empty otherwise.
+    """
+
+    job: int
+    rank: int
+    num_moved: int
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """How a job ended, for all ranks.
+
+    Attributes:
+        job: As in the plan.
+        num_blocks: Of a load, the prefix that is in place on every rank. Of a store, the blocks that were new and that
+            every rank has copied out.
+        errors: What went wrong, per rank.
+    """
+
+    job: int
+    num_blocks: int
+    errors: tuple[str, ...] = ()

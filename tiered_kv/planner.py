@@ -1,0 +1,112 @@
+"""A planner: the face of a cache whose bytes are moved by other processes. Plan here, execute there, complete here.
+
+A scheduler decides and has no tensors; its workers have tensors and decide nothing (`tiered_kv.worker.Worker`). What is
+planned is held under a job until every rank's worker has answered, or has ended.
+"""
+
+import asyncio
+import os
+
+from tiered_kv.arguments import check_planned
+from tiered_kv.core import Core
+from tiered_kv.keys import BlockKeys
+from tiered_kv.motion.hold import bring_to_host, lease_prefix
+from tiered_kv.motion.jobs import Jobs, LoadPart, pages_of, reserve_parts
+from tiered_kv.plan import JobResult, Outcomes, Plan, SlabHandle
+from tiered_kv.specs import GPULoadStoreSpec
+
+
+class Planner:
+    """Made by `TieredKV.planner`; for the event loop's thread, as the cache is. Ends with the cache."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._jobs = Jobs(len(core.shards), core.emit)
+        core.on_close.append(self._jobs.close)
+
+    def slabs(self) -> tuple[SlabHandle, ...]:
+        """Return what a `Worker` in another process attaches: the host memory of every KV group and rank. Picklable."""
+        self._core.check_open()
+        num_ranks, pid = len(self._core.shards), os.getpid()
+        return tuple(
+            SlabHandle(
+                pid, slab.fd, slab.num_slots, slab.stride_bytes, slab.payload_bytes, slab.name,
+                group=number // num_ranks, rank=number % num_ranks,
+            )
+            for number, slab in enumerate(chain.host.slab for chain in self._core.chains)
+        )  # fmt: skip
+
+    def register_worker(self, pid: int | None = None, *, rank: int = 0) -> None:
+        """Say which process executes the plans of a rank: this one by default. Its end ends its part of every job.
+
+        Raises:
+            ConfigurationError: No such process or rank, or the rank has a worker that is alive, and may be writing.
+        """
+        self._core.check_open()
+        self._jobs.register(rank, os.getpid() if pid is None else pid)
+
+    async def plan_load(self, keys: BlockKeys, into: GPULoadStoreSpec) -> Plan:
+        """Bring a prefix to host memory and hold it there, for workers to copy into the engine's blocks.
+
+        Args:
+            keys: What to load, in prompt order.
+            into: ``pages_per_block`` block ids per key, the same on every rank.
+
+        Returns:
+            A picklable plan; its ``num_blocks`` is the prefix that is held for every rank.
+
+        Raises:
+            ConfigurationError, LayoutMismatchError: Arguments that can not be right, no CPU tier, or a rank without a
+                worker. Nothing has moved.
+        """
+        parts = self._core.batches(keys)
+        group = check_planned(parts[0][0], keys, into)
+        self._jobs.check_workers()
+        epoch = self._core.epoch
+        await bring_to_host(parts)
+        held = [LoadPart(chain, lease) for (chain, _), lease in zip(parts, lease_prefix(parts), strict=True)]
+        n = len(held[0].slots)
+        pages = [into[: n * group.pages_per_block]] * len(held)
+        return self._jobs.begin("load", held, pages, n, lambda: self._core.epoch == epoch)
+
+    def plan_store(self, keys: BlockKeys, source: GPULoadStoreSpec, *, epoch: str | None = None) -> Plan:
+        """Reserve host slots for workers to copy the engine's blocks to. Waits for nothing.
+
+        What is there already is left out, rank by rank. Where the CPU tier has no room for all the plan is empty.
+
+        Args:
+            keys: What to store, in prompt order.
+            source: ``pages_per_block`` block ids per key, the same on every rank.
+            epoch: The weights that computed the blocks, where they are not the current ones any more.
+
+        Raises:
+            ConfigurationError, LayoutMismatchError: As for `plan_load`.
+        """
+        parts = self._core.batches(keys, epoch)
+        group = check_planned(parts[0][0], keys, source)
+        self._jobs.check_workers()
+        held = reserve_parts(parts)
+        pages = [pages_of(source, group.pages_per_block, part) for part in held]
+        return self._jobs.begin("store", held, pages, len(keys), lambda: True)
+
+    def complete(self, outcomes: Outcomes) -> JobResult | None:
+        """Take one rank's answer, in any order; return how the job ended if it was the last, else None.
+
+        Only what every rank has copied out becomes readable; it is then written to the tiers below. Answers to jobs
+        that have ended are passed over.
+
+        Raises:
+            ConfigurationError: They are no `Outcomes` of a rank here.
+        """
+        self._core.check_open()
+        return self._jobs.complete(outcomes)
+
+    def ended(self, plan: Plan) -> Awaitable[JobResult]:
+        """Return what to await for the end of a job: every rank has answered, or its worker has ended.
+
+        Ask for it when the plan is made. Cancelling the wait does not end the job.
+
+        Raises:
+            ConfigurationError: The job has ended already.
+        """
+        return asyncio.shield(self._jobs.ended(plan))

@@ -1,0 +1,152 @@
+"""A worker's side of plans: it moves bytes between its engine's tensors and the planner's host memory, and no more.
+
+It decides nothing, opens no tier and needs no event loop: a plan says which blocks go where, and the planner holds the
+slots until the worker has answered or has ended.
+"""
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Self
+
+from tiered_kv.errors import ConfigurationError
+from tiered_kv.layout import KVCaches, KVLayout
+from tiered_kv.memory.caches import PagedCaches
+from tiered_kv.memory.copies import gather_blocks, scatter_blocks
+from tiered_kv.memory.device import Device, Stream
+from tiered_kv.memory.host import HostSlab
+from tiered_kv.memory.make import default_device, make_device
+from tiered_kv.plan import Outcomes, Plan, SlabHandle
+
+
+class Worker:
+    """One rank of an engine whose scheduler plans in another process. Any thread may call; ``with`` closes it."""
+
+    def __init__(
+        self,
+        slabs: Sequence[SlabHandle],
+        *,
+        layout: KVLayout,
+        rank: int = 0,
+        device: Device | str | None = None,
+    ) -> None:
+        """Attach the planner's host memory.
+
+        Args:
+            slabs: What `TieredKV.slabs` returns there. Those of other ranks are passed over.
+            layout: As the planner has it.
+            rank: Of this worker.
+            device: Where the engine's tensors are; the GPU if torch has one, else the CPU.
+
+        Raises:
+            ConfigurationError: The planner is gone, is another user's, or has slabs of another layout.
+        """
+        self.rank = rank
+        self._layout = layout
+        self._caches: dict[int, PagedCaches] = {}
+        self._slabs: dict[str, HostSlab] = {}
+        self._streams: dict[str, Stream] = {}
+        self._device = device if isinstance(device, Device) else make_device(device or default_device())
+        self._owns_device = self._device is not device
+        ours = [handle for handle in slabs if handle.rank == rank]
+        if len(ours) != len(layout.groups):
+            ranks = sorted({handle.rank for handle in slabs})
+            raise ConfigurationError(
+                f"rank {rank} needs host memory for {len(layout.groups)} KV groups, the planner has {len(ours)} slabs "
+                f"for it, and ranks {ranks}"
+            )
+        try:
+            for handle in ours:
+                self._slabs[handle.pool] = _attach(handle)
+        except BaseException:
+            self.close()
+            raise
+        for slab in self._slabs.values():
+            self._device.pin(slab)
+        self._streams = {"load": self._device.stream("h2d"), "store": self._device.stream("d2h")}
+
+    def register_kv_caches(self, kv_caches: KVCaches, *, group: int = 0, axes: str | None = None) -> None:
+        """Bind this rank's paged tensors of one KV group, as for `TieredKV.register_kv_caches`.
+
+        Raises:
+            LayoutMismatchError: They are not what the layout says.
+        """
+        if not 0 <= group < len(self._layout.groups):
+            raise ConfigurationError(f"KV group {group!r} of {len(self._layout.groups)}: the layout has no such group")
+        self._caches[group] = PagedCaches.bind(kv_caches, self._layout.groups[group], axes=axes, device=self._device)
+
+    def execute(self, plan: Plan, *, after: object = None) -> Outcomes:
+        """Move this rank's part of a plan, and wait until nothing touches the engine's blocks any more."""
+        return self.start(plan, after=after).result()
+
+    def start(self, plan: Plan, *, after: object = None) -> "Future[Outcomes]":
+        """Start to move this rank's part of a plan; the future never raises for the copy.
+
+        Args:
+            plan: Of the planner whose slabs these are. Until the future is done its blocks belong to the transfer.
+            after: An event behind the blocks' last use, or their computation; the wait is enqueued before this returns.
+
+        Raises:
+            ConfigurationError: Blocks or slots that this rank does not have, or no tensors. Nothing has moved.
+        """
+        move = plan.move_of(self.rank)
+        ended: Future[Outcomes] = Future()
+        if not len(move.host):
+            ended.set_result(Outcomes(plan.job, self.rank, 0))
+            return ended
+        caches, slab = self._caches.get(move.engine.group), self._slabs.get(move.host.pool)
+        if caches is None:
+            raise ConfigurationError("register_kv_caches() comes before a plan is executed: there are no tensors yet")
+        if slab is None:
+            raise ConfigurationError(f"{move.host.pool!r} is none of the slabs attached: {', '.join(self._slabs)}")
+        caches.check_ids(move.engine.ids)
+
+        def copy() -> None:
+            if plan.direction == "load":
+                scatter_blocks(slab.rows, move.host.ids, caches, move.engine.ids)
+            else:
+                gather_blocks(caches, move.engine.ids, slab.rows, move.host.ids)
+
+        def done(error: BaseException | None) -> None:
+            moved = 0 if error else len(move.host)
+            ended.set_result(Outcomes(plan.job, self.rank, moved, f"{type(error).__name__}: {error}" if error else ""))
+
+        stream = self._streams[plan.direction]
+        if after is not None:
+            stream.wait(after)
+        stream.submit(copy, done)
+        return ended
+
+    def close(self) -> None:
+        """End: what has been started ends first. Idempotent."""
+        if self._owns_device:
+            self._device.close()
+        else:
+            for stream in self._streams.values():
+                stream.close()
+                stream.join()
+        for slab in self._slabs.values():
+            slab.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _attach(handle: SlabHandle) -> HostSlab:
+    try:
+        fd = os.open(f"/proc/{handle.pid}/fd/{handle.fd}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise ConfigurationError(
+            f"the host memory of process {handle.pid} cannot be attached ({error.strerror}): it must be alive, of the "
+            "same user and in the same PID namespace"
+        ) from error
+    try:
+        return HostSlab.attach(fd, handle.num_slots, handle.stride_bytes, handle.payload_bytes, name=handle.pool)
+    finally:
+        os.close(fd)
