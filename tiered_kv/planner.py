@@ -6,6 +6,7 @@ planned is held under a job until every rank's worker has answered, or has ended
 
 import asyncio
 import os
+from collections.abc import Awaitable
 
 from tiered_kv.arguments import check_planned
 from tiered_kv.core import Core

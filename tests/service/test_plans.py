@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.service.any_layout import SMALL, STRIDE, AnyEngine, cpu, nvme, open_any, prompt
-from tests.service.conftest import Recorder, until, until_idle
+from tests.service.conftest import Recorder, until_idle
 from tiered_kv import ConfigurationError, LayoutMismatchError, Outcomes, Plan, Planner, Shard, TieredKV, Worker
 from tiered_kv.events import WorkerEnded
 from tiered_kv.plan import SlabHandle
@@ -227,8 +227,7 @@ class Process:
 
     async def answer(self) -> object:
         """Wait for what it says."""
-        await until(self.pipe.poll)
-        said: object = self.pipe.recv()
+        said: object = await asyncio.to_thread(self.pipe.recv)
         return said
 
     def kill(self) -> None:
