@@ -28,7 +28,7 @@ from tiered_kv.results import (
     TierStatistics,
     TierStore,
 )
-from tiered_kv.service import HostLease, LoadHandle, PrefetchHandle, StoreHandle, TieredKV
+from tiered_kv.service import HostLease, LoadHandle, LoadTicket, PrefetchHandle, StoreHandle, StoreTicket, TieredKV
 from tiered_kv.settings import CacheLimits, CPUTier, GPUTier, TieredKVSettings
 from tiered_kv.specs import (
     CPULoadStoreSpec,
@@ -70,6 +70,7 @@ __all__ = [
     "LoadHandle",
     "LoadResult",
     "LoadStoreSpec",
+    "LoadTicket",
     "LookupResult",
     "ModelIdentity",
     "Move",
@@ -88,6 +89,7 @@ __all__ = [
     "SlotBackend",
     "StoreHandle",
     "StoreResult",
+    "StoreTicket",
     "TierFault",
     "TierRun",
     "TierSettings",

@@ -29,7 +29,7 @@ from tiered_kv.events import CacheClosed, CacheOpened, Emit, EpochAdvanced
 from tiered_kv.groups import GroupNeed, GroupsLoad, GroupsLookup, check_needs, length_in_place, longest
 from tiered_kv.keys import BlockKeys, ModelIdentity, Shard, epoch_digest
 from tiered_kv.layout import KVCaches, KVLayout, fingerprint
-from tiered_kv.lookups import lookup_result
+from tiered_kv.lookups import lookup_result, owned_runs
 from tiered_kv.memory.caches import PagedCaches
 from tiered_kv.memory.device import Device
 from tiered_kv.motion import removal
@@ -42,7 +42,7 @@ from tiered_kv.motion.naming import Naming
 from tiered_kv.motion.prefetch import Prefetch
 from tiered_kv.motion.storage import OwnedTier
 from tiered_kv.motion.store import Store
-from tiered_kv.motion.threads import Ticket
+from tiered_kv.motion.threads import Submissions, Ticket, load_failed, store_failed
 from tiered_kv.motion.tiers import Batch
 from tiered_kv.planner import Planner
 from tiered_kv.results import (
@@ -115,6 +115,8 @@ class TieredKV:
         self._given_device = device
         self._model = model
         self._core = Core(model, layout, check_shards(shard), limits or CacheLimits(), guarded(emit))
+        self._submissions = Submissions()
+        self._core.on_close.append(self._submissions.close)
         self._lifetime: AsyncExitStack | None = None
 
     @classmethod
@@ -157,6 +159,7 @@ class TieredKV:
             )
             self._lifetime = stack.pop_all()
         core.opened(chains)
+        self._submissions.open(backends.wakeups)
         recovered = {
             tier.name: tier.index.statistics().ready
             for chain in chains
@@ -388,6 +391,44 @@ class TieredKV:
         """Return the face for an engine whose workers are other processes: plan, execute, complete."""
         self._core.check_open()
         return Planner(self._core)
+
+    # From any thread, for engines with a synchronous loop.
+
+    def submit_load(
+        self,
+        keys: BlockKeys,
+        into: GPULoadStoreSpec,
+        *,
+        after: object = None,
+        deadline_s: float | None = None,
+        priority: Priority = Priority.LOAD,
+    ) -> LoadTicket:
+        """`start_load` from any thread, which waits for nothing. Its time counts from now.
+
+        Whatever is wrong raises here, as there. How it ends is for `poll` to say, or `Ticket.wait`.
+        """
+        start = self._prepare_load(keys, into, after, deadline_s, priority)
+        return self._submissions.submit(start, partial(load_failed, len(keys)))
+
+    def submit_store(
+        self, keys: BlockKeys, source: GPULoadStoreSpec, *, after: object = None, epoch: str | None = None
+    ) -> StoreTicket:
+        """`start_store` from any thread, which waits for nothing; see `submit_load`."""
+        start = self._prepare_store(keys, source, after, epoch)
+        return self._submissions.submit(start, partial(store_failed, len(keys)))
+
+    def poll(self, timeout_s: float = 0.0) -> list[tuple[LoadTicket, LoadResult] | tuple[StoreTicket, StoreResult]]:
+        """Return what was submitted and has ended since the last `poll`, with its result. Any thread may call.
+
+        Waits for the first of them, at most ``timeout_s``, and only while anything is under way. Results are kept until
+        they are polled or waited for, after closing too; each is given to one caller only.
+        """
+        return self._submissions.poll(timeout_s)
+
+    def lookup_nowait(self, keys: BlockKeys) -> LookupResult:
+        """`lookup` over the tiers that this cache owns alone (memory and NVMe), at once and from any thread."""
+        parts = self._core.batches(keys, anywhere=True)
+        return lookup_result([chain for chain, _ in parts], [owned_runs(chain, batch) for chain, batch in parts])
 
     # Control.
 

@@ -33,6 +33,10 @@ class Handle(Generic[T]):
         """Whether it has ended: the caller's memory is the caller's alone."""
         return self._task.done()
 
+    def when_done(self, callback: "Callable[[asyncio.Task[T]], object]") -> None:
+        """Call ``callback`` on the loop, with the task, once it has ended."""
+        self._task.add_done_callback(callback)
+
     def cancel(self) -> None:
         """Stop as soon as possible: what is not submitted is dropped. Await the handle to learn when it has stopped."""
         if not self._task.done():
