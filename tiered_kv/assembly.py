@@ -18,6 +18,7 @@ from tiered_kv.events import Emit, PinningDoubted, TierFailed, TierResumed
 from tiered_kv.layout import KVGroup
 from tiered_kv.memory.device import Device
 from tiered_kv.memory.host import HostSlab
+from tiered_kv.memory.lanes import Lanes
 from tiered_kv.memory.make import make_device
 from tiered_kv.motion.budget import Budget
 from tiered_kv.motion.chain import Backlog, Chain, Limits
@@ -202,7 +203,7 @@ def build_chains(
         store_queue=Backlog(cache_limits.store_queue),
         prefetches=Budget(cache_limits.prefetch_quota),
     )
-    h2d, d2h = device.stream("h2d"), device.stream("d2h")
+    h2d, d2h = Lanes(device, "h2d"), Lanes(device, "d2h")
     stack.callback(h2d.close)
     stack.callback(d2h.close)
     # Enough that every thread of a backend is busy while the next window waits, but a tier that hangs leaves half of

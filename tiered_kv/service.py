@@ -37,11 +37,12 @@ from tiered_kv.motion.budget import Priority
 from tiered_kv.motion.chain import Chain
 from tiered_kv.motion.handles import Handle, cancel_each, each_of
 from tiered_kv.motion.hold import bring_to_host, lease_prefix
-from tiered_kv.motion.load import Load
+from tiered_kv.motion.layerwise import LayerLoad, LayerStore
+from tiered_kv.motion.load import Load, LoadHandle
 from tiered_kv.motion.naming import Naming
 from tiered_kv.motion.prefetch import Prefetch
 from tiered_kv.motion.storage import OwnedTier
-from tiered_kv.motion.store import Store
+from tiered_kv.motion.store import Store, StoreHandle
 from tiered_kv.motion.threads import Submissions, Ticket, load_failed, store_failed
 from tiered_kv.motion.tiers import Batch
 from tiered_kv.planner import Planner
@@ -57,8 +58,6 @@ from tiered_kv.specs import GPULoadStoreSpec
 from tiered_kv.statistics import cache_statistics
 from tiered_kv.telemetry.logs import guarded, log_event
 
-LoadHandle = Handle[LoadResult]
-StoreHandle = Handle[StoreResult]
 PrefetchHandle = Handle[PrefetchResult]
 LoadTicket = Ticket[LoadResult]
 StoreTicket = Ticket[StoreResult]
@@ -277,6 +276,7 @@ class TieredKV:
         after: object = None,
         deadline_s: float | None = None,
         priority: Priority = Priority.LOAD,
+        layerwise: bool = False,
     ) -> LoadHandle:
         """Start to fill the engine's blocks. Await the handle for the `LoadResult`.
 
@@ -288,16 +288,26 @@ class TieredKV:
                 returns. A GPU event, or on a CPU anything with ``synchronize()`` or ``wait()``.
             deadline_s: How long it may take; `CacheLimits.load_timeout_s` by default.
             priority: `Priority.LOAD`, or a lower one.
+            layerwise: Copy layer by layer, so that attention of the first can start while the others are on their way:
+                see `LoadHandle.wait_layer`. All blocks are brought to memory first; those that do not fit there at once
+                are not loaded.
 
         Raises:
             ConfigurationError, LayoutMismatchError: Arguments that can not be right. Nothing has moved.
             ClosedError: The cache is not open.
         """
         self._core.check_open()
-        return self._prepare_load(keys, into, after, deadline_s, priority)()
+        return self._prepare_load(keys, into, after, deadline_s, priority, layerwise=layerwise)()
 
     def _prepare_load(
-        self, keys: BlockKeys, into: GPULoadStoreSpec, after: object, deadline_s: float | None, priority: Priority
+        self,
+        keys: BlockKeys,
+        into: GPULoadStoreSpec,
+        after: object,
+        deadline_s: float | None,
+        priority: Priority,
+        *,
+        layerwise: bool = False,
     ) -> Callable[[], LoadHandle]:
         """Check a load and enqueue its wait, in any thread; return what starts it on the event loop."""
         epoch = self._core.epoch  # before the keys are named by it: if it advances in between, the load is overtaken
@@ -306,12 +316,12 @@ class TieredKV:
         check_priority(priority)
         check_deadline(deadline_s)
         deadline = self._core.deadline(deadline_s)
-        if after is not None:
-            chain.h2d.wait(after)
+        lane = chain.h2d.take(after)
 
         def start() -> LoadHandle:
-            load = Load(chain, batch, caches, pages, deadline, priority, lambda: self._core.epoch == epoch)
-            return load.start(self._core.tasks.spawn(load.run(), f"load {len(keys)} blocks"))
+            kind = LayerLoad if layerwise else Load
+            load = kind(chain, batch, caches, pages, lane, deadline, priority, lambda: self._core.epoch == epoch)
+            return load.start_load(self._core.tasks.spawn(load.run(), f"load {len(keys)} blocks"))
 
         return start
 
@@ -322,7 +332,13 @@ class TieredKV:
         return await self.start_store(keys, source, after=after, epoch=epoch)
 
     def start_store(
-        self, keys: BlockKeys, source: GPULoadStoreSpec, *, after: object = None, epoch: str | None = None
+        self,
+        keys: BlockKeys,
+        source: GPULoadStoreSpec,
+        *,
+        after: object = None,
+        epoch: str | None = None,
+        layerwise: bool = False,
     ) -> StoreHandle:
         """Start to copy blocks out of the engine. Await the handle for the `StoreResult`.
 
@@ -331,26 +347,28 @@ class TieredKV:
             source: ``pages_per_block`` block ids per key. They must not change until the handle has ended.
             after: An event that the blocks' computation is behind: nothing is read before it.
             epoch: The weights that computed the blocks, where they are not the current ones any more.
+            layerwise: Copy each layer when `StoreHandle.store_layer` says that it is computed. Slots are reserved now,
+                without waiting for any; a store of which some layer is still missing at its deadline, after
+                `CacheLimits.store_timeout_s`, is dropped.
 
         Raises:
             ConfigurationError, LayoutMismatchError: Arguments that can not be right. Nothing has moved.
             ClosedError: The cache is not open.
         """
         self._core.check_open()
-        return self._prepare_store(keys, source, after, epoch)()
+        return self._prepare_store(keys, source, after, epoch, layerwise=layerwise)()
 
     def _prepare_store(
-        self, keys: BlockKeys, source: GPULoadStoreSpec, after: object, epoch: str | None
+        self, keys: BlockKeys, source: GPULoadStoreSpec, after: object, epoch: str | None, *, layerwise: bool = False
     ) -> Callable[[], StoreHandle]:
         """Check a store and enqueue its wait, in any thread; return what starts it on the event loop."""
         chain, batch = self._core.batch(keys, epoch, anywhere=True)
         caches, pages = check_pages(chain.caches, chain.group, keys, source)
-        if after is not None:
-            chain.d2h.wait(after)
+        lane = chain.d2h.take_own(after) if layerwise else chain.d2h.take(after)
 
         def start() -> StoreHandle:
-            store = Store(chain, batch, caches, pages)
-            return store.start(self._core.tasks.spawn(store.run(), f"store {len(keys)} blocks"))
+            store = (LayerStore if layerwise else Store)(chain, batch, caches, pages, lane)
+            return store.start_store(self._core.tasks.spawn(store.run(), f"store {len(keys)} blocks"))
 
         return start
 

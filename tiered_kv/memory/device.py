@@ -250,6 +250,20 @@ def report(done: Done, error: BaseException | None) -> None:
         log.exception("copy.callback_failed")
 
 
+def wait_in(stream: object, event: After) -> None:
+    """Have a stream of the caller's, one of torch's or of ours, wait for an event that `Stream.submit` returned.
+
+    Raises:
+        ConfigurationError: It is no stream, or one that cannot wait for this device's events.
+    """
+    if isinstance(stream, Stream):
+        stream.wait(event)
+    elif isinstance(event, torch.Event | torch.cuda.Event) and isinstance(stream, torch.Stream | torch.cuda.Stream):
+        event.wait(stream)
+    else:
+        raise ConfigurationError(f"{type(stream).__name__} is no stream that can wait for a copy on this device")
+
+
 def has_happened(after: After) -> bool:
     """Say whether ``after`` has happened, as far as it can tell: False may mean that it cannot."""
     for name in ("query", "is_set"):

@@ -15,7 +15,7 @@ _NUM_SIDES: Final = 4
 
 
 class Lanes:
-    """The streams of one direction. Used on one thread, the event loop's.
+    """The streams of one direction. Any thread may call.
 
     Attributes:
         main: For what waits for no event.
@@ -26,9 +26,10 @@ class Lanes:
         self.main = device.stream(name)
         self._name = name
         self._sides: list[_Side] = []
+        self._lock = threading.Lock()
 
-    def take(self, after: After | None) -> "Lane":
-        """Return a lane whose copies run behind ``after``. The caller releases it.
+    def take(self, after: After | None = None) -> "Lane":
+        """Return a lane whose copies run behind ``after``, if there is one. The caller releases it then.
 
         While more transfers wait at once than there are streams, some share one: then a late event delays others too.
 
@@ -38,15 +39,17 @@ class Lanes:
         if after is None:
             return Lane(self.main, None)
         self.device.check(after)
-        if has_happened(after):
-            return Lane(self.main, None)
-        lane = self._side()
-        lane.wait(after)
-        return lane
+        return Lane(self.main, None) if has_happened(after) else self.take_own(after)
 
-    def take_own(self) -> "Lane":
-        """Return a lane for a transfer whose events come later, by `Lane.wait`. The caller releases it."""
-        return self._side()
+    def take_own(self, after: After | None = None) -> "Lane":
+        """Return a lane for a transfer with more events to come, by `Lane.wait`. The caller releases it."""
+        if after is not None:
+            self.device.check(after)
+        with self._lock:  # whoever takes a side is the last to have waited in it until the next one takes it
+            lane = self._side()
+            if after is not None:
+                lane.wait(after)
+        return lane
 
     def close(self) -> None:
         """Take no more; what is queued is still done. Does not wait: `Device.close`."""

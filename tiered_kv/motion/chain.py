@@ -21,7 +21,7 @@ from tiered_kv.errors import CapacityError
 from tiered_kv.events import Emit
 from tiered_kv.layout import KVGroup
 from tiered_kv.memory.caches import PagedCaches
-from tiered_kv.memory.device import Stream
+from tiered_kv.memory.lanes import Lane, Lanes
 from tiered_kv.motion.budget import Budget, Priority, Room, Ticket
 from tiered_kv.motion.handles import Copy
 from tiered_kv.motion.naming import Naming
@@ -129,8 +129,8 @@ class Chain:
     gpu: MemoryTier | None
     host: HostTier
     storage: Sequence[StorageTier]
-    h2d: Stream
-    d2h: Stream
+    h2d: Lanes
+    d2h: Lanes
     wakeups: Wakeups
     tasks: Tasks
     emit: Emit
@@ -321,10 +321,10 @@ class Chain:
 
     # Copies.
 
-    def copy(self, stream: Stream, work: Callable[[], None]) -> Copy:
-        """Put a copy on a stream, behind what is there."""
+    def copy(self, lane: Lane, work: Callable[[], None]) -> Copy:
+        """Submit a copy, behind what was submitted to the lane before."""
         copy = Copy(work)
-        stream.submit(copy, lambda error: self.wakeups.call(copy.resolve, error))
+        copy.event = lane.submit(copy, lambda error: self.wakeups.call(copy.resolve, error))
         return copy
 
     def faults_of(self, fill: Fill) -> list[TierFault]:

@@ -13,6 +13,9 @@ from typing import Any, Final, Generic, TypeVar
 
 from anyio import CancelScope
 
+from tiered_kv.memory.device import After
+from tiered_kv.memory.lanes import Lane
+
 T = TypeVar("T")
 _LAST_COPIES_S: Final = 0.1
 """Copies take milliseconds, unless they wait for an event."""
@@ -76,10 +79,12 @@ class Copy:
 
     Attributes:
         ended: Resolves once the copy touches no memory any more, with what it raised. Never cancel it.
+        event: For streams that are to wait for the copy, from its submission on; None on a device that has failed.
     """
 
     def __init__(self, work: Callable[[], None]) -> None:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.event: After = None
         self._work: Callable[[], None] | None = work
         self._lock = Lock()
 
@@ -90,6 +95,11 @@ class Copy:
         if work is None:
             raise RevokedError
         work()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a revocation would be too late, or was not."""
+        return self._work is None
 
     def revoke(self) -> None:
         """Let it not begin, if it has not; called on the loop."""
@@ -116,9 +126,11 @@ class Revocable:
         self._copies: set[Copy] = set()
         self._task: asyncio.Task[Any] | None = None
 
-    def start(self, task: "asyncio.Task[T]") -> "Handle[T]":
-        """Give the task that runs this transfer, for a handle."""
+    def start(self, task: "asyncio.Task[T]", lane: Lane | None = None) -> "Handle[T]":
+        """Give the task that runs this transfer, for a handle; ``lane`` is released when it has ended."""
         self._task = task
+        if lane is not None:
+            task.add_done_callback(lambda _: lane.release())
         return Handle(task, self.revoke)
 
     def revoke(self) -> None:

@@ -82,7 +82,7 @@ class Prefetch(Revocable):
             if len(slots):
                 errors: list[BaseException | None] = []
                 work = partial(copy_rows, chain.host.rows, sources, gpu.rows, slots)
-                self.watch(chain.copy(chain.h2d, work), errors.append)
+                self.watch(chain.copy(chain.h2d.take(), work), errors.append)
                 await self.drain_copies()
                 if errors[0] is not None:
                     return 0

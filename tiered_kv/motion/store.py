@@ -6,26 +6,75 @@ lower tier has written it or given it up. A full queue drops what would go below
 
 import asyncio
 from collections import Counter
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.catalog.rights import Reservation
+from tiered_kv.errors import ConfigurationError
 from tiered_kv.events import BlocksSettled, BlocksStored
 from tiered_kv.memory.caches import PagedCaches
 from tiered_kv.memory.copies import gather_blocks
+from tiered_kv.memory.lanes import Lane
 from tiered_kv.motion.budget import Priority, Ticket
 from tiered_kv.motion.chain import RESIDENT_WINDOWS, Chain, Fill
-from tiered_kv.motion.handles import Revocable, RevokedError
+from tiered_kv.motion.handles import Handle, Revocable, RevokedError
 from tiered_kv.motion.tiers import Batch, MemoryTier
 from tiered_kv.motion.writedown import Tally, WriteDown
 from tiered_kv.results import StoreResult, TierStore
 
 
+class StoreHandle(Handle[StoreResult]):
+    """A store under way. Await it for its result: the source may be reused."""
+
+    def __init__(self, task: "asyncio.Task[StoreResult]", store: "Store") -> None:
+        super().__init__(task, store.revoke)
+        self._store = store
+
+    def store_layer(self, layer: int, *, after: object = None) -> None:
+        """Start to copy one layer of all blocks out, of a store started with ``layerwise=True``; each layer once.
+
+        Does nothing once the store has ended. The blocks are kept when the last layer has been copied.
+
+        Args:
+            layer: Its position in the KV group.
+            after: An event that the layer's computation is behind. The wait is enqueued before this returns.
+
+        Raises:
+            ConfigurationError: The store is not layer-wise, there is no such layer, or it was given before.
+        """
+        self._store.store_layer(layer, after)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The new blocks of one window, with the slots they go to.
+
+    Attributes:
+        batch: The new blocks.
+        pages: ``(len(batch) * pages_per_block,)``, where they are in the engine.
+        fresh: Which blocks of the reservation they are.
+        fill: By which loads join, if the slots are on the host.
+    """
+
+    tier: MemoryTier
+    reservation: Reservation
+    batch: Batch
+    pages: NDArray[np.int64]
+    fresh: NDArray[np.bool_]
+    fill: Fill | None
+
+    def gather(self, caches: PagedCaches, layers: slice | None = None) -> None:
+        """Copy them out of the engine; in a stream's turn."""
+        gather_blocks(caches, self.pages, self.tier.rows, self.reservation.slots[self.fresh], layers=layers)
+
+
 class Store(Revocable):
     """One store of one KV group."""
 
-    def __init__(self, chain: Chain, batch: Batch, caches: PagedCaches, pages: NDArray[np.int64]) -> None:
+    def __init__(self, chain: Chain, batch: Batch, caches: PagedCaches, pages: NDArray[np.int64], lane: Lane) -> None:
         """Prepare a store; nothing moves before `run`.
 
         Args:
@@ -33,12 +82,14 @@ class Store(Revocable):
             batch: What to store, in the namespace of the weights that computed it.
             caches: The engine's tensors.
             pages: ``(n, pages_per_block)`` page ids, in key order.
+            lane: Behind the pages' computation; released when the store has let go of them.
         """
         super().__init__()
         self._chain = chain
         self._batch = batch
         self._caches = caches
         self._pages = pages
+        self._lane = lane
         self._goes_down = bool(chain.storage) or chain.gpu is not None
         self._keeps = any(tier.index.num_slots for tier in chain.memory)
         self._tally = Tally(chain)
@@ -57,6 +108,8 @@ class Store(Revocable):
         started, done = loop.time(), 0
         deadline = started + self._chain.limits.store_timeout_s
         try:
+            if self._is_unusable():
+                done = len(self._batch)
             while done < len(self._batch):
                 stop = done + self._window()
                 part, pages = self._batch[done:stop], self._pages[done:stop]
@@ -66,11 +119,12 @@ class Store(Revocable):
                         known = await self._known_below(part)
                         self._count_present(int(np.count_nonzero(known)))
                         part, pages = part[~known], pages[~known]
-                    placed = await self._place(part)
-                if placed is None:
+                    placing = await self._place(part)
+                if placing is None:
                     self._drop(len(self._batch) - done, "no room")
                     break
-                self._copy_out(*placed, part, pages)
+                if (placed := self._begin(*placing, part, pages)) is not None:
+                    self._copy_out(placed)
                 done = min(stop, len(self._batch))
         except TimeoutError:
             self._drop(len(self._batch) - done, "deadline")
@@ -80,6 +134,18 @@ class Store(Revocable):
         finally:
             await self.drain_copies(deadline)
             self._close_one()
+        return self._result(loop.time() - started)
+
+    def start_store(self, task: "asyncio.Task[StoreResult]") -> StoreHandle:
+        """Give the task that runs this store, for a handle."""
+        self.start(task, self._lane)
+        return StoreHandle(task, self)
+
+    def store_layer(self, layer: int, after: object) -> None:
+        """See `StoreHandle.store_layer`."""
+        raise ConfigurationError("store_layer() is for start_store(..., layerwise=True)")
+
+    def _result(self, seconds: float) -> StoreResult:
         result = StoreResult(
             len(self._batch),
             self._num_stored,
@@ -94,7 +160,7 @@ class Store(Revocable):
                 result.num_present,
                 result.num_dropped,
                 result.drop_reasons,
-                (loop.time() - started) * 1e3,
+                seconds * 1e3,
             )
         )
         return result
@@ -109,6 +175,14 @@ class Store(Revocable):
 
     async def _place(self, part: Batch) -> tuple[MemoryTier, Reservation] | None:
         """Reserve slots in the fastest tier that has room; wait for transient ones only if something is below them."""
+        if (placing := self._place_now(part)) is not None:
+            return placing
+        if not self._chain.storage:
+            return None
+        return self._chain.host, await self._chain.reserve_host(part, Ticket(Priority.STORE), keep=False)
+
+    def _place_now(self, part: Batch) -> tuple[MemoryTier, Reservation] | None:
+        """Reserve slots that stay, in the fastest tier that has room."""
         chain = self._chain
         for tier in chain.memory:
             slots, _ = tier.index.find(part.names)
@@ -116,9 +190,7 @@ class Store(Revocable):
             if not is_short and (reservation := chain.reserve(tier, part)) is not None:
                 self._may_keep[tier.name] -= int(np.count_nonzero(reservation.slots >= 0))
                 return tier, reservation
-        if not chain.storage:
-            return None
-        return chain.host, await chain.reserve_host(part, Ticket(Priority.STORE), keep=False)
+        return None
 
     async def _known_below(self, part: Batch) -> NDArray[np.bool_]:
         """Which blocks every storage tier has already: asked only where no tier above them keeps any."""
@@ -131,38 +203,41 @@ class Store(Revocable):
         self._num_present += n
         self._tally.add_all(present=n)
 
-    def _copy_out(self, tier: MemoryTier, reservation: Reservation, part: Batch, pages: NDArray[np.int64]) -> None:
-        """Put the copy of a window's new blocks on the stream."""
-        chain = self._chain
+    def _is_unusable(self) -> bool:
+        """Drop all of it if the device has failed."""
+        is_unusable = self._chain.d2h.device.error is not None
+        if is_unusable:
+            self._drop(len(self._batch), "device unusable")
+        return is_unusable
+
+    def _begin(
+        self, tier: MemoryTier, reservation: Reservation, part: Batch, pages: NDArray[np.int64]
+    ) -> "Placed | None":
+        """Announce what of a window is new; None if nothing is."""
         fresh = reservation.slots >= 0
         n = int(np.count_nonzero(fresh))
         self._count_present(len(part) - n)
         if not n:
             reservation.close()
-            return
-        slots, chosen = reservation.slots[fresh], pages[fresh].ravel()
-        batch, fill = part[fresh], None
-        if tier is chain.host:
+            return None
+        fill = None
+        if tier is self._chain.host:
             fill = Fill(len(reservation.slots), Ticket(Priority.STORE))
-            chain.announce(fill, reservation)
+            self._chain.announce(fill, reservation)
         self._num_open += 1
-        caches = self._caches
-        copy = chain.copy(chain.d2h, lambda: gather_blocks(caches, chosen, tier.rows, slots))
-        self.watch(copy, lambda error: self._copied_out(error, tier, reservation, batch, fresh, fill))
+        return Placed(tier, reservation, part[fresh], pages[fresh].ravel(), fresh, fill)
 
-    def _copied_out(
-        self,
-        error: BaseException | None,
-        tier: MemoryTier,
-        reservation: Reservation,
-        batch: Batch,
-        fresh: NDArray[np.bool_],
-        fill: Fill | None,
-    ) -> None:
-        chain, n = self._chain, len(batch)
+    def _copy_out(self, placed: "Placed") -> None:
+        """Put the copy of a window's new blocks on the stream."""
+        copy = self._chain.copy(self._lane, partial(placed.gather, self._caches))
+        self.watch(copy, lambda error: self._copied_out(error, placed))
+
+    def _copied_out(self, error: BaseException | None, placed: "Placed") -> None:
+        chain, n = self._chain, len(placed.batch)
+        tier, reservation, batch, fresh = placed.tier, placed.reservation, placed.batch, placed.fresh
         lease = reservation.commit(fresh) if error is None else None
-        if fill is not None:
-            chain.conclude(fill, reservation)
+        if placed.fill is not None:
+            chain.conclude(placed.fill, reservation)
         else:
             reservation.close()
         if lease is None:

@@ -123,7 +123,7 @@ class WriteDown:
         try:
             if fresh.any():
                 source, target = self._slots[fresh], reservation.slots[fresh]
-                copy = chain.copy(chain.d2h, lambda: copy_rows(gpu.rows, source, host.rows, target))
+                copy = chain.copy(chain.d2h.take(), lambda: copy_rows(gpu.rows, source, host.rows, target))
                 if await _ended(copy) is None:
                     # What was evicted from the pool meanwhile was evicted by name: it goes no further.
                     slots, _ = gpu.index.find(self._batch.names)
