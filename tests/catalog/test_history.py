@@ -1,0 +1,46 @@
+"""What the history of fates remembers, and for how long."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiered_kv.catalog import Fate, History
+from tiered_kv.keys import Names
+
+
+def names_of(batch: list[int]) -> Names:
+    """Return names that differ in their first words."""
+    names = np.zeros((len(batch), 4), dtype=np.uint64)
+    names[:, 0] = batch
+    return names
+
+
+@given(
+    notes=st.lists(st.tuples(st.lists(st.integers(0, 20), max_size=12), st.integers(1, 255)), max_size=40),
+    capacity=st.integers(0, 10),
+)
+def test_the_latest_fates_are_remembered(notes: list[tuple[list[int], int]], capacity: int) -> None:
+    """The last ``capacity`` names noted are known by what befell them last; all older ones are forgotten."""
+    history = History(capacity)
+    model: dict[int, int] = {}
+    for batch, fate in notes:
+        history.note(names_of(batch), fate)
+        for name in dict.fromkeys(batch):
+            model.pop(name, None)
+            model[name] = fate
+        while len(model) > capacity:
+            del model[next(iter(model))]
+        assert history.fates(names_of(list(range(21)))).tolist() == [model.get(name, 0) for name in range(21)]
+        assert len(history) == len(model)
+
+
+def test_nothing_is_known_at_first_and_after_clearing() -> None:
+    """A name that was never noted, or before a clear, has no known fate."""
+    history = History()
+    assert history.fates(names_of([1])).tolist() == [Fate.UNKNOWN]
+    history.note(names_of([1, 2, 1]), Fate.EVICTED)
+    assert history.fates(names_of([1, 3])).tolist() == [Fate.EVICTED, Fate.UNKNOWN]
+    history.clear()
+    assert history.fates(names_of([1, 2])).tolist() == [Fate.UNKNOWN] * 2
+    history.note(names_of([2]), Fate.CORRUPT)
+    assert history.fates(names_of([1, 2])).tolist() == [Fate.UNKNOWN, Fate.CORRUPT]

@@ -1,0 +1,69 @@
+"""What the counts of uses promise: never too low within a window, seldom too high, always the same memory."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiered_kv.catalog import UseCounts
+from tiered_kv.errors import ConfigurationError
+from tiered_kv.keys import Names
+
+
+def names_of(batch: list[int]) -> Names:
+    """Return names that differ in their first words."""
+    names = np.zeros((len(batch), 4), dtype=np.uint64)
+    names[:, 0] = batch
+    return names
+
+
+@given(batches=st.lists(st.lists(st.integers(0, 30), max_size=40), max_size=30), window=st.integers(1, 50))
+def test_never_below_the_truth_between_halvings(batches: list[list[int]], window: int) -> None:
+    """Uses are never undercounted until the counts are halved, and then never below what was halved."""
+    counts = UseCounts(window)
+    truth = Counter[int]()
+    left = window
+    for batch in batches:
+        counts.add(names_of(batch))
+        truth.update(batch)
+        left -= len(batch)
+        if left <= 0:
+            truth = Counter({name: uses // 2 for name, uses in truth.items()})
+            left = window
+        known = list(range(31))
+        assert (counts.estimate(names_of(known)) >= [min(truth[name], 255) for name in known]).all()
+
+
+def test_counts_stop_at_255() -> None:
+    """A name used without end is counted up to 255, and never as unused again."""
+    counts = UseCounts(100_000)
+    for _ in range(3):
+        counts.add(names_of([7] * 200))
+    assert counts.estimate(names_of([7, 8])).tolist() == [255, 0]
+
+
+def test_old_uses_fade() -> None:
+    """What is not used again is forgotten after a few windows."""
+    counts = UseCounts(100)
+    counts.add(names_of([1, 1, 1]))
+    for turn in range(1, 4):
+        counts.add(names_of(list(range(1000 * turn, 1000 * turn + 100))))
+    assert counts.estimate(names_of([1])).tolist() == [0]
+
+
+def test_strangers_are_seldom_taken_for_friends() -> None:
+    """With a full window of names used once behind it and another under way, few names never used look used."""
+    random = np.random.default_rng(0)
+    counts = UseCounts(20_000)
+    for _ in range(39):
+        counts.add(random.integers(0, 1 << 63, (1_000, 4), dtype=np.uint64))
+    strangers = counts.estimate(random.integers(0, 1 << 63, (20_000, 4), dtype=np.uint64))
+    assert np.count_nonzero(strangers) < 20_000 / 40
+
+
+def test_impossible_window() -> None:
+    """A window without uses is refused."""
+    with pytest.raises(ConfigurationError):
+        UseCounts(0)

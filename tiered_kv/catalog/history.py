@@ -1,0 +1,79 @@
+"""Why blocks are not there: the last thing that befell each of the names noted last, in a fixed amount of memory.
+
+Pure data: no locks; one thread at a time.
+"""
+
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiered_kv.catalog.queue import SlotQueue
+from tiered_kv.catalog.slots import FreeSlots
+from tiered_kv.catalog.table import NameTable, first_occurrences
+from tiered_kv.keys import Names
+
+
+class Fate(IntEnum):
+    """What befell a block. `UNKNOWN`: nothing that is remembered."""
+
+    UNKNOWN = 0
+    EVICTED = 1
+    """Others needed its room, or its tier was made smaller."""
+    REMOVED = 2
+    """By a call."""
+    EXPIRED = 3
+    CORRUPT = 4
+    FAILED = 5
+    """The tier could not write it."""
+    DROPPED = 6
+    """Not stored: no room, late, or the tier was bypassed or would not have it."""
+    UNADMITTED = 7
+    """Not stored: not used often enough yet."""
+
+
+class History:
+    """The fates of up to ``capacity`` names; those noted longest ago are forgotten first. Takes 100 bytes a name."""
+
+    def __init__(self, capacity: int = 1 << 16) -> None:
+        """Make an empty one. Everything is allocated now."""
+        self.capacity = capacity
+        self._table = NameTable(capacity)
+        self._free = FreeSlots(capacity, range(capacity))
+        self._order = SlotQueue(capacity)
+        self._fates = np.full(capacity + 1, Fate.UNKNOWN, dtype=np.uint8)  # the last one answers for names unknown
+
+    def __len__(self) -> int:
+        """Count the names remembered."""
+        return len(self._order)
+
+    def note(self, names: Names, fate: int) -> None:
+        """Note what befell blocks just now; for each name the latest is kept.
+
+        Args:
+            names: Repeats are harmless. Of more than ``capacity`` the last ones are kept.
+            fate: A `Fate`, or any number of the caller's from 1 to 255.
+        """
+        names = names[first_occurrences(names)][-self.capacity :] if self.capacity else names[:0]
+        known = self._table.find(names)
+        self._forget(known[known >= 0])
+        self._forget(self._order.head(len(names) - len(self._free)))
+        places = self._free.take(len(names))
+        self._table.insert(names, places)
+        self._fates[places] = fate
+        self._order.push(places)
+
+    def fates(self, names: Names) -> NDArray[np.uint8]:
+        """Return the `Fate` of each name, ``(n,)``."""
+        return self._fates.take(self._table.find(names))
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._table.clear()
+        self._order.clear()
+        self._free.reset(np.arange(self.capacity))
+
+    def _forget(self, places: NDArray[np.int64]) -> None:
+        self._order.remove(places)
+        self._table.remove(places)
+        self._free.give(places)
