@@ -1,0 +1,219 @@
+"""Changing capacity, age, dirty blocks, and who is told of changes; test_index_model.py tries every order."""
+
+import numpy as np
+import pytest
+
+from tiered_kv.catalog import Change, TierIndex
+from tiered_kv.errors import CapacityError, ConfigurationError
+from tiered_kv.keys import Names
+
+both_policies = pytest.mark.parametrize("policy", ["lru", "arc"])
+
+
+def names_of(*batch: int) -> Names:
+    """Return names that differ in their first words."""
+    names = np.zeros((len(batch), 4), dtype=np.uint64)
+    names[:, 0] = batch
+    return names
+
+
+def ids_of(names: Names) -> list[int]:
+    """Return what `names_of` made names of."""
+    ids: list[int] = names[:, 0].astype(np.int64).tolist()
+    return ids
+
+
+def store(index: TierIndex, *batch: int) -> list[int]:
+    """Store blocks as a caller would; return what was evicted for them."""
+    with index.reserve(names_of(*batch)) as reservation:
+        reservation.commit().release()
+    return ids_of(reservation.evicted)
+
+
+@both_policies
+def test_shrinking_gives_up_slots_at_their_last_release(policy: str) -> None:
+    """Blocks beyond the new end are gone at once; the slot of one in use is given up by its last user, never reused."""
+    index = TierIndex(4, policy=policy)
+    store(index, 1, 2, 3)
+    reader = index.lease(names_of(2))
+    with index.reserve(names_of(4)) as reservation:
+        assert sorted(ids_of(index.resize(1))) == [2, 3]
+        assert index.ready(names_of(1, 2, 3, 4)).tolist() == [True, False, False, False]
+        assert (index.num_slots, index.statistics().retired, index.statistics().doomed) == (1, 1, 2)
+        assert reservation.commit().num_prefix == 0
+    reader.release()
+    assert (index.statistics().retired, index.statistics().doomed) == (3, 0)
+    assert store(index, 5) == [1]
+    with pytest.raises(CapacityError):
+        index.reserve(names_of(6, 7))
+
+
+@both_policies
+def test_growing_makes_room(policy: str) -> None:
+    """A raised capacity is there at once, up to the slots that are still in use from before."""
+    index = TierIndex(3, max_slots=4, policy=policy)
+    store(index, 1, 2, 3)
+    reader = index.lease(names_of(3))
+    index.resize(2)
+    assert index.resize(4).tolist() == []
+    assert (index.statistics().free, index.statistics().doomed) == (1, 1)
+    reader.release()
+    assert (index.statistics().free, index.statistics().doomed) == (2, 0)
+    assert store(index, 4, 5) == []
+    assert store(index, 6) != []
+
+
+def test_bounce_slots_stay_where_they_are() -> None:
+    """Resizing moves no bounce slot: they begin at ``max_slots``, whatever the capacity."""
+    index = TierIndex(1, max_slots=3, num_transient=2)
+    index.resize(0)
+    with index.reserve(names_of(1, 2), transient=True) as reservation:
+        assert reservation.slots.tolist() == [3, 4]
+        assert index.is_transient(np.array([-1, 0, 2, 3, 4])).tolist() == [False, False, False, True, True]
+        index.resize(3)
+        assert reservation.commit().num_prefix == 2
+
+
+@pytest.mark.parametrize("num_slots", [-1, 5])
+def test_impossible_capacities(num_slots: int) -> None:
+    """A capacity below nothing or above what is allocated is refused, and changes nothing."""
+    index = TierIndex(2, max_slots=4)
+    store(index, 1, 2)
+    with pytest.raises(ConfigurationError):
+        index.resize(num_slots)
+    assert index.ready(names_of(1, 2)).all()
+
+
+def test_arc_keeps_to_a_changed_capacity() -> None:
+    """After shrinking, ARC goes on evicting within the slots that are left, and remembers no more ghosts than those."""
+    index = TierIndex(8, policy="arc")
+    for turn in range(5):
+        store(index, *range(10 * turn, 10 * turn + 8))
+        index.lease(names_of(10 * turn)).release()
+    index.resize(3)
+    for block in range(100, 130):
+        store(index, block)
+    assert index.statistics().ready == 3
+    index.resize(8)
+    for block in range(200, 230):
+        store(index, block)
+    assert index.statistics().ready == 8
+
+
+def test_blocks_expire_by_their_commit() -> None:
+    """A block goes ``ttl_s`` after its commit, used or not; one that is read then is unfindable, and freed later."""
+    now = [1e6]
+    index = TierIndex(4, ttl_s=10, clock=lambda: now[0])
+    store(index, 1)
+    now[0] += 6
+    store(index, 2, 3)
+    index.restore(names_of(4), np.array([3]), ages_s=np.array([9.0], dtype=np.float32))
+    assert ids_of(index.expire()) == []
+    now[0] += 3
+    assert ids_of(index.expire()) == [4]
+    now[0] += 1
+    reader = index.lease(names_of(1))
+    assert ids_of(index.expire()) == [1]
+    assert not index.ready(names_of(1)).any()
+    assert index.statistics().free == 1
+    reader.release()
+    assert index.statistics().free == 2
+    store(index, 1)
+    now[0] += 9
+    assert sorted(ids_of(index.expire())) == [2, 3]
+    assert index.ready(names_of(1)).all()
+
+
+def test_expiry_goes_round_in_pieces() -> None:
+    """A call looks at so many slots only, and removes 4,096 blocks at most; the next one goes on from there."""
+    now = [0.0]
+    index = TierIndex(10_000, ttl_s=1, clock=lambda: now[0])
+    store(index, *range(10_000))
+    now[0] = 2
+    assert len(index.expire(limit=100)) == 100
+    assert len(index.expire()) == 4_096
+    assert len(index.expire()) == 4_096
+    assert len(index.expire()) == 10_000 - 100 - 2 * 4_096
+    assert index.statistics().free == 10_000
+
+
+def test_no_ttl_no_expiry() -> None:
+    """Without a TTL nothing expires; a TTL of nothing is refused."""
+    index = TierIndex(1)
+    store(index, 1)
+    assert index.expire().shape == (0, 4)
+    with pytest.raises(ConfigurationError):
+        TierIndex(1, ttl_s=0)
+
+
+@both_policies
+def test_dirty_blocks_are_not_evicted(policy: str) -> None:
+    """Dirty blocks stay until they are taken and released; the oldest are taken first."""
+    index = TierIndex(3, policy=policy, write_back=True)
+    for block in (1, 2):
+        with index.reserve(names_of(block)) as reservation, reservation.commit() as lease:
+            index.mark_dirty(lease)
+            index.mark_dirty(lease)
+    store(index, 3)
+    assert (index.statistics().dirty, index.statistics().evictable) == (2, 1)
+    with pytest.raises(CapacityError, match=r"^2 more slots needed, 1 evictable$"):
+        index.reserve(names_of(4, 5))
+    names, lease = index.take_dirty(1)
+    assert ids_of(names) == [1]
+    index.mark_dirty(lease)  # it could not be written
+    lease.release()
+    names, lease = index.take_dirty(1)
+    assert ids_of(names) == [2]
+    lease.release()
+    assert index.statistics().dirty == 1
+    index.reserve(names_of(4, 5)).close()
+
+
+def test_nobody_writes_down_what_was_removed() -> None:
+    """A dirty block that is removed, by name, by resizing or with all, is dirty no longer, and frees its slot."""
+    index = TierIndex(4, write_back=True)
+    with index.reserve(names_of(1, 2, 3, 4)) as reservation, reservation.commit() as lease:
+        index.mark_dirty(lease)
+    index.remove(names_of(2))
+    assert (index.statistics().dirty, index.statistics().free) == (3, 1)
+    index.resize(3)
+    assert ids_of(index.take_dirty(0)[0]) == []
+    assert index.statistics().dirty == 2
+    index.clear()
+    assert (index.statistics().dirty, index.statistics().free, index.statistics().leased) == (0, 3, 0)
+
+
+def test_changes_are_told_in_order_with_their_reasons() -> None:
+    """Whoever listens hears of each of the tier's own readable blocks that comes or goes, and why; of nothing else."""
+    now = [0.0]
+    heard: list[tuple[str, list[int]]] = []
+    index = TierIndex(
+        3,
+        num_transient=1,
+        ttl_s=5,
+        clock=lambda: now[0],
+        on_change=lambda change, names: heard.append((change, ids_of(names))),
+    )
+    store(index, 1, 2)
+    store(index, 3)
+    store(index, 4, 5)
+    index.reserve(names_of(1)).close()
+    with index.reserve(names_of(9), transient=True) as passing:
+        passing.commit().release()
+    index.remove(names_of(4, 7))
+    index.resize(2)
+    now[0] = 6
+    index.expire()
+    index.restore(names_of(6), np.array([1]))
+    index.clear()
+    assert heard == [
+        (Change.ADDED, [1, 2]),
+        (Change.ADDED, [3]),
+        (Change.EVICTED, [2, 1]),
+        (Change.ADDED, [4, 5]),
+        (Change.EVICTED, [3]),
+        (Change.REMOVED, [4]),
+        (Change.EXPIRED, [5]),
+        (Change.ADDED, [6]),
+        (Change.CLEARED, []),
+    ]
