@@ -10,13 +10,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tiered_kv.layout import KVGroup, Order
-from tiered_kv.memory import CPUDevice, PagedCaches
+from tiered_kv.memory import CPUDevice, Device, PagedCaches
+from tiered_kv.memory.codec import Codec
 
 ORDERS: tuple[Order, ...] = ("NHD", "HND", "MLA")
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8")
 Ids = NDArray[np.int64]
 NUM_PAGES = 13
 NUM_SLOTS = 7
+_CPU = CPUDevice()
 
 
 @dataclass
@@ -33,10 +35,11 @@ class Engine:
     kv_caches: Any
     memory: list[Tensor]
     planes: list[Tensor]
+    device: Device
 
-    def bind(self) -> PagedCaches:
-        """Bind the tensors on the CPU."""
-        return PagedCaches.bind(self.kv_caches, self.group, axes=self.axes, device=CPUDevice())
+    def bind(self, codec: Codec | None = None) -> PagedCaches:
+        """Bind the tensors."""
+        return PagedCaches.bind(self.kv_caches, self.group, axes=self.axes, device=self.device, codec=codec)
 
     def block(self, page_ids: list[int]) -> bytes:
         """Return the payload of a block, put together the slow and plain way."""
@@ -50,15 +53,17 @@ class Engine:
 
 
 @st.composite
-def engines(draw: st.DrawFn) -> Engine:
+def engines(
+    draw: st.DrawFn, *, device: Device = _CPU, dtypes: tuple[str, ...] = DTYPES, max_head_dim: int = 9
+) -> Engine:
     """Draw a group, an arrangement of its tensors, and gaps around and between them."""
     order = draw(st.sampled_from(ORDERS))
     page_size, pages_per_block = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     group = KVGroup(
         num_layers=draw(st.integers(1, 3)),
         num_kv_heads=1 if order == "MLA" else draw(st.integers(1, 3)),
-        head_dim=draw(st.integers(1, 9)),
-        dtype=draw(st.sampled_from(DTYPES)),
+        head_dim=draw(st.integers(1, max_head_dim)),
+        dtype=draw(st.sampled_from(dtypes)),
         block_size=page_size * pages_per_block,
         order=order,
         page_size=page_size,
@@ -75,7 +80,8 @@ def engines(draw: st.DrawFn) -> Engine:
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
     for _ in range(num_tensors):
         count = gap + int(np.prod(shape))
-        memory.append(torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8, generator=generator))
+        random = torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+        memory.append(random.to(device.torch_device))
         tensors.append(memory[-1].view(dtype)[gap:].view(shape))
     if "L" in outer:
         kv_caches: Any = tensors[0]
@@ -83,7 +89,7 @@ def engines(draw: st.DrawFn) -> Engine:
         kv_caches = _pairs(tensors)
     else:
         kv_caches = _as_dict(tensors) if draw(st.booleans()) else tensors
-    return Engine(group, axes, kv_caches, memory, _planes(tensors, axes))
+    return Engine(group, axes, kv_caches, memory, _planes(tensors, axes), device)
 
 
 @st.composite
@@ -102,7 +108,7 @@ def places(draw: st.DrawFn, group: KVGroup) -> tuple[Ids, Ids]:
 
 def bytes_of(tensor: Tensor) -> bytes:
     """Return what is in a tensor, byte for byte."""
-    return _as_uint8(tensor.contiguous()).numpy().tobytes()
+    return _as_uint8(tensor.contiguous()).cpu().numpy().tobytes()
 
 
 def _planes(tensors: list[Tensor], axes: str) -> list[Tensor]:

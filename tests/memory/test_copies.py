@@ -12,7 +12,15 @@ from torch import Tensor
 from tests.memory.engines import NUM_SLOTS, Engine, Ids, bytes_of, engines, places
 from tiered_kv.errors import ConfigurationError, LayoutMismatchError
 from tiered_kv.layout import KVGroup
-from tiered_kv.memory import CPUDevice, PagedCaches, copy_rows, device_copies, gather_blocks, scatter_blocks
+from tiered_kv.memory import (
+    CPUDevice,
+    PagedCaches,
+    copy_rows,
+    device_copies,
+    gather_blocks,
+    scatter_blocks,
+    torch_copies,
+)
 
 
 @given(engine=engines(), data=st.data())
@@ -28,7 +36,7 @@ def test_a_block_is_gathered_and_scattered_bit_for_bit(engine: Engine, data: st.
     by_device_code = rows.clone()
 
     gather_blocks(caches, pages, rows, slots)
-    device_copies.gather_blocks(caches, blocks, by_device_code, slots)
+    torch_copies.gather_blocks(caches, blocks, by_device_code, slots)
 
     assert torch.equal(rows, by_device_code)
     for slot, page_ids in zip(slots.tolist(), blocks.tolist(), strict=True):
@@ -59,8 +67,8 @@ def test_layers_copied_one_after_another_are_the_block(engine: Engine, data: st.
 
     for part in parts:
         gather_blocks(caches, pages, rows, slots, layers=part)
-        device_copies.gather_blocks(caches.of_layers(part), blocks, by_device_code, slots)
-        columns = slice(*caches.layer_bytes(part))
+        torch_copies.gather_blocks(caches.of_layers(part), blocks, by_device_code, slots)
+        columns = caches.of_layers(part).payload_columns
         device_copies.copy_runs(at_once, slots, by_runs, slots, columns)
         expected.view(torch.uint8)[slots, columns] = at_once.view(torch.uint8)[slots, columns]
         assert torch.equal(rows, expected)
@@ -134,4 +142,4 @@ def _scatter_by_device_code(
     rows: Tensor, slots: Ids, caches: PagedCaches, pages: Ids, *, layers: slice | None = None
 ) -> None:
     blocks = pages.reshape(-1, caches.group.pages_per_block)
-    device_copies.scatter_blocks(rows, slots, caches.of_layers(layers), blocks)
+    torch_copies.scatter_blocks(rows, slots, caches.of_layers(layers), blocks)

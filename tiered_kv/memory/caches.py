@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tiered_kv.errors import ConfigurationError, LayoutMismatchError
 from tiered_kv.layout import KVCaches, KVGroup, layer_tensors
+from tiered_kv.memory.codec import Codec
 from tiered_kv.memory.device import Device
 
 _INNER = {"NHD": "NHD", "HND": "HND", "MLA": "ND"}
@@ -59,7 +60,10 @@ class PagedCaches:
 
     Attributes:
         group: The shape of its blocks.
+        codec: How blocks are kept in slots, if not as they are.
+        layers: Those whose fragments are here: all, but for `of_layers`.
         pages_per_block: From the group, like ``payload_bytes``.
+        stored_bytes: What a block has in a slot: its payload, or what the codec makes of it.
         torch_device: Where it is.
         num_pages: How many pages the engine has; its block ids lie in ``[0, num_pages)``.
         fragments: In the order of the payload. Planes and layers that lie side by side in the engine's memory too are
@@ -68,19 +72,36 @@ class PagedCaches:
     """
 
     def __init__(
-        self, group: KVGroup, torch_device: torch.device, num_pages: int, fragments: tuple[Fragment, ...]
+        self,
+        group: KVGroup,
+        codec: Codec | None,
+        torch_device: torch.device,
+        num_pages: int,
+        fragments: tuple[Fragment, ...],
+        layers: range,
     ) -> None:
         self.group = group
+        self.codec = codec
+        self.layers = layers
         self.pages_per_block = group.pages_per_block
         self.payload_bytes = group.payload_bytes
+        self.stored_bytes = group.payload_bytes if codec is None else codec.stored_bytes(group)
         self.torch_device = torch_device
         self.num_pages = num_pages
         self.fragments = fragments
         self.arrays = [fragment.pages.numpy() for fragment in fragments] if torch_device.type == "cpu" else []
-        self._of_layers: dict[tuple[int, int], PagedCaches] = {}
+        self._of_layers: dict[range, PagedCaches] = {}
 
     @classmethod
-    def bind(cls, kv_caches: KVCaches, group: KVGroup, *, axes: str | None = None, device: Device) -> "PagedCaches":
+    def bind(
+        cls,
+        kv_caches: KVCaches,
+        group: KVGroup,
+        *,
+        axes: str | None = None,
+        device: Device,
+        codec: Codec | None = None,
+    ) -> "PagedCaches":
         """Take the engine's tensors as they are.
 
         Args:
@@ -88,8 +109,10 @@ class PagedCaches:
             group: What their pages must be.
             axes: Letters for a tensor's axes, e.g. ``"PBNHD"``, where its shape alone does not tell.
             device: The one they must be on.
+            codec: How blocks are kept in slots, if not as they are.
 
         Raises:
+            ConfigurationError: The codec cannot keep blocks of this group.
             LayoutMismatchError: Another dtype, shape, device, number of layers or planes, or pages that are not
                 contiguous inside. Nothing has been touched.
         """
@@ -111,23 +134,29 @@ class PagedCaches:
         for plane in planes:
             fragments.append(Fragment(plane.as_words(offset), offset))
             offset += plane.num_bytes * group.pages_per_block
-        return cls(group, where, num_pages.pop(), tuple(fragments))
+        return cls(group, codec, where, num_pages.pop(), tuple(fragments), range(group.num_layers))
 
-    def layer_bytes(self, layers: slice | None) -> tuple[int, int]:
-        """Return where consecutive layers begin and end in a payload; None means all of them."""
-        start, stop, _ = (layers or slice(None)).indices(self.group.num_layers)
-        each = self.payload_bytes // self.group.num_layers
-        return start * each, max(start, stop) * each
+    @property
+    def columns(self) -> slice | None:
+        """The bytes of a slot that these layers are; None is the whole slot, padding too."""
+        return None if len(self.layers) == self.group.num_layers else self._bytes_of_layers(self.stored_bytes)
+
+    @property
+    def payload_columns(self) -> slice:
+        """The bytes of a payload that these layers are."""
+        return self._bytes_of_layers(self.payload_bytes)
 
     def of_layers(self, layers: slice | None) -> "PagedCaches":
         """Return the same pages with the fragments of consecutive layers alone, at the same places in a payload.
 
-        A fragment of several layers is cut. What was asked for once is kept.
+        A fragment of several layers is cut. What was asked for once is kept. None is all layers.
         """
-        start, stop = self.layer_bytes(layers)
-        if (start, stop) == (0, self.payload_bytes):
+        wanted = range(self.group.num_layers)[layers or slice(None)]
+        if wanted == self.layers:
             return self
-        if (start, stop) not in self._of_layers:
+        if wanted not in self._of_layers:
+            part = PagedCaches(self.group, self.codec, self.torch_device, self.num_pages, (), wanted)
+            start, stop = part.payload_columns.start, part.payload_columns.stop
             fragments = []
             for each in self.fragments:
                 first, last = each.offset_bytes, each.offset_bytes + each.num_bytes * self.pages_per_block
@@ -135,9 +164,14 @@ class PagedCaches:
                     fragments.append(each)
                 elif start < last and first < stop:  # of several layers: then a block has one page, see `bind`
                     fragments.append(each.cut(max(start, first) - first, min(stop, last) - first))
-            part = PagedCaches(self.group, self.torch_device, self.num_pages, tuple(fragments))
-            self._of_layers[start, stop] = part
-        return self._of_layers[start, stop]
+            self._of_layers[wanted] = PagedCaches(
+                self.group, self.codec, self.torch_device, self.num_pages, tuple(fragments), wanted
+            )
+        return self._of_layers[wanted]
+
+    def _bytes_of_layers(self, num_bytes: int) -> slice:
+        each = num_bytes // self.group.num_layers
+        return slice(self.layers.start * each, (self.layers.start + len(self.layers)) * each)
 
     def check_ids(self, page_ids: NDArray[np.int64]) -> None:
         """Raise `ConfigurationError`, naming the first bad one, unless all ids are pages and none comes twice."""

@@ -6,14 +6,17 @@ enqueued in the current stream. No slot or page is in two copies at once unless 
 and reservations, and `PagedCaches.check_ids`, have seen to that.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from tiered_kv.errors import ConfigurationError, LayoutMismatchError
-from tiered_kv.memory import device_copies, host_copies
+from tiered_kv.memory import crossover, device_copies, host_copies
 from tiered_kv.memory.caches import PagedCaches
+from tiered_kv.memory.torch_copies import on_device
 
 Ids = NDArray[np.int64]
 
@@ -34,17 +37,14 @@ def gather_blocks(caches: PagedCaches, page_ids: Ids, rows: Tensor, slots: Ids, 
     """
     pages = _pages_of(caches, page_ids, rows, slots)
     part = caches.of_layers(layers)
-    if not part.fragments or not len(slots):
+    if not part.layers or not len(slots):
         return
-    if caches.torch_device.type == "cpu":
-        host_copies.gather_blocks(part, pages, rows, slots)
-    elif rows.device == caches.torch_device:
-        device_copies.gather_blocks(part, pages, rows, slots)
+    if rows.device == caches.torch_device:
+        _gather(part, pages, rows, slots)
+    elif crossover.is_direct(part):
+        device_copies.gather_directly(part, pages, rows, slots)
     else:
-        # One staging row a block, so that the bus sees whole runs of slots instead of a fragment at a time.
-        staging = _staging(caches, rows, len(slots))
-        device_copies.gather_blocks(part, pages, staging, np.arange(len(slots)))
-        device_copies.copy_runs(staging, np.arange(len(slots)), rows, slots, _columns(caches, layers))
+        device_copies.gather_through_staging(part, pages, rows, slots, _gather)
 
 
 def scatter_blocks(
@@ -53,16 +53,14 @@ def scatter_blocks(
     """Copy blocks out of slots into the engine's pages: the reverse of `gather_blocks`; a slot may come twice."""
     pages = _pages_of(caches, page_ids, rows, slots)
     part = caches.of_layers(layers)
-    if not part.fragments or not len(slots):
+    if not part.layers or not len(slots):
         return
-    if caches.torch_device.type == "cpu":
-        host_copies.scatter_blocks(rows, slots, part, pages)
-    elif rows.device == caches.torch_device:
-        device_copies.scatter_blocks(rows, slots, part, pages)
+    if rows.device == caches.torch_device:
+        _scatter(rows, slots, part, pages)
+    elif crossover.is_direct(part):
+        device_copies.scatter_directly(rows, slots, part, pages)
     else:
-        staging = _staging(caches, rows, len(slots))
-        device_copies.copy_runs(rows, slots, staging, np.arange(len(slots)), _columns(caches, layers))
-        device_copies.scatter_blocks(staging, np.arange(len(slots)), part, pages)
+        device_copies.scatter_through_staging(rows, slots, part, pages, _scatter)
 
 
 def copy_rows(source: Tensor, source_slots: Ids, target: Tensor, target_slots: Ids) -> None:
@@ -87,13 +85,47 @@ def copy_rows(source: Tensor, source_slots: Ids, target: Tensor, target_slots: I
         device_copies.copy_rows(source, source_slots, target, target_slots)
 
 
+def _gather(caches: PagedCaches, pages: Ids, rows: Tensor, slots: Ids) -> None:
+    """Copy blocks within one device, encoded if there is a codec."""
+    ways = host_copies if caches.torch_device.type == "cpu" else device_copies
+    if caches.codec is None:
+        ways.gather_blocks(caches, pages, rows, slots)
+        return
+    for piece, payloads, of_layers, words in _payloads(caches, rows, slots):
+        ways.gather_blocks(caches, pages[piece], payloads, np.arange(len(payloads)))
+        stored = caches.codec.encode(of_layers.contiguous(), caches.group)
+        words.index_copy_(0, on_device(slots[piece], rows), stored)
+
+
+def _scatter(rows: Tensor, slots: Ids, caches: PagedCaches, pages: Ids) -> None:
+    """Copy blocks within one device, decoded if there is a codec."""
+    ways = host_copies if caches.torch_device.type == "cpu" else device_copies
+    if caches.codec is None:
+        ways.scatter_blocks(rows, slots, caches, pages)
+        return
+    for piece, payloads, of_layers, words in _payloads(caches, rows, slots):
+        stored = words.index_select(0, on_device(slots[piece], rows))
+        of_layers.copy_(caches.codec.decode(stored, caches.group))
+        ways.scatter_blocks(payloads, np.arange(len(payloads)), caches, pages[piece])
+
+
+def _payloads(caches: PagedCaches, rows: Tensor, slots: Ids) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+    """Yield pieces of the slots, each with payloads to be filled, these layers' bytes of them, and of all rows."""
+    words_per_payload = -(-caches.payload_bytes // 8)
+    columns = caches.columns or slice(0, caches.stored_bytes)
+    words = rows[:, columns.start // 8 : columns.stop // 8]
+    for piece in device_copies.pieces_of(len(slots), words_per_payload * 8):
+        payloads = torch.empty(piece.stop - piece.start, words_per_payload, dtype=torch.int64, device=rows.device)
+        yield piece, payloads, payloads.view(torch.uint8)[:, caches.payload_columns], words
+
+
 def _pages_of(caches: PagedCaches, page_ids: Ids, rows: Tensor, slots: Ids) -> Ids:
     """Return the ids as ``(n, pages_per_block)``."""
-    each, payload_bytes = caches.pages_per_block, caches.payload_bytes
+    each, stored_bytes = caches.pages_per_block, caches.stored_bytes
     if len(page_ids) != len(slots) * each:
         raise LayoutMismatchError(f"{len(slots)} slots need {len(slots) * each} block ids, got {len(page_ids)}")
-    if rows.shape[1] * 8 < payload_bytes:
-        raise LayoutMismatchError(f"a block of {payload_bytes} bytes does not fit a slot of {rows.shape[1] * 8}")
+    if rows.shape[1] * 8 < stored_bytes:
+        raise LayoutMismatchError(f"a block of {stored_bytes} bytes does not fit a slot of {rows.shape[1] * 8}")
     _check_range("block id", page_ids, caches.num_pages)
     _check_range("slot", slots, len(rows))
     return page_ids.reshape(-1, each)
@@ -104,16 +136,3 @@ def _check_range(name: str, ids: Ids, end: int) -> None:
     numbers = ids.tolist()  # of a window's few ids Python finds the ends in a tenth of numpy's time
     if numbers and (min(numbers) < 0 or max(numbers) >= end):
         raise ConfigurationError(f"{name}s from {min(numbers)} to {max(numbers)} are not all in [0, {end})")
-
-
-def _columns(caches: PagedCaches, layers: slice | None) -> slice | None:
-    """Return the bytes of a row that these layers are; None is the whole row, padding too."""
-    start, stop = caches.layer_bytes(layers)
-    return None if (start, stop) == (0, caches.payload_bytes) else slice(start, stop)
-
-
-def _staging(caches: PagedCaches, rows: Tensor, n: int) -> Tensor:
-    """Allocate rows on the engine's device. Its memory is the current stream's, and is reused only behind this copy."""
-    staging = torch.empty(n, rows.shape[1], dtype=torch.int64, device=caches.torch_device)
-    staging[:, caches.payload_bytes // 8 :] = 0  # whatever lay there before must not reach a disk
-    return staging

@@ -1,0 +1,129 @@
+"""Copies within one device by Triton: one launch, whatever the number of fragments, layers and blocks.
+
+A table tells the kernel where each fragment is, in memory and in a payload; ids tell which pages and slots. Both go up
+together in front of the launch. Imported only where Triton is: see `device_copies.ways`.
+
+With ``TRITON_INTERPRET=1`` in the environment before this module is imported, the same kernel runs on host memory.
+"""
+
+from typing import Any
+
+import numpy as np
+import structlog
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tiered_kv.layout import KVGroup
+from tiered_kv.memory.caches import Fragment, PagedCaches
+
+log = structlog.get_logger("tiered_kv")
+
+Ids = NDArray[np.int64]
+
+_PIECE_BYTES = 8 << 10
+"""What a program moves at a time: large enough to keep many reads in flight, small enough for fragments of one page."""
+_NUM_PROGRAMS = 64
+"""At most, in one launch: enough to outrun the bus several times, few enough to leave the engine's kernels room."""
+_WIDEST = 16
+"""Bytes that one thread can move at once."""
+
+
+@triton.jit(do_not_specialize=["num_units", "num_fragments", "pieces", "pages_per_block", "rows", "row_stride"])  # type: ignore[untyped-decorator]
+def _copy(  # type: ignore[no-untyped-def]  # noqa: ANN202 - types are Triton's
+    table, pages, slots, num_units, num_fragments, pieces, pages_per_block, rows, row_stride,  # noqa: ANN001
+    ALIGNMENT: tl.constexpr, WORD: tl.constexpr, PIECE: tl.constexpr, TO_ROWS: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    """Move units: a piece of a fragment of a page each. Every program takes its share of them."""
+    if WORD == 8:
+        words = tl.pointer_type(tl.int64)
+    elif WORD == 4:
+        words = tl.pointer_type(tl.int32)
+    elif WORD == 2:
+        words = tl.pointer_type(tl.int16)
+    else:
+        words = tl.pointer_type(tl.int8)
+    for unit in range(tl.program_id(0), num_units, tl.num_programs(0)):
+        place = unit // pieces // num_fragments
+        entry = table + unit // pieces % num_fragments * 4
+        num_bytes = tl.load(entry + 2)
+        in_payload = tl.load(entry + 3) + place % pages_per_block * num_bytes
+        in_engine = tl.load(entry) + tl.load(pages + place) * tl.load(entry + 1)
+        in_row = rows + tl.load(slots + place // pages_per_block) * row_stride + in_payload
+        at = unit % pieces * PIECE + tl.arange(0, PIECE)
+        # The compiler cannot see what divides a loaded number, and would move a word at a time.
+        mask = at < tl.multiple_of(num_bytes, ALIGNMENT) // WORD
+        engine_words = tl.multiple_of(in_engine.to(words), ALIGNMENT) + at
+        row_words = tl.multiple_of(in_row.to(words), ALIGNMENT) + at
+        if TO_ROWS:
+            tl.store(row_words, tl.load(engine_words, mask=mask), mask=mask)
+        else:
+            tl.store(engine_words, tl.load(row_words, mask=mask), mask=mask)
+
+
+INTERPRETED = not isinstance(_copy, triton.JITFunction)
+"""Whether the kernel runs on the CPU."""
+
+
+def can_copy(device: torch.device) -> bool:
+    """Say whether these copies work there; on a GPU, by trying one, for which Triton needs a C compiler.
+
+    What it says no to is logged, since it costs speed.
+    """
+    if INTERPRETED or device.type == "cpu":
+        return INTERPRETED and device.type == "cpu"
+    try:
+        _try(device)
+    except Exception as error:  # noqa: BLE001 - whatever a compiler or a driver raises
+        log.warning("kernels.unavailable", device=str(device), error=f"{type(error).__name__}: {error}")
+        return False
+    return True
+
+
+def gather_blocks(caches: PagedCaches, pages: Ids, rows: Tensor, slots: Ids) -> None:
+    """Copy blocks of pages ``(n, pages_per_block)`` into slots of the same device."""
+    _launch(caches, pages, rows, slots, to_rows=True)
+
+
+def scatter_blocks(rows: Tensor, slots: Ids, caches: PagedCaches, pages: Ids) -> None:
+    """Copy slots into blocks of pages ``(n, pages_per_block)`` of the same device."""
+    _launch(caches, pages, rows, slots, to_rows=False)
+
+
+def _launch(caches: PagedCaches, pages: Ids, rows: Tensor, slots: Ids, *, to_rows: bool) -> None:
+    if not pages.size or not caches.fragments:
+        return
+    facts = [(each.address, each.stride_bytes, each.num_bytes, each.offset_bytes) for each in caches.fragments]
+    table = np.array(facts, dtype=np.int64)
+    row_stride = rows.stride(0) * rows.itemsize
+    alignment = _alignment(int(np.bitwise_or.reduce(table, axis=None)) | rows.data_ptr() | row_stride)
+    word = min(alignment, 8)
+    piece = _PIECE_BYTES // word
+    pieces = -(-int(table[:, 2].max()) // _PIECE_BYTES)
+    num_units = pages.size * len(facts) * pieces
+    facts_and_ids = torch.from_numpy(np.concatenate([table, pages, slots], axis=None))
+    ids = facts_and_ids.to(rows.device, non_blocking=True)  # pageable: taken before the call returns
+    grid: Any = (min(num_units, _NUM_PROGRAMS),)
+    _copy[grid](
+        ids, ids[table.size :], ids[table.size + pages.size :],
+        num_units, len(facts), pieces, pages.shape[1], rows.data_ptr(), row_stride,
+        ALIGNMENT=alignment, WORD=word, PIECE=piece, TO_ROWS=to_rows,
+    )  # fmt: skip
+
+
+def _try(device: torch.device) -> None:
+    """Compile both ways as they are mostly used, and run them: 16 bytes there and back."""
+    words = torch.zeros(1, 2, dtype=torch.int64, device=device)
+    group = KVGroup(1, 1, 16, "uint8", block_size=1, order="MLA")
+    caches = PagedCaches(group, None, device, 1, (Fragment(words, 0),), range(1))
+    none = np.zeros(1, dtype=np.int64)
+    gather_blocks(caches, none[:, None], torch.zeros_like(words), none)
+    scatter_blocks(torch.zeros_like(words), none, caches, none[:, None])
+    torch.get_device_module(device).synchronize(device)
+
+
+def _alignment(facts: int) -> int:
+    """Return the largest power of two that divides everything or-ed together in ``facts``, up to the widest access."""
+    return min(facts & -facts, _WIDEST)
