@@ -5,6 +5,7 @@ slots until the worker has answered or has ended.
 """
 
 import os
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from types import TracebackType
@@ -14,8 +15,9 @@ from tiered_kv.errors import ConfigurationError
 from tiered_kv.layout import KVCaches, KVLayout
 from tiered_kv.memory.caches import PagedCaches
 from tiered_kv.memory.copies import gather_blocks, scatter_blocks
-from tiered_kv.memory.device import Device, Stream
+from tiered_kv.memory.device import Device
 from tiered_kv.memory.host import HostSlab
+from tiered_kv.memory.lanes import Lanes
 from tiered_kv.memory.make import default_device, make_device
 from tiered_kv.plan import Outcomes, Plan, SlabHandle
 
@@ -37,7 +39,8 @@ class Worker:
             slabs: What `TieredKV.slabs` returns there. Those of other ranks are passed over.
             layout: As the planner has it.
             rank: Of this worker.
-            device: Where the engine's tensors are; the GPU if torch has one, else the CPU.
+            device: Where the engine's tensors are; the GPU if torch has one, else the CPU. A `Device` stays the
+                caller's, who closes it before this.
 
         Raises:
             ConfigurationError: The planner is gone, is another user's, or has slabs of another layout.
@@ -46,7 +49,8 @@ class Worker:
         self._layout = layout
         self._caches: dict[int, PagedCaches] = {}
         self._slabs: dict[str, HostSlab] = {}
-        self._streams: dict[str, Stream] = {}
+        self._lanes: dict[str, Lanes] = {}
+        self._lock = threading.Lock()  # lanes are for one thread at a time
         self._device = device if isinstance(device, Device) else make_device(device or default_device())
         self._owns_device = self._device is not device
         ours = [handle for handle in slabs if handle.rank == rank]
@@ -64,7 +68,7 @@ class Worker:
             raise
         for slab in self._slabs.values():
             self._device.pin(slab)
-        self._streams = {"load": self._device.stream("h2d"), "store": self._device.stream("d2h")}
+        self._lanes = {"load": Lanes(self._device, "h2d"), "store": Lanes(self._device, "d2h")}
 
     def register_kv_caches(self, kv_caches: KVCaches, *, group: int = 0, axes: str | None = None) -> None:
         """Bind this rank's paged tensors of one KV group, as for `TieredKV.register_kv_caches`.
@@ -112,10 +116,12 @@ class Worker:
             moved = 0 if error else len(move.host)
             ended.set_result(Outcomes(plan.job, self.rank, moved, f"{type(error).__name__}: {error}" if error else ""))
 
-        stream = self._streams[plan.direction]
-        if after is not None:
-            stream.wait(after)
-        stream.submit(copy, done)
+        with self._lock:
+            lane = self._lanes[plan.direction].take(after)
+            try:
+                lane.submit(copy, done)
+            finally:
+                lane.release()
         return ended
 
     def close(self) -> None:
@@ -123,9 +129,8 @@ class Worker:
         if self._owns_device:
             self._device.close()
         else:
-            for stream in self._streams.values():
-                stream.close()
-                stream.join()
+            for lanes in self._lanes.values():
+                lanes.close()
         for slab in self._slabs.values():
             slab.close()
 
