@@ -33,7 +33,7 @@ async def load(kv: TieredKV, engine: Engine) -> int:
 
 def a_minute_passes(kv: TieredKV) -> None:
     """Turn the clock by which blocks are suspected."""
-    tier = kv._chains[0].storage[0]  # noqa: SLF001 - nothing public turns a clock
+    tier = kv._core.chains[0].storage[0]  # noqa: SLF001 - nothing public turns a clock
     assert isinstance(tier, KeyedTier)
     tier.suspects._clock = lambda: tier.health.clock() + 61.0  # noqa: SLF001
 
