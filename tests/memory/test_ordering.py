@@ -17,8 +17,8 @@ def _by_an_event(device: ScriptedDevice, a: ScriptedStream, b: ScriptedStream) -
 
 
 def _by_the_host(device: ScriptedDevice, a: ScriptedStream, b: ScriptedStream) -> None:
-    a.writes("x")
-    device.run_all()  # the host has seen it end
+    a.submit(lambda: device.accessed(["x"], writes=True), lambda _: None)
+    device.run_all()  # the host has been told that it has ended
     b.writes("x")
 
 
@@ -54,6 +54,12 @@ def _elsewhere(device: ScriptedDevice, a: ScriptedStream, b: ScriptedStream) -> 
 
 def _by_nothing(device: ScriptedDevice, a: ScriptedStream, b: ScriptedStream) -> None:
     a.writes("x")
+    b.reads("x")
+
+
+def _by_nobody_who_was_told(device: ScriptedDevice, a: ScriptedStream, b: ScriptedStream) -> None:
+    a.writes("x")
+    device.run_all()
     b.reads("x")
 
 
@@ -104,7 +110,15 @@ def test_what_is_ordered_is_no_race(script: Script) -> None:
 
 
 @pytest.mark.parametrize(
-    "script", [_by_nothing, _by_luck, _by_an_event_of_something_else, _the_wrong_way_round, _by_an_event_of_nobody]
+    "script",
+    [
+        _by_nothing,
+        _by_nobody_who_was_told,
+        _by_luck,
+        _by_an_event_of_something_else,
+        _the_wrong_way_round,
+        _by_an_event_of_nobody,
+    ],
 )
 def test_what_nothing_orders_is_a_race(script: Script) -> None:
     """Though it came in a good order this time."""

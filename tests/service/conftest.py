@@ -7,7 +7,7 @@ import asyncio
 import hashlib
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,6 +16,7 @@ from anyio import fail_after
 from anyio.lowlevel import checkpoint
 from numpy.typing import NDArray
 
+from tests.service.watching import watched
 from tiered_kv import (
     Backend,
     BackendContext,
@@ -35,6 +36,7 @@ from tiered_kv import (
 from tiered_kv.backend import Recovered
 from tiered_kv.events import Emit, Event
 from tiered_kv.keys import Names
+from tiered_kv.memory import ScriptedDevice
 from tiered_kv.memory.device import Device
 from tiered_kv_backends.memory import MemoryBackend
 
@@ -288,13 +290,18 @@ async def open_cache(
 ) -> AsyncIterator[TieredKV]:
     """Yield a cache of these tiers for `small_layout`, with the engine's tensors registered if there is one."""
     cache = TieredKV(tiers, model=MODEL, layout=small_layout(), limits=limits, device=device, emit=emit or Recorder())
-    async with cache as kv:
+    async with AsyncExitStack() as stack:
+        if isinstance(device, ScriptedDevice):
+            stack.enter_context(watched(device))
+        kv = await stack.enter_async_context(cache)
         if engine is not None:
             kv.register_kv_caches(engine.caches)
         yield kv
 
 
 async def until(condition: Callable[[], bool], *, on_wait: Callable[[], object] | None = None) -> None:
+    if isinstance(device, ScriptedDevice):
+        assert not device.races, "accesses that nothing orders"
     """Let everything else run until ``condition()``; give up, failing, after 10 s.
 
     Args:

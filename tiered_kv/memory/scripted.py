@@ -182,11 +182,11 @@ class ScriptedStream(Stream):
         return self._put("submit", None, copy, done)
 
     def reads(self, regions: Iterable[Region]) -> ScriptedEvent:
-        """Submit work that only reads ``regions``; return an event behind it."""
+        """Submit work that only reads ``regions``; return an event behind it, all that the host hears of it."""
         return self._use(list(regions), writes=False)
 
     def writes(self, regions: Iterable[Region]) -> ScriptedEvent:
-        """Submit work that only writes ``regions``; return an event behind it."""
+        """Submit work that only writes ``regions``; return an event behind it, all that the host hears of it."""
         return self._use(list(regions), writes=True)
 
     def close(self) -> None:
@@ -215,11 +215,12 @@ class ScriptedStream(Stream):
         clock = self._actor.act()
         work.event.fire(clock)
         device.log.append((self.name, "done" if error is None else "failed"))
-        device.host.learn(clock)
+        if work.done is not _nobody:
+            device.host.learn(clock)
         report(work.done, error)
 
     def _use(self, regions: list[Region], *, writes: bool) -> ScriptedEvent:
-        return self.submit(lambda: self._device.accessed(regions, writes=writes), lambda _: None)
+        return self.submit(lambda: self._device.accessed(regions, writes=writes), _nobody)
 
     def _is_past(self, after: After) -> bool:
         if self._device.error is not None:
@@ -239,3 +240,7 @@ class ScriptedStream(Stream):
         event = ScriptedEvent.behind(device.host)
         self.queue.append(_Work(device.next_number(), after, copy, done, event, device.host.act()))
         return event
+
+
+def _nobody(error: BaseException | None) -> None:
+    """Tell nobody that the work has ended."""
