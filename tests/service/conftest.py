@@ -288,7 +288,10 @@ async def open_cache(
     device: Device | str = "cpu",
     emit: Emit | None = None,
 ) -> AsyncIterator[TieredKV]:
-    """Yield a cache of these tiers for `small_layout`, with the engine's tensors registered if there is one."""
+    """Yield a cache of these tiers for `small_layout`, with the engine's tensors registered if there is one.
+
+    On a scripted device, fail in the end if two accesses to memory conflicted and nothing ordered them.
+    """
     cache = TieredKV(tiers, model=MODEL, layout=small_layout(), limits=limits, device=device, emit=emit or Recorder())
     async with AsyncExitStack() as stack:
         if isinstance(device, ScriptedDevice):
@@ -297,11 +300,11 @@ async def open_cache(
         if engine is not None:
             kv.register_kv_caches(engine.caches)
         yield kv
+    if isinstance(device, ScriptedDevice):
+        assert not device.races, "accesses that nothing orders"
 
 
 async def until(condition: Callable[[], bool], *, on_wait: Callable[[], object] | None = None) -> None:
-    if isinstance(device, ScriptedDevice):
-        assert not device.races, "accesses that nothing orders"
     """Let everything else run until ``condition()``; give up, failing, after 10 s.
 
     Args:
