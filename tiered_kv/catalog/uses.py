@@ -18,6 +18,7 @@ from tiered_kv.keys import Names
 _ROWS: Final = 4
 _CELLS_PER_USE: Final = 4
 _MOST: Final = 255
+_NO_CELL: Final = np.uint64(2**64 - 1)
 
 
 class UseCounts:
@@ -48,8 +49,10 @@ class UseCounts:
 
     def add(self, names: Names) -> None:
         """Count one use of each name; a name that is repeated counts each time."""
-        cells, uses = np.unique(self._cells_of(names), return_counts=True)
-        self._cells[cells] = np.minimum(self._cells[cells] + uses, _MOST)
+        ordered = np.sort(self._cells_of(names), axis=None)  # equal ones side by side, for np.unique is slow to begin
+        starts = np.flatnonzero(np.diff(ordered, prepend=_NO_CELL))
+        cells = ordered[starts]
+        self._cells[cells] = np.minimum(self._cells[cells] + np.diff(starts, append=len(ordered)), _MOST)
         self._left -= len(names)
         if self._left <= 0:
             self._cells >>= 1  # 1.5 ms for a window of a million
