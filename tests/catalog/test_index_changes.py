@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tiered_kv.catalog import Change, TierIndex
-from tiered_kv.errors import CapacityError, ConfigurationError
+from tiered_kv.errors import CapacityError, ClosedError, ConfigurationError
 from tiered_kv.keys import Names
 
 both_policies = pytest.mark.parametrize("policy", ["lru", "arc"])
@@ -167,6 +167,21 @@ def test_dirty_blocks_are_not_evicted(policy: str) -> None:
     lease.release()
     assert index.statistics().dirty == 1
     index.reserve(names_of(4, 5)).close()
+
+
+def test_only_leased_blocks_are_marked() -> None:
+    """Marking by a lease that is released, or in a tier without write-back, is refused before anything changes."""
+    index = TierIndex(1, write_back=True)
+    with index.reserve(names_of(1)) as reservation, reservation.commit() as lease:
+        pass
+    with pytest.raises(ClosedError):
+        index.mark_dirty(lease)
+    assert (index.statistics().dirty, index.statistics().evictable) == (0, 1)
+    plain = TierIndex(1)
+    store(plain, 1)
+    with plain.lease(names_of(1)) as lease, pytest.raises(ConfigurationError):
+        plain.mark_dirty(lease)
+    assert plain.take_dirty(1)[1].slots.tolist() == []
 
 
 def test_nobody_writes_down_what_was_removed() -> None:

@@ -26,7 +26,7 @@ from tiered_kv.catalog.rights import Lease, Reservation
 from tiered_kv.catalog.slots import FreeSlots
 from tiered_kv.catalog.statistics import Change, IndexStatistics, OnChange
 from tiered_kv.catalog.table import Slots, first_occurrences
-from tiered_kv.errors import CapacityError, ConfigurationError
+from tiered_kv.errors import CapacityError, ClosedError, ConfigurationError
 from tiered_kv.keys import Names
 
 _NONE: Slots = np.empty(0, dtype=np.int64)
@@ -83,6 +83,7 @@ class TierIndex(Books):
         self._policy = make_policy(policy, max_slots)
         self._policy.resize(num_slots)
         self._expiry = None if ttl_s is None else Expiry(max_slots, ttl_s, clock)
+        self._write_back = write_back
         self._dirty = SlotQueue(max_slots if write_back else 0)  # the oldest first; each of these is held by one lease
         self._on_change = on_change
         self._free = FreeSlots(max_slots, range(num_slots))
@@ -273,8 +274,16 @@ class TierIndex(Books):
         """Keep leased blocks of the tier's own, after the lease too, until `take_dirty` hands them out.
 
         What is removed meanwhile, by name, age, resizing or clearing, is no longer dirty: nobody wants it below. Blocks
-        that are dirty already keep their place in the line. Only in an index made with ``write_back=True``.
+        that are dirty already keep their place in the line.
+
+        Raises:
+            ConfigurationError: The index was not made with ``write_back=True``.
+            ClosedError: The lease is released: its slots may be another's by now.
         """
+        if not self._write_back:
+            raise ConfigurationError("mark_dirty() on an index made without write_back=True")
+        if lease.is_released:
+            raise ClosedError("mark_dirty() of a lease that is released: its slots may be another's by now")
         slots = self._own(_unique(lease.slots[lease.slots >= 0]))
         fresh = slots[(self._states[slots] == READY) & ~self._dirty.holds(slots)]
         self._hold(fresh)

@@ -37,6 +37,11 @@ class Lease:
         holes = np.flatnonzero(self.slots < 0)
         return int(holes[0]) if len(holes) else len(self.slots)
 
+    @property
+    def is_released(self) -> bool:
+        """Whether the right was given back."""
+        return self._held is None
+
     def release(self, *, cold: bool = False) -> None:
         """Give the right back; a second call does nothing.
 
