@@ -270,11 +270,15 @@ class TierIndex(Books):
 
     # Blocks that have no copy below yet.
 
-    def mark_dirty(self, lease: Lease) -> None:
+    def mark_dirty(self, lease: Lease, slots: Slots | None = None) -> None:
         """Keep leased blocks of the tier's own, after the lease too, until `take_dirty` hands them out.
 
         What is removed meanwhile, by name, age, resizing or clearing, is no longer dirty: nobody wants it below. Blocks
         that are dirty already keep their place in the line.
+
+        Args:
+            lease: Over the blocks.
+            slots: Those of its slots that are meant; all by default.
 
         Raises:
             ConfigurationError: The index was not made with ``write_back=True``.
@@ -284,10 +288,15 @@ class TierIndex(Books):
             raise ConfigurationError("mark_dirty() on an index made without write_back=True")
         if lease.is_released:
             raise ClosedError("mark_dirty() of a lease that is released: its slots may be another's by now")
-        slots = self._own(_unique(lease.slots[lease.slots >= 0]))
+        slots = lease.slots if slots is None else slots
+        slots = self._own(_unique(slots[slots >= 0]))
         fresh = slots[(self._states[slots] == READY) & ~self._dirty.holds(slots)]
         self._hold(fresh)
         self._dirty.push(fresh)
+
+    def oldest_dirty(self, n: int) -> Slots:
+        """Return the slots of the blocks that `take_dirty` would take."""
+        return self._dirty.head(n)
 
     def take_dirty(self, n: int) -> tuple[Names, Lease]:
         """Take the ``n`` blocks that are dirty for longest, or all if there are fewer, to be written below.
@@ -299,6 +308,11 @@ class TierIndex(Books):
         slots = self._dirty.head(n)
         self._dirty.remove(slots)
         return self._table.names(slots), Lease(slots, slots, partial(self._release, is_use=False))
+
+    def idle_retired(self, start: int, stop: int) -> Slots:
+        """Return those of the slots ``start <= slot < stop`` that are beyond the capacity and hold nothing, ascending."""
+        start, stop = max(start, self.num_slots), min(stop, self.max_slots)
+        return start + np.flatnonzero(self._states[start:stop] == FREE) if start < stop else _NONE
 
     # What rights do when they end.
 
