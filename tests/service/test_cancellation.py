@@ -69,9 +69,23 @@ async def _store(kv: TieredKV, engine: Engine) -> None:
     await kv.store(NEW, SOURCE)
 
 
+async def _load_layers(kv: TieredKV, engine: Engine) -> None:
+    loaded = await kv.start_load(HERE, INTO, layerwise=True)
+    assert engine.read(INTO[: loaded.num_blocks]) == contents(HERE[: loaded.num_blocks])
+
+
+async def _store_layers(kv: TieredKV, engine: Engine) -> None:
+    handle = kv.start_store(NEW, SOURCE, layerwise=True)
+    for layer in range(2):
+        handle.store_layer(layer)
+    await handle
+
+
 OPERATIONS: dict[str, Operation] = {
     "load": _load,
+    "load layers": _load_layers,
     "store": _store,
+    "store layers": _store_layers,
     "lookup": _lookup,
     "prefetch": _prefetch,
     "lease": _lease,

@@ -146,6 +146,7 @@ class Load(Revocable):
     def start_load(self, task: "asyncio.Task[LoadResult]") -> LoadHandle:
         """Give the task that runs this load, for a handle."""
         self.start(task, self._lane)
+        task.add_done_callback(lambda _: self.admitted.done() or self.admitted.set_result(0))
         return LoadHandle(task, self)
 
     def copy_of(self, layer: int) -> Copy | None:
@@ -191,9 +192,9 @@ class Load(Revocable):
         )
         return result
 
-    async def _move(self, underway: deque[Window]) -> None:
+    async def _move(self, underway: deque[Window], begun: int = 0, end: int | None = None) -> None:
         """Begin windows ahead of the one that is landed, as many as may be read ahead and find slots."""
-        begun, n, retries = 0, len(self._batch), _RETRIES
+        n, retries = len(self._batch) if end is None else end, _RETRIES
         while begun < n or underway:
             while begun < n and len(underway) <= self._chain.limits.reads_in_flight:
                 stop = min(begun + self._window(begun), n)
@@ -206,6 +207,8 @@ class Load(Revocable):
                     break
                 underway.append(window)
                 begun = stop if len(window.batch) == stop - begun else n  # cut: the prefix ends in this window
+            if not underway:
+                return  # no slots without waiting, and more are held already
             window = underway[0]
             size = len(window.batch)
             landed = await self._bringer.land(window, self._deadline)
