@@ -113,8 +113,8 @@ def test_two_packages_cannot_take_one_name(installed: Path) -> None:
 
 def test_a_scheme_leads_to_its_medium(installed: Path) -> None:
     """By the medium's name, or by what its class lists, though other media cannot be imported."""
-    schemes = ("cpu", "memory", "tape", "tape+tcp", "file")
-    assert [medium_for_scheme(scheme) for scheme in schemes] == ["cpu", "memory", "tape", "tape", "nvme"]
+    schemes = ("cpu", "memory", "tape", "tape+tcp", "file", "shared-fs")
+    assert [medium_for_scheme(scheme) for scheme in schemes] == ["cpu", "memory", "tape", "tape", "nvme", "shared_fs"]
 
 
 def test_an_unknown_scheme_says_which_media_could_not_be_asked(installed: Path) -> None:

@@ -55,14 +55,14 @@ def resolve(medium: str) -> type[Backend] | type[SlotBackend]:
 def medium_for_scheme(scheme: str) -> str:
     """Say which medium takes URLs of this scheme: the one of that name, or whose class lists it in ``schemes``.
 
-    ``file`` is NVMe.
+    A scheme has no underscores: ``shared-fs`` is ``shared_fs``. ``file`` is NVMe, which need not be imported to know.
 
     Raises:
         ConfigurationError: None does; the message names the media that could not be asked.
     """
     media = known_media()
-    if scheme in media:
-        return scheme
+    if (medium := scheme.replace("-", "_")) in media:
+        return medium
     if scheme in _SCHEMES:
         return _SCHEMES[scheme]
     schemes, unasked = {*media, *_SCHEMES}, []
