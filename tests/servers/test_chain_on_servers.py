@@ -20,6 +20,7 @@ import ceph_server
 import chain_process
 from mooncake_server import mooncake_server
 from redis_server import find_binary, free_port, run_redis
+from s3_server import S3Server, is_ceph, s3_server
 from tests.service.conftest import Engine, Recorder, contents, keep, open_cache, prompt
 from tiered_kv import (
     BackendUnavailableError,
@@ -74,20 +75,17 @@ def redis_medium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Medium]:
 
 
 @pytest.fixture(scope="module")
-def ceph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ceph_server.CephServer]:
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """A gateway with a bucket."""
-    if not ceph_server.is_installed():
-        pytest.skip(ceph_server.MISSING)
-    with ceph_server.ceph_server(tmp_path_factory.mktemp("ceph")) as server:
-        server.make_bucket("blocks")
+    with s3_server(tmp_path_factory.mktemp("s3")) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def s3_medium(ceph: ceph_server.CephServer) -> Medium:
+def s3_medium(gateway: S3Server) -> Medium:
     """The gateway."""
     keys = {"access_key_id": ceph_server.ACCESS_KEY, "secret_access_key": ceph_server.SECRET_KEY}
-    return Medium({"medium": "s3", "url": "s3://blocks/", "endpoint": ceph.endpoint, **keys}, ceph.stopped)
+    return Medium({"medium": "s3", "url": "s3://blocks/", "endpoint": gateway.endpoint, **keys}, gateway.stopped)
 
 
 @pytest.fixture(scope="module")
@@ -274,6 +272,8 @@ async def test_a_required_tier_that_cannot_be_opened_is_an_error(
 ) -> None:
     """The whole cache says so, with the reason, within the connect deadline; one not required does not hold it up."""
     _, tier = tier_of(request, name, **{_CONNECT[name]: 0.5})
+    if "secret_access_key" in changes:
+        is_ceph(request.getfixturevalue("gateway"))
     with addresses() as nowhere:
         wrong = {key: f"{_SCHEMES[name]}://{nowhere[to]}" if to in nowhere else to for key, to in changes.items()}
         async with asyncio.timeout(0.5 + SCHEDULING_S):
@@ -314,8 +314,9 @@ async def test_redis_that_refused_the_password_is_used_once_it_takes_it(tmp_path
             await in_use(kv, "redis", engine)
 
 
-async def test_s3_that_comes_up_later_is_used(request: pytest.FixtureRequest, ceph: ceph_server.CephServer) -> None:
+async def test_s3_that_comes_up_later_is_used(request: pytest.FixtureRequest, gateway: S3Server) -> None:
     """The same with a gateway that is down when the cache is opened."""
+    ceph = is_ceph(gateway)
     _, tier = tier_of(request, "s3", required=False)
     engine = Engine()
     async with AsyncExitStack() as stack:
