@@ -14,7 +14,7 @@ IN_VENV := .venv/bin/
 PIP := $(IN_VENV)python -m pip --disable-pip-version-check --quiet
 BENCHMARKS := $(sort $(wildcard benchmarks/[a-z]*.py))
 
-.PHONY: help demo test test-fast check bench docs clean
+.PHONY: help demo test test-fast test-gpu check bench docs clean
 .NOTPARALLEL:
 .SUFFIXES:
 # A stamp is kept although only patterns name it.
@@ -25,6 +25,7 @@ help:
 	@echo "                ... TIERS=s3,redis: from those, see examples/chat_servers.py"
 	@echo "make test       all tests"
 	@echo "make test-fast  the fast tests: no servers, no examples"
+	@echo "make test-gpu   the tests of memory and copies, on a GPU; says which were skipped where there is none"
 	@echo "make check      ruff, mypy, import contracts, and the wheel installed without extras"
 	@echo "make bench      every benchmark, each with its ceiling"
 	@echo "make docs       the documentation, in site/"
@@ -51,6 +52,9 @@ test: .venv/dev.stamp .venv/servers
 
 test-fast: .venv/dev.stamp
 	$(IN_VENV)pytest -m "not slow" --ignore=tests/servers --ignore=tests/examples --ignore=tests/test_docs.py
+
+test-gpu: .venv/dev.stamp
+	$(IN_VENV)pytest tests/gpu tests/memory
 
 check: .venv/dev.stamp
 	$(IN_VENV)ruff check .

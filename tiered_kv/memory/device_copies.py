@@ -25,8 +25,8 @@ Ids = NDArray[np.int64]
 Gather = Callable[[PagedCaches, Ids, Tensor, Ids], None]
 Scatter = Callable[[Tensor, Ids, PagedCaches, Ids], None]
 
-PIECE_BYTES = 8 << 20
-"""Of a staging buffer: a DMA of this length is at full speed, and the first one starts soon."""
+PIECE_BYTES = 4 << 20
+"""Of a staging buffer: a DMA of this length is at full speed, and the first one of a window starts soon."""
 
 
 def gather_blocks(caches: PagedCaches, pages: Ids, rows: Tensor, slots: Ids) -> None:

@@ -1,0 +1,178 @@
+"""What ``gpu.py`` moves between the engine's cache and the host, and how it is timed."""
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tiered_kv import KVGroup
+from tiered_kv.memory import Device, HostSlab, PagedCaches, Stream, device_copies, gather_blocks, scatter_blocks
+from tiered_kv.memory.crossover import prepare
+from tiered_kv.memory.pinning import PinState
+
+Ids = NDArray[np.int64]
+Copies = Sequence[Callable[[], object]]
+
+WINDOW_BYTES = 16 << 20
+"""One call's worth, as the cache moves it."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A paged cache on the device and host slots for as many blocks.
+
+    Attributes:
+        group: What a block is.
+        tensors: The engine's, one a layer.
+        caches: Over ``tensors``.
+        pinned: Host slots, page-locked where the device has that.
+        pageable: As many that are not.
+        windows: Blocks' pages ``(n,)`` in random order, and slots ``(n,)`` as they lie, of each call.
+    """
+
+    group: KVGroup
+    tensors: list[Tensor]
+    caches: PagedCaches
+    pinned: Tensor
+    pageable: Tensor
+    windows: list[tuple[Ids, Ids]]
+    is_pinned: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all windows."""
+        return len(self.pinned) * self.group.payload_bytes
+
+    def stores(self, rows: Tensor, windows: Sequence[tuple[Ids, Ids]] | None = None) -> Copies:
+        """Return our copies out of the engine's cache."""
+        windows = self.windows if windows is None else windows
+        return [partial(gather_blocks, self.caches, pages, rows, slots) for pages, slots in windows]
+
+    def loads(self, rows: Tensor, windows: Sequence[tuple[Ids, Ids]] | None = None) -> Copies:
+        """Return our copies into the engine's cache."""
+        windows = self.windows if windows is None else windows
+        return [partial(scatter_blocks, rows, slots, self.caches, pages) for pages, slots in windows]
+
+    def stores_by_fragment(self) -> Copies:
+        """Return one ``cudaMemcpyAsync`` a fragment, as the first engines swapped blocks."""
+        copy, rows = device_copies.gather_directly, self.pinned
+        return [partial(copy, self.caches, pages[:, None], rows, slots) for pages, slots in self.windows]
+
+    def loads_by_fragment(self) -> Copies:
+        """Return the reverse."""
+        copy, rows = device_copies.scatter_directly, self.pinned
+        return [partial(copy, rows, slots, self.caches, pages[:, None]) for pages, slots in self.windows]
+
+
+@contextmanager
+def set_up(group: KVGroup, num_blocks: int, device: Device) -> Iterator[Setup]:
+    """Allocate everything, filled with random bytes, and let go of it again."""
+    n, h, d = group.page_size, group.num_kv_heads, group.head_dim
+    shape = (num_blocks, n, d) if group.order == "MLA" else (2, num_blocks, n, h, d)
+    dtype = getattr(torch, group.dtype)
+    tensors = [torch.randn(shape, device=device.torch_device).to(dtype) for _ in range(group.num_layers)]
+    caches = PagedCaches.bind(tensors, group, axes="BND" if group.order == "MLA" else "PBNHD", device=device)
+    prepare(caches)
+    slab = HostSlab(num_blocks, group.stride_bytes, group.payload_bytes, name="benchmark")
+    state = device.pin(slab).wait()
+    pageable = torch.zeros(num_blocks, group.stride_bytes // 8, dtype=torch.int64)
+    chance = np.random.default_rng(0)
+    pages = chance.permutation(num_blocks)
+    each = max(1, WINDOW_BYTES // group.stride_bytes)
+    windows = [(pages[at : at + each], np.arange(at, min(at + each, num_blocks))) for at in range(0, num_blocks, each)]
+    try:
+        yield Setup(group, tensors, caches, slab.rows, pageable, windows, state is PinState.PINNED)
+    finally:
+        slab.close()
+
+
+def seconds(*queues: tuple[Stream, Copies], rounds: int = 5) -> float:
+    """Return the median time in which all streams do all copies given them, at once."""
+    run(*queues)  # warms up
+    return median(run(*queues) for _ in range(rounds))
+
+
+def run(*queues: tuple[Stream, Copies]) -> float:
+    """Have all streams do all copies given them, at once; return how long it took."""
+    ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+    start = time.perf_counter()
+    for stream, copies in queues:
+        for copy in copies:
+            stream.submit(copy, ended.put)
+    errors = [ended.get() for _, copies in queues for _ in copies]
+    took_s = time.perf_counter() - start
+    for error in errors:
+        if error is not None:
+            raise error
+    return took_s
+
+
+async def coroutine_latency(stream: Stream, rounds: int) -> tuple[float, float]:
+    """Return the median time from an empty copy's submission to the resumed coroutine, and CPU time a copy, in us.
+
+    What is submitted does nothing, so that the first figure is what events, waiter thread and event loop add to a copy.
+    """
+    loop = asyncio.get_running_loop()
+
+    def submit() -> asyncio.Future[None]:
+        future: asyncio.Future[None] = loop.create_future()
+
+        def done(_: BaseException | None) -> None:
+            loop.call_soon_threadsafe(future.set_result, None)
+
+        stream.submit(lambda: None, done)
+        return future
+
+    spent = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        await submit()
+        spent.append(time.perf_counter() - start)
+    started = time.process_time()
+    await asyncio.gather(*(submit() for _ in range(rounds)))
+    return 1e6 * median(spent), 1e6 * (time.process_time() - started) / rounds
+
+
+def matmul_rate(torch_device: torch.device, size: int, duration_s: float) -> float:
+    """Return how many bf16 matrix products a second the device does, on the caller's stream, for so long."""
+    a, b = (torch.randn(size, size, device=torch_device).to(torch.bfloat16) for _ in range(2))
+    out = torch.mm(a, b)
+    module = torch.get_device_module(torch_device)
+    module.synchronize()
+    count, start = 0, time.perf_counter()
+    while time.perf_counter() < start + duration_s:
+        for _ in range(8):
+            torch.mm(a, b, out=out)
+        module.synchronize()
+        count += 8
+    return count / (time.perf_counter() - start)
+
+
+@contextmanager
+def kept_busy(*queues: tuple[Stream, Copies]) -> Iterator[None]:
+    """Have the streams do their copies again and again, until the ``with`` block ends."""
+    ended = threading.Event()
+
+    def work(stream: Stream, copies: Copies) -> None:
+        while not ended.is_set():
+            run((stream, copies))
+
+    threads = [threading.Thread(target=work, args=each) for each in queues]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
