@@ -15,6 +15,8 @@ from tiered_kv.groups import GroupNeed, GroupsLoad, GroupsLookup, full, window
 from tiered_kv.keys import BlockKey, BlockKeys, ModelIdentity, Namespace, Shard, hash_blocks
 from tiered_kv.layout import KVGroup, KVLayout
 from tiered_kv.motion.budget import Priority
+from tiered_kv.motion.load import LoadHandle
+from tiered_kv.motion.store import StoreHandle
 from tiered_kv.plan import JobResult, Move, Outcomes, Plan, SlabHandle
 from tiered_kv.planner import Planner
 from tiered_kv.results import (
@@ -28,7 +30,7 @@ from tiered_kv.results import (
     TierStatistics,
     TierStore,
 )
-from tiered_kv.service import HostLease, LoadHandle, LoadTicket, PrefetchHandle, StoreHandle, StoreTicket, TieredKV
+from tiered_kv.service import HostLease, LoadTicket, PrefetchHandle, StoreTicket, TieredKV
 from tiered_kv.settings import CacheLimits, CPUTier, GPUTier, TieredKVSettings
 from tiered_kv.specs import (
     CPULoadStoreSpec,

@@ -11,7 +11,7 @@ from tiered_kv.layout import KVGroup, KVLayout
 from tiered_kv.memory.caches import PagedCaches
 from tiered_kv.motion.budget import Priority
 from tiered_kv.motion.chain import Chain
-from tiered_kv.specs import GPULoadStoreSpec
+from tiered_kv.specs import CPULoadStoreSpec, EngineBlocks, GPULoadStoreSpec
 
 
 def check_identity(model: object, layout: object) -> None:
@@ -47,17 +47,19 @@ def check_keys(keys: BlockKeys, group: KVGroup) -> None:
 
 
 def check_pages(
-    caches: PagedCaches | None, group: KVGroup, keys: BlockKeys, spec: GPULoadStoreSpec
+    caches: PagedCaches | None, group: KVGroup, keys: BlockKeys, spec: EngineBlocks
 ) -> tuple[PagedCaches, NDArray[np.int64]]:
-    """Return the engine's tensors, and its block ids as ``(len(keys), pages_per_block)``.
+    """Return the engine's tensors, or its host pool, and its block ids as ``(len(keys), pages_per_block)``.
 
     Raises:
         ConfigurationError: No spec, no tensors yet, or an id that is no block of theirs or comes twice.
         LayoutMismatchError: Another KV group, or another number of ids than the keys need.
     """
-    if not isinstance(spec, GPULoadStoreSpec):
-        raise ConfigurationError(f"blocks of the engine are given as GPULoadStoreSpec, got {type(spec).__name__}")
-    if spec.group != keys.group:
+    if not isinstance(spec, GPULoadStoreSpec | CPULoadStoreSpec):
+        raise ConfigurationError(
+            f"blocks of the engine are given as GPULoadStoreSpec or CPULoadStoreSpec, got {type(spec).__name__}"
+        )
+    if isinstance(spec, GPULoadStoreSpec) and spec.group != keys.group:
         raise LayoutMismatchError(f"keys of KV group {keys.group}, block ids of group {spec.group}")
     if caches is None:
         raise ConfigurationError("register_kv_caches() comes before load and store: the cache has no tensors yet")
@@ -76,7 +78,7 @@ def check_planned(chain: Chain, keys: BlockKeys, spec: GPULoadStoreSpec) -> KVGr
     return chain.group
 
 
-def check_count(group: KVGroup, keys: BlockKeys, spec: GPULoadStoreSpec) -> None:
+def check_count(group: KVGroup, keys: BlockKeys, spec: EngineBlocks) -> None:
     """Raise `LayoutMismatchError` unless there are as many block ids as the keys need."""
     per_block = group.pages_per_block
     if len(spec) != len(keys) * per_block:

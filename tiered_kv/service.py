@@ -35,11 +35,13 @@ from tiered_kv.memory.device import Device
 from tiered_kv.motion import removal
 from tiered_kv.motion.budget import Priority
 from tiered_kv.motion.chain import Chain
+from tiered_kv.motion.direct import DirectLoad
 from tiered_kv.motion.handles import Handle, cancel_each, each_of
 from tiered_kv.motion.hold import bring_to_host, lease_prefix
 from tiered_kv.motion.layerwise import LayerLoad, LayerStore
 from tiered_kv.motion.load import Load, LoadHandle
 from tiered_kv.motion.naming import Naming
+from tiered_kv.motion.pools import HostPools
 from tiered_kv.motion.prefetch import Prefetch
 from tiered_kv.motion.storage import OwnedTier
 from tiered_kv.motion.store import Store, StoreHandle
@@ -54,7 +56,7 @@ from tiered_kv.results import (
     StoreResult,
 )
 from tiered_kv.settings import CacheLimits, TieredKVSettings
-from tiered_kv.specs import GPULoadStoreSpec
+from tiered_kv.specs import EngineBlocks, GPULoadStoreSpec
 from tiered_kv.statistics import cache_statistics
 from tiered_kv.telemetry.logs import guarded, log_event
 
@@ -114,6 +116,7 @@ class TieredKV:
         self._given_device = device
         self._model = model
         self._core = Core(model, layout, check_shards(shard), limits or CacheLimits(), guarded(emit))
+        self._pools = HostPools()
         self._submissions = Submissions()
         self._core.on_close.append(self._submissions.close)
         self._lifetime: AsyncExitStack | None = None
@@ -208,6 +211,38 @@ class TieredKV:
         chain = self._core.of_rank(group)
         chain.caches = PagedCaches.bind(kv_caches, chain.group, axes=axes, device=self._device)
 
+    def register_host_pool(
+        self,
+        name: str,
+        buffer: KVCaches,
+        *,
+        group: int = 0,
+        axes: str | None = None,
+        slot_bytes: int | None = None,
+        direct: bool = False,
+    ) -> None:
+        """Bind host memory of the engine's own, to load into and store from by ``CPULoadStoreSpec(ids, pool=name)``.
+
+        Args:
+            name: Of the pool.
+            buffer: One contiguous tensor or writable buffer of whole blocks, where an id is a slot; or fragments, paged
+                tensors as for `register_kv_caches`. Kept by reference until the cache is closed.
+            group: The KV group.
+            axes: Letters for the axes of fragments; they make one tensor a paged one.
+            slot_bytes: From one whole block to the next. A row by default, or of a flat buffer a block's payload.
+            direct: Let storage read straight into slots, which must be page-aligned, taking no host slots. A load then
+                ends only when the medium has let go of them, whatever its deadline.
+
+        Raises:
+            ConfigurationError: Memory that can not be used so, or a name that is taken.
+            LayoutMismatchError: Blocks of this group do not fit.
+        """
+        chain = self._core.of_rank(group)
+        assert self._lifetime is not None  # noqa: S101 - the cache is open
+        self._pools.register(
+            name, buffer, chain, self._lifetime, group=group, axes=axes, slot_bytes=slot_bytes, direct=direct
+        )
+
     # Finding and moving blocks.
 
     async def lookup(self, keys: BlockKeys) -> LookupResult:
@@ -236,7 +271,7 @@ class TieredKV:
     async def load(
         self,
         keys: BlockKeys,
-        into: GPULoadStoreSpec,
+        into: EngineBlocks,
         *,
         after: object = None,
         deadline_s: float | None = None,
@@ -271,7 +306,7 @@ class TieredKV:
     def start_load(
         self,
         keys: BlockKeys,
-        into: GPULoadStoreSpec,
+        into: EngineBlocks,
         *,
         after: object = None,
         deadline_s: float | None = None,
@@ -302,7 +337,7 @@ class TieredKV:
     def _prepare_load(
         self,
         keys: BlockKeys,
-        into: GPULoadStoreSpec,
+        into: EngineBlocks,
         after: object,
         deadline_s: float | None,
         priority: Priority,
@@ -312,21 +347,25 @@ class TieredKV:
         """Check a load and enqueue its wait, in any thread; return what starts it on the event loop."""
         epoch = self._core.epoch  # before the keys are named by it: if it advances in between, the load is overtaken
         chain, batch = self._core.batch(keys, anywhere=True)
+        if (pool := self._pools.find(into, keys.group)) is not None:
+            chain = pool.chain
         caches, pages = check_pages(chain.caches, chain.group, keys, into)
         check_priority(priority)
         check_deadline(deadline_s)
         deadline = self._core.deadline(deadline_s)
         lane = chain.h2d.take(after)
+        kind: Callable[..., Load] = LayerLoad if layerwise else Load
+        if pool is not None and pool.direct is not None and not layerwise:
+            kind = partial(DirectLoad, pool.direct)
 
         def start() -> LoadHandle:
-            kind = LayerLoad if layerwise else Load
             load = kind(chain, batch, caches, pages, lane, deadline, priority, lambda: self._core.epoch == epoch)
             return load.start_load(self._core.tasks.spawn(load.run(), f"load {len(keys)} blocks"))
 
         return start
 
     async def store(
-        self, keys: BlockKeys, source: GPULoadStoreSpec, *, after: object = None, epoch: str | None = None
+        self, keys: BlockKeys, source: EngineBlocks, *, after: object = None, epoch: str | None = None
     ) -> StoreResult:
         """Keep the engine's blocks; returns as soon as they may be reused. See `start_store`."""
         return await self.start_store(keys, source, after=after, epoch=epoch)
@@ -334,7 +373,7 @@ class TieredKV:
     def start_store(
         self,
         keys: BlockKeys,
-        source: GPULoadStoreSpec,
+        source: EngineBlocks,
         *,
         after: object = None,
         epoch: str | None = None,
@@ -359,10 +398,12 @@ class TieredKV:
         return self._prepare_store(keys, source, after, epoch, layerwise=layerwise)()
 
     def _prepare_store(
-        self, keys: BlockKeys, source: GPULoadStoreSpec, after: object, epoch: str | None, *, layerwise: bool = False
+        self, keys: BlockKeys, source: EngineBlocks, after: object, epoch: str | None, *, layerwise: bool = False
     ) -> Callable[[], StoreHandle]:
         """Check a store and enqueue its wait, in any thread; return what starts it on the event loop."""
         chain, batch = self._core.batch(keys, epoch, anywhere=True)
+        if (pool := self._pools.find(source, keys.group)) is not None:
+            chain = pool.chain
         caches, pages = check_pages(chain.caches, chain.group, keys, source)
         lane = chain.d2h.take_own(after) if layerwise else chain.d2h.take(after)
 
@@ -415,7 +456,7 @@ class TieredKV:
     def submit_load(
         self,
         keys: BlockKeys,
-        into: GPULoadStoreSpec,
+        into: EngineBlocks,
         *,
         after: object = None,
         deadline_s: float | None = None,
@@ -429,7 +470,7 @@ class TieredKV:
         return self._submissions.submit(start, partial(load_failed, len(keys)))
 
     def submit_store(
-        self, keys: BlockKeys, source: GPULoadStoreSpec, *, after: object = None, epoch: str | None = None
+        self, keys: BlockKeys, source: EngineBlocks, *, after: object = None, epoch: str | None = None
     ) -> StoreTicket:
         """`start_store` from any thread, which waits for nothing; see `submit_load`."""
         start = self._prepare_store(keys, source, after, epoch)

@@ -93,6 +93,10 @@ class CPULoadStoreSpec(LoadStoreSpec):
         super().__init__(ids, pool=pool)
 
 
+EngineBlocks = GPULoadStoreSpec | CPULoadStoreSpec
+"""Where blocks of an engine are: in its registered pages, or in a host pool of its own."""
+
+
 @dataclass(frozen=True, eq=False, init=False)
 class FileLoadStoreSpec(LoadStoreSpec):
     """Slots of a preallocated slab file."""

@@ -20,6 +20,7 @@ from tiered_kv import (
     ClosedError,
     ConfigurationError,
     CPULoadStoreSpec,
+    FileLoadStoreSpec,
     GPULoadStoreSpec,
     LayoutMismatchError,
     ModelIdentity,
@@ -50,12 +51,13 @@ BLOCKS: dict[str, tuple[Given, type[TieredKVError], str]] = {
         LayoutMismatchError,
         "group 0, .* of group 1",
     ),
-    "a list of ids": ((KEYS, [0, 1, 2, 3]), ConfigurationError, "given as GPULoadStoreSpec, got list"),
-    "a spec of another medium": (
-        (KEYS, CPULoadStoreSpec(range(4))),
+    "a list of ids": (
+        (KEYS, [0, 1, 2, 3]),
         ConfigurationError,
-        "given as GPULoadStoreSpec, got CPULoadStoreSpec",
+        "given as GPULoadStoreSpec or CPULoadStoreSpec, got list",
     ),
+    "a spec of another medium": ((KEYS, FileLoadStoreSpec(range(4))), ConfigurationError, "got FileLoadStoreSpec"),
+    "slots of the cache's own": ((KEYS, CPULoadStoreSpec(range(4))), ConfigurationError, "no host pool ''"),
     "more keys than ids": ((KEYS, IDS[:3]), LayoutMismatchError, "4 keys .* need 4 block ids, got 3"),
     "more ids than keys": ((KEYS[:3], IDS), LayoutMismatchError, "3 keys .* need 3 block ids, got 4"),
     "an id too high": (
