@@ -13,6 +13,7 @@ from anyio import CancelScope, move_on_after
 
 from tiered_kv.backend import Backend, BackendContext, RecordShape, Recovered, SlotBackend, TierSettings
 from tiered_kv.catalog.index import TierIndex
+from tiered_kv.catalog.statistics import Change
 from tiered_kv.errors import BackendError, ConfigurationError
 from tiered_kv.events import Emit, PinningDoubted, TierFailed, TierResumed
 from tiered_kv.layout import KVGroup
@@ -23,6 +24,7 @@ from tiered_kv.memory.make import make_device
 from tiered_kv.motion.budget import Budget
 from tiered_kv.motion.chain import Backlog, Chain, Limits
 from tiered_kv.motion.health import StorageHealth
+from tiered_kv.motion.ledger import Ledger, Place
 from tiered_kv.motion.naming import Naming
 from tiered_kv.motion.storage import KeyedTier, OwnedTier, StorageTier
 from tiered_kv.motion.tiers import HostTier, MemoryTier
@@ -177,6 +179,7 @@ def build_chains(
     device: Device | str | None,
     tasks: Tasks,
     emit: Emit,
+    ledger: Ledger,
 ) -> tuple[list[Chain], Device]:
     """Allocate memory and make one chain per kind of block. Every tier has the same number of slots for each.
 
@@ -232,7 +235,12 @@ def build_chains(
                 parts.storage, backends.healths, budgets, backends.recovered, strict=True
             )
         ]
-        chains.append(Chain(group, kind.naming, gpu, host, storage, h2d, d2h, backends.wakeups, tasks, emit, limits))
+        chain = Chain(group, kind.naming, gpu, host, storage, h2d, d2h, backends.wakeups, tasks, emit, limits)
+        chain.ledger = ledger
+        for tier in chain.tiers:
+            if isinstance(tier, MemoryTier | OwnedTier):
+                ledger.watch(Place(tier.name, number, kind.naming.shard.rank), tier)
+        chains.append(chain)
     opened = zip(backends.healths, backends.contexts, backends.discards, strict=True)
     for number, (health, context, discard) in enumerate(opened):
         if not health.is_open:
@@ -257,7 +265,9 @@ async def _open_later(
             health.emit(TierFailed(health.name, "open", f"{type(error).__name__}: {error}", 0))
             continue
         for tier, index in zip((each for each in tiers if isinstance(each, OwnedTier)), indexes, strict=True):
-            tier.index = index
+            if (on_change := tier.index.on_change) is not None and index.statistics().ready:
+                on_change(Change.ADDED, index.names_in_order()[0])
+            index.on_change, tier.index = on_change, index
         health.is_open = True
         health.emit(TierResumed(health.name, context.clock() - started))
 

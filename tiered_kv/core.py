@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from typing import Final
 
 from tiered_kv.arguments import check_keys
 from tiered_kv.errors import ClosedError, ConfigurationError
@@ -11,9 +12,12 @@ from tiered_kv.events import Emit
 from tiered_kv.keys import BlockKeys, ModelIdentity, Shard, epoch_digest
 from tiered_kv.layout import KVLayout
 from tiered_kv.motion.chain import Chain
+from tiered_kv.motion.ledger import Ledger
 from tiered_kv.motion.tiers import Batch
 from tiered_kv.motion.workers import Tasks
 from tiered_kv.settings import CacheLimits
+
+_PAST_EPOCHS: Final = 8
 
 
 class Core:
@@ -27,6 +31,8 @@ class Core:
         tasks: Everything under way.
         chains: By KV group, then by rank; none before the cache is open.
         epoch: Digest of the weights that are served.
+        past_epochs: Digests of weights that were served before, the last one first; a few.
+        ledger: What became of blocks.
         on_close: Called when the cache begins to close.
     """
 
@@ -40,6 +46,8 @@ class Core:
         self.tasks = Tasks()
         self.chains: list[Chain] = []
         self.epoch = epoch_digest(model.weights)
+        self.past_epochs: list[bytes] = []
+        self.ledger = Ledger()
         self.on_close: list[Callable[[], object]] = []
         self._thread = 0
         self._clock: Callable[[], float] = time.monotonic  # until there is a loop
@@ -57,6 +65,13 @@ class Core:
         self._closed_because = "closed"
         for close in self.on_close:
             close()
+
+    def advance_epoch(self, weights: str) -> None:
+        """Serve other weights from now on."""
+        epoch = epoch_digest(weights)
+        past = [self.epoch, *self.past_epochs]
+        self.past_epochs = [each for each in past if each != epoch][:_PAST_EPOCHS]
+        self.epoch = epoch
 
     def check_open(self, *, anywhere: bool = False) -> None:
         """Raise `ClosedError` or `ConfigurationError` unless this is the time, and the thread, for a call."""

@@ -94,7 +94,7 @@ class StoreResult:
         num_present: Blocks that were there already (or are being stored by another call).
         num_dropped: Blocks not kept at all.
         drop_reasons: Why, in a few fixed words: ``"no room"``, ``"deadline"``, ``"copy failed"``,
-            ``"revoked"``.
+            ``"revoked"``, ``"device unusable"``, ``"draining"``.
     """
 
     num_requested: int
@@ -164,6 +164,10 @@ class CacheStatistics:
         store_queue_bytes: Bytes of stores accepted and not yet in every tier.
         bounce_free: Free transient host slots; all of them when nothing moves.
         bounce_slots: How many there are.
+        requested: Blocks that loads which have ended were asked for; the hits of all tiers and ``missed`` add up to it.
+        missed: Those that were not in place at the end.
+        store_requested: Blocks given to stores that have let go of their source; the next three add up to it.
+        stored, present, dropped: What became of them, see `StoreResult`.
     """
 
     tiers: tuple[TierStatistics, ...]
@@ -171,6 +175,12 @@ class CacheStatistics:
     store_queue_bytes: int
     bounce_free: int
     bounce_slots: int
+    requested: int
+    missed: int
+    store_requested: int
+    stored: int
+    present: int
+    dropped: int
 
     def __getitem__(self, tier: str) -> TierStatistics:
         return next(each for each in self.tiers if each.tier == tier)

@@ -27,7 +27,7 @@ from tiered_kv.core import Core
 from tiered_kv.errors import ClosedError, ConfigurationError
 from tiered_kv.events import CacheClosed, CacheOpened, Emit, EpochAdvanced
 from tiered_kv.groups import GroupNeed, GroupsLoad, GroupsLookup, check_needs, length_in_place, longest
-from tiered_kv.keys import BlockKeys, ModelIdentity, Shard, epoch_digest
+from tiered_kv.keys import BlockKeys, ModelIdentity, Shard
 from tiered_kv.layout import KVCaches, KVLayout, fingerprint
 from tiered_kv.lookups import lookup_result, owned_runs
 from tiered_kv.memory.caches import PagedCaches
@@ -157,7 +157,7 @@ class TieredKV:
         async with AsyncExitStack() as stack:
             backends = await open_backends(stack, self._parts, kinds, core.limits, core.emit)
             chains, self._device = build_chains(
-                stack, self._parts, backends, kinds, core.limits, self._given_device, core.tasks, core.emit
+                stack, self._parts, backends, kinds, core.limits, self._given_device, core.tasks, core.emit, core.ledger
             )
             self._lifetime = stack.pop_all()
         core.opened(chains)
@@ -524,7 +524,7 @@ class TieredKV:
         flight keep the epoch they began in; a load that is overtaken returns 0 blocks.
         """
         self._core.check_open()
-        self._core.epoch = epoch_digest(weights)
+        self._core.advance_epoch(weights)
         self._core.emit(EpochAdvanced(weights))
 
     async def flush(self, *, sync: bool = False) -> None:
@@ -543,4 +543,4 @@ class TieredKV:
     def stats(self) -> CacheStatistics:
         """Count what is where now, and what has happened since opening."""
         self._core.check_open()
-        return cache_statistics(self._core.chains, len(self._core.tasks))
+        return cache_statistics(self._core.chains, self._core.ledger, len(self._core.tasks))

@@ -4,12 +4,13 @@ from collections.abc import Sequence
 
 from tiered_kv.backend import SlotBackend
 from tiered_kv.motion.chain import Chain
+from tiered_kv.motion.ledger import Ledger
 from tiered_kv.results import CacheStatistics, TierStatistics
 
 _SLOTS = ("num_slots", "free", "ready", "evictable", "leased", "pending", "doomed")
 
 
-def cache_statistics(chains: Sequence[Chain], num_transfers: int) -> CacheStatistics:
+def cache_statistics(chains: Sequence[Chain], ledger: Ledger, num_transfers: int) -> CacheStatistics:
     """Count what is where in all chains, which share their tiers."""
     host = [chain.host.index.statistics() for chain in chains]
     return CacheStatistics(
@@ -18,6 +19,12 @@ def cache_statistics(chains: Sequence[Chain], num_transfers: int) -> CacheStatis
         store_queue_bytes=chains[0].limits.store_queue.num_bytes,
         bounce_free=sum(each.transient_free for each in host),
         bounce_slots=sum(chain.host.index.num_transient for chain in chains),
+        requested=ledger.requested,
+        missed=ledger.missed,
+        store_requested=ledger.store_requested,
+        stored=ledger.stored,
+        present=ledger.present,
+        dropped=ledger.dropped,
     )
 
 

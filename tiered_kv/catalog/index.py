@@ -41,6 +41,7 @@ class TierIndex(Books):
 
     Attributes:
         num_slots: The present capacity; may be 0: then every block passes through bounce slots.
+        on_change: Is told whatever changes of the tier's own readable blocks, if not None.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class TierIndex(Books):
             ttl_s: After so many seconds from its commit a block is `expire`'s to remove. Takes 4 bytes a slot.
             clock: What tells the seconds.
             write_back: Blocks may be marked dirty. Takes 8 bytes a slot.
-            on_change: Is told whatever changes of the tier's own readable blocks.
+            on_change: See the attribute.
 
         Raises:
             ConfigurationError: A negative size, more than 2**31 - 2 slots, no such policy, or a ``ttl_s`` of 0 or less.
@@ -85,7 +86,7 @@ class TierIndex(Books):
         self._expiry = None if ttl_s is None else Expiry(max_slots, ttl_s, clock)
         self._write_back = write_back
         self._dirty = SlotQueue(max_slots if write_back else 0)  # the oldest first; each of these is held by one lease
-        self._on_change = on_change
+        self.on_change = on_change
         self._free = FreeSlots(max_slots, range(num_slots))
         self._transient_free = FreeSlots(num_transient, range(max_slots, total))
         self._num_leases = np.full(total, 0, dtype=np.int32)
@@ -172,15 +173,15 @@ class TierIndex(Books):
         slots[wanted] = taken
         return Reservation(slots, evicted, commit=self._commit, give_back=self._give_back)
 
-    def remove(self, names: Names) -> int:
-        """Make blocks unfindable at once; return how many were there.
+    def remove(self, names: Names, why: Change = Change.REMOVED) -> int:
+        """Make blocks unfindable at once; return how many were there. ``why`` is what ``on_change`` is told.
 
         The slot of a leased block is freed by its last release. A pending block becomes doomed: it is never committed,
         and its slot is freed when its reservation closes.
         """
         found, _ = self.find(names)
         slots = _unique(found[found >= 0])
-        self._remove(slots[::-1], Change.REMOVED)
+        self._remove(slots[::-1], why)
         return len(slots)
 
     def expire(self, *, limit: int = 1 << 16) -> Names:
@@ -230,8 +231,8 @@ class TierIndex(Books):
         self._free.reset(np.flatnonzero(states[: self.num_slots] == FREE))
         self._ready = self._pending = 0
         self._doomed = int(np.count_nonzero(states))
-        if self._on_change is not None:
-            self._on_change(Change.CLEARED, self._table.names(_NONE))
+        if self.on_change is not None:
+            self.on_change(Change.CLEARED, self._table.names(_NONE))
 
     def restore(self, names: Names, slots: Slots, *, ages_s: NDArray[np.float32] | None = None) -> None:
         """Enter blocks that outlived a restart. Takes time in their number, about a second a million.
@@ -297,6 +298,15 @@ class TierIndex(Books):
     def oldest_dirty(self, n: int) -> Slots:
         """Return the slots of the blocks that `take_dirty` would take."""
         return self._dirty.head(n)
+
+    def is_dirty(self, names: Names) -> NDArray[np.bool_]:
+        """Say of each name whether its block is dirty."""
+        found = np.zeros(len(names), np.bool_)
+        if len(self._dirty):
+            slots, _ = self.find(names)
+            own = np.flatnonzero((slots >= 0) & ~self.is_transient(slots))
+            found[own] = self._dirty.holds(slots[own])
+        return found
 
     def take_dirty(self, n: int) -> tuple[Names, Lease]:
         """Take the ``n`` blocks that are dirty for longest, or all if there are fewer, to be written below.
@@ -443,8 +453,8 @@ class TierIndex(Books):
         return slots[slots < self.max_slots] if self.num_transient else slots
 
     def _tell(self, change: Change, names: Names) -> None:
-        if self._on_change is not None and len(names):
-            self._on_change(change, names)
+        if self.on_change is not None and len(names):
+            self.on_change(change, names)
 
 
 def _unique(slots: Slots) -> Slots:

@@ -45,6 +45,7 @@ class Change(StrEnum):
     EVICTED = "evicted"
     REMOVED = "removed"
     EXPIRED = "expired"
+    CORRUPT = "corrupt"
     CLEARED = "cleared"
 
 

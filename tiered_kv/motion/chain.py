@@ -24,6 +24,7 @@ from tiered_kv.memory.caches import PagedCaches
 from tiered_kv.memory.lanes import Lane, Lanes
 from tiered_kv.motion.budget import Budget, Priority, Room, Ticket
 from tiered_kv.motion.handles import Copy
+from tiered_kv.motion.ledger import Ledger
 from tiered_kv.motion.naming import Naming
 from tiered_kv.motion.storage import Mask, OwnedTier, StorageTier
 from tiered_kv.motion.tiers import Batch, HostTier, MemoryTier, Tier
@@ -92,6 +93,7 @@ class Limits:
     store_timeout_s: float
     store_queue: "Backlog"
     prefetches: Budget
+    takes_stores: bool = True
 
 
 @dataclass
@@ -122,6 +124,7 @@ class Chain:
         caches: The engine's tensors, once registered.
         pending: The fill that each pending host slot belongs to, and the number of the tier it is read from, or -1.
         settling: One future per store that is not in every tier yet.
+        ledger: Of the whole cache.
     """
 
     group: KVGroup
@@ -138,6 +141,7 @@ class Chain:
     caches: PagedCaches | None = None
     pending: dict[int, tuple[Fill, int]] = field(default_factory=dict)
     settling: set["asyncio.Future[Any]"] = field(default_factory=set)
+    ledger: Ledger = field(default_factory=Ledger)
 
     def __post_init__(self) -> None:
         self.room = Room()

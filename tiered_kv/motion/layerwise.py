@@ -100,13 +100,13 @@ class LayerStore(Store):
         self._is_complete: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._error: BaseException | None = None
         self._has_ended = False
-        done = len(batch) if self._is_unusable() else 0
+        done = len(batch) if self._is_refused() else 0
         while done < len(batch):
             stop = min(done + self._window(), len(batch))
             part = batch[done:stop]
             placing = self._place_now(part)
             if placing is None:
-                self._drop(len(batch) - done, "no room")
+                self._drop(batch[done:], "no room")
                 break
             if (placed := self._begin(*placing, part, pages[done:stop])) is not None:
                 self._placed.append(placed)

@@ -313,6 +313,7 @@ class Load(Revocable):
         counts = np.bincount(numbers, minlength=len(chain.tiers))
         for tier, count in zip(chain.tiers, counts, strict=True):
             tier.counters.hits += int(count)
+        chain.ledger.count_load(len(self._batch), num_blocks)
         return LoadResult(
             num_blocks=num_blocks,
             num_requested=len(self._batch),

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from tiered_kv.backend import Backend, Block, Outcome, RecordShape, SlotBackend
 from tiered_kv.catalog.index import TierIndex
+from tiered_kv.catalog.statistics import Change
 from tiered_kv.errors import CapacityError
 from tiered_kv.events import BlocksCorrupted, TierFailed
 from tiered_kv.keys import BlockKey, Names
@@ -196,7 +197,7 @@ class OwnedTier(StorageTier):
                 if broken.any():
                     self.health.emit(BlocksCorrupted(self.name, int(broken.sum())))
                     slots, _ = self.index.find(wanted.names[broken])
-                    self.index.remove(wanted.names[broken])
+                    self.index.remove(wanted.names[broken], Change.CORRUPT)
                     self._forget_later(slots[slots >= 0])
         finally:
             give_back()

@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from tiered_kv.catalog.history import Fate
 from tiered_kv.catalog.rights import Reservation
 from tiered_kv.errors import ConfigurationError
 from tiered_kv.events import BlocksSettled, BlocksStored
@@ -92,6 +93,7 @@ class Store(Revocable):
         self._lane = lane
         self._goes_down = bool(chain.storage) or chain.gpu is not None
         self._keeps = any(tier.index.num_slots for tier in chain.memory)
+        self._takes_stores = chain.limits.takes_stores
         self._tally = Tally(chain)
         # A store longer than a tier must not evict its own head: past this many, blocks go to the next tier.
         self._may_keep = {tier.name: tier.room_for(batch) for tier in chain.memory}
@@ -108,7 +110,7 @@ class Store(Revocable):
         started, done = loop.time(), 0
         deadline = started + self._chain.limits.store_timeout_s
         try:
-            if self._is_unusable():
+            if self._is_refused():
                 done = len(self._batch)
             while done < len(self._batch):
                 stop = done + self._window()
@@ -117,20 +119,20 @@ class Store(Revocable):
                 async with asyncio.timeout_at(deadline):
                     if not self._keeps:
                         known = await self._known_below(part)
-                        self._count_present(int(np.count_nonzero(known)))
                         part, pages = part[~known], pages[~known]
                     placing = await self._place(part)
                 if placing is None:
-                    self._drop(len(self._batch) - done, "no room")
+                    self._drop(self._batch[done:], "no room")
                     break
+                self._count_present(min(stop, len(self._batch)) - done - len(part))
                 if (placed := self._begin(*placing, part, pages)) is not None:
                     self._copy_out(placed)
                 done = min(stop, len(self._batch))
         except TimeoutError:
-            self._drop(len(self._batch) - done, "deadline")
+            self._drop(self._batch[done:], "deadline")
         except asyncio.CancelledError:
             self.revoked = True
-            self._drop(len(self._batch) - done, "revoked")
+            self._drop(self._batch[done:], "revoked")
         finally:
             await self.drain_copies(deadline)
             self._close_one()
@@ -153,6 +155,9 @@ class Store(Revocable):
             self._dropped.total(),
             dict(self._dropped),
             self._wait,
+        )
+        self._chain.ledger.count_store(
+            len(self._batch), stored=result.num_stored, present=result.num_present, dropped=result.num_dropped
         )
         self._chain.emit(
             BlocksStored(
@@ -203,12 +208,12 @@ class Store(Revocable):
         self._num_present += n
         self._tally.add_all(present=n)
 
-    def _is_unusable(self) -> bool:
-        """Drop all of it if the device has failed."""
-        is_unusable = self._chain.d2h.device.error is not None
-        if is_unusable:
-            self._drop(len(self._batch), "device unusable")
-        return is_unusable
+    def _is_refused(self) -> bool:
+        """Drop all of it if the cache was draining when it began, or the device has failed."""
+        if self._takes_stores and self._chain.d2h.device.error is None:
+            return False
+        self._drop(self._batch, "device unusable" if self._takes_stores else "draining")
+        return True
 
     def _begin(
         self, tier: MemoryTier, reservation: Reservation, part: Batch, pages: NDArray[np.int64]
@@ -242,7 +247,7 @@ class Store(Revocable):
             reservation.close()
         if lease is None:
             late = "revoked" if self.revoked else "deadline"
-            self._drop(n, late if isinstance(error, RevokedError) else "copy failed")
+            self._drop(batch, late if isinstance(error, RevokedError) else "copy failed")
             chain.room.changed()
             self._close_one()
             return
@@ -260,6 +265,8 @@ class Store(Revocable):
             down = WriteDown(chain, self._tally, tier, batch[live], slots[live], lease)
             chain.tasks.spawn(self._write_down(down, num_bytes), f"write down {num_live} blocks")
             return
+        if goes_down:
+            chain.ledger.note(batch.names[live], Fate.DROPPED, "queue full")
         self._tally.add_below(tier, dropped=num_live)
         chain.release(lease)
         self._close_one()
@@ -271,10 +278,11 @@ class Store(Revocable):
             self._chain.limits.store_queue.done(num_bytes)
             self._close_one()
 
-    def _drop(self, n: int, reason: str) -> None:
-        if n:
-            self._dropped[reason] += n
-            self._tally.add_all(dropped=n)
+    def _drop(self, batch: Batch, reason: str) -> None:
+        if len(batch):
+            self._dropped[reason] += len(batch)
+            self._tally.add_all(dropped=len(batch))
+            self._chain.ledger.note(batch.names, Fate.DROPPED, reason)
 
     def _close_one(self) -> None:
         self._num_open -= 1

@@ -12,6 +12,7 @@ from contextlib import suppress
 import numpy as np
 from numpy.typing import NDArray
 
+from tiered_kv.catalog.history import Fate
 from tiered_kv.catalog.rights import Lease, Reservation
 from tiered_kv.memory.copies import copy_rows
 from tiered_kv.motion.budget import Priority, Ticket
@@ -169,8 +170,11 @@ class WriteDown:
                 return
             if report is None:
                 self._tally.add(storage, failed=len(batch))
+                chain.ledger.note(batch.names, Fate.FAILED, storage.name)
             else:
                 self._tally.add(storage, **report.counts())
+                chain.ledger.note(batch.names[report.dropped], Fate.DROPPED, storage.name)
+                chain.ledger.note(batch.names[report.failed], Fate.FAILED, storage.name)
             settled.set_result(None)
 
         def is_wanted() -> NDArray[np.bool_]:
