@@ -12,9 +12,10 @@ What that client does, and what follows here:
 
 import asyncio
 import socket
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import chain
-from typing import Literal
+from typing import Literal, TypeVar
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -23,8 +24,9 @@ from pydantic import ByteSize, Field, field_validator
 
 from tiered_kv.backend import Backend, BackendContext, Block, Outcome, TierSettings, check_lengths
 from tiered_kv.errors import BackendUnavailableError, ClosedError
-from tiered_kv.keys import BlockKey
+from tiered_kv.keys import BlockKey, salt_digest
 
+T = TypeVar("T")
 _Move = Callable[[list[str], list[list[int]], list[list[int]]], list[int]]
 
 _BATCH_BYTES = 16 << 20
@@ -173,6 +175,18 @@ class MooncakeBackend(Backend):
             if errors := [code for code in codes if code < 0 and code not in _NOT_READABLE]:
                 raise self._unavailable(f"{len(errors)} of {len(keys)} keys could not be removed", errors[0])
 
+    async def delete_salt(self, folder: str) -> int:
+        """Remove every record whose path has ``folder`` for its salt; return how many.
+
+        Raises:
+            BackendUnavailableError: The master does not answer.
+        """
+        pattern = f"^[0-9a-f]{{64}}/[0-9a-f]{{32}}/[^/]+/{folder}/.*"
+        count = await self._threads.run(self._check_open().remove_by_regex, pattern, True)  # noqa: FBT003 - force
+        if count < 0:
+            raise self._unavailable("a tenant could not be removed", count)
+        return int(count)
+
     async def aclose(self) -> None:
         """Leave the store, and take this process's segment out of it. If a call is stuck, the process's end does it."""
         store, self._store = self._store, None
@@ -229,6 +243,31 @@ class MooncakeBackend(Backend):
         return BackendUnavailableError(
             f"Mooncake at {self._master[0]}:{self._master[1]}: {what}, its client says {code}"
         )
+
+
+async def delete_tenant(settings: MooncakeBackend.Settings, salt: str | bytes) -> int:
+    """Delete the blocks of one salt, of every model, epoch and shard, whoever reads them.
+
+    Returns:
+        How many blocks were deleted.
+
+    Raises:
+        BackendUnavailableError: The store cannot be joined, or fails.
+    """
+    joined = settings.model_copy(update={"segment": ByteSize(0)})
+    backend = MooncakeBackend(joined)
+    await backend.open(BackendContext((), lambda _: _OwnThreads(), time.monotonic))
+    try:
+        return await backend.delete_salt(salt_digest(salt).hex()[:32])
+    finally:
+        await backend.aclose()
+
+
+class _OwnThreads:
+    """`Workers` for a job that is no cache."""
+
+    def run(self, function: Callable[..., T], *args: object) -> Awaitable[T]:
+        return asyncio.to_thread(function, *args)
 
 
 def _of_read(code: int, block: Block) -> Outcome:

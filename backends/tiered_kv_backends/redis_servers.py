@@ -193,6 +193,16 @@ class Servers:
                 found.setdefault(Address(nodes[0].host, int(nodes[0].port)), []).append(i)
         return [(self._servers[address], positions) for address, positions in found.items()]
 
+    async def all(self) -> list[Server]:
+        """Return every server that holds keys.
+
+        Raises:
+            RedisError, RedisClusterException: Nobody who would know could be asked.
+        """
+        async with self._refresh:
+            await self._find_out()
+        return list(self._servers.values())
+
     def doubt(self) -> None:
         """Find out anew, at the next question, who holds which keys."""
         self._is_known = False

@@ -108,7 +108,7 @@ class Sweeper:
         used_ns, sizes = array("q"), array("q")
         num_bytes = num_temporaries = 0
         stale_ns = self._wall_clock_ns() - _STALE_NS
-        for folder in self._folders(self._root):
+        for folder in self.folders():
             for entry, status in _files(folder):
                 if _RECORD.fullmatch(entry.name):
                     used_ns.append(status.st_mtime_ns)
@@ -128,7 +128,7 @@ class Sweeper:
     def _delete(self, cutoff_ns: int, excess: int) -> tuple[int, int]:
         """Delete records not used after ``cutoff_ns``, and then folders that are empty; return how many, and bytes."""
         num_deleted = num_bytes = 0
-        for folder in self._folders(self._root):
+        for folder in self.folders():
             before = num_deleted
             for entry, status in _files(folder):
                 is_old = status.st_mtime_ns <= cutoff_ns and _RECORD.fullmatch(entry.name)
@@ -136,7 +136,7 @@ class Sweeper:
                     num_deleted += 1
                     num_bytes += status.st_size
             if num_deleted > before:
-                self._remove_empty(folder)
+                self.remove_empty(folder)
         return num_deleted, num_bytes
 
     def _missing_free_bytes(self) -> int:
@@ -144,8 +144,11 @@ class Sweeper:
         wanted = int(status.f_blocks * min(1.0, self._min_free_fraction + _FREED_FRACTION))
         return (wanted - status.f_bavail) * status.f_frsize
 
-    def _folders(self, folder: str, depth: int = 0) -> Iterator[str]:
+    def folders(self) -> Iterator[str]:
         """Yield the folders that hold files of ours, until told to stop."""
+        return self._folders(self._root)
+
+    def _folders(self, folder: str, depth: int = 0) -> Iterator[str]:
         if depth == len(_FOLDERS):
             yield folder
             return
@@ -155,11 +158,29 @@ class Sweeper:
             if _FOLDERS[depth].fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
                 yield from self._folders(entry.path, depth + 1)
 
-    def _remove_empty(self, folder: str) -> None:
+    def remove_empty(self, folder: str) -> None:
+        """Remove a folder of records, and those it is in, as far as nothing is in them."""
         with contextlib.suppress(OSError):  # not empty, most often
             for _ in _FOLDERS:
                 os.rmdir(folder)
                 folder = os.path.dirname(folder)
+
+
+def delete_folders(root: str, salt_folder: str) -> int:
+    """Delete the records in every folder of one salt, and the folders; return how many records. Locks nothing.
+
+    Raises:
+        OSError: The filesystem failed.
+    """
+    walk = Sweeper(root, 0, 0.0, lambda: 0)
+    num_deleted = 0
+    for folder in walk.folders():
+        if folder.split("/")[-2] == salt_folder:
+            for entry, _ in _files(folder):
+                if _RECORD.fullmatch(entry.name) or _TEMPORARY.fullmatch(entry.name):
+                    num_deleted += _unlink(entry.path) and bool(_RECORD.fullmatch(entry.name))
+            walk.remove_empty(folder)
+    return num_deleted
 
 
 def _cutoff(used_ns: "array[int]", sizes: "array[int]", excess: int) -> int:

@@ -51,6 +51,18 @@ class MooncakeServer:
         self.storage = self._start(sys.executable, __file__, f"127.0.0.1:{self.port}", log="storage")
         self._expect("joined")
 
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Within, neither the master nor the process that gives memory answers anybody."""
+        processes = self.master, self.storage
+        for process in processes:
+            process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for process in processes:
+                process.send_signal(signal.SIGCONT)
+
     def clear(self) -> None:
         """Remove all blocks."""
         assert self.storage.stdin is not None

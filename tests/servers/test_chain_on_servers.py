@@ -4,9 +4,10 @@ import asyncio
 import itertools
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from redis.asyncio import Redis
 import ceph_server
 import chain_process
 from mooncake_server import mooncake_server
+from namespaces import hosts
 from redis_server import find_binary, free_port, run_redis
 from s3_server import S3Server, is_ceph, s3_server
 from tests.service.conftest import Engine, Recorder, contents, keep, open_cache, prompt
@@ -33,7 +35,7 @@ from tiered_kv import (
     hash_blocks,
 )
 from tiered_kv.events import TierFailed, TierResumed, TierStalled, TierTripped
-from tiered_kv_backends.s3 import S3Settings, delete_tenant
+from tiered_kv.settings import tier_from
 
 NUM_BLOCKS = chain_process.NUM_BLOCKS
 NEAR, FAR = prompt(NUM_BLOCKS, seed=1), prompt(NUM_BLOCKS, seed=2)
@@ -92,11 +94,7 @@ def s3_medium(gateway: S3Server) -> Medium:
 def mooncake_medium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Medium]:
     """A store whose memory is in a process of its own. A client that waits for it cannot be told to stop waiting."""
     with mooncake_server(tmp_path_factory.mktemp("mooncake")) as server:
-
-        def stopped() -> AbstractContextManager[None]:
-            raise NotImplementedError
-
-        yield Medium({"medium": "mooncake", "url": server.url}, stopped)
+        yield Medium({"medium": "mooncake", "url": server.url}, server.stopped)
 
 
 def tier_of(request: pytest.FixtureRequest, name: str, **settings: object) -> tuple[Medium, dict[str, Any]]:
@@ -140,6 +138,7 @@ async def is_stored_in(kv: TieredKV, name: str, engine: Engine, seed: int) -> bo
         pytest.param("redis", DEADLINE_S / 2, id="redis_gives_up"),
         pytest.param("redis", DEADLINE_S * 3, id="loads_from_redis_give_up"),
         pytest.param("s3", DEADLINE_S * 3, id="loads_from_s3_give_up"),
+        pytest.param("mooncake", DEADLINE_S / 2, id="mooncake_is_given_up"),
     ],
 )
 async def test_a_stalled_server_costs_no_load_its_deadline(
@@ -228,9 +227,24 @@ async def test_a_process_killed_while_it_stores_harms_nobody(request: pytest.Fix
         assert (await load(kv, engine, fresh)).by_tier == {name: NUM_BLOCKS}
 
 
-async def said_by(tiers: list[dict[str, Any]], doing: str, seeds: list[int]) -> list[tuple[int, ...]]:
+async def test_two_hosts_share_redis(tmp_path: Path) -> None:
+    """Hosts that have no memory, disk or loopback in common load what the other stored, byte for byte."""
+    with hosts(2) as (one, other), run_redis(find_binary("redis-server"), tmp_path) as server:
+        async with Redis(port=server.port) as admin:
+            await admin.config_set("bind", f"127.0.0.1 {one.gateway} {other.gateway}")
+            await admin.config_set("protected-mode", "no")
+        for writer, reader, seed in ((one, other, 6), (other, one, 7)):
+            at_writer = {"medium": "redis", "url": f"redis://{writer.gateway}:{server.port}"}
+            at_reader = {"medium": "redis", "url": f"redis://{reader.gateway}:{server.port}"}
+            assert await said_by([at_writer], "store", [seed], writer.within) == [(seed, NUM_BLOCKS)]
+            assert await said_by([at_reader], "load", [seed], reader.within) == [(seed, NUM_BLOCKS)]
+
+
+async def said_by(
+    tiers: list[dict[str, Any]], doing: str, seeds: list[int], within: Sequence[str] = ()
+) -> list[tuple[int, ...]]:
     """Return what a process that does this says, and wait for its end."""
-    with chain_process.start(tiers, doing, seeds) as process:
+    with chain_process.start(tiers, doing, seeds, within) as process:
         said, _ = await asyncio.to_thread(process.communicate)
     assert process.returncode == 0
     return [tuple(map(int, line.split())) for line in said.splitlines()]
@@ -341,14 +355,24 @@ async def in_use(kv: TieredKV, name: str, engine: Engine) -> None:
 # Tenants
 
 
-async def test_a_tenants_blocks_can_be_deleted_in_s3(request: pytest.FixtureRequest) -> None:
-    """By the salt alone; what others stored of the same prompt stays."""
-    _, tier = tier_of(request, "s3")
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [("redis", "redis_upkeep"), ("s3", "s3"), ("mooncake", "mooncake"), ("shared_fs", "shared_fs_upkeep")],
+)
+async def test_a_tenants_blocks_can_be_deleted(
+    request: pytest.FixtureRequest, tmp_path: Path, name: str, module: str
+) -> None:
+    """By the salt alone, in every shared medium by the same call; what others stored of the same prompt stays."""
+    if name == "shared_fs":
+        tier = {"medium": "shared_fs", "path": str(tmp_path), "capacity": "64MiB", "min_free_fraction": 0.0}
+    else:
+        _, tier = tier_of(request, name)
     tokens, engine = range(16 * NUM_BLOCKS), Engine()
     tenants = [hash_blocks(tokens, block_size=16, salt=salt) for salt in ("a", "b", "")]
     async with open_cache(tier, engine=engine) as kv:
         for keys in tenants:
             await keep(kv, engine, keys)
-    assert await delete_tenant(S3Settings.model_validate(tier), "a") > 0
+    delete_tenant = import_module(f"tiered_kv_backends.{module}").delete_tenant
+    assert await delete_tenant(tier_from(tier), "a") > 0
     async with open_cache(tier, engine=engine) as kv:
         assert [(await load(kv, engine, keys)).num_blocks for keys in tenants] == [0, NUM_BLOCKS, NUM_BLOCKS]

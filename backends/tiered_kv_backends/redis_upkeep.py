@@ -1,0 +1,46 @@
+"""Deleting a tenant's blocks from Redis or Valkey. For a job of your own, beside the caches."""
+
+import re
+
+from redis.exceptions import RedisClusterException, RedisError
+
+from tiered_kv.errors import BackendUnavailableError
+from tiered_kv.keys import salt_digest
+from tiered_kv_backends.redis_servers import RedisSettings, Server, Servers
+
+_LOOKED_AT_ONCE = 1000
+_GLOB = re.compile(rb"([][*?\\])")
+
+
+async def delete_tenant(settings: RedisSettings, salt: str | bytes) -> int:
+    """Delete the blocks of one salt, of every model, epoch and shard. Walks all keys, a thousand at a time.
+
+    Returns:
+        How many blocks were deleted.
+
+    Raises:
+        ConfigurationError: A certificate's file cannot be used.
+        BackendUnavailableError: A server failed; what was deleted until then stays deleted.
+    """
+    prefix = _GLOB.sub(rb"\\\1", settings.prefix.encode())
+    pattern = b"%b*/%b/*" % (prefix, salt_digest(salt).hex()[:32].encode())
+    servers = Servers(settings)
+    try:
+        return sum([await _delete(server, pattern) for server in await servers.all()])
+    except (OSError, RedisError, RedisClusterException) as error:
+        raise BackendUnavailableError(f"{servers}: could not delete a tenant: {error}") from error
+    finally:
+        await servers.aclose()
+
+
+async def _delete(server: Server, pattern: bytes) -> int:
+    cursor, num_deleted = 0, 0
+    while True:
+        cursor, names = await server.client.scan(cursor, match=pattern, count=_LOOKED_AT_ONCE)
+        unlinks = [("UNLINK", bytes(name)) for name in names]  # type: ignore[arg-type]  # bytes: nothing is decoded
+        for deleted in await server.pipeline(unlinks) if unlinks else ():
+            if isinstance(deleted, RedisError):
+                raise deleted
+            num_deleted += deleted
+        if not cursor:
+            return num_deleted
