@@ -28,7 +28,6 @@ from tiered_kv.memory import (
 from tiered_kv.memory.codec import FP8Codec
 
 pytestmark = pytest.mark.gpu
-FP8 = FP8Codec()
 
 
 @pytest.fixture(scope="module")
@@ -130,17 +129,18 @@ def test_triton_is_used_and_the_ways_are_measured(device: CUDADevice) -> None:
 def test_the_codec_gives_the_same_bytes_as_on_a_cpu(device: CUDADevice, stream: Stream, order: str) -> None:
     """A block encoded on a GPU can be decoded on any machine, into the same values."""
     group, plain = large(device, order)
-    caches = PagedCaches(group, FP8, plain.torch_device, plain.num_pages, plain.fragments, plain.layers)
+    codec = FP8Codec(group)
+    caches = PagedCaches(group, codec, plain.torch_device, plain.num_pages, plain.fragments, plain.layers)
     pages = slots = np.arange(64)
     raw = pinned_rows(device, group.stride_bytes, 64)
     rows = pinned_rows(device, -(-caches.stored_bytes // 4096) * 4096, 64)
     through(stream, lambda: gather_blocks(plain, pages, raw, slots))
     through(stream, lambda: gather_blocks(caches, pages, rows, slots))
     stored = rows[:, : caches.stored_bytes // 8]
-    assert torch.equal(stored, FP8.encode(raw.view(torch.uint8)[:, : group.payload_bytes].contiguous(), group))
+    assert torch.equal(stored, codec.encode(raw.view(torch.uint8)[:, : group.payload_bytes].contiguous()))
     through(stream, lambda: scatter_blocks(rows, slots, caches, pages))
     through(stream, lambda: gather_blocks(plain, pages, raw, slots))
-    assert torch.equal(raw.view(torch.uint8)[:, : group.payload_bytes], FP8.decode(stored, group))
+    assert torch.equal(raw.view(torch.uint8)[:, : group.payload_bytes], codec.decode(stored))
 
 
 def large(device: CUDADevice, order: str) -> tuple[KVGroup, PagedCaches]:

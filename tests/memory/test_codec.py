@@ -15,7 +15,6 @@ from tiered_kv.layout import KVGroup, Order
 from tiered_kv.memory import CPUDevice, PagedCaches, gather_blocks, scatter_blocks
 from tiered_kv.memory.codec import FP8Codec, make_codec
 
-FP8 = FP8Codec()
 NHD = KVGroup(2, 3, 8, "bfloat16", 4)
 TINY = {torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}
 """The smallest positive value of each dtype."""
@@ -29,7 +28,8 @@ def rows_for(caches: PagedCaches) -> Tensor:
 def there_and_back(values: Tensor, group: KVGroup) -> Tensor:
     """Encode and decode blocks of values ``(n, L, P, pages, ...)``."""
     payloads = values.reshape(len(values), -1).view(torch.uint8)
-    return FP8.decode(FP8.encode(payloads, group), group).view(values.dtype).view(values.shape)
+    codec = FP8Codec(group)
+    return codec.decode(codec.encode(payloads)).view(values.dtype).view(values.shape)
 
 
 def heads(values: Tensor, order: Order) -> Tensor:
@@ -125,30 +125,32 @@ def test_what_is_not_finite_harms_no_other_value() -> None:
 )
 def test_sizes(group: KVGroup, num_bytes: int) -> None:
     """Half the payload and the scales, each part of a layer rounded up to 8 bytes."""
-    assert FP8.stored_bytes(group) == num_bytes
+    codec = FP8Codec(group)
+    assert codec.stored_bytes == num_bytes
     payloads = torch.zeros(2, group.payload_bytes, dtype=torch.uint8)
-    assert FP8.encode(payloads, group).shape == (2, num_bytes // 8)
+    assert codec.encode(payloads).shape == (2, num_bytes // 8)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn", "int8"])
 def test_other_dtypes_are_refused(dtype: str) -> None:
     """When the cache is opened, with the dtype."""
     with pytest.raises(ConfigurationError, match=f"bfloat16 or float16, not of {dtype}"):
-        FP8.stored_bytes(KVGroup(1, 1, 8, dtype, 4))
+        FP8Codec(KVGroup(1, 1, 8, dtype, 4))
 
 
 def test_codecs_by_name() -> None:
     """None of a codec is no codec; an unknown one is an error that says what there is."""
-    assert make_codec("none") is None
-    assert isinstance(make_codec("fp8"), FP8Codec)
+    assert make_codec("none", NHD) is None
+    assert isinstance(make_codec("fp8", NHD), FP8Codec)
     with pytest.raises(ConfigurationError, match="one of none, fp8, got 'zstd'"):
-        make_codec("zstd")
+        make_codec("zstd", NHD)
 
 
 @given(engine=engines(dtypes=("bfloat16", "float16")), data=st.data())
 def test_pages_go_through_slots_whatever_the_layout(engine: Engine, data: st.DataObject) -> None:
     """Slots hold the encoded payload and nothing else changes; layer by layer gives the same bytes, there and back."""
-    caches, num_layers = engine.bind(FP8), engine.group.num_layers
+    codec, num_layers = FP8Codec(engine.group), engine.group.num_layers
+    caches = engine.bind(codec)
     pages, slots = data.draw(places(engine.group))
     parts = data.draw(st.permutations([slice(layer, layer + 1) for layer in range(num_layers)]))
     rows, by_layer, untouched = rows_for(caches), rows_for(caches), rows_for(caches)
@@ -159,7 +161,7 @@ def test_pages_go_through_slots_whatever_the_layout(engine: Engine, data: st.Dat
     words = caches.stored_bytes // 8
     raw = [bytearray(engine.block(block.tolist())) for block in pages.reshape(len(slots), -1 if len(slots) else 1)]
     for slot, payload in zip(slots.tolist(), raw, strict=True):
-        encoded = FP8.encode(torch.frombuffer(payload, dtype=torch.uint8)[None], engine.group)
+        encoded = codec.encode(torch.frombuffer(payload, dtype=torch.uint8)[None])
         assert torch.equal(rows[slot, :words], encoded[0])
         untouched[slot, :words] = encoded[0]
     assert torch.equal(rows, untouched)
@@ -167,7 +169,7 @@ def test_pages_go_through_slots_whatever_the_layout(engine: Engine, data: st.Dat
     scatter_blocks(rows, slots, caches, pages)
     at_once = [each.clone() for each in engine.memory]
     if len(slots):
-        decoded = FP8.decode(rows[slots, :words], engine.group).numpy()
+        decoded = codec.decode(rows[slots, :words]).numpy()
         blocks = pages.reshape(len(slots), -1).tolist()
         assert [engine.block(block) for block in blocks] == [each.tobytes() for each in decoded]
     engine.wipe(pages)
@@ -180,7 +182,7 @@ def test_a_slot_of_the_payloads_half_is_enough() -> None:
     """But not a shorter one."""
     group = KVGroup(1, 1, 4096, "bfloat16", 2)
     kv = [torch.ones(2, 4, 2, 1, 4096).bfloat16()]
-    caches = PagedCaches.bind(kv, group, axes="PBNHD", device=CPUDevice(), codec=FP8)
+    caches = PagedCaches.bind(kv, group, axes="PBNHD", device=CPUDevice(), codec=FP8Codec(group))
     assert caches.stored_bytes == 4 * 4096 + 8
     gather_blocks(caches, np.array([1]), torch.zeros(1, 2049, dtype=torch.int64), np.array([0]))
     with pytest.raises(LayoutMismatchError, match="a block of 16392 bytes does not fit a slot of 16384"):

@@ -85,7 +85,7 @@ class PagedCaches:
         self.layers = layers
         self.pages_per_block = group.pages_per_block
         self.payload_bytes = group.payload_bytes
-        self.stored_bytes = group.payload_bytes if codec is None else codec.stored_bytes(group)
+        self.stored_bytes = group.payload_bytes if codec is None else codec.stored_bytes
         self.torch_device = torch_device
         self.num_pages = num_pages
         self.fragments = fragments
@@ -112,7 +112,6 @@ class PagedCaches:
             codec: How blocks are kept in slots, if not as they are.
 
         Raises:
-            ConfigurationError: The codec cannot keep blocks of this group.
             LayoutMismatchError: Another dtype, shape, device, number of layers or planes, or pages that are not
                 contiguous inside. Nothing has been touched.
         """

@@ -5,6 +5,7 @@ under one is served under another.
 """
 
 from abc import ABC, abstractmethod
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -12,40 +13,33 @@ from torch import Tensor
 from tiered_kv.errors import ConfigurationError
 from tiered_kv.layout import KVGroup
 
-CODEC_NAMES = ("none", "fp8")
+CodecName = Literal["none", "fp8"]
 
 
 class Codec(ABC):
-    """Encodes and decodes blocks layer by layer, so that each layer can be decoded alone.
+    """Encodes and decodes blocks of one group, layer by layer, so that each layer can be decoded alone.
 
     Works on the tensors' device, in the current stream.
     """
 
-    name: str
+    name: ClassVar[str]
     """At most 16 bytes of ASCII: in fingerprints and in records' headers."""
+    stored_bytes: int
+    """Of one encoded block: ``num_layers`` equal parts, each a multiple of 8."""
 
     @abstractmethod
-    def stored_bytes(self, group: KVGroup) -> int:
-        """Return the bytes of one encoded block: ``num_layers`` equal parts, each a multiple of 8.
-
-        Raises:
-            ConfigurationError: This codec cannot keep blocks of this group.
-        """
-
-    @abstractmethod
-    def encode(self, payloads: Tensor, group: KVGroup) -> Tensor:
+    def encode(self, payloads: Tensor) -> Tensor:
         """Encode some layers of some blocks.
 
         Args:
             payloads: ``(n, num_layers * layer_bytes)`` uint8, contiguous: payloads, or consecutive layers of them.
-            group: What the blocks are.
 
         Returns:
             ``(n, words)`` int64, the layers one after another.
         """
 
     @abstractmethod
-    def decode(self, stored: Tensor, group: KVGroup) -> Tensor:
+    def decode(self, stored: Tensor) -> Tensor:
         """Undo `encode`: from ``(n, words)`` int64 to ``(n, num_layers * layer_bytes)`` uint8, contiguous."""
 
 
@@ -70,48 +64,62 @@ class FP8Codec(Codec):
 
     name = "fp8"
 
-    def stored_bytes(self, group: KVGroup) -> int:
-        """Return the bytes of one encoded block."""
+    def __init__(self, group: KVGroup) -> None:
+        """Prepare for blocks of ``group``.
+
+        Raises:
+            ConfigurationError: It is neither of bf16 nor of fp16.
+        """
         if group.dtype not in ("bfloat16", "float16"):
             raise ConfigurationError(f"the codec fp8 keeps KV of bfloat16 or float16, not of {group.dtype}")
-        scales, values = _sizes(group)
-        return group.num_layers * (scales + values)
+        self._dtype: torch.dtype = getattr(torch, group.dtype)
+        n, h, d = group.page_size, group.num_kv_heads, group.head_dim
+        # One layer of a payload, and which of its axes a scale covers: pages of the block, tokens, head dimension.
+        inner, covered = {
+            "NHD": ((n, h, d), (-4, -3, -1)),
+            "HND": ((h, n, d), (-4, -2, -1)),
+            "MLA": ((n, d), (-1,)),
+        }[group.order]
+        self._shape = torch.Size((group.num_planes, group.pages_per_block, *inner))
+        self._covered = covered
+        self._scales_shape = torch.Size(
+            1 if axis - len(self._shape) in covered else size for axis, size in enumerate(self._shape)
+        )
+        self._scale_bytes = _rounded_up(4 * self._scales_shape.numel())
+        self._layer_bytes = self._scale_bytes + _rounded_up(self._shape.numel())
+        self.stored_bytes = group.num_layers * self._layer_bytes
 
-    def encode(self, payloads: Tensor, group: KVGroup) -> Tensor:
+    def encode(self, payloads: Tensor) -> Tensor:
         """Encode some layers of some blocks."""
-        values = payloads.view(getattr(torch, group.dtype)).view(len(payloads), -1, *_axes(group)).float()
-        magnitudes = values.abs()
-        largest = magnitudes.where(magnitudes.isfinite(), 0).amax(_covered(group), keepdim=True)
+        values = payloads.view(self._dtype).view(len(payloads), -1, *self._shape).float()
+        is_finite = values.isfinite()
+        largest = values.abs().where(is_finite, 0).amax(self._covered, keepdim=True)
         scales = (largest / _LARGEST).clamp_min_(_SMALLEST_SCALE)
-        kept = values.div_(scales).where(magnitudes.isfinite(), torch.nan).clamp_(-_LARGEST, _LARGEST)
-        parts = scales, kept.to(torch.float8_e4m3fn)
-        n, num_layers = values.shape[:2]
-        padded = [_padded(part.reshape(n, num_layers, -1).view(torch.uint8)) for part in parts]
-        return torch.cat(padded, dim=2).view(n, -1).view(torch.int64)
+        kept = values.div_(scales).where(is_finite, torch.nan).clamp_(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
+        parts = [part.reshape(*values.shape[:2], -1).view(torch.uint8) for part in (scales, kept)]
+        padded = [torch.nn.functional.pad(part, (0, -part.shape[-1] % 8)) for part in parts]
+        return torch.cat(padded, dim=2).view(len(payloads), -1).view(torch.int64)
 
-    def decode(self, stored: Tensor, group: KVGroup) -> Tensor:
+    def decode(self, stored: Tensor) -> Tensor:
         """Undo `encode`."""
-        scale_bytes, value_bytes = _sizes(group)
-        layers = stored.contiguous().view(torch.uint8).view(len(stored), -1, scale_bytes + value_bytes)
-        shape = _axes(group)
-        num_values = group.payload_bytes // group.num_layers // 2
-        values = layers[..., scale_bytes : scale_bytes + num_values].contiguous().view(torch.float8_e4m3fn)
-        values = values.view(*layers.shape[:2], *shape).float()
-        of_scales = [1 if axis - len(shape) in _covered(group) else size for axis, size in enumerate(shape)]
-        num_scales = torch.Size(of_scales).numel()
-        scales = layers[..., : 4 * num_scales].contiguous().view(torch.float32).view(*layers.shape[:2], *of_scales)
-        return values.mul_(scales).to(getattr(torch, group.dtype)).view(len(stored), -1).view(torch.uint8)
+        layers = stored.contiguous().view(torch.uint8).view(len(stored), -1, self._layer_bytes)
+        scales = layers[..., : 4 * self._scales_shape.numel()].contiguous().view(torch.float32)
+        kept = layers[..., self._scale_bytes : self._scale_bytes + self._shape.numel()].contiguous()
+        values = kept.view(torch.float8_e4m3fn).view(*layers.shape[:2], *self._shape).float()
+        values.mul_(scales.view(*layers.shape[:2], *self._scales_shape))
+        return values.to(self._dtype).view(len(stored), -1).view(torch.uint8)
 
 
-def make_codec(name: str) -> Codec | None:
-    """Return the codec of this name; None is for ``"none"``: bytes are kept as they are.
+def make_codec(name: str, group: KVGroup) -> Codec | None:
+    """Return the codec of this name for blocks of a group; None is for ``"none"``: bytes are kept as they are.
 
     Raises:
-        ConfigurationError: There is no codec of this name.
+        ConfigurationError: There is no codec of this name, or it cannot keep such blocks.
     """
-    if name not in CODEC_NAMES:
-        raise ConfigurationError(f"codec must be one of {', '.join(CODEC_NAMES)}, got {name!r}")
-    return FP8Codec() if name == "fp8" else None
+    names = get_args(CodecName)
+    if name not in names:
+        raise ConfigurationError(f"codec must be one of {', '.join(names)}, got {name!r}")
+    return FP8Codec(group) if name == "fp8" else None
 
 
 _LARGEST = 448.0
@@ -119,26 +127,5 @@ _SMALLEST_SCALE = 2.0**-126
 """The smallest normal float32: below, a scale has no precision, and a GPU may flush it to zero."""
 
 
-def _axes(group: KVGroup) -> tuple[int, ...]:
-    """Return the axes of one layer in a payload: planes, pages of the block, then those of a page."""
-    n, h, d = group.page_size, group.num_kv_heads, group.head_dim
-    inner = {"NHD": (n, h, d), "HND": (h, n, d), "MLA": (n, d)}[group.order]
-    return group.num_planes, group.pages_per_block, *inner
-
-
-def _covered(group: KVGroup) -> tuple[int, ...]:
-    """Return which of these axes one scale covers, from the end."""
-    return {"NHD": (-4, -3, -1), "HND": (-4, -2, -1), "MLA": (-1,)}[group.order]
-
-
-def _sizes(group: KVGroup) -> tuple[int, int]:
-    """Return the bytes of one layer's scales and of its values, padding and all."""
-    num_scales = group.block_size if group.order == "MLA" else 2 * group.num_kv_heads
-    num_values = group.payload_bytes // group.num_layers // 2
-    return -(-4 * num_scales // 8) * 8, -(-num_values // 8) * 8
-
-
-def _padded(part: Tensor) -> Tensor:
-    """Append zeros along the last axis up to a multiple of 8."""
-    missing = -part.shape[-1] % 8
-    return torch.nn.functional.pad(part, (0, missing)) if missing else part
+def _rounded_up(num_bytes: int) -> int:
+    return -(-num_bytes // 8) * 8

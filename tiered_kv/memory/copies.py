@@ -93,7 +93,7 @@ def _gather(caches: PagedCaches, pages: Ids, rows: Tensor, slots: Ids) -> None:
         return
     for piece, payloads, of_layers, words in _payloads(caches, rows, slots):
         ways.gather_blocks(caches, pages[piece], payloads, np.arange(len(payloads)))
-        stored = caches.codec.encode(of_layers.contiguous(), caches.group)
+        stored = caches.codec.encode(of_layers.contiguous())
         words.index_copy_(0, on_device(slots[piece], rows), stored)
 
 
@@ -105,7 +105,7 @@ def _scatter(rows: Tensor, slots: Ids, caches: PagedCaches, pages: Ids) -> None:
         return
     for piece, payloads, of_layers, words in _payloads(caches, rows, slots):
         stored = words.index_select(0, on_device(slots[piece], rows))
-        of_layers.copy_(caches.codec.decode(stored, caches.group))
+        of_layers.copy_(caches.codec.decode(stored))
         ways.scatter_blocks(payloads, np.arange(len(payloads)), caches, pages[piece])
 
 
