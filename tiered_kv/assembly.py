@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from tiered_kv.backend import Backend, BackendContext, RecordShape, Recovered, S
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.statistics import Change
 from tiered_kv.errors import BackendError, ConfigurationError
-from tiered_kv.events import Emit, PinningDoubted, TierFailed, TierResumed
+from tiered_kv.events import DeviceFailed, Emit, PinningDoubted, TierFailed, TierResumed
 from tiered_kv.layout import KVGroup
 from tiered_kv.memory.device import Device
 from tiered_kv.memory.host import HostSlab
@@ -207,19 +208,21 @@ def build_chains(
         store_queue=Backlog(cache_limits.store_queue),
         prefetches=Budget(cache_limits.prefetch_quota),
     )
+    kind_of_device, tell = device.kind, partial(backends.wakeups.call, emit)  # what devices say, they say in threads
+    device.on_failure = lambda error: tell(DeviceFailed(kind_of_device, f"{type(error).__name__}: {error}"))
     h2d, d2h = Lanes(device, "h2d"), Lanes(device, "d2h")
     stack.callback(h2d.close)
     stack.callback(d2h.close)
     # Enough that every thread of a backend is busy while the next window waits, but a tier that hangs leaves half of
-    # the bounce slots to the others.
-    in_flight = min(4 * cache_limits.window, max(cache_limits.window, cache_limits.bounce // 2))
+    # the bounce slots to the others: a window takes no more than a quarter of them.
+    in_flight = min(4 * cache_limits.window, cache_limits.bounce // 2)
     budgets = [Budget(in_flight) for _ in parts.storage]
     chains = []
     for number, kind in enumerate(kinds):
         group = kind.group
         slab = HostSlab(host_slots + bounce_slots, group.stride_bytes, group.payload_bytes, name=kind.name)
         stack.callback(slab.close)
-        device.pin(slab)
+        device.pin(slab, emit=tell)
         host = HostTier(
             tier_name(parts.cpu),
             TierIndex(host_slots, num_transient=bounce_slots, policy=resolve_policy(parts.cpu.policy)),

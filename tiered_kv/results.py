@@ -168,6 +168,9 @@ class CacheStatistics:
         missed: Those that were not in place at the end.
         store_requested: Blocks given to stores that have let go of their source; the next three add up to it.
         stored, present, dropped: What became of them, see `StoreResult`.
+        pinned_bytes: Host memory that is page-locked for a GPU.
+        is_pageable: Whether a GPU copies to and from memory that is not, much slower.
+        is_device_usable: False once the engine's device has failed: then nothing is loaded or stored any more.
     """
 
     tiers: tuple[TierStatistics, ...]
@@ -181,6 +184,9 @@ class CacheStatistics:
     stored: int
     present: int
     dropped: int
+    pinned_bytes: int = 0
+    is_pageable: bool = False
+    is_device_usable: bool = True
 
     def __getitem__(self, tier: str) -> TierStatistics:
         return next(each for each in self.tiers if each.tier == tier)

@@ -12,7 +12,7 @@ _SLOTS = ("num_slots", "free", "ready", "evictable", "leased", "pending", "doome
 
 def cache_statistics(chains: Sequence[Chain], ledger: Ledger, num_transfers: int) -> CacheStatistics:
     """Count what is where in all chains, which share their tiers."""
-    host = [chain.host.index.statistics() for chain in chains]
+    host, device = [chain.host.index.statistics() for chain in chains], chains[0].h2d.device
     return CacheStatistics(
         tiers=tuple(_tier_statistics(chains, number) for number in range(len(chains[0].names))),
         transfers=num_transfers,
@@ -25,6 +25,9 @@ def cache_statistics(chains: Sequence[Chain], ledger: Ledger, num_transfers: int
         stored=ledger.stored,
         present=ledger.present,
         dropped=ledger.dropped,
+        pinned_bytes=device.pinned_bytes,
+        is_pageable=device.is_pageable,
+        is_device_usable=device.error is None,
     )
 
 

@@ -131,6 +131,29 @@ async def test_other_tiers_serve_while_one_hangs(kind: type[Scripted]) -> None:
 
 
 @both_kinds
+async def test_a_hung_tier_leaves_slots_to_the_others(kind: type[Scripted]) -> None:
+    """However few there are, with as many bounce slots as a window has: half of them are for the other tiers."""
+    engine, slow, other = Engine(), kind(name="slow", timeout_s=SOON_S), ScriptedBackend(name="other")
+    limits = CacheLimits(window=16 * PAYLOAD_BYTES, bounce=16 * PAYLOAD_BYTES)
+    prompts = [prompt(9, seed=seed) for seed in range(4)]
+    async with open_cache(slow, other, engine=engine, limits=limits) as kv:
+        for keys in prompts:
+            await keep(kv, engine, keys)
+        slow.on_read.hold()
+        for handle in [
+            kv.start_load(keys, GPULoadStoreSpec(range(at, at + 9)))
+            for at, keys in zip((0, 9, 18, 27), prompts, strict=True)
+        ]:
+            await handle
+        assert kv.stats().bounce_free >= 8
+        for keys in prompts:
+            assert (await kv.load(keys, INTO)).num_blocks == 9
+            assert engine.read(INTO) == contents(keys)
+        slow.on_read.release()
+        await until_idle(kv)
+
+
+@both_kinds
 async def test_a_deadline_ends_a_load_before_the_tiers_own(kind: type[Scripted]) -> None:
     """A load's deadline is its own: the tier is not blamed, and what arrives later is kept for whoever asks next."""
     engine, slow = Engine(), kind(name="slow")
