@@ -92,6 +92,13 @@ def check_priority(priority: object) -> None:
         raise ConfigurationError(f"priority must be a Priority, got {priority!r:.80}")
 
 
+def check_ttl(ttl_s: float) -> float:
+    """Return it; raise `ConfigurationError` unless it is a positive number of seconds."""
+    if not isinstance(ttl_s, int | float) or not 0 < ttl_s < math.inf:
+        raise ConfigurationError(f"ttl_s must be a positive number of seconds, got {ttl_s!r:.80}")
+    return ttl_s
+
+
 def check_deadline(deadline_s: float | None) -> None:
     """Raise `ConfigurationError` unless it is a number of seconds, or None."""
     if not (deadline_s is None or (isinstance(deadline_s, int | float) and not math.isnan(deadline_s))):

@@ -122,6 +122,13 @@ class PrefetchResult:
 
 
 @dataclass(frozen=True)
+class PinResult:
+    """What a pin holds now: the prefix that was in owned tiers, as far as the quota and half of each tier went."""
+
+    num_blocks: int
+
+
+@dataclass(frozen=True)
 class TierStatistics:
     """One tier at one moment, all KV groups together. Slots and blocks; counters since the cache was opened.
 

@@ -20,6 +20,7 @@ from tiered_kv.arguments import (
     check_pages,
     check_priority,
     check_shards,
+    check_ttl,
 )
 from tiered_kv.assembly import Kind, build_chains, open_backends, parts_of
 from tiered_kv.backend import Backend, SlotBackend, TierSettings
@@ -41,6 +42,7 @@ from tiered_kv.motion.hold import bring_to_host, lease_prefix
 from tiered_kv.motion.layerwise import LayerLoad, LayerStore
 from tiered_kv.motion.load import Load, LoadHandle
 from tiered_kv.motion.naming import Naming
+from tiered_kv.motion.pins import Pins
 from tiered_kv.motion.pools import HostPools
 from tiered_kv.motion.prefetch import Prefetch
 from tiered_kv.motion.storage import OwnedTier
@@ -52,6 +54,7 @@ from tiered_kv.results import (
     CacheStatistics,
     LoadResult,
     LookupResult,
+    PinResult,
     PrefetchResult,
     StoreResult,
 )
@@ -117,8 +120,9 @@ class TieredKV:
         self._model = model
         self._core = Core(model, layout, check_shards(shard), limits or CacheLimits(), guarded(emit))
         self._pools = HostPools()
+        self._pins = Pins(self._core.limits.pin_quota)
         self._submissions = Submissions()
-        self._core.on_close.append(self._submissions.close)
+        self._core.on_close += [self._submissions.close, self._pins.close]
         self._lifetime: AsyncExitStack | None = None
 
     @classmethod
@@ -495,6 +499,19 @@ class TieredKV:
         """Count a use of blocks in every tier that holds them: for hits in the engine's own prefix cache."""
         for chain, batch in self._core.batches(keys):
             chain.touch(batch)
+
+    def pin(self, keys: BlockKeys, *, ttl_s: float) -> PinResult:
+        """Keep the prefix that is in owned tiers from being evicted for want of room, until `unpin` or ``ttl_s`` is up.
+
+        Each block is held where it is, in the fastest tier that has it; nothing moves. Bounded per salt by
+        `CacheLimits.pin_quota`, and to half of each tier. Pinned again, a block stays for the longer of the two times.
+        `evict` and `clear` go through a pin: the block is unfindable at once, and its room is free when the pin ends.
+        """
+        return PinResult(self._pins.pin(self._core.batches(keys), keys, check_ttl(ttl_s)))
+
+    def unpin(self, keys: BlockKeys) -> None:
+        """End the pins of these blocks, whoever took them and under whatever weights; of others it is no error."""
+        self._pins.unpin(self._core.batches(keys), keys)
 
     async def evict(self, keys: BlockKeys, *, tier: str | None = None) -> int:
         """Make blocks unfindable at once, in one tier or in all; return how many were in an owned tier.

@@ -96,6 +96,8 @@ class CacheLimits(BaseModel):
     and are counted as dropped below it: a slow disk must not delay serving."""
     prefetch_quota: Bytes = ByteSize(256 * _MIB)
     """Bytes of prefetches in flight at once, so that a guess about the future does not crowd out loads."""
+    pin_quota: Bytes = ByteSize(_GIB)
+    """Bytes that each tenant (salt) may keep pinned, over all tiers. Of no tier more than half can be pinned."""
     promote: bool = True
     """Whether blocks loaded from a lower tier are kept in the tiers above it too."""
     close_timeout_s: Seconds = 10.0
