@@ -1,6 +1,7 @@
 """tiered_kv: the KV cache of a language model beyond the GPU, behind one async facade."""
 
 from tiered_kv.backend import Backend, BackendContext, Block, Outcome, SlotBackend, TierSettings
+from tiered_kv.blocking import BlockingTieredKV, open_blocking
 from tiered_kv.errors import (
     BackendError,
     BackendUnavailableError,
@@ -52,6 +53,7 @@ __all__ = [
     "BlockCorruptError",
     "BlockKey",
     "BlockKeys",
+    "BlockingTieredKV",
     "CPULoadStoreSpec",
     "CPUTier",
     "CacheLimits",
@@ -105,5 +107,6 @@ __all__ = [
     "Worker",
     "full",
     "hash_blocks",
+    "open_blocking",
     "window",
 ]

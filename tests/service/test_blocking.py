@@ -1,0 +1,175 @@
+"""A cache for programs without an event loop: it blocks, ends, and lets go of memory as the async one does."""
+
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.service.conftest import (
+    MODEL,
+    PAYLOAD_BYTES,
+    SMALL_LIMITS,
+    AnyTier,
+    Engine,
+    Recorder,
+    ScriptedBackend,
+    contents,
+    prompt,
+    small_layout,
+)
+from tiered_kv import (
+    BlockingTieredKV,
+    ClosedError,
+    ConfigurationError,
+    CPULoadStoreSpec,
+    GPULoadStoreSpec,
+    LayoutMismatchError,
+    TieredKV,
+    open_blocking,
+)
+from tiered_kv.events import CacheClosed
+
+CPU = {"medium": "cpu", "capacity": 64 * PAYLOAD_BYTES}
+KEYS = prompt(9)
+INTO = GPULoadStoreSpec(range(20, 29))
+
+
+def cache_of(*tiers: AnyTier, recorder: Recorder | None = None) -> TieredKV:
+    """Return a cache that is not open yet."""
+    emit = recorder or Recorder()
+    return TieredKV(tiers, model=MODEL, layout=small_layout(), limits=SMALL_LIMITS, device="cpu", emit=emit)
+
+
+def test_every_call_blocks_until_it_has_its_answer(tmp_path: Path) -> None:
+    """The whole face, and after a restart what is on disk."""
+    engine = Engine()
+    tiers: list[AnyTier] = [CPU, {"medium": "nvme", "path": str(tmp_path), "capacity": "64MiB"}]
+    with open_blocking(cache_of(*tiers)) as kv:
+        kv.register_kv_caches(engine.caches)
+        assert kv.store(KEYS, engine.compute(KEYS)).num_stored == 9
+        kv.flush(sync=True)
+        assert kv.lookup(KEYS).by_tier == kv.lookup_nowait(KEYS).by_tier == {"cpu": 9}
+        assert kv.load(KEYS, INTO).num_blocks == 9
+        assert engine.read(INTO) == contents(KEYS)
+        kv.touch(KEYS)
+        assert kv.evict(KEYS, tier="cpu") == 9
+        assert kv.prefetch(KEYS).num_moved == 9
+        with kv.lease(KEYS) as lease:
+            assert [bytes(view) for view in lease.views] == contents(KEYS)
+        pool = bytearray(9 * PAYLOAD_BYTES)
+        kv.register_host_pool("swap", pool)
+        assert kv.load(KEYS, CPULoadStoreSpec(range(9), pool="swap")).num_blocks == 9
+        assert bytes(pool) == b"".join(contents(KEYS))
+        kv.advance_epoch("w1")
+        assert kv.lookup(KEYS).num_blocks == 0
+        kv.advance_epoch(MODEL.weights)
+        assert kv.stats()["cpu"].hits == 18
+    with open_blocking(cache_of(*tiers)) as kv:
+        assert kv.lookup(KEYS).by_tier == {"nvme": 9}
+        kv.clear()
+        assert kv.lookup(KEYS).num_blocks == 0
+
+
+def test_the_face_for_threads_is_there_too() -> None:
+    """Submit, poll, and block in another thread."""
+    engine, loaded = Engine(), []
+    with open_blocking(cache_of(CPU)) as kv:
+        kv.register_kv_caches(engine.caches)
+        storing = kv.submit_store(KEYS, engine.compute(KEYS))
+        assert kv.poll(30.0) == [(storing, storing.result)]
+        thread = threading.Thread(target=lambda: loaded.append(kv.load(KEYS, INTO).num_blocks))
+        thread.start()
+        thread.join()
+        assert loaded == [9]
+
+
+def test_what_is_wrong_raises_where_it_is_called() -> None:
+    """Errors cross the threads as they are."""
+    with open_blocking(cache_of(CPU)) as kv:
+        with pytest.raises(ConfigurationError, match="register_kv_caches"):
+            kv.load(KEYS, INTO)
+        with pytest.raises(LayoutMismatchError, match="got the tensors of 1"):
+            kv.register_kv_caches(list(Engine().caches.values())[:1])
+        with pytest.raises(ConfigurationError, match="no tier 'disk'"):
+            kv.evict(KEYS, tier="disk")
+    with (
+        pytest.raises(ConfigurationError, match="below one block"),
+        open_blocking(cache_of({"medium": "cpu", "capacity": 64})),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
+def test_it_is_closed_whatever_ends_the_block(error: type[BaseException]) -> None:
+    """The exception goes on; behind it the cache is closed and its thread has ended."""
+    recorder, threads = Recorder(), threading.active_count()
+    left: list[BlockingTieredKV] = []
+
+    def serve() -> None:
+        with open_blocking(cache_of(CPU, recorder=recorder)) as kv:
+            left.append(kv)
+            raise error
+
+    with pytest.raises(error):
+        serve()
+    assert len(recorder.of(CacheClosed)) == 1
+    assert threading.active_count() <= threads
+    for call in (left[0].stats, lambda: left[0].lookup_nowait(KEYS), lambda: left[0].load(KEYS, INTO)):
+        with pytest.raises(ClosedError):
+            call()
+
+
+def test_a_deadline_holds() -> None:
+    """A tier that hangs costs a load no more than the time it was given."""
+    backend, engine = ScriptedBackend(), Engine()
+    with open_blocking(cache_of(backend)) as kv:
+        kv.register_kv_caches(engine.caches)
+        kv.store(KEYS, engine.compute(KEYS))
+        kv.flush()
+        backend.on_read.hold()
+        loaded = kv.load(KEYS, INTO, deadline_s=0.05)
+        assert loaded.num_blocks == 0
+        assert any(fault.reason == "deadline" for fault in loaded.faults)
+        kv._wait(release, backend)  # noqa: SLF001 - the backend is for the loop's thread
+
+
+async def release(backend: ScriptedBackend) -> None:
+    """Let held reads go on."""
+    backend.on_read.release()
+
+
+def test_an_interrupted_load_lets_go_of_the_memory_first() -> None:
+    """Ctrl-C while a load waits for its event: it is revoked before KeyboardInterrupt is raised."""
+    engine, after, main = Engine(), threading.Event(), threading.get_ident()
+
+    def interrupt() -> None:
+        while not is_waiting(main):
+            pass
+        signal.pthread_kill(main, signal.SIGINT)
+
+    with open_blocking(cache_of(CPU)) as kv:
+        kv.register_kv_caches(engine.caches)
+        kv.store(KEYS, engine.compute(KEYS))
+        engine.poison()
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            kv.load(KEYS, INTO, after=after)
+        thread.join()
+        assert kv.poll() == []
+        after.set()
+        assert kv.load(KEYS[:1], GPULoadStoreSpec([0])).num_blocks == 1
+        engine_pages = [page for page in range(engine.num_pages) if page]
+        assert not any(block in contents(KEYS) for block in engine.read(engine_pages))
+
+
+def is_waiting(thread: int) -> bool:
+    """Say whether a thread is in `Ticket.wait`."""
+    frame = sys._current_frames().get(thread)  # noqa: SLF001 - the only way to know, without a sleep
+    names = []
+    while frame is not None:
+        names.append((frame.f_code.co_filename, frame.f_code.co_name))
+        frame = frame.f_back
+    return names[0] == (threading.__file__, "wait") and any(name == "_ended" for _, name in names)

@@ -1,0 +1,149 @@
+"""A cache for programs without an event loop: every call blocks until it has its answer.
+
+The cache runs on an event loop in a thread of its own, AnyIO's blocking portal, and ends with it. Loads and stores take
+no round trip through the portal: they are submitted, as by any thread.
+"""
+
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, TypeVar
+
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+
+from tiered_kv.errors import ClosedError
+from tiered_kv.keys import BlockKeys
+from tiered_kv.layout import KVCaches
+from tiered_kv.motion.budget import Priority
+from tiered_kv.motion.threads import Ticket
+from tiered_kv.results import CacheStatistics, LoadResult, LookupResult, PrefetchResult, StoreResult
+from tiered_kv.service import HostLease, TieredKV
+from tiered_kv.specs import EngineBlocks
+
+T = TypeVar("T")
+
+
+@contextmanager
+def open_blocking(cache: TieredKV) -> "Iterator[BlockingTieredKV]":
+    """Open a cache in a thread of its own, for a ``with`` block; give it as `TieredKV.from_settings` makes it.
+
+    It is closed when the block ends, by an exception or KeyboardInterrupt too, as `TieredKV.aclose` does it.
+
+    Raises:
+        ConfigurationError, BackendUnavailableError: As opening it on a loop does.
+    """
+    with start_blocking_portal(name="tiered_kv") as portal, portal.wrap_async_context_manager(cache):
+        kv = BlockingTieredKV(cache, portal)
+        try:
+            yield kv
+        finally:
+            kv._portal = None  # noqa: SLF001 - its own module's
+
+
+class BlockingTieredKV:
+    """An open `TieredKV`, for any thread but its loop's. Its calls are the cache's, and say there what they do.
+
+    A thread that is interrupted in `load` or `store` leaves only when no copy touches the engine's memory any more.
+    """
+
+    def __init__(self, cache: TieredKV, portal: BlockingPortal) -> None:
+        """Made by `open_blocking` only."""
+        self._cache = cache
+        self._portal: BlockingPortal | None = portal
+        # These are for any thread as they are.
+        self.submit_load = cache.submit_load
+        self.submit_store = cache.submit_store
+        self.poll = cache.poll
+        self.lookup_nowait = cache.lookup_nowait
+
+    def register_kv_caches(self, kv_caches: KVCaches, *, group: int = 0, axes: str | None = None) -> None:
+        """See `TieredKV.register_kv_caches`."""
+        self._call(partial(self._cache.register_kv_caches, kv_caches, group=group, axes=axes))
+
+    def register_host_pool(self, name: str, buffer: KVCaches, **how: Any) -> None:  # noqa: ANN401 - that call's own
+        """See `TieredKV.register_host_pool`."""
+        self._call(partial(self._cache.register_host_pool, name, buffer, **how))
+
+    def lookup(self, keys: BlockKeys) -> LookupResult:
+        """See `TieredKV.lookup`; `lookup_nowait` asks no shared tier."""
+        return self._wait(self._cache.lookup, keys)
+
+    def load(
+        self,
+        keys: BlockKeys,
+        into: EngineBlocks,
+        *,
+        after: object = None,
+        deadline_s: float | None = None,
+        priority: Priority = Priority.LOAD,
+    ) -> LoadResult:
+        """See `TieredKV.load`. Ends by the deadline."""
+        return _ended(self._cache.submit_load(keys, into, after=after, deadline_s=deadline_s, priority=priority))
+
+    def store(
+        self, keys: BlockKeys, source: EngineBlocks, *, after: object = None, epoch: str | None = None
+    ) -> StoreResult:
+        """See `TieredKV.store`. For what becomes of the blocks in the tiers below, see `flush`."""
+        return _ended(self._cache.submit_store(keys, source, after=after, epoch=epoch))
+
+    def prefetch(self, keys: BlockKeys, *, to: str = "cpu") -> PrefetchResult:
+        """See `TieredKV.prefetch`. Waits until it has ended."""
+
+        async def prefetch() -> PrefetchResult:
+            return await self._cache.prefetch(keys, to=to)
+
+        return self._wait(prefetch)
+
+    @contextmanager
+    def lease(self, keys: BlockKeys) -> Iterator[HostLease]:
+        """See `TieredKV.lease`: ``with kv.lease(keys) as lease``."""
+        lease_later = self._call(partial(self._cache.lease, keys))
+        with self._open_portal().wrap_async_context_manager(lease_later) as lease:
+            yield lease
+
+    def touch(self, keys: BlockKeys) -> None:
+        """See `TieredKV.touch`."""
+        self._call(partial(self._cache.touch, keys))
+
+    def evict(self, keys: BlockKeys, *, tier: str | None = None) -> int:
+        """See `TieredKV.evict`."""
+        return self._wait(partial(self._cache.evict, keys, tier=tier))
+
+    def clear(self) -> None:
+        """See `TieredKV.clear`."""
+        self._wait(self._cache.clear)
+
+    def advance_epoch(self, weights: str) -> None:
+        """See `TieredKV.advance_epoch`."""
+        self._call(partial(self._cache.advance_epoch, weights))
+
+    def flush(self, *, sync: bool = False) -> None:
+        """See `TieredKV.flush`."""
+        self._wait(partial(self._cache.flush, sync=sync))
+
+    def stats(self) -> CacheStatistics:
+        """See `TieredKV.stats`."""
+        return self._call(self._cache.stats)
+
+    def _wait(self, call: Callable[..., Awaitable[T]], *args: object) -> T:
+        return self._open_portal().call(call, *args)
+
+    def _call(self, call: Callable[[], T]) -> T:
+        return self._open_portal().call(call)
+
+    def _open_portal(self) -> BlockingPortal:
+        if self._portal is None:
+            raise ClosedError("this TieredKV is closed")
+        return self._portal
+
+
+def _ended(ticket: Ticket[T]) -> T:
+    """Wait for a transfer; if that is interrupted, until it has stopped touching the caller's memory."""
+    try:
+        return ticket.wait()
+    except BaseException:
+        ticket.cancel()
+        while ticket.result is None:
+            with suppress(KeyboardInterrupt):  # what has begun to be copied takes milliseconds
+                ticket.wait()
+        raise
