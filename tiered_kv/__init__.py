@@ -2,6 +2,7 @@
 
 from tiered_kv.backend import Backend, BackendContext, Block, Outcome, SlotBackend, TierSettings
 from tiered_kv.blocking import BlockingTieredKV, open_blocking
+from tiered_kv.changes import Added, Cleared, Mirror, Removed, Snapshot, TierChange
 from tiered_kv.errors import (
     BackendError,
     BackendUnavailableError,
@@ -12,6 +13,7 @@ from tiered_kv.errors import (
     LayoutMismatchError,
     TieredKVError,
 )
+from tiered_kv.explain import Explanation
 from tiered_kv.groups import GroupNeed, GroupsLoad, GroupsLookup, full, window
 from tiered_kv.keys import BlockKey, BlockKeys, ModelIdentity, Namespace, Shard, hash_blocks
 from tiered_kv.layout import KVGroup, KVLayout
@@ -45,6 +47,7 @@ from tiered_kv.specs import (
 from tiered_kv.worker import Worker
 
 __all__ = [
+    "Added",
     "Backend",
     "BackendContext",
     "BackendError",
@@ -59,8 +62,10 @@ __all__ = [
     "CacheLimits",
     "CacheStatistics",
     "CapacityError",
+    "Cleared",
     "ClosedError",
     "ConfigurationError",
+    "Explanation",
     "FileLoadStoreSpec",
     "GPULoadStoreSpec",
     "GPUTier",
@@ -77,6 +82,7 @@ __all__ = [
     "LoadStoreSpec",
     "LoadTicket",
     "LookupResult",
+    "Mirror",
     "ModelIdentity",
     "Move",
     "Namespace",
@@ -90,12 +96,15 @@ __all__ = [
     "PrefetchResult",
     "Priority",
     "RemoteLoadStoreSpec",
+    "Removed",
     "Shard",
     "SlabHandle",
     "SlotBackend",
+    "Snapshot",
     "StoreHandle",
     "StoreResult",
     "StoreTicket",
+    "TierChange",
     "TierFault",
     "TierRun",
     "TierSettings",

@@ -24,11 +24,13 @@ from tiered_kv.arguments import (
 )
 from tiered_kv.assembly import Kind, build_chains, open_backends, parts_of
 from tiered_kv.backend import Backend, SlotBackend, TierSettings
+from tiered_kv.changes import Changes, Subscribers
 from tiered_kv.core import Core
 from tiered_kv.errors import ClosedError, ConfigurationError
 from tiered_kv.events import CacheClosed, CacheOpened, Emit, EpochAdvanced
+from tiered_kv.explain import Explanation, explain
 from tiered_kv.groups import GroupNeed, GroupsLoad, GroupsLookup, check_needs, length_in_place, longest
-from tiered_kv.keys import BlockKeys, ModelIdentity, Shard
+from tiered_kv.keys import BlockKeys, ModelIdentity, Namespace, Shard, salt_digest
 from tiered_kv.layout import KVCaches, KVLayout, fingerprint
 from tiered_kv.lookups import lookup_result, owned_runs
 from tiered_kv.memory.caches import PagedCaches
@@ -121,8 +123,9 @@ class TieredKV:
         self._core = Core(model, layout, check_shards(shard), limits or CacheLimits(), guarded(emit))
         self._pools = HostPools()
         self._pins = Pins(self._core.limits.pin_quota)
+        self._subscribers = Subscribers(self._core.ledger)
         self._submissions = Submissions()
-        self._core.on_close += [self._submissions.close, self._pins.close]
+        self._core.on_close += [self._submissions.close, self._pins.close, self._subscribers.close]
         self._lifetime: AsyncExitStack | None = None
 
     @classmethod
@@ -543,6 +546,38 @@ class TieredKV:
         self._core.check_open()
         self._core.advance_epoch(weights)
         self._core.emit(EpochAdvanced(weights))
+
+    async def explain(self, keys: BlockKeys, *, ask: bool = False) -> list[Explanation]:
+        """Say of each block why it can be loaded, or can not, from what this cache knows. Reads, like `lookup`.
+
+        Tells nothing of blocks of other salts.
+
+        Args:
+            keys: The blocks; those behind a hole are explained too.
+            ask: Whether to ask the tiers that this cache does not own, block by block; else what they have is unknown.
+        """
+        return await explain(self._core, self._pins, keys, ask=ask)
+
+    def events(self) -> Changes:
+        """Return what changes in the tiers that this cache owns, in order: ``async for change in kv.events()``.
+
+        A `Snapshot` of each place comes first. Nothing waits for a subscriber: one that falls behind by 65,536 blocks
+        gets snapshots anew, each of which walks its tier on the event loop, 0.2 s a million blocks. It ends with the
+        cache.
+        """
+        self._core.check_open()
+        return self._subscribers.subscribe()
+
+    def namespace(self, salt: str | bytes = b"", *, group: int = 0, rank: int = 0) -> Namespace:
+        """Return what makes names of keys, as `events` has them: ``namespace.names(keys)``. Picklable, for a router.
+
+        It is of one KV group, of one rank of those that this cache stands for, and of the weights served now: ask again
+        after `advance_epoch`.
+        """
+        chains = self._core.of_group(group)
+        if not 0 <= rank < len(chains):
+            raise ConfigurationError(f"rank {rank!r} of {len(chains)}: this cache has no such rank")
+        return chains[rank].naming.namespace(salt_digest(salt), self._core.epoch)
 
     async def flush(self, *, sync: bool = False) -> None:
         """Wait until every store so far is in every tier or given up.

@@ -26,10 +26,14 @@ class Naming:
 
     def batch(self, keys: BlockKeys, epoch: bytes) -> Batch:
         """Name blocks that weights of ``epoch`` computed."""
-        space = self._namespaces.get((epoch, keys.salt_id))
+        space = self.namespace(keys.salt_id, epoch)
+        return Batch(space, space.names(keys), np.arange(keys.start, keys.start + len(keys)))
+
+    def namespace(self, salt_id: bytes, epoch: bytes) -> Namespace:
+        """Return what a tenant's blocks, computed by weights of ``epoch``, share."""
+        space = self._namespaces.get((epoch, salt_id))
         if space is None:
             if len(self._namespaces) >= _MOST_NAMESPACES:
                 self._namespaces.clear()
-            space = Namespace(self.fingerprint, epoch, keys.salt_id, self.shard.part)
-            self._namespaces[epoch, keys.salt_id] = space
-        return Batch(space, space.names(keys), np.arange(keys.start, keys.start + len(keys)))
+            space = self._namespaces[epoch, salt_id] = Namespace(self.fingerprint, epoch, salt_id, self.shard.part)
+        return space

@@ -1,0 +1,214 @@
+"""What changes in the tiers that a cache owns, in order: for routers that want to know which cache has which blocks.
+
+A subscriber gets a `Snapshot` of each place first, then every change of it; applied one after another they give exactly
+what the tiers hold (`Mirror` does that). Nobody waits for a subscriber: one that falls behind gets new snapshots.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Self
+from weakref import WeakSet
+
+import numpy as np
+
+from tiered_kv.catalog.statistics import Change
+from tiered_kv.keys import Names
+from tiered_kv.motion.ledger import HasIndex, Ledger, Place
+
+_MOST_NAMES: Final = 1 << 16
+_NAMES_PER_CHANGE: Final = 8
+"""What a queued change weighs beside its names: an object takes as much memory as so many."""
+
+
+@dataclass(frozen=True, eq=False)
+class TierChange:
+    """Something changed in one place: one KV group of one rank in one tier.
+
+    Attributes:
+        sequence: 0, 1, 2, ... for each subscriber: whoever forwards changes can tell that one was lost.
+        tier: The tier's name.
+        group: The KV group.
+        rank: The rank.
+    """
+
+    sequence: int
+    tier: str
+    group: int
+    rank: int
+
+    @property
+    def place(self) -> tuple[str, int, int]:
+        """Tier, group and rank."""
+        return self.tier, self.group, self.rank
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot(TierChange):
+    """All that is readable in the place now, whatever was known before. ``names`` is ``(n, 4)`` uint64."""
+
+    names: Names
+
+
+@dataclass(frozen=True, eq=False)
+class Added(TierChange):
+    """These can be read in the place from now on."""
+
+    names: Names
+
+
+@dataclass(frozen=True, eq=False)
+class Removed(TierChange):
+    """These are not in the place any more; ``why`` is "evicted", "removed" (by a call), "expired" or "corrupt"."""
+
+    names: Names
+    why: str
+
+
+@dataclass(frozen=True, eq=False)
+class Cleared(TierChange):
+    """Nothing is in the place any more."""
+
+
+class Changes:
+    """The changes of one cache, for one subscriber: ``async for change in kv.events()``. For the event loop's thread.
+
+    It is unsubscribed when nobody refers to it, as after the loop over it is left. Ends when the cache is closed.
+
+    Attributes:
+        num_overflows: How often it fell behind, and began again with snapshots.
+    """
+
+    def __init__(self, tiers: Mapping[Place, HasIndex], max_names: int) -> None:
+        """Made by `TieredKV.events` only."""
+        self.num_overflows = 0
+        self._tiers = tiers
+        self._max_names = max_names
+        self._unseen = dict.fromkeys(tiers)  # places that a snapshot is due of; an ordered set
+        self._queue: deque[tuple[Place, Change, Names]] = deque()
+        self._weight = 0
+        self._sequence = 0
+        self._has_ended = False
+        self._wakeup: asyncio.Future[None] | None = None
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> TierChange:
+        while not self._has_ended and not self._unseen and not self._queue:
+            self._wakeup = asyncio.get_running_loop().create_future()
+            await self._wakeup
+        if self._has_ended:
+            raise StopAsyncIteration
+        change = self._snapshot() if self._unseen else self._next()
+        self._sequence += 1
+        return change
+
+    def tell(self, place: Place, change: Change, names: Names) -> None:
+        """Queue a change, unless a snapshot will tell."""
+        if place in self._unseen:
+            return
+        self._queue.append((place, change, names))
+        self._weight += len(names) + _NAMES_PER_CHANGE
+        if self._weight > self._max_names:
+            self.num_overflows += 1
+            self._queue.clear()
+            self._weight = 0
+            self._unseen = dict.fromkeys(self._tiers)
+        self._wake()
+
+    def end(self) -> None:
+        """Give nothing more."""
+        self._has_ended = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._wakeup is not None and not self._wakeup.done():
+            self._wakeup.set_result(None)
+
+    def _snapshot(self) -> TierChange:
+        place = next(iter(self._unseen))
+        del self._unseen[place]
+        names, _ = self._tiers[place].index.names_in_order()
+        return Snapshot(self._sequence, place.tier, place.group, place.rank, names)
+
+    def _next(self) -> TierChange:
+        place, change, names = self._queue.popleft()
+        self._weight -= len(names) + _NAMES_PER_CHANGE
+        where = self._sequence, place.tier, place.group, place.rank
+        match change:
+            case Change.ADDED:
+                return Added(*where, names)
+            case Change.CLEARED:
+                return Cleared(*where)
+            case _:
+                return Removed(*where, names, change.value)
+
+
+class Subscribers:
+    """The subscribers of one cache. Without any, no change costs anything."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._subscribers: WeakSet[Changes] = WeakSet()
+
+    def subscribe(self, max_names: int = _MOST_NAMES) -> Changes:
+        """Return the changes from now on; about ``max_names`` names are kept for a subscriber that is slow."""
+        tiers = {place: tier for place, tier in self._ledger.tiers.items() if tier.index.max_slots}
+        changes = Changes(tiers, max_names)
+        self._subscribers.add(changes)
+        if self._tell not in self._ledger.listeners:
+            self._ledger.listeners.append(self._tell)
+        return changes
+
+    def close(self) -> None:
+        """End all."""
+        for each in list(self._subscribers):
+            each.end()
+
+    def _tell(self, place: Place, change: Change, names: Names) -> None:
+        for each in list(self._subscribers):
+            each.tell(place, change, names)
+        if not self._subscribers:
+            self._ledger.listeners = [each for each in self._ledger.listeners if each != self._tell]
+
+
+class Mirror:
+    """What a cache's tiers hold, kept up to date by its changes. Needs nothing of the cache: it may live elsewhere."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[str, int, int], set[bytes]] = {}
+
+    def apply(self, change: TierChange) -> None:
+        """Take a change into account; each once, in order."""
+        held = self._held.setdefault(change.place, set())
+        match change:
+            case Snapshot(names=names):
+                self._held[change.place] = set(_rows(names))
+            case Added(names=names):
+                held.update(_rows(names))
+            case Removed(names=names):
+                held.difference_update(_rows(names))
+            case Cleared():
+                held.clear()
+
+    def count(self, tier: str | None = None) -> int:
+        """Count the blocks in one tier, or in all; a block counts in each tier that has it."""
+        return sum(len(held) for (name, _, _), held in self._held.items() if tier in (None, name))
+
+    def prefix(self, names: Names, tier: str | None = None) -> int:
+        """Count the leading names that are in one tier, or in any.
+
+        Args:
+            names: ``(n, 4)``, as ``kv.namespace(...).names(keys)`` makes them.
+            tier: Its name.
+        """
+        places = [held for (name, _, _), held in self._held.items() if tier in (None, name)]
+        rows = _rows(names)
+        return next((n for n, row in enumerate(rows) if not any(row in held for held in places)), len(rows))
+
+
+def _rows(names: Names) -> list[bytes]:
+    rows: list[bytes] = np.ascontiguousarray(names).view("V32").ravel().tolist()
+    return rows

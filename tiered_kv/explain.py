@@ -1,0 +1,133 @@
+"""Why blocks can be loaded, or can not: from the books of the owned tiers, and from what is remembered of the past.
+
+Names carry the digest of their salt, so what is told of a tenant's keys is about that tenant's blocks alone.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tiered_kv.catalog.books import SlotState
+from tiered_kv.catalog.history import Fate
+from tiered_kv.core import Core
+from tiered_kv.keys import BlockKeys
+from tiered_kv.motion.chain import Chain
+from tiered_kv.motion.pins import Pins
+from tiered_kv.motion.storage import Mask, OwnedTier
+from tiered_kv.motion.tiers import Batch, MemoryTier
+
+_PENDING = int(SlotState.PENDING)
+_STATE_OF = {
+    Fate.UNKNOWN: "never stored",
+    Fate.UNADMITTED: "not admitted",
+}
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why one block is there, or is not.
+
+    Attributes:
+        state: ``"ready"``; ``"pending"``: on its way; ``"bypassed"``: only in a tier that does not answer; ``"old
+            epoch"``: there, but of other weights; or what befell it last: ``"evicted"``, ``"removed"`` (by a call),
+            ``"expired"``, ``"corrupt"``, ``"failed"`` (to be written), ``"dropped"``, ``"not admitted"`` (not used
+            often enough). ``"never stored"`` if nothing is remembered: since the cache was opened or cleared, and as
+            far back as its memory of 65,536 blocks goes.
+        detail: The tier of which the state speaks; of ``"dropped"`` perhaps the reason, as in
+            `StoreResult.drop_reasons`; of ``"old epoch"`` how the digest of those weights begins.
+        in_tiers: The tiers that have it, fastest first.
+        unknown_in: Tiers that were not asked, and may have it.
+        is_pinned: It cannot be evicted for want of room.
+        is_dirty: It waits to be written to the tier below.
+    """
+
+    state: str
+    detail: str = ""
+    in_tiers: tuple[str, ...] = ()
+    unknown_in: tuple[str, ...] = ()
+    is_pinned: bool = False
+    is_dirty: bool = False
+
+    def __str__(self) -> str:
+        words = [f"{self.state} ({self.detail})" if self.detail else self.state]
+        words += [f"in {tier}" for tier in self.in_tiers] + [f"unknown in {tier}" for tier in self.unknown_in]
+        return ", ".join(words + ["pinned"] * self.is_pinned + ["dirty"] * self.is_dirty)
+
+
+async def explain(core: Core, pins: Pins, keys: BlockKeys, *, ask: bool) -> list[Explanation]:
+    """Explain each block; of several ranks, one that lacks it speaks. See `TieredKV.explain`."""
+    parts = core.batches(keys)
+    asked = [await _ask(chain, batch) if ask else {} for chain, batch in parts]
+    of_ranks = [
+        _of_rank(chain, batch, keys, _weights_before(core, chain, keys), pins, found)
+        for (chain, batch), found in zip(parts, asked, strict=True)
+    ]
+    return [next((each for each in block if each.state != "ready"), block[0]) for block in zip(*of_ranks, strict=True)]
+
+
+async def _ask(chain: Chain, batch: Batch) -> dict[str, Mask]:
+    others = [tier for tier in chain.storage if not isinstance(tier, OwnedTier) and not tier.health.is_bypassed]
+    # One by one: they say how long a prefix they have, and here the blocks behind a hole count as well.
+    found = {}
+    for tier in others:
+        each = [chain.ask(tier, batch[i : i + 1]) for i in range(len(batch))]
+        found[tier.name] = np.concatenate([*await asyncio.gather(*each), np.empty(0, np.bool_)])
+    return found
+
+
+def _of_rank(
+    chain: Chain,
+    batch: Batch,
+    keys: BlockKeys,
+    before: Sequence[str],
+    pins: Pins,
+    asked: dict[str, Mask],
+) -> list[Explanation]:
+    n = len(batch)
+    is_pending, is_dirty = np.zeros(n, np.bool_), np.zeros(n, np.bool_)
+    serving, silent = dict[str, Mask](), dict[str, Mask]()
+    for tier in chain.tiers:
+        if isinstance(tier, MemoryTier | OwnedTier):
+            slots, states = tier.index.find(batch.names)
+            is_pending |= states == _PENDING
+            is_dirty |= tier.index.is_dirty(batch.names)
+            is_silent = isinstance(tier, OwnedTier) and tier.health.is_bypassed
+            has = tier.index.ready(batch.names) & ~tier.index.is_transient(slots)
+            (silent if is_silent else serving)[tier.name] = has
+        elif tier.name in asked:
+            serving[tier.name] = asked[tier.name]
+    unknown_in = tuple(
+        tier.name for tier in chain.storage if not isinstance(tier, OwnedTier) and tier.name not in asked
+    )
+    fates = chain.ledger.fates(batch.names)
+    is_pinned = pins.is_pinned(chain, batch, keys)
+    explanations = []
+    for i in range(n):
+        in_tiers = tuple(name for name, has in serving.items() if has[i])
+        if in_tiers:
+            state, detail = "ready", ""
+        elif is_pending[i]:
+            state, detail = "pending", ""
+        elif hidden := [name for name, has in silent.items() if has[i]]:
+            state, detail = "bypassed", hidden[0]
+        else:
+            fate, detail = fates[i]
+            state = _STATE_OF.get(fate, fate.name.lower())
+            if fate is Fate.UNKNOWN and before[i]:
+                state, detail = "old epoch", before[i]
+        explanations.append(
+            Explanation(state, detail, in_tiers, unknown_in, is_pinned=bool(is_pinned[i]), is_dirty=bool(is_dirty[i]))
+        )
+    return explanations
+
+
+def _weights_before(core: Core, chain: Chain, keys: BlockKeys) -> list[str]:
+    """Say of each block of which other weights served lately it is there, the last ones first, or an empty string."""
+    before = [""] * len(keys)
+    for epoch in core.past_epochs:
+        batch = chain.naming.batch(keys, epoch)
+        has = np.logical_or.reduce([index.ready(batch.names) for index in chain.indexes()])
+        before = [each or (epoch.hex()[:8] if there else "") for each, there in zip(before, has, strict=True)]
+    return before
