@@ -18,6 +18,7 @@ from tiered_kv.catalog.statistics import Change
 from tiered_kv.errors import BackendError, ConfigurationError
 from tiered_kv.events import DeviceFailed, Emit, PinningDoubted, TierFailed, TierResumed
 from tiered_kv.layout import KVGroup
+from tiered_kv.memory.codec import Codec
 from tiered_kv.memory.device import Device
 from tiered_kv.memory.host import HostSlab
 from tiered_kv.memory.lanes import Lanes
@@ -65,6 +66,7 @@ class Kind:
     number: int
     group: KVGroup
     naming: Naming
+    codec: Codec | None = None
 
     @property
     def name(self) -> str:
@@ -74,7 +76,10 @@ class Kind:
     @property
     def shape(self) -> RecordShape:
         """Its records."""
-        return RecordShape(self.naming.fingerprint, self.group.payload_bytes, self.naming.shard.part)
+        fingerprint, num_bytes, shard = self.naming.fingerprint, self.group.payload_bytes, self.naming.shard.part
+        if self.codec is None:
+            return RecordShape(fingerprint, num_bytes, shard)
+        return RecordShape(fingerprint, self.codec.stored_bytes, shard, self.codec.name, num_bytes)
 
 
 def parts_of(tiers: Sequence[TierSettings | Mapping[str, Any] | str | Backend | SlotBackend]) -> Parts:
@@ -192,7 +197,7 @@ def build_chains(
     if isinstance(device, str):
         device = make_device(device)
         stack.callback(device.close, 1.0)
-    stride = sum(kind.group.stride_bytes for kind in kinds)
+    stride = sum(kind.shape.padded_bytes for kind in kinds)
     host_slots = _num_slots("cpu", parts.cpu.capacity, stride) if parts.cpu.capacity else 0
     gpu_slots = _num_slots("gpu", parts.gpu.capacity, stride) if parts.gpu else 0
     bounce_slots = max(4, cache_limits.bounce // stride)
@@ -219,8 +224,8 @@ def build_chains(
     budgets = [Budget(in_flight) for _ in parts.storage]
     chains = []
     for number, kind in enumerate(kinds):
-        group = kind.group
-        slab = HostSlab(host_slots + bounce_slots, group.stride_bytes, group.payload_bytes, name=kind.name)
+        group, stride_bytes = kind.group, kind.shape.padded_bytes
+        slab = HostSlab(host_slots + bounce_slots, stride_bytes, kind.shape.payload_bytes, name=kind.name)
         stack.callback(slab.close)
         device.pin(slab, emit=tell)
         host = HostTier(
@@ -230,7 +235,7 @@ def build_chains(
         )
         gpu = None
         if parts.gpu is not None:
-            rows = device.empty_pool(gpu_slots, group.stride_bytes)
+            rows = device.empty_pool(gpu_slots, stride_bytes)
             gpu = MemoryTier(tier_name(parts.gpu), TierIndex(gpu_slots, policy=resolve_policy(parts.gpu.policy)), rows)
         storage = [
             _storage_tier(part, health, number, kind.shape, budget, backends.codec, tasks, found)
@@ -239,7 +244,7 @@ def build_chains(
             )
         ]
         chain = Chain(group, kind.naming, gpu, host, storage, h2d, d2h, backends.wakeups, tasks, emit, limits)
-        chain.ledger = ledger
+        chain.codec, chain.ledger = kind.codec, ledger
         for tier in chain.tiers:
             if isinstance(tier, MemoryTier | OwnedTier):
                 ledger.watch(Place(tier.name, number, kind.naming.shard.rank), tier)

@@ -123,6 +123,9 @@ class RecordShape:
     fingerprint: bytes
     payload_bytes: int
     shard: Shard = field(default_factory=Shard)
+    codec: str = "none"
+    decoded_bytes: int = 0
+    """Of a payload that a codec has made smaller; 0 is for ``payload_bytes``."""
 
     @property
     def folder(self) -> str:

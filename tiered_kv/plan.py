@@ -23,6 +23,7 @@ class SlabHandle:
         pool: The slab's name, by which a `CPULoadStoreSpec` says which it means.
         group: The KV group whose blocks it holds.
         rank: Whose part of them.
+        codec: How they are kept.
     """
 
     pid: int
@@ -33,6 +34,7 @@ class SlabHandle:
     pool: str
     group: int
     rank: int
+    codec: str = "none"
 
 
 @dataclass(frozen=True)

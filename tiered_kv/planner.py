@@ -32,9 +32,9 @@ class Planner:
         return tuple(
             SlabHandle(
                 pid, slab.fd, slab.num_slots, slab.stride_bytes, slab.payload_bytes, slab.name,
-                group=number // num_ranks, rank=number % num_ranks,
+                group=number // num_ranks, rank=number % num_ranks, codec=codec.name if codec else "none",
             )
-            for number, slab in enumerate(chain.host.slab for chain in self._core.chains)
+            for number, (slab, codec) in enumerate((chain.host.slab, chain.codec) for chain in self._core.chains)
         )  # fmt: skip
 
     def register_worker(self, pid: int | None = None, *, rank: int = 0) -> None:

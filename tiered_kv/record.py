@@ -14,7 +14,6 @@ from tiered_kv.layout import FORMAT_VERSION
 
 HEADER_BYTES = 4096
 MAGIC = b"TIEREDKV"
-CODEC_NONE = b"none".ljust(16, b"\0")
 
 _SIGNED_BYTES = 512
 """The part of the header in use; its last 8 bytes are its own xxh3-64. The rest of the 4 KiB is zero."""
@@ -27,28 +26,35 @@ _NO_ENCRYPTION = (b"", b"", b"", b"")
 _PADDING = bytes(HEADER_BYTES)
 
 
-def encode(key: BlockKey, block: Block) -> None:
-    """Write the header of ``block`` for its payload as it is now. About 2 us, and the payload is read once."""
+def encode(key: BlockKey, block: Block, *, codec: str = "none", decoded_bytes: int = 0) -> None:
+    """Write the header of ``block`` for its payload as it is now. About 2 us, and the payload is read once.
+
+    Args:
+        key: Names the block.
+        block: Whose payload is there already.
+        codec: What made the payload of the engine's bytes.
+        decoded_bytes: How many those were; 0 is for as many as the payload has.
+    """
     header, payload, space = block.header, block.payload, key.namespace
     header[:] = _PADDING
     _FIELDS.pack_into(
-        header, 0, MAGIC, FORMAT_VERSION, HEADER_BYTES, len(payload), len(payload),
+        header, 0, MAGIC, FORMAT_VERSION, HEADER_BYTES, len(payload), decoded_bytes or len(payload),
         space.fingerprint, space.epoch, space.salt, key.hash, space.shard.rank, space.shard.size,
-        CODEC_NONE, xxhash.xxh3_128_digest(payload), *_NO_ENCRYPTION,
+        codec.encode(), xxhash.xxh3_128_digest(payload), *_NO_ENCRYPTION,
     )  # fmt: skip
     _CHECKSUM.pack_into(header, _CHECKSUM_AT, xxhash.xxh3_64_intdigest(header[:_CHECKSUM_AT]))
 
 
-def verify(key: BlockKey, block: Block) -> Outcome:
+def verify(key: BlockKey, block: Block, *, codec: str = "none") -> Outcome:
     """Say what was read into ``block``: a HIT only if every field and every byte is right.
 
     Returns:
-        ``HIT``; ``MISS`` for a whole record of another key, namespace or format version, or for no record at all
+        ``HIT``; ``MISS`` for a whole record of another key, namespace, codec or format version, or for none at all
         (zeros); ``CORRUPT`` for one that is broken.
     """
     header, payload, space = block.header, block.payload, key.namespace
     (
-        magic, version, header_bytes, stored_bytes, _, fingerprint, epoch, salt, digest, rank, size, codec, checksum, *_
+        magic, version, header_bytes, stored_bytes, _, fingerprint, epoch, salt, digest, rank, size, kept, checksum, *_
     ) = _FIELDS.unpack_from(header)  # fmt: skip
     if magic != MAGIC:
         return Outcome.CORRUPT if any(header[:_SIGNED_BYTES]) else Outcome.MISS
@@ -56,7 +62,7 @@ def verify(key: BlockKey, block: Block) -> Outcome:
         return Outcome.CORRUPT
     named = fingerprint, epoch, salt, digest, rank, size
     wanted = space.fingerprint, space.epoch, space.salt, key.hash, space.shard.rank, space.shard.size
-    if version != FORMAT_VERSION or codec != CODEC_NONE or named != wanted:
+    if version != FORMAT_VERSION or kept != codec.encode().ljust(16, b"\0") or named != wanted:
         return Outcome.MISS
     if header_bytes != HEADER_BYTES or stored_bytes != len(payload):
         return Outcome.CORRUPT

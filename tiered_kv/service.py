@@ -34,6 +34,8 @@ from tiered_kv.keys import BlockKeys, ModelIdentity, Namespace, Shard, salt_dige
 from tiered_kv.layout import KVCaches, KVLayout, fingerprint
 from tiered_kv.lookups import lookup_result, owned_runs
 from tiered_kv.memory.caches import PagedCaches
+from tiered_kv.memory.codec import CodecName, make_codec
+from tiered_kv.memory.crossover import prepare
 from tiered_kv.memory.device import Device
 from tiered_kv.motion import removal
 from tiered_kv.motion.budget import Priority
@@ -99,6 +101,7 @@ class TieredKV:
         shard: Shard | tuple[Shard, ...] | None = None,
         limits: CacheLimits | None = None,
         device: Device | str | None = None,
+        codec: CodecName = "none",
         emit: Emit = log_event,
     ) -> None:
         """Check the parts; nothing is allocated before opening.
@@ -111,14 +114,16 @@ class TieredKV:
                 ``Shard.every(size)``: then a block is there when every rank's part is, and only the ranks move bytes.
             limits: Bounds in time, memory and work.
             device: Where the engine's tensors live, e.g. ``"cuda:1"``; the GPU if torch has one, else the CPU.
+            codec: How blocks are kept: see `TieredKVSettings`.
             emit: Receives every event; logs them by default.
 
         Raises:
-            ConfigurationError: The tiers can not make a chain.
+            ConfigurationError: The tiers can not make a chain, or the codec can not keep the layout's blocks.
         """
         check_identity(model, layout)
         self._parts = parts_of(tiers)
         self._given_device = device
+        self._codecs = [make_codec(codec, group) for group in layout.groups]
         self._model = model
         self._core = Core(model, layout, check_shards(shard), limits or CacheLimits(), guarded(emit))
         self._pools = HostPools()
@@ -140,7 +145,8 @@ class TieredKV:
     ) -> Self:
         """Make a cache of `TieredKVSettings`: given, or read from the environment."""
         settings = settings or TieredKVSettings()
-        return cls(settings.tiers, model=model, layout=layout, shard=shard, limits=settings.limits, device=device)
+        limits, codec = settings.limits, settings.codec
+        return cls(settings.tiers, model=model, layout=layout, shard=shard, limits=limits, device=device, codec=codec)
 
     # Lifetime.
 
@@ -157,8 +163,9 @@ class TieredKV:
         loop = asyncio.get_running_loop()
         started = loop.time()
         kinds = [
-            Kind(number, group, Naming(fingerprint(self._model, core.layout, number), shard))
-            for number, group in enumerate(core.layout.groups)
+            Kind(number, group, Naming(fingerprint(self._model, core.layout, number, name), shard), codec)
+            for number, (group, codec) in enumerate(zip(core.layout.groups, self._codecs, strict=True))
+            for name in [codec.name if codec else "none"]
             for shard in core.shards
         ]
         async with AsyncExitStack() as stack:
@@ -207,6 +214,8 @@ class TieredKV:
     def register_kv_caches(self, kv_caches: KVCaches, *, group: int = 0, axes: str | None = None) -> None:
         """Bind the engine's paged tensors of one KV group. A process that only stores bytes skips this.
 
+        The first time on a GPU it takes a second or so: kernels are compiled, and ways to copy are compared.
+
         Args:
             kv_caches: As for `KVLayout.from_tensors`. Kept by reference until the cache is closed.
             group: The KV group.
@@ -216,7 +225,9 @@ class TieredKV:
             LayoutMismatchError: They are not what the layout says.
         """
         chain = self._core.of_rank(group)
-        chain.caches = PagedCaches.bind(kv_caches, chain.group, axes=axes, device=self._device)
+        caches = PagedCaches.bind(kv_caches, chain.group, axes=axes, device=self._device, codec=chain.codec)
+        prepare(caches)
+        chain.caches = caches
 
     def register_host_pool(
         self,

@@ -39,6 +39,7 @@ from pydantic_settings import (
 
 from tiered_kv.backend import TierSettings
 from tiered_kv.errors import ConfigurationError
+from tiered_kv.memory.codec import CodecName
 from tiered_kv.registry import OWN_MEDIA, hint, medium_for_scheme, resolve, resolve_policy
 
 _PREFIX = "TIERED_KV_"
@@ -162,13 +163,14 @@ Tier = Annotated[SerializeAsAny[TierSettings], BeforeValidator(tier_from)]
 class _Arguments(TypedDict, total=False):
     tiers: Sequence[TierSettings | Mapping[str, Any] | str]
     limits: CacheLimits | Mapping[str, Any]
+    codec: CodecName
 
 
 class TieredKVSettings(BaseSettings):
     """All settings of a cache. Immutable and picklable.
 
     Args:
-        **arguments: ``tiers`` and ``limits``; what is left out comes from the environment, the TOML file, the default.
+        **arguments: ``tiers``, ``limits``, ``codec``; others come from the environment, the TOML file, the default.
 
     Raises:
         ConfigurationError: Something is unknown, wrong or missing: one line each, saying where and what to write.
@@ -181,6 +183,9 @@ class TieredKVSettings(BaseSettings):
     tiers: tuple[Tier, ...] = (CPUTier(),)
     """Fastest first: at most one ``gpu``, then at most one ``cpu``, then storage."""
     limits: CacheLimits = CacheLimits()
+    codec: CodecName = "none"
+    """How blocks are kept in every tier. ``"fp8"`` keeps bf16 and fp16 in half the bytes, not exactly: see
+    [On a GPU](../explanation/gpu.md#what-is-exact) for the bound of its error."""
 
     def __init__(self, **arguments: Unpack[_Arguments]) -> None:
         path = _config_file.get() or os.environ.get(_CONFIG)

@@ -14,7 +14,9 @@ from typing import Self
 from tiered_kv.errors import ConfigurationError
 from tiered_kv.layout import KVCaches, KVLayout
 from tiered_kv.memory.caches import PagedCaches
+from tiered_kv.memory.codec import make_codec
 from tiered_kv.memory.copies import gather_blocks, scatter_blocks
+from tiered_kv.memory.crossover import prepare
 from tiered_kv.memory.device import Device
 from tiered_kv.memory.host import HostSlab
 from tiered_kv.memory.lanes import Lanes
@@ -54,6 +56,7 @@ class Worker:
         self._device = device if isinstance(device, Device) else make_device(device or default_device())
         self._owns_device = self._device is not device
         ours = [handle for handle in slabs if handle.rank == rank]
+        self._codecs = {handle.group: make_codec(handle.codec, layout.groups[handle.group]) for handle in ours}
         if len(ours) != len(layout.groups):
             ranks = sorted({handle.rank for handle in slabs})
             raise ConfigurationError(
@@ -78,7 +81,11 @@ class Worker:
         """
         if not 0 <= group < len(self._layout.groups):
             raise ConfigurationError(f"KV group {group!r} of {len(self._layout.groups)}: the layout has no such group")
-        self._caches[group] = PagedCaches.bind(kv_caches, self._layout.groups[group], axes=axes, device=self._device)
+        caches = PagedCaches.bind(
+            kv_caches, self._layout.groups[group], axes=axes, device=self._device, codec=self._codecs[group]
+        )
+        prepare(caches)
+        self._caches[group] = caches
 
     def execute(self, plan: Plan, *, after: object = None) -> Outcomes:
         """Move this rank's part of a plan, and wait until nothing touches the engine's blocks any more."""

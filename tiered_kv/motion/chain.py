@@ -21,6 +21,7 @@ from tiered_kv.errors import CapacityError
 from tiered_kv.events import Emit
 from tiered_kv.layout import KVGroup
 from tiered_kv.memory.caches import PagedCaches
+from tiered_kv.memory.codec import Codec
 from tiered_kv.memory.lanes import Lane, Lanes
 from tiered_kv.motion.budget import Budget, Priority, Room, Ticket
 from tiered_kv.motion.handles import Copy
@@ -121,6 +122,7 @@ class Chain:
 
     Attributes:
         naming: What its blocks are called.
+        codec: How they are kept in every tier, if not as the engine has them.
         caches: The engine's tensors, once registered.
         pending: The fill that each pending host slot belongs to, and the number of the tier it is read from, or -1.
         settling: One future per store that is not in every tier yet.
@@ -138,6 +140,7 @@ class Chain:
     tasks: Tasks
     emit: Emit
     limits: Limits
+    codec: Codec | None = None
     caches: PagedCaches | None = None
     pending: dict[int, tuple[Fill, int]] = field(default_factory=dict)
     settling: set["asyncio.Future[Any]"] = field(default_factory=set)
@@ -149,7 +152,12 @@ class Chain:
         self.tiers: list[Tier] = [*self.memory, *self.storage]
         self.names = [tier.name for tier in self.tiers]
         transient = self.host.index.num_transient
-        self.window_blocks = max(1, min(self.limits.window_bytes // self.group.stride_bytes, transient // 4))
+        self.window_blocks = max(1, min(self.limits.window_bytes // self.stride_bytes, transient // 4))
+
+    @property
+    def stride_bytes(self) -> int:
+        """Bytes of a host slot."""
+        return self.host.slab.stride_bytes
 
     # Finding.
 

@@ -67,7 +67,7 @@ class StorePart:
         n = int(np.count_nonzero(live))
         tally = Tally(chain)
         tally.add(chain.host, written=n, dropped=int(np.count_nonzero(self.fresh)) - n)
-        num_bytes = n * chain.group.stride_bytes
+        num_bytes = n * chain.stride_bytes
         if not n or not chain.storage or not chain.limits.store_queue.accept(num_bytes):
             tally.add_below(chain.host, dropped=n)
             chain.release(lease)

@@ -67,7 +67,7 @@ class Pins:
         chosen = [self._choose(chain, batch, hashes, keys.salt_id) for chain, batch in parts]
         n = min(_prefix(tiers >= 0) for tiers, _ in chosen)
         costs = sum(
-            np.where(is_pinned, 0, chain.group.stride_bytes)[:n]
+            np.where(is_pinned, 0, chain.stride_bytes)[:n]
             for (chain, _), (_, is_pinned) in zip(parts, chosen, strict=True)
         )
         n = _prefix(np.cumsum(costs) <= self._quota_bytes - self._num_bytes[keys.salt_id])
@@ -181,7 +181,7 @@ class Pins:
 
     def _count(self, pin: _Pin, n: int) -> None:
         self._num_pinned[pin.tier] += n
-        self._num_bytes[pin.namespace.salt] += n * pin.chain.group.stride_bytes
+        self._num_bytes[pin.namespace.salt] += n * pin.chain.stride_bytes
 
     def _set_timer(self) -> None:
         """Have one timer, for the pin that ends first."""

@@ -63,16 +63,18 @@ class HostPools:
         if not isinstance(name, str) or not name or name in self._pools:
             taken = ", ".join(self._pools) or "none"
             raise ConfigurationError(f"a host pool needs a name of its own, got {name!r}; taken: {taken}")
+        if direct and chain.codec is not None:
+            raise ConfigurationError(f"direct=True reads blocks as they are kept, which is as {chain.codec.name} here")
         device = chain.h2d.device if chain.h2d.device.torch_device.type == "cpu" else CPUDevice()
         slots = None
         if axes is None and not isinstance(buffer, dict | list | tuple):
             memory, stride_bytes = _slots_of(buffer, chain.group, slot_bytes)
-            caches = _bind_slots(memory, stride_bytes, chain.group, device)
+            caches = _bind_slots(memory, stride_bytes, chain, device)
             slots = DirectSlots(memory, stride_bytes, chain.group) if direct else None
         elif slot_bytes is not None or direct:
             raise ConfigurationError("slot_bytes and direct=True are for one buffer of whole blocks, not for fragments")
         else:
-            caches = PagedCaches.bind(buffer, chain.group, axes=axes, device=device)
+            caches = PagedCaches.bind(buffer, chain.group, axes=axes, device=device, codec=chain.codec)
         if self._lanes is None:
             self._lanes = Lanes(device, "pools-in"), Lanes(device, "pools-out")
             if device is not chain.h2d.device:
@@ -139,8 +141,9 @@ def _bytes_of(buffer: object) -> tuple[memoryview, int]:
     return view.cast("B"), view.shape[0] if view.ndim > 1 and view.shape else 0
 
 
-def _bind_slots(memory: memoryview, slot_bytes: int, group: KVGroup, device: Device) -> PagedCaches:
+def _bind_slots(memory: memoryview, slot_bytes: int, chain: Chain, device: Device) -> PagedCaches:
     """See whole blocks, one every ``slot_bytes``, as a packed cache whose pages are blocks."""
+    group = chain.group
     whole = replace(group, page_size=group.block_size)
     values = torch.frombuffer(memory, dtype=getattr(torch, group.dtype))
     axes = "LP" + _INNER[group.order]
@@ -148,7 +151,7 @@ def _bind_slots(memory: memoryview, slot_bytes: int, group: KVGroup, device: Dev
     strides = torch.empty(shape, device="meta").stride()
     num_slots = len(memory) // slot_bytes
     slots = values.as_strided((num_slots, *shape), (slot_bytes // values.itemsize, *strides))
-    return PagedCaches.bind(slots, whole, axes="B" + axes, device=device)
+    return PagedCaches.bind(slots, whole, axes="B" + axes, device=device, codec=chain.codec)
 
 
 def _seen_from_host(chain: Chain, caches: PagedCaches, h2d: Lanes, d2h: Lanes) -> Chain:

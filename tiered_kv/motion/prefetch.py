@@ -57,7 +57,7 @@ class Prefetch(Revocable):
             return 0
         with ExitStack() as stack:
             quota = chain.limits.prefetches
-            stack.callback(await quota.take(len(part) * chain.group.stride_bytes, Ticket(Priority.LOAD)))
+            stack.callback(await quota.take(len(part) * chain.stride_bytes, Ticket(Priority.LOAD)))
             window = await self._bringer.begin(start, part, may_wait=False)
             if window is None:
                 return 0

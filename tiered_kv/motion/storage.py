@@ -139,14 +139,14 @@ class StorageTier(Tier, ABC):
 
     async def _verify(self, keys: list[BlockKey], blocks: list[Block], outcomes: list[Outcome]) -> list[Outcome]:
         """Replace each HIT by what the record itself says."""
-        verdicts = await self._codec.run(_verify_hits, keys, blocks, outcomes)
+        verdicts = await self._codec.run(_verify_hits, keys, blocks, outcomes, self.shape)
         self.counters.corrupt += verdicts.count(Outcome.CORRUPT)
         self.counters.failed += verdicts.count(Outcome.FAILED)
         return verdicts
 
     async def _encode(self, batch: Batch, blocks: list[Block]) -> list[BlockKey]:
         keys = batch.keys()
-        await self._codec.run(_encode_all, keys, blocks)
+        await self._codec.run(_encode_all, keys, blocks, self.shape)
         return keys
 
 
@@ -419,16 +419,18 @@ class KeyedTier(StorageTier):
         self._tasks.spawn(self.forget(batch), f"delete {len(batch)} blocks of {self.name}")
 
 
-def _verify_hits(keys: Sequence[BlockKey], blocks: Sequence[Block], outcomes: Sequence[Outcome]) -> list[Outcome]:
+def _verify_hits(
+    keys: Sequence[BlockKey], blocks: Sequence[Block], outcomes: Sequence[Outcome], shape: RecordShape
+) -> list[Outcome]:
     return [
-        verify(key, block) if outcome is Outcome.HIT else outcome
+        verify(key, block, codec=shape.codec) if outcome is Outcome.HIT else outcome
         for key, block, outcome in zip(keys, blocks, outcomes, strict=True)
     ]
 
 
-def _encode_all(keys: Sequence[BlockKey], blocks: Sequence[Block]) -> None:
+def _encode_all(keys: Sequence[BlockKey], blocks: Sequence[Block], shape: RecordShape) -> None:
     for key, block in zip(keys, blocks, strict=True):
-        encode(key, block)
+        encode(key, block, codec=shape.codec, decoded_bytes=shape.decoded_bytes)
 
 
 def _ignore() -> None:

@@ -259,7 +259,7 @@ class Store(Revocable):
         live = slots >= 0  # the others were evicted by name while they were copied: they go no further
         num_live = int(np.count_nonzero(live))
         self._tally.add_below(tier, dropped=n - num_live)
-        num_bytes = num_live * chain.group.stride_bytes
+        num_bytes = num_live * chain.stride_bytes
         goes_down = bool(chain.storage) or (tier is chain.gpu and chain.host.index.num_slots > 0)
         if num_live and goes_down and chain.limits.store_queue.accept(num_bytes):
             down = WriteDown(chain, self._tally, tier, batch[live], slots[live], lease)
