@@ -1,7 +1,9 @@
 """What each medium of ``remote.py`` gives: a running server, and two ways to use it."""
 
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 from tiered_kv.backend import Backend, Block
@@ -23,7 +25,9 @@ class Sides:
         store: Writes each block under its name, as many at once as the last argument says. Its own keys, not ours.
         load: Reads them.
         count_present: Asks for all names in the best way the client has; returns how many there are.
-        round_trips: What one `Backend.lookup_prefix` costs.
+        num_questions: How many times the backend has asked its medium about presence so far. Some of them go together,
+            so that there are no more round trips than this.
+        reset: Called before each round: forget what was stored.
     """
 
     backend: Backend
@@ -31,4 +35,23 @@ class Sides:
     store: Bare
     load: Bare
     count_present: Callable[[Sequence[str]], Awaitable[int]]
-    round_trips: int
+    num_questions: Callable[[], int]
+    reset: Callable[[], None] = lambda: None
+
+
+@contextmanager
+def counted(owner: type, method: str) -> Iterator[Callable[[], int]]:
+    """Yield what says how often a method of a class was called inside."""
+    original, num_calls = getattr(owner, method), 0
+
+    @wraps(original)
+    def counting(*args: object, **kwargs: object) -> object:
+        nonlocal num_calls
+        num_calls += 1
+        return original(*args, **kwargs)
+
+    setattr(owner, method, counting)
+    try:
+        yield lambda: num_calls
+    finally:
+        setattr(owner, method, original)

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from _remote_common import MissingError, Sides
+from _remote_common import MissingError, Sides, counted
 from tiered_kv.backend import Block
 from tiered_kv_backends.redis import RedisBackend
-from tiered_kv_backends.redis_servers import RedisSettings
+from tiered_kv_backends.redis_servers import RedisSettings, Server
 
 sys.path.append(str(Path(__file__).parent.parent / "tests" / "servers"))
 from redis_server import find_binary, run_redis
@@ -51,7 +51,8 @@ async def serve() -> AsyncIterator[Sides]:
         try:
             settings = RedisSettings.model_validate({"url": server.url, "connections": NUM_SOCKETS, "ttl_s": None})
             backend = RedisBackend(settings)
-            yield Sides(backend, "sockets", all_of(bare_set), all_of(bare_get), count_present, round_trips=1)
+            with counted(Server, "pipeline") as num_pipelines:
+                yield Sides(backend, "sockets", all_of(bare_set), all_of(bare_get), count_present, num_pipelines)
         finally:
             await client.aclose()
             for each in sockets:

@@ -10,7 +10,7 @@ from typing import Any
 
 import obstore
 
-from _remote_common import MissingError, Sides
+from _remote_common import MissingError, Sides, counted
 from tiered_kv.backend import Block
 from tiered_kv_backends.s3 import S3Backend, S3Settings
 from tiered_kv_backends.s3.client import make_store
@@ -65,8 +65,8 @@ async def serve() -> AsyncIterator[Sides]:
             await _share(head, names, names, _ASKED_AT_ONCE)
             return found
 
-        # One round trip where all or none are there, and at most this many (tests/backends/test_s3_presence.py).
-        yield Sides(S3Backend(settings), "client", _all_of(put), _all_of(get), count_present, round_trips=12)
+        with counted(S3Backend, "_exists") as num_heads:
+            yield Sides(S3Backend(settings), "client", _all_of(put), _all_of(get), count_present, num_heads)
 
 
 def _all_of(move: Move) -> Callable[[Sequence[str], Sequence[Block], int], Coroutine[Any, Any, None]]:

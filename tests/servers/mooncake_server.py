@@ -20,10 +20,12 @@ SEGMENT_BYTES = 256 << 20
 class MooncakeServer:
     """A running store. Its processes end with the stack; what they say is in files in ``folder``."""
 
-    def __init__(self, folder: Path, processes: ExitStack) -> None:
+    def __init__(self, folder: Path, processes: ExitStack, segment_bytes: int, lease_ms: int) -> None:
         self.port = _free_port()
         self.url = f"mooncake://127.0.0.1:{self.port}"
         self._folder = folder
+        self._segment_bytes = segment_bytes
+        self._lease_ms = lease_ms
         self._processes = processes
         self.start_master()
         self.start_storage()
@@ -34,7 +36,7 @@ class MooncakeServer:
         assert spec is not None
         assert spec.origin is not None
         options = {
-            "rpc_address": "127.0.0.1", "rpc_port": self.port, "default_kv_lease_ttl": 500,
+            "rpc_address": "127.0.0.1", "rpc_port": self.port, "default_kv_lease_ttl": self._lease_ms,
             "metrics_host": "127.0.0.1", "metrics_port": _free_port(),
         }  # fmt: skip
         arguments = [f"--{name}={value}" for name, value in options.items()]
@@ -48,7 +50,9 @@ class MooncakeServer:
 
     def start_storage(self) -> None:
         """Start the process that gives memory, and wait until it has joined."""
-        self.storage = self._start(sys.executable, __file__, f"127.0.0.1:{self.port}", log="storage")
+        self.storage = self._start(
+            sys.executable, __file__, f"127.0.0.1:{self.port}", str(self._segment_bytes), log="storage"
+        )
         self._expect("joined")
 
     @contextmanager
@@ -84,7 +88,7 @@ class MooncakeServer:
 
 
 @contextmanager
-def mooncake_server(folder: Path) -> Iterator[MooncakeServer]:
+def mooncake_server(folder: Path, segment_bytes: int = SEGMENT_BYTES, lease_ms: int = 500) -> Iterator[MooncakeServer]:
     """Start a store, or skip and say what is missing."""
     try:
         importlib.import_module("mooncake.store")
@@ -92,7 +96,7 @@ def mooncake_server(folder: Path) -> Iterator[MooncakeServer]:
         reason = "libibverbs1" if "libibverbs" in str(error) else PACKAGE
         pytest.skip(f"{reason} is missing: pip install {PACKAGE}; apt-get install libibverbs1")
     with ExitStack() as processes:
-        yield MooncakeServer(folder, processes)
+        yield MooncakeServer(folder, processes, segment_bytes, lease_ms)
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
@@ -116,11 +120,11 @@ def _listens(port: int) -> bool:
     return True
 
 
-def _give_memory(master: str) -> None:
+def _give_memory(master: str, segment_bytes: int) -> None:
     from mooncake.store import MooncakeDistributedStore  # noqa: PLC0415 - the tests import this file without it
 
     store = MooncakeDistributedStore()
-    assert store.setup("127.0.0.1", "P2PHANDSHAKE", SEGMENT_BYTES, 16 << 20, "tcp", "", master) == 0
+    assert store.setup("127.0.0.1", "P2PHANDSHAKE", segment_bytes, 16 << 20, "tcp", "", master) == 0
     os.write(1, b"joined\n")
     for _ in sys.stdin:
         store.remove_all(True)  # noqa: FBT003 - the client's own signature
@@ -128,4 +132,4 @@ def _give_memory(master: str) -> None:
 
 
 if __name__ == "__main__":
-    _give_memory(sys.argv[1])
+    _give_memory(sys.argv[1], int(sys.argv[2]))
