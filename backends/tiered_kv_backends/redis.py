@@ -183,9 +183,12 @@ class RedisBackend(Backend):
         todo = list(range(len(names)))
         for _ in range(2):
             holding = await self._servers.holding(names, todo)
-            async with asyncio.TaskGroup() as tasks:  # no task outlives a cancelled call: they hold its blocks
-                for server, which in holding:
-                    tasks.create_task(ask_one(server, which))
+            if len(holding) == 1:
+                await ask_one(*holding[0])
+            else:
+                async with asyncio.TaskGroup() as tasks:  # no task outlives a cancelled call: they hold its blocks
+                    for server, which in holding:
+                        tasks.create_task(ask_one(server, which))
             todo = [i for i in todo if _first_word(answers[i]) in _ELSEWHERE]
             if not todo:
                 return

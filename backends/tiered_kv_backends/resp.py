@@ -127,7 +127,8 @@ class Connection:
                 await self._send([b"".join(more)])
                 asked += len(more)
             answers.append(await self._body(block))
-            await asyncio.sleep(0)  # a fast server could else keep the event loop for the whole batch
+            if len(answers) < len(into):
+                await asyncio.sleep(0)  # a fast server could else keep the event loop for the whole batch
         return answers
 
     async def set(self, names: Sequence[bytes], blocks: Sequence[Block], options: Sequence[bytes] = ()) -> list[Answer]:

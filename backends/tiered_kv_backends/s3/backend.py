@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import Any, Literal, TypeVar
 
 import obstore
+from obstore import Bytes
 from obstore.exceptions import AlreadyExistsError, BaseError
 
 from tiered_kv.backend import Backend, BackendContext, Block, Outcome, check_lengths
@@ -181,13 +182,13 @@ class S3Backend(Backend):
 
     async def _get(self, name: str, start: int, length: int, deadline: float) -> memoryview | Outcome:
         """Read a range, in one request and one buffer of the client's own."""
+
+        async def get() -> Bytes:  # obstore's get_range_async takes up to twice as long for the same request
+            response = await obstore.get_async(self._store, name, options={"range": (start, start + length)})
+            return await response.bytes_async()
+
         try:
-            body = await self._request(
-                self._reading,
-                deadline,
-                "read",
-                lambda: obstore.get_range_async(self._store, name, start=start, length=length),
-            )
+            body = await self._request(self._reading, deadline, "read", get)
         except FileNotFoundError:
             return Outcome.MISS
         except BlockCorruptError:
