@@ -10,7 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiered_kv.errors import ConfigurationError
-from tiered_kv.keys import BlockKey, BlockKeys, ModelIdentity, Namespace, Shard, epoch_digest, hash_blocks, salt_digest
+from tiered_kv.keys import (
+    BlockKey,
+    BlockKeys,
+    ModelIdentity,
+    Namespace,
+    Shard,
+    epoch_digest,
+    hash_blocks,
+    hash_tail,
+    salt_digest,
+)
 from tiered_kv.layout import KVGroup, KVLayout, fingerprint
 
 MODEL = ModelIdentity("llama", weights="sha256:1", extra=(("rope", "linear"),))
@@ -209,6 +219,44 @@ def test_a_slice_keeps_its_position() -> None:
     assert keys[2:] != hash_blocks(range(96), block_size=16, salt="s", group=2)[1:]
 
 
+@given(tokens=tokens, cut=st.integers(0, 60))
+def test_a_tail_is_named_by_all_its_tokens_and_all_before(tokens: list[int], cut: int) -> None:
+    """Each shorter and each longer sequence has another tail, and none has the name of a full block."""
+    block_size = 4
+    full = hash_blocks(tokens, block_size=block_size)
+    rest = tokens[len(full) * block_size :]
+    keys = full + hash_tail(rest, parent=full)
+    assert len(keys) == -(-len(tokens) // block_size)
+    assert (keys.start, keys[: len(full)]) == (0, full)
+    shorter = tokens[:cut]
+    if cut < len(tokens):
+        full = hash_blocks(shorter, block_size=block_size)
+        other = full + hash_tail(shorter[len(full) * block_size :], parent=full)
+        if cut % block_size:
+            assert other[-1] not in list(keys)
+    filled = hash_blocks([*tokens, *[0] * (-len(tokens) % block_size)], block_size=block_size)
+    if rest:
+        assert keys[-1] != filled[-1]
+
+
+def test_a_tail_knows_what_went_into_it() -> None:
+    """Salt, group and what else went into the blocks tell tails apart; zeros are tokens too."""
+    tails = [
+        hash_tail([1, 2], parent=hash_blocks(range(8), block_size=4)),
+        hash_tail([1, 2], parent=hash_blocks(range(8), block_size=4), extra=b""),
+        hash_tail([1, 2], parent=hash_blocks(range(8), block_size=4), extra=b"lora"),
+        hash_tail([1, 2], parent=hash_blocks(range(8), block_size=4, extra=[None, b"lora"])),
+        hash_tail([1, 2], parent=hash_blocks(range(8), block_size=4, salt="tenant")),
+        hash_tail([1, 2], parent=hash_blocks(range(4), block_size=4)),
+        hash_tail([1, 2, 0], parent=hash_blocks(range(8), block_size=4)),
+        hash_tail([1, 2], parent=hash_blocks([], block_size=4)),
+        hash_tail([1, 2], parent=hash_blocks([], block_size=8)),
+    ]
+    assert len({tail[0] for tail in tails}) == len(tails)
+    assert [tail.start for tail in tails] == [2, 2, 2, 2, 2, 1, 2, 0, 0]
+    assert len(hash_tail([], parent=hash_blocks(range(8), block_size=4))) == 0
+
+
 def test_an_engines_own_hashes_are_taken_as_they_are() -> None:
     """Hashes of 8 to 32 bytes become keys of the salt and group they are given for."""
     keys = BlockKeys.from_hashes([b"h" * 8, b"H" * 32], block_size=16, start=5, group=1, salt="s")
@@ -234,6 +282,9 @@ def test_an_engines_own_hashes_are_taken_as_they_are() -> None:
         (lambda: hash_blocks([1], block_size=1, parent=hash_blocks([1], block_size=1, salt="a")), "salt"),
         (lambda: hash_blocks([1], block_size=1, parent=hash_blocks([1, 2], block_size=1)[1:1]), "starts at block 1"),
         (lambda: hash_blocks([1, 2], block_size=1)[::2], "step 1, not 2"),
+        (lambda: hash_tail([1], parent=hash_blocks([1], block_size=1)), "fewer than 1 tokens, got 1"),
+        (lambda: hash_tail([1], parent=hash_blocks([1, 2], block_size=2)[1:]), "starts at block 1"),
+        (lambda: hash_blocks([1], block_size=1) + hash_blocks([1], block_size=1), "not the keys behind"),
         (lambda: BlockKeys.from_hashes([b"short"], block_size=1), "hash 0 must be 8 to 32 bytes"),
         (lambda: BlockKeys.from_hashes([12345678], block_size=1), "hash 0"),  # type: ignore[list-item]
         (lambda: ModelIdentity("m", weights=""), "weights must be a non-empty str"),

@@ -15,7 +15,7 @@ from tiered_kv.errors import (
 )
 from tiered_kv.explain import Explanation
 from tiered_kv.groups import GroupNeed, GroupsLoad, GroupsLookup, full, window
-from tiered_kv.keys import BlockKey, BlockKeys, ModelIdentity, Namespace, Shard, hash_blocks
+from tiered_kv.keys import BlockKey, BlockKeys, ModelIdentity, Namespace, Shard, hash_blocks, hash_tail
 from tiered_kv.layout import KVGroup, KVLayout
 from tiered_kv.motion.budget import Priority
 from tiered_kv.motion.load import LoadHandle
@@ -29,6 +29,7 @@ from tiered_kv.results import (
     PinResult,
     PrefetchResult,
     StoreResult,
+    SwapResult,
     TierFault,
     TierRun,
     TierStatistics,
@@ -104,6 +105,7 @@ __all__ = [
     "StoreHandle",
     "StoreResult",
     "StoreTicket",
+    "SwapResult",
     "TierChange",
     "TierFault",
     "TierRun",
@@ -116,6 +118,7 @@ __all__ = [
     "Worker",
     "full",
     "hash_blocks",
+    "hash_tail",
     "open_blocking",
     "window",
 ]

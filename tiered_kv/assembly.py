@@ -5,7 +5,6 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from tiered_kv.backend import Backend, BackendContext, RecordShape, Recovered, S
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.statistics import Change
 from tiered_kv.errors import BackendError, ConfigurationError
-from tiered_kv.events import DeviceFailed, Emit, PinningDoubted, TierFailed, TierResumed
+from tiered_kv.events import DeviceFailed, Emit, Event, PinningDoubted, TierFailed, TierResumed
 from tiered_kv.layout import KVGroup
 from tiered_kv.memory.codec import Codec
 from tiered_kv.memory.device import Device
@@ -213,8 +212,7 @@ def build_chains(
         store_queue=Backlog(cache_limits.store_queue),
         prefetches=Budget(cache_limits.prefetch_quota),
     )
-    kind_of_device, tell = device.kind, partial(backends.wakeups.call, emit)  # what devices say, they say in threads
-    device.on_failure = lambda error: tell(DeviceFailed(kind_of_device, f"{type(error).__name__}: {error}"))
+    tell = _listen(device, backends.wakeups, emit)
     h2d, d2h = Lanes(device, "h2d"), Lanes(device, "d2h")
     stack.callback(h2d.close)
     stack.callback(d2h.close)
@@ -255,6 +253,16 @@ def build_chains(
             opening = _open_later([chain.storage[number] for chain in chains], health, context, discard)
             stack.push_async_callback(_end, asyncio.get_running_loop().create_task(opening, name=f"open {health.name}"))
     return chains, device
+
+
+def _listen(device: Device, wakeups: Wakeups, emit: Emit) -> Emit:
+    """Hear of the device's failure; return an ``emit`` for its threads, which passes events on to the loop."""
+
+    def tell(event: Event) -> None:
+        wakeups.call(emit, event)
+
+    device.on_failure = lambda error: tell(DeviceFailed(device.kind, f"{type(error).__name__}: {error}"))
+    return tell
 
 
 async def _open_later(

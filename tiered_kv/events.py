@@ -135,6 +135,16 @@ class BlocksPrefetched(Event):
 
 
 @dataclass(frozen=True)
+class SequencePreempted(Event):
+    """A sequence was swapped out: so many blocks, of which some could not be kept; the pinned ones wait for it."""
+
+    name: ClassVar[str] = "sequence.preempted"
+    blocks: int
+    dropped: int
+    pinned: int
+
+
+@dataclass(frozen=True)
 class BlocksCorrupted(Event):
     """Blocks that a tier had were not what they should be, and were served as a miss.
 

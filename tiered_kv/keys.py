@@ -24,6 +24,7 @@ TokenIds = Sequence[int] | NDArray[np.integer[Any]]
 DIGEST_BYTES = 32
 NO_SALT = b"\0" * DIGEST_BYTES
 _ROOT = b"tiered_kv block hash v1"
+_TAIL = b"tiered_kv tail hash v1"
 _MAX_TOKEN_ID = 2**32
 
 
@@ -255,6 +256,19 @@ class BlockKeys(Sequence[bytes]):
         index = range(len(self))[at]
         return self._digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
 
+    def __add__(self, other: "BlockKeys") -> "BlockKeys":
+        """Return these keys and those of the blocks right behind them in the same prompt.
+
+        Raises:
+            ConfigurationError: ``other`` starts elsewhere, or is of another salt, group or block size.
+        """
+        if not isinstance(other, BlockKeys):
+            return NotImplemented
+        mine = self.start + len(self), self.block_size, self.group, self.salt_id
+        if mine != (other.start, other.block_size, other.group, other.salt_id):
+            raise ConfigurationError(f"{other!r} are not the keys behind {self!r}")
+        return _rebuild_keys(self._digests + other._digests, self.block_size, self.start, self.group, self.salt_id)
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, BlockKeys) and self._identity() == other._identity()
 
@@ -309,17 +323,7 @@ def hash_blocks(
     if extra is not None and len(extra) < num_blocks:
         msg = f"extra must name every full block: {num_blocks} blocks, {len(extra)} entries"
         raise ConfigurationError(msg)
-    start = 0
-    previous = hashlib.sha256(_ROOT + salt_id + block_size.to_bytes(4, "little")).digest()
-    if parent is not None:
-        if (parent.salt_id, parent.group, parent.block_size) != (salt_id, group, block_size):
-            msg = "the parent's salt, KV group or block size differs from this call's"
-            raise ConfigurationError(msg)
-        start = parent.start + len(parent)
-        if start and not len(parent):  # hashed from the root, these tokens would pass for the beginning of a prompt
-            msg = f"the parent is empty but starts at block {start}: give one that has the block before it"
-            raise ConfigurationError(msg)
-        previous = parent[-1] if len(parent) else previous
+    start, previous = _chain_from(parent, salt_id, group, block_size)
     body = memoryview(tokens[: num_blocks * block_size].tobytes())
     stride = block_size * 4
     digests = []
@@ -331,6 +335,37 @@ def hash_blocks(
         previous = digest.digest()
         digests.append(previous)
     return BlockKeys(b"".join(digests), block_size=block_size, start=start, group=group, salt_id=salt_id)
+
+
+def hash_tail(token_ids: TokenIds, *, parent: BlockKeys, extra: bytes | None = None) -> BlockKeys:
+    """Name the partial block that `hash_blocks` leaves out, for a sequence that is swapped out whole.
+
+    The name is chained over all before it and says how many tokens there are, and it never meets a full block's: the
+    same block, once full, has another. ``keys + hash_tail(rest, parent=keys)`` are the keys of the whole sequence.
+
+    Args:
+        token_ids: The tokens behind the last full block, fewer than a block has.
+        parent: Keys of all full blocks before, with what went into them; of a sequence shorter than a block the empty
+            keys that `hash_blocks` returns. Salt, group and block size are its own.
+        extra: What else went into the partial block, as for `hash_blocks`.
+
+    Returns:
+        One key, or none if there are no tokens.
+
+    Raises:
+        ConfigurationError: A full block or more, a token id out of range, or an empty slice as parent.
+    """
+    tokens = _as_token_array(token_ids)
+    if len(tokens) >= parent.block_size:
+        raise ConfigurationError(
+            f"a tail has fewer than {parent.block_size} tokens, got {len(tokens)}: name full blocks"
+        )
+    start, previous = _chain_from(parent, parent.salt_id, parent.group, parent.block_size)
+    digest = hashlib.sha256(_TAIL + previous + len(tokens).to_bytes(4, "little") + tokens.tobytes())
+    if extra is not None:
+        digest.update(b"extra" + len(extra).to_bytes(8, "little") + extra)
+    name = digest.digest() if len(tokens) else b""
+    return _rebuild_keys(name, parent.block_size, start, parent.group, parent.salt_id)
 
 
 def salt_digest(salt: str | bytes) -> bytes:
@@ -348,6 +383,21 @@ def epoch_digest(weights: str) -> bytes:
         msg = f"weights must be a non-empty str, got {weights!r:.80}"
         raise ConfigurationError(msg)
     return hashlib.sha256(b"tiered_kv epoch v1" + weights.encode()).digest()
+
+
+def _chain_from(parent: BlockKeys | None, salt_id: bytes, group: int, block_size: int) -> tuple[int, bytes]:
+    """Return the position behind ``parent`` and the digest to chain the next block to."""
+    root = hashlib.sha256(_ROOT + salt_id + block_size.to_bytes(4, "little")).digest()
+    if parent is None:
+        return 0, root
+    if (parent.salt_id, parent.group, parent.block_size) != (salt_id, group, block_size):
+        msg = "the parent's salt, KV group or block size differs from this call's"
+        raise ConfigurationError(msg)
+    start = parent.start + len(parent)
+    if start and not len(parent):  # hashed from the root, these tokens would pass for the beginning of a prompt
+        msg = f"the parent is empty but starts at block {start}: give one that has the block before it"
+        raise ConfigurationError(msg)
+    return start, parent[-1] if len(parent) else root
 
 
 def _rebuild_keys(digests: bytes, block_size: int, start: int, group: int, salt_id: bytes) -> BlockKeys:

@@ -129,6 +129,16 @@ class PinResult:
 
 
 @dataclass(frozen=True)
+class SwapResult:
+    """What a swap moved: all of it, or, with a ``fault``, nobody knows what. Pages, each target counted."""
+
+    num_out: int
+    num_in: int
+    num_copied: int
+    fault: TierFault | None = None
+
+
+@dataclass(frozen=True)
 class TierStatistics:
     """One tier at one moment, all KV groups together. Slots and blocks; counters since the cache was opened.
 
@@ -175,6 +185,7 @@ class CacheStatistics:
         missed: Those that were not in place at the end.
         store_requested: Blocks given to stores that have let go of their source; the next three add up to it.
         stored, present, dropped: What became of them, see `StoreResult`.
+        num_preemptions: Sequences swapped out by name, `TieredKV.swap_out`.
         pinned_bytes: Host memory that is page-locked for a GPU.
         is_pageable: Whether a GPU copies to and from memory that is not, much slower.
         is_device_usable: False once the engine's device has failed: then nothing is loaded or stored any more.
@@ -191,6 +202,7 @@ class CacheStatistics:
     stored: int
     present: int
     dropped: int
+    num_preemptions: int = 0
     pinned_bytes: int = 0
     is_pageable: bool = False
     is_device_usable: bool = True

@@ -101,6 +101,9 @@ class CacheLimits(BaseModel):
     """Bytes that each tenant (salt) may keep pinned, over all tiers. Of no tier more than half can be pinned."""
     promote: bool = True
     """Whether blocks loaded from a lower tier are kept in the tiers above it too."""
+    swap_space: ByteSize = ByteSize(0)
+    """Bytes of host memory, per KV group, for pages that the engine swaps by numbers of its own: `TieredKV.swap`. Taken
+    at the first swap."""
     close_timeout_s: Seconds = 10.0
     """How long closing waits for what is still being written."""
     reads_in_flight: Annotated[int, Field(ge=1)] = 2

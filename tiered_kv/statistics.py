@@ -25,6 +25,7 @@ def cache_statistics(chains: Sequence[Chain], ledger: Ledger, num_transfers: int
         stored=ledger.stored,
         present=ledger.present,
         dropped=ledger.dropped,
+        num_preemptions=ledger.preemptions,
         pinned_bytes=device.pinned_bytes,
         is_pageable=device.is_pageable,
         is_device_usable=device.error is None,

@@ -1,6 +1,7 @@
 """Faults of the engine's device: late events, failed events, a device that is lost. Nothing leaks, storage goes on."""
 
 import asyncio
+from typing import Any
 
 import pytest
 from anyio.lowlevel import checkpoint
@@ -21,6 +22,7 @@ from tests.service.conftest import (
 from tiered_kv import CacheLimits, GPULoadStoreSpec, TieredKV
 from tiered_kv.events import DeviceFailed, HostMemoryReady
 from tiered_kv.memory import ScriptedDevice, ScriptedEvent
+from tiered_kv.motion.handles import Handle
 
 KEYS, OTHERS = prompt(9), prompt(9, seed=1)
 INTO, SOURCE = GPULoadStoreSpec(range(9)), GPULoadStoreSpec(range(10, 19))
@@ -46,7 +48,10 @@ async def test_an_event_that_comes_late_delays_its_own_transfer_only() -> None:
     engine, device, late = Engine(), ScriptedDevice(), ScriptedEvent()
     async with open_cache(CPU, engine=engine, device=device) as kv:
         await _have(kv, engine, device)
-        slow = [kv.start_load(KEYS, INTO, after=late), kv.start_store(OTHERS, SOURCE, after=late)]
+        slow: list[Handle[Any]] = [
+            kv.start_load(KEYS, INTO, after=late),
+            kv.start_store(OTHERS, SOURCE, after=late),
+        ]
         await _some_turns()
         soon = ScriptedEvent()
         passing = kv.start_load(KEYS, GPULoadStoreSpec(range(20, 29)), after=soon)
@@ -107,7 +112,7 @@ async def test_a_device_that_is_lost_takes_nothing_with_it(tiers: list[AnyTier],
         device.fail(OSError("again"))
         if layerwise:
             store.store_layer(1)
-        await until(lambda: all(handle.done for handle in (*loads, store)), on_wait=device.run_all)
+        await until(lambda: store.done and all(load.done for load in loads), on_wait=device.run_all)
         for load in loads:
             assert (await load).num_blocks == 0
             assert {fault.reason for fault in (await load).faults} == {"copy failed"}

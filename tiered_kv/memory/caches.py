@@ -145,6 +145,14 @@ class PagedCaches:
         """The bytes of a payload that these layers are."""
         return self._bytes_of_layers(self.payload_bytes)
 
+    def by_page(self) -> "PagedCaches":
+        """Return the same pages as blocks of one page each, without codec: for slots that an engine numbers itself."""
+        group = replace(self.group, block_size=self.group.page_size)
+        fragments = tuple(
+            replace(each, offset_bytes=each.offset_bytes // self.pages_per_block) for each in self.fragments
+        )
+        return PagedCaches(group, None, self.torch_device, self.num_pages, fragments, self.layers)
+
     def of_layers(self, layers: slice | None) -> "PagedCaches":
         """Return the same pages with the fragments of consecutive layers alone, at the same places in a payload.
 

@@ -52,6 +52,7 @@ class Ledger:
         requested: Blocks that loads were asked for: each is a hit of one tier, or missed.
         missed: Those of them that were not in place at the end.
         store_requested: Blocks that stores were given: each is stored, present or dropped.
+        preemptions: Sequences that were swapped out.
         tiers: The owned tiers, by place.
         listeners: Called with every change of an owned tier.
     """
@@ -59,6 +60,7 @@ class Ledger:
     def __init__(self) -> None:
         self.requested = self.missed = 0
         self.store_requested = self.stored = self.present = self.dropped = 0
+        self.preemptions = 0
         self.tiers: dict[Place, HasIndex] = {}
         self.listeners: list[OnPlaceChange] = []
         self._history = History()

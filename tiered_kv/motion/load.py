@@ -146,7 +146,7 @@ class Load(Revocable):
     def start_load(self, task: "asyncio.Task[LoadResult]") -> LoadHandle:
         """Give the task that runs this load, for a handle."""
         self.start(task, self._lane)
-        task.add_done_callback(lambda _: self.admitted.done() or self.admitted.set_result(0))
+        task.add_done_callback(lambda _: self._settle(0))
         return LoadHandle(task, self)
 
     def copy_of(self, layer: int) -> Copy | None:
@@ -178,8 +178,7 @@ class Load(Revocable):
         if not in_time:
             self._bringer.faults.append(TierFault("", "deadline", len(self._batch)))
         result = self._result(loop.time() - started)
-        if not self.admitted.done():
-            self.admitted.set_result(result.num_blocks)
+        self._settle(result.num_blocks)
         self._chain.touch(self._batch[: result.num_blocks])
         self._chain.emit(
             BlocksLoaded(
@@ -228,7 +227,11 @@ class Load(Revocable):
 
     def _admit(self) -> None:
         """All windows that will be have landed."""
-        self.admitted.set_result(sum(copied.landed.num_blocks for copied in self._copied))
+        self._settle(sum(copied.landed.num_blocks for copied in self._copied))
+
+    def _settle(self, num_blocks: int) -> None:
+        if not self.admitted.done():
+            self.admitted.set_result(num_blocks)
 
     def _give_up(self) -> None:
         """Hold nothing that no copy of this load will use; called before the last copies are waited for."""
