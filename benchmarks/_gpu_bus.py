@@ -19,6 +19,7 @@ from tiered_kv import KVGroup
 from tiered_kv.memory import Device, HostSlab, PagedCaches, Stream, device_copies, gather_blocks, scatter_blocks
 from tiered_kv.memory.crossover import prepare
 from tiered_kv.memory.pinning import PinState
+from tiered_kv.wakeups import Wakeups
 
 Ids = NDArray[np.int64]
 Copies = Sequence[Callable[[], object]]
@@ -123,12 +124,13 @@ async def coroutine_latency(stream: Stream, rounds: int) -> tuple[float, float]:
     What is submitted does nothing, so that the first figure is what events, waiter thread and event loop add to a copy.
     """
     loop = asyncio.get_running_loop()
+    wakeups = Wakeups(loop)
 
     def submit() -> asyncio.Future[None]:
         future: asyncio.Future[None] = loop.create_future()
 
         def done(_: BaseException | None) -> None:
-            loop.call_soon_threadsafe(future.set_result, None)
+            wakeups.call(future.set_result, None)
 
         stream.submit(lambda: None, done)
         return future

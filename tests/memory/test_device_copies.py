@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from tests.memory.engines import NUM_SLOTS, Engine, engines, places
 from tiered_kv.layout import KVGroup
@@ -88,7 +89,7 @@ def test_slots_that_are_neighbours_cross_in_one_copy() -> None:
 class TestCrossover:
     """Where a DMA a fragment begins to be the faster way."""
 
-    def caches(self, fragment_bytes: int, device: str = "cpu") -> PagedCaches:
+    def caches(self, fragment_bytes: int) -> PagedCaches:
         """Return a cache of one fragment."""
         group = KVGroup(1, 1, fragment_bytes, "uint8", 1, "MLA")
         tensors = [torch.zeros(2, 1, fragment_bytes, dtype=torch.uint8)]
@@ -111,6 +112,14 @@ class TestCrossover:
         """There nothing crosses a bus."""
         crossover.prepare(self.caches(64))
         assert not crossover.is_direct(self.caches(64))
+
+    def test_what_cannot_be_measured_is_said_and_harms_nothing(self) -> None:
+        """Memory may be short, or torch know nothing of the device: the stated size goes on to decide."""
+        here = self.caches(64)
+        caches = PagedCaches(here.group, None, torch.device("meta"), 2, here.fragments, here.layers)
+        with capture_logs() as logs:
+            crossover.prepare(caches)
+        assert [entry["event"] for entry in logs] == ["copies.unmeasured"]
 
 
 def _ticks(seconds: list[float]) -> list[float]:

@@ -9,11 +9,14 @@ from collections.abc import Callable
 from functools import cache, partial
 
 import numpy as np
+import structlog
 import torch
 
 from tiered_kv.layout import KVGroup
 from tiered_kv.memory import device_copies
 from tiered_kv.memory.caches import Fragment, PagedCaches
+
+log = structlog.get_logger("tiered_kv")
 
 DIRECT_FROM_BYTES = 1 << 20
 """Until measured: a DMA of this length keeps the bus busy for longer than it takes to enqueue the next one."""
@@ -34,11 +37,19 @@ def is_direct(caches: PagedCaches) -> bool:
 def prepare(caches: PagedCaches) -> None:
     """Measure both ways for fragments of this size, and compile what they need; nothing on a CPU, or the second time.
 
-    Blocks for some milliseconds, or a second where a kernel is compiled: for the time before the first request.
+    Blocks for some milliseconds, or a second where a kernel is compiled: for the time before the first request. Where
+    it fails, as on a GPU whose memory the engine has taken to the last, the stated size goes on to decide.
     """
     device, size = caches.torch_device, _fragment_bytes(caches)
-    if device.type != "cpu" and (_device_name(device), size) not in _is_direct:
-        _is_direct[_device_name(device), size] = measure(device, size)
+    if device.type == "cpu":
+        return
+    try:
+        name = _device_name(device)
+        if (name, size) not in _is_direct:
+            with torch.get_device_module(device).device(device):
+                _is_direct[name, size] = measure(device, size)
+    except RuntimeError as error:  # torch's for all that a driver says, want of memory included
+        log.warning("copies.unmeasured", device=str(device), error=f"{type(error).__name__}: {error}")
 
 
 def measure(
@@ -78,11 +89,11 @@ def measure(
         there_and_back = [partial(gather, caches, pages, rows, slots), partial(scatter, rows, slots, caches, pages)]
         rounds = []
         for _ in range(1 + _ROUNDS):  # the first one compiles and allocates
-            torch.get_device_module(device).synchronize()
+            torch.get_device_module(device).synchronize(device)
             start = clock()
             for copy in there_and_back:
                 copy()
-            torch.get_device_module(device).synchronize()
+            torch.get_device_module(device).synchronize(device)
             rounds.append(clock() - start)
         seconds.append(min(rounds[1:]))
     staged_s, direct_s = seconds

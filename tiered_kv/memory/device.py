@@ -131,10 +131,13 @@ class Device(ABC):
         """Return how much memory the device could still give."""
 
     def empty_pool(self, num_slots: int, stride_bytes: int) -> Tensor:
-        """Allocate slots on the device: ``(num_slots, stride_bytes // 8)`` int64, uninitialised, the caller's."""
+        """Allocate slots on the device: ``(num_slots, stride_bytes // 8)`` int64, the caller's.
+
+        All zeros, so that nothing of what the memory held before leaves the device behind a payload.
+        """
         if stride_bytes % 8:
             raise ConfigurationError(f"the stride of a pool must be a multiple of 8 bytes, got {stride_bytes}")
-        return torch.empty(num_slots, stride_bytes // 8, dtype=torch.int64, device=self.torch_device)
+        return torch.zeros(num_slots, stride_bytes // 8, dtype=torch.int64, device=self.torch_device)
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Close the streams, wait for what is queued, then unlock what was pinned. Again does no harm.
