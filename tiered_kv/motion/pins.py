@@ -91,7 +91,8 @@ class Pins:
         for pin in self._of(keys.salt_id):
             if pin.chain is chain:
                 slots, _ = pin.tier.index.find(batch.names)
-                found |= [slot >= 0 and pin.slots.get(key) == slot for key, slot in zip(keys, slots, strict=True)]
+                is_held = [slot >= 0 and pin.slots.get(key) == slot for key, slot in zip(keys, slots, strict=True)]
+                found |= np.array(is_held, np.bool_)
         return found
 
     def close(self) -> None:
@@ -143,7 +144,7 @@ class Pins:
         left = np.ones(len(batch), np.bool_)
         for pin in before:
             if pin.chain is chain and pin.until >= until:
-                left &= [each not in pin.slots for each in hashes]
+                left &= np.array([each not in pin.slots for each in hashes], np.bool_)  # typed: it may be empty
         for number in np.unique(tiers[left]).tolist():
             at = np.flatnonzero(left & (tiers == number)).tolist()
             tier = chain.tiers[number]
