@@ -5,13 +5,22 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from anyio import CancelScope, move_on_after
 
-from tiered_kv.backend import Backend, BackendContext, RecordShape, Recovered, SlotBackend, TierSettings
+from tiered_kv.backend import (
+    Backend,
+    BackendContext,
+    OwnedTierSettings,
+    RecordShape,
+    Recovered,
+    SlotBackend,
+    TierSettings,
+)
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.statistics import Change
 from tiered_kv.errors import BackendError, ConfigurationError
@@ -22,6 +31,7 @@ from tiered_kv.memory.device import Device
 from tiered_kv.memory.host import HostSlab
 from tiered_kv.memory.lanes import Lanes
 from tiered_kv.memory.make import make_device
+from tiered_kv.motion.bandwidth import Bandwidth
 from tiered_kv.motion.budget import Budget
 from tiered_kv.motion.chain import Backlog, Chain, Limits
 from tiered_kv.motion.health import StorageHealth
@@ -30,6 +40,7 @@ from tiered_kv.motion.naming import Naming
 from tiered_kv.motion.storage import KeyedTier, OwnedTier, StorageTier
 from tiered_kv.motion.tiers import HostTier, MemoryTier
 from tiered_kv.motion.workers import Tasks, WorkerPool
+from tiered_kv.motion.writedown import write_admitted
 from tiered_kv.preflight import check_host_memory, doubt_of_pinning
 from tiered_kv.registry import make_backend, resolve_policy
 from tiered_kv.settings import CacheLimits, CPUTier, GPUTier, check_chain, tier_from, tier_name
@@ -102,7 +113,9 @@ def parts_of(tiers: Sequence[TierSettings | Mapping[str, Any] | str | Backend | 
         for each, (_, name) in zip(settings, named, strict=True)
         if not isinstance(each, GPUTier | CPUTier)
     ]
-    return Parts(gpu, cpu, tuple(storage))
+    parts = Parts(gpu, cpu, tuple(storage))
+    _check_policies(parts)
+    return parts
 
 
 @dataclass(frozen=True)
@@ -191,6 +204,7 @@ def build_chains(
     Raises:
         ConfigurationError: A capacity below one block, or more memory than the machine will give.
     """
+    clock = asyncio.get_running_loop().time
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if isinstance(device, str):
@@ -200,7 +214,9 @@ def build_chains(
     host_slots = _num_slots("cpu", parts.cpu.capacity, stride) if parts.cpu.capacity else 0
     gpu_slots = _num_slots("gpu", parts.gpu.capacity, stride) if parts.gpu else 0
     bounce_slots = max(4, cache_limits.bounce // stride)
-    host_bytes = (host_slots + bounce_slots) * stride
+    most_host_slots = max(host_slots, (parts.cpu.max_capacity or 0) // stride)
+    # On a machine with a GPU all of it is page-locked; else only what is used is taken from the system.
+    host_bytes = ((most_host_slots if device.kind == "cuda" else host_slots) + bounce_slots) * stride
     check_host_memory(host_bytes)
     if device.kind == "cuda" and (doubt := doubt_of_pinning(host_bytes)):
         emit(PinningDoubted(doubt))
@@ -211,7 +227,11 @@ def build_chains(
         store_timeout_s=cache_limits.store_timeout_s,
         store_queue=Backlog(cache_limits.store_queue),
         prefetches=Budget(cache_limits.prefetch_quota),
+        low_water=cache_limits.low_water,
+        clean_after_s=cache_limits.clean_after_s,
+        clean_bandwidth=Bandwidth(cache_limits.clean_bandwidth, clock),
     )
+    is_written_back = any(part.settings.write == "back" for part in parts.storage)
     tell = _listen(device, backends.wakeups, emit)
     h2d, d2h = Lanes(device, "h2d"), Lanes(device, "d2h")
     stack.callback(h2d.close)
@@ -223,18 +243,22 @@ def build_chains(
     chains = []
     for number, kind in enumerate(kinds):
         group, stride_bytes = kind.group, kind.shape.padded_bytes
-        slab = HostSlab(host_slots + bounce_slots, stride_bytes, kind.shape.payload_bytes, name=kind.name)
+        slab = HostSlab(most_host_slots + bounce_slots, stride_bytes, kind.shape.payload_bytes, name=kind.name)
         stack.callback(slab.close)
-        device.pin(slab, emit=tell)
-        host = HostTier(
-            tier_name(parts.cpu),
-            TierIndex(host_slots, num_transient=bounce_slots, policy=resolve_policy(parts.cpu.policy)),
-            slab,
+        if most_host_slots == host_slots or device.kind != "cpu":  # getting it ready would allocate it
+            device.pin(slab, emit=tell)
+        index = TierIndex(
+            host_slots,
+            max_slots=most_host_slots,
+            num_transient=bounce_slots,
+            policy=resolve_policy(parts.cpu.policy),
+            ttl_s=parts.cpu.ttl_s,
+            clock=clock,
+            write_back=is_written_back,
         )
-        gpu = None
-        if parts.gpu is not None:
-            rows = device.empty_pool(gpu_slots, stride_bytes)
-            gpu = MemoryTier(tier_name(parts.gpu), TierIndex(gpu_slots, policy=resolve_policy(parts.gpu.policy)), rows)
+        host = HostTier(tier_name(parts.cpu), index, slab, write_back=parts.cpu.write == "back")
+        waits_in_gpu = parts.cpu.write == "back" if most_host_slots else is_written_back
+        gpu = _gpu_tier(parts.gpu, device, gpu_slots, stride_bytes, clock, write_back=waits_in_gpu)
         storage = [
             _storage_tier(part, health, number, kind.shape, budget, backends.codec, tasks, found)
             for part, health, budget, found in zip(
@@ -243,6 +267,7 @@ def build_chains(
         ]
         chain = Chain(group, kind.naming, gpu, host, storage, h2d, d2h, backends.wakeups, tasks, emit, limits)
         chain.codec, chain.ledger = kind.codec, ledger
+        chain.on_admitted = partial(write_admitted, chain)
         for tier in chain.tiers:
             if isinstance(tier, MemoryTier | OwnedTier):
                 ledger.watch(Place(tier.name, number, kind.naming.shard.rank), tier)
@@ -275,7 +300,11 @@ async def _open_later(
         pause_s = min(2 * pause_s, _LAST_RETRY_S)
         try:
             found = await _backend_of(tiers[0]).open(context)
-            indexes = [_index_of((found or [])[tier.group]) for tier in tiers if isinstance(tier, OwnedTier)]
+            indexes = [
+                _index_of((found or [])[tier.group], health.clock, tier.settings)
+                for tier in tiers
+                if isinstance(tier, OwnedTier)
+            ]
         except Exception as error:  # noqa: BLE001 - whatever it raises, it is tried again
             discard()  # the threads of an attempt end with it
             health.emit(TierFailed(health.name, "open", f"{type(error).__name__}: {error}", 0))
@@ -298,8 +327,9 @@ def _backend_of(tier: StorageTier) -> Backend | SlotBackend:
     return tier.backend
 
 
-def _index_of(found: Recovered) -> TierIndex:
-    index = TierIndex(found.num_slots)
+def _index_of(found: Recovered, clock: Callable[[], float], settings: TierSettings) -> TierIndex:
+    ttl_s = settings.ttl_s if isinstance(settings, OwnedTierSettings) else None
+    index = TierIndex(found.num_slots, max_slots=found.max_slots, ttl_s=ttl_s, clock=clock)
     index.restore(found.names, found.slots)
     return index
 
@@ -315,8 +345,44 @@ def _storage_tier(
     recovered: list[Recovered] | None,
 ) -> StorageTier:
     if isinstance(part.backend, Backend):
-        return KeyedTier(health, group, shape, budget, codec, tasks, part.backend)
-    return OwnedTier(health, group, shape, budget, codec, tasks, part.backend, _index_of((recovered or [])[group]))
+        return KeyedTier(health, part.settings, group, shape, budget, codec, tasks, part.backend)
+    index = _index_of((recovered or [])[group], health.clock, part.settings)
+    return OwnedTier(health, part.settings, group, shape, budget, codec, tasks, part.backend, index)
+
+
+def _gpu_tier(
+    settings: GPUTier | None,
+    device: Device,
+    num_slots: int,
+    stride_bytes: int,
+    clock: Callable[[], float],
+    *,
+    write_back: bool,
+) -> MemoryTier | None:
+    if settings is None:
+        return None
+    policy = resolve_policy(settings.policy)
+    index = TierIndex(num_slots, policy=policy, ttl_s=settings.ttl_s, clock=clock, write_back=write_back)
+    return MemoryTier(tier_name(settings), index, device.empty_pool(num_slots, stride_bytes))
+
+
+def _check_policies(parts: Parts) -> None:
+    """Raise `ConfigurationError` where blocks would wait, or move, for a tier that has nothing above it."""
+    first = parts.gpu or parts.cpu
+    has_memory = parts.gpu is not None or parts.cpu.capacity or parts.cpu.max_capacity
+    if has_memory and first.write == "back":
+        raise ConfigurationError(
+            f"tier {tier_name(first)!r} is the first: it gets blocks at once, not with write='back'"
+        )
+    for part in parts.storage:
+        is_back, is_exclusive = part.settings.write == "back", getattr(part.settings, "exclusive", False)
+        if is_back and not has_memory:
+            raise ConfigurationError(f"tier {part.name!r} has write='back', but there is no gpu or cpu tier to wait in")
+        if is_exclusive and not (is_back and parts.cpu.capacity and isinstance(part.backend, SlotBackend)):
+            raise ConfigurationError(
+                f"tier {part.name!r} cannot be exclusive: it needs write='back', a cpu tier above it, and a medium "
+                "whose slots this cache gives and takes"
+            )
 
 
 def _num_slots(tier: str, capacity: int, stride: int) -> int:

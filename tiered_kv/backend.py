@@ -14,16 +14,17 @@ import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
-from tiered_kv.errors import LayoutMismatchError
+from tiered_kv.errors import ConfigurationError, LayoutMismatchError
 from tiered_kv.keys import BlockKey, Names, Shard
 
 T = TypeVar("T")
+WritePolicy = Literal["through", "back"]
 _PAGE = 4096
 
 
@@ -106,6 +107,22 @@ class TierSettings(BaseModel):
     """Stores go on without this tier while its writes take longer than this on average. Loads are not affected."""
     required: bool = True
     """Whether the cache cannot be opened without it. If not, it is bypassed, and tried again in the background."""
+    write: WritePolicy = "through"
+    """When this tier gets what is stored: at once, or later (``"back"``), as `CacheLimits.low_water` and
+    `CacheLimits.clean_after_s` say."""
+    admit_after: int = Field(default=1, ge=1, le=255)
+    """A block is written to this tier at its n-th use, stores and loads counted, as well as can be told in little
+    memory. For storage tiers."""
+
+
+class OwnedTierSettings(TierSettings):
+    """Base of the settings of a tier whose slots this cache gives and takes."""
+
+    ttl_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """For how long a block is served after it came to this tier; see the guide on write policies for how exactly."""
+    exclusive: bool = False
+    """Whether a block is either here or in the CPU tier: it leaves that when it is written here, and leaves this when
+    it is loaded. For storage with ``write="back"``."""
 
 
 class Workers(Protocol):
@@ -205,11 +222,13 @@ class Recovered:
         num_slots: Slots it has for this group.
         names: ``(n, 4)`` uint64, the names of the blocks that are there.
         slots: ``(n,)`` int64, where.
+        max_slots: The most that `SlotBackend.resize` may make of them; ``num_slots`` if left out.
     """
 
     num_slots: int
     names: Names
     slots: NDArray[np.int64]
+    max_slots: int | None = None
 
 
 class SlotBackend(_Tier):
@@ -237,6 +256,22 @@ class SlotBackend(_Tier):
 
     async def checkpoint(self, group: int, names: Names, slots: NDArray[np.int64], *, sync: bool = False) -> None:
         """Remember exactly these blocks, least recently used first; with ``sync``, survive a loss of power."""
+
+    def fit(self, capacity_bytes: int) -> int:
+        """Say how many slots every KV group would have within a capacity. Only where the medium can be resized.
+
+        Raises:
+            ConfigurationError: It cannot be, or not to that.
+        """
+        raise ConfigurationError(f"{type(self).__name__} cannot be resized: open it anew with another capacity")
+
+    async def resize(self, num_slots: int) -> None:
+        """Have so many slots for every KV group. Those given up hold nothing and are in no call.
+
+        Raises:
+            BackendUnavailableError: The medium did not do it.
+        """
+        raise NotImplementedError  # whoever overrides `fit` overrides this
 
     def describe(self) -> dict[str, object]:
         """Facts for `stats()`, e.g. the I/O mode in use."""

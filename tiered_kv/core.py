@@ -12,6 +12,7 @@ from tiered_kv.events import Emit
 from tiered_kv.keys import BlockKeys, ModelIdentity, Shard, epoch_digest
 from tiered_kv.layout import KVLayout
 from tiered_kv.motion.chain import Chain
+from tiered_kv.motion.cleaner import Cleaner
 from tiered_kv.motion.ledger import Ledger
 from tiered_kv.motion.tiers import Batch
 from tiered_kv.motion.workers import Tasks
@@ -31,6 +32,7 @@ class Core:
         tasks: Everything under way.
         chains: By KV group, then by rank; none before the cache is open.
         epoch: Digest of the weights that are served.
+        cleaners: One per chain with blocks that wait for a tier.
         past_epochs: Digests of weights that were served before, the last one first; a few.
         ledger: What became of blocks.
         on_close: Called when the cache begins to close.
@@ -48,6 +50,7 @@ class Core:
         self.epoch = epoch_digest(model.weights)
         self.past_epochs: list[bytes] = []
         self.ledger = Ledger()
+        self.cleaners: list[Cleaner] = []
         self.on_close: list[Callable[[], object]] = []
         self._thread = 0
         self._clock: Callable[[], float] = time.monotonic  # until there is a loop
@@ -119,6 +122,16 @@ class Core:
         batches = self.batches(keys, epoch, anywhere=anywhere)
         self.of_rank(keys.group, anywhere=anywhere)
         return batches[0]
+
+    async def settle(self) -> None:
+        """Wait until every store so far is in every tier or given up, and what waits for a tier is written there.
+
+        What a tier does not take now goes on waiting. Cancellation ends the wait only.
+        """
+        if settling := {future for chain in self.chains for future in chain.settling}:
+            await asyncio.wait(settling)
+        for cleaner in self.cleaners:
+            await cleaner.drain()
 
     def deadline(self, deadline_s: float | None) -> float:
         """Return when a load's time is up, on the loop's clock. From any thread."""

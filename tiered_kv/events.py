@@ -83,12 +83,16 @@ class DeviceFailed(Event):
 
 @dataclass(frozen=True)
 class CacheClosed(Event):
-    """Everything ended; ``abandoned`` counts transfers that had not ended within the limit."""
+    """Everything ended; ``abandoned`` counts transfers that had not ended within the limit.
+
+    ``unwritten`` counts blocks that still waited for tiers with ``write="back"``, and are lost.
+    """
 
     name: ClassVar[str] = "cache.closed"
     level: ClassVar[Level] = "info"
     abandoned: int
     took_ms: float
+    unwritten: int = 0
 
 
 @dataclass(frozen=True)

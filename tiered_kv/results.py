@@ -73,7 +73,8 @@ class LoadResult:
 class TierStore:
     """What became of a store's blocks in one tier: every block of the store is counted once.
 
-    ``deferred`` blocks are left to another rank, of which each writes its share of what all of them hold.
+    ``deferred`` blocks come there later or by others: the tier has ``write="back"``, or wants them used more often
+    (``admit_after``), or another rank writes them, of which each writes its share of what all of them hold.
     """
 
     tier: str
@@ -148,7 +149,8 @@ class TierStatistics:
         free, ready, evictable, leased, pending, doomed: Slots, see `catalog.index.IndexStatistics`.
         is_bypassed: Whether loads and stores go on without it now.
         hits: Blocks loaded that this tier had before any promotion: each block loaded counts in one tier.
-        written, promoted, evicted, dropped, corrupt, failed: Blocks, see `motion.tiers.Counters`.
+        dirty: Blocks that wait here to be written below.
+        written, promoted, evicted, dropped, corrupt, failed, expired: Blocks, see `motion.tiers.Counters`.
         facts: What else the backend says of itself, e.g. its I/O mode.
     """
 
@@ -160,6 +162,7 @@ class TierStatistics:
     leased: int = 0
     pending: int = 0
     doomed: int = 0
+    dirty: int = 0
     is_bypassed: bool = False
     hits: int = 0
     written: int = 0
@@ -168,6 +171,7 @@ class TierStatistics:
     dropped: int = 0
     corrupt: int = 0
     failed: int = 0
+    expired: int = 0
     facts: Mapping[str, object] = field(default_factory=dict)
 
 

@@ -40,6 +40,7 @@ from tiered_kv.memory.device import Device
 from tiered_kv.motion import removal
 from tiered_kv.motion.budget import Priority
 from tiered_kv.motion.chain import Chain
+from tiered_kv.motion.cleaner import Cleaner
 from tiered_kv.motion.direct import DirectLoad
 from tiered_kv.motion.handles import Handle, cancel_each, each_of
 from tiered_kv.motion.hold import bring_to_host, lease_prefix
@@ -176,8 +177,11 @@ class TieredKV:
             chains, self._device = build_chains(
                 stack, self._parts, backends, kinds, core.limits, self._given_device, core.tasks, core.emit, core.ledger
             )
+            core.cleaners = [Cleaner(chain) for chain in chains if chain.waiting]
             self._lifetime = stack.pop_all()
         core.opened(chains)
+        for cleaner in core.cleaners:
+            cleaner.start()
         self._submissions.open(backends.wakeups)
         recovered = {
             tier.name: tier.index.statistics().ready
@@ -208,11 +212,17 @@ class TieredKV:
     async def _end(self, lifetime: AsyncExitStack) -> None:
         core, loop = self._core, asyncio.get_running_loop()
         started = loop.time()
-        abandoned = await core.tasks.aclose(core.limits.close_timeout_s)
+        deadline = started + core.limits.close_timeout_s
+        with move_on_after(core.limits.close_timeout_s):
+            await core.settle()
+        for cleaner in core.cleaners:
+            await cleaner.aclose()
+        abandoned = await core.tasks.aclose(max(0.0, deadline - loop.time()))
+        unwritten = sum(cleaner.num_waiting for cleaner in core.cleaners)
         with move_on_after(core.limits.close_timeout_s):
             await removal.checkpoint(core.chains, sync=False)
         await lifetime.aclose()
-        core.emit(CacheClosed(abandoned, (loop.time() - started) * 1e3))
+        core.emit(CacheClosed(abandoned, (loop.time() - started) * 1e3, unwritten))
 
     def register_kv_caches(self, kv_caches: KVCaches, *, group: int = 0, axes: str | None = None) -> None:
         """Bind the engine's paged tensors of one KV group. A process that only stores bytes skips this.
@@ -670,15 +680,15 @@ class TieredKV:
         return chains[rank].naming.namespace(salt_digest(salt), self._core.epoch)
 
     async def flush(self, *, sync: bool = False) -> None:
-        """Wait until every store so far is in every tier or given up.
+        """Wait until every store so far is in every tier or given up, those with ``write="back"`` included.
+
+        A tier that is bypassed is not waited for: blocks go on waiting for it.
 
         With ``sync`` what is written then survives a loss of power, in the order of its use. That walks the owned tiers
         on the event loop, 0.3 s a million blocks: not for every request.
         """
         self._core.check_open()
-        settling = {future for chain in self._core.chains for future in chain.settling}
-        if settling:
-            await asyncio.wait(settling)
+        await self._core.settle()
         if sync:
             await asyncio.wait({self._core.tasks.spawn(removal.checkpoint(self._core.chains, sync=True), "checkpoint")})
 

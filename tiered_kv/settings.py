@@ -37,7 +37,7 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from tiered_kv.backend import TierSettings
+from tiered_kv.backend import OwnedTierSettings, TierSettings
 from tiered_kv.errors import ConfigurationError
 from tiered_kv.memory.codec import CodecName
 from tiered_kv.registry import OWN_MEDIA, hint, medium_for_scheme, resolve, resolve_policy
@@ -52,7 +52,7 @@ Bytes = Annotated[ByteSize, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-class _MemoryTier(TierSettings):
+class _MemoryTier(OwnedTierSettings):
     policy: str = "lru"
     """Which blocks go first when there is no room: ``"lru"``, ``"arc"`` or a `Policy`'s ``"package.module:Class"``."""
 
@@ -61,6 +61,12 @@ class _MemoryTier(TierSettings):
     def _find_policy(cls, policy: str) -> str:
         resolve_policy(policy)
         return policy
+
+    @model_validator(mode="after")
+    def _check_for_storage(self) -> Self:
+        if self.admit_after > 1 or self.exclusive:
+            raise ValueError("admit_after and exclusive are for storage tiers")
+        return self
 
 
 class GPUTier(_MemoryTier):
@@ -77,6 +83,15 @@ class CPUTier(_MemoryTier):
     medium: Literal["cpu"] = "cpu"
     capacity: ByteSize = ByteSize(_GIB)
     """Bytes of host memory to take. With 0 no block stays here: all pass through `CacheLimits.bounce`."""
+    max_capacity: ByteSize | None = None
+    """The most that `TieredKV.resize` may make of it; the capacity if left out. It takes no memory, but on a machine
+    with a GPU all of it is allocated and page-locked."""
+
+    @model_validator(mode="after")
+    def _check_max_capacity(self) -> Self:
+        if self.max_capacity is not None and self.max_capacity < self.capacity:
+            raise ValueError(f"max_capacity ({_size(self.max_capacity)}) is below capacity ({_size(self.capacity)})")
+        return self
 
 
 class CacheLimits(BaseModel):
@@ -106,6 +121,15 @@ class CacheLimits(BaseModel):
     at the first swap."""
     close_timeout_s: Seconds = 10.0
     """How long closing waits for what is still being written."""
+    low_water: Annotated[float, Field(ge=0, le=1)] = 0.25
+    """Blocks that wait for tiers with ``write="back"`` are written once less than this part of the tier in which they
+    wait is free or evictable."""
+    clean_after_s: Seconds = 30.0
+    """They are written after this time, whether their tier needs the room or not: what waits is lost if the process
+    ends."""
+    clean_bandwidth: Bytes | None = None
+    """Bytes a second that such writing may take; as much as the tiers allow if left out. `flush` and closing pass it
+    over."""
     reads_in_flight: Annotated[int, Field(ge=1)] = 2
     """Windows of one load that are read ahead of the copy to the GPU."""
 

@@ -7,7 +7,7 @@ from tiered_kv.motion.chain import Chain
 from tiered_kv.motion.ledger import Ledger
 from tiered_kv.results import CacheStatistics, TierStatistics
 
-_SLOTS = ("num_slots", "free", "ready", "evictable", "leased", "pending", "doomed")
+_SLOTS = ("num_slots", "free", "ready", "evictable", "leased", "pending", "doomed", "dirty")
 
 
 def cache_statistics(chains: Sequence[Chain], ledger: Ledger, num_transfers: int) -> CacheStatistics:

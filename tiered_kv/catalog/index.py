@@ -320,7 +320,7 @@ class TierIndex(Books):
         return self._table.names(slots), Lease(slots, slots, partial(self._release, is_use=False))
 
     def idle_retired(self, start: int, stop: int) -> Slots:
-        """Return those of the slots ``start <= slot < stop`` that are beyond the capacity and hold nothing, ascending."""
+        """Return those of the slots ``start <= slot < stop`` beyond the capacity that hold nothing, ascending."""
         start, stop = max(start, self.num_slots), min(stop, self.max_slots)
         return start + np.flatnonzero(self._states[start:stop] == FREE) if start < stop else _NONE
 

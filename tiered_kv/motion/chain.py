@@ -23,12 +23,15 @@ from tiered_kv.layout import KVGroup
 from tiered_kv.memory.caches import PagedCaches
 from tiered_kv.memory.codec import Codec
 from tiered_kv.memory.lanes import Lane, Lanes
+from tiered_kv.motion.admission import Admission
+from tiered_kv.motion.bandwidth import Bandwidth
 from tiered_kv.motion.budget import Budget, Priority, Room, Ticket
 from tiered_kv.motion.handles import Copy
 from tiered_kv.motion.ledger import Ledger
 from tiered_kv.motion.naming import Naming
 from tiered_kv.motion.storage import Mask, OwnedTier, StorageTier
 from tiered_kv.motion.tiers import Batch, HostTier, MemoryTier, Tier
+from tiered_kv.motion.waiting import Waiting
 from tiered_kv.motion.workers import Tasks
 from tiered_kv.results import TierFault, TierRun
 from tiered_kv.wakeups import Wakeups
@@ -36,6 +39,9 @@ from tiered_kv.wakeups import Wakeups
 _PENDING: Final = int(SlotState.PENDING)
 _NOTHING: Final = None, -1
 _ASKED_AT_ONCE: Final = 1024
+_LEAST_USES: Final = 1 << 12
+_MOST_USES: Final = 1 << 20
+"""Remembered for admission: 16 to 32 bytes each."""
 RESIDENT_WINDOWS: Final = 4
 """Windows moved as one where no storage tier takes part."""
 
@@ -94,6 +100,9 @@ class Limits:
     store_timeout_s: float
     store_queue: "Backlog"
     prefetches: Budget
+    low_water: float
+    clean_after_s: float
+    clean_bandwidth: Bandwidth
     takes_stores: bool = True
 
 
@@ -126,6 +135,10 @@ class Chain:
         caches: The engine's tensors, once registered.
         pending: The fill that each pending host slot belongs to, and the number of the tier it is read from, or -1.
         settling: One future per store that is not in every tier yet.
+        through: The storage tiers that get blocks when they are stored.
+        back: Those that get them later, from the cleaner.
+        waiting: The blocks that wait, by the memory tier in which they do.
+        on_admitted: Called with blocks that have now been used often enough for a tier that may lack them.
         ledger: Of the whole cache.
     """
 
@@ -144,6 +157,7 @@ class Chain:
     caches: PagedCaches | None = None
     pending: dict[int, tuple[Fill, int]] = field(default_factory=dict)
     settling: set["asyncio.Future[Any]"] = field(default_factory=set)
+    on_admitted: Callable[[StorageTier, Batch], None] = lambda _tier, _batch: None
     ledger: Ledger = field(default_factory=Ledger)
 
     def __post_init__(self) -> None:
@@ -151,6 +165,11 @@ class Chain:
         self.memory: list[MemoryTier] = [self.gpu, self.host] if self.gpu else [self.host]
         self.tiers: list[Tier] = [*self.memory, *self.storage]
         self.names = [tier.name for tier in self.tiers]
+        self.through = [tier for tier in self.storage if not tier.is_written_back]
+        self.back = [tier for tier in self.storage if tier.is_written_back]
+        self._admission = Admission(self.storage, min(max(_LEAST_USES, 4 * self.host.index.max_slots), _MOST_USES))
+        clock = asyncio.get_running_loop().time
+        self.waiting = {tier: Waiting(tier, clock) for tier in self.memory if tier.index.max_slots and self.later(tier)}
         transient = self.host.index.num_transient
         self.window_blocks = max(1, min(self.limits.window_bytes // self.stride_bytes, transient // 4))
 
@@ -216,6 +235,26 @@ class Chain:
             memory.index.touch(batch.names)
         for storage in self.storage:
             storage.touch(batch)
+        self.count_use(batch)
+
+    def count_use(self, batch: Batch) -> None:
+        """Count one use of the blocks, for the tiers that want some before they take a block."""
+        for storage, admitted in self._admission.use(batch.names):
+            if admitted.any():
+                self.on_admitted(storage, batch[admitted])
+
+    def later(self, tier: MemoryTier) -> list[Tier]:
+        """Name the tiers below for which blocks wait in ``tier``: the CPU tier and all below it, or storage tiers."""
+        if tier is self.gpu and self.host.index.max_slots:
+            return [self.host, *self.storage] if self.host.write_back else []
+        return list(self.back)
+
+    def admitted(self, tiers: Sequence[Tier], batch: Batch) -> Mask:
+        """Say which blocks at least one of the tiers is to have."""
+        admitted = np.zeros(len(batch), np.bool_)
+        for tier in tiers:
+            admitted |= self._admission.admits(tier, batch.names) if isinstance(tier, StorageTier) else True
+        return admitted
 
     # Slots of the host.
 
@@ -317,6 +356,8 @@ class Chain:
             fill.arrived |= lease.slots >= 0
             kept = int(np.count_nonzero((lease.slots >= 0) & ~self.host.index.is_transient(lease.slots)))
             self.host.counters.promoted += kept
+            if kept and isinstance(tier, OwnedTier) and tier.is_exclusive:
+                self._take_over(tier, batch, lease)
             fill.keep(lease)
             open_tiers.discard(number)
             if not open_tiers:
@@ -330,6 +371,12 @@ class Chain:
                     raise error
         finally:
             self.conclude(fill, reservation)
+
+    def _take_over(self, tier: OwnedTier, batch: Batch, lease: Lease) -> None:
+        """Have blocks that were read from an exclusive tier on the host only, where they wait to go back."""
+        kept = (lease.slots >= 0) & ~self.host.index.is_transient(lease.slots)
+        self.waiting[self.host].add(batch[kept], lease.slots[kept], lease)
+        tier.remove(batch.names[kept])
 
     # Copies.
 

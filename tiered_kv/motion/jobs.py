@@ -19,7 +19,7 @@ from tiered_kv.events import Emit, WorkerEnded
 from tiered_kv.motion.chain import Chain
 from tiered_kv.motion.storage import Mask
 from tiered_kv.motion.tiers import Batch
-from tiered_kv.motion.writedown import Tally, WriteDown
+from tiered_kv.motion.writedown import Tally, write_down
 from tiered_kv.plan import JobResult, Move, Outcomes, Plan
 from tiered_kv.specs import CPULoadStoreSpec, GPULoadStoreSpec
 
@@ -67,19 +67,8 @@ class StorePart:
         n = int(np.count_nonzero(live))
         tally = Tally(chain)
         tally.add(chain.host, written=n, dropped=int(np.count_nonzero(self.fresh)) - n)
-        num_bytes = n * chain.stride_bytes
-        if not n or not chain.storage or not chain.limits.store_queue.accept(num_bytes):
-            tally.add_below(chain.host, dropped=n)
-            chain.release(lease)
-            return
-        down = WriteDown(chain, tally, chain.host, self._batch[live], lease.slots[live], lease)
-        chain.tasks.spawn(self._write_down(down, num_bytes), f"write down {n} blocks")
-
-    async def _write_down(self, down: WriteDown, num_bytes: int) -> None:
-        try:
-            await down.run()
-        finally:
-            self.chain.limits.store_queue.done(num_bytes)
+        chain.count_use(self._batch[live])
+        write_down(chain, tally, chain.host, self._batch[live], lease.slots[live], lease)
 
 
 Part = LoadPart | StorePart

@@ -116,6 +116,7 @@ class LayerStore(Store):
         """Wait for the layers; see `Store.run`."""
         loop = asyncio.get_running_loop()
         started = loop.time()
+        self._chain.count_use(self._batch)
         deadline = started + self._chain.limits.store_timeout_s
         try:
             if self._placed:
@@ -166,7 +167,7 @@ class LayerStore(Store):
         chain = self._chain
         if (placing := super()._place_now(part)) is not None:
             return placing
-        if not chain.storage or chain.room.num_waiting:
+        if not chain.through or chain.room.num_waiting:
             return None
         reservation = chain.reserve_host_now(part, Ticket(Priority.STORE), keep=False)
         return None if reservation is None else (chain.host, reservation)

@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.backend import Backend, Block, Outcome, RecordShape, SlotBackend
+from tiered_kv.backend import Backend, Block, Outcome, OwnedTierSettings, RecordShape, SlotBackend, TierSettings
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.statistics import Change
 from tiered_kv.errors import CapacityError
@@ -61,6 +61,12 @@ class WriteReport:
         nothing = np.zeros(n, np.bool_)
         return cls(nothing, nothing, ~nothing)
 
+    @classmethod
+    def failure_of(cls, n: int) -> "WriteReport":
+        """All of ``n`` blocks failed."""
+        nothing = np.zeros(n, np.bool_)
+        return cls(nothing, nothing, nothing)
+
     def counts(self) -> dict[str, int]:
         """How many blocks, by what became of them."""
         return {name: int(np.count_nonzero(mask)) for name, mask in vars(self).items()}
@@ -72,6 +78,7 @@ class StorageTier(Tier, ABC):
     def __init__(
         self,
         health: StorageHealth,
+        settings: TierSettings,
         group: int,
         shape: RecordShape,
         budget: Budget,
@@ -80,6 +87,7 @@ class StorageTier(Tier, ABC):
     ) -> None:
         super().__init__(health.name)
         self.health = health
+        self.settings = settings
         self.group = group
         self.shape = shape
         self.budget = budget
@@ -87,6 +95,16 @@ class StorageTier(Tier, ABC):
         self._codec = codec_threads
         self._tasks = tasks
         health.on_stall.append(budget.room.changed)
+
+    @property
+    def is_written_back(self) -> bool:
+        """Whether blocks wait above this tier for the cleaner."""
+        return self.settings.write == "back"
+
+    @property
+    def is_exclusive(self) -> bool:
+        """Whether a block is either here or in the CPU tier."""
+        return isinstance(self.settings, OwnedTierSettings) and self.settings.exclusive
 
     @abstractmethod
     async def find(self, batch: Batch) -> Mask:
@@ -98,7 +116,12 @@ class StorageTier(Tier, ABC):
 
     @abstractmethod
     async def write(
-        self, batch: Batch, blocks: list[Block], is_wanted: Callable[[], Mask], on_late: Callable[[], None]
+        self,
+        batch: Batch,
+        blocks: list[Block],
+        is_wanted: Callable[[], Mask],
+        on_late: Callable[[], None],
+        priority: Priority,
     ) -> WriteReport:
         """Encode and write blocks, as long as they are wanted: checked when their turn has come, and behind it."""
 
@@ -156,6 +179,7 @@ class OwnedTier(StorageTier):
     def __init__(
         self,
         health: StorageHealth,
+        settings: TierSettings,
         group: int,
         shape: RecordShape,
         budget: Budget,
@@ -164,7 +188,7 @@ class OwnedTier(StorageTier):
         backend: SlotBackend,
         index: TierIndex,
     ) -> None:
-        super().__init__(health, group, shape, budget, codec_threads, tasks)
+        super().__init__(health, settings, group, shape, budget, codec_threads, tasks)
         self.backend = backend
         self.index = index
         self._journal = asyncio.Lock()  # what is forgotten before a checkpoint must not come back by it
@@ -204,12 +228,17 @@ class OwnedTier(StorageTier):
         return right
 
     async def write(
-        self, batch: Batch, blocks: list[Block], is_wanted: Callable[[], Mask], on_late: Callable[[], None]
+        self,
+        batch: Batch,
+        blocks: list[Block],
+        is_wanted: Callable[[], Mask],
+        on_late: Callable[[], None],
+        priority: Priority,
     ) -> WriteReport:
         """See `StorageTier.write`. What is removed while it is written never commits."""
         n = len(batch)
         nothing = np.zeros(n, np.bool_)
-        give_back, write = await self._take(n, Ticket(Priority.STORE)), object()
+        give_back, write = await self._take(n, Ticket(priority)), object()
         try:
             if self.health.is_shedding:
                 return WriteReport.nothing_of(n)
@@ -245,6 +274,12 @@ class OwnedTier(StorageTier):
     def touch(self, batch: Batch) -> None:
         """See `StorageTier.touch`."""
         self.index.touch(batch.names)
+
+    def remove(self, names: Names) -> None:
+        """Make blocks unfindable at once, and have the medium forget them in a task of the cache."""
+        slots, _ = self.index.find(names)
+        self.index.remove(names)
+        self._forget_later(slots[slots >= 0])
 
     async def forget(self, batch: Batch) -> int:
         """See `StorageTier.forget`."""
@@ -326,6 +361,7 @@ class KeyedTier(StorageTier):
     def __init__(
         self,
         health: StorageHealth,
+        settings: TierSettings,
         group: int,
         shape: RecordShape,
         budget: Budget,
@@ -333,7 +369,7 @@ class KeyedTier(StorageTier):
         tasks: Tasks,
         backend: Backend,
     ) -> None:
-        super().__init__(health, group, shape, budget, codec_threads, tasks)
+        super().__init__(health, settings, group, shape, budget, codec_threads, tasks)
         self.backend = backend
         self.suspects = Suspects(health.clock)
 
@@ -374,12 +410,17 @@ class KeyedTier(StorageTier):
         return np.array([outcome is Outcome.HIT for outcome in outcomes])
 
     async def write(
-        self, batch: Batch, blocks: list[Block], is_wanted: Callable[[], Mask], on_late: Callable[[], None]
+        self,
+        batch: Batch,
+        blocks: list[Block],
+        is_wanted: Callable[[], Mask],
+        on_late: Callable[[], None],
+        priority: Priority,
     ) -> WriteReport:
         """See `StorageTier.write`."""
         n = len(batch)
         nothing = np.zeros(n, np.bool_)
-        give_back = await self._take(n, Ticket(Priority.STORE))
+        give_back = await self._take(n, Ticket(priority))
         try:
             if self.health.is_shedding:
                 return WriteReport.nothing_of(n)

@@ -23,7 +23,7 @@ from tiered_kv.motion.budget import Priority, Ticket
 from tiered_kv.motion.chain import RESIDENT_WINDOWS, Chain, Fill
 from tiered_kv.motion.handles import Handle, Revocable, RevokedError
 from tiered_kv.motion.tiers import Batch, MemoryTier
-from tiered_kv.motion.writedown import Tally, WriteDown
+from tiered_kv.motion.writedown import Tally, write_down
 from tiered_kv.results import StoreResult, TierStore
 
 
@@ -108,6 +108,7 @@ class Store(Revocable):
         """Copy the blocks out. Ends when the source may be reused; never raises for a tier."""
         loop = asyncio.get_running_loop()
         started, done = loop.time(), 0
+        self._chain.count_use(self._batch)
         deadline = started + self._chain.limits.store_timeout_s
         try:
             if self._is_refused():
@@ -182,7 +183,7 @@ class Store(Revocable):
         """Reserve slots in the fastest tier that has room; wait for transient ones only if something is below them."""
         if (placing := self._place_now(part)) is not None:
             return placing
-        if not self._chain.storage:
+        if not self._chain.through:
             return None
         return self._chain.host, await self._chain.reserve_host(part, Ticket(Priority.STORE), keep=False)
 
@@ -257,26 +258,8 @@ class Store(Revocable):
         num_passing = int(np.count_nonzero(tier.index.is_transient(slots)))
         self._tally.add(tier, written=n - num_passing, dropped=num_passing)
         live = slots >= 0  # the others were evicted by name while they were copied: they go no further
-        num_live = int(np.count_nonzero(live))
-        self._tally.add_below(tier, dropped=n - num_live)
-        num_bytes = num_live * chain.stride_bytes
-        goes_down = bool(chain.storage) or (tier is chain.gpu and chain.host.index.num_slots > 0)
-        if num_live and goes_down and chain.limits.store_queue.accept(num_bytes):
-            down = WriteDown(chain, self._tally, tier, batch[live], slots[live], lease)
-            chain.tasks.spawn(self._write_down(down, num_bytes), f"write down {num_live} blocks")
-            return
-        if goes_down:
-            chain.ledger.note(batch.names[live], Fate.DROPPED, "queue full")
-        self._tally.add_below(tier, dropped=num_live)
-        chain.release(lease)
-        self._close_one()
-
-    async def _write_down(self, down: WriteDown, num_bytes: int) -> None:
-        try:
-            await down.run()
-        finally:
-            self._chain.limits.store_queue.done(num_bytes)
-            self._close_one()
+        self._tally.add_below(tier, dropped=n - int(np.count_nonzero(live)))
+        write_down(chain, self._tally, tier, batch[live], slots[live], lease, self._close_one)
 
     def _drop(self, batch: Batch, reason: str) -> None:
         if len(batch):

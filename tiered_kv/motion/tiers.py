@@ -48,6 +48,8 @@ class Counters:
     """Read and found broken."""
     failed: int = 0
     """Not read or written because the medium failed."""
+    expired: int = 0
+    """Removed because they were here for too long."""
 
 
 class Tier:
@@ -64,12 +66,14 @@ class MemoryTier(Tier):
     Attributes:
         index: Which block is in which row.
         rows: ``(num_slots, stride / 8)`` int64.
+        write_back: Whether blocks wait in the tier above for the cleaner, if there is one above.
     """
 
-    def __init__(self, name: str, index: TierIndex, rows: torch.Tensor) -> None:
+    def __init__(self, name: str, index: TierIndex, rows: torch.Tensor, *, write_back: bool = False) -> None:
         super().__init__(name)
         self.index = index
         self.rows = rows
+        self.write_back = write_back
 
     def room_for(self, batch: Batch) -> int:
         """How many blocks of a long batch may be added, head first, without evicting what the tier has of its head."""
@@ -81,6 +85,6 @@ class MemoryTier(Tier):
 class HostTier(MemoryTier):
     """The CPU tier and the bounce slots that everything else passes through: always there, if with no own slots."""
 
-    def __init__(self, name: str, index: TierIndex, slab: HostSlab) -> None:
-        super().__init__(name, index, slab.rows)
+    def __init__(self, name: str, index: TierIndex, slab: HostSlab, *, write_back: bool = False) -> None:
+        super().__init__(name, index, slab.rows, write_back=write_back)
         self.slab = slab
