@@ -135,6 +135,12 @@ class PagedCaches:
             offset += plane.num_bytes * group.pages_per_block
         return cls(group, codec, where, num_pages.pop(), tuple(fragments), range(group.num_layers))
 
+    @cached_property
+    def table(self) -> NDArray[np.int64]:
+        """Per fragment its address, stride, length and offset in a payload, in bytes: ``(num_fragments, 4)``."""
+        facts = [(each.address, each.stride_bytes, each.num_bytes, each.offset_bytes) for each in self.fragments]
+        return np.array(facts, dtype=np.int64).reshape(-1, 4)
+
     @property
     def columns(self) -> slice | None:
         """The bytes of a slot that these layers are; None is the whole slot, padding too."""

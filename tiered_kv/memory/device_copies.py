@@ -25,8 +25,9 @@ Ids = NDArray[np.int64]
 Gather = Callable[[PagedCaches, Ids, Tensor, Ids], None]
 Scatter = Callable[[Tensor, Ids, PagedCaches, Ids], None]
 
-PIECE_BYTES = 4 << 20
-"""Of a staging buffer: a DMA of this length is at full speed, and the first one of a window starts soon."""
+PIECE_BYTES = 8 << 20
+"""Of a staging buffer: its DMA takes longer than Python needs to enqueue the next one, some 0.1 ms, and the first one
+of a window starts soon."""
 
 
 def gather_blocks(caches: PagedCaches, pages: Ids, rows: Tensor, slots: Ids) -> None:
@@ -55,7 +56,7 @@ def gather_through_staging(
     """Copy blocks of pages into slots on the host, by way of rows on the engine's device that ``gather`` fills."""
 
     def fill(piece: slice, staging: Tensor) -> None:
-        if caches.columns is None:
+        if caches.columns is None and caches.stored_bytes < staging.shape[1] * 8:
             staging[:, caches.stored_bytes // 8 :] = 0  # whatever lay there before must not reach a disk
         gather(caches, pages[piece], staging, _first(slots[piece]))
 
@@ -136,13 +137,14 @@ def _first(slots: Ids) -> Ids:
 
 def _runs(a: Ids, b: Ids, piece: int) -> Iterator[tuple[int, int]]:
     """Yield the positions at which runs start and stop. None crosses a multiple of ``piece``: see `slots_per_piece`."""
-    if not len(a):
-        return
-    ends = np.zeros(len(a) - 1, dtype=bool)
-    for ids in (a, b):
-        ends |= (ids[1:] - ids[:-1] != 1) | (ids[1:] // piece != ids[:-1] // piece)
-    cuts = [0, *(np.flatnonzero(ends) + 1).tolist(), len(a)]
-    yield from pairwise(cuts)
+    places = list(zip(a.tolist(), b.tolist(), strict=True))
+    start = 0
+    for at, ((before, b_before), (here, b_here)) in enumerate(pairwise(places), start=1):
+        if here - before != 1 or b_here - b_before != 1 or not here % piece or not b_here % piece:
+            yield start, at
+            start = at
+    if places:
+        yield start, len(places)
 
 
 def _fragments(caches: PagedCaches, pages: Ids, rows: Tensor, slots: Ids) -> Iterator[tuple[Tensor, Tensor]]:

@@ -95,20 +95,19 @@ def scatter_blocks(rows: Tensor, slots: Ids, caches: PagedCaches, pages: Ids) ->
 def _launch(caches: PagedCaches, pages: Ids, rows: Tensor, slots: Ids, *, to_rows: bool) -> None:
     if not pages.size or not caches.fragments:
         return
-    facts = [(each.address, each.stride_bytes, each.num_bytes, each.offset_bytes) for each in caches.fragments]
-    table = np.array(facts, dtype=np.int64)
+    table = caches.table
     row_stride = rows.stride(0) * rows.itemsize
     alignment = _alignment(int(np.bitwise_or.reduce(table, axis=None)) | rows.data_ptr() | row_stride)
     word = min(alignment, 8)
     piece = _PIECE_BYTES // word
     pieces = -(-int(table[:, 2].max()) // _PIECE_BYTES)
-    num_units = pages.size * len(facts) * pieces
+    num_units = pages.size * len(table) * pieces
     facts_and_ids = torch.from_numpy(np.concatenate([table, pages, slots], axis=None))
     ids = facts_and_ids.to(rows.device, non_blocking=True)  # pageable: taken before the call returns
     grid: Any = (min(num_units, _NUM_PROGRAMS),)
     _copy[grid](
         ids, ids[table.size :], ids[table.size + pages.size :],
-        num_units, len(facts), pieces, pages.shape[1], rows.data_ptr(), row_stride,
+        num_units, len(table), pieces, pages.shape[1], rows.data_ptr(), row_stride,
         ALIGNMENT=alignment, WORD=word, PIECE=piece, TO_ROWS=to_rows,
     )  # fmt: skip
 
