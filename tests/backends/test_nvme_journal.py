@@ -159,3 +159,23 @@ def test_many_entries(tmp_path: Path) -> None:
     assert num_bytes == journal.num_bytes
     assert np.array_equal(entries["name"], names)
     assert np.array_equal(entries["slot"], slots)
+
+
+def test_a_folder_that_cannot_be_synced_costs_nothing_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new file is in its place by then: what is remembered afterwards is in it, and what is forgotten is gone."""
+    path = tmp_path / "folder" / "journal"
+    path.parent.mkdir()
+    fsync = os.fsync
+
+    def no_folders(fd: int) -> None:
+        if Path(f"/proc/self/fd/{fd}").readlink().is_dir():
+            raise OSError(errno.EIO, "no folders today")
+        fsync(fd)
+
+    journal = Journal(path, stride_bytes=STRIDE, num_slots=10)
+    monkeypatch.setattr(os, "fsync", no_folders)
+    with pytest.raises(OSError, match="no folders today"):
+        journal.rewrite(names_of([1, 2]), slots_of([1, 2]), sync=True)
+    journal.append(names_of([0, 3]), slots_of([1, 3]))
+    journal.close()
+    assert content_of(path) == [(2, 2), (3, 3)]

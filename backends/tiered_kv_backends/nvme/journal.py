@@ -86,6 +86,9 @@ class Journal:
     def rewrite(self, names: Names, slots: NDArray[np.int64], *, sync: bool = False) -> None:
         """Remember exactly these, in this order; with ``sync``, return when it survives a loss of power."""
         self._replace(make_entries(names, slots), sync=sync)
+        if sync:  # only now: should it fail, we go on with the new file, which is in place all the same
+            _sync_folder(self.path.parent)
+            _sync_folder(self.path.parent.parent)
 
     def close(self) -> None:
         """Close the file."""
@@ -107,8 +110,6 @@ class Journal:
             if sync:
                 os.fsync(fd)
             temporary.replace(self.path)
-            if sync:
-                _sync_folder(self.path.parent)
         except OSError:
             os.close(fd)
             temporary.unlink(missing_ok=True)
