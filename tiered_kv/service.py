@@ -5,8 +5,9 @@ moving to a transfer that the cache owns. `load` and `store` are `start_load` an
 """
 
 import asyncio
+import signal
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -26,6 +27,7 @@ from tiered_kv.assembly import Kind, build_chains, open_backends, parts_of
 from tiered_kv.backend import Backend, SlotBackend, TierSettings
 from tiered_kv.changes import Changes, Subscribers
 from tiered_kv.core import Core
+from tiered_kv.drain import Draining, drain, draining_on
 from tiered_kv.errors import ClosedError, ConfigurationError
 from tiered_kv.events import CacheClosed, CacheOpened, Emit, EpochAdvanced, SequencePreempted
 from tiered_kv.explain import Explanation, explain
@@ -691,6 +693,30 @@ class TieredKV:
         await self._core.settle()
         if sync:
             await asyncio.wait({self._core.tasks.spawn(removal.checkpoint(self._core.chains, sync=True), "checkpoint")})
+
+    async def drain(self, *, timeout_s: float | None = None) -> bool:
+        """Take no more stores, and wait until what was stored is written and survives a loss of power.
+
+        From now on a store drops its blocks (``"draining"``); loads and lookups go on until the cache is closed, which
+        is the next thing to do: leave the ``async with`` block.
+
+        Args:
+            timeout_s: How long to wait; `CacheLimits.close_timeout_s` by default. Cancellation ends the wait only.
+
+        Returns:
+            Whether all stores were settled, and owned tiers had noted what they hold, in time.
+        """
+        self._core.check_open()
+        return await drain(self._core, partial(self.flush, sync=True), timeout_s)
+
+    def drain_on(self, *signals: signal.Signals, timeout_s: float | None = None) -> AbstractContextManager[Draining]:
+        """Drain when a signal comes: ``with kv.drain_on(signal.SIGTERM) as draining: await draining.wait()``.
+
+        A second signal does what it does by default: it ends the process. For an event loop in the main thread. While
+        the block lasts, handlers set before are not called; leaving it puts them back.
+        """
+        self._core.check_open()
+        return draining_on(signals, lambda: self._core.tasks.spawn(self.drain(timeout_s=timeout_s), "drain on signal"))
 
     def stats(self) -> CacheStatistics:
         """Count what is where now, and what has happened since opening."""

@@ -76,6 +76,8 @@ Part = LoadPart | StorePart
 
 def reserve_parts(batches: Sequence[tuple[Chain, Batch]]) -> list[StorePart]:
     """Reserve slots for what each rank lacks, if there is room for all of it; else for nothing."""
+    if not all(chain.limits.takes_stores for chain, _ in batches):
+        batches = [(chain, batch[:0]) for chain, batch in batches]
     parts: list[StorePart] = []
     for chain, batch in batches:
         reservation = chain.reserve(chain.host, batch)

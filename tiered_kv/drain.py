@@ -1,0 +1,74 @@
+"""Ending well: no new stores, and what was stored is written; begun by a call, or by a signal."""
+
+import asyncio
+import signal
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tiered_kv.core import Core
+from tiered_kv.errors import ConfigurationError
+
+
+class Draining:
+    """A drain that a signal begins.
+
+    Attributes:
+        begun: Is set when the signal has come.
+    """
+
+    def __init__(self, start: "Callable[[], asyncio.Task[bool]]") -> None:
+        """Made by `TieredKV.drain_on` only."""
+        self.begun = asyncio.Event()
+        self._start = start
+        self._task: asyncio.Task[bool] | None = None
+
+    async def wait(self) -> bool:
+        """Wait for the signal, then until all is written; return what `TieredKV.drain` does.
+
+        Cancellation ends the wait only.
+        """
+        await self.begun.wait()
+        assert self._task is not None  # noqa: S101 - it has begun
+        return await asyncio.shield(self._task)
+
+    def begin(self) -> None:
+        """Begin, once; on the loop."""
+        if self._task is None:
+            self._task = self._start()
+            self.begun.set()
+
+
+async def drain(core: Core, flush: Callable[[], Coroutine[Any, Any, None]], timeout_s: float | None) -> bool:
+    """Take no more stores and flush; say whether that took no longer than ``timeout_s``. See `TieredKV.drain`."""
+    for chain in core.chains:
+        chain.limits.takes_stores = False
+    flushing = core.tasks.spawn(flush(), "drain")
+    timeout_s = core.limits.close_timeout_s if timeout_s is None else timeout_s
+    try:
+        await asyncio.wait({flushing}, timeout=timeout_s)
+    finally:
+        flushing.cancel()
+    return flushing.done()
+
+
+@contextmanager
+def draining_on(signals: tuple[signal.Signals, ...], start: "Callable[[], asyncio.Task[bool]]") -> Iterator[Draining]:
+    """Drain on the first of these signals; from then on each does what it does by default. See `TieredKV.drain_on`."""
+    if not signals or threading.current_thread() is not threading.main_thread():
+        raise ConfigurationError("drain_on() takes signals, in the main thread: Python handles them nowhere else")
+    loop = asyncio.get_running_loop()
+    draining = Draining(start)
+
+    def on_signal(*_: object) -> None:
+        for each in signals:
+            signal.signal(each, signal.default_int_handler if each is signal.SIGINT else signal.SIG_DFL)
+        loop.call_soon_threadsafe(draining.begin)
+
+    former = {each: signal.signal(each, on_signal) for each in signals}
+    try:
+        yield draining
+    finally:
+        for each, handler in former.items():
+            signal.signal(each, signal.SIG_DFL if handler is None else handler)
