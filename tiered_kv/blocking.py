@@ -4,10 +4,10 @@ The cache runs on an event loop in a thread of its own, AnyIO's blocking portal,
 no round trip through the portal: they are submitted, as by any thread.
 """
 
+import inspect
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar, overload
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
@@ -20,6 +20,7 @@ from tiered_kv.results import CacheStatistics, LoadResult, LookupResult, Prefetc
 from tiered_kv.service import HostLease, TieredKV
 from tiered_kv.specs import EngineBlocks
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -44,29 +45,41 @@ class BlockingTieredKV:
     """An open `TieredKV`, for any thread but its loop's. Its calls are the cache's, and say there what they do.
 
     A thread that is interrupted in `load` or `store` leaves only when no copy touches the engine's memory any more.
+
+    Attributes:
+        cache: For the calls that any thread may make as they are, and for `call`.
     """
 
     def __init__(self, cache: TieredKV, portal: BlockingPortal) -> None:
         """Made by `open_blocking` only."""
-        self._cache = cache
-        self._portal: BlockingPortal | None = portal
-        # These are for any thread as they are.
+        self.cache = cache
         self.submit_load = cache.submit_load
         self.submit_store = cache.submit_store
         self.poll = cache.poll
         self.lookup_nowait = cache.lookup_nowait
+        self._portal: BlockingPortal | None = portal
+
+    @overload
+    def call(self, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T: ...
+    @overload
+    def call(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T: ...
+
+    def call(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Make any call on the cache's loop, and wait for its answer: ``kv.call(kv.cache.pin, keys, ttl_s=60)``."""
+
+        async def answer() -> object:
+            answered = call(*args, **kwargs)
+            return await answered if inspect.isawaitable(answered) else answered
+
+        return self._open_portal().call(answer)
 
     def register_kv_caches(self, kv_caches: KVCaches, *, group: int = 0, axes: str | None = None) -> None:
         """See `TieredKV.register_kv_caches`."""
-        self._call(partial(self._cache.register_kv_caches, kv_caches, group=group, axes=axes))
-
-    def register_host_pool(self, name: str, buffer: KVCaches, **how: Any) -> None:  # noqa: ANN401 - that call's own
-        """See `TieredKV.register_host_pool`."""
-        self._call(partial(self._cache.register_host_pool, name, buffer, **how))
+        self.call(self.cache.register_kv_caches, kv_caches, group=group, axes=axes)
 
     def lookup(self, keys: BlockKeys) -> LookupResult:
         """See `TieredKV.lookup`; `lookup_nowait` asks no shared tier."""
-        return self._wait(self._cache.lookup, keys)
+        return self.call(self.cache.lookup, keys)
 
     def load(
         self,
@@ -78,58 +91,48 @@ class BlockingTieredKV:
         priority: Priority = Priority.LOAD,
     ) -> LoadResult:
         """See `TieredKV.load`. Ends by the deadline."""
-        return _ended(self._cache.submit_load(keys, into, after=after, deadline_s=deadline_s, priority=priority))
+        return _ended(self.cache.submit_load(keys, into, after=after, deadline_s=deadline_s, priority=priority))
 
     def store(
         self, keys: BlockKeys, source: EngineBlocks, *, after: object = None, epoch: str | None = None
     ) -> StoreResult:
         """See `TieredKV.store`. For what becomes of the blocks in the tiers below, see `flush`."""
-        return _ended(self._cache.submit_store(keys, source, after=after, epoch=epoch))
+        return _ended(self.cache.submit_store(keys, source, after=after, epoch=epoch))
 
     def prefetch(self, keys: BlockKeys, *, to: str = "cpu") -> PrefetchResult:
         """See `TieredKV.prefetch`. Waits until it has ended."""
-
-        async def prefetch() -> PrefetchResult:
-            return await self._cache.prefetch(keys, to=to)
-
-        return self._wait(prefetch)
+        return self.call(self.cache.prefetch, keys, to=to)
 
     @contextmanager
     def lease(self, keys: BlockKeys) -> Iterator[HostLease]:
         """See `TieredKV.lease`: ``with kv.lease(keys) as lease``."""
-        lease_later = self._call(partial(self._cache.lease, keys))
+        lease_later = self.call(self.cache.lease, keys)
         with self._open_portal().wrap_async_context_manager(lease_later) as lease:
             yield lease
 
     def touch(self, keys: BlockKeys) -> None:
         """See `TieredKV.touch`."""
-        self._call(partial(self._cache.touch, keys))
+        self.call(self.cache.touch, keys)
 
     def evict(self, keys: BlockKeys, *, tier: str | None = None) -> int:
         """See `TieredKV.evict`."""
-        return self._wait(partial(self._cache.evict, keys, tier=tier))
+        return self.call(self.cache.evict, keys, tier=tier)
 
     def clear(self) -> None:
         """See `TieredKV.clear`."""
-        self._wait(self._cache.clear)
+        self.call(self.cache.clear)
 
     def advance_epoch(self, weights: str) -> None:
         """See `TieredKV.advance_epoch`."""
-        self._call(partial(self._cache.advance_epoch, weights))
+        self.call(self.cache.advance_epoch, weights)
 
     def flush(self, *, sync: bool = False) -> None:
         """See `TieredKV.flush`."""
-        self._wait(partial(self._cache.flush, sync=sync))
+        self.call(self.cache.flush, sync=sync)
 
     def stats(self) -> CacheStatistics:
         """See `TieredKV.stats`."""
-        return self._call(self._cache.stats)
-
-    def _wait(self, call: Callable[..., Awaitable[T]], *args: object) -> T:
-        return self._open_portal().call(call, *args)
-
-    def _call(self, call: Callable[[], T]) -> T:
-        return self._open_portal().call(call)
+        return self.call(self.cache.stats)
 
     def _open_portal(self) -> BlockingPortal:
         if self._portal is None:

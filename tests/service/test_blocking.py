@@ -59,7 +59,7 @@ def test_every_call_blocks_until_it_has_its_answer(tmp_path: Path) -> None:
         with kv.lease(KEYS) as lease:
             assert [bytes(view) for view in lease.views] == contents(KEYS)
         pool = bytearray(9 * PAYLOAD_BYTES)
-        kv.register_host_pool("swap", pool)
+        kv.call(kv.cache.register_host_pool, "swap", pool)
         assert kv.load(KEYS, CPULoadStoreSpec(range(9), pool="swap")).num_blocks == 9
         assert bytes(pool) == b"".join(contents(KEYS))
         kv.advance_epoch("w1")
@@ -104,7 +104,7 @@ def test_what_is_wrong_raises_where_it_is_called() -> None:
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
 def test_it_is_closed_whatever_ends_the_block(error: type[BaseException]) -> None:
     """The exception goes on; behind it the cache is closed and its thread has ended."""
-    recorder, threads = Recorder(), threading.active_count()
+    recorder = Recorder()
     left: list[BlockingTieredKV] = []
 
     def serve() -> None:
@@ -115,7 +115,7 @@ def test_it_is_closed_whatever_ends_the_block(error: type[BaseException]) -> Non
     with pytest.raises(error):
         serve()
     assert len(recorder.of(CacheClosed)) == 1
-    assert threading.active_count() <= threads
+    assert "tiered_kv" not in {thread.name for thread in threading.enumerate()}
     for call in (left[0].stats, lambda: left[0].lookup_nowait(KEYS), lambda: left[0].load(KEYS, INTO)):
         with pytest.raises(ClosedError):
             call()
@@ -132,12 +132,7 @@ def test_a_deadline_holds() -> None:
         loaded = kv.load(KEYS, INTO, deadline_s=0.05)
         assert loaded.num_blocks == 0
         assert any(fault.reason == "deadline" for fault in loaded.faults)
-        kv._wait(release, backend)  # noqa: SLF001 - the backend is for the loop's thread
-
-
-async def release(backend: ScriptedBackend) -> None:
-    """Let held reads go on."""
-    backend.on_read.release()
+        kv.call(backend.on_read.release)
 
 
 def test_an_interrupted_load_lets_go_of_the_memory_first() -> None:
