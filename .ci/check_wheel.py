@@ -20,6 +20,7 @@ PACKAGES = ("tiered_kv", "tiered_kv_backends")
 
 # Modules that cannot be imported without an extra, and the extra.
 NEEDS_EXTRA = {
+    "tiered_kv.memory.kernels": "cuda",
     "tiered_kv.testing": "test",
     "tiered_kv_backends.mooncake": "mooncake",
     "tiered_kv_backends.redis": "redis",
