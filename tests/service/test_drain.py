@@ -212,3 +212,15 @@ async def test_a_flush_is_bounded_though_a_checkpoint_hangs() -> None:
         assert (first.on_checkpoint.num_held, second.on_checkpoint.num_calls) == (1, 1)
         first.on_checkpoint.release()
         await until_idle(kv)
+
+
+async def test_what_waits_for_a_slower_tier_is_written_too() -> None:
+    """A drain cleans all of it, whatever the cleaner would have waited for."""
+    engine, disk = Engine(), ScriptedSlotBackend(name="disk")
+    disk.settings = disk.settings.model_copy(update={"write": "back"})
+    async with open_cache(CPU, disk, engine=engine) as kv:
+        await kv.store(KEYS, engine.compute(KEYS))
+        assert disk.num_records == 0
+        assert await kv.drain()
+        assert disk.num_records == 4
+        await until_idle(kv)

@@ -220,3 +220,27 @@ async def test_few_blocks_are_explained_too(n: int) -> None:
     async with open_cache(cpu(4), ScriptedBackend(name="shared")) as kv:
         await asyncio.sleep(0)
         assert [each.state for each in await kv.explain(KEYS[:n], ask=True)] == ["never stored"] * n
+
+
+async def test_what_waits_to_be_written_below_says_so() -> None:
+    """It is kept in memory until then."""
+    engine, disk = Engine(), ScriptedSlotBackend(name="disk")
+    disk.settings = disk.settings.model_copy(update={"write": "back"})
+    async with open_cache(cpu(16), disk, engine=engine) as kv:
+        await kv.store(KEYS, engine.compute(KEYS))
+        assert await words(kv, KEYS) == ["ready, in cpu, dirty"] * 4
+        await kv.flush()
+        await until_idle(kv)
+        assert await words(kv, KEYS) == ["ready, in cpu, in disk"] * 4
+
+
+async def test_what_is_not_used_often_enough_says_so() -> None:
+    """For the tier that wants it more often."""
+    engine, disk = Engine(), ScriptedSlotBackend(name="disk")
+    disk.settings = disk.settings.model_copy(update={"admit_after": 3})
+    async with open_cache(cpu(4), disk, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        assert await words(kv, KEYS) == ["ready, in cpu"] * 4
+        assert {fate for fate, _ in kv._core.ledger.fates(kv.namespace().names(KEYS))} == {Fate.UNADMITTED}  # noqa: SLF001
+        await keep(kv, engine, prompt(4, seed=1))
+        assert await words(kv, KEYS) == ["evicted (cpu)"] * 4
