@@ -3,12 +3,12 @@
 import asyncio
 import signal
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from tiered_kv.core import Core
 from tiered_kv.errors import ConfigurationError
+from tiered_kv.motion import removal
 
 
 class Draining:
@@ -40,17 +40,21 @@ class Draining:
             self.begun.set()
 
 
-async def drain(core: Core, flush: Callable[[], Coroutine[Any, Any, None]], timeout_s: float | None) -> bool:
-    """Take no more stores and flush; say whether that took no longer than ``timeout_s``. See `TieredKV.drain`."""
+async def drain(core: Core, timeout_s: float | None) -> bool:
+    """Take no more stores, write what there is; say whether that took no longer than ``timeout_s``."""
     for chain in core.chains:
         chain.limits.takes_stores = False
-    flushing = core.tasks.spawn(flush(), "drain")
-    timeout_s = core.limits.close_timeout_s if timeout_s is None else timeout_s
+    writing = core.tasks.spawn(_write_all(core), "drain")
     try:
-        await asyncio.wait({flushing}, timeout=timeout_s)
+        await asyncio.wait({writing}, timeout=core.limits.close_timeout_s if timeout_s is None else timeout_s)
+        return writing.done() and not writing.cancelled()
     finally:
-        flushing.cancel()
-    return flushing.done()
+        writing.cancel()  # it only waits: what it waits for goes on
+
+
+async def _write_all(core: Core) -> None:
+    await core.settle()
+    await removal.checkpoint(core.chains, sync=True)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ Names carry the digest of their salt, so what is told of a tenant's keys is abou
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -18,7 +19,8 @@ from tiered_kv.motion.pins import Pins
 from tiered_kv.motion.storage import Mask, OwnedTier
 from tiered_kv.motion.tiers import Batch, MemoryTier
 
-_PENDING = int(SlotState.PENDING)
+_ASKED_AT_ONCE: Final = 32
+_PENDING: Final = int(SlotState.PENDING)
 _STATE_OF = {
     Fate.UNKNOWN: "never stored",
     Fate.UNADMITTED: "not admitted",
@@ -69,11 +71,13 @@ async def explain(core: Core, pins: Pins, keys: BlockKeys, *, ask: bool) -> list
 
 async def _ask(chain: Chain, batch: Batch) -> dict[str, Mask]:
     others = [tier for tier in chain.storage if not isinstance(tier, OwnedTier) and not tier.health.is_bypassed]
-    # One by one: they say how long a prefix they have, and here the blocks behind a hole count as well.
-    found = {}
+    found = {tier.name: np.zeros(len(batch), np.bool_) for tier in others}
     for tier in others:
-        each = [chain.ask(tier, batch[i : i + 1]) for i in range(len(batch))]
-        found[tier.name] = np.concatenate([*await asyncio.gather(*each), np.empty(0, np.bool_)])
+        for start in range(0, len(batch), _ASKED_AT_ONCE):
+            # One by one: they say how long a prefix they have, and here the blocks behind a hole count as well.
+            part = [batch[i : i + 1] for i in range(start, min(start + _ASKED_AT_ONCE, len(batch)))]
+            answers = await asyncio.gather(*(chain.ask(tier, each) for each in part))
+            found[tier.name][start : start + len(part)] = np.concatenate(answers)
     return found
 
 

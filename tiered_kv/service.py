@@ -707,7 +707,7 @@ class TieredKV:
             Whether all stores were settled, and owned tiers had noted what they hold, in time.
         """
         self._core.check_open()
-        return await drain(self._core, partial(self.flush, sync=True), timeout_s)
+        return await drain(self._core, timeout_s)
 
     def drain_on(self, *signals: signal.Signals, timeout_s: float | None = None) -> AbstractContextManager[Draining]:
         """Drain when a signal comes: ``with kv.drain_on(signal.SIGTERM) as draining: await draining.wait()``.
@@ -716,7 +716,7 @@ class TieredKV:
         the block lasts, handlers set before are not called; leaving it puts them back.
         """
         self._core.check_open()
-        return draining_on(signals, lambda: self._core.tasks.spawn(self.drain(timeout_s=timeout_s), "drain on signal"))
+        return draining_on(signals, lambda: self._core.tasks.spawn(drain(self._core, timeout_s), "drain on a signal"))
 
     def stats(self) -> CacheStatistics:
         """Count what is where now, and what has happened since opening."""

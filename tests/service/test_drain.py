@@ -14,6 +14,7 @@ from tests.service import virtual_time
 from tests.service.any_layout import AnyEngine, cpu, nvme, open_any, prompt
 from tests.service.conftest import (
     PAYLOAD_BYTES,
+    SMALL_LIMITS,
     Engine,
     ScriptedSlotBackend,
     keep,
@@ -89,6 +90,7 @@ def test_a_drain_is_bounded() -> None:
     virtual_time.run(program())
 
 
+@pytest.mark.both_loops
 async def test_a_signal_begins_it_and_handlers_are_put_back() -> None:
     """The first signal drains; leaving the block leaves nothing of it behind."""
     seen: list[int] = []
@@ -106,6 +108,19 @@ async def test_a_signal_begins_it_and_handlers_are_put_back() -> None:
             await until(lambda: seen == [signal.SIGTERM])
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+async def test_a_drain_that_is_closed_over_does_not_claim_to_be_done() -> None:
+    """Who closes the cache meanwhile ends it; the transfers end as closing ends them."""
+    engine, disk = Engine(), ScriptedSlotBackend(name="disk")
+    limits = SMALL_LIMITS.model_copy(update={"close_timeout_s": 0.05})
+    async with open_cache(CPU, disk, engine=engine, limits=limits) as kv:
+        disk.on_write.hold()
+        await kv.store(KEYS, engine.compute(KEYS))
+        draining = asyncio.create_task(kv.drain(timeout_s=60))
+        await asyncio.sleep(0)
+        await kv.aclose()
+        assert not await draining
 
 
 async def test_signals_are_for_the_main_thread() -> None:
