@@ -146,7 +146,8 @@ def _ended(ticket: Ticket[T]) -> T:
         return ticket.wait()
     except BaseException:
         ticket.cancel()
-        while ticket.result is None:
+        while True:
             with suppress(KeyboardInterrupt):  # what has begun to be copied takes milliseconds
                 ticket.wait()
+                break
         raise
