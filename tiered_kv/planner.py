@@ -64,8 +64,11 @@ class Planner:
         group = check_planned(parts[0][0], keys, into)
         self._jobs.check_workers()
         epoch = self._core.epoch
-        await bring_to_host(parts)
-        held = [LoadPart(chain, lease) for (chain, _), lease in zip(parts, lease_prefix(parts), strict=True)]
+        sources = await bring_to_host(parts)
+        held = [
+            LoadPart(chain, lease, source)
+            for (chain, _), lease, source in zip(parts, lease_prefix(parts), sources, strict=True)
+        ]
         n = len(held[0].slots)
         pages = [into[: n * group.pages_per_block]] * len(held)
         return self._jobs.begin("load", held, pages, n, lambda: self._core.epoch == epoch)

@@ -17,7 +17,7 @@ from tests.service.conftest import (
     until,
     until_idle,
 )
-from tiered_kv import BlockKeys, CacheStatistics, GPULoadStoreSpec, TieredKV
+from tiered_kv import BlockKeys, CacheStatistics, GPULoadStoreSpec, Outcomes, TieredKV
 
 PROMPTS = [prompt(12, seed=seed) for seed in range(3)]
 SPANS = st.tuples(st.sampled_from(PROMPTS), st.integers(0, 11), st.integers(1, 12)).map(lambda at: at[0][at[1] : at[2]])
@@ -118,3 +118,28 @@ async def test_what_an_engine_without_memory_tier_stores_again_counts_as_present
         await until_idle(kv)
         assert [each.num_stored + each.num_present + each.num_dropped for each in results] == [16, 16, 8]
         assert_conserved(kv.stats())
+
+
+async def test_what_plans_move_is_counted_too() -> None:
+    """When the job has ended: what workers did not move, and what there was no room for, is missed or dropped."""
+    engine, disk, keys, all_pages = Engine(), ScriptedSlotBackend(name="disk"), prompt(12), GPULoadStoreSpec(range(12))
+    async with open_cache(cpu(8), disk, engine=engine) as kv:
+        planner = kv.planner()
+        planner.register_worker()
+        for num_blocks, num_moved in ((4, 4), (6, 1), (12, 0)):
+            plan = planner.plan_store(keys[:num_blocks], all_pages[:num_blocks])
+            assert planner.complete(Outcomes(plan.job, 0, num_moved)) is not None
+        await until_idle(kv)
+        stats = kv.stats()
+        assert (stats.store_requested, stats.stored, stats.present, stats.dropped) == (22, 5, 4, 13)
+        await kv.evict(keys[:2], tier="cpu")
+        plan = await planner.plan_load(keys, all_pages)
+        planner.complete(Outcomes(plan.job, 0, 4))
+        stats = kv.stats()
+        assert (stats["disk"].hits, stats["cpu"].hits, stats.missed, stats.requested) == (2, 2, 8, 12)
+        plan = await planner.plan_load(keys, all_pages)
+        kv.advance_epoch("w1")
+        planner.complete(Outcomes(plan.job, 0, 5))
+        assert (kv.stats().missed, kv.stats().requested) == (20, 24)
+        assert_conserved(kv.stats())
+        await until_idle(kv)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tiered_kv.catalog.rights import Lease, Reservation
 from tiered_kv.errors import ConfigurationError
@@ -25,11 +26,15 @@ from tiered_kv.specs import CPULoadStoreSpec, GPULoadStoreSpec
 
 
 class LoadPart:
-    """A prefix leased on the host for one rank."""
+    """A prefix leased on the host for one rank.
 
-    def __init__(self, chain: Chain, lease: Lease) -> None:
+    ``source`` says of every block asked for which tier had it, by its number in the chain; it is counted there.
+    """
+
+    def __init__(self, chain: Chain, lease: Lease, source: NDArray[np.int8]) -> None:
         self.chain = chain
         self._lease = lease
+        self._source = source
         self.slots = lease.slots
 
     def moved(self, num_moved: int) -> Mask:
@@ -38,7 +43,13 @@ class LoadPart:
 
     def end(self, moved: Mask) -> None:
         """Let go of the slots; ``moved`` is what all ranks have in place."""
-        self.chain.release(self._lease)
+        chain, n = self.chain, int(np.count_nonzero(moved))
+        # What another call brought meanwhile was on the host.
+        source = np.where(self._source[:n] < 0, len(chain.memory) - 1, self._source[:n])
+        chain.ledger.count_load(len(self._source), n)
+        for tier, count in zip(chain.tiers, np.bincount(source, minlength=len(chain.tiers)), strict=True):
+            tier.counters.hits += int(count)
+        chain.release(self._lease)
 
 
 class StorePart:
@@ -56,6 +67,12 @@ class StorePart:
         moved = ~self.fresh
         moved[np.flatnonzero(self.fresh)[:num_moved]] = True
         return moved
+
+    def count(self, num_requested: int, moved: Mask) -> None:
+        """Count a store of so many blocks, of which there was room for these or for none."""
+        stored, present = int(np.count_nonzero(moved & self.fresh)), int(np.count_nonzero(~self.fresh))
+        dropped = num_requested - stored - present
+        self.chain.ledger.count_store(num_requested, stored=stored, present=present, dropped=dropped)
 
     def end(self, moved: Mask) -> None:
         """Make readable what all ranks have copied out, give back the other slots, and write down."""
@@ -207,7 +224,11 @@ class Jobs:
                 for rank, part in enumerate(job.parts)
             ]
         )
+        if job.plan.direction == "load" and not job.is_current():
+            moved = np.zeros_like(moved)
         for part in job.parts:
+            if isinstance(part, StorePart):
+                part.count(job.plan.num_blocks, moved)
             part.end(moved)
         result = JobResult(job.plan.job, self._num_blocks(job, moved), _errors(job))
         job.ended.set_result(result)
@@ -217,7 +238,7 @@ class Jobs:
         if job.plan.direction == "store":
             fresh = np.logical_or.reduce([part.fresh for part in job.parts if isinstance(part, StorePart)])
             return int(np.count_nonzero(moved & fresh))
-        return [*moved.tolist(), False].index(False) if job.is_current() else 0
+        return [*moved.tolist(), False].index(False)
 
     def _lose(self, rank: int) -> None:
         """A worker has ended: it touches no slot any more, and what it had not answered it will not."""

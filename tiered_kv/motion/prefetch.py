@@ -27,6 +27,8 @@ class Prefetch(Revocable):
         self._bringer = Bringer(chain, batch, Priority.PREFETCH, keep=True, use_gpu=target is chain.gpu)
         self._room = target.room_for(batch)
         self._num_moved = 0
+        self.source = np.full(len(batch), -1, np.int8)
+        """By position, the number of the tier that had the block; -1 where it was not brought."""
 
     async def run(self) -> PrefetchResult:
         """Move the blocks, window by window; never raises for a tier."""
@@ -65,6 +67,7 @@ class Prefetch(Revocable):
             num_filled = int(np.count_nonzero(window.own.source >= 0)) if window.own else 0
             landed = await self._bringer.land(window, asyncio.get_running_loop().time() + 3600.0)
             stack.callback(chain.release, *landed.leases)
+            self.source[start : start + landed.num_blocks] = landed.window.source[: landed.num_blocks]
             if self._target is chain.gpu:
                 return await self._copy_up(landed)
             self._num_moved += num_filled
