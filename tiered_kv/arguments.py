@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from tiered_kv.errors import ConfigurationError, LayoutMismatchError
 from tiered_kv.keys import BlockKeys, ModelIdentity, Shard
@@ -12,6 +13,8 @@ from tiered_kv.memory.caches import PagedCaches
 from tiered_kv.motion.budget import Priority
 from tiered_kv.motion.chain import Chain
 from tiered_kv.specs import CPULoadStoreSpec, EngineBlocks, GPULoadStoreSpec
+
+_SIZE = TypeAdapter(ByteSize)
 
 
 def check_identity(model: object, layout: object) -> None:
@@ -97,6 +100,14 @@ def check_ttl(ttl_s: float) -> float:
     if not isinstance(ttl_s, int | float) or not 0 < ttl_s < math.inf:
         raise ConfigurationError(f"ttl_s must be a positive number of seconds, got {ttl_s!r:.80}")
     return ttl_s
+
+
+def check_capacity(capacity: object) -> int:
+    """Return a size in bytes, given as such or as text."""
+    try:
+        return _SIZE.validate_python(capacity)
+    except ValidationError as error:
+        raise ConfigurationError(f"{capacity!r} is no size: write bytes as an int, or e.g. '32GiB'") from error
 
 
 def check_deadline(deadline_s: float | None) -> None:

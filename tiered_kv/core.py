@@ -7,13 +7,15 @@ from collections.abc import Callable
 from typing import Final
 
 from tiered_kv.arguments import check_keys
-from tiered_kv.errors import ClosedError, ConfigurationError
-from tiered_kv.events import Emit
+from tiered_kv.errors import ClosedError, ConfigurationError, TieredKVError
+from tiered_kv.events import Emit, TierResized
 from tiered_kv.keys import BlockKeys, ModelIdentity, Shard, epoch_digest
 from tiered_kv.layout import KVLayout
 from tiered_kv.motion.chain import Chain
 from tiered_kv.motion.cleaner import Cleaner
+from tiered_kv.motion.expiring import expire_forever
 from tiered_kv.motion.ledger import Ledger
+from tiered_kv.motion.resizing import resize, slots_within
 from tiered_kv.motion.tiers import Batch
 from tiered_kv.motion.workers import Tasks
 from tiered_kv.settings import CacheLimits
@@ -33,6 +35,7 @@ class Core:
         chains: By KV group, then by rank; none before the cache is open.
         epoch: Digest of the weights that are served.
         cleaners: One per chain with blocks that wait for a tier.
+        background: What runs as long as the cache is open, besides ``tasks``.
         past_epochs: Digests of weights that were served before, the last one first; a few.
         ledger: What became of blocks.
         on_close: Called when the cache begins to close.
@@ -51,6 +54,8 @@ class Core:
         self.past_epochs: list[bytes] = []
         self.ledger = Ledger()
         self.cleaners: list[Cleaner] = []
+        self.background = Tasks()
+        self._resizing = asyncio.Lock()
         self.on_close: list[Callable[[], object]] = []
         self._thread = 0
         self._clock: Callable[[], float] = time.monotonic  # until there is a loop
@@ -62,6 +67,10 @@ class Core:
         self._clock = asyncio.get_running_loop().time
         self._thread = threading.get_ident()
         self._closed_because = ""
+        self.cleaners = [Cleaner(chain) for chain in chains if chain.waiting]
+        for cleaner in self.cleaners:
+            self.background.spawn(cleaner.run(), "cleaner")
+        self.background.spawn(expire_forever(chains), "time to live")
 
     def close(self) -> None:
         """Let no call in any more."""
@@ -132,6 +141,29 @@ class Core:
             await asyncio.wait(settling)
         for cleaner in self.cleaners:
             await cleaner.drain()
+
+    async def resize(self, name: str, capacity_bytes: int) -> int:
+        """Change the capacity of a tier; see `TieredKV.resize`."""
+        names = self.chains[0].names
+        if name not in names:
+            raise ConfigurationError(f"no tier {name!r} here; there are {', '.join(names)}")
+        number = names.index(name)
+        num_slots = slots_within(self.chains, number, capacity_bytes)
+        error = await asyncio.shield(self.tasks.spawn(self._resize(name, num_slots), f"resize {name}"))
+        if error is not None:
+            raise error
+        return num_slots
+
+    async def _resize(self, name: str, num_slots: int) -> TieredKVError | None:
+        """Do it, and return the error: whoever asked may have gone, and nobody else is to hear of it."""
+        async with self._resizing:
+            try:
+                number = self.chains[0].names.index(name)
+                before, num_evicted = await resize(self.chains, self.cleaners, number, num_slots)
+            except TieredKVError as error:
+                return error
+        self.emit(TierResized(name, num_slots, before, num_evicted))
+        return None
 
     def deadline(self, deadline_s: float | None) -> float:
         """Return when a load's time is up, on the loop's clock. From any thread."""

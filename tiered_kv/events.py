@@ -205,6 +205,18 @@ class TierResumed(Event):
 
 
 @dataclass(frozen=True)
+class TierResized(Event):
+    """A tier has another capacity: ``blocks`` of every KV group instead of ``before``; ``evicted`` had to go."""
+
+    name: ClassVar[str] = "tier.resized"
+    level: ClassVar[Level] = "info"
+    tier: str
+    blocks: int
+    before: int
+    evicted: int
+
+
+@dataclass(frozen=True)
 class WorkerEnded(Event):
     """A worker process has ended: its part of so many jobs came to nothing."""
 

@@ -16,6 +16,7 @@ import numpy as np
 from anyio import move_on_after
 
 from tiered_kv.arguments import (
+    check_capacity,
     check_deadline,
     check_identity,
     check_pages,
@@ -42,7 +43,6 @@ from tiered_kv.memory.device import Device
 from tiered_kv.motion import removal
 from tiered_kv.motion.budget import Priority
 from tiered_kv.motion.chain import Chain
-from tiered_kv.motion.cleaner import Cleaner
 from tiered_kv.motion.direct import DirectLoad
 from tiered_kv.motion.handles import Handle, cancel_each, each_of
 from tiered_kv.motion.hold import bring_to_host, lease_prefix
@@ -179,11 +179,8 @@ class TieredKV:
             chains, self._device = build_chains(
                 stack, self._parts, backends, kinds, core.limits, self._given_device, core.tasks, core.emit, core.ledger
             )
-            core.cleaners = [Cleaner(chain) for chain in chains if chain.waiting]
             self._lifetime = stack.pop_all()
         core.opened(chains)
-        for cleaner in core.cleaners:
-            cleaner.start()
         self._submissions.open(backends.wakeups)
         recovered = {
             tier.name: tier.index.statistics().ready
@@ -217,8 +214,7 @@ class TieredKV:
         deadline = started + core.limits.close_timeout_s
         with move_on_after(core.limits.close_timeout_s):
             await core.settle()
-        for cleaner in core.cleaners:
-            await cleaner.aclose()
+        await core.background.aclose(0.0)
         abandoned = await core.tasks.aclose(max(0.0, deadline - loop.time()))
         unwritten = sum(cleaner.num_waiting for cleaner in core.cleaners)
         with move_on_after(core.limits.close_timeout_s):
@@ -630,6 +626,27 @@ class TieredKV:
             raise ConfigurationError(f"no tier {tier!r} here; there are {', '.join(names)}")
         found = await asyncio.gather(*(removal.evict(chain, batch, tier) for chain, batch in parts))
         return int(np.count_nonzero(np.logical_or.reduce(found)))
+
+    async def resize(self, tier: str, capacity: int | str) -> int:
+        """Change the capacity of the CPU tier or an NVMe tier, up to its ``max_capacity``, while it is used.
+
+        What does not fit any more is evicted, after what waits for other tiers was written. The memory or disk space is
+        the system's again when this returns, but for slots in use until then, and memory page-locked for a GPU.
+        Cancellation ends the wait only.
+
+        Args:
+            tier: Its name.
+            capacity: Bytes, or e.g. ``"8GiB"``.
+
+        Returns:
+            How many blocks it holds now, of each KV group.
+
+        Raises:
+            ConfigurationError: The tier cannot have that capacity. Nothing has changed.
+            BackendUnavailableError: The medium did not grow. Nothing has changed.
+        """
+        self._core.check_open()
+        return await self._core.resize(tier, check_capacity(capacity))
 
     async def clear(self) -> None:
         """Empty every tier that this cache owns, after a restart too. Takes time in their size.

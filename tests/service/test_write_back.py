@@ -390,7 +390,7 @@ async def slow_cache(path: Path, engine: Engine, write: str, emit: Recorder) -> 
         NVMeBackend.Settings.model_validate({"path": path, "capacity": 8192 * 2 * PAYLOAD_BYTES, "write": write})
     )
     limits = CacheLimits(window=4 * PAYLOAD_BYTES, bounce=16 * PAYLOAD_BYTES, store_queue=64 * PAYLOAD_BYTES)
-    tiers = [cpu(64), disk]
+    tiers: list[AnyTier] = [cpu(64), disk]
     cache = TieredKV(tiers, model=MODEL, layout=small_layout(), limits=limits, device=device, emit=emit)
     async with cache as kv:
         virtual.watch(device, virtual.pools_of(kv))

@@ -41,6 +41,7 @@ class TierIndex(Books):
 
     Attributes:
         num_slots: The present capacity; may be 0: then every block passes through bounce slots.
+        ttl_s: For how long a block is kept, or None.
         on_change: Is told whatever changes of the tier's own readable blocks, if not None.
     """
 
@@ -81,6 +82,7 @@ class TierIndex(Books):
             )
         super().__init__(max_slots, num_transient)
         self.num_slots = num_slots
+        self.ttl_s = ttl_s
         self._policy = make_policy(policy, max_slots)
         self._policy.resize(num_slots)
         self._expiry = None if ttl_s is None else Expiry(max_slots, ttl_s, clock)

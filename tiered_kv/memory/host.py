@@ -24,6 +24,7 @@ PAGE_BYTES = 4096
 PIECE_BYTES = 1 << 30
 _HEADER_BYTES = 4096
 _HEADERS_AT_ONCE = 64
+_MADV_REMOVE = 9
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not name it
 
 # The mmap module's own madvise() keeps the GIL, for a third of a second per GiB and more.
@@ -137,6 +138,15 @@ class HostSlab:
             ]
         finally:
             self._headers.give(headers)
+
+    def give_back(self, start: int, stop: int) -> None:
+        """Return the pages of some slots to the system, in every process: they read as zeros, and come when touched.
+
+        Not for memory that is page-locked for a GPU, which would go on using the old pages. 1 GiB takes 60 ms.
+        """
+        address, num_bytes = self.rows.data_ptr() + start * self.stride_bytes, (stop - start) * self.stride_bytes
+        if num_bytes:
+            _madvise(address, num_bytes, _MADV_REMOVE)
 
     def close(self) -> None:
         """Let go of the memory; a second time does nothing. It is unmapped when the last view of it is gone."""

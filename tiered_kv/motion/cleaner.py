@@ -10,15 +10,12 @@ from contextlib import suppress
 from functools import partial
 from typing import Final
 
-import structlog
-
 from tiered_kv.motion.budget import Priority
 from tiered_kv.motion.chain import Chain
 from tiered_kv.motion.tiers import MemoryTier
 from tiered_kv.motion.waiting import Waiting
 from tiered_kv.motion.writedown import Tally, WriteDown
 
-_log = structlog.get_logger("tiered_kv")
 _TICK_S: Final = 1.0
 """How often it looks by itself: leases, ages and tiers that are well again tell nobody."""
 _AT_ONCE: Final = 2
@@ -26,27 +23,15 @@ _AT_ONCE: Final = 2
 
 
 class Cleaner:
-    """Cleans one chain from `start` to `aclose`. For the event loop's thread."""
+    """Cleans one chain. For the event loop's thread."""
 
     def __init__(self, chain: Chain) -> None:
         self._chain = chain
         self._woken = asyncio.Event()
         self._writing: set[asyncio.Task[None]] = set()
         self._num_leaving = dict.fromkeys(chain.waiting, 0)
-        self._task: asyncio.Task[None] | None = None
         for tier, waiting in chain.waiting.items():
             waiting.on_add = partial(self._wake_if_due, tier, waiting)
-
-    def start(self) -> None:
-        """Begin to clean in the background."""
-        self._task = asyncio.get_running_loop().create_task(self._run(), name="cleaner")
-        self._task.add_done_callback(_log_crash)
-
-    async def aclose(self) -> None:
-        """Clean no more; what is being written goes on."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait({self._task})
 
     @property
     def num_waiting(self) -> int:
@@ -77,7 +62,8 @@ class Cleaner:
             num_moved += max(0, before - len(waiting))
         return num_moved
 
-    async def _run(self) -> None:
+    async def run(self) -> None:
+        """Clean when it is due, until cancelled; what is being written then goes on."""
         while True:
             self._woken.clear()
             for tier, waiting in self._chain.waiting.items():
@@ -134,8 +120,3 @@ class Cleaner:
 
         writing.add_done_callback(written)
         return len(batch)
-
-
-def _log_crash(task: "asyncio.Task[None]") -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        _log.error("transfer.crashed", task=task.get_name(), exc_info=error)

@@ -7,26 +7,26 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ByteSize, Field
+from pydantic import ByteSize, Field, model_validator
 
 from tiered_kv.backend import (
     BackendContext,
     Block,
     Outcome,
+    OwnedTierSettings,
     RecordShape,
     Recovered,
     SlotBackend,
-    TierSettings,
     Workers,
     check_lengths,
 )
 from tiered_kv.errors import BackendUnavailableError, ClosedError, ConfigurationError, LayoutMismatchError
 from tiered_kv.keys import Names
-from tiered_kv_backends.nvme.directory import Directory
+from tiered_kv_backends.nvme.directory import Directory, fit
 from tiered_kv_backends.nvme.journal import Journal
 from tiered_kv_backends.nvme.slab import Moved, Slab, probe_direct_io
 
@@ -47,7 +47,7 @@ class NVMeBackend(SlotBackend):
     that were being written, however sudden it is.
     """
 
-    class Settings(TierSettings):
+    class Settings(OwnedTierSettings):
         """``{"medium": "nvme", "path": "/mnt/kv", "capacity": "1TiB"}``."""
 
         medium: str = "nvme"
@@ -55,10 +55,19 @@ class NVMeBackend(SlotBackend):
         """A directory of this process alone, made if need be."""
         capacity: ByteSize = Field(gt=0)
         """Limit over everything under ``path``, blocks of other models included."""
+        max_capacity: ByteSize | None = None
+        """The most that `TieredKV.resize` may make of it; the capacity if left out. Costs 100 bytes of host memory a
+        block, and no place on the disk."""
         num_threads: int = Field(default=8, ge=1, le=256)
         """Calls under way at once, in each direction: reads never queue behind writes."""
         direct: Literal["auto", "always", "never"] = "auto"
         """Whether to pass by the page cache (O_DIRECT). ``auto``: where the filesystem can."""
+
+        @model_validator(mode="after")
+        def _check_max_capacity(self) -> Self:
+            if self.max_capacity is not None and self.max_capacity < self.capacity:
+                raise ValueError("max_capacity is below capacity")
+            return self
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -132,6 +141,26 @@ class NVMeBackend(SlotBackend):
             if sync:
                 await self._run(self._writers, slab.sync)
             await self._run(self._clerk, lambda: self._journals[group].rewrite(names, slots, sync=sync))
+
+    def fit(self, capacity_bytes: int) -> int:
+        """See `SlotBackend.fit`: up to ``max_capacity``."""
+        if not self._slabs:
+            raise ConfigurationError(f"the NVMe tier at {self.settings.path} is not open yet: resize it later")
+        most_bytes = self.settings.max_capacity or self.settings.capacity
+        if capacity_bytes > most_bytes:
+            raise ConfigurationError(
+                f"{self.settings.path} takes {most_bytes} bytes at most, got {capacity_bytes}: set max_capacity"
+            )
+        return fit(capacity_bytes, [slab.shape for slab in self._slabs])
+
+    async def resize(self, num_slots: int) -> None:
+        """See `SlotBackend.resize`: what is given up is free on the disk when this returns.
+
+        Raises:
+            BackendUnavailableError: The disk is too small, or fails.
+        """
+        with _translated(f"resize {self.settings.path}"):
+            await self._run(self._clerk, self._resize, num_slots)
 
     async def aclose(self) -> None:
         """Close the files and release the directory, or leave that to the last call still under way."""
@@ -215,6 +244,17 @@ class NVMeBackend(SlotBackend):
             else:
                 return
 
+    def _resize(self, num_slots: int) -> None:
+        num_freed_bytes = sum(max(0, slab.num_allocated - num_slots) * slab.shape.stride_bytes for slab in self._slabs)
+        self._directory.resize(num_slots, num_freed_bytes)
+        for slab, journal in zip(self._slabs, self._journals, strict=True):
+            slab.resize(num_slots)
+            journal.resize(num_slots)
+        self._facts |= {"capacity_bytes": self._directory.capacity_bytes, "num_slots": num_slots}
+
+    def _most_slots(self, groups: Sequence[RecordShape]) -> int:
+        return fit(self.settings.max_capacity or self.settings.capacity, groups)
+
     def _open(self, groups: Sequence[RecordShape]) -> list[Recovered]:
         with contextlib.ExitStack() as opened:
             self._directory = directory = Directory(self.settings.path, self.settings.capacity, groups)
@@ -222,7 +262,7 @@ class NVMeBackend(SlotBackend):
             flags, reason = probe_direct_io(directory.path, self.settings.direct)
             if reason and self.settings.direct == "always":
                 raise ConfigurationError(f"{directory.path} has no direct I/O ({reason}): set direct='auto'")
-            num_slots = directory.num_slots
+            num_slots, most_slots = directory.num_slots, max(directory.num_slots, self._most_slots(groups))
             self._slabs, self._journals, recovered = [], [], []
             try:
                 for folder, shape in zip(directory.folders, groups, strict=True):
@@ -234,7 +274,7 @@ class NVMeBackend(SlotBackend):
                     self._journals.append(journal)
                     names, slots = journal.recover()
                     there = slots < slab.num_allocated
-                    recovered.append(Recovered(num_slots, names[there], slots[there]))
+                    recovered.append(Recovered(num_slots, names[there], slots[there], most_slots))
             except OSError as error:
                 raise ConfigurationError(f"{error.filename or directory.path}: {error.strerror}") from error
             strides = [slab.shape.stride_bytes for slab in self._slabs]

@@ -46,6 +46,7 @@ class Directory:
 
     Attributes:
         num_slots: Slots of each group.
+        capacity_bytes: The limit.
         num_reclaimed: Foreign folders deleted to make room.
 
     Raises:
@@ -55,10 +56,11 @@ class Directory:
     def __init__(self, path: Path, capacity_bytes: int, groups: Sequence[RecordShape]) -> None:
         self.path = path
         self.num_reclaimed = 0
-        self._capacity_bytes = capacity_bytes
+        self.capacity_bytes = capacity_bytes
+        self._groups = groups
         self._allocated_bytes = 0
-        self.num_slots = _fit(capacity_bytes, groups)
-        self._reserved_bytes = _needed(self.num_slots, groups) - self.num_slots * sum(g.stride_bytes for g in groups)
+        self.num_slots = fit(capacity_bytes, groups)
+        self._reserved_bytes = self._reserved_for(self.num_slots)
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock_fd = _lock(path)
@@ -96,9 +98,32 @@ class Directory:
         missing_bytes = wanted_bytes - num_bytes + self._reserved_bytes
         if missing_bytes > free_bytes:
             raise ConfigurationError(
-                f"{self.path}: capacity={self._capacity_bytes} bytes needs {missing_bytes} bytes more than are there, "
+                f"{self.path}: capacity={self.capacity_bytes} bytes needs {missing_bytes} bytes more than are there, "
                 f"and its filesystem has {free_bytes}: lower capacity by at least {missing_bytes - free_bytes}"
             )
+
+    def resize(self, num_slots: int, num_freed_bytes: int) -> None:
+        """Have another limit: as many bytes as so many slots of each group need.
+
+        Args:
+            num_slots: Of each group.
+            num_freed_bytes: That the caller will take from slabs at once.
+
+        Raises:
+            OSError: The filesystem has no place for them.
+        """
+        if num_slots > self.num_slots:
+            stride = sum(group.stride_bytes for group in self._groups)
+            wanted_bytes = num_slots * stride - self._allocated_bytes
+            stats = os.statvfs(self.path)
+            free_bytes = stats.f_bavail * stats.f_frsize + sum(foreign.num_bytes for foreign in self._foreign)
+            if wanted_bytes > free_bytes:
+                raise OSError(errno.ENOSPC, f"{wanted_bytes} bytes more are wanted, its filesystem has {free_bytes}")
+        self.num_slots = num_slots
+        self.capacity_bytes = _needed(num_slots, self._groups)
+        self._reserved_bytes = self._reserved_for(num_slots)
+        self._allocated_bytes -= num_freed_bytes
+        self._reclaim_for(0)
 
     def allocate(self, fd: int, offset: int, num_bytes: int) -> None:
         """Extend a file, within the limit: foreign folders go, oldest first, as far as they are in the way.
@@ -121,9 +146,13 @@ class Directory:
                 self._reclaim_oldest()
         self._allocated_bytes += num_bytes
 
+    def _reserved_for(self, num_slots: int) -> int:
+        """Bytes for everything but the slabs."""
+        return _needed(num_slots, self._groups) - num_slots * sum(group.stride_bytes for group in self._groups)
+
     def _reclaim_for(self, num_bytes: int) -> None:
         ours = self._reserved_bytes + self._allocated_bytes + num_bytes
-        while self._foreign and ours + sum(foreign.num_bytes for foreign in self._foreign) > self._capacity_bytes:
+        while self._foreign and ours + sum(foreign.num_bytes for foreign in self._foreign) > self.capacity_bytes:
             self._reclaim_oldest()
 
     def _reclaim_oldest(self) -> None:
@@ -142,7 +171,7 @@ def _needed(num_slots: int, groups: Iterable[RecordShape]) -> int:
     return total
 
 
-def _fit(capacity_bytes: int, groups: Sequence[RecordShape]) -> int:
+def fit(capacity_bytes: int, groups: Sequence[RecordShape]) -> int:
     """Return how many slots of each group fit."""
     one, fixed = _needed(1, groups), _needed(0, groups)
     if capacity_bytes < one:

@@ -52,13 +52,17 @@ class Journal:
     def __init__(self, path: Path, *, stride_bytes: int, num_slots: int) -> None:
         self.path = path
         self._stride_bytes = stride_bytes
-        self._limit_bytes = _FIXED_BYTES + _BYTES_PER_SLOT * num_slots
+        self.resize(num_slots)
         self._generation, self._entries, self.num_bytes = parse(_read_file(path), stride_bytes)
         if not self.num_bytes:
             self._fd = self._begin(np.empty(0, ENTRY))
             return
         self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         os.ftruncate(self._fd, self.num_bytes)
+
+    def resize(self, num_slots: int) -> None:
+        """Bound the length of the file for so many slots; what is longer now is shortened at the next call."""
+        self._limit_bytes = _FIXED_BYTES + _BYTES_PER_SLOT * num_slots
 
     @staticmethod
     def reserved_bytes(num_slots: int) -> int:

@@ -65,6 +65,13 @@ class Slab:
         allocate(self._fd, self.num_allocated * stride, (num_slots - self.num_allocated) * stride)
         self.num_allocated = num_slots
 
+    def resize(self, num_slots: int) -> None:
+        """Have so many slots; those given up are in no call, and free on the disk when this returns."""
+        self.num_slots = num_slots
+        if self.num_allocated > num_slots:
+            self.num_allocated = num_slots
+            os.ftruncate(self._fd, num_slots * self.shape.stride_bytes)
+
     def read(self, slots: list[int], into: Sequence[Block]) -> Moved:
         """Fill blocks from ascending slots: HIT, MISS where the file ends before, or FAILED each."""
         return self._move(_READ, slots, into)
