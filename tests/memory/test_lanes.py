@@ -95,6 +95,41 @@ def test_with_too_many_that_wait_the_ones_that_move_are_shared(device: ScriptedD
     assert copies.ran == ["fifth"]
 
 
+def test_a_transfer_that_copied_nothing_leaves_no_wait_to_the_next(device: ScriptedDevice) -> None:
+    """Its stream may wait for its event still, or for ever: who comes next gets another."""
+    lanes, copies, event = Lanes(device, "h2d"), Copies(), ScriptedEvent()
+    lanes.take(ScriptedEvent()).release()
+    copies.submit(lanes.take(event), "next")
+    event.fire()
+    device.run_all()
+    assert copies.ran == ["next"]
+
+
+def test_an_event_that_fails_is_not_forgotten_where_a_stream_is_shared(device: ScriptedDevice) -> None:
+    """The wait of another transfer on the same stream does not make up for it: neither copies."""
+    lanes, copies, error, lost = Lanes(device, "d2h"), Copies(), OSError("lost"), ScriptedEvent()
+    first = lanes.take(lost)
+    others = [lanes.take(ScriptedEvent()) for _ in range(3)]
+    copies.submit(others[0], "busy")
+    event = ScriptedEvent()
+    shared = [lane for lane in (lanes.take(event) for _ in range(4)) if lane.stream is first.stream]
+    assert shared
+    event.fire()
+    lost.fail(error)
+    copies.submit(first, "lost")
+    copies.submit(shared[0], "shared")
+    device.run_all()
+    assert (copies.ran, copies.ended) == ([], [("lost", error), ("shared", error)])
+    for lane in (first, *shared):
+        lane.release()
+    again = lanes.take(fine := ScriptedEvent())
+    assert again.stream is first.stream
+    copies.submit(again, "again")
+    fine.fire()
+    device.run_all()
+    assert copies.ran == ["again"]
+
+
 def test_an_event_that_has_fired_needs_no_stream_of_its_own(device: ScriptedDevice) -> None:
     """Nor does none at all."""
     lanes, event = Lanes(device, "h2d"), ScriptedEvent()

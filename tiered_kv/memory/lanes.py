@@ -57,7 +57,8 @@ class Lanes:
             stream.close()
 
     def _side(self) -> "Lane":
-        side = next((each for each in self._sides if not each.num_users), None)
+        # One that nobody uses may wait still: for the event of a transfer that had nothing to copy, or was given up.
+        side = next((each for each in self._sides if not each.num_users and not each.is_held()), None)
         if side is None and len(self._sides) < _NUM_SIDES:
             side = _Side(self.device.stream(f"{self._name}-{len(self._sides) + 1}"))
             self._sides.append(side)
@@ -73,6 +74,8 @@ class _Side:
         self.stream = stream
         self.num_users = 0
         self.after: After = None
+        self.error: BaseException | None = None
+        """What an event of one of several users failed with; none of them may copy then."""
         self._lock = threading.Lock()  # copies end in some other thread
 
     def is_held(self) -> bool:
@@ -83,6 +86,13 @@ class _Side:
         """Count users on, or off."""
         with self._lock:
             self.num_users += n
+            if not self.num_users:
+                self.error = None
+
+    def passed(self, error: BaseException | None) -> None:
+        """Note with what the stream has come past its waits so far; counts a user off."""
+        self.error = self.error or error
+        self.count(-1)
 
 
 class Lane:
@@ -97,9 +107,14 @@ class Lane:
 
     def wait(self, after: After) -> None:
         """Have everything submitted later wait for ``after``; on a lane of `take` or `take_own` that is a side one."""
+        side = self._side
+        if side is not None and side.num_users > 1:
+            # Another's event may have failed, and this wait would make the stream forget it before the other copies.
+            side.count(1)
+            self.stream.submit(_nothing, side.passed)
         self.stream.wait(after)
-        if self._side is not None:
-            self._side.after = after
+        if side is not None:
+            side.after = after
 
     def submit(self, copy: Copy, done: Done) -> After:
         """See `Stream.submit`."""
@@ -108,9 +123,14 @@ class Lane:
             self._count(-1)
             done(error)
 
+        def checked() -> None:
+            if self._side is not None and self._side.error is not None:
+                raise self._side.error
+            copy()
+
         self._count(1)
         try:
-            return self.stream.submit(copy, ended)
+            return self.stream.submit(checked, ended)
         except BaseException:
             self._count(-1)
             raise
@@ -124,3 +144,7 @@ class Lane:
     def _count(self, n: int) -> None:
         if self._side is not None:
             self._side.count(n)
+
+
+def _nothing() -> None:
+    pass
