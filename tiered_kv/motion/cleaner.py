@@ -117,6 +117,8 @@ class Cleaner:
         def written(_: "asyncio.Task[None]") -> None:
             self._writing.discard(writing)
             self._num_leaving[tier] -= len(batch)
+            if tier is chain.host and chain.gpu in chain.waiting:
+                self._woken.set()  # what waits in the GPU pool may have waited for this
 
         writing.add_done_callback(written)
         return len(batch)

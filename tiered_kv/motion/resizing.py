@@ -16,8 +16,8 @@ from tiered_kv.motion.tiers import HostTier, MemoryTier, Tier
 from tiered_kv.preflight import check_host_memory
 
 _STEP_SLOTS: Final = 4096
-_STEP_BYTES: Final = 16 << 20
-"""Of host memory given back at once: 1 ms."""
+_STEP_BYTES: Final = 4 << 20
+"""Of host memory given back at once: 1.6 ms."""
 _LOOK_AGAIN_S: Final = 0.05
 
 
@@ -37,7 +37,7 @@ def slots_within(chains: Sequence[Chain], number: int, capacity_bytes: int) -> i
         return tier.backend.fit(capacity_bytes)
     if not isinstance(tier, HostTier):
         raise ConfigurationError(f"the capacity of tier {tier.name!r} cannot be changed while it is used")
-    num_slots = capacity_bytes // sum(chain.group.stride_bytes for chain in chains)
+    num_slots = capacity_bytes // sum(chain.stride_bytes for chain in chains)
     most = tier.index.max_slots
     if not 0 < num_slots <= most:
         raise ConfigurationError(f"tier {tier.name!r} can hold 1 to {most} blocks, not {num_slots}: set max_capacity")
@@ -73,13 +73,13 @@ async def _grow(chains: Sequence[Chain], tier: MemoryTier | OwnedTier, num_more:
     if isinstance(tier, OwnedTier):
         await _resize_backend(tier, num_slots)
     elif _gives_back(chains[0]):
-        check_host_memory(num_more * sum(chain.group.stride_bytes for chain in chains))
+        check_host_memory(num_more * sum(chain.stride_bytes for chain in chains))
 
 
 async def _resize_index(chain: Chain, tier: MemoryTier | OwnedTier, num_slots: int) -> int:
     """Change the books step by step, and give back host memory as it becomes free."""
     index, num_evicted = tier.index, 0
-    step = max(1, min(_STEP_SLOTS, _STEP_BYTES // chain.group.stride_bytes))
+    step = max(1, min(_STEP_SLOTS, _STEP_BYTES // chain.stride_bytes))
     sizes = [index.num_slots, *range(index.num_slots - step, num_slots, -step), num_slots]
     is_given_back = isinstance(tier, HostTier) and _gives_back(chain)
     held: list[tuple[int, int]] = []
