@@ -184,6 +184,33 @@ def test_only_leased_blocks_are_marked() -> None:
     assert plain.take_dirty(1)[1].slots.tolist() == []
 
 
+def test_a_part_of_a_lease_is_marked_and_the_oldest_can_be_looked_at() -> None:
+    """Only the slots that are named are dirty; to look takes nothing out."""
+    index = TierIndex(4, write_back=True)
+    with index.reserve(names_of(1, 2, 3)) as reservation, reservation.commit() as lease:
+        index.mark_dirty(lease, lease.slots[1:])
+    assert (index.statistics().dirty, index.statistics().evictable) == (2, 1)
+    assert index.oldest_dirty(1).tolist() == index.oldest_dirty(2).tolist()[:1] == lease.slots[1:2].tolist()
+    names, taken = index.take_dirty(4)
+    assert ids_of(names) == [2, 3]
+    taken.release()
+
+
+def test_slots_given_up_are_idle_once_nobody_uses_them() -> None:
+    """So that their memory can be given back, and not before."""
+    index = TierIndex(4)
+    with index.reserve(names_of(1, 2, 3, 4)) as reservation:
+        lease = reservation.commit()
+    held = index.lease(names_of(3))
+    lease.release()
+    index.resize(1)
+    slot = int(held.slots[0])
+    assert index.idle_retired(0, 9).tolist() == [each for each in (1, 2, 3) if each != slot]
+    held.release()
+    assert index.idle_retired(0, 9).tolist() == [1, 2, 3]
+    assert index.idle_retired(0, 1).tolist() == []
+
+
 def test_nobody_writes_down_what_was_removed() -> None:
     """A dirty block that is removed, by name, by resizing or with all, is dirty no longer, and frees its slot."""
     index = TierIndex(4, write_back=True)
