@@ -17,6 +17,7 @@ class SlabHandle:
     Attributes:
         pid: The process that has made it; it can be attached as long as that lives.
         fd: Its file descriptor there.
+        inode: Which memory that was: another's may have the number by now.
         num_slots: As the slab has it, like all that follows.
         stride_bytes: From one slot to the next.
         payload_bytes: What a slot holds.
@@ -28,6 +29,7 @@ class SlabHandle:
 
     pid: int
     fd: int
+    inode: int
     num_slots: int
     stride_bytes: int
     payload_bytes: int
@@ -43,11 +45,13 @@ class Move:
 
     Attributes:
         rank: Who moves it.
+        pid: The process that moves it. No other may: once that has ended, the slots are another's.
         engine: The engine's block ids.
         host: Slots of the slab ``host.pool``.
     """
 
     rank: int
+    pid: int
     engine: GPULoadStoreSpec
     host: CPULoadStoreSpec
 
@@ -57,7 +61,7 @@ class Plan:
     """What to move for one job.
 
     Attributes:
-        job: Names it, in this planner.
+        job: Names it, among those of all planners.
         direction: ``"load"`` from host to engine, or ``"store"``.
         num_blocks: Of a load, the prefix that is held on the host for every rank. Of a store, the keys it was given.
         moves: One per rank, perhaps of nothing.

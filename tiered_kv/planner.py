@@ -31,7 +31,8 @@ class Planner:
         num_ranks, pid = len(self._core.shards), os.getpid()
         return tuple(
             SlabHandle(
-                pid, slab.fd, slab.num_slots, slab.stride_bytes, slab.payload_bytes, slab.name,
+                pid, slab.fd, os.fstat(slab.fd).st_ino,
+                slab.num_slots, slab.stride_bytes, slab.payload_bytes, slab.name,
                 group=number // num_ranks, rank=number % num_ranks, codec=codec.name if codec else "none",
             )
             for number, (slab, codec) in enumerate((chain.host.slab, chain.codec) for chain in self._core.chains)
@@ -57,14 +58,17 @@ class Planner:
             A picklable plan; its ``num_blocks`` is the prefix that is held for every rank.
 
         Raises:
-            ConfigurationError, LayoutMismatchError: Arguments that can not be right, no CPU tier, or a rank without a
-                worker. Nothing has moved.
+            ConfigurationError, LayoutMismatchError: Arguments that can not be right, no CPU tier, or a rank whose
+                worker is missing, or has ended meanwhile. Nothing is held.
+            ClosedError: The cache is not open any more.
         """
         parts = self._core.batches(keys)
         group = check_planned(parts[0][0], keys, into)
         self._jobs.check_workers()
         epoch = self._core.epoch
         sources = await bring_to_host(parts)
+        self._core.check_open()  # what held the bytes may be gone by now, and whoever was to move them
+        self._jobs.check_workers()
         held = [
             LoadPart(chain, lease, source)
             for (chain, _), lease, source in zip(parts, lease_prefix(parts), sources, strict=True)

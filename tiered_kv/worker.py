@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Self
 
-from tiered_kv.errors import ConfigurationError
+from tiered_kv.errors import ConfigurationError, LayoutMismatchError
 from tiered_kv.layout import KVCaches, KVLayout
 from tiered_kv.memory.caches import PagedCaches
 from tiered_kv.memory.codec import make_codec
@@ -45,7 +45,8 @@ class Worker:
                 caller's, who closes it before this.
 
         Raises:
-            ConfigurationError: The planner is gone, is another user's, or has slabs of another layout.
+            ConfigurationError: The planner is gone, has closed its cache, or is another user's.
+            LayoutMismatchError: It has slabs of another layout.
         """
         self.rank = rank
         self._layout = layout
@@ -65,6 +66,7 @@ class Worker:
             )
         try:
             for handle in ours:
+                self._check_layout(handle)
                 self._slabs[handle.pool] = _attach(handle)
         except BaseException:
             self.close()
@@ -99,9 +101,14 @@ class Worker:
             after: An event behind the blocks' last use, or their computation; the wait is enqueued before this returns.
 
         Raises:
-            ConfigurationError: Blocks or slots that this rank does not have, or no tensors. Nothing has moved.
+            ConfigurationError: Blocks or slots that this rank does not have, no tensors, or a plan for another process:
+                for the one that this was started in place of. Nothing has moved.
         """
         move = plan.move_of(self.rank)
+        if move.pid != os.getpid():
+            raise ConfigurationError(
+                f"job {plan.job} is for process {move.pid}, this is {os.getpid()}: its slots may be another's by now"
+            )
         ended: Future[Outcomes] = Future()
         if not len(move.host):
             ended.set_result(Outcomes(plan.job, self.rank, 0))
@@ -141,6 +148,15 @@ class Worker:
         for slab in self._slabs.values():
             slab.close()
 
+    def _check_layout(self, handle: SlabHandle) -> None:
+        codec = self._codecs[handle.group]
+        stored_bytes = codec.stored_bytes if codec else self._layout.groups[handle.group].payload_bytes
+        if stored_bytes != handle.payload_bytes:
+            raise LayoutMismatchError(
+                f"a block of KV group {handle.group} has {stored_bytes} bytes here, {handle.payload_bytes} where the "
+                "plans are made"
+            )
+
     def __enter__(self) -> Self:
         return self
 
@@ -159,6 +175,10 @@ def _attach(handle: SlabHandle) -> HostSlab:
             "same user and in the same PID namespace"
         ) from error
     try:
+        if os.fstat(fd).st_ino != handle.inode:
+            raise ConfigurationError(
+                f"the host memory that process {handle.pid} had as {handle.fd} is not there any more"
+            )
         return HostSlab.attach(fd, handle.num_slots, handle.stride_bytes, handle.payload_bytes, name=handle.pool)
     finally:
         os.close(fd)

@@ -2,17 +2,34 @@
 
 import asyncio
 import multiprocessing as mp
+import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 import torch
+from anyio.lowlevel import checkpoint
 
 from tests.service.any_layout import SMALL, STRIDE, AnyEngine, cpu, nvme, open_any, prompt
-from tests.service.conftest import Recorder, until_idle
-from tiered_kv import ConfigurationError, LayoutMismatchError, Outcomes, Plan, Planner, Shard, TieredKV, Worker
+from tests.service.conftest import Recorder, ScriptedBackend, until, until_idle
+from tiered_kv import (
+    ClosedError,
+    ConfigurationError,
+    KVLayout,
+    LayoutMismatchError,
+    Outcomes,
+    Plan,
+    Planner,
+    Shard,
+    TieredKV,
+    Worker,
+)
 from tiered_kv.events import WorkerEnded
 from tiered_kv.plan import SlabHandle
 
@@ -152,14 +169,94 @@ async def test_a_load_overtaken_by_new_weights_brings_nothing() -> None:
 
 
 async def test_closing_ends_every_job() -> None:
-    """A cache closes with jobs open: what they held is let go, whoever waits is told."""
+    """A cache closes with jobs open: whoever waits is told, and nobody gets a slot that a worker may be writing to."""
     async with open_any(AnyEngine(), CPU, shard=Shard.every(2)) as kv:
         planner = kv.planner()
         ranks = Ranks(planner)
+        ranks.compute()
         plan = planner.plan_store(KEYS, ranks.engines[0].spec(range(N)))
         ended = planner.ended(plan)
+        planner.complete(ranks.workers[0].execute(plan))
     assert (await ended).num_blocks == 0
+    pending = [chain.host.index.statistics().pending for chain in kv._core.chains]  # noqa: SLF001 - kv.stats() is closed
+    assert pending == [0, N]
     ranks.close()
+
+
+async def test_a_worker_that_ends_while_its_plan_is_made() -> None:
+    """Nobody would end such a job: it is not begun, and holds nothing. The same where the cache is closed meanwhile."""
+    engine, below, recorder = AnyEngine(), ScriptedBackend(), Recorder()
+    async with open_any(engine, cpu(32), below, emit=recorder) as kv:
+        await (await kv.store(KEYS, engine.fill(KEYS, range(N)))).settled()
+        await kv.evict(KEYS, tier="cpu")
+        planner = kv.planner()
+        with idle_process() as process:
+            planner.register_worker(process.pid)
+            below.on_read.hold()
+            planning = asyncio.create_task(planner.plan_load(KEYS, engine.spec(range(N))))
+            await until(lambda: below.on_read.num_held > 0)
+        await until(lambda: bool(recorder.of(WorkerEnded)))
+        below.on_read.release()
+        with pytest.raises(ConfigurationError, match="worker of every rank"):
+            await planning
+        await until_idle(kv)
+        await kv.evict(KEYS, tier="cpu")
+        planner.register_worker()
+        below.on_read.hold()
+        planning = asyncio.create_task(planner.plan_load(KEYS, engine.spec(range(N))))
+        await until(lambda: below.on_read.num_held > 0)
+        closing = asyncio.create_task(kv.aclose())
+        await checkpoint()
+        below.on_read.release()
+        with pytest.raises(ClosedError):
+            await planning
+        await closing
+
+
+async def test_a_plan_is_for_one_process_only() -> None:
+    """A worker started in place of another refuses what was meant for that: the slots may be another's by now."""
+    engine = AnyEngine()
+    async with open_any(engine, CPU) as kv:
+        planner = kv.planner()
+        with Worker(planner.slabs(), layout=SMALL, device="cpu") as worker, idle_process() as process:
+            worker.register_kv_caches(engine.caches[0])
+            planner.register_worker(process.pid)
+            plan = planner.plan_store(KEYS, engine.spec(range(N)))
+            with pytest.raises(ConfigurationError, match=f"for process {process.pid}, this is {os.getpid()}"):
+                worker.execute(plan)
+
+
+async def test_answers_to_another_planner_end_no_job() -> None:
+    """Two planners of one cache, or of one before a restart: what a worker answers to one is nothing to the other."""
+    engine, other = AnyEngine(), prompt(N, seed=1)
+    async with open_any(engine, CPU) as kv:
+        first, second = kv.planner(), kv.planner()
+        first.register_worker()
+        second.register_worker()
+        with Worker(first.slabs(), layout=SMALL, device="cpu") as worker:
+            worker.register_kv_caches(engine.caches[0])
+            plan = first.plan_store(KEYS, engine.fill(KEYS, range(N)))
+            second.plan_store(other, engine.spec(range(N)))
+            outcomes = worker.execute(plan)
+            assert second.complete(outcomes) is None
+            assert first.complete(outcomes) is not None
+        assert (await kv.lookup(KEYS)).num_blocks == N
+        assert (await kv.lookup(other)).num_blocks == 0
+
+
+async def test_memory_that_is_not_what_was_meant_is_not_attached() -> None:
+    """Neither that of another cache that has the file descriptor by now, nor blocks of another layout."""
+    engine = AnyEngine()
+    async with open_any(engine, CPU) as kv:
+        before = kv.planner().slabs()
+    async with open_any(engine, CPU) as kv:
+        slabs = kv.planner().slabs()
+        assert [handle.fd for handle in slabs] == [handle.fd for handle in before]
+        with pytest.raises(ConfigurationError, match="not there any more"):
+            Worker(before, layout=SMALL, device="cpu")
+        fewer = KVLayout((replace(SMALL.groups[0], num_layers=1),))
+        with pytest.raises(LayoutMismatchError, match="768 bytes here, 1536 where"):
+            Worker(slabs, layout=fewer, device="cpu")
 
 
 async def test_plans_that_cannot_be() -> None:
@@ -190,6 +287,16 @@ async def test_plans_that_cannot_be() -> None:
 
 
 # Real processes.
+
+
+@contextmanager
+def idle_process() -> Generator["subprocess.Popen[bytes]"]:
+    """Start a process that does nothing; it is killed when the block ends."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def serve(rank: int, slabs: Sequence[SlabHandle], pipe: Connection) -> None:

@@ -6,6 +6,7 @@ What one rank did not copy out does not become readable on any.
 
 import asyncio
 import os
+import secrets
 import select
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -129,7 +130,8 @@ class Jobs:
         self._emit = emit
         self._jobs: dict[int, _Job] = {}
         self._workers: dict[int, tuple[int, int]] = {}  # rank: (pid, pidfd)
-        self._next = 0
+        # Begins anywhere: what workers still answer to a planner before this one must end no job of this one.
+        self._next = secrets.randbits(62)
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -178,7 +180,7 @@ class Jobs:
         """
         self._next += 1
         moves = tuple(
-            Move(rank, blocks, CPULoadStoreSpec(part.slots, part.chain.host.slab.name))
+            Move(rank, self._workers[rank][0], blocks, CPULoadStoreSpec(part.slots, part.chain.host.slab.name))
             for rank, (part, blocks) in enumerate(zip(parts, engine, strict=True))
         )
         plan = Plan(self._next, direction, num_blocks, moves)
@@ -210,13 +212,17 @@ class Jobs:
         return self._end(job) if len(job.outcomes) == self._num_ranks else None
 
     def close(self) -> None:
-        """End every job with nothing, and watch no worker any more."""
+        """End every job with nothing, and watch no worker any more.
+
+        What workers may be writing to yet stays reserved for good: what else is under way must not get these slots.
+        """
         for job in list(self._jobs.values()):
-            self._end(job)
+            unanswered = [part for rank, part in enumerate(job.parts) if rank not in job.outcomes]
+            self._end(job, keep=[part for part in unanswered if isinstance(part, StorePart)])
         for rank in list(self._workers):
             self._forget(rank)
 
-    def _end(self, job: _Job) -> JobResult:
+    def _end(self, job: _Job, keep: Sequence[Part] = ()) -> JobResult:
         del self._jobs[job.plan.job]
         moved = np.logical_and.reduce(
             [
@@ -229,7 +235,8 @@ class Jobs:
         for part in job.parts:
             if isinstance(part, StorePart):
                 part.count(job.plan.num_blocks, moved)
-            part.end(moved)
+            if part not in keep:
+                part.end(moved)
         result = JobResult(job.plan.job, self._num_blocks(job, moved), _errors(job))
         job.ended.set_result(result)
         return result
