@@ -14,6 +14,8 @@ from tiered_kv.errors import (
     TieredKVError,
 )
 from tiered_kv.explain import Explanation
+from tiered_kv.faces.threads import LoadTicket, StoreTicket
+from tiered_kv.faces.transfers import HostLease, PrefetchHandle
 from tiered_kv.groups import GroupNeed, GroupsLoad, GroupsLookup, full, window
 from tiered_kv.keys import BlockKey, BlockKeys, ModelIdentity, Namespace, Shard, hash_blocks, hash_tail
 from tiered_kv.layout import KVGroup, KVLayout
@@ -35,7 +37,7 @@ from tiered_kv.results import (
     TierStatistics,
     TierStore,
 )
-from tiered_kv.service import HostLease, LoadTicket, PrefetchHandle, StoreTicket, TieredKV
+from tiered_kv.service import TieredKV
 from tiered_kv.settings import CacheLimits, CPUTier, GPUTier, TieredKVSettings
 from tiered_kv.specs import (
     CPULoadStoreSpec,

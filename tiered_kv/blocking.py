@@ -12,12 +12,13 @@ from typing import Any, ParamSpec, TypeVar, overload
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from tiered_kv.errors import ClosedError
+from tiered_kv.faces.transfers import HostLease
 from tiered_kv.keys import BlockKeys
 from tiered_kv.layout import KVCaches
 from tiered_kv.motion.budget import Priority
 from tiered_kv.motion.threads import Ticket
 from tiered_kv.results import CacheStatistics, LoadResult, LookupResult, PrefetchResult, StoreResult
-from tiered_kv.service import HostLease, TieredKV
+from tiered_kv.service import TieredKV
 from tiered_kv.specs import EngineBlocks
 
 P = ParamSpec("P")

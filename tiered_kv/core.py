@@ -4,21 +4,29 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from typing import Final
 
 from tiered_kv.arguments import check_keys
+from tiered_kv.changes import Subscribers
 from tiered_kv.errors import ClosedError, ConfigurationError, TieredKVError
 from tiered_kv.events import Emit, TierResized
 from tiered_kv.keys import BlockKeys, ModelIdentity, Shard, epoch_digest
 from tiered_kv.layout import KVLayout
+from tiered_kv.memory.device import Device
 from tiered_kv.motion.chain import Chain
 from tiered_kv.motion.cleaner import Cleaner
 from tiered_kv.motion.expiring import expire_forever
 from tiered_kv.motion.ledger import Ledger
+from tiered_kv.motion.pins import Pins
+from tiered_kv.motion.pools import HostPools
 from tiered_kv.motion.resizing import resize, slots_within
+from tiered_kv.motion.swap import SwapSpaces
+from tiered_kv.motion.threads import Submissions
 from tiered_kv.motion.tiers import Batch
 from tiered_kv.motion.workers import Tasks
 from tiered_kv.settings import CacheLimits
+from tiered_kv.wakeups import Wakeups
 
 _PAST_EPOCHS: Final = 8
 
@@ -38,6 +46,9 @@ class Core:
         background: What runs as long as the cache is open, besides ``tasks``.
         past_epochs: Digests of weights that were served before, the last one first; a few.
         ledger: What became of blocks.
+        pins, pools, swaps, subscribers, submissions: What some of the calls keep.
+        device: Where the engine's tensors are; known once the cache is open.
+        lifetime: Closes what belongs to the cache; None unless it is open.
         on_close: Called when the cache begins to close.
     """
 
@@ -56,17 +67,25 @@ class Core:
         self.cleaners: list[Cleaner] = []
         self.background = Tasks()
         self._resizing = asyncio.Lock()
-        self.on_close: list[Callable[[], object]] = []
+        self.pins = Pins(limits.pin_quota)
+        self.pools = HostPools()
+        self.swaps = SwapSpaces()
+        self.subscribers = Subscribers(self.ledger)
+        self.submissions = Submissions()
+        self.device: Device
+        self.lifetime: AsyncExitStack | None = None
+        self.on_close: list[Callable[[], object]] = [self.submissions.close, self.pins.close, self.subscribers.close]
         self._thread = 0
         self._clock: Callable[[], float] = time.monotonic  # until there is a loop
         self._closed_because = "not open yet: use it with 'async with'"
 
-    def opened(self, chains: list[Chain]) -> None:
+    def opened(self, chains: list[Chain], wakeups: Wakeups) -> None:
         """Let calls in, from this thread and its event loop."""
         self.chains = chains
         self._clock = asyncio.get_running_loop().time
         self._thread = threading.get_ident()
         self._closed_because = ""
+        self.submissions.open(wakeups)
         self.cleaners = [Cleaner(chain) for chain in chains if chain.waiting]
         for cleaner in self.cleaners:
             self.background.spawn(cleaner.run(), "cleaner")
