@@ -112,6 +112,16 @@ async def test_copies_read_before_any_writes() -> None:
         assert engine.read([1, 0]) == contents(KEYS[:2])
 
 
+async def test_a_permutation_longer_than_a_window_is_one() -> None:
+    """No piece of it writes a page that another has yet to read."""
+    engine, keys = Engine(), prompt(12)
+    async with open_cache(CPU, engine=engine, limits=LIMITS) as kv:
+        engine.compute(keys)
+        moved = await kv.swap(blocks_to_copy={page: (page + 5) % 12 for page in range(12)})
+        assert moved.num_copied == 12
+        assert engine.read([(page + 5) % 12 for page in range(12)]) == contents(keys)
+
+
 @pytest.mark.parametrize("as_given", [list, torch.tensor, dict])
 async def test_maps_come_as_schedulers_have_them(as_given: type) -> None:
     """As a dict, as pairs, as a tensor of pairs."""

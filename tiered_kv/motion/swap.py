@@ -99,8 +99,15 @@ class SwapSpace:
 
     def pieces(self, pairs: Ids) -> list[tuple[Ids, Ids]]:
         """Cut a map into sources and targets of at most a window."""
-        starts = range(0, len(pairs), self._piece)
-        return [(each[:, 0].copy(), each[:, 1].copy()) for each in (pairs[at : at + self._piece] for at in starts)]
+        return self._cut(pairs, self._piece)
+
+    def pieces_within(self, pairs: Ids) -> list[tuple[Ids, Ids]]:
+        """Cut a map between pages; as one, where a page is written that is read too: it must be read before."""
+        return self._cut(pairs, max(1, len(pairs)) if np.isin(pairs[:, 0], pairs[:, 1]).any() else self._piece)
+
+    def _cut(self, pairs: Ids, piece: int) -> list[tuple[Ids, Ids]]:
+        starts = range(0, len(pairs), piece)
+        return [(each[:, 0].copy(), each[:, 1].copy()) for each in (pairs[at : at + piece] for at in starts)]
 
     def gather(self, pages: Ids, slots: Ids) -> None:
         """Copy pages out; in the stream's turn."""
@@ -134,8 +141,12 @@ class Swap(Revocable):
             space.lane.wait(after)
         # Out before in: a page that leaves may be another's at once. Copies last: a sequence that comes back may be
         # forked in the same step.
-        for move, pairs in ((space.gather, swap_out), (space.scatter, swap_in), (space.copy, copy)):
-            for sources, targets in space.pieces(pairs):
+        for move, pieces in (
+            (space.gather, space.pieces(swap_out)),
+            (space.scatter, space.pieces(swap_in)),
+            (space.copy, space.pieces_within(copy)),
+        ):
+            for sources, targets in pieces:
                 self.watch(space.chain.copy(space.lane, partial(move, sources, targets)), self._ended)
 
     async def run(self) -> SwapResult:
