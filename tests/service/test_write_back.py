@@ -259,6 +259,21 @@ async def test_a_cancelled_flush_leaves_nothing_behind() -> None:
         await until_idle(kv)
 
 
+async def test_closing_writes_what_waits(tmp_path: Path) -> None:
+    """A restart finds all of it, and the event says that nothing was left."""
+    engine, said = Engine(), Recorder()
+    disk = {"medium": "nvme", "path": tmp_path, "capacity": "2MiB", "write": "back"}
+    async with open_cache(cpu(16), disk, engine=engine, limits=LAZY, emit=said) as kv:
+        await kv.store(KEYS, engine.compute(KEYS))
+        assert (dirty(kv), kv.stats()["nvme"].ready) == (8, 0)
+    (closed,) = said.of(CacheClosed)
+    assert (closed.abandoned, closed.unwritten) == (0, 0)
+    async with open_cache(cpu(16), disk, engine=engine, limits=LAZY) as kv:
+        engine.poison()
+        assert (await kv.load(KEYS, INTO)).by_tier == {"nvme": 8}
+        assert engine.read(INTO) == contents(KEYS)
+
+
 async def test_what_fails_waits_for_another_try_and_fails_for_good_at_the_third() -> None:
     """A tier that fails a few writes loses nothing; a block that cannot be written is counted once."""
     engine, keyed = Engine(), keyed_back()
