@@ -4,11 +4,15 @@ The cache runs on an event loop in a thread of its own, AnyIO's blocking portal,
 no round trip through the portal: they are submitted, as by any thread.
 """
 
+import asyncio
 import inspect
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, ParamSpec, TypeVar, overload
 
+from anyio import CancelScope
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from tiered_kv.errors import ClosedError
@@ -45,7 +49,7 @@ def open_blocking(cache: TieredKV) -> "Iterator[BlockingTieredKV]":
 class BlockingTieredKV:
     """An open `TieredKV`, for any thread but its loop's. Its calls are the cache's, and say there what they do.
 
-    A thread that is interrupted in `load` or `store` leaves only when no copy touches the engine's memory any more.
+    A thread that is interrupted in a call leaves only when no copy of it touches the engine's memory any more.
 
     Attributes:
         cache: For the calls that any thread may make as they are, and for `call`.
@@ -67,12 +71,12 @@ class BlockingTieredKV:
 
     def call(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Make any call on the cache's loop, and wait for its answer: ``kv.call(kv.cache.pin, keys, ttl_s=60)``."""
-
-        async def answer() -> object:
-            answered = call(*args, **kwargs)
-            return await answered if inspect.isawaitable(answered) else answered
-
-        return self._open_portal().call(answer)
+        answer = _Answer(partial(call, *args, **kwargs))
+        try:
+            return self._open_portal().call(answer.run)
+        except BaseException:
+            answer.give_up()
+            raise
 
     def register_kv_caches(self, kv_caches: KVCaches, *, group: int = 0, axes: str | None = None) -> None:
         """See `TieredKV.register_kv_caches`."""
@@ -139,6 +143,36 @@ class BlockingTieredKV:
         if self._portal is None:
             raise ClosedError("this TieredKV is closed")
         return self._portal
+
+
+class _Answer:
+    """What one call comes to, made on the loop while a thread waits."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._call = call
+        self._scope: CancelScope | None = None
+        self._is_given_up = False
+        self._has_ended = threading.Event()
+
+    async def run(self) -> object:
+        """Make the call, unless it was given up."""
+        self._loop = asyncio.get_running_loop()
+        try:
+            with CancelScope() as self._scope:  # before the look at what give_up() sets before it looks here
+                if not self._is_given_up:
+                    answered = self._call()
+                    return await answered if inspect.isawaitable(answered) else answered
+        finally:
+            self._has_ended.set()
+        return None
+
+    def give_up(self) -> None:
+        """Cancel the call and wait for its end; if it has not begun, it never will."""
+        self._is_given_up = True
+        while self._scope is not None and not self._has_ended.is_set():
+            with suppress(KeyboardInterrupt):
+                self._loop.call_soon_threadsafe(self._scope.cancel)
+                self._has_ended.wait()
 
 
 def _ended(ticket: Ticket[T]) -> T:

@@ -160,6 +160,40 @@ def test_an_interrupted_load_lets_go_of_the_memory_first() -> None:
         assert not any(block in contents(KEYS) for block in engine.read(engine_pages))
 
 
+def test_any_interrupted_call_lets_go_of_the_memory_first() -> None:
+    """The same for what is called by way of the loop: `call` waits until its transfer is revoked."""
+    engine, after, main = Engine(), threading.Event(), threading.get_ident()
+
+    def interrupt() -> None:
+        while not is_in(main, "result"):
+            pass
+        signal.pthread_kill(main, signal.SIGINT)
+
+    with open_blocking(cache_of(CPU)) as kv:
+        kv.register_kv_caches(engine.caches)
+        kv.store(KEYS, engine.compute(KEYS))
+        engine.poison()
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            kv.call(kv.cache.swap_in, KEYS, INTO, after=after)
+        thread.join()
+        assert kv.stats().transfers == 0
+        after.set()
+        kv.flush()
+        assert engine.is_poisoned()
+
+
+def is_in(thread: int, name: str) -> bool:
+    """Say whether a thread waits in a function of this name."""
+    frame = sys._current_frames().get(thread)  # noqa: SLF001 - the only way to know, without a sleep
+    names = []
+    while frame is not None:
+        names.append(frame.f_code.co_name)
+        frame = frame.f_back
+    return names[:2] == ["wait", name]
+
+
 def is_waiting(thread: int) -> bool:
     """Say whether a thread is in `Ticket.wait`."""
     frame = sys._current_frames().get(thread)  # noqa: SLF001 - the only way to know, without a sleep
