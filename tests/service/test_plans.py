@@ -133,6 +133,19 @@ async def test_what_one_rank_has_not_copied_is_readable_on_none() -> None:
         await until_idle(kv)
 
 
+async def test_fewer_than_none_moved_is_none() -> None:
+    """A worker that says -1 for an error has copied nothing that anyone may read."""
+    async with open_any(AnyEngine(), CPU, shard=Shard.every(2)) as kv:
+        planner = kv.planner()
+        ranks = Ranks(planner)
+        plan = planner.plan_store(KEYS, ranks.engines[0].spec(range(N)))
+        for rank in range(2):
+            planner.complete(Outcomes(plan.job, rank, -1, "it stumbled"))
+        assert (await kv.lookup(KEYS)).num_blocks == 0
+        await until_idle(kv)
+        ranks.close()
+
+
 async def test_a_plan_holds_what_it_names() -> None:
     """Between plan and completion no block of it is evicted, whatever else is stored."""
     async with open_any(AnyEngine(), cpu(8, 2 * STRIDE), shard=Shard.every(2)) as kv:

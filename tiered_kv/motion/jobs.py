@@ -66,7 +66,7 @@ class StorePart:
     def moved(self, num_moved: int) -> Mask:
         """Say which blocks of the job are on the host, of so many slots moved: those that were there already too."""
         moved = ~self.fresh
-        moved[np.flatnonzero(self.fresh)[:num_moved]] = True
+        moved[np.flatnonzero(self.fresh)[: max(0, num_moved)]] = True
         return moved
 
     def count(self, num_requested: int, moved: Mask) -> None:
