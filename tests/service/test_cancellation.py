@@ -12,7 +12,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 from anyio import CancelScope
@@ -31,11 +30,10 @@ from tests.service.conftest import (
     until,
     until_idle,
 )
+from tests.service.virtual import InlineWorkers
 from tiered_kv import CacheLimits, GPULoadStoreSpec, LoadHandle, LoadResult, StoreHandle, TieredKV
 from tiered_kv.memory import ScriptedDevice
-from tiered_kv.wakeups import Wakeups
 
-T = TypeVar("T")
 Operation = Callable[[TieredKV, Engine], Awaitable[object]]
 Cancel = Callable[["Caller"], object]
 
@@ -137,27 +135,6 @@ def _cancel_task(caller: Caller) -> None:
 
 def _cancel_scope(caller: Caller) -> None:
     caller.scope.cancel()
-
-
-class InlineWorkers:
-    """Workers without threads: each call is one turn of the event loop, so that every run takes the same turns."""
-
-    def __init__(self, name: str, num_threads: int, wakeups: Wakeups) -> None:
-        self._loop = asyncio.get_running_loop()
-
-    def run(self, function: Callable[..., T], *args: object) -> "asyncio.Future[T]":
-        """Run the call in the next turn."""
-        future: asyncio.Future[T] = self._loop.create_future()
-        self._loop.call_soon(self._run, future, lambda: function(*args))
-        return future
-
-    def close(self) -> None:
-        """Nothing to end."""
-
-    @staticmethod
-    def _run(future: "asyncio.Future[T]", call: Callable[[], T]) -> None:
-        if not future.done():
-            future.set_result(call())
 
 
 class Clock:

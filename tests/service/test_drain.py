@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.service import virtual_time
+from tests.service import virtual
 from tests.service.any_layout import AnyEngine, cpu, nvme, open_any, prompt
 from tests.service.conftest import (
     PAYLOAD_BYTES,
@@ -23,7 +23,7 @@ from tests.service.conftest import (
     until_idle,
 )
 from tests.service.conftest import prompt as small_prompt
-from tests.service.virtual_time import advance
+from tests.service.virtual import advance
 from tiered_kv import ConfigurationError, GPULoadStoreSpec, TieredKV
 from tiered_kv.drain import draining_on
 
@@ -87,7 +87,7 @@ def test_a_drain_is_bounded() -> None:
             disk.on_write.release()
             await until_idle(kv)
 
-    virtual_time.run(program())
+    virtual.run(program)
 
 
 @pytest.mark.both_loops

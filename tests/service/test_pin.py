@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.service import virtual_time
+from tests.service import virtual
 from tests.service.any_layout import AnyEngine, open_any
 from tests.service.any_layout import cpu as any_cpu
 from tests.service.any_layout import prompt as any_prompt
@@ -22,7 +22,7 @@ from tests.service.conftest import (
     prompt,
     until_idle,
 )
-from tests.service.virtual_time import advance
+from tests.service.virtual import advance
 from tiered_kv import BlockKeys, ConfigurationError, GPULoadStoreSpec, KVLayout, Shard, TieredKV, hash_blocks
 
 
@@ -70,7 +70,7 @@ def test_what_is_pinned_stays_until_its_time_is_up() -> None:
             assert await num_found(kv, keys) == 0
             await until_idle(kv)
 
-    virtual_time.run(program())
+    virtual.run(program)
 
 
 def test_pinned_again_a_block_stays_for_the_longer_time() -> None:
@@ -91,7 +91,7 @@ def test_pinned_again_a_block_stays_for_the_longer_time() -> None:
             await advance(20)
             await until_idle(kv)
 
-    virtual_time.run(program())
+    virtual.run(program)
 
 
 async def test_a_part_can_be_unpinned() -> None:
@@ -258,4 +258,4 @@ def test_pins_hold_what_they_say_whatever_else_is_called(steps: list[tuple[str, 
             await advance(100)
             await until_idle(kv)
 
-    virtual_time.run(program())
+    virtual.run(program)

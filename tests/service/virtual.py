@@ -1,6 +1,7 @@
-"""Virtual time: an event loop whose clock stands still while anything is done, and jumps when nothing is.
+"""Virtual time: an event loop whose clock stands still until a test moves it, or lets it jump when nothing is done.
 
-Threads do real work meanwhile, so time may only jump while none of them has any: `VirtualLoop.is_busy` says so.
+A test says `advance`, or `watch`: from then on time jumps to the next timer whenever there is no work. Threads do real
+work meanwhile, so it may only jump while none of them has any: `VirtualLoop.is_busy` says so.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ from typing import TypeVar
 from tiered_kv import TieredKV
 from tiered_kv.memory.device import After, Copy, CPUDevice, CPUStream, Done
 from tiered_kv.motion.workers import WorkerPool
+from tiered_kv.wakeups import Wakeups
 
 T = TypeVar("T")
 
@@ -24,6 +26,8 @@ class _Selector(selectors.DefaultSelector):
         events = super().select(0)
         if events or timeout == 0:
             return events
+        if self.loop.on_idle():
+            return []
         if timeout is None or self.loop.is_busy():
             return super().select(10.0)
         self.loop.now += timeout
@@ -31,11 +35,18 @@ class _Selector(selectors.DefaultSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """A loop that waits for nothing but work."""
+    """A loop that waits for nothing but work.
+
+    Attributes:
+        now: Virtual seconds.
+        is_busy: Whether somebody works elsewhere, so that no time may pass. As long as nobody says, none does.
+        on_idle: Called before the loop waits for anything; does work that is left for then, and says whether there was.
+    """
 
     def __init__(self) -> None:
         self.now = 1000.0
         self.is_busy: Callable[[], bool] = lambda: True
+        self.on_idle: Callable[[], bool] = lambda: False
         selector = _Selector()
         selector.loop = self
         super().__init__(selector)
@@ -43,6 +54,13 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         """Return the virtual time."""
         return self.now
+
+
+async def advance(seconds: float) -> None:
+    """Let time pass, and the timers that are due run."""
+    _loop().now += seconds
+    for _ in range(3):
+        await asyncio.sleep(0)
 
 
 class CountingDevice(CPUDevice):
@@ -70,11 +88,30 @@ class _CountingStream(CPUStream):
         return super().submit(copy, ended)
 
 
+class InlineWorkers:
+    """Workers without threads: each call is one turn of the event loop, so that every run takes the same turns."""
+
+    def __init__(self, name: str, num_threads: int, wakeups: Wakeups) -> None:
+        self._loop = asyncio.get_running_loop()
+
+    def run(self, function: Callable[..., T], *args: object) -> "asyncio.Future[T]":
+        """Run the call in the next turn."""
+        future: asyncio.Future[T] = self._loop.create_future()
+        self._loop.call_soon(self._run, future, lambda: function(*args))
+        return future
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    @staticmethod
+    def _run(future: "asyncio.Future[T]", call: Callable[[], T]) -> None:
+        if not future.done():
+            future.set_result(call())
+
+
 def watch(device: CountingDevice, pools: list[WorkerPool]) -> None:
     """Let time jump from now on whenever neither the device nor a thread of the pools has work."""
-    loop = asyncio.get_running_loop()
-    assert isinstance(loop, VirtualLoop)
-    loop.is_busy = lambda: bool(device.num_copies or sum(pool.num_unfinished for pool in pools))
+    _loop().is_busy = lambda: bool(device.num_copies or sum(pool.num_unfinished for pool in pools))
 
 
 def pools_of(kv: TieredKV) -> list[WorkerPool]:
@@ -95,3 +132,9 @@ def run(main: Callable[[], Awaitable[T]]) -> T:
 
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(body())
+
+
+def _loop() -> VirtualLoop:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
+    return loop
