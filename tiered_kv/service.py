@@ -76,6 +76,7 @@ class TieredKV(FromThreads, Preemption, Transfers, Control):
         self._given_device = device
         self._codecs = [make_codec(codec, group) for group in layout.groups]
         self._model = model
+        self._planner: Planner | None = None
         self._core = Core(model, layout, check_shards(shard), limits or CacheLimits(), guarded(emit))
 
     @classmethod
@@ -159,6 +160,8 @@ class TieredKV(FromThreads, Preemption, Transfers, Control):
         core.emit(CacheClosed(abandoned, (loop.time() - started) * 1e3, unwritten))
 
     def planner(self) -> Planner:
-        """Return the face for an engine whose workers are other processes: plan, execute, complete."""
+        """Return the face for an engine whose workers are other processes: plan, execute, complete. There is one."""
         self._core.check_open()
-        return Planner(self._core)
+        if self._planner is None:
+            self._planner = Planner(self._core)
+        return self._planner

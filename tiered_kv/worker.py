@@ -9,7 +9,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 from tiered_kv.errors import ConfigurationError, LayoutMismatchError
 from tiered_kv.layout import KVCaches, KVLayout
@@ -22,6 +22,9 @@ from tiered_kv.memory.host import HostSlab
 from tiered_kv.memory.lanes import Lanes
 from tiered_kv.memory.make import default_device, make_device
 from tiered_kv.plan import Outcomes, Plan, SlabHandle
+
+_REMEMBERED: Final = 4096
+"""Jobs of which a second delivery is noticed."""
 
 
 class Worker:
@@ -54,6 +57,7 @@ class Worker:
         self._slabs: dict[str, HostSlab] = {}
         self._lanes: dict[str, Lanes] = {}
         self._lock = threading.Lock()  # lanes are for one thread at a time
+        self._executed: dict[int, None] = {}  # the jobs of late
         self._device = device if isinstance(device, Device) else make_device(device or default_device())
         self._owns_device = self._device is not device
         ours = [handle for handle in slabs if handle.rank == rank]
@@ -101,8 +105,8 @@ class Worker:
             after: An event behind the blocks' last use, or their computation; the wait is enqueued before this returns.
 
         Raises:
-            ConfigurationError: Blocks or slots that this rank does not have, no tensors, or a plan for another process:
-                for the one that this was started in place of. Nothing has moved.
+            ConfigurationError: Blocks or slots that this rank does not have, no tensors, a plan that was executed
+                before, or one for another process, in whose place this was started. Nothing has moved.
         """
         move = plan.move_of(self.rank)
         if move.pid != os.getpid():
@@ -119,6 +123,7 @@ class Worker:
         if slab is None:
             raise ConfigurationError(f"{move.host.pool!r} is none of the slabs attached: {', '.join(self._slabs)}")
         caches.check_ids(move.engine.ids)
+        self._check_new(plan.job)
 
         def copy() -> None:
             if plan.direction == "load":
@@ -137,6 +142,14 @@ class Worker:
             finally:
                 lane.release()
         return ended
+
+    def _check_new(self, job: int) -> None:
+        with self._lock:
+            if job in self._executed:
+                raise ConfigurationError(f"job {job} has been executed: its slots may be another's by now")
+            self._executed[job] = None
+            while len(self._executed) > _REMEMBERED:
+                self._executed.pop(next(iter(self._executed)))
 
     def close(self) -> None:
         """End: what has been started ends first. Idempotent."""

@@ -116,6 +116,7 @@ class IndexMachine(RuleBasedStateMachine):
         room = self.transient if transient else range(self.num_slots)
         num_free = sum(slot not in model.occupied for slot in room)
         shortage = max(0, len(wanted) - num_free)
+        assert transient or self.index.fits(names_of(batch)) == (shortage <= len(own))
         if shortage > (0 if transient else len(own)):
             before = self.snapshot()
             with pytest.raises(CapacityError, match=rf"^{shortage} more .*slots needed, (none|{len(own)}) evictable$"):

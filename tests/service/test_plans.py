@@ -165,6 +165,40 @@ async def test_a_plan_holds_what_it_names() -> None:
         await until_idle(kv)
 
 
+async def test_a_rank_without_room_costs_the_others_nothing() -> None:
+    """Where one rank has no room for a store, no other evicts anything for it."""
+    async with open_any(AnyEngine(), cpu(N, 2 * STRIDE), shard=Shard.every(2)) as kv:
+        planner = kv.planner()
+        ranks = Ranks(planner)
+        await store(kv, planner, ranks)
+        _, (chain, batch) = kv._core.batches(KEYS)  # noqa: SLF001 - the facade leases for all ranks at once
+        with chain.host.index.lease(batch.names):
+            plan = planner.plan_store(prompt(N, seed=1), ranks.engines[0].spec(range(N)))
+            assert [len(move.host) for move in plan.moves] == [0, 0]
+        assert kv.stats()["cpu"].evicted == 0
+        assert (await kv.lookup(KEYS)).num_blocks == N
+        for rank in range(2):
+            planner.complete(Outcomes(plan.job, rank, 0))
+        ranks.close()
+        await until_idle(kv)
+
+
+async def test_a_plan_is_executed_once() -> None:
+    """A plan that is delivered twice is refused: after its job the slots may be another's. A cache has one planner."""
+    async with open_any(AnyEngine(), CPU, shard=Shard.every(2)) as kv:
+        planner = kv.planner()
+        assert kv.planner() is planner
+        ranks = Ranks(planner)
+        ranks.compute()
+        plan = planner.plan_store(KEYS, ranks.engines[0].spec(range(N)))
+        for worker in ranks.workers:
+            planner.complete(worker.execute(plan))
+        with pytest.raises(ConfigurationError, match=f"job {plan.job} has been executed"):
+            ranks.workers[0].execute(plan)
+        ranks.close()
+        await until_idle(kv)
+
+
 async def test_a_load_overtaken_by_new_weights_brings_nothing() -> None:
     """The job's result says 0 blocks, and why, although the workers have copied."""
     async with open_any(AnyEngine(), CPU, shard=Shard.every(2)) as kv:
@@ -240,10 +274,10 @@ async def test_a_plan_is_for_one_process_only() -> None:
 
 
 async def test_answers_to_another_planner_end_no_job() -> None:
-    """Two planners of one cache, or of one before a restart: what a worker answers to one is nothing to the other."""
+    """Of another cache, or of one before a restart: what a worker answers to one planner is nothing to the other."""
     engine, other = AnyEngine(), prompt(N, seed=1)
-    async with open_any(engine, CPU) as kv:
-        first, second = kv.planner(), kv.planner()
+    async with open_any(AnyEngine(), CPU) as elsewhere, open_any(engine, CPU) as kv:
+        first, second = kv.planner(), elsewhere.planner()
         first.register_worker()
         second.register_worker()
         with Worker(first.slabs(), layout=SMALL, device="cpu") as worker:

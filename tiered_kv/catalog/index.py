@@ -175,6 +175,14 @@ class TierIndex(Books):
         slots[wanted] = taken
         return Reservation(slots, evicted, commit=self._commit, give_back=self._give_back)
 
+    def fits(self, names: Names) -> bool:
+        """Say whether `reserve` would find room now for what is absent of a batch. Changes nothing."""
+        found, states = self.find(names)
+        absent = np.flatnonzero(found < 0)
+        num_wanted = len(first_occurrences(names.take(absent, axis=0))) if len(absent) else 0
+        num_evictable = len(self._policy) - len(self._idle(found[states == READY]))
+        return num_wanted <= len(self._free) + num_evictable
+
     def remove(self, names: Names, why: Change = Change.REMOVED) -> int:
         """Make blocks unfindable at once; return how many were there. ``why`` is what ``on_change`` is told.
 
@@ -394,7 +402,7 @@ class TierIndex(Books):
         shortage = max(0, n - len(self._free))
         if not shortage:
             return self._table.names(_NONE), self._free.take(n)
-        keep = _unique(keep[self._num_leases[keep] == 0])
+        keep = self._idle(keep)
         num_evictable = len(self._policy) - len(keep)
         if shortage > num_evictable:
             raise CapacityError(f"{shortage} more slots needed, {num_evictable} evictable")
@@ -405,6 +413,11 @@ class TierIndex(Books):
         self._states[victims] = FREE
         self._ready -= shortage
         return names, np.sort(np.concatenate((self._free.take(n - shortage), victims)))
+
+    def _idle(self, slots: Slots) -> Slots:
+        """Return those own slots, each once, that nobody leases: without these a batch has to find its room."""
+        own = self._own(slots)
+        return _unique(own[self._num_leases[own] == 0])
 
     def _take_transient(self, n: int) -> Slots:
         num_free = len(self._transient_free)

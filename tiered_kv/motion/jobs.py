@@ -94,17 +94,15 @@ Part = LoadPart | StorePart
 
 def reserve_parts(batches: Sequence[tuple[Chain, Batch]]) -> list[StorePart]:
     """Reserve slots for what each rank lacks, if there is room for all of it; else for nothing."""
-    if not all(chain.limits.takes_stores for chain, _ in batches):
+    # Asked of all ranks first: what one would evict for its part must not be lost because another has no room.
+    if not all(chain.limits.takes_stores and chain.host.index.fits(batch.names) for chain, batch in batches):
         batches = [(chain, batch[:0]) for chain, batch in batches]
-    parts: list[StorePart] = []
-    for chain, batch in batches:
-        reservation = chain.reserve(chain.host, batch)
-        if reservation is None:
-            for part in parts:
-                part.end(np.zeros(len(batch), np.bool_))
-            return reserve_parts([(each, nothing[:0]) for each, nothing in batches])
-        parts.append(StorePart(chain, batch, reservation))
-    return parts
+    reservations = [chain.reserve(chain.host, batch) for chain, batch in batches]
+    return [
+        StorePart(chain, batch, reservation)
+        for (chain, batch), reservation in zip(batches, reservations, strict=True)
+        if reservation is not None  # it fits, as was said
+    ]
 
 
 def pages_of(source: GPULoadStoreSpec, pages_per_block: int, part: StorePart) -> GPULoadStoreSpec:
