@@ -26,12 +26,19 @@ def tensors(*shape: int, layers: int = 3, dtype: torch.dtype = torch.bfloat16) -
     return [torch.zeros(shape, dtype=dtype) for _ in range(layers)]
 
 
+def shifted(num_values: int, by: int) -> list[torch.Tensor]:
+    """Return layers of two planes of ``num_values`` in one memory, ``by`` values apart."""
+    step = 2 * num_values + by
+    memory = torch.zeros(2 * abs(step) + 2 * num_values, dtype=torch.bfloat16)
+    return [memory[at : at + 2 * num_values].view(2, B, 16, 2, 8) for at in range(0, 3 * step, step)]
+
+
 @pytest.mark.parametrize(
     ("kv_caches", "axes", "num_fragments"),
     [
         (tensors(2, B, 16, 2, 8), None, 6),
         (tensors(B, 2, 16, 2, 8), None, 3),
-        ([(torch.zeros(B, 16, 2, 8).bfloat16(),) * 2] * 3, None, 6),
+        ([tuple(tensors(B, 16, 2, 8, layers=2)) for _ in range(3)], None, 6),
         (torch.zeros(3, 2, B, 16, 2, 8).bfloat16(), "LPBNHD", 6),
         (torch.zeros(3, B, 2, 16, 2, 8).bfloat16(), "LBPNHD", 3),
         (torch.zeros(B, 3, 2, 16, 2, 8).bfloat16(), "BLPNHD", 1),
@@ -60,6 +67,13 @@ def test_the_engines_memory_is_seen_not_copied() -> None:
     assert not caches.fragments[3].pages[6].any()
 
 
+def test_layers_may_lie_in_one_memory_as_long_as_they_share_no_byte() -> None:
+    """End to end, or with pages that take turns, whichever comes first."""
+    assert len(bind(shifted(B * 256, 0)).fragments) == 6
+    turns = torch.zeros(B, 3, 2, 16, 2, 8).bfloat16()
+    assert len(bind([turns[:, layer] for layer in (2, 0, 1)], axes="BPNHD").fragments) == 2
+
+
 def test_tensors_made_for_inference_can_be_written() -> None:
     """Engines allocate under inference mode, whose tensors torch lets nobody else write in place."""
     with torch.inference_mode():
@@ -82,6 +96,12 @@ def test_tensors_made_for_inference_can_be_written() -> None:
         (lambda: [*tensors(2, B, 16, 2, 8)[:2], *tensors(2, B + 1, 16, 2, 8, layers=1)], None, "[10, 11]"),
         (lambda: [each[..., :8] for each in tensors(2, B, 16, 2, 9)], None, "must be contiguous"),
         (lambda: [each.expand(2, B, 16, 2, 8) for each in tensors(2, 1, 16, 2, 8)], None, "overlap"),
+        (lambda: tensors(2, B, 16, 2, 8, layers=1) * 3, None, "layer 0 (K) and layer 1 (K) share bytes"),
+        (lambda: [tensors(B, 16, 2, 8, layers=1) * 2 for _ in range(3)], None, "layer 0 (K) and layer 0 (V) share"),
+        (lambda: shifted(B * 256, -256), None, "layer 0 (V) and layer 1 (K) share bytes"),
+        (lambda: shifted(B * 256, -1), None, "layer 0 (V) and layer 1 (K) share bytes"),
+        (lambda: shifted(B * 256, 1 - 2 * B * 256), None, "layer 0 (K) and layer 1 (K) share bytes"),
+        (lambda: [each.numpy() for each in tensors(2, B, 16, 2, 8, dtype=torch.float16)], None, "no torch tensor"),
         (lambda: [each.to("meta") for each in tensors(2, B, 16, 2, 8)], None, "layer 0 is on meta"),
         (lambda: [each.to_sparse() for each in tensors(2, B, 16, 2, 8)], None, "sparse"),
         (list, None, "no tensors"),

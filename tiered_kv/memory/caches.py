@@ -6,6 +6,7 @@ the part of a page that is contiguous in both places. Nothing is copied here and
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import combinations
 
 import numpy as np
 import torch
@@ -112,8 +113,8 @@ class PagedCaches:
             codec: How blocks are kept in slots, if not as they are.
 
         Raises:
-            LayoutMismatchError: Another dtype, shape, device, number of layers or planes, or pages that are not
-                contiguous inside. Nothing has been touched.
+            LayoutMismatchError: No torch tensors; another dtype, shape, device, number of layers or planes; pages that
+                are not contiguous inside, or layers that share bytes. Nothing has been touched.
         """
         where = device.torch_device
         layers, packed = layer_tensors(kv_caches)
@@ -127,6 +128,7 @@ class PagedCaches:
         num_pages = {plane.num_pages for plane in planes}
         if len(num_pages) > 1:
             raise LayoutMismatchError(f"layers and planes must have one number of pages, got {sorted(num_pages)}")
+        _check_apart(planes, group)
         if group.pages_per_block == 1:  # else the parts of two planes have other pages of the block between them
             planes = _merge_neighbours(planes)
         fragments, offset = [], 0
@@ -212,6 +214,20 @@ class _Plane:
     num_pages: int
     device: torch.device
 
+    def overlaps(self, other: "_Plane") -> bool:
+        """Say whether some page here has bytes of some page of a plane with as many pages.
+
+        Pages of several planes may take turns in memory. Planes of different strides are not compared.
+        """
+        if self.stride != other.stride or not self.num_pages:
+            return False
+        distance = other.storage.data_ptr() + other.start - self.storage.data_ptr() - self.start
+        pages, after = divmod(distance, self.stride)  # the other's first page begins in, or behind, this page of ours
+        last = self.num_pages - 1
+        return (abs(pages) <= last and after < self.num_bytes) or (
+            abs(pages + 1) <= last and self.stride - after < other.num_bytes
+        )
+
     def as_words(self, payload_offset: int) -> Tensor:
         pages = torch.empty(0, dtype=torch.uint8, device=self.device)
         pages.set_(self.storage, self.start, (self.num_pages, self.num_bytes), (self.stride, 1))
@@ -224,7 +240,10 @@ def _in_words(pages: Tensor, payload_offset: int) -> Tensor:
     return pages.view(next(words for size, words in _WORDS.items() if not any(fact % size for fact in facts)))
 
 
-def _check_tensor(tensor: Tensor, group: KVGroup, device: torch.device, layer: int) -> None:
+def _check_tensor(tensor: object, group: KVGroup, device: torch.device, layer: int) -> None:
+    if not isinstance(tensor, Tensor):
+        kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+        raise LayoutMismatchError(f"layer {layer} is a {kind}, no torch tensor: torch.from_numpy() shares its memory")
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype != group.dtype:
         raise LayoutMismatchError(f"layer {layer} is of {dtype}, the KV group of {group.dtype}")
@@ -232,6 +251,18 @@ def _check_tensor(tensor: Tensor, group: KVGroup, device: torch.device, layer: i
         raise LayoutMismatchError(f"layer {layer} is on {tensor.device}, the cache was opened for {device}")
     if tensor.layout != torch.strided:
         raise LayoutMismatchError(f"layer {layer} is a {tensor.layout} tensor, only strided ones can be paged")
+
+
+def _check_apart(planes: list[_Plane], group: KVGroup) -> None:
+    for (i, one), (j, other) in combinations(enumerate(planes), 2):
+        if one.overlaps(other):
+            names = [
+                f"layer {number // group.num_planes}" + ("" if group.num_planes == 1 else f" ({'KV'[number % 2]})")
+                for number in (i, j)
+            ]
+            raise LayoutMismatchError(
+                f"{names[0]} and {names[1]} share bytes: what is loaded into one would overwrite the other"
+            )
 
 
 def _planes_of(
