@@ -85,8 +85,9 @@ def check_count(group: KVGroup, keys: BlockKeys, spec: EngineBlocks) -> None:
     """Raise `LayoutMismatchError` unless there are as many block ids as the keys need."""
     per_block = group.pages_per_block
     if len(spec) != len(keys) * per_block:
-        needed = f"{len(keys)} keys of {per_block} engine blocks each need {len(keys) * per_block} block ids"
-        raise LayoutMismatchError(f"{needed}, got {len(spec)}")
+        of = f" of {_count(per_block, 'engine block')}{' each' * (len(keys) != 1)}" if per_block > 1 else ""
+        needed = f"need{'s' * (len(keys) == 1)} {_count(len(keys) * per_block, 'block id')}"
+        raise LayoutMismatchError(f"{_count(len(keys), 'key')}{of} {needed}, got {len(spec)}")
 
 
 def check_priority(priority: object) -> None:
@@ -114,3 +115,7 @@ def check_deadline(deadline_s: float | None) -> None:
     """Raise `ConfigurationError` unless it is a number of seconds, or None."""
     if not (deadline_s is None or (isinstance(deadline_s, int | float) and not math.isnan(deadline_s))):
         raise ConfigurationError(f"deadline_s must be a number of seconds or None, got {deadline_s!r:.80}")
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}{'s' * (n != 1)}"

@@ -58,8 +58,9 @@ BLOCKS: dict[str, tuple[Given, type[TieredKVError], str]] = {
     ),
     "a spec of another medium": ((KEYS, FileLoadStoreSpec(range(4))), ConfigurationError, "got FileLoadStoreSpec"),
     "slots of the cache's own": ((KEYS, CPULoadStoreSpec(range(4))), ConfigurationError, "no host pool ''"),
-    "more keys than ids": ((KEYS, IDS[:3]), LayoutMismatchError, "4 keys .* need 4 block ids, got 3"),
-    "more ids than keys": ((KEYS[:3], IDS), LayoutMismatchError, "3 keys .* need 3 block ids, got 4"),
+    "more keys than ids": ((KEYS, IDS[:3]), LayoutMismatchError, "^4 keys need 4 block ids, got 3"),
+    "more ids than keys": ((KEYS[:3], IDS), LayoutMismatchError, "^3 keys need 3 block ids, got 4"),
+    "one key, no id": ((KEYS[:1], IDS[:0]), LayoutMismatchError, "^1 key needs 1 block id, got 0"),
     "an id too high": (
         (KEYS, GPULoadStoreSpec([0, 1, 64, 2])),
         ConfigurationError,
