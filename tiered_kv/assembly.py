@@ -35,9 +35,11 @@ from tiered_kv.motion.bandwidth import Bandwidth
 from tiered_kv.motion.budget import Budget
 from tiered_kv.motion.chain import Backlog, Chain, Limits
 from tiered_kv.motion.health import StorageHealth
+from tiered_kv.motion.keyed import KeyedTier
 from tiered_kv.motion.ledger import Ledger, Place
 from tiered_kv.motion.naming import Naming
-from tiered_kv.motion.storage import KeyedTier, OwnedTier, StorageTier
+from tiered_kv.motion.owned import OwnedTier
+from tiered_kv.motion.storage import StorageTier
 from tiered_kv.motion.tiers import HostTier, MemoryTier
 from tiered_kv.motion.workers import Tasks, WorkerPool
 from tiered_kv.motion.writedown import write_admitted

@@ -15,8 +15,9 @@ from tiered_kv.catalog.history import Fate
 from tiered_kv.core import Core
 from tiered_kv.keys import BlockKeys
 from tiered_kv.motion.chain import Chain
+from tiered_kv.motion.owned import OwnedTier
 from tiered_kv.motion.pins import Pins
-from tiered_kv.motion.storage import Mask, OwnedTier
+from tiered_kv.motion.storage import Mask
 from tiered_kv.motion.tiers import Batch, MemoryTier
 
 _ASKED_AT_ONCE: Final = 32

@@ -7,7 +7,7 @@ import numpy as np
 
 from tiered_kv.catalog.planner import locate_from_any_thread
 from tiered_kv.motion.chain import Chain
-from tiered_kv.motion.storage import OwnedTier
+from tiered_kv.motion.owned import OwnedTier
 from tiered_kv.motion.tiers import Batch, MemoryTier
 from tiered_kv.results import LookupResult, TierRun
 
@@ -22,8 +22,13 @@ def lookup_result(chains: Sequence[Chain], found: Sequence[list[TierRun]]) -> Lo
     runs = found[0] if len(found) == 1 else _weakest(chains[0].names, found)
     num_blocks = runs[-1].stop if runs else 0
     payload_bytes = sum(chain.group.payload_bytes for chain in chains)
-    rates = {tier.name: tier.load_rate.bytes_per_s for tier in chains[0].storage}
-    seconds = sum((run.stop - run.start) * payload_bytes / rate for run in runs if (rate := rates.get(run.tier, 0.0)))
+    # A rate counts what a tier moves: the records of every rank, encoded.
+    block_s = {
+        tier.name: len(chains) * tier.shape.stride_bytes / tier.load_rate.bytes_per_s
+        for tier in chains[0].storage
+        if tier.load_rate.bytes_per_s
+    }
+    seconds = sum((run.stop - run.start) * block_s.get(run.tier, 0.0) for run in runs)
     return LookupResult(num_blocks, tuple(runs), num_blocks * payload_bytes, seconds)
 
 

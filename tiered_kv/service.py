@@ -30,7 +30,7 @@ from tiered_kv.memory.device import Device
 from tiered_kv.motion import removal
 from tiered_kv.motion.handles import Handle
 from tiered_kv.motion.naming import Naming
-from tiered_kv.motion.storage import OwnedTier
+from tiered_kv.motion.owned import OwnedTier
 from tiered_kv.planner import Planner
 from tiered_kv.settings import CacheLimits, TieredKVSettings
 from tiered_kv.telemetry.logs import guarded, log_event

@@ -14,7 +14,7 @@ import pytest
 from tests.service.any_layout import AnyEngine, cpu, nvme, open_any, prompt
 from tests.service.conftest import until_idle
 from tiered_kv import BlockKeys, KVGroup, KVLayout
-from tiered_kv.motion.storage import OwnedTier
+from tiered_kv.motion.owned import OwnedTier
 
 NUM_LIVES = 50
 PROMPT_BLOCKS = 8

@@ -16,7 +16,7 @@ from tests.service.conftest import (
 )
 from tiered_kv import GPULoadStoreSpec, Outcome, TieredKV
 from tiered_kv.events import BlocksCorrupted
-from tiered_kv.motion.storage import KeyedTier
+from tiered_kv.motion.keyed import KeyedTier
 
 KEYS = prompt(4)
 BROKEN = 2

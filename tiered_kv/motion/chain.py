@@ -29,7 +29,8 @@ from tiered_kv.motion.budget import Budget, Priority, Room, Ticket
 from tiered_kv.motion.handles import Copy
 from tiered_kv.motion.ledger import Ledger
 from tiered_kv.motion.naming import Naming
-from tiered_kv.motion.storage import Mask, OwnedTier, StorageTier
+from tiered_kv.motion.owned import OwnedTier
+from tiered_kv.motion.storage import Mask, StorageTier
 from tiered_kv.motion.tiers import Batch, HostTier, MemoryTier, Tier
 from tiered_kv.motion.waiting import Waiting
 from tiered_kv.motion.workers import Tasks

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from tiered_kv.motion.chain import Chain
-from tiered_kv.motion.storage import OwnedTier
+from tiered_kv.motion.owned import OwnedTier
 from tiered_kv.motion.tiers import MemoryTier
 
 _TICK_S: Final = 1.0

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from tiered_kv.catalog.rights import Lease
 from tiered_kv.keys import DIGEST_BYTES, BlockKeys, Names, Namespace
 from tiered_kv.motion.chain import Chain
-from tiered_kv.motion.storage import Mask, OwnedTier
+from tiered_kv.motion.owned import OwnedTier
+from tiered_kv.motion.storage import Mask
 from tiered_kv.motion.tiers import Batch, MemoryTier
 
 OwningTier = MemoryTier | OwnedTier

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.motion.chain import Chain
-from tiered_kv.motion.storage import OwnedTier
+from tiered_kv.motion.owned import OwnedTier
 from tiered_kv.motion.tiers import Batch
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from tiered_kv.errors import BackendUnavailableError, ConfigurationError
 from tiered_kv.motion.chain import Chain
 from tiered_kv.motion.cleaner import Cleaner
-from tiered_kv.motion.storage import OwnedTier
+from tiered_kv.motion.owned import OwnedTier
 from tiered_kv.motion.tiers import HostTier, MemoryTier, Tier
 from tiered_kv.preflight import check_host_memory
 

@@ -20,7 +20,8 @@ from tiered_kv.memory.copies import copy_rows
 from tiered_kv.motion.budget import Priority, Ticket
 from tiered_kv.motion.chain import Chain, Fill
 from tiered_kv.motion.handles import Copy
-from tiered_kv.motion.storage import OwnedTier, StorageTier, WriteReport
+from tiered_kv.motion.owned import OwnedTier
+from tiered_kv.motion.storage import StorageTier, WriteReport
 from tiered_kv.motion.tiers import Batch, MemoryTier, Tier
 from tiered_kv.results import TierStore
 
