@@ -2,6 +2,7 @@ import os
 import pickle
 import textwrap
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,10 @@ from pydantic import ByteSize, ValidationError
 
 from tiered_kv.backend import TierSettings
 from tiered_kv.errors import ConfigurationError
+from tiered_kv.registry import resolve
 from tiered_kv.settings import CacheLimits, CPUTier, GPUTier, TieredKVSettings, tier_from, tier_name
+from tiered_kv_backends.redis import RedisBackend
+from tiered_kv_backends.s3 import S3Settings
 
 GIB = 1024**3
 PASSWORD = "hunter2"  # noqa: S105 -- what must not be shown has to be something
@@ -119,7 +123,7 @@ def test_sizes_are_ints_or_text(text: str | int, num_bytes: int) -> None:
 def test_a_cpu_tier_may_be_empty_and_a_gpu_tier_may_not() -> None:
     """Capacity 0 of the CPU tier means that blocks only pass through host memory."""
     assert TieredKVSettings(tiers=["cpu://?capacity=0"]).tiers == (CPUTier(capacity=ByteSize(0)),)
-    assert "tiers[0].capacity: Input should be greater than 0, got '0'" in complaint(tiers=["gpu://?capacity=0"])
+    assert "tiers[0].capacity: must be positive, got '0'" in complaint(tiers=["gpu://?capacity=0"])
 
 
 @pytest.mark.parametrize(
@@ -141,7 +145,7 @@ def test_a_cpu_tier_may_be_empty_and_a_gpu_tier_may_not() -> None:
         (["cpu://?capacity=12parsecs"], "tiers[0].capacity: '12parsecs' is no size: write bytes as an int, or e.g."),
         (["cpu://?policy=lfu"], "tiers[0].policy: policy must be one of lru, arc"),
         (["cpu://?policy=builtins:int"], "tiers[0].policy: 'builtins:int' is no subclass"),
-        (["cpu://?timeout_s=0"], "tiers[0].timeout_s: Input should be greater than 0, got '0'"),
+        (["cpu://?timeout_s=0"], "tiers[0].timeout_s: must be positive, got '0'"),
         (["cpu://", "gpu://?capacity=1"], "tiers: fastest first: at most one gpu, then at most one cpu, then storage;"),
         (["cpu://", "cpu://?name=b"], "at most one cpu, then storage; got cpu, cpu"),
         (["memory://?capacity=1", "cpu://"], "then storage; got memory, cpu"),
@@ -291,6 +295,54 @@ def test_no_secret_is_shown(fake_media: None) -> None:
         shown = "".join(traceback.format_exception(caught.value))
         assert PASSWORD not in str(caught.value)
         assert PASSWORD not in shown
+
+
+DIRECT: dict[str, tuple[Callable[[], object], str]] = {
+    "a number of none": (lambda: CacheLimits(load_timeout_s=-1), "load_timeout_s: must be positive, got -1"),
+    "no number": (lambda: CacheLimits(load_timeout_s="soon"), "load_timeout_s: Input should be a valid number, "),
+    "an unknown limit": (lambda: CacheLimits(load_timeouts=1), "there is no such setting: did you mean 'load_t"),
+    "more than all": (lambda: CacheLimits(low_water=2), "low_water: Input should be less than or equal to 1, got 2"),
+    "a size below zero": (lambda: CPUTier(capacity=-1), "capacity: must be positive, got -1"),
+    "a size of none": (lambda: GPUTier(capacity=0), "capacity: must be positive, got 0"),
+    "a limit of another": (
+        lambda: CacheLimits(bounce=1),
+        "bounce (1 B) must hold at least one window (16.0 MiB)",
+    ),
+    "a misspelt key": (
+        lambda: S3Settings(url="s3://b", secret_acces_key=PASSWORD),
+        "secret_acces_key: there is no such setting: did you mean 'secret_access_key'?",
+    ),
+    "a URL of another scheme": (
+        lambda: RedisBackend.Settings(url=f"http://u:{PASSWORD}@h"),
+        "url: must be redis://",
+    ),
+    "a misspelt password": (
+        lambda: RedisBackend.Settings.model_validate({"url": "redis://h", "pasword": PASSWORD}),
+        "pasword: there is no such setting: did you mean 'password'?",
+    ),
+    "several": (lambda: CacheLimits(window=0, low_water=7), "window: must be positive, got 0; low_water: "),
+}
+
+
+@pytest.mark.parametrize("wrong", DIRECT)
+def test_a_model_made_directly_says_the_same(wrong: str) -> None:
+    """Each model refuses by itself what cannot work, in our words, and with no secret in the error or its causes."""
+    make, said = DIRECT[wrong]
+    with pytest.raises(ConfigurationError) as caught:
+        make()
+    assert said in str(caught.value)
+    assert caught.value.__cause__ is caught.value.__context__ is None
+    assert PASSWORD not in "".join(traceback.format_exception(caught.value))
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_a_model_of_another_author_says_the_same(fake_media: None) -> None:
+    """It need only derive from `TierSettings`."""
+    settings = resolve("server").Settings
+    for wrong in ({"passwrd": PASSWORD}, {"password": [PASSWORD]}, {"retries": None}):
+        with pytest.raises(ConfigurationError) as caught:
+            settings(url=PASSWORD, **wrong)
+        assert PASSWORD not in f"{caught.value!r}"
 
 
 def test_settings_are_values() -> None:

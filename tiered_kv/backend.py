@@ -18,10 +18,11 @@ from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from tiered_kv.errors import ConfigurationError, LayoutMismatchError
 from tiered_kv.keys import BlockKey, Names, Shard
+from tiered_kv.problems import Checked
 
 T = TypeVar("T")
 WritePolicy = Literal["through", "back"]
@@ -93,10 +94,8 @@ class Block:
         return b"".join(self.segments)
 
 
-class TierSettings(BaseModel):
+class TierSettings(Checked):
     """Base of every medium's own settings. ``medium`` chooses the class; the rest is the medium's."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     medium: str
     name: str = ""

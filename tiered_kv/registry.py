@@ -4,10 +4,8 @@ A medium is an entry point of the group ``tiered_kv.backends``, or a class by it
 tiers ``gpu`` and ``cpu`` are the cache's own and have no backend. Nothing is imported before it is asked for.
 """
 
-import difflib
 import inspect
 from abc import ABCMeta
-from collections.abc import Iterable
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final, TypeVar, cast
@@ -16,6 +14,7 @@ from tiered_kv.backend import Backend, SlotBackend, TierSettings
 from tiered_kv.catalog.policies.base import Policy
 from tiered_kv.catalog.policies.make import make_policy
 from tiered_kv.errors import ConfigurationError
+from tiered_kv.problems import hint
 
 T = TypeVar("T")
 AnyBackend = Backend | SlotBackend
@@ -108,14 +107,6 @@ def resolve_policy(policy: str) -> str | type[Policy]:
         raise ConfigurationError(f"{policy!r} is no subclass of {_path(Policy)}")
     _check_complete(policy, found)
     return found
-
-
-def hint(word: str, known: Iterable[str]) -> str:
-    """Say what may have been meant and what there is, to end a message with."""
-    names = sorted(known)
-    close = difflib.get_close_matches(word, names, n=1)
-    meant = f": did you mean {close[0]!r}?" if close else ":"
-    return f"{meant} known are {', '.join(names)}"
 
 
 def _entry_point(medium: str) -> EntryPoint:

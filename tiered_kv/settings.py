@@ -19,10 +19,8 @@ from typing import Annotated, Any, Literal, Self, TypedDict, Unpack
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
     ByteSize,
-    ConfigDict,
     Field,
     SerializeAsAny,
     ValidationError,
@@ -40,7 +38,8 @@ from pydantic_settings import (
 from tiered_kv.backend import OwnedTierSettings, TierSettings
 from tiered_kv.errors import ConfigurationError
 from tiered_kv.memory.codec import CodecName
-from tiered_kv.registry import OWN_MEDIA, hint, medium_for_scheme, resolve, resolve_policy
+from tiered_kv.problems import Checked, LocatedError, line, problems
+from tiered_kv.registry import OWN_MEDIA, medium_for_scheme, resolve, resolve_policy
 
 _PREFIX = "TIERED_KV_"
 _CONFIG = "TIERED_KV_CONFIG"
@@ -94,10 +93,8 @@ class CPUTier(_MemoryTier):
         return self
 
 
-class CacheLimits(BaseModel):
+class CacheLimits(Checked):
     """What bounds a cache in time, memory and work, whatever its tiers are."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     load_timeout_s: Seconds = 30.0
     """How long a load may take unless the call says otherwise; then it answers with the prefix that is in place."""
@@ -140,14 +137,6 @@ class CacheLimits(BaseModel):
         return self
 
 
-class _LocatedError(ConfigurationError):
-    """What is wrong, and where: what the validation of one tier tells that of the whole."""
-
-    def __init__(self, problems: "list[tuple[tuple[int | str, ...], str]]") -> None:
-        super().__init__("; ".join(_line(where, what) for where, what in problems))
-        self.problems = problems
-
-
 def tier_name(tier: TierSettings) -> str:
     """Return what results, logs and metrics call a tier: its ``name``, else its medium (of a path, the class)."""
     return tier.name or tier.medium.rpartition(":")[2]
@@ -178,10 +167,7 @@ def tier_from(value: object) -> TierSettings:
     if not isinstance(medium, str) or not medium:
         raise ConfigurationError("a tier needs its medium: write e.g. {'medium': 'cpu', 'capacity': '32GiB'}")
     model = _model_of(medium)
-    try:
-        return model.model_validate(dict(value))
-    except ValidationError as error:
-        raise _LocatedError(_problems(error, model)) from None  # pydantic's shows secrets
+    return model.model_validate(dict(value))
 
 
 Tier = Annotated[SerializeAsAny[TierSettings], BeforeValidator(tier_from)]
@@ -221,7 +207,7 @@ class TieredKVSettings(BaseSettings):
             _check_environment(type(self).model_fields)
             super().__init__(**arguments)
         except ValidationError as error:
-            lines = [_line(where, what) for where, what in _problems(error, type(self))]
+            lines = [line(where, what) for where, what in problems(error, type(self))]
         except SettingsError as error:
             lines = [f"{error}: write JSON, e.g. {_PREFIX}TIERS='[\"cpu://?capacity=32GiB\"]'"]
         else:
@@ -268,17 +254,17 @@ class TieredKVSettings(BaseSettings):
 def check_chain(media: Sequence[str], names: Sequence[str]) -> None:
     """Raise `ConfigurationError` unless tiers of these media and names, in this order, make a chain."""
     if not media:
-        raise _LocatedError([(("tiers",), "a cache needs at least one tier, e.g. 'cpu://?capacity=32GiB'")])
+        raise LocatedError([(("tiers",), "a cache needs at least one tier, e.g. 'cpu://?capacity=32GiB'")])
     own = [medium for medium in media if medium in OWN_MEDIA]
     if list(media[: len(own)]) != [medium for medium in OWN_MEDIA if medium in own]:
         order = "fastest first: at most one gpu, then at most one cpu, then storage"
-        raise _LocatedError([(("tiers",), f"{order}; got {', '.join(media)}")])
+        raise LocatedError([(("tiers",), f"{order}; got {', '.join(media)}")])
     taken = set(names)
     for place, name in enumerate(names):
         if (first := names.index(name)) != place:
             free = next(f"{name}-{n}" for n in range(2, len(names) + 2) if f"{name}-{n}" not in taken)
             clash = f"is called {name!r} like tiers[{first}]: give it a name of its own, e.g. name={free!r}"
-            raise _LocatedError([(("tiers", place), clash)])
+            raise LocatedError([(("tiers", place), clash)])
 
 
 _config_file: ContextVar[Path | None] = ContextVar("config_file", default=None)
@@ -338,46 +324,6 @@ def _check_environment(fields: Iterable[str]) -> None:
         # Only what resembles ours: Kubernetes sets TIERED_KV_PORT and more where a service is called tiered-kv.
         if close := difflib.get_close_matches(name, known, n=1):
             raise ConfigurationError(f"{variable} is not read: write {_PREFIX}{close[0]}")
-
-
-def _problems(error: ValidationError, model: type[BaseModel]) -> list[tuple[tuple[int | str, ...], str]]:
-    """Say where and what, with what to write instead, for each of pydantic's errors."""
-    problems: list[tuple[tuple[int | str, ...], str]] = []
-    for each in error.errors(include_url=False):
-        where, what, given = each["loc"], each["msg"], each["input"]
-        cause = each.get("ctx", {}).get("error")
-        if isinstance(cause, _LocatedError):
-            problems += [((*where, *inner), text) for inner, text in cause.problems]
-            continue
-        match each["type"]:
-            case "value_error":
-                what = str(cause)
-            case "extra_forbidden":
-                what = f"there is no such setting{hint(str(where[-1]), _fields_at(model, where[:-1]))}"
-            case "missing":
-                what = "must be given"
-            case "byte_size" | "byte_size_unit":
-                what = f"{given!r} is no size: write bytes as an int, or e.g. '32GiB'"
-            case "tuple_type":
-                what = "must be a list, e.g. ['cpu://?capacity=32GiB']"
-            case "greater_than" | "greater_than_equal" | "finite_number" | "literal_error":
-                what = f"{what}, got {given!r}"  # a number or a choice, no secret
-        problems.append((where, what))
-    return problems
-
-
-def _fields_at(model: type[BaseModel], where: tuple[int | str, ...]) -> list[str]:
-    for part in where:
-        field = model.model_fields.get(str(part))
-        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
-            return []
-        model = field.annotation
-    return list(model.model_fields)
-
-
-def _line(where: tuple[int | str, ...], what: str) -> str:
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where).lstrip(".")
-    return f"{path}: {what}" if path else what
 
 
 def _size(num_bytes: ByteSize) -> str:

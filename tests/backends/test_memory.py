@@ -1,9 +1,9 @@
 from collections.abc import AsyncIterator
 
 import pytest
-from pydantic import ValidationError
 
 from tiered_kv.backend import Block, Outcome
+from tiered_kv.errors import ConfigurationError
 from tiered_kv.testing import BackendTests, block_key, make_block, open_backend
 from tiered_kv_backends.memory import MemoryBackend
 
@@ -42,5 +42,5 @@ async def test_what_is_larger_than_everything_is_refused() -> None:
 @pytest.mark.parametrize("capacity", ["0", "much", -1])
 def test_a_capacity_is_a_size(capacity: object) -> None:
     """What is no number of bytes above zero is refused when settings are made."""
-    with pytest.raises(ValidationError):
+    with pytest.raises(ConfigurationError):
         MemoryBackend.Settings(capacity=capacity)

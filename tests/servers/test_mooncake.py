@@ -7,10 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pydantic import ValidationError
 
 from tiered_kv.backend import Block, Outcome, RecordShape
-from tiered_kv.errors import BackendUnavailableError, ClosedError
+from tiered_kv.errors import BackendUnavailableError, ClosedError, ConfigurationError
 from tiered_kv.record import verify
 from tiered_kv.testing import GROUPS, BackendTests, block_key, make_block, open_backend, open_context
 
@@ -203,5 +202,5 @@ async def test_a_closed_tier_says_so(server: MooncakeServer) -> None:
 @pytest.mark.parametrize("url", ["", "mooncake://", "mooncake://host", "http://host:1", "mooncake://host:1/path"])
 def test_the_url_names_the_master(url: str) -> None:
     """Host and port are needed, nothing else may be there, and the message shows how."""
-    with pytest.raises(ValidationError, match="mooncake://host:port"):
+    with pytest.raises(ConfigurationError, match="mooncake://host:port"):
         MooncakeBackend.Settings(url=url)

@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 
 pytest.importorskip("obstore", reason="obstore is missing: pip install 'tiered-kv[s3]'")
 
@@ -291,9 +290,9 @@ async def test_what_cannot_work_is_said_at_open(
 @pytest.mark.parametrize("url", ["bucket/prefix", "s3:///prefix", "s3://AKTEST:secret@bucket/prefix"])
 def test_a_url_names_a_bucket_and_no_secrets(url: str) -> None:
     """What is no URL of a bucket is refused when settings are made, and not repeated."""
-    with pytest.raises(ValidationError) as caught:
+    with pytest.raises(ConfigurationError) as caught:
         S3Settings(url=url)
-    assert "secret@" not in str(caught.value.errors(include_input=False))
+    assert "secret@" not in str(caught.value)
 
 
 # Faults

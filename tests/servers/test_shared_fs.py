@@ -5,7 +5,6 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 
 from tiered_kv.backend import Block, Outcome
 from tiered_kv.errors import BackendUnavailableError, ClosedError, ConfigurationError
@@ -274,5 +273,5 @@ async def test_what_can_never_work_is_refused_at_opening(
 @pytest.mark.parametrize("settings", [{}, {"path": "/kv"}, {"path": "/kv", "capacity": 1, "min_free_fraction": 1}])
 def test_settings_are_checked(settings: dict[str, object]) -> None:
     """Path and capacity are needed, and a fraction is less than all."""
-    with pytest.raises(ValidationError):
+    with pytest.raises(ConfigurationError):
         SharedFSBackend.Settings.model_validate(settings)
