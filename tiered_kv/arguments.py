@@ -1,17 +1,21 @@
 """The checks of `TieredKV`'s arguments: each says what was wrong, with numbers, before anything moves."""
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from tiered_kv.errors import ConfigurationError, LayoutMismatchError
+from tiered_kv.events import Emit
 from tiered_kv.keys import BlockKeys, ModelIdentity, Shard
 from tiered_kv.layout import KVGroup, KVLayout
 from tiered_kv.memory.caches import PagedCaches
 from tiered_kv.motion.budget import Priority
 from tiered_kv.motion.chain import Chain
+from tiered_kv.settings import CacheLimits
 from tiered_kv.specs import CPULoadStoreSpec, EngineBlocks, GPULoadStoreSpec
 
 _SIZE = TypeAdapter(ByteSize)
@@ -111,10 +115,26 @@ def check_capacity(capacity: object) -> int:
         raise ConfigurationError(f"{capacity!r} is no size: write bytes as an int, or e.g. '32GiB'") from error
 
 
-def check_deadline(deadline_s: float | None) -> None:
-    """Raise `ConfigurationError` unless it is a number of seconds, or None."""
-    if not (deadline_s is None or (isinstance(deadline_s, int | float) and not math.isnan(deadline_s))):
-        raise ConfigurationError(f"deadline_s must be a number of seconds or None, got {deadline_s!r:.80}")
+def check_seconds(name: str, seconds: float | None) -> None:
+    """Raise `ConfigurationError` unless an argument of this name is a number of seconds from now, or None."""
+    if not (seconds is None or (isinstance(seconds, int | float) and seconds >= 0)):
+        raise ConfigurationError(f"{name} must be a number of seconds, 0 or more, got {seconds!r:.80}")
+
+
+def check_limits(limits: CacheLimits | Mapping[str, Any] | None) -> CacheLimits:
+    """Return the limits, of a mapping or by default; raise `ConfigurationError` of anything else."""
+    if isinstance(limits, CacheLimits):
+        return limits
+    if not (limits is None or isinstance(limits, Mapping)):
+        raise ConfigurationError(f"limits must be CacheLimits or a dict of its fields, got {type(limits).__name__}")
+    return CacheLimits.model_validate(dict(limits or {}))
+
+
+def check_emit(emit: Emit) -> Emit:
+    """Return it; raise `ConfigurationError` unless it can be called."""
+    if not callable(emit):
+        raise ConfigurationError(f"emit must be a function that takes an event, got {emit!r:.80}")
+    return emit
 
 
 def _count(n: int, what: str) -> str:

@@ -108,7 +108,12 @@ class Core:
         """Raise `ClosedError` or `ConfigurationError` unless this is the time, and the thread, for a call."""
         if self._closed_because:
             raise ClosedError(f"this TieredKV is {self._closed_because}")
-        if not anywhere and threading.get_ident() != self._thread:
+        if not anywhere:
+            self.check_thread()
+
+    def check_thread(self) -> None:
+        """Raise `ConfigurationError` in another thread than the one that opened it."""
+        if self._thread not in (0, threading.get_ident()):
             raise ConfigurationError("a TieredKV is called from the thread of the event loop that opened it")
 
     def of_group(self, group: int, *, anywhere: bool = False) -> list[Chain]:

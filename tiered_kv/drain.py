@@ -10,6 +10,8 @@ from tiered_kv.core import Core
 from tiered_kv.errors import ConfigurationError
 from tiered_kv.motion import removal
 
+_UNHANDLED = (signal.SIGKILL, signal.SIGSTOP)
+
 
 class Draining:
     """A drain that a signal begins.
@@ -60,8 +62,11 @@ async def _write_all(core: Core) -> None:
 @contextmanager
 def draining_on(signals: tuple[signal.Signals, ...], start: "Callable[[], asyncio.Task[bool]]") -> Iterator[Draining]:
     """Drain on the first of these signals; from then on each does what it does by default. See `TieredKV.drain_on`."""
-    if not signals or threading.current_thread() is not threading.main_thread():
-        raise ConfigurationError("drain_on() takes signals, in the main thread: Python handles them nowhere else")
+    if not signals or not all(isinstance(each, signal.Signals) and each not in _UNHANDLED for each in signals):
+        given = ", ".join(map(repr, signals))
+        raise ConfigurationError(f"drain_on({given}) takes signals that can be handled: write drain_on(signal.SIGTERM)")
+    if threading.current_thread() is not threading.main_thread():
+        raise ConfigurationError("drain_on() is called in the main thread: Python handles signals nowhere else")
     loop = asyncio.get_running_loop()
     draining = Draining(start)
 

@@ -220,6 +220,7 @@ class BlockKeys(Sequence[bytes]):
             ConfigurationError: A hash is no bytes object of 8 to 32 bytes.
         """
         _check_block_size(block_size)
+        _check_group(group)
         parts = []
         for position, digest in enumerate(hashes):
             if not isinstance(digest, bytes) or not 8 <= len(digest) <= DIGEST_BYTES:
@@ -311,12 +312,13 @@ def hash_blocks(
         One key per full block; ``start`` is behind ``parent``'s last.
 
     Raises:
-        ConfigurationError: A token id out of range, too few ``extra``, a parent of another salt, group or block size,
-            or an empty slice as parent, which does not say what came before it.
+        ConfigurationError: A token id out of range, too few ``extra`` or no bytes, a negative group, a parent of
+            another salt, group or block size, or an empty slice as parent, which does not say what came before it.
 
     Source: chained prefix hashing as in vLLM's "Automatic Prefix Caching"; the encoding is our own and versioned.
     """
     _check_block_size(block_size)
+    _check_group(group)
     tokens = _as_token_array(token_ids)
     num_blocks = len(tokens) // block_size
     salt_id = salt_digest(salt)
@@ -331,6 +333,8 @@ def hash_blocks(
         digest = hashlib.sha256(previous)
         digest.update(body[block * stride : (block + 1) * stride])
         if extra is not None and (named := extra[block]) is not None:
+            if not isinstance(named, bytes):
+                raise ConfigurationError(f"extra[{block}] must be bytes or None, got {named!r:.80}")
             digest.update(b"extra" + len(named).to_bytes(8, "little") + named)
         previous = digest.digest()
         digests.append(previous)
@@ -408,6 +412,11 @@ def _check_block_size(block_size: int) -> None:
     if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
         msg = f"block_size must be a positive int of tokens, got {block_size!r}"
         raise ConfigurationError(msg)
+
+
+def _check_group(group: int) -> None:
+    if not isinstance(group, int) or group < 0:
+        raise ConfigurationError(f"KV group {group!r}: groups are counted from 0")
 
 
 def _as_token_array(token_ids: TokenIds) -> NDArray[np.uint32]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
-from tiered_kv.arguments import check_deadline, check_pages, check_priority
+from tiered_kv.arguments import check_pages, check_priority, check_seconds
 from tiered_kv.core import Core
 from tiered_kv.keys import BlockKeys
 from tiered_kv.motion.budget import Priority
@@ -31,7 +31,7 @@ def prepare_load(
         chain = pool.chain
     caches, pages = check_pages(chain.caches, chain.group, keys, into)
     check_priority(priority)
-    check_deadline(deadline_s)
+    check_seconds("deadline_s", deadline_s)
     deadline = core.deadline(deadline_s)
     lane = chain.h2d.take(after)
     kind: Callable[..., Load] = LayerLoad if layerwise else Load

@@ -212,4 +212,7 @@ class CacheStatistics:
     is_device_usable: bool = True
 
     def __getitem__(self, tier: str) -> TierStatistics:
-        return next(each for each in self.tiers if each.tier == tier)
+        named = {each.tier: each for each in self.tiers}
+        if tier not in named:
+            raise KeyError(f"no tier {tier!r} here; there are {', '.join(named)}")
+        return named[tier]

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from anyio import move_on_after
 
-from tiered_kv.arguments import check_identity, check_shards
+from tiered_kv.arguments import check_emit, check_identity, check_limits, check_shards
 from tiered_kv.assembly import Kind, build_chains, open_backends, parts_of
 from tiered_kv.backend import Backend, SlotBackend, TierSettings
 from tiered_kv.core import Core
@@ -50,7 +50,7 @@ class TieredKV(FromThreads, Preemption, Transfers, Control):
         model: ModelIdentity,
         layout: KVLayout,
         shard: Shard | tuple[Shard, ...] | None = None,
-        limits: CacheLimits | None = None,
+        limits: CacheLimits | Mapping[str, Any] | None = None,
         device: Device | str | None = None,
         codec: CodecName = "none",
         emit: Emit = log_event,
@@ -63,13 +63,14 @@ class TieredKV(FromThreads, Preemption, Transfers, Control):
             layout: What a block is made of.
             shard: Which part of the heads this process holds; all of them by default. A scheduler gives
                 ``Shard.every(size)``: then a block is there when every rank's part is, and only the ranks move bytes.
-            limits: Bounds in time, memory and work.
+            limits: Bounds in time, memory and work: `CacheLimits`, or a dict of its fields.
             device: Where the engine's tensors live, e.g. ``"cuda:1"``; the GPU if torch has one, else the CPU.
             codec: How blocks are kept: see `TieredKVSettings`.
             emit: Receives every event; logs them by default.
 
         Raises:
-            ConfigurationError: The tiers can not make a chain, or the codec can not keep the layout's blocks.
+            ConfigurationError: The tiers can not make a chain, the codec can not keep the layout's blocks, or an
+                argument is no such thing.
         """
         check_identity(model, layout)
         self._parts = parts_of(tiers)
@@ -77,7 +78,7 @@ class TieredKV(FromThreads, Preemption, Transfers, Control):
         self._codecs = [make_codec(codec, group) for group in layout.groups]
         self._model = model
         self._planner: Planner | None = None
-        self._core = Core(model, layout, check_shards(shard), limits or CacheLimits(), guarded(emit))
+        self._core = Core(model, layout, check_shards(shard), check_limits(limits), guarded(check_emit(emit)))
 
     @classmethod
     def from_settings(
@@ -137,7 +138,11 @@ class TieredKV(FromThreads, Preemption, Transfers, Control):
         """End: what is being moved ends, or is given up after `CacheLimits.close_timeout_s`. Idempotent.
 
         A cancellation is raised when everything has ended.
+
+        Raises:
+            ConfigurationError: Called in another thread than the one that opened it. Nothing has ended.
         """
+        self._core.check_thread()
         self._core.close()
         if self._core.lifetime is None:
             return

@@ -45,7 +45,11 @@ BLOCKS: dict[str, tuple[Given, type[TieredKVError], str]] = {
         "blocks of 16 tokens, the layout has blocks of 4",
     ),
     "a group there is not": ((prompt(4, group=1), IDS), ConfigurationError, "KV group 1 of 1"),
-    "a group below 0": ((prompt(4, group=-1), IDS), ConfigurationError, "KV group -1 of 1"),
+    "a group below 0": (
+        (BlockKeys(bytes(128), block_size=BLOCK_SIZE, group=-1), IDS),
+        ConfigurationError,
+        "KV group -1 of 1",
+    ),
     "ids of another group": (
         (KEYS, GPULoadStoreSpec(range(4), group=1)),
         LayoutMismatchError,
@@ -121,6 +125,7 @@ async def test_wrong_keys(cache: Cache, keys: Any) -> None:  # noqa: ANN401 - an
     [
         ({"deadline_s": "soon"}, "deadline_s"),
         ({"deadline_s": float("nan")}, "deadline_s"),
+        ({"deadline_s": -1}, "deadline_s must be a number of seconds, 0 or more, got -1"),
         ({"priority": "high"}, "priority"),
         ({"after": 7}, "after|event|wait"),
     ],
@@ -148,6 +153,8 @@ async def test_weights_without_a_name(cache: Cache, weights: Any) -> None:  # no
 async def test_tiers_that_are_not_there(cache: Cache) -> None:
     """A name of no tier is answered with those there are."""
     kv, _ = cache
+    with pytest.raises(KeyError, match="no tier 'disk' here; there are cpu, nvme"):
+        kv.stats()["disk"]
     with pytest.raises(ConfigurationError, match="no tier 'disk' here; there are cpu, nvme"):
         await kv.evict(KEYS, tier="disk")
     with pytest.raises(ConfigurationError, match="memory tier; here: cpu; not 'nvme'"):
@@ -237,8 +244,15 @@ async def test_another_thread(cache: Cache) -> None:
     kv, _ = cache
     errors: list[BaseException] = []
 
+    calls: list[Callable[[], object]] = [
+        kv.stats,
+        lambda: asyncio.run(kv.lookup(KEYS)),
+        lambda: asyncio.run(kv.load(KEYS, IDS)),
+        lambda: asyncio.run(kv.aclose()),
+    ]
+
     def elsewhere() -> None:
-        for call in (kv.stats, lambda: asyncio.run(kv.lookup(KEYS)), lambda: asyncio.run(kv.load(KEYS, IDS))):
+        for call in calls:
             try:
                 call()
             except ConfigurationError as error:
@@ -249,7 +263,7 @@ async def test_another_thread(cache: Cache) -> None:
     thread.join()
     assert [str(error) for error in errors] == [
         "a TieredKV is called from the thread of the event loop that opened it"
-    ] * 3
+    ] * len(calls)
 
 
 TIERS: dict[str, tuple[Callable[[Path], list[Any]], str]] = {
@@ -332,6 +346,11 @@ async def test_a_directory_held_by_another_process(tmp_path: Path) -> None:
     [
         (lambda: TieredKV([cpu(4)], model="llama", layout=SMALL), "needs model=ModelIdentity"),  # type: ignore[arg-type]
         (lambda: TieredKV([cpu(4)], model=MODEL, layout=SMALL.groups[0]), "and layout=KVLayout"),  # type: ignore[arg-type]
+        (lambda: TieredKV([cpu(4)], model=MODEL, layout=SMALL, limits=5), "limits must be CacheLimits or a dict"),  # type: ignore[arg-type]
+        (lambda: TieredKV([cpu(4)], model=MODEL, layout=SMALL, limits={"windw": 5}), "did you mean 'window'"),
+        (lambda: TieredKV([cpu(4)], model=MODEL, layout=SMALL, emit=5), "emit must be a function .* got 5"),  # type: ignore[arg-type]
+        (lambda: prompt(1, group=-1), "KV group -1: groups are counted from 0"),
+        (lambda: hash_blocks(range(4), block_size=4, extra=["x"]), r"extra\[0\] must be bytes or None, got 'x'"),  # type: ignore[list-item]
         (lambda: ModelIdentity("llama", weights=""), "weights must be a non-empty str"),
         (lambda: CacheLimits.model_validate({"windw": 5}), "windw"),
         (lambda: TieredKVSettings(tiers=["cpu://?capcity=1GiB"]), "did you mean 'capacity'|capcity"),
@@ -340,12 +359,34 @@ async def test_a_directory_held_by_another_process(tmp_path: Path) -> None:
         (lambda: GPULoadStoreSpec([0.5]), "flat sequence of ints"),  # type: ignore[list-item]
         (lambda: GPULoadStoreSpec([[1, 2]]), "flat sequence of ints"),  # type: ignore[list-item]
     ],
-    ids=range(9),
+    ids=range(14),
 )
 def test_wrong_parts(make: Callable[[], object], message: str) -> None:
     """What a cache is made of checks itself."""
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ConfigurationError, match=message):
         make()
+
+
+async def test_limits_of_a_dict() -> None:
+    """They are taken as `TieredKVSettings` takes them."""
+    async with TieredKV([cpu(4)], model=MODEL, layout=SMALL, limits={"load_timeout_s": "2"}) as kv:
+        assert kv.stats().transfers == 0
+
+
+async def test_a_device_there_is_not() -> None:
+    """A name that is no device's is refused at opening, with some that are."""
+    with pytest.raises(ConfigurationError, match=r"no device 'gpuu': write e.g. 'cpu', 'cuda'"):
+        async with TieredKV([cpu(4)], model=MODEL, layout=SMALL, device="gpuu"):
+            pass
+
+
+async def test_times_that_are_past(cache: Cache) -> None:
+    """Nobody can wait for less than no time."""
+    kv, _ = cache
+    with pytest.raises(ConfigurationError, match="timeout_s must be a number of seconds, 0 or more, got -1"):
+        kv.poll(timeout_s=-1)
+    with pytest.raises(ConfigurationError, match="timeout_s must be a number of seconds, 0 or more, got 'soon'"):
+        await kv.drain(timeout_s="soon")  # type: ignore[arg-type]
 
 
 async def test_a_gpu_pool_on_a_cpu(tmp_path: Path) -> None:

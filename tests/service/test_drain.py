@@ -126,8 +126,9 @@ async def test_a_drain_that_is_closed_over_does_not_claim_to_be_done() -> None:
 async def test_signals_are_for_the_main_thread() -> None:
     """Elsewhere Python would refuse them, and without one there is nothing to wait for."""
     async with open_cache(CPU) as kv:
-        with pytest.raises(ConfigurationError), kv.drain_on():
-            pass
+        for wrong in ([], ["SIGTERM"], [9], [signal.SIGTERM, 15], [signal.SIGKILL]):
+            with pytest.raises(ConfigurationError, match=r"write drain_on\(signal.SIGTERM\)"), kv.drain_on(*wrong):
+                pass
 
     errors: list[Exception] = []
 

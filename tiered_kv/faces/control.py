@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 
 import numpy as np
 
-from tiered_kv.arguments import check_capacity, check_ttl
+from tiered_kv.arguments import check_capacity, check_seconds, check_ttl
 from tiered_kv.changes import Changes
 from tiered_kv.core import Core
 from tiered_kv.drain import Draining, drain, draining_on
@@ -152,6 +152,7 @@ class Control:
             Whether all stores were settled, and owned tiers had noted what they hold, in time.
         """
         self._core.check_open()
+        check_seconds("timeout_s", timeout_s)
         return await drain(self._core, timeout_s)
 
     def drain_on(self, *signals: signal.Signals, timeout_s: float | None = None) -> AbstractContextManager[Draining]:
@@ -161,6 +162,7 @@ class Control:
         the block lasts, handlers set before are not called; leaving it puts them back.
         """
         self._core.check_open()
+        check_seconds("timeout_s", timeout_s)
         return draining_on(signals, lambda: self._core.tasks.spawn(drain(self._core, timeout_s), "drain on a signal"))
 
     def stats(self) -> CacheStatistics:

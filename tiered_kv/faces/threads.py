@@ -2,6 +2,7 @@
 
 from functools import partial
 
+from tiered_kv.arguments import check_seconds
 from tiered_kv.core import Core
 from tiered_kv.keys import BlockKeys
 from tiered_kv.lookups import lookup_result, owned_runs
@@ -49,6 +50,7 @@ class FromThreads:
         Waits for the first of them, at most ``timeout_s``, and only while anything is under way. Results are kept until
         they are polled or waited for, after closing too; each is given to one caller only.
         """
+        check_seconds("timeout_s", timeout_s)
         return self._core.submissions.poll(timeout_s)
 
     def lookup_nowait(self, keys: BlockKeys) -> LookupResult:

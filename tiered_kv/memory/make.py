@@ -14,7 +14,10 @@ def make_device(device: torch.device | str) -> Device:
     Raises:
         ConfigurationError: There is no such device, or none of a kind known here.
     """
-    wanted = torch.device(device)
+    try:
+        wanted = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigurationError(f"there is no device {device!r}: write e.g. 'cpu', 'cuda' or 'cuda:0'") from error
     if wanted.type == "cpu":
         return CPUDevice()
     if wanted.type == "cuda":
