@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.service import virtual
 from tests.service.any_layout import MODEL, nvme, prompt
-from tests.service.conftest import AnyTier
+from tests.service.conftest import AnyTier, ScriptedBackend, until
 from tiered_kv import (
     CPULoadStoreSpec,
     GPULoadStoreSpec,
@@ -26,6 +27,7 @@ NUM_BLOCKS = 12
 NHD = KVGroup(3, 2, 16, "bfloat16", 4)
 HND = KVGroup(2, 2, 16, "float16", 4, "HND", page_size=2)
 MLA = KVGroup(3, 1, 40, "bfloat16", 4, "MLA")
+WIDE = KVGroup(8, 8, 64, "bfloat16", 4)  # blocks of 64 KiB
 AXES = {"NHD": "PBNHD", "HND": "PBHND", "MLA": "BND"}
 CODECS: tuple[CodecName, ...] = ("none", "fp8")
 MEMORY = {"medium": "memory", "capacity": "4MiB"}
@@ -120,6 +122,29 @@ async def test_a_tier_holds_twice_the_blocks_in_the_same_bytes() -> None:
         async with open_fp8(group, {"medium": "cpu", "capacity": "4MiB"}, codec=codec) as kv:
             num_slots.append(kv.stats().tiers[0].num_slots)
     assert num_slots == [(4 << 20) // group.payload_bytes, (4 << 20) // (group.payload_bytes // 2 + 4096)]
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_load_is_estimated_by_what_is_moved(codec: CodecName) -> None:
+    """What took two seconds will take two seconds, however many bytes it is decoded."""
+
+    async def program() -> float:
+        backend, keys = ScriptedBackend(timeout_s=60.0), prompt(4)
+        caches = caches_of(WIDE)
+        async with open_fp8(WIDE, backend, codec=codec) as kv:
+            kv.register_kv_caches(caches, axes="PBNHD")
+            await (await kv.store(keys, GPULoadStoreSpec(range(4)))).settled()
+            backend.on_read.hold()
+            loading = kv.start_load(keys, GPULoadStoreSpec(range(4)), deadline_s=60.0)
+            await until(lambda: backend.on_read.num_held > 0)
+            await virtual.advance(2.0)
+            backend.on_read.release()
+            assert (await loading).num_blocks == 4
+            found = await kv.lookup(keys)
+            assert found.num_bytes == 4 * WIDE.payload_bytes
+            return found.estimated_load_s
+
+    assert virtual.run(program) == pytest.approx(2.0)
 
 
 async def test_records_say_how_they_are_kept(tmp_path: Path) -> None:
