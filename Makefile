@@ -51,7 +51,7 @@ test: .venv/dev.stamp .venv/servers
 	$(IN_VENV)pytest
 
 test-fast: .venv/dev.stamp
-	$(IN_VENV)pytest -m "not slow" --ignore=tests/servers --ignore=tests/examples --ignore=tests/test_docs.py
+	$(IN_VENV)pytest -n auto -m "not slow" --ignore=tests/servers --ignore=tests/examples --ignore=tests/test_docs.py
 
 test-gpu: .venv/dev.stamp
 	$(IN_VENV)pytest tests/gpu tests/memory

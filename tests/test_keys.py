@@ -46,6 +46,7 @@ def namespace(
     return Namespace(fingerprint(model, layout, group), epoch, salt_digest(salt), shard or Shard())
 
 
+@pytest.mark.slow
 def test_hashes_are_the_same_in_every_process_and_release() -> None:
     """Golden values: a change of any of them loses every cache there is, and has to be a new format version."""
     program = (
@@ -132,6 +133,7 @@ def test_paths_are_made_of_digests_alone() -> None:
     assert path.split("/")[2] == "1of2"
 
 
+@pytest.mark.slow
 def test_a_namespace_travels_to_another_process() -> None:
     """Pickled after its hash was taken, it still equals and hashes like one made there."""
     space = namespace(salt="tenant")

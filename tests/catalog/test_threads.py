@@ -107,6 +107,7 @@ def test_a_batch_is_seen_whole_or_not_at_all() -> None:
     kept.release()
 
 
+@pytest.mark.slow
 def test_a_block_that_moves_is_always_found() -> None:
     """Blocks that are taken up before they are let go below, or written below before they leave, are never missed."""
     upper, lower = TierIndex(2 * GROUP), TierIndex(2 * GROUP)
@@ -128,6 +129,7 @@ def test_a_block_that_moves_is_always_found() -> None:
     look_while(change, look)
 
 
+@pytest.mark.slow
 def test_eviction_and_clearing_under_readers() -> None:
     """Whatever the owner does, no reader meets an error, nor two names in one slot."""
     index = TierIndex(GROUP, num_transient=GROUP)

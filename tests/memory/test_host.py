@@ -49,6 +49,7 @@ def test_blocks_are_lent_with_headers_of_their_own(slab: HostSlab) -> None:
     assert len(lent) == 1
 
 
+@pytest.mark.slow
 def test_another_process_attaches_the_same_memory(slab: HostSlab) -> None:
     """A worker that inherits the descriptor reads our bytes and we read its, each through an object of its own."""
     slab.payload(3)[:5] = b"hello"

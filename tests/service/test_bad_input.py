@@ -318,6 +318,7 @@ async def test_wrong_tiers(tmp_path: Path, wrong: str) -> None:
     assert open_files() <= files
 
 
+@pytest.mark.slow
 async def test_a_directory_held_by_another_process(tmp_path: Path) -> None:
     """One process owns the directory: the next is told which one, and may have it once that has ended."""
     holder = (

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -128,6 +129,7 @@ async def test_one_that_falls_behind_gets_a_snapshot_and_is_counted() -> None:
         assert_exact(kv, mirror)
 
 
+@pytest.mark.slow
 async def test_a_router_in_another_process_matches_prompts() -> None:
     """It gets the changes and a namespace, pickled, and needs no cache."""
     engine = Engine()

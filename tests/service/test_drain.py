@@ -163,6 +163,7 @@ def line_of(process: "subprocess.Popen[str]") -> str:
     return process.stdout.readline().strip()
 
 
+@pytest.mark.slow
 async def test_after_sigterm_under_load_a_restart_finds_what_was_reported_written(tmp_path: Path) -> None:
     """The process ends by itself, having written what it had; the next one starts warm, every byte right."""
     process = start(str(tmp_path))
@@ -187,6 +188,7 @@ async def assert_right(kv: TieredKV, engine: AnyEngine, seed: int) -> None:
     assert loaded.num_blocks == engine.count_right(prompt(8, seed), range(8)) == 8
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_the_process() -> None:
     """Whatever the drain waits for."""
     process = start("stuck")

@@ -413,6 +413,7 @@ async def slow_cache(path: Path, engine: Engine, write: str, emit: Recorder) -> 
         yield kv
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("write", ["back", "through"])
 def test_stores_at_twice_the_bandwidth_of_the_disk(write: str, tmp_path: Path) -> None:
     """For a minute: no deadlock, memory bounded, each drop counted, and what was written is there after a restart."""
