@@ -122,7 +122,10 @@ def test_sizes_are_ints_or_text(text: str | int, num_bytes: int) -> None:
 
 def test_a_cpu_tier_may_be_empty_and_a_gpu_tier_may_not() -> None:
     """Capacity 0 of the CPU tier means that blocks only pass through host memory."""
-    assert TieredKVSettings(tiers=["cpu://?capacity=0"]).tiers == (CPUTier(capacity=ByteSize(0)),)
+    assert TieredKVSettings(tiers=["cpu://?capacity=0", "memory://?capacity=1"]).tiers[0] == CPUTier(
+        capacity=ByteSize(0)
+    )
+    assert TieredKVSettings(tiers=["cpu://?capacity=0&max_capacity=1GiB"]).tiers[0].medium == "cpu"
     assert "tiers[0].capacity: must be positive, got '0'" in complaint(tiers=["gpu://?capacity=0"])
 
 
@@ -151,6 +154,14 @@ def test_a_cpu_tier_may_be_empty_and_a_gpu_tier_may_not() -> None:
         (["memory://?capacity=1", "cpu://"], "then storage; got memory, cpu"),
         (["memory://?capacity=1"] * 2, "tiers[1]: is called 'memory' like tiers[0]: give it a name of its own"),
         (["memory://?capacity=1", "memory://?capacity=1&name=memory"], "e.g. name='memory-2'"),
+        (["cpu://?capacity=0"], "tiers: can keep nothing: give the cpu tier a capacity, or add a storage tier"),
+        (["cpu://?write=back"], "tiers[0]: tier 'cpu' is the first: it gets blocks at once"),
+        (["file:///kv?capacity=1GiB&write=back"], "tiers[0]: tier 'nvme' has write='back', but there is no gpu or cpu"),
+        (["cpu://", "file:///kv?capacity=1GiB&exclusive=1"], "tiers[1]: tier 'nvme' cannot be exclusive: it needs"),
+        (
+            ["file:///kv?capacity=1GiB", "file:///kv?capacity=1GiB&name=b"],
+            "tiers[1]: tier 'b' has the directory of tier 'nvme': each needs its own",
+        ),
         ([TierSettings(medium="cpu")], "tiers[0]: medium 'cpu' takes tiered_kv.settings.CPUTier, not TierSettings"),
     ],
 )
@@ -213,6 +224,12 @@ def test_the_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
         ("TIERED_KV_TIER", "[]", "TIERED_KV_TIER is not read: write TIERED_KV_TIERS"),
         ("TIERED_KV_LIMITS_WINDOW", "1", "TIERED_KV_LIMITS_WINDOW is not read: write TIERED_KV_LIMITS__WINDOW"),
         ("TIERED_KV_WINDOW", "1", "TIERED_KV_WINDOW is not read: write TIERED_KV_LIMITS__WINDOW"),
+        ("TIERED_KV_LIMIT__WINDOW", "1", "TIERED_KV_LIMIT__WINDOW is not read: write TIERED_KV_LIMITS__WINDOW"),
+        ("TIERED_KV_LIMIT_WINDOW", "1", "TIERED_KV_LIMIT_WINDOW is not read: write TIERED_KV_LIMITS__WINDOW"),
+        ("TIERED_KV_LIMIT__WINDO", "1", "TIERED_KV_LIMIT__WINDO is not read: write TIERED_KV_LIMITS__WINDO"),
+        ("TIEREDKV_TIERS", "[]", "TIEREDKV_TIERS is not read: write TIERED_KV_TIERS"),
+        ("TIERED_KVTIERS", "[]", "TIERED_KVTIERS is not read: write TIERED_KV_TIERS"),
+        ("tiered_kv_CONFG", "x", "is not read: write TIERED_KV_CONFIG"),
         ("TIERED_KV_CONFG", "x", "TIERED_KV_CONFG is not read: write TIERED_KV_CONFIG"),
     ],
 )
@@ -224,6 +241,8 @@ def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch, variable: st
 
 def test_variables_of_others_are_let_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kubernetes sets these in every pod beside a service called tiered-kv."""
+    for name in ("TIEREDKV_PORT", "TIEREDKV_SERVICE_HOST", "TIERED_KV_SERVICE_PORT_HTTP", "TIERED_KV_PORT_80_TCP_ADDR"):
+        monkeypatch.setenv(name, "10.0.0.1")
     for name in ("TIERED_KV_SERVICE_HOST", "TIERED_KV_PORT", "TIERED_KV_PORT_80_TCP", "TIERED_KV_SERVICE_PORT"):
         monkeypatch.setenv(name, "tcp://10.0.0.1:80")
     assert TieredKVSettings() == TieredKVSettings(tiers=[CPUTier()])

@@ -45,7 +45,7 @@ from tiered_kv.motion.workers import Tasks, WorkerPool
 from tiered_kv.motion.writedown import write_admitted
 from tiered_kv.preflight import check_host_memory, doubt_of_pinning
 from tiered_kv.registry import make_backend, resolve_policy
-from tiered_kv.settings import CacheLimits, CPUTier, GPUTier, check_chain, tier_from, tier_name
+from tiered_kv.settings import CacheLimits, CPUTier, GPUTier, check_chain, check_policies, tier_from, tier_name
 from tiered_kv.wakeups import Wakeups
 
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.5, 8.0
@@ -105,7 +105,9 @@ def parts_of(tiers: Sequence[TierSettings | Mapping[str, Any] | str | Backend | 
         (each.medium, tier_name(each)) if isinstance(each, TierSettings) else (type(each).__name__, _name_of(each))
         for each in settings
     ]
-    check_chain([medium for medium, _ in named], [name for _, name in named])
+    names = [name for _, name in named]
+    check_chain([medium for medium, _ in named], names)
+    check_policies([each if isinstance(each, TierSettings) else _settings_of(each) for each in settings], names)
     gpu = next((each for each in settings if isinstance(each, GPUTier)), None)
     cpu = next((each for each in settings if isinstance(each, CPUTier)), CPUTier(capacity=0))
     storage = [
@@ -115,9 +117,10 @@ def parts_of(tiers: Sequence[TierSettings | Mapping[str, Any] | str | Backend | 
         for each, (_, name) in zip(settings, named, strict=True)
         if not isinstance(each, GPUTier | CPUTier)
     ]
-    parts = Parts(gpu, cpu, tuple(storage))
-    _check_policies(parts)
-    return parts
+    for part in storage:
+        if getattr(part.settings, "exclusive", False) and not isinstance(part.backend, SlotBackend):
+            raise ConfigurationError(f"tier {part.name!r} cannot be exclusive: this cache does not own its slots")
+    return Parts(gpu, cpu, tuple(storage))
 
 
 @dataclass(frozen=True)
@@ -366,25 +369,6 @@ def _gpu_tier(
     policy = resolve_policy(settings.policy)
     index = TierIndex(num_slots, policy=policy, ttl_s=settings.ttl_s, clock=clock, write_back=write_back)
     return MemoryTier(tier_name(settings), index, device.empty_pool(num_slots, stride_bytes))
-
-
-def _check_policies(parts: Parts) -> None:
-    """Raise `ConfigurationError` where blocks would wait, or move, for a tier that has nothing above it."""
-    first = parts.gpu or parts.cpu
-    has_memory = parts.gpu is not None or parts.cpu.capacity or parts.cpu.max_capacity
-    if has_memory and first.write == "back":
-        raise ConfigurationError(
-            f"tier {tier_name(first)!r} is the first: it gets blocks at once, not with write='back'"
-        )
-    for part in parts.storage:
-        is_back, is_exclusive = part.settings.write == "back", getattr(part.settings, "exclusive", False)
-        if is_back and not has_memory:
-            raise ConfigurationError(f"tier {part.name!r} has write='back', but there is no gpu or cpu tier to wait in")
-        if is_exclusive and not (is_back and parts.cpu.capacity and isinstance(part.backend, SlotBackend)):
-            raise ConfigurationError(
-                f"tier {part.name!r} cannot be exclusive: it needs write='back', a cpu tier above it, and a medium "
-                "whose slots this cache gives and takes"
-            )
 
 
 def _num_slots(tier: str, capacity: int, stride: int) -> int:

@@ -11,6 +11,7 @@ In the environment: ``TIERED_KV_TIERS`` (a JSON list of the same), ``TIERED_KV_L
 
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
@@ -43,6 +44,7 @@ from tiered_kv.registry import OWN_MEDIA, medium_for_scheme, resolve, resolve_po
 
 _PREFIX = "TIERED_KV_"
 _CONFIG = "TIERED_KV_CONFIG"
+_LIKE_OURS = re.compile("TIERED_*KV_*(.+)")
 _GIB = 1024**3
 _MIB = 1024**2
 
@@ -247,7 +249,9 @@ class TieredKVSettings(BaseSettings):
 
     @model_validator(mode="after")
     def _check_chain(self) -> Self:
-        check_chain([tier.medium for tier in self.tiers], [tier_name(tier) for tier in self.tiers])
+        names = [tier_name(tier) for tier in self.tiers]
+        check_chain([tier.medium for tier in self.tiers], names)
+        check_policies(self.tiers, names)
         return self
 
 
@@ -265,6 +269,36 @@ def check_chain(media: Sequence[str], names: Sequence[str]) -> None:
             free = next(f"{name}-{n}" for n in range(2, len(names) + 2) if f"{name}-{n}" not in taken)
             clash = f"is called {name!r} like tiers[{first}]: give it a name of its own, e.g. name={free!r}"
             raise LocatedError([(("tiers", place), clash)])
+
+
+def check_policies(tiers: Sequence[TierSettings], names: Sequence[str]) -> None:
+    """Raise `ConfigurationError` where blocks would stay nowhere, or wait or move for a tier with nothing above it."""
+    memory = [each for each in tiers if isinstance(each, GPUTier | CPUTier) and _can_keep(each)]
+    has_cpu = any(isinstance(each, CPUTier) and each.capacity for each in memory)
+    if not memory and all(isinstance(each, CPUTier) for each in tiers):
+        raise LocatedError([(("tiers",), "can keep nothing: give the cpu tier a capacity, or add a storage tier")])
+    if memory and memory[0].write == "back":
+        place = tiers.index(memory[0])
+        what = f"tier {names[place]!r} is the first: it gets blocks at once, not with write='back'"
+        raise LocatedError([(("tiers", place), what)])
+    taken: dict[Path, str] = {}
+    for place, (tier, name) in enumerate(zip(tiers, names, strict=True)):
+        what = ""
+        if isinstance(tier, GPUTier | CPUTier):
+            continue
+        if tier.write == "back" and not memory:
+            what = f"tier {name!r} has write='back', but there is no gpu or cpu tier to wait in"
+        if getattr(tier, "exclusive", False) and not (tier.write == "back" and has_cpu):
+            what = f"tier {name!r} cannot be exclusive: it needs write='back', and a cpu tier above it"
+        path = getattr(tier, "path", None) if isinstance(tier, OwnedTierSettings) else None
+        if isinstance(path, Path) and (other := taken.setdefault(path.absolute(), name)) != name:
+            what = f"tier {name!r} has the directory of tier {other!r}: each needs its own"
+        if what:
+            raise LocatedError([(("tiers", place), what)])
+
+
+def _can_keep(tier: "GPUTier | CPUTier") -> bool:
+    return isinstance(tier, GPUTier) or bool(tier.capacity or tier.max_capacity)
 
 
 _config_file: ContextVar[Path | None] = ContextVar("config_file", default=None)
@@ -315,15 +349,18 @@ def _check_environment(fields: Iterable[str]) -> None:
     """Refuse variables that look like ours and are not read."""
     known = [field.upper() for field in fields] + [_CONFIG.removeprefix(_PREFIX)]
     for variable in os.environ:
-        name = variable.upper().removeprefix(_PREFIX)
-        if name == variable.upper() or name in known or name.startswith(tuple(f"{each}__" for each in known)):
+        if (like_ours := _LIKE_OURS.fullmatch(variable.upper())) is None:
             continue
-        limit = name.removeprefix("LIMITS").lstrip("_")
+        name = like_ours[1]
+        head, *rest = name.split("__", maxsplit=1)
+        if head in known and variable.upper() == _PREFIX + name:
+            continue
+        limit = re.sub(r"^LIMITS?_*", "", name)
         if limit.lower() in CacheLimits.model_fields:
             raise ConfigurationError(f"{variable} is not read: write {_PREFIX}LIMITS__{limit}")
         # Only what resembles ours: Kubernetes sets TIERED_KV_PORT and more where a service is called tiered-kv.
-        if close := difflib.get_close_matches(name, known, n=1):
-            raise ConfigurationError(f"{variable} is not read: write {_PREFIX}{close[0]}")
+        if close := difflib.get_close_matches(head, known, n=1):
+            raise ConfigurationError(f"{variable} is not read: write {_PREFIX}{'__'.join([close[0], *rest])}")
 
 
 def _size(num_bytes: ByteSize) -> str:
