@@ -5,10 +5,10 @@ space run on one stream, in the order of the calls, so that a slot may be filled
 """
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ Moves = Mapping[int, int] | Iterable[Sequence[int]] | NDArray[np.integer[Any]]
 Copies = Mapping[int, int | Sequence[int]] | Iterable[Sequence[int]] | NDArray[np.integer[Any]]
 """``{source: targets}``, or pairs."""
 Ids = NDArray[np.int64]
+_PARTS: Final = ("out", "in", "copy")
 
 
 class SwapSpaces:
@@ -127,27 +128,38 @@ class SwapSpace:
 
 
 class Swap(Revocable):
-    """One call: pages out, then in, then copied."""
+    """One call: pages out, then in, then copied. The first that fails, or is revoked, is the last."""
 
     def __init__(self, space: SwapSpace, swap_in: Ids, swap_out: Ids, copy: Ids, after: object) -> None:
         """Submit all of it, behind ``after``."""
         super().__init__()
         self._counts = len(swap_out), len(swap_in), len(copy)
-        self._error: BaseException | None = space.chain.h2d.device.error
-        self._is_unusable = self._error is not None
+        self._errors: dict[int, BaseException] = {}
+        self._is_stopped = False
+        if (error := space.chain.h2d.device.error) is not None:
+            self._errors[0] = error
+        self._is_unusable = error is not None
         if self._is_unusable:
             return
         if after is not None:
             space.lane.wait(after)
         # Out before in: a page that leaves may be another's at once. Copies last: a sequence that comes back may be
         # forked in the same step.
-        for move, pieces in (
-            (space.gather, space.pieces(swap_out)),
-            (space.scatter, space.pieces(swap_in)),
-            (space.copy, space.pieces_within(copy)),
+        for part, (move, pieces) in enumerate(
+            (
+                (space.gather, space.pieces(swap_out)),
+                (space.scatter, space.pieces(swap_in)),
+                (space.copy, space.pieces_within(copy)),
+            )
         ):
             for sources, targets in pieces:
-                self.watch(space.chain.copy(space.lane, partial(move, sources, targets)), self._ended)
+                work = partial(self._move, move, sources, targets)
+                self.watch(space.chain.copy(space.lane, work), partial(self._ended, part))
+
+    def revoke_copies(self) -> None:
+        """Let no copy begin that has not begun: not one behind another that does not begin either."""
+        self._is_stopped = True
+        super().revoke_copies()
 
     async def run(self) -> SwapResult:
         """Wait for its end; never raises."""
@@ -157,15 +169,29 @@ class Swap(Revocable):
             self.revoked = True
         finally:
             await self.drain_copies()
-        fault = None
-        if (error := self._error) is not None:
-            reason = "device unusable" if self._is_unusable else "copy failed"
-            reason = "revoked" if isinstance(error, RevokedError) else reason
-            fault = TierFault("engine", reason, sum(self._counts), f"{type(error).__name__}: {error}")
-        return SwapResult(*(self._counts if fault is None else (0, 0, 0)), fault)
+        if not self._errors:
+            return SwapResult(*self._counts)
+        part, error = min(self._errors.items())
+        reason = "device unusable" if self._is_unusable else "copy failed"
+        reason = "revoked" if isinstance(error, RevokedError) else reason
+        fault = TierFault("engine", reason, sum(self._counts[part:]), f"{type(error).__name__}: {error}")
+        num_out, num_in, num_copied = (count if number < part else 0 for number, count in enumerate(self._counts))
+        return SwapResult(num_out, num_in, num_copied, fault, _PARTS[part])
 
-    def _ended(self, error: BaseException | None) -> None:
-        self._error = self._error or error
+    def _move(self, move: Callable[[Ids, Ids], None], sources: Ids, targets: Ids) -> None:
+        """Do one piece, in the stream's turn."""
+        if self._is_stopped:
+            raise RevokedError
+        try:
+            move(sources, targets)
+        except BaseException:
+            self._is_stopped = True
+            raise
+
+    def _ended(self, part: int, error: BaseException | None) -> None:
+        if error is not None:
+            self._is_stopped = True
+            self._errors.setdefault(part, error)
 
 
 def _pairs(name: str, moves: Copies, num_sources: int, num_targets: int) -> Ids:
