@@ -20,7 +20,7 @@ class LookupResult:
     Attributes:
         num_blocks: Its length.
         runs: Which tier each block would come from, neighbours in one tier together.
-        num_bytes: Payload bytes of the prefix.
+        num_bytes: Payload bytes of the prefix, as the engine has them.
         estimated_load_s: From each tier's load rate as seen so far; 0 where nothing was seen yet.
     """
 
@@ -56,7 +56,7 @@ class LoadResult:
         num_blocks: The prefix that is in place, byte for byte. Past it the target may hold anything.
         num_requested: How many keys were asked for.
         by_tier: Where each block of the prefix was found.
-        num_bytes: Payload bytes of the prefix.
+        num_bytes: Payload bytes of the prefix, as the engine has them.
         seconds: From the call to its end, on the cache's clock.
         faults: What shortened the prefix, if something but a plain miss did.
     """
@@ -130,13 +130,35 @@ class PinResult:
 
 
 @dataclass(frozen=True)
+class SwapOutResult(StoreResult):
+    """What `TieredKV.swap_out` kept.
+
+    Attributes:
+        num_pinned: The prefix that is pinned. What is behind it is in the tiers as far as it was stored, and may be
+            evicted.
+    """
+
+    num_pinned: int = 0
+
+
+@dataclass(frozen=True)
 class SwapResult:
-    """What a swap moved: all of it, or, with a ``fault``, nobody knows what. Pages, each target counted."""
+    """What a swap moved, in pages; each target counts.
+
+    Attributes:
+        num_out: Pages that went out, all or none.
+        num_in: Pages that came in, all or none.
+        num_copied: Pages copied within the engine, all or none.
+        fault: Why it ended early, and with how many pages.
+        failed: Which part did not go well then: ``"out"``, ``"in"`` or ``"copy"``. The targets of that part may hold
+            anything; the parts behind it have not begun.
+    """
 
     num_out: int
     num_in: int
     num_copied: int
     fault: TierFault | None = None
+    failed: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,8 @@
 """Preempted sequences: swapped out whole, partial block and all, and back; and an engine's own swaps by number."""
 
 import asyncio
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +24,8 @@ from tests.service.watching import pages
 from tiered_kv import CacheLimits, ConfigurationError, GPULoadStoreSpec, KVLayout, TieredKV, hash_blocks, hash_tail
 from tiered_kv.events import SequencePreempted
 from tiered_kv.memory import ScriptedDevice, ScriptedEvent
+from tiered_kv.memory.copies import gather_blocks, scatter_blocks
+from tiered_kv.motion import swap
 from tiered_kv.motion.swap import Copies, Moves
 
 TOKENS = list(range(5 * BLOCK_SIZE + 3))
@@ -40,6 +44,8 @@ async def test_a_sequence_comes_back_whole() -> None:
     async with open_cache(CPU, engine=engine, emit=emit) as kv:
         stored = await kv.swap_out(KEYS, engine.compute(KEYS))
         assert stored.num_stored == len(KEYS) == 6
+        assert stored.num_pinned == 6
+        assert len(await stored.settled()) == 1
         for seed in range(1, 4):
             others = prompt(8, seed=seed)
             await kv.store(others, engine.compute(others))
@@ -53,6 +59,16 @@ async def test_a_sequence_comes_back_whole() -> None:
             await kv.store(others, engine.compute(others))
         assert (await kv.lookup(KEYS)).num_blocks == 0
         await until_idle(kv)
+
+
+async def test_a_sequence_that_is_not_pinned_whole_says_so() -> None:
+    """Pins hold half of a tier at most; what is behind them is there until others need the room."""
+    engine = Engine()
+    async with open_cache({"medium": "cpu", "capacity": 8 * PAYLOAD_BYTES}, engine=engine) as kv:
+        swapped = await kv.swap_out(KEYS, engine.compute(KEYS))
+        assert (swapped.num_stored, swapped.num_pinned) == (6, 4)
+        assert (await kv.swap_in(KEYS, INTO)).num_blocks == 6
+        assert engine.read(INTO) == contents(KEYS)
 
 
 async def test_what_did_not_come_back_stays_pinned() -> None:
@@ -173,7 +189,7 @@ async def test_a_swap_that_fails_says_so() -> None:
         await until(lambda: handle.done, on_wait=device.step)
         moved = await handle
         assert moved.fault
-        assert (moved.num_out, moved.fault.reason) == (0, "copy failed")
+        assert (moved.num_out, moved.fault.reason, moved.failed) == (0, "copy failed", "out")
         handle = kv.start_swap(blocks_to_swap_out={0: 0}, after=ScriptedEvent())
         handle.cancel()
         assert (fault := (await handle).fault)
@@ -182,6 +198,42 @@ async def test_a_swap_that_fails_says_so() -> None:
         assert (fault := (await kv.swap(blocks_to_swap_out={0: 0})).fault)
         assert fault.reason == "device unusable"
         await until_idle(kv, on_wait=device.run_all)
+
+
+@pytest.mark.parametrize("failing", ["out", "in"])
+async def test_nothing_moves_behind_a_page_that_failed(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages come in over those that have left, so they do not if one could not leave; the result says what failed."""
+    engine, sevens = Engine(), prompt(6, seed=7)
+    move: Callable[..., None] = gather_blocks if failing == "out" else scatter_blocks
+    calls = []
+
+    def fail_second(*args: Any) -> None:  # noqa: ANN401 - passed on as they are
+        calls.append(args)
+        if len(calls) == 2:
+            raise OSError("lost")
+        move(*args)
+
+    async with open_cache(CPU, engine=engine, limits=LIMITS) as kv:
+        engine.compute(KEYS)
+        engine.compute(sevens[:2], [10, 11])
+        await kv.swap(blocks_to_swap_out={10: 6, 11: 7})
+        monkeypatch.setattr(swap, move.__name__, fail_second)
+        out = {page: page for page in range(6)}
+        if failing == "out":
+            moved = await kv.swap({6: 0, 7: 1}, out, {2: 12})
+        else:
+            moved = await kv.swap({slot: 20 + slot for slot in range(6)}, out, {2: 12})
+        assert moved.fault
+        assert (moved.failed, moved.num_out) == (failing, 0 if failing == "out" else 6)
+        assert (moved.num_in, moved.num_copied) == (0, 0)
+        assert moved.fault.detail == "OSError: lost"
+        assert moved.fault.num_blocks == (9 if failing == "out" else 7)
+        assert engine.read(range(6)) == contents(KEYS)
+        assert engine.read([12]) != contents(KEYS[2:3])
+        monkeypatch.undo()
+        assert (await kv.swap({6: 10, 7: 11})).num_in == 2
+        assert engine.read([10, 11]) == contents(sevens[:2])
+        await until_idle(kv)
 
 
 @pytest.mark.parametrize(

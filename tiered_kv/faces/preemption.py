@@ -7,7 +7,7 @@ from tiered_kv.faces.transfers import Transfers
 from tiered_kv.keys import BlockKeys
 from tiered_kv.motion.handles import Handle
 from tiered_kv.motion.swap import Copies, Moves, Swap
-from tiered_kv.results import LoadResult, StoreResult, SwapResult
+from tiered_kv.results import LoadResult, SwapOutResult, SwapResult
 from tiered_kv.specs import GPULoadStoreSpec
 
 
@@ -16,8 +16,11 @@ class Preemption(Transfers, Control):
 
     async def swap_out(
         self, keys: BlockKeys, source: GPULoadStoreSpec, *, after: object = None, ttl_s: float = 600.0
-    ) -> StoreResult:
+    ) -> SwapOutResult:
         """Store a preempted sequence whole, and pin it until `swap_in` or for ``ttl_s``; see `store` and `pin`.
+
+        Pins hold at most half of a tier, and at most `CacheLimits.pin_quota` for a salt. Where ``num_pinned`` is less
+        than the number of keys, the rest is kept like any other block, and may have to be computed again.
 
         Args:
             keys: Of all its blocks, the partial last one too: ``keys + hash_tail(rest, parent=keys)``.
@@ -31,7 +34,7 @@ class Preemption(Transfers, Control):
         pinned = self.pin(keys, ttl_s=ttl_s)
         self._core.ledger.preemptions += 1
         self._core.emit(SequencePreempted(len(keys), stored.num_dropped, pinned.num_blocks))
-        return stored
+        return SwapOutResult(**vars(stored), num_pinned=pinned.num_blocks)
 
     async def swap_in(
         self, keys: BlockKeys, into: GPULoadStoreSpec, *, after: object = None, deadline_s: float | None = None
@@ -66,7 +69,8 @@ class Preemption(Transfers, Control):
         """Start to move pages between the engine and the swap space, `CacheLimits.swap_space`. Await the handle.
 
         Pages go out, then in, then are copied within the engine: a page that leaves may be another's at once, and one
-        that comes may be forked. Calls run in their order. No block is named and no tier takes part.
+        that comes may be forked. Calls run in their order. No block is named and no tier takes part. A page
+        that fails to move ends the swap: what is behind it does not begin, and the result says which part failed.
 
         Args:
             blocks_to_swap_in: ``{slot: page}``, or pairs.

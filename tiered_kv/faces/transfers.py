@@ -34,7 +34,8 @@ class HostLease:
 
     Attributes:
         num_blocks: The prefix that is held.
-        views: One read-only view per block, of the payload's bytes. Not to be used after the block has ended.
+        views: One read-only view per block, of its bytes as they are kept: the payload's, or what a codec made of it.
+            Not to be used after the ``async with`` block has ended.
     """
 
     def __init__(self, views: Sequence[memoryview]) -> None:
@@ -236,7 +237,8 @@ class Transfers:
     def lease(self, keys: BlockKeys) -> AbstractAsyncContextManager[HostLease]:
         """Hold a prefix in host memory: ``async with kv.lease(keys) as lease``. Inside, it cannot be evicted.
 
-        Brings to the CPU tier what is below it. Needs a CPU tier; what does not fit is not held.
+        Brings to the CPU tier what is below it. Needs a CPU tier; what does not fit is not held. With a codec its views
+        are of encoded bytes; to have the engine's, load into a host pool.
         """
         chain, batch = self._core.batch(keys)
         if not chain.host.index.num_slots:
