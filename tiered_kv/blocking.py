@@ -7,7 +7,7 @@ no round trip through the portal: they are submitted, as by any thread.
 import asyncio
 import inspect
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, ParamSpec, TypeVar, overload
@@ -16,14 +16,24 @@ from anyio import CancelScope
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from tiered_kv.errors import ClosedError
+from tiered_kv.explain import Explanation
 from tiered_kv.faces.transfers import HostLease
+from tiered_kv.groups import GroupNeed, GroupsLoad, GroupsLookup
 from tiered_kv.keys import BlockKeys
 from tiered_kv.layout import KVCaches
 from tiered_kv.motion.budget import Priority
 from tiered_kv.motion.threads import Ticket
-from tiered_kv.results import CacheStatistics, LoadResult, LookupResult, PrefetchResult, StoreResult
+from tiered_kv.results import (
+    CacheStatistics,
+    LoadResult,
+    LookupResult,
+    PinResult,
+    PrefetchResult,
+    StoreResult,
+    SwapOutResult,
+)
 from tiered_kv.service import TieredKV
-from tiered_kv.specs import EngineBlocks
+from tiered_kv.specs import EngineBlocks, GPULoadStoreSpec
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -70,7 +80,10 @@ class BlockingTieredKV:
     def call(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T: ...
 
     def call(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Make any call on the cache's loop, and wait for its answer: ``kv.call(kv.cache.pin, keys, ttl_s=60)``."""
+        """Make any call on the cache's loop, and wait for its answer: ``kv.call(kv.cache.namespace, "tenant-7")``.
+
+        Of a coroutine method or a handle it is what awaiting gives: ``kv.call(kv.cache.start_swap, {3: 0})``.
+        """
         answer = _Answer(partial(call, *args, **kwargs))
         try:
             return self._open_portal().call(answer.run)
@@ -81,6 +94,20 @@ class BlockingTieredKV:
     def register_kv_caches(self, kv_caches: KVCaches, *, group: int = 0, axes: str | None = None) -> None:
         """See `TieredKV.register_kv_caches`."""
         self.call(self.cache.register_kv_caches, kv_caches, group=group, axes=axes)
+
+    def register_host_pool(
+        self,
+        name: str,
+        buffer: KVCaches,
+        *,
+        group: int = 0,
+        axes: str | None = None,
+        slot_bytes: int | None = None,
+        direct: bool = False,
+    ) -> None:
+        """See `TieredKV.register_host_pool`."""
+        register = self.cache.register_host_pool
+        self.call(register, name, buffer, group=group, axes=axes, slot_bytes=slot_bytes, direct=direct)
 
     def lookup(self, keys: BlockKeys) -> LookupResult:
         """See `TieredKV.lookup`; `lookup_nowait` asks no shared tier."""
@@ -104,6 +131,28 @@ class BlockingTieredKV:
         """See `TieredKV.store`. For what becomes of the blocks in the tiers below, see `flush`."""
         return _ended(self.cache.submit_store(keys, source, after=after, epoch=epoch))
 
+    def lookup_groups(self, needs: Sequence[GroupNeed]) -> GroupsLookup:
+        """See `TieredKV.lookup_groups`."""
+        return self.call(self.cache.lookup_groups, needs)
+
+    def load_groups(
+        self, needs: Sequence[GroupNeed], into: Sequence[GPULoadStoreSpec], *, after: object = None
+    ) -> GroupsLoad:
+        """See `TieredKV.load_groups`."""
+        return self.call(self.cache.load_groups, needs, into, after=after)
+
+    def swap_out(
+        self, keys: BlockKeys, source: GPULoadStoreSpec, *, after: object = None, ttl_s: float = 600.0
+    ) -> SwapOutResult:
+        """See `TieredKV.swap_out`."""
+        return self.call(self.cache.swap_out, keys, source, after=after, ttl_s=ttl_s)
+
+    def swap_in(
+        self, keys: BlockKeys, into: GPULoadStoreSpec, *, after: object = None, deadline_s: float | None = None
+    ) -> LoadResult:
+        """See `TieredKV.swap_in`."""
+        return self.call(self.cache.swap_in, keys, into, after=after, deadline_s=deadline_s)
+
     def prefetch(self, keys: BlockKeys, *, to: str = "cpu") -> PrefetchResult:
         """See `TieredKV.prefetch`. Waits until it has ended."""
         return self.call(self.cache.prefetch, keys, to=to)
@@ -119,9 +168,25 @@ class BlockingTieredKV:
         """See `TieredKV.touch`."""
         self.call(self.cache.touch, keys)
 
+    def pin(self, keys: BlockKeys, *, ttl_s: float) -> PinResult:
+        """See `TieredKV.pin`."""
+        return self.call(self.cache.pin, keys, ttl_s=ttl_s)
+
+    def unpin(self, keys: BlockKeys) -> None:
+        """See `TieredKV.unpin`."""
+        self.call(self.cache.unpin, keys)
+
+    def explain(self, keys: BlockKeys, *, ask: bool = False) -> list[Explanation]:
+        """See `TieredKV.explain`."""
+        return self.call(self.cache.explain, keys, ask=ask)
+
     def evict(self, keys: BlockKeys, *, tier: str | None = None) -> int:
         """See `TieredKV.evict`."""
         return self.call(self.cache.evict, keys, tier=tier)
+
+    def resize(self, tier: str, capacity: int | str) -> int:
+        """See `TieredKV.resize`."""
+        return self.call(self.cache.resize, tier, capacity)
 
     def clear(self) -> None:
         """See `TieredKV.clear`."""
@@ -134,6 +199,10 @@ class BlockingTieredKV:
     def flush(self, *, sync: bool = False) -> None:
         """See `TieredKV.flush`."""
         self.call(self.cache.flush, sync=sync)
+
+    def drain(self, *, timeout_s: float | None = None) -> bool:
+        """See `TieredKV.drain`."""
+        return self.call(self.cache.drain, timeout_s=timeout_s)
 
     def stats(self) -> CacheStatistics:
         """See `TieredKV.stats`."""

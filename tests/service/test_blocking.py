@@ -27,6 +27,7 @@ from tiered_kv import (
     GPULoadStoreSpec,
     LayoutMismatchError,
     TieredKV,
+    full,
     open_blocking,
 )
 from tiered_kv.events import CacheClosed
@@ -70,6 +71,25 @@ def test_every_call_blocks_until_it_has_its_answer(tmp_path: Path) -> None:
         assert kv.lookup(KEYS).by_tier == {"nvme": 9}
         kv.clear()
         assert kv.lookup(KEYS).num_blocks == 0
+
+
+def test_what_a_scheduler_and_an_operator_ask_blocks_too() -> None:
+    """Pins, preemption, KV groups, host pools, explanations, capacities and draining, without `call`."""
+    engine, keys = Engine(), KEYS[:8]
+    with open_blocking(cache_of({**CPU, "max_capacity": 64 * PAYLOAD_BYTES})) as kv:
+        kv.register_kv_caches(engine.caches)
+        assert kv.swap_out(keys, engine.compute(keys)).num_pinned == 8
+        assert all(each.is_pinned for each in kv.explain(keys))
+        assert kv.swap_in(keys, GPULoadStoreSpec(range(20, 28))).num_blocks == 8
+        assert kv.pin(keys, ttl_s=60).num_blocks == 8
+        kv.unpin(keys)
+        assert kv.lookup_groups([full(keys)]).num_tokens == 8 * keys.block_size
+        assert kv.load_groups([full(keys)], [GPULoadStoreSpec(range(30, 38))]).num_tokens == 8 * keys.block_size
+        kv.register_host_pool("swap", bytearray(8 * PAYLOAD_BYTES))
+        assert kv.load(keys, CPULoadStoreSpec(range(8), pool="swap")).num_blocks == 8
+        assert kv.resize("cpu", 32 * PAYLOAD_BYTES) == 32
+        assert kv.drain()
+        assert kv.store(prompt(1, seed=1), GPULoadStoreSpec([0])).drop_reasons == {"draining": 1}
 
 
 def test_the_face_for_threads_is_there_too() -> None:
