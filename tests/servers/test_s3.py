@@ -295,6 +295,24 @@ def test_a_url_names_a_bucket_and_no_secrets(url: str) -> None:
     assert "secret@" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"url": "ftp://bucket/prefix"}, "url: no store has URLs of ftp://: write s3://bucket/prefix"),
+        ({"endpoint": "127.0.0.1:1"}, "endpoint: must be http://host"),
+        ({"endpoint": "ftp://127.0.0.1"}, "endpoint: must be http://host"),
+        ({"endpoint": "https://"}, "endpoint: must be http://host"),
+        ({"endpoint": "https://u:hidden@store"}, "endpoint: secrets have no place in a URL"),
+    ],
+)
+def test_schemes_are_checked(wrong: dict[str, str], said: str) -> None:
+    """The client ends the process's thread of an endpoint that has none."""
+    with pytest.raises(ConfigurationError) as caught:
+        S3Settings.model_validate({"url": "s3://bucket", **wrong})
+    assert said in str(caught.value)
+    assert "hidden" not in str(caught.value)
+
+
 # Faults
 
 

@@ -26,6 +26,7 @@ _REQUEST: Final = 0.3
 _RETRY_WITHIN: Final = 0.15
 
 _S3_SCHEMES: Final = ("s3", "s3a")
+_SCHEMES: Final = (*_S3_SCHEMES, "gs", "az", "azure", "adl", "abfs", "abfss", "http", "https", "file", "memory")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _STATUS = re.compile(r"status code: (\d{3}[^:\n]*)")
 _TRANSPORT = re.compile(
@@ -78,11 +79,25 @@ class S3Settings(TierSettings):
         parts = urlsplit(url)
         if not parts.scheme or "://" not in url:
             raise ValueError("write s3://bucket/prefix")
+        if parts.scheme not in _SCHEMES:
+            raise ValueError(f"no store has URLs of {parts.scheme}://: write s3://bucket/prefix, gs:// or az://")
         if parts.username or parts.password:
             raise ValueError("secrets have no place in a URL: give access_key_id and secret_access_key")
         if parts.scheme in _S3_SCHEMES and not parts.netloc:
             raise ValueError("no bucket is named: write s3://bucket/prefix")
         return url
+
+    @field_validator("endpoint")
+    @classmethod
+    def _is_an_endpoint(cls, endpoint: str | None) -> str | None:
+        if endpoint is None:
+            return None
+        parts = urlsplit(endpoint)
+        if parts.scheme not in {"http", "https"} or not parts.netloc:  # the client's panic is no error of Python's
+            raise ValueError("must be http://host[:port] or https://host[:port]")
+        if parts.username or parts.password:
+            raise ValueError("secrets have no place in a URL: give access_key_id and secret_access_key")
+        return endpoint
 
     @property
     def place(self) -> str:
