@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import asynccontextmanager
 from typing import ClassVar
 
+from redis.asyncio.sentinel import MasterNotFoundError
 from redis.exceptions import (
     AskError,
     AuthenticationError,
@@ -29,7 +30,7 @@ from tiered_kv.backend import Backend, BackendContext, Block, Outcome, check_len
 from tiered_kv.errors import BackendUnavailableError, ConfigurationError, TieredKVError
 from tiered_kv.keys import BlockKey
 from tiered_kv_backends.redis_servers import RedisSettings, Server, Servers
-from tiered_kv_backends.resp import Answer, LoginError, command
+from tiered_kv_backends.resp import Answer, LoginError, ProtocolError, command
 
 Ask = Callable[[Server, list[int]], Awaitable[list[Answer]]]
 """Asks one server about the keys at these positions."""
@@ -50,7 +51,10 @@ _BEGINNINGS = {
     NoPermissionError: "NOPERM",
 }
 """What redis-py has taken off its errors."""
-_NEVER_WORKS = (LoginError, AuthenticationError, AuthorizationError, ResponseError, ssl.SSLError)
+_OTHER_PROTOCOL, _NO_TLS = "Protocol error, got", "WRONG_VERSION_NUMBER"
+"""How redis-py and OpenSSL say it."""
+_WAITS = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
+_NEVER_WORKS = (LoginError, ProtocolError, AuthenticationError, AuthorizationError, ResponseError, ssl.SSLError)
 """What a server says when it is opened and will go on saying."""
 
 
@@ -90,7 +94,8 @@ class RedisBackend(Backend):
 
     async def aclose(self) -> None:
         """Close every connection; calls still under way end with `BackendUnavailableError`."""
-        await self._servers.aclose()
+        if hasattr(self, "_servers"):  # not where it was never opened
+            await self._servers.aclose()
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[Outcome]:
         """Ask for all keys in one pipelined round trip per server: HIT or MISS, or FAILED where one is away."""
@@ -222,12 +227,24 @@ class RedisBackend(Backend):
 
     def _advised(self, error: BackendUnavailableError) -> TieredKVError:
         """Tell what can never work from what may, and say what may be meant."""
-        causes = list(_causes(error))
-        if any(isinstance(cause, _NEVER_WORKS) for cause in causes):
-            return ConfigurationError(str(error))
+        causes = [cause for cause in _causes(error) if not isinstance(cause, _WAITS)]
+        if any(isinstance(cause, _NEVER_WORKS) for cause in causes) or _OTHER_PROTOCOL in str(error):
+            return ConfigurationError(self._why_never(error, causes))
+        if any(isinstance(cause, MasterNotFoundError) for cause in causes):  # whose text has each client's repr
+            master = self.settings.sentinel_master
+            return BackendUnavailableError(f"{self._servers}: nobody there names a master called {master!r}")
         if any(isinstance(cause, ConnectionResetError | TimeoutError) for cause in causes):
             return BackendUnavailableError(f"{error} (TLS is rediss://, none is redis://: is it the other one?)")
         return error
+
+    def _why_never(self, error: BackendUnavailableError, causes: Sequence[BaseException]) -> str:
+        if any(isinstance(cause, ProtocolError) for cause in causes) or _OTHER_PROTOCOL in str(error):
+            return f"{self._servers} speaks another protocol: is it Redis? ({causes[-1]})"
+        if _NO_TLS in str(error):
+            return f"{self._servers} speaks no TLS there: write redis://, or the port that does"
+        if any(isinstance(cause, LoginError) for cause in causes):
+            return f"{self._servers}: the login was refused: {causes[-1]}"
+        return str(error)
 
     @asynccontextmanager
     async def _bounded(self, doing: str, limit_s: float) -> AsyncIterator[None]:

@@ -156,7 +156,7 @@ class Connection:
         if line == b"$-1":
             return Outcome.MISS
         if line[:1] != b"$" or not line[1:].isdigit():
-            raise ProtocolError(f"no bulk string but {_text(line)}")
+            raise ProtocolError(f"no bulk string but {_shown(line)}")
         num_bytes = int(line[1:])
         if num_bytes == block.num_bytes:
             for segment in block.segments:
@@ -217,7 +217,7 @@ class Connection:
         await self._send([b"".join(commands)])
         for _ in commands:
             if (reply := await self._line())[:1] != b"+":
-                raise LoginError(_text(reply))
+                raise LoginError(_text(reply)) if reply[:1] == b"-" else ProtocolError(f"it says {_shown(reply)}")
 
     async def _start_tls(self, context: ssl.SSLContext, host: str) -> None:
         wrapped = context.wrap_socket(self._socket, server_hostname=host, do_handshake_on_connect=False)
@@ -331,6 +331,10 @@ def _sets(names: Sequence[bytes], blocks: Sequence[Block], options: Sequence[byt
 def _settle(waiting: "asyncio.Future[None]") -> None:
     if not waiting.done():
         waiting.set_result(None)
+
+
+def _shown(line: bytes) -> str:
+    return repr(line[:80].decode(errors="replace"))
 
 
 def _text(line: bytes) -> str:

@@ -152,7 +152,7 @@ class TestOpening:
     @pytest.mark.parametrize(
         ("wrong", "said"),
         [
-            ({"password": "wrong-secret"}, "WRONGPASS"),
+            ({"password": "wrong-secret"}, "the login was refused: WRONGPASS"),
             ({"username": "nobody"}, "WRONGPASS"),
             ({"username": None, "password": None}, "Authentication required"),
             ({"username": "reader"}, "NOPERM"),
@@ -174,7 +174,24 @@ class TestOpening:
     async def test_a_server_without_tls(self, redis: RedisServer) -> None:
         """TLS to a server that has none ends within the deadline."""
         backend = backend_of(redis, url=f"rediss://127.0.0.1:{redis.port}", connect_timeout_s=1)
-        assert isinstance(await why_not_open(backend), ConfigurationError | BackendUnavailableError)
+        error = await why_not_open(backend)
+        assert isinstance(error, ConfigurationError | BackendUnavailableError)
+        assert "redis://" in str(error)
+
+    @pytest.mark.parametrize("settings", [{}, {"password": "hidden"}, {"cluster": True}])
+    async def test_no_redis(self, settings: dict[str, object]) -> None:
+        """What answers in another protocol is asked to be looked at."""
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readline()
+            writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            writer.close()
+
+        async with await asyncio.start_server(answer, "127.0.0.1") as server:
+            url = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            error = await why_not_open(RedisBackend(RedisSettings.model_validate({"url": url, **settings})))
+        assert isinstance(error, ConfigurationError)
+        assert "speaks another protocol: is it Redis? (" in str(error)
 
     async def test_a_server_with_tls(self, guarded: RedisServer) -> None:
         """No TLS to a server that wants it ends within the deadline, and says what may be meant."""
@@ -189,6 +206,7 @@ class TestOpening:
         error = await why_not_open(RedisBackend(RedisSettings.model_validate({"url": url, **settings})))
         assert isinstance(error, BackendUnavailableError)
         assert url.removeprefix("redis://") in str(error)
+        assert "object at 0x" not in str(error)
 
     async def test_a_node_of_a_cluster(self, cluster: list[RedisServer], certificates: Path) -> None:
         """Who takes one node for the whole is told what to write."""
