@@ -132,6 +132,8 @@ def test_axes_that_do_not_fit_the_group_are_refused() -> None:
         ("head_dim", 8.0, "positive int, got 8.0"),
         ("num_kv_heads", True, "positive int, got True"),
         ("dtype", "float64", "one of float32"),
+        ("dtype", torch.bfloat16, "write 'bfloat16', not torch.bfloat16"),
+        ("dtype", "torch.int8", "write 'int8', not 'torch.int8'"),
         ("order", "DNH", "'NHD', 'HND' or 'MLA'"),
         ("order", "MLA", "must be 1, got 4"),
         ("page_size", 5, "block_size 16 is not a multiple of the engine's page_size 5"),

@@ -1,3 +1,5 @@
+import subprocess
+import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -80,6 +82,7 @@ def test_media_of_other_packages_are_found_by_name(installed: Path) -> None:
         ("number", "is 7, no subclass of Backend or SlotBackend"),
         ("registry_fakes:Unset", "registry_fakes:Unset needs a class attribute Settings"),
         ("registry_fakes:Tap", "module registry_fakes has no class 'Tap': did you mean 'Tape'?"),
+        ("os.path:Nope", "module os.path has no class 'Nope', nor any other"),
         ("registry_fake_:Tape", "install what provides 'registry_fake_', or correct the path"),
         ("registry_fakes_broken:Tape", "cannot be imported (ZeroDivisionError: division by zero)"),
         ("registry_fakes:", "write 'package.module:Class'"),
@@ -121,6 +124,20 @@ def test_an_unknown_scheme_says_which_media_could_not_be_asked(installed: Path) 
     """It may belong to the medium whose driver is missing."""
     with pytest.raises(ConfigurationError, match=r"no medium takes URLs of tapes://: .*'tape'.*other-media\[drum\]"):
         medium_for_scheme("tapes")
+
+
+def test_an_unknown_scheme_says_nothing_of_media_that_come_with_us() -> None:
+    """Which schemes are theirs is known, whether their drivers are there or not."""
+    code = (
+        "import sys; sys.modules['redis'] = sys.modules['mooncake'] = sys.modules['obstore'] = None\n"
+        "from tiered_kv.registry import medium_for_scheme\n"
+        "print(medium_for_scheme('rediss'), medium_for_scheme('gs'))\n"
+        "try: medium_for_scheme('ftp')\n"
+        "except ValueError as error: print(error)"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said.startswith("redis s3\nno medium takes URLs of ftp://: known are abfs,")
+    assert "cannot be imported" not in said
 
 
 def test_a_backend_is_made_from_its_settings() -> None:

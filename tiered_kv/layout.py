@@ -63,6 +63,8 @@ class KVGroup:
                 msg = f"KVGroup.{name} must be a positive int, got {value!r}"
                 raise ConfigurationError(msg)
         if self.dtype not in _ITEM_BYTES:
+            if (name := str(self.dtype).removeprefix("torch.")) in _ITEM_BYTES:
+                raise ConfigurationError(f"dtype is the name of torch's: write {name!r}, not {self.dtype!r}")
             msg = f"dtype {self.dtype!r} is not kept as KV here: one of {', '.join(_ITEM_BYTES)}"
             raise ConfigurationError(msg)
         if self.order not in _INNER:

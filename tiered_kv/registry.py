@@ -22,7 +22,10 @@ AnyBackend = Backend | SlotBackend
 ENTRY_POINTS: Final = "tiered_kv.backends"
 OWN_MEDIA: Final = ("gpu", "cpu")
 """Tiers of memory that the cache makes itself, in the order in which they may stand."""
-_SCHEMES: Final = {"file": "nvme"}  # a plain path; other media that keep files are asked for by their own names
+_SCHEMES: Final = {"file": "nvme", "rediss": "redis"} | dict.fromkeys(("s3a", "gs", "az", "abfs", "abfss"), "s3")
+"""Further schemes of the media that come with this library: none of them is imported to know. ``file`` is a plain path;
+other media that keep files are asked for by their own names."""
+_OURS: Final = "tiered_kv_backends."
 
 
 def known_media() -> tuple[str, ...]:
@@ -67,6 +70,8 @@ def medium_for_scheme(scheme: str) -> str:
     schemes, unasked = {*media, *_SCHEMES}, []
     for medium in media[len(OWN_MEDIA) :]:
         try:
+            if _entry_point(medium).value.startswith(_OURS):
+                continue
             declared = getattr(resolve(medium), "schemes", ())
         except ConfigurationError as error:  # a medium whose extra is missing must not hide the others
             unasked.append(str(error))
@@ -133,10 +138,9 @@ def _import_path(path: str) -> object:
     try:
         return getattr(module, class_name)
     except AttributeError:
-        classes = [name for name, value in vars(module).items() if isinstance(value, type)]
-        raise ConfigurationError(
-            f"module {module_name} has no class {class_name!r}{hint(class_name, classes)}"
-        ) from None
+        classes = [name for name, value in vars(module).items() if isinstance(value, type) and name[:1] != "_"]
+        known = hint(class_name, classes) if classes else ", nor any other"
+        raise ConfigurationError(f"module {module_name} has no class {class_name!r}{known}") from None
 
 
 def _import_failed(what: str, error: Exception, entry: EntryPoint | None = None) -> ConfigurationError:

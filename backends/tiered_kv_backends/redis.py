@@ -9,7 +9,6 @@ import ssl
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from typing import ClassVar
 
 from redis.asyncio.sentinel import MasterNotFoundError
 from redis.exceptions import (
@@ -66,7 +65,6 @@ class RedisBackend(Backend):
     """
 
     Settings = RedisSettings
-    schemes: ClassVar = ("rediss",)
 
     def __init__(self, settings: RedisSettings) -> None:
         self.settings = settings

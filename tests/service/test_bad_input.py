@@ -291,7 +291,10 @@ TIERS: dict[str, tuple[Callable[[Path], list[Any]], str]] = {
         lambda _: [{"medium": "cpu", "capacity": "64TiB"}],
         "65536.* of host memory are wanted, but",
     ),
-    "more disk than there is": (lambda path: [nvme(path, "1EiB")], "filesystem has"),
+    "more disk than there is": (
+        lambda path: [nvme(path, "1EiB")],
+        r"1.0 EiB\) needs .*iB\) more .* has .*iB\): lower capacity",
+    ),
 }
 
 

@@ -17,6 +17,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import ByteSize
+
 from tiered_kv.backend import RecordShape
 from tiered_kv.errors import ConfigurationError
 from tiered_kv_backends.nvme.journal import Journal
@@ -98,8 +100,9 @@ class Directory:
         missing_bytes = wanted_bytes - num_bytes + self._reserved_bytes
         if missing_bytes > free_bytes:
             raise ConfigurationError(
-                f"{self.path}: capacity={self.capacity_bytes} bytes needs {missing_bytes} bytes more than are there, "
-                f"and its filesystem has {free_bytes}: lower capacity by at least {missing_bytes - free_bytes}"
+                f"{self.path}: capacity={_size(self.capacity_bytes)} needs {_size(missing_bytes)} more than are there, "
+                f"and its filesystem has {_size(free_bytes)}: lower capacity by at least "
+                f"{_size(missing_bytes - free_bytes)}"
             )
 
     def resize(self, num_slots: int, num_freed_bytes: int) -> None:
@@ -171,13 +174,17 @@ def _needed(num_slots: int, groups: Iterable[RecordShape]) -> int:
     return total
 
 
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes} bytes ({ByteSize(num_bytes).human_readable(separator=' ')})"
+
+
 def fit(capacity_bytes: int, groups: Sequence[RecordShape]) -> int:
     """Return how many slots of each group fit."""
     one, fixed = _needed(1, groups), _needed(0, groups)
     if capacity_bytes < one:
         raise ConfigurationError(
-            f"capacity={capacity_bytes} bytes holds no block: one of each KV group, with what is kept about them, "
-            f"takes {one} bytes"
+            f"capacity={_size(capacity_bytes)} holds no block: one of each KV group, with what is kept about them, "
+            f"takes {_size(one)}"
         )
     num_slots = (capacity_bytes - fixed) // (one - fixed)
     while _needed(num_slots, groups) > capacity_bytes:  # by rounding

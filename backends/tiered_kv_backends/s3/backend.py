@@ -32,7 +32,6 @@ class S3Backend(Backend):
     """
 
     Settings = S3Settings
-    schemes = ("s3a", "gs", "az", "abfs", "abfss")
 
     def __init__(self, settings: S3Settings) -> None:
         self.settings = settings
