@@ -3,8 +3,12 @@
 Needs pytest and AnyIO's plugin: ``pip install "tiered-kv[test]"``.
 """
 
-from tiered_kv.testing.conformance import BackendTests, SlotBackendTests
-from tiered_kv.testing.helpers import (
+import pytest
+
+pytest.register_assert_rewrite("tiered_kv.testing.conformance")  # or a failure would show no values; before its import
+
+from tiered_kv.testing.conformance import BackendTests, SlotBackendTests  # noqa: E402
+from tiered_kv.testing.helpers import (  # noqa: E402
     GROUPS,
     ThreadWorkers,
     block_key,

@@ -1,0 +1,36 @@
+"""What an author of a backend reads when the suite fails."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+BROKEN = """
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tiered_kv.backend import Outcome
+from tiered_kv.testing import BackendTests, open_backend
+from tiered_kv_backends.memory import MemoryBackend
+
+
+class Forgetful(MemoryBackend):
+    async def lookup(self, keys):
+        return [Outcome.MISS for _ in keys]
+
+
+class TestForgetful(BackendTests):
+    @pytest.fixture
+    async def backend(self) -> AsyncIterator[Forgetful]:
+        async with open_backend(Forgetful(Forgetful.Settings(capacity="16MiB"))) as backend:
+            yield backend
+"""
+
+
+def test_a_failure_shows_the_values(tmp_path: Path) -> None:
+    """In an author's own folder too, where pytest rewrites the assertions of test files only."""
+    (tmp_path / "test_forgetful.py").write_text(BROKEN)
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", "."]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ran.returncode == 1, ran.stdout + ran.stderr
+    assert "Outcome.MISS" in ran.stdout, ran.stdout
