@@ -40,7 +40,7 @@ from chat_engine import (
     faster_dtype,
     weights_digest,
 )
-from chat_results import LABELS, RECOMPUTE, Run, describe, device_of, draw_plot, draw_table, find_faults
+from chat_results import LABELS, RECOMPUTE, Run, describe, device_of, draw_plot, draw_table, find_faults, make_console
 from chat_servers import SERVED, serve_tiers
 from tiered_kv import GPULoadStoreSpec, KVLayout, LoadResult, ModelIdentity, TieredKV, TieredKVSettings, hash_blocks
 
@@ -229,7 +229,7 @@ def main() -> None:
         return
     options.out.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(blocks_folder(options), ignore_errors=True)  # left by a demo that was stopped: they would be hits
-    console = Console()
+    console = make_console()
     columns = (TextColumn("{task.description:<18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     remote = [tier for tier in options.tiers if tier in SERVED]
     try:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from matplotlib.figure import Figure
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
 from chat_engine import CHUNK, Completion
@@ -24,6 +25,8 @@ LABELS = {
     "s3": "S3, new process",
     "redis": "Redis, new process",
 }
+WIDTH = 110
+"""Columns that `draw_table` takes at most."""
 PASSED_ON = "cpu"
 """Where loads say that blocks were which another load was just reading. Below the CPU tier this is no other source."""
 
@@ -100,10 +103,18 @@ def is_equal(run: Run, reference: Run) -> bool:
     return all(one.tokens == other.tokens and torch.equal(one.last_logits, other.last_logits) for one, other in pairs)
 
 
+def make_console() -> Console:
+    """Return a console. In a file or a pipe, which count as 80 columns, lines are long enough for any table."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, WIDTH)
+    return console
+
+
 def draw_table(runs: Sequence[Run], faults: Mapping[str, Sequence[str]]) -> Table:
     """Return a row a run; the first is the recomputation that the others are measured against."""
     reference = runs[0]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))  # fits 80 columns
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))  # 80 columns, as a rule
     table.add_column("KV of prompts", no_wrap=True)
     for heading in ("blocks", "hit tokens", "TTFT", "speed-up", "GB/s", "output", "all loaded"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -131,7 +142,7 @@ def describe(runs: Sequence[Run]) -> str:
     nothing at all is reused, not even a conversation's own earlier turns. GB/s is what a load got while others were
     loading and computing. Output is equal if every token and last logit is the recomputed one, bit for bit."""
     lines = [" ".join(text.split())]
-    if runs[0].device.startswith("cpu"):
+    if runs[0].device.startswith("cpu") and any(run.source == "gpu" for run in runs):
         lines.append("There is no GPU here: the GPU pool lies in host memory, and its numbers say nothing of a GPU's.")
     for run in (run for run in runs if run.io):
         through = "past the page cache (O_DIRECT)" if run.io == "direct" else "through the page cache"

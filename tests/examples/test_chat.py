@@ -10,7 +10,7 @@ import torch
 
 import chat
 from chat_engine import CHUNK, Completion
-from chat_results import RECOMPUTE, Run, find_faults
+from chat_results import RECOMPUTE, Run, describe, draw_table, find_faults, make_console
 from chat_servers import find_redis, serve_tiers
 from tiered_kv import LoadResult, TierFault
 from tiered_kv_backends.s3 import S3Settings
@@ -153,6 +153,26 @@ def test_whatever_is_not_right_is_named(spoiled: Run, fault: str) -> None:
     assert find_faults(RUN, REFERENCE, may_pass_on=False) == []
     (found,) = find_faults(spoiled, REFERENCE, may_pass_on=False)
     assert fault in found
+
+
+def test_nothing_of_the_table_is_cut_in_a_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever is no terminal has as many columns as a large run needs."""
+    monkeypatch.setenv("COLUMNS", "80")
+    loads = [replace(LOAD, num_blocks=9_999_999, num_bytes=10**13)]
+    slow = replace(RUN, source="redis", loads=loads, requests=[replace(completion(), ttft_s=1234.5)] * 2)
+    make_console().print(draw_table([REFERENCE, slow], {"redis": []}))
+    shown = capsys.readouterr().out
+    assert "\u2026" not in shown
+    for word in ("Redis, new process", "9,999,999", "1,234,500 ms", "100000.00", "all loaded", "yes"):
+        assert word in shown
+
+
+def test_only_a_run_with_a_gpu_pool_speaks_of_one() -> None:
+    """The note that there is no GPU is about a tier of the run."""
+    assert "GPU pool" in describe([REFERENCE, replace(RUN, source="gpu")])
+    assert "GPU" not in describe([REFERENCE, replace(RUN, source="s3")])
 
 
 def test_only_a_run_that_may_share_reads_may_have_shared_blocks() -> None:
