@@ -35,6 +35,15 @@ def satisfied(needs: Sequence[GroupNeed], there: Sequence[Sequence[bool]], num_t
     return True
 
 
+@given(st.integers(2, 40), st.integers(0, TOKENS // 8))
+def test_a_window_counts_tokens_in_front_of_the_next(width: int, num_blocks: int) -> None:
+    """Where a query sees ``width`` tokens, itself included, the blocks of the last ``width - 1`` are all it needs."""
+    keys, position = KEYS[1], num_blocks * 8
+    seen = {token // 8 for token in range(max(0, position - width + 1), position)}
+    needed = window(keys, width - 1).at(position)
+    assert set(range(needed.start, needed.start + len(needed))) == seen
+
+
 @given(st.data())
 def test_the_longest_length_that_satisfies_all(data: st.DataObject) -> None:
     """Found by asking for prefixes, it is the one that trying every length finds."""
