@@ -342,6 +342,11 @@ DIRECT: dict[str, tuple[Callable[[], object], str]] = {
         lambda: RedisBackend.Settings.model_validate({"url": "redis://h", "pasword": PASSWORD}),
         "pasword: there is no such setting: did you mean 'password'?",
     ),
+    "an assignment": (
+        lambda: setattr(S3Settings(url="s3://b"), "access_key_id", PASSWORD),
+        "access_key_id: settings are frozen: make others",
+    ),
+    "a name that is none": (lambda: CacheLimits.model_validate({5: PASSWORD}), "the names of settings are strings"),
     "several": (lambda: CacheLimits(window=0, low_water=7), "window: must be positive, got 0; low_water: "),
 }
 

@@ -1,7 +1,7 @@
 """What is wrong with settings, and where, in lines that hold no secret: pydantic's own errors show what was given."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -33,7 +33,7 @@ class Checked(BaseModel):
     """Base of settings: immutable, with no unknown fields.
 
     Raises:
-        ConfigurationError: On construction: a field is unknown, wrong or missing. No value that may be secret is shown.
+        ConfigurationError: A field is unknown, wrong, missing or assigned to. No value that may be secret is shown.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
@@ -50,11 +50,22 @@ class Checked(BaseModel):
     @classmethod
     def model_validate(cls, obj: Any, **how: Any) -> Self:  # noqa: ANN401 - as pydantic has it
         """Validate as pydantic does, with errors as those of construction."""
+        if isinstance(obj, Mapping) and not all(isinstance(name, str) for name in obj):
+            raise LocatedError([((), "the names of settings are strings")])
         try:
             return super().model_validate(obj, **how)
         except ValidationError as error:
             found = problems(error, cls)
         raise LocatedError(found)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        try:
+            super().__setattr__(name, value)
+        except ValidationError:
+            pass
+        else:
+            return
+        raise LocatedError([((name,), "settings are frozen: make others")])
 
 
 def problems(error: ValidationError, model: type[BaseModel]) -> list[tuple[Where, str]]:
