@@ -14,7 +14,7 @@ IN_VENV := .venv/bin/
 PIP := $(IN_VENV)python -m pip --disable-pip-version-check --quiet
 BENCHMARKS := $(sort $(wildcard benchmarks/[a-z]*.py))
 
-.PHONY: help demo test test-fast test-gpu check bench docs clean
+.PHONY: help demo test test-fast test-gpu torture check bench docs clean
 .NOTPARALLEL:
 .SUFFIXES:
 # A stamp is kept although only patterns name it.
@@ -26,6 +26,7 @@ help:
 	@echo "make test       all tests"
 	@echo "make test-fast  the fast tests: no servers, no examples"
 	@echo "make test-gpu   the tests of memory and copies, on a GPU; says which were skipped where there is none"
+	@echo "make torture    20,000 examples of the test of the whole face against a model, for hours"
 	@echo "make check      ruff, mypy, import contracts, and the wheel installed without extras"
 	@echo "make bench      every benchmark, each with its ceiling"
 	@echo "make docs       the documentation, in site/"
@@ -55,6 +56,9 @@ test-fast: .venv/dev.stamp
 
 test-gpu: .venv/dev.stamp
 	$(IN_VENV)pytest tests/gpu tests/memory
+
+torture: .venv/dev.stamp
+	$(IN_VENV)pytest tests/service/test_model.py --hypothesis-profile torture --timeout 0
 
 check: .venv/dev.stamp
 	$(IN_VENV)ruff check .

@@ -22,6 +22,7 @@ UVLOOP = pytest.param(("asyncio", {"use_uvloop": True}), id="uvloop")
 # Machines differ and are shared: no test is allowed an opinion about time.
 hypothesis.settings.register_profile("tests", deadline=None, print_blob=True)
 hypothesis.settings.register_profile("thorough", parent=hypothesis.settings.get_profile("tests"), max_examples=2000)
+hypothesis.settings.register_profile("torture", parent=hypothesis.settings.get_profile("tests"), max_examples=10_000)
 hypothesis.settings.load_profile("tests")
 
 

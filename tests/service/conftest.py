@@ -140,6 +140,12 @@ class Act:
         """Let held calls, and those to come, go on."""
         self._gate.set()
 
+    def calm(self) -> None:
+        """Release, and let calls to come do as they should."""
+        self._errors.clear()
+        self._changes.clear()
+        self.release()
+
     def fail_next(self, error: BaseException) -> None:
         """Have one more call raise, having done nothing."""
         self._errors.append(error)
