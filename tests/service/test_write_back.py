@@ -171,6 +171,23 @@ async def test_demotion_from_the_gpu_pool(*, has_cpu: bool) -> None:
         await until_idle(kv)
 
 
+async def test_demotion_through_a_cpu_tier_smaller_than_a_window() -> None:
+    """Blocks go through it a few at a time, also where most of it is pinned."""
+    engine, slots = Engine(), slots_back()
+    gpu = {"medium": "gpu", "capacity": 8 * PAYLOAD_BYTES}
+    async with open_cache(gpu, cpu(4, write="back"), slots, engine=engine, limits=LAZY) as kv:
+        held = prompt(2, seed=1)
+        await kv.store(held, engine.compute(held))
+        await kv.flush()
+        await kv.evict(held, tier="gpu")
+        assert kv.pin(held, ttl_s=60).num_blocks == 2
+        await kv.store(KEYS, engine.compute(KEYS))
+        await kv.flush()
+        assert (dirty(kv, "gpu"), dirty(kv), slots.num_records) == (0, 0, 10)
+        kv.unpin(held)
+        await until_idle(kv)
+
+
 async def test_the_gpu_pool_is_cleaned_before_it_is_full() -> None:
     """Long streams of stores go down the chain by themselves, block for block."""
     engine, slots = Engine(), slots_back(256)

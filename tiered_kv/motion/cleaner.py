@@ -107,8 +107,12 @@ class Cleaner:
         if not len(waiting):
             return 0
         chain = self._chain
-        batch, lease = waiting.take(chain.window_blocks)
-        to = None if chain.host in chain.later(tier) else chain.back
+        goes_to_host, most = chain.host in chain.later(tier), chain.window_blocks
+        if goes_to_host:  # a whole window may never find room there
+            books = chain.host.index.statistics()
+            most = max(1, min(most, books.free + books.evictable))
+        batch, lease = waiting.take(most)
+        to = None if goes_to_host else chain.back
         down = WriteDown(chain, Tally(chain), tier, batch, lease.slots, lease, to=to, priority=Priority.DEMOTE)
         writing = chain.tasks.spawn(down.run(), f"clean {len(batch)} blocks of {tier.name}")
         self._writing.add(writing)
