@@ -96,17 +96,23 @@ def _missed_blocks_are_not_counted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("tiered_kv.motion.ledger.Ledger.count_load", lambda *_: None)
 
 
-BUGS: list[Plant] = [
-    _reads_are_not_verified,
-    _blocks_of_all_weights_have_one_name,
-    _loads_ignore_new_weights,
+QUICKLY_FOUND: list[Plant] = [
     _what_is_copied_is_not_leased,
     _a_cancelled_call_leaves_its_copies_running,
     _deadlines_do_not_hold_for_copies,
-    _nothing_is_evicted,
     _some_leases_leak,
     _missed_blocks_are_not_counted,
 ]
+FOUND_IN_A_MINUTE: list[Plant] = [
+    _loads_ignore_new_weights,
+    _reads_are_not_verified,
+    _blocks_of_all_weights_have_one_name,
+    _nothing_is_evicted,
+]
+ONLY_IN_TORTURE = pytest.mark.skipif(
+    settings.get_current_profile_name() != "torture", reason="these take a minute each: make torture"
+)
+BUGS = [*QUICKLY_FOUND, *(pytest.param(plant, marks=ONLY_IN_TORTURE) for plant in FOUND_IN_A_MINUTE)]
 
 
 @pytest.mark.slow
