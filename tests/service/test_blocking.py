@@ -3,6 +3,7 @@
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -155,6 +156,15 @@ def test_a_deadline_holds() -> None:
         kv.call(backend.on_read.release)
 
 
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """Have Ctrl-C raise, also where the tests were started in the background, with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
 def test_an_interrupted_load_lets_go_of_the_memory_first() -> None:
     """Ctrl-C while a load waits for its event: it is revoked before KeyboardInterrupt is raised."""
     engine, after, main = Engine(), threading.Event(), threading.get_ident()
@@ -180,6 +190,7 @@ def test_an_interrupted_load_lets_go_of_the_memory_first() -> None:
         assert not any(block in contents(KEYS) for block in engine.read(engine_pages))
 
 
+@pytest.mark.usefixtures("interrupts")
 def test_any_interrupted_call_lets_go_of_the_memory_first() -> None:
     """The same for what is called by way of the loop: `call` waits until its transfer is revoked."""
     engine, after, main = Engine(), threading.Event(), threading.get_ident()
