@@ -23,6 +23,7 @@ from tiered_kv.backend import (
 )
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.statistics import Change
+from tiered_kv.catalog.table import first_occurrences
 from tiered_kv.errors import BackendError, ConfigurationError
 from tiered_kv.events import DeviceFailed, Emit, Event, PinningDoubted, TierFailed, TierResumed
 from tiered_kv.layout import KVGroup
@@ -335,7 +336,9 @@ def _backend_of(tier: StorageTier) -> Backend | SlotBackend:
 def _index_of(found: Recovered, clock: Callable[[], float], settings: TierSettings) -> TierIndex:
     ttl_s = settings.ttl_s if isinstance(settings, OwnedTierSettings) else None
     index = TierIndex(found.num_slots, max_slots=found.max_slots, ttl_s=ttl_s, clock=clock)
-    index.restore(found.names, found.slots)
+    # A write that was given up may come through behind the one that replaced it: the medium then has a block twice.
+    last = np.sort(len(found.names) - 1 - first_occurrences(found.names[::-1]))
+    index.restore(found.names[last], found.slots[last])
     return index
 
 

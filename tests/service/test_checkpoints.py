@@ -74,3 +74,17 @@ async def test_a_read_does_not_wait_until_the_medium_has_forgotten() -> None:
         assert (await kv.lookup(KEYS)).num_blocks == 2
         disk.on_forget.release()
         await until_idle(kv)
+
+
+async def test_a_medium_that_has_a_block_twice_is_opened_all_the_same() -> None:
+    """A write that was given up may come through behind the one that replaced it: one of the two is found."""
+    engine, owned, keys = Engine(), ScriptedSlotBackend(8), prompt(3)
+    async with open_cache(owned, engine=engine) as kv:
+        await keep(kv, engine, keys)
+    owned.records[7] = next(iter(owned.records.values()))
+    async with open_cache(owned, engine=engine) as kv:
+        assert kv.stats()["slots"].ready == len(keys)
+        engine.poison()
+        into = GPULoadStoreSpec(range(len(keys)))
+        assert (await kv.load(keys, into)).num_blocks == len(keys)
+        assert engine.read(into) == contents(keys)
