@@ -43,7 +43,7 @@ async def serve() -> AsyncIterator[Sides]:
         try:
             from mooncake.store import MooncakeDistributedStore, ReplicateConfig  # noqa: PLC0415 - it is there now
 
-            from tiered_kv_backends.mooncake import MooncakeBackend  # noqa: PLC0415
+            from tiered_kv_backends.mooncake import MooncakeBackend  # noqa: PLC0415 - it may not be installed
 
             loop, store, config = asyncio.get_running_loop(), MooncakeDistributedStore(), ReplicateConfig()
             master = server.url.removeprefix("mooncake://")

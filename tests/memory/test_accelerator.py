@@ -81,11 +81,11 @@ class FakeAccelerator(AcceleratorDevice):
         """Make a stream."""
         return FakeStream()
 
-    def new_event(self) -> Any:  # noqa: ANN401
+    def new_event(self) -> Any:  # noqa: ANN401 - whatever it is, it is passed on
         """Make an event."""
         return FakeEvent(self)
 
-    def current(self, stream: Any) -> AbstractContextManager[None]:  # noqa: ANN401
+    def current(self, stream: Any) -> AbstractContextManager[None]:  # noqa: ANN401 - whatever it is, it is passed on
         """Take down which stream is the current one."""
         return self._current(stream)
 
@@ -95,7 +95,7 @@ class FakeAccelerator(AcceleratorDevice):
         yield
         self.now = None
 
-    def _new_pinning(self, slab: HostSlab, emit: Any) -> Pinning:  # noqa: ANN401
+    def _new_pinning(self, slab: HostSlab, emit: Any) -> Pinning:  # noqa: ANN401 - whatever it is, it is passed on
         return Pinning(slab, reason="fake", emit=emit)
 
 

@@ -17,7 +17,7 @@ MISSING = "mooncake or libibverbs is missing: pip install 'tiered-kv[mooncake]';
 pytest.importorskip("mooncake.store", reason=MISSING, exc_type=ImportError)
 
 from mooncake_server import MooncakeServer, mooncake_server  # noqa: E402 - behind the check for its client
-from tiered_kv_backends.mooncake import MooncakeBackend  # noqa: E402
+from tiered_kv_backends.mooncake import MooncakeBackend  # noqa: E402 - only where it can be imported
 
 SIZE = 2 << 20
 SHAPE = RecordShape(GROUPS[0].fingerprint, SIZE)

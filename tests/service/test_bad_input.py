@@ -360,8 +360,8 @@ async def test_a_directory_held_by_another_process(tmp_path: Path) -> None:
         (lambda: TieredKVSettings(tiers=["cpu://?capcity=1GiB"]), "did you mean 'capacity'|capcity"),
         (lambda: BlockKeys.from_hashes(["ab"], block_size=BLOCK_SIZE), "hash 0 must be 8 to 32 bytes"),  # type: ignore[list-item]
         (lambda: GPULoadStoreSpec([-1]), "must not be negative, got -1"),
-        (lambda: GPULoadStoreSpec([0.5]), "flat sequence of ints"),  # type: ignore[list-item]
-        (lambda: GPULoadStoreSpec([[1, 2]]), "flat sequence of ints"),  # type: ignore[list-item]
+        (lambda: GPULoadStoreSpec([0.5]), "flat sequence of ints"),  # type: ignore[list-item]  # wrong on purpose
+        (lambda: GPULoadStoreSpec([[1, 2]]), "flat sequence of ints"),  # type: ignore[list-item]  # wrong on purpose
     ],
     ids=range(14),
 )
@@ -390,7 +390,7 @@ async def test_times_that_are_past(cache: Cache) -> None:
     with pytest.raises(ConfigurationError, match="timeout_s must be a number of seconds, 0 or more, got -1"):
         kv.poll(timeout_s=-1)
     with pytest.raises(ConfigurationError, match="timeout_s must be a number of seconds, 0 or more, got 'soon'"):
-        await kv.drain(timeout_s="soon")  # type: ignore[arg-type]
+        await kv.drain(timeout_s="soon")  # type: ignore[arg-type]  # wrong on purpose
 
 
 async def test_a_gpu_pool_on_a_cpu(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def _blocks_of_all_weights_have_one_name(patch: pytest.MonkeyPatch) -> None:
 
 
 def _loads_ignore_new_weights(patch: pytest.MonkeyPatch) -> None:
-    result = Load._result  # noqa: SLF001
+    result = Load._result  # noqa: SLF001 - no public call tells it
 
     def anyway(self: Load, seconds: float) -> LoadResult:
         self._is_current = lambda: True

@@ -166,15 +166,15 @@ def _no_wait_of(direction: str) -> Callable[[Any], Any]:
     return mutate
 
 
-def _release_leases_at_once(right: Any) -> Any:  # noqa: ANN401
-    def copy(self: Load, landed: Any) -> None:  # noqa: ANN401
+def _release_leases_at_once(right: Any) -> Any:  # noqa: ANN401 - whatever it is, it is passed on
+    def copy(self: Load, landed: Any) -> None:  # noqa: ANN401 - whatever it is, it is passed on
         right(self, landed)
         self._chain.release(*landed.leases)
 
     return copy
 
 
-def _release_layers_at_once(right: Any) -> Any:  # noqa: ANN401
+def _release_layers_at_once(right: Any) -> Any:  # noqa: ANN401 - whatever it is, it is passed on
     def admit(self: LayerLoad) -> None:
         right(self)
         self._release()
@@ -182,15 +182,15 @@ def _release_layers_at_once(right: Any) -> Any:  # noqa: ANN401
     return admit
 
 
-def _commit_at_once(right: Any) -> Any:  # noqa: ANN401
-    def copy_out(self: Store, placed: Any) -> None:  # noqa: ANN401
+def _commit_at_once(right: Any) -> Any:  # noqa: ANN401 - whatever it is, it is passed on
+    def copy_out(self: Store, placed: Any) -> None:  # noqa: ANN401 - whatever it is, it is passed on
         right(self, placed)
         placed.reservation.commit(placed.fresh).release()
 
     return copy_out
 
 
-def _commit_with_the_first_layer(right: Any) -> Any:  # noqa: ANN401
+def _commit_with_the_first_layer(right: Any) -> Any:  # noqa: ANN401 - whatever it is, it is passed on
     def end_layer(self: LayerStore, error: BaseException | None) -> None:
         right(self, error)
         for placed in self._placed:
@@ -201,7 +201,7 @@ def _commit_with_the_first_layer(right: Any) -> Any:  # noqa: ANN401
     return end_layer
 
 
-def _commit_promotions_at_once(right: Any) -> Any:  # noqa: ANN401
+def _commit_promotions_at_once(right: Any) -> Any:  # noqa: ANN401 - whatever it is, it is passed on
     def promote(self: Load, landed: Any, head: Any) -> Reservation | None:  # noqa: ANN401
         reservation: Reservation | None = right(self, landed, head)
         if reservation is not None:
@@ -211,14 +211,14 @@ def _commit_promotions_at_once(right: Any) -> Any:  # noqa: ANN401
     return promote
 
 
-def _return_at_once(right: Any) -> Any:  # noqa: ANN401
+def _return_at_once(right: Any) -> Any:  # noqa: ANN401 - whatever it is, it is passed on
     async def drain_copies(self: Revocable, deadline: float = 0.0) -> bool:
         return True
 
     return drain_copies
 
 
-def _do_not_wait(right: Any) -> Any:  # noqa: ANN401
+def _do_not_wait(right: Any) -> Any:  # noqa: ANN401 - whatever it is, it is passed on
     def wait_layer(self: LoadHandle, layer: int, stream: object = None) -> None:
         pass
 

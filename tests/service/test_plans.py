@@ -444,7 +444,7 @@ async def test_a_worker_killed_in_the_middle(processes: list[Process]) -> None:
         ends = [planner.ended(plan) for plan in (storing, loading)]
         for plan in (storing, loading):
             processes[0].tell(plan)
-            assert planner.complete(await processes[0].answer()) is None  # type: ignore[arg-type]
+            assert planner.complete(await processes[0].answer()) is None  # type: ignore[arg-type]  # answers
         assert kv.stats()["cpu"].pending == 2 * (N - N // 2)
         processes[1].kill()
         stored, loaded = await asyncio.gather(*ends)

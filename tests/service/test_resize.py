@@ -38,7 +38,7 @@ def cpu(num_blocks: int, most: int, **settings: object) -> dict[str, object]:
 
 def slab_bytes(kv: TieredKV) -> int:
     """Return how much memory the system has given to the host slab."""
-    slab = kv._core.chains[0].host.slab  # noqa: SLF001
+    slab = kv._core.chains[0].host.slab  # noqa: SLF001 - no public call tells it
     return os.fstat(slab.fd).st_blocks * 512
 
 

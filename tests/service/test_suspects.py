@@ -35,7 +35,7 @@ def a_minute_passes(kv: TieredKV) -> None:
     """Turn the clock by which blocks are suspected."""
     tier = kv._core.chains[0].storage[0]  # noqa: SLF001 - nothing public turns a clock
     assert isinstance(tier, KeyedTier)
-    tier.suspects._clock = lambda: tier.health.clock() + 61.0  # noqa: SLF001
+    tier.suspects._clock = lambda: tier.health.clock() + 61.0  # noqa: SLF001 - no public call tells it
 
 
 async def test_a_store_repairs_a_broken_block_that_is_still_there() -> None:

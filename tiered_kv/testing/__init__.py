@@ -7,8 +7,8 @@ import pytest
 
 pytest.register_assert_rewrite("tiered_kv.testing.conformance")  # or a failure would show no values; before its import
 
-from tiered_kv.testing.conformance import BackendTests, SlotBackendTests  # noqa: E402
-from tiered_kv.testing.helpers import (  # noqa: E402
+from tiered_kv.testing.conformance import BackendTests, SlotBackendTests  # noqa: E402 - only where it can be imported
+from tiered_kv.testing.helpers import (  # noqa: E402 - only where it can be imported
     GROUPS,
     ThreadWorkers,
     block_key,

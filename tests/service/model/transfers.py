@@ -67,7 +67,7 @@ class Transfers(Machine):
     @rule(keys=SPANS, weights=WEIGHTS, delay_s=DELAYS_S, settles=st.booleans())
     def store(self, keys: BlockKeys, weights: str, delay_s: float | None, *, settles: bool) -> None:
         """Compute and store blocks; perhaps do not wait until they are in every tier."""
-        limits = self.cache._core.limits  # noqa: SLF001
+        limits = self.cache._core.limits  # noqa: SLF001 - no public call tells it
         self.known.store(keys, weights)
         self.asked["store"] += len(keys)
 
@@ -129,7 +129,7 @@ class Transfers(Machine):
             else:
                 handle = kv.start_store(keys, source, after=after, layerwise=way == "layers")
         for layer in order if way == "layers" and not is_load else ():
-            handle.store_layer(layer)  # type: ignore[union-attr]
+            handle.store_layer(layer)  # type: ignore[union-attr]  # of a store
         self.asked["load" if is_load else "store"] += len(keys)
         limit_s = limits.load_timeout_s if is_load else limits.store_timeout_s
         ends_by = asyncio.get_running_loop().time() + limit_s + _LAST_COPIES_S
