@@ -58,7 +58,7 @@ test-gpu: .venv/dev.stamp
 	$(IN_VENV)pytest tests/gpu tests/memory
 
 torture: .venv/dev.stamp
-	$(IN_VENV)pytest tests/service/test_model.py tests/service/test_model_mutations.py --hypothesis-profile torture --timeout 0
+	$(IN_VENV)pytest tests/cache/test_model.py tests/cache/test_model_mutations.py --hypothesis-profile torture --timeout 0
 
 check: .venv/dev.stamp
 	$(IN_VENV)ruff check .

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tiered_kv import KVGroup
+from tiered_kv.loop_calls import LoopCalls
 from tiered_kv.memory import Device, HostSlab, PagedCaches, Stream, device_copies, gather_blocks, scatter_blocks
 from tiered_kv.memory.crossover import prepare
 from tiered_kv.memory.pinning import PinState
-from tiered_kv.wakeups import Wakeups
 
 Ids = NDArray[np.int64]
 Copies = Sequence[Callable[[], object]]
@@ -124,13 +124,13 @@ async def coroutine_latency(stream: Stream, rounds: int) -> tuple[float, float]:
     What is submitted does nothing, so that the first figure is what events, waiter thread and event loop add to a copy.
     """
     loop = asyncio.get_running_loop()
-    wakeups = Wakeups(loop)
+    loop_calls = LoopCalls(loop)
 
     def submit() -> asyncio.Future[None]:
         future: asyncio.Future[None] = loop.create_future()
 
         def done(_: BaseException | None) -> None:
-            wakeups.call(future.set_result, None)
+            loop_calls.call(future.set_result, None)
 
         stream.submit(lambda: None, done)
         return future

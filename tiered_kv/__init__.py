@@ -19,9 +19,6 @@ from tiered_kv.faces.transfers import HostLease, PrefetchHandle
 from tiered_kv.groups import GroupNeed, GroupsLoad, GroupsLookup, full, window
 from tiered_kv.keys import BlockKey, BlockKeys, ModelIdentity, Namespace, Shard, hash_blocks, hash_tail
 from tiered_kv.layout import KVGroup, KVLayout
-from tiered_kv.motion.budget import Priority
-from tiered_kv.motion.load import LoadHandle
-from tiered_kv.motion.store import StoreHandle
 from tiered_kv.plan import JobResult, Move, Outcomes, Plan, SlabHandle
 from tiered_kv.planner import Planner
 from tiered_kv.results import (
@@ -48,6 +45,9 @@ from tiered_kv.specs import (
     ObjectLoadStoreSpec,
     RemoteLoadStoreSpec,
 )
+from tiered_kv.tiers.budget import Priority
+from tiered_kv.transfers.load import LoadHandle
+from tiered_kv.transfers.store import StoreHandle
 from tiered_kv.worker import Worker
 
 __all__ = [

@@ -13,10 +13,10 @@ from tiered_kv.events import Emit
 from tiered_kv.keys import BlockKeys, ModelIdentity, Shard
 from tiered_kv.layout import KVGroup, KVLayout
 from tiered_kv.memory.caches import PagedCaches
-from tiered_kv.motion.budget import Priority
-from tiered_kv.motion.chain import Chain
 from tiered_kv.settings import CacheLimits
 from tiered_kv.specs import CPULoadStoreSpec, EngineBlocks, GPULoadStoreSpec
+from tiered_kv.tiers.budget import Priority
+from tiered_kv.tiers.chain import Chain
 
 _SIZE = TypeAdapter(ByteSize)
 

@@ -21,33 +21,31 @@ from tiered_kv.backend import (
     SlotBackend,
     TierSettings,
 )
+from tiered_kv.catalog.books import Change
 from tiered_kv.catalog.index import TierIndex
-from tiered_kv.catalog.statistics import Change
 from tiered_kv.catalog.table import first_occurrences
 from tiered_kv.errors import BackendError, ConfigurationError
 from tiered_kv.events import DeviceFailed, Emit, Event, PinningDoubted, TierFailed, TierResumed
 from tiered_kv.layout import KVGroup
+from tiered_kv.loop_calls import LoopCalls
 from tiered_kv.memory.codec import Codec
 from tiered_kv.memory.device import Device
 from tiered_kv.memory.host import HostSlab
 from tiered_kv.memory.lanes import Lanes
 from tiered_kv.memory.make import make_device
-from tiered_kv.motion.bandwidth import Bandwidth
-from tiered_kv.motion.budget import Budget
-from tiered_kv.motion.chain import Backlog, Chain, Limits
-from tiered_kv.motion.health import StorageHealth
-from tiered_kv.motion.keyed import KeyedTier
-from tiered_kv.motion.ledger import Ledger, Place
-from tiered_kv.motion.naming import Naming
-from tiered_kv.motion.owned import OwnedTier
-from tiered_kv.motion.storage import StorageTier
-from tiered_kv.motion.tiers import HostTier, MemoryTier
-from tiered_kv.motion.workers import Tasks, WorkerPool
-from tiered_kv.motion.writedown import write_admitted
 from tiered_kv.preflight import check_host_memory, doubt_of_pinning
 from tiered_kv.registry import make_backend, resolve_policy
 from tiered_kv.settings import CacheLimits, CPUTier, GPUTier, check_chain, check_policies, tier_from, tier_name
-from tiered_kv.wakeups import Wakeups
+from tiered_kv.tiers.budget import Bandwidth, Budget
+from tiered_kv.tiers.chain import Backlog, Chain, Limits
+from tiered_kv.tiers.health import StorageHealth
+from tiered_kv.tiers.ledger import Ledger, Place
+from tiered_kv.tiers.memory import HostTier, MemoryTier, Naming
+from tiered_kv.tiers.owned import OwnedTier
+from tiered_kv.tiers.shared import SharedTier
+from tiered_kv.tiers.storage import StorageTier
+from tiered_kv.tiers.tasks import Tasks, WorkerPool
+from tiered_kv.transfers.writedown import write_admitted
 
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.5, 8.0
 _CODEC_THREADS = 2
@@ -128,7 +126,7 @@ def parts_of(tiers: Sequence[TierSettings | Mapping[str, Any] | str | Backend | 
 class OpenBackends:
     """Backends that are open, and what the owned ones found, per KV group."""
 
-    wakeups: Wakeups
+    loop_calls: LoopCalls
     codec: WorkerPool
     healths: tuple[StorageHealth, ...]
     contexts: tuple[BackendContext, ...]
@@ -143,16 +141,16 @@ async def open_backends(
     loop = asyncio.get_running_loop()
     CancelScope()  # AnyIO imports its asyncio half now, 40 ms, instead of in the first load
     np.unique(np.empty(0))  # and numpy its masked arrays, 7 ms
-    wakeups = Wakeups(loop)
+    loop_calls = LoopCalls(loop)
     shapes = [kind.shape for kind in kinds]
-    codec = WorkerPool("codec", _CODEC_THREADS, wakeups)
+    codec = WorkerPool("codec", _CODEC_THREADS, loop_calls)
     stack.callback(codec.close)
     healths, contexts, discards, recovered = [], [], [], []
     for part in parts.storage:
         pools: list[WorkerPool] = []
 
         def workers(num_threads: int, name: str = part.name, pools: list[WorkerPool] = pools) -> WorkerPool:
-            pools.append(WorkerPool(name, num_threads, wakeups))
+            pools.append(WorkerPool(name, num_threads, loop_calls))
             return pools[-1]
 
         async def close(
@@ -191,7 +189,7 @@ async def open_backends(
             discard()
             emit(TierFailed(part.name, "open", str(error), 0))
             recovered.append([Recovered(0, np.empty((0, 4), np.uint64), np.empty(0, np.int64)) for _ in shapes])
-    return OpenBackends(wakeups, codec, tuple(healths), tuple(contexts), tuple(discards), tuple(recovered))
+    return OpenBackends(loop_calls, codec, tuple(healths), tuple(contexts), tuple(discards), tuple(recovered))
 
 
 def build_chains(
@@ -238,7 +236,7 @@ def build_chains(
         clean_bandwidth=Bandwidth(cache_limits.clean_bandwidth, clock),
     )
     is_written_back = any(part.settings.write == "back" for part in parts.storage)
-    tell = _listen(device, backends.wakeups, emit)
+    tell = _listen(device, backends.loop_calls, emit)
     h2d, d2h = Lanes(device, "h2d"), Lanes(device, "d2h")
     stack.callback(h2d.close)
     stack.callback(d2h.close)
@@ -271,7 +269,7 @@ def build_chains(
                 parts.storage, backends.healths, budgets, backends.recovered, strict=True
             )
         ]
-        chain = Chain(group, kind.naming, gpu, host, storage, h2d, d2h, backends.wakeups, tasks, emit, limits)
+        chain = Chain(group, kind.naming, gpu, host, storage, h2d, d2h, backends.loop_calls, tasks, emit, limits)
         chain.codec, chain.ledger = kind.codec, ledger
         chain.on_admitted = partial(write_admitted, chain)
         for tier in chain.tiers:
@@ -286,11 +284,11 @@ def build_chains(
     return chains, device
 
 
-def _listen(device: Device, wakeups: Wakeups, emit: Emit) -> Emit:
+def _listen(device: Device, loop_calls: LoopCalls, emit: Emit) -> Emit:
     """Hear of the device's failure; return an ``emit`` for its threads, which passes events on to the loop."""
 
     def tell(event: Event) -> None:
-        wakeups.call(emit, event)
+        loop_calls.call(emit, event)
 
     device.on_failure = lambda error: tell(DeviceFailed(device.kind, f"{type(error).__name__}: {error}"))
     return tell
@@ -329,7 +327,7 @@ async def _end(task: "asyncio.Task[None]") -> None:
 
 
 def _backend_of(tier: StorageTier) -> Backend | SlotBackend:
-    assert isinstance(tier, OwnedTier | KeyedTier)  # noqa: S101 - there are no others
+    assert isinstance(tier, OwnedTier | SharedTier)  # noqa: S101 - there are no others
     return tier.backend
 
 
@@ -353,7 +351,7 @@ def _storage_tier(
     recovered: list[Recovered] | None,
 ) -> StorageTier:
     if isinstance(part.backend, Backend):
-        return KeyedTier(health, part.settings, group, shape, budget, codec, tasks, part.backend)
+        return SharedTier(health, part.settings, group, shape, budget, codec, tasks, part.backend)
     index = _index_of((recovered or [])[group], health.clock, part.settings)
     return OwnedTier(health, part.settings, group, shape, budget, codec, tasks, part.backend, index)
 

@@ -22,7 +22,7 @@ from pydantic import Field
 
 from tiered_kv.errors import ConfigurationError, LayoutMismatchError
 from tiered_kv.keys import BlockKey, Names, Shard
-from tiered_kv.problems import Checked
+from tiered_kv.setting_errors import Checked
 
 T = TypeVar("T")
 WritePolicy = Literal["through", "back"]

@@ -21,8 +21,6 @@ from tiered_kv.faces.transfers import HostLease
 from tiered_kv.groups import GroupNeed, GroupsLoad, GroupsLookup
 from tiered_kv.keys import BlockKeys
 from tiered_kv.layout import KVCaches
-from tiered_kv.motion.budget import Priority
-from tiered_kv.motion.threads import Ticket
 from tiered_kv.results import (
     CacheStatistics,
     LoadResult,
@@ -34,6 +32,8 @@ from tiered_kv.results import (
 )
 from tiered_kv.service import TieredKV
 from tiered_kv.specs import EngineBlocks, GPULoadStoreSpec
+from tiered_kv.tiers.budget import Priority
+from tiered_kv.transfers.submissions import Ticket
 
 P = ParamSpec("P")
 T = TypeVar("T")

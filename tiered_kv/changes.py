@@ -13,9 +13,9 @@ from weakref import WeakSet
 
 import numpy as np
 
-from tiered_kv.catalog.statistics import Change
+from tiered_kv.catalog.books import Change
 from tiered_kv.keys import Names
-from tiered_kv.motion.ledger import HasIndex, Ledger, Place
+from tiered_kv.tiers.ledger import HasIndex, Ledger, Place
 
 _MOST_NAMES: Final = 1 << 16
 _NAMES_PER_CHANGE: Final = 8

@@ -13,20 +13,20 @@ from tiered_kv.errors import ClosedError, ConfigurationError, TieredKVError
 from tiered_kv.events import Emit, TierResized
 from tiered_kv.keys import BlockKeys, ModelIdentity, Shard, epoch_digest
 from tiered_kv.layout import KVLayout
+from tiered_kv.loop_calls import LoopCalls
 from tiered_kv.memory.device import Device
-from tiered_kv.motion.chain import Chain
-from tiered_kv.motion.cleaner import Cleaner
-from tiered_kv.motion.expiring import expire_forever
-from tiered_kv.motion.ledger import Ledger
-from tiered_kv.motion.pins import Pins
-from tiered_kv.motion.pools import HostPools
-from tiered_kv.motion.resizing import resize, slots_within
-from tiered_kv.motion.swap import SwapSpaces
-from tiered_kv.motion.threads import Submissions
-from tiered_kv.motion.tiers import Batch
-from tiered_kv.motion.workers import Tasks
 from tiered_kv.settings import CacheLimits
-from tiered_kv.wakeups import Wakeups
+from tiered_kv.tiers.chain import Chain
+from tiered_kv.tiers.ledger import Ledger
+from tiered_kv.tiers.memory import Batch
+from tiered_kv.tiers.pins import Pins
+from tiered_kv.tiers.tasks import Tasks
+from tiered_kv.tiers.upkeep import expire_forever
+from tiered_kv.transfers.cleaner import Cleaner
+from tiered_kv.transfers.pools import HostPools
+from tiered_kv.transfers.resize import resize, slots_within
+from tiered_kv.transfers.submissions import Submissions
+from tiered_kv.transfers.swap import SwapSpaces
 
 _PAST_EPOCHS: Final = 8
 
@@ -79,13 +79,13 @@ class Core:
         self._clock: Callable[[], float] = time.monotonic  # until there is a loop
         self._closed_because = "not open yet: use it with 'async with'"
 
-    def opened(self, chains: list[Chain], wakeups: Wakeups) -> None:
+    def opened(self, chains: list[Chain], loop_calls: LoopCalls) -> None:
         """Let calls in, from this thread and its event loop."""
         self.chains = chains
         self._clock = asyncio.get_running_loop().time
         self._thread = threading.get_ident()
         self._closed_because = ""
-        self.submissions.open(wakeups)
+        self.submissions.open(loop_calls)
         self.cleaners = [Cleaner(chain) for chain in chains if chain.waiting]
         for cleaner in self.cleaners:
             self.background.spawn(cleaner.run(), "cleaner")

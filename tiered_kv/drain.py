@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from tiered_kv.core import Core
 from tiered_kv.errors import ConfigurationError
-from tiered_kv.motion import removal
+from tiered_kv.tiers import upkeep
 
 _UNHANDLED = (signal.SIGKILL, signal.SIGSTOP)
 
@@ -56,7 +56,7 @@ async def drain(core: Core, timeout_s: float | None) -> bool:
 
 async def _write_all(core: Core) -> None:
     await core.settle()
-    await removal.checkpoint(core.chains, sync=True)
+    await upkeep.checkpoint(core.chains, sync=True)
 
 
 @contextmanager

@@ -14,11 +14,11 @@ from tiered_kv.catalog.books import SlotState
 from tiered_kv.catalog.history import Fate
 from tiered_kv.core import Core
 from tiered_kv.keys import BlockKeys
-from tiered_kv.motion.chain import Chain
-from tiered_kv.motion.owned import OwnedTier
-from tiered_kv.motion.pins import Pins
-from tiered_kv.motion.storage import Mask
-from tiered_kv.motion.tiers import Batch, MemoryTier
+from tiered_kv.tiers.chain import Chain
+from tiered_kv.tiers.memory import Batch, MemoryTier
+from tiered_kv.tiers.owned import OwnedTier
+from tiered_kv.tiers.pins import Pins
+from tiered_kv.tiers.storage import Mask
 
 _ASKED_AT_ONCE: Final = 32
 _PENDING: Final = int(SlotState.PENDING)

@@ -5,11 +5,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from tiered_kv.catalog.planner import locate_from_any_thread
-from tiered_kv.motion.chain import Chain
-from tiered_kv.motion.owned import OwnedTier
-from tiered_kv.motion.tiers import Batch, MemoryTier
+from tiered_kv.catalog.locate import locate_from_any_thread
 from tiered_kv.results import LookupResult, TierRun
+from tiered_kv.tiers.chain import Chain
+from tiered_kv.tiers.memory import Batch, MemoryTier
+from tiered_kv.tiers.owned import OwnedTier
 
 
 def lookup_result(chains: Sequence[Chain], found: Sequence[list[TierRun]]) -> LookupResult:

@@ -6,12 +6,12 @@ from functools import partial
 from tiered_kv.arguments import check_pages, check_priority, check_seconds
 from tiered_kv.core import Core
 from tiered_kv.keys import BlockKeys
-from tiered_kv.motion.budget import Priority
-from tiered_kv.motion.direct import DirectLoad
-from tiered_kv.motion.layerwise import LayerLoad, LayerStore
-from tiered_kv.motion.load import Load, LoadHandle
-from tiered_kv.motion.store import Store, StoreHandle
 from tiered_kv.specs import EngineBlocks
+from tiered_kv.tiers.budget import Priority
+from tiered_kv.transfers.direct import DirectLoad
+from tiered_kv.transfers.layerwise import LayerLoad, LayerStore
+from tiered_kv.transfers.load import Load, LoadHandle
+from tiered_kv.transfers.store import Store, StoreHandle
 
 
 def prepare_load(

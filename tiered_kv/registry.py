@@ -14,7 +14,7 @@ from tiered_kv.backend import Backend, SlotBackend, TierSettings
 from tiered_kv.catalog.policies.base import Policy
 from tiered_kv.catalog.policies.make import make_policy
 from tiered_kv.errors import ConfigurationError
-from tiered_kv.problems import hint
+from tiered_kv.setting_errors import hint
 
 T = TypeVar("T")
 AnyBackend = Backend | SlotBackend

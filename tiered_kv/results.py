@@ -172,7 +172,7 @@ class TierStatistics:
         is_bypassed: Whether loads and stores go on without it now.
         hits: Blocks loaded that this tier had before any promotion: each block loaded counts in one tier.
         dirty: Blocks that wait here to be written below.
-        written, promoted, evicted, dropped, corrupt, failed, expired: Blocks, see `motion.tiers.Counters`.
+        written, promoted, evicted, dropped, corrupt, failed, expired: Blocks, see `tiers.memory.Counters`.
         facts: What else the backend says of itself, e.g. its I/O mode.
     """
 

@@ -27,13 +27,13 @@ from tiered_kv.keys import ModelIdentity, Shard
 from tiered_kv.layout import KVLayout, fingerprint
 from tiered_kv.memory.codec import CodecName, make_codec
 from tiered_kv.memory.device import Device
-from tiered_kv.motion import removal
-from tiered_kv.motion.handles import Handle
-from tiered_kv.motion.naming import Naming
-from tiered_kv.motion.owned import OwnedTier
 from tiered_kv.planner import Planner
 from tiered_kv.settings import CacheLimits, TieredKVSettings
 from tiered_kv.telemetry.logs import guarded, log_event
+from tiered_kv.tiers import upkeep
+from tiered_kv.tiers.memory import Naming
+from tiered_kv.tiers.owned import OwnedTier
+from tiered_kv.transfers.handles import Handle
 
 
 class TieredKV(FromThreads, Preemption, Transfers, Control):
@@ -119,7 +119,7 @@ class TieredKV(FromThreads, Preemption, Transfers, Control):
                 stack, self._parts, backends, kinds, core.limits, self._given_device, core.tasks, core.emit, core.ledger
             )
             self._core.lifetime = stack.pop_all()
-        core.opened(chains, backends.wakeups)
+        core.opened(chains, backends.loop_calls)
         recovered = {
             tier.name: tier.index.statistics().ready
             for chain in chains
@@ -160,7 +160,7 @@ class TieredKV(FromThreads, Preemption, Transfers, Control):
         abandoned = await core.tasks.aclose(max(0.0, deadline - loop.time()))
         unwritten = sum(cleaner.num_waiting for cleaner in core.cleaners)
         with move_on_after(core.limits.close_timeout_s):
-            await removal.checkpoint(core.chains, sync=False)
+            await upkeep.checkpoint(core.chains, sync=False)
         await lifetime.aclose()
         core.emit(CacheClosed(abandoned, (loop.time() - started) * 1e3, unwritten))
 

@@ -39,8 +39,8 @@ from pydantic_settings import (
 from tiered_kv.backend import OwnedTierSettings, TierSettings
 from tiered_kv.errors import ConfigurationError
 from tiered_kv.memory.codec import CodecName
-from tiered_kv.problems import Checked, LocatedError, line, problems
 from tiered_kv.registry import OWN_MEDIA, medium_for_scheme, resolve, resolve_policy
+from tiered_kv.setting_errors import Checked, LocatedError, line, problems
 
 _PREFIX = "TIERED_KV_"
 _CONFIG = "TIERED_KV_CONFIG"

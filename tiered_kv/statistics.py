@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from tiered_kv.backend import SlotBackend
-from tiered_kv.motion.chain import Chain
-from tiered_kv.motion.ledger import Ledger
 from tiered_kv.results import CacheStatistics, TierStatistics
+from tiered_kv.tiers.chain import Chain
+from tiered_kv.tiers.ledger import Ledger
 
 _SLOTS = ("num_slots", "free", "ready", "evictable", "leased", "pending", "doomed", "dirty")
 

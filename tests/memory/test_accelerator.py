@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from tests.service.conftest import PAYLOAD_BYTES, Engine, Recorder, open_cache, prompt, until, until_idle
+from tests.cache.conftest import PAYLOAD_BYTES, Engine, Recorder, open_cache, prompt, until, until_idle
 from tiered_kv import GPULoadStoreSpec
 from tiered_kv.events import DeviceFailed
 from tiered_kv.memory.accelerator import AcceleratorDevice

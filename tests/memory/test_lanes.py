@@ -6,8 +6,9 @@ from collections.abc import Iterator
 import pytest
 
 from tiered_kv.errors import ConfigurationError
-from tiered_kv.memory import CPUDevice, ScriptedDevice, ScriptedEvent
+from tiered_kv.memory import CPUDevice
 from tiered_kv.memory.lanes import Lane, Lanes
+from tiered_kv.testing import ScriptedDevice, ScriptedEvent
 
 
 class Copies:

@@ -13,7 +13,8 @@ import torch
 from structlog.testing import capture_logs
 
 from tiered_kv.errors import ClosedError, ConfigurationError
-from tiered_kv.memory import CPUDevice, CUDADevice, Device, ScriptedDevice, ScriptedEvent, Stream, make_device
+from tiered_kv.memory import CPUDevice, CUDADevice, Device, Stream, make_device
+from tiered_kv.testing import ScriptedDevice, ScriptedEvent
 
 
 class Copies:

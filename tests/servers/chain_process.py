@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.service.conftest import Engine, contents, open_cache, prompt
+from tests.cache.conftest import Engine, contents, open_cache, prompt
 from tiered_kv import GPULoadStoreSpec
 
 NUM_BLOCKS = 24

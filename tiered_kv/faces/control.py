@@ -14,9 +14,9 @@ from tiered_kv.errors import ConfigurationError
 from tiered_kv.events import EpochAdvanced
 from tiered_kv.explain import Explanation, explain
 from tiered_kv.keys import BlockKeys, Namespace, salt_digest
-from tiered_kv.motion import removal
 from tiered_kv.results import CacheStatistics, PinResult
 from tiered_kv.statistics import cache_statistics
+from tiered_kv.tiers import upkeep
 
 
 class Control:
@@ -52,7 +52,7 @@ class Control:
         names = parts[0][0].names
         if tier is not None and tier not in names:
             raise ConfigurationError(f"no tier {tier!r} here; there are {', '.join(names)}")
-        found = await asyncio.gather(*(removal.evict(chain, batch, tier) for chain, batch in parts))
+        found = await asyncio.gather(*(upkeep.evict(chain, batch, tier) for chain, batch in parts))
         return int(np.count_nonzero(np.logical_or.reduce(found)))
 
     async def resize(self, tier: str, capacity: int | str) -> int:
@@ -82,7 +82,7 @@ class Control:
         A tier that does not answer within its time is not waited for: its blocks are unfindable here all the same.
         """
         self._core.check_open()
-        await removal.clear(self._core.chains)
+        await upkeep.clear(self._core.chains)
 
     def advance_epoch(self, weights: str) -> None:
         """Name the weights that are served from now on. O(1).
@@ -137,7 +137,7 @@ class Control:
         self._core.check_open()
         await self._core.settle()
         if sync:
-            await asyncio.wait({self._core.tasks.spawn(removal.checkpoint(self._core.chains, sync=True), "checkpoint")})
+            await asyncio.wait({self._core.tasks.spawn(upkeep.checkpoint(self._core.chains, sync=True), "checkpoint")})
 
     async def drain(self, *, timeout_s: float | None = None) -> bool:
         """Take no more stores, and wait until what was stored is written and survives a loss of power.

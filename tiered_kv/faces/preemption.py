@@ -5,10 +5,10 @@ from tiered_kv.events import SequencePreempted
 from tiered_kv.faces.control import Control
 from tiered_kv.faces.transfers import Transfers
 from tiered_kv.keys import BlockKeys
-from tiered_kv.motion.handles import Handle
-from tiered_kv.motion.swap import Copies, Moves, Swap
 from tiered_kv.results import LoadResult, SwapOutResult, SwapResult
 from tiered_kv.specs import GPULoadStoreSpec
+from tiered_kv.transfers.handles import Handle
+from tiered_kv.transfers.swap import Copies, Moves, Swap
 
 
 class Preemption(Transfers, Control):

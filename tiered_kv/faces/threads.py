@@ -6,11 +6,11 @@ from tiered_kv.arguments import check_seconds
 from tiered_kv.core import Core
 from tiered_kv.keys import BlockKeys
 from tiered_kv.lookups import lookup_result, owned_runs
-from tiered_kv.motion.budget import Priority
-from tiered_kv.motion.threads import Ticket, load_failed, store_failed
 from tiered_kv.prepare import prepare_load, prepare_store
 from tiered_kv.results import LoadResult, LookupResult, StoreResult
 from tiered_kv.specs import EngineBlocks
+from tiered_kv.tiers.budget import Priority
+from tiered_kv.transfers.submissions import Ticket, load_failed, store_failed
 
 LoadTicket = Ticket[LoadResult]
 StoreTicket = Ticket[StoreResult]

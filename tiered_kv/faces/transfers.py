@@ -14,17 +14,16 @@ from tiered_kv.layout import KVCaches
 from tiered_kv.lookups import lookup_result
 from tiered_kv.memory.caches import PagedCaches
 from tiered_kv.memory.crossover import prepare
-from tiered_kv.motion.budget import Priority
-from tiered_kv.motion.chain import Chain
-from tiered_kv.motion.handles import Handle, cancel_each, each_of
-from tiered_kv.motion.hold import bring_to_host, lease_prefix
-from tiered_kv.motion.load import LoadHandle
-from tiered_kv.motion.prefetch import Prefetch
-from tiered_kv.motion.store import StoreHandle
-from tiered_kv.motion.tiers import Batch
 from tiered_kv.prepare import prepare_load, prepare_store
 from tiered_kv.results import LoadResult, LookupResult, PrefetchResult, StoreResult
 from tiered_kv.specs import EngineBlocks, GPULoadStoreSpec
+from tiered_kv.tiers.budget import Priority
+from tiered_kv.tiers.chain import Chain
+from tiered_kv.tiers.memory import Batch
+from tiered_kv.transfers.handles import Handle, cancel_each, each_of
+from tiered_kv.transfers.load import LoadHandle
+from tiered_kv.transfers.prefetch import Prefetch, bring_to_host, lease_prefix
+from tiered_kv.transfers.store import StoreHandle
 
 PrefetchHandle = Handle[PrefetchResult]
 

@@ -7,7 +7,6 @@ from tiered_kv.memory.device import CPUDevice, Device, Stream
 from tiered_kv.memory.host import HostSlab
 from tiered_kv.memory.make import make_device
 from tiered_kv.memory.pinning import Pinning, PinState
-from tiered_kv.memory.scripted import ScriptedDevice, ScriptedEvent
 
 __all__ = [
     "CPUDevice",
@@ -17,8 +16,6 @@ __all__ = [
     "PagedCaches",
     "PinState",
     "Pinning",
-    "ScriptedDevice",
-    "ScriptedEvent",
     "Stream",
     "copy_rows",
     "gather_blocks",

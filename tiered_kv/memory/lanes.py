@@ -5,7 +5,9 @@ so each transfer that has something to wait for gets a stream of its own while t
 wait for nothing, share the main one.
 """
 
+import asyncio
 import threading
+from collections.abc import Callable
 from typing import Final
 
 from tiered_kv.memory.device import After, Copy, Device, Done, Stream, has_happened
@@ -148,3 +150,51 @@ class Lane:
 
 def _nothing() -> None:
     pass
+
+
+class RevokedError(Exception):
+    """What a copy that came too late reports: it has touched nothing."""
+
+
+class LaneCopy:
+    """One copy in a stream's queue. Until it begins it can be revoked, and then never touches memory.
+
+    Attributes:
+        ended: Resolves once the copy touches no memory any more, with what it raised. Never cancel it.
+        event: For streams that are to wait for the copy, from its submission on; None on a device that has failed.
+    """
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.event: After = None
+        self._work: Callable[[], None] | None = work
+        self._lock = threading.Lock()
+
+    def __call__(self) -> None:
+        """Do it; called by the stream, in any thread."""
+        with self._lock:  # from here on a revocation is too late
+            work, self._work = self._work, None
+        if work is None:
+            raise RevokedError
+        work()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a revocation would be too late, or was not."""
+        return self._work is None
+
+    def revoke(self) -> None:
+        """Let it not begin, if it has not; called on the loop."""
+        with self._lock:
+            revoked, self._work = self._work is not None, None
+        if revoked:
+            self.resolve(RevokedError())
+
+    def resolve(self, error: BaseException | None) -> None:
+        """Say how it ended; what a revoked copy says when its turn comes is passed over."""
+        if self.ended.done():
+            return
+        if error is None:
+            self.ended.set_result(None)
+        else:
+            self.ended.set_exception(error)

@@ -17,10 +17,18 @@ from tiered_kv.testing.helpers import (  # noqa: E402 - only where it can be imp
     open_backend,
     open_context,
 )
+from tiered_kv.testing.scripted import (  # noqa: E402 - only where it can be imported
+    ScriptedDevice,
+    ScriptedEvent,
+    ScriptedStream,
+)
 
 __all__ = [
     "GROUPS",
     "BackendTests",
+    "ScriptedDevice",
+    "ScriptedEvent",
+    "ScriptedStream",
     "SlotBackendTests",
     "ThreadWorkers",
     "block_key",

@@ -1,0 +1,171 @@
+"""A slow tier costs what would go there, counted, and nothing else: no load waits for a store."""
+
+import asyncio
+
+import pytest
+
+from tests.cache.conftest import (
+    PAYLOAD_BYTES,
+    AnyTier,
+    Engine,
+    Recorder,
+    ScriptedBackend,
+    ScriptedSlotBackend,
+    contents,
+    keep,
+    open_cache,
+    prompt,
+    until,
+    until_idle,
+)
+from tiered_kv import CacheLimits, GPULoadStoreSpec, TieredKV
+from tiered_kv.events import BlocksSettled
+from tiered_kv.results import StoreResult, TierStore
+
+CPU = {"medium": "cpu", "capacity": 32 * PAYLOAD_BYTES}
+GPU = {"medium": "gpu", "capacity": 8 * PAYLOAD_BYTES}
+Scripted = ScriptedBackend | ScriptedSlotBackend
+
+both_kinds = pytest.mark.parametrize("kind", [ScriptedBackend, ScriptedSlotBackend])
+
+
+def _limits(*, store_queue: int, store_timeout_s: float = 5.0) -> CacheLimits:
+    """Let the queue hold so many blocks."""
+    return CacheLimits(
+        window=4 * PAYLOAD_BYTES,
+        bounce=16 * PAYLOAD_BYTES,
+        store_queue=store_queue * PAYLOAD_BYTES,
+        store_timeout_s=store_timeout_s,
+    )
+
+
+def _assert_conserved(tiers: tuple[TierStore, ...], num_blocks: int) -> None:
+    """Assert that each block of a store is counted once in every tier."""
+    for each in tiers:
+        assert each.written + each.present + each.deferred + each.dropped + each.failed == num_blocks, each
+
+
+async def _load(kv: TieredKV, engine: Engine, seed: int, num_blocks: int = 8) -> int:
+    """Load a prompt, check its bytes, and return the prefix."""
+    keys, into = prompt(num_blocks, seed=seed), GPULoadStoreSpec(range(num_blocks))
+    engine.poison()
+    n = (await kv.load(keys, into)).num_blocks
+    assert engine.read(into[:n]) == contents(keys[:n])
+    return n
+
+
+async def _store(kv: TieredKV, engine: Engine, seed: int, num_blocks: int = 8) -> StoreResult:
+    keys = prompt(num_blocks, seed=seed)
+    return await kv.store(keys, engine.compute(keys))
+
+
+@both_kinds
+async def test_a_full_queue_drops_below_and_says_how_much(kind: type[Scripted]) -> None:
+    """While writes are held, stores return at once: kept above, dropped below once the queue is full, all counted."""
+    engine, emit, slow = Engine(), Recorder(), kind(name="slow")
+    async with open_cache(CPU, slow, engine=engine, emit=emit, limits=_limits(store_queue=12)) as kv:
+        slow.on_write.hold()
+        stored = [await _store(kv, engine, seed) for seed in range(4)]
+        assert [each.num_stored for each in stored] == [8] * 4
+        assert kv.stats().store_queue_bytes == 12 * PAYLOAD_BYTES
+        assert [(await each.settled())[1] for each in stored[2:]] == [TierStore("slow", dropped=8)] * 2
+        slow.on_write.release()
+        tiers = [await each.settled() for each in stored]
+        for each in tiers:
+            _assert_conserved(each, 8)
+        assert [each[1].written for each in tiers] == [8, 4, 0, 0]
+        assert [each[0].written for each in tiers] == [8] * 4
+        counts = kv.stats()["slow"]
+        assert (counts.written, counts.dropped) == (12, 20)
+        assert sum(event.lost.get("slow", 0) for event in emit.of(BlocksSettled)) == 20
+        await until_idle(kv)
+        assert [await _load(kv, engine, seed) for seed in range(4)] == [8] * 4  # the CPU tier has them all
+        for seed in range(4):
+            await kv.evict(prompt(8, seed=seed), tier="cpu")
+        assert [await _load(kv, engine, seed) for seed in range(4)] == [8, 4, 0, 0]
+
+
+@both_kinds
+@pytest.mark.parametrize("tiers", [[CPU], [], [GPU], [GPU, CPU]], ids=["cpu", "none", "gpu", "gpu, cpu"])
+async def test_loads_are_not_delayed_by_held_writes(kind: type[Scripted], tiers: list[AnyTier]) -> None:
+    """With as many stores on hold as there may be, a load from the very same tier goes through."""
+    engine, slow = Engine(), kind(name="slow", timeout_s=1e6)
+    async with open_cache(*tiers, slow, engine=engine, limits=_limits(store_queue=1000)) as kv:
+        await keep(kv, engine, prompt(8))
+        for tier in kv.stats().tiers[:-1]:
+            if tier.num_slots:
+                await kv.evict(prompt(8), tier=tier.tier)
+        slow.on_write.hold()
+        storing = [asyncio.create_task(_store(kv, engine, seed)) for seed in range(1, 7)]
+        await until(lambda: slow.on_write.num_held > 0)
+        keys, into = prompt(8), GPULoadStoreSpec(range(40, 48))
+        loaded = await kv.load(keys, into)
+        assert loaded.num_blocks == 8
+        assert engine.read(into) == contents(keys)
+        assert slow.on_write.num_held > 0
+        slow.on_write.release()
+        for each in storing:
+            _assert_conserved(await (await each).settled(), 8)
+        await until_idle(kv)
+
+
+@both_kinds
+async def test_a_store_waits_for_a_slow_tier_no_longer_than_its_limit(kind: type[Scripted]) -> None:
+    """Where no tier above keeps blocks, the caller waits for room, and is then told what was dropped."""
+    engine, slow = Engine(), kind(name="slow", timeout_s=1e6)
+    async with open_cache(slow, engine=engine, limits=_limits(store_queue=1000, store_timeout_s=0.02)) as kv:
+        slow.on_write.hold()
+        stored = await _store(kv, engine, 1, num_blocks=40)
+        assert stored.num_stored > 0
+        assert stored.drop_reasons == {"deadline": 40 - stored.num_stored}
+        slow.on_write.release()
+        tiers = await stored.settled()
+        assert tiers == (TierStore("slow", written=stored.num_stored, dropped=stored.num_dropped),)
+        await until_idle(kv)
+        assert await _load(kv, engine, 1, num_blocks=40) == stored.num_stored
+
+
+@both_kinds
+async def test_every_block_is_counted_once_in_every_tier(kind: type[Scripted]) -> None:
+    """Whatever becomes of a store, in one tier or the other, its blocks add up; so do its own counts."""
+    engine, last = Engine(), ScriptedBackend(name="last")
+    medium = ScriptedSlotBackend(20, name="medium") if kind is ScriptedSlotBackend else kind(name="medium")
+    async with open_cache(GPU, CPU, medium, last, engine=engine, limits=_limits(store_queue=10)) as kv:
+        medium.on_write.fail_next(OSError(28, "no space"))
+        for step, (seed, num_blocks) in enumerate([(0, 8), (0, 12), (1, 30), (2, 3), (0, 12), (1, 40)]):
+            stored = await _store(kv, engine, seed, num_blocks=num_blocks)
+            assert stored.num_stored + stored.num_present + stored.num_dropped == num_blocks
+            assert sum(stored.drop_reasons.values()) == stored.num_dropped
+            tiers = await stored.settled()
+            assert [each.tier for each in tiers] == ["gpu", "cpu", "medium", "last"], step
+            _assert_conserved(tiers, num_blocks)
+        await until_idle(kv)
+
+
+async def test_settled_may_be_awaited_by_many_and_cancelled() -> None:
+    """Who gives up waiting ends only their own wait; the others are told the same."""
+    engine, slow = Engine(), ScriptedBackend(name="slow")
+    async with open_cache(CPU, slow, engine=engine) as kv:
+        slow.on_write.hold()
+        stored = await _store(kv, engine, 0)
+        waiters = [asyncio.create_task(stored.settled()) for _ in range(3)]
+        await until(lambda: slow.on_write.num_held > 0)
+        waiters[0].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiters[0]
+        slow.on_write.release()
+        expected = TierStore("cpu", written=8), TierStore("slow", written=8)
+        assert [await each for each in waiters[1:]] == [expected] * 2
+        assert await stored.settled() == expected
+
+
+async def test_a_block_is_not_stored_twice() -> None:
+    """Two stores of the same blocks at once copy and write each of them once; the second finds them present."""
+    engine, medium = Engine(), ScriptedSlotBackend(name="medium")
+    async with open_cache(CPU, medium, engine=engine) as kv:
+        first, second = await asyncio.gather(_store(kv, engine, 0), _store(kv, engine, 0))
+        assert (first.num_stored, second.num_stored, second.num_present) == (8, 0, 8)
+        assert (await first.settled())[1].written == 8
+        assert (await second.settled()) == (TierStore("cpu", present=8), TierStore("medium", present=8))
+        assert medium.on_write.num_blocks == 8
+        await until_idle(kv)

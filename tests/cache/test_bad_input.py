@@ -1,0 +1,402 @@
+"""What can not be right is an error of ours, with the numbers, before anything moves."""
+
+import asyncio
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cache.any_layout import BLOCK_SIZE, MODEL, SMALL, STRIDE, AnyEngine, cpu, gpu, nvme, open_any, prompt
+from tests.cache.conftest import until_idle
+from tiered_kv import (
+    BlockKeys,
+    CacheLimits,
+    ClosedError,
+    ConfigurationError,
+    CPULoadStoreSpec,
+    FileLoadStoreSpec,
+    GPULoadStoreSpec,
+    LayoutMismatchError,
+    ModelIdentity,
+    TieredKV,
+    TieredKVError,
+    TieredKVSettings,
+    hash_blocks,
+)
+
+Cache = tuple[TieredKV, AnyEngine]
+Given = tuple[Any, Any]
+
+KEYS = prompt(4)
+IDS = GPULoadStoreSpec(range(4))
+
+BLOCKS: dict[str, tuple[Given, type[TieredKVError], str]] = {
+    "a list of hashes": ((list(KEYS), IDS), ConfigurationError, "keys must be BlockKeys, .* got list"),
+    "token ids": ((range(16), IDS), ConfigurationError, "keys must be BlockKeys, .* got range"),
+    "another block size": (
+        (hash_blocks(range(64), block_size=16), IDS),
+        LayoutMismatchError,
+        "blocks of 16 tokens, the layout has blocks of 4",
+    ),
+    "a group there is not": ((prompt(4, group=1), IDS), ConfigurationError, "KV group 1 of 1"),
+    "a group below 0": (
+        (BlockKeys(bytes(128), block_size=BLOCK_SIZE, group=-1), IDS),
+        ConfigurationError,
+        "KV group -1 of 1",
+    ),
+    "ids of another group": (
+        (KEYS, GPULoadStoreSpec(range(4), group=1)),
+        LayoutMismatchError,
+        "group 0, .* of group 1",
+    ),
+    "a list of ids": (
+        (KEYS, [0, 1, 2, 3]),
+        ConfigurationError,
+        "given as GPULoadStoreSpec or CPULoadStoreSpec, got list",
+    ),
+    "a spec of another medium": ((KEYS, FileLoadStoreSpec(range(4))), ConfigurationError, "got FileLoadStoreSpec"),
+    "slots of the cache's own": ((KEYS, CPULoadStoreSpec(range(4))), ConfigurationError, "no host pool ''"),
+    "more keys than ids": ((KEYS, IDS[:3]), LayoutMismatchError, "^4 keys need 4 block ids, got 3"),
+    "more ids than keys": ((KEYS[:3], IDS), LayoutMismatchError, "^3 keys need 3 block ids, got 4"),
+    "one key, no id": ((KEYS[:1], IDS[:0]), LayoutMismatchError, "^1 key needs 1 block id, got 0"),
+    "an id too high": (
+        (KEYS, GPULoadStoreSpec([0, 1, 64, 2])),
+        ConfigurationError,
+        re.escape("block id 64 at position 2 is not in [0, 64)"),
+    ),
+    "an id twice": (
+        (KEYS, GPULoadStoreSpec([5, 6, 7, 6])),
+        ConfigurationError,
+        "block id 6 at position 3 is there twice",
+    ),
+}
+
+
+@pytest.fixture
+async def cache(tmp_path: Path) -> AsyncIterator[Cache]:
+    """A cache with 4 blocks in it. Behind a test nothing has moved and nothing is held."""
+    engine = AnyEngine()
+    async with open_any(engine, cpu(8), nvme(tmp_path)) as kv:
+        await kv.store(KEYS, engine.fill(KEYS, range(4)))
+        await kv.flush()
+        await until_idle(kv)
+        before = kv.stats()
+        yield kv, engine
+        assert kv.stats() == before
+        assert engine.count_right(KEYS, range(4)) == 4
+        await until_idle(kv)
+
+
+@pytest.mark.parametrize("case", BLOCKS.values(), ids=BLOCKS)
+async def test_wrong_blocks(cache: Cache, case: tuple[Given, type[TieredKVError], str]) -> None:
+    """Keys and block ids that do not fit each other, the layout or the engine, are refused by loads and stores."""
+    kv, _ = cache
+    (keys, spec), error, message = case
+    for call in (kv.load, kv.store):
+        with pytest.raises(error, match=message):
+            await call(keys, spec)
+    for start in (kv.start_load, kv.start_store):
+        with pytest.raises(error, match=message):
+            start(keys, spec)
+
+
+@pytest.mark.parametrize("keys", [None, "prompt", [b"x" * 32], b"x" * 32, prompt(2, group=3)], ids=repr)
+async def test_wrong_keys(cache: Cache, keys: Any) -> None:  # noqa: ANN401 - anything
+    """Whatever is no `BlockKeys` of the layout is refused by every call that takes keys."""
+    kv, _ = cache
+    calls: list[Callable[[Any], object]] = [kv.touch, kv.prefetch, kv.lease]
+    for call in calls:
+        with pytest.raises(ConfigurationError, match=r"keys must be BlockKeys|KV group 3 of 1"):
+            call(keys)
+    awaited: list[Callable[[Any], Awaitable[object]]] = [kv.lookup, kv.evict]
+    for each in awaited:
+        with pytest.raises(ConfigurationError, match=r"keys must be BlockKeys|KV group 3 of 1"):
+            await each(keys)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"deadline_s": "soon"}, "deadline_s"),
+        ({"deadline_s": float("nan")}, "deadline_s"),
+        ({"deadline_s": -1}, "deadline_s must be a number of seconds, 0 or more, got -1"),
+        ({"priority": "high"}, "priority"),
+        ({"after": 7}, "after|event|wait"),
+    ],
+    ids=str,
+)
+async def test_wrong_ways_to_load(cache: Cache, how: dict[str, Any], message: str) -> None:
+    """A deadline, a priority or an event that is none is refused."""
+    kv, _ = cache
+    with pytest.raises(ConfigurationError, match=message):
+        await kv.load(KEYS, IDS, **how)
+
+
+@pytest.mark.parametrize("weights", ["", 7, None, b"w1"], ids=repr)
+async def test_weights_without_a_name(cache: Cache, weights: Any) -> None:  # noqa: ANN401 - anything
+    """An epoch is named by a str that is not empty, where it is advanced and where it is stored for."""
+    kv, _ = cache
+    with pytest.raises(ConfigurationError, match="weights must be a non-empty str"):
+        kv.advance_epoch(weights)
+    if weights is not None:
+        with pytest.raises(ConfigurationError, match="weights must be a non-empty str"):
+            await kv.store(KEYS, IDS, epoch=weights)
+    assert (await kv.lookup(KEYS)).num_blocks == 4
+
+
+async def test_tiers_that_are_not_there(cache: Cache) -> None:
+    """A name of no tier is answered with those there are."""
+    kv, _ = cache
+    with pytest.raises(KeyError, match="no tier 'disk' here; there are cpu, nvme"):
+        kv.stats()["disk"]
+    with pytest.raises(ConfigurationError, match="no tier 'disk' here; there are cpu, nvme"):
+        await kv.evict(KEYS, tier="disk")
+    with pytest.raises(ConfigurationError, match="memory tier; here: cpu; not 'nvme'"):
+        kv.prefetch(KEYS, to="nvme")
+
+
+TENSORS: dict[str, tuple[Callable[[], Any], str]] = {
+    "dtype": (lambda: [torch.zeros(2, 8, 4, 1, 48)] * 2, "layer 0 is of float32, the KV group of bfloat16"),
+    "shape": (lambda: [torch.zeros(2, 8, 4, 1, 40).bfloat16()] * 2, "shape.*40"),
+    "layers": (lambda: [torch.zeros(2, 8, 4, 1, 48).bfloat16()] * 3, "has 2 layers, got the tensors of 3"),
+    "none": (list, r"got \[\]"),
+    "device": (lambda: [torch.zeros(2, 8, 4, 1, 48, device="meta").bfloat16()] * 2, "on meta, the cache .* for cpu"),
+    "contiguity": (
+        lambda: [torch.zeros(2, 8, 48, 1, 4).bfloat16().transpose(2, 4)] * 2,
+        "the tokens of a page must be contiguous, got shape .* with strides",
+    ),
+    "pages": (
+        lambda: [torch.zeros(2, 8, 4, 1, 48).bfloat16(), torch.zeros(2, 9, 4, 1, 48).bfloat16()],
+        r"one number of pages, got \[8, 9\]",
+    ),
+    "sparsity": (lambda: [torch.zeros(2, 8, 4, 1, 48).bfloat16().to_sparse()] * 2, "strided"),
+    "kind": (lambda: [[1, 2], [3, 4]], r"got \[\[1, 2\]"),
+    "numbers": (lambda: 7, "got 7"),
+}
+
+
+@pytest.mark.parametrize("wrong", TENSORS)
+async def test_wrong_tensors(cache: Cache, wrong: str) -> None:
+    """Tensors that are not what the layout says are refused, and those registered before stay."""
+    kv, engine = cache
+    make, message = TENSORS[wrong]
+    with pytest.raises(LayoutMismatchError, match=message):
+        kv.register_kv_caches(make())
+    with pytest.raises(ConfigurationError, match="KV group 1 of 1"):
+        kv.register_kv_caches(engine.caches[0], group=1)
+
+
+async def test_no_tensors_yet() -> None:
+    """A cache without an engine's tensors looks up, and says what load and store lack."""
+    async with TieredKV([cpu(4)], model=MODEL, layout=SMALL) as kv:
+        assert (await kv.lookup(KEYS)).num_blocks == 0
+        with pytest.raises(ConfigurationError, match=r"register_kv_caches\(\) comes before load and store"):
+            await kv.load(KEYS, IDS)
+        with pytest.raises(ConfigurationError, match=r"register_kv_caches\(\) comes before load and store"):
+            await kv.store(KEYS, IDS)
+
+
+@pytest.mark.parametrize("when", ["before it is opened", "after it is closed"])
+async def test_a_cache_that_is_not_open(when: str) -> None:
+    """Every call says so; closing again is harmless, opening again is not possible."""
+    engine = AnyEngine()
+    kv = TieredKV([cpu(4)], model=MODEL, layout=SMALL)
+    if when == "after it is closed":
+        async with kv:
+            pass
+        await kv.aclose()
+        with pytest.raises(ClosedError, match="opened once"):
+            await kv.__aenter__()
+    calls: list[Callable[[], object]] = [
+        kv.stats,
+        lambda: kv.touch(KEYS),
+        lambda: kv.advance_epoch("w1"),
+        lambda: kv.prefetch(KEYS),
+        lambda: kv.lease(KEYS),
+        lambda: kv.start_load(KEYS, IDS),
+        lambda: kv.start_store(KEYS, IDS),
+        lambda: kv.register_kv_caches(engine.caches[0]),
+    ]
+    for call in calls:
+        with pytest.raises(ClosedError, match="closed" if "after" in when else "not open yet"):
+            call()
+    awaited: list[Callable[[], Awaitable[object]]] = [
+        lambda: kv.lookup(KEYS),
+        lambda: kv.load(KEYS, IDS),
+        lambda: kv.store(KEYS, IDS),
+        lambda: kv.evict(KEYS),
+        kv.clear,
+        kv.flush,
+    ]
+    for each in awaited:
+        with pytest.raises(ClosedError, match="closed" if "after" in when else "not open yet"):
+            await each()
+
+
+async def test_another_thread(cache: Cache) -> None:
+    """A call from another thread, or from another loop in one, is refused: it would break the books."""
+    kv, _ = cache
+    errors: list[BaseException] = []
+
+    calls: list[Callable[[], object]] = [
+        kv.stats,
+        lambda: asyncio.run(kv.lookup(KEYS)),
+        lambda: asyncio.run(kv.load(KEYS, IDS)),
+        lambda: asyncio.run(kv.aclose()),
+    ]
+
+    def elsewhere() -> None:
+        for call in calls:
+            try:
+                call()
+            except ConfigurationError as error:
+                errors.append(error)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert [str(error) for error in errors] == [
+        "a TieredKV is called from the thread of the event loop that opened it"
+    ] * len(calls)
+
+
+TIERS: dict[str, tuple[Callable[[Path], list[Any]], str]] = {
+    "none": (lambda _: [], "at least one tier"),
+    "no tier": (lambda _: [7], "a tier is a TierSettings, a dict with 'medium' or a URL, not int"),
+    "order": (lambda path: [nvme(path), cpu(4)], "fastest first: .* got nvme, cpu"),
+    "two of a name": (lambda path: [nvme(path), nvme(path / "other")], "called 'nvme' like"),
+    "an unknown medium": (lambda _: [{"medium": "dsik"}], "no medium is called 'dsik'"),
+    "an unknown setting": (lambda _: [{"medium": "cpu", "capcity": 4096}], "capcity: there is no such setting"),
+    "a size that is none": (lambda _: [{"medium": "cpu", "capacity": "many"}], "'many' is no size"),
+    "an unknown policy": (lambda _: [{"medium": "cpu", "policy": "mru"}], "mru"),
+    "a small CPU tier": (
+        lambda _: [{"medium": "cpu", "capacity": STRIDE - 1}],
+        f"the cpu tier's capacity of {STRIDE - 1} bytes is below one block of {STRIDE} bytes",
+    ),
+    "a small GPU pool": (
+        lambda _: [{"medium": "gpu", "capacity": 100}, cpu(4)],
+        f"the gpu tier's capacity of 100 bytes is below one block of {STRIDE} bytes",
+    ),
+    "a small disk": (lambda path: [nvme(path, 4096)], "4096"),
+    "a path that is a file": (lambda path: [cpu(4), nvme(path / "file")], "file"),
+    "a path under a file": (lambda path: [cpu(4), nvme(path / "file" / "kv")], "file/kv"),
+    "a directory of the system": (lambda _: [nvme(Path("/proc/kv"))], "/proc/kv: .*needs a directory it can"),
+    "more memory than there is": (
+        lambda _: [{"medium": "cpu", "capacity": "64TiB"}],
+        "65536.* of host memory are wanted, but",
+    ),
+    "more disk than there is": (
+        lambda path: [nvme(path, "1EiB")],
+        r"1.0 EiB\) needs .*iB\) more .* has .*iB\): lower capacity",
+    ),
+}
+
+
+def open_files() -> set[str]:
+    """Return what this process's descriptors are open on, those of a kind that a cache would open."""
+    links = [str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink() and each.exists()]
+    return {link for link in links if link.startswith("/") and not link.startswith(("/proc", "/dev"))}
+
+
+@pytest.mark.parametrize("wrong", TIERS)
+async def test_wrong_tiers(tmp_path: Path, wrong: str) -> None:
+    """A chain that can never work is refused before it serves, and what was opened on the way is closed again."""
+    (tmp_path / "file").touch()
+    make, message = TIERS[wrong]
+    num_threads, files = threading.active_count(), open_files()
+    with pytest.raises(ConfigurationError, match=message):
+        async with TieredKV(make(tmp_path), model=MODEL, layout=SMALL):
+            pass
+    deadline = 10_000
+    while threading.active_count() > num_threads and deadline:
+        deadline -= 1
+        await asyncio.sleep(0)
+    assert threading.active_count() == num_threads
+    assert open_files() <= files
+
+
+@pytest.mark.slow
+async def test_a_directory_held_by_another_process(tmp_path: Path) -> None:
+    """One process owns the directory: the next is told which one, and may have it once that has ended."""
+    holder = (
+        "import asyncio, sys; sys.path.insert(0, sys.argv[2]); from tests.cache.any_layout import *\n"
+        "async def hold():\n"
+        "    async with open_any(AnyEngine(), nvme(Path(sys.argv[1]))):\n"
+        "        print('held', flush=True); sys.stdin.read()\n"
+        "asyncio.run(hold())"
+    )
+    root = str(Path(__file__).parents[2])
+    command = [sys.executable, "-c", holder, str(tmp_path), root]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:  # noqa: ASYNC220
+        assert other.stdout is not None
+        assert other.stdin is not None
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(ConfigurationError, match=f"{tmp_path}.*{other.pid}"):
+            async with open_any(AnyEngine(), cpu(4), nvme(tmp_path)):
+                pass
+        other.stdin.close()
+    async with open_any(AnyEngine(), cpu(4), nvme(tmp_path)) as kv:
+        assert (await kv.lookup(KEYS)).num_blocks == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TieredKV([cpu(4)], model="llama", layout=SMALL), "needs model=ModelIdentity"),  # type: ignore[arg-type]
+        (lambda: TieredKV([cpu(4)], model=MODEL, layout=SMALL.groups[0]), "and layout=KVLayout"),  # type: ignore[arg-type]
+        (lambda: TieredKV([cpu(4)], model=MODEL, layout=SMALL, limits=5), "limits must be CacheLimits or a dict"),  # type: ignore[arg-type]
+        (lambda: TieredKV([cpu(4)], model=MODEL, layout=SMALL, limits={"windw": 5}), "did you mean 'window'"),
+        (lambda: TieredKV([cpu(4)], model=MODEL, layout=SMALL, emit=5), "emit must be a function .* got 5"),  # type: ignore[arg-type]
+        (lambda: prompt(1, group=-1), "KV group -1: groups are counted from 0"),
+        (lambda: hash_blocks(range(4), block_size=4, extra=["x"]), r"extra\[0\] must be bytes or None, got 'x'"),  # type: ignore[list-item]
+        (lambda: ModelIdentity("llama", weights=""), "weights must be a non-empty str"),
+        (lambda: CacheLimits.model_validate({"windw": 5}), "windw"),
+        (lambda: TieredKVSettings(tiers=["cpu://?capcity=1GiB"]), "did you mean 'capacity'|capcity"),
+        (lambda: BlockKeys.from_hashes(["ab"], block_size=BLOCK_SIZE), "hash 0 must be 8 to 32 bytes"),  # type: ignore[list-item]
+        (lambda: GPULoadStoreSpec([-1]), "must not be negative, got -1"),
+        (lambda: GPULoadStoreSpec([0.5]), "flat sequence of ints"),  # type: ignore[list-item]  # wrong on purpose
+        (lambda: GPULoadStoreSpec([[1, 2]]), "flat sequence of ints"),  # type: ignore[list-item]  # wrong on purpose
+    ],
+    ids=range(14),
+)
+def test_wrong_parts(make: Callable[[], object], message: str) -> None:
+    """What a cache is made of checks itself."""
+    with pytest.raises(ConfigurationError, match=message):
+        make()
+
+
+async def test_limits_of_a_dict() -> None:
+    """They are taken as `TieredKVSettings` takes them."""
+    async with TieredKV([cpu(4)], model=MODEL, layout=SMALL, limits={"load_timeout_s": "2"}) as kv:
+        assert kv.stats().transfers == 0
+
+
+async def test_a_device_there_is_not() -> None:
+    """A name that is no device's is refused at opening, with some that are."""
+    with pytest.raises(ConfigurationError, match=r"no device 'gpuu': write e.g. 'cpu', 'cuda'"):
+        async with TieredKV([cpu(4)], model=MODEL, layout=SMALL, device="gpuu"):
+            pass
+
+
+async def test_times_that_are_past(cache: Cache) -> None:
+    """Nobody can wait for less than no time."""
+    kv, _ = cache
+    with pytest.raises(ConfigurationError, match="timeout_s must be a number of seconds, 0 or more, got -1"):
+        kv.poll(timeout_s=-1)
+    with pytest.raises(ConfigurationError, match="timeout_s must be a number of seconds, 0 or more, got 'soon'"):
+        await kv.drain(timeout_s="soon")  # type: ignore[arg-type]  # wrong on purpose
+
+
+async def test_a_gpu_pool_on_a_cpu(tmp_path: Path) -> None:
+    """A device that is not there is an error of ours; the CPU stands in where none is asked for."""
+    if torch.cuda.is_available():
+        pytest.skip("a CUDA device is here: run on a machine without one")
+    with pytest.raises(TieredKVError, match=r"cuda|CUDA"):
+        async with TieredKV([gpu(4), nvme(tmp_path)], model=MODEL, layout=SMALL, device="cuda:0"):
+            pass

@@ -1,0 +1,235 @@
+"""A cache for programs without an event loop: it blocks, ends, and lets go of memory as the async one does."""
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cache.conftest import (
+    MODEL,
+    PAYLOAD_BYTES,
+    SMALL_LIMITS,
+    AnyTier,
+    Engine,
+    Recorder,
+    ScriptedBackend,
+    contents,
+    prompt,
+    small_layout,
+)
+from tiered_kv import (
+    BlockingTieredKV,
+    ClosedError,
+    ConfigurationError,
+    CPULoadStoreSpec,
+    GPULoadStoreSpec,
+    LayoutMismatchError,
+    TieredKV,
+    full,
+    open_blocking,
+)
+from tiered_kv.events import CacheClosed
+
+CPU = {"medium": "cpu", "capacity": 64 * PAYLOAD_BYTES}
+KEYS = prompt(9)
+INTO = GPULoadStoreSpec(range(20, 29))
+
+
+def cache_of(*tiers: AnyTier, recorder: Recorder | None = None) -> TieredKV:
+    """Return a cache that is not open yet."""
+    emit = recorder or Recorder()
+    return TieredKV(tiers, model=MODEL, layout=small_layout(), limits=SMALL_LIMITS, device="cpu", emit=emit)
+
+
+def test_every_call_blocks_until_it_has_its_answer(tmp_path: Path) -> None:
+    """The whole face, and after a restart what is on disk."""
+    engine = Engine()
+    tiers: list[AnyTier] = [CPU, {"medium": "nvme", "path": str(tmp_path), "capacity": "64MiB"}]
+    with open_blocking(cache_of(*tiers)) as kv:
+        kv.register_kv_caches(engine.caches)
+        assert kv.store(KEYS, engine.compute(KEYS)).num_stored == 9
+        kv.flush(sync=True)
+        assert kv.lookup(KEYS).by_tier == kv.lookup_nowait(KEYS).by_tier == {"cpu": 9}
+        assert kv.load(KEYS, INTO).num_blocks == 9
+        assert engine.read(INTO) == contents(KEYS)
+        kv.touch(KEYS)
+        assert kv.evict(KEYS, tier="cpu") == 9
+        assert kv.prefetch(KEYS).num_moved == 9
+        with kv.lease(KEYS) as lease:
+            assert [bytes(view) for view in lease.views] == contents(KEYS)
+        pool = bytearray(9 * PAYLOAD_BYTES)
+        kv.call(kv.cache.register_host_pool, "swap", pool)
+        assert kv.load(KEYS, CPULoadStoreSpec(range(9), pool="swap")).num_blocks == 9
+        assert bytes(pool) == b"".join(contents(KEYS))
+        kv.advance_epoch("w1")
+        assert kv.lookup(KEYS).num_blocks == 0
+        kv.advance_epoch(MODEL.weights)
+        assert kv.stats()["cpu"].hits == 18
+    with open_blocking(cache_of(*tiers)) as kv:
+        assert kv.lookup(KEYS).by_tier == {"nvme": 9}
+        kv.clear()
+        assert kv.lookup(KEYS).num_blocks == 0
+
+
+def test_what_a_scheduler_and_an_operator_ask_blocks_too() -> None:
+    """Pins, preemption, KV groups, host pools, explanations, capacities and draining, without `call`."""
+    engine, keys = Engine(), KEYS[:8]
+    with open_blocking(cache_of({**CPU, "max_capacity": 64 * PAYLOAD_BYTES})) as kv:
+        kv.register_kv_caches(engine.caches)
+        assert kv.swap_out(keys, engine.compute(keys)).num_pinned == 8
+        assert all(each.is_pinned for each in kv.explain(keys))
+        assert kv.swap_in(keys, GPULoadStoreSpec(range(20, 28))).num_blocks == 8
+        assert kv.pin(keys, ttl_s=60).num_blocks == 8
+        kv.unpin(keys)
+        assert kv.lookup_groups([full(keys)]).num_tokens == 8 * keys.block_size
+        assert kv.load_groups([full(keys)], [GPULoadStoreSpec(range(30, 38))]).num_tokens == 8 * keys.block_size
+        kv.register_host_pool("swap", bytearray(8 * PAYLOAD_BYTES))
+        assert kv.load(keys, CPULoadStoreSpec(range(8), pool="swap")).num_blocks == 8
+        assert kv.resize("cpu", 32 * PAYLOAD_BYTES) == 32
+        assert kv.drain()
+        assert kv.store(prompt(1, seed=1), GPULoadStoreSpec([0])).drop_reasons == {"draining": 1}
+
+
+def test_the_face_for_threads_is_there_too() -> None:
+    """Submit, poll, and block in another thread."""
+    engine, loaded = Engine(), []
+    with open_blocking(cache_of(CPU)) as kv:
+        kv.register_kv_caches(engine.caches)
+        storing = kv.submit_store(KEYS, engine.compute(KEYS))
+        assert kv.poll(30.0) == [(storing, storing.result)]
+        thread = threading.Thread(target=lambda: loaded.append(kv.load(KEYS, INTO).num_blocks))
+        thread.start()
+        thread.join()
+        assert loaded == [9]
+
+
+def test_what_is_wrong_raises_where_it_is_called() -> None:
+    """Errors cross the threads as they are."""
+    with open_blocking(cache_of(CPU)) as kv:
+        with pytest.raises(ConfigurationError, match="register_kv_caches"):
+            kv.load(KEYS, INTO)
+        with pytest.raises(LayoutMismatchError, match="got the tensors of 1"):
+            kv.register_kv_caches(list(Engine().caches.values())[:1])
+        with pytest.raises(ConfigurationError, match="no tier 'disk'"):
+            kv.evict(KEYS, tier="disk")
+    with (
+        pytest.raises(ConfigurationError, match="below one block"),
+        open_blocking(cache_of({"medium": "cpu", "capacity": 64})),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
+def test_it_is_closed_whatever_ends_the_block(error: type[BaseException]) -> None:
+    """The exception goes on; behind it the cache is closed and its thread has ended."""
+    recorder = Recorder()
+    left: list[BlockingTieredKV] = []
+
+    def serve() -> None:
+        with open_blocking(cache_of(CPU, recorder=recorder)) as kv:
+            left.append(kv)
+            raise error
+
+    with pytest.raises(error):
+        serve()
+    assert len(recorder.of(CacheClosed)) == 1
+    assert "tiered_kv" not in {thread.name for thread in threading.enumerate()}
+    for call in (left[0].stats, lambda: left[0].lookup_nowait(KEYS), lambda: left[0].load(KEYS, INTO)):
+        with pytest.raises(ClosedError):
+            call()
+
+
+def test_a_deadline_holds() -> None:
+    """A tier that hangs costs a load no more than the time it was given."""
+    backend, engine = ScriptedBackend(), Engine()
+    with open_blocking(cache_of(backend)) as kv:
+        kv.register_kv_caches(engine.caches)
+        kv.store(KEYS, engine.compute(KEYS))
+        kv.flush()
+        backend.on_read.hold()
+        loaded = kv.load(KEYS, INTO, deadline_s=0.05)
+        assert loaded.num_blocks == 0
+        assert any(fault.reason == "deadline" for fault in loaded.faults)
+        kv.call(backend.on_read.release)
+
+
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """Have Ctrl-C raise, also where the tests were started in the background, with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
+def test_an_interrupted_load_lets_go_of_the_memory_first() -> None:
+    """Ctrl-C while a load waits for its event: it is revoked before KeyboardInterrupt is raised."""
+    engine, after, main = Engine(), threading.Event(), threading.get_ident()
+
+    def interrupt() -> None:
+        while not is_waiting(main):
+            pass
+        signal.pthread_kill(main, signal.SIGINT)
+
+    with open_blocking(cache_of(CPU)) as kv:
+        kv.register_kv_caches(engine.caches)
+        kv.store(KEYS, engine.compute(KEYS))
+        engine.poison()
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            kv.load(KEYS, INTO, after=after)
+        thread.join()
+        assert kv.poll() == []
+        after.set()
+        assert kv.load(KEYS[:1], GPULoadStoreSpec([0])).num_blocks == 1
+        engine_pages = [page for page in range(engine.num_pages) if page]
+        assert not any(block in contents(KEYS) for block in engine.read(engine_pages))
+
+
+@pytest.mark.usefixtures("interrupts")
+def test_any_interrupted_call_lets_go_of_the_memory_first() -> None:
+    """The same for what is called by way of the loop: `call` waits until its transfer is revoked."""
+    engine, after, main = Engine(), threading.Event(), threading.get_ident()
+
+    def interrupt() -> None:
+        while not is_in(main, "result"):
+            pass
+        signal.pthread_kill(main, signal.SIGINT)
+
+    with open_blocking(cache_of(CPU)) as kv:
+        kv.register_kv_caches(engine.caches)
+        kv.store(KEYS, engine.compute(KEYS))
+        engine.poison()
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            kv.call(kv.cache.swap_in, KEYS, INTO, after=after)
+        thread.join()
+        assert kv.stats().transfers == 0
+        after.set()
+        kv.flush()
+        assert engine.is_poisoned()
+
+
+def is_in(thread: int, name: str) -> bool:
+    """Say whether a thread waits in a function of this name."""
+    frame = sys._current_frames().get(thread)  # noqa: SLF001 - the only way to know, without a sleep
+    names = []
+    while frame is not None:
+        names.append(frame.f_code.co_name)
+        frame = frame.f_back
+    return names[:2] == ["wait", name]
+
+
+def is_waiting(thread: int) -> bool:
+    """Say whether a thread is in `Ticket.wait`."""
+    frame = sys._current_frames().get(thread)  # noqa: SLF001 - the only way to know, without a sleep
+    names = []
+    while frame is not None:
+        names.append((frame.f_code.co_filename, frame.f_code.co_name))
+        frame = frame.f_back
+    return names[0] == (threading.__file__, "wait") and any(name == "_ended" for _, name in names)

@@ -1,0 +1,90 @@
+"""Checkpoints and forgetting in an owned tier that hangs: bounded, and nobody's slots wait for them."""
+
+import asyncio
+
+from tests.cache.conftest import (
+    PAYLOAD_BYTES,
+    Engine,
+    Recorder,
+    ScriptedSlotBackend,
+    contents,
+    keep,
+    open_cache,
+    prompt,
+    until,
+    until_idle,
+)
+from tiered_kv import GPULoadStoreSpec
+from tiered_kv.events import TierFailed, TierStalled
+
+KEYS = prompt(4)
+INTO = GPULoadStoreSpec(range(4))
+CPU = {"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}
+SOON_S = 0.05
+"""A timeout that is expected to pass."""
+
+
+async def test_a_checkpoint_that_hangs_ends_a_flush_in_time() -> None:
+    """The tier is bypassed until the medium has answered; what others hold is served, and then all is as it was."""
+    engine, emit, disk = Engine(), Recorder(), ScriptedSlotBackend(name="disk", timeout_s=SOON_S)
+    async with open_cache(CPU, disk, engine=engine, emit=emit) as kv:
+        await keep(kv, engine, KEYS)
+        disk.on_checkpoint.hold()
+        await kv.flush(sync=True)
+        assert [event.doing for event in emit.of(TierStalled)] == ["checkpoint"]
+        assert kv.stats()["disk"].is_bypassed
+        assert (await kv.load(KEYS, INTO)).by_tier == {"cpu": 4}
+        disk.on_checkpoint.release()
+        await until_idle(kv)
+        await kv.evict(KEYS, tier="cpu")
+        assert (await kv.load(KEYS, INTO)).by_tier == {"disk": 4}
+
+
+async def test_what_waits_behind_a_checkpoint_gives_up() -> None:
+    """Blocks evicted meanwhile are unfindable at once; that the medium could not be told is an event."""
+    engine, emit, disk = Engine(), Recorder(), ScriptedSlotBackend(name="disk", timeout_s=SOON_S)
+    async with open_cache(CPU, disk, engine=engine, emit=emit) as kv:
+        await keep(kv, engine, KEYS)
+        disk.on_checkpoint.hold()
+        flushing = asyncio.create_task(kv.flush(sync=True))
+        await until(lambda: disk.on_checkpoint.num_held == 1)
+        await kv.evict(KEYS[2:])
+        assert (await kv.lookup(KEYS)).num_blocks == 2
+        await flushing
+        await until(lambda: bool(emit.of(TierFailed)))
+        assert [(event.doing, event.blocks) for event in emit.of(TierFailed)] == [("forget", 2)]
+        assert disk.on_forget.num_calls == 0
+        disk.on_checkpoint.release()
+        await until_idle(kv)
+
+
+async def test_a_read_does_not_wait_until_the_medium_has_forgotten() -> None:
+    """A load that met a broken block has ended, and its slots are free, while the medium hangs in forgetting it."""
+    engine, disk = Engine(), ScriptedSlotBackend(name="disk")
+    async with open_cache(disk, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        disk.flip_byte(2)
+        disk.on_forget.hold()
+        engine.poison()
+        loaded = await kv.load(KEYS, INTO)
+        assert engine.read(INTO[: loaded.num_blocks]) == contents(KEYS[:2])
+        await until(lambda: disk.on_forget.num_held == 1)
+        stats = kv.stats()
+        assert stats.bounce_free == stats.bounce_slots
+        assert (await kv.lookup(KEYS)).num_blocks == 2
+        disk.on_forget.release()
+        await until_idle(kv)
+
+
+async def test_a_medium_that_has_a_block_twice_is_opened_all_the_same() -> None:
+    """A write that was given up may come through behind the one that replaced it: one of the two is found."""
+    engine, owned, keys = Engine(), ScriptedSlotBackend(8), prompt(3)
+    async with open_cache(owned, engine=engine) as kv:
+        await keep(kv, engine, keys)
+    owned.records[7] = next(iter(owned.records.values()))
+    async with open_cache(owned, engine=engine) as kv:
+        assert kv.stats()["slots"].ready == len(keys)
+        engine.poison()
+        into = GPULoadStoreSpec(range(len(keys)))
+        assert (await kv.load(keys, into)).num_blocks == len(keys)
+        assert engine.read(into) == contents(keys)

@@ -1,0 +1,145 @@
+"""Statistics add up: whatever is loaded, stored, evicted and cancelled, each block asked for is counted once."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.cache.conftest import (
+    PAYLOAD_BYTES,
+    Engine,
+    ScriptedSlotBackend,
+    keep,
+    open_cache,
+    prompt,
+    until,
+    until_idle,
+)
+from tiered_kv import BlockKeys, CacheStatistics, GPULoadStoreSpec, Outcomes, TieredKV
+
+PROMPTS = [prompt(12, seed=seed) for seed in range(3)]
+SPANS = st.tuples(st.sampled_from(PROMPTS), st.integers(0, 11), st.integers(1, 12)).map(lambda at: at[0][at[1] : at[2]])
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["load", "store", "evict", "advance"]), SPANS, st.integers(1, 40)),
+    min_size=1,
+    max_size=12,
+)
+"""What to do, with which blocks, and after how many turns of the loop to cancel it; 40 is mostly never."""
+
+
+def cpu(num_blocks: int) -> dict[str, object]:
+    """A CPU tier of so many blocks."""
+    return {"medium": "cpu", "capacity": num_blocks * PAYLOAD_BYTES}
+
+
+def assert_conserved(stats: CacheStatistics) -> None:
+    """Assert that both sums come out."""
+    assert sum(tier.hits for tier in stats.tiers) + stats.missed == stats.requested
+    assert stats.stored + stats.present + stats.dropped == stats.store_requested
+
+
+@settings(max_examples=60)
+@given(steps=STEPS, num_cpu_blocks=st.sampled_from([0, 6, 32]))
+def test_each_block_asked_for_is_counted_once(steps: list[tuple[str, BlockKeys, int]], num_cpu_blocks: int) -> None:
+    """By loads that are cancelled, late or overtaken too; and the sums are those of what the calls were given."""
+
+    async def scenario() -> None:
+        engine, disk = Engine(), ScriptedSlotBackend(num_slots=16, name="disk")
+        tiers = [cpu(num_cpu_blocks), disk] if num_cpu_blocks else [disk]
+        async with open_cache(*tiers, engine=engine) as kv:
+            for kind, keys, turns in steps:
+                await cancelled_after(turns, call_of(kv, kind, keys, engine))
+            await kv.flush()
+            await until_idle(kv)
+            stats = kv.stats()
+            asked = {kind: sum(len(keys) for each, keys, _ in steps if each == kind) for kind in ("load", "store")}
+            assert (stats.requested, stats.store_requested) == (asked["load"], asked["store"])
+            assert_conserved(stats)
+
+    asyncio.run(scenario())
+
+
+def call_of(kv: TieredKV, kind: str, keys: BlockKeys, engine: Engine) -> Callable[[], Awaitable[object]]:
+    """Return what starts a call."""
+
+    async def advance() -> None:
+        kv.advance_epoch("w1")
+        kv.advance_epoch("w0")
+
+    spec = GPULoadStoreSpec(range(len(keys)))
+    return {
+        "load": lambda: kv.load(keys, spec),
+        "store": lambda: kv.store(keys, engine.compute(keys)),
+        "evict": lambda: kv.evict(keys),
+        "advance": advance,
+    }[kind]
+
+
+async def cancelled_after(turns: int, call: Callable[[], Awaitable[object]]) -> None:
+    """Make a call, and cancel it if it has not ended after so many turns of the loop."""
+    task = asyncio.ensure_future(call())
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    if turns < 40:
+        task.cancel()
+    await asyncio.wait({task})
+
+
+async def test_a_hit_counts_where_the_block_was_before_it_was_promoted() -> None:
+    """The first load is the disk's, the second, of the same blocks, the memory's."""
+    engine, disk, keys = Engine(), ScriptedSlotBackend(name="disk"), prompt(4)
+    async with open_cache(cpu(16), disk, engine=engine) as kv:
+        await keep(kv, engine, keys)
+        await kv.evict(keys, tier="cpu")
+        for _ in range(2):
+            await kv.load(prompt(6), GPULoadStoreSpec(range(6)))
+        stats = kv.stats()
+        assert (stats["disk"].hits, stats["cpu"].hits, stats.missed, stats.requested) == (4, 4, 4, 12)
+        assert stats["cpu"].promoted == 4
+        assert_conserved(stats)
+
+
+async def test_what_an_engine_without_memory_tier_stores_again_counts_as_present() -> None:
+    """Where a store finds part of a window below and no slot for the rest in time, no block counts twice."""
+    engine, disk, keys = Engine(), ScriptedSlotBackend(name="disk"), prompt(8)
+    async with open_cache(disk, engine=engine) as kv:
+        await keep(kv, engine, keys[:2])
+        disk.on_write.hold()
+        handles = [
+            kv.start_store(each, GPULoadStoreSpec(np.arange(len(each))))
+            for each in (prompt(16, seed=1), prompt(16, seed=2), keys)
+        ]
+        await until(lambda: disk.on_write.num_held > 0)
+        handles[-1].cancel()
+        disk.on_write.release()
+        results = [await handle for handle in handles]
+        await until_idle(kv)
+        assert [each.num_stored + each.num_present + each.num_dropped for each in results] == [16, 16, 8]
+        assert_conserved(kv.stats())
+
+
+async def test_what_plans_move_is_counted_too() -> None:
+    """When the job has ended: what workers did not move, and what there was no room for, is missed or dropped."""
+    engine, disk, keys, all_pages = Engine(), ScriptedSlotBackend(name="disk"), prompt(12), GPULoadStoreSpec(range(12))
+    async with open_cache(cpu(8), disk, engine=engine) as kv:
+        planner = kv.planner()
+        planner.register_worker()
+        for num_blocks, num_moved in ((4, 4), (6, 1), (12, 0)):
+            plan = planner.plan_store(keys[:num_blocks], all_pages[:num_blocks])
+            assert planner.complete(Outcomes(plan.job, 0, num_moved)) is not None
+        await until_idle(kv)
+        stats = kv.stats()
+        assert (stats.store_requested, stats.stored, stats.present, stats.dropped) == (22, 5, 4, 13)
+        await kv.evict(keys[:2], tier="cpu")
+        plan = await planner.plan_load(keys, all_pages)
+        planner.complete(Outcomes(plan.job, 0, 4))
+        stats = kv.stats()
+        assert (stats["disk"].hits, stats["cpu"].hits, stats.missed, stats.requested) == (2, 2, 8, 12)
+        plan = await planner.plan_load(keys, all_pages)
+        kv.advance_epoch("w1")
+        planner.complete(Outcomes(plan.job, 0, 5))
+        assert (kv.stats().missed, kv.stats().requested) == (20, 24)
+        assert_conserved(kv.stats())
+        await until_idle(kv)

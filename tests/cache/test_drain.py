@@ -1,0 +1,244 @@
+"""A cache that is told to end takes no more stores, writes what it has, and serves until it is closed."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.cache import virtual
+from tests.cache.any_layout import AnyEngine, cpu, nvme, open_any, prompt
+from tests.cache.conftest import (
+    PAYLOAD_BYTES,
+    SMALL_LIMITS,
+    Engine,
+    ScriptedSlotBackend,
+    keep,
+    open_cache,
+    until,
+    until_idle,
+)
+from tests.cache.conftest import prompt as small_prompt
+from tests.cache.virtual import advance
+from tiered_kv import ConfigurationError, GPULoadStoreSpec, TieredKV
+from tiered_kv.drain import draining_on
+
+KEYS = small_prompt(4)
+INTO = GPULoadStoreSpec(range(4))
+CPU = {"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}
+REPOSITORY = Path(__file__).parents[2]
+
+
+async def test_what_is_queued_is_written_and_nothing_new_is_taken() -> None:
+    """Loads and lookups go on meanwhile and afterwards; stores say why they drop."""
+    engine, disk = Engine(), ScriptedSlotBackend(name="disk")
+    async with open_cache(CPU, disk, engine=engine) as kv:
+        disk.on_write.hold()
+        stored = await kv.store(KEYS, engine.compute(KEYS))
+        draining = asyncio.create_task(kv.drain())
+        await asyncio.sleep(0)
+        other = small_prompt(4, seed=1)
+        refused = await kv.store(other, engine.compute(other))
+        assert (refused.num_dropped, refused.drop_reasons) == (4, {"draining": 4})
+        assert (await kv.load(KEYS, INTO)).num_blocks == 4
+        assert not draining.done()
+        disk.on_write.release()
+        assert await draining
+        assert [(each.tier, each.written) for each in await stored.settled()] == [("cpu", 4), ("disk", 4)]
+        assert disk.on_checkpoint.num_calls == 1
+        assert (await kv.load(KEYS, INTO)).num_blocks == 4
+        assert [str(each) for each in await kv.explain(other)] == ["dropped (draining)"] * 4
+        await until_idle(kv)
+
+
+async def test_layer_wise_stores_and_plans_are_refused_too() -> None:
+    """Whatever the engine's shape."""
+    engine = Engine()
+    async with open_cache(CPU, engine=engine) as kv:
+        planner = kv.planner()
+        planner.register_worker()
+        assert await kv.drain()
+        handle = kv.start_store(KEYS, engine.compute(KEYS), layerwise=True)
+        for layer in range(2):
+            handle.store_layer(layer)
+        assert (await handle).drop_reasons == {"draining": 4}
+        assert len(planner.plan_store(KEYS, INTO).moves[0].host.ids) == 0
+
+
+def test_a_drain_is_bounded() -> None:
+    """By its own time, or the time that closing may take; the cache is not closed by it."""
+
+    async def program() -> None:
+        engine, disk = Engine(), ScriptedSlotBackend(name="disk", timeout_s=100)
+        async with open_cache(CPU, disk, engine=engine) as kv:
+            disk.on_write.hold()
+            await kv.store(KEYS, engine.compute(KEYS))
+            for timeout_s, limit_s in ((3.0, 3.0), (None, 10.0)):
+                draining = asyncio.create_task(kv.drain(timeout_s=timeout_s))
+                await advance(0)
+                await advance(limit_s - 0.1)
+                assert not draining.done()
+                await advance(0.2)
+                assert not await draining
+            disk.on_write.release()
+            await until_idle(kv)
+
+    virtual.run(program)
+
+
+@pytest.mark.both_loops
+async def test_a_signal_begins_it_and_handlers_are_put_back() -> None:
+    """The first signal drains; leaving the block leaves nothing of it behind."""
+    seen: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
+    try:
+        async with open_cache(CPU, engine=Engine()) as kv:
+            with kv.drain_on(signal.SIGTERM) as draining:
+                waiting = asyncio.create_task(draining.wait())
+                await asyncio.sleep(0)
+                assert not draining.begun.is_set()
+                os.kill(os.getpid(), signal.SIGTERM)
+                assert await waiting
+                assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+            os.kill(os.getpid(), signal.SIGTERM)
+            await until(lambda: seen == [signal.SIGTERM])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+async def test_a_drain_that_is_closed_over_does_not_claim_to_be_done() -> None:
+    """Who closes the cache meanwhile ends it; the transfers end as closing ends them."""
+    engine, disk = Engine(), ScriptedSlotBackend(name="disk")
+    limits = SMALL_LIMITS.model_copy(update={"close_timeout_s": 0.05})
+    async with open_cache(CPU, disk, engine=engine, limits=limits) as kv:
+        disk.on_write.hold()
+        await kv.store(KEYS, engine.compute(KEYS))
+        draining = asyncio.create_task(kv.drain(timeout_s=60))
+        await asyncio.sleep(0)
+        await kv.aclose()
+        assert not await draining
+
+
+async def test_signals_are_for_the_main_thread() -> None:
+    """Elsewhere Python would refuse them, and without one there is nothing to wait for."""
+    async with open_cache(CPU) as kv:
+        for wrong in ([], ["SIGTERM"], [9], [signal.SIGTERM, 15], [signal.SIGKILL]):
+            with pytest.raises(ConfigurationError, match=r"write drain_on\(signal.SIGTERM\)"), kv.drain_on(*wrong):
+                pass
+
+    errors: list[Exception] = []
+
+    def enter() -> None:
+        try:
+            with draining_on((signal.SIGTERM,), lambda: asyncio.ensure_future(asyncio.sleep(0, result=True))):
+                pass
+        except ConfigurationError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert len(errors) == 1
+
+
+def start(argument: str) -> "subprocess.Popen[str]":
+    """Start the server, and wait until it serves."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.cache.drain_process", argument],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert line_of(process) == "ready"
+    return process
+
+
+def line_of(process: "subprocess.Popen[str]") -> str:
+    """Return the next line that it prints."""
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+@pytest.mark.slow
+async def test_after_sigterm_under_load_a_restart_finds_what_was_reported_written(tmp_path: Path) -> None:
+    """The process ends by itself, having written what it had; the next one starts warm, every byte right."""
+    process = start(str(tmp_path))
+    lines = [line_of(process) for _ in range(20)]
+    process.send_signal(signal.SIGTERM)
+    rest, _ = await asyncio.to_thread(process.communicate, timeout=60)
+    lines += rest.split("\n")
+    assert process.returncode == 0
+    assert "drained True" in lines
+    assert "loaded 8" in lines
+    seeds = [int(line.split()[1]) for line in lines if line.startswith("written")][-50:]
+    assert len(seeds) >= 20
+    engine = AnyEngine(num_blocks=8)
+    async with open_any(engine, cpu(32), nvme(tmp_path)) as kv:
+        for seed in seeds:
+            await assert_right(kv, engine, seed)
+
+
+async def assert_right(kv: TieredKV, engine: AnyEngine, seed: int) -> None:
+    """Assert that a prompt is there, and what it should be."""
+    loaded = await kv.load(prompt(8, seed), engine.spec(range(8)))
+    assert loaded.num_blocks == engine.count_right(prompt(8, seed), range(8)) == 8
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_the_process() -> None:
+    """Whatever the drain waits for."""
+    process = start("stuck")
+    process.send_signal(signal.SIGTERM)
+    assert line_of(process) == "begun"
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGTERM
+
+
+async def test_a_flush_that_survives_power_loss_syncs_the_slab_before_the_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a journal could promise, after a loss of power, what never reached the disk."""
+    synced: list[str] = []
+
+    def fsync(fd: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{fd}").readlink().name)
+
+    engine = AnyEngine(num_blocks=8)
+    async with open_any(engine, cpu(32), nvme(tmp_path)) as kv:
+        await (await kv.store(prompt(8), engine.fill(prompt(8), range(8)))).settled()
+        monkeypatch.setattr(os, "fsync", fsync)
+        await kv.flush()
+        assert synced == []
+        await kv.flush(sync=True)
+    kinds = [{"slab": "slab", "journal": "journal"}.get(name.partition(".")[0], "folder") for name in synced]
+    assert kinds == ["slab", "journal", "folder", "folder"], synced
+
+
+async def test_a_flush_is_bounded_though_a_checkpoint_hangs() -> None:
+    """By the tier's time limit, and the other tiers are flushed all the same."""
+    engine = Engine()
+    first, second = ScriptedSlotBackend(name="first", timeout_s=0.05), ScriptedSlotBackend(name="second")
+    async with open_cache(CPU, first, second, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        first.on_checkpoint.hold()
+        await asyncio.wait_for(kv.flush(sync=True), 60)
+        assert (first.on_checkpoint.num_held, second.on_checkpoint.num_calls) == (1, 1)
+        first.on_checkpoint.release()
+        await until_idle(kv)
+
+
+async def test_what_waits_for_a_slower_tier_is_written_too() -> None:
+    """A drain cleans all of it, whatever the cleaner would have waited for."""
+    engine, disk = Engine(), ScriptedSlotBackend(name="disk")
+    disk.settings = disk.settings.model_copy(update={"write": "back"})
+    async with open_cache(CPU, disk, engine=engine) as kv:
+        await kv.store(KEYS, engine.compute(KEYS))
+        assert disk.num_records == 0
+        assert await kv.drain()
+        assert disk.num_records == 4
+        await until_idle(kv)

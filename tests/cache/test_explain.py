@@ -1,0 +1,246 @@
+"""Why a block is there or not: for each thing that can befall it, the word that says so, and to its tenant alone."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from tests.cache.conftest import (
+    BLOCK_SIZE,
+    MODEL,
+    PAYLOAD_BYTES,
+    SMALL_LIMITS,
+    Engine,
+    Recorder,
+    ScriptedBackend,
+    ScriptedSlotBackend,
+    keep,
+    open_cache,
+    prompt,
+    small_layout,
+    until,
+    until_idle,
+)
+from tiered_kv import BlockKeys, Explanation, GPULoadStoreSpec, Shard, TieredKV, hash_blocks
+from tiered_kv.catalog.books import Change
+from tiered_kv.catalog.history import Fate
+from tiered_kv.keys import epoch_digest
+from tiered_kv.tiers.ledger import Ledger, Place
+
+KEYS = prompt(4)
+INTO = GPULoadStoreSpec(range(4))
+
+
+def cpu(num_blocks: int) -> dict[str, object]:
+    """A CPU tier of so many blocks."""
+    return {"medium": "cpu", "capacity": num_blocks * PAYLOAD_BYTES}
+
+
+async def words(kv: TieredKV, keys: BlockKeys) -> list[str]:
+    """Explain blocks, in words."""
+    return [str(each) for each in await kv.explain(keys)]
+
+
+async def test_what_is_there_says_where() -> None:
+    """Each tier that has it, fastest first; what was never stored, and what lies behind a hole, is explained too."""
+    engine, disk = Engine(), ScriptedSlotBackend(name="disk")
+    async with open_cache(cpu(16), disk, engine=engine) as kv:
+        assert await words(kv, KEYS[:1]) == ["never stored"]
+        await keep(kv, engine, KEYS)
+        await kv.evict(KEYS[1:2], tier="cpu")
+        await kv.evict(KEYS[2:3], tier="disk")
+        await kv.evict(KEYS[3:])
+        assert await words(kv, KEYS) == ["ready, in cpu, in disk", "ready, in disk", "ready, in cpu", "removed (disk)"]
+        await keep(kv, engine, KEYS[3:])
+        assert await words(kv, KEYS[3:]) == ["ready, in cpu, in disk"]
+
+
+async def test_what_had_to_go_for_others_says_from_where() -> None:
+    """The last tier that had it."""
+    engine, disk = Engine(), ScriptedSlotBackend(num_slots=8, name="disk")
+    async with open_cache(cpu(4), disk, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        await keep(kv, engine, prompt(4, seed=1))
+        assert await words(kv, KEYS) == ["ready, in disk"] * 4
+        await keep(kv, engine, prompt(8, seed=2))
+        assert await words(kv, KEYS) == ["evicted (disk)"] * 4
+
+
+async def test_what_was_broken_says_so() -> None:
+    """Until it is stored again."""
+    engine, disk = Engine(), ScriptedSlotBackend(name="disk")
+    async with open_cache(disk, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        disk.flip_byte(2)
+        await kv.load(KEYS, INTO)
+        await until_idle(kv)
+        assert (await words(kv, KEYS))[1:] == ["ready, in disk", "corrupt (disk)", "ready, in disk"]
+
+
+async def test_what_was_not_stored_says_why() -> None:
+    """For want of room, because its store was revoked, or because the medium failed."""
+    engine, disk = Engine(), ScriptedSlotBackend(name="disk")
+    async with open_cache(cpu(4), engine=engine) as kv:
+        await kv.store(prompt(6), engine.compute(prompt(6)))
+        assert await words(kv, prompt(6)) == ["ready, in cpu"] * 4 + ["dropped (no room)"] * 2
+    async with open_cache(disk, engine=engine) as kv:
+        handle = kv.start_store(KEYS, engine.compute(KEYS))
+        handle.cancel()
+        await handle
+        assert await words(kv, KEYS) == ["dropped (revoked)"] * 4
+        disk.on_write.fail_next(OSError("no disk"))
+        await keep(kv, engine, KEYS)
+        assert await words(kv, KEYS) == ["failed (disk)"] * 4
+
+
+async def test_what_is_on_its_way_is_pending() -> None:
+    """Into memory, or to a disk."""
+    engine, disk = Engine(), ScriptedSlotBackend(name="disk")
+    async with open_cache(cpu(16), disk, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        await kv.evict(KEYS, tier="cpu")
+        disk.on_read.hold()
+        loading = kv.start_load(KEYS, INTO)
+        await until(lambda: disk.on_read.num_held > 0)
+        assert await words(kv, KEYS) == ["ready, in disk"] * 4
+        await kv.evict(KEYS, tier="disk")
+        assert await words(kv, KEYS) == ["pending"] * 4
+        disk.on_read.release()
+        await loading
+
+
+async def test_what_is_of_other_weights_says_of_which() -> None:
+    """By the beginning of their digest; of those served lately."""
+    engine = Engine()
+    async with open_cache(cpu(16), engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        kv.advance_epoch("w1")
+        assert await kv.explain(KEYS) == [Explanation("old epoch", epoch_digest("w0").hex()[:8])] * 4
+        for n in range(2, 20):
+            kv.advance_epoch(f"w{n}")
+        assert await words(kv, KEYS) == ["never stored"] * 4
+        kv.advance_epoch("w0")
+        assert await words(kv, KEYS) == ["ready, in cpu"] * 4
+
+
+async def test_what_is_held_says_so() -> None:
+    """Pinned by a call: whoever wonders why a tier is full can see it."""
+    engine = Engine()
+    async with open_cache(cpu(16), engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        kv.pin(KEYS[:2], ttl_s=60)
+        assert await words(kv, KEYS) == ["ready, in cpu, pinned"] * 2 + ["ready, in cpu"] * 2
+        await kv.evict(KEYS[:1])
+        assert await words(kv, KEYS[:2]) == ["removed (cpu)", "ready, in cpu, pinned"]
+
+
+async def test_tiers_that_are_not_ours_are_asked_only_if_told_to() -> None:
+    """Else what they have is unknown; and one that does not answer stays so."""
+    engine, shared = Engine(), ScriptedBackend(name="shared")
+    async with open_cache(cpu(16), shared, engine=engine) as kv:
+        await keep(kv, engine, KEYS[:2])
+        await kv.evict(KEYS, tier="cpu")
+        num_calls = shared.on_lookup.num_calls
+        assert await words(kv, KEYS[1:3]) == ["removed (cpu), unknown in shared", "never stored, unknown in shared"]
+        assert shared.on_lookup.num_calls == num_calls
+        asked = await kv.explain(KEYS, ask=True)
+        assert [str(each) for each in asked] == ["ready, in shared"] * 2 + ["never stored"] * 2
+
+
+async def test_a_tier_that_does_not_answer_is_named() -> None:
+    """What only it has cannot be loaded now."""
+    engine, disk = Engine(), ScriptedSlotBackend(name="disk", timeout_s=0.05)
+    async with open_cache(disk, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        disk.on_read.hold()
+        await kv.load(KEYS, INTO)
+        assert await words(kv, KEYS) == ["bypassed (disk)"] * 4
+        disk.on_read.release()
+        await until_idle(kv)
+
+
+async def test_no_salt_learns_of_another() -> None:
+    """Of the same tokens, and even of the same hashes given by an engine, whatever befell them under another salt."""
+    engine = Engine()
+    tokens = np.arange(4 * BLOCK_SIZE)
+    ours = hash_blocks(tokens, block_size=BLOCK_SIZE, salt="ours")
+    theirs = hash_blocks(tokens, block_size=BLOCK_SIZE, salt="theirs")
+    stolen = BlockKeys.from_hashes(list(ours), block_size=BLOCK_SIZE, salt="theirs")
+    async with open_cache(cpu(16), engine=engine) as kv:
+        await keep(kv, engine, ours)
+        await kv.evict(ours[2:])
+        kv.pin(ours[:1], ttl_s=60)
+        kv.advance_epoch("w1")
+        kv.advance_epoch("w0")
+        assert await words(kv, ours) == ["ready, in cpu, pinned", "ready, in cpu", "removed (cpu)", "removed (cpu)"]
+        for keys in (theirs, stolen):
+            assert await words(kv, keys) == ["never stored"] * 4
+
+
+async def test_of_several_ranks_the_one_that_lacks_a_block_speaks() -> None:
+    """A block is there when every rank has its part."""
+    cache = TieredKV(
+        [cpu(16)], model=MODEL, layout=small_layout(), shard=Shard.every(2), limits=SMALL_LIMITS, emit=Recorder()
+    )
+    async with cache as kv:
+        for n, (chain, batch) in zip((4, 2), kv._core.batches(KEYS), strict=True):  # noqa: SLF001 - as workers would
+            with chain.host.index.reserve(batch.names[:n]) as reservation:
+                reservation.commit().release()
+        assert await words(kv, KEYS) == ["ready, in cpu"] * 2 + ["never stored"] * 2
+
+
+async def test_clearing_forgets_the_past() -> None:
+    """Of an empty cache nothing is explained by what was before."""
+    engine = Engine()
+    async with open_cache(cpu(16), engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        await kv.evict(KEYS)
+        await kv.clear()
+        assert await words(kv, KEYS) == ["never stored"] * 4
+
+
+def test_the_ledger_keeps_the_last_fate_in_the_order_noted() -> None:
+    """However many are noted before anyone asks; more reasons than there are numbers lose their detail, no more."""
+    ledger, place = Ledger(), Place("cpu", 0, 0)
+    names = np.random.default_rng(0).integers(0, 2**63, (10_000, 4)).astype(np.uint64)
+    ledger.changed(place, Change.EVICTED, names)
+    for n in range(40):
+        ledger.note(names[n : n + 1], Fate.DROPPED, f"reason {n}")
+    ledger.changed(place, Change.CORRUPT, names[:1])
+    fates = ledger.fates(names)
+    assert fates[0] == (Fate.CORRUPT, "cpu")
+    assert fates[1] == (Fate.DROPPED, "reason 1")
+    assert fates[39] == (Fate.DROPPED, "")
+    assert fates[40:] == [(Fate.EVICTED, "cpu")] * 9960
+
+
+@pytest.mark.parametrize("n", [0, 1])
+async def test_few_blocks_are_explained_too(n: int) -> None:
+    """One by one, or none."""
+    async with open_cache(cpu(4), ScriptedBackend(name="shared")) as kv:
+        await asyncio.sleep(0)
+        assert [each.state for each in await kv.explain(KEYS[:n], ask=True)] == ["never stored"] * n
+
+
+async def test_what_waits_to_be_written_below_says_so() -> None:
+    """It is kept in memory until then."""
+    engine, disk = Engine(), ScriptedSlotBackend(name="disk")
+    disk.settings = disk.settings.model_copy(update={"write": "back"})
+    async with open_cache(cpu(16), disk, engine=engine) as kv:
+        await kv.store(KEYS, engine.compute(KEYS))
+        assert await words(kv, KEYS) == ["ready, in cpu, dirty"] * 4
+        await kv.flush()
+        await until_idle(kv)
+        assert await words(kv, KEYS) == ["ready, in cpu, in disk"] * 4
+
+
+async def test_what_is_not_used_often_enough_says_so() -> None:
+    """For the tier that wants it more often."""
+    engine, disk = Engine(), ScriptedSlotBackend(name="disk")
+    disk.settings = disk.settings.model_copy(update={"admit_after": 3})
+    async with open_cache(cpu(4), disk, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        assert await words(kv, KEYS) == ["ready, in cpu"] * 4
+        assert {fate for fate, _ in kv._core.ledger.fates(kv.namespace().names(KEYS))} == {Fate.UNADMITTED}  # noqa: SLF001
+        await keep(kv, engine, prompt(4, seed=1))
+        assert await words(kv, KEYS) == ["evicted (cpu)"] * 4

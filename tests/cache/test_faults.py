@@ -1,0 +1,525 @@
+"""A tier that hangs, fails or lies shortens a prefix and is counted; nothing waits for it, nothing wrong is served."""
+
+import asyncio
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.cache.conftest import (
+    MODEL,
+    PAYLOAD_BYTES,
+    Act,
+    Engine,
+    Recorder,
+    ScriptedBackend,
+    ScriptedSlotBackend,
+    contents,
+    keep,
+    only,
+    open_cache,
+    prompt,
+    small_layout,
+    until,
+    until_idle,
+)
+from tiered_kv import (
+    BackendContext,
+    BackendUnavailableError,
+    Block,
+    BlockKey,
+    CacheLimits,
+    ConfigurationError,
+    GPULoadStoreSpec,
+    Outcome,
+    TieredKV,
+)
+from tiered_kv.backend import Recovered, Workers
+from tiered_kv.events import BlocksCorrupted, CacheClosed, TierFailed, TierResumed, TierStalled
+from tiered_kv.results import TierFault, TierStore
+
+KEYS = prompt(9)
+INTO = GPULoadStoreSpec(range(9))
+SOON_S = 0.02
+"""A timeout that is expected to pass."""
+CPU = {"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}
+Scripted = ScriptedBackend | ScriptedSlotBackend
+
+both_kinds = pytest.mark.parametrize("kind", [ScriptedBackend, ScriptedSlotBackend])
+
+
+def _limits(**values: float) -> CacheLimits:
+    return CacheLimits.model_validate({"window": 4 * PAYLOAD_BYTES, "bounce": 16 * PAYLOAD_BYTES, **values})
+
+
+async def _load(kv: TieredKV, engine: Engine, *, deadline_s: float | None = None) -> tuple[int, tuple[TierFault, ...]]:
+    """Load all keys, check that the prefix is right, and return its length and the faults."""
+    engine.poison()
+    loaded = await kv.load(KEYS, INTO, deadline_s=deadline_s)
+    assert engine.read(INTO[: loaded.num_blocks]) == contents(KEYS[: loaded.num_blocks])
+    return loaded.num_blocks, loaded.faults
+
+
+def _in(tiers: tuple[TierStore, ...], tier: str) -> TierStore:
+    return next(each for each in tiers if each.tier == tier)
+
+
+# Calls that do not return.
+
+
+@both_kinds
+async def test_a_read_that_hangs_ends_the_load_in_time(kind: type[Scripted]) -> None:
+    """The load answers with the prefix that is in place; until the call returns its tier is bypassed, then in use."""
+    engine, emit, slow = Engine(), Recorder(), kind(name="slow", timeout_s=SOON_S)
+    async with open_cache(CPU, slow, engine=engine, emit=emit) as kv:
+        await keep(kv, engine, KEYS)
+        await kv.evict(KEYS[2:], tier="cpu")
+        slow.on_read.hold()
+        num_blocks, faults = await _load(kv, engine)
+        assert num_blocks == 2
+        assert ("slow", "timeout") in [(fault.tier, fault.reason) for fault in faults]
+        assert kv.stats()["slow"].is_bypassed
+        assert emit.of(TierStalled)
+        num_calls = slow.on_read.num_calls
+        assert await _load(kv, engine) == (2, ())
+        assert (await kv.lookup(KEYS)).num_blocks == 2
+        assert slow.on_read.num_calls == num_calls
+        slow.on_read.release()
+        await until_idle(kv)
+        assert not kv.stats()["slow"].is_bypassed
+        assert len(emit.of(TierResumed)) == 1
+        assert await _load(kv, engine) == (9, ())
+
+
+@both_kinds
+async def test_slots_of_a_hung_read_are_nobody_elses(kind: type[Scripted]) -> None:
+    """Whatever is stored while a read hangs lies in other slots: when the read fills its own at last, all is right."""
+    engine, slow = Engine(), kind(name="slow", timeout_s=SOON_S)
+    async with open_cache(CPU, slow, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        await kv.evict(KEYS, tier="cpu")
+        slow.on_read.hold()
+        assert (await _load(kv, engine))[0] == 0
+        num_slots = kv.stats()["cpu"].free
+        assert num_slots < 16
+        others = prompt(32, seed=1)  # twice what the CPU tier holds
+        await kv.store(others, engine.compute(others))
+        await until(lambda: kv.stats()["cpu"].ready == num_slots)
+        slow.on_read.release()
+        await until_idle(kv)
+        for tail in range(len(others)):
+            loaded = await kv.load(others[tail:], GPULoadStoreSpec(range(len(others) - tail)))
+            n = loaded.num_blocks
+            assert engine.read(range(n)) == contents(others[tail : tail + n])
+        assert await _load(kv, engine) == (9, ())
+
+
+@both_kinds
+async def test_other_tiers_serve_while_one_hangs(kind: type[Scripted]) -> None:
+    """What a tier below has too is loaded from there as soon as the hanging one is known to hang."""
+    engine, slow, other = Engine(), kind(name="slow", timeout_s=SOON_S), ScriptedBackend(name="other")
+    async with open_cache(slow, other, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        slow.on_read.hold()
+        assert (await _load(kv, engine))[0] == 0
+        assert await _load(kv, engine) == (9, ())
+        assert other.on_read.num_blocks == 9
+        slow.on_read.release()
+        await until_idle(kv)
+
+
+@both_kinds
+async def test_a_hung_tier_leaves_slots_to_the_others(kind: type[Scripted]) -> None:
+    """However few there are, with as many bounce slots as a window has: half of them are for the other tiers."""
+    engine, slow, other = Engine(), kind(name="slow", timeout_s=SOON_S), ScriptedBackend(name="other")
+    limits = CacheLimits(window=16 * PAYLOAD_BYTES, bounce=16 * PAYLOAD_BYTES)
+    prompts = [prompt(9, seed=seed) for seed in range(4)]
+    async with open_cache(slow, other, engine=engine, limits=limits) as kv:
+        for keys in prompts:
+            await keep(kv, engine, keys)
+        slow.on_read.hold()
+        for handle in [
+            kv.start_load(keys, GPULoadStoreSpec(range(at, at + 9)))
+            for at, keys in zip((0, 9, 18, 27), prompts, strict=True)
+        ]:
+            await handle
+        assert kv.stats().bounce_free >= 8
+        for keys in prompts:
+            assert (await kv.load(keys, INTO)).num_blocks == 9
+            assert engine.read(INTO) == contents(keys)
+        slow.on_read.release()
+        await until_idle(kv)
+
+
+@both_kinds
+async def test_a_deadline_ends_a_load_before_the_tiers_own(kind: type[Scripted]) -> None:
+    """A load's deadline is its own: the tier is not blamed, and what arrives later is kept for whoever asks next."""
+    engine, slow = Engine(), kind(name="slow")
+    async with open_cache(CPU, slow, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        await kv.evict(KEYS[3:], tier="cpu")
+        slow.on_read.hold()
+        num_blocks, faults = await _load(kv, engine, deadline_s=SOON_S)
+        assert num_blocks == 3
+        assert {fault.reason for fault in faults} == {"deadline"}
+        assert not kv.stats()["slow"].is_bypassed
+        slow.on_read.release()
+        await until_idle(kv)
+        assert await _load(kv, engine) == (9, ())
+
+
+@both_kinds
+async def test_a_write_that_hangs_is_given_up_and_its_slots_kept(kind: type[Scripted]) -> None:
+    """The store settles: failed there, written elsewhere. The blocks stay where they are until the call returns."""
+    engine, slow, other = Engine(), kind(name="slow", timeout_s=SOON_S), ScriptedBackend(name="other")
+    async with open_cache(CPU, slow, other, engine=engine) as kv:
+        slow.on_write.hold()
+        stored = await kv.store(KEYS, engine.compute(KEYS))
+        assert stored.num_stored == 9
+        tiers = await stored.settled()
+        slow_one = _in(tiers, "slow")
+        assert slow_one == TierStore("slow", failed=slow_one.failed, dropped=9 - slow_one.failed)
+        assert _in(tiers, "other") == TierStore("other", written=9)
+        assert kv.stats()["slow"].is_bypassed
+        assert kv.stats()["cpu"].leased == slow_one.failed > 0
+        assert await _load(kv, engine) == (9, ())
+        slow.on_write.release()
+        await until_idle(kv)
+        assert not kv.stats()["slow"].is_bypassed
+
+
+async def test_a_lookup_that_hangs_answers_without_the_tier() -> None:
+    """`lookup` and `load` answer with what the other tiers have, and with everything once the call has returned."""
+    engine, slow = Engine(), ScriptedBackend(name="slow", timeout_s=SOON_S)
+    async with open_cache(CPU, slow, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        await kv.evict(KEYS[5:], tier="cpu")
+        slow.on_lookup.hold()
+        assert (await kv.lookup(KEYS)).num_blocks == 5
+        assert await _load(kv, engine) == (5, ())
+        slow.on_lookup.release()
+        await until_idle(kv)
+        assert (await kv.lookup(KEYS)).num_blocks == 9
+        assert await _load(kv, engine) == (9, ())
+
+
+@both_kinds
+async def test_evict_and_clear_end_though_a_tier_hangs(kind: type[Scripted]) -> None:
+    """What is evicted is unfindable in the tiers that the cache owns at once, and the call ends in time."""
+    engine, slow = Engine(), kind(name="slow", timeout_s=SOON_S)
+    async with open_cache(CPU, slow, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        acts = [slow.on_delete] if isinstance(slow, ScriptedBackend) else [slow.on_forget, slow.on_checkpoint]
+        for act in acts:
+            act.hold()
+        await kv.evict(KEYS[4:])
+        assert (await kv.lookup(KEYS)).num_blocks == 4
+        await kv.clear()
+        assert (await kv.lookup(KEYS)).num_blocks == 0
+        for act in acts:
+            act.release()
+        await until_idle(kv)
+
+
+class _StuckInAThread(ScriptedSlotBackend):
+    """Reads in a worker thread that is stuck until ``free`` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(name="stuck", timeout_s=SOON_S)
+        self.free, self.ended = threading.Event(), threading.Event()
+        self._workers: Workers
+
+    async def open(self, context: BackendContext) -> list[Recovered]:
+        self._workers = context.workers(1)
+        return await super().open(context)
+
+    async def read(self, group: int, slots: NDArray[np.int64], into: Sequence[Block]) -> list[Outcome]:
+        return await self._workers.run(self._read_late, slots, into)
+
+    def _read_late(self, slots: NDArray[np.int64], into: Sequence[Block]) -> list[Outcome]:
+        self.free.wait()
+        for slot, block in zip(slots.tolist(), into, strict=True):
+            block.fill(self.records[slot][1])
+        self.ended.set()
+        return [Outcome.HIT] * len(into)
+
+
+async def test_close_leaves_a_stuck_thread_behind_and_says_so() -> None:
+    """Closing ends in time though a thread is stuck in a read; when it writes at last, its memory is still there."""
+    engine, emit, stuck = Engine(), Recorder(), _StuckInAThread()
+    async with open_cache(CPU, stuck, engine=engine, emit=emit, limits=_limits(close_timeout_s=SOON_S)) as kv:
+        await keep(kv, engine, KEYS)
+        await kv.evict(KEYS, tier="cpu")
+        assert (await _load(kv, engine))[0] == 0
+        engine.poison()
+    assert emit.of(CacheClosed)[0].abandoned > 0
+    stuck.free.set()
+    await until(stuck.ended.is_set)
+    assert engine.is_poisoned()
+
+
+@both_kinds
+async def test_close_ends_though_every_call_hangs(kind: type[Scripted]) -> None:
+    """Reads, writes and the closing of the backend itself are given up; whoever waits gets an answer, not an error."""
+    engine, emit, slow = Engine(), Recorder(), kind(name="slow", timeout_s=10.0)
+    async with open_cache(CPU, slow, engine=engine, emit=emit, limits=_limits(close_timeout_s=SOON_S)) as kv:
+        await keep(kv, engine, KEYS)
+        await kv.evict(KEYS, tier="cpu")
+        for act in (slow.on_read, slow.on_write, slow.on_close):
+            act.hold()
+        others = prompt(4, seed=1)
+        stored = await kv.store(others, engine.compute(others, range(20, 24)))
+        settled = asyncio.create_task(stored.settled())
+        loading = asyncio.create_task(kv.load(KEYS, INTO))
+        await until(lambda: slow.on_read.num_held > 0 and slow.on_write.num_held > 0)
+    assert emit.of(CacheClosed)[0].abandoned > 0
+    assert (await loading).num_blocks == 0
+    assert _in(await settled, "slow") == TierStore("slow", failed=4)
+
+
+# Calls that fail or lie.
+
+
+@both_kinds
+@pytest.mark.parametrize("error", [BackendUnavailableError("away"), RuntimeError("a bug"), OSError(5, "EIO")])
+async def test_a_read_that_raises(kind: type[Scripted], error: Exception) -> None:
+    """It is a fault of its blocks alone: the windows before are served, it is named and counted, a retry works."""
+    engine, emit, flaky = Engine(), Recorder(), kind(name="flaky")
+    async with open_cache(flaky, engine=engine, emit=emit) as kv:
+        await keep(kv, engine, KEYS)
+        flaky.on_read.fail_next(error)
+        num_blocks, faults = await _load(kv, engine)
+        assert num_blocks == 0
+        assert faults[0] == TierFault("flaky", "unreadable", 4)
+        assert kv.stats()["flaky"].failed == 4
+        assert [event.doing for event in emit.of(TierFailed)] == ["read"]
+        assert type(error).__name__ in emit.of(TierFailed)[0].error
+        await until_idle(kv)
+        assert await _load(kv, engine) == (9, ())
+
+
+def _truth(outcomes: list[Outcome]) -> list[Outcome]:
+    return outcomes
+
+
+@both_kinds
+@pytest.mark.parametrize("k", range(9))
+@pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.CORRUPT, Outcome.MISS])
+async def test_a_block_that_is_not_read(kind: type[Scripted], outcome: Outcome, k: int) -> None:
+    """The prefix ends right before the block; it can be had again: by a retry, or after the next store."""
+    engine, flaky = Engine(), kind(name="flaky")
+    async with open_cache(flaky, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        for _ in range(k // 4):
+            flaky.on_read.change_next(_truth)
+        flaky.on_read.change_next(only(k % 4, outcome))
+        num_blocks, faults = await _load(kv, engine)
+        assert num_blocks == k
+        assert [(fault.tier, fault.reason, fault.num_blocks) for fault in faults] == [("flaky", "unreadable", 1)]
+        counts = kv.stats()["flaky"]
+        assert counts.corrupt == (outcome is Outcome.CORRUPT)
+        assert counts.failed == (outcome is Outcome.FAILED)
+        await until_idle(kv)
+        is_gone = outcome is Outcome.CORRUPT or (outcome is Outcome.MISS and kind is ScriptedSlotBackend)
+        assert await _load(kv, engine) == (k if is_gone else 9, ())
+        await keep(kv, engine, KEYS)
+        assert await _load(kv, engine) == (9, ())
+
+
+@both_kinds
+@pytest.mark.parametrize("k", [0, 5, 8])
+async def test_a_flipped_bit_is_a_miss_and_is_repaired(kind: type[Scripted], k: int) -> None:
+    """A broken record is never served: it is deleted, counted once, and written anew by the next store."""
+    engine, emit, medium = Engine(), Recorder(), kind(name="medium")
+    async with open_cache(CPU, medium, engine=engine, emit=emit) as kv:
+        await keep(kv, engine, KEYS)
+        await kv.evict(KEYS, tier="cpu")
+        medium.flip_byte(k)
+        assert (await _load(kv, engine))[0] == k
+        await until_idle(kv)
+        assert [(event.tier, event.blocks) for event in emit.of(BlocksCorrupted)] == [("medium", 1)]
+        assert kv.stats()["medium"].corrupt == 1
+        assert (await kv.lookup(KEYS)).num_blocks == k
+        stored = await kv.store(KEYS, engine.compute(KEYS))
+        assert stored.num_stored == 1  # the others were promoted
+        await stored.settled()
+        await kv.evict(KEYS, tier="cpu")
+        assert await _load(kv, engine) == (9, ())
+
+
+@both_kinds
+@pytest.mark.parametrize("num_answers", [0, 3, 5])
+async def test_a_wrong_number_of_outcomes_is_no_outcome(kind: type[Scripted], num_answers: int) -> None:
+    """Whoever answers for too few or too many blocks is believed for none of them, in reads and in writes."""
+    engine, emit, flaky = Engine(), Recorder(), kind(name="flaky")
+
+    def lie(outcomes: list[Outcome]) -> list[Outcome]:
+        return (outcomes + outcomes)[:num_answers]
+
+    async with open_cache(CPU, flaky, engine=engine, emit=emit) as kv:
+        flaky.on_write.change_next(lie)
+        stored = await kv.store(KEYS[:4], engine.compute(KEYS[:4]))
+        assert _in(await stored.settled(), "flaky") == TierStore("flaky", failed=4)
+        await until_idle(kv)
+        await kv.evict(KEYS)
+        await keep(kv, engine, KEYS)
+        await kv.evict(KEYS, tier="cpu")
+        flaky.on_read.change_next(lie)
+        assert (await _load(kv, engine))[0] == 0
+        assert [event.doing for event in emit.of(TierFailed)] == ["write", "read"]
+        await until_idle(kv)
+        assert await _load(kv, engine) == (9, ())
+
+
+@both_kinds
+async def test_a_deletion_in_the_way_of_a_probe_does_not_keep_a_tier_out(kind: type[Scripted]) -> None:
+    """Behind reads that failed, a deletion may be the first call that goes well: then the tier is in use again."""
+    engine, flaky = Engine(), kind(name="flaky", timeout_s=0.05)
+    async with open_cache(CPU, flaky, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        await kv.evict(KEYS, tier="cpu")
+        flaky.on_read.hold()
+        for _ in range(3):  # one for each window
+            flaky.on_read.fail_next(BackendUnavailableError("gone"))
+        await _load(kv, engine)
+        flaky.on_read.release()
+        await until_idle(kv)
+        await kv.evict(KEYS[8:])
+        await until(lambda: not kv.stats()["flaky"].is_bypassed)
+
+
+@both_kinds
+@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.REFUSED])
+async def test_a_block_that_is_not_written(kind: type[Scripted], outcome: Outcome, k: int) -> None:
+    """It is counted, the others are written, and it is not found there."""
+    if kind is ScriptedSlotBackend and outcome is Outcome.REFUSED:
+        outcome = Outcome.FAILED  # owned media refuse nothing
+    engine, flaky = Engine(), kind(name="flaky")
+    async with open_cache(CPU, flaky, engine=engine) as kv:
+        flaky.on_write.change_next(only(k, outcome))
+        stored = await kv.store(KEYS[:4], engine.compute(KEYS[:4]))
+        counts = {"failed": 1} if outcome is Outcome.FAILED else {"dropped": 1}
+        assert await stored.settled() == (TierStore("cpu", written=4), TierStore("flaky", written=3, **counts))
+        await until_idle(kv)
+        assert (await _load(kv, engine))[0] == 4
+        if isinstance(flaky, ScriptedSlotBackend):
+            await kv.evict(KEYS, tier="cpu")
+            assert (await kv.lookup(KEYS)).num_blocks == k
+            assert (await _load(kv, engine))[0] == k
+
+
+@both_kinds
+async def test_a_write_that_raises(kind: type[Scripted]) -> None:
+    """The store settles with its blocks failed in that tier alone; the next store of others goes there again."""
+    engine, emit, flaky, other = Engine(), Recorder(), kind(name="flaky"), ScriptedBackend(name="other")
+    async with open_cache(CPU, flaky, other, engine=engine, emit=emit) as kv:
+        flaky.on_write.fail_next(OSError(28, "no space"))
+        stored = await kv.store(KEYS[:4], engine.compute(KEYS[:4]))
+        expected = TierStore("cpu", written=4), TierStore("flaky", failed=4), TierStore("other", written=4)
+        assert await stored.settled() == expected
+        assert [event.doing for event in emit.of(TierFailed)] == ["write"]
+        assert kv.stats()["flaky"].failed == 4
+        stored = await kv.store(KEYS[4:8], engine.compute(KEYS[4:8]))
+        assert _in(await stored.settled(), "flaky") == TierStore("flaky", written=4)
+        await until_idle(kv)
+
+
+async def test_a_lookup_that_raises() -> None:
+    """The tier has nothing for this call, and everything for the next one."""
+    engine, emit, flaky = Engine(), Recorder(), ScriptedBackend(name="flaky")
+    async with open_cache(CPU, flaky, engine=engine, emit=emit) as kv:
+        await keep(kv, engine, KEYS)
+        await kv.evict(KEYS[5:], tier="cpu")
+        flaky.on_lookup.fail_next(BackendUnavailableError("away"))
+        assert (await kv.lookup(KEYS)).num_blocks == 5
+        flaky.on_lookup.fail_next(RuntimeError("a bug"))
+        assert (await _load(kv, engine))[0] == 5
+        assert [event.doing for event in emit.of(TierFailed)] == ["lookup", "lookup"]
+        assert await _load(kv, engine) == (9, ())
+
+
+class _Liar(ScriptedBackend):
+    """Says that any prefix there is has ``lie`` blocks."""
+
+    lie: object = 0
+
+    async def lookup_prefix(self, keys: Sequence[BlockKey]) -> int:
+        return self.lie  # type: ignore[return-value]  # what it says need not even be a number
+
+
+@pytest.mark.parametrize("lie", [-1, 10, None, 2.5])
+async def test_a_lookup_that_lies(lie: object) -> None:
+    """A prefix that cannot be is no answer: a read decides, and nothing wrong is served."""
+    engine, liar = Engine(), _Liar(name="liar")
+    async with open_cache(CPU, liar, engine=engine) as kv:
+        await keep(kv, engine, KEYS[:4])
+        await kv.evict(KEYS, tier="cpu")
+        liar.lie = lie
+        assert (await kv.lookup(KEYS)).num_blocks <= 9
+        assert (await _load(kv, engine))[0] <= 4
+        await until_idle(kv)
+
+
+@both_kinds
+async def test_a_tier_that_cannot_forget(kind: type[Scripted]) -> None:
+    """Evict, clear and flush raise nothing for a tier; what the cache owns is unfindable all the same."""
+    engine, emit, flaky = Engine(), Recorder(), kind(name="flaky")
+    async with open_cache(CPU, flaky, engine=engine, emit=emit) as kv:
+        await keep(kv, engine, KEYS)
+        act: Act = flaky.on_delete if isinstance(flaky, ScriptedBackend) else flaky.on_forget
+        act.fail_next(OSError(30, "read-only"))
+        await kv.evict(KEYS[4:])
+        assert len(emit.of(TierFailed)) == 1
+        if isinstance(flaky, ScriptedSlotBackend):
+            assert (await kv.lookup(KEYS)).num_blocks == 4
+            flaky.on_checkpoint.fail_next(OSError(30, "read-only"))
+            flaky.on_checkpoint.fail_next(OSError(30, "read-only"))
+            await kv.clear()
+            assert (await kv.lookup(KEYS)).num_blocks == 0
+            await kv.flush(sync=True)
+            assert len(emit.of(TierFailed)) == 3
+
+
+# Opening and closing.
+
+
+async def test_a_backend_that_cannot_be_opened() -> None:
+    """Its error is the caller's, and what was opened before it is closed again, threads and all."""
+
+    class Broken(ScriptedBackend):
+        async def open(self, context: BackendContext) -> None:
+            raise ConfigurationError("no such bucket")
+
+    first, threads = ScriptedBackend(name="first"), threading.active_count()
+    with pytest.raises(ConfigurationError, match="no such bucket"):
+        async with open_cache(CPU, first, Broken(name="broken")):
+            pass
+    assert first.on_close.num_calls == 1
+    await until(lambda: threading.active_count() == threads)
+
+
+@both_kinds
+async def test_a_backend_that_cannot_be_closed(kind: type[Scripted]) -> None:
+    """Closing raises nothing for a tier, and closes all the others, threads and all."""
+    emit, first, last, threads = Recorder(), ScriptedBackend(name="first"), kind(name="last"), threading.active_count()
+    last.on_close.fail_next(OSError(5, "EIO"))
+    async with open_cache(CPU, first, last, emit=emit):
+        pass
+    assert first.on_close.num_calls == 1
+    assert [(event.tier, event.doing) for event in emit.of(TierFailed)] == [("last", "close")]
+    assert len(emit.of(CacheClosed)) == 1
+    await until(lambda: threading.active_count() == threads)
+
+
+async def test_closing_twice_or_before_opening_is_harmless() -> None:
+    """A second close does nothing, and so does one of a cache that never was open."""
+    emit = Recorder()
+    cache = TieredKV([CPU], model=MODEL, layout=small_layout(), emit=emit, device="cpu")
+    await cache.aclose()
+    async with open_cache(CPU, emit=emit) as kv:
+        await kv.aclose()
+        await kv.aclose()
+    assert len(emit.of(CacheClosed)) == 1

@@ -1,0 +1,144 @@
+"""Models with several KV groups: the longest length that satisfies all, whatever holes lie outside every window."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.cache.any_layout import AnyEngine, cpu, open_any, prompt
+from tests.cache.conftest import until_idle
+from tiered_kv import ConfigurationError, GroupNeed, KVGroup, KVLayout, TieredKV, full, window
+from tiered_kv.groups import length_in_place, longest
+from tiered_kv.keys import BlockKeys
+from tiered_kv.results import LoadResult
+
+LAYOUT = KVLayout(
+    (KVGroup(2, 1, 48, "bfloat16", 4), KVGroup(3, 2, 16, "bfloat16", 8), KVGroup(1, 1, 64, "int8", 4, "MLA"))
+)
+"""Full attention, a sliding window in larger blocks, and latents."""
+TOKENS = 96
+KEYS = [
+    prompt(TOKENS // group.block_size, group=n, block_size=group.block_size) for n, group in enumerate(LAYOUT.groups)
+]
+TIERS = (cpu(64, sum(group.stride_bytes for group in LAYOUT.groups)),)
+
+
+def satisfied(needs: Sequence[GroupNeed], there: Sequence[Sequence[bool]], num_tokens: int) -> bool:
+    """The definition: at this length each group has each block it needs."""
+    for need, has in zip(needs, there, strict=True):
+        keys = need.at(num_tokens)
+        start = keys.start - need.keys.start
+        if not all(has[start : start + len(keys)]):
+            return False
+    return True
+
+
+@given(st.integers(2, 40), st.integers(0, TOKENS // 8))
+def test_a_window_counts_tokens_in_front_of_the_next(width: int, num_blocks: int) -> None:
+    """Where a query sees ``width`` tokens, itself included, the blocks of the last ``width - 1`` are all it needs."""
+    keys, position = KEYS[1], num_blocks * 8
+    seen = {token // 8 for token in range(max(0, position - width + 1), position)}
+    needed = window(keys, width - 1).at(position)
+    assert set(range(needed.start, needed.start + len(needed))) == seen
+
+
+@given(st.data())
+def test_the_longest_length_that_satisfies_all(data: st.DataObject) -> None:
+    """Found by asking for prefixes, it is the one that trying every length finds."""
+    sizes = data.draw(st.lists(st.sampled_from([4, 8]), min_size=1, max_size=3))
+    needs, there = [], []
+    for group, size in enumerate(sizes):
+        keys = prompt(TOKENS // size, group=group, block_size=size)
+        width = data.draw(st.none() | st.integers(1, 40))
+        needs.append(full(keys) if width is None else window(keys, width))
+        there.append(data.draw(st.lists(st.booleans(), min_size=len(keys), max_size=len(keys))))
+
+    async def count(keys: BlockKeys) -> int:
+        has = there[keys.group][keys.start :]
+        return [*has[: len(keys)], False].index(False)
+
+    step = max(sizes)
+    expected = max(n for n in range(0, TOKENS + 1, step) if satisfied(needs, there, n))
+    assert asyncio.run(longest(needs, count)) == expected
+
+
+async def store(engine: AnyEngine, kv: TieredKV, group: int, blocks: Sequence[int]) -> None:
+    """Keep some blocks of one group."""
+    for block in blocks:
+        keys = KEYS[group][block : block + 1]
+        await (await kv.store(keys, engine.fill(keys, [block]))).settled()
+
+
+async def test_a_hole_outside_every_window_costs_nothing() -> None:
+    """All 96 tokens are found and loaded although the window's group has lost what its window has left behind."""
+    engine = AnyEngine(LAYOUT)
+    async with open_any(engine, *TIERS) as kv:
+        await store(engine, kv, 0, range(24))
+        await store(engine, kv, 1, range(9, 12))
+        await store(engine, kv, 2, range(24))
+        needs = [full(KEYS[0]), window(KEYS[1], 20), full(KEYS[2])]
+        found = await kv.lookup_groups(needs)
+        assert found.num_tokens == TOKENS
+        assert [len(keys) for keys in found.needed] == [24, 3, 24]
+        engine.wipe()
+        into = [engine.spec(range(keys.start, keys.start + len(keys)), keys.group) for keys in found.needed]
+        loaded = await kv.load_groups(needs, into)
+        assert loaded.num_tokens == TOKENS
+        for keys in found.needed:
+            assert all(engine.right(keys, range(keys.start, keys.start + len(keys))))
+        await until_idle(kv)
+
+
+async def test_a_block_that_one_group_lacks_counts_for_none() -> None:
+    """A store that reached two of three groups makes no hit."""
+    engine = AnyEngine(LAYOUT)
+    async with open_any(engine, *TIERS) as kv:
+        await store(engine, kv, 0, range(24))
+        await store(engine, kv, 1, range(12))
+        needs = [full(KEYS[0]), window(KEYS[1], 20), full(KEYS[2])]
+        assert (await kv.lookup_groups(needs)).num_tokens == 0
+        await store(engine, kv, 2, range(5))
+        assert (await kv.lookup_groups(needs)).num_tokens == 16  # whole blocks of 8 tokens too
+        await until_idle(kv)
+
+
+async def test_one_group_that_comes_short_shortens_the_load() -> None:
+    """What is evicted between lookup and load shortens the length for all groups, never to one that lacks a block."""
+    engine = AnyEngine(LAYOUT)
+    async with open_any(engine, *TIERS) as kv:
+        for group in range(3):
+            await store(engine, kv, group, range(len(KEYS[group])))
+        needs = [full(KEYS[0]), full(KEYS[1]), full(KEYS[2])]
+        await kv.evict(KEYS[2][10:11])
+        into = [engine.spec(range(len(keys)), group) for group, keys in enumerate(KEYS)]
+        assert (await kv.load_groups(needs, into)).num_tokens == 40
+        await until_idle(kv)
+
+
+@pytest.mark.parametrize(
+    ("need", "arrived", "length"),
+    [
+        pytest.param(full(KEYS[0]), 6, 24, id="full"),
+        pytest.param(window(KEYS[0], 8), 2, TOKENS, id="a whole window"),
+        pytest.param(window(KEYS[0], 8), 1, 0, id="a part of a window"),
+        pytest.param(window(KEYS[0], TOKENS), 6, 24, id="a part of a window from the start"),
+    ],
+)
+def test_what_is_in_place(need: GroupNeed, arrived: int, length: int) -> None:
+    """A window that arrived in part is of use only from the start of the prompt: else its own head is missing."""
+    wanted = need.at(TOKENS)
+    assert length_in_place([need], [wanted], [LoadResult(arrived, len(wanted))]) == length
+
+
+def test_needs_that_cannot_be() -> None:
+    """A group twice, keys of other prompts, other salts or no window at all are said so, with numbers."""
+    with pytest.raises(ConfigurationError, match=r"once, got groups \[0, 0\]"):
+        asyncio.run(longest([full(KEYS[0]), full(KEYS[0])], lambda keys: asyncio.sleep(0, len(keys))))
+    with pytest.raises(ConfigurationError, match="starting at one of"):
+        asyncio.run(longest([full(KEYS[0]), full(KEYS[2][1:])], lambda keys: asyncio.sleep(0, len(keys))))
+    with pytest.raises(ConfigurationError, match="positive number of tokens"):
+        window(KEYS[0], 0)
+    with pytest.raises(ConfigurationError, match="what each KV group needs"):
+        asyncio.run(longest([], lambda keys: asyncio.sleep(0, len(keys))))

@@ -1,0 +1,38 @@
+"""The whole facade against a model: whatever is called in whatever order, no wrong byte is ever served.
+
+In virtual time, with backends in memory that fail, hang and lie; and in real time on a real NVMe tier. The rules are in
+``model/``, by occasion; what must hold after each is in ``model/machine.py``.
+"""
+
+from hypothesis import HealthCheck, settings
+
+from tests.cache.model.control import Changing, Holding
+from tests.cache.model.faults import Corruption, Faults
+from tests.cache.model.transfers import Transfers
+from tests.cache.model.world import RealWorld, VirtualWorld
+
+
+class VirtualMachine(Transfers, Holding, Changing, Faults):
+    """Everything, the same each time, and no time limit passed by a moment."""
+
+    make_world = VirtualWorld
+
+
+class RealMachine(Transfers, Holding, Changing, Corruption):
+    """Threads and files."""
+
+    make_world = RealWorld
+
+
+def _settings(part: float) -> settings:
+    """Take a part of all examples: 200, or 20,000 by ``make torture``."""
+    slow = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+    num_examples = round(2 * settings().max_examples * part)
+    return settings(max_examples=num_examples, stateful_step_count=20, suppress_health_check=slow)
+
+
+TestInVirtualTime = VirtualMachine.TestCase
+TestInVirtualTime.settings = _settings(0.85)
+
+TestOnNVMe = RealMachine.TestCase
+TestOnNVMe.settings = _settings(0.15)

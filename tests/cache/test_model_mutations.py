@@ -1,0 +1,124 @@
+"""The model test can fail: each of these bugs, planted on purpose, is found."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+from numpy.typing import NDArray
+
+from tests.cache.test_model import VirtualMachine
+from tiered_kv import LoadResult, Outcome
+from tiered_kv.catalog.leases import Lease
+from tiered_kv.keys import epoch_digest
+from tiered_kv.tiers.chain import Chain
+from tiered_kv.tiers.memory import Batch, Naming
+from tiered_kv.transfers.handles import Revocable
+from tiered_kv.transfers.load import Load
+from tiered_kv.transfers.window import Bringer, Landed
+
+MUST_FIND = settings(
+    max_examples=400,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.generate],
+    report_multiple_bugs=False,
+    suppress_health_check=list(HealthCheck),
+)
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def _reads_are_not_verified(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("tiered_kv.tiers.storage.verify", lambda *_, **__: Outcome.HIT)
+
+
+def _blocks_of_all_weights_have_one_name(patch: pytest.MonkeyPatch) -> None:
+    batch = Naming.batch
+    patch.setattr(Naming, "batch", lambda self, keys, _: batch(self, keys, epoch_digest("w0")))
+
+
+def _loads_ignore_new_weights(patch: pytest.MonkeyPatch) -> None:
+    result = Load._result  # noqa: SLF001 - no public call tells it
+
+    def anyway(self: Load, seconds: float) -> LoadResult:
+        self._is_current = lambda: True
+        return result(self, seconds)
+
+    patch.setattr(Load, "_result", anyway)
+
+
+def _what_is_copied_is_not_leased(patch: pytest.MonkeyPatch) -> None:
+    land = Bringer.land
+
+    async def land_and_let_go(self: Bringer, *args: Any) -> Landed:  # noqa: ANN401 - passed on
+        landed = await land(self, *args)
+        self.chain.release(*landed.leases)
+        landed.leases.clear()
+        return landed
+
+    patch.setattr(Bringer, "land", land_and_let_go)
+
+
+def _a_cancelled_call_leaves_its_copies_running(patch: pytest.MonkeyPatch) -> None:
+    async def drain_copies(self: Revocable, *_: float) -> bool:
+        return True
+
+    patch.setattr(Revocable, "drain_copies", drain_copies)
+
+
+def _deadlines_do_not_hold_for_copies(patch: pytest.MonkeyPatch) -> None:
+    drain = Revocable.drain_copies
+    patch.setattr(Revocable, "drain_copies", lambda self, *_: drain(self))
+
+
+def _nothing_is_evicted(patch: pytest.MonkeyPatch) -> None:
+    async def evict(chain: Chain, batch: Batch, tier: str | None) -> NDArray[np.bool_]:
+        return np.zeros(len(batch), np.bool_)
+
+    patch.setattr("tiered_kv.tiers.upkeep.evict", evict)
+
+
+def _some_leases_leak(patch: pytest.MonkeyPatch) -> None:
+    release = Chain.release
+
+    def leak(self: Chain, *leases: Lease) -> None:
+        release(self, *(lease for lease in leases if len(lease.slots) != 3))
+
+    patch.setattr(Chain, "release", leak)
+
+
+def _missed_blocks_are_not_counted(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("tiered_kv.tiers.ledger.Ledger.count_load", lambda *_: None)
+
+
+QUICKLY_FOUND: list[Plant] = [
+    _what_is_copied_is_not_leased,
+    _a_cancelled_call_leaves_its_copies_running,
+    _deadlines_do_not_hold_for_copies,
+    _some_leases_leak,
+    _missed_blocks_are_not_counted,
+]
+FOUND_IN_A_MINUTE: list[Plant] = [
+    _loads_ignore_new_weights,
+    _reads_are_not_verified,
+    _blocks_of_all_weights_have_one_name,
+    _nothing_is_evicted,
+]
+ONLY_IN_TORTURE = pytest.mark.skipif(
+    settings.get_current_profile_name() != "torture", reason="these take a minute each: make torture"
+)
+BUGS = [*QUICKLY_FOUND, *(pytest.param(plant, marks=ONLY_IN_TORTURE) for plant in FOUND_IN_A_MINUTE)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("plant", BUGS, ids=lambda plant: plant.__name__.strip("_"))
+def test_a_planted_bug_is_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a few hundred examples."""
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(VirtualMachine, settings=MUST_FIND)

@@ -1,0 +1,459 @@
+"""Plan, execute, complete: what one process decides and others move, and what becomes of it when they do not."""
+
+import asyncio
+import multiprocessing as mp
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+from anyio.lowlevel import checkpoint
+
+from tests.cache.any_layout import SMALL, STRIDE, AnyEngine, cpu, nvme, open_any, prompt
+from tests.cache.conftest import Recorder, ScriptedBackend, until, until_idle
+from tiered_kv import (
+    ClosedError,
+    ConfigurationError,
+    KVLayout,
+    LayoutMismatchError,
+    Outcomes,
+    Plan,
+    Planner,
+    Shard,
+    TieredKV,
+    Worker,
+)
+from tiered_kv.events import WorkerEnded
+from tiered_kv.plan import SlabHandle
+
+N = 6
+KEYS = prompt(N)
+CPU = cpu(32, 2 * STRIDE)  # 32 slots for each of two ranks
+
+
+def spread(plan: Plan) -> Plan:
+    """Send a plan to another process, and have it back."""
+    sent: Plan = pickle.loads(pickle.dumps(plan))
+    return sent
+
+
+class Ranks:
+    """Two ranks' workers in this process, each with an engine of its own."""
+
+    def __init__(self, planner: Planner) -> None:
+        self.engines = [AnyEngine(), AnyEngine()]
+        slabs = pickle.loads(pickle.dumps(planner.slabs()))
+        self.workers = [Worker(slabs, layout=SMALL, rank=rank, device="cpu") for rank in range(2)]
+        for rank, (worker, engine) in enumerate(zip(self.workers, self.engines, strict=True)):
+            worker.register_kv_caches(engine.caches[0])
+            planner.register_worker(rank=rank)
+
+    def compute(self) -> None:
+        """Have both ranks compute their parts of the prompt."""
+        for rank, engine in enumerate(self.engines):
+            engine.fill(KEYS, range(N), f"rank {rank}")
+
+    def num_right(self) -> list[int]:
+        """Count, per rank, the leading blocks that are that rank's own."""
+        return [engine.count_right(KEYS, range(N), f"rank {rank}") for rank, engine in enumerate(self.engines)]
+
+    def wipe(self) -> None:
+        """Overwrite both engines' blocks."""
+        for engine in self.engines:
+            engine.wipe()
+
+    def close(self) -> None:
+        """End both."""
+        for worker in self.workers:
+            worker.close()
+
+
+async def store(kv: TieredKV, planner: Planner, ranks: Ranks) -> None:
+    """Keep the whole prompt of both ranks."""
+    ranks.compute()
+    plan = planner.plan_store(KEYS, ranks.engines[0].spec(range(N)))
+    assert planner.complete(ranks.workers[0].execute(spread(plan))) is None
+    result = planner.complete(ranks.workers[1].execute(spread(plan)))
+    assert result is not None
+    assert result.num_blocks == N
+    await kv.flush()
+
+
+async def test_a_round_trip_through_two_ranks(tmp_path: Path) -> None:
+    """What two workers copy out is written to disk, and copied back in after a restart: each rank its own bytes."""
+    async with open_any(AnyEngine(), CPU, nvme(tmp_path), shard=Shard.every(2)) as kv:
+        planner = kv.planner()
+        ranks = Ranks(planner)
+        await store(kv, planner, ranks)
+        assert (await kv.lookup(KEYS)).num_blocks == N
+        ranks.close()
+        await until_idle(kv)
+    async with open_any(AnyEngine(), CPU, nvme(tmp_path), shard=Shard.every(2)) as kv:
+        planner = kv.planner()
+        ranks = Ranks(planner)
+        plan = await planner.plan_load(KEYS, ranks.engines[0].spec(range(N)))
+        assert plan.num_blocks == N
+        ended = planner.ended(plan)
+        for worker in reversed(ranks.workers):  # answers come in any order
+            planner.complete(worker.execute(spread(plan)))
+        assert (await ended).num_blocks == N
+        assert ranks.num_right() == [N, N]
+        ranks.close()
+        await until_idle(kv)
+
+
+async def test_what_one_rank_has_not_copied_is_readable_on_none() -> None:
+    """A block counts when every rank has copied it out; the others' slots go back."""
+    async with open_any(AnyEngine(), CPU, shard=Shard.every(2)) as kv:
+        planner = kv.planner()
+        ranks = Ranks(planner)
+        ranks.compute()
+        plan = planner.plan_store(KEYS, ranks.engines[0].spec(range(N)))
+        assert kv.stats()["cpu"].pending == 2 * N
+        planner.complete(ranks.workers[0].execute(plan))
+        result = planner.complete(Outcomes(plan.job, 1, 2, "it stumbled"))
+        assert result is not None
+        assert result.num_blocks == 2
+        assert result.errors == ("rank 1: it stumbled",)
+        assert (await kv.lookup(KEYS)).num_blocks == 2
+        assert kv.stats()["cpu"].ready == 4
+        again = planner.plan_store(KEYS, ranks.engines[0].spec(range(N)))
+        assert [len(move.host) for move in again.moves] == [N - 2, N - 2]  # what is there is left out
+        for worker in ranks.workers:
+            planner.complete(worker.execute(again))
+        assert (await kv.lookup(KEYS)).num_blocks == N
+        ranks.close()
+        await until_idle(kv)
+
+
+async def test_fewer_than_none_moved_is_none() -> None:
+    """A worker that says -1 for an error has copied nothing that anyone may read."""
+    async with open_any(AnyEngine(), CPU, shard=Shard.every(2)) as kv:
+        planner = kv.planner()
+        ranks = Ranks(planner)
+        plan = planner.plan_store(KEYS, ranks.engines[0].spec(range(N)))
+        for rank in range(2):
+            planner.complete(Outcomes(plan.job, rank, -1, "it stumbled"))
+        assert (await kv.lookup(KEYS)).num_blocks == 0
+        await until_idle(kv)
+        ranks.close()
+
+
+async def test_a_plan_holds_what_it_names() -> None:
+    """Between plan and completion no block of it is evicted, whatever else is stored."""
+    async with open_any(AnyEngine(), cpu(8, 2 * STRIDE), shard=Shard.every(2)) as kv:
+        planner = kv.planner()
+        ranks = Ranks(planner)
+        await store(kv, planner, ranks)
+        plan = await planner.plan_load(KEYS, ranks.engines[0].spec(range(N)))
+        crowd = planner.plan_store(prompt(8, seed=1), ranks.engines[0].spec(range(8)))
+        assert [len(move.host) for move in crowd.moves] == [0, 0]  # no room: none of it, rather than a part
+        assert planner.complete(Outcomes(crowd.job, 0, 0)) is None
+        planner.complete(Outcomes(crowd.job, 1, 0))
+        ranks.wipe()
+        for worker in ranks.workers:
+            planner.complete(worker.execute(plan))
+        assert ranks.num_right() == [N, N]
+        ranks.close()
+        await until_idle(kv)
+
+
+async def test_a_rank_without_room_costs_the_others_nothing() -> None:
+    """Where one rank has no room for a store, no other evicts anything for it."""
+    async with open_any(AnyEngine(), cpu(N, 2 * STRIDE), shard=Shard.every(2)) as kv:
+        planner = kv.planner()
+        ranks = Ranks(planner)
+        await store(kv, planner, ranks)
+        _, (chain, batch) = kv._core.batches(KEYS)  # noqa: SLF001 - the facade leases for all ranks at once
+        with chain.host.index.lease(batch.names):
+            plan = planner.plan_store(prompt(N, seed=1), ranks.engines[0].spec(range(N)))
+            assert [len(move.host) for move in plan.moves] == [0, 0]
+        assert kv.stats()["cpu"].evicted == 0
+        assert (await kv.lookup(KEYS)).num_blocks == N
+        for rank in range(2):
+            planner.complete(Outcomes(plan.job, rank, 0))
+        ranks.close()
+        await until_idle(kv)
+
+
+async def test_a_plan_is_executed_once() -> None:
+    """A plan that is delivered twice is refused: after its job the slots may be another's. A cache has one planner."""
+    async with open_any(AnyEngine(), CPU, shard=Shard.every(2)) as kv:
+        planner = kv.planner()
+        assert kv.planner() is planner
+        ranks = Ranks(planner)
+        ranks.compute()
+        plan = planner.plan_store(KEYS, ranks.engines[0].spec(range(N)))
+        for worker in ranks.workers:
+            planner.complete(worker.execute(plan))
+        with pytest.raises(ConfigurationError, match=f"job {plan.job} has been executed"):
+            ranks.workers[0].execute(plan)
+        ranks.close()
+        await until_idle(kv)
+
+
+async def test_a_load_overtaken_by_new_weights_brings_nothing() -> None:
+    """The job's result says 0 blocks, and why, although the workers have copied."""
+    async with open_any(AnyEngine(), CPU, shard=Shard.every(2)) as kv:
+        planner = kv.planner()
+        ranks = Ranks(planner)
+        await store(kv, planner, ranks)
+        plan = await planner.plan_load(KEYS, ranks.engines[0].spec(range(N)))
+        kv.advance_epoch("w1")
+        planner.complete(ranks.workers[0].execute(plan))
+        result = planner.complete(ranks.workers[1].execute(plan))
+        assert result is not None
+        assert (result.num_blocks, result.errors) == (0, ("epoch advanced",))
+        ranks.close()
+        await until_idle(kv)
+
+
+async def test_closing_ends_every_job() -> None:
+    """A cache closes with jobs open: whoever waits is told, and nobody gets a slot that a worker may be writing to."""
+    async with open_any(AnyEngine(), CPU, shard=Shard.every(2)) as kv:
+        planner = kv.planner()
+        ranks = Ranks(planner)
+        ranks.compute()
+        plan = planner.plan_store(KEYS, ranks.engines[0].spec(range(N)))
+        ended = planner.ended(plan)
+        planner.complete(ranks.workers[0].execute(plan))
+    assert (await ended).num_blocks == 0
+    pending = [chain.host.index.statistics().pending for chain in kv._core.chains]  # noqa: SLF001 - kv.stats() is closed
+    assert pending == [0, N]
+    ranks.close()
+
+
+async def test_a_worker_that_ends_while_its_plan_is_made() -> None:
+    """Nobody would end such a job: it is not begun, and holds nothing. The same where the cache is closed meanwhile."""
+    engine, below, recorder = AnyEngine(), ScriptedBackend(), Recorder()
+    async with open_any(engine, cpu(32), below, emit=recorder) as kv:
+        await (await kv.store(KEYS, engine.fill(KEYS, range(N)))).settled()
+        await kv.evict(KEYS, tier="cpu")
+        planner = kv.planner()
+        with idle_process() as process:
+            planner.register_worker(process.pid)
+            below.on_read.hold()
+            planning = asyncio.create_task(planner.plan_load(KEYS, engine.spec(range(N))))
+            await until(lambda: below.on_read.num_held > 0)
+        await until(lambda: bool(recorder.of(WorkerEnded)))
+        below.on_read.release()
+        with pytest.raises(ConfigurationError, match="worker of every rank"):
+            await planning
+        await until_idle(kv)
+        await kv.evict(KEYS, tier="cpu")
+        planner.register_worker()
+        below.on_read.hold()
+        planning = asyncio.create_task(planner.plan_load(KEYS, engine.spec(range(N))))
+        await until(lambda: below.on_read.num_held > 0)
+        closing = asyncio.create_task(kv.aclose())
+        await checkpoint()
+        below.on_read.release()
+        with pytest.raises(ClosedError):
+            await planning
+        await closing
+
+
+async def test_a_plan_is_for_one_process_only() -> None:
+    """A worker started in place of another refuses what was meant for that: the slots may be another's by now."""
+    engine = AnyEngine()
+    async with open_any(engine, CPU) as kv:
+        planner = kv.planner()
+        with Worker(planner.slabs(), layout=SMALL, device="cpu") as worker, idle_process() as process:
+            worker.register_kv_caches(engine.caches[0])
+            planner.register_worker(process.pid)
+            plan = planner.plan_store(KEYS, engine.spec(range(N)))
+            with pytest.raises(ConfigurationError, match=f"for process {process.pid}, this is {os.getpid()}"):
+                worker.execute(plan)
+
+
+async def test_answers_to_another_planner_end_no_job() -> None:
+    """Of another cache, or of one before a restart: what a worker answers to one planner is nothing to the other."""
+    engine, other = AnyEngine(), prompt(N, seed=1)
+    async with open_any(AnyEngine(), CPU) as elsewhere, open_any(engine, CPU) as kv:
+        first, second = kv.planner(), elsewhere.planner()
+        first.register_worker()
+        second.register_worker()
+        with Worker(first.slabs(), layout=SMALL, device="cpu") as worker:
+            worker.register_kv_caches(engine.caches[0])
+            plan = first.plan_store(KEYS, engine.fill(KEYS, range(N)))
+            second.plan_store(other, engine.spec(range(N)))
+            outcomes = worker.execute(plan)
+            assert second.complete(outcomes) is None
+            assert first.complete(outcomes) is not None
+        assert (await kv.lookup(KEYS)).num_blocks == N
+        assert (await kv.lookup(other)).num_blocks == 0
+
+
+async def test_memory_that_is_not_what_was_meant_is_not_attached() -> None:
+    """Neither that of another cache that has the file descriptor by now, nor blocks of another layout."""
+    engine = AnyEngine()
+    async with open_any(engine, CPU) as kv:
+        before = kv.planner().slabs()
+    async with open_any(engine, CPU) as kv:
+        slabs = kv.planner().slabs()
+        assert [handle.fd for handle in slabs] == [handle.fd for handle in before]
+        with pytest.raises(ConfigurationError, match="not there any more"):
+            Worker(before, layout=SMALL, device="cpu")
+        fewer = KVLayout((replace(SMALL.groups[0], num_layers=1),))
+        with pytest.raises(LayoutMismatchError, match="768 bytes here, 1536 where"):
+            Worker(slabs, layout=fewer, device="cpu")
+
+
+async def test_plans_that_cannot_be() -> None:
+    """What is missing is said before anything is held: workers, a CPU tier, ids, ranks, answers."""
+    engine = AnyEngine()
+    async with open_any(engine, CPU, shard=Shard.every(2)) as kv:
+        planner = kv.planner()
+        with pytest.raises(ConfigurationError, match=r"register_worker\(\) for ranks \[0, 1\]"):
+            planner.plan_store(KEYS, engine.spec(range(N)))
+        planner.register_worker(rank=0)
+        with pytest.raises(ConfigurationError, match="already, process"):
+            planner.register_worker(rank=0)
+        with pytest.raises(ConfigurationError, match="rank 2 of 2"):
+            planner.register_worker(rank=2)
+        with pytest.raises(ConfigurationError, match="cannot be the worker"):
+            planner.register_worker(2**22 + 1, rank=1)
+        with pytest.raises(LayoutMismatchError, match="need 6 block ids, got 5"):
+            await planner.plan_load(KEYS, engine.spec(range(N - 1)))
+        with pytest.raises(ConfigurationError, match="Outcomes of one of its ranks"):
+            planner.complete(Outcomes(1, 2, 0))
+        with pytest.raises(ConfigurationError, match="rank 5 needs host memory"):
+            Worker(planner.slabs(), layout=SMALL, rank=5, device="cpu")
+        assert kv.stats()["cpu"].pending == 0
+    async with open_any(engine, {"medium": "memory", "capacity": "1MiB"}) as kv:
+        kv.planner().register_worker()
+        with pytest.raises(ConfigurationError, match="hold blocks in the CPU tier"):
+            kv.planner().plan_store(KEYS, engine.spec(range(N)))
+
+
+# Real processes.
+
+
+@contextmanager
+def idle_process() -> Generator["subprocess.Popen[bytes]"]:
+    """Start a process that does nothing; it is killed when the block ends."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def serve(rank: int, slabs: Sequence[SlabHandle], pipe: Connection) -> None:
+    """A worker process: computes, executes what it is told, and answers."""
+    torch.set_num_threads(1)
+    engine = AnyEngine()
+    with Worker(slabs, layout=SMALL, rank=rank, device="cpu") as worker:
+        worker.register_kv_caches(engine.caches[0])
+        while (told := pipe.recv()) is not None:
+            if told == "compute":
+                engine.fill(KEYS, range(N), f"rank {rank}")
+            elif told == "wipe":
+                engine.wipe()
+            elif told == "count":
+                pipe.send(engine.count_right(KEYS, range(N), f"rank {rank}"))
+            else:
+                pipe.send(worker.execute(told))
+
+
+class Process:
+    """A worker process started by spawn."""
+
+    def __init__(self, rank: int, planner: Planner) -> None:
+        context = mp.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(rank, planner.slabs(), theirs), daemon=True)
+        self.process.start()
+        theirs.close()
+        assert self.process.pid is not None
+        planner.register_worker(self.process.pid, rank=rank)
+
+    def tell(self, what: object) -> None:
+        """Send it something to do."""
+        self.pipe.send(what)
+
+    async def answer(self) -> object:
+        """Wait for what it says."""
+        said: object = await asyncio.to_thread(self.pipe.recv)
+        return said
+
+    def kill(self) -> None:
+        """End it as a crash does."""
+        self.process.kill()
+        self.process.join()
+
+
+@pytest.fixture
+def processes() -> Generator[list[Process]]:
+    """Those started here; ended with the test."""
+    started: list[Process] = []
+    yield started
+    for each in started:
+        each.kill()
+
+
+async def both(planner: Planner, processes: Sequence[Process], plan: Plan) -> int:
+    """Have both processes execute a plan; return what came of it."""
+    for process in processes:
+        process.tell(plan)
+    results = [planner.complete(await process.answer()) for process in processes]  # type: ignore[arg-type]  # answers
+    assert results[0] is None
+    assert results[1] is not None
+    return results[1].num_blocks
+
+
+@pytest.mark.slow
+async def test_two_worker_processes(processes: list[Process]) -> None:
+    """A planner and two spawned workers: bytes go out of two processes' tensors and back, through one slab each."""
+    async with open_any(AnyEngine(), CPU, shard=Shard.every(2)) as kv:
+        planner = kv.planner()
+        processes += [Process(rank, planner) for rank in range(2)]
+        for process in processes:
+            process.tell("compute")
+        spec = AnyEngine().spec(range(N))
+        assert await both(planner, processes, planner.plan_store(KEYS, spec)) == N
+        for process in processes:
+            process.tell("wipe")
+        assert await both(planner, processes, await planner.plan_load(KEYS, spec)) == N
+        for process in processes:
+            process.tell("count")
+        assert [await process.answer() for process in processes] == [N, N]
+        await until_idle(kv)
+
+
+@pytest.mark.slow
+async def test_a_worker_killed_in_the_middle(processes: list[Process]) -> None:
+    """Its leases end, the slots it was to fill never become readable, the job ends, and a new worker takes its rank."""
+    recorder = Recorder()
+    async with open_any(AnyEngine(), CPU, shard=Shard.every(2), emit=recorder) as kv:
+        planner = kv.planner()
+        processes += [Process(rank, planner) for rank in range(2)]
+        for process in processes:
+            process.tell("compute")
+        spec = AnyEngine().spec(range(N))
+        half = KEYS[: N // 2], spec[: N // 2]
+        assert await both(planner, processes, planner.plan_store(*half)) == N // 2
+        storing, loading = planner.plan_store(KEYS, spec), await planner.plan_load(*half)
+        ends = [planner.ended(plan) for plan in (storing, loading)]
+        for plan in (storing, loading):
+            processes[0].tell(plan)
+            assert planner.complete(await processes[0].answer()) is None  # type: ignore[arg-type]  # answers
+        assert kv.stats()["cpu"].pending == 2 * (N - N // 2)
+        processes[1].kill()
+        stored, loaded = await asyncio.gather(*ends)
+        assert (stored.num_blocks, loaded.num_blocks) == (0, 0)
+        assert "has ended" in loaded.errors[0]
+        assert [event.jobs for event in recorder.of(WorkerEnded)] == [2]
+        assert (await kv.lookup(KEYS)).num_blocks == N // 2
+        await until_idle(kv)
+        processes.append(Process(1, planner))
+        processes[2].tell("compute")
+        assert await both(planner, [processes[0], processes[2]], planner.plan_store(KEYS, spec)) == N - N // 2
+        await until_idle(kv)

@@ -1,0 +1,84 @@
+"""Time to live: what has been in an owned tier for too long is not served, and makes room."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.cache import virtual
+from tests.cache.conftest import PAYLOAD_BYTES, Engine, keep, open_cache, prompt, until_idle
+from tiered_kv import ConfigurationError, GPULoadStoreSpec, TieredKVSettings
+
+KEYS = prompt(8)
+INTO = GPULoadStoreSpec(range(8))
+
+
+def test_blocks_live_for_their_time_in_each_tier(tmp_path: Path) -> None:
+    """Not a second longer, used or not; each tier counts for itself, and says how many expired."""
+
+    async def main() -> None:
+        engine, device = Engine(), virtual.CountingDevice()
+        cpu = {"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES, "ttl_s": 10.0}
+        disk = {"medium": "nvme", "path": tmp_path, "capacity": "2MiB", "ttl_s": 30.0}
+        async with open_cache(cpu, disk, engine=engine, device=device) as kv:
+            virtual.watch(device, virtual.pools_of(kv))
+            await keep(kv, engine, KEYS)
+            await asyncio.sleep(9.0)
+            assert (await kv.load(KEYS, INTO)).by_tier == {"cpu": 8}
+            await asyncio.sleep(2.5)
+            assert kv.stats()["cpu"].expired == 8
+            assert kv.stats()["cpu"].ready == 0
+            assert (await kv.load(KEYS, INTO)).by_tier == {"nvme": 8}
+            await asyncio.sleep(20.0)
+            assert kv.stats()["nvme"].expired == 8
+            assert (await kv.lookup(KEYS)).num_blocks == 0
+            await keep(kv, engine, KEYS)
+            assert (await kv.lookup(KEYS)).num_blocks == 8
+            await until_idle(kv)
+
+    virtual.run(main)
+
+
+def test_what_is_read_when_it_expires_is_read_to_the_end() -> None:
+    """A lease holds the bytes; nobody else finds them any more."""
+
+    async def main() -> None:
+        engine, device = Engine(), virtual.CountingDevice()
+        async with open_cache(
+            {"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES, "ttl_s": 10.0}, engine=engine, device=device
+        ) as kv:
+            virtual.watch(device, [])
+            await keep(kv, engine, KEYS)
+            async with kv.lease(KEYS) as lease:
+                held = [bytes(view) for view in lease.views]
+                await asyncio.sleep(12.0)
+                assert (await kv.lookup(KEYS)).num_blocks == 0
+                assert [bytes(view) for view in lease.views] == held
+            await until_idle(kv)
+
+    virtual.run(main)
+
+
+def test_a_block_that_waits_for_a_tier_is_not_written_once_it_expired(tmp_path: Path) -> None:
+    """Nobody wants it below."""
+
+    async def main() -> None:
+        engine, device = Engine(), virtual.CountingDevice()
+        cpu = {"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES, "ttl_s": 5.0}
+        disk = {"medium": "nvme", "path": tmp_path, "capacity": "2MiB", "write": "back"}
+        async with open_cache(cpu, disk, engine=engine, device=device) as kv:
+            virtual.watch(device, virtual.pools_of(kv))
+            await kv.store(KEYS, engine.compute(KEYS))
+            await asyncio.sleep(7.0)
+            await kv.flush()
+            assert (kv.stats()["cpu"].dirty, kv.stats()["nvme"].ready) == (0, 0)
+            await until_idle(kv)
+
+    virtual.run(main)
+
+
+def test_no_time_is_refused() -> None:
+    """A TTL is a positive number of seconds, and a setting of tiers that the cache owns."""
+    for tier in ({"medium": "cpu", "ttl_s": 0}, {"medium": "memory", "capacity": "1GiB", "ttl_s": 5}):
+        with pytest.raises(ConfigurationError, match="ttl_s"):
+            TieredKVSettings(tiers=[tier])

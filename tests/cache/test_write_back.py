@@ -1,0 +1,500 @@
+"""Write-back: what waits in memory is bounded, is never lost in silence, and reaches its tier by the cleaner."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.cache import virtual
+from tests.cache.conftest import (
+    MODEL,
+    PAYLOAD_BYTES,
+    SMALL_LIMITS,
+    AnyTier,
+    Engine,
+    Recorder,
+    ScriptedBackend,
+    ScriptedSlotBackend,
+    contents,
+    open_cache,
+    prompt,
+    small_layout,
+    until,
+    until_idle,
+)
+from tiered_kv import (
+    BackendUnavailableError,
+    Block,
+    CacheLimits,
+    ConfigurationError,
+    GPULoadStoreSpec,
+    Outcome,
+    TieredKV,
+    TierSettings,
+    TierStore,
+)
+from tiered_kv.backend import OwnedTierSettings as OwnedSettings
+from tiered_kv.events import CacheClosed
+from tiered_kv.keys import Names
+from tiered_kv_backends.memory import MemoryBackend
+from tiered_kv_backends.nvme import NVMeBackend
+
+KEYS = prompt(8)
+INTO = GPULoadStoreSpec(range(8))
+LAZY = SMALL_LIMITS.model_copy(update={"low_water": 0.0, "clean_after_s": 1e6})
+"""The cleaner does nothing by itself."""
+
+
+def cpu(num_blocks: int, **settings: object) -> dict[str, object]:
+    """Return a CPU tier of so many blocks."""
+    return {"medium": "cpu", "capacity": num_blocks * PAYLOAD_BYTES, **settings}
+
+
+def slots_back(num_slots: int = 64, **settings: object) -> ScriptedSlotBackend:
+    """Return an owned tier that is written back."""
+    backend = ScriptedSlotBackend(num_slots)
+    given = {"medium": "slots", "name": "slots", "write": "back", "exclusive": False} | settings
+    kind = OwnedSettings if given["exclusive"] else TierSettings
+    given = {name: value for name, value in given.items() if name in kind.model_fields}
+    backend.settings = kind.model_validate(given)
+    return backend
+
+
+def keyed_back(name: str = "keyed", **settings: object) -> ScriptedBackend:
+    """Return a keyed tier that is written back."""
+    backend = ScriptedBackend(name=name)
+    given = {"name": name, "capacity": 1 << 30, "write": "back"} | settings
+    backend.settings = MemoryBackend.Settings.model_validate(given)
+    return backend
+
+
+def dirty(kv: TieredKV, tier: str = "cpu") -> int:
+    """Count the blocks that wait in a tier."""
+    return kv.stats()[tier].dirty
+
+
+async def test_a_store_leaves_its_blocks_waiting_and_flush_writes_them() -> None:
+    """settled() says deferred and does not wait; the blocks load from memory; flush() brings them below."""
+    engine, slots = Engine(), slots_back()
+    async with open_cache(cpu(16), slots, engine=engine, limits=LAZY) as kv:
+        stored = await kv.store(KEYS, engine.compute(KEYS))
+        assert stored.num_stored == 8
+        assert await stored.settled() == (TierStore("cpu", written=8), TierStore("slots", deferred=8))
+        assert (dirty(kv), slots.num_records) == (8, 0)
+        await kv.flush()
+        assert (dirty(kv), slots.num_records) == (0, 8)
+        assert kv.stats()["slots"].written == 8
+        await kv.evict(KEYS, tier="cpu")
+        engine.poison()
+        assert (await kv.load(KEYS, INTO)).by_tier == {"slots": 8}
+        assert engine.read(INTO) == contents(KEYS)
+        await until_idle(kv)
+
+
+async def test_the_cleaner_begins_at_low_water_and_ends_there() -> None:
+    """It writes the oldest first, and no more than brings the tier back above the mark."""
+    engine, slots = Engine(), slots_back()
+    limits = LAZY.model_copy(update={"low_water": 0.5})
+    async with open_cache(cpu(16), slots, engine=engine, limits=limits) as kv:
+        await kv.store(KEYS, engine.compute(KEYS))
+        await until(lambda: kv.stats().transfers == 0)
+        assert dirty(kv) == 8
+        more = prompt(4, seed=1)
+        await kv.store(more, engine.compute(more))
+        await until(lambda: slots.num_records == 4)
+        await until(lambda: kv.stats().transfers == 0)
+        assert dirty(kv) == 8
+        await kv.evict(KEYS[:8], tier="cpu")
+        assert (await kv.lookup(KEYS)).num_blocks == 4
+        await kv.flush()
+        await until_idle(kv)
+
+
+async def test_memory_full_of_waiting_blocks_drops_stores_and_serves_loads() -> None:
+    """Without a clean block a store drops, at once and counted; loads pass through."""
+    engine, slots = Engine(), slots_back()
+    async with open_cache(cpu(8), slots, engine=engine, limits=LAZY) as kv:
+        old = prompt(4, seed=2)
+        await kv.store(old, engine.compute(old))
+        await kv.flush()
+        await kv.evict(old, tier="cpu")
+        slots.on_write.hold()
+        assert (await kv.store(KEYS, engine.compute(KEYS))).num_stored == 8
+        more = prompt(4, seed=1)
+        stored = await kv.store(more, engine.compute(more))
+        assert (stored.num_stored, dict(stored.drop_reasons)) == (0, {"no room": 4})
+        assert (await kv.load(old, GPULoadStoreSpec(range(4)))).num_blocks == 4
+        assert (dirty(kv), kv.stats()["cpu"].dropped) == (8, 4)
+        slots.on_write.release()
+        await kv.flush()
+        assert (await kv.store(more, engine.compute(more))).num_stored == 4
+        await kv.flush()
+        await until_idle(kv)
+
+
+async def test_through_and_back_below_one_another() -> None:
+    """The one gets a block with the store; for the other it waits."""
+    engine, slots, keyed = Engine(), ScriptedSlotBackend(), keyed_back()
+    async with open_cache(cpu(16), slots, keyed, engine=engine, limits=LAZY) as kv:
+        stored = await kv.store(KEYS, engine.compute(KEYS))
+        assert [(each.written, each.deferred) for each in await stored.settled()] == [(8, 0), (8, 0), (0, 8)]
+        assert (slots.num_records, keyed.num_records, dirty(kv)) == (8, 0, 8)
+        await kv.flush()
+        assert (slots.num_records, keyed.num_records, slots.on_write.num_blocks) == (8, 8, 8)
+        await until_idle(kv)
+
+
+@pytest.mark.parametrize("has_cpu", [True, False])
+async def test_demotion_from_the_gpu_pool(*, has_cpu: bool) -> None:
+    """Blocks wait in the GPU pool, go to the CPU tier at the low-water mark, and from there to storage."""
+    engine, slots = Engine(), slots_back()
+    gpu = {"medium": "gpu", "capacity": 8 * PAYLOAD_BYTES}
+    tiers: list[AnyTier] = [gpu, cpu(16, write="back"), slots] if has_cpu else [gpu, slots]
+    async with open_cache(*tiers, engine=engine, limits=LAZY) as kv:
+        stored = await kv.store(KEYS, engine.compute(KEYS))
+        assert [each.deferred for each in await stored.settled()] == ([0, 8, 8] if has_cpu else [0, 8])
+        assert dirty(kv, "gpu") == 8
+        await kv.flush()
+        assert (dirty(kv, "gpu"), slots.num_records) == (0, 8)
+        if has_cpu:
+            assert (dirty(kv), kv.stats()["cpu"].written) == (0, 8)
+        more = prompt(8, seed=1)
+        assert (await kv.store(more, engine.compute(more))).num_stored == 8
+        engine.poison()
+        assert (await kv.load(KEYS, INTO)).num_blocks == 8
+        assert engine.read(INTO) == contents(KEYS)
+        await kv.flush()
+        await until_idle(kv)
+
+
+async def test_demotion_through_a_cpu_tier_smaller_than_a_window() -> None:
+    """Blocks go through it a few at a time, also where most of it is pinned."""
+    engine, slots = Engine(), slots_back()
+    gpu = {"medium": "gpu", "capacity": 8 * PAYLOAD_BYTES}
+    async with open_cache(gpu, cpu(4, write="back"), slots, engine=engine, limits=LAZY) as kv:
+        held = prompt(2, seed=1)
+        await kv.store(held, engine.compute(held))
+        await kv.flush()
+        await kv.evict(held, tier="gpu")
+        assert kv.pin(held, ttl_s=60).num_blocks == 2
+        await kv.store(KEYS, engine.compute(KEYS))
+        await kv.flush()
+        assert (dirty(kv, "gpu"), dirty(kv), slots.num_records) == (0, 0, 10)
+        kv.unpin(held)
+        await until_idle(kv)
+
+
+async def test_the_gpu_pool_is_cleaned_before_it_is_full() -> None:
+    """Long streams of stores go down the chain by themselves, block for block."""
+    engine, slots = Engine(), slots_back(256)
+    gpu = {"medium": "gpu", "capacity": 16 * PAYLOAD_BYTES}
+    limits = SMALL_LIMITS.model_copy(update={"low_water": 0.5})
+    async with open_cache(gpu, cpu(32, write="back"), slots, engine=engine, limits=limits) as kv:
+        for seed in range(12):
+            keys = prompt(8, seed=seed)
+            assert (await kv.store(keys, engine.compute(keys))).num_stored == 8
+            await until(lambda: kv.stats().transfers == 0)
+        await kv.flush()
+        assert slots.num_records == 96
+        for seed in range(12):
+            keys = prompt(8, seed=seed)
+            assert (await kv.load(keys, INTO)).num_blocks == 8
+            assert engine.read(INTO) == contents(keys)
+        await until_idle(kv)
+
+
+async def test_exclusive_blocks_are_in_one_tier() -> None:
+    """A block leaves memory when it is written, and the disk when it is loaded; then it waits again."""
+    engine, slots = Engine(), slots_back(exclusive=True)
+    async with open_cache(cpu(16), slots, engine=engine, limits=LAZY) as kv:
+        await kv.store(KEYS, engine.compute(KEYS))
+        await kv.flush()
+        assert (kv.stats()["cpu"].ready, kv.stats()["slots"].ready) == (0, 8)
+        engine.poison()
+        assert (await kv.load(KEYS, INTO)).by_tier == {"slots": 8}
+        assert engine.read(INTO) == contents(KEYS)
+        await until(lambda: kv.stats().transfers == 0)
+        assert (kv.stats()["cpu"].ready, kv.stats()["slots"].ready, dirty(kv)) == (8, 0, 8)
+        await kv.flush()
+        assert (kv.stats()["cpu"].ready, slots.num_records) == (0, 8)
+        await until_idle(kv)
+
+
+async def test_what_is_evicted_while_it_waits_or_is_written_is_gone_for_good() -> None:
+    """It is not found, and no tier brings it back, after a restart either."""
+    engine, slots = Engine(), slots_back()
+    async with open_cache(cpu(16), slots, engine=engine, limits=LAZY) as kv:
+        await kv.store(KEYS, engine.compute(KEYS))
+        await kv.evict(KEYS[4:])
+        assert dirty(kv) == 4
+        slots.on_write.hold()
+        flushing = asyncio.create_task(kv.flush())
+        await until(lambda: slots.on_write.num_held == 1)
+        await kv.evict(KEYS)
+        slots.on_write.release()
+        await flushing
+        await until_idle(kv)
+        assert (dirty(kv), (await kv.lookup(KEYS)).num_blocks) == (0, 0)
+    async with open_cache(cpu(16), slots, engine=engine, limits=LAZY) as kv:
+        assert (await kv.lookup(KEYS)).num_blocks == 0
+
+
+async def test_an_epoch_that_advances_meanwhile_changes_no_name() -> None:
+    """What waits is written under the weights that computed it, and served for those alone."""
+    engine, slots = Engine(), slots_back()
+    async with open_cache(cpu(16), slots, engine=engine, limits=LAZY) as kv:
+        await kv.store(KEYS, engine.compute(KEYS))
+        kv.advance_epoch("w1")
+        await kv.store(KEYS[:4], engine.compute(KEYS[:4]))
+        await kv.flush()
+        await kv.evict(KEYS, tier="cpu")
+        assert (await kv.lookup(KEYS)).num_blocks == 4
+        kv.advance_epoch("w0")
+        await kv.evict(KEYS, tier="cpu")
+        assert (await kv.load(KEYS, INTO)).num_blocks == 8
+        await until_idle(kv)
+
+
+async def test_a_cancelled_flush_leaves_nothing_behind() -> None:
+    """Blocks on their way go on; the others wait, and the next flush writes them."""
+    engine, slots = Engine(), slots_back()
+    async with open_cache(cpu(16), slots, engine=engine, limits=LAZY) as kv:
+        await kv.store(KEYS, engine.compute(KEYS))
+        slots.on_write.hold()
+        flushing = asyncio.create_task(kv.flush())
+        await until(lambda: slots.on_write.num_held == 1)
+        flushing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await flushing
+        slots.on_write.release()
+        await kv.flush()
+        assert slots.num_records == 8
+        await until_idle(kv)
+
+
+async def test_closing_writes_what_waits(tmp_path: Path) -> None:
+    """A restart finds all of it, and the event says that nothing was left."""
+    engine, said = Engine(), Recorder()
+    disk = {"medium": "nvme", "path": tmp_path, "capacity": "2MiB", "write": "back"}
+    async with open_cache(cpu(16), disk, engine=engine, limits=LAZY, emit=said) as kv:
+        await kv.store(KEYS, engine.compute(KEYS))
+        assert (dirty(kv), kv.stats()["nvme"].ready) == (8, 0)
+    (closed,) = said.of(CacheClosed)
+    assert (closed.abandoned, closed.unwritten) == (0, 0)
+    async with open_cache(cpu(16), disk, engine=engine, limits=LAZY) as kv:
+        engine.poison()
+        assert (await kv.load(KEYS, INTO)).by_tier == {"nvme": 8}
+        assert engine.read(INTO) == contents(KEYS)
+
+
+async def test_what_fails_waits_for_another_try_and_fails_for_good_at_the_third() -> None:
+    """A tier that fails a few writes loses nothing; a block that cannot be written is counted once."""
+    engine, keyed = Engine(), keyed_back()
+    async with open_cache(cpu(16), keyed, engine=engine, limits=LAZY) as kv:
+        first = KEYS[:4]
+        await kv.store(first, engine.compute(first))
+        keyed.on_write.change_next(lambda outcomes: [Outcome.FAILED, *outcomes[1:]])
+        await kv.flush()
+        assert (dirty(kv), kv.stats()["keyed"].written, kv.stats()["keyed"].failed) == (1, 3, 0)
+        await kv.flush()
+        assert (dirty(kv), keyed.num_records) == (0, 4)
+        rest = KEYS[4:]
+        await kv.store(rest, engine.compute(rest))
+        for _ in range(3):
+            keyed.on_write.change_next(lambda outcomes: [Outcome.FAILED, *outcomes[1:]])
+            await kv.flush()
+        assert (dirty(kv), kv.stats()["keyed"].failed) == (0, 1)
+        await until_idle(kv)
+
+
+def test_a_tier_that_is_bypassed_keeps_its_blocks_waiting() -> None:
+    """While it fails memory holds them, and stores drop when it is full; when it is well they are written."""
+
+    async def main() -> None:
+        engine, keyed, device = Engine(), keyed_back(), virtual.CountingDevice()
+        async with open_cache(cpu(8), keyed, engine=engine, device=device) as kv:
+            virtual.watch(device, virtual.pools_of(kv))
+            for _ in range(3):
+                keyed.on_write.fail_next(BackendUnavailableError("away"))
+            await kv.store(KEYS, engine.compute(KEYS))
+            for _ in range(3):
+                await kv.flush()
+                await asyncio.sleep(0)
+            assert kv.stats()["keyed"].is_bypassed
+            assert dirty(kv) + kv.stats()["keyed"].written == 8
+            waiting = dirty(kv)
+            assert waiting > 0
+            await kv.flush()  # does not wait for it
+            assert dirty(kv) == waiting
+            await asyncio.sleep(60.0)
+            assert (dirty(kv), keyed.num_records) == (0, 8)
+            await until_idle(kv)
+
+    virtual.run(main)
+
+
+def test_a_tier_that_hangs_holds_up_nobody_and_close_says_what_is_left() -> None:
+    """Loads go on, stores drop once memory is full, and closing returns within its limit."""
+
+    async def main() -> None:
+        engine, keyed, device, said = Engine(), keyed_back(timeout_s=5.0), virtual.CountingDevice(), Recorder()
+        loop = asyncio.get_running_loop()
+        async with open_cache(cpu(8), keyed, engine=engine, device=device, emit=said) as kv:
+            virtual.watch(device, virtual.pools_of(kv))
+            keyed.on_write.hold()
+            assert (await kv.store(KEYS, engine.compute(KEYS))).num_stored == 8
+            await asyncio.sleep(60.0)
+            started = loop.time()
+            assert (await kv.load(KEYS, INTO)).num_blocks == 8
+            assert loop.time() == started
+            more = prompt(4, seed=1)
+            stored = await kv.store(more, engine.compute(more))
+            assert (stored.num_stored, dict(stored.drop_reasons)) == (0, {"no room": 4})
+            started = loop.time()
+        assert loop.time() - started <= 2 * kv._core.limits.close_timeout_s  # noqa: SLF001 - no public call tells it
+        (closed,) = said.of(CacheClosed)
+        assert closed.unwritten > 0
+
+    virtual.run(main)
+
+
+def test_blocks_are_written_when_they_are_old_enough() -> None:
+    """Though there is room, no block waits much longer than it may."""
+
+    async def main() -> None:
+        engine, slots, device = Engine(), slots_back(), virtual.CountingDevice()
+        limits = SMALL_LIMITS.model_copy(update={"clean_after_s": 5.0})
+        async with open_cache(cpu(64), slots, engine=engine, device=device, limits=limits) as kv:
+            virtual.watch(device, virtual.pools_of(kv))
+            await kv.store(KEYS, engine.compute(KEYS))
+            await asyncio.sleep(4.0)
+            assert slots.num_records == 0
+            await asyncio.sleep(3.0)
+            assert slots.num_records == 8
+            await until_idle(kv)
+
+    virtual.run(main)
+
+
+def test_the_cleaner_heeds_its_bandwidth() -> None:
+    """Over a while it writes no more than it may, and flush() passes that over."""
+
+    async def main() -> None:
+        engine, slots, device = Engine(), slots_back(), virtual.CountingDevice()
+        update = {"clean_after_s": 0.5, "clean_bandwidth": PAYLOAD_BYTES}
+        async with open_cache(
+            cpu(64), slots, engine=engine, device=device, limits=SMALL_LIMITS.model_copy(update=update)
+        ) as kv:
+            virtual.watch(device, virtual.pools_of(kv))
+            keys = prompt(40)
+            await kv.store(keys, engine.compute(keys))
+            await asyncio.sleep(16.0)
+            assert 8 <= slots.num_records <= 20
+            started = asyncio.get_running_loop().time()
+            await kv.flush()
+            assert slots.num_records == 40
+            assert asyncio.get_running_loop().time() - started < 1.0
+            await until_idle(kv)
+
+    virtual.run(main)
+
+
+class SlowDisk(NVMeBackend):
+    """A real disk whose writes take as much virtual time as a bandwidth says."""
+
+    bytes_per_s = 64 * PAYLOAD_BYTES
+
+    async def write(self, group: int, slots: NDArray[np.int64], names: Names, blocks: Sequence[Block]) -> list[Outcome]:
+        """Take the time, then write."""
+        await asyncio.sleep(sum(len(block.padded) for block in blocks) / self.bytes_per_s)
+        return await super().write(group, slots, names, blocks)
+
+
+@asynccontextmanager
+async def slow_cache(path: Path, engine: Engine, write: str, emit: Recorder) -> AsyncIterator[TieredKV]:
+    """Yield a cache of 64 blocks of memory over a slow disk of 8,192."""
+    device = virtual.CountingDevice()
+    disk = SlowDisk(
+        NVMeBackend.Settings.model_validate({"path": path, "capacity": 8192 * 2 * PAYLOAD_BYTES, "write": write})
+    )
+    limits = CacheLimits(window=4 * PAYLOAD_BYTES, bounce=16 * PAYLOAD_BYTES, store_queue=64 * PAYLOAD_BYTES)
+    tiers: list[AnyTier] = [cpu(64), disk]
+    cache = TieredKV(tiers, model=MODEL, layout=small_layout(), limits=limits, device=device, emit=emit)
+    async with cache as kv:
+        virtual.watch(device, virtual.pools_of(kv))
+        kv.register_kv_caches(engine.caches)
+        yield kv
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("write", ["back", "through"])
+def test_stores_at_twice_the_bandwidth_of_the_disk(write: str, tmp_path: Path) -> None:
+    """For a minute: no deadlock, memory bounded, each drop counted, and what was written is there after a restart."""
+    prompts = [prompt(8, seed=seed) for seed in range(60 * 128 // 8)]
+
+    async def fill() -> tuple[int, int]:
+        engine, said = Engine(), Recorder()
+        loop = asyncio.get_running_loop()
+        num_stored = num_dropped = most_queued = 0
+        async with slow_cache(tmp_path, engine, write, said) as kv:
+            started = loop.time()
+            for number, keys in enumerate(prompts):
+                stored = await kv.store(keys, engine.compute(keys))
+                num_stored += stored.num_stored
+                num_dropped += stored.num_dropped
+                stats = kv.stats()
+                most_queued = max(most_queued, stats.store_queue_bytes)
+                assert stats["cpu"].dirty <= 64
+                assert stats.transfers < 64
+                await asyncio.sleep(max(0.0, started + (number + 1) * 8 / 128 - loop.time()))
+            assert loop.time() - started < 90.0
+            await kv.flush()
+            stats = kv.stats()
+            assert num_stored + num_dropped == 8 * len(prompts)
+            assert most_queued <= 64 * PAYLOAD_BYTES
+            disk = stats["nvme"]
+            assert disk.written + disk.dropped == 8 * len(prompts)
+            assert disk.failed == 0
+            assert disk.dropped > 0
+            await until_idle(kv)
+        (closed,) = said.of(CacheClosed)
+        assert (closed.abandoned, closed.unwritten) == (0, 0)
+        return disk.written, stats["cpu"].dropped
+
+    async def count() -> int:
+        engine = Engine()
+        num_there = 0
+        async with slow_cache(tmp_path, engine, write, Recorder()) as kv:
+            for keys in prompts:
+                for i in range(8):
+                    num_there += (await kv.lookup(keys[i : i + 1])).num_blocks
+            for keys in prompts[::16]:
+                found = (await kv.lookup(keys)).num_blocks
+                engine.poison()
+                assert (await kv.load(keys, INTO)).num_blocks == found
+                assert engine.read(range(found)) == contents(keys)[:found]
+        return num_there
+
+    num_written, _ = virtual.run(fill)
+    assert num_written > 60 * 64 * 0.8
+    assert virtual.run(count) == num_written
+
+
+def test_policies_that_can_not_work_are_refused() -> None:
+    """What would wait, or move, has to have somewhere to do so."""
+    cases: tuple[tuple[list[AnyTier], str], ...] = (
+        ([cpu(8, write="back")], "is the first"),
+        ([{"medium": "gpu", "capacity": 1 << 20, "write": "back"}], "is the first"),
+        ([keyed_back()], "to wait in"),
+        ([cpu(8, exclusive=True)], "for storage tiers"),
+        ([cpu(8, admit_after=2)], "for storage tiers"),
+        ([cpu(8), slots_back(exclusive=True, write="through")], "cannot be exclusive"),
+        ([cpu(8), {"medium": "memory", "capacity": 1 << 20, "exclusive": True}], "no such setting"),
+    )
+    for tiers, why in cases:
+        with pytest.raises(ConfigurationError, match=why):
+            TieredKV(tiers, model=MODEL, layout=small_layout())

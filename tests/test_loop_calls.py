@@ -1,0 +1,95 @@
+"""Calls into a loop from other threads."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from contextvars import Context
+from typing import Any, TypeVarTuple
+
+import pytest
+
+from tiered_kv.loop_calls import LoopCalls
+
+Ts = TypeVarTuple("Ts")
+
+
+class CountingLoop(asyncio.SelectorEventLoop):
+    """An event loop that counts how often another thread, or this one, wakes it."""
+
+    woken = 0
+
+    def call_soon_threadsafe(
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.Handle:
+        """Count, and pass on."""
+        self.woken += 1
+        return super().call_soon_threadsafe(callback, *args, context=context)
+
+
+@pytest.mark.both_loops
+async def test_every_call_runs_once_and_in_the_order_of_its_thread() -> None:
+    """However many threads race with each other and with the loop."""
+    loop_calls = LoopCalls(asyncio.get_running_loop())
+    ran: list[tuple[int, int]] = []
+    done = asyncio.Event()
+
+    def note(thread: int, number: int) -> None:
+        assert threading.current_thread() is threading.main_thread()
+        ran.append((thread, number))
+        if len(ran) == 4 * 5000:
+            done.set()
+
+    def race(thread: int) -> None:
+        for number in range(5000):
+            loop_calls.call(note, thread, number)
+
+    threads = [threading.Thread(target=race, args=(thread,)) for thread in range(4)]
+    for thread in threads:
+        thread.start()
+    await done.wait()
+    for thread in threads:
+        thread.join()
+    await asyncio.sleep(0)
+    assert len(ran) == len(set(ran)) == 4 * 5000
+    for number in range(4):
+        assert [call for thread, call in ran if thread == number] == list(range(5000))
+
+
+def test_many_calls_share_one_wakeup() -> None:
+    """All that is queued before the loop runs; the next call wakes it again."""
+    loop = CountingLoop()
+    loop_calls = LoopCalls(loop)
+    ran: list[int] = []
+    for number in range(1000):
+        loop_calls.call(ran.append, number)
+    assert ran == []
+    loop_calls.call(loop.stop)
+    loop.run_forever()
+    assert ran == list(range(1000))
+    assert loop.woken == 1
+    loop_calls.call(loop.stop)
+    loop.run_forever()
+    assert loop.woken == 2
+    loop.close()
+
+
+@pytest.mark.both_loops
+async def test_a_call_that_raises_goes_to_the_loops_handler() -> None:
+    """And the calls behind it run."""
+    loop = asyncio.get_running_loop()
+    seen: list[Any] = []
+    loop.set_exception_handler(lambda _, context: seen.append(context["exception"]))
+    loop_calls, done = LoopCalls(loop), asyncio.Event()
+    loop_calls.call(lambda: 1 / 0)
+    loop_calls.call(done.set)
+    await done.wait()
+    assert [type(error) for error in seen] == [ZeroDivisionError]
+
+
+def test_calls_after_the_loop_closed_are_dropped() -> None:
+    """A copy that ends late has nobody to tell; what it held is not kept either."""
+    loop = asyncio.new_event_loop()
+    loop_calls = LoopCalls(loop)
+    loop.close()
+    loop_calls.call(pytest.fail, "ran on a closed loop")
+    loop_calls.call(pytest.fail, "ran on a closed loop")

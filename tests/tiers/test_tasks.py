@@ -1,0 +1,97 @@
+"""Threads for blocking calls, and the tasks that a cache owns."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tiered_kv.loop_calls import LoopCalls
+from tiered_kv.tiers.tasks import Tasks, WorkerPool
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[WorkerPool]:
+    """Two threads."""
+    pool = WorkerPool("test", 2, LoopCalls(asyncio.get_running_loop()))
+    yield pool
+    pool.close()
+
+
+async def test_results_and_errors_come_back(pool: WorkerPool) -> None:
+    """Each call answers its own caller, in a thread of the pool, whatever it raises."""
+    names = await asyncio.gather(*(pool.run(lambda: threading.current_thread().name) for _ in range(20)))
+    assert {name[:-1] for name in names} == {"tiered_kv-test-"}
+    with pytest.raises(ZeroDivisionError):
+        await pool.run(lambda: 1 // 0)
+    assert await pool.run(divmod, 7, 2) == (3, 1)
+    assert pool.num_unfinished == 0
+
+
+async def test_a_cancelled_call_runs_to_its_end(pool: WorkerPool) -> None:
+    """Cancelling the future ends the wait; the call goes on, is counted until it ends, and others are served."""
+    gate, ended = threading.Event(), asyncio.Event()
+    future = pool.run(gate.wait)
+    future.cancel()
+    assert await pool.run(lambda: 1) == 1
+    assert pool.num_unfinished == 1
+    gate.set()
+    for _ in range(2):
+        await pool.run(ended.is_set)
+    while pool.num_unfinished:
+        await pool.run(int)
+    assert future.cancelled()
+
+
+async def test_closing_lets_queued_calls_end_and_refuses_others() -> None:
+    """What was queued is done; a call behind the end fails at once instead of waiting for good."""
+    pool = WorkerPool("test", 1, LoopCalls(asyncio.get_running_loop()))
+    calls = [pool.run(int, number) for number in range(5)]
+    pool.close()
+    assert await asyncio.gather(*calls) == list(range(5))
+    with pytest.raises(RuntimeError, match="have ended"):
+        await pool.run(int)
+
+
+async def test_a_task_lives_whoever_is_cancelled() -> None:
+    """A spawned task ends by itself; who waits for it may leave."""
+    tasks, gate = Tasks(), asyncio.Event()
+    task = tasks.spawn(gate.wait(), "gate")
+    waiter = asyncio.ensure_future(asyncio.wait({task}))
+    await asyncio.sleep(0)
+    waiter.cancel()
+    await asyncio.wait({waiter})
+    assert (len(tasks), task.done()) == (1, False)
+    gate.set()
+    assert await task
+    await asyncio.sleep(0)
+    assert len(tasks) == 0
+
+
+async def test_closing_cancels_what_has_not_ended_in_time() -> None:
+    """It says how many had to be cancelled; what ends in time is not among them."""
+    tasks, gate = Tasks(), asyncio.Event()
+    stuck = [tasks.spawn(gate.wait(), "stuck") for _ in range(3)]
+    quick = tasks.spawn(asyncio.sleep(0, "done"), "quick")
+    assert await tasks.aclose(0.01) == 3
+    assert all(task.cancelled() for task in stuck)
+    assert quick.result() == "done"
+    assert await tasks.aclose(0.01) == 0
+
+
+async def test_a_task_cancelled_at_close_has_taken_its_first_step() -> None:
+    """Even one spawned as the others are cancelled: it has begun, so that it settles what waits for it."""
+    tasks, settled = Tasks(), list[str]()
+
+    async def work(name: str, spawns: str = "") -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            settled.append(name)
+            if spawns:
+                tasks.spawn(work(spawns), spawns)
+
+    tasks.spawn(work("first", spawns="second"), "first")
+    assert await tasks.aclose(0.0) == 2
+    assert settled == ["first", "second"]
+    assert len(tasks) == 0

@@ -1,1 +1,0 @@
-"""Motion: the only code that starts tasks and threads. It decides nothing that the catalog could decide."""

@@ -1,0 +1,216 @@
+"""How one backend is doing, shared by the tiers that its KV groups make of it: late calls, breakers, shedding."""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+from tiered_kv.events import Emit, TierResumed, TierStalled, TierTripped
+
+_FAILURES_TO_OPEN: Final = 3
+_FIRST_PAUSE_S: Final = 0.25
+_LONGEST_PAUSE_S: Final = 3.5
+"""So that a tier that is well again is in use again within five seconds, jitter and the probe itself included."""
+_JITTER: Final = 0.2
+_HALF_LIFE_S: Final = 1.0
+
+
+class Breaker:
+    """Of one tier in one direction. Decides at once, never waits; all time comes from ``clock``."""
+
+    def __init__(self, clock: Callable[[], float], rng: random.Random) -> None:
+        self._clock = clock
+        self._rng = rng
+        self._num_failures = Counter[str]()
+        self._opened_by: set[str] = set()
+        self._pause_s = 0.0
+        self._retry_at = 0.0
+        self._num_late = 0
+        self._probe = ""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether calls should not be made now. False once in a while for a tier that fails: for the probe."""
+        if self._num_late or self._probe:
+            return True
+        return self.is_tripped and self._clock() < self._retry_at
+
+    @property
+    def is_tripped(self) -> bool:
+        """Whether it opened, and no call of the kind that opened it has gone well since."""
+        return bool(self._opened_by)
+
+    @property
+    def num_late(self) -> int:
+        """Calls that are past their time and have not returned."""
+        return self._num_late
+
+    def begin(self, kind: str) -> None:
+        """A call is being made."""
+        if kind in self._opened_by:
+            self._probe = kind
+
+    def late(self, kind: str) -> None:
+        """A call is past its time: open until it returns, and then for a pause."""
+        self._num_late += 1
+        self._open(kind)
+
+    def late_returned(self) -> None:
+        """A late call has returned, however it went: well, it closes; badly, the pause since it was late is awaited."""
+        self._num_late -= 1
+
+    def succeeded(self, kind: str) -> None:
+        """A call went well."""
+        self._num_failures[kind] = 0
+        self._opened_by.discard(kind)
+        self._ends(kind)
+        if not self._opened_by:
+            self._pause_s = 0.0
+
+    def failed(self, kind: str) -> None:
+        """A call failed."""
+        self._num_failures[kind] += 1
+        if self._ends(kind) or self._num_failures[kind] >= _FAILURES_TO_OPEN:
+            self._open(kind)
+
+    def _ends(self, kind: str) -> bool:
+        """End the probe if it was of this kind, and say whether it was."""
+        was_probe = self._probe == kind
+        if was_probe:
+            self._probe = ""
+        return was_probe
+
+    def _open(self, kind: str) -> None:
+        self._opened_by.add(kind)
+        self._ends(kind)
+        if self._clock() < self._retry_at:
+            return  # the calls that were under way when it opened fail of the same trouble: one pause for all
+        self._pause_s = min(max(_FIRST_PAUSE_S, 2 * self._pause_s), _LONGEST_PAUSE_S)
+        jitter = 1 + self._rng.uniform(-_JITTER, _JITTER)  # so that many hosts do not probe a server as one
+        self._retry_at = self._clock() + self._pause_s * jitter
+
+
+@dataclass
+class LatencyAverage:
+    """A moving average of how long calls took, halved every second without one: a slow tier is tried again."""
+
+    clock: Callable[[], float]
+    seconds: float = 0.0
+    seen_at: float = 0.0
+
+    def saw(self, seconds: float) -> None:
+        """Take one more call into account."""
+        self.seconds = 0.7 * self.now() + 0.3 * seconds
+        self.seen_at = self.clock()
+
+    def now(self) -> float:
+        """The average at this moment."""
+        age: float = max(0.0, self.clock() - self.seen_at)
+        return self.seconds * float(0.5 ** (age / _HALF_LIFE_S))
+
+
+T = TypeVar("T")
+
+
+class StorageHealth:
+    """Whether to use a backend now, decided by how its calls went.
+
+    Attributes:
+        name: The tier's.
+        timeout_s: How long a call is waited for.
+        clock: Seconds, monotonic: what all its waits are measured by.
+        is_open: False while a backend that is not required could not be opened yet.
+        reads: Breaker of lookups, reads and deletions.
+        writes: Breaker of writes.
+        on_stall: Called when a call is late: whoever waits for this tier should look again.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        timeout_s: float,
+        emit: Emit,
+        *,
+        clock: Callable[[], float],
+        rng: random.Random,
+        shed_stores_after_s: float = float("inf"),
+    ) -> None:
+        self.name = name
+        self.timeout_s = timeout_s
+        self.emit = emit
+        self.is_open = True
+        self.on_stall: list[Callable[[], None]] = []
+        self.reads = Breaker(clock, rng)
+        self.writes = Breaker(clock, rng)
+        self.clock = clock
+        self._write_latency = LatencyAverage(clock)
+        self._shed_after_s = shed_stores_after_s
+        self._stalled_since = 0.0
+        self._tripped_at: dict[Breaker, float] = {}
+
+    @property
+    def is_bypassed(self) -> bool:
+        """Whether loads go on without this tier."""
+        return not self.is_open or self.reads.is_open
+
+    @property
+    def is_shedding(self) -> bool:
+        """Whether stores go on without this tier: it fails, is late, or has become slow."""
+        return not self.is_open or self.writes.is_open or self._write_latency.now() > self._shed_after_s
+
+    async def timed(self, call: Awaitable[T], doing: str, on_late: Callable[[], None]) -> T:
+        """Await a call to its end; if it takes longer than ``timeout_s``, say so at that moment.
+
+        Whoever makes the call says how it went (`went`) if it was in time.
+        """
+        breaker = self._breaker(doing)
+        is_late = False
+
+        def late() -> None:
+            nonlocal is_late
+            is_late = True
+            if not self._num_late:
+                self._stalled_since = self.clock() - self.timeout_s
+            breaker.late(doing)
+            self.emit(TierStalled(self.name, doing, self.timeout_s))
+            on_late()
+            for each in self.on_stall:
+                each()
+
+        breaker.begin(doing)
+        started = self.clock()
+        timer = asyncio.get_running_loop().call_later(self.timeout_s, late)
+        try:
+            return await call
+        finally:
+            timer.cancel()
+            if doing == "write":
+                self._write_latency.saw(self.clock() - started)
+            if is_late:
+                breaker.late_returned()
+                if not self._num_late:
+                    self.emit(TierResumed(self.name, self.clock() - self._stalled_since))
+
+    def went(self, doing: str, *, well: bool) -> None:
+        """Take into account how a call ended. A failure that opens the breaker is said once."""
+        breaker = self._breaker(doing)
+        was_tripped = breaker.is_tripped
+        if not well:
+            breaker.failed(doing)
+            if breaker.is_tripped and not was_tripped:
+                self._tripped_at[breaker] = self.clock()
+                self.emit(TierTripped(self.name, doing))
+            return
+        breaker.succeeded(doing)
+        if not breaker.is_tripped and (since := self._tripped_at.pop(breaker, None)) is not None:
+            self.emit(TierResumed(self.name, self.clock() - since))
+
+    @property
+    def _num_late(self) -> int:
+        return self.reads.num_late + self.writes.num_late
+
+    def _breaker(self, doing: str) -> Breaker:
+        # A tier that does not delete must not be read either: what was evicted is unfindable at once.
+        return self.writes if doing == "write" else self.reads

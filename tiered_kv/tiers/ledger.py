@@ -1,0 +1,135 @@
+"""What became of the blocks of one cache: counts for `stats`, the last fate of each name for `explain`.
+
+One a cache, shared by its chains; for the event loop's thread.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, Protocol
+
+import numpy as np
+
+from tiered_kv.catalog.books import Change
+from tiered_kv.catalog.history import Fate, History
+from tiered_kv.catalog.index import TierIndex
+from tiered_kv.keys import Names
+
+_FATES: Final = 8
+_MOST_DETAILS: Final = 31
+_NOTED_AT_ONCE: Final = 4096
+"""To note one block takes 70 us, to note a thousand 300 us."""
+_FATE_OF: Final = {
+    Change.EVICTED: Fate.EVICTED,
+    Change.REMOVED: Fate.REMOVED,
+    Change.EXPIRED: Fate.EXPIRED,
+    Change.CORRUPT: Fate.CORRUPT,
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an index is: one KV group of one rank in one tier."""
+
+    tier: str
+    group: int
+    rank: int
+
+
+class HasIndex(Protocol):
+    """A tier that this cache owns."""
+
+    index: TierIndex
+
+
+OnPlaceChange = Callable[[Place, Change, Names], None]
+
+
+class Ledger:
+    """Counts blocks since the cache was opened, and remembers why those that left are gone.
+
+    Attributes:
+        requested: Blocks that loads were asked for: each is a hit of one tier, or missed.
+        missed: Those of them that were not in place at the end.
+        store_requested: Blocks that stores were given: each is stored, present or dropped.
+        preemptions: Sequences that were swapped out.
+        tiers: The owned tiers, by place.
+        listeners: Called with every change of an owned tier.
+    """
+
+    def __init__(self) -> None:
+        self.requested = self.missed = 0
+        self.store_requested = self.stored = self.present = self.dropped = 0
+        self.preemptions = 0
+        self.tiers: dict[Place, HasIndex] = {}
+        self.listeners: list[OnPlaceChange] = []
+        self._history = History()
+        self._details = [""]
+        self._noted: list[tuple[Names, int]] = []
+        self._num_noted = 0
+
+    def count_load(self, requested: int, loaded: int) -> None:
+        """Count the blocks of a load that has ended."""
+        self.requested += requested
+        self.missed += requested - loaded
+
+    def count_store(self, requested: int, *, stored: int, present: int, dropped: int) -> None:
+        """Count the blocks of a store that has let go of its source."""
+        self.store_requested += requested
+        self.stored += stored
+        self.present += present
+        self.dropped += dropped
+
+    def watch(self, place: Place, tier: HasIndex) -> None:
+        """Take note of whatever changes in the index of a tier."""
+        self.tiers[place] = tier
+        tier.index.on_change = partial(self.changed, place)
+
+    def changed(self, place: Place, change: Change, names: Names) -> None:
+        """Take note of what changed in an owned tier; see `catalog.statistics.OnChange`."""
+        if change is Change.CLEARED:
+            self._forget()
+        elif (fate := _FATE_OF.get(change)) is not None:
+            self.note(names, fate, place.tier)
+        for listener in self.listeners:
+            listener(place, change, names)
+
+    def note(self, names: Names, fate: Fate, detail: str) -> None:
+        """Remember what befell blocks just now, in the place of what befell them before.
+
+        Args:
+            names: Of the blocks.
+            fate: What it was.
+            detail: The tier, or a reason of a few fixed words.
+        """
+        if not len(names):
+            return
+        self._noted.append((names, fate + _FATES * self._number_of(detail)))
+        self._num_noted += len(names)
+        if self._num_noted >= _NOTED_AT_ONCE or len(self._noted) >= _NOTED_AT_ONCE:
+            self._settle()
+
+    def fates(self, names: Names) -> list[tuple[Fate, str]]:
+        """Return what befell each block last, and the detail of it, as far as is remembered."""
+        self._settle()
+        return [(Fate(code % _FATES), self._details[code // _FATES]) for code in self._history.fates(names).tolist()]
+
+    def _settle(self) -> None:
+        noted, self._noted, self._num_noted = self._noted, [], 0
+        while noted:
+            code = noted[0][1]
+            n = next((i for i, (_, each) in enumerate(noted) if each != code), len(noted))
+            self._history.note(np.concatenate([names for names, _ in noted[:n]]), code)
+            del noted[:n]
+
+    def _forget(self) -> None:
+        self._noted, self._num_noted = [], 0
+        self._history.clear()
+
+    def _number_of(self, detail: str) -> int:
+        if detail in self._details:
+            return self._details.index(detail)
+        if len(self._details) == _MOST_DETAILS:
+            return 0
+        self._details.append(detail)
+        return len(self._details) - 1

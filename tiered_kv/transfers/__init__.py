@@ -1,0 +1,1 @@
+"""What moves blocks: loads, stores, prefetches, swaps, and the jobs of other threads and processes."""

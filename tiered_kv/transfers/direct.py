@@ -1,0 +1,165 @@
+"""Loads straight into memory of the engine's own: a medium reads into a pool, and no host slot is taken.
+
+What is in memory is copied as in every load; what is only in storage is read in place, verified there, and counts
+from then on. A medium that has been given the engine's memory cannot be left: such a load ends when the medium lets go
+of it, so its deadline is soft. It begins nothing more once its time is up.
+"""
+
+import asyncio
+import mmap
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiered_kv.backend import Block
+from tiered_kv.errors import ConfigurationError
+from tiered_kv.layout import PAGE_BYTES, KVGroup
+from tiered_kv.memory.caches import PagedCaches
+from tiered_kv.memory.lanes import Lane
+from tiered_kv.results import TierFault
+from tiered_kv.tiers.budget import Priority, Ticket
+from tiered_kv.tiers.chain import Chain
+from tiered_kv.tiers.memory import Batch
+from tiered_kv.transfers.load import Copied, Load
+from tiered_kv.transfers.window import Landed, Window
+
+_HEADER_BYTES = 4096
+
+
+class DirectSlots:
+    """Page-aligned slots of the engine's, whose bytes a medium may fill."""
+
+    def __init__(self, memory: memoryview, slot_bytes: int, group: KVGroup) -> None:
+        """Take ``memory`` as slots of ``slot_bytes``.
+
+        Raises:
+            ConfigurationError: They do not begin at multiples of 4096 bytes, or are not as long as whole pages.
+        """
+        address = np.frombuffer(memory, np.uint8).ctypes.data
+        if address % PAGE_BYTES or slot_bytes % PAGE_BYTES or slot_bytes < group.stride_bytes:
+            raise ConfigurationError(
+                f"direct=True needs slots at multiples of {PAGE_BYTES} bytes, {group.stride_bytes} bytes or more each: "
+                f"this pool is at address {address:#x} (+{address % PAGE_BYTES}), with {slot_bytes} bytes a slot"
+            )
+        self._memory = memory
+        self._slot_bytes = slot_bytes
+        self._group = group
+
+    def blocks(self, slots: NDArray[np.int64]) -> list[Block]:
+        """Lend record buffers over ``slots``, with headers of their own. The last page of a block is used whole."""
+        headers = memoryview(mmap.mmap(-1, len(slots) * _HEADER_BYTES))
+        stride, payload = self._group.stride_bytes, self._group.payload_bytes
+        return [
+            Block(
+                headers[number * _HEADER_BYTES : (number + 1) * _HEADER_BYTES],
+                self._memory[slot * self._slot_bytes : slot * self._slot_bytes + stride],
+                payload,
+            )
+            for number, slot in enumerate(slots.tolist())
+        ]
+
+
+class DirectLoad(Load):
+    """A load into a pool that takes turns: what is resident is copied, what is in storage is read in place."""
+
+    def __init__(
+        self,
+        slots: DirectSlots,
+        chain: Chain,
+        batch: Batch,
+        caches: PagedCaches,
+        pages: NDArray[np.int64],
+        lane: Lane,
+        deadline: float,
+        priority: Priority,
+        is_current: Callable[[], bool],
+    ) -> None:
+        """Prepare a load into ``slots``, which ``pages`` number; the rest is as for `Load`."""
+        super().__init__(chain, batch, caches, pages, lane, deadline, priority, is_current)
+        self._slots = slots
+        self._priority = priority
+
+    async def _move(self, underway: deque[Window], begun: int = 0, end: int | None = None) -> None:
+        done, n = begun, len(self._batch) if end is None else end
+        host, size = self._chain.host.index, self._chain.window_blocks * self._chain.limits.reads_in_flight
+        is_free = False
+        while done < n:
+            resident = host.ready_prefix(self._batch.names[done:n])
+            if resident:
+                await super()._move(underway, done, done + resident)
+                if self._num_landed() < done + resident:
+                    return
+                done += resident
+                continue
+            part = self._batch[done : min(done + size, n)]
+            part = part[: _prefix(~host.ready(part.names))]
+            async with asyncio.timeout_at(self._deadline):
+                numbers = await self._chain.sources(part)
+                is_free = is_free or await self._is_free()
+            part = part[: _prefix(numbers >= 0)]
+            right = await self._read(done, part, numbers[: len(part)]) if is_free else 0
+            done += right
+            if not right:  # being stored, unreadable, or nowhere: what can be had is had by way of slots
+                await super()._move(underway, done, n)
+                return
+
+    async def _is_free(self) -> bool:
+        """Wait until nobody else uses the pages: until the lane is past the caller's event."""
+        copy = self._chain.copy(self._lane, _nothing)
+        errors: list[BaseException | None] = []
+        self.watch(copy, errors.append)
+        await asyncio.wait({copy.ended})
+        self._say_failed(errors[0], len(self._batch))
+        return errors[0] is None
+
+    async def _read(self, start: int, part: Batch, numbers: NDArray[np.int8]) -> int:
+        """Read blocks to where they belong; return how many leading ones are right. Ends when the media have let go."""
+        if not len(part):
+            return 0
+        loop = asyncio.get_running_loop()
+        reading = self._chain.tasks.spawn(self._read_from_all(start, part, numbers), f"read {len(part)} blocks")
+        while not reading.done():
+            try:
+                await asyncio.wait({reading})
+            except asyncio.CancelledError:
+                self.revoked = True
+        num_right = _prefix(reading.result()) if not reading.cancelled() else 0
+        nowhere = np.full(len(part), -1, np.int64)
+        window = Window(start, part, numbers, nowhere, np.full(len(part), -1, np.int8))
+        self._copied.append(Copied(Landed(window, num_right, nowhere, nowhere, [], is_worth_another=False), ok=True))
+        if self.revoked:
+            raise asyncio.CancelledError
+        if loop.time() >= self._deadline:
+            raise TimeoutError
+        return num_right
+
+    async def _read_from_all(self, start: int, part: Batch, numbers: NDArray[np.int8]) -> NDArray[np.bool_]:
+        """Read blocks, each from its tier, all tiers at once; say which are right."""
+        blocks = self._slots.blocks(self._pages[start : start + len(part), 0])
+        right = np.zeros(len(part), np.bool_)
+
+        async def read_from(number: int) -> None:
+            tier, at = self._chain.storage[number - len(self._chain.memory)], np.flatnonzero(numbers == number)
+            late = partial(self._say_late, tier.name, len(at))
+            right[at] = await tier.read(part[at], [blocks[i] for i in at], Ticket(self._priority), late)
+
+        await asyncio.gather(*(read_from(int(number)) for number in np.unique(numbers)))
+        return right
+
+    def _say_late(self, tier: str, n: int) -> None:
+        self._bringer.faults.append(TierFault(tier, "timeout", n))
+
+    def _num_landed(self) -> int:
+        return sum(copied.landed.num_blocks for copied in self._copied)
+
+
+def _prefix(mask: NDArray[np.bool_]) -> int:
+    holes = np.flatnonzero(~mask)
+    return int(holes[0]) if len(holes) else len(mask)
+
+
+def _nothing() -> None:
+    pass

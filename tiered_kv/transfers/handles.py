@@ -1,0 +1,134 @@
+"""What a caller holds of a transfer that the cache owns.
+
+Waiting may be cancelled by AnyIO scopes, `task.cancel()` or `asyncio.wait_for`; an AnyIO shield holds against the first
+only. So the wait catches the cancellation, revokes what has not been submitted, waits again until no copy touches the
+caller's memory, and only then lets the cancellation through.
+"""
+
+import asyncio
+import math
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Final, Generic, TypeVar
+
+from anyio import CancelScope
+
+from tiered_kv.memory.lanes import Lane, LaneCopy
+
+T = TypeVar("T")
+_LAST_COPIES_S: Final = 0.1
+"""Copies take milliseconds, unless they wait for an event."""
+
+
+class Handle(Generic[T]):
+    """A transfer under way. Await it for its result; `cancel` it, or cancel the await, to revoke it."""
+
+    def __init__(self, task: "asyncio.Task[T]", revoke: Callable[[], None]) -> None:
+        self._task = task
+        self._revoke = revoke
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self._wait().__await__()
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended: the caller's memory is the caller's alone."""
+        return self._task.done()
+
+    def when_done(self, callback: "Callable[[asyncio.Task[T]], object]") -> None:
+        """Call ``callback`` on the loop, with the task, once it has ended."""
+        self._task.add_done_callback(callback)
+
+    def cancel(self) -> None:
+        """Stop as soon as possible: what is not submitted is dropped. Await the handle to learn when it has stopped."""
+        if not self._task.done():
+            self._revoke()
+
+    async def _wait(self) -> T:
+        cancelled: asyncio.CancelledError | None = None
+        while not self._task.done():
+            try:
+                with CancelScope(shield=cancelled is not None):
+                    await asyncio.wait({self._task})
+            except asyncio.CancelledError as caught:
+                cancelled = caught
+                self.cancel()
+        if cancelled is not None:
+            raise cancelled
+        return self._task.result()
+
+
+async def each_of(handles: "Sequence[Handle[T]]") -> list[T]:
+    """Await several transfers one after another; they go on side by side."""
+    return [await handle for handle in handles]
+
+
+def cancel_each(handles: "Sequence[Handle[T]]") -> None:
+    """Stop several transfers as soon as possible."""
+    for handle in handles:
+        handle.cancel()
+
+
+class Revocable:
+    """Base of transfers that can be told to stop: their task is cancelled once, and no copy begins any more."""
+
+    def __init__(self) -> None:
+        self.revoked = False
+        self._copies: set[LaneCopy] = set()
+        self._task: asyncio.Task[Any] | None = None
+
+    def start(self, task: "asyncio.Task[T]", lane: Lane | None = None) -> "Handle[T]":
+        """Give the task that runs this transfer, for a handle; ``lane`` is released when it has ended."""
+        self._task = task
+        if lane is not None:
+            task.add_done_callback(lambda _: lane.release())
+        return Handle(task, self.revoke)
+
+    def revoke(self) -> None:
+        """Stop as soon as possible."""
+        if not self.revoked:
+            self.revoked = True
+            self.revoke_copies()
+            if self._task is not None:  # behind its first step: a task cancelled before that would never run and settle
+                asyncio.get_running_loop().call_soon(self._task.cancel)
+
+    def revoke_copies(self) -> None:
+        """Let no copy begin that has not begun."""
+        for copy in list(self._copies):
+            copy.revoke()
+
+    def watch(self, copy: LaneCopy, then: Callable[[BaseException | None], None]) -> None:
+        """Count a copy as under way; ``then`` is called on the loop when it has ended, before the drain does."""
+
+        def ended(future: "asyncio.Future[None]") -> None:
+            self._copies.discard(copy)
+            then(future.exception())
+
+        self._copies.add(copy)
+        copy.ended.add_done_callback(ended)
+
+    async def drain_copies(self, deadline: float = math.inf) -> bool:
+        """Wait until no copy of this transfer touches anyone's memory, however often this task is cancelled.
+
+        Args:
+            deadline: On the loop's clock. Copies that have not begun by then, behind an event perhaps, are revoked; but
+                what is at hand when the time is up is still copied.
+
+        Returns:
+            Whether the deadline was met.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = max(deadline, loop.time() + _LAST_COPIES_S)
+        in_time = True
+        if self.revoked:
+            self.revoke_copies()
+        while self._copies:
+            timeout_s = max(0.0, deadline - loop.time()) if in_time and deadline < math.inf else None
+            try:
+                ended, _ = await asyncio.wait({copy.ended for copy in self._copies}, timeout=timeout_s)
+                if not ended:
+                    in_time = False
+                    self.revoke_copies()
+            except asyncio.CancelledError:
+                self.revoked = True
+                self.revoke_copies()
+        return in_time

@@ -1,0 +1,172 @@
+"""Loads and stores layer by layer, so that they overlap the computing of one forward pass.
+
+A layer-wise load brings all its blocks to rows that copies reach, and then copies all of layer 0, all of layer 1, and
+so on. A layer-wise store has its slots from the start, and is committed when the last layer has been copied. All else
+is as in the plain ones.
+"""
+
+import asyncio
+from collections import deque
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiered_kv.catalog.leases import Reservation
+from tiered_kv.errors import ConfigurationError
+from tiered_kv.memory.caches import PagedCaches
+from tiered_kv.memory.copies import scatter_blocks
+from tiered_kv.memory.lanes import Lane, LaneCopy, RevokedError
+from tiered_kv.results import StoreResult
+from tiered_kv.tiers.budget import Priority, Ticket
+from tiered_kv.tiers.chain import Chain
+from tiered_kv.tiers.memory import Batch, MemoryTier
+from tiered_kv.transfers.load import Copied, Load
+from tiered_kv.transfers.store import Placed, Store
+from tiered_kv.transfers.window import Landed, Window
+
+
+class LayerLoad(Load):
+    """A load whose windows all land, and stay leased, before the first layer is copied.
+
+    What does not find slots on the host while the windows before it hold theirs is not loaded. Nothing is promoted to
+    the GPU pool. Once the first layer's copy has begun, a deadline does not revoke the others.
+    """
+
+    _layers: tuple[LaneCopy, ...] = ()
+    _error: BaseException | None = None
+
+    def copy_of(self, layer: int) -> LaneCopy | None:
+        """See `Load.copy_of`."""
+        return self._layers[layer] if self._layers else None
+
+    def revoke_copies(self) -> None:
+        """Let no copy begin; but what is admitted is not taken back for a deadline."""
+        if self.revoked or not (self._layers and self._layers[0].has_begun):
+            super().revoke_copies()
+
+    def _may_wait(self, underway: deque[Window]) -> bool:
+        return not underway and not self._copied
+
+    def _copy(self, landed: Landed) -> None:
+        self._copied.append(Copied(landed))
+
+    def _admit(self) -> None:
+        landed = [copied.landed for copied in self._copied if copied.landed.num_blocks]
+        if landed:
+            gpu = np.concatenate([each.gpu for each in landed])
+            host = np.concatenate([each.host for each in landed])
+            self._layers = tuple(
+                self._chain.copy(self._lane, partial(self._scatter, gpu, host, slice(layer, layer + 1)))
+                for layer in range(self.num_layers)
+            )
+            for copy in self._layers:
+                self.watch(copy, self._end_layer)
+        super()._admit()
+
+    def _give_up(self) -> None:
+        if not self._layers:
+            self._release()
+
+    def _scatter(self, gpu: NDArray[np.int64], host: NDArray[np.int64], layers: slice) -> None:
+        """LaneCopy layers of all blocks into the engine, from wherever each block is; in a stream's turn."""
+        for tier, slots in ((self._chain.gpu, gpu), (self._chain.host, host)):
+            if tier is not None and len(at := np.flatnonzero(slots >= 0)):
+                scatter_blocks(tier.rows, slots[at], self._caches, self._pages[at].ravel(), layers=layers)
+
+    def _end_layer(self, error: BaseException | None) -> None:
+        if self._error is None and error is not None:
+            self._error = error
+            self._say_failed(error, sum(copied.landed.num_blocks for copied in self._copied))
+        if all(copy.ended.done() for copy in self._layers):
+            for copied in self._copied:
+                copied.ok = self._error is None
+            self._release()
+
+    def _release(self) -> None:
+        for copied in self._copied:
+            self._chain.release(*copied.landed.leases)
+
+
+class LayerStore(Store):
+    """A store whose layers come one by one, in any order, as they are computed."""
+
+    def __init__(self, chain: Chain, batch: Batch, caches: PagedCaches, pages: NDArray[np.int64], lane: Lane) -> None:
+        """Reserve slots for all that fit; see `Store`."""
+        super().__init__(chain, batch, caches, pages, lane)
+        self._placed: list[Placed] = []
+        self._missing = set(range(chain.group.num_layers))
+        self._is_complete: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._error: BaseException | None = None
+        self._has_ended = False
+        done = len(batch) if self._is_refused() else 0
+        while done < len(batch):
+            stop = min(done + self._window(), len(batch))
+            part = batch[done:stop]
+            placing = self._place_now(part)
+            if placing is None:
+                self._drop(batch[done:], "no room")
+                break
+            if (placed := self._begin(*placing, part, pages[done:stop])) is not None:
+                self._placed.append(placed)
+            done = stop
+
+    async def run(self) -> StoreResult:
+        """Wait for the layers; see `Store.run`."""
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        self._chain.count_use(self._batch)
+        deadline = started + self._chain.limits.store_timeout_s
+        try:
+            if self._placed:
+                async with asyncio.timeout_at(deadline):
+                    await self._is_complete
+        except TimeoutError:
+            self._error = self._error or RevokedError()
+            self.revoke_copies()
+        except asyncio.CancelledError:
+            self.revoked = True
+            self._error = self._error or RevokedError()
+        finally:
+            self._has_ended = True
+            await self.drain_copies(deadline)
+            for placed in self._placed:
+                self._copied_out(self._error, placed)
+            self._close_one()
+        return self._result(loop.time() - started)
+
+    def store_layer(self, layer: int, after: object) -> None:
+        """See `StoreHandle.store_layer`."""
+        num_layers = self._chain.group.num_layers
+        if not 0 <= layer < num_layers:
+            raise ConfigurationError(f"layer {layer} is not one of the KV group's {num_layers}")
+        if layer not in self._missing:
+            raise ConfigurationError(f"layer {layer} was stored already")
+        if after is not None:
+            self._chain.d2h.device.check(after)
+        if self._has_ended or self.revoked:
+            return
+        self._missing.discard(layer)
+        if after is not None:
+            self._lane.wait(after)
+        if self._placed:
+            self.watch(self._chain.copy(self._lane, partial(self._gather, slice(layer, layer + 1))), self._end_layer)
+        if not self._missing and not self._is_complete.done():
+            self._is_complete.set_result(None)
+
+    def _gather(self, layers: slice) -> None:
+        for placed in self._placed:
+            placed.gather(self._caches, layers)
+
+    def _end_layer(self, error: BaseException | None) -> None:
+        self._error = self._error or error
+
+    def _place_now(self, part: Batch) -> tuple[MemoryTier, Reservation] | None:
+        """Reserve slots that stay, or else transient ones, but wait for none: the layers are being computed."""
+        chain = self._chain
+        if (placing := super()._place_now(part)) is not None:
+            return placing
+        if not chain.through or chain.room.num_waiting:
+            return None
+        reservation = chain.reserve_host_now(part, Ticket(Priority.STORE), keep=False)
+        return None if reservation is None else (chain.host, reservation)

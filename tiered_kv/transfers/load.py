@@ -1,0 +1,327 @@
+"""Loads: windows of a prefix brought to rows that copies reach, and copied on into the engine's blocks.
+
+Reading one window overlaps copying the one before. A load ends early at the first window that is not whole; windows
+behind it go on as fills of the cache, and are there for whoever asks next.
+"""
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiered_kv.catalog.leases import Reservation
+from tiered_kv.errors import ConfigurationError
+from tiered_kv.events import BlocksLoaded
+from tiered_kv.memory.caches import PagedCaches
+from tiered_kv.memory.copies import copy_rows, scatter_blocks
+from tiered_kv.memory.device import wait_in
+from tiered_kv.memory.lanes import Lane, LaneCopy, RevokedError
+from tiered_kv.results import LoadResult, TierFault
+from tiered_kv.tiers.budget import Priority
+from tiered_kv.tiers.chain import RESIDENT_WINDOWS, Chain
+from tiered_kv.tiers.memory import Batch
+from tiered_kv.transfers.handles import Handle, Revocable
+from tiered_kv.transfers.window import Bringer, Landed, Window
+
+_PACKED: Final = 16
+_RETRIES: Final = 3
+"""How often in a row blocks are looked for again that another load brought and let go before we had them."""
+
+
+class LoadHandle(Handle[LoadResult]):
+    """A load under way. Await it for its result: the blocks that are in place.
+
+    `admitted` says sooner how many there will be. From then on the engine may go on layer by layer, by `wait_layer` or
+    `layer`, and awaits the handle before it trusts what it computed: only the result tells whether the device failed,
+    the load was cancelled or its ``after`` came too late, or the weights changed meanwhile.
+    """
+
+    def __init__(self, task: "asyncio.Task[LoadResult]", load: "Load") -> None:
+        super().__init__(task, load.revoke)
+        self._load = load
+        self._loop = asyncio.get_running_loop()
+
+    async def admitted(self) -> int:
+        """Return how many blocks will be in place: all are verified, and in slots that are theirs until copied.
+
+        Cancellation ends the wait only.
+        """
+        return await asyncio.shield(self._load.admitted)
+
+    async def layer(self, layer: int) -> None:
+        """Wait until a layer of all admitted blocks has been copied. Cancellation ends the wait only."""
+        await self.admitted()
+        if (copy := self._copy_of(layer)) is not None:
+            await asyncio.wait({copy.ended})
+
+    def wait_layer(self, layer: int, stream: object = None) -> None:
+        """Have ``stream`` wait for a layer of all admitted blocks, without waiting for it here.
+
+        Of a load that was not started with ``layerwise=True`` all layers come at once, the last block's last.
+
+        Args:
+            layer: Its position in the KV group.
+            stream: A torch stream of the engine's device. None blocks the calling thread instead, which must not be the
+                event loop's: there, await `layer`.
+
+        Raises:
+            ConfigurationError: No such layer, nothing is admitted yet, or there is nothing that could wait.
+        """
+        if stream is None:
+            self._block(layer)
+            return
+        if not self._load.admitted.done():
+            raise ConfigurationError("await handle.admitted() comes before handle.wait_layer()")
+        if (copy := self._copy_of(layer)) is not None and copy.event is not None:
+            wait_in(stream, copy.event)
+
+    def _block(self, layer: int) -> None:
+        if threading.get_ident() == self._load.thread:
+            raise ConfigurationError("wait_layer() without a stream would block the event loop: await handle.layer()")
+        asyncio.run_coroutine_threadsafe(self.layer(layer), self._loop).result()
+
+    def _copy_of(self, layer: int) -> LaneCopy | None:
+        if not 0 <= layer < self._load.num_layers:
+            raise ConfigurationError(f"layer {layer} is not one of the KV group's {self._load.num_layers}")
+        return self._load.copy_of(layer)
+
+
+@dataclass
+class Copied:
+    """One window on its way into the engine's blocks; ``ok`` once it is in place."""
+
+    landed: Landed
+    ok: bool = False
+
+
+class Load(Revocable):
+    """One load of one KV group."""
+
+    def __init__(
+        self,
+        chain: Chain,
+        batch: Batch,
+        caches: PagedCaches,
+        pages: NDArray[np.int64],
+        lane: Lane,
+        deadline: float,
+        priority: Priority,
+        is_current: Callable[[], bool],
+    ) -> None:
+        """Prepare a load; nothing moves before `run`.
+
+        Args:
+            chain: The tiers.
+            batch: What to load.
+            caches: The engine's tensors.
+            pages: ``(n, pages_per_block)`` page ids, in key order.
+            lane: Behind the pages' last use; released when the load has ended.
+            deadline: On the loop's clock.
+            priority: Of its reads.
+            is_current: False once the weights have changed: then the load returns 0 blocks.
+        """
+        super().__init__()
+        self._chain = chain
+        self._batch = batch
+        self._caches = caches
+        self._pages = pages
+        self._lane = lane
+        self.num_layers = chain.group.num_layers
+        self.thread = threading.get_ident()
+        self._deadline = deadline
+        self._is_current = is_current
+        self._copied: list[Copied] = []
+        self._last: LaneCopy | None = None
+        self.admitted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        """Resolves when it is known how many blocks will be in place."""
+        promote = chain.limits.promote
+        self._bringer = Bringer(chain, batch, priority, keep=promote)
+        self._may_promote = chain.gpu.room_for(batch) if chain.gpu and promote else 0
+
+    def start_load(self, task: "asyncio.Task[LoadResult]") -> LoadHandle:
+        """Give the task that runs this load, for a handle."""
+        self.start(task, self._lane)
+        task.add_done_callback(lambda _: self._settle(0))
+        return LoadHandle(task, self)
+
+    def copy_of(self, layer: int) -> LaneCopy | None:
+        """Return the copy behind which a layer of all admitted blocks is in place; None if nothing was admitted."""
+        return self._last
+
+    async def run(self) -> LoadResult:
+        """Move the blocks. Ends only when nothing touches the engine's memory any more; never raises for a tier."""
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        underway: deque[Window] = deque()
+        in_time = True
+        try:
+            if (error := self._chain.h2d.device.error) is None:
+                await self._move(underway)
+                self._admit()
+            else:
+                self._bringer.faults.append(TierFault("engine", "device unusable", len(self._batch), repr(error)))
+        except TimeoutError:
+            in_time = False
+            self.revoke_copies()
+        except asyncio.CancelledError:
+            self.revoked = True
+        finally:
+            for window in underway:
+                self._bringer.abandon(window)
+            self._give_up()
+            in_time &= await self.drain_copies(self._deadline)
+        if not in_time:
+            self._bringer.faults.append(TierFault("", "deadline", len(self._batch)))
+        result = self._result(loop.time() - started)
+        self._settle(result.num_blocks)
+        self._chain.touch(self._batch[: result.num_blocks])
+        self._chain.emit(
+            BlocksLoaded(
+                result.num_blocks,
+                result.num_requested,
+                result.by_tier,
+                result.seconds * 1e3,
+                tuple(f"{fault.tier}: {fault.reason}" for fault in result.faults),
+            )
+        )
+        return result
+
+    async def _move(self, underway: deque[Window], begun: int = 0, end: int | None = None) -> None:
+        """Begin windows ahead of the one that is landed, as many as may be read ahead and find slots."""
+        n, retries = len(self._batch) if end is None else end, _RETRIES
+        while begun < n or underway:
+            while begun < n and len(underway) <= self._chain.limits.reads_in_flight:
+                stop = min(begun + self._window(begun), n)
+                async with asyncio.timeout_at(self._deadline):
+                    await asyncio.sleep(0)  # what is resident never waits: let others run between windows
+                    window = await self._bringer.begin(
+                        begun, self._batch[begun:stop], may_wait=self._may_wait(underway)
+                    )
+                if window is None:
+                    break
+                underway.append(window)
+                begun = stop if len(window.batch) == stop - begun else n  # cut: the prefix ends in this window
+            if not underway:
+                return  # no slots without waiting, and more are held already
+            window = underway[0]
+            size = len(window.batch)
+            landed = await self._bringer.land(window, self._deadline)
+            underway.popleft()
+            self._copy(landed)
+            if landed.num_blocks < size:
+                if not landed.is_worth_another or not retries:
+                    return
+                retries = _RETRIES if landed.num_blocks else retries - 1
+                while underway:
+                    self._bringer.abandon(underway.popleft())
+                begun = landed.window.start + landed.num_blocks
+
+    def _may_wait(self, underway: deque[Window]) -> bool:
+        """Say whether to wait for slots: only while holding none."""
+        return not underway
+
+    def _admit(self) -> None:
+        """All windows that will be have landed."""
+        self._settle(sum(copied.landed.num_blocks for copied in self._copied))
+
+    def _settle(self, num_blocks: int) -> None:
+        if not self.admitted.done():
+            self.admitted.set_result(num_blocks)
+
+    def _give_up(self) -> None:
+        """Hold nothing that no copy of this load will use; called before the last copies are waited for."""
+
+    def _window(self, begun: int) -> int:
+        """Blocks of the next window: more where nothing has to be read, as each costs the event loop 0.2 ms."""
+        size = self._chain.window_blocks
+        ahead = self._batch.names[begun : begun + RESIDENT_WINDOWS * size]
+        resident = max(tier.index.ready_prefix(ahead) for tier in self._chain.memory)
+        if resident >= size:
+            return resident
+        if 0 < self._bringer.may_keep < size:
+            return self._bringer.may_keep  # the part that stays in the CPU tier, and then what passes through
+        if size > _PACKED:  # media that pack neighbours pack aligned ones: end where a pack ends
+            size -= (int(self._batch.positions[begun]) + size) % _PACKED
+        return size
+
+    def _copy(self, landed: Landed) -> None:
+        """Put the copies of a landed window on the stream; its leases end when they have."""
+        chain, n, caches = self._chain, landed.num_blocks, self._caches
+        pages = self._pages[landed.window.start : landed.window.start + n]
+        in_gpu, on_host = np.flatnonzero(landed.gpu >= 0), np.flatnonzero(landed.gpu < 0)
+        head = on_host[: self._may_promote]
+        promotion = self._promote(landed, head)
+        promoted = head[promotion.slots >= 0] if promotion else head[:0]
+        direct = np.setdiff1d(on_host, promoted, assume_unique=True)
+
+        def work() -> None:
+            if len(in_gpu) and chain.gpu:
+                scatter_blocks(chain.gpu.rows, landed.gpu[in_gpu], caches, pages[in_gpu].ravel())
+            if len(promoted) and chain.gpu and promotion:
+                slots = promotion.slots[promotion.slots >= 0]
+                copy_rows(chain.host.rows, landed.host[promoted], chain.gpu.rows, slots)
+                scatter_blocks(chain.gpu.rows, slots, caches, pages[promoted].ravel())
+            if len(direct):
+                scatter_blocks(chain.host.rows, landed.host[direct], caches, pages[direct].ravel())
+
+        copied = Copied(landed)
+        self._copied.append(copied)
+        if n == 0:
+            self._end_copy(copied, None, promotion)
+            return
+        self._last = chain.copy(self._lane, work)
+        self.watch(self._last, lambda error: self._end_copy(copied, error, promotion))
+
+    def _promote(self, landed: Landed, head: NDArray[np.int64]) -> Reservation | None:
+        """Reserve slots of the GPU pool for blocks that come through the host, if there is room without waiting."""
+        gpu = self._chain.gpu
+        if gpu is None or not len(head):
+            return None
+        self._may_promote -= len(head)
+        return self._chain.reserve(gpu, landed.window.batch[head])
+
+    def _end_copy(self, copied: Copied, error: BaseException | None, promotion: Reservation | None) -> None:
+        copied.ok = error is None
+        if promotion is not None:
+            if copied.ok and self._chain.gpu:
+                lease = promotion.commit()
+                self._chain.gpu.counters.promoted += int(np.count_nonzero(lease.slots >= 0))
+                lease.release()
+            promotion.close()
+        self._chain.release(*copied.landed.leases)
+        self._say_failed(error, copied.landed.num_blocks)
+
+    def _say_failed(self, error: BaseException | None, n: int) -> None:
+        if error is not None and not isinstance(error, RevokedError):
+            self._bringer.faults.append(TierFault("engine", "copy failed", n, f"{type(error).__name__}: {error}"))
+
+    def _result(self, seconds: float) -> LoadResult:
+        chain, faults = self._chain, self._bringer.faults
+        num_blocks = 0
+        sources = [np.empty(0, np.int8)]
+        for copied in self._copied:
+            if not copied.ok:
+                break
+            num_blocks += copied.landed.num_blocks
+            sources.append(copied.landed.window.source[: copied.landed.num_blocks])
+        numbers = np.concatenate(sources)
+        if not self._is_current():
+            num_blocks, numbers = 0, numbers[:0]
+            faults.append(TierFault("", "epoch advanced", len(self._batch)))
+        counts = np.bincount(numbers, minlength=len(chain.tiers))
+        for tier, count in zip(chain.tiers, counts, strict=True):
+            tier.counters.hits += int(count)
+        chain.ledger.count_load(len(self._batch), num_blocks)
+        return LoadResult(
+            num_blocks=num_blocks,
+            num_requested=len(self._batch),
+            by_tier={tier.name: int(count) for tier, count in zip(chain.tiers, counts, strict=True) if count},
+            num_bytes=num_blocks * chain.group.payload_bytes,
+            seconds=seconds,
+            faults=tuple(faults),
+        )

@@ -1,0 +1,133 @@
+"""Prefetches: blocks copied up before anyone waits for them, with a quota, never through transient slots."""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiered_kv.catalog.leases import Lease
+from tiered_kv.events import BlocksPrefetched
+from tiered_kv.memory.copies import copy_rows
+from tiered_kv.results import PrefetchResult
+from tiered_kv.tiers.budget import Priority, Ticket
+from tiered_kv.tiers.chain import Chain
+from tiered_kv.tiers.memory import Batch, MemoryTier
+from tiered_kv.transfers.handles import Handle, Revocable, cancel_each, each_of
+from tiered_kv.transfers.window import Bringer, Landed
+
+
+class Prefetch(Revocable):
+    """Bring the longest prefix into one of the memory tiers, as far as it fits beside what is leased there."""
+
+    def __init__(self, chain: Chain, batch: Batch, target: MemoryTier) -> None:
+        super().__init__()
+        self._chain = chain
+        self._batch = batch
+        self._target = target
+        self._bringer = Bringer(chain, batch, Priority.PREFETCH, keep=True, use_gpu=target is chain.gpu)
+        self._room = target.room_for(batch)
+        self._num_moved = 0
+        self.source = np.full(len(batch), -1, np.int8)
+        """By position, the number of the tier that had the block; -1 where it was not brought."""
+
+    async def run(self) -> PrefetchResult:
+        """Move the blocks, window by window; never raises for a tier."""
+        done = 0
+        try:
+            while not self.revoked and done < len(self._batch):
+                part = self._batch[done : done + self._chain.window_blocks]
+                arrived = await self._bring(done, part)
+                done += arrived
+                if arrived < len(part):
+                    break
+        except asyncio.CancelledError:
+            self.revoked = True
+        finally:
+            await self.drain_copies()
+        done = self._target.index.ready_prefix(self._batch.names)
+        self._target.index.touch(self._batch.names[:done])
+        self._chain.emit(BlocksPrefetched(done, self._num_moved, self._target.name))
+        return PrefetchResult(done, self._num_moved, tuple(self._bringer.faults))
+
+    async def _bring(self, start: int, part: Batch) -> int:
+        chain = self._chain
+        missing = int(np.count_nonzero(~self._target.index.ready(part.names)))
+        if missing > self._room:
+            part = part[: self._room]
+        self._room -= missing
+        if not len(part):
+            return 0
+        with ExitStack() as stack:
+            quota = chain.limits.prefetches
+            stack.callback(await quota.take(len(part) * chain.stride_bytes, Ticket(Priority.LOAD)))
+            window = await self._bringer.begin(start, part, may_wait=False)
+            if window is None:
+                return 0
+            stack.callback(self._bringer.abandon, window)
+            num_filled = int(np.count_nonzero(window.own.source >= 0)) if window.own else 0
+            landed = await self._bringer.land(window, asyncio.get_running_loop().time() + 3600.0)
+            stack.callback(chain.release, *landed.leases)
+            self.source[start : start + landed.num_blocks] = landed.window.source[: landed.num_blocks]
+            if self._target is chain.gpu:
+                return await self._copy_up(landed)
+            self._num_moved += num_filled
+            return landed.num_blocks
+
+    async def _copy_up(self, landed: Landed) -> int:
+        chain, gpu = self._chain, self._target
+        at = np.flatnonzero(landed.gpu < 0)
+        reservation = chain.reserve(gpu, landed.window.batch[at])
+        if reservation is None:
+            return 0
+        with reservation:
+            fresh = reservation.slots >= 0
+            slots, sources = reservation.slots[fresh], landed.host[at[fresh]]
+            if len(slots):
+                errors: list[BaseException | None] = []
+                work = partial(copy_rows, chain.host.rows, sources, gpu.rows, slots)
+                self.watch(chain.copy(chain.h2d.take(), work), errors.append)
+                await self.drain_copies()
+                if errors[0] is not None:
+                    return 0
+            reservation.commit().release()
+            self._num_moved += len(slots)
+            gpu.counters.promoted += len(slots)
+        return landed.num_blocks
+
+
+async def bring_to_host(parts: Sequence[tuple[Chain, Batch]]) -> list[NDArray[np.int8]]:
+    """Copy up what is below the CPU tier, as far as it fits; for several ranks at once. Holds nothing.
+
+    Returns:
+        For each rank, by position, the number of the tier that had the block before; -1 where it was not brought.
+    """
+    handles: list[Handle[PrefetchResult]] = []
+    sources = []
+    for chain, batch in parts:
+        ready = chain.host.index.ready(batch.names)
+        sources.append(np.where(ready, len(chain.memory) - 1, -1).astype(np.int8))
+        if not ready.all():
+            prefetch = Prefetch(chain, batch, chain.host)
+            sources[-1] = prefetch.source
+            handles.append(prefetch.start(chain.tasks.spawn(prefetch.run(), f"bring {len(batch)} blocks")))
+    try:
+        await each_of(handles)
+    except asyncio.CancelledError:
+        cancel_each(handles)  # they touch no memory but ours: nobody has to wait for their end
+        raise
+    return sources
+
+
+def lease_prefix(parts: Sequence[tuple[Chain, Batch]]) -> list[Lease]:
+    """Lease the prefix that is in host memory for every rank; all leases are of one length."""
+    leases = [chain.host.index.lease(batch.names) for chain, batch in parts]
+    n = min(lease.num_prefix for lease in leases)
+    if all(len(lease.slots) == n for lease in leases):
+        return leases
+    shorter = [chain.host.index.lease(batch.names[:n]) for chain, batch in parts]
+    for (chain, _), lease in zip(parts, leases, strict=True):
+        chain.release(lease)
+    return shorter

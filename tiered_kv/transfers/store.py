@@ -1,0 +1,276 @@
+"""Stores: blocks copied out of the engine into the first tier that has room, then written down to every tier below.
+
+The source is free again after the first copy. What follows is the cache's: a block is leased where it is until each
+lower tier has written it or given it up. A full queue drops what would go below, and counts it; it never delays a load.
+"""
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiered_kv.catalog.history import Fate
+from tiered_kv.catalog.leases import Reservation
+from tiered_kv.errors import ConfigurationError
+from tiered_kv.events import BlocksSettled, BlocksStored
+from tiered_kv.memory.caches import PagedCaches
+from tiered_kv.memory.copies import gather_blocks
+from tiered_kv.memory.lanes import Lane, RevokedError
+from tiered_kv.results import StoreResult, TierStore
+from tiered_kv.tiers.budget import Priority, Ticket
+from tiered_kv.tiers.chain import RESIDENT_WINDOWS, Chain, Fill
+from tiered_kv.tiers.memory import Batch, MemoryTier
+from tiered_kv.transfers.handles import Handle, Revocable
+from tiered_kv.transfers.writedown import Tally, write_down
+
+
+class StoreHandle(Handle[StoreResult]):
+    """A store under way. Await it for its result: the source may be reused."""
+
+    def __init__(self, task: "asyncio.Task[StoreResult]", store: "Store") -> None:
+        super().__init__(task, store.revoke)
+        self._store = store
+
+    def store_layer(self, layer: int, *, after: object = None) -> None:
+        """Start to copy one layer of all blocks out, of a store started with ``layerwise=True``; each layer once.
+
+        Does nothing once the store has ended. The blocks are kept when the last layer has been copied.
+
+        Args:
+            layer: Its position in the KV group.
+            after: An event that the layer's computation is behind. The wait is enqueued before this returns.
+
+        Raises:
+            ConfigurationError: The store is not layer-wise, there is no such layer, or it was given before.
+        """
+        self._store.store_layer(layer, after)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The new blocks of one window, with the slots they go to.
+
+    Attributes:
+        batch: The new blocks.
+        pages: ``(len(batch) * pages_per_block,)``, where they are in the engine.
+        fresh: Which blocks of the reservation they are.
+        fill: By which loads join, if the slots are on the host.
+    """
+
+    tier: MemoryTier
+    reservation: Reservation
+    batch: Batch
+    pages: NDArray[np.int64]
+    fresh: NDArray[np.bool_]
+    fill: Fill | None
+
+    def gather(self, caches: PagedCaches, layers: slice | None = None) -> None:
+        """Copy them out of the engine; in a stream's turn."""
+        gather_blocks(caches, self.pages, self.tier.rows, self.reservation.slots[self.fresh], layers=layers)
+
+
+class Store(Revocable):
+    """One store of one KV group."""
+
+    def __init__(self, chain: Chain, batch: Batch, caches: PagedCaches, pages: NDArray[np.int64], lane: Lane) -> None:
+        """Prepare a store; nothing moves before `run`.
+
+        Args:
+            chain: The tiers.
+            batch: What to store, in the namespace of the weights that computed it.
+            caches: The engine's tensors.
+            pages: ``(n, pages_per_block)`` page ids, in key order.
+            lane: Behind the pages' computation; released when the store has let go of them.
+        """
+        super().__init__()
+        self._chain = chain
+        self._batch = batch
+        self._caches = caches
+        self._pages = pages
+        self._lane = lane
+        self._goes_down = bool(chain.storage) or chain.gpu is not None
+        self._keeps = any(tier.index.num_slots for tier in chain.memory)
+        self._takes_stores = chain.limits.takes_stores
+        self._tally = Tally(chain)
+        # A store longer than a tier must not evict its own head: past this many, blocks go to the next tier.
+        self._may_keep = {tier.name: tier.room_for(batch) for tier in chain.memory}
+        self._num_stored = self._num_present = 0
+        self._dropped: Counter[str] = Counter()
+        self._settled: asyncio.Future[tuple[TierStore, ...]] = asyncio.get_running_loop().create_future()
+        self._num_open = 1  # windows still on their way down, and run itself
+        chain.settling.add(self._settled)
+        self._settled.add_done_callback(chain.settling.discard)
+
+    async def run(self) -> StoreResult:
+        """Copy the blocks out. Ends when the source may be reused; never raises for a tier."""
+        loop = asyncio.get_running_loop()
+        started, done = loop.time(), 0
+        self._chain.count_use(self._batch)
+        deadline = started + self._chain.limits.store_timeout_s
+        try:
+            if self._is_refused():
+                done = len(self._batch)
+            while done < len(self._batch):
+                stop = done + self._window()
+                part, pages = self._batch[done:stop], self._pages[done:stop]
+                await asyncio.sleep(0)  # where there is room nothing waits: let others run between windows
+                async with asyncio.timeout_at(deadline):
+                    if not self._keeps:
+                        known = await self._known_below(part)
+                        part, pages = part[~known], pages[~known]
+                    placing = await self._place(part)
+                if placing is None:
+                    self._drop(self._batch[done:], "no room")
+                    break
+                self._count_present(min(stop, len(self._batch)) - done - len(part))
+                if (placed := self._begin(*placing, part, pages)) is not None:
+                    self._copy_out(placed)
+                done = min(stop, len(self._batch))
+        except TimeoutError:
+            self._drop(self._batch[done:], "deadline")
+        except asyncio.CancelledError:
+            self.revoked = True
+            self._drop(self._batch[done:], "revoked")
+        finally:
+            await self.drain_copies(deadline)
+            self._close_one()
+        return self._result(loop.time() - started)
+
+    def start_store(self, task: "asyncio.Task[StoreResult]") -> StoreHandle:
+        """Give the task that runs this store, for a handle."""
+        self.start(task, self._lane)
+        return StoreHandle(task, self)
+
+    def store_layer(self, layer: int, after: object) -> None:
+        """See `StoreHandle.store_layer`."""
+        raise ConfigurationError("store_layer() is for start_store(..., layerwise=True)")
+
+    def _result(self, seconds: float) -> StoreResult:
+        result = StoreResult(
+            len(self._batch),
+            self._num_stored,
+            self._num_present,
+            self._dropped.total(),
+            dict(self._dropped),
+            self._wait,
+        )
+        self._chain.ledger.count_store(
+            len(self._batch), stored=result.num_stored, present=result.num_present, dropped=result.num_dropped
+        )
+        self._chain.emit(
+            BlocksStored(
+                result.num_stored,
+                result.num_present,
+                result.num_dropped,
+                result.drop_reasons,
+                seconds * 1e3,
+            )
+        )
+        return result
+
+    async def _wait(self) -> tuple[TierStore, ...]:
+        return await asyncio.shield(self._settled)
+
+    def _window(self) -> int:
+        """Blocks of the next window: no more than the fastest tier that can keep any has room for."""
+        size = self._chain.window_blocks * (1 if self._goes_down else RESIDENT_WINDOWS)
+        return min(size, next((n for n in self._may_keep.values() if n > 0), size))
+
+    async def _place(self, part: Batch) -> tuple[MemoryTier, Reservation] | None:
+        """Reserve slots in the fastest tier that has room; wait for transient ones only if something is below them."""
+        if (placing := self._place_now(part)) is not None:
+            return placing
+        if not self._chain.through:
+            return None
+        return self._chain.host, await self._chain.reserve_host(part, Ticket(Priority.STORE), keep=False)
+
+    def _place_now(self, part: Batch) -> tuple[MemoryTier, Reservation] | None:
+        """Reserve slots that stay, in the fastest tier that has room."""
+        chain = self._chain
+        for tier in chain.memory:
+            slots, _ = tier.index.find(part.names)
+            is_short = np.count_nonzero(slots < 0) > self._may_keep[tier.name]
+            if not is_short and (reservation := chain.reserve(tier, part)) is not None:
+                self._may_keep[tier.name] -= int(np.count_nonzero(reservation.slots >= 0))
+                return tier, reservation
+        return None
+
+    async def _known_below(self, part: Batch) -> NDArray[np.bool_]:
+        """Which blocks every storage tier has already: asked only where no tier above them keeps any."""
+        known = np.ones(len(part), np.bool_)
+        for tier in self._chain.storage:
+            known &= await self._chain.ask(tier, part)
+        return known
+
+    def _count_present(self, n: int) -> None:
+        self._num_present += n
+        self._tally.add_all(present=n)
+
+    def _is_refused(self) -> bool:
+        """Drop all of it if the cache was draining when it began, or the device has failed."""
+        if self._takes_stores and self._chain.d2h.device.error is None:
+            return False
+        self._drop(self._batch, "device unusable" if self._takes_stores else "draining")
+        return True
+
+    def _begin(
+        self, tier: MemoryTier, reservation: Reservation, part: Batch, pages: NDArray[np.int64]
+    ) -> "Placed | None":
+        """Announce what of a window is new; None if nothing is."""
+        fresh = reservation.slots >= 0
+        n = int(np.count_nonzero(fresh))
+        self._count_present(len(part) - n)
+        if not n:
+            reservation.close()
+            return None
+        fill = None
+        if tier is self._chain.host:
+            fill = Fill(len(reservation.slots), Ticket(Priority.STORE))
+            self._chain.announce(fill, reservation)
+        self._num_open += 1
+        return Placed(tier, reservation, part[fresh], pages[fresh].ravel(), fresh, fill)
+
+    def _copy_out(self, placed: "Placed") -> None:
+        """Put the copy of a window's new blocks on the stream."""
+        copy = self._chain.copy(self._lane, partial(placed.gather, self._caches))
+        self.watch(copy, lambda error: self._copied_out(error, placed))
+
+    def _copied_out(self, error: BaseException | None, placed: "Placed") -> None:
+        chain, n = self._chain, len(placed.batch)
+        tier, reservation, batch, fresh = placed.tier, placed.reservation, placed.batch, placed.fresh
+        lease = reservation.commit(fresh) if error is None else None
+        if placed.fill is not None:
+            chain.conclude(placed.fill, reservation)
+        else:
+            reservation.close()
+        if lease is None:
+            late = "revoked" if self.revoked else "deadline"
+            self._drop(batch, late if isinstance(error, RevokedError) else "copy failed")
+            chain.room.changed()
+            self._close_one()
+            return
+        self._num_stored += n
+        self._tally.add_above(tier, dropped=n)
+        slots = lease.slots[fresh]
+        num_passing = int(np.count_nonzero(tier.index.is_transient(slots)))
+        self._tally.add(tier, written=n - num_passing, dropped=num_passing)
+        live = slots >= 0  # the others were evicted by name while they were copied: they go no further
+        self._tally.add_below(tier, dropped=n - int(np.count_nonzero(live)))
+        write_down(chain, self._tally, tier, batch[live], slots[live], lease, self._close_one)
+
+    def _drop(self, batch: Batch, reason: str) -> None:
+        if len(batch):
+            self._dropped[reason] += len(batch)
+            self._tally.add_all(dropped=len(batch))
+            self._chain.ledger.note(batch.names, Fate.DROPPED, reason)
+
+    def _close_one(self) -> None:
+        self._num_open -= 1
+        if not self._num_open and not self._settled.done():
+            tiers = self._tally.results()
+            self._settled.set_result(tiers)
+            lost = {each.tier: each.dropped + each.failed for each in tiers if each.dropped + each.failed}
+            self._chain.emit(BlocksSettled({each.tier: each.written for each in tiers}, lost))

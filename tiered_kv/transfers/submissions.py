@@ -1,0 +1,169 @@
+"""Transfers submitted from any thread, for engines with a synchronous loop. Nobody waits for a turn of the event loop.
+
+Arguments are checked, and the wait for the caller's event is enqueued, in the caller's thread. Then one wake-up, shared
+by all that is submitted meanwhile, lets the event loop start the transfers. What has ended is kept until it is polled.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from tiered_kv.errors import ClosedError, ConfigurationError
+from tiered_kv.loop_calls import LoopCalls
+from tiered_kv.results import LoadResult, StoreResult, TierFault
+from tiered_kv.transfers.handles import Handle
+
+T = TypeVar("T")
+
+
+class Ticket(Generic[T]):
+    """A transfer submitted from some thread. Any thread may use it.
+
+    The blocks of the engine belong to the transfer from the submission until ``result`` is set.
+
+    Attributes:
+        result: None while it is under way.
+    """
+
+    def __init__(self, submissions: "Submissions") -> None:
+        """Made by `Submissions.submit` only."""
+        self.result: T | None = None
+        self._submissions = submissions
+
+    def cancel(self) -> None:
+        """Stop as soon as possible: what has not begun to be copied is dropped. It still ends with a result."""
+        self._submissions.cancel(self)
+
+    def wait(self, timeout_s: float | None = None) -> T:
+        """Block until it has ended, and return the result, which `TieredKV.poll` will not give any more.
+
+        Raises:
+            TimeoutError: It has not ended in time, and goes on. So it does when the wait is interrupted.
+            ConfigurationError: Called in the event loop's thread, which must not block.
+        """
+        return self._submissions.wait(self, timeout_s)
+
+
+class Submissions:
+    """What threads have submitted to one cache. Any thread may call what does not say otherwise."""
+
+    def __init__(self) -> None:
+        # Held for a few instructions, never while something is checked, started or waited for.
+        self._changed = threading.Condition()
+        self._starts: list[tuple[Ticket[Any], Callable[[], Handle[Any]], Callable[[BaseException], Any]]] = []
+        self._finished: dict[Ticket[Any], Any] = {}
+        self._num_underway = 0
+        self._is_open = False
+        self._loop_calls: LoopCalls | None = None
+        self._loop_thread = 0
+        self._handles: dict[Ticket[Any], Handle[Any]] = {}  # the event loop's thread alone uses them
+
+    def open(self, loop_calls: LoopCalls) -> None:
+        """Take submissions from now on. In the event loop's thread."""
+        self._loop_thread = threading.get_ident()
+        self._loop_calls = loop_calls
+        self._is_open = True
+
+    def close(self) -> None:
+        """Take no more, and start what has been taken. In the event loop's thread."""
+        with self._changed:
+            self._is_open = False
+        self._start_all()
+
+    def submit(self, start: Callable[[], Handle[T]], failed: Callable[[BaseException], T]) -> Ticket[T]:
+        """Have the event loop call ``start``, soon, in the order of submissions.
+
+        Args:
+            start: Begins the transfer. Everything that can be wrong has been checked.
+            failed: Makes the result of a transfer that raised, which none does by design.
+
+        Raises:
+            ClosedError: The cache is closed; ``start`` is not called.
+        """
+        ticket: Ticket[T] = Ticket(self)
+        with self._changed:
+            if not self._is_open:
+                raise ClosedError("this TieredKV is closed")
+            self._num_underway += 1
+            self._starts.append((ticket, start, failed))
+            is_first = len(self._starts) == 1
+        if is_first and self._loop_calls:  # else the wake-up that is under way will see this one too
+            self._loop_calls.call(self._start_all)
+        return ticket
+
+    def poll(self, timeout_s: float) -> list[tuple[Ticket[Any], Any]]:
+        """Return what has ended and was not returned before, with its result, in the order of ending.
+
+        Waits for the first of them, at most ``timeout_s``, as long as anything is under way.
+        """
+        with self._changed:
+            if timeout_s > 0:
+                self._check_may_block()
+                self._changed.wait_for(lambda: self._finished or not self._num_underway, _bounded(timeout_s))
+            finished, self._finished = self._finished, {}
+        return list(finished.items())
+
+    def wait(self, ticket: Ticket[T], timeout_s: float | None) -> T:
+        """See `Ticket.wait`."""
+        with self._changed:
+            if ticket.result is None:
+                self._check_may_block()
+                self._changed.wait_for(lambda: ticket.result is not None, _bounded(timeout_s))
+            self._finished.pop(ticket, None)
+            if ticket.result is None:
+                raise TimeoutError(f"the transfer has not ended within {timeout_s} s; it goes on")
+            return ticket.result
+
+    def cancel(self, ticket: Ticket[Any]) -> None:
+        """See `Ticket.cancel`."""
+        if ticket.result is None and self._loop_calls:
+            self._loop_calls.call(self._cancel, ticket)
+
+    def _check_may_block(self) -> None:
+        if threading.get_ident() == self._loop_thread:
+            raise ConfigurationError("the event loop's thread must not block: await the handle of start_load instead")
+
+    # On the event loop.
+
+    def _start_all(self) -> None:
+        with self._changed:
+            starts, self._starts = self._starts, []
+        for ticket, start, failed in starts:
+            try:
+                handle = self._handles[ticket] = start()
+            except Exception as error:  # noqa: BLE001 - whoever polls has to hear of it
+                self._finish(ticket, failed(error))
+            else:
+                handle.when_done(partial(self._ended, ticket, failed))
+
+    def _cancel(self, ticket: Ticket[Any]) -> None:
+        self._start_all()  # another thread may have added it to a list and not have called yet
+        if (handle := self._handles.get(ticket)) is not None:
+            handle.cancel()
+
+    def _ended(self, ticket: Ticket[T], failed: Callable[[BaseException], T], task: "asyncio.Task[T]") -> None:
+        del self._handles[ticket]
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        self._finish(ticket, task.result() if error is None else failed(error))
+
+    def _finish(self, ticket: Ticket[T], result: T) -> None:
+        with self._changed:
+            ticket.result = self._finished[ticket] = result
+            self._num_underway -= 1
+            self._changed.notify_all()
+
+
+def load_failed(num_blocks: int, error: BaseException) -> LoadResult:
+    """Make the result of a load that raised."""
+    return LoadResult(0, num_blocks, faults=(TierFault("engine", "copy failed", num_blocks, repr(error)),))
+
+
+def store_failed(num_blocks: int, error: BaseException) -> StoreResult:  # noqa: ARG001 - a store has no prose
+    """Make the result of a store that raised."""
+    return StoreResult(num_blocks, 0, 0, num_blocks, {"copy failed": num_blocks})
+
+
+def _bounded(timeout_s: float | None) -> float | None:
+    return None if timeout_s is None else min(timeout_s, threading.TIMEOUT_MAX)

@@ -1,0 +1,211 @@
+"""Swap space: host slots that an engine numbers itself, for pages of sequences that it preempts.
+
+No name, no tier and no eviction takes part: the engine says which page goes to which slot and back. All swaps of a
+space run on one stream, in the order of the calls, so that a slot may be filled by one call and read by the next.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tiered_kv.errors import ConfigurationError
+from tiered_kv.memory.caches import PagedCaches
+from tiered_kv.memory.copies import gather_blocks, scatter_blocks
+from tiered_kv.memory.host import HostSlab
+from tiered_kv.memory.lanes import Lane, RevokedError
+from tiered_kv.results import SwapResult, TierFault
+from tiered_kv.tiers.chain import Chain
+from tiered_kv.transfers.handles import Revocable
+
+Moves = Mapping[int, int] | Iterable[Sequence[int]] | NDArray[np.integer[Any]]
+"""``{source: target}``, or ``(source, target)`` pairs in any form."""
+Copies = Mapping[int, int | Sequence[int]] | Iterable[Sequence[int]] | NDArray[np.integer[Any]]
+"""``{source: targets}``, or pairs."""
+Ids = NDArray[np.int64]
+_PARTS: Final = ("out", "in", "copy")
+
+
+class SwapSpaces:
+    """The swap spaces of one cache, one per KV group, made when they are first used."""
+
+    def __init__(self) -> None:
+        self._spaces: dict[int, SwapSpace] = {}
+
+    def of(self, group: int, chain: Chain, num_bytes: int, stack: AsyncExitStack) -> "SwapSpace":
+        """Return the space of a KV group; ``stack`` ends with the cache.
+
+        Raises:
+            ConfigurationError: It would hold no page, or the engine's caches are not registered.
+        """
+        if chain.caches is None:
+            raise ConfigurationError("register_kv_caches() comes before swap: the cache has no tensors yet")
+        if (space := self._spaces.get(group)) is None or space.registered is not chain.caches:
+            page = chain.caches.by_page().group
+            if num_bytes < page.stride_bytes:
+                raise ConfigurationError(
+                    f"CacheLimits.swap_space of {num_bytes} bytes holds no page of {page.stride_bytes}"
+                )
+            if space is None:
+                slab = HostSlab(
+                    num_bytes // page.stride_bytes, page.stride_bytes, page.payload_bytes, name=f"swap{group}"
+                )
+                stack.callback(slab.close)
+                device = chain.h2d.device
+                device.pin(slab, emit=lambda event: chain.loop_calls.call(chain.emit, event))
+                stream = device.stream(slab.name)
+                stack.callback(stream.close)
+            else:
+                slab, stream = space.slab, space.lane.stream
+            space = self._spaces[group] = SwapSpace(chain, chain.caches, slab, Lane(stream, None))
+        return space
+
+
+class SwapSpace:
+    """The slots of one KV group, each as large as one of the engine's pages."""
+
+    def __init__(self, chain: Chain, registered: PagedCaches, slab: HostSlab, lane: Lane) -> None:
+        """Make one; see `SwapSpaces.of`.
+
+        Args:
+            chain: Of the group.
+            registered: The engine's caches.
+            slab: Its slots are the engine's to number.
+            lane: For these swaps alone.
+        """
+        self.chain = chain
+        self.registered = registered
+        self.caches = registered.by_page()
+        self.slab = slab
+        self.lane = lane
+        self._piece = max(1, chain.limits.window_bytes // slab.stride_bytes)
+
+    def check(self, swap_in: Moves, swap_out: Moves, copy: Copies) -> tuple[Ids, Ids, Ids]:
+        """Return the three maps as ``(n, 2)`` sources and targets.
+
+        Raises:
+            ConfigurationError: An id out of range, or two sources of one target.
+        """
+        pages, slots = self.caches.num_pages, self.slab.num_slots
+        return (
+            _pairs("blocks_to_swap_in", swap_in, slots, pages),
+            _pairs("blocks_to_swap_out", swap_out, pages, slots),
+            _pairs("blocks_to_copy", copy, pages, pages),
+        )
+
+    def pieces(self, pairs: Ids) -> list[tuple[Ids, Ids]]:
+        """Cut a map into sources and targets of at most a window."""
+        return self._cut(pairs, self._piece)
+
+    def pieces_within(self, pairs: Ids) -> list[tuple[Ids, Ids]]:
+        """Cut a map between pages; as one, where a page is written that is read too: it must be read before."""
+        return self._cut(pairs, max(1, len(pairs)) if np.isin(pairs[:, 0], pairs[:, 1]).any() else self._piece)
+
+    def _cut(self, pairs: Ids, piece: int) -> list[tuple[Ids, Ids]]:
+        starts = range(0, len(pairs), piece)
+        return [(each[:, 0].copy(), each[:, 1].copy()) for each in (pairs[at : at + piece] for at in starts)]
+
+    def gather(self, pages: Ids, slots: Ids) -> None:
+        """Copy pages out; in the stream's turn."""
+        gather_blocks(self.caches, pages, self.slab.rows, slots)
+
+    def scatter(self, slots: Ids, pages: Ids) -> None:
+        """Copy pages in; in the stream's turn."""
+        scatter_blocks(self.slab.rows, slots, self.caches, pages)
+
+    def copy(self, sources: Ids, targets: Ids) -> None:
+        """Copy pages within the engine, all of them read before any is written; in the stream's turn."""
+        shape, where = (len(sources), self.slab.stride_bytes // 8), self.caches.torch_device
+        rows = torch.empty(shape, dtype=torch.int64, device=where)
+        at = np.arange(len(sources))
+        gather_blocks(self.caches, sources, rows, at)
+        scatter_blocks(rows, at, self.caches, targets)
+
+
+class Swap(Revocable):
+    """One call: pages out, then in, then copied. The first that fails, or is revoked, is the last."""
+
+    def __init__(self, space: SwapSpace, swap_in: Ids, swap_out: Ids, copy: Ids, after: object) -> None:
+        """Submit all of it, behind ``after``."""
+        super().__init__()
+        self._counts = len(swap_out), len(swap_in), len(copy)
+        self._errors: dict[int, BaseException] = {}
+        self._is_stopped = False
+        if (error := space.chain.h2d.device.error) is not None:
+            self._errors[0] = error
+        self._is_unusable = error is not None
+        if self._is_unusable:
+            return
+        if after is not None:
+            space.lane.wait(after)
+        # Out before in: a page that leaves may be another's at once. Copies last: a sequence that comes back may be
+        # forked in the same step.
+        for part, (move, pieces) in enumerate(
+            (
+                (space.gather, space.pieces(swap_out)),
+                (space.scatter, space.pieces(swap_in)),
+                (space.copy, space.pieces_within(copy)),
+            )
+        ):
+            for sources, targets in pieces:
+                work = partial(self._move, move, sources, targets)
+                self.watch(space.chain.copy(space.lane, work), partial(self._ended, part))
+
+    def revoke_copies(self) -> None:
+        """Let no copy begin that has not begun: not one behind another that does not begin either."""
+        self._is_stopped = True
+        super().revoke_copies()
+
+    async def run(self) -> SwapResult:
+        """Wait for its end; never raises."""
+        try:
+            await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            self.revoked = True
+        finally:
+            await self.drain_copies()
+        if not self._errors:
+            return SwapResult(*self._counts)
+        part, error = min(self._errors.items())
+        reason = "device unusable" if self._is_unusable else "copy failed"
+        reason = "revoked" if isinstance(error, RevokedError) else reason
+        fault = TierFault("engine", reason, sum(self._counts[part:]), f"{type(error).__name__}: {error}")
+        num_out, num_in, num_copied = (count if number < part else 0 for number, count in enumerate(self._counts))
+        return SwapResult(num_out, num_in, num_copied, fault, _PARTS[part])
+
+    def _move(self, move: Callable[[Ids, Ids], None], sources: Ids, targets: Ids) -> None:
+        """Do one piece, in the stream's turn."""
+        if self._is_stopped:
+            raise RevokedError
+        try:
+            move(sources, targets)
+        except BaseException:
+            self._is_stopped = True
+            raise
+
+    def _ended(self, part: int, error: BaseException | None) -> None:
+        if error is not None:
+            self._is_stopped = True
+            self._errors.setdefault(part, error)
+
+
+def _pairs(name: str, moves: Copies, num_sources: int, num_targets: int) -> Ids:
+    if isinstance(moves, Mapping):
+        pairs = [(source, each) for source, targets in moves.items() for each in np.atleast_1d(targets).tolist()]
+    else:
+        pairs = [tuple(pair) for pair in (moves.tolist() if hasattr(moves, "tolist") else moves)]
+    array = np.array(pairs) if pairs else np.empty((0, 2), np.int64)
+    if array.ndim != 2 or array.shape[1] != 2 or array.dtype.kind not in "iu":
+        raise ConfigurationError(f"{name} must map ints to ints, or be pairs of them")
+    for what, ids, end in (("source", array[:, 0], num_sources), ("target", array[:, 1], num_targets)):
+        if len(ids) and (ids.min() < 0 or ids.max() >= end):
+            raise ConfigurationError(f"{name}: {what}s from {ids.min()} to {ids.max()} are not all in [0, {end})")
+    targets, counts = np.unique(array[:, 1], return_counts=True)
+    if (counts > 1).any():
+        raise ConfigurationError(f"{name}: target {targets[counts > 1][0]} is there twice")
+    return array.astype(np.int64)

@@ -1,0 +1,213 @@
+"""Bring a window of blocks to where copies reach them: the first half of every load and prefetch.
+
+A window is begun (what is resident is leased, the rest is being filled) and then landed (all that arrived is leased).
+While its load holds another window it is begun without waiting, so that no two loads wait for each other's slots.
+"""
+
+import asyncio
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiered_kv.catalog.leases import Lease
+from tiered_kv.results import TierFault
+from tiered_kv.tiers.budget import Priority, Ticket
+from tiered_kv.tiers.chain import Chain, Fill
+from tiered_kv.tiers.memory import Batch
+
+
+@dataclass
+class Window:
+    """Consecutive blocks of one load.
+
+    Attributes:
+        start: Position of its first block in the load.
+        batch: Its blocks; cut to the prefix that is anywhere.
+        source: By position, the number of the tier that had the block before this load.
+        gpu: Slots of the GPU pool by position, -1 where it lacks the block.
+        coming: By position, the number of the tier that another transfer is reading the block from, or -1.
+        held: Leases on what was resident when the window began.
+        own: The fill that this window started, if any.
+        fills: All fills it waits for, its own among them.
+    """
+
+    start: int
+    batch: Batch
+    source: NDArray[np.int8]
+    gpu: NDArray[np.int64]
+    coming: NDArray[np.int8]
+    held: list[Lease] = field(default_factory=list)
+    own: Fill | None = None
+    fills: list[Fill] = field(default_factory=list)
+
+
+@dataclass
+class Landed:
+    """The prefix of a window that copies can reach: ``num_blocks`` of them, under ``leases``.
+
+    Attributes:
+        gpu: Slots of the GPU pool, -1 where the block is not there.
+        host: Slots of the host where the GPU pool lacks the block, else -1.
+        is_worth_another: The block behind the prefix was not lost: another transfer brought it and let it go already.
+    """
+
+    window: Window
+    num_blocks: int
+    gpu: NDArray[np.int64]
+    host: NDArray[np.int64]
+    leases: list[Lease]
+    is_worth_another: bool
+
+
+class Bringer:
+    """Begins and lands the windows of one transfer."""
+
+    def __init__(self, chain: Chain, batch: Batch, priority: Priority, *, keep: bool, use_gpu: bool = True) -> None:
+        """Args say where blocks end up.
+
+        Args:
+            chain: The tiers.
+            batch: All blocks of the transfer.
+            priority: Of the reads.
+            keep: Whether blocks read from storage are to stay in the CPU tier.
+            use_gpu: Whether a block in the GPU pool need not be on the host.
+        """
+        self.chain = chain
+        self.priority = priority
+        self.faults: list[TierFault] = []
+        # A load longer than the CPU tier must not evict its own head: past this many, blocks only pass through.
+        self.may_keep = chain.host.room_for(batch) if keep else 0
+        self._gpu = chain.gpu if use_gpu else None
+
+    async def begin(self, start: int, batch: Batch, *, may_wait: bool) -> Window | None:
+        """Begin a window; its batch is cut to the prefix that is anywhere.
+
+        Returns:
+            None if there are no slots for it now. With ``may_wait`` it waits for them instead.
+        """
+        n = len(batch)
+        window = Window(start, batch, np.full(n, -1, np.int8), np.full(n, -1, np.int64), np.full(n, -1, np.int8))
+        try:
+            if not await self._begin(window, may_wait=may_wait):
+                self.abandon(window)
+                return None
+        except BaseException:
+            self.abandon(window)
+            raise
+        return window
+
+    async def _begin(self, window: Window, *, may_wait: bool) -> bool:
+        chain, batch = self.chain, window.batch
+        if self._gpu is not None:
+            lease = self._gpu.index.lease(batch.names)
+            window.held.append(lease)
+            window.gpu = lease.slots
+            window.source[lease.slots >= 0] = 0
+        self._take_resident(window)
+        missing = np.flatnonzero(window.source < 0)
+        if not len(missing):
+            return True
+        numbers = await chain.sources(batch[missing])
+        nowhere = missing[(numbers < 0) & ~self._is_coming(batch[missing])]
+        if len(nowhere):
+            self._cut(window, int(nowhere[0]))
+            keep = missing < nowhere[0]
+            missing, numbers = missing[keep], numbers[keep]
+        if not len(missing):
+            return True
+        wanted = numbers >= 0
+        at, numbers = missing[wanted], numbers[wanted]
+        if len(at) and not await self._fill(window, at, numbers, may_wait=may_wait):
+            return False
+        self._take_resident(window)  # what others brought while we waited
+        left = np.flatnonzero(window.source < 0)
+        if len(left):
+            window.coming[left] = chain.coming_from(window.batch[left])
+            for fill in chain.fills_of(window.batch[left], self.priority):
+                if fill is not window.own:
+                    fill.join()
+                    window.fills.append(fill)
+        return True
+
+    async def _fill(self, window: Window, at: NDArray[np.int64], numbers: NDArray[np.int8], *, may_wait: bool) -> bool:
+        chain, batch = self.chain, window.batch[at]
+        keep = self.may_keep >= len(at)
+        if not keep:
+            self.may_keep = 0  # what stays is the head, without gaps
+        ticket = Ticket(self.priority)
+        reservation = chain.reserve_host_now(batch, ticket, keep=keep) if not chain.room.num_waiting else None
+        if reservation is None:
+            if not may_wait:
+                return False
+            # Hold no slots of the host while we wait for some: they may be what others wait for. Leased again later.
+            first = 0 if self._gpu is None else 1
+            chain.release(*window.held[first:])
+            del window.held[first:]
+            window.source[(window.gpu < 0)] = -1
+            reservation = await chain.reserve_host(batch, ticket, keep=keep)
+        fresh = reservation.slots >= 0
+        if not fresh.any():
+            reservation.close()
+            return True
+        if keep:
+            self.may_keep -= int(fresh.sum())
+        window.source[at[fresh]] = numbers[fresh]
+        window.own = chain.start_fill(batch, np.where(fresh, numbers, -1).astype(np.int8), reservation, ticket)
+        window.fills.append(window.own)
+        return True
+
+    async def land(self, window: Window, deadline: float) -> Landed:
+        """Wait until the window has arrived, at most until ``deadline``, and lease the prefix that has."""
+        chain, batch, n = self.chain, window.batch, len(window.batch)
+        loop = asyncio.get_running_loop()
+        waiting = {fill.done for fill in window.fills if not fill.done.done()}
+        if waiting:
+            await asyncio.wait(waiting, timeout=max(0.0, deadline - loop.time()))
+        for fill in window.fills:
+            if not fill.done.done():
+                self.faults.append(TierFault(self._tiers_of(fill), "deadline", n))
+            self.faults += chain.faults_of(fill)
+        on_host = np.flatnonzero(window.gpu < 0)
+        lease = chain.host.index.lease(batch.names[on_host])
+        host = np.full(n, -1, np.int64)
+        host[on_host] = lease.slots
+        absent = np.flatnonzero((window.gpu < 0) & (host < 0))
+        num_blocks = int(absent[0]) if len(absent) else n
+        joined = (window.source < 0) & (host >= 0)
+        from_storage = joined & (window.coming >= 0)
+        window.source[joined] = len(chain.memory) - 1  # stored by the engine meanwhile: on the host
+        window.source[from_storage] = window.coming[from_storage]
+        ended = all(fill.done.done() and fill.done.result() for fill in window.fills)
+        is_worth_another = num_blocks < n and ended and window.source[num_blocks] < 0
+        leases = [*window.held, lease]
+        window.held = []
+        self.abandon(window)
+        return Landed(window, num_blocks, window.gpu[:num_blocks], host[:num_blocks], leases, is_worth_another)
+
+    def abandon(self, window: Window) -> None:
+        """Hold nothing of a window any more. Its fill goes on: it is the cache's."""
+        for fill in window.fills:
+            fill.let_go()
+        self.chain.release(*window.held)
+        window.fills, window.held = [], []
+
+    def _take_resident(self, window: Window) -> None:
+        """Lease what the host can serve right now."""
+        left = np.flatnonzero(window.source < 0)
+        if not len(left):
+            return
+        lease = self.chain.host.index.lease(window.batch.names[left])
+        window.held.append(lease)
+        window.source[left[lease.slots >= 0]] = len(self.chain.memory) - 1
+
+    def _is_coming(self, batch: Batch) -> NDArray[np.bool_]:
+        _, states = self.chain.host.index.find(batch.names)
+        return states > 0
+
+    def _cut(self, window: Window, n: int) -> None:
+        window.batch, window.source, window.gpu = window.batch[:n], window.source[:n], window.gpu[:n]
+        window.coming = window.coming[:n]
+
+    def _tiers_of(self, fill: Fill) -> str:
+        return ",".join(self.chain.names[number] for number in sorted(set(fill.source.tolist())) if number >= 0)
