@@ -316,6 +316,21 @@ def test_no_secret_is_shown(fake_media: None) -> None:
         assert PASSWORD not in shown
 
 
+@pytest.mark.parametrize("url", ["kv:a?{}@host", "kv:a?{}=x@host", "kv:{}\u2100@host", "kv:{}]x@host", "kv:{}[x@host"])
+@pytest.mark.parametrize("scheme", ["redis", "s3", "mooncake", "cpu"])
+def test_no_part_of_a_password_is_shown_of_a_malformed_url(scheme: str, url: str) -> None:
+    """A password whose special characters were not encoded parts its URL in the wrong places; none is repeated."""
+    whole = f"{scheme}://{url.format(PASSWORD)}"
+    for make in (
+        lambda: tier_from(whole),
+        lambda: TieredKVSettings(tiers=[whole]),
+        lambda: TieredKVSettings(tiers=[{"medium": scheme, "url": whole.replace("?", "]")}]),
+    ):
+        with pytest.raises(ConfigurationError) as caught:
+            make()
+        assert PASSWORD not in "".join(traceback.format_exception(caught.value))
+
+
 DIRECT: dict[str, tuple[Callable[[], object], str]] = {
     "a number of none": (lambda: CacheLimits(load_timeout_s=-1), "load_timeout_s: must be positive, got -1"),
     "no number": (lambda: CacheLimits(load_timeout_s="soon"), "load_timeout_s: Input should be a valid number, "),

@@ -313,7 +313,10 @@ def _model_of(medium: str) -> type[TierSettings]:
 
 
 def _from_url(url: str) -> dict[str, Any]:
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # whose text may hold a password
+        raise ConfigurationError("a tier's URL is none: percent-encode what is special in a password") from None
     if not parts.scheme or "://" not in url:
         raise ConfigurationError("a tier's URL looks like 'cpu://?capacity=32GiB' or 'file:///mnt/kv?capacity=1TiB'")
     medium = medium_for_scheme(parts.scheme)
@@ -324,6 +327,8 @@ def _from_url(url: str) -> dict[str, Any]:
     values: dict[str, Any] = {"medium": medium, **dict(pairs)}
     if len(values) != len(pairs) + 1:
         raise ConfigurationError(f"a {parts.scheme} URL names a field twice, or its medium")
+    if "@" in parts.query and not values.keys() <= model.model_fields.keys():
+        raise ConfigurationError("an '@' comes after a '?' in a tier's URL: write '?' as %3F in a password")
     if "url" in model.model_fields:
         values["url"] = parts._replace(query="", fragment="").geturl()
     elif "path" in model.model_fields:

@@ -25,6 +25,7 @@ from pydantic import ByteSize, Field, field_validator
 from tiered_kv.backend import Backend, BackendContext, Block, Outcome, TierSettings, check_lengths
 from tiered_kv.errors import BackendUnavailableError, ClosedError
 from tiered_kv.keys import BlockKey, salt_digest
+from tiered_kv_backends.urls import split_url
 
 T = TypeVar("T")
 _Move = Callable[[list[str], list[list[int]], list[list[int]]], list[int]]
@@ -71,7 +72,7 @@ class MooncakeBackend(Backend):
         @field_validator("url")
         @classmethod
         def _check_url(cls, url: str) -> str:
-            parts = urlsplit(url)
+            parts = split_url(url)
             if parts.scheme != "mooncake" or not parts.hostname or not parts.port or parts.path.strip("/"):
                 raise ValueError("write mooncake://host:port of the master, e.g. mooncake://10.0.0.1:50051")
             return url

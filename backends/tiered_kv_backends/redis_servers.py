@@ -20,6 +20,7 @@ from redis.exceptions import RedisClusterException, RedisError
 from tiered_kv.backend import TierSettings
 from tiered_kv.errors import ConfigurationError
 from tiered_kv_backends.resp import Address, Login, Pool
+from tiered_kv_backends.urls import split_url
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 3.0
 """For how long a node of a cluster that did not answer in time is left alone."""
@@ -88,7 +89,7 @@ class _Target(NamedTuple):
 
     @classmethod
     def of(cls, url: SecretStr) -> "_Target":
-        parts = urlsplit(url.get_secret_value())
+        parts = split_url(url.get_secret_value())
         if parts.scheme not in {"redis", "rediss"}:
             raise ValueError("must be redis://host[:port][/database], or rediss:// for TLS")
         if (path := parts.path.strip("/")) and not path.isdigit():

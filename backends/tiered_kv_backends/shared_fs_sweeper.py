@@ -17,15 +17,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tiered_kv_backends.paths import HASH, NAMESPACE
+
 LOCK_NAME = "sweeper.lock"
 FOLDER_DIGITS = 3
 """So many digits of a block's hash name its folder: 4096 folders for the blocks of one namespace."""
 
-_FOLDERS = tuple(
-    re.compile(pattern)
-    for pattern in ("[0-9a-f]{64}", "[0-9a-f]{32}", "replicated|[0-9]+of[0-9]+", "[0-9a-f]{32}", "[0-9a-f]{3}")
-)
-_RECORD = re.compile("[0-9a-f]{64}")
+_FOLDERS = (*NAMESPACE, re.compile(f"[0-9a-f]{{{FOLDER_DIGITS}}}"))
 _TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.tmp")
 _STALE_NS = 3600 * 10**9
 """Age at which a temporary file's writer is taken to be dead."""
@@ -110,7 +108,7 @@ class Sweeper:
         stale_ns = self._wall_clock_ns() - _STALE_NS
         for folder in self.folders():
             for entry, status in _files(folder):
-                if _RECORD.fullmatch(entry.name):
+                if HASH.fullmatch(entry.name):
                     used_ns.append(status.st_mtime_ns)
                     sizes.append(status.st_size)
                 elif not _TEMPORARY.fullmatch(entry.name):
@@ -131,7 +129,7 @@ class Sweeper:
         for folder in self.folders():
             before = num_deleted
             for entry, status in _files(folder):
-                is_old = status.st_mtime_ns <= cutoff_ns and _RECORD.fullmatch(entry.name)
+                is_old = status.st_mtime_ns <= cutoff_ns and HASH.fullmatch(entry.name)
                 if is_old and num_bytes < excess and not self._stopped.is_set() and _unlink(entry.path):
                     num_deleted += 1
                     num_bytes += status.st_size
@@ -177,8 +175,8 @@ def delete_folders(root: str, salt_folder: str) -> int:
     for folder in walk.folders():
         if folder.split("/")[-2] == salt_folder:
             for entry, _ in _files(folder):
-                if _RECORD.fullmatch(entry.name) or _TEMPORARY.fullmatch(entry.name):
-                    num_deleted += _unlink(entry.path) and bool(_RECORD.fullmatch(entry.name))
+                if HASH.fullmatch(entry.name) or _TEMPORARY.fullmatch(entry.name):
+                    num_deleted += _unlink(entry.path) and bool(HASH.fullmatch(entry.name))
             walk.remove_empty(folder)
     return num_deleted
 

@@ -24,8 +24,8 @@ from tests.cache.watching import pages
 from tiered_kv import CacheLimits, ConfigurationError, GPULoadStoreSpec, KVLayout, TieredKV, hash_blocks, hash_tail
 from tiered_kv.events import SequencePreempted
 from tiered_kv.memory.copies import gather_blocks, scatter_blocks
-from tiered_kv.transfers import swap
 from tiered_kv.testing import ScriptedDevice, ScriptedEvent
+from tiered_kv.transfers import swap
 from tiered_kv.transfers.swap import Copies, Moves
 
 TOKENS = list(range(5 * BLOCK_SIZE + 3))

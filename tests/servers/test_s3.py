@@ -243,6 +243,25 @@ async def test_old_epochs_and_tenants_can_be_deleted(kind: str, request: pytest.
         assert await read(backend, [*new, *tenant]) == [Outcome.HIT] * 3 + [Outcome.MISS] * 3
 
 
+async def test_what_is_not_a_block_is_never_deleted(files: S3Settings) -> None:
+    """Objects of others stay, however old, whether beside our folders or in them."""
+    keys = chain(3)
+    async with open_backend(S3Backend(files)) as backend:
+        await store(backend, keys)
+    root = Path(files.url.removeprefix("file://"))
+    space, digest = keys[0].namespace.path, keys[0].hash.hex()
+    foreign = {"models/llama/weights.bin", "backups/2026/x/y/z", f"{space}/README", f"{space}/x/{digest}", digest}
+    foreign |= {f"{space.partition('/')[0]}/step 1/replicated/{'0' * 32}/{digest}"}
+    for name in foreign:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(b"precious")
+    assert await collect_epochs(files, keep_weights=[], idle_s=-3600) == 3
+    async with open_backend(S3Backend(files)) as backend:
+        await store(backend, keys)
+    assert await delete_tenant(files, b"") == 3
+    assert {str(path.relative_to(root)) for path in object_files(files)} == foreign
+
+
 # Opening
 
 

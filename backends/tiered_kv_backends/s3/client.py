@@ -18,6 +18,7 @@ from tiered_kv.errors import (
     ConfigurationError,
     TieredKVError,
 )
+from tiered_kv_backends.urls import split_url
 
 # Shares of `timeout_s`. A request is begun in the first half of a call; it may take its time once more after the last
 # retry has begun; so a call has ended by 0.95 of the time that the cache waits for it.
@@ -76,7 +77,7 @@ class S3Settings(TierSettings):
     @field_validator("url")
     @classmethod
     def _is_a_url(cls, url: str) -> str:
-        parts = urlsplit(url)
+        parts = split_url(url)
         if not parts.scheme or "://" not in url:
             raise ValueError("write s3://bucket/prefix")
         if parts.scheme not in _SCHEMES:
@@ -92,7 +93,7 @@ class S3Settings(TierSettings):
     def _is_an_endpoint(cls, endpoint: str | None) -> str | None:
         if endpoint is None:
             return None
-        parts = urlsplit(endpoint)
+        parts = split_url(endpoint)
         if parts.scheme not in {"http", "https"} or not parts.netloc:  # the client's panic is no error of Python's
             raise ValueError("must be http://host[:port] or https://host[:port]")
         if parts.username or parts.password:

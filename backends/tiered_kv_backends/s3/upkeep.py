@@ -1,6 +1,10 @@
-"""Deleting what nobody will read again: old epochs, a tenant's blocks. For a job of your own, beside the caches."""
+"""Deleting what nobody will read again: old epochs, a tenant's blocks. For a job of your own, beside the caches.
 
-from collections.abc import Collection
+Other things may lie beside the blocks: only objects whose whole path is one of ours are looked at.
+"""
+
+import re
+from collections.abc import AsyncIterator, Collection
 from datetime import UTC, datetime, timedelta
 
 import obstore
@@ -8,7 +12,11 @@ from obstore.exceptions import BaseError
 from obstore.store import ObjectStore
 
 from tiered_kv.keys import epoch_digest, salt_digest
+from tiered_kv_backends.paths import HASH, NAMESPACE
 from tiered_kv_backends.s3.client import S3Settings, make_store, translate
+
+_BLOCK = re.compile("/".join(f"(?:{name.pattern})" for name in (*NAMESPACE, HASH)) + r"(\.x[0-9]+)?")
+"""A block's path, or a pack's."""
 
 
 async def collect_epochs(settings: S3Settings, *, keep_weights: Collection[str], idle_s: float) -> int:
@@ -60,24 +68,32 @@ async def delete_tenant(settings: S3Settings, salt: str | bytes) -> int:
 
 
 async def _folders(store: ObjectStore, depth: int) -> list[str]:
-    """List the folders ``depth`` levels down: ``fingerprint/epoch/shard/salt``."""
+    """List the folders of ours ``depth`` levels down: ``fingerprint/epoch/shard/salt``."""
     folders = [""]
-    for _ in range(depth):
+    for name in NAMESPACE[:depth]:
         listings = [await obstore.list_with_delimiter_async(store, folder or None) for folder in folders]
-        folders = [each for listing in listings for each in listing["common_prefixes"]]
+        found = [each for listing in listings for each in listing["common_prefixes"]]
+        folders = [each for each in found if name.fullmatch(each.rpartition("/")[2])]
     return folders
 
 
+async def _blocks(store: ObjectStore, folder: str) -> AsyncIterator[dict[str, datetime]]:
+    """Yield the blocks and packs in a folder of ours and when each was stored, up to 1,000 at a time."""
+    async for objects in obstore.list(store, folder, chunk_size=1000):
+        yield {each["path"]: each["last_modified"] for each in objects if _BLOCK.fullmatch(each["path"])}
+
+
 async def _is_idle(store: ObjectStore, folder: str, before: datetime) -> bool:
-    async for objects in obstore.list(store, folder):
-        if any(each["last_modified"] > before for each in objects):
+    async for blocks in _blocks(store, folder):
+        if any(stored > before for stored in blocks.values()):
             return False
     return True
 
 
 async def _delete_folder(store: ObjectStore, folder: str) -> int:
     deleted = 0
-    async for objects in obstore.list(store, folder, chunk_size=1000):
-        await obstore.delete_async(store, [each["path"] for each in objects])
-        deleted += len(objects)
+    async for blocks in _blocks(store, folder):
+        if blocks:
+            await obstore.delete_async(store, [*blocks])
+            deleted += len(blocks)
     return deleted

@@ -1,0 +1,12 @@
+"""What names of ours look like on a shared medium: `BlockKey.path`. Who deletes there deletes nothing else."""
+
+import re
+
+FINGERPRINT = re.compile("[0-9a-f]{64}")
+EPOCH = re.compile("[0-9a-f]{32}")
+SHARD = re.compile("replicated|[0-9]+of[0-9]+")
+SALT = re.compile("[0-9a-f]{32}")
+HASH = re.compile("[0-9a-f]{64}")
+
+NAMESPACE = (FINGERPRINT, EPOCH, SHARD, SALT)
+"""The folders of a `Namespace.path`, outermost first."""
