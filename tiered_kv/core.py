@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Final
 
-from tiered_kv.arguments import check_keys
 from tiered_kv.changes import Subscribers
 from tiered_kv.errors import ClosedError, ConfigurationError, TieredKVError
 from tiered_kv.events import Emit, TierResized
@@ -22,11 +21,12 @@ from tiered_kv.tiers.memory import Batch
 from tiered_kv.tiers.pins import Pins
 from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.tiers.upkeep import expire_forever
+from tiered_kv.transfers.bindings import Bindings
 from tiered_kv.transfers.cleaner import Cleaner
-from tiered_kv.transfers.pools import HostPools
 from tiered_kv.transfers.resize import resize, slots_within
 from tiered_kv.transfers.submissions import Submissions
 from tiered_kv.transfers.swap import SwapSpaces
+from tiered_kv.validation import check_keys, check_one_rank
 
 _PAST_EPOCHS: Final = 8
 
@@ -46,7 +46,7 @@ class Core:
         background: What runs as long as the cache is open, besides ``tasks``.
         past_epochs: Digests of weights that were served before, the last one first; a few.
         ledger: What became of blocks.
-        pins, pools, swaps, subscribers, submissions: What some of the calls keep.
+        bindings, pins, swaps, subscribers, submissions: What some of the calls keep.
         device: Where the engine's tensors are; known once the cache is open.
         lifetime: Closes what belongs to the cache; None unless it is open.
         on_close: Called when the cache begins to close.
@@ -68,7 +68,7 @@ class Core:
         self.background = Tasks()
         self._resizing = asyncio.Lock()
         self.pins = Pins(limits.pin_quota)
-        self.pools = HostPools()
+        self.bindings = Bindings()
         self.swaps = SwapSpaces()
         self.subscribers = Subscribers(self.ledger)
         self.submissions = Submissions()
@@ -127,8 +127,7 @@ class Core:
     def of_rank(self, group: int, *, anywhere: bool = False) -> Chain:
         """Return the chain of one KV group, of the one rank that this cache is of."""
         chains = self.of_group(group, anywhere=anywhere)
-        if len(chains) > 1:
-            raise ConfigurationError(f"this cache stands for {len(chains)} ranks: only each rank's own moves its bytes")
+        check_one_rank(chains)
         return chains[0]
 
     def batches(
@@ -153,7 +152,7 @@ class Core:
     def batch(self, keys: BlockKeys, epoch: str | None = None, *, anywhere: bool = False) -> tuple[Chain, Batch]:
         """Return the same of the one rank that this cache is of."""
         batches = self.batches(keys, epoch, anywhere=anywhere)
-        self.of_rank(keys.group, anywhere=anywhere)
+        check_one_rank(batches)
         return batches[0]
 
     async def settle(self) -> None:

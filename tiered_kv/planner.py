@@ -8,13 +8,13 @@ import asyncio
 import os
 from collections.abc import Awaitable
 
-from tiered_kv.arguments import check_planned
 from tiered_kv.core import Core
 from tiered_kv.keys import BlockKeys
 from tiered_kv.plan import JobResult, Outcomes, Plan, SlabHandle
 from tiered_kv.specs import GPULoadStoreSpec
 from tiered_kv.transfers.jobs import Jobs, LoadPart, pages_of, reserve_parts
 from tiered_kv.transfers.prefetch import bring_to_host, lease_prefix
+from tiered_kv.validation import check_planned
 
 
 class Planner:

@@ -13,7 +13,6 @@ from typing import Any, Self
 
 from anyio import move_on_after
 
-from tiered_kv.arguments import check_emit, check_identity, check_limits, check_shards
 from tiered_kv.assembly import Kind, build_chains, open_backends, parts_of
 from tiered_kv.backend import Backend, SlotBackend, TierSettings
 from tiered_kv.core import Core
@@ -34,6 +33,7 @@ from tiered_kv.tiers import upkeep
 from tiered_kv.tiers.memory import Naming
 from tiered_kv.tiers.owned import OwnedTier
 from tiered_kv.transfers.handles import Handle
+from tiered_kv.validation import check_emit, check_identity, check_limits, check_shards
 
 
 class TieredKV(FromThreads, Preemption, Transfers, Control):

@@ -1,6 +1,7 @@
 """The model test can fail: each of these bugs, planted on purpose, is found."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,7 @@ def _loads_ignore_new_weights(patch: pytest.MonkeyPatch) -> None:
     result = Load._result  # noqa: SLF001 - no public call tells it
 
     def anyway(self: Load, seconds: float) -> LoadResult:
-        self._is_current = lambda: True
+        self._request = replace(self._request, is_current=lambda: True)
         return result(self, seconds)
 
     patch.setattr(Load, "_result", anyway)

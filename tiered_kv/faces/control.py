@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager
 
 import numpy as np
 
-from tiered_kv.arguments import check_capacity, check_seconds, check_ttl
 from tiered_kv.changes import Changes
 from tiered_kv.core import Core
 from tiered_kv.drain import Draining, drain, draining_on
@@ -17,6 +16,7 @@ from tiered_kv.keys import BlockKeys, Namespace, salt_digest
 from tiered_kv.results import CacheStatistics, PinResult
 from tiered_kv.statistics import cache_statistics
 from tiered_kv.tiers import upkeep
+from tiered_kv.validation import check_capacity, check_seconds, check_ttl
 
 
 class Control:

@@ -1,6 +1,5 @@
 """Sequences that must leave the engine for a while, by name or by number."""
 
-from tiered_kv.arguments import check_ttl
 from tiered_kv.events import SequencePreempted
 from tiered_kv.faces.control import Control
 from tiered_kv.faces.transfers import Transfers
@@ -9,6 +8,7 @@ from tiered_kv.results import LoadResult, SwapOutResult, SwapResult
 from tiered_kv.specs import GPULoadStoreSpec
 from tiered_kv.transfers.handles import Handle
 from tiered_kv.transfers.swap import Copies, Moves, Swap
+from tiered_kv.validation import check_ttl
 
 
 class Preemption(Transfers, Control):
@@ -85,7 +85,8 @@ class Preemption(Transfers, Control):
         """
         chain = self._core.of_rank(group)
         assert self._core.lifetime is not None  # noqa: S101 - the cache is open
-        space = self._core.swaps.of(group, chain, int(self._core.limits.swap_space), self._core.lifetime)
+        caches = self._core.bindings.caches_of(group)
+        space = self._core.swaps.of(group, chain, caches, int(self._core.limits.swap_space), self._core.lifetime)
         maps = space.check(blocks_to_swap_in, blocks_to_swap_out, blocks_to_copy)
         if after is not None:
             chain.h2d.device.check(after)

@@ -2,15 +2,15 @@
 
 from functools import partial
 
-from tiered_kv.arguments import check_seconds
 from tiered_kv.core import Core
 from tiered_kv.keys import BlockKeys
 from tiered_kv.lookups import lookup_result, owned_runs
-from tiered_kv.prepare import prepare_load, prepare_store
 from tiered_kv.results import LoadResult, LookupResult, StoreResult
 from tiered_kv.specs import EngineBlocks
 from tiered_kv.tiers.budget import Priority
+from tiered_kv.transfers.start import start_load, start_store
 from tiered_kv.transfers.submissions import Ticket, load_failed, store_failed
+from tiered_kv.validation import check_seconds, load_request, store_request
 
 LoadTicket = Ticket[LoadResult]
 StoreTicket = Ticket[StoreResult]
@@ -34,15 +34,15 @@ class FromThreads:
 
         Whatever is wrong raises here, as there. How it ends is for `poll` to say, or `Ticket.wait`.
         """
-        start = prepare_load(self._core, keys, into, after, deadline_s, priority)
-        return self._core.submissions.submit(start, partial(load_failed, len(keys)))
+        request = load_request(self._core, keys, into, after, deadline_s, priority, anywhere=True)
+        return self._core.submissions.submit(partial(start_load, request), partial(load_failed, len(keys)))
 
     def submit_store(
         self, keys: BlockKeys, source: EngineBlocks, *, after: object = None, epoch: str | None = None
     ) -> StoreTicket:
         """`start_store` from any thread, which waits for nothing; see `submit_load`."""
-        start = prepare_store(self._core, keys, source, after, epoch)
-        return self._core.submissions.submit(start, partial(store_failed, len(keys)))
+        request = store_request(self._core, keys, source, after, epoch, anywhere=True)
+        return self._core.submissions.submit(partial(start_store, request), partial(store_failed, len(keys)))
 
     def poll(self, timeout_s: float = 0.0) -> list[tuple[LoadTicket, LoadResult] | tuple[StoreTicket, StoreResult]]:
         """Return what was submitted and has ended since the last `poll`, with its result. Any thread may call.

@@ -5,16 +5,12 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 
-from tiered_kv.arguments import check_pages
 from tiered_kv.core import Core
 from tiered_kv.errors import ConfigurationError
 from tiered_kv.groups import GroupNeed, GroupsLoad, GroupsLookup, check_needs, length_in_place, longest
 from tiered_kv.keys import BlockKeys
 from tiered_kv.layout import KVCaches
 from tiered_kv.lookups import lookup_result
-from tiered_kv.memory.caches import PagedCaches
-from tiered_kv.memory.crossover import prepare
-from tiered_kv.prepare import prepare_load, prepare_store
 from tiered_kv.results import LoadResult, LookupResult, PrefetchResult, StoreResult
 from tiered_kv.specs import EngineBlocks, GPULoadStoreSpec
 from tiered_kv.tiers.budget import Priority
@@ -23,7 +19,9 @@ from tiered_kv.tiers.memory import Batch
 from tiered_kv.transfers.handles import Handle, cancel_each, each_of
 from tiered_kv.transfers.load import LoadHandle
 from tiered_kv.transfers.prefetch import Prefetch, bring_to_host, lease_prefix
+from tiered_kv.transfers.start import start_load, start_store
 from tiered_kv.transfers.store import StoreHandle
+from tiered_kv.validation import check_pages, load_request, store_request
 
 PrefetchHandle = Handle[PrefetchResult]
 
@@ -61,9 +59,7 @@ class Transfers:
             LayoutMismatchError: They are not what the layout says.
         """
         chain = self._core.of_rank(group)
-        caches = PagedCaches.bind(kv_caches, chain.group, axes=axes, device=self._core.device, codec=chain.codec)
-        prepare(caches)
-        chain.caches = caches
+        self._core.bindings.register_caches(kv_caches, chain, group=group, axes=axes)
 
     def register_host_pool(
         self,
@@ -93,7 +89,7 @@ class Transfers:
         """
         chain = self._core.of_rank(group)
         assert self._core.lifetime is not None  # noqa: S101 - the cache is open
-        self._core.pools.register(
+        self._core.bindings.register_pool(
             name, buffer, chain, self._core.lifetime, group=group, axes=axes, slot_bytes=slot_bytes, direct=direct
         )
 
@@ -148,8 +144,7 @@ class Transfers:
         if len(into) != len(needs):
             raise ConfigurationError(f"{len(needs)} KV groups, but blocks for {len(into)}")
         for keys, spec in zip(wanted, into, strict=True):  # all are right before any is started
-            chain = self._core.of_rank(keys.group)
-            check_pages(chain.caches, chain.group, keys, spec)
+            check_pages(self._core.bindings.find(spec, keys.group), keys, spec)
         handles = [self.start_load(keys, spec, after=after) for keys, spec in zip(wanted, into, strict=True)]
         task = self._core.tasks.spawn(each_of(handles), f"load {len(needs)} KV groups")
         results = await Handle(task, partial(cancel_each, handles))
@@ -183,8 +178,7 @@ class Transfers:
             ConfigurationError, LayoutMismatchError: Arguments that can not be right. Nothing has moved.
             ClosedError: The cache is not open.
         """
-        self._core.check_open()
-        return prepare_load(self._core, keys, into, after, deadline_s, priority, layerwise=layerwise)()
+        return start_load(load_request(self._core, keys, into, after, deadline_s, priority, layerwise=layerwise))
 
     async def store(
         self, keys: BlockKeys, source: EngineBlocks, *, after: object = None, epoch: str | None = None
@@ -216,8 +210,7 @@ class Transfers:
             ConfigurationError, LayoutMismatchError: Arguments that can not be right. Nothing has moved.
             ClosedError: The cache is not open.
         """
-        self._core.check_open()
-        return prepare_store(self._core, keys, source, after, epoch, layerwise=layerwise)()
+        return start_store(store_request(self._core, keys, source, after, epoch, layerwise=layerwise))
 
     def prefetch(self, keys: BlockKeys, *, to: str = "cpu") -> PrefetchHandle:
         """Start to copy blocks up to a memory tier (its name), before anyone waits for them.

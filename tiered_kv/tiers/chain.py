@@ -21,7 +21,6 @@ from tiered_kv.errors import CapacityError
 from tiered_kv.events import Emit
 from tiered_kv.layout import KVGroup
 from tiered_kv.loop_calls import LoopCalls
-from tiered_kv.memory.caches import PagedCaches
 from tiered_kv.memory.codec import Codec
 from tiered_kv.memory.lanes import Lane, LaneCopy, Lanes
 from tiered_kv.results import TierFault, TierRun
@@ -130,7 +129,8 @@ class Chain:
     Attributes:
         naming: What its blocks are called.
         codec: How they are kept in every tier, if not as the engine has them.
-        caches: The engine's tensors, once registered.
+        h2d: Streams from the host to the engine's device.
+        d2h: Streams back.
         pending: The fill that each pending host slot belongs to, and the number of the tier it is read from, or -1.
         settling: One future per store that is not in every tier yet.
         through: The storage tiers that get blocks when they are stored.
@@ -152,7 +152,6 @@ class Chain:
     emit: Emit
     limits: Limits
     codec: Codec | None = None
-    caches: PagedCaches | None = None
     pending: dict[int, tuple[Fill, int]] = field(default_factory=dict)
     settling: set["asyncio.Future[Any]"] = field(default_factory=set)
     on_admitted: Callable[[StorageTier, Batch], None] = lambda _tier, _batch: None

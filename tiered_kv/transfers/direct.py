@@ -6,81 +6,21 @@ of it, so its deadline is soft. It begins nothing more once its time is up.
 """
 
 import asyncio
-import mmap
 from collections import deque
-from collections.abc import Callable
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.backend import Block
-from tiered_kv.errors import ConfigurationError
-from tiered_kv.layout import PAGE_BYTES, KVGroup
-from tiered_kv.memory.caches import PagedCaches
-from tiered_kv.memory.lanes import Lane
 from tiered_kv.results import TierFault
-from tiered_kv.tiers.budget import Priority, Ticket
-from tiered_kv.tiers.chain import Chain
+from tiered_kv.tiers.budget import Ticket
 from tiered_kv.tiers.memory import Batch
 from tiered_kv.transfers.load import Copied, Load
 from tiered_kv.transfers.window import Landed, Window
 
-_HEADER_BYTES = 4096
-
-
-class DirectSlots:
-    """Page-aligned slots of the engine's, whose bytes a medium may fill."""
-
-    def __init__(self, memory: memoryview, slot_bytes: int, group: KVGroup) -> None:
-        """Take ``memory`` as slots of ``slot_bytes``.
-
-        Raises:
-            ConfigurationError: They do not begin at multiples of 4096 bytes, or are not as long as whole pages.
-        """
-        address = np.frombuffer(memory, np.uint8).ctypes.data
-        if address % PAGE_BYTES or slot_bytes % PAGE_BYTES or slot_bytes < group.stride_bytes:
-            raise ConfigurationError(
-                f"direct=True needs slots at multiples of {PAGE_BYTES} bytes, {group.stride_bytes} bytes or more each: "
-                f"this pool is at address {address:#x} (+{address % PAGE_BYTES}), with {slot_bytes} bytes a slot"
-            )
-        self._memory = memory
-        self._slot_bytes = slot_bytes
-        self._group = group
-
-    def blocks(self, slots: NDArray[np.int64]) -> list[Block]:
-        """Lend record buffers over ``slots``, with headers of their own. The last page of a block is used whole."""
-        headers = memoryview(mmap.mmap(-1, len(slots) * _HEADER_BYTES))
-        stride, payload = self._group.stride_bytes, self._group.payload_bytes
-        return [
-            Block(
-                headers[number * _HEADER_BYTES : (number + 1) * _HEADER_BYTES],
-                self._memory[slot * self._slot_bytes : slot * self._slot_bytes + stride],
-                payload,
-            )
-            for number, slot in enumerate(slots.tolist())
-        ]
-
 
 class DirectLoad(Load):
-    """A load into a pool that takes turns: what is resident is copied, what is in storage is read in place."""
-
-    def __init__(
-        self,
-        slots: DirectSlots,
-        chain: Chain,
-        batch: Batch,
-        caches: PagedCaches,
-        pages: NDArray[np.int64],
-        lane: Lane,
-        deadline: float,
-        priority: Priority,
-        is_current: Callable[[], bool],
-    ) -> None:
-        """Prepare a load into ``slots``, which ``pages`` number; the rest is as for `Load`."""
-        super().__init__(chain, batch, caches, pages, lane, deadline, priority, is_current)
-        self._slots = slots
-        self._priority = priority
+    """A load into `DirectSlots` that takes turns: what is resident is copied, what is in storage is read in place."""
 
     async def _move(self, underway: deque[Window], begun: int = 0, end: int | None = None) -> None:
         done, n = begun, len(self._batch) if end is None else end
@@ -96,7 +36,7 @@ class DirectLoad(Load):
                 continue
             part = self._batch[done : min(done + size, n)]
             part = part[: _prefix(~host.ready(part.names))]
-            async with asyncio.timeout_at(self._deadline):
+            async with asyncio.timeout_at(self._request.deadline):
                 numbers = await self._chain.sources(part)
                 is_free = is_free or await self._is_free()
             part = part[: _prefix(numbers >= 0)]
@@ -108,7 +48,7 @@ class DirectLoad(Load):
 
     async def _is_free(self) -> bool:
         """Wait until nobody else uses the pages: until the lane is past the caller's event."""
-        copy = self._chain.copy(self._lane, _nothing)
+        copy = self._chain.copy(self._request.lane, _nothing)
         errors: list[BaseException | None] = []
         self.watch(copy, errors.append)
         await asyncio.wait({copy.ended})
@@ -132,19 +72,21 @@ class DirectLoad(Load):
         self._copied.append(Copied(Landed(window, num_right, nowhere, nowhere, [], is_worth_another=False), ok=True))
         if self.revoked:
             raise asyncio.CancelledError
-        if loop.time() >= self._deadline:
+        if loop.time() >= self._request.deadline:
             raise TimeoutError
         return num_right
 
     async def _read_from_all(self, start: int, part: Batch, numbers: NDArray[np.int8]) -> NDArray[np.bool_]:
         """Read blocks, each from its tier, all tiers at once; say which are right."""
-        blocks = self._slots.blocks(self._pages[start : start + len(part), 0])
+        slots = self._request.binding.direct
+        assert slots is not None  # noqa: S101 - else it would be a plain load
+        blocks = slots.blocks(self._request.pages[start : start + len(part), 0])
         right = np.zeros(len(part), np.bool_)
 
         async def read_from(number: int) -> None:
             tier, at = self._chain.storage[number - len(self._chain.memory)], np.flatnonzero(numbers == number)
             late = partial(self._say_late, tier.name, len(at))
-            right[at] = await tier.read(part[at], [blocks[i] for i in at], Ticket(self._priority), late)
+            right[at] = await tier.read(part[at], [blocks[i] for i in at], Ticket(self._request.priority), late)
 
         await asyncio.gather(*(read_from(int(number)) for number in np.unique(numbers)))
         return right

@@ -83,7 +83,7 @@ class StorePart:
         chain.room.changed()
         live = lease.slots >= 0
         n = int(np.count_nonzero(live))
-        tally = Tally(chain)
+        tally = Tally(chain.tiers)
         tally.add(chain.host, written=n, dropped=int(np.count_nonzero(self.fresh)) - n)
         chain.count_use(self._batch[live])
         write_down(chain, tally, chain.host, self._batch[live], lease.slots[live], lease)

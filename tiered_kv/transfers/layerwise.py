@@ -14,14 +14,13 @@ from numpy.typing import NDArray
 
 from tiered_kv.catalog.leases import Reservation
 from tiered_kv.errors import ConfigurationError
-from tiered_kv.memory.caches import PagedCaches
 from tiered_kv.memory.copies import scatter_blocks
-from tiered_kv.memory.lanes import Lane, LaneCopy, RevokedError
+from tiered_kv.memory.lanes import LaneCopy, RevokedError
 from tiered_kv.results import StoreResult
 from tiered_kv.tiers.budget import Priority, Ticket
-from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.memory import Batch, MemoryTier
 from tiered_kv.transfers.load import Copied, Load
+from tiered_kv.transfers.requests import StoreRequest
 from tiered_kv.transfers.store import Placed, Store
 from tiered_kv.transfers.window import Landed, Window
 
@@ -57,7 +56,7 @@ class LayerLoad(Load):
             gpu = np.concatenate([each.gpu for each in landed])
             host = np.concatenate([each.host for each in landed])
             self._layers = tuple(
-                self._chain.copy(self._lane, partial(self._scatter, gpu, host, slice(layer, layer + 1)))
+                self._chain.copy(self._request.lane, partial(self._scatter, gpu, host, slice(layer, layer + 1)))
                 for layer in range(self.num_layers)
             )
             for copy in self._layers:
@@ -69,10 +68,11 @@ class LayerLoad(Load):
             self._release()
 
     def _scatter(self, gpu: NDArray[np.int64], host: NDArray[np.int64], layers: slice) -> None:
-        """LaneCopy layers of all blocks into the engine, from wherever each block is; in a stream's turn."""
-        for tier, slots in ((self._chain.gpu, gpu), (self._chain.host, host)):
+        """Copy layers of all blocks into the engine, from wherever each block is; in a stream's turn."""
+        for tier, slots in ((self._gpu, gpu), (self._chain.host, host)):
             if tier is not None and len(at := np.flatnonzero(slots >= 0)):
-                scatter_blocks(tier.rows, slots[at], self._caches, self._pages[at].ravel(), layers=layers)
+                pages = self._request.pages[at].ravel()
+                scatter_blocks(tier.rows, slots[at], self._request.binding.caches, pages, layers=layers)
 
     def _end_layer(self, error: BaseException | None) -> None:
         if self._error is None and error is not None:
@@ -91,11 +91,12 @@ class LayerLoad(Load):
 class LayerStore(Store):
     """A store whose layers come one by one, in any order, as they are computed."""
 
-    def __init__(self, chain: Chain, batch: Batch, caches: PagedCaches, pages: NDArray[np.int64], lane: Lane) -> None:
+    def __init__(self, request: StoreRequest) -> None:
         """Reserve slots for all that fit; see `Store`."""
-        super().__init__(chain, batch, caches, pages, lane)
+        super().__init__(request)
+        batch, pages = request.batch, request.pages
         self._placed: list[Placed] = []
-        self._missing = set(range(chain.group.num_layers))
+        self._missing = set(range(request.chain.group.num_layers))
         self._is_complete: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._error: BaseException | None = None
         self._has_ended = False
@@ -143,20 +144,22 @@ class LayerStore(Store):
         if layer not in self._missing:
             raise ConfigurationError(f"layer {layer} was stored already")
         if after is not None:
-            self._chain.d2h.device.check(after)
+            self._request.binding.d2h.device.check(after)
         if self._has_ended or self.revoked:
             return
         self._missing.discard(layer)
         if after is not None:
-            self._lane.wait(after)
+            self._request.lane.wait(after)
         if self._placed:
-            self.watch(self._chain.copy(self._lane, partial(self._gather, slice(layer, layer + 1))), self._end_layer)
+            self.watch(
+                self._chain.copy(self._request.lane, partial(self._gather, slice(layer, layer + 1))), self._end_layer
+            )
         if not self._missing and not self._is_complete.done():
             self._is_complete.set_result(None)
 
     def _gather(self, layers: slice) -> None:
         for placed in self._placed:
-            placed.gather(self._caches, layers)
+            placed.gather(self._request.binding.caches, layers)
 
     def _end_layer(self, error: BaseException | None) -> None:
         self._error = self._error or error

@@ -7,7 +7,6 @@ behind it go on as fills of the cache, and are there for whoever asks next.
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,15 +16,13 @@ from numpy.typing import NDArray
 from tiered_kv.catalog.leases import Reservation
 from tiered_kv.errors import ConfigurationError
 from tiered_kv.events import BlocksLoaded
-from tiered_kv.memory.caches import PagedCaches
 from tiered_kv.memory.copies import copy_rows, scatter_blocks
 from tiered_kv.memory.device import wait_in
-from tiered_kv.memory.lanes import Lane, LaneCopy, RevokedError
+from tiered_kv.memory.lanes import LaneCopy, RevokedError
 from tiered_kv.results import LoadResult, TierFault
-from tiered_kv.tiers.budget import Priority
-from tiered_kv.tiers.chain import RESIDENT_WINDOWS, Chain
-from tiered_kv.tiers.memory import Batch
+from tiered_kv.tiers.chain import RESIDENT_WINDOWS
 from tiered_kv.transfers.handles import Handle, Revocable
+from tiered_kv.transfers.requests import LoadRequest
 from tiered_kv.transfers.window import Bringer, Landed, Window
 
 _PACKED: Final = 16
@@ -102,50 +99,26 @@ class Copied:
 class Load(Revocable):
     """One load of one KV group."""
 
-    def __init__(
-        self,
-        chain: Chain,
-        batch: Batch,
-        caches: PagedCaches,
-        pages: NDArray[np.int64],
-        lane: Lane,
-        deadline: float,
-        priority: Priority,
-        is_current: Callable[[], bool],
-    ) -> None:
-        """Prepare a load; nothing moves before `run`.
-
-        Args:
-            chain: The tiers.
-            batch: What to load.
-            caches: The engine's tensors.
-            pages: ``(n, pages_per_block)`` page ids, in key order.
-            lane: Behind the pages' last use; released when the load has ended.
-            deadline: On the loop's clock.
-            priority: Of its reads.
-            is_current: False once the weights have changed: then the load returns 0 blocks.
-        """
+    def __init__(self, request: LoadRequest) -> None:
+        """Prepare a load; nothing moves before `run`."""
         super().__init__()
-        self._chain = chain
-        self._batch = batch
-        self._caches = caches
-        self._pages = pages
-        self._lane = lane
+        self._request = request
+        self._chain = chain = request.chain
+        self._batch = batch = request.batch
+        self._gpu = request.binding.gpu
         self.num_layers = chain.group.num_layers
         self.thread = threading.get_ident()
-        self._deadline = deadline
-        self._is_current = is_current
         self._copied: list[Copied] = []
         self._last: LaneCopy | None = None
         self.admitted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         """Resolves when it is known how many blocks will be in place."""
         promote = chain.limits.promote
-        self._bringer = Bringer(chain, batch, priority, keep=promote)
-        self._may_promote = chain.gpu.room_for(batch) if chain.gpu and promote else 0
+        self._bringer = Bringer(chain, batch, request.priority, keep=promote, gpu=self._gpu)
+        self._may_promote = self._gpu.room_for(batch) if self._gpu and promote else 0
 
     def start_load(self, task: "asyncio.Task[LoadResult]") -> LoadHandle:
         """Give the task that runs this load, for a handle."""
-        self.start(task, self._lane)
+        self.start(task, self._request.lane)
         task.add_done_callback(lambda _: self._settle(0))
         return LoadHandle(task, self)
 
@@ -160,7 +133,7 @@ class Load(Revocable):
         underway: deque[Window] = deque()
         in_time = True
         try:
-            if (error := self._chain.h2d.device.error) is None:
+            if (error := self._request.binding.h2d.device.error) is None:
                 await self._move(underway)
                 self._admit()
             else:
@@ -174,7 +147,7 @@ class Load(Revocable):
             for window in underway:
                 self._bringer.abandon(window)
             self._give_up()
-            in_time &= await self.drain_copies(self._deadline)
+            in_time &= await self.drain_copies(self._request.deadline)
         if not in_time:
             self._bringer.faults.append(TierFault("", "deadline", len(self._batch)))
         result = self._result(loop.time() - started)
@@ -197,7 +170,7 @@ class Load(Revocable):
         while begun < n or underway:
             while begun < n and len(underway) <= self._chain.limits.reads_in_flight:
                 stop = min(begun + self._window(begun), n)
-                async with asyncio.timeout_at(self._deadline):
+                async with asyncio.timeout_at(self._request.deadline):
                     await asyncio.sleep(0)  # what is resident never waits: let others run between windows
                     window = await self._bringer.begin(
                         begun, self._batch[begun:stop], may_wait=self._may_wait(underway)
@@ -210,7 +183,7 @@ class Load(Revocable):
                 return  # no slots without waiting, and more are held already
             window = underway[0]
             size = len(window.batch)
-            landed = await self._bringer.land(window, self._deadline)
+            landed = await self._bringer.land(window, self._request.deadline)
             underway.popleft()
             self._copy(landed)
             if landed.num_blocks < size:
@@ -240,7 +213,7 @@ class Load(Revocable):
         """Blocks of the next window: more where nothing has to be read, as each costs the event loop 0.2 ms."""
         size = self._chain.window_blocks
         ahead = self._batch.names[begun : begun + RESIDENT_WINDOWS * size]
-        resident = max(tier.index.ready_prefix(ahead) for tier in self._chain.memory)
+        resident = max(tier.index.ready_prefix(ahead) for tier in (self._gpu, self._chain.host) if tier is not None)
         if resident >= size:
             return resident
         if 0 < self._bringer.may_keep < size:
@@ -251,8 +224,8 @@ class Load(Revocable):
 
     def _copy(self, landed: Landed) -> None:
         """Put the copies of a landed window on the stream; its leases end when they have."""
-        chain, n, caches = self._chain, landed.num_blocks, self._caches
-        pages = self._pages[landed.window.start : landed.window.start + n]
+        chain, gpu, n, caches = self._chain, self._gpu, landed.num_blocks, self._request.binding.caches
+        pages = self._request.pages[landed.window.start : landed.window.start + n]
         in_gpu, on_host = np.flatnonzero(landed.gpu >= 0), np.flatnonzero(landed.gpu < 0)
         head = on_host[: self._may_promote]
         promotion = self._promote(landed, head)
@@ -260,12 +233,12 @@ class Load(Revocable):
         direct = np.setdiff1d(on_host, promoted, assume_unique=True)
 
         def work() -> None:
-            if len(in_gpu) and chain.gpu:
-                scatter_blocks(chain.gpu.rows, landed.gpu[in_gpu], caches, pages[in_gpu].ravel())
-            if len(promoted) and chain.gpu and promotion:
+            if len(in_gpu) and gpu:
+                scatter_blocks(gpu.rows, landed.gpu[in_gpu], caches, pages[in_gpu].ravel())
+            if len(promoted) and gpu and promotion:
                 slots = promotion.slots[promotion.slots >= 0]
-                copy_rows(chain.host.rows, landed.host[promoted], chain.gpu.rows, slots)
-                scatter_blocks(chain.gpu.rows, slots, caches, pages[promoted].ravel())
+                copy_rows(chain.host.rows, landed.host[promoted], gpu.rows, slots)
+                scatter_blocks(gpu.rows, slots, caches, pages[promoted].ravel())
             if len(direct):
                 scatter_blocks(chain.host.rows, landed.host[direct], caches, pages[direct].ravel())
 
@@ -274,23 +247,22 @@ class Load(Revocable):
         if n == 0:
             self._end_copy(copied, None, promotion)
             return
-        self._last = chain.copy(self._lane, work)
+        self._last = chain.copy(self._request.lane, work)
         self.watch(self._last, lambda error: self._end_copy(copied, error, promotion))
 
     def _promote(self, landed: Landed, head: NDArray[np.int64]) -> Reservation | None:
         """Reserve slots of the GPU pool for blocks that come through the host, if there is room without waiting."""
-        gpu = self._chain.gpu
-        if gpu is None or not len(head):
+        if self._gpu is None or not len(head):
             return None
         self._may_promote -= len(head)
-        return self._chain.reserve(gpu, landed.window.batch[head])
+        return self._chain.reserve(self._gpu, landed.window.batch[head])
 
     def _end_copy(self, copied: Copied, error: BaseException | None, promotion: Reservation | None) -> None:
         copied.ok = error is None
         if promotion is not None:
-            if copied.ok and self._chain.gpu:
+            if copied.ok and self._gpu:
                 lease = promotion.commit()
-                self._chain.gpu.counters.promoted += int(np.count_nonzero(lease.slots >= 0))
+                self._gpu.counters.promoted += int(np.count_nonzero(lease.slots >= 0))
                 lease.release()
             promotion.close()
         self._chain.release(*copied.landed.leases)
@@ -310,7 +282,7 @@ class Load(Revocable):
             num_blocks += copied.landed.num_blocks
             sources.append(copied.landed.window.source[: copied.landed.num_blocks])
         numbers = np.concatenate(sources)
-        if not self._is_current():
+        if not self._request.is_current():
             num_blocks, numbers = 0, numbers[:0]
             faults.append(TierFault("", "epoch advanced", len(self._batch)))
         counts = np.bincount(numbers, minlength=len(chain.tiers))

@@ -27,7 +27,7 @@ class Prefetch(Revocable):
         self._chain = chain
         self._batch = batch
         self._target = target
-        self._bringer = Bringer(chain, batch, Priority.PREFETCH, keep=True, use_gpu=target is chain.gpu)
+        self._bringer = Bringer(chain, batch, Priority.PREFETCH, keep=True, gpu=target if target is chain.gpu else None)
         self._room = target.room_for(batch)
         self._num_moved = 0
         self.source = np.full(len(batch), -1, np.int8)

@@ -18,12 +18,13 @@ from tiered_kv.errors import ConfigurationError
 from tiered_kv.events import BlocksSettled, BlocksStored
 from tiered_kv.memory.caches import PagedCaches
 from tiered_kv.memory.copies import gather_blocks
-from tiered_kv.memory.lanes import Lane, RevokedError
+from tiered_kv.memory.lanes import RevokedError
 from tiered_kv.results import StoreResult, TierStore
 from tiered_kv.tiers.budget import Priority, Ticket
-from tiered_kv.tiers.chain import RESIDENT_WINDOWS, Chain, Fill
+from tiered_kv.tiers.chain import RESIDENT_WINDOWS, Fill
 from tiered_kv.tiers.memory import Batch, MemoryTier
 from tiered_kv.transfers.handles import Handle, Revocable
+from tiered_kv.transfers.requests import StoreRequest
 from tiered_kv.transfers.writedown import Tally, write_down
 
 
@@ -75,28 +76,20 @@ class Placed:
 class Store(Revocable):
     """One store of one KV group."""
 
-    def __init__(self, chain: Chain, batch: Batch, caches: PagedCaches, pages: NDArray[np.int64], lane: Lane) -> None:
-        """Prepare a store; nothing moves before `run`.
-
-        Args:
-            chain: The tiers.
-            batch: What to store, in the namespace of the weights that computed it.
-            caches: The engine's tensors.
-            pages: ``(n, pages_per_block)`` page ids, in key order.
-            lane: Behind the pages' computation; released when the store has let go of them.
-        """
+    def __init__(self, request: StoreRequest) -> None:
+        """Prepare a store; nothing moves before `run`."""
         super().__init__()
-        self._chain = chain
-        self._batch = batch
-        self._caches = caches
-        self._pages = pages
-        self._lane = lane
-        self._goes_down = bool(chain.storage) or chain.gpu is not None
-        self._keeps = any(tier.index.num_slots for tier in chain.memory)
+        self._request = request
+        self._chain = chain = request.chain
+        self._batch = batch = request.batch
+        gpu = request.binding.gpu
+        self._memory: list[MemoryTier] = [chain.host] if gpu is None else [gpu, chain.host]
+        self._goes_down = bool(chain.storage) or gpu is not None
+        self._keeps = any(tier.index.num_slots for tier in self._memory)
         self._takes_stores = chain.limits.takes_stores
-        self._tally = Tally(chain)
+        self._tally = Tally([*self._memory, *chain.storage])
         # A store longer than a tier must not evict its own head: past this many, blocks go to the next tier.
-        self._may_keep = {tier.name: tier.room_for(batch) for tier in chain.memory}
+        self._may_keep = {tier.name: tier.room_for(batch) for tier in self._memory}
         self._num_stored = self._num_present = 0
         self._dropped: Counter[str] = Counter()
         self._settled: asyncio.Future[tuple[TierStore, ...]] = asyncio.get_running_loop().create_future()
@@ -115,7 +108,7 @@ class Store(Revocable):
                 done = len(self._batch)
             while done < len(self._batch):
                 stop = done + self._window()
-                part, pages = self._batch[done:stop], self._pages[done:stop]
+                part, pages = self._batch[done:stop], self._request.pages[done:stop]
                 await asyncio.sleep(0)  # where there is room nothing waits: let others run between windows
                 async with asyncio.timeout_at(deadline):
                     if not self._keeps:
@@ -141,7 +134,7 @@ class Store(Revocable):
 
     def start_store(self, task: "asyncio.Task[StoreResult]") -> StoreHandle:
         """Give the task that runs this store, for a handle."""
-        self.start(task, self._lane)
+        self.start(task, self._request.lane)
         return StoreHandle(task, self)
 
     def store_layer(self, layer: int, after: object) -> None:
@@ -190,7 +183,7 @@ class Store(Revocable):
     def _place_now(self, part: Batch) -> tuple[MemoryTier, Reservation] | None:
         """Reserve slots that stay, in the fastest tier that has room."""
         chain = self._chain
-        for tier in chain.memory:
+        for tier in self._memory:
             slots, _ = tier.index.find(part.names)
             is_short = np.count_nonzero(slots < 0) > self._may_keep[tier.name]
             if not is_short and (reservation := chain.reserve(tier, part)) is not None:
@@ -211,7 +204,7 @@ class Store(Revocable):
 
     def _is_refused(self) -> bool:
         """Drop all of it if the cache was draining when it began, or the device has failed."""
-        if self._takes_stores and self._chain.d2h.device.error is None:
+        if self._takes_stores and self._request.binding.d2h.device.error is None:
             return False
         self._drop(self._batch, "device unusable" if self._takes_stores else "draining")
         return True
@@ -235,7 +228,7 @@ class Store(Revocable):
 
     def _copy_out(self, placed: "Placed") -> None:
         """Put the copy of a window's new blocks on the stream."""
-        copy = self._chain.copy(self._lane, partial(placed.gather, self._caches))
+        copy = self._chain.copy(self._request.lane, partial(placed.gather, self._request.binding.caches))
         self.watch(copy, lambda error: self._copied_out(error, placed))
 
     def _copied_out(self, error: BaseException | None, placed: "Placed") -> None:

@@ -37,16 +37,18 @@ class SwapSpaces:
     def __init__(self) -> None:
         self._spaces: dict[int, SwapSpace] = {}
 
-    def of(self, group: int, chain: Chain, num_bytes: int, stack: AsyncExitStack) -> "SwapSpace":
-        """Return the space of a KV group; ``stack`` ends with the cache.
+    def of(
+        self, group: int, chain: Chain, caches: PagedCaches | None, num_bytes: int, stack: AsyncExitStack
+    ) -> "SwapSpace":
+        """Return the space of a KV group, for its registered caches; ``stack`` ends with the cache.
 
         Raises:
             ConfigurationError: It would hold no page, or the engine's caches are not registered.
         """
-        if chain.caches is None:
+        if caches is None:
             raise ConfigurationError("register_kv_caches() comes before swap: the cache has no tensors yet")
-        if (space := self._spaces.get(group)) is None or space.registered is not chain.caches:
-            page = chain.caches.by_page().group
+        if (space := self._spaces.get(group)) is None or space.registered is not caches:
+            page = caches.by_page().group
             if num_bytes < page.stride_bytes:
                 raise ConfigurationError(
                     f"CacheLimits.swap_space of {num_bytes} bytes holds no page of {page.stride_bytes}"
@@ -62,7 +64,7 @@ class SwapSpaces:
                 stack.callback(stream.close)
             else:
                 slab, stream = space.slab, space.lane.stream
-            space = self._spaces[group] = SwapSpace(chain, chain.caches, slab, Lane(stream, None))
+            space = self._spaces[group] = SwapSpace(chain, caches, slab, Lane(stream, None))
         return space
 
 

@@ -14,7 +14,7 @@ from tiered_kv.catalog.leases import Lease
 from tiered_kv.results import TierFault
 from tiered_kv.tiers.budget import Priority, Ticket
 from tiered_kv.tiers.chain import Chain, Fill
-from tiered_kv.tiers.memory import Batch
+from tiered_kv.tiers.memory import Batch, MemoryTier
 
 
 @dataclass
@@ -63,7 +63,9 @@ class Landed:
 class Bringer:
     """Begins and lands the windows of one transfer."""
 
-    def __init__(self, chain: Chain, batch: Batch, priority: Priority, *, keep: bool, use_gpu: bool = True) -> None:
+    def __init__(
+        self, chain: Chain, batch: Batch, priority: Priority, *, keep: bool, gpu: MemoryTier | None = None
+    ) -> None:
         """Args say where blocks end up.
 
         Args:
@@ -71,14 +73,14 @@ class Bringer:
             batch: All blocks of the transfer.
             priority: Of the reads.
             keep: Whether blocks read from storage are to stay in the CPU tier.
-            use_gpu: Whether a block in the GPU pool need not be on the host.
+            gpu: The GPU pool, if a block that is there need not be on the host.
         """
         self.chain = chain
         self.priority = priority
         self.faults: list[TierFault] = []
         # A load longer than the CPU tier must not evict its own head: past this many, blocks only pass through.
         self.may_keep = chain.host.room_for(batch) if keep else 0
-        self._gpu = chain.gpu if use_gpu else None
+        self._gpu = gpu
 
     async def begin(self, start: int, batch: Batch, *, may_wait: bool) -> Window | None:
         """Begin a window; its batch is cut to the prefix that is anywhere.

@@ -35,11 +35,10 @@ class Tally:
     Covers the tiers that can keep blocks: a host tier with bounce slots only is passed over.
     """
 
-    def __init__(self, chain: Chain) -> None:
-        self._tiers: list[Tier] = [
-            tier for tier in chain.tiers if not isinstance(tier, MemoryTier) or tier.index.num_slots
-        ]
-        self._order = {tier.name: place for place, tier in enumerate(chain.tiers)}
+    def __init__(self, tiers: Sequence[Tier]) -> None:
+        """Count nothing yet in ``tiers``, fastest first."""
+        self._tiers: list[Tier] = [tier for tier in tiers if not isinstance(tier, MemoryTier) or tier.index.num_slots]
+        self._order = {tier.name: place for place, tier in enumerate(tiers)}
         self._counts = {tier.name: Counter[str]() for tier in self._tiers}
 
     def add(
@@ -330,7 +329,7 @@ def write_admitted(chain: Chain, storage: StorageTier, batch: Batch) -> None:
         elif storage.is_written_back:
             lease.release()
         else:
-            _start(chain, WriteDown(chain, Tally(chain), tier, part, slots, lease, to=[storage]), len(part))
+            _start(chain, WriteDown(chain, Tally(chain.tiers), tier, part, slots, lease, to=[storage]), len(part))
         batch = batch[~there]
 
 

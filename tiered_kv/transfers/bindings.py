@@ -1,53 +1,106 @@
-"""Host memory of the engine's own that blocks are loaded into and stored from: its pools.
+"""Memory of the engine's own that blocks are loaded into and stored from: its registered caches, and its host pools.
 
-To a transfer a pool is a KV cache on a CPU, and moves over streams of its own: a GPU's would copy host memory in
-whichever thread submits. No such stream reaches a GPU pool tier, so for a pool that tier is empty: a block that is
+To a transfer a host pool is a KV cache on a CPU, and moves over streams of its own: a GPU's would copy host memory in
+whichever thread submits. No such stream reaches a GPU pool tier, so for a host pool there is none: a block that is
 nowhere else ends the prefix.
 """
 
-import copy
+import mmap
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from tiered_kv.catalog.index import TierIndex
+from tiered_kv.backend import Block
 from tiered_kv.errors import ConfigurationError, LayoutMismatchError
-from tiered_kv.layout import KVCaches, KVGroup
+from tiered_kv.layout import PAGE_BYTES, KVCaches, KVGroup
 from tiered_kv.memory.caches import PagedCaches
+from tiered_kv.memory.crossover import prepare
 from tiered_kv.memory.device import CPUDevice, Device
 from tiered_kv.memory.lanes import Lanes
-from tiered_kv.specs import CPULoadStoreSpec, LoadStoreSpec
+from tiered_kv.specs import CPULoadStoreSpec, EngineBlocks, GPULoadStoreSpec
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.memory import MemoryTier
-from tiered_kv.transfers.direct import DirectSlots
 
 _INNER = {"NHD": "NHD", "HND": "HND", "MLA": "ND"}
+_HEADER_BYTES = 4096
+
+
+class DirectSlots:
+    """Page-aligned slots of the engine's, whose bytes a medium may fill."""
+
+    def __init__(self, memory: memoryview, slot_bytes: int, group: KVGroup) -> None:
+        """Take ``memory`` as slots of ``slot_bytes``.
+
+        Raises:
+            ConfigurationError: They do not begin at multiples of 4096 bytes, or are not as long as whole pages.
+        """
+        address = np.frombuffer(memory, np.uint8).ctypes.data
+        if address % PAGE_BYTES or slot_bytes % PAGE_BYTES or slot_bytes < group.stride_bytes:
+            raise ConfigurationError(
+                f"direct=True needs slots at multiples of {PAGE_BYTES} bytes, {group.stride_bytes} bytes or more each: "
+                f"this pool is at address {address:#x} (+{address % PAGE_BYTES}), with {slot_bytes} bytes a slot"
+            )
+        self._memory = memory
+        self._slot_bytes = slot_bytes
+        self._group = group
+
+    def blocks(self, slots: NDArray[np.int64]) -> list[Block]:
+        """Lend record buffers over ``slots``, with headers of their own. The last page of a block is used whole."""
+        headers = memoryview(mmap.mmap(-1, len(slots) * _HEADER_BYTES))
+        stride, payload = self._group.stride_bytes, self._group.payload_bytes
+        return [
+            Block(
+                headers[number * _HEADER_BYTES : (number + 1) * _HEADER_BYTES],
+                self._memory[slot * self._slot_bytes : slot * self._slot_bytes + stride],
+                payload,
+            )
+            for number, slot in enumerate(slots.tolist())
+        ]
 
 
 @dataclass(frozen=True)
-class HostPool:
-    """One pool.
+class Binding:
+    """Memory of the engine's as copies reach it.
 
     Attributes:
         group: The KV group of its blocks.
-        chain: The group's chain as copies to and from the pool see it; its ``caches`` are the pool.
+        caches: The memory.
+        h2d: Streams that copy into it.
+        d2h: Streams that copy out of it.
+        gpu: The GPU pool tier that these streams reach too, if any.
         direct: Its slots, if a medium may read into them.
     """
 
     group: int
-    chain: Chain
-    direct: DirectSlots | None
+    caches: PagedCaches
+    h2d: Lanes
+    d2h: Lanes
+    gpu: MemoryTier | None
+    direct: DirectSlots | None = None
 
 
-class HostPools:
-    """The pools of one cache, by name. Changed on the event loop, read from any thread."""
+class Bindings:
+    """All memory that the engine has registered with one cache. Changed on the event loop, read from any thread."""
 
     def __init__(self) -> None:
-        self._pools: dict[str, HostPool] = {}
+        self._caches: dict[int, Binding] = {}
+        self._pools: dict[str, Binding] = {}
         self._lanes: tuple[Lanes, Lanes] | None = None
 
-    def register(
+    def register_caches(self, kv_caches: KVCaches, chain: Chain, *, group: int, axes: str | None) -> None:
+        """See `TieredKV.register_kv_caches`."""
+        caches = PagedCaches.bind(kv_caches, chain.group, axes=axes, device=chain.h2d.device, codec=chain.codec)
+        prepare(caches)
+        self._caches[group] = Binding(group, caches, chain.h2d, chain.d2h, chain.gpu)
+
+    def caches_of(self, group: int) -> PagedCaches | None:
+        """Return the registered caches of a KV group."""
+        return binding.caches if (binding := self._caches.get(group)) is not None else None
+
+    def register_pool(
         self,
         name: str,
         buffer: KVCaches,
@@ -81,24 +134,37 @@ class HostPools:
                 stack.callback(device.close, 1.0)
             for lanes in self._lanes:
                 stack.callback(lanes.close)
-        self._pools[name] = HostPool(group, _seen_from_host(chain, caches, *self._lanes), slots)
+        self._pools[name] = Binding(group, caches, *self._lanes, gpu=None, direct=slots)
 
-    def find(self, spec: LoadStoreSpec, group: int) -> HostPool | None:
-        """Return the pool that a spec is of, for blocks of one KV group; None for the engine's registered pages.
+    def find(self, spec: EngineBlocks, group: int) -> Binding:
+        """Return the memory that a spec is of, for blocks of one KV group.
 
         Raises:
-            ConfigurationError: There is no such pool.
+            ConfigurationError: It is no spec, there is no such pool, or no caches are registered yet.
             LayoutMismatchError: It is one of another KV group.
         """
-        if not isinstance(spec, CPULoadStoreSpec):
-            return None
-        pool = self._pools.get(spec.pool)
-        if pool is None:
-            known = ", ".join(map(repr, self._pools)) or "none"
-            raise ConfigurationError(f"no host pool {spec.pool!r}: register_host_pool() comes first; there are {known}")
-        if pool.group != group:
-            raise LayoutMismatchError(f"keys of KV group {group}, but the host pool {spec.pool!r} is of {pool.group}")
-        return pool
+        if isinstance(spec, CPULoadStoreSpec):
+            pool = self._pools.get(spec.pool)
+            if pool is None:
+                known = ", ".join(map(repr, self._pools)) or "none"
+                raise ConfigurationError(
+                    f"no host pool {spec.pool!r}: register_host_pool() comes first; there are {known}"
+                )
+            if pool.group != group:
+                raise LayoutMismatchError(
+                    f"keys of KV group {group}, but the host pool {spec.pool!r} is of {pool.group}"
+                )
+            return pool
+        if not isinstance(spec, GPULoadStoreSpec):
+            raise ConfigurationError(
+                f"blocks of the engine are given as GPULoadStoreSpec or CPULoadStoreSpec, got {type(spec).__name__}"
+            )
+        if spec.group != group:
+            raise LayoutMismatchError(f"keys of KV group {group}, block ids of group {spec.group}")
+        binding = self._caches.get(group)
+        if binding is None:
+            raise ConfigurationError("register_kv_caches() comes before load and store: the cache has no tensors yet")
+        return binding
 
 
 def _slots_of(buffer: object, group: KVGroup, slot_bytes: int | None) -> tuple[memoryview, int]:
@@ -152,15 +218,3 @@ def _bind_slots(memory: memoryview, slot_bytes: int, chain: Chain, device: Devic
     num_slots = len(memory) // slot_bytes
     slots = values.as_strided((num_slots, *shape), (slot_bytes // values.itemsize, *strides))
     return PagedCaches.bind(slots, whole, axes="B" + axes, device=device, codec=chain.codec)
-
-
-def _seen_from_host(chain: Chain, caches: PagedCaches, h2d: Lanes, d2h: Lanes) -> Chain:
-    """Return the same chain for transfers of a pool. All that is counted, waited for and found in it is shared."""
-    seen = copy.copy(chain)
-    seen.group, seen.caches, seen.h2d, seen.d2h = caches.group, caches, h2d, d2h
-    if chain.gpu is not None:
-        nothing = torch.empty(0, chain.host.rows.shape[1], dtype=torch.int64)
-        seen.gpu = MemoryTier(chain.gpu.name, TierIndex(0), nothing)
-        seen.memory = [seen.gpu, *chain.memory[1:]]
-        seen.tiers = [seen.gpu, *chain.tiers[1:]]
-    return seen

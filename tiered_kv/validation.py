@@ -1,8 +1,12 @@
-"""The checks of `TieredKV`'s arguments: each says what was wrong, with numbers, before anything moves."""
+"""The checks of `TieredKV`'s arguments: each says what was wrong, with numbers, before anything moves.
+
+`load_request` and `store_request` are what any thread may do of a load or store: check it once, and enqueue its wait.
+The rest is the event loop's.
+"""
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,13 +16,28 @@ from tiered_kv.errors import ConfigurationError, LayoutMismatchError
 from tiered_kv.events import Emit
 from tiered_kv.keys import BlockKeys, ModelIdentity, Shard
 from tiered_kv.layout import KVGroup, KVLayout
-from tiered_kv.memory.caches import PagedCaches
 from tiered_kv.settings import CacheLimits
-from tiered_kv.specs import CPULoadStoreSpec, EngineBlocks, GPULoadStoreSpec
+from tiered_kv.specs import EngineBlocks, GPULoadStoreSpec
 from tiered_kv.tiers.budget import Priority
 from tiered_kv.tiers.chain import Chain
+from tiered_kv.tiers.memory import Batch
+from tiered_kv.transfers.bindings import Binding, Bindings
+from tiered_kv.transfers.requests import LoadRequest, StoreRequest
 
 _SIZE = TypeAdapter(ByteSize)
+
+
+class Cache(Protocol):
+    """What a request is made from."""
+
+    epoch: bytes
+    bindings: Bindings
+
+    def batch(self, keys: BlockKeys, epoch: str | None = None, *, anywhere: bool = False) -> tuple[Chain, Batch]:
+        """Return the chain of the keys' KV group, and what the keys are called there."""
+
+    def deadline(self, deadline_s: float | None) -> float:
+        """Return when a load's time is up, on the loop's clock."""
 
 
 def check_identity(model: object, layout: object) -> None:
@@ -45,6 +64,12 @@ def check_shards(shard: Shard | tuple[Shard, ...] | None) -> tuple[Shard, ...]:
     return shard
 
 
+def check_one_rank(of_ranks: Sequence[object]) -> None:
+    """Raise `ConfigurationError` if there is something for more than one rank."""
+    if len(of_ranks) > 1:
+        raise ConfigurationError(f"this cache stands for {len(of_ranks)} ranks: only each rank's own moves its bytes")
+
+
 def check_keys(keys: BlockKeys, group: KVGroup) -> None:
     """Raise `LayoutMismatchError` if the keys name blocks of another size than the group's."""
     if keys.block_size != group.block_size:
@@ -53,26 +78,59 @@ def check_keys(keys: BlockKeys, group: KVGroup) -> None:
         )
 
 
-def check_pages(
-    caches: PagedCaches | None, group: KVGroup, keys: BlockKeys, spec: EngineBlocks
-) -> tuple[PagedCaches, NDArray[np.int64]]:
-    """Return the engine's tensors, or its host pool, and its block ids as ``(len(keys), pages_per_block)``.
+def load_request(
+    cache: Cache,
+    keys: BlockKeys,
+    into: EngineBlocks,
+    after: object,
+    deadline_s: float | None,
+    priority: Priority,
+    *,
+    layerwise: bool = False,
+    anywhere: bool = False,
+) -> LoadRequest:
+    """Check a load and enqueue its wait; ``anywhere`` says whether any thread may ask. See `TieredKV.start_load`."""
+    epoch = cache.epoch  # before the keys are named by it: if it advances in between, the load is overtaken
+    chain, batch = cache.batch(keys, anywhere=anywhere)
+    binding = cache.bindings.find(into, keys.group)
+    pages = check_pages(binding, keys, into)
+    check_priority(priority)
+    check_seconds("deadline_s", deadline_s)
+    deadline = cache.deadline(deadline_s)
+    lane = binding.h2d.take(after)
+    return LoadRequest(
+        chain, batch, binding, pages, lane, deadline, priority, lambda: cache.epoch == epoch, layerwise=layerwise
+    )
+
+
+def store_request(
+    cache: Cache,
+    keys: BlockKeys,
+    source: EngineBlocks,
+    after: object,
+    epoch: str | None,
+    *,
+    layerwise: bool = False,
+    anywhere: bool = False,
+) -> StoreRequest:
+    """Check a store and enqueue its wait; ``anywhere`` says whether any thread may ask. See `TieredKV.start_store`."""
+    chain, batch = cache.batch(keys, epoch, anywhere=anywhere)
+    binding = cache.bindings.find(source, keys.group)
+    pages = check_pages(binding, keys, source)
+    lane = binding.d2h.take_own(after) if layerwise else binding.d2h.take(after)
+    return StoreRequest(chain, batch, binding, pages, lane, layerwise=layerwise)
+
+
+def check_pages(binding: Binding, keys: BlockKeys, spec: EngineBlocks) -> NDArray[np.int64]:
+    """Return the engine's block ids as ``(len(keys), pages_per_block)``.
 
     Raises:
-        ConfigurationError: No spec, no tensors yet, or an id that is no block of theirs or comes twice.
-        LayoutMismatchError: Another KV group, or another number of ids than the keys need.
+        ConfigurationError: An id that is no block of the engine's memory, or comes twice.
+        LayoutMismatchError: Another number of ids than the keys need.
     """
-    if not isinstance(spec, GPULoadStoreSpec | CPULoadStoreSpec):
-        raise ConfigurationError(
-            f"blocks of the engine are given as GPULoadStoreSpec or CPULoadStoreSpec, got {type(spec).__name__}"
-        )
-    if isinstance(spec, GPULoadStoreSpec) and spec.group != keys.group:
-        raise LayoutMismatchError(f"keys of KV group {keys.group}, block ids of group {spec.group}")
-    if caches is None:
-        raise ConfigurationError("register_kv_caches() comes before load and store: the cache has no tensors yet")
-    check_count(group, keys, spec)
-    caches.check_ids(spec.ids)
-    return caches, spec.ids.reshape(-1, group.pages_per_block)
+    check_count(binding.caches.group, keys, spec)
+    binding.caches.check_ids(spec.ids)
+    return spec.ids.reshape(-1, binding.caches.pages_per_block)
 
 
 def check_planned(chain: Chain, keys: BlockKeys, spec: GPULoadStoreSpec) -> KVGroup:
