@@ -72,7 +72,7 @@ async def main(path: str) -> None:
             ours, theirs = mp.get_context("spawn").Pipe()
             process = mp.get_context("spawn").Process(target=work, args=(rank, planner.slabs(), theirs), daemon=True)
             process.start()
-            planner.register_worker(process.pid, rank=rank)
+            planner.register_worker(rank=rank, pid=process.pid)
             pipes.append(ours)
 
         stored = await execute(planner, pipes, planner.plan_store(KEYS, BLOCKS))

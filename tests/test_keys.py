@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,6 +28,9 @@ MODEL = ModelIdentity("llama", weights="sha256:1", extra=(("rope", "linear"),))
 GROUP = KVGroup(num_layers=2, num_kv_heads=4, head_dim=8, dtype="bfloat16", block_size=16)
 LAYOUT = KVLayout((GROUP, GROUP))
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=60)
+
+
+KEYS = hash_blocks([1, 2, 3], block_size=1)
 
 
 def run_elsewhere(program: str, stdin: bytes = b"") -> str:
@@ -276,7 +280,7 @@ def test_an_engines_own_hashes_are_taken_as_they_are() -> None:
         (lambda: hash_blocks([2**80], block_size=1), "flat sequence of ints"),
         (lambda: hash_blocks([1.5], block_size=1), "flat sequence of ints"),  # type: ignore[list-item]
         (lambda: hash_blocks([[1]], block_size=1), "flat sequence of ints"),  # type: ignore[list-item]
-        (lambda: hash_blocks([1], block_size=0), "positive int of tokens, got 0"),
+        (lambda: hash_blocks([1], block_size=0), "block_size must be a positive int, got 0"),
         (lambda: hash_blocks([1], block_size=True), "got True"),
         (lambda: hash_blocks([1], block_size=1, salt=7), "str or bytes, got int"),  # type: ignore[arg-type]
         (lambda: hash_blocks([1, 2], block_size=1, extra=[None]), "2 blocks, 1 entries"),
@@ -286,19 +290,57 @@ def test_an_engines_own_hashes_are_taken_as_they_are() -> None:
         (lambda: hash_blocks([1, 2], block_size=1)[::2], "step 1, not 2"),
         (lambda: hash_tail([1], parent=hash_blocks([1], block_size=1)), "fewer than 1 tokens, got 1"),
         (lambda: hash_tail([1], parent=hash_blocks([1, 2], block_size=2)[1:]), "starts at block 1"),
-        (lambda: hash_blocks([1], block_size=1) + hash_blocks([1], block_size=1), "not the keys behind"),
+        (
+            lambda: hash_blocks([1], block_size=1) + hash_blocks([1], block_size=1),
+            "here block 1 comes next, the others begin with block 0",
+        ),
         (lambda: BlockKeys.from_hashes([b"short"], block_size=1), "hash 0 must be 8 to 32 bytes"),
         (lambda: BlockKeys.from_hashes([12345678], block_size=1), "hash 0"),  # type: ignore[list-item]
         (lambda: ModelIdentity("m", weights=""), "weights must be a non-empty str"),
         (lambda: ModelIdentity("m", "w", extra={"rope": "yarn"}), "tuple of"),  # type: ignore[arg-type]
         (lambda: ModelIdentity("m", "w", extra=("ab",)), "tuple of"),  # type: ignore[arg-type]
         (lambda: Shard(2, 2), "rank 2 of size 2"),
+        (lambda: Shard("0", 2), "a shard's rank must be an int, 0 or more, got '0'"),  # type: ignore[arg-type]
+        (lambda: Shard(-1, 2), "a shard's rank must be an int, 0 or more, got -1"),
+        (lambda: Shard.every(0), "the number of ranks must be a positive int, got 0"),
+        (lambda: hash_blocks("hello", block_size=1), "got a str: a tokenizer makes tokens"),  # type: ignore[arg-type]
+        (lambda: hash_blocks(torch.zeros(1, 4, dtype=torch.int64), block_size=1), "give one row"),  # type: ignore[arg-type]
+        (lambda: hash_blocks([1], block_size=True), "block_size must be a positive int, got True"),
+        (lambda: hash_blocks([1], block_size=1, group=-1), "a KV group's number must be an int, 0 or more, got -1"),
+        (lambda: hash_blocks([1], block_size=1, parent=[b""]), "parent must be the BlockKeys .*, got a list"),  # type: ignore[arg-type]
+        (lambda: hash_tail([1], parent=None), "parent must be the BlockKeys .*, got a NoneType"),  # type: ignore[arg-type]
+        (lambda: hash_tail([1], parent=hash_blocks([], block_size=2), extra="x"), "extra must be bytes .*, got 'x'"),  # type: ignore[arg-type]
+        (lambda: BlockKeys([b"x" * 32], block_size=1), r"made by hash_blocks\(.* not a list"),  # type: ignore[arg-type]
+        (lambda: BlockKeys(b"x" * 33, block_size=1), "not 33 bytes"),
+        (lambda: BlockKeys(bytes(32), block_size=1, start=-1), "start must be an int, 0 or more, got -1"),
+        (lambda: BlockKeys.from_hashes(bytes(32), block_size=1), "hashes must be a list, .* got 32 bytes"),  # type: ignore[arg-type]
+        (lambda: BlockKeys.from_hashes(None, block_size=1), "hashes must be a list, .* got a NoneType"),  # type: ignore[arg-type]
+        (lambda: BlockKeys.from_hashes(["ab" * 32], block_size=1), r"hash 0 .* got str .*: bytes.fromhex\(\)"),  # type: ignore[list-item]
+        (lambda: KEYS + hash_blocks([1], block_size=2), "here 1 tokens a block and group 0, there 2 and 0"),
+        (lambda: KEYS + hash_blocks([1], block_size=1, group=1), "here 1 tokens a block and group 0, there 1 and 1"),
+        (lambda: KEYS + hash_blocks([1], block_size=1, salt="b"), "keys of different salts cannot be joined$"),
     ],
 )
 def test_what_can_name_no_block_is_refused(call: Callable[[], object], message: str) -> None:
     """Bad input is an error of ours that says what was given, never a key that finds another prompt's blocks."""
     with pytest.raises(ConfigurationError, match=message):
         call()
+
+
+def test_ints_of_any_library_make_the_same_keys() -> None:
+    """Sizes read off an array, as engines have them, are as good as Python's."""
+    wanted = hash_blocks([1, 2, 3, 4], block_size=2, group=1)
+    assert hash_blocks(torch.tensor([1, 2, 3, 4]), block_size=np.int64(2), group=np.uint8(1)) == wanted  # type: ignore[arg-type]
+    assert Shard(np.int64(1), torch.tensor(2)) == Shard(1, 2)  # type: ignore[arg-type]
+    assert str(Shard(np.int64(1), 2)) == "1of2"  # type: ignore[arg-type]
+
+
+def test_a_wrong_index_is_told_in_blocks() -> None:
+    """Whoever counts tokens, or indexes with a list, reads what keys count and take."""
+    with pytest.raises(IndexError, match="block 99 of 3: BlockKeys count blocks, not tokens"):
+        KEYS[99]
+    with pytest.raises(TypeError, match=r"BlockKeys take an int or a slice in \[\], not list"):
+        KEYS[[0, 1]]  # type: ignore[call-overload]  # wrong on purpose
 
 
 def test_a_salt_is_not_shown() -> None:

@@ -1,5 +1,6 @@
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -74,15 +75,20 @@ def test_sizes(group: KVGroup, fragment_bytes: int, payload_bytes: int, stride_b
         pytest.param([tensor(2, 9, 16, 16, 8)], None, "may be read as PBNHD or PBHND", id="as many heads as tokens"),
         pytest.param(tensor(3, 9, 2, 16, 4, 8), None, "may be read as LBPNHD or BLPNHD", id="layers or pages first"),
         pytest.param(tensor(3, 9, 16, 72), None, "LBND", id="packed latents"),
-        pytest.param([tensor(2, 9, 8, 4, 8)], None, "no arrangement known here", id="other page size"),
-        pytest.param([tensor(16, 8)], None, "no arrangement", id="too few axes"),
+        pytest.param(
+            [tensor(2, 9, 8, 4, 8)],
+            None,
+            r"no axis .* \(2, 9, 8, 4, 8\) has 16 tokens: block_size= must",
+            id="other page size",
+        ),
+        pytest.param([tensor(16, 8)], None, "no arrangement known here", id="too few axes"),
         pytest.param([tensor(2, 9, 16, 4, 8)], "PBNH", "do not name each axis", id="an axis left out"),
-        pytest.param([tensor(2, 9, 16, 4, 8)], "PBNHX", "by letters of LPBNHD", id="unknown letter"),
-        pytest.param([tensor(2, 9, 16, 4, 8)], "PBLHD", "with B, N and D", id="no tokens"),
+        pytest.param([tensor(2, 9, 16, 4, 8)], "PBNHX", r"by letters of LPBNHD \(capitals\)", id="unknown letter"),
+        pytest.param([tensor(2, 9, 16, 4, 8)], "PBLHD", "B, N and D included", id="no tokens"),
         pytest.param([tensor(2, 9, 16, 4, 8)], "LBNHD", "leave out L", id="layers named twice"),
         pytest.param([tensor(9, 16, 4, 8)], "BNHD", "make 1 planes, not 2", id="only K"),
         pytest.param([(tensor(9, 16, 72), tensor(9, 16, 72))], None, "make 2 planes, not 1", id="K and V as latents"),
-        pytest.param([tensor(3, 9, 16, 4, 8)], "PBNHD", r"\(2, 'num_pages', 16, 4, 8\), got \(3", id="three planes"),
+        pytest.param([tensor(3, 9, 16, 4, 8)], "PBNHD", r"has 3 planes \(K and V\) instead of 2", id="three planes"),
         pytest.param([tensor(9, 16, 72), tensor(9, 16, 64)], None, "layer 1 is", id="layers of two shapes"),
         pytest.param([tensor(9, 16, 72), tensor(9, 16, 72, dtype=torch.int8)], None, "of int8", id="of two dtypes"),
         pytest.param([], None, "no tensors", id="nothing"),
@@ -118,9 +124,16 @@ def test_axes_of_a_known_group_are_found(group: KVGroup, shape: tuple[int, ...],
 
 
 def test_axes_that_do_not_fit_the_group_are_refused() -> None:
-    """Tensors of another model are named by both shapes; two readings are both named."""
-    with pytest.raises(LayoutMismatchError, match=r"\(2, 9, 16, 4, 9\) fits no arrangement"):
-        NHD.find_axes((2, 9, 16, 4, 9), packed=False)
+    """What tensors of another model have otherwise is said in words; two readings are both named."""
+    for shape, packed, message in (
+        ((2, 9, 16, 5, 8), False, "read as PBNHD, it has 5 KV heads instead of 4$"),
+        ((2, 9, 16, 4, 9), False, "read as PBNHD, it has 9 elements a head instead of 8$"),
+        ((2, 9, 32, 5, 8), False, "has 32 tokens a page instead of 16 and 5 KV heads instead of 4$"),
+        ((9, 2, 2, 16, 4, 8), True, "read as BLPNHD, it has 2 layers instead of 3$"),
+        ((9, 16), False, "it has 2 axes, not 4$"),
+    ):
+        with pytest.raises(LayoutMismatchError, match=message):
+            NHD.find_axes(shape, packed=packed)
     with pytest.raises(LayoutMismatchError, match="any of BPNHD, PBNHD: pass axes="):
         NHD.find_axes((2, 2, 16, 4, 8), packed=False)
 
@@ -132,12 +145,12 @@ def test_axes_that_do_not_fit_the_group_are_refused() -> None:
         ("head_dim", 8.0, "positive int, got 8.0"),
         ("num_kv_heads", True, "positive int, got True"),
         ("dtype", "float64", "one of float32"),
-        ("dtype", torch.bfloat16, "write 'bfloat16', not torch.bfloat16"),
-        ("dtype", "torch.int8", "write 'int8', not 'torch.int8'"),
+        ("dtype", "bf16", "write 'bfloat16'"),
+        ("num_layers", "3", "positive int, got '3'"),
         ("order", "DNH", "'NHD', 'HND' or 'MLA'"),
         ("order", "MLA", "must be 1, got 4"),
         ("page_size", 5, "block_size 16 is not a multiple of the engine's page_size 5"),
-        ("page_size", -16, "page_size -16"),
+        ("page_size", -16, "page_size must be an int, 0 or more, got -16"),
     ],
 )
 def test_a_group_that_cannot_be_is_refused(field: str, value: object, message: str) -> None:
@@ -147,9 +160,20 @@ def test_a_group_that_cannot_be_is_refused(field: str, value: object, message: s
         KVGroup(**fields)  # type: ignore[arg-type]
 
 
+def test_a_group_is_made_of_what_torch_and_numpy_have() -> None:
+    """Sizes read off arrays and a tensor's dtype make the same group, and so the same fingerprint, as plain ones."""
+    like = KVGroup(np.int64(3), torch.tensor(4), 8, torch.int8, np.uint8(16))  # type: ignore[arg-type]
+    assert like == KVGroup(3, 4, 8, "int8", 16)
+    assert repr(like) == repr(KVGroup(3, 4, 8, "torch.int8", 16))
+
+
 def test_a_layout_has_groups() -> None:
-    """No group, or something else in its place, is refused."""
-    for groups in ((), (NHD, "NHD")):
+    """One is as good as a tuple of one; none, or something else in its place, is refused."""
+    for given in (NHD, [NHD]):
+        layout = KVLayout(given)  # type: ignore[arg-type]  # as a newcomer writes it
+        assert layout == KVLayout((NHD,))
+        assert hash(layout) == hash(KVLayout((NHD,)))
+    for groups in ((), (NHD, "NHD"), 7, "NHD"):
         with pytest.raises(ConfigurationError, match="non-empty tuple of KVGroup"):
             KVLayout(groups)  # type: ignore[arg-type]
 

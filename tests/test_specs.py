@@ -3,6 +3,7 @@ from dataclasses import FrozenInstanceError
 
 import numpy as np
 import pytest
+import torch
 
 from tiered_kv import (
     ConfigurationError,
@@ -72,13 +73,20 @@ def test_specs_differ_where_anything_differs() -> None:
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        ([-1], "GPULoadStoreSpec ids must not be negative, got -1"),
+        ([1, -1], r"GPULoadStoreSpec ids must lie in \[0, 2\*\*63\), got -1 at position 1"),
         ([1.0], "flat sequence of ints"),
         ([True], "of bool"),
         ([[1]], r"shape \(1, 1\)"),
         (["1"], "flat sequence of ints"),
-        (3, "flat sequence of ints"),
-        (np.array([2**64 - 1], np.uint64), "must not be negative"),
+        (3, "flat sequence of ints, got a int"),
+        (None, "got a NoneType"),
+        ([[1], [2, 3]], "got lists of several lengths"),
+        ([1, None], "got None at position 1"),
+        ([1, 2**64], f"got {2**64} at position 1"),
+        ({1, 2}, r"got a set: write list\(...\)"),
+        ((each for each in range(2)), r"got a generator: write list\(...\)"),
+        (torch.zeros(2, device="meta"), r"got a tensor on meta: pass its .cpu\(\)"),
+        (np.array([2**64 - 1], np.uint64), f"got {2**64 - 1} at position 0"),
     ],
 )
 def test_what_is_no_list_of_ids_is_refused(ids: object, message: str) -> None:

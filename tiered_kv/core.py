@@ -10,6 +10,7 @@ from typing import Final
 from tiered_kv.changes import Subscribers
 from tiered_kv.errors import ClosedError, ConfigurationError, TieredKVError
 from tiered_kv.events import Emit, TierResized
+from tiered_kv.integers import as_int
 from tiered_kv.keys import BlockKeys, ModelIdentity, Shard, epoch_digest
 from tiered_kv.layout import KVLayout
 from tiered_kv.loop_calls import LoopCalls
@@ -119,8 +120,8 @@ class Core:
     def of_group(self, group: int, *, anywhere: bool = False) -> list[Chain]:
         """Return the chains of one KV group, one per rank."""
         self.check_open(anywhere=anywhere)
-        if not isinstance(group, int) or not 0 <= group < len(self.layout.groups):
-            raise ConfigurationError(f"KV group {group!r} of {len(self.layout.groups)}: the layout has no such group")
+        if (group := as_int("a KV group's number", group)) >= len(self.layout.groups):
+            raise ConfigurationError(f"KV group {group} of {len(self.layout.groups)}: the layout has no such group")
         num_shards = len(self.shards)
         return self.chains[group * num_shards : (group + 1) * num_shards]
 

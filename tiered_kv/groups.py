@@ -6,10 +6,11 @@ still see. A length counts when each group has what it needs there: a hole outsi
 
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from tiered_kv.errors import ConfigurationError
+from tiered_kv.integers import as_int
 from tiered_kv.keys import BlockKeys
 from tiered_kv.results import LoadResult
 
@@ -32,8 +33,16 @@ class GroupNeed:
     def __post_init__(self) -> None:
         if not isinstance(self.keys, BlockKeys):
             raise ConfigurationError(f"what a KV group needs is said by its BlockKeys, got {type(self.keys).__name__}")
-        if self.num_blocks is not None and (not isinstance(self.num_blocks, int) or self.num_blocks < 1):
-            raise ConfigurationError(f"a window must be a positive number of blocks, got {self.num_blocks!r}")
+        if self.num_blocks is not None:
+            object.__setattr__(self, "num_blocks", as_int("a window, in blocks,", self.num_blocks, least=1))
+
+    def until(self, num_tokens: int) -> "GroupNeed":
+        """Return the need of the prompt's first ``num_tokens`` tokens, behind the first key's start.
+
+        What `TieredKV.lookup_groups` found may be shorter than what was asked: load the needs until there.
+        """
+        num_blocks = as_int("num_tokens", num_tokens) // self.keys.block_size
+        return GroupNeed(self.keys[:num_blocks], self.num_blocks)
 
     def at(self, num_tokens: int) -> BlockKeys:
         """Return the keys that are needed for the prompt to go on at ``num_tokens`` behind the first key's start."""
@@ -48,9 +57,9 @@ def full(keys: BlockKeys) -> GroupNeed:
 
 def window(keys: BlockKeys, num_tokens: int) -> GroupNeed:
     """Say that a group attends to the last ``num_tokens`` tokens: to the blocks in which they lie."""
-    if not isinstance(num_tokens, int) or isinstance(num_tokens, bool) or num_tokens < 1:
-        raise ConfigurationError(f"a window must be a positive number of tokens, got {num_tokens!r}")
-    return GroupNeed(keys, -(-num_tokens // keys.block_size))
+    need = GroupNeed(keys)  # checks the keys
+    num_blocks = -(-as_int("a window, in tokens,", num_tokens, least=1) // keys.block_size)
+    return replace(need, num_blocks=num_blocks)
 
 
 @dataclass(frozen=True)
@@ -85,14 +94,16 @@ def check_needs(needs: Sequence[GroupNeed]) -> int:
     Raises:
         ConfigurationError: No needs, a group twice, or keys that begin at different tokens or are of two salts.
     """
-    if not needs or not all(isinstance(need, GroupNeed) for need in needs):
+    if not isinstance(needs, list | tuple) or not needs or not all(isinstance(need, GroupNeed) for need in needs):
         raise ConfigurationError("say what each KV group needs: [full(keys), window(other_keys, num_tokens)]")
     groups = [need.keys.group for need in needs]
     if len(set(groups)) < len(groups):
         raise ConfigurationError(f"each KV group is asked for once, got groups {groups}")
     starts = {need.keys.start * need.keys.block_size for need in needs}
     if len(starts) > 1 or len({need.keys.salt_id for need in needs}) > 1:
-        raise ConfigurationError(f"all groups' keys are of one prompt: of one salt, and starting at one of {starts}")
+        raise ConfigurationError(
+            f"all groups' keys are of one prompt: of one salt and from one token on; these start at {sorted(starts)}"
+        )
     return math.lcm(*(need.keys.block_size for need in needs))
 
 

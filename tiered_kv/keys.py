@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.errors import ConfigurationError
+from tiered_kv.integers import as_int, as_ints
 
 Names = NDArray[np.uint64]
 """A batch of 32-byte names, shape ``(n, 4)``, C-contiguous."""
@@ -70,14 +71,16 @@ class Shard:
     replicated: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.size:
+        for name, least in (("rank", 0), ("size", 1)):
+            object.__setattr__(self, name, as_int(f"a shard's {name}", getattr(self, name), least=least))
+        if self.rank >= self.size:
             msg = f"a shard's rank must lie in [0, size), got rank {self.rank} of size {self.size}"
             raise ConfigurationError(msg)
 
     @classmethod
     def every(cls, size: int) -> "tuple[Shard, ...]":
         """Return the shards of all ``size`` ranks."""
-        return tuple(cls(rank, size) for rank in range(size))
+        return tuple(cls(rank, size) for rank in range(as_int("the number of ranks", size, least=1)))
 
     @property
     def part(self) -> "Shard":
@@ -200,11 +203,16 @@ class BlockKeys(Sequence[bytes]):
     def __init__(
         self, digests: bytes, *, block_size: int, start: int = 0, group: int = 0, salt_id: bytes = NO_SALT
     ) -> None:
+        if not isinstance(digests, bytes) or len(digests) % DIGEST_BYTES:
+            raise ConfigurationError(
+                "BlockKeys are made by hash_blocks(token_ids, block_size=16), or of an engine's own hashes by "
+                f"BlockKeys.from_hashes(); 32 bytes for each block may be given too, not {_described(digests)}"
+            )
         self._digests = digests
         self._words: NDArray[np.uint64] | None = None
-        self.start = start
-        self.block_size = block_size
-        self.group = group
+        self.start = as_int("start", start)
+        self.block_size = _check_block_size(block_size)
+        self.group = _check_group(group)
         self.salt_id = salt_id
 
     @classmethod
@@ -219,12 +227,13 @@ class BlockKeys(Sequence[bytes]):
         Raises:
             ConfigurationError: A hash is no bytes object of 8 to 32 bytes.
         """
-        _check_block_size(block_size)
-        _check_group(group)
+        if not isinstance(hashes, Iterable) or isinstance(hashes, str | bytes):
+            raise ConfigurationError(f"hashes must be a list, 8 to 32 bytes each, got {_described(hashes)}")
         parts = []
         for position, digest in enumerate(hashes):
             if not isinstance(digest, bytes) or not 8 <= len(digest) <= DIGEST_BYTES:
-                msg = f"hash {position} must be 8 to 32 bytes, got {digest!r:.80}"
+                advice = ": bytes.fromhex() reads hexadecimal digits" if isinstance(digest, str) else ""
+                msg = f"hash {position} must be 8 to 32 bytes, got {type(digest).__name__} {digest!r:.80}{advice}"
                 raise ConfigurationError(msg)
             parts.append(digest.ljust(DIGEST_BYTES, b"\0"))
         return cls(b"".join(parts), block_size=block_size, start=start, group=group, salt_id=salt_digest(salt))
@@ -251,10 +260,13 @@ class BlockKeys(Sequence[bytes]):
                 raise ConfigurationError(msg)
             stop = max(start, stop)
             digests = self._digests[start * DIGEST_BYTES : stop * DIGEST_BYTES]
-            return BlockKeys(
-                digests, block_size=self.block_size, start=self.start + start, group=self.group, salt_id=self.salt_id
-            )
-        index = range(len(self))[at]
+            return _rebuild_keys(digests, self.block_size, self.start + start, self.group, self.salt_id)
+        try:
+            index = range(len(self))[at]
+        except TypeError:
+            raise TypeError(f"BlockKeys take an int or a slice in [], not {type(at).__name__}") from None
+        except IndexError:
+            raise IndexError(f"block {at} of {len(self)}: BlockKeys count blocks, not tokens") from None
         return self._digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
 
     def __add__(self, other: "BlockKeys") -> "BlockKeys":
@@ -265,9 +277,18 @@ class BlockKeys(Sequence[bytes]):
         """
         if not isinstance(other, BlockKeys):
             return NotImplemented
-        mine = self.start + len(self), self.block_size, self.group, self.salt_id
-        if mine != (other.start, other.block_size, other.group, other.salt_id):
-            raise ConfigurationError(f"{other!r} are not the keys behind {self!r}")
+        if self.salt_id != other.salt_id:
+            raise ConfigurationError("keys of different salts cannot be joined")
+        if (self.block_size, self.group) != (other.block_size, other.group):
+            raise ConfigurationError(
+                f"only keys of one block size and KV group can be joined: here {self.block_size} tokens a block and "
+                f"group {self.group}, there {other.block_size} and {other.group}"
+            )
+        if other.start != (stop := self.start + len(self)):
+            raise ConfigurationError(
+                f"keys are joined in the order of their prompt: here block {stop} comes next, the others begin with "
+                f"block {other.start}; keys of another prompt go into a call of their own"
+            )
         return _rebuild_keys(self._digests + other._digests, self.block_size, self.start, self.group, self.salt_id)
 
     def __eq__(self, other: object) -> bool:
@@ -317,8 +338,7 @@ def hash_blocks(
 
     Source: chained prefix hashing as in vLLM's "Automatic Prefix Caching"; the encoding is our own and versioned.
     """
-    _check_block_size(block_size)
-    _check_group(group)
+    block_size, group = _check_block_size(block_size), _check_group(group)
     tokens = _as_token_array(token_ids)
     num_blocks = len(tokens) // block_size
     salt_id = salt_digest(salt)
@@ -360,6 +380,7 @@ def hash_tail(token_ids: TokenIds, *, parent: BlockKeys, extra: bytes | None = N
         ConfigurationError: A full block or more, a token id out of range, or an empty slice as parent.
     """
     tokens = _as_token_array(token_ids)
+    _check_parent(parent)
     if len(tokens) >= parent.block_size:
         raise ConfigurationError(
             f"a tail has fewer than {parent.block_size} tokens, got {len(tokens)}: name full blocks"
@@ -367,6 +388,8 @@ def hash_tail(token_ids: TokenIds, *, parent: BlockKeys, extra: bytes | None = N
     start, previous = _chain_from(parent, parent.salt_id, parent.group, parent.block_size)
     digest = hashlib.sha256(_TAIL + previous + len(tokens).to_bytes(4, "little") + tokens.tobytes())
     if extra is not None:
+        if not isinstance(extra, bytes):
+            raise ConfigurationError(f"extra must be bytes or None, got {extra!r:.80}")
         digest.update(b"extra" + len(extra).to_bytes(8, "little") + extra)
     name = digest.digest() if len(tokens) else b""
     return _rebuild_keys(name, parent.block_size, start, parent.group, parent.salt_id)
@@ -394,6 +417,7 @@ def _chain_from(parent: BlockKeys | None, salt_id: bytes, group: int, block_size
     root = hashlib.sha256(_ROOT + salt_id + block_size.to_bytes(4, "little")).digest()
     if parent is None:
         return 0, root
+    _check_parent(parent)
     if (parent.salt_id, parent.group, parent.block_size) != (salt_id, group, block_size):
         msg = "the parent's salt, KV group or block size differs from this call's"
         raise ConfigurationError(msg)
@@ -405,25 +429,34 @@ def _chain_from(parent: BlockKeys | None, salt_id: bytes, group: int, block_size
 
 
 def _rebuild_keys(digests: bytes, block_size: int, start: int, group: int, salt_id: bytes) -> BlockKeys:
-    return BlockKeys(digests, block_size=block_size, start=start, group=group, salt_id=salt_id)
+    """Make keys of what has been checked: a part of others, or what was pickled."""
+    keys = object.__new__(BlockKeys)
+    keys._digests, keys._words = digests, None
+    keys.start, keys.block_size, keys.group, keys.salt_id = start, block_size, group, salt_id
+    return keys
 
 
-def _check_block_size(block_size: int) -> None:
-    if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
-        msg = f"block_size must be a positive int of tokens, got {block_size!r}"
-        raise ConfigurationError(msg)
+def _check_block_size(block_size: int) -> int:
+    return as_int("block_size", block_size, least=1)
 
 
-def _check_group(group: int) -> None:
-    if not isinstance(group, int) or group < 0:
-        raise ConfigurationError(f"KV group {group!r}: groups are counted from 0")
+def _check_group(group: int) -> int:
+    return as_int("a KV group's number", group)
+
+
+def _check_parent(parent: object) -> None:
+    if not isinstance(parent, BlockKeys):
+        raise ConfigurationError(f"parent must be the BlockKeys of what comes before, got {_described(parent)}")
+
+
+def _described(value: object) -> str:
+    return f"{len(value)} bytes" if isinstance(value, bytes) else f"a {type(value).__name__}"
 
 
 def _as_token_array(token_ids: TokenIds) -> NDArray[np.uint32]:
-    tokens = np.asarray(token_ids)
-    if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
-        msg = f"token_ids must be a flat sequence of ints, got shape {tokens.shape} of {tokens.dtype}"
-        raise ConfigurationError(msg)
+    if isinstance(token_ids, str):
+        raise ConfigurationError("token_ids must be ints, got a str: a tokenizer makes tokens of text")
+    tokens = as_ints("token_ids", token_ids)
     if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) >= _MAX_TOKEN_ID):
         msg = f"token ids must lie in [0, 2**32), got {int(tokens.min())} to {int(tokens.max())}"
         raise ConfigurationError(msg)

@@ -17,6 +17,7 @@ from itertools import permutations
 from typing import Any, Literal
 
 from tiered_kv.errors import ConfigurationError, LayoutMismatchError
+from tiered_kv.integers import as_int
 from tiered_kv.keys import ModelIdentity
 
 FORMAT_VERSION = 1
@@ -31,6 +32,8 @@ _ITEM_BYTES = {
     "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "int8": 1, "uint8": 1,
 }  # fmt: skip
 _INNER: dict[Order, str] = {"NHD": "NHD", "HND": "HND", "MLA": "ND"}
+_OTHER_NAMES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
+_AXES = {"L": "layers", "P": "planes (K and V)", "N": "tokens a page", "H": "KV heads", "D": "elements a head"}
 PAGE_BYTES = 4096
 
 
@@ -42,7 +45,7 @@ class KVGroup:
         num_layers: Layers in the group.
         num_kv_heads: KV heads that this process holds; 1 for MLA.
         head_dim: Dimension of a head, or of the latent row for MLA.
-        dtype: The torch dtype's name, e.g. ``"bfloat16"``.
+        dtype: The torch dtype's name, e.g. ``"bfloat16"``; made of a torch dtype too.
         order: ``"NHD"`` or ``"HND"`` for K and V planes, ``"MLA"`` for one latent row per token.
         block_size: Tokens a key names.
         page_size: Tokens of one of the engine's pages; divides ``block_size``. 0 means ``block_size``.
@@ -57,16 +60,16 @@ class KVGroup:
     page_size: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "num_kv_heads", "head_dim", "block_size"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                msg = f"KVGroup.{name} must be a positive int, got {value!r}"
-                raise ConfigurationError(msg)
-        if self.dtype not in _ITEM_BYTES:
-            if (name := str(self.dtype).removeprefix("torch.")) in _ITEM_BYTES:
-                raise ConfigurationError(f"dtype is the name of torch's: write {name!r}, not {self.dtype!r}")
-            msg = f"dtype {self.dtype!r} is not kept as KV here: one of {', '.join(_ITEM_BYTES)}"
-            raise ConfigurationError(msg)
+        for name in ("num_layers", "num_kv_heads", "head_dim", "block_size", "page_size"):
+            value = as_int(f"KVGroup.{name}", getattr(self, name), least=int(name != "page_size"))
+            object.__setattr__(self, name, value)
+        dtype = str(self.dtype).removeprefix("torch.")
+        if dtype not in _ITEM_BYTES:
+            meant = (
+                f": write {_OTHER_NAMES[dtype]!r}" if dtype in _OTHER_NAMES else f": one of {', '.join(_ITEM_BYTES)}"
+            )
+            raise ConfigurationError(f"dtype {self.dtype!r} is not kept as KV here{meant}")
+        object.__setattr__(self, "dtype", dtype)
         if self.order not in _INNER:
             msg = f"order must be 'NHD', 'HND' or 'MLA', got {self.order!r}"
             raise ConfigurationError(msg)
@@ -75,7 +78,7 @@ class KVGroup:
             raise ConfigurationError(msg)
         if not self.page_size:
             object.__setattr__(self, "page_size", self.block_size)
-        if self.page_size < 0 or self.block_size % self.page_size:
+        if self.block_size % self.page_size:
             msg = f"block_size {self.block_size} is not a multiple of the engine's page_size {self.page_size}"
             raise ConfigurationError(msg)
 
@@ -113,13 +116,19 @@ class KVGroup:
 
     def check_axes(self, axes: str, shape: Sequence[int]) -> None:
         """Raise `LayoutMismatchError` unless a tensor of ``shape`` has these ``axes`` with this group's sizes."""
-        expected = [self.axis_sizes.get(axis, "num_pages") for axis in axes]
-        fits = len(shape) == len(axes) and all(
-            want in ("num_pages", got) for want, got in zip(expected, shape, strict=True)
-        )
-        if not fits:
-            msg = f"a tensor with axes {axes} should have the shape {tuple(expected)}, got {tuple(shape)}"
-            raise LayoutMismatchError(msg)
+        if wrong := self._differences(axes, shape):
+            raise LayoutMismatchError(f"a tensor of shape {tuple(shape)}, read as {axes}, has {' and '.join(wrong)}")
+
+    def _differences(self, axes: str, shape: Sequence[int]) -> list[str]:
+        """Say in words what a tensor of ``shape`` has otherwise than this group."""
+        if len(shape) != len(axes):
+            return [f"{len(shape)} axes, not {len(axes)}"]
+        sizes = self.axis_sizes
+        return [
+            f"{got} {_AXES[axis]} instead of {sizes[axis]}"
+            for axis, got in zip(axes, shape, strict=True)
+            if sizes.get(axis, got) != got
+        ]
 
     def find_axes(self, shape: Sequence[int], *, packed: bool) -> str:
         """Infer the axes of one tensor; ``packed`` says that it holds all layers.
@@ -129,18 +138,19 @@ class KVGroup:
         """
         inner = _INNER[self.order]
         heads = ("L" if packed else "") + ("P" if len(shape) == len(inner) + 2 + packed else "") + "B"
-        fits = []
-        for outer in {"".join(each) for each in permutations(heads)}:
-            try:
-                self.check_axes(outer + inner, shape)
-            except LayoutMismatchError:
-                continue
-            fits.append(outer + inner)
+        arrangements = [outer + inner for outer in sorted({"".join(each) for each in permutations(heads)})]
+        differences = {axes: self._differences(axes, shape) for axes in arrangements}
+        fits = [axes for axes, wrong in differences.items() if not wrong]
         if len(fits) == 1:
             return fits[0]
-        tell = f"any of {', '.join(sorted(fits))}: pass axes= to say which" if fits else "no arrangement"
-        msg = f"a tensor of shape {tuple(shape)} fits {tell} (sizes here: {self.axis_sizes}, B is the number of pages)"
-        raise LayoutMismatchError(msg)
+        if fits:
+            raise LayoutMismatchError(
+                f"a tensor of shape {tuple(shape)} fits any of {', '.join(fits)}: pass axes= to say which"
+            )
+        axes, wrong = min(differences.items(), key=lambda each: len(each[1]))
+        raise LayoutMismatchError(
+            f"a tensor of shape {tuple(shape)} is not of this layout: read as {axes}, it has {' and '.join(wrong)}"
+        )
 
 
 @dataclass(frozen=True)
@@ -150,9 +160,11 @@ class KVLayout:
     groups: tuple[KVGroup, ...]
 
     def __post_init__(self) -> None:
-        if not self.groups or not all(isinstance(group, KVGroup) for group in self.groups):
-            msg = f"KVLayout.groups must be a non-empty tuple of KVGroup, got {self.groups!r:.200}"
+        groups = (self.groups,) if isinstance(self.groups, KVGroup) else self.groups
+        if not isinstance(groups, list | tuple) or not groups or not all(isinstance(each, KVGroup) for each in groups):
+            msg = f"KVLayout.groups must be a non-empty tuple of KVGroup, got {groups!r:.200}"
             raise ConfigurationError(msg)
+        object.__setattr__(self, "groups", tuple(groups))
 
     @classmethod
     def from_tensors(
@@ -234,10 +246,13 @@ def read_group(
                     "groups of layers that differ go to KVLayout.from_groups"
                 )
                 raise LayoutMismatchError(msg)
-    page = page_size or block_size
+    block_size = as_int("block_size", block_size, least=1)
+    page = as_int("page_size", page_size, least=1) if page_size is not None else block_size
     axes = axes or _guess_axes(shape, page, packed=packed, split=len(layers[0]) > 1)
     if len(axes) != len(shape) or len(set(axes)) != len(axes) or not set("BND") <= set(axes) <= set("LPBNHD"):
-        msg = f"axes {axes!r} do not name each axis of {shape} once, by letters of LPBNHD with B, N and D among them"
+        msg = (
+            f"axes {axes!r} do not name each axis of {shape} once, by letters of LPBNHD (capitals), B, N and D included"
+        )
         raise LayoutMismatchError(msg)
     if "L" in axes and not packed:
         msg = f"axes {axes!r} name layers, but there is a tensor for each layer already: leave out L"
@@ -275,6 +290,11 @@ def _guess_axes(shape: tuple[int, ...], page_size: int, *, packed: bool, split: 
             fits.append(axes)
     if len(fits) == 1:
         return fits[0]
+    if page_size not in shape:
+        raise LayoutMismatchError(
+            f"no axis of a KV tensor of shape {shape} has {page_size} tokens: block_size= must be the tokens of one of "
+            "the engine's pages; where a key names several pages, pass page_size= as well"
+        )
     tell = f"may be read as {' or '.join(fits)}" if fits else "is no arrangement known here"
     msg = f"a KV tensor of shape {shape} with pages of {page_size} tokens {tell}: pass axes=, e.g. axes='PBNHD'"
     raise LayoutMismatchError(msg)

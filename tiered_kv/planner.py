@@ -38,7 +38,7 @@ class Planner:
             for number, (slab, codec) in enumerate((chain.host.slab, chain.codec) for chain in self._core.chains)
         )  # fmt: skip
 
-    def register_worker(self, pid: int | None = None, *, rank: int = 0) -> None:
+    def register_worker(self, *, rank: int = 0, pid: int | None = None) -> None:
         """Say which process executes the plans of a rank: this one by default. Its end ends its part of every job.
 
         Raises:

@@ -11,20 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.errors import ConfigurationError
+from tiered_kv.integers import as_int, as_ints
 
 Ids = Sequence[int] | NDArray[np.integer[Any]]
 """What a spec takes as ids: ints in any flat form. It keeps them as its own read-only int64 array."""
 
 
 def _as_ids(name: str, ids: Ids) -> NDArray[np.int64]:
-    array = np.asarray(ids)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        msg = f"{name} must be a flat sequence of ints, got shape {array.shape} of {array.dtype}"
-        raise ConfigurationError(msg)
-    array = array.astype(np.int64)  # always a copy: the caller may reuse its own
-    if array.size and int(array.min()) < 0:
-        msg = f"{name} must not be negative, got {int(array.min())}"
-        raise ConfigurationError(msg)
+    given = as_ints(name, ids)
+    array = given.astype(np.int64)  # always a copy: the caller may reuse its own
+    if array.size and int(array.min()) < 0:  # uint64 beyond int64 included
+        at = int(array.argmin())
+        raise ConfigurationError(f"{name} must lie in [0, 2**63), got {int(given[at])} at position {at}")
     array.flags.writeable = False
     return array
 
@@ -44,6 +42,8 @@ class LoadStoreSpec:
         return len(self.ids)
 
     def __getitem__(self, at: slice) -> Self:
+        if not isinstance(at, slice):
+            raise TypeError(f"a part of a spec is a spec: write spec[{at!r:.20}:...], or spec.ids[...] for an id")
         return replace(self, ids=self.ids[at])
 
     def __reduce__(self) -> tuple[object, ...]:  # through __init__: an array is writable again once unpickled
@@ -73,7 +73,7 @@ class GPULoadStoreSpec(LoadStoreSpec):
     group: int = 0
 
     def __init__(self, ids: Ids, group: int = 0) -> None:
-        super().__init__(ids, group=group)
+        super().__init__(ids, group=as_int("a KV group's number", group))
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -90,6 +90,8 @@ class CPULoadStoreSpec(LoadStoreSpec):
     pool: str = ""
 
     def __init__(self, ids: Ids, pool: str = "") -> None:
+        if not isinstance(pool, str):
+            raise ConfigurationError(f"pool must be a pool's name, got {pool!r:.80}")
         super().__init__(ids, pool=pool)
 
 

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from tiered_kv.errors import ConfigurationError, LayoutMismatchError
+from tiered_kv.integers import as_int
 from tiered_kv.layout import KVCaches, KVLayout
 from tiered_kv.memory.caches import PagedCaches
 from tiered_kv.memory.codec import make_codec
@@ -51,7 +52,7 @@ class Worker:
             ConfigurationError: The planner is gone, has closed its cache, or is another user's.
             LayoutMismatchError: It has slabs of another layout.
         """
-        self.rank = rank
+        self.rank = rank = as_int("rank", rank)
         self._layout = layout
         self._caches: dict[int, PagedCaches] = {}
         self._slabs: dict[str, HostSlab] = {}
@@ -85,8 +86,8 @@ class Worker:
         Raises:
             LayoutMismatchError: They are not what the layout says.
         """
-        if not 0 <= group < len(self._layout.groups):
-            raise ConfigurationError(f"KV group {group!r} of {len(self._layout.groups)}: the layout has no such group")
+        if (group := as_int("a KV group's number", group)) >= len(self._layout.groups):
+            raise ConfigurationError(f"KV group {group} of {len(self._layout.groups)}: the layout has no such group")
         caches = PagedCaches.bind(
             kv_caches, self._layout.groups[group], axes=axes, device=self._device, codec=self._codecs[group]
         )

@@ -45,11 +45,6 @@ BLOCKS: dict[str, tuple[Given, type[TieredKVError], str]] = {
         "blocks of 16 tokens, the layout has blocks of 4",
     ),
     "a group there is not": ((prompt(4, group=1), IDS), ConfigurationError, "KV group 1 of 1"),
-    "a group below 0": (
-        (BlockKeys(bytes(128), block_size=BLOCK_SIZE, group=-1), IDS),
-        ConfigurationError,
-        "KV group -1 of 1",
-    ),
     "ids of another group": (
         (KEYS, GPULoadStoreSpec(range(4), group=1)),
         LayoutMismatchError,
@@ -317,7 +312,7 @@ async def test_wrong_tiers(tmp_path: Path, wrong: str) -> None:
     while threading.active_count() > num_threads and deadline:
         deadline -= 1
         await asyncio.sleep(0)
-    assert threading.active_count() == num_threads
+    assert threading.active_count() <= num_threads  # others of the tests before may have ended meanwhile
     assert open_files() <= files
 
 
@@ -353,13 +348,13 @@ async def test_a_directory_held_by_another_process(tmp_path: Path) -> None:
         (lambda: TieredKV([cpu(4)], model=MODEL, layout=SMALL, limits=5), "limits must be CacheLimits or a dict"),  # type: ignore[arg-type]
         (lambda: TieredKV([cpu(4)], model=MODEL, layout=SMALL, limits={"windw": 5}), "did you mean 'window'"),
         (lambda: TieredKV([cpu(4)], model=MODEL, layout=SMALL, emit=5), "emit must be a function .* got 5"),  # type: ignore[arg-type]
-        (lambda: prompt(1, group=-1), "KV group -1: groups are counted from 0"),
+        (lambda: prompt(1, group=-1), "a KV group's number must be an int, 0 or more, got -1"),
         (lambda: hash_blocks(range(4), block_size=4, extra=["x"]), r"extra\[0\] must be bytes or None, got 'x'"),  # type: ignore[list-item]
         (lambda: ModelIdentity("llama", weights=""), "weights must be a non-empty str"),
         (lambda: CacheLimits.model_validate({"windw": 5}), "windw"),
         (lambda: TieredKVSettings(tiers=["cpu://?capcity=1GiB"]), "did you mean 'capacity'|capcity"),
         (lambda: BlockKeys.from_hashes(["ab"], block_size=BLOCK_SIZE), "hash 0 must be 8 to 32 bytes"),  # type: ignore[list-item]
-        (lambda: GPULoadStoreSpec([-1]), "must not be negative, got -1"),
+        (lambda: GPULoadStoreSpec([-1]), "got -1 at position 0"),
         (lambda: GPULoadStoreSpec([0.5]), "flat sequence of ints"),  # type: ignore[list-item]  # wrong on purpose
         (lambda: GPULoadStoreSpec([[1, 2]]), "flat sequence of ints"),  # type: ignore[list-item]  # wrong on purpose
     ],

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.cache.any_layout import AnyEngine, cpu, open_any, prompt
 from tests.cache.conftest import until_idle
-from tiered_kv import ConfigurationError, GroupNeed, KVGroup, KVLayout, TieredKV, full, window
+from tiered_kv import ConfigurationError, GroupNeed, KVGroup, KVLayout, LayoutMismatchError, TieredKV, full, window
 from tiered_kv.groups import length_in_place, longest
 from tiered_kv.keys import BlockKeys
 from tiered_kv.results import LoadResult
@@ -117,6 +117,26 @@ async def test_one_group_that_comes_short_shortens_the_load() -> None:
         await until_idle(kv)
 
 
+async def test_what_was_found_in_part_is_cut_before_it_is_loaded() -> None:
+    """Block ids for the found length do not fit the whole prompt's needs: the error says how to cut those."""
+    engine = AnyEngine(LAYOUT)
+    async with open_any(engine, *TIERS) as kv:
+        await store(engine, kv, 0, range(10))
+        await store(engine, kv, 1, range(12))
+        needs = [full(KEYS[0]), window(KEYS[1], 20)]
+        found = await kv.lookup_groups(needs)
+        engine.wipe()
+        into = [engine.spec(range(keys.start, keys.start + len(keys)), keys.group) for keys in found.needed]
+        with pytest.raises(LayoutMismatchError, match=r"KV group 0: 24 keys need 24 .* got 10.* \[need.until\(found"):
+            await kv.load_groups(needs, into)
+        with pytest.raises(ConfigurationError, match="2 KV groups need a list of as many specs, got a GPULoadStoreSp"):
+            await kv.load_groups(needs, into[0])  # type: ignore[arg-type]  # wrong on purpose
+        loaded = await kv.load_groups([need.until(found.num_tokens) for need in needs], into)
+        assert loaded.num_tokens == found.num_tokens == 40
+        assert all(all(engine.right(keys, range(keys.start, keys.start + len(keys)))) for keys in found.needed)
+        await until_idle(kv)
+
+
 @pytest.mark.parametrize(
     ("need", "arrived", "length"),
     [
@@ -136,9 +156,13 @@ def test_needs_that_cannot_be() -> None:
     """A group twice, keys of other prompts, other salts or no window at all are said so, with numbers."""
     with pytest.raises(ConfigurationError, match=r"once, got groups \[0, 0\]"):
         asyncio.run(longest([full(KEYS[0]), full(KEYS[0])], lambda keys: asyncio.sleep(0, len(keys))))
-    with pytest.raises(ConfigurationError, match="starting at one of"):
+    with pytest.raises(ConfigurationError, match=r"from one token on; these start at \[0, 4\]"):
         asyncio.run(longest([full(KEYS[0]), full(KEYS[2][1:])], lambda keys: asyncio.sleep(0, len(keys))))
-    with pytest.raises(ConfigurationError, match="positive number of tokens"):
+    with pytest.raises(ConfigurationError, match="a window, in tokens, must be a positive int, got 0"):
         window(KEYS[0], 0)
     with pytest.raises(ConfigurationError, match="what each KV group needs"):
         asyncio.run(longest([], lambda keys: asyncio.sleep(0, len(keys))))
+    with pytest.raises(ConfigurationError, match="what each KV group needs"):
+        asyncio.run(longest(full(KEYS[0]), lambda keys: asyncio.sleep(0, len(keys))))  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="said by its BlockKeys, got list"):
+        window([b""], 8)  # type: ignore[arg-type]  # wrong on purpose

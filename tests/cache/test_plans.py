@@ -238,7 +238,7 @@ async def test_a_worker_that_ends_while_its_plan_is_made() -> None:
         await kv.evict(KEYS, tier="cpu")
         planner = kv.planner()
         with idle_process() as process:
-            planner.register_worker(process.pid)
+            planner.register_worker(pid=process.pid)
             below.on_read.hold()
             planning = asyncio.create_task(planner.plan_load(KEYS, engine.spec(range(N))))
             await until(lambda: below.on_read.num_held > 0)
@@ -267,7 +267,7 @@ async def test_a_plan_is_for_one_process_only() -> None:
         planner = kv.planner()
         with Worker(planner.slabs(), layout=SMALL, device="cpu") as worker, idle_process() as process:
             worker.register_kv_caches(engine.caches[0])
-            planner.register_worker(process.pid)
+            planner.register_worker(pid=process.pid)
             plan = planner.plan_store(KEYS, engine.spec(range(N)))
             with pytest.raises(ConfigurationError, match=f"for process {process.pid}, this is {os.getpid()}"):
                 worker.execute(plan)
@@ -316,10 +316,14 @@ async def test_plans_that_cannot_be() -> None:
         planner.register_worker(rank=0)
         with pytest.raises(ConfigurationError, match="already, process"):
             planner.register_worker(rank=0)
+        with pytest.raises(TypeError, match="positional"):
+            planner.register_worker(os.getpid(), 1)  # type: ignore[call-arg]  # which is which must be said
+        with pytest.raises(ConfigurationError, match="pid must be a positive int, got '7'"):
+            planner.register_worker(rank=1, pid="7")  # type: ignore[arg-type]  # wrong on purpose
         with pytest.raises(ConfigurationError, match="rank 2 of 2"):
             planner.register_worker(rank=2)
         with pytest.raises(ConfigurationError, match="cannot be the worker"):
-            planner.register_worker(2**22 + 1, rank=1)
+            planner.register_worker(rank=1, pid=2**22 + 1)
         with pytest.raises(LayoutMismatchError, match="need 6 block ids, got 5"):
             await planner.plan_load(KEYS, engine.spec(range(N - 1)))
         with pytest.raises(ConfigurationError, match="Outcomes of one of its ranks"):
@@ -373,7 +377,7 @@ class Process:
         self.process.start()
         theirs.close()
         assert self.process.pid is not None
-        planner.register_worker(self.process.pid, rank=rank)
+        planner.register_worker(rank=rank, pid=self.process.pid)
 
     def tell(self, what: object) -> None:
         """Send it something to do."""

@@ -6,7 +6,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 
 from tiered_kv.core import Core
-from tiered_kv.errors import ConfigurationError
+from tiered_kv.errors import ConfigurationError, LayoutMismatchError
 from tiered_kv.groups import GroupNeed, GroupsLoad, GroupsLookup, check_needs, length_in_place, longest
 from tiered_kv.keys import BlockKeys
 from tiered_kv.layout import KVCaches
@@ -134,17 +134,27 @@ class Transfers:
         """Load what each KV group needs to go on at the longest length that all have; see `load`.
 
         Args:
-            needs: Each group's keys, cut to the length that `lookup_groups` found.
+            needs: What each group needs, cut to the length that `lookup_groups` found: ``need.until(num_tokens)``.
             into: Per group, the blocks of its ``need.at(length)``, for the length that the keys have in common.
             after: As for `start_load`.
+
+        Raises:
+            ConfigurationError, LayoutMismatchError: As for `start_load`; of block ids, the group is named.
         """
         step = check_needs(needs)
         length = min(len(need.keys) * need.keys.block_size for need in needs) // step * step
         wanted = [need.at(length) for need in needs]
-        if len(into) != len(needs):
-            raise ConfigurationError(f"{len(needs)} KV groups, but blocks for {len(into)}")
+        if not isinstance(into, list | tuple) or len(into) != len(needs):
+            given = f"{len(into)} of them" if isinstance(into, list | tuple) else f"a {type(into).__name__}"
+            raise ConfigurationError(f"{len(needs)} KV groups need a list of as many specs, got {given}")
         for keys, spec in zip(wanted, into, strict=True):  # all are right before any is started
-            check_pages(self._core.bindings.find(spec, keys.group), keys, spec)
+            try:
+                check_pages(self._core.bindings.find(spec, keys.group), keys, spec)
+            except LayoutMismatchError as error:
+                raise LayoutMismatchError(
+                    f"KV group {keys.group}: {error}. Where less was found than asked for, cut what is needed first: "
+                    "needs = [need.until(found.num_tokens) for need in needs]"
+                ) from None
         handles = [self.start_load(keys, spec, after=after) for keys, spec in zip(wanted, into, strict=True)]
         task = self._core.tasks.spawn(each_of(handles), f"load {len(needs)} KV groups")
         results = await Handle(task, partial(cancel_each, handles))

@@ -270,11 +270,18 @@ def _planes_of(
 ) -> list[_Plane]:
     """Return the planes of one layer, or of all layers if ``packed``, in canonical order."""
     shape = tuple(tensors[0].shape)
-    axes = axes or group.find_axes(shape, packed=packed)
+    try:
+        axes = axes or group.find_axes(shape, packed=packed)
+    except LayoutMismatchError as error:
+        raise LayoutMismatchError(
+            f"{f'one tensor for {group.num_layers} layers' if packed else f'layer {layer}'}: {error}"
+        ) from None
     inner = _INNER[group.order]
     outer = "LPB" if packed else "PB"
     if len(set(axes)) != len(axes) or set(inner + "B") - set(axes) or set(axes) - set(outer + inner):
-        raise LayoutMismatchError(f"axes {axes!r} must name each of {'B' + inner} once, and may name {outer[:-1]}")
+        raise LayoutMismatchError(
+            f"axes {axes!r} must name each of {'B' + inner} once, in capitals, and may name {outer[:-1]}"
+        )
     if "".join(axis for axis in axes if axis in inner) != inner:
         raise LayoutMismatchError(f"axes {axes!r} have another order than the KV group's {group.order}")
     found = len(tensors) * (group.num_planes if "P" in axes else 1)

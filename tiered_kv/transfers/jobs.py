@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from tiered_kv.catalog.leases import Lease, Reservation
 from tiered_kv.errors import ConfigurationError
 from tiered_kv.events import Emit, WorkerEnded
+from tiered_kv.integers import as_int
 from tiered_kv.plan import JobResult, Move, Outcomes, Plan
 from tiered_kv.specs import CPULoadStoreSpec, GPULoadStoreSpec
 from tiered_kv.tiers.chain import Chain
@@ -140,8 +141,9 @@ class Jobs:
         Raises:
             ConfigurationError: No such rank or process, or the rank has a worker that is alive, and may be writing.
         """
-        if not isinstance(rank, int) or not 0 <= rank < self._num_ranks:
-            raise ConfigurationError(f"rank {rank!r} of {self._num_ranks}: this cache has no such rank")
+        rank, pid = as_int("rank", rank), as_int("pid", pid, least=1)
+        if rank >= self._num_ranks:
+            raise ConfigurationError(f"rank {rank} of {self._num_ranks}: this cache has no such rank")
         if rank in self._workers:
             before, fd = self._workers[rank]
             if not select.select([fd], [], [], 0)[0]:
@@ -149,8 +151,10 @@ class Jobs:
             self._lose(rank)
         try:
             fd = os.pidfd_open(pid)
-        except (OSError, TypeError) as error:
-            raise ConfigurationError(f"process {pid!r} cannot be the worker of rank {rank}: {error}") from error
+        except (OSError, OverflowError) as error:
+            raise ConfigurationError(
+                f"process {pid} cannot be the worker of rank {rank}: {getattr(error, 'strerror', None) or error}"
+            ) from error
         self._workers[rank] = pid, fd
         asyncio.get_running_loop().add_reader(fd, self._lose, rank)
 

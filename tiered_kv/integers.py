@@ -1,0 +1,54 @@
+"""Ints as callers have them, of Python, numpy or torch. What is none is refused in words, with what was given."""
+
+import operator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiered_kv.errors import ConfigurationError
+
+
+def as_int(name: str, value: object, *, least: int = 0) -> int:
+    """Return an int of any library as Python's.
+
+    Raises:
+        ConfigurationError: It is none, a bool, or below ``least``.
+    """
+    number = value
+    if type(number) is not int:
+        try:
+            number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]  # is asked
+        except TypeError:
+            number = None
+    if number is None or number < least:
+        wanted = "a positive int" if least == 1 else f"an int, {least} or more"
+        raise ConfigurationError(f"{name} must be {wanted}, got {value!r:.80}")
+    return number
+
+
+def as_ints(name: str, values: object) -> NDArray[np.integer[Any]]:
+    """Return a flat sequence of ints as an array, which may be the caller's own.
+
+    Raises:
+        ConfigurationError: It is no such sequence, or a tensor that is not on the CPU.
+    """
+    try:
+        array = np.asarray(values)
+    except (RuntimeError, TypeError, ValueError) as error:  # a tensor elsewhere, lists of several lengths
+        place = getattr(values, "device", None)
+        got = "lists of several lengths" if place is None else f"a tensor on {place}: pass its .cpu()"
+        raise ConfigurationError(f"{name} must be a flat sequence of ints, got {got}") from error
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ConfigurationError(f"{name} must be a flat sequence of ints, got {_described(values, array)}")
+    return array
+
+
+def _described(values: object, array: NDArray[Any]) -> str:
+    if array.ndim == 0:
+        kind = type(values).__name__
+        return f"a {kind}: write list(...)" if kind in {"generator", "map", "set", "dict_keys"} else f"a {kind}"
+    if array.dtype.kind != "O":
+        return f"shape {array.shape} of {array.dtype}" + ": give one row of it" * (array.ndim > 1)
+    at, first = next((at, each) for at, each in enumerate(array.flat) if type(each) is not int or abs(each) >> 63)
+    return f"{first!r:.80} at position {at}"
