@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from anyio import CancelScope, move_on_after
 
 from tiered_kv.backend import (
@@ -32,7 +31,7 @@ from tiered_kv.memory.codec import Codec
 from tiered_kv.memory.device import Device
 from tiered_kv.memory.host import HostSlab
 from tiered_kv.memory.lanes import Lanes
-from tiered_kv.memory.make import make_device
+from tiered_kv.memory.make import DeviceLike, make_device
 from tiered_kv.preflight import check_host_memory, doubt_of_pinning
 from tiered_kv.registry import make_backend, resolve_policy
 from tiered_kv.settings import CacheLimits, CPUTier, GPUTier, check_chain, check_policies, tier_from, tier_name
@@ -198,7 +197,7 @@ def build_chains(
     backends: OpenBackends,
     kinds: Sequence[Kind],
     cache_limits: CacheLimits,
-    device: Device | str | None,
+    device: DeviceLike | None,
     tasks: Tasks,
     emit: Emit,
     ledger: Ledger,
@@ -209,9 +208,7 @@ def build_chains(
         ConfigurationError: A capacity below one block, or more memory than the machine will give.
     """
     clock = asyncio.get_running_loop().time
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if isinstance(device, str):
+    if not isinstance(device, Device):
         device = make_device(device)
         stack.callback(device.close, 1.0)
     stride = sum(kind.shape.padded_bytes for kind in kinds)

@@ -25,7 +25,7 @@ from tiered_kv.faces.transfers import Transfers
 from tiered_kv.keys import ModelIdentity, Shard
 from tiered_kv.layout import KVLayout, fingerprint
 from tiered_kv.memory.codec import CodecName, make_codec
-from tiered_kv.memory.device import Device
+from tiered_kv.memory.make import DeviceLike
 from tiered_kv.planner import Planner
 from tiered_kv.settings import CacheLimits, TieredKVSettings
 from tiered_kv.telemetry.logs import guarded, log_event
@@ -51,7 +51,7 @@ class TieredKV(FromThreads, Preemption, Transfers, Control):
         layout: KVLayout,
         shard: Shard | tuple[Shard, ...] | None = None,
         limits: CacheLimits | Mapping[str, Any] | None = None,
-        device: Device | str | None = None,
+        device: DeviceLike | None = None,
         codec: CodecName = "none",
         emit: Emit = log_event,
     ) -> None:
@@ -64,7 +64,8 @@ class TieredKV(FromThreads, Preemption, Transfers, Control):
             shard: Which part of the heads this process holds; all of them by default. A scheduler gives
                 ``Shard.every(size)``: then a block is there when every rank's part is, and only the ranks move bytes.
             limits: Bounds in time, memory and work: `CacheLimits`, or a dict of its fields.
-            device: Where the engine's tensors live, e.g. ``"cuda:1"``; the GPU if torch has one, else the CPU.
+            device: Where the engine's tensors live, e.g. ``"cuda:1"``, or a ``torch.device``; the GPU if torch has one,
+                else the CPU.
             codec: How blocks are kept: see `TieredKVSettings`.
             emit: Receives every event; logs them by default.
 
@@ -88,7 +89,7 @@ class TieredKV(FromThreads, Preemption, Transfers, Control):
         model: ModelIdentity,
         layout: KVLayout,
         shard: Shard | tuple[Shard, ...] | None = None,
-        device: Device | str | None = None,
+        device: DeviceLike | None = None,
     ) -> Self:
         """Make a cache of `TieredKVSettings`: given, or read from the environment."""
         settings = settings or TieredKVSettings()

@@ -21,7 +21,7 @@ from tiered_kv.memory.crossover import prepare
 from tiered_kv.memory.device import Device
 from tiered_kv.memory.host import HostSlab
 from tiered_kv.memory.lanes import Lanes
-from tiered_kv.memory.make import default_device, make_device
+from tiered_kv.memory.make import DeviceLike, make_device
 from tiered_kv.plan import Outcomes, Plan, SlabHandle
 
 _REMEMBERED: Final = 4096
@@ -37,7 +37,7 @@ class Worker:
         *,
         layout: KVLayout,
         rank: int = 0,
-        device: Device | str | None = None,
+        device: DeviceLike | None = None,
     ) -> None:
         """Attach the planner's host memory.
 
@@ -59,7 +59,7 @@ class Worker:
         self._lanes: dict[str, Lanes] = {}
         self._lock = threading.Lock()  # lanes are for one thread at a time
         self._executed: dict[int, None] = {}  # the jobs of late
-        self._device = device if isinstance(device, Device) else make_device(device or default_device())
+        self._device = device if isinstance(device, Device) else make_device(device)
         self._owns_device = self._device is not device
         ours = [handle for handle in slabs if handle.rank == rank]
         self._codecs = {handle.group: make_codec(handle.codec, layout.groups[handle.group]) for handle in ours}

@@ -379,6 +379,16 @@ async def test_a_device_there_is_not() -> None:
             pass
 
 
+async def test_a_device_of_torch() -> None:
+    """A torch.device is as good as its name; what is neither is refused with what may be written."""
+    engine = AnyEngine()
+    async with TieredKV([cpu(4)], model=MODEL, layout=SMALL, device=torch.device("cpu")) as kv:
+        kv.register_kv_caches(engine.caches[0])
+    with pytest.raises(ConfigurationError, match=r"no device tensor\(\[0.*: write e.g. 'cpu'"):
+        async with TieredKV([cpu(4)], model=MODEL, layout=SMALL, device=torch.zeros(1)):  # type: ignore[arg-type]
+            pass
+
+
 async def test_times_that_are_past(cache: Cache) -> None:
     """Nobody can wait for less than no time."""
     kv, _ = cache
