@@ -1,30 +1,23 @@
 """Puts a cache together: from settings and backends to chains, each closed again in reverse order. For `service`."""
 
 import asyncio
-import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
-from anyio import CancelScope, move_on_after
+from anyio import CancelScope
 
 from tiered_kv.backend import (
     Backend,
-    BackendContext,
-    OwnedTierSettings,
     RecordShape,
-    Recovered,
     SlotBackend,
     TierSettings,
 )
-from tiered_kv.catalog.books import Change
 from tiered_kv.catalog.index import TierIndex
-from tiered_kv.catalog.table import first_occurrences
-from tiered_kv.errors import BackendError, ConfigurationError
-from tiered_kv.events import DeviceFailed, Emit, Event, PinningDoubted, TierFailed, TierResumed
+from tiered_kv.errors import ConfigurationError
+from tiered_kv.events import DeviceFailed, Emit, Event, PinningDoubted
 from tiered_kv.layout import KVGroup
 from tiered_kv.loop_calls import LoopCalls
 from tiered_kv.memory.codec import Codec
@@ -35,19 +28,19 @@ from tiered_kv.memory.make import DeviceLike, make_device
 from tiered_kv.preflight import check_host_memory, doubt_of_pinning
 from tiered_kv.registry import make_backend, resolve_policy
 from tiered_kv.settings import CacheLimits, CPUTier, GPUTier, check_chain, check_policies, tier_from, tier_name
+from tiered_kv.tiers.batch import Naming
 from tiered_kv.tiers.budget import Bandwidth, Budget
 from tiered_kv.tiers.chain import Backlog, Chain, Limits
-from tiered_kv.tiers.health import StorageHealth
 from tiered_kv.tiers.ledger import Ledger, Place
-from tiered_kv.tiers.memory import HostTier, MemoryTier, Naming
+from tiered_kv.tiers.memory import HostTier, MemoryTier
+from tiered_kv.tiers.opening import Services, StorageMedium
 from tiered_kv.tiers.owned import OwnedTier
 from tiered_kv.tiers.shared import SharedTier
-from tiered_kv.tiers.storage import StorageTier
 from tiered_kv.tiers.tasks import Tasks, WorkerPool
 from tiered_kv.transfers.writedown import write_admitted
 
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.5, 8.0
-_CODEC_THREADS = 2
+_RECORD_THREADS = 2
 """Threads that hash records: two keep up with any disk, and the loop and the copies need the rest of the machine."""
 
 
@@ -123,72 +116,33 @@ def parts_of(tiers: Sequence[TierSettings | Mapping[str, Any] | str | Backend | 
 
 @dataclass(frozen=True)
 class OpenBackends:
-    """Backends that are open, and what the owned ones found, per KV group."""
+    """The media of a cache, open or to be opened later, and what they share."""
 
-    loop_calls: LoopCalls
-    codec: WorkerPool
-    healths: tuple[StorageHealth, ...]
-    contexts: tuple[BackendContext, ...]
-    discards: tuple[Callable[[], None], ...]
-    recovered: tuple[list[Recovered] | None, ...]
+    services: Services
+    media: tuple[StorageMedium, ...]
 
 
 async def open_backends(
-    stack: AsyncExitStack, parts: Parts, kinds: Sequence[Kind], limits: CacheLimits, emit: Emit
+    stack: AsyncExitStack, parts: Parts, kinds: Sequence[Kind], limits: CacheLimits, tasks: Tasks, emit: Emit
 ) -> OpenBackends:
-    """Open every backend, in the order of the chain; ``stack`` closes those that were opened."""
+    """Open every backend, in the order of the chain; ``stack`` closes them, those too that were not opened."""
     loop = asyncio.get_running_loop()
     CancelScope()  # AnyIO imports its asyncio half now, 40 ms, instead of in the first load
     np.unique(np.empty(0))  # and numpy its masked arrays, 7 ms
     loop_calls = LoopCalls(loop)
-    shapes = [kind.shape for kind in kinds]
-    codec = WorkerPool("codec", _CODEC_THREADS, loop_calls)
-    stack.callback(codec.close)
-    healths, contexts, discards, recovered = [], [], [], []
+    records, calls = WorkerPool("records", _RECORD_THREADS, loop_calls), Tasks()
+    stack.callback(records.close)
+    shapes = tuple(kind.shape for kind in kinds)
+    services = Services(shapes, loop_calls, records, tasks, calls, limits.open_timeout_s, limits.close_timeout_s, emit)
+    stack.push_async_callback(calls.aclose, 0.0)
+    media = []
     for part in parts.storage:
-        pools: list[WorkerPool] = []
-
-        def workers(num_threads: int, name: str = part.name, pools: list[WorkerPool] = pools) -> WorkerPool:
-            pools.append(WorkerPool(name, num_threads, loop_calls))
-            return pools[-1]
-
-        async def close(
-            backend: Backend | SlotBackend = part.backend, name: str = part.name, pools: list[WorkerPool] = pools
-        ) -> None:
-            try:
-                with move_on_after(limits.close_timeout_s, shield=True):
-                    await backend.aclose()
-            except Exception as caught:  # noqa: BLE001 - the other tiers are to be closed as well
-                emit(TierFailed(name, "close", f"{type(caught).__name__}: {caught}", 0))
-            for pool in pools:
-                pool.close()
-
-        def discard(pools: list[WorkerPool] = pools) -> None:
-            while pools:
-                pools.pop().close()
-
-        stack.push_async_callback(close)
-        discards.append(discard)
-        contexts.append(BackendContext(tuple(shapes), workers, loop.time))
-        health = StorageHealth(
-            part.name,
-            part.settings.timeout_s,
-            emit,
-            clock=loop.time,
-            rng=random.Random(),  # noqa: S311 - spreads probes over time
-            shed_stores_after_s=part.settings.shed_stores_after_s,
-        )
-        healths.append(health)
-        try:
-            recovered.append(await part.backend.open(contexts[-1]))
-        except (BackendError, ConfigurationError) as error:
-            if part.settings.required:
-                raise
-            health.is_open = False
-            discard()
-            emit(TierFailed(part.name, "open", str(error), 0))
-            recovered.append([Recovered(0, np.empty((0, 4), np.uint64), np.empty(0, np.int64)) for _ in shapes])
-    return OpenBackends(loop_calls, codec, tuple(healths), tuple(contexts), tuple(discards), tuple(recovered))
+        medium = StorageMedium(part.name, part.settings, part.backend, services)
+        stack.push_async_callback(medium.aclose)
+        await medium.open()
+        media.append(medium)
+    stack.push_async_callback(calls.aclose, 0.0)  # what transfers still wanted of them ends before they are closed
+    return OpenBackends(services, tuple(media))
 
 
 def build_chains(
@@ -233,7 +187,8 @@ def build_chains(
         clean_bandwidth=Bandwidth(cache_limits.clean_bandwidth, clock),
     )
     is_written_back = any(part.settings.write == "back" for part in parts.storage)
-    tell = _listen(device, backends.loop_calls, emit)
+    services = backends.services
+    tell = _listen(device, services.loop_calls, emit)
     h2d, d2h = Lanes(device, "h2d"), Lanes(device, "d2h")
     stack.callback(h2d.close)
     stack.callback(d2h.close)
@@ -261,23 +216,31 @@ def build_chains(
         waits_in_gpu = parts.cpu.write == "back" if most_host_slots else is_written_back
         gpu = _gpu_tier(parts.gpu, device, gpu_slots, stride_bytes, clock, write_back=waits_in_gpu)
         storage = [
-            _storage_tier(part, health, number, kind.shape, budget, backends.codec, tasks, found)
-            for part, health, budget, found in zip(
-                parts.storage, backends.healths, budgets, backends.recovered, strict=True
-            )
+            medium.tier(number, kind.shape, budget) for medium, budget in zip(backends.media, budgets, strict=True)
         ]
-        chain = Chain(group, kind.naming, gpu, host, storage, h2d, d2h, backends.loop_calls, tasks, emit, limits)
-        chain.codec, chain.ledger = kind.codec, ledger
-        chain.on_admitted = partial(write_admitted, chain)
-        for tier in chain.tiers:
-            if isinstance(tier, MemoryTier | OwnedTier):
-                ledger.watch(Place(tier.name, number, kind.naming.shard.rank), tier)
+        chain = Chain(
+            group=group,
+            naming=kind.naming,
+            gpu=gpu,
+            host=host,
+            owned=[tier for tier in storage if isinstance(tier, OwnedTier)],
+            shared=[tier for tier in storage if isinstance(tier, SharedTier)],
+            storage=storage,
+            h2d=h2d,
+            d2h=d2h,
+            loop_calls=services.loop_calls,
+            tasks=tasks,
+            emit=emit,
+            limits=limits,
+            codec=kind.codec,
+            ledger=ledger,
+            on_admitted=write_admitted,
+        )
+        for tier in chain.booked:
+            ledger.watch(Place(tier.name, number, kind.naming.shard.rank), tier)
         chains.append(chain)
-    opened = zip(backends.healths, backends.contexts, backends.discards, strict=True)
-    for number, (health, context, discard) in enumerate(opened):
-        if not health.is_open:
-            opening = _open_later([chain.storage[number] for chain in chains], health, context, discard)
-            stack.push_async_callback(_end, asyncio.get_running_loop().create_task(opening, name=f"open {health.name}"))
+    for number, medium in enumerate(backends.media):
+        medium.open_later([chain.storage[number] for chain in chains])
     return chains, device
 
 
@@ -289,68 +252,6 @@ def _listen(device: Device, loop_calls: LoopCalls, emit: Emit) -> Emit:
 
     device.on_failure = lambda error: tell(DeviceFailed(device.kind, f"{type(error).__name__}: {error}"))
     return tell
-
-
-async def _open_later(
-    tiers: Sequence[StorageTier], health: StorageHealth, context: BackendContext, discard: Callable[[], None]
-) -> None:
-    """Try again and again to open a backend that is not required, with longer pauses; use its tiers from then on."""
-    started, pause_s = context.clock(), _FIRST_RETRY_S
-    while not health.is_open:
-        await asyncio.sleep(pause_s)  # nobody waits for this task
-        pause_s = min(2 * pause_s, _LAST_RETRY_S)
-        try:
-            found = await _backend_of(tiers[0]).open(context)
-            indexes = [
-                _index_of((found or [])[tier.group], health.clock, tier.settings)
-                for tier in tiers
-                if isinstance(tier, OwnedTier)
-            ]
-        except Exception as error:  # noqa: BLE001 - whatever it raises, it is tried again
-            discard()  # the threads of an attempt end with it
-            health.emit(TierFailed(health.name, "open", f"{type(error).__name__}: {error}", 0))
-            continue
-        for tier, index in zip((each for each in tiers if isinstance(each, OwnedTier)), indexes, strict=True):
-            if (on_change := tier.index.on_change) is not None and index.statistics().ready:
-                on_change(Change.ADDED, index.names_in_order()[0])
-            index.on_change, tier.index = on_change, index
-        health.is_open = True
-        health.emit(TierResumed(health.name, context.clock() - started))
-
-
-async def _end(task: "asyncio.Task[None]") -> None:
-    task.cancel()
-    await asyncio.wait({task}, timeout=1.0)  # a backend that does not heed it keeps only itself
-
-
-def _backend_of(tier: StorageTier) -> Backend | SlotBackend:
-    assert isinstance(tier, OwnedTier | SharedTier)  # noqa: S101 - there are no others
-    return tier.backend
-
-
-def _index_of(found: Recovered, clock: Callable[[], float], settings: TierSettings) -> TierIndex:
-    ttl_s = settings.ttl_s if isinstance(settings, OwnedTierSettings) else None
-    index = TierIndex(found.num_slots, max_slots=found.max_slots, ttl_s=ttl_s, clock=clock)
-    # A write that was given up may come through behind the one that replaced it: the medium then has a block twice.
-    last = np.sort(len(found.names) - 1 - first_occurrences(found.names[::-1]))
-    index.restore(found.names[last], found.slots[last])
-    return index
-
-
-def _storage_tier(
-    part: StoragePart,
-    health: StorageHealth,
-    group: int,
-    shape: RecordShape,
-    budget: Budget,
-    codec: WorkerPool,
-    tasks: Tasks,
-    recovered: list[Recovered] | None,
-) -> StorageTier:
-    if isinstance(part.backend, Backend):
-        return SharedTier(health, part.settings, group, shape, budget, codec, tasks, part.backend)
-    index = _index_of((recovered or [])[group], health.clock, part.settings)
-    return OwnedTier(health, part.settings, group, shape, budget, codec, tasks, part.backend, index)
 
 
 def _gpu_tier(

@@ -16,12 +16,12 @@ from tiered_kv.layout import KVLayout
 from tiered_kv.loop_calls import LoopCalls
 from tiered_kv.memory.device import Device
 from tiered_kv.settings import CacheLimits
+from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.ledger import Ledger
-from tiered_kv.tiers.memory import Batch
 from tiered_kv.tiers.pins import Pins
 from tiered_kv.tiers.tasks import Tasks
-from tiered_kv.tiers.upkeep import expire_forever
+from tiered_kv.tiers.upkeep import keep_up
 from tiered_kv.transfers.bindings import Bindings
 from tiered_kv.transfers.cleaner import Cleaner
 from tiered_kv.transfers.resize import resize, slots_within
@@ -90,7 +90,7 @@ class Core:
         self.cleaners = [Cleaner(chain) for chain in chains if chain.waiting]
         for cleaner in self.cleaners:
             self.background.spawn(cleaner.run(), "cleaner")
-        self.background.spawn(expire_forever(chains), "time to live")
+        self.background.spawn(keep_up(chains), "upkeep")
 
     def close(self) -> None:
         """Let no call in any more."""

@@ -14,11 +14,10 @@ from tiered_kv.catalog.books import SlotState
 from tiered_kv.catalog.history import Fate
 from tiered_kv.core import Core
 from tiered_kv.keys import BlockKeys
+from tiered_kv.tiers.base import Mask
+from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.chain import Chain
-from tiered_kv.tiers.memory import Batch, MemoryTier
-from tiered_kv.tiers.owned import OwnedTier
 from tiered_kv.tiers.pins import Pins
-from tiered_kv.tiers.storage import Mask
 
 _ASKED_AT_ONCE: Final = 32
 _PENDING: Final = int(SlotState.PENDING)
@@ -71,13 +70,13 @@ async def explain(core: Core, pins: Pins, keys: BlockKeys, *, ask: bool) -> list
 
 
 async def _ask(chain: Chain, batch: Batch) -> dict[str, Mask]:
-    others = [tier for tier in chain.storage if not isinstance(tier, OwnedTier) and not tier.health.is_bypassed]
+    others = [tier for tier in chain.shared if not tier.health.is_bypassed]
     found = {tier.name: np.zeros(len(batch), np.bool_) for tier in others}
     for tier in others:
         for start in range(0, len(batch), _ASKED_AT_ONCE):
             # One by one: they say how long a prefix they have, and here the blocks behind a hole count as well.
             part = [batch[i : i + 1] for i in range(start, min(start + _ASKED_AT_ONCE, len(batch)))]
-            answers = await asyncio.gather(*(chain.ask(tier, each) for each in part))
+            answers = await asyncio.gather(*(tier.find(each) for each in part))
             found[tier.name][start : start + len(part)] = np.concatenate(answers)
     return found
 
@@ -93,24 +92,19 @@ def _of_rank(
     n = len(batch)
     is_pending, is_dirty = np.zeros(n, np.bool_), np.zeros(n, np.bool_)
     serving, silent = dict[str, Mask](), dict[str, Mask]()
-    for tier in chain.tiers:
-        if isinstance(tier, MemoryTier | OwnedTier):
-            slots, states = tier.index.find(batch.names)
-            is_pending |= states == _PENDING
-            is_dirty |= tier.index.is_dirty(batch.names)
-            is_silent = isinstance(tier, OwnedTier) and tier.health.is_bypassed
-            has = tier.index.ready(batch.names) & ~tier.index.is_transient(slots)
-            (silent if is_silent else serving)[tier.name] = has
-        elif tier.name in asked:
-            serving[tier.name] = asked[tier.name]
-    unknown_in = tuple(
-        tier.name for tier in chain.storage if not isinstance(tier, OwnedTier) and tier.name not in asked
-    )
+    for tier in chain.booked:
+        slots, states = tier.index.find(batch.names)
+        is_pending |= states == _PENDING
+        is_dirty |= tier.index.is_dirty(batch.names)
+        has = tier.index.ready(batch.names) & ~tier.index.is_transient(slots)
+        (serving if tier.is_in_use else silent)[tier.name] = has
+    serving |= asked
+    unknown_in = tuple(tier.name for tier in chain.shared if tier.name not in asked)
     fates = chain.ledger.fates(batch.names)
     is_pinned = pins.is_pinned(chain, batch, keys)
     explanations = []
     for i in range(n):
-        in_tiers = tuple(name for name, has in serving.items() if has[i])
+        in_tiers = tuple(name for name in chain.names if name in serving and serving[name][i])
         if in_tiers:
             state, detail = "ready", ""
         elif is_pending[i]:

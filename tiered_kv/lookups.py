@@ -7,9 +7,8 @@ import numpy as np
 
 from tiered_kv.catalog.locate import locate_from_any_thread
 from tiered_kv.results import LookupResult, TierRun
+from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.chain import Chain
-from tiered_kv.tiers.memory import Batch, MemoryTier
-from tiered_kv.tiers.owned import OwnedTier
 
 
 def lookup_result(chains: Sequence[Chain], found: Sequence[list[TierRun]]) -> LookupResult:
@@ -34,10 +33,9 @@ def lookup_result(chains: Sequence[Chain], found: Sequence[list[TierRun]]) -> Lo
 
 def owned_runs(chain: Chain, batch: Batch) -> list[TierRun]:
     """Find the longest prefix that the owned tiers can read, from any thread."""
-    storage = [tier for tier in chain.storage if isinstance(tier, OwnedTier) and not tier.health.is_bypassed]
-    owned: list[MemoryTier | OwnedTier] = [*chain.memory, *storage]
-    located = locate_from_any_thread([tier.index for tier in owned], batch.names)
-    return [TierRun(owned[run.tier].name, run.start, run.stop) for run in located.runs]
+    tiers = chain.in_use()
+    located = locate_from_any_thread([tier.index for tier in tiers], batch.names)
+    return [TierRun(tiers[run.tier].name, run.start, run.stop) for run in located.runs]
 
 
 def _weakest(names: Sequence[str], found: Sequence[list[TierRun]]) -> list[TierRun]:

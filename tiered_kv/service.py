@@ -30,8 +30,7 @@ from tiered_kv.planner import Planner
 from tiered_kv.settings import CacheLimits, TieredKVSettings
 from tiered_kv.telemetry.logs import guarded, log_event
 from tiered_kv.tiers import upkeep
-from tiered_kv.tiers.memory import Naming
-from tiered_kv.tiers.owned import OwnedTier
+from tiered_kv.tiers.batch import Naming
 from tiered_kv.transfers.handles import Handle
 from tiered_kv.validation import check_emit, check_identity, check_limits, check_shards
 
@@ -115,18 +114,13 @@ class TieredKV(FromThreads, Preemption, Transfers, Control):
             for shard in core.shards
         ]
         async with AsyncExitStack() as stack:
-            backends = await open_backends(stack, self._parts, kinds, core.limits, core.emit)
+            backends = await open_backends(stack, self._parts, kinds, core.limits, core.tasks, core.emit)
             chains, core.device = build_chains(
                 stack, self._parts, backends, kinds, core.limits, self._given_device, core.tasks, core.emit, core.ledger
             )
             self._core.lifetime = stack.pop_all()
-        core.opened(chains, backends.loop_calls)
-        recovered = {
-            tier.name: tier.index.statistics().ready
-            for chain in chains
-            for tier in chain.storage
-            if isinstance(tier, OwnedTier)
-        }
+        core.opened(chains, backends.services.loop_calls)
+        recovered = {tier.name: tier.index.statistics().ready for chain in chains for tier in chain.owned}
         core.emit(CacheOpened(tuple(chains[0].names), recovered, (loop.time() - started) * 1e3))
         return self
 

@@ -18,9 +18,9 @@ from tiered_kv.keys import BlockKeys, ModelIdentity, Shard
 from tiered_kv.layout import KVGroup, KVLayout
 from tiered_kv.settings import CacheLimits
 from tiered_kv.specs import EngineBlocks, GPULoadStoreSpec
+from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.budget import Priority
 from tiered_kv.tiers.chain import Chain
-from tiered_kv.tiers.memory import Batch
 from tiered_kv.transfers.bindings import Binding, Bindings
 from tiered_kv.transfers.requests import LoadRequest, StoreRequest
 

@@ -14,8 +14,8 @@ from tests.cache.test_model import VirtualMachine
 from tiered_kv import LoadResult, Outcome
 from tiered_kv.catalog.leases import Lease
 from tiered_kv.keys import epoch_digest
+from tiered_kv.tiers.batch import Batch, Naming
 from tiered_kv.tiers.chain import Chain
-from tiered_kv.tiers.memory import Batch, Naming
 from tiered_kv.transfers.handles import Revocable
 from tiered_kv.transfers.load import Load
 from tiered_kv.transfers.window import Bringer, Landed

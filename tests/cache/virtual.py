@@ -118,7 +118,7 @@ def pools_of(kv: TieredKV) -> list[WorkerPool]:
     """Return the threads of an open cache: of the codec, and of NVMe tiers."""
     found = []
     for tier in kv._core.chains[0].storage:  # noqa: SLF001 - no public call tells it
-        found.append(tier._codec)  # noqa: SLF001 - no public call tells it
+        found.append(tier._records)  # noqa: SLF001 - no public call tells it
         backend = getattr(tier, "backend", None)
         found += [each for each in vars(backend).values() if isinstance(each, WorkerPool)]
     return found

@@ -13,9 +13,9 @@ from tiered_kv.layout import KVCaches
 from tiered_kv.lookups import lookup_result
 from tiered_kv.results import LoadResult, LookupResult, PrefetchResult, StoreResult
 from tiered_kv.specs import EngineBlocks, GPULoadStoreSpec
+from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.budget import Priority
 from tiered_kv.tiers.chain import Chain
-from tiered_kv.tiers.memory import Batch
 from tiered_kv.transfers.handles import Handle, cancel_each, each_of
 from tiered_kv.transfers.load import LoadHandle
 from tiered_kv.transfers.prefetch import Prefetch, bring_to_host, lease_prefix

@@ -7,7 +7,8 @@ from numpy.typing import NDArray
 
 from tiered_kv.catalog.uses import UseCounts
 from tiered_kv.keys import Names
-from tiered_kv.tiers.storage import Mask, StorageTier
+from tiered_kv.tiers.base import Mask, Tier
+from tiered_kv.tiers.storage import StorageTier
 
 
 class Admission:
@@ -18,11 +19,12 @@ class Admission:
         self._tiers = [tier for tier in tiers if tier.settings.admit_after > 1]
         self._counts = UseCounts(window if self._tiers else 1)
 
-    def admits(self, tier: StorageTier, names: Names) -> Mask:
+    def admits(self, tier: Tier, names: Names) -> Mask:
         """Say of which blocks a tier is to have a copy."""
-        if tier not in self._tiers:
+        least = next((each.settings.admit_after for each in self._tiers if each is tier), 0)
+        if not least:
             return np.ones(len(names), np.bool_)
-        admitted: Mask = self._counts.estimate(names) >= tier.settings.admit_after
+        admitted: Mask = self._counts.estimate(names) >= least
         return admitted
 
     def use(self, names: Names) -> list[tuple[StorageTier, Mask]]:

@@ -25,12 +25,15 @@ from tiered_kv.memory.codec import Codec
 from tiered_kv.memory.lanes import Lane, LaneCopy, Lanes
 from tiered_kv.results import TierFault, TierRun
 from tiered_kv.tiers.admission import Admission
+from tiered_kv.tiers.base import BookedTier, Mask, Tier
+from tiered_kv.tiers.batch import Batch, Naming
 from tiered_kv.tiers.budget import Bandwidth, Budget, Priority, Room, Ticket
 from tiered_kv.tiers.dirty import Waiting
 from tiered_kv.tiers.ledger import Ledger
-from tiered_kv.tiers.memory import Batch, HostTier, MemoryTier, Naming, Tier
+from tiered_kv.tiers.memory import HostTier, MemoryTier
 from tiered_kv.tiers.owned import OwnedTier
-from tiered_kv.tiers.storage import Mask, StorageTier
+from tiered_kv.tiers.shared import SharedTier
+from tiered_kv.tiers.storage import StorageTier
 from tiered_kv.tiers.tasks import Tasks
 
 _PENDING: Final = int(SlotState.PENDING)
@@ -128,6 +131,7 @@ class Chain:
 
     Attributes:
         naming: What its blocks are called.
+        owned, shared: The storage tiers by kind, each fastest first; ``storage`` has them all in order.
         codec: How they are kept in every tier, if not as the engine has them.
         h2d: Streams from the host to the engine's device.
         d2h: Streams back.
@@ -136,7 +140,8 @@ class Chain:
         through: The storage tiers that get blocks when they are stored.
         back: Those that get them later, from the cleaner.
         waiting: The blocks that wait, by the memory tier in which they do.
-        on_admitted: Called with blocks that have now been used often enough for a tier that may lack them.
+        on_admitted: Called with this chain and blocks that have now been used often enough for a tier that may lack
+            them.
         ledger: Of the whole cache.
     """
 
@@ -144,6 +149,8 @@ class Chain:
     naming: Naming
     gpu: MemoryTier | None
     host: HostTier
+    owned: Sequence[OwnedTier]
+    shared: Sequence[SharedTier]
     storage: Sequence[StorageTier]
     h2d: Lanes
     d2h: Lanes
@@ -151,16 +158,17 @@ class Chain:
     tasks: Tasks
     emit: Emit
     limits: Limits
-    codec: Codec | None = None
+    codec: Codec | None
+    ledger: Ledger
+    on_admitted: Callable[["Chain", StorageTier, Batch], None]
     pending: dict[int, tuple[Fill, int]] = field(default_factory=dict)
     settling: set["asyncio.Future[Any]"] = field(default_factory=set)
-    on_admitted: Callable[[StorageTier, Batch], None] = lambda _tier, _batch: None
-    ledger: Ledger = field(default_factory=Ledger)
 
     def __post_init__(self) -> None:
         self.room = Room()
         self.memory: list[MemoryTier] = [self.gpu, self.host] if self.gpu else [self.host]
         self.tiers: list[Tier] = [*self.memory, *self.storage]
+        self.booked: list[BookedTier] = [*self.memory, *self.owned]
         self.names = [tier.name for tier in self.tiers]
         self.through = [tier for tier in self.storage if not tier.is_written_back]
         self.back = [tier for tier in self.storage if tier.is_written_back]
@@ -179,19 +187,19 @@ class Chain:
 
     def indexes(self) -> list[TierIndex]:
         """The books of the owned tiers that are in use, fastest first."""
-        storage = [tier.index for tier in self.storage if isinstance(tier, OwnedTier) and not tier.health.is_bypassed]
-        return [tier.index for tier in self.memory] + storage
+        return [tier.index for tier in self.in_use()]
 
-    def _number_of(self, index: TierIndex) -> int:
-        return next(i for i, tier in enumerate(self.tiers) if getattr(tier, "index", None) is index)
+    def in_use(self) -> list[BookedTier]:
+        """The tiers of which this cache has books, as far as they can be read now, fastest first."""
+        return [tier for tier in self.booked if tier.is_in_use]
 
     async def locate(self, batch: Batch) -> list[TierRun]:
         """Find the longest readable prefix: exact over owned tiers; others are asked only where those have nothing."""
-        indexes = self.indexes()
-        located = locate(indexes, batch.names)
-        runs = [TierRun(self.names[self._number_of(indexes[run.tier])], run.start, run.stop) for run in located.runs]
+        tiers = self.in_use()
+        located = locate([tier.index for tier in tiers], batch.names)
+        runs = [TierRun(tiers[run.tier].name, run.start, run.stop) for run in located.runs]
         start = located.num_blocks
-        while start < len(batch) and not all(isinstance(tier, OwnedTier) for tier in self.storage):
+        while start < len(batch) and self.shared:
             part = batch[start : start + _ASKED_AT_ONCE]
             numbers = np.full(len(part), -1, np.int8)
             for number, memory in enumerate(self.memory):
@@ -205,26 +213,21 @@ class Chain:
                 break
         return _merged(runs)
 
-    async def sources(self, batch: Batch) -> NDArray[np.int8]:
-        """Say which storage tier, by its number in the chain, to read each block from; -1 for nowhere."""
+    async def sources(self, batch: Batch, *, until: float | None = None) -> NDArray[np.int8]:
+        """Say which storage tier, by its number in the chain, to read each block from; -1 for nowhere.
+
+        Args:
+            batch: The blocks.
+            until: How long to wait for shared tiers, on the loop's clock; the tier's time limit if left out.
+        """
         numbers = np.full(len(batch), -1, np.int8)
         for position, tier in enumerate(self.storage, start=len(self.memory)):
             left = np.flatnonzero(numbers < 0)
             if not len(left):
                 break
-            found = await self.ask(tier, batch[left])
+            found = await tier.find(batch[left], until=until)
             numbers[left[found]] = position
         return numbers
-
-    async def ask(self, tier: StorageTier, batch: Batch) -> Mask:
-        """Ask in a task of the cache, so that no one's cancellation reaches a backend, and for a limited time."""
-        if isinstance(tier, OwnedTier):
-            return await tier.find(batch)
-        if tier.health.is_bypassed:
-            return np.zeros(len(batch), np.bool_)
-        asking = self.tasks.spawn(tier.find(batch), f"lookup in {tier.name}")
-        await asyncio.wait({asking}, timeout=tier.health.timeout_s)
-        return asking.result() if asking.done() else np.zeros(len(batch), np.bool_)
 
     def touch(self, batch: Batch) -> None:
         """Count a use of the blocks in every tier that has them, so that hot heads do not rot below."""
@@ -238,7 +241,7 @@ class Chain:
         """Count one use of the blocks, for the tiers that want some before they take a block."""
         for storage, admitted in self._admission.use(batch.names):
             if admitted.any():
-                self.on_admitted(storage, batch[admitted])
+                self.on_admitted(self, storage, batch[admitted])
 
     def later(self, tier: MemoryTier) -> list[Tier]:
         """Name the tiers below for which blocks wait in ``tier``: the CPU tier and all below it, or storage tiers."""
@@ -250,7 +253,7 @@ class Chain:
         """Say which blocks at least one of the tiers is to have."""
         admitted = np.zeros(len(batch), np.bool_)
         for tier in tiers:
-            admitted |= self._admission.admits(tier, batch.names) if isinstance(tier, StorageTier) else True
+            admitted |= self._admission.admits(tier, batch.names)
         return admitted
 
     # Slots of the host.
@@ -353,7 +356,7 @@ class Chain:
             fill.arrived |= lease.slots >= 0
             kept = int(np.count_nonzero((lease.slots >= 0) & ~self.host.index.is_transient(lease.slots)))
             self.host.counters.promoted += kept
-            if kept and isinstance(tier, OwnedTier) and tier.is_exclusive:
+            if kept and tier.is_exclusive:
                 self._take_over(tier, batch, lease)
             fill.keep(lease)
             open_tiers.discard(number)
@@ -369,11 +372,11 @@ class Chain:
         finally:
             self.conclude(fill, reservation)
 
-    def _take_over(self, tier: OwnedTier, batch: Batch, lease: Lease) -> None:
+    def _take_over(self, tier: StorageTier, batch: Batch, lease: Lease) -> None:
         """Have blocks that were read from an exclusive tier on the host only, where they wait to go back."""
         kept = (lease.slots >= 0) & ~self.host.index.is_transient(lease.slots)
         self.waiting[self.host].add(batch[kept], lease.slots[kept], lease)
-        tier.remove(batch.names[kept])
+        self.tasks.spawn(tier.forget(batch[kept]), f"forget what left {tier.name}")
 
     # Copies.
 

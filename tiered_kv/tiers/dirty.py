@@ -6,7 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.catalog.leases import Lease
-from tiered_kv.tiers.memory import Batch, MemoryTier
+from tiered_kv.tiers.batch import Batch
+from tiered_kv.tiers.memory import MemoryTier
 
 
 class Waiting:

@@ -1,11 +1,10 @@
 """How one backend is doing, shared by the tiers that its KV groups make of it: late calls, breakers, shedding."""
 
-import asyncio
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final
 
 from tiered_kv.events import Emit, TierResumed, TierStalled, TierTripped
 
@@ -51,6 +50,10 @@ class Breaker:
         """A call is being made."""
         if kind in self._opened_by:
             self._probe = kind
+
+    def not_made(self, kind: str) -> None:
+        """The call that was about to be made is not: the next one may be the probe."""
+        self._ends(kind)
 
     def late(self, kind: str) -> None:
         """A call is past its time: open until it returns, and then for a pause."""
@@ -111,9 +114,6 @@ class LatencyAverage:
         return self.seconds * float(0.5 ** (age / _HALF_LIFE_S))
 
 
-T = TypeVar("T")
-
-
 class StorageHealth:
     """Whether to use a backend now, decided by how its calls went.
 
@@ -160,48 +160,44 @@ class StorageHealth:
         """Whether stores go on without this tier: it fails, is late, or has become slow."""
         return not self.is_open or self.writes.is_open or self._write_latency.now() > self._shed_after_s
 
-    async def timed(self, call: Awaitable[T], doing: str, on_late: Callable[[], None]) -> T:
-        """Await a call to its end; if it takes longer than ``timeout_s``, say so at that moment.
+    def is_off(self, doing: str) -> bool:
+        """Whether calls of a kind should not be made now."""
+        return self.is_shedding if doing == "write" else self.is_bypassed
 
-        Whoever makes the call says how it went (`went`) if it was in time.
-        """
+    def begin(self, doing: str) -> None:
+        """A call is about to be made; of a tier that fails it is the probe. `ended` or `not_made` follows."""
+        self._breaker(doing).begin(doing)
+
+    def not_made(self, doing: str) -> None:
+        """It was not made after all."""
+        self._breaker(doing).not_made(doing)
+
+    def late(self, doing: str, timeout_s: float) -> None:
+        """A call has not ended within its time."""
+        if not self._num_late:
+            self._stalled_since = self.clock() - timeout_s
+        self._breaker(doing).late(doing)
+        self.emit(TierStalled(self.name, doing, timeout_s))
+        for each in self.on_stall:
+            each()
+
+    def ended(self, doing: str, seconds: float, *, is_late: bool, has_failed: bool) -> None:
+        """A call has ended, however long it took. A failure that opens the breaker is said once."""
         breaker = self._breaker(doing)
-        is_late = False
-
-        def late() -> None:
-            nonlocal is_late
-            is_late = True
+        if doing == "write":
+            self._write_latency.saw(seconds)
+        if is_late:
+            breaker.late_returned()
             if not self._num_late:
-                self._stalled_since = self.clock() - self.timeout_s
-            breaker.late(doing)
-            self.emit(TierStalled(self.name, doing, self.timeout_s))
-            on_late()
-            for each in self.on_stall:
-                each()
-
-        breaker.begin(doing)
-        started = self.clock()
-        timer = asyncio.get_running_loop().call_later(self.timeout_s, late)
-        try:
-            return await call
-        finally:
-            timer.cancel()
-            if doing == "write":
-                self._write_latency.saw(self.clock() - started)
-            if is_late:
-                breaker.late_returned()
-                if not self._num_late:
-                    self.emit(TierResumed(self.name, self.clock() - self._stalled_since))
-
-    def went(self, doing: str, *, well: bool) -> None:
-        """Take into account how a call ended. A failure that opens the breaker is said once."""
-        breaker = self._breaker(doing)
+                self.emit(TierResumed(self.name, self.clock() - self._stalled_since))
         was_tripped = breaker.is_tripped
-        if not well:
+        if has_failed:
             breaker.failed(doing)
             if breaker.is_tripped and not was_tripped:
                 self._tripped_at[breaker] = self.clock()
                 self.emit(TierTripped(self.name, doing))
+                for each in self.on_stall:
+                    each()
             return
         breaker.succeeded(doing)
         if not breaker.is_tripped and (since := self._tripped_at.pop(breaker, None)) is not None:

@@ -1,67 +1,16 @@
-"""One tier as motion sees it: its books, its memory or its backend, and what has been counted of it."""
-
-from dataclasses import dataclass
-from typing import Final
+"""The tiers whose slots copies reach: the GPU pool and the host."""
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from tiered_kv.catalog.index import TierIndex
-from tiered_kv.keys import BlockKey, BlockKeys, Names, Namespace, Shard
+from tiered_kv.errors import ConfigurationError
 from tiered_kv.memory.host import HostSlab
+from tiered_kv.preflight import check_host_memory
+from tiered_kv.tiers.base import BookedTier
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Blocks of one namespace, by name; ``positions`` says which block of its prompt each is."""
-
-    namespace: Namespace
-    names: Names
-    positions: NDArray[np.int64]
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def __getitem__(self, at: "slice | NDArray[np.int64] | NDArray[np.bool_]") -> "Batch":
-        return Batch(self.namespace, self.names[at], self.positions[at])
-
-    def keys(self) -> list[BlockKey]:
-        """One key object per block, for a backend or a header."""
-        return self.namespace.keys_of(self.names, self.positions)
-
-
-@dataclass
-class Counters:
-    """Blocks, since the cache was opened."""
-
-    hits: int = 0
-    """Loaded from here: each block asked for is counted once, in the tier that had it before promotion."""
-    written: int = 0
-    """Stored or written down to here."""
-    promoted: int = 0
-    """Copied up to here by a load or prefetch."""
-    evicted: int = 0
-    """Made to leave for want of room."""
-    dropped: int = 0
-    """Not written for want of room or because the queue was full."""
-    corrupt: int = 0
-    """Read and found broken."""
-    failed: int = 0
-    """Not read or written because the medium failed."""
-    expired: int = 0
-    """Removed because they were here for too long."""
-
-
-class Tier:
-    """What all tiers have: a name and counts."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.counters = Counters()
-
-
-class MemoryTier(Tier):
+class MemoryTier(BookedTier):
     """A tier whose slots copies reach: rows of a tensor on the host or on a device.
 
     Attributes:
@@ -76,11 +25,25 @@ class MemoryTier(Tier):
         self.rows = rows
         self.write_back = write_back
 
-    def room_for(self, batch: Batch) -> int:
-        """How many blocks of a long batch may be added, head first, without evicting what the tier has of its head."""
-        books = self.index.statistics()
-        room = books.free + books.evictable
-        return room - int(np.count_nonzero(self.index.ready(batch.names[:room])))
+    @property
+    def can_keep(self) -> bool:
+        """See `Tier.can_keep`: a host tier may have bounce slots only."""
+        return self.index.num_slots > 0
+
+    @property
+    def is_in_use(self) -> bool:
+        """See `BookedTier.is_in_use`."""
+        return True
+
+    def slots_within(self, capacity_bytes: int, block_bytes: int) -> int:
+        """See `BookedTier.slots_within`: memory of a device is taken once."""
+        raise ConfigurationError(f"the capacity of tier {self.name!r} cannot be changed while it is used")
+
+    async def grow(self, num_slots: int, more_bytes: int) -> None:
+        """See `BookedTier.grow`."""
+
+    async def shrink(self, num_slots: int) -> None:
+        """See `BookedTier.shrink`: host memory goes back as it becomes free, see `HostTier.give_back`."""
 
 
 class HostTier(MemoryTier):
@@ -90,34 +53,23 @@ class HostTier(MemoryTier):
         super().__init__(name, index, slab.rows, write_back=write_back)
         self.slab = slab
 
+    def slots_within(self, capacity_bytes: int, block_bytes: int) -> int:
+        """See `BookedTier.slots_within`."""
+        num_slots, most = capacity_bytes // block_bytes, self.index.max_slots
+        if not 0 < num_slots <= most:
+            raise ConfigurationError(
+                f"tier {self.name!r} can hold 1 to {most} blocks, not {num_slots}: set max_capacity"
+            )
+        return num_slots
 
-_MOST_NAMESPACES: Final = 4096
-"""Tenants come and go; the digest of one costs a microsecond."""
+    async def grow(self, num_slots: int, more_bytes: int) -> None:
+        """See `BookedTier.grow`."""
+        check_host_memory(more_bytes)
 
-
-class Naming:
-    """Adds to an engine's keys what they leave out: the fingerprint, the epoch and the shard.
-
-    Attributes:
-        fingerprint: Of the KV group.
-        shard: Whose part of the heads the blocks are.
-    """
-
-    def __init__(self, fingerprint: bytes, shard: Shard) -> None:
-        self.fingerprint = fingerprint
-        self.shard = shard
-        self._namespaces: dict[tuple[bytes, bytes], Namespace] = {}
-
-    def batch(self, keys: BlockKeys, epoch: bytes) -> Batch:
-        """Name blocks that weights of ``epoch`` computed."""
-        space = self.namespace(keys.salt_id, epoch)
-        return Batch(space, space.names(keys), np.arange(keys.start, keys.start + len(keys)))
-
-    def namespace(self, salt_id: bytes, epoch: bytes) -> Namespace:
-        """Return what a tenant's blocks, computed by weights of ``epoch``, share."""
-        space = self._namespaces.get((epoch, salt_id))
-        if space is None:
-            if len(self._namespaces) >= _MOST_NAMESPACES:
-                self._namespaces.clear()
-            space = self._namespaces[epoch, salt_id] = Namespace(self.fingerprint, epoch, salt_id, self.shard.part)
-        return space
+    def give_back(self, start: int, stop: int) -> bool:
+        """See `BookedTier.give_back`."""
+        idle = self.index.idle_retired(start, stop)
+        for run in np.split(idle, np.flatnonzero(np.diff(idle) > 1) + 1):
+            if len(run):
+                self.slab.give_back(int(run[0]), int(run[-1]) + 1)
+        return len(idle) == max(0, stop - start)

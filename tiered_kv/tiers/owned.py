@@ -1,46 +1,72 @@
-"""A tier that the cache owns alone: a medium of numbered slots, and the index that says which block is in which."""
+"""A tier that the cache owns alone: a medium of numbered slots, and the index that says which block is in which.
+
+A slot is in one call of the backend at a time: what is to be forgotten keeps its slots until the medium has.
+"""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.backend import Block, Outcome, RecordShape, SlotBackend, TierSettings
+from tiered_kv.backend import Block, Outcome, OwnedTierSettings, SlotBackend
 from tiered_kv.catalog.books import Change
 from tiered_kv.catalog.index import TierIndex
-from tiered_kv.errors import CapacityError
+from tiered_kv.catalog.leases import Lease
+from tiered_kv.errors import BackendUnavailableError, CapacityError, ConfigurationError, TieredKVError
 from tiered_kv.events import BlocksCorrupted, TierFailed
 from tiered_kv.keys import Names
-from tiered_kv.tiers.budget import Budget, Priority, Ticket
-from tiered_kv.tiers.health import StorageHealth
-from tiered_kv.tiers.memory import Batch
-from tiered_kv.tiers.storage import Mask, StorageTier, WriteReport, ignore
-from tiered_kv.tiers.tasks import Tasks, WorkerPool
+from tiered_kv.tiers.base import BookedTier, Mask
+from tiered_kv.tiers.batch import Batch
+from tiered_kv.tiers.budget import Priority, Ticket
+from tiered_kv.tiers.calls import Answer
+from tiered_kv.tiers.storage import StorageTier, TierParts, WriteReport
+from tiered_kv.tiers.tombstones import Tombstones
 
 
-class OwnedTier(StorageTier):
+class OwnedTier(StorageTier, BookedTier):
     """A `SlotBackend` and the index of its slots."""
 
-    def __init__(
-        self,
-        health: StorageHealth,
-        settings: TierSettings,
-        group: int,
-        shape: RecordShape,
-        budget: Budget,
-        codec_threads: WorkerPool,
-        tasks: Tasks,
-        backend: SlotBackend,
-        index: TierIndex,
-    ) -> None:
-        super().__init__(health, settings, group, shape, budget, codec_threads, tasks)
+    is_shared = False
+
+    def __init__(self, parts: TierParts, backend: SlotBackend, index: TierIndex) -> None:
+        super().__init__(parts)
         self.backend = backend
         self.index = index
         self._journal = asyncio.Lock()  # what is forgotten before a checkpoint must not come back by it
-        self._writing: dict[object, tuple[Names, NDArray[np.int64]]] = {}
+        self._in_write: dict[object, tuple[Names, NDArray[np.int64]]] = {}
+        self._evicted = Tombstones()  # while the medium is not open
+        self._owes_checkpoint = False
+        self._resizing: asyncio.Task[Answer[None]] | None = None
 
-    async def find(self, batch: Batch) -> Mask:
+    @property
+    def is_in_use(self) -> bool:
+        """See `BookedTier.is_in_use`."""
+        return not self.health.is_bypassed
+
+    @property
+    def is_exclusive(self) -> bool:
+        """Whether a block is either here or in the CPU tier."""
+        return isinstance(self.settings, OwnedTierSettings) and self.settings.exclusive
+
+    async def opened(self, index_of: Callable[[int], TierIndex]) -> None:
+        """See `StorageTier.opened`. What was evicted meanwhile is not there any more."""
+        index = index_of(self.group)
+        evicted, self._evicted = self._evicted, Tombstones()
+        if evicted.is_cleared:
+            index.clear()
+        elif (names := evicted.names()) is not None:
+            index.remove(names)
+        index.on_change, self.index = self.index.on_change, index
+        if index.on_change is not None and index.statistics().ready:
+            index.on_change(Change.ADDED, index.names_in_order()[0])
+        if evicted:
+            self._owes_checkpoint = True
+            await self.checkpoint(sync=False)
+
+    async def find(self, batch: Batch, *, until: float | None = None) -> Mask:
         """See `StorageTier.find`; exact, and does not wait."""
         return np.zeros(len(batch), np.bool_) if self.health.is_bypassed else self.index.ready(batch.names)
 
@@ -51,24 +77,21 @@ class OwnedTier(StorageTier):
         try:
             if self.health.is_bypassed:
                 on_late()
-                return np.zeros(len(batch), np.bool_)
+                return right
             with self.index.lease(batch.names) as lease:
                 at = np.flatnonzero(lease.slots >= 0)
                 if not len(at):
                     return right
-                there, wanted = [blocks[i] for i in at], batch[at]
-                started = asyncio.get_running_loop().time()
-                call = self.backend.read(self.group, lease.slots[at], there)
-                outcomes = await self._call(call, len(at), "read", on_late)
-                self.load_rate.saw(self._num_bytes(len(at)), asyncio.get_running_loop().time() - started)
-                outcomes = await self._verify(wanted.keys(), there, outcomes)
+                there, wanted, slots = [blocks[i] for i in at], batch[at], lease.slots[at]
+                outcomes = await self._read(
+                    lambda: self.backend.read(self.group, slots, there), wanted.keys(), there, ticket, on_late
+                )
                 right[at] = [outcome is Outcome.HIT for outcome in outcomes]
                 broken = np.array([outcome in (Outcome.CORRUPT, Outcome.MISS) for outcome in outcomes])
                 if broken.any():
                     self.health.emit(BlocksCorrupted(self.name, int(broken.sum())))
-                    slots, _ = self.index.find(wanted.names[broken])
-                    self.index.remove(wanted.names[broken], Change.CORRUPT)
-                    self._forget_later(slots[slots >= 0])
+                    now, _ = self.index.find(wanted.names)
+                    self._remove(wanted.names[broken & (now == slots)], Change.CORRUPT)
         finally:
             give_back()
         return right
@@ -83,8 +106,7 @@ class OwnedTier(StorageTier):
     ) -> WriteReport:
         """See `StorageTier.write`. What is removed while it is written never commits."""
         n = len(batch)
-        nothing = np.zeros(n, np.bool_)
-        give_back, write = await self._take(n, Ticket(priority)), object()
+        give_back = await self._take(n, Ticket(priority))
         try:
             if self.health.is_shedding:
                 return WriteReport.nothing_of(n)
@@ -98,60 +120,105 @@ class OwnedTier(StorageTier):
                 self.counters.evicted += len(reservation.evicted)
                 fresh = reservation.slots >= 0
                 todo = at[fresh]
-                written, present = nothing.copy(), nothing.copy()
+                written, present, dropped = np.zeros(n, np.bool_), np.zeros(n, np.bool_), ~wanted
                 present[at[~fresh]] = True
                 if len(todo):
-                    chosen, there = batch[todo], [blocks[i] for i in todo]
-                    await self._encode(chosen, there)
-                    slots = reservation.slots[fresh]
-                    self._writing[write] = chosen.names, slots
-                    call = self.backend.write(self.group, slots, chosen.names, there)
-                    outcomes = await self._call(call, len(todo), "write", on_late)
-                    written[todo] = [outcome is Outcome.STORED for outcome in outcomes]
-                    with reservation.commit(written[at]) as lease:
-                        evicted_meanwhile = slots[written[todo] & (lease.slots[fresh] < 0)]
-                    if len(evicted_meanwhile):  # the medium remembers them now, and they must not outlive a crash
-                        self._forget_later(evicted_meanwhile)
-                return WriteReport(written, present, ~wanted)
+                    with self._is_writing(batch.names[todo]):
+                        outcomes = await self._write_to(
+                            batch[todo], [blocks[i] for i in todo], reservation.slots[fresh], on_late, priority
+                        )
+                        written[todo] = [outcome is Outcome.STORED for outcome in outcomes]
+                        dropped[todo] = [outcome is Outcome.REFUSED for outcome in outcomes]
+                        with reservation.commit(written[at]) as lease:
+                            doomed = reservation.slots[written[at] & fresh & (lease.slots < 0)]
+                        # The medium remembers them now, and they must not outlive a crash: their slots are kept for it.
+                        await self._forget_slots(doomed, on_late)
+                return WriteReport(written, present, dropped)
         finally:
-            self._writing.pop(write, None)
             give_back()
+
+    async def _write_to(
+        self,
+        batch: Batch,
+        blocks: list[Block],
+        slots: NDArray[np.int64],
+        on_late: Callable[[], None],
+        priority: Priority,
+    ) -> list[Outcome]:
+        await self._encode(batch, blocks)
+        write = object()
+        self._in_write[write] = batch.names, slots
+        try:
+            return await self._write(
+                lambda: self.backend.write(self.group, slots, batch.names, blocks), len(batch), priority, on_late
+            )
+        finally:
+            del self._in_write[write]
+
+    def lacks(self, batch: Batch) -> Mask:
+        """See `StorageTier.lacks`."""
+        return ~self.index.ready(batch.names)
 
     def touch(self, batch: Batch) -> None:
         """See `StorageTier.touch`."""
         self.index.touch(batch.names)
 
-    def remove(self, names: Names) -> None:
-        """Make blocks unfindable at once, and have the medium forget them in a task of the cache."""
-        slots, _ = self.index.find(names)
-        self.index.remove(names)
-        self._forget_later(slots[slots >= 0])
-
-    async def forget(self, batch: Batch) -> int:
+    def forget(self, batch: Batch) -> Coroutine[Any, Any, None]:
         """See `StorageTier.forget`."""
-        slots, _ = self.index.find(batch.names)
-        num_removed = self.index.remove(batch.names)
-        await self._forget_slots(slots[slots >= 0])
-        return num_removed
+        if not self.health.is_open:
+            self._evicted.add(batch)
+        held = self._doom(batch.names, Change.REMOVED)
 
-    def _forget_later(self, slots: NDArray[np.int64]) -> None:
-        """Let the medium forget slots in a task of the cache: no transfer keeps its buffers for it."""
-        self._tasks.spawn(self._forget_slots(slots), f"forget {len(slots)} blocks of {self.name}")
+        async def forget() -> None:
+            with held:
+                await self._until_written(batch.names)
+                await self._forget_slots(held.slots[held.slots >= 0])
 
-    async def _forget_slots(self, slots: NDArray[np.int64]) -> None:
-        # Should it fail, the index has forgotten all the same: only a restart could bring the blocks back.
-        if len(slots):
-            await self._note("forget", len(slots), lambda: self.backend.forget(self.group, slots), ignore)
+        return forget()
 
-    async def clear(self) -> None:
-        """Forget every block, after a restart too."""
+    def _doom(self, names: Names, why: Change) -> Lease:
+        """Make blocks unfindable, and keep their slots until the lease ends."""
+        held = self.index.lease(names)
+        self.index.remove(names, why)
+        return held
+
+    def _remove(self, names: Names, why: Change) -> None:
+        if len(names):
+            self._tasks.spawn(self._forget_held(self._doom(names, why)), f"forget {len(names)} blocks of {self.name}")
+
+    async def _forget_held(self, held: Lease) -> None:
+        with held:
+            await self._forget_slots(held.slots[held.slots >= 0])
+
+    async def _forget_slots(self, slots: NDArray[np.int64], on_late: Callable[[], None] | None = None) -> None:
+        if not len(slots):
+            return
+        if not await self._note("forget", len(slots), lambda: self.backend.forget(self.group, slots), on_late):
+            self._owes_checkpoint = True  # which makes up for it: until then only a restart could bring them back
+
+    def clear(self) -> Coroutine[Any, Any, None]:
+        """Forget every block: at once, before this returns; what it returns ends when a restart finds none either."""
         self.index.clear()
-        await self.checkpoint(sync=False)
+        if not self.health.is_open:
+            self._evicted.add_all()
+
+        async def clear() -> None:
+            if busy := [done for _, done in self._writing.values()]:
+                await asyncio.wait(busy)  # each of them has what it wrote forgotten
+            if self.health.is_open:
+                await self.checkpoint(sync=False)
+
+        return clear()
+
+    def tick(self) -> None:
+        """See `StorageTier.tick`."""
+        if self._owes_checkpoint and self.is_in_use:
+            self._tasks.spawn(self.checkpoint(sync=False), f"checkpoint {self.name} again")
 
     async def checkpoint(self, *, sync: bool) -> None:
         """Let the medium remember which blocks it holds, in order of use. Never raises for the tier.
 
-        Nobody waits for one that is late: it goes on in a task of the cache. A cancellation ends it.
+        Nobody waits for one that is late, or whose wait is cancelled: it goes on in a task of the cache.
         """
         late = asyncio.get_running_loop().create_future()
 
@@ -159,43 +226,83 @@ class OwnedTier(StorageTier):
             late.set_result(None)
 
         noting = self._tasks.spawn(self._checkpoint(on_late, sync=sync), f"checkpoint {self.name}")
-        try:
-            await asyncio.wait({noting, late}, return_when=asyncio.FIRST_COMPLETED)
-        except asyncio.CancelledError:
-            noting.cancel()
-            raise
+        await asyncio.wait({noting, late}, return_when=asyncio.FIRST_COMPLETED)
 
     async def _checkpoint(self, on_late: Callable[[], None], *, sync: bool) -> None:
         def write() -> Awaitable[None]:
             names, slots = self.index.names_in_order()
-            # What is being written is listed too: it is verified when read, and would else be lost to a restart.
+            # What is being written is listed too: it is verified when read, and a restart would lose it otherwise.
             writing = [
                 (each[still], at[still])
-                for each, at in self._writing.values()
+                for each, at in self._in_write.values()
                 if (still := (self.index.find(each)[0] == at) & ~self.index.ready(each)).any()
             ]
             names = np.concatenate([names, *(each[0] for each in writing)])
             slots = np.concatenate([slots, *(each[1] for each in writing)])
             return self.backend.checkpoint(self.group, names, slots, sync=sync)
 
-        await self._note("checkpoint", self.index.statistics().ready, write, on_late)
+        owed, self._owes_checkpoint = self._owes_checkpoint, False
+        if not await self._note("checkpoint", self.index.statistics().ready, write, on_late):
+            self._owes_checkpoint |= owed
 
     async def _note(
-        self, doing: str, num_blocks: int, call: Callable[[], Awaitable[None]], on_late: Callable[[], None]
-    ) -> None:
-        """Make a call that changes what the medium remembers, when its turn has come: given up if that takes long."""
+        self,
+        doing: str,
+        num_blocks: int,
+        call: Callable[[], Awaitable[None]],
+        on_late: Callable[[], None] | None,
+    ) -> bool:
+        """Make a call that changes what the medium remembers, when its turn has come; say whether it went well.
+
+        It is given up if its turn does not come in time.
+        """
         try:
             async with asyncio.timeout(self.health.timeout_s):
                 await self._journal.acquire()
         except TimeoutError:
             error = f"its turn has not come within {self.health.timeout_s:g} s: another call hangs"
             self.health.emit(TierFailed(self.name, doing, error, num_blocks))
-            return
+            return False
         try:
-            await self.health.timed(call(), doing, on_late)
-            self.health.went(doing, well=True)
-        except Exception as caught:  # noqa: BLE001 - whatever a medium raises, serving goes on without it
-            self.health.went(doing, well=False)
-            self.health.emit(TierFailed(self.name, doing, f"{type(caught).__name__}: {caught}", num_blocks))
+            answer = await self.calls.make(doing, call, num_blocks=num_blocks, on_late=on_late)
         finally:
             self._journal.release()
+        return answer.is_well
+
+    # Another capacity.
+
+    def slots_within(self, capacity_bytes: int, block_bytes: int) -> int:
+        """See `BookedTier.slots_within`: the medium knows."""
+        return self.backend.fit(capacity_bytes)
+
+    async def grow(self, num_slots: int, more_bytes: int) -> None:
+        """See `BookedTier.grow`."""
+        await self._resize(num_slots)
+
+    async def shrink(self, num_slots: int) -> None:
+        """See `BookedTier.shrink`. What a medium does not give back is its own to keep: the books have shrunk."""
+        with suppress(BackendUnavailableError, ConfigurationError):  # the call has been reported
+            await self._resize(num_slots)
+
+    async def _resize(self, num_slots: int) -> None:
+        if self._resizing is not None and not self._resizing.done():
+            raise BackendUnavailableError(f"{self.name} is still being resized by a call that is late")
+        raised: list[TieredKVError] = []
+
+        async def resize() -> None:
+            try:
+                await self.backend.resize(num_slots)
+            except TieredKVError as error:
+                raised.append(error)
+                raise
+
+        call = self._tasks.spawn(self.calls.make("resize", resize, until_late=False), f"resize {self.name}")
+        self._resizing = call
+        await asyncio.wait({call}, timeout=self.health.timeout_s)
+        if not call.done():
+            raise BackendUnavailableError(f"{self.name} was not resized within {self.health.timeout_s:g} s")
+        answer = call.result()
+        if raised:
+            raise raised[0]
+        if not answer.is_well:
+            raise BackendUnavailableError(f"{self.name} was not resized to {num_slots} slots: {answer.error}")

@@ -14,12 +14,9 @@ from numpy.typing import NDArray
 
 from tiered_kv.catalog.leases import Lease
 from tiered_kv.keys import DIGEST_BYTES, BlockKeys, Names, Namespace
+from tiered_kv.tiers.base import BookedTier, Mask
+from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.chain import Chain
-from tiered_kv.tiers.memory import Batch, MemoryTier
-from tiered_kv.tiers.owned import OwnedTier
-from tiered_kv.tiers.storage import Mask
-
-OwningTier = MemoryTier | OwnedTier
 
 
 @dataclass(eq=False)
@@ -32,7 +29,7 @@ class _Pin:
     """
 
     chain: Chain
-    tier: OwningTier
+    tier: BookedTier
     namespace: Namespace
     slots: dict[bytes, int]
     lease: Lease
@@ -52,7 +49,7 @@ class Pins:
         self._quota_bytes = quota_bytes
         self._pins: defaultdict[bytes, list[_Pin]] = defaultdict(list)  # by salt
         self._num_bytes: Counter[bytes] = Counter()  # by salt
-        self._num_pinned: Counter[OwningTier] = Counter()
+        self._num_pinned: Counter[BookedTier] = Counter()
         self._timer: asyncio.TimerHandle | None = None
 
     def pin(self, parts: Sequence[tuple[Chain, Batch]], keys: BlockKeys, ttl_s: float) -> int:
@@ -120,10 +117,10 @@ class Pins:
         """Say in which tier of the chain to pin each block, -1 for none; and which are pinned there already."""
         tiers = np.full(len(batch), -1, np.int8)
         for pin in self._of(chain, salt):
-            tiers[[places[each] for each in pin.slots.keys() & places.keys()]] = chain.tiers.index(pin.tier)
+            tiers[[places[each] for each in pin.slots.keys() & places.keys()]] = chain.booked.index(pin.tier)
         is_pinned = tiers >= 0
-        for number, tier in enumerate(chain.tiers):
-            if isinstance(tier, MemoryTier) or (isinstance(tier, OwnedTier) and not tier.health.is_bypassed):
+        for number, tier in enumerate(chain.booked):
+            if tier.is_in_use:
                 slots, _ = tier.index.find(batch.names)
                 can = (tiers < 0) & tier.index.ready(batch.names) & ~tier.index.is_transient(slots)
                 can &= np.cumsum(can) <= tier.index.num_slots // 2 - self._num_pinned[tier]
@@ -148,8 +145,7 @@ class Pins:
                 left[[places[each] for each in pin.slots.keys() & places.keys()]] = False
         for number in np.unique(tiers[left]).tolist():
             at = np.flatnonzero(left & (tiers == number)).tolist()
-            tier = chain.tiers[number]
-            assert isinstance(tier, MemoryTier | OwnedTier)  # noqa: S101 - as chosen
+            tier = chain.booked[number]
             lease = tier.index.lease(batch.names[at])
             slots = dict(zip([hashes[i] for i in at], lease.slots.tolist(), strict=True))
             pin = _Pin(chain, tier, batch.namespace, slots, lease, until)

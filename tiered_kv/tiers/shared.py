@@ -1,73 +1,90 @@
 """A tier that finds and evicts for itself, and that others may share: what it says it has, a read decides."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any, Final
 
 import numpy as np
 
-from tiered_kv.backend import Backend, Block, Outcome, RecordShape, TierSettings
-from tiered_kv.events import BlocksCorrupted, TierFailed
-from tiered_kv.tiers.budget import Budget, Priority, Ticket
-from tiered_kv.tiers.health import StorageHealth
-from tiered_kv.tiers.memory import Batch
-from tiered_kv.tiers.storage import Mask, StorageTier, WriteReport, ignore
+from tiered_kv.backend import Backend, Block, Outcome
+from tiered_kv.events import BlocksCorrupted
+from tiered_kv.tiers.base import Mask
+from tiered_kv.tiers.batch import Batch
+from tiered_kv.tiers.budget import Priority, Ticket
+from tiered_kv.tiers.storage import StorageTier, TierParts, WriteReport
 from tiered_kv.tiers.suspects import Suspects
-from tiered_kv.tiers.tasks import Tasks, WorkerPool
+from tiered_kv.tiers.tombstones import Tombstones
+
+_DELETED_AT_ONCE: Final = 1024
 
 
 class SharedTier(StorageTier):
     """A `Backend`: it finds and evicts for itself."""
 
-    def __init__(
-        self,
-        health: StorageHealth,
-        settings: TierSettings,
-        group: int,
-        shape: RecordShape,
-        budget: Budget,
-        codec_threads: WorkerPool,
-        tasks: Tasks,
-        backend: Backend,
-    ) -> None:
-        super().__init__(health, settings, group, shape, budget, codec_threads, tasks)
-        self.backend = backend
-        self.suspects = Suspects(health.clock)
+    is_shared = True
 
-    async def find(self, batch: Batch) -> Mask:
-        """See `StorageTier.find`. What could not be read lately is absent."""
+    def __init__(self, parts: TierParts, backend: Backend) -> None:
+        super().__init__(parts)
+        self.backend = backend
+        self.suspects = Suspects(parts.health.clock)
+        self._evicted = Tombstones()
+        self._deleting: dict[object, Batch] = {}
+        self._asking: dict[bytes, asyncio.Task[Mask]] = {}
+
+    async def find(self, batch: Batch, *, until: float | None = None) -> Mask:
+        """See `StorageTier.find`. What was evicted, or could not be read lately, is absent.
+
+        Equal questions that are under way at the same time are asked once.
+        """
         found = np.zeros(len(batch), np.bool_)
-        asked = np.flatnonzero(~self.suspects.absent(batch.names))
+        asked = np.flatnonzero(~(self.suspects.absent(batch.names) | self._evicted.holds(batch)))
         if self.health.is_bypassed or not len(asked):
             return found
-        try:
-            n = await self.health.timed(self.backend.lookup_prefix(batch[asked].keys()), "lookup", ignore)
-            found[asked[:n]] = True
-            self.health.went("lookup", well=True)
-        except Exception as caught:  # noqa: BLE001 - whatever a medium raises, serving goes on without it
-            self.health.went("lookup", well=False)
-            self.health.emit(TierFailed(self.name, "lookup", f"{type(caught).__name__}: {caught}", len(batch)))
+        question = batch if len(asked) == len(batch) else batch[asked]
+        name = question.names.tobytes()
+        asking = self._asking.get(name)
+        if asking is None:
+            asking = self._asking[name] = self._tasks.spawn(self._ask(question), f"lookup in {self.name}")
+            asking.add_done_callback(lambda _: self._asking.pop(name, None))
+        timeout_s = self.health.timeout_s if until is None else max(0.0, until - self.health.clock())
+        await asyncio.wait({asking}, timeout=timeout_s)
+        if asking.done() and not asking.cancelled():
+            found[asked] = asking.result()
         return found
+
+    async def _ask(self, batch: Batch) -> Mask:
+        n, keys = len(batch), batch.keys()
+
+        def problem_of(num_found: int) -> str:
+            return "" if 0 <= num_found <= n else f"a prefix of {num_found!r} of {n} blocks"
+
+        answer = await self.calls.make(
+            "lookup", lambda: self.backend.lookup_prefix(keys), num_blocks=n, until_late=True, problem_of=problem_of
+        )
+        return np.arange(n) < (answer.value if answer.is_well and answer.value else 0)
 
     async def read(self, batch: Batch, blocks: list[Block], ticket: Ticket, on_late: Callable[[], None]) -> Mask:
         """See `StorageTier.read`. A block that is broken twice is deleted; until then a store may repair it."""
+        right = np.zeros(len(batch), np.bool_)
         give_back = await self._take(len(batch), ticket)
         try:
             if self.health.is_bypassed:
                 on_late()
-                return np.zeros(len(batch), np.bool_)
-            keys = batch.keys()
-            started = asyncio.get_running_loop().time()
-            outcomes = await self._call(self.backend.read(keys, blocks), len(keys), "read", on_late)
-            self.load_rate.saw(self._num_bytes(len(batch)), asyncio.get_running_loop().time() - started)
-            outcomes = await self._verify(keys, blocks, outcomes)
-            broken = np.array([outcome is Outcome.CORRUPT for outcome in outcomes])
-            if broken.any():
-                self.health.emit(BlocksCorrupted(self.name, int(broken.sum())))
-            if (twice := self.suspects.saw(batch.names, outcomes)).any():
-                self._forget_later(batch[twice])
+                return right
+            at = np.flatnonzero(~self._evicted.holds(batch))  # since the medium was asked
+            if not len(at):
+                return right
+            wanted, there = batch[at], [blocks[i] for i in at]
+            keys = wanted.keys()
+            outcomes = await self._read(lambda: self.backend.read(keys, there), keys, there, ticket, on_late)
+            right[at] = [outcome is Outcome.HIT for outcome in outcomes]
+            if num_broken := outcomes.count(Outcome.CORRUPT):
+                self.health.emit(BlocksCorrupted(self.name, num_broken))
+            if (twice := self.suspects.saw(wanted.names, outcomes)).any():
+                self._forget_later(wanted[twice])
         finally:
             give_back()
-        return np.array([outcome is Outcome.HIT for outcome in outcomes])
+        return right
 
     async def write(
         self,
@@ -77,43 +94,72 @@ class SharedTier(StorageTier):
         on_late: Callable[[], None],
         priority: Priority,
     ) -> WriteReport:
-        """See `StorageTier.write`."""
+        """See `StorageTier.write`. What is being deleted is dropped: which of the two came last, nobody could tell."""
         n = len(batch)
-        nothing = np.zeros(n, np.bool_)
         give_back = await self._take(n, Ticket(priority))
         try:
             if self.health.is_shedding:
                 return WriteReport.nothing_of(n)
-            wanted = is_wanted()
+            wanted = is_wanted() & ~self._is_being_deleted(batch)
             at = np.flatnonzero(wanted)
-            written, dropped = nothing.copy(), ~wanted
+            written, dropped = np.zeros(n, np.bool_), ~wanted
             if len(at):
-                there = [blocks[i] for i in at]
-                keys = await self._encode(batch[at], there)
-                outcomes = await self._call(self.backend.write(keys, there), len(at), "write", on_late)
-                written[at] = [outcome is Outcome.STORED for outcome in outcomes]
-                self.suspects.wrote(batch.names[written])
-                dropped[at] = [outcome is Outcome.REFUSED for outcome in outcomes]
-                evicted_meanwhile = written & ~is_wanted()
-                if evicted_meanwhile.any():
-                    self._forget_later(batch[evicted_meanwhile])
-            return WriteReport(written, nothing, dropped)
+                there, chosen, serial = [blocks[i] for i in at], batch[at], self._evicted.serial
+                with self._is_writing(chosen.names):
+                    keys = await self._encode(chosen, there)
+                    outcomes = await self._write(lambda: self.backend.write(keys, there), len(at), priority, on_late)
+                    written[at] = [outcome is Outcome.STORED for outcome in outcomes]
+                    dropped[at] = [outcome is Outcome.REFUSED for outcome in outcomes]
+                    self.suspects.wrote(batch.names[written])
+                    stays = written & is_wanted()
+                    self._evicted.lift(batch[stays], serial)
+                if (gone := written & ~stays).any():
+                    self._forget_later(batch[gone])
+            return WriteReport(written, np.zeros(n, np.bool_), dropped)
         finally:
             give_back()
+
+    def lacks(self, batch: Batch) -> Mask:
+        """See `StorageTier.lacks`: nothing is known."""
+        return np.ones(len(batch), np.bool_)
 
     def touch(self, batch: Batch) -> None:
         """See `StorageTier.touch`: such a medium keeps its own recency, by what is read."""
 
-    async def forget(self, batch: Batch) -> int:
-        """See `StorageTier.forget`."""
+    def forget(self, batch: Batch) -> Coroutine[Any, Any, None]:
+        """See `StorageTier.forget`. What the medium does not delete stays unfindable here, and it is tried again."""
+        self._evicted.add(batch)
+        serial = self._evicted.serial
+
+        async def forget() -> None:
+            await self._until_written(batch.names)
+            await self._delete(batch, serial)
+
+        return forget()
+
+    def tick(self) -> None:
+        """See `StorageTier.tick`: delete what could not be deleted."""
+        if self._deleting or self.health.is_bypassed:
+            return
+        if (batch := self._evicted.oldest(_DELETED_AT_ONCE)) is not None:
+            self._tasks.spawn(self._delete(batch, self._evicted.serial), f"delete again: {self.name}")
+
+    async def _delete(self, batch: Batch, serial: int) -> None:
+        keys, deletion = batch.keys(), object()
+        self._deleting[deletion] = batch
         try:
-            await self.health.timed(self.backend.delete(batch.keys()), "delete", ignore)
-            self.health.went("delete", well=True)
-        except Exception as caught:  # noqa: BLE001 - a shared medium may be away; its TTL will do it
-            self.health.went("delete", well=False)
-            self.health.emit(TierFailed(self.name, "delete", f"{type(caught).__name__}: {caught}", len(batch)))
-            return 0
-        return len(batch)
+            answer = await self.calls.make("delete", lambda: self.backend.delete(keys), num_blocks=len(keys))
+        finally:
+            del self._deleting[deletion]
+        if answer.is_well:
+            self._evicted.lift(batch, serial)
+
+    def _is_being_deleted(self, batch: Batch) -> Mask:
+        busy = np.zeros(len(batch), np.bool_)
+        if self._deleting:
+            names = {name.tobytes() for each in self._deleting.values() for name in each.names}
+            busy |= [name.tobytes() in names for name in batch.names]
+        return busy
 
     def _forget_later(self, batch: Batch) -> None:
         """Delete blocks in a task of the cache: no transfer keeps its buffers for it."""

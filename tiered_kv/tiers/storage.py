@@ -1,28 +1,58 @@
-"""A storage tier: a backend with its deadlines, its byte budget and its verdicts. No fault of a tier raises here.
+"""A storage tier: a backend with its byte budget, its records and its verdicts. No fault of a tier raises here.
 
-Every call of a backend runs to its end, in a task of the cache: only waiting for it is bounded. A call that is late has
-its waiters told, keeps its buffers (they stay reserved: quarantined), and until it returns the tier is bypassed.
+A call that is late has its waiters told, keeps its buffers (they stay reserved: quarantined), and until it returns the
+tier is bypassed.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+import asyncio
+from abc import abstractmethod
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.backend import Block, Outcome, OwnedTierSettings, RecordShape, TierSettings
-from tiered_kv.events import TierFailed
-from tiered_kv.keys import BlockKey
+from tiered_kv.backend import Block, Outcome, RecordShape, TierSettings
+from tiered_kv.catalog.index import TierIndex
+from tiered_kv.catalog.table import hash_names
+from tiered_kv.keys import BlockKey, Names
 from tiered_kv.record import encode, verify
+from tiered_kv.tiers.base import Mask, Tier
+from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.budget import Budget, Priority, Ticket
+from tiered_kv.tiers.calls import Calls, outcomes_problem
 from tiered_kv.tiers.health import StorageHealth
-from tiered_kv.tiers.memory import Batch, Tier
 from tiered_kv.tiers.tasks import Tasks, WorkerPool
 
-T = TypeVar("T")
-Mask = NDArray[np.bool_]
+_READ: Final = frozenset({Outcome.HIT, Outcome.MISS, Outcome.CORRUPT, Outcome.FAILED})
+_WRITTEN: Final = frozenset({Outcome.STORED, Outcome.REFUSED, Outcome.FAILED})
+
+
+@dataclass(frozen=True)
+class TierParts:
+    """What a storage tier is made of.
+
+    Attributes:
+        health: Of its backend; shared by the tiers that KV groups and ranks make of it, like all that follows.
+        calls: Of its backend.
+        budget: Bytes in flight.
+        records: Threads that hash records.
+        tasks: Of the cache.
+        settings: The tier's.
+        group: Which kind of block this tier has: a KV group on one rank.
+        shape: Of its records.
+    """
+
+    health: StorageHealth
+    calls: Calls
+    budget: Budget
+    records: WorkerPool
+    tasks: Tasks
+    settings: TierSettings
+    group: int
+    shape: RecordShape
 
 
 @dataclass
@@ -67,29 +97,30 @@ class WriteReport:
         return {name: int(np.count_nonzero(mask)) for name, mask in vars(self).items()}
 
 
-class StorageTier(Tier, ABC):
-    """One KV group of one storage tier."""
+class StorageTier(Tier):
+    """One kind of block in one storage tier."""
 
-    def __init__(
-        self,
-        health: StorageHealth,
-        settings: TierSettings,
-        group: int,
-        shape: RecordShape,
-        budget: Budget,
-        codec_threads: WorkerPool,
-        tasks: Tasks,
-    ) -> None:
-        super().__init__(health.name)
-        self.health = health
-        self.settings = settings
-        self.group = group
-        self.shape = shape
-        self.budget = budget
+    is_shared: bool
+    """Whether others may write to this medium."""
+
+    def __init__(self, parts: TierParts) -> None:
+        super().__init__(parts.health.name)
+        self.health = parts.health
+        self.calls = parts.calls
+        self.settings = parts.settings
+        self.group = parts.group
+        self.shape = parts.shape
+        self.budget = parts.budget
         self.load_rate = Rate()
-        self._codec = codec_threads
-        self._tasks = tasks
-        health.on_stall.append(budget.room.changed)
+        self._records = parts.records
+        self._tasks = parts.tasks
+        self._writing: dict[object, tuple[NDArray[np.uint64], asyncio.Future[None]]] = {}
+        parts.health.on_stall.append(parts.budget.room.changed)
+
+    @property
+    def can_keep(self) -> bool:
+        """See `Tier.can_keep`."""
+        return True
 
     @property
     def is_written_back(self) -> bool:
@@ -99,11 +130,14 @@ class StorageTier(Tier, ABC):
     @property
     def is_exclusive(self) -> bool:
         """Whether a block is either here or in the CPU tier."""
-        return isinstance(self.settings, OwnedTierSettings) and self.settings.exclusive
+        return False
 
     @abstractmethod
-    async def find(self, batch: Batch) -> Mask:
-        """Say which blocks can be read, as far as is known: in a tier that is not owned, a prefix at most."""
+    async def find(self, batch: Batch, *, until: float | None = None) -> Mask:
+        """Say which blocks can be read, as far as is known by ``until``: in a shared tier, a prefix at most.
+
+        Waits for the tier's time limit at most where ``until`` is left out. In an owned tier it does not wait.
+        """
 
     @abstractmethod
     async def read(self, batch: Batch, blocks: list[Block], ticket: Ticket, on_late: Callable[[], None]) -> Mask:
@@ -118,15 +152,33 @@ class StorageTier(Tier, ABC):
         on_late: Callable[[], None],
         priority: Priority,
     ) -> WriteReport:
-        """Encode and write blocks, as long as they are wanted: checked when their turn has come, and behind it."""
+        """Encode and write blocks, as long as they are wanted: checked when their turn has come, and after it."""
+
+    async def opened(self, index_of: Callable[[int], TierIndex]) -> None:
+        """Begin to use a medium that has been opened later than the cache.
+
+        Args:
+            index_of: Makes the books of what was found there of one kind of block.
+        """
+
+    @abstractmethod
+    def lacks(self, batch: Batch) -> Mask:
+        """Say which blocks would be news to this tier, as far as is known without asking."""
 
     @abstractmethod
     def touch(self, batch: Batch) -> None:
         """Note that the blocks were used, wherever they were served from."""
 
     @abstractmethod
-    async def forget(self, batch: Batch) -> int:
-        """Make blocks unfindable at once (in an owned tier, before the first await), and after a restart too."""
+    def forget(self, batch: Batch) -> Coroutine[Any, Any, None]:
+        """Make blocks unfindable at once, before this returns; what it returns ends when a restart finds none either.
+
+        Blocks that are being written are waited for, and then forgotten.
+        """
+
+    @abstractmethod
+    def tick(self) -> None:
+        """Begin to make up for what a medium that failed did not do. Called once in a while."""
 
     def _num_bytes(self, n: int) -> int:
         return n * self.shape.stride_bytes
@@ -139,33 +191,69 @@ class StorageTier(Tier, ABC):
         is_store = ticket.priority in {Priority.STORE, Priority.DEMOTE}
         return self.health.is_shedding if is_store else self.health.is_bypassed
 
-    async def _call(
-        self, call: Awaitable[list[Outcome]], n: int, doing: str, on_late: Callable[[], None]
+    async def _read(
+        self,
+        call: Callable[[], Awaitable[list[Outcome]]],
+        keys: list[BlockKey],
+        blocks: list[Block],
+        ticket: Ticket,
+        on_late: Callable[[], None],
     ) -> list[Outcome]:
-        """Make one call of the backend: what it raises, or a wrong number of answers, is one FAILED per block."""
-        try:
-            outcomes = await self.health.timed(call, doing, on_late)
-            if len(outcomes) == n:
-                self.health.went(doing, well=outcomes.count(Outcome.FAILED) < n)
-                return list(outcomes)
-            error = f"{len(outcomes)} outcomes for {n} blocks"
-        except Exception as caught:  # noqa: BLE001 - whatever a medium raises, serving goes on without it
-            error = f"{type(caught).__name__}: {caught}"
-        self.health.went(doing, well=False)
-        self.health.emit(TierFailed(self.name, doing, error, n))
-        return [Outcome.FAILED] * n
-
-    async def _verify(self, keys: list[BlockKey], blocks: list[Block], outcomes: list[Outcome]) -> list[Outcome]:
-        """Replace each HIT by what the record itself says."""
-        verdicts = await self._codec.run(_verify_hits, keys, blocks, outcomes, self.shape)
+        """Make a read, and replace each HIT by what the record itself says."""
+        n, started = len(keys), self.health.clock()
+        answer = await self.calls.make(
+            "read", call, num_blocks=n, ticket=ticket, on_late=on_late,
+            problem_of=outcomes_problem(n, _READ), is_failure=_all_failed,
+        )  # fmt: skip
+        if not answer.was_made:
+            on_late()  # as bypassed as a tier can be
+        if not answer.value:
+            self.counters.failed += n
+            return [Outcome.FAILED] * n
+        self.load_rate.saw(self._num_bytes(n), self.health.clock() - started)
+        verdicts = await self._records.run(_verify_hits, keys, blocks, list(answer.value), self.shape)
         self.counters.corrupt += verdicts.count(Outcome.CORRUPT)
         self.counters.failed += verdicts.count(Outcome.FAILED)
         return verdicts
 
+    async def _write(
+        self, call: Callable[[], Awaitable[list[Outcome]]], n: int, priority: Priority, on_late: Callable[[], None]
+    ) -> list[Outcome]:
+        answer = await self.calls.make(
+            "write", call, num_blocks=n, ticket=Ticket(priority), on_late=on_late,
+            problem_of=outcomes_problem(n, _WRITTEN), is_failure=_all_failed,
+        )  # fmt: skip
+        if not answer.was_made:
+            return [Outcome.REFUSED] * n
+        return list(answer.value or [Outcome.FAILED] * n)
+
     async def _encode(self, batch: Batch, blocks: list[Block]) -> list[BlockKey]:
         keys = batch.keys()
-        await self._codec.run(_encode_all, keys, blocks, self.shape)
+        await self._records.run(_encode_all, keys, blocks, self.shape)
         return keys
+
+    @contextmanager
+    def _is_writing(self, names: Names) -> Iterator[None]:
+        """Let `forget` wait for a write of these blocks."""
+        write, done = object(), asyncio.get_running_loop().create_future()
+        self._writing[write] = hash_names(names), done
+        try:
+            yield
+        finally:
+            del self._writing[write]
+            done.set_result(None)
+
+    async def _until_written(self, names: Names) -> None:
+        """Wait for the writes under way that may be of these blocks."""
+        if self._writing:
+            hashes = hash_names(names)
+            busy = [done for each, done in self._writing.values() if np.isin(hashes, each).any()]
+            if busy:
+                await asyncio.wait(busy)
+
+
+def _all_failed(outcomes: Sequence[Outcome]) -> bool:
+    return len(outcomes) > 0 and all(outcome is Outcome.FAILED for outcome in outcomes)
 
 
 def _verify_hits(
@@ -180,7 +268,3 @@ def _verify_hits(
 def _encode_all(keys: Sequence[BlockKey], blocks: Sequence[Block], shape: RecordShape) -> None:
     for key, block in zip(keys, blocks, strict=True):
         encode(key, block, codec=shape.codec, decoded_bytes=shape.decoded_bytes)
-
-
-def ignore() -> None:
-    """What a late call calls where nobody waits for it."""

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.results import TierFault
+from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.budget import Ticket
-from tiered_kv.tiers.memory import Batch
 from tiered_kv.transfers.load import Copied, Load
 from tiered_kv.transfers.window import Landed, Window
 

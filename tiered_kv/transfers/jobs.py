@@ -21,9 +21,9 @@ from tiered_kv.events import Emit, WorkerEnded
 from tiered_kv.integers import as_int
 from tiered_kv.plan import JobResult, Move, Outcomes, Plan
 from tiered_kv.specs import CPULoadStoreSpec, GPULoadStoreSpec
+from tiered_kv.tiers.base import Mask
+from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.chain import Chain
-from tiered_kv.tiers.memory import Batch
-from tiered_kv.tiers.storage import Mask
 from tiered_kv.transfers.writedown import Tally, write_down
 
 

@@ -17,8 +17,9 @@ from tiered_kv.errors import ConfigurationError
 from tiered_kv.memory.copies import scatter_blocks
 from tiered_kv.memory.lanes import LaneCopy, RevokedError
 from tiered_kv.results import StoreResult
+from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.budget import Priority, Ticket
-from tiered_kv.tiers.memory import Batch, MemoryTier
+from tiered_kv.tiers.memory import MemoryTier
 from tiered_kv.transfers.load import Copied, Load
 from tiered_kv.transfers.requests import StoreRequest
 from tiered_kv.transfers.store import Placed, Store

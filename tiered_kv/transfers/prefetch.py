@@ -12,9 +12,10 @@ from tiered_kv.catalog.leases import Lease
 from tiered_kv.events import BlocksPrefetched
 from tiered_kv.memory.copies import copy_rows
 from tiered_kv.results import PrefetchResult
+from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.budget import Priority, Ticket
 from tiered_kv.tiers.chain import Chain
-from tiered_kv.tiers.memory import Batch, MemoryTier
+from tiered_kv.tiers.memory import MemoryTier
 from tiered_kv.transfers.handles import Handle, Revocable, cancel_each, each_of
 from tiered_kv.transfers.window import Bringer, Landed
 

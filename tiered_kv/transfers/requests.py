@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.memory.lanes import Lane
+from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.budget import Priority
 from tiered_kv.tiers.chain import Chain
-from tiered_kv.tiers.memory import Batch
 from tiered_kv.transfers.bindings import Binding
 
 

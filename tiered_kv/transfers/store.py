@@ -20,9 +20,10 @@ from tiered_kv.memory.caches import PagedCaches
 from tiered_kv.memory.copies import gather_blocks
 from tiered_kv.memory.lanes import RevokedError
 from tiered_kv.results import StoreResult, TierStore
+from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.budget import Priority, Ticket
 from tiered_kv.tiers.chain import RESIDENT_WINDOWS, Fill
-from tiered_kv.tiers.memory import Batch, MemoryTier
+from tiered_kv.tiers.memory import MemoryTier
 from tiered_kv.transfers.handles import Handle, Revocable
 from tiered_kv.transfers.requests import StoreRequest
 from tiered_kv.transfers.writedown import Tally, write_down
@@ -195,7 +196,7 @@ class Store(Revocable):
         """Which blocks every storage tier has already: asked only where no tier above them keeps any."""
         known = np.ones(len(part), np.bool_)
         for tier in self._chain.storage:
-            known &= await self._chain.ask(tier, part)
+            known &= await tier.find(part)
         return known
 
     def _count_present(self, n: int) -> None:

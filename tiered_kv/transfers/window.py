@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from tiered_kv.catalog.leases import Lease
 from tiered_kv.results import TierFault
+from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.budget import Priority, Ticket
 from tiered_kv.tiers.chain import Chain, Fill
-from tiered_kv.tiers.memory import Batch, MemoryTier
+from tiered_kv.tiers.memory import MemoryTier
 
 
 @dataclass

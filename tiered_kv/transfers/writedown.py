@@ -19,10 +19,11 @@ from tiered_kv.catalog.leases import Lease, Reservation
 from tiered_kv.memory.copies import copy_rows
 from tiered_kv.memory.lanes import LaneCopy
 from tiered_kv.results import TierStore
+from tiered_kv.tiers.base import Tier
+from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.budget import Priority, Ticket
 from tiered_kv.tiers.chain import Chain, Fill
-from tiered_kv.tiers.memory import Batch, MemoryTier, Tier
-from tiered_kv.tiers.owned import OwnedTier
+from tiered_kv.tiers.memory import MemoryTier
 from tiered_kv.tiers.storage import StorageTier, WriteReport
 
 _MOST_TRIES: Final = 3
@@ -37,7 +38,7 @@ class Tally:
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
         """Count nothing yet in ``tiers``, fastest first."""
-        self._tiers: list[Tier] = [tier for tier in tiers if not isinstance(tier, MemoryTier) or tier.index.num_slots]
+        self._tiers: list[Tier] = [tier for tier in tiers if tier.can_keep]
         self._order = {tier.name: place for place, tier in enumerate(tiers)}
         self._counts = {tier.name: Counter[str]() for tier in self._tiers}
 
@@ -229,7 +230,7 @@ class WriteDown:
         chain, batch, slots = self._chain, self._batch, self._slots
         mine = chain.admitted([storage], batch)
         chain.ledger.note(batch.names[~mine], Fate.UNADMITTED, storage.name)
-        if not isinstance(storage, OwnedTier):
+        if storage.is_shared:
             mine &= chain.naming.shard.writes(batch.positions)
         if not mine.all():
             self._tally.add(storage, deferred=int(np.count_nonzero(~mine)))
@@ -315,8 +316,7 @@ def write_down(
 
 def write_admitted(chain: Chain, storage: StorageTier, batch: Batch) -> None:
     """Send blocks that are used often enough now on to a tier that did not have them, from the memory they are in."""
-    if isinstance(storage, OwnedTier):
-        batch = batch[~storage.index.ready(batch.names)]
+    batch = batch[storage.lacks(batch)]
     for tier in reversed(chain.memory):
         if not len(batch):
             return

@@ -1,0 +1,218 @@
+"""The only place that calls a backend.
+
+Others' code runs here, so anything may happen: an exception of any kind, a cancellation that nobody asked for, a wrong
+number of answers, an answer that comes late or never. Each call runs to its end in a task of its own, and gives back an
+`Answer`. Whoever waits may stop waiting; only the end of the cache ends a call.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Final, Generic, TypeVar, cast
+
+from tiered_kv.backend import Outcome
+from tiered_kv.events import TierFailed
+from tiered_kv.tiers.budget import Priority, Room, Ticket
+from tiered_kv.tiers.health import StorageHealth
+from tiered_kv.tiers.tasks import Tasks
+
+T = TypeVar("T")
+_FIRST_CALLS: Final = 16
+_FEWEST_CALLS: Final = 2
+_MOST_CALLS: Final = 64
+_QUEUED: Final = frozenset({"lookup", "delete", "read", "write"})
+"""Calls that traffic makes, as many as it likes. All others are made one at a time by whoever makes them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer(Generic[T]):
+    """How a call ended.
+
+    Attributes:
+        value: What it returned; None unless it went well.
+        error: Why it did not go well, in words; empty if it did.
+        is_late: It has not ended within its time, and goes on.
+        was_made: False where the tier is bypassed: the backend was not asked.
+    """
+
+    value: T | None = None
+    error: str = ""
+    is_late: bool = False
+    was_made: bool = True
+
+    @property
+    def is_well(self) -> bool:
+        """Whether there is a value."""
+        return not self.error
+
+
+NOT_MADE: Final[Answer[Any]] = Answer(error="the tier is bypassed", was_made=False)
+
+
+class Calls:
+    """Makes the calls of one backend. For the event loop's thread; ``tasks`` are ended last when the cache closes."""
+
+    def __init__(self, health: StorageHealth, tasks: Tasks) -> None:
+        self.health = health
+        self._tasks = tasks
+        self._turns = {doing: _Turns(health, doing) for doing in _QUEUED}
+        health.on_stall += [turns.room.changed for turns in self._turns.values()]
+
+    async def make(
+        self,
+        doing: str,
+        call: Callable[[], Awaitable[T]],
+        *,
+        num_blocks: int = 0,
+        ticket: Ticket | None = None,
+        timeout_s: float | None = None,
+        until_late: bool = False,
+        on_late: Callable[[], None] | None = None,
+        problem_of: Callable[[T], str] = lambda _: "",
+        is_failure: Callable[[T], bool] = lambda _: False,
+    ) -> Answer[T]:
+        """Make one call when its turn has come, and wait for it. Never raises, but for a cancellation of the wait.
+
+        Args:
+            doing: Which call it is, in events and for the breakers.
+            call: Makes it. Runs in a task of its own, whoever stops to wait.
+            num_blocks: For events.
+            ticket: Its place among calls of its kind; a load's if left out.
+            timeout_s: After so long it is late; the tier's time limit if left out.
+            until_late: Wait no longer than that.
+            on_late: Called at the moment when it is late.
+            problem_of: Says what is wrong with a value that was returned; what it raises is wrong as well.
+            is_failure: Says whether the medium has failed according to a value with which nothing is wrong.
+        """
+        turns = self._turns.get(doing)
+        if turns is None:
+            self.health.begin(doing)
+        elif not await turns.take(ticket or Ticket(Priority.LOAD)):
+            return NOT_MADE
+        late = asyncio.get_running_loop().create_future()
+
+        def is_late() -> None:
+            if not late.done():
+                late.set_result(None)
+            if on_late is not None:
+                on_late()
+
+        limit_s = self.health.timeout_s if timeout_s is None else timeout_s
+        making = self._tasks.spawn(
+            self._make(doing, call, num_blocks, limit_s, is_late, problem_of, is_failure),
+            f"{doing} in {self.health.name}",
+        )
+        if turns is not None:
+            making.add_done_callback(turns.give_back)
+        await asyncio.wait({making, late} if until_late else {making}, return_when=asyncio.FIRST_COMPLETED)
+        if not making.done():
+            return Answer(error=f"not done within {limit_s:g} s", is_late=True)
+        return Answer(error="the cache was closed") if making.cancelled() else making.result()
+
+    async def _make(
+        self,
+        doing: str,
+        call: Callable[[], Awaitable[T]],
+        num_blocks: int,
+        timeout_s: float,
+        on_late: Callable[[], None],
+        problem_of: Callable[[T], str],
+        is_failure: Callable[[T], bool],
+    ) -> Answer[T]:
+        health, started = self.health, self.health.clock()
+        is_late, has_failed = False, True
+
+        def late() -> None:
+            nonlocal is_late
+            is_late = True
+            health.late(doing, timeout_s)
+            on_late()
+
+        timer = asyncio.get_running_loop().call_later(timeout_s, late)
+        try:
+            value = await call()
+            answer = Answer(value, problem_of(value))
+            has_failed = not answer.is_well or is_failure(value)
+        except KeyboardInterrupt:
+            raise  # the program's own, which happened to come while a backend ran
+        except asyncio.CancelledError as caught:
+            is_closing = _is_being_cancelled()
+            answer = Answer(error="the cache was closed" if is_closing else _in_words(caught))
+        except BaseException as caught:  # noqa: BLE001 - whatever a medium raises, serving goes on without it
+            answer = Answer(error=_in_words(caught))
+        finally:
+            timer.cancel()
+            seconds = health.clock() - started
+            if doing in self._turns:
+                self._turns[doing].saw(seconds)
+            health.ended(doing, seconds, is_late=is_late, has_failed=has_failed)
+        if not answer.is_well and not _is_being_cancelled():
+            health.emit(TierFailed(health.name, doing, answer.error, num_blocks))
+        return answer
+
+
+class _Turns:
+    """How many calls of one kind are under way at once: fewer while they take long for their time limit.
+
+    A medium that is slow, and well, must not be given so many calls that those at the end of its own line are late:
+    it would be bypassed for them.
+    """
+
+    def __init__(self, health: StorageHealth, doing: str) -> None:
+        self.room = Room()
+        self._health = health
+        self._doing = doing
+        self._limit = float(_FIRST_CALLS)
+        self._num = 0
+
+    async def take(self, ticket: Ticket) -> bool:
+        """Wait for a turn, and take it; False, and none taken, once the tier is bypassed."""
+        return await self.room.acquire(self._attempt, ticket, lambda taken: self._undo(taken=taken))
+
+    def give_back(self, _: object = None) -> None:
+        """End a turn."""
+        self._num -= 1
+        self.room.changed()
+
+    def _attempt(self) -> bool | None:
+        if self._health.is_off(self._doing):
+            return False
+        if self._num >= self._limit:
+            return None
+        self._num += 1
+        self._health.begin(self._doing)  # at once: of a tier that fails, one call is the probe
+        return True
+
+    def _undo(self, *, taken: bool) -> None:
+        if taken:
+            self._health.not_made(self._doing)
+            self.give_back()
+
+    def saw(self, seconds: float) -> None:
+        """Take into account how long a call took."""
+        if seconds > self._health.timeout_s / 2:
+            self._limit = max(_FEWEST_CALLS, self._limit / 2)
+        elif seconds < self._health.timeout_s / 4:
+            self._limit = min(_MOST_CALLS, self._limit + 1 / self._limit)
+
+
+def outcomes_problem(num_blocks: int, allowed: frozenset[Outcome]) -> Callable[[list[Outcome]], str]:
+    """Return what says whether a backend answered as it should: one outcome a block, of those that such a call has."""
+
+    def problem_of(outcomes: list[Outcome]) -> str:
+        if len(outcomes) != num_blocks:
+            return f"{len(outcomes)} outcomes for {num_blocks} blocks"
+        if odd := [each for each in outcomes if each not in allowed]:
+            return f"no outcome of such a call: {odd[0]!r:.80}"
+        return ""
+
+    return problem_of
+
+
+def _is_being_cancelled() -> bool:
+    """Whether this task is being cancelled by the cache; else a library raises `CancelledError` of its own accord."""
+    return cast("asyncio.Task[Any]", asyncio.current_task()).cancelling() > 0
+
+
+def _in_words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

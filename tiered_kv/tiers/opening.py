@@ -1,0 +1,178 @@
+"""A backend from opening to closing: in calls of its own with time limits, and later if it is not there yet."""
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from tiered_kv.backend import Backend, BackendContext, OwnedTierSettings, RecordShape, Recovered, SlotBackend
+from tiered_kv.backend import TierSettings as Settings
+from tiered_kv.catalog.index import TierIndex
+from tiered_kv.catalog.table import first_occurrences
+from tiered_kv.errors import BackendError, BackendUnavailableError, ConfigurationError
+from tiered_kv.events import Emit, TierResumed
+from tiered_kv.loop_calls import LoopCalls
+from tiered_kv.tiers.budget import Budget
+from tiered_kv.tiers.calls import Answer, Calls
+from tiered_kv.tiers.health import StorageHealth
+from tiered_kv.tiers.owned import OwnedTier
+from tiered_kv.tiers.shared import SharedTier
+from tiered_kv.tiers.storage import StorageTier, TierParts
+from tiered_kv.tiers.tasks import Tasks, WorkerPool
+
+_FIRST_RETRY_S, _LAST_RETRY_S = 0.5, 8.0
+_NOTHING: Final = Recovered(0, np.empty((0, 4), np.uint64), np.empty(0, np.int64))
+
+
+@dataclass(frozen=True)
+class Services:
+    """What the backends of one cache share.
+
+    Attributes:
+        shapes: The records, one per kind of block.
+        loop_calls: How threads reach the event loop.
+        records: Threads that hash records.
+        tasks: Transfers, and what they have left to do.
+        calls: Calls of backends: ended after the transfers.
+        open_timeout_s: How long opening one may take.
+        close_timeout_s: How long closing one may take.
+        emit: Takes events.
+    """
+
+    shapes: tuple[RecordShape, ...]
+    loop_calls: LoopCalls
+    records: WorkerPool
+    tasks: Tasks
+    calls: Tasks
+    open_timeout_s: float
+    close_timeout_s: float
+    emit: Emit
+
+
+class StorageMedium:
+    """A backend at its place in the chain, whatever kinds of blocks are kept in it."""
+
+    def __init__(self, name: str, settings: Settings, backend: Backend | SlotBackend, services: Services) -> None:
+        clock = asyncio.get_running_loop().time
+        self.health = StorageHealth(
+            name,
+            settings.timeout_s,
+            services.emit,
+            clock=clock,
+            rng=random.Random(),  # noqa: S311 - spreads probes over time
+            shed_stores_after_s=settings.shed_stores_after_s,
+        )
+        self._settings = settings
+        self._backend = backend
+        self._services = services
+        self._calls = Calls(self.health, services.calls)
+        self._pools: list[WorkerPool] = []
+        self._context = BackendContext(services.shapes, self._new_workers, clock)
+        self._found: list[Recovered] = []
+        self._opening: asyncio.Task[Answer[list[Recovered]]] | None = None
+        self._retrying: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """Open it; if it is not required, this may succeed later, see `open_later`.
+
+        Raises:
+            ConfigurationError, BackendError: A required one cannot be opened, or not in time.
+        """
+        error = await self._open(self._services.open_timeout_s)
+        if error is None:
+            return
+        self.health.is_open = False
+        self._found = [_NOTHING] * len(self._services.shapes)
+        if self._settings.required:
+            raise error
+
+    async def _open(self, timeout_s: float | None) -> Exception | None:
+        """Try to open it; return why it cannot be. A call that is late goes on, and is waited for by the next try."""
+        raised: list[Exception] = []
+
+        async def call() -> list[Recovered]:
+            try:
+                return list(await self._backend.open(self._context) or ())
+            except (BackendError, ConfigurationError) as error:
+                raised.append(error)
+                raise
+
+        if self._opening is None:
+            limit_s = self._services.open_timeout_s
+            making = self._calls.make("open", call, timeout_s=limit_s, problem_of=self._problem_of)
+            self._opening = self._services.tasks.spawn(making, f"open {self.health.name}")
+        opening = self._opening
+        await asyncio.wait({opening}, timeout=timeout_s)
+        if not opening.done():
+            return BackendUnavailableError(f"{self.health.name} was not opened within {timeout_s:g} s")
+        self._opening = None
+        answer = opening.result()
+        if answer.is_well:
+            self._found = answer.value or []
+            return None
+        self._end_pools()  # the threads of an attempt end with it
+        return raised[0] if raised else BackendUnavailableError(f"{self.health.name} cannot be opened: {answer.error}")
+
+    def tier(self, group: int, shape: RecordShape, budget: Budget) -> OwnedTier | SharedTier:
+        """Make the tier of one kind of block."""
+        services = self._services
+        parts = TierParts(
+            self.health, self._calls, budget, services.records, services.tasks, self._settings, group, shape
+        )
+        if isinstance(self._backend, Backend):
+            return SharedTier(parts, self._backend)
+        return OwnedTier(parts, self._backend, self._index(group))
+
+    def open_later(self, tiers: Sequence[StorageTier]) -> None:
+        """If it is not open yet, go on to try; use ``tiers``, which were made of it, from then on."""
+        if not self.health.is_open:
+            self._retrying = self._services.calls.spawn(self._open_later(tiers), f"open {self.health.name} later")
+
+    async def _open_later(self, tiers: Sequence[StorageTier]) -> None:
+        clock, pause_s = self.health.clock, _FIRST_RETRY_S
+        started = clock()
+        await asyncio.sleep(pause_s)
+        while await self._open(None) is not None:
+            pause_s = min(2 * pause_s, _LAST_RETRY_S)
+            await asyncio.sleep(pause_s)  # nobody waits for this task
+        for tier in tiers:
+            await tier.opened(self._index)
+        self.health.is_open = True
+        self.health.emit(TierResumed(self.health.name, clock() - started))
+
+    async def aclose(self) -> None:
+        """Close it, within the time for that. Never raises."""
+        if self._retrying is not None:
+            self._retrying.cancel()
+        limit_s = self._services.close_timeout_s
+        await self._calls.make("close", self._backend.aclose, timeout_s=limit_s, until_late=True)
+        self._end_pools()
+
+    def _problem_of(self, found: list[Recovered]) -> str:
+        """Say why this cannot be what a medium has found; build the books to see it, before anyone reads them."""
+        if isinstance(self._backend, Backend):
+            return ""
+        if len(found) != len(self._services.shapes):
+            return f"{len(found)} answers for {len(self._services.shapes)} kinds of blocks"
+        return ""
+
+    def _index(self, group: int) -> TierIndex:
+        """Make the books of what was found of one kind of block."""
+        found, settings = self._found[group], self._settings
+        ttl_s = settings.ttl_s if isinstance(settings, OwnedTierSettings) else None
+        index = TierIndex(found.num_slots, max_slots=found.max_slots, ttl_s=ttl_s, clock=self.health.clock)
+        # A write that was given up may come through after the one that replaced it: the medium then has a block twice.
+        last = np.sort(len(found.names) - 1 - first_occurrences(found.names[::-1]))
+        index.restore(found.names[last], found.slots[last])
+        return index
+
+    def _new_workers(self, num_threads: int) -> WorkerPool:
+        self._pools.append(WorkerPool(self.health.name, num_threads, self._services.loop_calls))
+        return self._pools[-1]
+
+    def _end_pools(self) -> None:
+        while self._pools:
+            self._pools.pop().close()
