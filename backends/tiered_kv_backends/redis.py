@@ -1,28 +1,22 @@
 """Redis and Valkey: one server, a master that Sentinel names, or a cluster. One string per block record.
 
-Bodies travel over ``resp.py``, which receives them straight into the cache's slots: redis-py's ``get`` copies each, and
-reaches a third to two thirds of that speed. All else is redis-py's: presence, deletion, and who holds which keys.
+Blocks travel over ``resp.py``, which receives them straight into the cache's slots: redis-py's ``get`` copies each,
+reaches a third to two thirds of that speed, and keeps whatever is sent. Who holds which keys is redis-py's to find out.
 """
 
 import asyncio
 import ssl
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from redis.asyncio.sentinel import MasterNotFoundError
 from redis.exceptions import (
-    AskError,
     AuthenticationError,
     AuthorizationError,
-    MovedError,
-    NoPermissionError,
-    OutOfMemoryError,
-    ReadOnlyError,
     RedisClusterException,
     RedisError,
     ResponseError,
-    TryAgainError,
 )
 
 from tiered_kv.backend import Backend, BackendContext, Block, Outcome, check_lengths
@@ -30,6 +24,7 @@ from tiered_kv.errors import BackendUnavailableError, ConfigurationError, Tiered
 from tiered_kv.keys import BlockKey
 from tiered_kv_backends.redis_servers import RedisSettings, Server, Servers
 from tiered_kv_backends.resp import Answer, LoginError, ProtocolError, command
+from tiered_kv_backends.secrets import all_causes
 
 Ask = Callable[[Server, list[int]], Awaitable[list[Answer]]]
 """Asks one server about the keys at these positions."""
@@ -41,15 +36,6 @@ _NODE_SHARE = 0.5
 """Of the time of a call, how long one node of a cluster may take: the blocks of the others are served all the same."""
 _OUTCOMES = {"OOM": Outcome.REFUSED, "WRONGTYPE": Outcome.CORRUPT}
 """What other errors mean, by how they begin; all others are FAILED."""
-_BEGINNINGS = {
-    MovedError: "MOVED",
-    AskError: "ASK",
-    TryAgainError: "TRYAGAIN",
-    ReadOnlyError: "READONLY",
-    OutOfMemoryError: "OOM",
-    NoPermissionError: "NOPERM",
-}
-"""What redis-py has taken off its errors."""
 _OTHER_PROTOCOL, _NO_TLS = "Protocol error, got", "WRONG_VERSION_NUMBER"
 """How redis-py and OpenSSL say it."""
 _WAITS = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
@@ -100,8 +86,8 @@ class RedisBackend(Backend):
         names = self._names(keys)
 
         async def exist(server: Server, which: list[int]) -> list[Answer]:
-            found = await server.pipeline([("EXISTS", names[i]) for i in which])
-            return [_error(each) or (Outcome.HIT if each else Outcome.MISS) for each in found]
+            found = await server.count([command(b"EXISTS", names[i]) for i in which])
+            return [each if isinstance(each, str) else Outcome.HIT if each else Outcome.MISS for each in found]
 
         return await self._ask_all("look up", names, exist)
 
@@ -134,8 +120,8 @@ class RedisBackend(Backend):
         names = self._names(keys)
 
         async def unlink(server: Server, which: list[int]) -> list[Answer]:
-            gone = await server.pipeline([("UNLINK", names[i]) for i in which])
-            return [_error(each) or Outcome.MISS for each in gone]
+            gone = await server.count([command(b"UNLINK", names[i]) for i in which])
+            return [each if isinstance(each, str) else Outcome.MISS for each in gone]
 
         num_failed = (await self._ask_all("delete", names, unlink)).count(Outcome.FAILED)
         if num_failed:
@@ -157,9 +143,9 @@ class RedisBackend(Backend):
         answers: list[Answer] = [_LOST] * len(names)
         async with self._bounded(f"{doing} {len(names)} blocks", self.settings.timeout_s):
             await self._ask_twice(names, ask, answers)
-        outcomes = [_outcome(answer) for answer in answers]
-        if all(outcome is Outcome.FAILED for outcome in outcomes):
-            raise BackendUnavailableError(f"{self._servers}: could not {doing} {len(names)} blocks: {answers[0]}")
+            outcomes = [_outcome(answer) for answer in answers]
+            if all(outcome is Outcome.FAILED for outcome in outcomes):
+                raise BackendUnavailableError(f"{self._servers}: could not {doing} {len(names)} blocks: {answers[0]}")
         return outcomes
 
     async def _ask_twice(self, names: Sequence[bytes], ask: Ask, answers: list[Answer]) -> None:
@@ -178,7 +164,7 @@ class RedisBackend(Backend):
                 self._servers.doubt()  # its keys may be another node's by now; the next call will see
                 found = [f"{_LATE} {server.address}"] * len(which)
             except (OSError, RedisError) as error:
-                server.bodies.drop_idle()  # a server that went away has closed them all
+                server.drop_idle()  # a server that went away has closed them all
                 found = [f"{_LOST} {server.address}: {_said(error)}"] * len(which)
             for i, answer in zip(which, found, strict=True):
                 answers[i] = answer
@@ -208,10 +194,10 @@ class RedisBackend(Backend):
         async with server.bodies.connection() as connection:
             answers = await connection.set([name], [Block.empty(1)], (b"EX", b"60"))
             answers += await connection.get([command(*verb, name, *self._expiry)], [Block.empty(1)])
-        questions = [("UNLINK", name), ("EXISTS", name)]
+        questions = [command(b"UNLINK", name), command(b"EXISTS", name)]
         if not self.settings.cluster:  # a node of a cluster holds few of so many keys
-            questions += [("EXISTS", b"%b%d" % (name, n)) for n in range(32)]
-        answers += [_error(each) or Outcome.HIT for each in await server.pipeline(questions)]
+            questions += [command(b"EXISTS", b"%b%d" % (name, n)) for n in range(32)]
+        answers += [each for each in await server.count(questions) if isinstance(each, str)]
         for answer in answers:
             match _first_word(answer):
                 case "NOAUTH" | "NOPERM":
@@ -225,7 +211,7 @@ class RedisBackend(Backend):
 
     def _advised(self, error: BackendUnavailableError) -> TieredKVError:
         """Tell what can never work from what may, and say what may be meant."""
-        causes = [cause for cause in _causes(error) if not isinstance(cause, _WAITS)]
+        causes = [cause for cause in all_causes(error) if not isinstance(cause, _WAITS)]
         if any(isinstance(cause, _NEVER_WORKS) for cause in causes) or _OTHER_PROTOCOL in str(error):
             return ConfigurationError(self._why_never(error, causes))
         if any(isinstance(cause, MasterNotFoundError) for cause in causes):  # whose text has each client's repr
@@ -246,14 +232,18 @@ class RedisBackend(Backend):
 
     @asynccontextmanager
     async def _bounded(self, doing: str, limit_s: float) -> AsyncIterator[None]:
-        """Bound what is done, and turn what clients raise into errors of ours."""
+        """Bound what is done, and turn what clients raise into errors of ours, without our secrets."""
         try:
             async with asyncio.timeout(limit_s):
                 yield
         except TimeoutError as error:
             raise BackendUnavailableError(f"{self._servers}: could not {doing} within {limit_s:g} s") from error
         except (OSError, RedisError, RedisClusterException) as error:
+            self._servers.scrub(error)
             raise BackendUnavailableError(f"{self._servers}: could not {doing}: {_said(error)}") from error
+        except TieredKVError as error:
+            self._servers.scrub(error)
+            raise
 
 
 def _outcome(answer: Answer) -> Outcome:
@@ -264,19 +254,5 @@ def _first_word(answer: Answer) -> str:
     return "" if isinstance(answer, Outcome) else answer.partition(" ")[0]
 
 
-def _error(result: object) -> str:
-    """Return an error reply as the server wrote it, or nothing of another result."""
-    if not isinstance(result, Exception):
-        return ""
-    taken_off = next((word for error, word in _BEGINNINGS.items() if isinstance(result, error)), "")
-    return f"{taken_off} {result}".lstrip()
-
-
 def _said(error: Exception) -> str:
     return str(error) or type(error).__name__
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__

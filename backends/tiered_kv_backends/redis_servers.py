@@ -20,6 +20,7 @@ from redis.exceptions import RedisClusterException, RedisError
 from tiered_kv.backend import TierSettings
 from tiered_kv.errors import ConfigurationError
 from tiered_kv_backends.resp import Address, Login, Pool
+from tiered_kv_backends.secrets import scrub
 from tiered_kv_backends.urls import split_url
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 3.0
@@ -109,13 +110,14 @@ class _Target(NamedTuple):
 
 @dataclass
 class Server:
-    """One server that holds keys: redis-py for questions, and connections for bodies."""
+    """One server that holds keys."""
 
     address: Address
     client: Redis
+    """For what is asked of the server's whole, not of blocks."""
     bodies: Pool
-    room: asyncio.Semaphore
-    """For calls of redis-py, whose pool grows without bound."""
+    questions: Pool
+    """Apart, so that no question waits for bodies."""
     _pause_s: float = 0.0
     _ask_at: float = 0.0
 
@@ -135,16 +137,24 @@ class Server:
         self._pause_s = min(max(_FIRST_PAUSE_S, 2 * self._pause_s), _LONGEST_PAUSE_S)
         self._ask_at = now + self._pause_s
 
-    async def pipeline(self, commands: Sequence[tuple[str, bytes]]) -> list[Any]:
-        """Send commands and collect their results in one round trip; an error reply is a result too."""
-        async with self.room, self.client.pipeline(transaction=False) as pipeline:
-            for words in commands:
-                pipeline.execute_command(*words)
-            return await pipeline.execute(raise_on_error=False)
+    async def count(self, commands: Sequence[bytes]) -> list[int | str]:
+        """Ask in one round trip what a number answers; an error of the server is an answer too.
+
+        Raises:
+            OSError: The connection is lost.
+        """
+        async with self.questions.connection() as connection:
+            return await connection.count(commands)
+
+    def drop_idle(self) -> None:
+        """Close the connections that nobody uses: the next call makes a new one."""
+        self.bodies.drop_idle()
+        self.questions.drop_idle()
 
     async def aclose(self) -> None:
         """Close every connection to it; calls still under way end with an error."""
         self.bodies.close()
+        self.questions.close()
         await _close(self.client)
 
 
@@ -204,6 +214,11 @@ class Servers:
             await self._find_out()
         return list(self._servers.values())
 
+    def scrub(self, error: BaseException) -> None:
+        """Take our passwords out of an error and its causes: servers may repeat them."""
+        sentinel = self._settings.sentinel_password
+        scrub(error, self._login.secrets() + ([sentinel.get_secret_value()] if sentinel else []))
+
     def doubt(self) -> None:
         """Find out anew, at the next question, who holds which keys."""
         self._is_known = False
@@ -252,8 +267,8 @@ class Servers:
         settings, login = self._settings, self._login
         options = self._options(login.username, login.password)
         client = Redis(host=address.host, port=address.port, db=login.database, **options)
-        bodies = Pool(address, login, settings.connections, settings.connect_timeout_s)
-        return Server(address, client, bodies, asyncio.Semaphore(settings.connections))
+        bodies, questions = (Pool(address, login, settings.connections, settings.connect_timeout_s) for _ in range(2))
+        return Server(address, client, bodies, questions)
 
     def _make_cluster(self) -> RedisCluster:
         options = self._options(self._login.username, self._login.password)

@@ -2,11 +2,12 @@
 
 import re
 
-from redis.exceptions import RedisClusterException, RedisError
+from redis.exceptions import RedisClusterException, RedisError, ResponseError
 
 from tiered_kv.errors import BackendUnavailableError
 from tiered_kv.keys import salt_digest
 from tiered_kv_backends.redis_servers import RedisSettings, Server, Servers
+from tiered_kv_backends.resp import command
 
 _LOOKED_AT_ONCE = 1000
 _GLOB = re.compile(rb"([][*?\\])")
@@ -28,6 +29,7 @@ async def delete_tenant(settings: RedisSettings, salt: str | bytes) -> int:
     try:
         return sum([await _delete(server, pattern) for server in await servers.all()])
     except (OSError, RedisError, RedisClusterException) as error:
+        servers.scrub(error)
         raise BackendUnavailableError(f"{servers}: could not delete a tenant: {error}") from error
     finally:
         await servers.aclose()
@@ -37,10 +39,10 @@ async def _delete(server: Server, pattern: bytes) -> int:
     cursor, num_deleted = 0, 0
     while True:
         cursor, names = await server.client.scan(cursor, match=pattern, count=_LOOKED_AT_ONCE)
-        unlinks = [("UNLINK", bytes(name)) for name in names]  # type: ignore[arg-type]  # bytes: nothing is decoded
-        for deleted in await server.pipeline(unlinks) if unlinks else ():
-            if isinstance(deleted, RedisError):
-                raise deleted
+        unlinks = [command(b"UNLINK", bytes(name)) for name in names]  # type: ignore[arg-type]  # bytes: nothing is decoded
+        for deleted in await server.count(unlinks) if unlinks else ():
+            if isinstance(deleted, str):
+                raise ResponseError(deleted)
             num_deleted += deleted
         if not cursor:
             return num_deleted

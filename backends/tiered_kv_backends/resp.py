@@ -1,11 +1,11 @@
 """Block bodies over the Redis protocol (RESP2), between a socket and our buffers with no copy in between.
 
-Only what bodies need: GET and SET in pipelines, and their replies (bulk strings, simple strings, errors). All else
-goes through redis-py, beside it. One way serves TCP and TLS: a non-blocking socket that is tried first and waited for
-only when it would block.
+Only what blocks need: GET, SET and questions that a number answers, in pipelines. All else goes through redis-py,
+beside it. One way serves TCP and TLS: a non-blocking socket that is tried first and waited for only when it would
+block. Whatever a server sends, no more of it is kept than a block and a line; and the event loop gets its turn.
 
-A connection whose call did not end (cancelled, late, lost) is closed and never lent again: its next reply would be
-another call's.
+A connection whose call did not end (cancelled, late, lost), or that has said more than it was asked, is closed and
+never lent again: its next reply would be another call's.
 """
 
 import asyncio
@@ -20,6 +20,7 @@ from typing import NamedTuple, Self, TypeVar
 from pydantic import SecretStr
 
 from tiered_kv.backend import Block, Outcome
+from tiered_kv_backends.secrets import scrubbed
 
 T = TypeVar("T")
 Answer = Outcome | str
@@ -30,6 +31,10 @@ _AHEAD_BYTES = 8192
 _ASKED_BYTES = 1 << 20
 """Bodies asked for and not yet arrived, two at least: with more, a server copies replies aside that it cannot send."""
 _LONGEST_LINE = 4096
+_ANSWERS_A_TURN = 128
+"""So many short answers are taken before the event loop gets its turn."""
+_SKIPPED_BYTES = 1 << 16
+"""Likewise, of a body that nobody wants."""
 
 
 class Address(NamedTuple):
@@ -60,6 +65,10 @@ class Login:
         if self.database:
             commands.append(command(b"SELECT", b"%d" % self.database))
         return commands
+
+    def secrets(self) -> list[str]:
+        """What must not be repeated, whatever a server says."""
+        return [self.password.get_secret_value()] if self.password is not None else []
 
 
 class LoginError(ConnectionError):
@@ -96,11 +105,27 @@ class Connection:
         try:
             if login.tls is not None:
                 await connection._start_tls(login.tls, address.host)
-            await connection._log_in(login.commands())
+            await connection._log_in(login)
         except BaseException:
             connection.close()
             raise
         return connection
+
+    def fileno(self) -> int:
+        """Return the socket's number, to wait for it."""
+        return self._socket.fileno()
+
+    def is_clean(self) -> bool:
+        """Say whether the server has said nothing since the last call ended, and has not left."""
+        if self._start != self._end:
+            return False
+        try:
+            self._socket.recv(1)
+        except (BlockingIOError, ssl.SSLWantReadError):
+            return True
+        except OSError:
+            return False
+        return False
 
     def close(self) -> None:
         """Drop it at once. Nothing is read into anyone's buffers from here on."""
@@ -144,9 +169,27 @@ class Connection:
         """
         await self._send(_sets(names, blocks, options))
         answers: list[Answer] = []
-        for _ in names:
-            line = await self._line()
+        async for line in self._lines(len(names)):
+            if line[:1] not in {b"+", b"-"}:
+                raise ProtocolError(f"no simple string but {_shown(line)}")
             answers.append(Outcome.STORED if line[:1] == b"+" else _text(line))
+        return answers
+
+    async def count(self, commands: Sequence[bytes]) -> list[int | str]:
+        """Ask what a number answers, all under way before the first answer is read: numbers, or the server's errors.
+
+        Raises:
+            OSError: The connection is lost.
+        """
+        await self._send([b"".join(commands)])
+        answers: list[int | str] = []
+        async for line in self._lines(len(commands)):
+            if line[:1] == b":" and line[1:].isdigit():
+                answers.append(int(line[1:]))
+            elif line[:1] == b"-":
+                answers.append(_text(line))
+            else:
+                raise ProtocolError(f"no number but {_shown(line)}")
         return answers
 
     async def _body(self, block: Block) -> Answer:
@@ -168,6 +211,12 @@ class Connection:
         if await self._line():
             raise ProtocolError("a bulk string is longer than it says")
         return answer
+
+    async def _lines(self, num_lines: int) -> AsyncIterator[bytes]:
+        for n in range(1, num_lines + 1):
+            yield await self._line()
+            if not n % _ANSWERS_A_TURN:
+                await asyncio.sleep(0)
 
     async def _line(self) -> bytes:
         """Take one line, without its end."""
@@ -195,11 +244,12 @@ class Connection:
             have += await self._receive(into[have:])
 
     async def _skip(self, num_bytes: int) -> None:
-        while num_bytes > self._end - self._start:
-            num_bytes -= self._end - self._start
-            self._start = self._end
-            await self._read_ahead()
-        self._start += num_bytes
+        have = min(num_bytes, self._end - self._start)
+        self._start += have
+        nowhere = memoryview(bytearray(min(num_bytes - have, _SKIPPED_BYTES)))
+        while have < num_bytes:
+            have += await self._receive(nowhere[: num_bytes - have])
+            await asyncio.sleep(0)
 
     async def _receive(self, into: memoryview) -> int:
         num_bytes = await self._when_ready(lambda: self._socket.recv_into(into), self._loop.add_reader)
@@ -213,11 +263,13 @@ class Connection:
             while rest:
                 rest = rest[await self._when_ready(partial(self._socket.send, rest), self._loop.add_writer) :]
 
-    async def _log_in(self, commands: list[bytes]) -> None:
+    async def _log_in(self, login: Login) -> None:
+        commands = login.commands()
         await self._send([b"".join(commands)])
         for _ in commands:
             if (reply := await self._line())[:1] != b"+":
-                raise LoginError(_text(reply)) if reply[:1] == b"-" else ProtocolError(f"it says {_shown(reply)}")
+                said = scrubbed(_text(reply), login.secrets())
+                raise LoginError(said) if reply[:1] == b"-" else ProtocolError(f"it says {said[:80]!r}")
 
     async def _start_tls(self, context: ssl.SSLContext, host: str) -> None:
         wrapped = context.wrap_socket(self._socket, server_hostname=host, do_handshake_on_connect=False)
@@ -269,9 +321,8 @@ class Pool:
             OSError: As `Connection.open`; also `TimeoutError`.
         """
         async with self._room:
-            if self._idle:
-                connection = self._idle.pop()
-            else:
+            connection = self._take_idle()
+            if connection is None:
                 async with asyncio.timeout(self._connect_timeout_s):
                     connection = await Connection.open(self.address, self._login)
             self._lent.add(connection)
@@ -283,6 +334,14 @@ class Pool:
             finally:
                 self._lent.discard(connection)
             self._idle.append(connection)
+
+    def _take_idle(self) -> Connection | None:
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_clean():
+                return connection
+            connection.close()
+        return None
 
     def drop_idle(self) -> None:
         """Close those that nobody uses: the next call makes a new one."""

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import time
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -27,6 +28,7 @@ from tiered_kv.settings import tier_from
 from tiered_kv.testing import block_key, make_block, open_backend, open_context
 from tiered_kv_backends.redis import RedisBackend
 from tiered_kv_backends.redis_servers import RedisSettings
+from tiered_kv_backends.redis_upkeep import delete_tenant
 
 SIZE = 1 << 20
 ACL = """
@@ -171,6 +173,19 @@ class TestOpening:
         assert "wrong-secret" not in str(error)
         assert "correct-horse" not in str(error)
 
+    @pytest.mark.parametrize("login", [{}, {"username": "kv"}, {"password": "hidden" * 40}])
+    async def test_a_server_that_repeats_the_password(self, tmp_path: Path, login: dict[str, object]) -> None:
+        """A password is in no error nor in what led to it, where AUTH is unknown and the server says what it got."""
+        with run_redis(find_binary("redis-server"), tmp_path, "--rename-command", "AUTH", "") as server:
+            settings = RedisSettings.model_validate({"url": server.url, "password": "hidden-secret", **login})
+            error = await why_not_open(RedisBackend(settings))
+            assert isinstance(error, ConfigurationError)
+            with pytest.raises(BackendUnavailableError) as caught:
+                await delete_tenant(settings, "tenant")
+        for shown in (error, caught.value):
+            assert "unknown command" in str(shown)
+            assert "hidden" not in "".join(traceback.format_exception(shown))
+
     async def test_a_server_without_tls(self, redis: RedisServer) -> None:
         """TLS to a server that has none ends within the deadline."""
         backend = backend_of(redis, url=f"rediss://127.0.0.1:{redis.port}", connect_timeout_s=1)
@@ -237,7 +252,7 @@ class TestFaults:
                     backend.read(keys, lent),
                     backend.write(keys, blocks),
                     backend.lookup(keys),
-                    backend.delete(keys),
+                    backend.delete([block_key(n) for n in range(4, 8)]),  # it may come to be when all goes on
                 )
                 errors = await asyncio.gather(*calls, return_exceptions=True)
             finally:

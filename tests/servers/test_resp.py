@@ -1,9 +1,12 @@
+import asyncio
+import select
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 
 import pytest
+from typing_extensions import Buffer
 
 from tiered_kv.backend import Block, Outcome
 from tiered_kv.testing import make_block
@@ -78,6 +81,78 @@ async def test_a_stream_that_ends(length: int) -> None:
     async with answering([BULK[:length]]) as connection:
         with pytest.raises(ConnectionError):
             await connection.get([command(b"GET", b"k")], [Block.empty(len(BLOCK.payload))])
+
+
+class EndlessSocket(socket.socket):
+    """Says ``beginning``, then the byte x for ever, faster than anybody reads."""
+
+    def __init__(self, beginning: bytes) -> None:
+        super().__init__()
+        self.beginning = beginning
+        self.num_reads = 0
+
+    def send(self, data: Buffer, flags: int = 0) -> int:
+        """Take all."""
+        return len(memoryview(data))
+
+    def recv_into(self, buffer: Buffer, nbytes: int = 0, flags: int = 0) -> int:
+        """Fill the buffer at once, but not more often than a reader that lets others run would ask for."""
+        self.num_reads += 1
+        if self.num_reads > 100_000:
+            raise AssertionError("the event loop never got its turn")
+        view = memoryview(buffer).cast("B")
+        said, self.beginning = self.beginning[: len(view)], self.beginning[len(view) :]
+        view[: len(said)] = said
+        view[len(said) :] = b"x" * (len(view) - len(said))
+        return len(view)
+
+
+async def test_a_body_without_end_does_not_keep_the_event_loop() -> None:
+    """However much more than the block a server sends, others run meanwhile, and the call can be given up."""
+    connection = Connection(EndlessSocket(b"$999999999999999\r\n"))
+    reading = asyncio.ensure_future(connection.get([command(b"GET", b"k")], [Block.empty(1)]))
+    for _ in range(1000):
+        await asyncio.sleep(0)
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    connection.close()
+
+
+@pytest.mark.parametrize("reply", [b"$2147483000\r\nxxxx", b"*2\r\n:1\r\n:1\r\n", b"+1\r\n", b":x\r\n", b"x" * 9000])
+async def test_no_number(reply: bytes) -> None:
+    """What is no number where one must be is an error of the connection, and is not kept however long it is."""
+    async with answering([reply]) as connection:
+        with pytest.raises(ProtocolError):
+            await connection.count([command(b"EXISTS", b"k")])
+
+
+async def test_numbers_and_errors() -> None:
+    """Each question has its own answer, as many as there are."""
+    replies = b"".join(b":%d\r\n-OOM\r\n" % n for n in range(500))
+    async with answering([replies]) as connection:
+        answers = await connection.count([command(b"EXISTS", b"k")] * 1000)
+    assert answers == [each for n in range(500) for each in (n, "OOM")]
+
+
+@pytest.mark.parametrize("said", [[b"+OK\r\n+OK\r\n"], [b"+OK\r\n"]], ids=["a reply too many", "the end"])
+async def test_a_connection_that_said_more_is_not_used_again(said: list[bytes]) -> None:
+    """A reply that nobody asked for is never taken for the next call's, and a connection that ended is not tried."""
+    with serving(said) as address:
+        pool = Pool(address, Login(), size=1, connect_timeout_s=5)
+        used = []
+        for _ in range(3):
+            async with pool.connection() as connection:
+                used.append(connection)
+                assert await connection.set([b"k"], [BLOCK]) == [Outcome.STORED]
+            await asyncio.get_running_loop().run_in_executor(None, wait_until_said, connection)
+        pool.close()
+    assert len(set(used)) == 3
+
+
+def wait_until_said(connection: Connection) -> None:
+    """Wait until a server has said something, or closed."""
+    select.select([connection.fileno()], [], [], 5)
 
 
 async def test_a_failed_call_closes_its_connection() -> None:
