@@ -17,7 +17,7 @@ BULK = b"$%d\r\n%b\r\n" % (BLOCK.num_bytes, bytes(BLOCK))
 
 
 @contextmanager
-def serving(pieces: Iterable[bytes]) -> Iterator[Address]:
+def serving(pieces: Iterable[bytes], *, then_ends: bool = True) -> Iterator[Address]:
     """Yield where a server says these pieces, apart from each other, to one client after another, and hears it out."""
     said = list(pieces)
 
@@ -29,7 +29,8 @@ def serving(pieces: Iterable[bytes]) -> Iterator[Address]:
                     client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                     for piece in said:
                         client.sendall(piece)
-                    client.shutdown(socket.SHUT_WR)
+                    if then_ends:
+                        client.shutdown(socket.SHUT_WR)
                     while client.recv(65536):
                         pass
 
@@ -157,7 +158,7 @@ def wait_until_said(connection: Connection) -> None:
 
 async def test_a_failed_call_closes_its_connection() -> None:
     """What was raised while a connection was lent ends it, and its place in the pool is free again."""
-    with serving([]) as address:
+    with serving([], then_ends=False) as address:
         pool = Pool(address, Login(), size=1, connect_timeout_s=5)
         async with pool.connection() as first:
             pass
