@@ -2,6 +2,7 @@
 
 from tiered_kv.backend import Backend, BackendContext, Block, Outcome, SlotBackend, TierSettings
 from tiered_kv.blocking import BlockingTieredKV, open_blocking
+from tiered_kv.cache import TieredKV
 from tiered_kv.changes import Added, Cleared, Mirror, Removed, Snapshot, TierChange
 from tiered_kv.errors import (
     BackendError,
@@ -14,8 +15,6 @@ from tiered_kv.errors import (
     TieredKVError,
 )
 from tiered_kv.explain import Explanation
-from tiered_kv.faces.threads import LoadTicket, StoreTicket
-from tiered_kv.faces.transfers import HostLease, PrefetchHandle
 from tiered_kv.groups import GroupNeed, GroupsLoad, GroupsLookup, full, window
 from tiered_kv.keys import BlockKey, BlockKeys, ModelIdentity, Namespace, Shard, hash_blocks, hash_tail
 from tiered_kv.layout import KVGroup, KVLayout
@@ -35,7 +34,6 @@ from tiered_kv.results import (
     TierStatistics,
     TierStore,
 )
-from tiered_kv.service import TieredKV
 from tiered_kv.settings import CacheLimits, CPUTier, GPUTier, TieredKVSettings
 from tiered_kv.specs import (
     CPULoadStoreSpec,
@@ -47,7 +45,9 @@ from tiered_kv.specs import (
 )
 from tiered_kv.tiers.budget import Priority
 from tiered_kv.transfers.load import LoadHandle
+from tiered_kv.transfers.prefetch import HostLease, PrefetchHandle
 from tiered_kv.transfers.store import StoreHandle
+from tiered_kv.transfers.submissions import LoadTicket, StoreTicket
 from tiered_kv.worker import Worker
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Puts a cache together: from settings and backends to chains, each closed again in reverse order. For `service`."""
+"""Puts a cache together: from settings and backends to chains, each closed again in reverse order. For `open_cache`."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence

@@ -15,9 +15,9 @@ from typing import Any, ParamSpec, TypeVar, overload
 from anyio import CancelScope
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
+from tiered_kv.cache import TieredKV
 from tiered_kv.errors import ClosedError
 from tiered_kv.explain import Explanation
-from tiered_kv.faces.transfers import HostLease
 from tiered_kv.groups import GroupNeed, GroupsLoad, GroupsLookup
 from tiered_kv.keys import BlockKeys
 from tiered_kv.layout import KVCaches
@@ -30,9 +30,9 @@ from tiered_kv.results import (
     StoreResult,
     SwapOutResult,
 )
-from tiered_kv.service import TieredKV
 from tiered_kv.specs import EngineBlocks, GPULoadStoreSpec
 from tiered_kv.tiers.budget import Priority
+from tiered_kv.transfers.prefetch import HostLease
 from tiered_kv.transfers.submissions import Ticket
 
 P = ParamSpec("P")

@@ -12,8 +12,8 @@ import numpy as np
 
 from tiered_kv.catalog.books import SlotState
 from tiered_kv.catalog.history import Fate
-from tiered_kv.core import Core
 from tiered_kv.keys import BlockKeys
+from tiered_kv.open_cache import OpenCache
 from tiered_kv.tiers.base import Mask
 from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.chain import Chain
@@ -58,12 +58,12 @@ class Explanation:
         return ", ".join(words + ["pinned"] * self.is_pinned + ["dirty"] * self.is_dirty)
 
 
-async def explain(core: Core, pins: Pins, keys: BlockKeys, *, ask: bool) -> list[Explanation]:
+async def explain(cache: OpenCache, keys: BlockKeys, *, ask: bool) -> list[Explanation]:
     """Explain each block; of several ranks, one that lacks it speaks. See `TieredKV.explain`."""
-    parts = core.batches(keys)
+    parts = cache.batches(keys)
     asked = [await _ask(chain, batch) if ask else {} for chain, batch in parts]
     of_ranks = [
-        _of_rank(chain, batch, keys, _weights_before(core, chain, keys), pins, found)
+        _of_rank(chain, batch, keys, _weights_before(cache, chain, keys), cache.pins, found)
         for (chain, batch), found in zip(parts, asked, strict=True)
     ]
     return [next((each for each in block if each.state != "ready"), block[0]) for block in zip(*of_ranks, strict=True)]
@@ -122,10 +122,10 @@ def _of_rank(
     return explanations
 
 
-def _weights_before(core: Core, chain: Chain, keys: BlockKeys) -> list[str]:
+def _weights_before(cache: OpenCache, chain: Chain, keys: BlockKeys) -> list[str]:
     """Say of each block of which other weights served lately it is there, the last ones first, or an empty string."""
     before = [""] * len(keys)
-    for epoch in core.past_epochs:
+    for epoch in cache.past_epochs:
         batch = chain.naming.batch(keys, epoch)
         has = np.logical_or.reduce([index.ready(batch.names) for index in chain.indexes()])
         before = [each or (epoch.hex()[:8] if there else "") for each, there in zip(before, has, strict=True)]

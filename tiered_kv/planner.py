@@ -6,13 +6,13 @@ planned is held under a job until every rank's worker has answered, or has ended
 
 import asyncio
 import os
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 
-from tiered_kv.core import Core
 from tiered_kv.keys import BlockKeys
+from tiered_kv.open_cache import OpenCache
 from tiered_kv.plan import JobResult, Outcomes, Plan, SlabHandle
 from tiered_kv.specs import GPULoadStoreSpec
-from tiered_kv.transfers.jobs import Jobs, LoadPart, pages_of, reserve_parts
+from tiered_kv.transfers.jobs import LoadPart, pages_of, reserve_parts
 from tiered_kv.transfers.prefetch import bring_to_host, lease_prefix
 from tiered_kv.validation import check_planned
 
@@ -20,22 +20,21 @@ from tiered_kv.validation import check_planned
 class Planner:
     """Made by `TieredKV.planner`; for the event loop's thread, as the cache is. Ends with the cache."""
 
-    def __init__(self, core: Core) -> None:
-        self._core = core
-        self._jobs = Jobs(len(core.shards), core.emit)
-        core.on_close.append(self._jobs.close)
+    def __init__(self, opened: Callable[[], OpenCache]) -> None:
+        """Made by `TieredKV` only; ``opened`` returns the cache, or raises when it may not be called."""
+        self._opened = opened
 
     def slabs(self) -> tuple[SlabHandle, ...]:
         """Return what a `Worker` in another process attaches: the host memory of every KV group and rank. Picklable."""
-        self._core.check_open()
-        num_ranks, pid = len(self._core.shards), os.getpid()
+        cache = self._opened()
+        num_ranks, pid = len(cache.shards), os.getpid()
         return tuple(
             SlabHandle(
                 pid, slab.fd, os.fstat(slab.fd).st_ino,
                 slab.num_slots, slab.stride_bytes, slab.payload_bytes, slab.name,
                 group=number // num_ranks, rank=number % num_ranks, codec=codec.name if codec else "none",
             )
-            for number, (slab, codec) in enumerate((chain.host.slab, chain.codec) for chain in self._core.chains)
+            for number, (slab, codec) in enumerate((chain.host.slab, chain.codec) for chain in cache.chains)
         )  # fmt: skip
 
     def register_worker(self, *, rank: int = 0, pid: int | None = None) -> None:
@@ -44,8 +43,7 @@ class Planner:
         Raises:
             ConfigurationError: No such process or rank, or the rank has a worker that is alive, and may be writing.
         """
-        self._core.check_open()
-        self._jobs.register(rank, os.getpid() if pid is None else pid)
+        self._opened().jobs.register(rank, os.getpid() if pid is None else pid)
 
     async def plan_load(self, keys: BlockKeys, into: GPULoadStoreSpec) -> Plan:
         """Bring a prefix to host memory and hold it there, for workers to copy into the engine's blocks.
@@ -62,20 +60,21 @@ class Planner:
                 worker is missing, or has ended meanwhile. Nothing is held.
             ClosedError: The cache is not open any more.
         """
-        parts = self._core.batches(keys)
+        cache = self._opened()
+        parts = cache.batches(keys)
         group = check_planned(parts[0][0], keys, into)
-        self._jobs.check_workers()
-        epoch = self._core.epoch
+        cache.jobs.check_workers()
+        epoch = cache.epoch
         sources = await bring_to_host(parts)
-        self._core.check_open()  # what held the bytes may be gone by now, and whoever was to move them
-        self._jobs.check_workers()
+        self._opened()  # what held the bytes may be gone by now, and whoever was to move them
+        cache.jobs.check_workers()
         held = [
             LoadPart(chain, lease, source)
             for (chain, _), lease, source in zip(parts, lease_prefix(parts), sources, strict=True)
         ]
         n = len(held[0].slots)
         pages = [into[: n * group.pages_per_block]] * len(held)
-        return self._jobs.begin("load", held, pages, n, lambda: self._core.epoch == epoch)
+        return cache.jobs.begin("load", held, pages, n, lambda: cache.epoch == epoch)
 
     def plan_store(self, keys: BlockKeys, source: GPULoadStoreSpec, *, epoch: str | None = None) -> Plan:
         """Reserve host slots for workers to copy the engine's blocks to. Waits for nothing.
@@ -90,12 +89,13 @@ class Planner:
         Raises:
             ConfigurationError, LayoutMismatchError: As for `plan_load`.
         """
-        parts = self._core.batches(keys, epoch)
+        cache = self._opened()
+        parts = cache.batches(keys, epoch)
         group = check_planned(parts[0][0], keys, source)
-        self._jobs.check_workers()
+        cache.jobs.check_workers()
         held = reserve_parts(parts)
         pages = [pages_of(source, group.pages_per_block, part) for part in held]
-        return self._jobs.begin("store", held, pages, len(keys), lambda: True)
+        return cache.jobs.begin("store", held, pages, len(keys), lambda: True)
 
     def complete(self, outcomes: Outcomes) -> JobResult | None:
         """Take one rank's answer, in any order; return how the job ended if it was the last, else None.
@@ -106,8 +106,7 @@ class Planner:
         Raises:
             ConfigurationError: They are no `Outcomes` of a rank here.
         """
-        self._core.check_open()
-        return self._jobs.complete(outcomes)
+        return self._opened().jobs.complete(outcomes)
 
     def ended(self, plan: Plan) -> Awaitable[JobResult]:
         """Return what to await for the end of a job: every rank has answered, or its worker has ended.
@@ -117,4 +116,4 @@ class Planner:
         Raises:
             ConfigurationError: The job has ended already.
         """
-        return asyncio.shield(self._jobs.ended(plan))
+        return asyncio.shield(self._opened().jobs.ended(plan))

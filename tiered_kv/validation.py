@@ -33,7 +33,7 @@ class Cache(Protocol):
     epoch: bytes
     bindings: Bindings
 
-    def batch(self, keys: BlockKeys, epoch: str | None = None, *, anywhere: bool = False) -> tuple[Chain, Batch]:
+    def batch(self, keys: BlockKeys, epoch: str | None = None) -> tuple[Chain, Batch]:
         """Return the chain of the keys' KV group, and what the keys are called there."""
 
     def deadline(self, deadline_s: float | None) -> float:
@@ -87,11 +87,10 @@ def load_request(
     priority: Priority,
     *,
     layerwise: bool = False,
-    anywhere: bool = False,
 ) -> LoadRequest:
-    """Check a load and enqueue its wait; ``anywhere`` says whether any thread may ask. See `TieredKV.start_load`."""
+    """Check a load and enqueue its wait, in any thread; see `TieredKV.start_load`."""
     epoch = cache.epoch  # before the keys are named by it: if it advances in between, the load is overtaken
-    chain, batch = cache.batch(keys, anywhere=anywhere)
+    chain, batch = cache.batch(keys)
     binding = cache.bindings.find(into, keys.group)
     pages = check_pages(binding, keys, into)
     check_priority(priority)
@@ -111,10 +110,9 @@ def store_request(
     epoch: str | None,
     *,
     layerwise: bool = False,
-    anywhere: bool = False,
 ) -> StoreRequest:
-    """Check a store and enqueue its wait; ``anywhere`` says whether any thread may ask. See `TieredKV.start_store`."""
-    chain, batch = cache.batch(keys, epoch, anywhere=anywhere)
+    """Check a store and enqueue its wait, in any thread; see `TieredKV.start_store`."""
+    chain, batch = cache.batch(keys, epoch)
     binding = cache.bindings.find(source, keys.group)
     pages = check_pages(binding, keys, source)
     lane = binding.d2h.take_own(after) if layerwise else binding.d2h.take(after)
@@ -131,6 +129,21 @@ def check_pages(binding: Binding, keys: BlockKeys, spec: EngineBlocks) -> NDArra
     check_count(binding.caches.group, keys, spec)
     binding.caches.check_ids(spec.ids)
     return spec.ids.reshape(-1, binding.caches.pages_per_block)
+
+
+def check_specs(cache: Cache, wanted: Sequence[BlockKeys], into: Sequence[EngineBlocks]) -> None:
+    """Raise unless there is a spec for the keys of each KV group; the error names the group."""
+    if not isinstance(into, list | tuple) or len(into) != len(wanted):
+        given = f"{len(into)} of them" if isinstance(into, list | tuple) else f"a {type(into).__name__}"
+        raise ConfigurationError(f"{len(wanted)} KV groups need a list of as many specs, got {given}")
+    for keys, spec in zip(wanted, into, strict=True):
+        try:
+            check_pages(cache.bindings.find(spec, keys.group), keys, spec)
+        except LayoutMismatchError as error:
+            raise LayoutMismatchError(
+                f"KV group {keys.group}: {error}. Where less was found than asked for, cut what is needed first: "
+                "needs = [need.until(found.num_tokens) for need in needs]"
+            ) from None
 
 
 def check_planned(chain: Chain, keys: BlockKeys, spec: GPULoadStoreSpec) -> KVGroup:

@@ -12,7 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.cache.conftest import PAYLOAD_BYTES, Engine, ScriptedSlotBackend, keep, open_cache, prompt, until_idle
+from tests.cache.conftest import (
+    PAYLOAD_BYTES,
+    Engine,
+    ScriptedSlotBackend,
+    inside,
+    keep,
+    open_cache,
+    prompt,
+    until_idle,
+)
 from tiered_kv import Added, BlockKeys, Cleared, Mirror, Namespace, Removed, Snapshot, TierChange, TieredKV
 from tiered_kv.changes import Changes
 from tiered_kv.keys import Names
@@ -40,7 +49,7 @@ async def take(changes: Changes, most: int = 1000) -> list[TierChange]:
 
 def assert_exact(kv: TieredKV, mirror: Mirror) -> None:
     """Assert that a mirror has the blocks of every owned tier, and no others."""
-    for place, tier in kv._core.ledger.tiers.items():  # noqa: SLF001 - the books themselves
+    for place, tier in inside(kv).ledger.tiers.items():  # the books themselves
         names, _ = tier.index.names_in_order()
         assert mirror.count(place.tier) == len(names)
         assert mirror.prefix(names, place.tier) == len(names)
@@ -93,7 +102,7 @@ async def test_leaving_the_loop_unsubscribes() -> None:
             break
         gc.collect()
         await keep(kv, engine, KEYS)
-        assert kv._core.ledger.listeners == []  # noqa: SLF001 - no listener, no work
+        assert inside(kv).ledger.listeners == []  # no listener, no work
 
 
 async def test_a_waiting_subscriber_is_woken_and_ends_with_the_cache() -> None:
@@ -117,7 +126,7 @@ async def test_one_that_falls_behind_gets_a_snapshot_and_is_counted() -> None:
     """What is kept for it is bounded, and afterwards it is exact all the same."""
     engine = Engine()
     async with open_cache(CPU, engine=engine) as kv:
-        changes, mirror = kv._core.subscribers.subscribe(max_names=20), Mirror()  # noqa: SLF001 - a queue that is soon full
+        changes, mirror = inside(kv).subscribers.subscribe(max_names=20), Mirror()  # a queue that is soon full
         for change in await take(changes):
             mirror.apply(change)
         for seed in range(8):
@@ -167,7 +176,7 @@ def test_replay_equals_the_index_at_every_quiescent_point(
     async def scenario() -> None:
         engine, disk, mirror = Engine(), ScriptedSlotBackend(num_slots=12, name="disk"), Mirror()
         async with open_cache({"medium": "cpu", "capacity": 10 * PAYLOAD_BYTES}, disk, engine=engine) as kv:
-            changes = kv._core.subscribers.subscribe(max_names)  # noqa: SLF001 - queues that are soon full
+            changes = inside(kv).subscribers.subscribe(max_names)  # queues that are soon full
             sequence = -1
             for kind, keys, n in steps:
                 await do(kv, engine, kind, keys, n)

@@ -25,7 +25,7 @@ from tests.cache.conftest import (
 from tests.cache.conftest import prompt as small_prompt
 from tests.cache.virtual import advance
 from tiered_kv import ConfigurationError, GPULoadStoreSpec, TieredKV
-from tiered_kv.drain import draining_on
+from tiered_kv.closing import draining_on
 
 KEYS = small_prompt(4)
 INTO = GPULoadStoreSpec(range(4))

@@ -14,6 +14,7 @@ from tests.cache.conftest import (
     Recorder,
     ScriptedBackend,
     ScriptedSlotBackend,
+    inside,
     keep,
     open_cache,
     prompt,
@@ -183,7 +184,7 @@ async def test_of_several_ranks_the_one_that_lacks_a_block_speaks() -> None:
         [cpu(16)], model=MODEL, layout=small_layout(), shard=Shard.every(2), limits=SMALL_LIMITS, emit=Recorder()
     )
     async with cache as kv:
-        for n, (chain, batch) in zip((4, 2), kv._core.batches(KEYS), strict=True):  # noqa: SLF001 - as workers would
+        for n, (chain, batch) in zip((4, 2), inside(kv).batches(KEYS), strict=True):  # as workers would
             with chain.host.index.reserve(batch.names[:n]) as reservation:
                 reservation.commit().release()
         assert await words(kv, KEYS) == ["ready, in cpu"] * 2 + ["never stored"] * 2
@@ -241,6 +242,6 @@ async def test_what_is_not_used_often_enough_says_so() -> None:
     async with open_cache(cpu(4), disk, engine=engine) as kv:
         await keep(kv, engine, KEYS)
         assert await words(kv, KEYS) == ["ready, in cpu"] * 4
-        assert {fate for fate, _ in kv._core.ledger.fates(kv.namespace().names(KEYS))} == {Fate.UNADMITTED}  # noqa: SLF001
+        assert {fate for fate, _ in inside(kv).ledger.fates(kv.namespace().names(KEYS))} == {Fate.UNADMITTED}
         await keep(kv, engine, prompt(4, seed=1))
         assert await words(kv, KEYS) == ["evicted (cpu)"] * 4

@@ -17,6 +17,7 @@ from tests.cache.conftest import (
     Engine,
     ScriptedSlotBackend,
     contents,
+    inside,
     keep,
     open_cache,
     prompt,
@@ -191,7 +192,7 @@ async def test_nothing_leaks_by_closing() -> None:
     async with open_cache(cpu(16), engine=engine) as kv:
         await keep(kv, engine, keys)
         kv.pin(keys, ttl_s=3600)
-        index = kv._core.chains[0].host.index  # noqa: SLF001 - no statistics of a closed cache
+        index = inside(kv).chains[0].host.index  # no statistics of a closed cache
         await kv.aclose()
         assert index.statistics().leased == 0
 
@@ -202,7 +203,7 @@ async def test_all_ranks_pin_the_same_prefix() -> None:
     tiers = [cpu(32)]
     async with TieredKV(tiers, model=MODEL, layout=layout, shard=Shard.every(2), limits=SMALL_LIMITS) as kv:
         keys = prompt(4)
-        for n, (chain, batch) in zip((4, 2), kv._core.batches(keys), strict=True):  # noqa: SLF001 - as workers would
+        for n, (chain, batch) in zip((4, 2), inside(kv).batches(keys), strict=True):  # as workers would
             with chain.host.index.reserve(batch.names[:n]) as reservation:
                 reservation.commit().release()
         assert kv.pin(keys, ttl_s=60).num_blocks == 2

@@ -17,7 +17,7 @@ import torch
 from anyio.lowlevel import checkpoint
 
 from tests.cache.any_layout import SMALL, STRIDE, AnyEngine, cpu, nvme, open_any, prompt
-from tests.cache.conftest import Recorder, ScriptedBackend, until, until_idle
+from tests.cache.conftest import Recorder, ScriptedBackend, inside, until, until_idle
 from tiered_kv import (
     ClosedError,
     ConfigurationError,
@@ -171,7 +171,7 @@ async def test_a_rank_without_room_costs_the_others_nothing() -> None:
         planner = kv.planner()
         ranks = Ranks(planner)
         await store(kv, planner, ranks)
-        _, (chain, batch) = kv._core.batches(KEYS)  # noqa: SLF001 - the facade leases for all ranks at once
+        _, (chain, batch) = inside(kv).batches(KEYS)  # the facade leases for all ranks at once
         with chain.host.index.lease(batch.names):
             plan = planner.plan_store(prompt(N, seed=1), ranks.engines[0].spec(range(N)))
             assert [len(move.host) for move in plan.moves] == [0, 0]
@@ -225,7 +225,7 @@ async def test_closing_ends_every_job() -> None:
         ended = planner.ended(plan)
         planner.complete(ranks.workers[0].execute(plan))
     assert (await ended).num_blocks == 0
-    pending = [chain.host.index.statistics().pending for chain in kv._core.chains]  # noqa: SLF001 - kv.stats() is closed
+    pending = [chain.host.index.statistics().pending for chain in inside(kv).chains]  # kv.stats() is closed
     assert pending == [0, N]
     ranks.close()
 

@@ -13,6 +13,7 @@ from tests.cache.conftest import (
     Recorder,
     ScriptedSlotBackend,
     contents,
+    inside,
     keep,
     open_cache,
     prompt,
@@ -38,7 +39,7 @@ def cpu(num_blocks: int, most: int, **settings: object) -> dict[str, object]:
 
 def slab_bytes(kv: TieredKV) -> int:
     """Return how much memory the system has given to the host slab."""
-    slab = kv._core.chains[0].host.slab  # noqa: SLF001 - no public call tells it
+    slab = inside(kv).chains[0].host.slab  # no public call tells it
     return os.fstat(slab.fd).st_blocks * 512
 
 

@@ -7,6 +7,7 @@ from tests.cache.conftest import (
     Recorder,
     ScriptedBackend,
     contents,
+    inside,
     keep,
     only,
     open_cache,
@@ -33,7 +34,7 @@ async def load(kv: TieredKV, engine: Engine) -> int:
 
 def a_minute_passes(kv: TieredKV) -> None:
     """Turn the clock by which blocks are suspected."""
-    tier = kv._core.chains[0].storage[0]  # noqa: SLF001 - nothing public turns a clock
+    tier = inside(kv).chains[0].storage[0]  # nothing public turns a clock
     assert isinstance(tier, SharedTier)
     tier.suspects._clock = lambda: tier.health.clock() + 61.0  # noqa: SLF001 - no public call tells it
 

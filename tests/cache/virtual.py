@@ -9,6 +9,7 @@ import selectors
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from tests.cache.conftest import inside
 from tiered_kv import TieredKV
 from tiered_kv.loop_calls import LoopCalls
 from tiered_kv.memory.device import After, Copy, CPUDevice, CPUStream, Done
@@ -117,7 +118,7 @@ def watch(device: CountingDevice, pools: list[WorkerPool]) -> None:
 def pools_of(kv: TieredKV) -> list[WorkerPool]:
     """Return the threads of an open cache: of the codec, and of NVMe tiers."""
     found = []
-    for tier in kv._core.chains[0].storage:  # noqa: SLF001 - no public call tells it
+    for tier in inside(kv).chains[0].storage:
         found.append(tier._records)  # noqa: SLF001 - no public call tells it
         backend = getattr(tier, "backend", None)
         found += [each for each in vars(backend).values() if isinstance(each, WorkerPool)]

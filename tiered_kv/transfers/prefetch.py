@@ -1,8 +1,8 @@
 """Prefetches: blocks copied up before anyone waits for them, with a quota, never through transient slots."""
 
 import asyncio
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 
 import numpy as np
@@ -18,6 +18,22 @@ from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.memory import MemoryTier
 from tiered_kv.transfers.handles import Handle, Revocable, cancel_each, each_of
 from tiered_kv.transfers.window import Bringer, Landed
+
+PrefetchHandle = Handle[PrefetchResult]
+
+
+class HostLease:
+    """A prefix held in host memory: readable in place until the ``async with`` block ends.
+
+    Attributes:
+        num_blocks: The prefix that is held.
+        views: One read-only view per block, of its bytes as they are kept: the payload's, or what a codec made of it.
+            Not to be used after the ``async with`` block has ended.
+    """
+
+    def __init__(self, views: Sequence[memoryview]) -> None:
+        self.num_blocks = len(views)
+        self.views = views
 
 
 class Prefetch(Revocable):
@@ -132,3 +148,14 @@ def lease_prefix(parts: Sequence[tuple[Chain, Batch]]) -> list[Lease]:
     for (chain, _), lease in zip(parts, leases, strict=True):
         chain.release(lease)
     return shorter
+
+
+@asynccontextmanager
+async def hold_on_host(chain: Chain, batch: Batch) -> AsyncGenerator[HostLease]:
+    """Bring a prefix to host memory, and hold it there for the time of the ``async with`` block."""
+    await bring_to_host([(chain, batch)])
+    (lease,) = lease_prefix([(chain, batch)])
+    try:
+        yield HostLease([chain.host.slab.payload(int(slot)).toreadonly() for slot in lease.slots])
+    finally:
+        chain.release(lease)

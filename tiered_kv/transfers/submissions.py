@@ -46,25 +46,24 @@ class Ticket(Generic[T]):
         return self._submissions.wait(self, timeout_s)
 
 
+LoadTicket = Ticket[LoadResult]
+StoreTicket = Ticket[StoreResult]
+
+
 class Submissions:
     """What threads have submitted to one cache. Any thread may call what does not say otherwise."""
 
-    def __init__(self) -> None:
+    def __init__(self, loop_calls: LoopCalls) -> None:
+        """Take submissions from now on. In the event loop's thread."""
         # Held for a few instructions, never while something is checked, started or waited for.
         self._changed = threading.Condition()
         self._starts: list[tuple[Ticket[Any], Callable[[], Handle[Any]], Callable[[BaseException], Any]]] = []
         self._finished: dict[Ticket[Any], Any] = {}
         self._num_underway = 0
-        self._is_open = False
-        self._loop_calls: LoopCalls | None = None
-        self._loop_thread = 0
-        self._handles: dict[Ticket[Any], Handle[Any]] = {}  # the event loop's thread alone uses them
-
-    def open(self, loop_calls: LoopCalls) -> None:
-        """Take submissions from now on. In the event loop's thread."""
-        self._loop_thread = threading.get_ident()
-        self._loop_calls = loop_calls
         self._is_open = True
+        self._loop_calls = loop_calls
+        self._loop_thread = threading.get_ident()
+        self._handles: dict[Ticket[Any], Handle[Any]] = {}  # the event loop's thread alone uses them
 
     def close(self) -> None:
         """Take no more, and start what has been taken. In the event loop's thread."""
@@ -89,7 +88,7 @@ class Submissions:
             self._num_underway += 1
             self._starts.append((ticket, start, failed))
             is_first = len(self._starts) == 1
-        if is_first and self._loop_calls:  # else the wake-up that is under way will see this one too
+        if is_first:  # else the wake-up that is under way will see this one too
             self._loop_calls.call(self._start_all)
         return ticket
 
@@ -118,7 +117,7 @@ class Submissions:
 
     def cancel(self, ticket: Ticket[Any]) -> None:
         """See `Ticket.cancel`."""
-        if ticket.result is None and self._loop_calls:
+        if ticket.result is None:
             self._loop_calls.call(self._cancel, ticket)
 
     def _check_may_block(self) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant
 
 from tests.cache.any_layout import MODEL, AnyEngine, prompt
-from tests.cache.conftest import Recorder, assert_nothing_left
+from tests.cache.conftest import Recorder, assert_nothing_left, inside
 from tests.cache.model.world import Shape, World
 from tiered_kv import BlockKeys, GPULoadStoreSpec, ModelIdentity, TieredKV
 
@@ -160,7 +160,7 @@ class Machine(RuleBasedStateMachine):
 
     def close(self) -> None:
         """Close the cache: it ends in its time, whatever hangs, and so does all that was under way in it."""
-        self.run(self.cache.aclose(), 5 * self.cache._core.limits.close_timeout_s)  # noqa: SLF001
+        self.run(self.cache.aclose(), 5 * inside(self.cache).limits.close_timeout_s)
         self.kv, self.has_pins = None, False
         if self.world.was_faulty:
             self.known.restore()

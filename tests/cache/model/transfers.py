@@ -8,9 +8,9 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
+from tests.cache.conftest import inside
 from tests.cache.model.machine import DELAYS_S, LONG_S, SPANS, WEIGHTS, Machine
-from tiered_kv import BlockKeys, LoadHandle, LoadResult, StoreHandle, StoreResult
-from tiered_kv.faces.threads import LoadTicket, StoreTicket
+from tiered_kv import BlockKeys, LoadHandle, LoadResult, LoadTicket, StoreHandle, StoreResult, StoreTicket
 
 WAYS = st.sampled_from(["start", "start", "layers", "submit"])
 ORDERS = st.sampled_from([(0, 1), (1, 0), (0,), ()])
@@ -67,7 +67,7 @@ class Transfers(Machine):
     @rule(keys=SPANS, weights=WEIGHTS, delay_s=DELAYS_S, settles=st.booleans())
     def store(self, keys: BlockKeys, weights: str, delay_s: float | None, *, settles: bool) -> None:
         """Compute and store blocks; perhaps do not wait until they are in every tier."""
-        limits = self.cache._core.limits  # noqa: SLF001 - no public call tells it
+        limits = inside(self.cache).limits  # no public call tells it
         self.known.store(keys, weights)
         self.asked["store"] += len(keys)
 
@@ -86,7 +86,7 @@ class Transfers(Machine):
     def load(self, keys: BlockKeys, delay_s: float | None, deadline_s: float | None) -> None:
         """Load blocks: where nothing is in the way, all that are found."""
         in_time = delay_s is None and deadline_s is None and self.is_quiet
-        limit_s = self.cache._core.limits.load_timeout_s if deadline_s is None else deadline_s  # noqa: SLF001
+        limit_s = inside(self.cache).limits.load_timeout_s if deadline_s is None else deadline_s
         self.asked["load"] += len(keys)
 
         async def load() -> LoadResult:
@@ -112,7 +112,7 @@ class Transfers(Machine):
         self, keys: BlockKeys, way: str, delay_s: float | None, order: tuple[int, ...], *, is_load: bool
     ) -> None:
         region = next(each for each in (1, 2, 3) if each not in [other.region for other in self.underway])
-        kv, weights, limits = self.cache, self.known.weights, self.cache._core.limits  # noqa: SLF001
+        kv, weights, limits = self.cache, self.known.weights, inside(self.cache).limits
         after = None if delay_s is None else self.world.event(delay_s)
         handle: LoadHandle | StoreHandle | LoadTicket | StoreTicket
         if is_load:

@@ -1,4 +1,4 @@
-"""Ending well: no new stores, and what was stored is written; begun by a call, or by a signal."""
+"""How an open cache ends: it takes no more stores and writes what it has, by a call or a signal; then it is closed."""
 
 import asyncio
 import signal
@@ -6,8 +6,11 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from tiered_kv.core import Core
+from anyio import move_on_after
+
 from tiered_kv.errors import ConfigurationError
+from tiered_kv.events import CacheClosed
+from tiered_kv.open_cache import OpenCache
 from tiered_kv.tiers import upkeep
 
 _UNHANDLED = (signal.SIGKILL, signal.SIGSTOP)
@@ -42,21 +45,21 @@ class Draining:
             self.begun.set()
 
 
-async def drain(core: Core, timeout_s: float | None) -> bool:
+async def drain(cache: OpenCache, timeout_s: float | None) -> bool:
     """Take no more stores, write what there is; say whether that took no longer than ``timeout_s``."""
-    for chain in core.chains:
+    for chain in cache.chains:
         chain.limits.takes_stores = False
-    writing = core.tasks.spawn(_write_all(core), "drain")
+    writing = cache.tasks.spawn(_write_all(cache), "drain")
     try:
-        await asyncio.wait({writing}, timeout=core.limits.close_timeout_s if timeout_s is None else timeout_s)
+        await asyncio.wait({writing}, timeout=cache.limits.close_timeout_s if timeout_s is None else timeout_s)
         return writing.done() and not writing.cancelled()
     finally:
         writing.cancel()  # it only waits: what it waits for goes on
 
 
-async def _write_all(core: Core) -> None:
-    await core.settle()
-    await upkeep.checkpoint(core.chains, sync=True)
+async def _write_all(cache: OpenCache) -> None:
+    await cache.settle()
+    await upkeep.checkpoint(cache.chains, sync=True)
 
 
 @contextmanager
@@ -81,3 +84,30 @@ def draining_on(signals: tuple[signal.Signals, ...], start: "Callable[[], asynci
     finally:
         for each, handler in former.items():
             signal.signal(each, signal.SIG_DFL if handler is None else handler)
+
+
+def begin_to_close(cache: OpenCache) -> "asyncio.Task[None]":
+    """Let no call in any more, and return the task that ends the cache: the same one to all who close it."""
+    if cache.closing is None:
+        cache.closing = asyncio.get_running_loop().create_task(_close(cache), name="close")
+    return cache.closing
+
+
+async def _close(cache: OpenCache) -> None:
+    """Let what is being moved end, or give it up after `CacheLimits.close_timeout_s`; then close every tier."""
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    deadline = started + cache.limits.close_timeout_s
+    cache.submissions.close()
+    cache.pins.close()
+    cache.subscribers.close()
+    cache.jobs.close()
+    with move_on_after(cache.limits.close_timeout_s):
+        await cache.settle()
+    await cache.background.aclose(0.0)
+    abandoned = await cache.tasks.aclose(max(0.0, deadline - loop.time()))
+    unwritten = sum(cleaner.num_waiting for cleaner in cache.cleaners)
+    with move_on_after(cache.limits.close_timeout_s):
+        await upkeep.checkpoint(cache.chains, sync=False)
+    await cache.lifetime.aclose()
+    cache.emit(CacheClosed(abandoned, (loop.time() - started) * 1e3, unwritten))

@@ -1,0 +1,663 @@
+"""TieredKV: the face of the library. It checks a call, decides what it is about, and starts the transfer.
+
+The calls come in the order of their use: what a serving engine does for every request, then what threads, schedulers
+and operators ask for. What they work on is `OpenCache`, made when the cache opens; the moving is the transfers'.
+"""
+
+import asyncio
+import signal
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from tiered_kv.assembly import parts_of
+from tiered_kv.backend import Backend, SlotBackend, TierSettings
+from tiered_kv.changes import Changes
+from tiered_kv.closing import Draining, begin_to_close, drain, draining_on
+from tiered_kv.errors import ClosedError, ConfigurationError
+from tiered_kv.events import Emit, EpochAdvanced, SequencePreempted
+from tiered_kv.explain import Explanation, explain
+from tiered_kv.groups import GroupNeed, GroupsLoad, GroupsLookup, check_needs, length_in_place, longest
+from tiered_kv.keys import BlockKeys, ModelIdentity, Namespace, Shard, salt_digest
+from tiered_kv.layout import KVCaches, KVLayout
+from tiered_kv.lookups import lookup_result, owned_runs
+from tiered_kv.memory.codec import CodecName, make_codec
+from tiered_kv.memory.make import DeviceLike
+from tiered_kv.open_cache import CacheParts, OpenCache, open_cache
+from tiered_kv.planner import Planner
+from tiered_kv.results import (
+    CacheStatistics,
+    LoadResult,
+    LookupResult,
+    PinResult,
+    StoreResult,
+    SwapOutResult,
+    SwapResult,
+)
+from tiered_kv.settings import CacheLimits, TieredKVSettings
+from tiered_kv.specs import EngineBlocks, GPULoadStoreSpec
+from tiered_kv.statistics import cache_statistics
+from tiered_kv.telemetry.logs import guarded, log_event
+from tiered_kv.tiers import upkeep
+from tiered_kv.tiers.budget import Priority
+from tiered_kv.transfers.handles import Handle, cancel_each, each_of
+from tiered_kv.transfers.load import LoadHandle
+from tiered_kv.transfers.prefetch import HostLease, Prefetch, PrefetchHandle, hold_on_host
+from tiered_kv.transfers.start import start_load, start_store
+from tiered_kv.transfers.store import StoreHandle
+from tiered_kv.transfers.submissions import LoadTicket, StoreTicket, load_failed, store_failed
+from tiered_kv.transfers.swap import Copies, Moves, Swap
+from tiered_kv.validation import (
+    check_capacity,
+    check_emit,
+    check_identity,
+    check_limits,
+    check_seconds,
+    check_shards,
+    check_specs,
+    check_ttl,
+    load_request,
+    store_request,
+)
+
+
+class TieredKV:
+    """A KV cache over a chain of tiers, for one model on one event loop. Open it with ``async with``.
+
+    All coroutines may be cancelled at any await: nothing is left behind, and once the cancellation is raised nobody
+    writes to the caller's memory. A tier's fault raises nothing: it shortens a prefix, and is counted and logged.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[TierSettings | Mapping[str, Any] | str | Backend | SlotBackend],
+        *,
+        model: ModelIdentity,
+        layout: KVLayout,
+        shard: Shard | tuple[Shard, ...] | None = None,
+        limits: CacheLimits | Mapping[str, Any] | None = None,
+        device: DeviceLike | None = None,
+        codec: CodecName = "none",
+        emit: Emit = log_event,
+    ) -> None:
+        """Check the parts; nothing is allocated before opening.
+
+        Args:
+            tiers: Fastest first: settings, what makes them (a dict or URL), or backends of one's own.
+            model: Which weights computed the KV.
+            layout: What a block is made of.
+            shard: Which part of the heads this process holds; all of them by default. A scheduler gives
+                ``Shard.every(size)``: then a block is there when every rank's part is, and only the ranks move bytes.
+            limits: Bounds in time, memory and work: `CacheLimits`, or a dict of its fields.
+            device: Where the engine's tensors live, e.g. ``"cuda:1"``, or a ``torch.device``; the GPU if torch has one,
+                else the CPU.
+            codec: How blocks are kept: see `TieredKVSettings`.
+            emit: Receives every event; logs them by default.
+
+        Raises:
+            ConfigurationError: The tiers can not make a chain, the codec can not keep the layout's blocks, or an
+                argument is no such thing.
+        """
+        check_identity(model, layout)
+        self._parts = CacheParts(
+            tiers=parts_of(tiers),
+            model=model,
+            layout=layout,
+            codecs=tuple(make_codec(codec, group) for group in layout.groups),
+            shards=check_shards(shard),
+            limits=check_limits(limits),
+            device=device,
+            emit=guarded(check_emit(emit)),
+        )
+        self._cache: OpenCache | None = None  # for good, once it was opened
+        self._planner = Planner(self._open)
+
+    @classmethod
+    def from_settings(
+        cls,
+        settings: TieredKVSettings | None = None,
+        *,
+        model: ModelIdentity,
+        layout: KVLayout,
+        shard: Shard | tuple[Shard, ...] | None = None,
+        device: DeviceLike | None = None,
+    ) -> Self:
+        """Make a cache of `TieredKVSettings`: given, or read from the environment."""
+        settings = settings or TieredKVSettings()
+        limits, codec = settings.limits, settings.codec
+        return cls(settings.tiers, model=model, layout=layout, shard=shard, limits=limits, device=device, codec=codec)
+
+    # Finding and moving blocks, for every request.
+
+    async def lookup(self, keys: BlockKeys) -> LookupResult:
+        """Find the longest prefix that could be loaded now. Reads, never moves, never pins.
+
+        Exact for the tiers that this cache owns; for others an estimate, which `load` decides.
+        """
+        parts = self._open().batches(keys)
+        chains = [chain for chain, _ in parts]
+        if len(parts) == 1:  # as a rule; a task would cost more than the answer
+            return lookup_result(chains, [await chain.locate(batch) for chain, batch in parts])
+        return lookup_result(chains, await asyncio.gather(*(chain.locate(batch) for chain, batch in parts)))
+
+    async def load(
+        self,
+        keys: BlockKeys,
+        into: EngineBlocks,
+        *,
+        after: object = None,
+        deadline_s: float | None = None,
+        priority: Priority = Priority.LOAD,
+    ) -> LoadResult:
+        """Fill the engine's blocks with the longest prefix that can be had; see `start_load`."""
+        return await self.start_load(keys, into, after=after, deadline_s=deadline_s, priority=priority)
+
+    async def store(
+        self, keys: BlockKeys, source: EngineBlocks, *, after: object = None, epoch: str | None = None
+    ) -> StoreResult:
+        """Keep the engine's blocks; returns as soon as they may be reused. See `start_store`."""
+        return await self.start_store(keys, source, after=after, epoch=epoch)
+
+    def start_load(
+        self,
+        keys: BlockKeys,
+        into: EngineBlocks,
+        *,
+        after: object = None,
+        deadline_s: float | None = None,
+        priority: Priority = Priority.LOAD,
+        layerwise: bool = False,
+    ) -> LoadHandle:
+        """Start to fill the engine's blocks. Await the handle for the `LoadResult`.
+
+        Args:
+            keys: What to load, in prompt order. Shared: the cache only reads them.
+            into: ``pages_per_block`` block ids per key. They belong to the load until the handle has ended; past the
+                prefix that it reports they may hold anything.
+            after: An event behind the blocks' last use: nothing is written before it. The wait is enqueued before this
+                returns. A GPU event, or on a CPU anything with ``synchronize()`` or ``wait()``.
+            deadline_s: How long it may take; `CacheLimits.load_timeout_s` by default.
+            priority: `Priority.LOAD`, or a lower one.
+            layerwise: Copy layer by layer, so that attention of the first can start while the others are on their way:
+                see `LoadHandle.wait_layer`. All blocks are brought to memory first; those that do not fit there at once
+                are not loaded.
+
+        Raises:
+            ConfigurationError, LayoutMismatchError: Arguments that can not be right. Nothing has moved.
+            ClosedError: The cache is not open.
+        """
+        return start_load(load_request(self._open(), keys, into, after, deadline_s, priority, layerwise=layerwise))
+
+    def start_store(
+        self,
+        keys: BlockKeys,
+        source: EngineBlocks,
+        *,
+        after: object = None,
+        epoch: str | None = None,
+        layerwise: bool = False,
+    ) -> StoreHandle:
+        """Start to copy blocks out of the engine. Await the handle for the `StoreResult`.
+
+        Args:
+            keys: What to store, in prompt order.
+            source: ``pages_per_block`` block ids per key. They must not change until the handle has ended.
+            after: An event that the blocks' computation is behind: nothing is read before it.
+            epoch: The weights that computed the blocks, where they are not the current ones any more.
+            layerwise: Copy each layer when `StoreHandle.store_layer` says that it is computed. Slots are reserved now,
+                without waiting for any; a store of which some layer is still missing at its deadline, after
+                `CacheLimits.store_timeout_s`, is dropped.
+
+        Raises:
+            ConfigurationError, LayoutMismatchError: Arguments that can not be right. Nothing has moved.
+            ClosedError: The cache is not open.
+        """
+        return start_store(store_request(self._open(), keys, source, after, epoch, layerwise=layerwise))
+
+    # The memory of the engine's own.
+
+    def register_kv_caches(self, kv_caches: KVCaches, *, group: int = 0, axes: str | None = None) -> None:
+        """Bind the engine's paged tensors of one KV group. A process that only stores bytes skips this.
+
+        The first time on a GPU it takes a second or so: kernels are compiled, and ways to copy are compared.
+
+        Args:
+            kv_caches: As for `KVLayout.from_tensors`. Kept by reference until the cache is closed.
+            group: The KV group.
+            axes: Letters for the axes, where shapes alone do not tell.
+
+        Raises:
+            LayoutMismatchError: They are not what the layout says.
+        """
+        cache = self._open()
+        cache.bindings.register_caches(kv_caches, cache.of_rank(group), group=group, axes=axes)
+
+    def register_host_pool(
+        self,
+        name: str,
+        buffer: KVCaches,
+        *,
+        group: int = 0,
+        axes: str | None = None,
+        slot_bytes: int | None = None,
+        direct: bool = False,
+    ) -> None:
+        """Bind host memory of the engine's own, to load into and store from by ``CPULoadStoreSpec(ids, pool=name)``.
+
+        Args:
+            name: Of the pool.
+            buffer: One contiguous tensor or writable buffer of whole blocks, where an id is a slot; or fragments, paged
+                tensors as for `register_kv_caches`. Kept by reference until the cache is closed.
+            group: The KV group.
+            axes: Letters for the axes of fragments; they make one tensor a paged one.
+            slot_bytes: From one whole block to the next. A row by default, or of a flat buffer a block's payload.
+            direct: Let storage read straight into slots, which must be page-aligned, taking no host slots. A load then
+                ends only when the medium has let go of them, whatever its deadline.
+
+        Raises:
+            ConfigurationError: Memory that can not be used so, or a name that is taken.
+            LayoutMismatchError: Blocks of this group do not fit.
+        """
+        cache = self._open()
+        cache.bindings.register_pool(
+            name,
+            buffer,
+            cache.of_rank(group),
+            cache.lifetime,
+            group=group,
+            axes=axes,
+            slot_bytes=slot_bytes,
+            direct=direct,
+        )
+
+    # Models with several KV groups, and what is done ahead.
+
+    async def lookup_groups(self, needs: Sequence[GroupNeed]) -> GroupsLookup:
+        """Find the longest length at which every KV group has what it needs: ``[full(keys), window(others, 4096)]``.
+
+        A hole outside every window costs nothing; a block that some group lacks does not count. Reads, like `lookup`.
+        """
+
+        async def count(keys: BlockKeys) -> int:
+            return (await self.lookup(keys)).num_blocks
+
+        num_tokens = await longest(needs, count)
+        return GroupsLookup(num_tokens, tuple(need.at(num_tokens) for need in needs))
+
+    async def load_groups(
+        self, needs: Sequence[GroupNeed], into: Sequence[GPULoadStoreSpec], *, after: object = None
+    ) -> GroupsLoad:
+        """Load what each KV group needs to go on at the longest length that all have; see `load`.
+
+        Args:
+            needs: What each group needs, cut to the length that `lookup_groups` found: ``need.until(num_tokens)``.
+            into: Per group, the blocks of its ``need.at(length)``, for the length that the keys have in common.
+            after: As for `start_load`.
+
+        Raises:
+            ConfigurationError, LayoutMismatchError: As for `start_load`; of block ids, the group is named.
+        """
+        cache, step = self._open(), check_needs(needs)
+        length = min(len(need.keys) * need.keys.block_size for need in needs) // step * step
+        wanted = [need.at(length) for need in needs]
+        check_specs(cache, wanted, into)  # all are right before any is started
+        handles = [self.start_load(keys, spec, after=after) for keys, spec in zip(wanted, into, strict=True)]
+        task = cache.tasks.spawn(each_of(handles), f"load {len(needs)} KV groups")
+        results = await Handle(task, partial(cancel_each, handles))
+        return GroupsLoad(length_in_place(needs, wanted, results), tuple(results))
+
+    def prefetch(self, keys: BlockKeys, *, to: str = "cpu") -> PrefetchHandle:
+        """Start to copy blocks up to a memory tier (its name), before anyone waits for them.
+
+        Bounded by `CacheLimits.prefetch_quota`, and by what the tier can take beside what is leased. Await the handle
+        for a `PrefetchResult`, or cancel it, or leave it alone.
+        """
+        cache = self._open()
+        chain, batch = cache.batch(keys)
+        target = next((tier for tier in chain.memory if tier.name == to and tier.index.num_slots), None)
+        if target is None:
+            known = ", ".join(tier.name for tier in chain.memory if tier.index.num_slots) or "none"
+            raise ConfigurationError(f"prefetch goes to a memory tier; here: {known}; not {to!r}")
+        prefetch = Prefetch(chain, batch, target)
+        return prefetch.start(cache.tasks.spawn(prefetch.run(), f"prefetch {len(keys)} blocks"))
+
+    def lease(self, keys: BlockKeys) -> AbstractAsyncContextManager[HostLease]:
+        """Hold a prefix in host memory: ``async with kv.lease(keys) as lease``. Inside, it cannot be evicted.
+
+        Brings to the CPU tier what is below it. Needs a CPU tier; what does not fit is not held. With a codec its views
+        are of encoded bytes; to have the engine's, load into a host pool.
+        """
+        chain, batch = self._open().batch(keys)
+        if not chain.host.index.num_slots:
+            raise ConfigurationError("lease() holds blocks in the CPU tier, and this cache has none")
+        return hold_on_host(chain, batch)
+
+    # From any thread, for engines with a synchronous loop: nothing waits for the event loop.
+
+    def submit_load(
+        self,
+        keys: BlockKeys,
+        into: EngineBlocks,
+        *,
+        after: object = None,
+        deadline_s: float | None = None,
+        priority: Priority = Priority.LOAD,
+    ) -> LoadTicket:
+        """`start_load` from any thread, which waits for nothing. Its time counts from now.
+
+        Whatever is wrong raises here, as there. How it ends is for `poll` to say, or `Ticket.wait`.
+        """
+        cache = self._open(anywhere=True)
+        request = load_request(cache, keys, into, after, deadline_s, priority)
+        return cache.submissions.submit(partial(start_load, request), partial(load_failed, len(keys)))
+
+    def submit_store(
+        self, keys: BlockKeys, source: EngineBlocks, *, after: object = None, epoch: str | None = None
+    ) -> StoreTicket:
+        """`start_store` from any thread, which waits for nothing; see `submit_load`."""
+        cache = self._open(anywhere=True)
+        request = store_request(cache, keys, source, after, epoch)
+        return cache.submissions.submit(partial(start_store, request), partial(store_failed, len(keys)))
+
+    def poll(self, timeout_s: float = 0.0) -> list[tuple[LoadTicket, LoadResult] | tuple[StoreTicket, StoreResult]]:
+        """Return what was submitted and has ended since the last `poll`, with its result. Any thread may call.
+
+        Waits for the first of them, at most ``timeout_s``, and only while anything is under way. Results are kept until
+        they are polled or waited for, after closing too; each is given to one caller only.
+        """
+        check_seconds("timeout_s", timeout_s)
+        return self._cache.submissions.poll(timeout_s) if self._cache else []
+
+    def lookup_nowait(self, keys: BlockKeys) -> LookupResult:
+        """`lookup` over the tiers that this cache owns alone (memory and NVMe), at once and from any thread."""
+        parts = self._open(anywhere=True).batches(keys)
+        return lookup_result([chain for chain, _ in parts], [owned_runs(chain, batch) for chain, batch in parts])
+
+    # What stays, and what must leave the engine for a while.
+
+    def touch(self, keys: BlockKeys) -> None:
+        """Count a use of blocks in every tier that holds them: for hits in the engine's own prefix cache."""
+        for chain, batch in self._open().batches(keys):
+            chain.touch(batch)
+
+    def pin(self, keys: BlockKeys, *, ttl_s: float) -> PinResult:
+        """Keep the prefix that is in owned tiers from being evicted for want of room, until `unpin` or ``ttl_s`` is up.
+
+        Each block is held where it is, in the fastest tier that has it; nothing moves. Bounded per salt by
+        `CacheLimits.pin_quota`, and to half of each tier. Pinned again, a block stays for the longer of the two times.
+        `evict` and `clear` go through a pin: the block is unfindable at once, and its room is free when the pin ends.
+        """
+        cache = self._open()
+        return PinResult(cache.pins.pin(cache.batches(keys), keys, check_ttl(ttl_s)))
+
+    def unpin(self, keys: BlockKeys) -> None:
+        """End the pins of these blocks, whoever took them and under whatever weights; of others it is no error."""
+        cache = self._open()
+        cache.pins.unpin(cache.batches(keys), keys)
+
+    async def swap_out(
+        self, keys: BlockKeys, source: GPULoadStoreSpec, *, after: object = None, ttl_s: float = 600.0
+    ) -> SwapOutResult:
+        """Store a preempted sequence whole, and pin it until `swap_in` or for ``ttl_s``; see `store` and `pin`.
+
+        Pins hold at most half of a tier, and at most `CacheLimits.pin_quota` for a salt. Where ``num_pinned`` is less
+        than the number of keys, the rest is kept like any other block, and may have to be computed again.
+
+        Args:
+            keys: Of all its blocks, the partial last one too: ``keys + hash_tail(rest, parent=keys)``.
+            source: Its blocks; the engine's again when this returns.
+            after: As for `start_store`.
+            ttl_s: How long the blocks are kept from eviction, as far as pins are allowed. Those that several sequences
+                share are pinned once: the first that comes back lets them go.
+        """
+        cache = self._open()
+        check_ttl(ttl_s)
+        stored = await self.start_store(keys, source, after=after)
+        pinned = self.pin(keys, ttl_s=ttl_s)
+        cache.ledger.preemptions += 1
+        cache.emit(SequencePreempted(len(keys), stored.num_dropped, pinned.num_blocks))
+        return SwapOutResult(**vars(stored), num_pinned=pinned.num_blocks)
+
+    async def swap_in(
+        self, keys: BlockKeys, into: GPULoadStoreSpec, *, after: object = None, deadline_s: float | None = None
+    ) -> LoadResult:
+        """Load a sequence back, see `load`; once all of it is in place, its pins end."""
+        loaded = await self.start_load(keys, into, after=after, deadline_s=deadline_s)
+        if loaded.num_blocks == len(keys):
+            self.unpin(keys)
+        return loaded
+
+    async def swap(
+        self,
+        blocks_to_swap_in: Moves = (),
+        blocks_to_swap_out: Moves = (),
+        blocks_to_copy: Copies = (),
+        *,
+        after: object = None,
+        group: int = 0,
+    ) -> SwapResult:
+        """Move pages as a scheduler's step says, to and from slots that it numbers itself; see `start_swap`."""
+        return await self.start_swap(blocks_to_swap_in, blocks_to_swap_out, blocks_to_copy, after=after, group=group)
+
+    def start_swap(
+        self,
+        blocks_to_swap_in: Moves = (),
+        blocks_to_swap_out: Moves = (),
+        blocks_to_copy: Copies = (),
+        *,
+        after: object = None,
+        group: int = 0,
+    ) -> Handle[SwapResult]:
+        """Start to move pages between the engine and the swap space, `CacheLimits.swap_space`. Await the handle.
+
+        Pages go out, then in, then are copied within the engine: a page that leaves may be another's at once, and one
+        that comes may be forked. Calls run in their order. No block is named and no tier takes part. A page
+        that fails to move ends the swap: what is behind it does not begin, and the result says which part failed.
+
+        Args:
+            blocks_to_swap_in: ``{slot: page}``, or pairs.
+            blocks_to_swap_out: ``{page: slot}``, or pairs.
+            blocks_to_copy: ``{page: pages}``, or pairs.
+            after: An event behind the last use of all these pages. One that never fires holds up later swaps too.
+            group: The KV group.
+
+        Raises:
+            ConfigurationError: An id out of range, or two sources of one target; there is no swap space.
+            ClosedError: The cache is not open.
+        """
+        cache = self._open()
+        chain, caches = cache.of_rank(group), cache.bindings.caches_of(group)
+        space = cache.swaps.of(group, chain, caches, int(cache.limits.swap_space), cache.lifetime)
+        maps = space.check(blocks_to_swap_in, blocks_to_swap_out, blocks_to_copy)
+        if after is not None:
+            chain.h2d.device.check(after)
+        swap = Swap(space, *maps, after)
+        return swap.start(cache.tasks.spawn(swap.run(), "swap"))
+
+    # What goes, what is written, and why: for operators and schedulers, now and then.
+
+    async def evict(self, keys: BlockKeys, *, tier: str | None = None) -> int:
+        """Make blocks unfindable at once, in one tier or in all; return how many were in an owned tier.
+
+        Their slots are freed when nobody reads them any more; what is being filled never becomes readable. Shared tiers
+        are asked to delete. A tier that does not answer within its time is not waited for.
+        """
+        parts = self._open().batches(keys)
+        names = parts[0][0].names
+        if tier is not None and tier not in names:
+            raise ConfigurationError(f"no tier {tier!r} here; there are {', '.join(names)}")
+        found = await asyncio.gather(*(upkeep.evict(chain, batch, tier) for chain, batch in parts))
+        return int(np.count_nonzero(np.logical_or.reduce(found)))
+
+    async def resize(self, tier: str, capacity: int | str) -> int:
+        """Change the capacity of the CPU tier or an NVMe tier, up to its ``max_capacity``, while it is used.
+
+        What does not fit any more is evicted, after what waits for other tiers was written. The memory or disk space is
+        the system's again when this returns, but for slots in use until then, and memory page-locked for a GPU.
+        Cancellation ends the wait only.
+
+        Args:
+            tier: Its name.
+            capacity: Bytes, or e.g. ``"8GiB"``.
+
+        Returns:
+            How many blocks it holds now, of each KV group.
+
+        Raises:
+            ConfigurationError: The tier cannot have that capacity. Nothing has changed.
+            BackendUnavailableError: The medium did not grow. Nothing has changed.
+        """
+        return await self._open().resize(tier, check_capacity(capacity))
+
+    async def clear(self) -> None:
+        """Empty every tier that this cache owns, after a restart too. Takes time in their size.
+
+        A tier that does not answer within its time is not waited for: its blocks are unfindable here all the same.
+        """
+        await upkeep.clear(self._open().chains)
+
+    def advance_epoch(self, weights: str) -> None:
+        """Name the weights that are served from now on. O(1).
+
+        Blocks of other weights are not found any more, but are again once their weights are named again. Stores in
+        flight keep the epoch they began in; a load that is overtaken returns 0 blocks.
+        """
+        cache = self._open()
+        cache.advance_epoch(weights)
+        cache.emit(EpochAdvanced(weights))
+
+    async def flush(self, *, sync: bool = False) -> None:
+        """Wait until every store so far is in every tier or given up, those with ``write="back"`` included.
+
+        A tier that is bypassed is not waited for: blocks go on waiting for it.
+
+        With ``sync`` what is written then survives a loss of power, in the order of its use. That walks the owned tiers
+        on the event loop, 0.3 s a million blocks: not for every request.
+        """
+        cache = self._open()
+        await cache.settle()
+        if sync:
+            await asyncio.wait({cache.tasks.spawn(upkeep.checkpoint(cache.chains, sync=True), "checkpoint")})
+
+    async def drain(self, *, timeout_s: float | None = None) -> bool:
+        """Take no more stores, and wait until what was stored is written and survives a loss of power.
+
+        From now on a store drops its blocks (``"draining"``); loads and lookups go on until the cache is closed, which
+        is the next thing to do: leave the ``async with`` block.
+
+        Args:
+            timeout_s: How long to wait; `CacheLimits.close_timeout_s` by default. Cancellation ends the wait only.
+
+        Returns:
+            Whether all stores were settled, and owned tiers had noted what they hold, in time.
+        """
+        cache = self._open()
+        check_seconds("timeout_s", timeout_s)
+        return await drain(cache, timeout_s)
+
+    def drain_on(self, *signals: signal.Signals, timeout_s: float | None = None) -> AbstractContextManager[Draining]:
+        """Drain when a signal comes: ``with kv.drain_on(signal.SIGTERM) as draining: await draining.wait()``.
+
+        A second signal does what it does by default: it ends the process. For an event loop in the main thread. While
+        the block lasts, handlers set before are not called; leaving it puts them back.
+        """
+        cache = self._open()
+        check_seconds("timeout_s", timeout_s)
+        return draining_on(signals, lambda: cache.tasks.spawn(drain(cache, timeout_s), "drain on a signal"))
+
+    async def explain(self, keys: BlockKeys, *, ask: bool = False) -> list[Explanation]:
+        """Say of each block why it can be loaded, or can not, from what this cache knows. Reads, like `lookup`.
+
+        Tells nothing of blocks of other salts.
+
+        Args:
+            keys: The blocks; those behind a hole are explained too.
+            ask: Whether to ask the tiers that this cache does not own, block by block; else what they have is unknown.
+        """
+        return await explain(self._open(), keys, ask=ask)
+
+    def stats(self) -> CacheStatistics:
+        """Count what is where now, and what has happened since opening."""
+        cache = self._open()
+        return cache_statistics(cache.chains, cache.ledger, len(cache.tasks))
+
+    def events(self) -> Changes:
+        """Return what changes in the tiers that this cache owns, in order: ``async for change in kv.events()``.
+
+        A `Snapshot` of each place comes first. Nothing waits for a subscriber: one that falls behind by 65,536 blocks
+        gets snapshots anew, each of which walks its tier on the event loop, 0.2 s a million blocks. It ends with the
+        cache.
+        """
+        return self._open().subscribers.subscribe()
+
+    def namespace(self, salt: str | bytes = b"", *, group: int = 0, rank: int = 0) -> Namespace:
+        """Return what makes names of keys, as `events` has them: ``namespace.names(keys)``. Picklable, for a router.
+
+        It is of one KV group, of one rank of those that this cache stands for, and of the weights served now: ask again
+        after `advance_epoch`.
+        """
+        cache = self._open()
+        chains = cache.of_group(group)
+        if not 0 <= rank < len(chains):
+            raise ConfigurationError(f"rank {rank!r} of {len(chains)}: this cache has no such rank")
+        return chains[rank].naming.namespace(salt_digest(salt), cache.epoch)
+
+    def planner(self) -> Planner:
+        """Return the face for an engine whose workers are other processes: plan, execute, complete. There is one."""
+        self._open()
+        return self._planner
+
+    # Opening and closing.
+
+    async def __aenter__(self) -> Self:
+        """Open all tiers.
+
+        Raises:
+            ConfigurationError: A tier can never work as it is set up, or the machine lacks the memory.
+            BackendUnavailableError: A tier cannot be reached.
+        """
+        if self._cache is not None:
+            raise ClosedError("a TieredKV is opened once; make another")
+        self._cache = await open_cache(self._parts)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """End: what is being moved ends, or is given up after `CacheLimits.close_timeout_s`. Idempotent.
+
+        A cancellation is raised when everything has ended.
+
+        Raises:
+            ConfigurationError: Called in another thread than the one that opened it. Nothing has ended.
+        """
+        cache = self._cache
+        if cache is not None:
+            cache.check_thread()
+            # A task of its own, as a shield does not hold against task.cancel().
+            await Handle(begin_to_close(cache), lambda: None)
+
+    # What every call asks first, and once.
+
+    def _open(self, *, anywhere: bool = False) -> OpenCache:
+        """Return the open cache, to the thread of its event loop, or from ``anywhere``.
+
+        Raises:
+            ClosedError: It is not open yet, or not any more.
+            ConfigurationError: This is another thread.
+        """
+        cache = self._cache
+        if cache is None:
+            raise ClosedError("this TieredKV is not open yet: use it with 'async with'")
+        if cache.closing is not None:
+            raise ClosedError("this TieredKV is closed")
+        if not anywhere:
+            cache.check_thread()
+        return cache

@@ -1,0 +1,238 @@
+"""A cache while it is open: its chains, its tasks, the weights that it serves, and what some of its calls keep.
+
+`open_cache` makes it, complete; `tiered_kv.closing` ends it. Who may call it, and when, is for `TieredKV` to say.
+"""
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Final
+
+from tiered_kv.assembly import Kind, Parts, build_chains, open_backends
+from tiered_kv.changes import Subscribers
+from tiered_kv.errors import ConfigurationError, TieredKVError
+from tiered_kv.events import CacheOpened, Emit, TierResized
+from tiered_kv.integers import as_int
+from tiered_kv.keys import BlockKeys, ModelIdentity, Shard, epoch_digest
+from tiered_kv.layout import KVLayout, fingerprint
+from tiered_kv.loop_calls import LoopCalls
+from tiered_kv.memory.codec import Codec
+from tiered_kv.memory.device import Device
+from tiered_kv.memory.make import DeviceLike
+from tiered_kv.settings import CacheLimits
+from tiered_kv.tiers.batch import Batch, Naming
+from tiered_kv.tiers.chain import Chain
+from tiered_kv.tiers.ledger import Ledger
+from tiered_kv.tiers.pins import Pins
+from tiered_kv.tiers.tasks import Tasks
+from tiered_kv.tiers.upkeep import keep_up
+from tiered_kv.transfers.bindings import Bindings
+from tiered_kv.transfers.cleaner import Cleaner
+from tiered_kv.transfers.jobs import Jobs
+from tiered_kv.transfers.resize import resize, slots_within
+from tiered_kv.transfers.submissions import Submissions
+from tiered_kv.transfers.swap import SwapSpaces
+from tiered_kv.validation import check_keys, check_one_rank
+
+_PAST_EPOCHS: Final = 8
+
+
+@dataclass(frozen=True)
+class CacheParts:
+    """What a cache is to be made of; all of it has been checked.
+
+    Attributes:
+        tiers: The chain as it was asked for.
+        model: Whose blocks it keeps.
+        layout: What they are made of.
+        codecs: By KV group, how they are kept.
+        shards: Whose parts of them: one rank's, or all.
+        limits: Bounds.
+        device: Where the engine's tensors are, if that was said.
+        emit: Takes events.
+    """
+
+    tiers: Parts
+    model: ModelIdentity
+    layout: KVLayout
+    codecs: tuple[Codec | None, ...]
+    shards: tuple[Shard, ...]
+    limits: CacheLimits
+    device: DeviceLike | None
+    emit: Emit
+
+
+async def open_cache(parts: CacheParts) -> "OpenCache":
+    """Open every tier, in the order of the chain; what was opened is closed again if one of them fails.
+
+    Raises:
+        ConfigurationError: A tier can never work as it is set up, or the machine lacks the memory.
+        BackendUnavailableError: A tier cannot be reached.
+    """
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    kinds = [
+        Kind(number, group, Naming(fingerprint(parts.model, parts.layout, number, name), shard), codec)
+        for number, (group, codec) in enumerate(zip(parts.layout.groups, parts.codecs, strict=True))
+        for name in [codec.name if codec else "none"]
+        for shard in parts.shards
+    ]
+    tasks, ledger = Tasks(), Ledger()
+    async with AsyncExitStack() as stack:
+        backends = await open_backends(stack, parts.tiers, kinds, parts.limits, tasks, parts.emit)
+        chains, device = build_chains(
+            stack, parts.tiers, backends, kinds, parts.limits, parts.device, tasks, parts.emit, ledger
+        )
+        cache = OpenCache(parts, chains, device, tasks, ledger, backends.services.loop_calls, stack.pop_all())
+    recovered = {tier.name: tier.index.statistics().ready for chain in chains for tier in chain.owned}
+    parts.emit(CacheOpened(tuple(chains[0].names), recovered, (loop.time() - started) * 1e3))
+    return cache
+
+
+class OpenCache:
+    """The state of an open cache, for the event loop's thread.
+
+    Attributes:
+        layout: What blocks are made of.
+        shards: Whose parts of them: one rank's, or all.
+        limits: Bounds.
+        emit: Takes events.
+        chains: By KV group, then by rank.
+        device: Where the engine's tensors are.
+        tasks: Everything under way.
+        background: What runs as long as the cache is open, besides ``tasks``.
+        cleaners: One per chain with blocks that wait for a tier.
+        ledger: What became of blocks.
+        epoch: Digest of the weights that are served.
+        past_epochs: Digests of weights that were served before, the last one first; a few.
+        bindings, pins, swaps, subscribers, submissions, jobs: What some of the calls keep.
+        lifetime: Closes what belongs to the cache.
+        closing: Ends it, and lets no call in any more; None as long as it is open.
+    """
+
+    def __init__(
+        self,
+        parts: CacheParts,
+        chains: Sequence[Chain],
+        device: Device,
+        tasks: Tasks,
+        ledger: Ledger,
+        loop_calls: LoopCalls,
+        lifetime: AsyncExitStack,
+    ) -> None:
+        """Made by `open_cache` only, in the thread of the event loop."""
+        self.layout = parts.layout
+        self.shards = parts.shards
+        self.limits = parts.limits
+        self.emit = parts.emit
+        self.chains = chains
+        self.device = device
+        self.tasks = tasks
+        self.background = Tasks()
+        self.cleaners = [Cleaner(chain) for chain in chains if chain.waiting]
+        self.ledger = ledger
+        self.epoch = epoch_digest(parts.model.weights)
+        self.past_epochs: list[bytes] = []
+        self.pins = Pins(parts.limits.pin_quota)
+        self.bindings = Bindings()
+        self.swaps = SwapSpaces()
+        self.subscribers = Subscribers(ledger)
+        self.submissions = Submissions(loop_calls)
+        self.jobs = Jobs(len(parts.shards), parts.emit)
+        self.lifetime = lifetime
+        self._thread = threading.get_ident()
+        self.closing: asyncio.Task[None] | None = None
+        self._clock = asyncio.get_running_loop().time
+        self._resizing = asyncio.Lock()
+        for cleaner in self.cleaners:
+            self.background.spawn(cleaner.run(), "cleaner")
+        self.background.spawn(keep_up(chains), "upkeep")
+
+    def check_thread(self) -> None:
+        """Raise `ConfigurationError` in another thread than the one that opened it."""
+        if threading.get_ident() != self._thread:
+            raise ConfigurationError("a TieredKV is called from the thread of the event loop that opened it")
+
+    # Which chains a call is about, and what keys are called there.
+
+    def of_group(self, group: int) -> Sequence[Chain]:
+        """Return the chains of one KV group, one per rank."""
+        if (group := as_int("a KV group's number", group)) >= len(self.layout.groups):
+            raise ConfigurationError(f"KV group {group} of {len(self.layout.groups)}: the layout has no such group")
+        num_shards = len(self.shards)
+        return self.chains[group * num_shards : (group + 1) * num_shards]
+
+    def of_rank(self, group: int) -> Chain:
+        """Return the chain of one KV group, of the one rank that this cache is of."""
+        chains = self.of_group(group)
+        check_one_rank(chains)
+        return chains[0]
+
+    def batches(self, keys: BlockKeys, epoch: str | None = None) -> list[tuple[Chain, Batch]]:
+        """Return, per rank, the chain of the keys' KV group, and what the keys are called there. From any thread.
+
+        Args:
+            keys: An engine's.
+            epoch: The weights that computed the blocks; those served now by default.
+        """
+        if not isinstance(keys, BlockKeys):
+            raise ConfigurationError(
+                f"keys must be BlockKeys, from hash_blocks() or BlockKeys.from_hashes(), got {type(keys).__name__}"
+            )
+        chains = self.of_group(keys.group)
+        check_keys(keys, chains[0].group)
+        digest = self.epoch if epoch is None else epoch_digest(epoch)
+        return [(chain, chain.naming.batch(keys, digest)) for chain in chains]
+
+    def batch(self, keys: BlockKeys, epoch: str | None = None) -> tuple[Chain, Batch]:
+        """Return the same of the one rank that this cache is of."""
+        batches = self.batches(keys, epoch)
+        check_one_rank(batches)
+        return batches[0]
+
+    # What some calls do.
+
+    def deadline(self, deadline_s: float | None) -> float:
+        """Return when a load's time is up, on the loop's clock. From any thread."""
+        return self._clock() + (self.limits.load_timeout_s if deadline_s is None else deadline_s)
+
+    def advance_epoch(self, weights: str) -> None:
+        """Serve other weights from now on."""
+        epoch = epoch_digest(weights)
+        past = [self.epoch, *self.past_epochs]
+        self.past_epochs = [each for each in past if each != epoch][:_PAST_EPOCHS]
+        self.epoch = epoch
+
+    async def settle(self) -> None:
+        """Wait until every store so far is in every tier or given up, and what waits for a tier is written there.
+
+        What a tier does not take now goes on waiting. Cancellation ends the wait only.
+        """
+        if settling := {future for chain in self.chains for future in chain.settling}:
+            await asyncio.wait(settling)
+        for cleaner in self.cleaners:
+            await cleaner.drain()
+
+    async def resize(self, name: str, capacity_bytes: int) -> int:
+        """Change the capacity of a tier; see `TieredKV.resize`."""
+        names = self.chains[0].names
+        if name not in names:
+            raise ConfigurationError(f"no tier {name!r} here; there are {', '.join(names)}")
+        num_slots = slots_within(self.chains, names.index(name), capacity_bytes)
+        error = await asyncio.shield(self.tasks.spawn(self._resize(name, num_slots), f"resize {name}"))
+        if error is not None:
+            raise error
+        return num_slots
+
+    async def _resize(self, name: str, num_slots: int) -> TieredKVError | None:
+        """Do it, and return the error: whoever asked may have gone, and nobody else is to hear of it."""
+        async with self._resizing:
+            try:
+                number = self.chains[0].names.index(name)
+                before, num_evicted = await resize(self.chains, self.cleaners, number, num_slots)
+            except TieredKVError as error:
+                return error
+        self.emit(TierResized(name, num_slots, before, num_evicted))
+        return None
