@@ -12,7 +12,8 @@ from pydantic import ByteSize, ValidationError
 from tiered_kv.backend import TierSettings
 from tiered_kv.errors import ConfigurationError
 from tiered_kv.registry import resolve
-from tiered_kv.settings import CacheLimits, CPUTier, GPUTier, TieredKVSettings, tier_from, tier_name
+from tiered_kv.settings import CacheLimits, CPUTier, GPUTier, TieredKVSettings, check_tiers, tier_from, tier_name
+from tiered_kv_backends.memory import MemoryBackend
 from tiered_kv_backends.redis import RedisBackend
 from tiered_kv_backends.s3 import S3Settings
 
@@ -138,9 +139,21 @@ def test_a_cpu_tier_may_be_empty_and_a_gpu_tier_may_not() -> None:
         ([{"capacity": 1}], "tiers[0]: a tier needs its medium: write e.g. {'medium': 'cpu'"),
         (["/mnt/kv"], "tiers[0]: a tier's URL looks like"),
         (["file://mnt/kv?capacity=1TiB"], "tiers[0]: three slashes begin a path: write file:///mnt/kv"),
-        (["cpu://host?capacity=1GiB"], "tiers[0]: medium 'cpu' has no place: write cpu://?capacity=32GiB"),
+        (["cpu://host?capacity=1GiB"], "tiers[0]: fields come after a '?' in a cpu URL: write cpu://?capacity=32GiB"),
         (["cpu://?capacity=1GiB&capacity=2GiB"], "tiers[0]: a cpu URL names a field twice"),
         (["cpu://?medium=gpu"], "tiers[0]: a cpu URL names a field twice, or its medium"),
+        (["http://[::1"], "tiers[0]: this URL cannot be read: percent-encode"),
+        (["disk:///mnt/kv"], "tiers[0]: no medium takes URLs of disk://: did you mean 'nvme'?"),
+        ([{"medium": "SSD"}], "tiers[0]: no medium is called 'SSD': did you mean 'nvme'?"),
+        ([{"medium": "CPU"}], "tiers[0]: no medium is called 'CPU': did you mean 'cpu'?"),
+        ([CPUTier], "tiers[0]: a tier is made: write CPUTier(...), not the class alone"),
+        (["cpu://?capacity=10%"], "tiers[0].capacity: '10%' is no size: write bytes as an int, or e.g. '32GiB'"),
+        (["cpu://?capacity=1.5"], "tiers[0].capacity: '1.5' is no size"),
+        ([{"medium": "cpu", "capacity": True}], "tiers[0].capacity: True is no size"),
+        (["file://?capacity=1GiB"], "tiers[0].path: must not be empty: write '.' for the current directory"),
+        (["file:///$HOME/kv?capacity=1GiB"], "tiers[0].path: variables of the environment are not filled in: write"),
+        (["file://~nobody-here/kv?capacity=1GiB"], "tiers[0]: three slashes begin a path: write file:///~nobody-here"),
+        ([{"medium": "nvme", "path": "~nobody-here/kv"}], "tiers[0].path: begins with '~', and whose home that is"),
         (["cup://?capacity=1GiB"], "tiers[0]: no medium takes URLs of cup://: did you mean 'cpu'?"),
         ([{"medium": "nvm"}], "tiers[0]: no medium is called 'nvm': did you mean 'nvme'? known are"),
         ([{"medium": "cpu", "capcity": 1}], "tiers[0].capcity: there is no such setting: did you mean 'capacity'?"),
@@ -168,6 +181,62 @@ def test_a_cpu_tier_may_be_empty_and_a_gpu_tier_may_not() -> None:
 def test_tiers_that_cannot_work_say_where_and_what_to_write(tiers: object, said: str) -> None:
     """One line: the place, what is wrong there, what to write instead."""
     assert said in complaint(tiers=tiers)
+
+
+@pytest.mark.parametrize("medium", ["nvme", "shared_fs"])
+def test_a_tilde_is_the_home_directory(medium: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every medium with a path, however that is given; no folder of that name is made."""
+    monkeypatch.setenv("HOME", "/home/me")
+    scheme = medium.replace("_", "-")
+    for tier in (
+        {"medium": medium, "path": "~/kv", "capacity": "1GiB"},
+        {"medium": medium, "path": Path("~/kv"), "capacity": "1GiB"},
+        f"{scheme}://~/kv?capacity=1GiB",
+        f"{scheme}:///~/kv?capacity=1GiB",
+    ):
+        assert tier_from(tier).model_dump()["path"] == Path("/home/me/kv")
+
+
+def test_settings_of_one_medium_are_made_of_what_says_them(fake_media: None) -> None:
+    """Settings, a dict or a URL make the same; those of another medium, and what is none, are refused in words."""
+    wanted = S3Settings(url="s3://bucket/prefix", connections=3)
+    for given in (
+        wanted,
+        {"medium": "s3", "url": "s3://bucket/prefix", "connections": 3},
+        "s3://bucket/prefix?connections=3",
+    ):
+        assert S3Settings.of(given) == wanted
+    for wrong, said in (
+        (7, "settings are S3Settings, a dict of its fields or a URL, not a int"),
+        (TieredKVSettings(), "not a TieredKVSettings"),
+        (CPUTier(), "not a CPUTier"),
+        ({"medium": "redis", "url": "redis://h"}, "these are settings of medium 'redis', not of 's3'"),
+        ({"url": "s3://b", "conections": 3}, "conections: there is no such setting: did you mean 'connections'?"),
+        ("s3:/bucket", "a tier's URL looks like"),
+    ):
+        with pytest.raises(ConfigurationError) as caught:
+            S3Settings.of(wrong)
+        assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("tiers", "said"),
+    [
+        ("cpu://", "tiers: must be a list, e.g. ['cpu://?capacity=32GiB'], not str"),
+        ({"medium": "cpu"}, "tiers: must be a list, e.g. ['cpu://?capacity=32GiB'], not dict"),
+        (TieredKVSettings(), "not TieredKVSettings: TieredKV.from_settings takes those"),
+        (
+            ["cpu://?capacity=x", MemoryBackend(MemoryBackend.Settings(capacity=ByteSize(1))), {"medium": "gpu"}],
+            "tiers[0].capacity: 'x' is no size: write bytes as an int, or e.g. '32GiB'; tiers[2].capacity: must be giv",
+        ),
+    ],
+)
+def test_a_list_of_tiers_says_which_are_wrong(tiers: object, said: str) -> None:
+    """As `TieredKVSettings` does: in a `ConfigurationError` by that name, and of all tiers at once."""
+    with pytest.raises(ConfigurationError) as caught:
+        check_tiers(tiers)
+    assert type(caught.value) is ConfigurationError
+    assert said in str(caught.value)
 
 
 def test_chains_that_can_work() -> None:

@@ -27,7 +27,7 @@ from tiered_kv.memory.lanes import Lanes
 from tiered_kv.memory.make import DeviceLike, make_device
 from tiered_kv.preflight import check_host_memory, doubt_of_pinning
 from tiered_kv.registry import make_backend, resolve_policy
-from tiered_kv.settings import CacheLimits, CPUTier, GPUTier, check_chain, check_policies, tier_from, tier_name
+from tiered_kv.settings import CacheLimits, CPUTier, GPUTier, check_chain, check_policies, check_tiers, tier_name
 from tiered_kv.tiers.batch import Naming
 from tiered_kv.tiers.budget import Bandwidth, Budget
 from tiered_kv.tiers.chain import Backlog, Chain, Limits
@@ -91,7 +91,7 @@ def parts_of(tiers: Sequence[TierSettings | Mapping[str, Any] | str | Backend | 
     Raises:
         ConfigurationError: No tiers, a wrong order, two of one name, or what is no tier at all.
     """
-    settings = [each if isinstance(each, Backend | SlotBackend) else tier_from(each) for each in tiers]
+    settings = check_tiers(tiers)
     named = [
         (each.medium, tier_name(each)) if isinstance(each, TierSettings) else (type(each).__name__, _name_of(each))
         for each in settings

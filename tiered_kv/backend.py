@@ -12,9 +12,9 @@ read; a backend neither makes nor checks headers.
 import enum
 import mmap
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from pydantic import Field
 from tiered_kv.errors import ConfigurationError, LayoutMismatchError
 from tiered_kv.keys import BlockKey, Names, Shard
 from tiered_kv.setting_errors import Checked
+from tiered_kv.urls import path_of, split_tier_url
 
 T = TypeVar("T")
 WritePolicy = Literal["through", "back"]
@@ -112,6 +113,50 @@ class TierSettings(Checked):
     admit_after: int = Field(default=1, ge=1, le=255)
     """A block is written to this tier at its n-th use, stores and loads counted, as well as can be told in little
     memory. For storage tiers."""
+
+    @classmethod
+    def of(cls, given: object) -> Self:
+        """Return settings of this medium as they are, or made of a dict of fields or a URL.
+
+        Raises:
+            ConfigurationError: It is none of these, of another medium, or a field is unknown or wrong.
+        """
+        if isinstance(given, cls):
+            return given
+        fields = cls.from_url(given) if isinstance(given, str) else given
+        if not isinstance(fields, Mapping):
+            raise ConfigurationError(
+                f"settings are {cls.__qualname__}, a dict of its fields or a URL, not a {type(given).__name__}"
+            )
+        mine = cls.model_fields["medium"].default
+        if fields.get("medium", mine) != mine and ":" not in f"{fields['medium']}{mine}":
+            raise ConfigurationError(f"these are settings of medium {fields['medium']!r:.80}, not of {mine!r}")
+        return cls.model_validate(dict(fields))
+
+    @classmethod
+    def from_url(cls, url: str) -> dict[str, Any]:
+        """Return the fields that a URL has: those of its query, and for the rest ``url`` or ``path``, which it has.
+
+        A model that reads its URLs in a way of its own overrides this.
+
+        Raises:
+            ConfigurationError: It is no URL, or has what is no field.
+        """
+        parts, pairs = split_tier_url(url)
+        values: dict[str, Any] = dict(pairs)
+        if len(values) != len(pairs) or "medium" in values:
+            raise ConfigurationError(f"a {parts.scheme} URL names a field twice, or its medium")
+        if "@" in parts.query and not values.keys() <= cls.model_fields.keys():
+            raise ConfigurationError("an '@' comes after a '?' in a tier's URL: write '?' as %3F in a password")
+        if "url" in cls.model_fields:
+            values["url"] = parts._replace(query="", fragment="").geturl()
+        elif "path" in cls.model_fields:
+            values["path"] = path_of(parts)
+        elif parts.netloc or parts.path.strip("/"):
+            raise ConfigurationError(
+                f"fields come after a '?' in a {parts.scheme} URL: write {parts.scheme}://?capacity=32GiB"
+            )
+        return values
 
 
 class OwnedTierSettings(TierSettings):

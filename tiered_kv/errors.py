@@ -9,7 +9,13 @@ class TieredKVError(Exception):
 
 
 class ConfigurationError(TieredKVError, ValueError):
-    """Can never work: a setting, an argument or a machine's limit must change first."""
+    """Can never work: a setting, an argument or a machine's limit must change first.
+
+    Attributes:
+        problems: Where settings are wrong, each a place in them and what to write there; of other errors none.
+    """
+
+    problems: tuple[tuple[tuple[int | str, ...], str], ...] = ()
 
 
 class LayoutMismatchError(ConfigurationError):

@@ -26,6 +26,15 @@ _SCHEMES: Final = {"file": "nvme", "rediss": "redis"} | dict.fromkeys(("s3a", "g
 """Further schemes of the media that come with this library: none of them is imported to know. ``file`` is a plain path;
 other media that keep files are asked for by their own names."""
 _OURS: Final = "tiered_kv_backends."
+_MEANT: Final = (
+    dict.fromkeys(("ram", "dram", "host", "memory-mapped", "cpu-memory"), "cpu")
+    | dict.fromkeys(("hbm", "cuda", "vram"), "gpu")
+    | dict.fromkeys(("disk", "ssd", "file", "local", "dir", "directory", "path"), "nvme")
+    | dict.fromkeys(("fs", "nfs", "lustre", "cephfs", "gpfs", "posix", "sharedfs"), "shared_fs")
+    | dict.fromkeys(("http", "https", "minio", "gcs", "azure", "object", "aws"), "s3")
+    | {"valkey": "redis"}
+)
+"""What people call some media, for the hint in an error."""
 
 
 def known_media() -> tuple[str, ...]:
@@ -80,7 +89,7 @@ def medium_for_scheme(scheme: str) -> str:
             return medium
         schemes.update(declared)
     reasons = "".join(f"; {reason}" for reason in unasked)
-    raise ConfigurationError(f"no medium takes URLs of {scheme}://{hint(scheme, schemes)}{reasons}")
+    raise ConfigurationError(f"no medium takes URLs of {scheme}://{hint(scheme, schemes, _MEANT)}{reasons}")
 
 
 def make_backend(settings: TierSettings) -> AnyBackend:
@@ -124,7 +133,9 @@ def _entry_point(medium: str) -> EntryPoint:
         )
     if medium in OWN_MEDIA:
         raise ConfigurationError(f"the tier {medium!r} is made by the cache itself and has no backend")
-    raise ConfigurationError(f"no medium is called {medium!r}{hint(medium, known_media())}, or 'package.module:Class'")
+    raise ConfigurationError(
+        f"no medium is called {medium!r}{hint(medium, known_media(), _MEANT)}, or 'package.module:Class'"
+    )
 
 
 def _import_path(path: str) -> object:

@@ -1,10 +1,20 @@
 """What is wrong with settings, and where, in lines that hold no secret: pydantic's own errors show what was given."""
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import (
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+)
 from pydantic_core import ErrorDetails
 
 from tiered_kv.errors import ConfigurationError
@@ -18,15 +28,21 @@ _SHOWN = {"literal_error", *_NUMBERS, *_BOUNDS}
 """Errors of fields that are numbers or choices and so no secrets: what was given may be shown."""
 
 
-class LocatedError(ConfigurationError):
-    """What is wrong, and where: what the validation of one tier tells that of the whole."""
+_SIZE = re.compile(r"\d[\d_]*|(\d+\.?\d*|\.\d+)\s*[a-z]+", re.IGNORECASE)
+"""What pydantic's ByteSize reads whole: it takes ``10%`` for ten bytes, and ``1.5`` for one."""
 
-    def __init__(self, problems: list[tuple[Where, str]]) -> None:
-        super().__init__("; ".join(line(where, what) for where, what in problems))
-        self.problems = problems
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.problems,)
+def located(problems: Iterable[tuple[Where, str]]) -> ConfigurationError:
+    """Make the error that says what is wrong, and where: as the validation of one tier tells that of the whole."""
+    problems = tuple(problems)
+    error = ConfigurationError("; ".join(line(where, what) for where, what in problems))
+    error.problems = problems
+    return error
+
+
+def problems_of(error: ConfigurationError) -> tuple[tuple[Where, str], ...]:
+    """Return where, below the place that an error is of, and what."""
+    return error.problems or (((), str(error)),)
 
 
 class Checked(BaseModel):
@@ -38,6 +54,15 @@ class Checked(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _check_size_or_path(cls, given: object, validate: ValidatorFunctionWrapHandler) -> object:
+        """Refuse sizes and paths that would be read as something else; ``~`` is the home directory."""
+        value = validate(given)
+        if isinstance(value, ByteSize):
+            check_size(given)
+        return _as_path(given, value) if isinstance(value, Path) else value
+
     def __init__(self, **values: Any) -> None:  # noqa: ANN401 - the fields' types are for pydantic to check
         try:
             super().__init__(**values)
@@ -45,18 +70,18 @@ class Checked(BaseModel):
             found = problems(error, type(self))
         else:
             return
-        raise LocatedError(found)  # outside of `except`: pydantic's error holds what was given, secrets included
+        raise located(found)  # outside of `except`: pydantic's error holds what was given, secrets included
 
     @classmethod
     def model_validate(cls, obj: Any, **how: Any) -> Self:  # noqa: ANN401 - as pydantic has it
         """Validate as pydantic does, with errors as those of construction."""
         if isinstance(obj, Mapping) and not all(isinstance(name, str) for name in obj):
-            raise LocatedError([((), "the names of settings are strings")])
+            raise located([((), "the names of settings are strings")])
         try:
             return super().model_validate(obj, **how)
         except ValidationError as error:
             found = problems(error, cls)
-        raise LocatedError(found)
+        raise located(found)
 
     def __setattr__(self, name: str, value: object) -> None:
         try:
@@ -65,7 +90,24 @@ class Checked(BaseModel):
             pass
         else:
             return
-        raise LocatedError([((name,), "settings are frozen: make others")])
+        raise located([((name,), "settings are frozen: make others")])
+
+
+def check_size(given: object) -> None:
+    """Raise `ValueError` for what pydantic's ByteSize takes for a size, and is none."""
+    if isinstance(given, bool) or (isinstance(given, str) and not _SIZE.fullmatch(given.strip())):
+        raise ValueError(f"{given!r:.80} is no size: write bytes as an int, or e.g. '32GiB'")
+
+
+def _as_path(given: object, path: Path) -> Path:
+    if given in ("", b""):
+        raise ValueError("must not be empty: write '.' for the current directory")
+    if any(part.startswith("$") for part in path.parts):
+        raise ValueError("variables of the environment are not filled in: write the path itself; '~' is your home")
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        raise ValueError("begins with '~', and whose home that is cannot be told: write the whole path") from None
 
 
 def problems(error: ValidationError, model: type[BaseModel]) -> list[tuple[Where, str]]:
@@ -73,8 +115,8 @@ def problems(error: ValidationError, model: type[BaseModel]) -> list[tuple[Where
     found: list[tuple[Where, str]] = []
     for each in error.errors(include_url=False):
         cause = each.get("ctx", {}).get("error")
-        if isinstance(cause, LocatedError):
-            found += [((*each["loc"], *inner), text) for inner, text in cause.problems]
+        if isinstance(cause, ConfigurationError):
+            found += [((*each["loc"], *inner), text) for inner, text in problems_of(cause)]
         else:
             found.append((each["loc"], _what(each, model)))
     return found
@@ -101,11 +143,19 @@ def _what(error: ErrorDetails, model: type[BaseModel]) -> str:
     return what
 
 
-def hint(word: str, known: Iterable[str]) -> str:
-    """Say what may have been meant and what there is, to end a message with."""
+def hint(word: str, known: Iterable[str], others: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Say what may have been meant and what there is, to end a message with.
+
+    Args:
+        word: What was written.
+        known: What may be.
+        others: What else people call some of it, in small letters.
+    """
     names = sorted(known)
-    close = difflib.get_close_matches(word, names, n=1)
-    meant = f": did you mean {close[0]!r}?" if close else ":"
+    small = {name.lower(): name for name in names}
+    word = others.get(word.lower(), word.lower())
+    close = difflib.get_close_matches(word, small, n=1)
+    meant = f": did you mean {small[close[0]]!r}?" if close else ":"
     return f"{meant} known are {', '.join(names)}"
 
 

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypedDict, Unpack
-from urllib.parse import parse_qsl, unquote, urlsplit
 
 from pydantic import (
     BeforeValidator,
@@ -36,11 +35,12 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from tiered_kv.backend import OwnedTierSettings, TierSettings
+from tiered_kv.backend import Backend, OwnedTierSettings, SlotBackend, TierSettings
 from tiered_kv.errors import ConfigurationError
 from tiered_kv.memory.codec import CodecName
-from tiered_kv.registry import OWN_MEDIA, medium_for_scheme, resolve, resolve_policy
-from tiered_kv.setting_errors import Checked, LocatedError, line, problems
+from tiered_kv.registry import OWN_MEDIA, AnyBackend, medium_for_scheme, resolve, resolve_policy
+from tiered_kv.setting_errors import Checked, line, located, problems, problems_of
+from tiered_kv.urls import split_tier_url
 
 _PREFIX = "TIERED_KV_"
 _CONFIG = "TIERED_KV_CONFIG"
@@ -152,14 +152,14 @@ def tier_from(value: object) -> TierSettings:
 
     Args:
         value: A `TierSettings` of the medium's model, a mapping with ``"medium"``, or a URL: the scheme says the medium
-            (``file`` is NVMe), query parameters are fields, and the rest is the field ``url`` or ``path``, unless the
-            model has a classmethod ``from_url(url) -> dict`` that says otherwise.
+            (``file`` is NVMe), the rest is the model's to read: `TierSettings.from_url`.
 
     Raises:
         ConfigurationError: It is none of these, or a field is unknown or wrong. No value that may be secret is shown.
     """
     if isinstance(value, str):
-        value = _from_url(value)
+        name = medium_for_scheme(split_tier_url(value)[0].scheme)
+        value = {"medium": name, **_model_of(name).from_url(value)}
     if isinstance(value, TierSettings):
         model = _model_of(value.medium)
         if not isinstance(value, model):
@@ -167,6 +167,8 @@ def tier_from(value: object) -> TierSettings:
             raise ConfigurationError(f"medium {value.medium!r} takes {wanted}, not {given}")
         return value
     if not isinstance(value, Mapping):
+        if isinstance(value, type):
+            raise ConfigurationError(f"a tier is made: write {value.__name__}(...), not the class alone")
         raise ConfigurationError(f"a tier is a TierSettings, a dict with 'medium' or a URL, not {type(value).__name__}")
     medium = value.get("medium")
     if not isinstance(medium, str) or not medium:
@@ -176,6 +178,28 @@ def tier_from(value: object) -> TierSettings:
 
 
 Tier = Annotated[SerializeAsAny[TierSettings], BeforeValidator(tier_from)]
+
+
+def check_tiers(tiers: object) -> list[TierSettings | AnyBackend]:
+    """Validate the tiers of a chain, all of them before complaining of any. Backends are taken as they are.
+
+    Raises:
+        ConfigurationError: They are no list, or some are no tiers; it says which.
+    """
+    if not isinstance(tiers, list | tuple):
+        advice = ": TieredKV.from_settings takes those" if isinstance(tiers, TieredKVSettings) else ""
+        what = f"must be a list, e.g. ['cpu://?capacity=32GiB'], not {type(tiers).__name__}{advice}"
+        raise located([(("tiers",), what)])
+    found: list[TierSettings | AnyBackend] = []
+    wrong = []
+    for place, tier in enumerate(tiers):
+        try:
+            found.append(tier if isinstance(tier, Backend | SlotBackend) else tier_from(tier))
+        except ConfigurationError as error:
+            wrong += [(("tiers", place, *where), what) for where, what in problems_of(error)]
+    if wrong:
+        raise located(wrong)
+    return found
 
 
 class _Arguments(TypedDict, total=False):
@@ -261,17 +285,17 @@ class TieredKVSettings(BaseSettings):
 def check_chain(media: Sequence[str], names: Sequence[str]) -> None:
     """Raise `ConfigurationError` unless tiers of these media and names, in this order, make a chain."""
     if not media:
-        raise LocatedError([(("tiers",), "a cache needs at least one tier, e.g. 'cpu://?capacity=32GiB'")])
+        raise located([(("tiers",), "a cache needs at least one tier, e.g. 'cpu://?capacity=32GiB'")])
     own = [medium for medium in media if medium in OWN_MEDIA]
     if list(media[: len(own)]) != [medium for medium in OWN_MEDIA if medium in own]:
         order = "fastest first: at most one gpu, then at most one cpu, then storage"
-        raise LocatedError([(("tiers",), f"{order}; got {', '.join(media)}")])
+        raise located([(("tiers",), f"{order}; got {', '.join(media)}")])
     taken = set(names)
     for place, name in enumerate(names):
         if (first := names.index(name)) != place:
             free = next(f"{name}-{n}" for n in range(2, len(names) + 2) if f"{name}-{n}" not in taken)
             clash = f"is called {name!r} like tiers[{first}]: give it a name of its own, e.g. name={free!r}"
-            raise LocatedError([(("tiers", place), clash)])
+            raise located([(("tiers", place), clash)])
 
 
 def check_policies(tiers: Sequence[TierSettings], names: Sequence[str]) -> None:
@@ -279,11 +303,11 @@ def check_policies(tiers: Sequence[TierSettings], names: Sequence[str]) -> None:
     memory = [each for each in tiers if isinstance(each, GPUTier | CPUTier) and _can_keep(each)]
     has_cpu = any(isinstance(each, CPUTier) and each.capacity for each in memory)
     if not memory and all(isinstance(each, CPUTier) for each in tiers):
-        raise LocatedError([(("tiers",), "can keep nothing: give the cpu tier a capacity, or add a storage tier")])
+        raise located([(("tiers",), "can keep nothing: give the cpu tier a capacity, or add a storage tier")])
     if memory and memory[0].write == "back":
         place = tiers.index(memory[0])
         what = f"tier {names[place]!r} is the first: it gets blocks at once, not with write='back'"
-        raise LocatedError([(("tiers", place), what)])
+        raise located([(("tiers", place), what)])
     taken: dict[Path, str] = {}
     for place, (tier, name) in enumerate(zip(tiers, names, strict=True)):
         what = ""
@@ -297,7 +321,7 @@ def check_policies(tiers: Sequence[TierSettings], names: Sequence[str]) -> None:
         if isinstance(path, Path) and (other := taken.setdefault(path.absolute(), name)) != name:
             what = f"tier {name!r} has the directory of tier {other!r}: each needs its own"
         if what:
-            raise LocatedError([(("tiers", place), what)])
+            raise located([(("tiers", place), what)])
 
 
 def _can_keep(tier: "GPUTier | CPUTier") -> bool:
@@ -313,34 +337,6 @@ def _model_of(medium: str) -> type[TierSettings]:
         return GPUTier if medium == "gpu" else CPUTier
     model: type[TierSettings] = resolve(medium).Settings
     return model
-
-
-def _from_url(url: str) -> dict[str, Any]:
-    try:
-        parts = urlsplit(url)
-    except ValueError:  # whose text may hold a password
-        raise ConfigurationError("a tier's URL is none: percent-encode what is special in a password") from None
-    if not parts.scheme or "://" not in url:
-        raise ConfigurationError("a tier's URL looks like 'cpu://?capacity=32GiB' or 'file:///mnt/kv?capacity=1TiB'")
-    medium = medium_for_scheme(parts.scheme)
-    model = _model_of(medium)
-    if (own := getattr(model, "from_url", None)) is not None:
-        return {"medium": medium, **own(url)}
-    pairs = parse_qsl(parts.query, keep_blank_values=True)
-    values: dict[str, Any] = {"medium": medium, **dict(pairs)}
-    if len(values) != len(pairs) + 1:
-        raise ConfigurationError(f"a {parts.scheme} URL names a field twice, or its medium")
-    if "@" in parts.query and not values.keys() <= model.model_fields.keys():
-        raise ConfigurationError("an '@' comes after a '?' in a tier's URL: write '?' as %3F in a password")
-    if "url" in model.model_fields:
-        values["url"] = parts._replace(query="", fragment="").geturl()
-    elif "path" in model.model_fields:
-        if parts.netloc:
-            raise ConfigurationError(f"three slashes begin a path: write {parts.scheme}:///{parts.netloc}{parts.path}")
-        values["path"] = unquote(parts.path)
-    elif parts.netloc or parts.path.strip("/"):
-        raise ConfigurationError(f"medium {medium!r} has no place: write {parts.scheme}://?capacity=32GiB")
-    return values
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

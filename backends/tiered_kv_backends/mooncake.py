@@ -25,7 +25,7 @@ from pydantic import ByteSize, Field, field_validator
 from tiered_kv.backend import Backend, BackendContext, Block, Outcome, TierSettings, check_lengths
 from tiered_kv.errors import BackendUnavailableError, ClosedError
 from tiered_kv.keys import BlockKey, salt_digest
-from tiered_kv_backends.urls import split_url
+from tiered_kv.urls import split_url
 
 T = TypeVar("T")
 _Move = Callable[[list[str], list[list[int]], list[list[int]]], list[int]]

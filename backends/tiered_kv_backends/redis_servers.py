@@ -19,9 +19,9 @@ from redis.exceptions import RedisClusterException, RedisError
 
 from tiered_kv.backend import TierSettings
 from tiered_kv.errors import ConfigurationError
+from tiered_kv.urls import split_url
 from tiered_kv_backends.resp import Address, Login, Pool
 from tiered_kv_backends.secrets import scrub
-from tiered_kv_backends.urls import split_url
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 3.0
 """For how long a node of a cluster that did not answer in time is left alone."""

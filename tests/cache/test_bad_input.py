@@ -263,7 +263,7 @@ async def test_another_thread(cache: Cache) -> None:
 
 TIERS: dict[str, tuple[Callable[[Path], list[Any]], str]] = {
     "none": (lambda _: [], "at least one tier"),
-    "no tier": (lambda _: [7], "a tier is a TierSettings, a dict with 'medium' or a URL, not int"),
+    "no tier": (lambda _: [7], r"tiers\[0\]: a tier is a TierSettings, a dict with 'medium' or a URL, not int"),
     "order": (lambda path: [nvme(path), cpu(4)], "fastest first: .* got nvme, cpu"),
     "two of a name": (lambda path: [nvme(path), nvme(path / "other")], "called 'nvme' like"),
     "an unknown medium": (lambda _: [{"medium": "dsik"}], "no medium is called 'dsik'"),

@@ -18,7 +18,7 @@ from tiered_kv.errors import (
     ConfigurationError,
     TieredKVError,
 )
-from tiered_kv_backends.urls import split_url
+from tiered_kv.urls import split_url
 
 # Shares of `timeout_s`. A request is begun in the first half of a call; it may take its time once more after the last
 # retry has begun; so a call has ended by 0.95 of the time that the cache waits for it.
