@@ -211,6 +211,10 @@ class ScriptedBackend(MemoryBackend):
         """How many blocks it holds."""
         return len(self._records)
 
+    def keys(self) -> list[BlockKey]:
+        """Return the keys of what it holds, in the order of writing."""
+        return list(self._records)
+
     def flip_byte(self, position: int) -> None:
         """Break the ``position``-th record, in the order of writing."""
         key, record = list(self._records.items())[position]
@@ -226,13 +230,13 @@ class ScriptedSlotBackend(SlotBackend):
         self.settings = TierSettings(medium="slots", name=name, timeout_s=timeout_s)
         self.records: dict[int, tuple[bytes, bytes]] = {}
         """By slot: the block's name and its record."""
-        self._num_slots = num_slots
+        self.num_slots = num_slots
         self.on_read, self.on_write, self.on_forget, self.on_checkpoint, self.on_close = (Act() for _ in range(5))
 
     async def open(self, context: BackendContext) -> list[Recovered]:
         """Find what is there, of one KV group."""
         names = np.frombuffer(b"".join(name for name, _ in self.records.values()), np.uint64).reshape(-1, 4)
-        return [Recovered(self._num_slots, names, np.array(list(self.records), np.int64))]
+        return [Recovered(self.num_slots, names, np.array(list(self.records), np.int64))]
 
     async def read(self, group: int, slots: NDArray[np.int64], into: Sequence[Block]) -> list[Outcome]:
         """Go through `on_read`."""

@@ -133,7 +133,7 @@ class _Slots(ScriptedSlotBackend):
 
     async def open(self, context: BackendContext) -> list[Recovered]:
         """Find what is within the capacity."""
-        self.records = {slot: record for slot, record in self.records.items() if slot < self._num_slots}
+        self.records = {slot: record for slot, record in self.records.items() if slot < self.num_slots}
         (found,) = await super().open(context)
         return [Recovered(found.num_slots, found.names, found.slots, MOST_SLOTS)]
 
@@ -143,7 +143,7 @@ class _Slots(ScriptedSlotBackend):
 
     async def resize(self, num_slots: int) -> None:
         """Have so many."""
-        self._num_slots = num_slots
+        self.num_slots = num_slots
 
 
 class _Keyed(ScriptedBackend):

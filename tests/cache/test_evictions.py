@@ -1,0 +1,255 @@
+"""What is evicted stays away, whatever its medium is doing just then: opening late, writing, failing, being asked."""
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from typing import Any, TypeVar
+
+import pytest
+from numpy.typing import NDArray
+
+from tests.cache.conftest import (
+    PAYLOAD_BYTES,
+    Engine,
+    ScriptedBackend,
+    ScriptedSlotBackend,
+    contents,
+    keep,
+    open_cache,
+    prompt,
+    until,
+    until_idle,
+)
+from tiered_kv import (
+    BackendContext,
+    BackendUnavailableError,
+    Block,
+    GPULoadStoreSpec,
+    Outcome,
+    TieredKV,
+    TierSettings,
+)
+from tiered_kv.backend import Recovered
+from tiered_kv.keys import Names
+
+T = TypeVar("T")
+KEYS = prompt(4)
+INTO = GPULoadStoreSpec(range(4))
+CPU = {"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}
+
+
+class LateSlots(ScriptedSlotBackend):
+    """Opens at the second try, and says what it is called for before."""
+
+    def __init__(self) -> None:
+        super().__init__(8)
+        self.settings = TierSettings(medium="slots", name="slots", required=False)
+        self.fails_to_open = False
+
+    async def open(self, context: BackendContext) -> list[Recovered]:
+        """Fail once, where it is told to."""
+        if self.fails_to_open:
+            self.fails_to_open = False
+            raise BackendUnavailableError("not yet")
+        return await super().open(context)
+
+
+async def evict(kv: TieredKV, how: str) -> None:
+    """Evict the keys, or all there is."""
+    await (kv.evict(KEYS) if how == "evict" else kv.clear())
+
+
+@pytest.mark.parametrize("how", ["evict", "clear"])
+async def test_a_tier_that_opens_late_has_nothing_that_was_evicted_before(how: str) -> None:
+    """Neither then nor after another restart; what was not evicted is there."""
+    slots, engine, others = LateSlots(), Engine(), prompt(2, seed=1)
+    async with open_cache(slots, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        await keep(kv, engine, others)
+    slots.fails_to_open = True
+    async with open_cache(CPU, slots, engine=engine) as kv:
+        await evict(kv, how)
+        await until(lambda: not kv.stats()["slots"].is_bypassed)
+        assert (await kv.lookup(KEYS)).num_blocks == 0
+        assert (await kv.load(KEYS, INTO)).num_blocks == 0
+        assert (await kv.lookup(others)).num_blocks == (2 if how == "evict" else 0)
+        await until_idle(kv)
+    async with open_cache(CPU, slots, engine=engine) as kv:
+        assert (await kv.lookup(KEYS)).num_blocks == 0
+
+
+class LateShared(ScriptedBackend):
+    """Opens at the second try."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = self.settings.model_copy(update={"required": False})
+        self.fails_to_open = False
+
+    async def open(self, context: BackendContext) -> None:
+        """Fail once, where it is told to."""
+        if self.fails_to_open:
+            self.fails_to_open = False
+            raise BackendUnavailableError("not yet")
+
+
+async def test_a_shared_tier_that_opens_late_is_told_what_was_evicted() -> None:
+    """It is unfindable from the first moment, and deleted soon."""
+    shared, engine = LateShared(), Engine()
+    async with open_cache(shared, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+    shared.fails_to_open = True
+    async with open_cache(CPU, shared, engine=engine) as kv:
+        await kv.evict(KEYS)
+        await until(lambda: not kv.stats()["keyed"].is_bypassed)
+        assert (await kv.lookup(KEYS)).num_blocks == 0
+        await until(lambda: shared.num_records == 0)
+
+
+async def test_a_delete_that_fails_is_made_again() -> None:
+    """Meanwhile the block is unfindable here; a store of it makes it findable, and it stays."""
+    shared, engine = ScriptedBackend(), Engine()
+    async with open_cache(shared, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        await keep(kv, engine, prompt(4, seed=1))
+        shared.on_delete.fail_next(BackendUnavailableError("busy"))
+        await kv.evict(KEYS)
+        assert shared.num_records == 8
+        assert (await kv.lookup(KEYS)).num_blocks == (await kv.load(KEYS, INTO)).num_blocks == 0
+        await keep(kv, engine, KEYS[:2])
+        assert (await kv.lookup(KEYS)).num_blocks == 2
+        await until(lambda: shared.num_records == 6)
+        assert (await kv.lookup(KEYS)).num_blocks == 2
+        await until_idle(kv)
+
+
+async def test_evicted_while_written_to_a_shared_tier() -> None:
+    """The eviction ends when the block has been deleted behind the write, even if that takes a second try."""
+    shared, engine = ScriptedBackend(), Engine()
+    async with open_cache(CPU, shared, engine=engine) as kv:
+        shared.on_write.hold()
+        await kv.store(KEYS, engine.compute(KEYS))
+        await until(lambda: shared.on_write.num_held == 1)
+        evicting = asyncio.create_task(kv.evict(KEYS))
+        await until(lambda: kv.lookup_nowait(KEYS).num_blocks == 0)
+        shared.on_delete.fail_next(BackendUnavailableError("busy"))
+        shared.on_write.release()
+        await evicting
+        assert (await kv.lookup(KEYS)).num_blocks == 0
+        await until(lambda: shared.num_records == 0)
+        await until_idle(kv)
+
+
+async def test_evicted_while_written_to_an_owned_tier() -> None:
+    """Once the eviction has ended, no crash at any moment brings the block back."""
+    slots, engine = ScriptedSlotBackend(16), Engine()
+    async with open_cache(CPU, slots, engine=engine) as kv:
+        slots.on_write.hold()
+        await kv.store(KEYS, engine.compute(KEYS))
+        await until(lambda: slots.on_write.num_held == 1)
+        evicting = asyncio.create_task(kv.evict(KEYS))
+        await until(lambda: kv.lookup_nowait(KEYS).num_blocks == 0)
+        slots.on_forget.hold()
+        slots.on_write.release()
+        await until(lambda: slots.on_forget.num_held > 0)
+        assert slots.num_records == 4  # a crash now would bring them back: so
+        assert not evicting.done()
+        slots.on_forget.release()
+        await evicting
+        assert slots.num_records == 0
+        await until_idle(kv)
+
+
+async def test_an_eviction_that_is_cancelled_has_happened() -> None:
+    """A load meanwhile leaves the block nowhere; the medium is told all the same."""
+    shared, engine = ScriptedBackend(), Engine()
+    async with open_cache(CPU, shared, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        shared.on_delete.hold()
+        evicting = asyncio.create_task(kv.evict(KEYS))
+        await until(lambda: shared.on_delete.num_held == 1)
+        await kv.load(KEYS, INTO)
+        evicting.cancel()
+        await asyncio.wait({evicting})
+        shared.on_delete.release()
+        await until_idle(kv)
+        assert shared.num_records == (await kv.lookup(KEYS)).num_blocks == 0
+
+
+async def test_a_forget_that_fails_is_made_up_for() -> None:
+    """The medium is told what it holds soon after: then no restart finds what was evicted."""
+    slots, engine = ScriptedSlotBackend(16), Engine()
+    async with open_cache(slots, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        slots.on_forget.fail_next(BackendUnavailableError("busy"))
+        await kv.evict(KEYS)
+        assert slots.num_records == 4
+        await until(lambda: slots.num_records == 0)
+
+
+class WatchedSlots(ScriptedSlotBackend):
+    """Notes which slots were in two calls at once."""
+
+    def __init__(self, num_slots: int) -> None:
+        super().__init__(num_slots)
+        self.busy: dict[int, str] = {}
+        self.clashes: list[tuple[int, str, str]] = []
+
+    async def read(self, group: int, slots: NDArray[Any], into: Sequence[Block]) -> list[Outcome]:
+        """Watch a read."""
+        return await self._watch("read", slots, super().read(group, slots, into))
+
+    async def write(self, group: int, slots: NDArray[Any], names: Names, blocks: Sequence[Block]) -> list[Outcome]:
+        """Watch a write."""
+        return await self._watch("write", slots, super().write(group, slots, names, blocks))
+
+    async def forget(self, group: int, slots: NDArray[Any]) -> None:
+        """Watch a forget."""
+        await self._watch("forget", slots, super().forget(group, slots))
+
+    async def _watch(self, doing: str, slots: NDArray[Any], call: Awaitable[T]) -> T:
+        taken = [slot for slot in slots.tolist() if slot not in self.busy]
+        self.clashes += [(slot, self.busy[slot], doing) for slot in slots.tolist() if slot in self.busy]
+        self.busy |= dict.fromkeys(taken, doing)
+        try:
+            return await call
+        finally:
+            for slot in taken:
+                del self.busy[slot]
+
+
+async def test_a_slot_is_in_one_call_at_a_time() -> None:
+    """What is being forgotten keeps its slots: a store has to wait for them, and loses nothing by the forgetting."""
+    slots, engine, others = WatchedSlots(4), Engine(), prompt(4, seed=1)
+    async with open_cache(slots, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        slots.on_forget.hold()
+        evicting = asyncio.create_task(kv.evict(KEYS))
+        await until(lambda: slots.on_forget.num_held == 1)
+        stored = await kv.store(others, engine.compute(others))
+        assert [tier.dropped for tier in await stored.settled()] == [4]  # there is no slot that is free
+        slots.on_forget.release()
+        await evicting
+        await keep(kv, engine, others)
+        assert slots.clashes == []
+        engine.poison()
+        assert (await kv.load(others, INTO)).num_blocks == 4
+        assert engine.read(INTO) == contents(others)
+        await until_idle(kv)
+
+
+async def test_a_block_found_broken_keeps_its_slot_until_it_is_forgotten() -> None:
+    """The same for what a read has found broken, which is removed by the cache itself."""
+    slots, engine = WatchedSlots(4), Engine()
+    async with open_cache(slots, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        slots.flip_byte(1)
+        slots.on_forget.hold()
+        assert (await kv.load(KEYS, INTO)).num_blocks == 1
+        await until(lambda: slots.on_forget.num_held == 1)
+        await (await kv.store(KEYS, engine.compute(KEYS))).settled()  # into another's slot, which has to go for it
+        slots.on_forget.release()
+        await until_idle(kv)
+        await keep(kv, engine, KEYS)
+        assert slots.clashes == []
+        assert (await kv.load(KEYS, INTO)).num_blocks == 4
+        await until_idle(kv)
