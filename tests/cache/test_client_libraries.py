@@ -3,6 +3,7 @@
 import asyncio
 import mmap
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -100,6 +101,10 @@ async def test_closing_a_backend_raises_nothing(error: Callable[[], BaseExceptio
     assert [(each.tier, each.doing) for each in said.of(TierFailed)] == [("last", "close")]
 
 
+def _instead(answer: object, _: object) -> object:
+    return answer
+
+
 async def test_answers_that_are_none_are_failures() -> None:
     """A wrong number of outcomes, outcomes of another call, or no list: a miss, and an event."""
     engine, keyed, said = Engine(), ScriptedBackend(), Recorder()
@@ -107,7 +112,7 @@ async def test_answers_that_are_none_are_failures() -> None:
         await keep(kv, engine, KEYS)
         wrong: list[object] = [[Outcome.HIT], [Outcome.STORED] * 4, None]
         for answer in wrong:
-            keyed.on_read.change_next(lambda _, answer=answer: answer)
+            keyed.on_read.change_next(partial(_instead, answer))
             assert (await kv.load(KEYS, INTO)).num_blocks == 0
             await is_used_again(kv)
         assert len(said.of(TierFailed)) == len(wrong)
