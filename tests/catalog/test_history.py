@@ -25,13 +25,30 @@ def test_the_latest_fates_are_remembered(notes: list[tuple[list[int], int]], cap
     model: dict[int, int] = {}
     for batch, fate in notes:
         history.note(names_of(batch), fate)
-        for name in dict.fromkeys(batch):
+        for name in batch:
             model.pop(name, None)
             model[name] = fate
         while len(model) > capacity:
             del model[next(iter(model))]
         assert history.fates(names_of(list(range(21)))).tolist() == [model.get(name, 0) for name in range(21)]
         assert len(history) == len(model)
+
+
+@given(
+    batches=st.lists(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 255)), max_size=12), max_size=10),
+    capacity=st.integers(0, 10),
+)
+def test_fates_noted_together_are_remembered_as_one_after_another(
+    batches: list[list[tuple[int, int]]], capacity: int
+) -> None:
+    """A batch of many fates, with repeats, leaves what as many calls of one name each would leave."""
+    together, apart = History(capacity), History(capacity)
+    for batch in batches:
+        together.note(names_of([name for name, _ in batch]), np.array([fate for _, fate in batch], np.uint8))
+        for name, fate in batch:
+            apart.note(names_of([name]), fate)
+        every = names_of(list(range(21)))
+        assert together.fates(every).tolist() == apart.fates(every).tolist()
 
 
 def test_nothing_is_known_at_first_and_after_clearing() -> None:

@@ -47,20 +47,24 @@ class History:
         """Count the names remembered."""
         return len(self._order)
 
-    def note(self, names: Names, fate: int) -> None:
+    def note(self, names: Names, fates: int | NDArray[np.uint8]) -> None:
         """Note what befell blocks just now; for each name the latest is kept.
 
+        One call costs 70 us and 0.3 us a name: note little ones together.
+
         Args:
-            names: Repeats are harmless. Of more than ``capacity`` the last ones are kept.
-            fate: A `Fate`, or any number of the caller's from 1 to 255.
+            names: In the order of what befell them; the last of repeats counts. Of more than ``capacity`` the last ones
+                are kept.
+            fates: For all of them, or ``(n,)`` for each: a `Fate`, or any number of the caller's from 1 to 255.
         """
-        names = names[first_occurrences(names)][-self.capacity :] if self.capacity else names[:0]
+        last = (len(names) - 1 - first_occurrences(names[::-1])[: self.capacity])[::-1]
+        names = names[last]
         known = self._table.find(names)
         self._forget(known[known >= 0])
         self._forget(self._order.head(len(names) - len(self._free)))
         places = self._free.take(len(names))
         self._table.insert(names, places)
-        self._fates[places] = fate
+        self._fates[places] = fates[last] if isinstance(fates, np.ndarray) else fates
         self._order.push(places)
 
     def fates(self, names: Names) -> NDArray[np.uint8]:

@@ -17,8 +17,8 @@ from tiered_kv.keys import Names
 
 _FATES: Final = 8
 _MOST_DETAILS: Final = 31
-_NOTED_AT_ONCE: Final = 4096
-"""To note one block takes 70 us, to note a thousand 300 us."""
+_NOTED_AT_ONCE: Final = 1024
+"""Told to the history together, in 0.4 ms: to tell it of one block takes 70 us."""
 _FATE_OF: Final = {
     Change.EVICTED: Fate.EVICTED,
     Change.REMOVED: Fate.REMOVED,
@@ -65,7 +65,8 @@ class Ledger:
         self.listeners: list[OnPlaceChange] = []
         self._history = History()
         self._details = [""]
-        self._noted: list[tuple[Names, int]] = []
+        self._noted = np.full((_NOTED_AT_ONCE, 4), 0, dtype=np.uint64)  # not told to the history yet
+        self._codes = np.full(_NOTED_AT_ONCE, 0, dtype=np.uint8)
         self._num_noted = 0
 
     def count_load(self, requested: int, loaded: int) -> None:
@@ -102,12 +103,14 @@ class Ledger:
             fate: What it was.
             detail: The tier, or a reason of a few fixed words.
         """
-        if not len(names):
-            return
-        self._noted.append((names, fate + _FATES * self._number_of(detail)))
-        self._num_noted += len(names)
-        if self._num_noted >= _NOTED_AT_ONCE or len(self._noted) >= _NOTED_AT_ONCE:
-            self._settle()
+        code = fate + _FATES * self._number_of(detail)
+        while len(names):
+            start = self._num_noted
+            part, names = names[: _NOTED_AT_ONCE - start], names[_NOTED_AT_ONCE - start :]
+            self._num_noted = stop = start + len(part)
+            self._noted[start:stop], self._codes[start:stop] = part, code
+            if stop == _NOTED_AT_ONCE:
+                self._settle()
 
     def fates(self, names: Names) -> list[tuple[Fate, str]]:
         """Return what befell each block last, and the detail of it, as far as is remembered."""
@@ -115,15 +118,12 @@ class Ledger:
         return [(Fate(code % _FATES), self._details[code // _FATES]) for code in self._history.fates(names).tolist()]
 
     def _settle(self) -> None:
-        noted, self._noted, self._num_noted = self._noted, [], 0
-        while noted:
-            code = noted[0][1]
-            n = next((i for i, (_, each) in enumerate(noted) if each != code), len(noted))
-            self._history.note(np.concatenate([names for names, _ in noted[:n]]), code)
-            del noted[:n]
+        n, self._num_noted = self._num_noted, 0
+        if n:
+            self._history.note(self._noted[:n], self._codes[:n])
 
     def _forget(self) -> None:
-        self._noted, self._num_noted = [], 0
+        self._num_noted = 0
         self._history.clear()
 
     def _number_of(self, detail: str) -> int:

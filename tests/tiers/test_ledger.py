@@ -1,0 +1,60 @@
+"""The ledger remembers what became of blocks, at a bounded cost a call."""
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+
+import numpy as np
+
+from tiered_kv.catalog.history import Fate
+from tiered_kv.keys import Names
+from tiered_kv.tiers.ledger import Ledger
+
+
+def names_of(start: int, n: int) -> Names:
+    """Return names that differ in their first words."""
+    names = np.zeros((n, 4), dtype=np.uint64)
+    names[:, 0] = np.arange(start, start + n)
+    return names
+
+
+def num_calls(function: Callable[[], object]) -> int:
+    """Count the Python and C functions that a call calls: its work, whatever the machine does besides."""
+    count = 0
+
+    def see(_frame: FrameType, kind: str, _arg: object) -> None:
+        nonlocal count
+        count += kind in {"call", "c_call"}
+
+    before = sys.getprofile()
+    sys.setprofile(see)
+    try:
+        function()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+def test_no_note_pays_for_thousands_before_it() -> None:
+    """Single blocks that leave two full tiers in turns: none of them waits until all before it are settled one by one."""
+    ledger = Ledger()
+    most = 0
+    for number in range(10_000):
+        name, tier = names_of(number, 1), ("cpu", "disk")[number % 2]
+        most = max(most, num_calls(lambda name=name, tier=tier: ledger.note(name, Fate.EVICTED, tier)))  # type: ignore[misc] # a lambda with defaults
+    assert most < 500
+    assert ledger.fates(names_of(0, 3)) == [(Fate.EVICTED, "cpu"), (Fate.EVICTED, "disk"), (Fate.EVICTED, "cpu")]
+    assert ledger.fates(names_of(10_000, 1)) == [(Fate.UNKNOWN, "")]
+
+
+def test_the_last_of_what_befell_a_block_counts() -> None:
+    """Also when one call names more blocks than are noted together, and some of them twice."""
+    ledger = Ledger()
+    ledger.note(names_of(0, 5000), Fate.DROPPED, "queue full")
+    ledger.note(names_of(2000, 3000), Fate.FAILED, "disk")
+    ledger.note(names_of(0, 0), Fate.REMOVED, "nobody")
+    ledger.note(np.concatenate([names_of(4999, 1), names_of(4999, 1)]), Fate.CORRUPT, "disk")
+    said = ledger.fates(names_of(0, 5001))
+    assert set(said[:2000]) == {(Fate.DROPPED, "queue full")}
+    assert set(said[2000:4999]) == {(Fate.FAILED, "disk")}
+    assert said[4999:] == [(Fate.CORRUPT, "disk"), (Fate.UNKNOWN, "")]
