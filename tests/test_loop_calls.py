@@ -8,7 +8,8 @@ from typing import Any, TypeVarTuple
 
 import pytest
 
-from tiered_kv.loop_calls import LoopCalls
+from tests.interrupts import interrupted_everywhere
+from tiered_kv.loop_calls import LoopCalls, carried
 
 Ts = TypeVarTuple("Ts")
 
@@ -93,3 +94,27 @@ def test_calls_after_the_loop_closed_are_dropped() -> None:
     loop.close()
     loop_calls.call(pytest.fail, "ran on a closed loop")
     loop_calls.call(pytest.fail, "ran on a closed loop")
+
+
+def test_a_signals_handler_may_call_while_its_thread_does() -> None:
+    """Wherever the handler interrupts: nothing waits for itself, and every call runs."""
+    loop, ran = CountingLoop(), list[str]()
+    loop_calls = LoopCalls(loop)
+
+    def once() -> None:
+        loop_calls.call(ran.append, "outer")
+
+    num_times = interrupted_everywhere(once, lambda: loop_calls.call(ran.append, "handler"), of="tiered_kv.loop_calls")
+    loop_calls.call(loop.stop)
+    loop.run_forever()
+    assert (ran.count("outer"), ran.count("handler")) == (num_times, num_times - 1)
+    loop.close()
+
+
+@pytest.mark.parametrize("error", [StopIteration(5), asyncio.CancelledError("x"), SystemExit(3)])
+def test_a_future_carries_whatever_was_raised(error: BaseException) -> None:
+    """What it refuses, or who awaits it would take for something else, is the cause of a RuntimeError."""
+    carrier = carried(error, "a copy")
+    assert str(carrier).startswith(f"a copy raised {type(error).__name__}")
+    assert carrier.__cause__ is error
+    assert carried(carrier, "a copy") is carrier

@@ -5,7 +5,7 @@ all that is queued before the loop gets to run shares one wake-up.
 """
 
 import asyncio
-import threading
+from collections import deque
 from collections.abc import Callable
 from typing import TypeVarTuple
 
@@ -13,12 +13,15 @@ Ts = TypeVarTuple("Ts")
 
 
 class LoopCalls:
-    """Runs functions on one event loop, in the order they were given in. `call` may be used from any thread."""
+    """Runs functions on one event loop, in the order they were given in.
+
+    `call` may be used from any thread, and from a signal's handler, which may interrupt another `call` of its thread
+    anywhere: so there is no lock, and each step that others see is one operation of the interpreter.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._lock = threading.Lock()  # held for a few instructions, never while something runs
-        self._calls: list[tuple[Callable[..., object], tuple[object, ...]]] = []
+        self._calls: deque[tuple[Callable[..., object], tuple[object, ...]]] = deque()
         self._waking = False
         self._closed = False
 
@@ -27,25 +30,35 @@ class LoopCalls:
 
         An exception of ``function`` goes to the loop's exception handler, and the calls behind it run.
         """
-        with self._lock:
-            if self._closed:
-                return
-            self._calls.append((function, args))
-            if self._waking:
-                return
-            self._waking = True
+        if self._closed:
+            return
+        self._calls.append((function, args))
+        if self._waking:
+            return  # `_run` looks at the calls after it has said that nobody wakes it any more
+        self._waking = True
         try:
             self._loop.call_soon_threadsafe(self._run)
         except RuntimeError:
             if not self._loop.is_closed():
                 raise
-            with self._lock:
-                self._closed = True
-                self._calls.clear()  # what they hold must not live as long as this object
+            self._closed = True
+            self._calls.clear()  # what they hold must not live as long as this object
 
     def _run(self) -> None:
-        with self._lock:
-            calls, self._calls = self._calls, []
-            self._waking = False
-        for function, args in calls:
+        self._waking = False
+        for _ in range(len(self._calls)):  # those that come meanwhile wake the loop again
+            function, args = self._calls.popleft()
             self._loop.call_soon(function, *args)  # so that the loop itself deals with each one's exception
+
+
+def carried(error: BaseException, whose: str) -> Exception:
+    """Return an error as a future can carry it to whoever awaits it.
+
+    A future refuses StopIteration, and who awaits one takes a CancelledError for a cancellation and a SystemExit for
+    the end of the program: these, and whatever else is no Exception, become the cause of a RuntimeError.
+    """
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    carrier = RuntimeError(f"{whose} raised {type(error).__name__}: {error}")
+    carrier.__cause__ = error
+    return carrier

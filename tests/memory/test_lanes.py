@@ -7,7 +7,7 @@ import pytest
 
 from tiered_kv.errors import ConfigurationError
 from tiered_kv.memory import CPUDevice
-from tiered_kv.memory.lanes import Lane, Lanes
+from tiered_kv.memory.lanes import Lane, LaneCopy, Lanes
 from tiered_kv.testing import ScriptedDevice, ScriptedEvent
 
 
@@ -171,3 +171,12 @@ def test_threads_of_a_cpu_wait_for_each_transfer_apart() -> None:
     assert not device.close(timeout_s=0.0)
     never.set()
     assert device.close(timeout_s=60)
+
+
+async def test_a_copy_that_raises_stop_iteration_ends() -> None:
+    """A future refuses that error: whoever waits for the copy hears of it as the cause of another."""
+    copy = LaneCopy(lambda: None)
+    copy.resolve(StopIteration())
+    error = copy.ended.exception()
+    assert isinstance(error, RuntimeError)
+    assert isinstance(error.__cause__, StopIteration)

@@ -36,7 +36,7 @@ def num_calls(function: Callable[[], object]) -> int:
 
 
 def test_no_note_pays_for_thousands_before_it() -> None:
-    """Single blocks that leave two full tiers in turns: none of them waits until all before it are settled one by one."""
+    """Single blocks that leave two full tiers in turns: no one of them pays for thousands before it."""
     ledger = Ledger()
     most = 0
     for number in range(10_000):

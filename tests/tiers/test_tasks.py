@@ -28,6 +28,27 @@ async def test_results_and_errors_come_back(pool: WorkerPool) -> None:
     assert pool.num_unfinished == 0
 
 
+class Panic(BaseException):
+    """What an extension module raises that is no Exception."""
+
+
+@pytest.mark.parametrize(
+    "error", [StopIteration(5), asyncio.CancelledError("x"), SystemExit(3), GeneratorExit(), Panic()]
+)
+async def test_what_means_something_to_the_loop_arrives_as_an_error(pool: WorkerPool, error: BaseException) -> None:
+    """The call ends, nobody is cancelled who was not, and the program goes on; the cause says what was raised."""
+
+    def work() -> None:
+        raise error
+
+    async with asyncio.timeout(5):
+        with pytest.raises(RuntimeError, match=f"threads of test raised {type(error).__name__}") as caught:
+            await pool.run(work)
+    assert caught.value.__cause__ is error
+    assert pool.num_unfinished == 0
+    assert await pool.run(int) == 0
+
+
 async def test_a_cancelled_call_runs_to_its_end(pool: WorkerPool) -> None:
     """Cancelling the future ends the wait; the call goes on, is counted until it ends, and others are served."""
     gate, ended = threading.Event(), asyncio.Event()

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
+from tiered_kv.loop_calls import carried
 from tiered_kv.memory.device import After, Copy, Device, Done, Stream, has_happened
 
 _NUM_SIDES: Final = 4
@@ -197,4 +198,4 @@ class LaneCopy:
         if error is None:
             self.ended.set_result(None)
         else:
-            self.ended.set_exception(error)
+            self.ended.set_exception(carried(error, "a copy"))

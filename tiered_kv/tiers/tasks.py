@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import structlog
 
-from tiered_kv.loop_calls import LoopCalls
+from tiered_kv.loop_calls import LoopCalls, carried
 
 T = TypeVar("T")
 _log = structlog.get_logger("tiered_kv")
@@ -35,13 +35,18 @@ class WorkerPool:
             threading.Thread(target=self._serve, name=f"tiered_kv-{name}-{number}", daemon=True)
             for number in range(num_threads)
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:  # the system gives no more: those that did start must not wait for good
+            self.close()
+            raise
 
     def run(self, function: Callable[..., T], *args: object) -> "asyncio.Future[T]":
         """Run a blocking call in one of the threads. Cancelling the future does not stop the call.
 
-        Called on the event loop's thread.
+        Called on the event loop's thread. What means something to the event loop and is no answer of a call
+        (StopIteration, a CancelledError, SystemExit) arrives as the cause of a RuntimeError.
         """
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         if self._closed:
@@ -79,7 +84,7 @@ class WorkerPool:
         if error is None:
             future.set_result(result)
         else:
-            future.set_exception(error)
+            future.set_exception(carried(error, f"a call in the threads of {self.name}"))
 
 
 class Tasks:
