@@ -367,7 +367,8 @@ class TieredKV:
         """Return what was submitted and has ended since the last `poll`, with its result. Any thread may call.
 
         Waits for the first of them, at most ``timeout_s``, and only while anything is under way. Results are kept until
-        they are polled or waited for, after closing too; each is given to one caller only.
+        they are polled or waited for, after closing too; each is given to one caller only. Of results that nobody asks
+        for, the newest 65,536 are kept here; each is in its ticket all the same.
         """
         check_seconds("timeout_s", timeout_s)
         return self._cache.submissions.poll(timeout_s) if self._cache else []

@@ -1,14 +1,19 @@
 """Transfers submitted from any thread, for engines with a synchronous loop. Nobody waits for a turn of the event loop.
 
 Arguments are checked, and the wait for the caller's event is enqueued, in the caller's thread. Then one wake-up, shared
-by all that is submitted meanwhile, lets the event loop start the transfers. What has ended is kept until it is polled.
+by all that is submitted meanwhile, lets the event loop start the transfers. What has ended is kept until it is polled,
+the newest results at least.
+
+A signal's handler may submit too, whatever its thread was doing here: the lock is one that its thread may take again,
+and each step inside it is one operation of the interpreter.
 """
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from tiered_kv.errors import ClosedError, ConfigurationError
 from tiered_kv.loop_calls import LoopCalls
@@ -16,6 +21,8 @@ from tiered_kv.results import LoadResult, StoreResult, TierFault
 from tiered_kv.transfers.handles import Handle
 
 T = TypeVar("T")
+_MOST_KEPT: Final = 1 << 16
+"""Results that nobody has polled: a program may look at its tickets instead, and never poll."""
 
 
 class Ticket(Generic[T]):
@@ -41,7 +48,7 @@ class Ticket(Generic[T]):
 
         Raises:
             TimeoutError: It has not ended in time, and goes on. So it does when the wait is interrupted.
-            ConfigurationError: Called in the event loop's thread, which must not block.
+            ConfigurationError: No number of seconds, or called in the event loop's thread, which must not block.
         """
         return self._submissions.wait(self, timeout_s)
 
@@ -57,9 +64,10 @@ class Submissions:
         """Take submissions from now on. In the event loop's thread."""
         # Held for a few instructions, never while something is checked, started or waited for.
         self._changed = threading.Condition()
-        self._starts: list[tuple[Ticket[Any], Callable[[], Handle[Any]], Callable[[BaseException], Any]]] = []
+        self._starts: deque[tuple[Ticket[Any], Callable[[], Handle[Any]], Callable[[BaseException], Any]]] = deque()
+        self._is_waking = False
+        self._underway: set[Ticket[Any]] = set()
         self._finished: dict[Ticket[Any], Any] = {}
-        self._num_underway = 0
         self._is_open = True
         self._loop_calls = loop_calls
         self._loop_thread = threading.get_ident()
@@ -85,10 +93,10 @@ class Submissions:
         with self._changed:
             if not self._is_open:
                 raise ClosedError("this TieredKV is closed")
-            self._num_underway += 1
+            self._underway.add(ticket)
             self._starts.append((ticket, start, failed))
-            is_first = len(self._starts) == 1
-        if is_first:  # else the wake-up that is under way will see this one too
+        if not self._is_waking:  # else the wake-up that is under way will see this one too
+            self._is_waking = True
             self._loop_calls.call(self._start_all)
         return ticket
 
@@ -100,12 +108,14 @@ class Submissions:
         with self._changed:
             if timeout_s > 0:
                 self._check_may_block()
-                self._changed.wait_for(lambda: self._finished or not self._num_underway, _bounded(timeout_s))
+                self._changed.wait_for(lambda: self._finished or not self._underway, _bounded(timeout_s))
             finished, self._finished = self._finished, {}
         return list(finished.items())
 
     def wait(self, ticket: Ticket[T], timeout_s: float | None) -> T:
         """See `Ticket.wait`."""
+        if timeout_s is not None and not timeout_s >= 0:
+            raise ConfigurationError(f"timeout_s must be a number of seconds, 0 or more, got {timeout_s!r:.80}")
         with self._changed:
             if ticket.result is None:
                 self._check_may_block()
@@ -127,9 +137,9 @@ class Submissions:
     # On the event loop.
 
     def _start_all(self) -> None:
-        with self._changed:
-            starts, self._starts = self._starts, []
-        for ticket, start, failed in starts:
+        self._is_waking = False
+        for _ in range(len(self._starts)):  # those that come meanwhile wake the loop again
+            ticket, start, failed = self._starts.popleft()
             try:
                 handle = self._handles[ticket] = start()
             except Exception as error:  # noqa: BLE001 - whoever polls has to hear of it
@@ -150,7 +160,9 @@ class Submissions:
     def _finish(self, ticket: Ticket[T], result: T) -> None:
         with self._changed:
             ticket.result = self._finished[ticket] = result
-            self._num_underway -= 1
+            self._underway.discard(ticket)
+            if len(self._finished) > _MOST_KEPT:
+                del self._finished[next(iter(self._finished))]
             self._changed.notify_all()
 
 

@@ -1,0 +1,65 @@
+"""Submissions from threads and from signals' handlers: none is lost, and what nobody asks for is bounded."""
+
+import asyncio
+import math
+from functools import partial
+
+import pytest
+
+from tests.cache.conftest import until
+from tests.interrupts import interrupted_everywhere
+from tiered_kv.errors import ConfigurationError
+from tiered_kv.loop_calls import LoopCalls
+from tiered_kv.transfers.handles import Handle
+from tiered_kv.transfers.submissions import Submissions, Ticket
+
+
+class Transfers:
+    """Starts transfers that have ended when they begin."""
+
+    def __init__(self) -> None:
+        self.submissions = Submissions(LoopCalls(asyncio.get_running_loop()))
+        self.num_started = 0
+
+    def submit(self) -> Ticket[int]:
+        """Submit one, whose result says the how many-th it was."""
+        return self.submissions.submit(self._start, lambda _: -1)
+
+    def _start(self) -> Handle[int]:
+        self.num_started += 1
+        return Handle(asyncio.get_running_loop().create_task(asyncio.sleep(0, self.num_started)), lambda: None)
+
+
+async def test_a_signals_handler_may_submit_while_its_thread_does() -> None:
+    """Wherever it interrupts, nothing waits for itself, and both transfers are started."""
+    transfers, tickets = Transfers(), list[Ticket[int]]()
+
+    def submit() -> None:
+        tickets.append(transfers.submit())
+
+    for of in ("tiered_kv.transfers.submissions", "tiered_kv.loop_calls"):
+        work = partial(interrupted_everywhere, submit, submit, of=of)
+        num_times = await asyncio.to_thread(work)
+        await until(lambda: all(ticket.result is not None for ticket in tickets))
+        assert len(tickets) == 2 * num_times - 1
+        tickets.clear()
+    assert len(transfers.submissions.poll(0.0)) == transfers.num_started
+
+
+async def test_results_that_nobody_asks_for_are_bounded() -> None:
+    """A program that looks at its tickets and never polls does not keep them all for good; the newest can be polled."""
+    transfers = Transfers()
+    tickets = [transfers.submit() for _ in range((1 << 16) + 100)]
+    await until(lambda: tickets[-1].result is not None)
+    assert [ticket.result for ticket in tickets] == list(range(1, len(tickets) + 1))
+    assert [ticket for ticket, _ in transfers.submissions.poll(0.0)] == tickets[100:]
+
+
+@pytest.mark.parametrize("timeout_s", [-1, math.nan])
+async def test_a_time_that_is_none_is_refused(timeout_s: float) -> None:
+    """Instead of a wait that ends at once, or never."""
+    transfers = Transfers()
+    ticket = transfers.submit()
+    with pytest.raises(ConfigurationError, match="timeout_s must be a number of seconds, 0 or more"):
+        await asyncio.to_thread(ticket.wait, timeout_s)
+    assert await asyncio.to_thread(ticket.wait, 30.0) == 1
