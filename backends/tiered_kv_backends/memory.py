@@ -1,7 +1,8 @@
 """Records kept in this process's own memory. A whole backend: read it before you write one."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from pydantic import ByteSize, Field
 
@@ -24,8 +25,8 @@ class MemoryBackend(Backend):
         capacity: ByteSize = Field(gt=0)
         """Bytes of all records together, headers included."""
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
+    def __init__(self, settings: Settings | Mapping[str, Any] | str) -> None:
+        self.settings = self.Settings.of(settings)
         self._records: OrderedDict[BlockKey, bytes] = OrderedDict()  # least recently used first
         self._num_bytes = 0
 

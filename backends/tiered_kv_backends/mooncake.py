@@ -13,9 +13,9 @@ What that client does, and what follows here:
 import asyncio
 import socket
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import chain
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -77,8 +77,8 @@ class MooncakeBackend(Backend):
                 raise ValueError("write mooncake://host:port of the master, e.g. mooncake://10.0.0.1:50051")
             return url
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
+    def __init__(self, settings: Settings | Mapping[str, Any] | str) -> None:
+        self.settings = settings = self.Settings.of(settings)
         parts = urlsplit(settings.url)
         self._master = str(parts.hostname), int(parts.port or 0)
         self._store: MooncakeDistributedStore | None = None
@@ -246,16 +246,17 @@ class MooncakeBackend(Backend):
         )
 
 
-async def delete_tenant(settings: MooncakeBackend.Settings, salt: str | bytes) -> int:
+async def delete_tenant(settings: MooncakeBackend.Settings | Mapping[str, Any] | str, salt: str | bytes) -> int:
     """Delete the blocks of one salt, of every model, epoch and shard, whoever reads them.
 
     Returns:
         How many blocks were deleted.
 
     Raises:
+        ConfigurationError: No settings of this medium.
         BackendUnavailableError: The store cannot be joined, or fails.
     """
-    joined = settings.model_copy(update={"segment": ByteSize(0)})
+    joined = MooncakeBackend.Settings.of(settings).model_copy(update={"segment": ByteSize(0)})
     backend = MooncakeBackend(joined)
     await backend.open(BackendContext((), lambda _: _OwnThreads(), time.monotonic))
     try:

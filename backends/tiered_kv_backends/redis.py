@@ -7,8 +7,9 @@ reaches a third to two thirds of that speed, and keeps whatever is sent. Who hol
 import asyncio
 import ssl
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 from redis.asyncio.sentinel import MasterNotFoundError
 from redis.exceptions import (
@@ -52,8 +53,8 @@ class RedisBackend(Backend):
 
     Settings = RedisSettings
 
-    def __init__(self, settings: RedisSettings) -> None:
-        self.settings = settings
+    def __init__(self, settings: RedisSettings | Mapping[str, Any] | str) -> None:
+        self.settings = settings = self.Settings.of(settings)
         self._prefix = settings.prefix.encode()
         self._expiry = () if settings.ttl_s is None else (b"EX", b"%d" % settings.ttl_s)
         self._servers: Servers

@@ -1,6 +1,8 @@
 """Deleting a tenant's blocks from Redis or Valkey. For a job of your own, beside the caches."""
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from redis.exceptions import RedisClusterException, RedisError, ResponseError
 
@@ -13,16 +15,17 @@ _LOOKED_AT_ONCE = 1000
 _GLOB = re.compile(rb"([][*?\\])")
 
 
-async def delete_tenant(settings: RedisSettings, salt: str | bytes) -> int:
+async def delete_tenant(settings: RedisSettings | Mapping[str, Any] | str, salt: str | bytes) -> int:
     """Delete the blocks of one salt, of every model, epoch and shard. Walks all keys, a thousand at a time.
 
     Returns:
         How many blocks were deleted.
 
     Raises:
-        ConfigurationError: A certificate's file cannot be used.
+        ConfigurationError: No settings of this medium, or a certificate's file cannot be used.
         BackendUnavailableError: A server failed; what was deleted until then stays deleted.
     """
+    settings = RedisSettings.of(settings)
     prefix = _GLOB.sub(rb"\\\1", settings.prefix.encode())
     pattern = b"%b*/%b/*" % (prefix, salt_digest(salt).hex()[:32].encode())
     servers = Servers(settings)

@@ -15,12 +15,12 @@ import errno
 import os
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import aiofiles
 import aiofiles.os
@@ -82,8 +82,10 @@ class SharedFSBackend(Backend):
         sweep_interval_s: float = Field(default=60.0, gt=0, allow_inf_nan=False)
         """How often, at most, a process that writes looks for what to delete, unless it writes much."""
 
-    def __init__(self, settings: Settings, wall_clock_ns: Callable[[], int] = time.time_ns) -> None:
-        self.settings = settings
+    def __init__(
+        self, settings: Settings | Mapping[str, Any] | str, wall_clock_ns: Callable[[], int] = time.time_ns
+    ) -> None:
+        self.settings = settings = self.Settings.of(settings)
         self._wall_clock_ns = wall_clock_ns
         self._root = str(settings.path.absolute())
         self._sweeper: Sweeper | None = None

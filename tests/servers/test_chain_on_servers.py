@@ -35,7 +35,6 @@ from tiered_kv import (
     hash_blocks,
 )
 from tiered_kv.events import TierFailed, TierResumed, TierStalled, TierTripped
-from tiered_kv.settings import tier_from
 
 NUM_BLOCKS = chain_process.NUM_BLOCKS
 NEAR, FAR = prompt(NUM_BLOCKS, seed=1), prompt(NUM_BLOCKS, seed=2)
@@ -373,6 +372,6 @@ async def test_a_tenants_blocks_can_be_deleted(
         for keys in tenants:
             await keep(kv, engine, keys)
     delete_tenant = import_module(f"tiered_kv_backends.{module}").delete_tenant
-    assert await delete_tenant(tier_from(tier), "a") > 0
+    assert await delete_tenant(tier, "a") > 0
     async with open_cache(tier, engine=engine) as kv:
         assert [(await load(kv, engine, keys)).num_blocks for keys in tenants] == [0, NUM_BLOCKS, NUM_BLOCKS]

@@ -4,10 +4,10 @@ import asyncio
 import contextlib
 import errno
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,8 +69,8 @@ class NVMeBackend(SlotBackend):
                 raise ValueError("max_capacity is below capacity")
             return self
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
+    def __init__(self, settings: Settings | Mapping[str, Any] | str) -> None:
+        self.settings = settings = self.Settings.of(settings)
         self._slabs: list[Slab] = []
         self._journals: list[Journal] = []
         self._calls: _Calls | None = None

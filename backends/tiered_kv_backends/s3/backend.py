@@ -1,7 +1,7 @@
 """Records as objects: ``<prefix>/<fingerprint>/<epoch>/<shard>/<salt>/<key>``, small ones in packs (``packing.py``)."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, TypeVar
 
@@ -33,8 +33,8 @@ class S3Backend(Backend):
 
     Settings = S3Settings
 
-    def __init__(self, settings: S3Settings) -> None:
-        self.settings = settings
+    def __init__(self, settings: S3Settings | Mapping[str, Any] | str) -> None:
+        self.settings = settings = self.Settings.of(settings)
         self._under_way: set[asyncio.Future[Any]] = set()
 
     async def open(self, context: BackendContext) -> None:

@@ -4,8 +4,9 @@ Other things may lie beside the blocks: only objects whose whole path is one of 
 """
 
 import re
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Mapping
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import obstore
 from obstore.exceptions import BaseError
@@ -19,7 +20,9 @@ _BLOCK = re.compile("/".join(f"(?:{name.pattern})" for name in (*NAMESPACE, HASH
 """A block's path, or a pack's."""
 
 
-async def collect_epochs(settings: S3Settings, *, keep_weights: Collection[str], idle_s: float) -> int:
+async def collect_epochs(
+    settings: S3Settings | Mapping[str, Any] | str, *, keep_weights: Collection[str], idle_s: float
+) -> int:
     """Delete the blocks of old weights: of every epoch but those named, if nothing was stored in it lately.
 
     Args:
@@ -36,7 +39,7 @@ async def collect_epochs(settings: S3Settings, *, keep_weights: Collection[str],
         BackendUnavailableError: The store failed; what was deleted until then stays deleted.
     """
     kept = {epoch_digest(weights).hex()[:32] for weights in keep_weights}
-    store, deleted = make_store(settings), 0
+    store, deleted = make_store(S3Settings.of(settings)), 0
     before = datetime.now(UTC) - timedelta(seconds=idle_s)
     try:
         for epoch in await _folders(store, depth=2):
@@ -47,7 +50,7 @@ async def collect_epochs(settings: S3Settings, *, keep_weights: Collection[str],
     return deleted
 
 
-async def delete_tenant(settings: S3Settings, salt: str | bytes) -> int:
+async def delete_tenant(settings: S3Settings | Mapping[str, Any] | str, salt: str | bytes) -> int:
     """Delete the blocks of one salt, of every model, epoch and shard.
 
     Returns:
@@ -57,7 +60,7 @@ async def delete_tenant(settings: S3Settings, salt: str | bytes) -> int:
         ConfigurationError: No client can be made of the settings.
         BackendUnavailableError: The store failed; what was deleted until then stays deleted.
     """
-    folder, store, deleted = salt_digest(salt).hex()[:32], make_store(settings), 0
+    folder, store, deleted = salt_digest(salt).hex()[:32], make_store(S3Settings.of(settings)), 0
     try:
         for each in await _folders(store, depth=4):
             if each.rpartition("/")[2] == folder:

@@ -1,0 +1,39 @@
+"""What a backend's settings may be: its model, a dict of fields, or a URL."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiered_kv.backend import Backend, SlotBackend
+from tiered_kv.errors import ConfigurationError
+from tiered_kv.settings import tier_from
+from tiered_kv_backends.memory import MemoryBackend
+from tiered_kv_backends.mooncake import MooncakeBackend
+from tiered_kv_backends.nvme import NVMeBackend
+from tiered_kv_backends.redis import RedisBackend
+from tiered_kv_backends.s3 import S3Backend
+from tiered_kv_backends.shared_fs import SharedFSBackend
+
+URLS: dict[Callable[[Any], Backend | SlotBackend], str] = {
+    MemoryBackend: "memory://?capacity=1GiB",
+    NVMeBackend: "nvme:///mnt/kv?capacity=1GiB",
+    SharedFSBackend: "shared-fs:///mnt/kv?capacity=1GiB",
+    S3Backend: "s3://bucket/prefix?connections=3",
+    RedisBackend: "redis://host:6379/1",
+    MooncakeBackend: "mooncake://10.0.0.1:50051",
+}
+
+
+@pytest.mark.parametrize("make", URLS)
+def test_a_backend_takes_what_a_tier_may_be(make: Callable[[Any], Any], tmp_path: Path) -> None:
+    """Whoever makes a backend, or deletes a tenant, writes settings as in a list of tiers."""
+    settings = tier_from(URLS[make])
+    given = {name: getattr(settings, name) for name in settings.model_fields_set}
+    for each in (settings, URLS[make], given, {**given, "medium": settings.medium}):
+        assert make(each).settings == settings
+    with pytest.raises(ConfigurationError, match="a dict of its fields or a URL, not a PosixPath"):
+        make(tmp_path)
+    with pytest.raises(ConfigurationError, match="these are settings of medium 'gpu', not of"):
+        make({"medium": "gpu"})
