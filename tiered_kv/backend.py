@@ -48,9 +48,10 @@ class Outcome(enum.Enum):
 
 
 class Block:
-    """The buffers of one block record, an iovec: ``header`` (4 KiB), then ``payload``. Both writable and page-aligned.
+    """The buffers of one block record, an iovec: ``header`` (4 KiB), then ``payload``. Both are page-aligned.
 
-    A backend writes these bytes out or fills them in. They are lent for the length of the call.
+    A backend fills these bytes in, or writes them out as they are: those of a write are read-only, since loads read
+    the same memory meanwhile. They are lent for the length of the call.
 
     Attributes:
         header: 4096 bytes.
@@ -71,6 +72,10 @@ class Block:
         stride = -(-payload_bytes // _PAGE) * _PAGE
         memory = memoryview(mmap.mmap(-1, _PAGE + stride))
         return cls(memory[:_PAGE], memory[_PAGE:], payload_bytes)
+
+    def read_only(self) -> "Block":
+        """Return the same memory, of which nothing can be changed by this block."""
+        return Block(self.header.toreadonly(), self.padded.toreadonly(), len(self.payload))
 
     @property
     def segments(self) -> tuple[memoryview, memoryview]:
@@ -251,7 +256,7 @@ class Backend(_Tier):
 
     @abstractmethod
     async def write(self, keys: Sequence[BlockKey], blocks: Sequence[Block]) -> list[Outcome]:
-        """Keep the records, replacing what is there: STORED, REFUSED or FAILED each."""
+        """Keep the records, replacing what is there: STORED, REFUSED or FAILED each. The buffers are read-only."""
 
     @abstractmethod
     async def delete(self, keys: Sequence[BlockKey]) -> None:
@@ -292,7 +297,10 @@ class SlotBackend(_Tier):
 
     @abstractmethod
     async def write(self, group: int, slots: NDArray[np.int64], names: Names, blocks: Sequence[Block]) -> list[Outcome]:
-        """Write ``blocks[i]`` to ``slots[i]`` and remember that it is ``names[i]``: STORED or FAILED each."""
+        """Write ``blocks[i]`` to ``slots[i]`` and remember that it is ``names[i]``: STORED or FAILED each.
+
+        The buffers are read-only.
+        """
 
     @abstractmethod
     async def forget(self, group: int, slots: NDArray[np.int64]) -> None:

@@ -38,6 +38,7 @@ from tiered_kv import (
 )
 from tiered_kv.backend import Recovered, Workers
 from tiered_kv.events import BlocksCorrupted, CacheClosed, TierFailed, TierResumed, TierStalled
+from tiered_kv.keys import Names
 from tiered_kv.results import TierFault, TierStore
 
 KEYS = prompt(9)
@@ -523,3 +524,39 @@ async def test_closing_twice_or_before_opening_is_harmless() -> None:
         await kv.aclose()
         await kv.aclose()
     assert len(emit.of(CacheClosed)) == 1
+
+
+def _invert(blocks: Sequence[Block]) -> None:
+    """Do to what is to be written what a compression or a change of byte order in place would do."""
+    for block in blocks:
+        for segment in (block.payload, block.padded, block.header):
+            np.frombuffer(segment, np.uint8)[:] ^= 0xFF
+
+
+class InvertingBackend(ScriptedBackend):
+    """Changes the buffers it is to write."""
+
+    async def write(self, keys: Sequence[BlockKey], blocks: Sequence[Block]) -> list[Outcome]:
+        """Change them, then keep them."""
+        _invert(blocks)
+        return await super().write(keys, blocks)
+
+
+class InvertingSlotBackend(ScriptedSlotBackend):
+    """The same, of an owned medium."""
+
+    async def write(self, group: int, slots: NDArray[np.int64], names: Names, blocks: Sequence[Block]) -> list[Outcome]:
+        """Change them, then keep them."""
+        _invert(blocks)
+        return await super().write(group, slots, names, blocks)
+
+
+@pytest.mark.parametrize("kind", [InvertingBackend, InvertingSlotBackend])
+async def test_a_backend_that_changes_what_it_writes_harms_itself_alone(kind: type[Scripted]) -> None:
+    """The CPU tier's blocks are the buffers that it is given: it fails, and what memory serves stays right."""
+    engine, events = Engine(), Recorder()
+    async with open_cache(CPU, kind(), engine=engine, emit=events) as kv:
+        await keep(kv, engine, KEYS)
+        assert await _load(kv, engine) == (9, ())
+        assert {event.doing for event in events.of(TierFailed)} == {"write"}
+        await until_idle(kv)

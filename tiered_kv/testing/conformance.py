@@ -137,8 +137,9 @@ class BackendTests:
 
     async def test_buffers_are_lent_for_the_call_only(self, backend: Backend) -> None:
         """What happens to a block after a write has returned does not reach what was stored."""
-        key, block, into = block_key(1), make_block(_content(1), block_key(1)), Block.empty(_SIZE)
-        await backend.write([key], [block])
+        key, block, into = block_key(1), Block.empty(_SIZE), Block.empty(_SIZE)
+        block.fill(bytes(make_block(_content(1), key)))
+        await backend.write([key], [block.read_only()])
         block.payload[:] = _content(2)
         assert await backend.read([key], [into]) == [Outcome.HIT]
         assert bytes(into.payload) == _content(1)

@@ -40,11 +40,11 @@ def block_names(keys: Sequence[BlockKey]) -> Names:
 
 
 def make_block(content: bytes, key: BlockKey | None = None) -> Block:
-    """Return a whole record: a block of ``content`` with the header for ``key``."""
+    """Return a whole record, read-only as a backend gets it: a block of ``content`` with the header for ``key``."""
     block = Block.empty(len(content))
     block.payload[:] = content
     encode(key or block_key(0), block)
-    return block
+    return block.read_only()
 
 
 class ThreadWorkers:

@@ -145,12 +145,12 @@ class OwnedTier(StorageTier, BookedTier):
         on_late: Callable[[], None],
         priority: Priority,
     ) -> list[Outcome]:
-        await self._encode(batch, blocks)
+        _, records = await self._encode(batch, blocks)
         write = object()
         self._in_write[write] = batch.names, slots
         try:
             return await self._write(
-                lambda: self.backend.write(self.group, slots, batch.names, blocks), len(batch), priority, on_late
+                lambda: self.backend.write(self.group, slots, batch.names, records), len(batch), priority, on_late
             )
         finally:
             del self._in_write[write]

@@ -106,8 +106,8 @@ class SharedTier(StorageTier):
             if len(at):
                 there, chosen, serial = [blocks[i] for i in at], batch[at], self._evicted.serial
                 with self._is_writing(chosen.names):
-                    keys = await self._encode(chosen, there)
-                    outcomes = await self._write(lambda: self.backend.write(keys, there), len(at), priority, on_late)
+                    keys, records = await self._encode(chosen, there)
+                    outcomes = await self._write(lambda: self.backend.write(keys, records), len(at), priority, on_late)
                     written[at] = [outcome is Outcome.STORED for outcome in outcomes]
                     dropped[at] = [outcome is Outcome.REFUSED for outcome in outcomes]
                     self.suspects.wrote(batch.names[written])

@@ -227,10 +227,10 @@ class StorageTier(Tier):
             return [Outcome.REFUSED] * n
         return list(answer.value or [Outcome.FAILED] * n)
 
-    async def _encode(self, batch: Batch, blocks: list[Block]) -> list[BlockKey]:
+    async def _encode(self, batch: Batch, blocks: list[Block]) -> tuple[list[BlockKey], list[Block]]:
+        """Write the headers; return the keys, and the records as a backend may see them."""
         keys = batch.keys()
-        await self._records.run(_encode_all, keys, blocks, self.shape)
-        return keys
+        return keys, await self._records.run(_encode_all, keys, blocks, self.shape)
 
     @contextmanager
     def _is_writing(self, names: Names) -> Iterator[None]:
@@ -265,6 +265,7 @@ def _verify_hits(
     ]
 
 
-def _encode_all(keys: Sequence[BlockKey], blocks: Sequence[Block], shape: RecordShape) -> None:
+def _encode_all(keys: Sequence[BlockKey], blocks: Sequence[Block], shape: RecordShape) -> list[Block]:
     for key, block in zip(keys, blocks, strict=True):
         encode(key, block, codec=shape.codec, decoded_bytes=shape.decoded_bytes)
+    return [block.read_only() for block in blocks]  # the payloads are the CPU tier's own
