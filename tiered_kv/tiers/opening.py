@@ -103,7 +103,7 @@ class StorageMedium:
         if self._opening is None:
             limit_s = self._services.open_timeout_s
             making = self._calls.make("open", call, timeout_s=limit_s, problem_of=self._problem_of)
-            self._opening = self._services.tasks.spawn(making, f"open {self.health.name}")
+            self._opening = self._services.calls.spawn(making, f"opening of {self.health.name}")
         opening = self._opening
         await asyncio.wait({opening}, timeout=timeout_s)
         if not opening.done():
@@ -147,6 +147,8 @@ class StorageMedium:
         """Close it, within the time for that. Never raises."""
         if self._retrying is not None:
             self._retrying.cancel()
+        if self._opening is not None:  # a medium is not opened and closed at once
+            await self._services.calls.aclose(0.0)
         limit_s = self._services.close_timeout_s
         await self._calls.make("close", self._backend.aclose, timeout_s=limit_s, until_late=True)
         self._end_pools()
