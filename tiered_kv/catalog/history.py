@@ -8,8 +8,7 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.catalog.queue import SlotQueue
-from tiered_kv.catalog.slots import FreeSlots
+from tiered_kv.catalog.slots import FreeSlots, SlotQueue
 from tiered_kv.catalog.table import NameTable, first_occurrences
 from tiered_kv.keys import Names
 

@@ -19,11 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.catalog.books import DOOMED, FREE, PENDING, READY, Books, Change, IndexStatistics, OnChange
-from tiered_kv.catalog.expiry import Expiry
 from tiered_kv.catalog.leases import Lease, Reservation
 from tiered_kv.catalog.policies import Policy, make_policy
-from tiered_kv.catalog.queue import SlotQueue
-from tiered_kv.catalog.slots import FreeSlots
+from tiered_kv.catalog.slots import Expiry, FreeSlots, SlotQueue
 from tiered_kv.catalog.table import Slots, first_occurrences
 from tiered_kv.errors import CapacityError, ClosedError, ConfigurationError
 from tiered_kv.keys import Names

@@ -6,6 +6,7 @@ Source: G. Cormode and S. Muthukrishnan, "An Improved Data Stream Summary: The C
 J. Algorithms 2005; ageing by halving as in G. Einziger, R. Friedman and B. Manes, "TinyLFU", ACM ToS 2017.
 """
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -68,3 +69,33 @@ class UseCounts:
         hashes = hash_names(names)
         strides = hashes >> np.uint64(32) | np.uint64(1)
         return (hashes + self._rows * strides & self._mask) + self._row_starts
+
+
+class Admission:
+    """Which blocks are used often enough for tiers that want some uses before they take one."""
+
+    def __init__(self, least_uses: Sequence[int], window: int) -> None:
+        """Make one.
+
+        Args:
+            least_uses: By tier, how many uses it wants; up to 1 is none.
+            window: As for `UseCounts`.
+        """
+        self._least = {tier: least for tier, least in enumerate(least_uses) if least > 1}
+        self._counts = UseCounts(window if self._least else 1)
+
+    def admits(self, tier: int, names: Names) -> NDArray[np.bool_]:
+        """Say of which blocks a tier is to have a copy."""
+        if tier not in self._least:
+            return np.ones(len(names), np.bool_)
+        admitted: NDArray[np.bool_] = self._counts.estimate(names) >= self._least[tier]
+        return admitted
+
+    def use(self, names: Names) -> list[tuple[int, NDArray[np.bool_]]]:
+        """Count one use of each block; return, by tier, which are enough by this one."""
+        if not self._least or not len(names):
+            return []
+        before = self._counts.estimate(names)
+        self._counts.add(names)
+        after = self._counts.estimate(names)
+        return [(tier, (before < least) & (after >= least)) for tier, least in self._least.items()]

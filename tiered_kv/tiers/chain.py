@@ -17,6 +17,7 @@ from tiered_kv.catalog.books import SlotState
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.leases import Lease, Reservation
 from tiered_kv.catalog.locate import locate
+from tiered_kv.catalog.uses import Admission
 from tiered_kv.errors import CapacityError
 from tiered_kv.events import Emit
 from tiered_kv.layout import KVGroup
@@ -24,7 +25,6 @@ from tiered_kv.loop_calls import LoopCalls
 from tiered_kv.memory.codec import Codec
 from tiered_kv.memory.lanes import Lane, LaneCopy, Lanes
 from tiered_kv.results import TierFault, TierRun
-from tiered_kv.tiers.admission import Admission
 from tiered_kv.tiers.base import BookedTier, Mask, Tier
 from tiered_kv.tiers.batch import Batch, Naming
 from tiered_kv.tiers.budget import Bandwidth, Budget, Priority, Room, Ticket
@@ -172,7 +172,9 @@ class Chain:
         self.names = [tier.name for tier in self.tiers]
         self.through = [tier for tier in self.storage if not tier.is_written_back]
         self.back = [tier for tier in self.storage if tier.is_written_back]
-        self._admission = Admission(self.storage, min(max(_LEAST_USES, 4 * self.host.index.max_slots), _MOST_USES))
+        least_uses = [1] * len(self.memory) + [tier.settings.admit_after for tier in self.storage]
+        window = min(max(_LEAST_USES, 4 * self.host.index.max_slots), _MOST_USES)
+        self._admission = Admission(least_uses, window)
         clock = asyncio.get_running_loop().time
         self.waiting = {tier: Waiting(tier, clock) for tier in self.memory if tier.index.max_slots and self.later(tier)}
         transient = self.host.index.num_transient
@@ -239,9 +241,9 @@ class Chain:
 
     def count_use(self, batch: Batch) -> None:
         """Count one use of the blocks, for the tiers that want some before they take a block."""
-        for storage, admitted in self._admission.use(batch.names):
+        for number, admitted in self._admission.use(batch.names):
             if admitted.any():
-                self.on_admitted(self, storage, batch[admitted])
+                self.on_admitted(self, self.storage[number - len(self.memory)], batch[admitted])
 
     def later(self, tier: MemoryTier) -> list[Tier]:
         """Name the tiers below for which blocks wait in ``tier``: the CPU tier and all below it, or storage tiers."""
@@ -253,7 +255,7 @@ class Chain:
         """Say which blocks at least one of the tiers is to have."""
         admitted = np.zeros(len(batch), np.bool_)
         for tier in tiers:
-            admitted |= self._admission.admits(tier, batch.names)
+            admitted |= self._admission.admits(self.tiers.index(tier), batch.names)
         return admitted
 
     # Slots of the host.

@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.catalog.policies.base import Policy
-from tiered_kv.catalog.queue import SlotQueue
-from tiered_kv.catalog.slots import FreeSlots
+from tiered_kv.catalog.slots import FreeSlots, SlotQueue
 from tiered_kv.catalog.table import NameTable, Slots
 from tiered_kv.keys import Names
 

@@ -1,7 +1,7 @@
 """Least recently used."""
 
 from tiered_kv.catalog.policies.base import Policy
-from tiered_kv.catalog.queue import SlotQueue
+from tiered_kv.catalog.slots import SlotQueue
 from tiered_kv.catalog.table import Slots
 from tiered_kv.keys import Names
 

@@ -4,8 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.catalog.queue import SlotQueue
-from tiered_kv.catalog.slots import FreeSlots
+from tiered_kv.catalog.slots import FreeSlots, SlotQueue
 
 NUM_SLOTS = 12
 batches = st.lists(st.integers(0, NUM_SLOTS - 1), unique=True, max_size=NUM_SLOTS)
