@@ -53,8 +53,8 @@ class SlotQueue:
     """Slots ``0 <= slot < capacity`` from least to most recently used, each at most once. Takes 8 bytes a slot.
 
     A doubly linked list threaded through two arrays. Blocks are used in chains, so the slots of a batch are mostly
-    neighbours in it already: they are linked and unlinked by the run, and a batch costs a few array operations, whatever
-    the number of slots in the list.
+    neighbours in it already: they are linked and unlinked by the run, and a batch costs a few array operations,
+    whatever the number of slots in the list.
 
     Every batch is given and returned in the queue's own direction: the least recently used first.
     """
