@@ -2,36 +2,37 @@
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 from anyio.lowlevel import checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.tiers.budget import Budget, Priority, Room, Ticket
+from tiered_kv.tiers.budget import Budget, Kind, Priority, Room, Ticket
 
 Give = Callable[[], None]
-SHARES = {Priority.LOAD: 100, Priority.PREFETCH: 75, Priority.STORE: 50, Priority.DEMOTE: 25}
+SHARES = {Kind.LOAD: 100, Kind.PREFETCH: 75, Kind.STORE: 50, Kind.CLEAN: 25}
 
 
-def _take(budget: Budget, num_bytes: int, priority: Priority) -> "asyncio.Task[Give]":
-    return asyncio.create_task(budget.take(num_bytes, Ticket(priority)))
+def _take(budget: Budget, num_bytes: int, kind: Kind) -> "asyncio.Task[Give]":
+    return asyncio.create_task(budget.take(num_bytes, Ticket(kind)))
 
 
 async def test_loads_go_before_whoever_waited_longer() -> None:
     """When bytes are given back, the line of the highest priority is served first, each line in its order."""
     budget, order = Budget(100), list[str]()
-    holder = await budget.take(100, Ticket(Priority.LOAD))
-    others = [await budget.take(1, Ticket(each)) for each in (Priority.PREFETCH, Priority.STORE)]  # each its one piece
+    holder = await budget.take(100, Ticket(Kind.LOAD))
+    others = [await budget.take(1, Ticket(each)) for each in (Kind.PREFETCH, Kind.STORE)]  # each its one piece
 
-    async def wait(name: str, priority: Priority) -> None:
-        give = await budget.take(50, Ticket(priority))
+    async def wait(name: str, kind: Kind) -> None:
+        give = await budget.take(50, Ticket(kind))
         order.append(name)
         await checkpoint()
         give()
 
-    arrivals = [("store", Priority.STORE), ("prefetch", Priority.PREFETCH), ("a", Priority.LOAD), ("b", Priority.LOAD)]
-    waiting = [asyncio.create_task(wait(name, priority)) for name, priority in arrivals]
+    arrivals = [("store", Kind.STORE), ("prefetch", Kind.PREFETCH), ("a", Kind.LOAD), ("b", Kind.LOAD)]
+    waiting = [asyncio.create_task(wait(name, kind)) for name, kind in arrivals]
     for _ in range(5):
         await checkpoint()
     assert (order, budget.room.num_waiting) == ([], 4)
@@ -42,11 +43,11 @@ async def test_loads_go_before_whoever_waited_longer() -> None:
     assert budget.in_flight == 0
 
 
-@pytest.mark.parametrize(("priority", "share"), SHARES.items())
-async def test_lower_classes_fill_a_part_only(priority: Priority, share: int) -> None:
-    """A class gets its share of the bytes and no more, so that loads always find some."""
+@pytest.mark.parametrize(("kind", "share"), SHARES.items())
+async def test_lower_priorities_fill_a_part_only(kind: Kind, share: int) -> None:
+    """What is less urgent gets its share of the bytes and no more, so that urgent loads always find some."""
     budget = Budget(100)
-    taken = [_take(budget, 5, priority) for _ in range(30)]
+    taken = [_take(budget, 5, kind) for _ in range(30)]
     for _ in range(5):
         await checkpoint()
     assert budget.in_flight == share
@@ -55,12 +56,12 @@ async def test_lower_classes_fill_a_part_only(priority: Priority, share: int) ->
     assert (budget.in_flight, budget.room.num_waiting) == (0, 0)
 
 
-@pytest.mark.parametrize("priority", Priority)
-async def test_each_class_may_have_one_piece(priority: Priority) -> None:
+@pytest.mark.parametrize("kind", Kind)
+async def test_each_kind_may_have_one_piece(kind: Kind) -> None:
     """A piece larger than the whole budget goes through, one at a time, however full the others have made it."""
     budget = Budget(100)
-    full = [_take(budget, 100, each) for each in Priority if each is not priority]
-    first, second = _take(budget, 1000, priority), _take(budget, 1000, priority)
+    full = [_take(budget, 100, each) for each in Kind if each is not kind]
+    first, second = _take(budget, 1000, kind), _take(budget, 1000, kind)
     for _ in range(5):
         await checkpoint()
     assert (first.done(), second.done()) == (True, False)
@@ -74,8 +75,8 @@ async def test_each_class_may_have_one_piece(priority: Priority) -> None:
 async def test_a_cancelled_waiter_gives_back_what_it_was_just_given() -> None:
     """Cancelled before its turn or in the very turn it was served, it keeps nothing, and the next one is served."""
     budget = Budget(10)
-    holder = await budget.take(10, Ticket(Priority.LOAD))
-    early, late, last = (_take(budget, 10, Priority.LOAD) for _ in range(3))
+    holder = await budget.take(10, Ticket(Kind.LOAD))
+    early, late, last = (_take(budget, 10, Kind.LOAD) for _ in range(3))
     for _ in range(3):
         await checkpoint()
     early.cancel()
@@ -88,17 +89,17 @@ async def test_a_cancelled_waiter_gives_back_what_it_was_just_given() -> None:
 
 
 async def test_hurry_moves_a_waiter_to_a_faster_line() -> None:
-    """A ticket only ever gets faster; what it waits for is then counted in its new class."""
+    """A ticket only ever gets faster; it is of the kind then of who hurried it, and has the share of its priority."""
     budget = Budget(100)
-    stores = await budget.take(50, Ticket(Priority.STORE))
-    ticket = Ticket(Priority.STORE)
+    stores = await budget.take(50, Ticket(Kind.STORE))
+    ticket = Ticket(Kind.STORE)
     waiting = asyncio.create_task(budget.take(40, ticket))
     for _ in range(3):
         await checkpoint()
     assert not waiting.done()
-    budget.room.hurry(ticket, Priority.DEMOTE)
+    ticket.hurry(Kind.CLEAN, Priority.DEMOTE)
     assert ticket.priority is Priority.STORE
-    budget.room.hurry(ticket, Priority.LOAD)
+    ticket.hurry(Kind.LOAD, Priority.LOAD)
     give = await waiting
     assert (ticket.priority, budget.in_flight) == (Priority.LOAD, 90)
     give()
@@ -107,37 +108,171 @@ async def test_hurry_moves_a_waiter_to_a_faster_line() -> None:
 
 
 async def test_hurry_reaches_the_room_a_ticket_waits_in() -> None:
-    """A fill waits for one tier only, and whoever joins it hurries it in all of them: the order does not matter."""
-    elsewhere, budget, ticket = Budget(100), Budget(100), Ticket(Priority.PREFETCH)
-    gives = [await budget.take(75, Ticket(Priority.PREFETCH))]
-    ahead, hurried = _take(budget, 90, Priority.PREFETCH), asyncio.create_task(budget.take(25, ticket))
+    """Wherever it waits, it passes those of its old line."""
+    budget, ticket = Budget(100), Ticket(Kind.PREFETCH)
+    gives = [await budget.take(75, Ticket(Kind.PREFETCH))]
+    ahead, hurried = _take(budget, 90, Kind.PREFETCH), asyncio.create_task(budget.take(25, ticket))
     for _ in range(3):
         await checkpoint()
-    for each in (elsewhere, budget):
-        each.room.hurry(ticket, Priority.LOAD)
+    ticket.hurry(Kind.LOAD, Priority.LOAD)
     for _ in range(3):
         await checkpoint()
     assert hurried.done()
     assert not ahead.done()
     gives.pop()()
-    (await ahead)()
     (await hurried)()
+    (await ahead)()
 
 
 async def test_what_is_off_keeps_nobody_waiting() -> None:
     """Once ``is_off()``, whoever waits or comes is let through and takes nothing."""
     budget, off = Budget(10), asyncio.Event()
-    holder = await budget.take(10, Ticket(Priority.LOAD))
-    waiting = asyncio.create_task(budget.take(10, Ticket(Priority.LOAD), off.is_set))
+    holder = await budget.take(10, Ticket(Kind.LOAD))
+    waiting = asyncio.create_task(budget.take(10, Ticket(Kind.LOAD), off.is_set))
     for _ in range(3):
         await checkpoint()
     assert not waiting.done()
     off.set()
     budget.room.changed()
     (await waiting)()
-    (await budget.take(10, Ticket(Priority.LOAD), off.is_set))()
+    (await budget.take(10, Ticket(Kind.LOAD), off.is_set))()
     assert budget.in_flight == 10
     holder()
+
+
+async def test_a_load_of_low_priority_is_a_load() -> None:
+    """It waits behind what is more urgent, has the share of its priority, and the one piece that loads may have."""
+    budget = Budget(100)
+    stores = await budget.take(60, Ticket(Kind.STORE))
+    low = await budget.take(60, Ticket(Kind.LOAD, Priority.STORE))
+    next_low = asyncio.create_task(budget.take(10, Ticket(Kind.LOAD, Priority.STORE)))
+    for _ in range(3):
+        await checkpoint()
+    assert (budget.in_flight, next_low.done()) == (120, False)
+    stores()
+    low()
+    (await next_low)()
+    assert budget.in_flight == 0
+
+
+class Slots:
+    """Numbered things that are had whole or not at all."""
+
+    def __init__(self, room: Room, free: int) -> None:
+        self.room = room
+        self.free = free
+        self.num_asked = 0
+
+    def take(self, n: int, kind: Kind = Kind.LOAD) -> "asyncio.Task[int]":
+        """Start to wait for ``n``."""
+
+        def attempt() -> int | None:
+            self.num_asked += 1
+            if n > self.free:
+                return None
+            self.free -= n
+            return n
+
+        return asyncio.create_task(self.room.acquire(attempt, Ticket(kind), self.give, n))
+
+    def give(self, n: int) -> None:
+        """Have ``n`` more."""
+        self.free += n
+        self.room.changed()
+
+
+async def test_who_can_never_be_served_does_not_hold_up_who_can() -> None:
+    """Behind a first waiter that wants more than there will ever be, smaller ones are served all the same."""
+    slots = Slots(Room(), 2)
+    large = slots.take(16)
+    for _ in range(40):  # more than may pass at once: the line waits for the first now and then, and not for ever
+        small = slots.take(2)
+        slots.give(await small)
+    assert not large.done()
+    large.cancel()
+    await asyncio.wait({large})
+    assert slots.room.num_waiting == 0
+
+
+async def test_who_wants_much_is_served_though_others_want_little_all_the_time() -> None:
+    """From some number of overtakings on, what gets free is kept for the first waiter until it is enough."""
+    slots, others = Slots(Room(), 0), set[asyncio.Task[int]]()
+    large = slots.take(4)
+    for _ in range(200):
+        others.add(slots.take(1))
+        await checkpoint()
+        if large.done():
+            break
+        slots.give(1)
+    assert large.done()
+    for each in others:
+        each.cancel()
+    await asyncio.wait(others)
+
+
+async def test_equals_are_served_in_their_order() -> None:
+    """Nobody passes who wants as much as the first waiter or more."""
+    slots, order = Slots(Room(), 1), list[int]()
+    tasks = [slots.take(n) for n in (2, 2, 3, 3)]
+    for number, task in enumerate(tasks):
+        task.add_done_callback(partial(lambda number, _: order.append(number), number))
+    await checkpoint()
+    for _ in range(9):
+        slots.give(1)
+        await checkpoint()
+    await asyncio.wait(tasks)
+    assert order == [0, 1, 2, 3]
+
+
+async def test_no_call_walks_the_waiters() -> None:
+    """Of thousands in line, each change asks a few, and who waits is counted without asking any."""
+    slots = Slots(Room(), 0)
+    tickets = [slots.take(1 + n % 7) for n in range(5000)]
+    await checkpoint()
+    slots.num_asked = 0
+    for _ in range(100):
+        assert slots.room.num_waiting == 5000
+        slots.room.changed()
+    assert slots.num_asked <= 100 * 20
+    for each in tickets:
+        each.cancel()
+    await asyncio.wait(tickets)
+    assert slots.room.num_waiting == 0
+
+
+async def test_what_an_attempt_changes_is_served_too() -> None:
+    """An attempt that has more given back, as by evicting, does not run inside itself."""
+    room, depth, depths = Room(), [0], list[int]()
+
+    def attempt() -> int | None:
+        depth[0] += 1
+        depths.append(depth[0])
+        if len(depths) < 5:
+            room.changed()
+        depth[0] -= 1
+        return 1 if len(depths) >= 5 else None
+
+    assert await room.acquire(attempt, Ticket(Kind.LOAD), lambda _: None) == 1
+    assert max(depths) == 1
+
+
+async def test_an_attempt_that_fails_for_one_serves_the_others() -> None:
+    """Whoever gives back is not told; whoever waited is, and the one behind is served."""
+    slots = Slots(Room(), 0)
+
+    def attempt() -> int | None:
+        if slots.free:
+            raise ZeroDivisionError
+        return None
+
+    failing = asyncio.create_task(slots.room.acquire(attempt, Ticket(Kind.LOAD), lambda _: None))
+    await checkpoint()
+    behind = slots.take(1)
+    await checkpoint()
+    slots.give(1)
+    with pytest.raises(ZeroDivisionError):
+        await failing
+    assert await behind == 1
 
 
 async def test_a_failing_attempt_reaches_its_own_caller() -> None:
@@ -148,23 +283,23 @@ async def test_a_failing_attempt_reaches_its_own_caller() -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        await room.acquire(attempt, Ticket(Priority.LOAD), lambda _: None)
+        await room.acquire(attempt, Ticket(Kind.LOAD), lambda _: None)
     assert room.num_waiting == 0
 
 
 steps = st.lists(
-    st.tuples(st.sampled_from(["take", "give", "cancel", "turn"]), st.sampled_from(Priority), st.integers(1, 150)),
+    st.tuples(st.sampled_from(["take", "give", "cancel", "turn"]), st.sampled_from(Kind), st.integers(1, 150)),
     max_size=60,
 )
 
 
 @given(steps)
-def test_bytes_are_conserved_and_nobody_is_forgotten(script: list[tuple[str, Priority, int]]) -> None:
+def test_bytes_are_conserved_and_nobody_is_forgotten(script: list[tuple[str, Kind, int]]) -> None:
     """Whatever is taken, given back and cancelled: bounds hold at each step, and at the end all is free and served."""
     asyncio.run(_play(script))
 
 
-async def _play(script: list[tuple[str, Priority, int]]) -> None:
+async def _play(script: list[tuple[str, Kind, int]]) -> None:
     budget = Budget(100)
     tasks: list[asyncio.Task[Give]] = []
     sizes: dict[asyncio.Task[Give], int] = {}
@@ -173,9 +308,9 @@ async def _play(script: list[tuple[str, Priority, int]]) -> None:
     def served() -> list["asyncio.Task[Give]"]:
         return [task for task in tasks if task.done() and not task.cancelled() and task not in given]
 
-    for what, priority, n in script:
+    for what, kind, n in script:
         if what == "take":
-            tasks.append(_take(budget, n, priority))
+            tasks.append(_take(budget, n, kind))
             sizes[tasks[-1]] = n
         elif what == "give" and (ready := served()):
             task = ready[n % len(ready)]
@@ -185,7 +320,7 @@ async def _play(script: list[tuple[str, Priority, int]]) -> None:
             tasks[n % len(tasks)].cancel()
         else:
             await checkpoint()
-        assert 0 <= budget.in_flight <= 100 + 4 * 150  # and one piece of each class
+        assert 0 <= budget.in_flight <= 100 + 4 * 150  # and one piece of each kind
     for _ in range(200):
         for task in served():
             given.add(task)

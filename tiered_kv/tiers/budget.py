@@ -1,17 +1,22 @@
 """Who may move next: a bound on the bytes in flight in one place, given out by priority.
 
-Loads come first, then prefetches, stores and demotions. Lower classes may fill only a part of the budget, so that a
-load never finds it full of theirs; and each class may always have one piece in flight, so that none starves.
+Loads come first, then prefetches, stores and demotions. Lower priorities may fill only a part of the budget, so that an
+urgent load never finds it full of theirs; and each kind of call may always have one piece in flight, so that none
+starves, whatever the priorities.
 """
 
 import asyncio
 import enum
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from typing import Any, Final, TypeVar
 
 T = TypeVar("T")
+_LOOKS_AHEAD: Final = 16
+_PASSES: Final = 16
+_FIRST_HOLD_S: Final = 0.5
 
 
 class Priority(enum.IntEnum):
@@ -23,90 +28,194 @@ class Priority(enum.IntEnum):
     DEMOTE = 3
 
 
+class Kind(enum.IntEnum):
+    """What a transfer does, whatever its priority is."""
+
+    LOAD = 0
+    """Somebody waits for the blocks."""
+    PREFETCH = 1
+    STORE = 2
+    CLEAN = 3
+    """Writes down what waited, see `transfers.cleaner`."""
+
+
 _SHARE: Final = {Priority.LOAD: 1.0, Priority.PREFETCH: 0.75, Priority.STORE: 0.5, Priority.DEMOTE: 0.25}
 
 
 class Ticket:
-    """Someone's place in line. Its priority may be raised while it waits (`Room.hurry`)."""
+    """Someone's place in line: of what kind they are, and who goes first."""
 
-    __slots__ = ("priority",)
+    __slots__ = ("_places", "kind", "priority")
 
-    def __init__(self, priority: Priority) -> None:
-        self.priority = priority
+    def __init__(self, kind: Kind, priority: Priority | None = None) -> None:
+        """Make one; the priority is that of the kind if left out."""
+        self.kind = kind
+        self.priority = Priority(kind) if priority is None else priority
+        self._places: set[_Place] = set()
+
+    def hurry(self, kind: Kind, priority: Priority) -> None:
+        """Be of this kind and priority from now on, wherever this waits. A ticket only ever gets faster."""
+        is_faster = priority < self.priority
+        if not is_faster and kind >= self.kind:
+            return
+        self.kind, self.priority = min(kind, self.kind), min(priority, self.priority)
+        for place in list(self._places):
+            if is_faster:
+                place.room.move(place)
+            else:
+                place.room.changed()
+
+
+class _Place:
+    """One who waits in a line of a room."""
+
+    __slots__ = ("attempt", "hold", "hold_s", "line", "num_passed", "room", "size", "ticket", "turn")
+
+    def __init__(self, room: "Room", ticket: Ticket, attempt: Callable[[], Any], size: int) -> None:
+        self.room = room
+        self.ticket = ticket
+        self.attempt = attempt
+        self.size = size
+        self.turn: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.line: OrderedDict[_Place, None] = OrderedDict()
+        self.num_passed = 0
+        self.hold: asyncio.TimerHandle | None = None
+        self.hold_s = _FIRST_HOLD_S
+
+    def enter(self, line: "OrderedDict[_Place, None]") -> None:
+        """Stand at the end of a line."""
+        self.line = line
+        line[self] = None
+        self.ticket._places.add(self)  # noqa: SLF001 - the two of them keep this together
+
+    def leave(self) -> None:
+        """Stand in no line any more."""
+        self.line.pop(self, None)
+        self.ticket._places.discard(self)  # noqa: SLF001 - the two of them keep this together
+        if self.hold is not None:
+            self.hold.cancel()
+
+    def was_passed(self) -> None:
+        """Count one who was served first though behind; from some number on, have the line wait for a while."""
+        self.num_passed += 1
+        if self.num_passed >= _PASSES:
+            self.hold = asyncio.get_running_loop().call_later(self.hold_s, self._let_pass)
+
+    def _let_pass(self) -> None:
+        self.num_passed, self.hold, self.hold_s = 0, None, 2 * self.hold_s
+        self.room.changed()
 
 
 class Room:
     """Lines of waiters, one per priority, for things that are had whole and at once, or not yet.
 
-    Call `changed` whenever there may be more to have.
+    A line is served in its order, with one exception: who wants less than the first, and can have it, may go before a
+    first that cannot be served. After 16 of these all that gets free is kept for the first, for half a second, and
+    twice as long each time: so neither does what can never be had hold up the others, nor do they starve it.
+
+    Call `changed` whenever there may be more to have. No call's time grows with the number of waiters.
     """
 
     def __init__(self) -> None:
-        self._lines: dict[Priority, deque[tuple[Ticket, Callable[[], Any], asyncio.Future[Any]]]] = {
-            priority: deque() for priority in Priority
-        }
+        self._lines: tuple[OrderedDict[_Place, None], ...] = tuple(OrderedDict() for _ in Priority)
+        self._is_serving = self._has_changed = False
 
     @property
     def num_waiting(self) -> int:
         """How many wait."""
-        return sum(not turn.done() for line in self._lines.values() for *_, turn in line)
+        return sum(map(len, self._lines))
 
-    async def acquire(self, attempt: Callable[[], T | None], ticket: Ticket, undo: Callable[[T], object]) -> T:
+    async def acquire(
+        self, attempt: Callable[[], T | None], ticket: Ticket, undo: Callable[[T], object], size: int = 1
+    ) -> T:
         """Return what ``attempt`` gives once it is our turn and it gives something.
 
         Args:
             attempt: Takes it, or changes nothing and returns None. Called on the event loop, never concurrently.
-            ticket: Which line to wait in; within a line, first come, first served.
+            ticket: Which line to wait in.
             undo: Gives back what was taken for a waiter that was cancelled meanwhile.
+            size: How much is wanted: who wants less may pass who wants more.
         """
-        ahead = any(self._lines[each] for each in Priority if each <= ticket.priority)
-        if not ahead and (got := attempt()) is not None:
+        if not any(self._lines[: ticket.priority + 1]) and (got := attempt()) is not None:
             return got
-        turn: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._lines[ticket.priority].append((ticket, attempt, turn))
+        place = _Place(self, ticket, attempt, size)
+        place.enter(self._lines[ticket.priority])
         self.changed()
         try:
-            return await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                undo(turn.result())
+            won: T = await place.turn
+        except BaseException:
+            place.leave()
+            if place.turn.done() and not place.turn.cancelled() and place.turn.exception() is None:
+                undo(place.turn.result())
             self.changed()
             raise
+        return won
 
-    def hurry(self, ticket: Ticket, priority: Priority) -> None:
-        """Move a waiter to the end of a faster line. Its ticket keeps the new priority, waiting or not."""
-        ticket.priority = min(priority, ticket.priority)
-        for line in [line for each, line in self._lines.items() if each > priority]:
-            for place in list(line):  # not the line of its priority: it may have been hurried in another room first
-                if place[0] is ticket:
-                    line.remove(place)
-                    self._lines[priority].append(place)
+    def move(self, place: _Place) -> None:
+        """Move a waiter to the end of the line that its ticket belongs to now."""
+        place.leave()
+        place.enter(self._lines[place.ticket.priority])
         self.changed()
 
     def changed(self) -> None:
         """Serve everyone who can be served now, line by line. A line's first waiter holds up only its own line."""
-        for line in self._lines.values():
-            while line:
-                _, attempt, turn = line[0]
-                if not turn.done():
-                    if (got := attempt()) is None:
-                        break
-                    turn.set_result(got)
-                line.popleft()
+        self._has_changed = True
+        if self._is_serving:  # an attempt has changed something itself: whoever serves goes round once more
+            return
+        self._is_serving = True
+        try:
+            while self._has_changed:
+                self._has_changed = False
+                for line in self._lines:
+                    if line:
+                        _serve(line)
+        finally:
+            self._is_serving = False
+
+
+def _serve(line: "OrderedDict[_Place, None]") -> None:
+    first = next(iter(line))
+    while _is_served(first):
+        if not line:
+            return
+        first = next(iter(line))
+    least = first.size
+    for place in list(islice(line, 1, 1 + _LOOKS_AHEAD)) if len(line) > 1 else ():
+        if first.num_passed >= _PASSES:
+            return
+        if place.size < least:  # as much, or more, has just been asked for in vain
+            if _is_served(place):
+                first.was_passed()
+            else:
+                least = place.size
+
+
+def _is_served(place: _Place) -> bool:
+    if not place.turn.done():
+        try:
+            got = place.attempt()
+        except BaseException as error:  # noqa: BLE001 - it is for who waits, not for who gave something back
+            place.turn.set_exception(error)
+        else:
+            if got is None:
+                return False
+            place.turn.set_result(got)
+    place.leave()
+    return True
 
 
 class Budget:
-    """Bytes in flight, at most ``limit`` of them, or one piece of each class if that is more."""
+    """Bytes in flight, at most ``limit`` of them, or one piece of each kind if that is more."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.room = Room()
-        self._in_flight = dict.fromkeys(Priority, 0)
+        self._in_flight = [0] * len(Kind)
 
     @property
     def in_flight(self) -> int:
         """Bytes given out."""
-        return sum(self._in_flight.values())
+        return sum(self._in_flight)
 
     async def take(
         self, num_bytes: int, ticket: Ticket, is_off: Callable[[], bool] = lambda: False
@@ -119,17 +228,16 @@ class Budget:
         def attempt() -> Callable[[], None] | None:
             if is_off():
                 return _nothing
-            priority = ticket.priority
-            fits = self.in_flight + num_bytes <= self.limit * _SHARE[priority]
-            if self._in_flight[priority] and not fits:
+            fits = self.in_flight + num_bytes <= self.limit * _SHARE[ticket.priority]
+            if self._in_flight[ticket.kind] and not fits:
                 return None
-            self._in_flight[priority] += num_bytes
-            return partial(self._give, num_bytes, priority)
+            self._in_flight[ticket.kind] += num_bytes
+            return partial(self._give, num_bytes, ticket.kind)
 
-        return await self.room.acquire(attempt, ticket, lambda give: give())
+        return await self.room.acquire(attempt, ticket, lambda give: give(), num_bytes)
 
-    def _give(self, num_bytes: int, priority: Priority) -> None:
-        self._in_flight[priority] -= num_bytes
+    def _give(self, num_bytes: int, kind: Kind) -> None:
+        self._in_flight[kind] -= num_bytes
         self.room.changed()
 
 

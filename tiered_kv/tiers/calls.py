@@ -12,7 +12,7 @@ from typing import Any, Final, Generic, TypeVar, cast
 
 from tiered_kv.backend import Outcome
 from tiered_kv.events import TierFailed
-from tiered_kv.tiers.budget import Priority, Room, Ticket
+from tiered_kv.tiers.budget import Kind, Room, Ticket
 from tiered_kv.tiers.health import StorageHealth
 from tiered_kv.tiers.tasks import Tasks
 
@@ -87,7 +87,7 @@ class Calls:
         turns = self._turns.get(doing)
         if turns is None:
             self.health.begin(doing)
-        elif not await turns.take(ticket or Ticket(Priority.LOAD)):
+        elif not await turns.take(ticket or Ticket(Kind.LOAD)):
             return NOT_MADE
         late = asyncio.get_running_loop().create_future()
 

@@ -27,7 +27,7 @@ from tiered_kv.memory.lanes import Lane, LaneCopy, Lanes
 from tiered_kv.results import TierFault, TierRun
 from tiered_kv.tiers.base import BookedTier, Mask, Tier
 from tiered_kv.tiers.batch import Batch, Naming
-from tiered_kv.tiers.budget import Bandwidth, Budget, Priority, Room, Ticket
+from tiered_kv.tiers.budget import Bandwidth, Budget, Kind, Priority, Room, Ticket
 from tiered_kv.tiers.dirty import Waiting
 from tiered_kv.tiers.ledger import Ledger
 from tiered_kv.tiers.memory import HostTier, MemoryTier
@@ -272,11 +272,11 @@ class Chain:
     def reserve_host_now(self, batch: Batch, ticket: Ticket, *, keep: bool) -> Reservation | None:
         """Reserve host slots: own ones if the blocks are to stay and there is room, else transient ones, or None.
 
-        Only loads may take the last half of the transient slots.
+        Only what has the priority of loads may take the last half of the transient slots.
         """
         if keep and (reservation := self.reserve(self.host, batch)) is not None:
             return reservation
-        if keep and ticket.priority is Priority.PREFETCH:
+        if keep and ticket.kind is Kind.PREFETCH:
             return None  # nobody waits for these blocks: passing through would be for nothing
         free = self.host.index.statistics().transient_free
         usable = free if ticket.priority is Priority.LOAD else free - self.host.index.num_transient // 2
@@ -287,7 +287,7 @@ class Chain:
     async def reserve_host(self, batch: Batch, ticket: Ticket, *, keep: bool) -> Reservation:
         """Wait for host slots. Whoever calls this holds none that it could not give back without these."""
         return await self.room.acquire(
-            lambda: self.reserve_host_now(batch, ticket, keep=keep), ticket, lambda reservation: reservation.close()
+            lambda: self.reserve_host_now(batch, ticket, keep=keep), ticket, lambda got: got.close(), len(batch)
         )
 
     def release(self, *leases: Lease) -> None:
@@ -296,15 +296,14 @@ class Chain:
             lease.release()
         self.room.changed()
 
-    def fills_of(self, batch: Batch, priority: Priority) -> list[Fill]:
+    def fills_of(self, batch: Batch, kind: Kind, priority: Priority) -> list[Fill]:
         """The fills under way that pending blocks of the batch belong to; joining one hurries it."""
         slots, states = self.host.index.find(batch.names)
         fills = {
             id(fill): fill for slot in slots[states == _PENDING] if (fill := self.pending.get(int(slot), _NOTHING)[0])
         }
         for fill in fills.values():
-            for tier in self.storage:
-                tier.budget.room.hurry(fill.ticket, priority)
+            fill.ticket.hurry(kind, priority)
         return list(fills.values())
 
     def coming_from(self, batch: Batch) -> NDArray[np.int8]:

@@ -20,7 +20,7 @@ from tiered_kv.events import BlocksCorrupted, TierFailed
 from tiered_kv.keys import Names
 from tiered_kv.tiers.base import BookedTier, Mask
 from tiered_kv.tiers.batch import Batch
-from tiered_kv.tiers.budget import Priority, Ticket
+from tiered_kv.tiers.budget import Kind, Ticket
 from tiered_kv.tiers.calls import Answer
 from tiered_kv.tiers.storage import StorageTier, TierParts, WriteReport
 from tiered_kv.tiers.tombstones import Tombstones
@@ -102,11 +102,11 @@ class OwnedTier(StorageTier, BookedTier):
         blocks: list[Block],
         is_wanted: Callable[[], Mask],
         on_late: Callable[[], None],
-        priority: Priority,
+        kind: Kind,
     ) -> WriteReport:
         """See `StorageTier.write`. What is removed while it is written never commits."""
         n = len(batch)
-        give_back = await self._take(n, Ticket(priority))
+        give_back = await self._take(n, Ticket(kind))
         try:
             if self.health.is_shedding:
                 return WriteReport.nothing_of(n)
@@ -125,7 +125,7 @@ class OwnedTier(StorageTier, BookedTier):
                 if len(todo):
                     with self._is_writing(batch.names[todo]):
                         outcomes = await self._write_to(
-                            batch[todo], [blocks[i] for i in todo], reservation.slots[fresh], on_late, priority
+                            batch[todo], [blocks[i] for i in todo], reservation.slots[fresh], on_late, kind
                         )
                         written[todo] = [outcome is Outcome.STORED for outcome in outcomes]
                         dropped[todo] = [outcome is Outcome.REFUSED for outcome in outcomes]
@@ -143,14 +143,14 @@ class OwnedTier(StorageTier, BookedTier):
         blocks: list[Block],
         slots: NDArray[np.int64],
         on_late: Callable[[], None],
-        priority: Priority,
+        kind: Kind,
     ) -> list[Outcome]:
         _, records = await self._encode(batch, blocks)
         write = object()
         self._in_write[write] = batch.names, slots
         try:
             return await self._write(
-                lambda: self.backend.write(self.group, slots, batch.names, records), len(batch), priority, on_late
+                lambda: self.backend.write(self.group, slots, batch.names, records), len(batch), kind, on_late
             )
         finally:
             del self._in_write[write]

@@ -10,7 +10,7 @@ from tiered_kv.backend import Backend, Block, Outcome
 from tiered_kv.events import BlocksCorrupted
 from tiered_kv.tiers.base import Mask
 from tiered_kv.tiers.batch import Batch
-from tiered_kv.tiers.budget import Priority, Ticket
+from tiered_kv.tiers.budget import Kind, Ticket
 from tiered_kv.tiers.storage import StorageTier, TierParts, WriteReport
 from tiered_kv.tiers.suspects import Suspects
 from tiered_kv.tiers.tombstones import Tombstones
@@ -92,11 +92,11 @@ class SharedTier(StorageTier):
         blocks: list[Block],
         is_wanted: Callable[[], Mask],
         on_late: Callable[[], None],
-        priority: Priority,
+        kind: Kind,
     ) -> WriteReport:
         """See `StorageTier.write`. What is being deleted is dropped: which of the two came last, nobody could tell."""
         n = len(batch)
-        give_back = await self._take(n, Ticket(priority))
+        give_back = await self._take(n, Ticket(kind))
         try:
             if self.health.is_shedding:
                 return WriteReport.nothing_of(n)
@@ -107,7 +107,7 @@ class SharedTier(StorageTier):
                 there, chosen, serial = [blocks[i] for i in at], batch[at], self._evicted.serial
                 with self._is_writing(chosen.names):
                     keys, records = await self._encode(chosen, there)
-                    outcomes = await self._write(lambda: self.backend.write(keys, records), len(at), priority, on_late)
+                    outcomes = await self._write(lambda: self.backend.write(keys, records), len(at), kind, on_late)
                     written[at] = [outcome is Outcome.STORED for outcome in outcomes]
                     dropped[at] = [outcome is Outcome.REFUSED for outcome in outcomes]
                     self.suspects.wrote(batch.names[written])

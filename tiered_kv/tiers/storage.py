@@ -21,7 +21,7 @@ from tiered_kv.keys import BlockKey, Names
 from tiered_kv.record import encode, verify
 from tiered_kv.tiers.base import Mask, Tier
 from tiered_kv.tiers.batch import Batch
-from tiered_kv.tiers.budget import Budget, Priority, Ticket
+from tiered_kv.tiers.budget import Budget, Kind, Ticket
 from tiered_kv.tiers.calls import Calls, outcomes_problem
 from tiered_kv.tiers.health import StorageHealth
 from tiered_kv.tiers.tasks import Tasks, WorkerPool
@@ -150,7 +150,7 @@ class StorageTier(Tier):
         blocks: list[Block],
         is_wanted: Callable[[], Mask],
         on_late: Callable[[], None],
-        priority: Priority,
+        kind: Kind,
     ) -> WriteReport:
         """Encode and write blocks, as long as they are wanted: checked when their turn has come, and after it."""
 
@@ -188,8 +188,7 @@ class StorageTier(Tier):
         return await self.budget.take(self._num_bytes(n), ticket, lambda: self._is_off(ticket))
 
     def _is_off(self, ticket: Ticket) -> bool:
-        is_store = ticket.priority in {Priority.STORE, Priority.DEMOTE}
-        return self.health.is_shedding if is_store else self.health.is_bypassed
+        return self.health.is_bypassed if ticket.kind in {Kind.LOAD, Kind.PREFETCH} else self.health.is_shedding
 
     async def _read(
         self,
@@ -217,10 +216,10 @@ class StorageTier(Tier):
         return verdicts
 
     async def _write(
-        self, call: Callable[[], Awaitable[list[Outcome]]], n: int, priority: Priority, on_late: Callable[[], None]
+        self, call: Callable[[], Awaitable[list[Outcome]]], n: int, kind: Kind, on_late: Callable[[], None]
     ) -> list[Outcome]:
         answer = await self.calls.make(
-            "write", call, num_blocks=n, ticket=Ticket(priority), on_late=on_late,
+            "write", call, num_blocks=n, ticket=Ticket(kind), on_late=on_late,
             problem_of=outcomes_problem(n, _WRITTEN), is_failure=_all_failed,
         )  # fmt: skip
         if not answer.was_made:

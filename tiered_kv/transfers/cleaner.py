@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Final
 
-from tiered_kv.tiers.budget import Priority
+from tiered_kv.tiers.budget import Kind
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.dirty import Waiting
 from tiered_kv.tiers.memory import MemoryTier
@@ -113,7 +113,7 @@ class Cleaner:
             most = max(1, min(most, books.free + books.evictable))
         batch, lease = waiting.take(most)
         to = None if goes_to_host else chain.back
-        down = WriteDown(chain, Tally(chain.tiers), tier, batch, lease.slots, lease, to=to, priority=Priority.DEMOTE)
+        down = WriteDown(chain, Tally(chain.tiers), tier, batch, lease.slots, lease, to=to, kind=Kind.CLEAN)
         writing = chain.tasks.spawn(down.run(), f"clean {len(batch)} blocks of {tier.name}")
         self._writing.add(writing)
         self._num_leaving[tier] += len(batch)

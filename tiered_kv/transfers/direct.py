@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tiered_kv.results import TierFault
 from tiered_kv.tiers.batch import Batch
-from tiered_kv.tiers.budget import Ticket
+from tiered_kv.tiers.budget import Kind, Ticket
 from tiered_kv.transfers.load import Copied, Load
 from tiered_kv.transfers.window import Landed, Window
 
@@ -86,7 +86,9 @@ class DirectLoad(Load):
         async def read_from(number: int) -> None:
             tier, at = self._chain.storage[number - len(self._chain.memory)], np.flatnonzero(numbers == number)
             late = partial(self._say_late, tier.name, len(at))
-            right[at] = await tier.read(part[at], [blocks[i] for i in at], Ticket(self._request.priority), late)
+            right[at] = await tier.read(
+                part[at], [blocks[i] for i in at], Ticket(Kind.LOAD, self._request.priority), late
+            )
 
         await asyncio.gather(*(read_from(int(number)) for number in np.unique(numbers)))
         return right

@@ -20,6 +20,7 @@ from tiered_kv.memory.copies import copy_rows, scatter_blocks
 from tiered_kv.memory.device import wait_in
 from tiered_kv.memory.lanes import LaneCopy, RevokedError
 from tiered_kv.results import LoadResult, TierFault
+from tiered_kv.tiers.budget import Kind
 from tiered_kv.tiers.chain import RESIDENT_WINDOWS
 from tiered_kv.transfers.handles import Handle, Revocable
 from tiered_kv.transfers.requests import LoadRequest
@@ -113,7 +114,7 @@ class Load(Revocable):
         self.admitted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         """Resolves when it is known how many blocks will be in place."""
         promote = chain.limits.promote
-        self._bringer = Bringer(chain, batch, request.priority, keep=promote, gpu=self._gpu)
+        self._bringer = Bringer(chain, batch, Kind.LOAD, priority=request.priority, keep=promote, gpu=self._gpu)
         self._may_promote = self._gpu.room_for(batch) if self._gpu and promote else 0
 
     def start_load(self, task: "asyncio.Task[LoadResult]") -> LoadHandle:

@@ -13,7 +13,7 @@ from tiered_kv.events import BlocksPrefetched
 from tiered_kv.memory.copies import copy_rows
 from tiered_kv.results import PrefetchResult
 from tiered_kv.tiers.batch import Batch
-from tiered_kv.tiers.budget import Priority, Ticket
+from tiered_kv.tiers.budget import Kind, Ticket
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.memory import MemoryTier
 from tiered_kv.transfers.handles import Handle, Revocable, cancel_each, each_of
@@ -44,7 +44,8 @@ class Prefetch(Revocable):
         self._chain = chain
         self._batch = batch
         self._target = target
-        self._bringer = Bringer(chain, batch, Priority.PREFETCH, keep=True, gpu=target if target is chain.gpu else None)
+        gpu = target if target is chain.gpu else None
+        self._bringer = Bringer(chain, batch, Kind.PREFETCH, keep=True, gpu=gpu)
         self._room = target.room_for(batch)
         self._num_moved = 0
         self.source = np.full(len(batch), -1, np.int8)
@@ -79,7 +80,7 @@ class Prefetch(Revocable):
             return 0
         with ExitStack() as stack:
             quota = chain.limits.prefetches
-            stack.callback(await quota.take(len(part) * chain.stride_bytes, Ticket(Priority.LOAD)))
+            stack.callback(await quota.take(len(part) * chain.stride_bytes, Ticket(Kind.LOAD)))
             window = await self._bringer.begin(start, part, may_wait=False)
             if window is None:
                 return 0

@@ -21,7 +21,7 @@ from tiered_kv.memory.copies import gather_blocks
 from tiered_kv.memory.lanes import RevokedError
 from tiered_kv.results import StoreResult, TierStore
 from tiered_kv.tiers.batch import Batch
-from tiered_kv.tiers.budget import Priority, Ticket
+from tiered_kv.tiers.budget import Kind, Ticket
 from tiered_kv.tiers.chain import RESIDENT_WINDOWS, Fill
 from tiered_kv.tiers.memory import MemoryTier
 from tiered_kv.transfers.handles import Handle, Revocable
@@ -179,7 +179,7 @@ class Store(Revocable):
             return placing
         if not self._chain.through:
             return None
-        return self._chain.host, await self._chain.reserve_host(part, Ticket(Priority.STORE), keep=False)
+        return self._chain.host, await self._chain.reserve_host(part, Ticket(Kind.STORE), keep=False)
 
     def _place_now(self, part: Batch) -> tuple[MemoryTier, Reservation] | None:
         """Reserve slots that stay, in the fastest tier that has room."""
@@ -222,7 +222,7 @@ class Store(Revocable):
             return None
         fill = None
         if tier is self._chain.host:
-            fill = Fill(len(reservation.slots), Ticket(Priority.STORE))
+            fill = Fill(len(reservation.slots), Ticket(Kind.STORE))
             self._chain.announce(fill, reservation)
         self._num_open += 1
         return Placed(tier, reservation, part[fresh], pages[fresh].ravel(), fresh, fill)

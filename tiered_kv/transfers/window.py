@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tiered_kv.catalog.leases import Lease
 from tiered_kv.results import TierFault
 from tiered_kv.tiers.batch import Batch
-from tiered_kv.tiers.budget import Priority, Ticket
+from tiered_kv.tiers.budget import Kind, Priority, Ticket
 from tiered_kv.tiers.chain import Chain, Fill
 from tiered_kv.tiers.memory import MemoryTier
 
@@ -65,19 +65,28 @@ class Bringer:
     """Begins and lands the windows of one transfer."""
 
     def __init__(
-        self, chain: Chain, batch: Batch, priority: Priority, *, keep: bool, gpu: MemoryTier | None = None
+        self,
+        chain: Chain,
+        batch: Batch,
+        kind: Kind,
+        *,
+        priority: Priority | None = None,
+        keep: bool,
+        gpu: MemoryTier | None = None,
     ) -> None:
         """Args say where blocks end up.
 
         Args:
             chain: The tiers.
             batch: All blocks of the transfer.
-            priority: Of the reads.
+            kind: Of the reads.
+            priority: Of the reads; that of their kind by default.
             keep: Whether blocks read from storage are to stay in the CPU tier.
             gpu: The GPU pool, if a block that is there need not be on the host.
         """
         self.chain = chain
-        self.priority = priority
+        self._kind = kind
+        self._priority = Priority(kind) if priority is None else priority
         self.faults: list[TierFault] = []
         # A load longer than the CPU tier must not evict its own head: past this many, blocks only pass through.
         self.may_keep = chain.host.room_for(batch) if keep else 0
@@ -127,7 +136,7 @@ class Bringer:
         left = np.flatnonzero(window.source < 0)
         if len(left):
             window.coming[left] = chain.coming_from(window.batch[left])
-            for fill in chain.fills_of(window.batch[left], self.priority):
+            for fill in chain.fills_of(window.batch[left], self._kind, self._priority):
                 if fill is not window.own:
                     fill.join()
                     window.fills.append(fill)
@@ -138,7 +147,7 @@ class Bringer:
         keep = self.may_keep >= len(at)
         if not keep:
             self.may_keep = 0  # what stays is the head, without gaps
-        ticket = Ticket(self.priority)
+        ticket = Ticket(self._kind, self._priority)
         reservation = chain.reserve_host_now(batch, ticket, keep=keep) if not chain.room.num_waiting else None
         if reservation is None:
             if not may_wait:

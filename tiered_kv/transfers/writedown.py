@@ -21,7 +21,7 @@ from tiered_kv.memory.lanes import LaneCopy
 from tiered_kv.results import TierStore
 from tiered_kv.tiers.base import Tier
 from tiered_kv.tiers.batch import Batch
-from tiered_kv.tiers.budget import Priority, Ticket
+from tiered_kv.tiers.budget import Kind, Ticket
 from tiered_kv.tiers.chain import Chain, Fill
 from tiered_kv.tiers.memory import MemoryTier
 from tiered_kv.tiers.storage import StorageTier, WriteReport
@@ -90,7 +90,7 @@ class WriteDown:
         lease: Lease,
         *,
         to: Sequence[StorageTier] | None = None,
-        priority: Priority = Priority.STORE,
+        kind: Kind = Kind.STORE,
     ) -> None:
         """Take over ``lease``, which holds ``batch`` in ``slots`` of ``tier``.
 
@@ -102,7 +102,7 @@ class WriteDown:
             slots: Where in ``tier`` each is.
             lease: Released in the end.
             to: The storage tiers to write to; those whose turn it is by their policies if left out.
-            priority: `Priority.DEMOTE` for blocks that waited: what fails then waits again.
+            kind: `Kind.CLEAN` for blocks that waited: what fails then waits again.
         """
         self._chain = chain
         self._tally = tally
@@ -111,7 +111,7 @@ class WriteDown:
         self._slots = slots
         self._lease = lease
         self._to = to
-        self._priority = priority
+        self._kind = kind
         self._moved: list[NDArray[np.int64]] = []
 
     def let_wait(self) -> None:
@@ -180,14 +180,14 @@ class WriteDown:
         chain, host, n = self._chain, self._chain.host, len(self._batch)
         reservation = await self._reserve_host()
         if reservation is None:
-            if self._priority is Priority.DEMOTE:
+            if self._kind is Kind.CLEAN:
                 chain.waiting[gpu].put_back(self._batch, self._slots, self._lease)
             else:
                 self._tally.add_below(gpu, dropped=n)
             self._batch, self._slots = self._batch[:0], self._slots[:0]
             return
         fresh = reservation.slots >= 0
-        fill = Fill(n, Ticket(self._priority))
+        fill = Fill(n, Ticket(self._kind))
         chain.announce(fill, reservation)
         filled: Lease | None = None
         try:
@@ -221,7 +221,7 @@ class WriteDown:
             return chain.reserve(chain.host, self._batch)
         try:
             async with asyncio.timeout(chain.limits.store_timeout_s):
-                return await chain.reserve_host(self._batch, Ticket(self._priority), keep=self._to is None)
+                return await chain.reserve_host(self._batch, Ticket(self._kind), keep=self._to is None)
         except TimeoutError:
             return None
 
@@ -250,7 +250,7 @@ class WriteDown:
         async def write() -> None:
             try:
                 with chain.host.slab.blocks(slots) as blocks:
-                    settle(await storage.write(batch, blocks, is_wanted, lambda: settle(None), self._priority))
+                    settle(await storage.write(batch, blocks, is_wanted, lambda: settle(None), self._kind))
             finally:
                 settle(None)
                 let_go()
@@ -264,7 +264,7 @@ class WriteDown:
 
     def _settle(self, storage: StorageTier, batch: Batch, slots: NDArray[np.int64], report: WriteReport) -> None:
         """Count what became of the blocks in one tier; what waited and failed waits again."""
-        waiting = self._chain.waiting.get(self._tier) if self._priority is Priority.DEMOTE else None
+        waiting = self._chain.waiting.get(self._tier) if self._kind is Kind.CLEAN else None
         num_again = 0
         if waiting is not None:
             again = waiting.again(batch[report.failed], slots[report.failed], self._lease, most_tries=_MOST_TRIES)
