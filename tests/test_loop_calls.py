@@ -8,7 +8,7 @@ from typing import Any, TypeVarTuple
 
 import pytest
 
-from tests.interrupts import interrupted_everywhere
+from tests.support.interrupts import interrupted_everywhere
 from tiered_kv.loop_calls import LoopCalls, carried
 
 Ts = TypeVarTuple("Ts")

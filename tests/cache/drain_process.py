@@ -10,8 +10,8 @@ import sys
 from itertools import count
 from pathlib import Path
 
-from tests.cache.any_layout import AnyEngine, cpu, nvme, open_any, prompt
-from tests.cache.conftest import ScriptedSlotBackend
+from tests.support.any_layout import AnyEngine, cpu, nvme, open_any, prompt
+from tests.support.backends import ScriptedSlotBackend
 from tiered_kv import StoreResult
 
 

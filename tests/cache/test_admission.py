@@ -1,15 +1,8 @@
 """Admission: a tier that wants blocks used n times first gets them at their n-th use, wherever they are then."""
 
-from tests.cache.conftest import (
-    PAYLOAD_BYTES,
-    Engine,
-    ScriptedSlotBackend,
-    keep,
-    open_cache,
-    prompt,
-    until,
-    until_idle,
-)
+from tests.support.backends import ScriptedSlotBackend
+from tests.support.caches import keep, open_cache, until, until_idle
+from tests.support.engine import PAYLOAD_BYTES, Engine, prompt
 from tiered_kv import GPULoadStoreSpec, TierSettings, TierStore
 
 KEYS = prompt(8)

@@ -4,20 +4,9 @@ import asyncio
 
 import pytest
 
-from tests.cache.conftest import (
-    PAYLOAD_BYTES,
-    AnyTier,
-    Engine,
-    Recorder,
-    ScriptedBackend,
-    ScriptedSlotBackend,
-    contents,
-    keep,
-    open_cache,
-    prompt,
-    until,
-    until_idle,
-)
+from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
+from tests.support.caches import AnyTier, Recorder, keep, open_cache, until, until_idle
+from tests.support.engine import PAYLOAD_BYTES, Engine, contents, prompt
 from tiered_kv import CacheLimits, GPULoadStoreSpec, TieredKV
 from tiered_kv.events import BlocksSettled
 from tiered_kv.results import StoreResult, TierStore

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cache.any_layout import BLOCK_SIZE, MODEL, SMALL, STRIDE, AnyEngine, cpu, gpu, nvme, open_any, prompt
-from tests.cache.conftest import until_idle
+from tests.support.any_layout import BLOCK_SIZE, MODEL, SMALL, STRIDE, AnyEngine, cpu, gpu, nvme, open_any, prompt
+from tests.support.caches import until_idle
 from tiered_kv import (
     BlockKeys,
     CacheLimits,
@@ -320,7 +320,7 @@ async def test_wrong_tiers(tmp_path: Path, wrong: str) -> None:
 async def test_a_directory_held_by_another_process(tmp_path: Path) -> None:
     """One process owns the directory: the next is told which one, and may have it once that has ended."""
     holder = (
-        "import asyncio, sys; sys.path.insert(0, sys.argv[2]); from tests.cache.any_layout import *\n"
+        "import asyncio, sys; sys.path.insert(0, sys.argv[2]); from tests.support.any_layout import *\n"
         "async def hold():\n"
         "    async with open_any(AnyEngine(), nvme(Path(sys.argv[1]))):\n"
         "        print('held', flush=True); sys.stdin.read()\n"

@@ -8,18 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cache.conftest import (
-    MODEL,
-    PAYLOAD_BYTES,
-    SMALL_LIMITS,
-    AnyTier,
-    Engine,
-    Recorder,
-    ScriptedBackend,
-    contents,
-    prompt,
-    small_layout,
-)
+from tests.support.backends import ScriptedBackend
+from tests.support.caches import AnyTier, Recorder
+from tests.support.engine import MODEL, PAYLOAD_BYTES, SMALL_LIMITS, Engine, contents, prompt, small_layout
 from tiered_kv import (
     BlockingTieredKV,
     ClosedError,

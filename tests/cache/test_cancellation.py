@@ -17,20 +17,10 @@ import pytest
 from anyio import CancelScope
 from anyio.lowlevel import checkpoint
 
-from tests.cache.conftest import (
-    PAYLOAD_BYTES,
-    AnyTier,
-    Engine,
-    ScriptedBackend,
-    ScriptedSlotBackend,
-    contents,
-    keep,
-    open_cache,
-    prompt,
-    until,
-    until_idle,
-)
-from tests.cache.virtual import InlineWorkers
+from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
+from tests.support.caches import AnyTier, keep, open_cache, until, until_idle
+from tests.support.engine import PAYLOAD_BYTES, Engine, contents, prompt
+from tests.support.virtual import InlineWorkers
 from tiered_kv import CacheLimits, GPULoadStoreSpec, LoadHandle, LoadResult, StoreHandle, TieredKV
 from tiered_kv.testing import ScriptedDevice
 

@@ -12,16 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.cache.conftest import (
-    PAYLOAD_BYTES,
-    Engine,
-    ScriptedSlotBackend,
-    inside,
-    keep,
-    open_cache,
-    prompt,
-    until_idle,
-)
+from tests.support.backends import ScriptedSlotBackend
+from tests.support.caches import inside, keep, open_cache, until_idle
+from tests.support.engine import PAYLOAD_BYTES, Engine, prompt
 from tiered_kv import Added, BlockKeys, Cleared, Mirror, Namespace, Removed, Snapshot, TierChange, TieredKV
 from tiered_kv.changes import Changes
 from tiered_kv.keys import Names

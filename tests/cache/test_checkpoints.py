@@ -2,18 +2,9 @@
 
 import asyncio
 
-from tests.cache.conftest import (
-    PAYLOAD_BYTES,
-    Engine,
-    Recorder,
-    ScriptedSlotBackend,
-    contents,
-    keep,
-    open_cache,
-    prompt,
-    until,
-    until_idle,
-)
+from tests.support.backends import ScriptedSlotBackend
+from tests.support.caches import Recorder, keep, open_cache, until, until_idle
+from tests.support.engine import PAYLOAD_BYTES, Engine, contents, prompt
 from tiered_kv import GPULoadStoreSpec
 from tiered_kv.events import TierFailed, TierStalled
 

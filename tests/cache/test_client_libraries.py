@@ -9,20 +9,9 @@ import pytest
 import torch
 from anyio import fail_after
 
-from tests.cache.conftest import (
-    PAYLOAD_BYTES,
-    SMALL_LIMITS,
-    Engine,
-    Recorder,
-    ScriptedBackend,
-    ScriptedSlotBackend,
-    assert_nothing_left,
-    keep,
-    open_cache,
-    prompt,
-    until,
-    until_idle,
-)
+from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
+from tests.support.caches import Recorder, assert_nothing_left, keep, open_cache, until, until_idle
+from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine, prompt
 from tiered_kv import (
     BackendContext,
     BackendUnavailableError,

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cache import virtual
-from tests.cache.any_layout import MODEL, nvme, prompt
-from tests.cache.conftest import AnyTier, ScriptedBackend, until
+from tests.support import virtual
+from tests.support.any_layout import MODEL, nvme, prompt
+from tests.support.backends import ScriptedBackend
+from tests.support.caches import AnyTier, until
 from tiered_kv import (
     CPULoadStoreSpec,
     GPULoadStoreSpec,

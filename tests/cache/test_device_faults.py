@@ -6,19 +6,9 @@ from typing import Any
 import pytest
 from anyio.lowlevel import checkpoint
 
-from tests.cache.conftest import (
-    PAYLOAD_BYTES,
-    AnyTier,
-    Engine,
-    Recorder,
-    ScriptedSlotBackend,
-    contents,
-    keep,
-    open_cache,
-    prompt,
-    until,
-    until_idle,
-)
+from tests.support.backends import ScriptedSlotBackend
+from tests.support.caches import AnyTier, Recorder, keep, open_cache, until, until_idle
+from tests.support.engine import PAYLOAD_BYTES, Engine, contents, prompt
 from tiered_kv import CacheLimits, GPULoadStoreSpec, TieredKV
 from tiered_kv.events import DeviceFailed, HostMemoryReady
 from tiered_kv.testing import ScriptedDevice, ScriptedEvent

@@ -10,20 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.cache import virtual
-from tests.cache.any_layout import AnyEngine, cpu, nvme, open_any, prompt
-from tests.cache.conftest import (
-    PAYLOAD_BYTES,
-    SMALL_LIMITS,
-    Engine,
-    ScriptedSlotBackend,
-    keep,
-    open_cache,
-    until,
-    until_idle,
-)
-from tests.cache.conftest import prompt as small_prompt
-from tests.cache.virtual import advance
+from tests.support import virtual
+from tests.support.any_layout import AnyEngine, cpu, nvme, open_any, prompt
+from tests.support.backends import ScriptedSlotBackend
+from tests.support.caches import keep, open_cache, until, until_idle
+from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine
+from tests.support.engine import prompt as small_prompt
+from tests.support.virtual import advance
 from tiered_kv import ConfigurationError, GPULoadStoreSpec, TieredKV
 from tiered_kv.closing import draining_on
 

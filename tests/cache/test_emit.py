@@ -1,6 +1,7 @@
 """A program's own `emit`."""
 
-from tests.cache.conftest import Engine, contents, open_cache, prompt
+from tests.support.caches import open_cache
+from tests.support.engine import Engine, contents, prompt
 from tiered_kv.events import Event
 
 CPU = {"medium": "cpu", "capacity": "1MiB"}

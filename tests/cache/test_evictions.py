@@ -7,18 +7,9 @@ from typing import Any, TypeVar
 import pytest
 from numpy.typing import NDArray
 
-from tests.cache.conftest import (
-    PAYLOAD_BYTES,
-    Engine,
-    ScriptedBackend,
-    ScriptedSlotBackend,
-    contents,
-    keep,
-    open_cache,
-    prompt,
-    until,
-    until_idle,
-)
+from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
+from tests.support.caches import keep, open_cache, until, until_idle
+from tests.support.engine import PAYLOAD_BYTES, Engine, contents, prompt
 from tiered_kv import (
     BackendContext,
     BackendUnavailableError,

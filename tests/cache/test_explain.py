@@ -5,23 +5,9 @@ import asyncio
 import numpy as np
 import pytest
 
-from tests.cache.conftest import (
-    BLOCK_SIZE,
-    MODEL,
-    PAYLOAD_BYTES,
-    SMALL_LIMITS,
-    Engine,
-    Recorder,
-    ScriptedBackend,
-    ScriptedSlotBackend,
-    inside,
-    keep,
-    open_cache,
-    prompt,
-    small_layout,
-    until,
-    until_idle,
-)
+from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
+from tests.support.caches import Recorder, inside, keep, open_cache, until, until_idle
+from tests.support.engine import BLOCK_SIZE, MODEL, PAYLOAD_BYTES, SMALL_LIMITS, Engine, prompt, small_layout
 from tiered_kv import BlockKeys, Explanation, GPULoadStoreSpec, Shard, TieredKV, hash_blocks
 from tiered_kv.catalog.books import Change
 from tiered_kv.catalog.history import Fate

@@ -8,23 +8,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.cache.conftest import (
-    MODEL,
-    PAYLOAD_BYTES,
-    Act,
-    Engine,
-    Recorder,
-    ScriptedBackend,
-    ScriptedSlotBackend,
-    contents,
-    keep,
-    only,
-    open_cache,
-    prompt,
-    small_layout,
-    until,
-    until_idle,
-)
+from tests.support.backends import Act, ScriptedBackend, ScriptedSlotBackend, only
+from tests.support.caches import Recorder, keep, open_cache, until, until_idle
+from tests.support.engine import MODEL, PAYLOAD_BYTES, Engine, contents, prompt, small_layout
 from tiered_kv import (
     BackendContext,
     BackendUnavailableError,

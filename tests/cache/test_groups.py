@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.cache.any_layout import AnyEngine, cpu, open_any, prompt
-from tests.cache.conftest import until_idle
+from tests.support.any_layout import AnyEngine, cpu, open_any, prompt
+from tests.support.caches import until_idle
 from tiered_kv import ConfigurationError, GroupNeed, KVGroup, KVLayout, LayoutMismatchError, TieredKV, full, window
 from tiered_kv.groups import length_in_place, longest
 from tiered_kv.keys import BlockKeys

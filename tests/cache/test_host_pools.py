@@ -11,22 +11,9 @@ import pytest
 import torch
 from anyio import fail_after
 
-from tests.cache.conftest import (
-    MODEL,
-    PAYLOAD_BYTES,
-    AnyTier,
-    Engine,
-    Recorder,
-    ScriptedBackend,
-    ScriptedSlotBackend,
-    contents,
-    keep,
-    only,
-    open_cache,
-    prompt,
-    until,
-    until_idle,
-)
+from tests.support.backends import ScriptedBackend, ScriptedSlotBackend, only
+from tests.support.caches import AnyTier, Recorder, keep, open_cache, until, until_idle
+from tests.support.engine import MODEL, PAYLOAD_BYTES, Engine, contents, prompt
 from tiered_kv import (
     ConfigurationError,
     CPULoadStoreSpec,

@@ -11,8 +11,9 @@ import pytest
 import structlog
 from structlog.testing import capture_logs
 
-from tests.cache.any_layout import LIMITS, MODEL, SMALL, STRIDE, AnyEngine, cpu, memory, nvme, open_any, prompt
-from tests.cache.conftest import AnyTier, ScriptedBackend, ScriptedSlotBackend, until_idle
+from tests.support.any_layout import LIMITS, MODEL, SMALL, STRIDE, AnyEngine, cpu, memory, nvme, open_any, prompt
+from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
+from tests.support.caches import AnyTier, until_idle
 from tiered_kv import ModelIdentity, TieredKV, TieredKVSettings
 from tiered_kv_backends.memory import MemoryBackend
 

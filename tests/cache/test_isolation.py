@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cache.any_layout import MODEL, SMALL, AnyEngine, cpu, memory, nvme, open_any, prompt
-from tests.cache.conftest import Recorder, until_idle
+from tests.support.any_layout import MODEL, SMALL, AnyEngine, cpu, memory, nvme, open_any, prompt
+from tests.support.caches import Recorder, until_idle
 from tiered_kv import BlockKeys, KVGroup, KVLayout, ModelIdentity, Shard
 from tiered_kv.backend import RecordShape
 from tiered_kv.events import BlocksCorrupted

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cache.conftest import PAYLOAD_BYTES, Engine, contents, open_cache, prompt
+from tests.support.caches import open_cache
+from tests.support.engine import PAYLOAD_BYTES, Engine, contents, prompt
 from tiered_kv import GPULoadStoreSpec
 
 

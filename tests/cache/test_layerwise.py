@@ -6,21 +6,9 @@ import threading
 import pytest
 from anyio.lowlevel import checkpoint
 
-from tests.cache.conftest import (
-    PAYLOAD_BYTES,
-    POISON,
-    SMALL_LIMITS,
-    AnyTier,
-    Engine,
-    ScriptedBackend,
-    ScriptedSlotBackend,
-    contents,
-    keep,
-    open_cache,
-    prompt,
-    until,
-    until_idle,
-)
+from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
+from tests.support.caches import AnyTier, keep, open_cache, until, until_idle
+from tests.support.engine import PAYLOAD_BYTES, POISON, SMALL_LIMITS, Engine, contents, prompt
 from tiered_kv import CacheLimits, ConfigurationError, GPULoadStoreSpec
 from tiered_kv.testing import ScriptedDevice, ScriptedEvent
 

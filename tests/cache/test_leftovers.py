@@ -6,16 +6,9 @@ import threading
 import pytest
 from anyio.lowlevel import checkpoint
 
-from tests.cache.conftest import (
-    PAYLOAD_BYTES,
-    Engine,
-    ScriptedBackend,
-    keep,
-    open_cache,
-    prompt,
-    until,
-    until_idle,
-)
+from tests.support.backends import ScriptedBackend
+from tests.support.caches import keep, open_cache, until, until_idle
+from tests.support.engine import PAYLOAD_BYTES, Engine, prompt
 from tiered_kv import GPULoadStoreSpec
 
 KEYS = prompt(9)

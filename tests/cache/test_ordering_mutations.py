@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 import pytest
 from anyio.lowlevel import checkpoint
 
-from tests.cache.conftest import PAYLOAD_BYTES, AnyTier, Engine, keep, open_cache, prompt, until, until_idle
-from tests.cache.watching import NUM_LAYERS, pages
+from tests.support.caches import AnyTier, keep, open_cache, until, until_idle
+from tests.support.engine import PAYLOAD_BYTES, Engine, prompt
+from tests.support.watching import NUM_LAYERS, pages
 from tiered_kv import GPULoadStoreSpec, LoadHandle, TieredKV
 from tiered_kv.catalog.leases import Reservation
 from tiered_kv.testing import ScriptedDevice, ScriptedStream

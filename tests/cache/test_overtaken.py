@@ -7,20 +7,9 @@ from collections.abc import Awaitable, Callable
 import pytest
 from anyio.lowlevel import checkpoint
 
-from tests.cache.conftest import (
-    MODEL,
-    PAYLOAD_BYTES,
-    AnyTier,
-    Engine,
-    ScriptedBackend,
-    ScriptedSlotBackend,
-    contents,
-    keep,
-    open_cache,
-    prompt,
-    until,
-    until_idle,
-)
+from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
+from tests.support.caches import AnyTier, keep, open_cache, until, until_idle
+from tests.support.engine import MODEL, PAYLOAD_BYTES, Engine, contents, prompt
 from tiered_kv import CacheLimits, GPULoadStoreSpec, TieredKV
 from tiered_kv.testing import ScriptedDevice, ScriptedEvent
 

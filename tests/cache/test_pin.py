@@ -5,25 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.cache import virtual
-from tests.cache.any_layout import AnyEngine, open_any
-from tests.cache.any_layout import cpu as any_cpu
-from tests.cache.any_layout import prompt as any_prompt
-from tests.cache.conftest import (
-    BLOCK_SIZE,
-    MODEL,
-    PAYLOAD_BYTES,
-    SMALL_LIMITS,
-    Engine,
-    ScriptedSlotBackend,
-    contents,
-    inside,
-    keep,
-    open_cache,
-    prompt,
-    until_idle,
-)
-from tests.cache.virtual import advance
+from tests.support import virtual
+from tests.support.any_layout import AnyEngine, open_any
+from tests.support.any_layout import cpu as any_cpu
+from tests.support.any_layout import prompt as any_prompt
+from tests.support.backends import ScriptedSlotBackend
+from tests.support.caches import inside, keep, open_cache, until_idle
+from tests.support.engine import BLOCK_SIZE, MODEL, PAYLOAD_BYTES, SMALL_LIMITS, Engine, contents, prompt
+from tests.support.virtual import advance
 from tiered_kv import BlockKeys, ConfigurationError, GPULoadStoreSpec, KVLayout, Shard, TieredKV, hash_blocks
 
 

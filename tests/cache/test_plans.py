@@ -16,8 +16,9 @@ import pytest
 import torch
 from anyio.lowlevel import checkpoint
 
-from tests.cache.any_layout import SMALL, STRIDE, AnyEngine, cpu, nvme, open_any, prompt
-from tests.cache.conftest import Recorder, ScriptedBackend, inside, until, until_idle
+from tests.support.any_layout import SMALL, STRIDE, AnyEngine, cpu, nvme, open_any, prompt
+from tests.support.backends import ScriptedBackend
+from tests.support.caches import Recorder, inside, until, until_idle
 from tiered_kv import (
     ClosedError,
     ConfigurationError,

@@ -7,20 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cache.conftest import (
-    BLOCK_SIZE,
-    MODEL,
-    PAYLOAD_BYTES,
-    AnyTier,
-    Engine,
-    Recorder,
-    contents,
-    open_cache,
-    prompt,
-    until,
-    until_idle,
-)
-from tests.cache.watching import pages
+from tests.support.caches import AnyTier, Recorder, open_cache, until, until_idle
+from tests.support.engine import BLOCK_SIZE, MODEL, PAYLOAD_BYTES, Engine, contents, prompt
+from tests.support.watching import pages
 from tiered_kv import CacheLimits, ConfigurationError, GPULoadStoreSpec, KVLayout, TieredKV, hash_blocks, hash_tail
 from tiered_kv.events import SequencePreempted
 from tiered_kv.memory.copies import gather_blocks, scatter_blocks

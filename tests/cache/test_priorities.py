@@ -6,17 +6,9 @@ from collections.abc import Sequence
 import pytest
 from anyio.lowlevel import checkpoint
 
-from tests.cache.conftest import (
-    PAYLOAD_BYTES,
-    Engine,
-    ScriptedBackend,
-    inside,
-    keep,
-    open_cache,
-    prompt,
-    until,
-    until_idle,
-)
+from tests.support.backends import ScriptedBackend
+from tests.support.caches import inside, keep, open_cache, until, until_idle
+from tests.support.engine import PAYLOAD_BYTES, Engine, prompt
 from tiered_kv import Block, BlockKey, CacheLimits, GPULoadStoreSpec, Outcome, Priority
 
 CPU = {"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.cache.any_layout import STRIDE, AnyEngine, cpu, gpu, memory, nvme, open_any, prompt
-from tests.cache.conftest import Recorder, until_idle
+from tests.support.any_layout import STRIDE, AnyEngine, cpu, gpu, memory, nvme, open_any, prompt
+from tests.support.caches import Recorder, until_idle
 from tiered_kv import BlockKeys, CacheStatistics, ConfigurationError, KVGroup, KVLayout, StoreResult, TieredKV
 from tiered_kv.events import BlocksLoaded, BlocksStored
 

@@ -6,20 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cache.conftest import (
-    PAYLOAD_BYTES,
-    SMALL_LIMITS,
-    Engine,
-    Recorder,
-    ScriptedSlotBackend,
-    contents,
-    inside,
-    keep,
-    open_cache,
-    prompt,
-    until,
-    until_idle,
-)
+from tests.support.backends import ScriptedSlotBackend
+from tests.support.caches import Recorder, inside, keep, open_cache, until, until_idle
+from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine, contents, prompt
 from tiered_kv import ConfigurationError, GPULoadStoreSpec, TieredKV
 from tiered_kv.events import TierResized
 

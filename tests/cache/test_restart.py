@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.cache.any_layout import AnyEngine, cpu, nvme, open_any, prompt
-from tests.cache.conftest import until_idle
+from tests.support.any_layout import AnyEngine, cpu, nvme, open_any, prompt
+from tests.support.caches import until_idle
 from tiered_kv import BlockKeys, KVGroup, KVLayout
 from tiered_kv.tiers.owned import OwnedTier
 

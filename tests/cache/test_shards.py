@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.cache.any_layout import AnyEngine, cpu, nvme, open_any, prompt
-from tests.cache.conftest import until_idle
+from tests.support.any_layout import AnyEngine, cpu, nvme, open_any, prompt
+from tests.support.caches import until_idle
 from tiered_kv import ConfigurationError, KVGroup, KVLayout, Shard
 
 N = 12

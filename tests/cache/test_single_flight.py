@@ -4,19 +4,9 @@ import asyncio
 
 import pytest
 
-from tests.cache.conftest import (
-    PAYLOAD_BYTES,
-    Engine,
-    ScriptedBackend,
-    ScriptedSlotBackend,
-    contents,
-    inside,
-    keep,
-    open_cache,
-    prompt,
-    until,
-    until_idle,
-)
+from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
+from tests.support.caches import inside, keep, open_cache, until, until_idle
+from tests.support.engine import PAYLOAD_BYTES, Engine, contents, prompt
 from tiered_kv import CacheLimits, GPULoadStoreSpec, TieredKV
 
 CPU = {"medium": "cpu", "capacity": 32 * PAYLOAD_BYTES}

@@ -5,8 +5,8 @@ from pathlib import Path
 import anyio
 import pytest
 
-from tests.cache.any_layout import STRIDE, AnyEngine, cpu, nvme, open_any, prompt
-from tests.cache.conftest import until_idle
+from tests.support.any_layout import STRIDE, AnyEngine, cpu, nvme, open_any, prompt
+from tests.support.caches import until_idle
 from tiered_kv import BlockKeys, CacheLimits, LoadHandle, TieredKV
 
 CPU_BLOCKS = 16

@@ -2,19 +2,9 @@
 
 import pytest
 
-from tests.cache.conftest import (
-    Engine,
-    Recorder,
-    ScriptedBackend,
-    contents,
-    inside,
-    keep,
-    only,
-    open_cache,
-    prompt,
-    until,
-    until_idle,
-)
+from tests.support.backends import ScriptedBackend, only
+from tests.support.caches import Recorder, inside, keep, open_cache, until, until_idle
+from tests.support.engine import Engine, contents, prompt
 from tiered_kv import GPULoadStoreSpec, Outcome, TieredKV
 from tiered_kv.events import BlocksCorrupted
 from tiered_kv.tiers.shared import SharedTier

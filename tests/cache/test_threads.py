@@ -8,19 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cache.conftest import (
-    MODEL,
-    PAYLOAD_BYTES,
-    Engine,
-    ScriptedBackend,
-    contents,
-    keep,
-    open_cache,
-    prompt,
-    small_layout,
-    until,
-    until_idle,
-)
+from tests.support.backends import ScriptedBackend
+from tests.support.caches import keep, open_cache, until, until_idle
+from tests.support.engine import MODEL, PAYLOAD_BYTES, Engine, contents, prompt, small_layout
 from tiered_kv import (
     CacheLimits,
     ClosedError,

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cache import virtual
-from tests.cache.conftest import PAYLOAD_BYTES, Engine, keep, open_cache, prompt, until_idle
+from tests.support import virtual
+from tests.support.caches import keep, open_cache, until_idle
+from tests.support.engine import PAYLOAD_BYTES, Engine, prompt
 from tiered_kv import ConfigurationError, GPULoadStoreSpec, TieredKVSettings
 
 KEYS = prompt(8)

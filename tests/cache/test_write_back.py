@@ -9,24 +9,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.cache import virtual
-from tests.cache.conftest import (
-    MODEL,
-    PAYLOAD_BYTES,
-    SMALL_LIMITS,
-    AnyTier,
-    Engine,
-    Recorder,
-    ScriptedBackend,
-    ScriptedSlotBackend,
-    contents,
-    inside,
-    open_cache,
-    prompt,
-    small_layout,
-    until,
-    until_idle,
-)
+from tests.support import virtual
+from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
+from tests.support.caches import AnyTier, Recorder, inside, open_cache, until, until_idle
+from tests.support.engine import MODEL, PAYLOAD_BYTES, SMALL_LIMITS, Engine, contents, prompt, small_layout
 from tiered_kv import (
     BackendUnavailableError,
     Block,

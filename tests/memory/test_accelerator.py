@@ -9,7 +9,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from tests.cache.conftest import PAYLOAD_BYTES, Engine, Recorder, open_cache, prompt, until, until_idle
+from tests.support.caches import Recorder, open_cache, until, until_idle
+from tests.support.engine import PAYLOAD_BYTES, Engine, prompt
 from tiered_kv import GPULoadStoreSpec
 from tiered_kv.events import DeviceFailed
 from tiered_kv.memory.accelerator import AcceleratorDevice

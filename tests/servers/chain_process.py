@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.cache.conftest import Engine, contents, open_cache, prompt
+from tests.support.caches import open_cache
+from tests.support.engine import Engine, contents, prompt
 from tiered_kv import GPULoadStoreSpec
 
 NUM_BLOCKS = 24

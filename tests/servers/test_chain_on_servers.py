@@ -23,7 +23,8 @@ from mooncake_server import mooncake_server
 from namespaces import hosts
 from redis_server import find_binary, free_port, run_redis
 from s3_server import S3Server, is_ceph, s3_server
-from tests.cache.conftest import Engine, Recorder, contents, keep, open_cache, prompt
+from tests.support.caches import Recorder, keep, open_cache
+from tests.support.engine import Engine, contents, prompt
 from tiered_kv import (
     BackendUnavailableError,
     BlockKeys,

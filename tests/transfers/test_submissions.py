@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 
-from tests.cache.conftest import until
-from tests.interrupts import interrupted_everywhere
+from tests.support.caches import until
+from tests.support.interrupts import interrupted_everywhere
 from tiered_kv.errors import ConfigurationError
 from tiered_kv.loop_calls import LoopCalls
 from tiered_kv.transfers.handles import Handle

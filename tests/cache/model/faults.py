@@ -7,9 +7,9 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from tests.cache.conftest import Act, only
 from tests.cache.model.machine import Machine
 from tests.cache.model.world import VirtualWorld
+from tests.support.backends import Act, only
 from tiered_kv import BackendUnavailableError, Outcome
 
 ACTS = st.integers(0, 9)

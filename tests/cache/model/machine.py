@@ -10,9 +10,9 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant
 
-from tests.cache.any_layout import MODEL, AnyEngine, prompt
-from tests.cache.conftest import Recorder, assert_nothing_left, inside
 from tests.cache.model.world import Shape, World
+from tests.support.any_layout import MODEL, AnyEngine, prompt
+from tests.support.caches import Recorder, assert_nothing_left, inside
 from tiered_kv import BlockKeys, GPULoadStoreSpec, ModelIdentity, TieredKV
 
 T = TypeVar("T")

@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from tests.cache.conftest import inside
 from tests.cache.model.machine import DELAYS_S, LONG_S, SPANS, WEIGHTS, Machine
+from tests.support.caches import inside
 from tiered_kv import BlockKeys, LoadHandle, LoadResult, LoadTicket, StoreHandle, StoreResult, StoreTicket
 
 WAYS = st.sampled_from(["start", "start", "layers", "submit"])

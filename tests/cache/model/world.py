@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.cache.any_layout import LIMITS, STRIDE, cpu, gpu, nvme
-from tests.cache.conftest import Act, AnyTier, ScriptedBackend, ScriptedSlotBackend
-from tests.cache.virtual import InlineWorkers, VirtualLoop
-from tests.cache.watching import watched
+from tests.support.any_layout import LIMITS, STRIDE, cpu, gpu, nvme
+from tests.support.backends import Act, ScriptedBackend, ScriptedSlotBackend
+from tests.support.caches import AnyTier
+from tests.support.virtual import InlineWorkers, VirtualLoop
+from tests.support.watching import watched
 from tiered_kv import BackendContext, BlockKey, CacheLimits
 from tiered_kv.backend import OwnedTierSettings, Recovered
 from tiered_kv.memory.device import Device

@@ -9,7 +9,7 @@ import selectors
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from tests.cache.conftest import inside
+from tests.support.caches import inside
 from tiered_kv import TieredKV
 from tiered_kv.loop_calls import LoopCalls
 from tiered_kv.memory.device import After, Copy, CPUDevice, CPUStream, Done

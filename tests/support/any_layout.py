@@ -1,4 +1,4 @@
-"""An engine of any layout, whose blocks' bytes are told by their keys: `conftest.Engine` is the one for all else."""
+"""An engine of any layout, whose blocks' bytes are told by their keys: `engine.Engine` is the one for all else."""
 
 import hashlib
 from collections.abc import AsyncGenerator, Sequence
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.cache.conftest import AnyTier, Recorder
+from tests.support.caches import AnyTier, Recorder
 from tiered_kv import (
     BlockKeys,
     CacheLimits,
