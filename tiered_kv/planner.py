@@ -111,9 +111,9 @@ class Planner:
     def ended(self, plan: Plan) -> Awaitable[JobResult]:
         """Return what to await for the end of a job: every rank has answered, or its worker has ended.
 
-        Ask for it when the plan is made. Cancelling the wait does not end the job.
+        Of a job that is over it is there at once. Cancelling the wait does not end the job.
 
         Raises:
-            ConfigurationError: The job has ended already.
+            ConfigurationError: No job of this cache, or one that ended 4,096 jobs ago.
         """
         return asyncio.shield(self._opened().jobs.ended(plan))

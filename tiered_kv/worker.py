@@ -102,7 +102,8 @@ class Worker:
         """Start to move this rank's part of a plan; the future never raises for the copy.
 
         Args:
-            plan: Of the planner whose slabs these are. Until the future is done its blocks belong to the transfer.
+            plan: Of the planner whose slabs these are. Until the future is done its blocks belong to the transfer; it
+                cannot be cancelled.
             after: An event behind the blocks' last use, or their computation; the wait is enqueued before this returns.
 
         Raises:
@@ -115,6 +116,7 @@ class Worker:
                 f"job {plan.job} is for process {move.pid}, this is {os.getpid()}: its slots may be another's by now"
             )
         ended: Future[Outcomes] = Future()
+        ended.set_running_or_notify_cancel()  # from here on it cannot be cancelled: a copy goes on, whoever waits
         if not len(move.host):
             ended.set_result(Outcomes(plan.job, self.rank, 0))
             return ended
@@ -136,12 +138,16 @@ class Worker:
             moved = 0 if error else len(move.host)
             ended.set_result(Outcomes(plan.job, self.rank, moved, f"{type(error).__name__}: {error}" if error else ""))
 
-        with self._lock:
-            lane = self._lanes[plan.direction].take(after)
-            try:
-                lane.submit(copy, done)
-            finally:
-                lane.release()
+        try:
+            with self._lock:
+                lane = self._lanes[plan.direction].take(after)
+                try:
+                    lane.submit(copy, done)
+                finally:
+                    lane.release()
+        except Exception:
+            self._executed.pop(plan.job, None)  # nothing moves: it may be started again
+            raise
         return ended
 
     def _check_new(self, job: int) -> None:

@@ -515,7 +515,7 @@ async def test_closing_twice_or_before_opening_is_harmless() -> None:
 def _invert(blocks: Sequence[Block]) -> None:
     """Do to what is to be written what a compression or a change of byte order in place would do."""
     for block in blocks:
-        for segment in (block.payload, block.padded, block.header):
+        for segment in (block.payload, block.header):
             np.frombuffer(segment, np.uint8)[:] ^= 0xFF
 
 

@@ -4,14 +4,19 @@ import asyncio
 import multiprocessing as mp
 import os
 import pickle
+import resource
 import subprocess
 import sys
+import threading
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
+import anyio
+import numpy as np
 import pytest
 import torch
 from anyio.lowlevel import checkpoint
@@ -462,3 +467,93 @@ async def test_a_worker_killed_in_the_middle(processes: list[Process]) -> None:
         processes[2].tell("compute")
         assert await both(planner, [processes[0], processes[2]], planner.plan_store(KEYS, spec)) == N - N // 2
         await until_idle(kv)
+
+
+async def test_what_cannot_be_waited_for_uses_up_no_job() -> None:
+    """A plan whose `after` is refused has not been executed: with a right one it is."""
+    async with open_any(AnyEngine(), CPU, shard=Shard.every(2)) as kv:
+        planner = kv.planner()
+        ranks = Ranks(planner)
+        ranks.compute()
+        plan = planner.plan_store(KEYS, ranks.engines[0].spec(range(N)))
+        for worker in ranks.workers:
+            with pytest.raises(ConfigurationError, match="after must"):
+                worker.start(plan, after=object())
+            planner.complete(worker.execute(plan))
+        assert (await planner.ended(plan)).num_blocks == N
+        ranks.close()
+        await until_idle(kv)
+
+
+async def test_an_execution_cannot_be_cancelled() -> None:
+    """Its future is done when its copy is: who stops waiting for it must not think that the blocks are free."""
+    async with open_any(AnyEngine(), CPU, shard=Shard.every(2)) as kv:
+        planner = kv.planner()
+        ranks = Ranks(planner)
+        plan, after = planner.plan_store(KEYS, ranks.engines[0].spec(range(N))), threading.Event()
+        moving = [worker.start(plan, after=after) for worker in ranks.workers]
+        assert [future.cancel() for future in moving] == [False, False]
+        after.set()
+        assert [future.result(30).num_moved for future in moving] == [N, N]
+        for future in moving:
+            planner.complete(future.result())
+        ranks.close()
+        await until_idle(kv)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"num_moved": None}, {"num_moved": 2.5}, {"rank": None}, {"rank": -1}, {"rank": 2}, {"job": []}]
+)
+async def test_outcomes_that_say_nothing_leave_the_job_as_it_was(wrong: dict[str, Any]) -> None:
+    """They are refused, and the right ones end the job; no slot is lost."""
+    async with open_any(AnyEngine(), CPU, shard=Shard.every(2)) as kv:
+        planner = kv.planner()
+        ranks = Ranks(planner)
+        plan = planner.plan_store(KEYS, ranks.engines[0].spec(range(N)))
+        planner.complete(Outcomes(plan.job, 0, N))
+        with pytest.raises(ConfigurationError):
+            planner.complete(replace(Outcomes(plan.job, 1, N), **wrong))
+        assert kv.stats()["cpu"].pending == 2 * N
+        result = planner.complete(Outcomes(plan.job, 1, np.int64(N)))  # type: ignore[arg-type]  # an int of numpy
+        assert result is not None
+        assert result.num_blocks == N
+        ranks.close()
+        await until_idle(kv)
+
+
+async def test_the_end_of_a_job_can_be_asked_for_when_it_is_over() -> None:
+    """It is there at once, and its last answer once more is no error; of a job of nobody's it is refused."""
+    async with open_any(AnyEngine(), CPU, shard=Shard.every(2)) as kv:
+        planner = kv.planner()
+        ranks = Ranks(planner)
+        plan = planner.plan_store(KEYS, ranks.engines[0].spec(range(N)))
+        planner.complete(Outcomes(plan.job, 0, N))
+        result = planner.complete(Outcomes(plan.job, 1, N))
+        assert await planner.ended(plan) == result
+        assert planner.complete(Outcomes(plan.job, 1, N)) is None
+        with pytest.raises(ConfigurationError, match="none of this cache's"):
+            planner.ended(replace(plan, job=plan.job + 1))
+        ranks.close()
+        await until_idle(kv)
+
+
+async def test_a_worker_is_watched_whatever_the_number_of_its_descriptor() -> None:
+    """Also above 1,023: a rank whose worker lives is refused another, one whose worker has ended is not."""
+    most, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, limit), limit))
+    open_files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        async with open_any(AnyEngine(), CPU, shard=Shard.every(2)) as kv:
+            planner = kv.planner()
+            worker = await anyio.open_process([sys.executable, "-c", "input()"])
+            async with worker:
+                planner.register_worker(rank=0, pid=worker.pid)
+                with pytest.raises(ConfigurationError, match="which is alive"):
+                    planner.register_worker(rank=0)
+                worker.kill()
+                await worker.wait()
+            planner.register_worker(rank=0)
+    finally:
+        for fd in open_files:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, limit))

@@ -10,7 +10,7 @@ import secrets
 import select
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,11 @@ from tiered_kv.tiers.base import Mask
 from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.transfers.writedown import Tally, write_down
+
+_REMEMBERED: Final = 4096
+"""Jobs of which it can be asked how they ended."""
+_LEAST_INT: Final = -(1 << 63)
+"""Of the blocks that a rank says it has moved: less than none is none."""
 
 
 class LoadPart:
@@ -128,6 +133,7 @@ class Jobs:
         self._num_ranks = num_ranks
         self._emit = emit
         self._jobs: dict[int, _Job] = {}
+        self._over: dict[int, JobResult] = {}  # the last ones
         self._workers: dict[int, tuple[int, int]] = {}  # rank: (pid, pidfd)
         # Begins anywhere: what workers still answer to a planner before this one must end no job of this one.
         self._next = secrets.randbits(62)
@@ -146,7 +152,7 @@ class Jobs:
             raise ConfigurationError(f"rank {rank} of {self._num_ranks}: this cache has no such rank")
         if rank in self._workers:
             before, fd = self._workers[rank]
-            if not select.select([fd], [], [], 0)[0]:
+            if not _has_ended(fd):
                 raise ConfigurationError(f"rank {rank} has a worker already, process {before}, which is alive")
             self._lose(rank)
         try:
@@ -155,8 +161,12 @@ class Jobs:
             raise ConfigurationError(
                 f"process {pid} cannot be the worker of rank {rank}: {getattr(error, 'strerror', None) or error}"
             ) from error
+        try:
+            asyncio.get_running_loop().add_reader(fd, self._lose, rank)
+        except BaseException:
+            os.close(fd)
+            raise
         self._workers[rank] = pid, fd
-        asyncio.get_running_loop().add_reader(fd, self._lose, rank)
 
     def check_workers(self) -> None:
         """Raise `ConfigurationError` unless every rank has a worker: else who would end a job?"""
@@ -190,27 +200,35 @@ class Jobs:
         return plan
 
     def ended(self, plan: Plan) -> "asyncio.Future[JobResult]":
-        """Return what resolves when a job ends, by its ranks' answers or by their end.
+        """Return what resolves when a job ends, by its ranks' answers or by their end; at once if it has.
 
         Raises:
-            ConfigurationError: It is not under way.
+            ConfigurationError: No job of this cache, or one of which the end is forgotten.
         """
-        if plan.job not in self._jobs:
-            raise ConfigurationError(f"job {plan.job} is not under way: ask for its end as soon as it is planned")
-        return self._jobs[plan.job].ended
+        if (job := self._jobs.get(plan.job)) is not None:
+            return job.ended
+        if (result := self._over.get(plan.job)) is None:
+            raise ConfigurationError(
+                f"job {plan.job} is none of this cache's, or {_REMEMBERED} others have ended since it did"
+            )
+        ended: asyncio.Future[JobResult] = asyncio.get_running_loop().create_future()
+        ended.set_result(result)
+        return ended
 
     def complete(self, outcomes: Outcomes) -> JobResult | None:
         """Take one rank's answer, in any order; return how the job ended if it was the last. Of a job that has, None.
 
         Raises:
-            ConfigurationError: They are no `Outcomes` of a rank here.
+            ConfigurationError: They are no `Outcomes` of a rank here. Nothing has changed.
         """
-        if not isinstance(outcomes, Outcomes) or not 0 <= outcomes.rank < self._num_ranks:
+        if not isinstance(outcomes, Outcomes) or as_int("rank", outcomes.rank) >= self._num_ranks:
             raise ConfigurationError(f"a job is completed with the Outcomes of one of its ranks, got {outcomes!r:.200}")
-        job = self._jobs.get(outcomes.job)
+        number, rank = as_int("job", outcomes.job), as_int("rank", outcomes.rank)
+        num_moved = as_int("num_moved", outcomes.num_moved, least=_LEAST_INT)
+        job = self._jobs.get(number)
         if job is None:
             return None
-        job.outcomes.setdefault(outcomes.rank, outcomes)
+        job.outcomes.setdefault(rank, Outcomes(number, rank, num_moved, outcomes.error))
         return self._end(job) if len(job.outcomes) == self._num_ranks else None
 
     def close(self) -> None:
@@ -240,6 +258,9 @@ class Jobs:
             if part not in keep:
                 part.end(moved)
         result = JobResult(job.plan.job, self._num_blocks(job, moved), _errors(job))
+        self._over[result.job] = result
+        if len(self._over) > _REMEMBERED:
+            del self._over[next(iter(self._over))]
         job.ended.set_result(result)
         return result
 
@@ -262,6 +283,12 @@ class Jobs:
         asyncio.get_running_loop().remove_reader(fd)
         os.close(fd)
         return pid
+
+
+def _has_ended(pidfd: int) -> bool:
+    ended = select.poll()  # select() takes no descriptor above 1,023
+    ended.register(pidfd, select.POLLIN)
+    return bool(ended.poll(0))
 
 
 def _errors(job: _Job) -> tuple[str, ...]:
