@@ -315,3 +315,39 @@ async def test_layers_that_cannot_be_are_refused() -> None:
             plain.store_layer(0)
         await plain
         await until_idle(kv)
+
+
+class RefusedEvent:
+    """An event that a driver refuses when its wait is enqueued: looked at once more, it fails."""
+
+    num_looks = 0
+
+    @property
+    def synchronize(self) -> object:
+        """Fail from the second look on."""
+        self.num_looks += 1
+        if self.num_looks > 1:
+            raise RuntimeError("invalid resource handle")
+        return lambda: None
+
+
+async def test_a_layer_whose_wait_is_refused_is_missing() -> None:
+    """Nothing of it was copied, so the blocks are not kept, unless the layer is given again."""
+    engine = Engine()
+    async with open_cache(CPU, engine=engine) as kv:
+        for again in (False, True):
+            keys = prompt(4, seed=again)
+            handle = kv.start_store(keys, engine.compute(keys), layerwise=True)
+            with pytest.raises(RuntimeError, match="invalid resource handle"):
+                handle.store_layer(1, after=RefusedEvent())
+            handle.store_layer(0)
+            if again:
+                handle.store_layer(1)
+            else:
+                handle.cancel()
+            assert (await handle).num_stored == 4 * again
+            assert (await kv.lookup(keys)).num_blocks == 4 * again
+        engine.poison()
+        loaded = await kv.load(keys, GPULoadStoreSpec(range(4)))
+        assert engine.read(range(loaded.num_blocks)) == contents(keys)
+        await until_idle(kv)

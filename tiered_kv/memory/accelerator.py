@@ -126,9 +126,9 @@ class AcceleratorStream(Stream):
             event: torch.Event | None = None
             error = device.error
             if error is None:
+                event = device.new_event()  # first: from the copy on nothing may raise, for its memory is in use
                 with device.current(self._stream):
                     error = attempt(copy)
-                event = device.new_event()
                 # Recorded before the waiter can see it, for an unrecorded event reports "done"; and behind a copy that
                 # failed half-way too, since the part that was enqueued uses memory until then.
                 broken = attempt(partial(event.record, self._stream))

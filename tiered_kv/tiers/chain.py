@@ -384,7 +384,10 @@ class Chain:
     def copy(self, lane: Lane, work: Callable[[], None]) -> LaneCopy:
         """Submit a copy, behind what was submitted to the lane before."""
         copy = LaneCopy(work)
-        copy.event = lane.submit(copy, lambda error: self.loop_calls.call(copy.resolve, error))
+        try:
+            copy.event = lane.submit(copy, lambda error: self.loop_calls.call(copy.resolve, error))
+        except Exception as error:  # noqa: BLE001 - one that cannot be submitted has failed as any other that fails
+            copy.resolve(error)
         return copy
 
     def faults_of(self, fill: Fill) -> list[TierFault]:

@@ -37,7 +37,8 @@ class DirectLoad(Load):
             part = self._batch[done : min(done + size, n)]
             part = part[: _prefix(~host.ready(part.names))]
             async with asyncio.timeout_at(self._request.deadline):
-                numbers = await self._chain.sources(part)
+                at = np.arange(done, done + len(part))
+                numbers = await self._bringer.presence.sources(at, np.zeros(len(at), np.bool_))
                 is_free = is_free or await self._is_free()
             part = part[: _prefix(numbers >= 0)]
             right = await self._read(done, part, numbers[: len(part)]) if is_free else 0

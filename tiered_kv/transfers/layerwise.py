@@ -148,9 +148,9 @@ class LayerStore(Store):
             self._request.binding.d2h.device.check(after)
         if self._has_ended or self.revoked:
             return
-        self._missing.discard(layer)
         if after is not None:
-            self._request.lane.wait(after)
+            self._request.lane.wait(after)  # if it raises the layer is missing still, and may be given again
+        self._missing.discard(layer)
         if self._placed:
             self.watch(
                 self._chain.copy(self._request.lane, partial(self._gather, slice(layer, layer + 1))), self._end_layer

@@ -179,7 +179,7 @@ class Load(Revocable):
                 if window is None:
                     break
                 underway.append(window)
-                begun = stop if len(window.batch) == stop - begun else n  # cut: the prefix ends in this window
+                begun = n if window.is_last else begun + len(window.batch)
             if not underway:
                 return  # no slots without waiting, and more are held already
             window = underway[0]

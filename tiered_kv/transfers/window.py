@@ -16,6 +16,7 @@ from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.budget import Kind, Priority, Ticket
 from tiered_kv.tiers.chain import Chain, Fill
 from tiered_kv.tiers.memory import MemoryTier
+from tiered_kv.transfers.presence import Presence
 
 
 @dataclass
@@ -31,6 +32,7 @@ class Window:
         held: Leases on what was resident when the window began.
         own: The fill that this window started, if any.
         fills: All fills it waits for, its own among them.
+        is_last: Whether the block behind it is nowhere.
     """
 
     start: int
@@ -41,6 +43,7 @@ class Window:
     held: list[Lease] = field(default_factory=list)
     own: Fill | None = None
     fills: list[Fill] = field(default_factory=list)
+    is_last: bool = False
 
 
 @dataclass
@@ -90,10 +93,11 @@ class Bringer:
         self.faults: list[TierFault] = []
         # A load longer than the CPU tier must not evict its own head: past this many, blocks only pass through.
         self.may_keep = chain.host.room_for(batch) if keep else 0
+        self.presence = Presence(chain, batch)
         self._gpu = gpu
 
     async def begin(self, start: int, batch: Batch, *, may_wait: bool) -> Window | None:
-        """Begin a window; its batch is cut to the prefix that is anywhere.
+        """Begin a window; its batch is cut to the prefix that is anywhere, and to what may be read at once.
 
         Returns:
             None if there are no slots for it now. With ``may_wait`` it waits for them instead.
@@ -110,20 +114,22 @@ class Bringer:
         return window
 
     async def _begin(self, window: Window, *, may_wait: bool) -> bool:
-        chain, batch = self.chain, window.batch
-        if self._gpu is not None:
-            lease = self._gpu.index.lease(batch.names)
-            window.held.append(lease)
-            window.gpu = lease.slots
-            window.source[lease.slots >= 0] = 0
-        self._take_resident(window)
-        missing = np.flatnonzero(window.source < 0)
+        missing = self._hold_resident(window)
+        if len(missing) and len(window.batch) > self.chain.window_blocks:
+            # It was to be as long as what was resident, and some of that has left: what is read is never so long.
+            self.chain.release(*window.held)
+            window.held = []
+            window.source[:] = -1
+            self._cut(window, int(missing[0]) or self.chain.window_blocks)
+            missing = self._hold_resident(window)
         if not len(missing):
             return True
-        numbers = await chain.sources(batch[missing])
+        chain, batch = self.chain, window.batch
+        numbers = await self.presence.sources(window.start + missing, self._is_coming(batch[missing]))
         nowhere = missing[(numbers < 0) & ~self._is_coming(batch[missing])]
         if len(nowhere):
             self._cut(window, int(nowhere[0]))
+            window.is_last = True
             keep = missing < nowhere[0]
             missing, numbers = missing[keep], numbers[keep]
         if not len(missing):
@@ -203,6 +209,16 @@ class Bringer:
             fill.let_go()
         self.chain.release(*window.held)
         window.fills, window.held = [], []
+
+    def _hold_resident(self, window: Window) -> NDArray[np.int64]:
+        """Lease what is in memory; return the positions of the rest."""
+        if self._gpu is not None:
+            lease = self._gpu.index.lease(window.batch.names)
+            window.held.append(lease)
+            window.gpu = lease.slots
+            window.source[lease.slots >= 0] = 0
+        self._take_resident(window)
+        return np.flatnonzero(window.source < 0)
 
     def _take_resident(self, window: Window) -> None:
         """Lease what the host can serve right now."""

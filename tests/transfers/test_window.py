@@ -1,0 +1,141 @@
+"""What the windows of a transfer ask for, and of whom."""
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
+from tests.support.caches import inside, keep, open_cache, until_idle
+from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine, contents, prompt
+from tiered_kv import BlockKeys, CacheLimits, GPULoadStoreSpec
+from tiered_kv.tiers.budget import Kind
+from tiered_kv.transfers.window import Bringer
+
+CPU = {"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}
+UNKEPT = SMALL_LIMITS.model_copy(update={"promote": False})
+
+
+def only(medium: ScriptedBackend, *prompts: BlockKeys) -> None:
+    """Have a medium lose all but some blocks."""
+    wanted = {bytes(key) for keys in prompts for key in keys}
+    for key in [key for key in medium._records if key.hash not in wanted]:  # noqa: SLF001 - it is ours
+        del medium._records[key]  # noqa: SLF001 - it is ours
+
+
+async def test_what_is_read_is_never_longer_than_a_window() -> None:
+    """A window that was to be as long as what is resident, and is not resident any more, takes no more slots."""
+    medium, engine = ScriptedBackend(), Engine()
+    async with open_cache(medium, engine=engine, limits=UNKEPT) as kv:
+        keys = prompt(16)
+        await keep(kv, engine, keys)
+        cache = inside(kv)
+        chain = cache.chains[0]
+        batch = chain.naming.batch(keys, cache.epoch)
+        bringer = Bringer(chain, batch, Kind.LOAD, keep=False)
+        window = await bringer.begin(0, batch, may_wait=True)
+        assert window is not None
+        assert len(window.batch) == chain.window_blocks == 4
+        assert not window.is_last
+        bringer.abandon(window)
+        await until_idle(kv)
+
+
+async def test_a_window_ends_where_blocks_have_left() -> None:
+    """What is still resident of it is taken by itself, and waits for nothing."""
+    engine = Engine()
+    async with open_cache(CPU, ScriptedBackend(), engine=engine, limits=UNKEPT) as kv:
+        keys = prompt(16)
+        await keep(kv, engine, keys)
+        await kv.evict(keys[10:12], tier="cpu")
+        cache = inside(kv)
+        chain = cache.chains[0]
+        batch = chain.naming.batch(keys, cache.epoch)
+        bringer = Bringer(chain, batch, Kind.LOAD, keep=False)
+        window = await bringer.begin(0, batch, may_wait=True)
+        assert window is not None
+        assert (len(window.batch), window.fills) == (10, [])
+        bringer.abandon(window)
+        await until_idle(kv)
+
+
+async def test_blocks_that_leave_before_a_load_begins_hold_up_no_other() -> None:
+    """A load whose blocks leave the CPU tier, while a hung call holds slots, keeps nobody waiting who needs fewer."""
+    hung, well, engine = ScriptedBackend(name="hung", timeout_s=0.2), ScriptedBackend(name="well"), Engine()
+    limits = UNKEPT.model_copy(update={"load_timeout_s": 60.0, "close_timeout_s": 0.5})
+    async with open_cache(CPU, hung, well, engine=engine, limits=limits) as kv:
+        long, lost, small = prompt(16), prompt(2, seed=1), prompt(2, seed=2)
+        for keys in (lost, small, long):
+            await keep(kv, engine, keys)
+        await kv.evict(lost, tier="cpu")
+        await kv.evict(small, tier="cpu")
+        only(hung, lost)
+        hung.on_read.hold()
+        assert (await kv.load(lost, GPULoadStoreSpec([60, 61]))).num_blocks == 0
+        evicting = asyncio.create_task(kv.evict(long, tier="cpu"))  # runs once the load has looked what is resident
+        racing = kv.start_load(long, GPULoadStoreSpec(range(16)))
+        await evicting
+        async with asyncio.timeout(5):
+            loaded = await kv.load(small, GPULoadStoreSpec([50, 51]))
+            assert loaded.num_blocks == 2
+            assert (await racing).num_blocks == 16
+        assert engine.read(range(16)) == contents(long)
+        hung.on_read.release()
+        await until_idle(kv)
+
+
+async def test_a_load_asks_a_shared_tier_once() -> None:
+    """Whatever the number of windows: the whole prefix is asked for when the first block is."""
+    medium, engine = ScriptedBackend(), Engine()
+    async with open_cache(medium, engine=engine) as kv:
+        keys = prompt(60)
+        await keep(kv, engine, keys)
+        medium.on_lookup.num_calls = 0
+        loaded = await kv.load(keys, GPULoadStoreSpec(range(60)))
+        assert (loaded.num_blocks, medium.on_lookup.num_calls) == (60, 1)
+        assert engine.read(range(60)) == contents(keys)
+        await until_idle(kv)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "questions"),
+    [
+        ([(0, 60)], [], 1),
+        ([], [(0, 60)], 2),
+        ([(0, 20)], [(20, 60)], 3),
+        ([(0, 20), (30, 60)], [(20, 60)], 3),
+        ([(0, 20), (30, 60)], [(20, 30)], 4),
+    ],
+)
+async def test_what_one_tier_lacks_another_has(
+    first: Sequence[tuple[int, int]], second: Sequence[tuple[int, int]], questions: int
+) -> None:
+    """Each block is found wherever it is, and no tier is asked again for what it has said."""
+    keys, engine = prompt(60), Engine()
+    upper, lower = ScriptedBackend(name="upper"), ScriptedBackend(name="lower")
+    async with open_cache(upper, lower, engine=engine) as kv:
+        await keep(kv, engine, keys)
+        for medium, parts in ((upper, first), (lower, second)):
+            only(medium, *(keys[start:stop] for start, stop in parts))
+            medium.on_lookup.num_calls = 0
+        loaded = await kv.load(keys, GPULoadStoreSpec(range(60)))
+        assert loaded.num_blocks == 60
+        assert engine.read(range(60)) == contents(keys)
+        assert upper.on_lookup.num_calls + lower.on_lookup.num_calls <= questions
+        await until_idle(kv)
+
+
+async def test_what_owned_tiers_have_is_asked_of_nobody() -> None:
+    """A shared tier is asked for the blocks that are not here, and for no others."""
+    shared, owned, engine = ScriptedBackend(), ScriptedSlotBackend(64), Engine()
+    async with open_cache(owned, shared, engine=engine, limits=CacheLimits(window=4 * PAYLOAD_BYTES)) as kv:
+        keys = prompt(40)
+        await keep(kv, engine, keys)
+        await kv.evict(keys[8:16], tier="slots")
+        shared.on_lookup.num_calls = shared.on_lookup.num_blocks = 0
+        loaded = await kv.load(keys, GPULoadStoreSpec(range(40)))
+        assert loaded.by_tier == {"slots": 32, "keyed": 8}
+        assert (shared.on_lookup.num_calls, shared.on_lookup.num_blocks) == (1, 8)
+        assert engine.read(np.arange(40)) == contents(keys)
+        await until_idle(kv)
