@@ -21,7 +21,9 @@ PACKAGES = ("tiered_kv", "tiered_kv_backends")
 # Modules that cannot be imported without an extra, and the extra.
 NEEDS_EXTRA = {
     "tiered_kv.memory.kernels": "cuda",
-    "tiered_kv.testing": "test",
+    "tiered_kv.testing.conformance": "testing",
+    "tiered_kv.testing.promises": "testing",
+    "tiered_kv.testing.slot_conformance": "testing",
     "tiered_kv_backends.mooncake": "mooncake",
     "tiered_kv_backends.redis": "redis",
     "tiered_kv_backends.s3": "s3",

@@ -2,8 +2,10 @@
 # ruff: noqa: D102 - the names of the classes say what is broken
 
 import asyncio
+import ctypes
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 from tiered_kv.backend import Block, Outcome, check_lengths
@@ -96,6 +98,48 @@ class KeepsTheBuffers(MemoryBackend):
         return super()._read_one(key, block)
 
 
+class MarksWhatItHasWritten(MemoryBackend):
+    def _write_one(self, key: BlockKey, block: Block) -> Outcome:
+        outcome = super()._write_one(key, block)
+        memory = np.frombuffer(block.header, np.uint8)
+        ctypes.memset(memory.ctypes.data, 0x77, 1)  # as a client library may that is given a pointer
+        return outcome
+
+
+class FillsLater(MemoryBackend):
+    """Returns as soon as it knows what is there, and lets a task of its own copy."""
+
+    def __init__(self, settings: MemoryBackend.Settings) -> None:
+        super().__init__(settings)
+        self._copies: set[asyncio.Task[None]] = set()
+
+    async def read(self, keys: Sequence[BlockKey], into: Sequence[Block]) -> list[Outcome]:
+        self._copies.add(asyncio.create_task(self._copy(list(keys), list(into))))
+        return await super().read(keys, into)
+
+    async def _copy(self, keys: list[BlockKey], into: list[Block]) -> None:
+        for _ in range(3):
+            await asyncio.sleep(0)
+        await super().read(keys, into)
+
+
+class CountsOneTooMany(MemoryBackend):
+    async def lookup_prefix(self, keys: Sequence[BlockKey]) -> int:
+        return min(await super().lookup_prefix(keys) + 1, len(keys))
+
+
+class LooksAtTheLastAlone(MemoryBackend):
+    async def lookup_prefix(self, keys: Sequence[BlockKey]) -> int:
+        there = await self.lookup(keys)
+        return max((n + 1 for n, outcome in enumerate(there) if outcome is Outcome.HIT), default=0)
+
+
+class NeverEvicts(MemoryBackend):
+    def _write_one(self, key: BlockKey, block: Block) -> Outcome:
+        self._records[key] = bytes(block)
+        return Outcome.STORED
+
+
 class WritesInPlace(MemoryBackend):
     async def write(self, keys: Sequence[BlockKey], blocks: Sequence[Block]) -> list[Outcome]:
         check_lengths(keys, blocks)
@@ -135,6 +179,10 @@ BROKEN = {
     "test_another_length_is_corrupt": FillsWhatFits,
     "test_one_block_per_key": TakesAnyLengths,
     "test_buffers_are_lent_for_the_call_only": KeepsTheBuffers,
+    "test_what_is_written_is_not_changed": MarksWhatItHasWritten,
+    "test_nothing_touches_a_buffer_after_its_call": FillsLater,
+    "test_a_prefix_is_not_longer_than_what_is_there": CountsOneTooMany,
+    "test_it_keeps_no_more_than_its_capacity": NeverEvicts,
     "test_readers_and_writers_of_one_key": WritesInPlace,
     "test_reopening": ForgetsDeletionsAtClose,
 }
@@ -147,6 +195,14 @@ async def test_a_broken_promise_is_caught(promise: str) -> None:
     async with open_backend(backend):
         with pytest.raises((AssertionError, LookupError, pytest.fail.Exception)):
             await getattr(BackendTests(), promise)(backend)
+
+
+@pytest.mark.parametrize("broken", [LooksAtTheLastAlone])
+async def test_other_ways_to_claim_too_much_are_caught(broken: type[MemoryBackend]) -> None:
+    """Also a prefix whose beginning is missing, of which the end is there."""
+    async with open_backend(broken(MemoryBackend.Settings(capacity="16MiB"))) as backend:
+        with pytest.raises(AssertionError, match=r"^`lookup_prefix` counts the leading keys that are there"):
+            await BackendTests().test_a_prefix_is_not_longer_than_what_is_there(backend)
 
 
 def test_no_promise_is_left_out() -> None:

@@ -34,3 +34,21 @@ def test_a_failure_shows_the_values(tmp_path: Path) -> None:
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ran.returncode == 1, ran.stdout + ran.stderr
     assert "Outcome.MISS" in ran.stdout, ran.stdout
+    promise = "What was written is read, header and payload, for whole pages and for odd lengths."
+    assert f"AssertionError: {promise}" in ran.stdout, ran.stdout
+
+
+def test_the_scripted_device_needs_no_pytest() -> None:
+    """Who simulates an engine, or writes tests with something else, has it; a suite says what it needs."""
+    program = """
+import sys
+sys.modules["pytest"] = None
+from tiered_kv.testing import ScriptedDevice, make_block, open_backend
+print(ScriptedDevice().pending)
+try:
+    from tiered_kv.testing import BackendTests
+except ModuleNotFoundError as error:
+    print(error)
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ran.stdout == "0\nBackendTests needs pytest: pip install 'tiered-kv[testing]'\n"

@@ -2,6 +2,7 @@
 # ruff: noqa: D102 - the names of the classes say what is broken
 
 import asyncio
+import ctypes
 from collections.abc import AsyncIterator, Sequence
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tiered_kv.backend import BackendContext, Block, Outcome, Recovered, SlotBackend, TierSettings, check_lengths
-from tiered_kv.errors import LayoutMismatchError
+from tiered_kv.errors import ConfigurationError, LayoutMismatchError
 from tiered_kv.keys import Names
 from tiered_kv.testing import SlotBackendTests, open_backend
 
@@ -66,11 +67,34 @@ class SlotMemory(SlotBackend):
         self.names = kept | {(group, slot): name.tobytes() for slot, name in pairs}
 
 
+class ResizableMemory(SlotMemory):
+    """One that can be resized, and keeps its promises."""
+
+    def fit(self, capacity_bytes: int) -> int:
+        """Count by the longest records there are."""
+        if not (num_slots := min(200, capacity_bytes // 160_000)):
+            raise ConfigurationError(f"{capacity_bytes} bytes hold no block")
+        return num_slots
+
+    async def resize(self, num_slots: int) -> None:
+        for place in [place for place in self.records if place[1] >= num_slots]:
+            self.names.pop(place, None)
+            del self.records[place]
+
+
 class TestSlotMemory(SlotBackendTests):
     @pytest.fixture
     async def backend(self) -> AsyncIterator[SlotMemory]:
         """A whole one: what the broken ones below differ from."""
         async with open_backend(SlotMemory()) as backend:
+            yield backend
+
+
+class TestResizableMemory(SlotBackendTests):
+    @pytest.fixture
+    async def backend(self) -> AsyncIterator[ResizableMemory]:
+        """The same, with other sizes."""
+        async with open_backend(ResizableMemory()) as backend:
             yield backend
 
 
@@ -134,6 +158,32 @@ class ForgetsOrder(SlotMemory):
         return Recovered(found.num_slots, found.names[::-1], found.slots[::-1])
 
 
+class MarksWhatItHasWritten(SlotMemory):
+    async def write(self, group: int, slots: Slots, names: Names, blocks: Sequence[Block]) -> list[Outcome]:
+        outcomes = await super().write(group, slots, names, blocks)
+        for block in blocks:
+            ctypes.memset(np.frombuffer(block.header, np.uint8).ctypes.data, 0x77, 1)  # as a client library may
+        return outcomes
+
+
+class FillsLater(SlotMemory):
+    def read_one(self, group: int, slot: int, block: Block) -> Outcome:
+        read = super().read_one
+        asyncio.get_running_loop().call_soon(lambda: asyncio.get_running_loop().call_soon(read, group, slot, block))
+        return read(group, slot, block)
+
+
+class StartsAnewWhenResized(ResizableMemory):
+    async def resize(self, num_slots: int) -> None:
+        self.records.clear()
+        self.names.clear()
+
+
+class FitsAnything(ResizableMemory):
+    def fit(self, capacity_bytes: int) -> int:
+        return 200
+
+
 class RemembersForgotten(SlotMemory):
     async def forget(self, group: int, slots: Slots) -> None:
         pass
@@ -154,6 +204,9 @@ BROKEN = {
     "test_one_block_per_slot": TakesAnyNumber,
     "test_a_block_of_another_length_goes_nowhere": TakesAnyLength,
     "test_many_calls_at_once": MixesUpCalls,
+    "test_what_is_written_is_not_changed": MarksWhatItHasWritten,
+    "test_nothing_touches_a_buffer_after_its_call": FillsLater,
+    "test_a_medium_that_can_be_resized_keeps_what_stays": StartsAnewWhenResized,
     "test_what_was_stored_is_recovered": ForgetsOrder,
     "test_what_was_forgotten_is_not_recovered": RemembersForgotten,
     "test_a_checkpoint_is_what_is_recovered": IgnoresCheckpoints,
@@ -167,6 +220,13 @@ async def test_a_broken_promise_is_caught(promise: str) -> None:
     async with open_backend(backend):
         with pytest.raises((AssertionError, LookupError, pytest.fail.Exception)):
             await getattr(SlotBackendTests(), promise)(backend)
+
+
+async def test_a_size_that_fits_anything_is_caught() -> None:
+    """As many slots for few bytes as for many, or for none at all, are no answer."""
+    async with open_backend(FitsAnything()) as backend:
+        with pytest.raises(AssertionError, match="more bytes have more slots"):
+            await SlotBackendTests().test_a_medium_that_can_be_resized_keeps_what_stays(backend)
 
 
 def test_no_promise_is_left_out() -> None:

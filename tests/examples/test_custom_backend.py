@@ -15,11 +15,14 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_backend.py"
 
 class TestSQLiteBackend(BackendTests):
     survives_reopening = True
+    capacity_bytes = 300 * 110_000  # it counts blocks, and those of the tests are smaller than this
 
     @pytest.fixture
     async def backend(self, tmp_path: Path) -> AsyncIterator[SQLiteBackend]:
         """One in a new database."""
-        async with open_backend(SQLiteBackend(SQLiteBackend.Settings(path=tmp_path / "kv.sqlite"))) as backend:
+        async with open_backend(
+            SQLiteBackend(SQLiteBackend.Settings(path=tmp_path / "kv.sqlite", max_blocks=300))
+        ) as backend:
             yield backend
 
 

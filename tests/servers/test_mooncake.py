@@ -43,6 +43,7 @@ def backend_at(server: MooncakeServer, **settings: object) -> MooncakeBackend:
 
 
 class TestMooncakeBackend(BackendTests):
+    capacity_bytes = None  # the store's segments are its limit
     survives_reopening = True
 
     @pytest.fixture

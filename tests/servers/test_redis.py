@@ -65,6 +65,7 @@ def cluster_backend(cluster: list[RedisServer], certificates: Path, **settings: 
 
 
 class TestRedis(BackendTests):
+    capacity_bytes = None  # the server's maxmemory is its limit
     survives_reopening = True
 
     @pytest.fixture
@@ -75,6 +76,7 @@ class TestRedis(BackendTests):
 
 
 class TestValkey(BackendTests):
+    capacity_bytes = None  # the server's maxmemory is its limit
     survives_reopening = True
 
     @pytest.fixture
@@ -85,6 +87,7 @@ class TestValkey(BackendTests):
 
 
 class TestClusterWithTLSAndACL(BackendTests):
+    capacity_bytes = None  # the server's maxmemory is its limit
     survives_reopening = True
 
     @pytest.fixture

@@ -1,14 +1,12 @@
 """Tests for authors of backends: inherit `BackendTests` or `SlotBackendTests` and define the ``backend`` fixture.
 
-Needs pytest and AnyIO's plugin: ``pip install "tiered-kv[test]"``.
+Those two need pytest: ``pip install "tiered-kv[testing]"``. The rest needs nothing, the scripted device among it.
 """
 
-import pytest
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-pytest.register_assert_rewrite("tiered_kv.testing.conformance")  # or a failure would show no values; before its import
-
-from tiered_kv.testing.conformance import BackendTests, SlotBackendTests  # noqa: E402 - only where it can be imported
-from tiered_kv.testing.helpers import (  # noqa: E402 - only where it can be imported
+from tiered_kv.testing.helpers import (
     GROUPS,
     ThreadWorkers,
     block_key,
@@ -17,11 +15,11 @@ from tiered_kv.testing.helpers import (  # noqa: E402 - only where it can be imp
     open_backend,
     open_context,
 )
-from tiered_kv.testing.scripted import (  # noqa: E402 - only where it can be imported
-    ScriptedDevice,
-    ScriptedEvent,
-    ScriptedStream,
-)
+from tiered_kv.testing.scripted import ScriptedDevice, ScriptedEvent, ScriptedStream
+
+if TYPE_CHECKING:
+    from tiered_kv.testing.conformance import BackendTests
+    from tiered_kv.testing.slot_conformance import SlotBackendTests
 
 __all__ = [
     "GROUPS",
@@ -37,3 +35,20 @@ __all__ = [
     "open_backend",
     "open_context",
 ]
+
+_SUITES = {
+    "BackendTests": "tiered_kv.testing.conformance",
+    "SlotBackendTests": "tiered_kv.testing.slot_conformance",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a suite when it is asked for."""
+    if name not in _SUITES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        pytest = import_module("pytest")
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"{name} needs pytest: pip install 'tiered-kv[testing]'", name="pytest") from error
+    pytest.register_assert_rewrite(*_SUITES.values())  # or a failure would show no values; before their import
+    return getattr(import_module(_SUITES[name]), name)
