@@ -232,7 +232,7 @@ async def test_an_opening_that_hangs_has_a_limit() -> None:
     with fail_after(5):
         async with open_cache("cpu://?capacity=1MiB", late, engine=engine, limits=LIMITS, emit=said) as kv:
             assert kv.stats()["keyed"].is_bypassed
-            assert [each.doing for each in said.of(TierStalled)] == ["open"]
+            await until(lambda: [each.doing for each in said.of(TierStalled)] == ["open"])
             late.gate.set()
             await until(lambda: not kv.stats()["keyed"].is_bypassed)
             await keep(kv, engine, KEYS)

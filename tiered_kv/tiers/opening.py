@@ -81,7 +81,8 @@ class StorageMedium:
         Raises:
             ConfigurationError, BackendError: A required one cannot be opened, or not in time.
         """
-        error = await self._open(self._services.open_timeout_s)
+        limit_s = self._services.open_timeout_s
+        error = await self._open(limit_s if self._settings.required else min(limit_s, self._settings.timeout_s))
         if error is None:
             return
         self.health.is_open = False
