@@ -6,10 +6,11 @@ import threading
 import pytest
 from anyio.lowlevel import checkpoint
 
-from tests.support.backends import ScriptedBackend
-from tests.support.caches import keep, open_cache, until, until_idle
+from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
+from tests.support.caches import Recorder, keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, Engine, prompt
 from tiered_kv import GPULoadStoreSpec
+from tiered_kv.events import BlocksCorrupted
 
 KEYS = prompt(9)
 INTO = GPULoadStoreSpec(range(9))
@@ -64,3 +65,19 @@ async def test_a_close_that_is_cancelled_ends_all_the_same() -> None:
             await closing
         assert keyed.on_close.num_calls == 1
         await until(lambda: threading.active_count() == threads)
+
+
+async def test_what_is_evicted_while_it_is_read_is_no_corruption() -> None:
+    """A medium may overwrite it at once: the load ends before it, and no disk is suspected."""
+    engine, disk, recorder = Engine(), ScriptedSlotBackend(name="disk"), Recorder()
+    async with open_cache(disk, engine=engine, emit=recorder) as kv:
+        await keep(kv, engine, KEYS)
+        disk.on_read.hold()
+        loading = asyncio.create_task(kv.load(KEYS, INTO))
+        await until(lambda: disk.on_read.num_held > 0)
+        await kv.evict(KEYS[4:])
+        assert disk.num_records == 4
+        disk.on_read.release()
+        assert (await loading).num_blocks == 4
+        await until_idle(kv)
+    assert recorder.of(BlocksCorrupted) == []

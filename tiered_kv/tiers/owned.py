@@ -71,7 +71,10 @@ class OwnedTier(StorageTier, BookedTier):
         return np.zeros(len(batch), np.bool_) if self.health.is_bypassed else self.index.ready(batch.names)
 
     async def read(self, batch: Batch, blocks: list[Block], ticket: Ticket, on_late: Callable[[], None]) -> Mask:
-        """See `StorageTier.read`. A block that is not what the index says is removed."""
+        """See `StorageTier.read`. A block that is not what the index says is removed.
+
+        One that was removed while it was read may have been overwritten, and is a miss like any other.
+        """
         right = np.zeros(len(batch), np.bool_)
         give_back = await self._take(len(batch), ticket)
         try:
@@ -88,10 +91,11 @@ class OwnedTier(StorageTier, BookedTier):
                 )
                 right[at] = [outcome is Outcome.HIT for outcome in outcomes]
                 broken = np.array([outcome in (Outcome.CORRUPT, Outcome.MISS) for outcome in outcomes])
+                now, _ = self.index.find(wanted.names)
+                broken &= now == slots
                 if broken.any():
                     self.health.emit(BlocksCorrupted(self.name, int(broken.sum())))
-                    now, _ = self.index.find(wanted.names)
-                    self._remove(wanted.names[broken & (now == slots)], Change.CORRUPT)
+                    self._remove(wanted.names[broken], Change.CORRUPT)
         finally:
             give_back()
         return right
