@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from tiered_kv.backend import Block, Outcome
 from tiered_kv.keys import BlockKey, Namespace, Shard
-from tiered_kv.record import HEADER_BYTES, encode, verify
-from tiered_kv_backends.nvme.journal import Journal, parse
+from tiered_kv.record import HEADER_BYTES, encode, key_in, verify
+from tiered_kv_backends.nvme.ledger import parse
 
 DATA = Path(__file__).parent / "data"
 
@@ -39,17 +39,26 @@ def test_records_are_what_they_always_were(golden: ModuleType) -> None:
     assert verify(golden.KEY, block_of(record)) is Outcome.HIT
 
 
-def test_journals_are_what_they_always_were(golden: ModuleType, tmp_path: Path) -> None:
-    """The same writes make the bytes of the golden file, and it is replayed."""
-    content = (DATA / "journal-v1.bin").read_bytes()
-    assert golden.golden_journal(tmp_path / "journal") == content
-    assert parse(content, 8192)[2] == len(content)
-    (tmp_path / "copy").write_bytes(content)
-    journal = Journal(tmp_path / "copy", stride_bytes=8192, num_slots=8)
-    names, slots = journal.recover()
-    journal.close()
+def test_ledgers_are_what_they_always_were(golden: ModuleType, tmp_path: Path) -> None:
+    """The same writes make the bytes of the golden file, and it is read."""
+    content = (DATA / "ledger-v2.bin").read_bytes()
+    assert golden.golden_ledger(tmp_path / "ledger") == content
+    entries, damaged = parse(content, 0)
+    names, slots, _ = entries.latest()
     assert names.tolist() == [[5, 6, 7, 8], [9, 10, 11, 12]]
     assert slots.tolist() == [1, 5]
+    assert not len(damaged)
+
+
+def test_a_header_names_its_key(golden: ModuleType) -> None:
+    """Whoever has nothing but a record can say which block it is; of a header that is not whole, nothing."""
+    header = bytearray(golden.golden_record()[:HEADER_BYTES])
+    assert key_in(memoryview(header)) == golden.KEY
+    for at in range(512):
+        header[at] ^= 1
+        assert key_in(memoryview(header)) is None
+        header[at] ^= 1
+    assert key_in(memoryview(bytes(HEADER_BYTES))) is None
 
 
 @pytest.mark.parametrize("field", ["fingerprint", "epoch", "salt", "shard", "hash"])

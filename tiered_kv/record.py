@@ -5,23 +5,24 @@ right block from another one, an old one and a broken one without trusting where
 """
 
 import struct
+from functools import lru_cache
 
 import xxhash
 
 from tiered_kv.backend import Block, Outcome
-from tiered_kv.keys import BlockKey
+from tiered_kv.keys import BlockKey, Namespace, Shard
 from tiered_kv.layout import FORMAT_VERSION
 
 HEADER_BYTES = 4096
 MAGIC = b"TIEREDKV"
 
-_SIGNED_BYTES = 512
+SIGNED_BYTES = 512
 """The part of the header in use; its last 8 bytes are its own xxh3-64. The rest of the 4 KiB is zero."""
 _FIELDS = struct.Struct("<8sIIQQ32s32s32s32sII16s16s16s16s16s16s")
 # magic, format version, header bytes, stored bytes, logical bytes, fingerprint, epoch, salt, hash, shard rank and size,
 # codec, payload checksum (xxh3-128), then room for encryption: key id, nonce (12 used), tag, reserved
 _CHECKSUM = struct.Struct("<Q")
-_CHECKSUM_AT = _SIGNED_BYTES - _CHECKSUM.size
+_CHECKSUM_AT = SIGNED_BYTES - _CHECKSUM.size
 _NO_ENCRYPTION = (b"", b"", b"", b"")
 _PADDING = bytes(HEADER_BYTES)
 
@@ -57,7 +58,7 @@ def verify(key: BlockKey, block: Block, *, codec: str = "none") -> Outcome:
         magic, version, header_bytes, stored_bytes, _, fingerprint, epoch, salt, digest, rank, size, kept, checksum, *_
     ) = _FIELDS.unpack_from(header)  # fmt: skip
     if magic != MAGIC:
-        return Outcome.CORRUPT if any(header[:_SIGNED_BYTES]) else Outcome.MISS
+        return Outcome.CORRUPT if any(header[:SIGNED_BYTES]) else Outcome.MISS
     if xxhash.xxh3_64_intdigest(header[:_CHECKSUM_AT]) != _CHECKSUM.unpack_from(header, _CHECKSUM_AT)[0]:
         return Outcome.CORRUPT
     named = fingerprint, epoch, salt, digest, rank, size
@@ -67,3 +68,21 @@ def verify(key: BlockKey, block: Block, *, codec: str = "none") -> Outcome:
     if header_bytes != HEADER_BYTES or stored_bytes != len(payload):
         return Outcome.CORRUPT
     return Outcome.HIT if xxhash.xxh3_128_digest(payload) == checksum else Outcome.CORRUPT
+
+
+def key_in(header: memoryview) -> BlockKey | None:
+    """Return the key that a record's header names; None if it is no whole header of this format.
+
+    Nothing is said about the payload: `verify` is for that.
+    """
+    if xxhash.xxh3_64_intdigest(header[:_CHECKSUM_AT]) != _CHECKSUM.unpack_from(header, _CHECKSUM_AT)[0]:
+        return None
+    magic, version, _, _, _, fingerprint, epoch, salt, digest, rank, size, *_ = _FIELDS.unpack_from(header)
+    if magic != MAGIC or version != FORMAT_VERSION or not rank < size:
+        return None
+    return BlockKey(_namespace(fingerprint, epoch, salt, rank, size), digest)
+
+
+@lru_cache(maxsize=1024)
+def _namespace(fingerprint: bytes, epoch: bytes, salt: bytes, rank: int, size: int) -> Namespace:
+    return Namespace(fingerprint, epoch, salt, Shard(rank, size))

@@ -192,10 +192,10 @@ def test_a_second_signal_ends_the_process() -> None:
     assert process.returncode == -signal.SIGTERM
 
 
-async def test_a_flush_that_survives_power_loss_syncs_the_slab_before_the_journal(
+async def test_a_flush_that_survives_power_loss_syncs_the_slab_before_the_ledger(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a journal could promise, after a loss of power, what never reached the disk."""
+    """Else a ledger could promise, after a loss of power, what never reached the disk."""
     synced: list[str] = []
 
     def fsync(fd: int) -> None:
@@ -208,8 +208,8 @@ async def test_a_flush_that_survives_power_loss_syncs_the_slab_before_the_journa
         await kv.flush()
         assert synced == []
         await kv.flush(sync=True)
-    kinds = [{"slab": "slab", "journal": "journal"}.get(name.partition(".")[0], "folder") for name in synced]
-    assert kinds == ["slab", "journal", "folder", "folder"], synced
+    kinds = [name if name in {"slab", "ledger"} else "folder" for name in synced]
+    assert kinds == ["slab", "ledger", "folder", "folder"], synced
 
 
 async def test_a_flush_is_bounded_though_a_checkpoint_hangs() -> None:

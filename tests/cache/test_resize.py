@@ -99,7 +99,7 @@ async def test_waiting_blocks_are_written_before_their_memory_goes() -> None:
 async def test_a_disk_grows_and_shrinks(tmp_path: Path) -> None:
     """Its file takes more blocks, and gives their place back; a restart with the smaller capacity finds the rest."""
     engine = Engine()
-    disk = {"medium": "nvme", "path": tmp_path, "capacity": "300KiB", "max_capacity": "2MiB"}
+    disk = {"medium": "nvme", "path": tmp_path, "capacity": "240KiB", "max_capacity": "2MiB"}
     async with open_cache(disk, engine=engine) as kv:
         small = kv.stats()["nvme"].num_slots
         assert 2 <= small < 16
@@ -108,14 +108,14 @@ async def test_a_disk_grows_and_shrinks(tmp_path: Path) -> None:
         await keep(kv, engine, KEYS)
         assert (await kv.lookup(KEYS)).num_blocks == 16
         assert file_bytes(tmp_path) >= 16 * 2 * PAYLOAD_BYTES
-        assert await kv.resize("nvme", "300KiB") == small
+        assert await kv.resize("nvme", "240KiB") == small
         assert file_bytes(tmp_path) <= small * 2 * PAYLOAD_BYTES
         found = (await kv.lookup(KEYS)).num_blocks
         assert kv.stats()["nvme"].ready == small
         engine.poison()
         assert (await kv.load(KEYS, INTO)).num_blocks == found
         await until_idle(kv)
-    disk |= {"max_capacity": "300KiB"}
+    disk |= {"max_capacity": "240KiB"}
     async with open_cache(disk, engine=engine) as kv:
         assert kv.stats()["nvme"].ready == small
         assert (await kv.lookup(KEYS)).num_blocks == found
@@ -133,7 +133,7 @@ async def test_traffic_goes_on_meanwhile(tmp_path: Path) -> None:
         async def resize() -> None:
             for n in range(20):
                 await kv.resize("cpu", (3, 24, 12)[n % 3] * PAYLOAD_BYTES)
-                await kv.resize("nvme", ("300KiB", "2MiB")[n % 2])
+                await kv.resize("nvme", ("240KiB", "2MiB")[n % 2])
 
         async def use() -> None:
             for n in range(60):
@@ -162,7 +162,7 @@ async def test_a_cancelled_resize_ends_all_the_same() -> None:
 
 async def test_what_can_not_be_resized_says_so(tmp_path: Path) -> None:
     """Beyond max_capacity, below one block, tiers of other kinds, no such tier, no size: and nothing has changed."""
-    disk = {"medium": "nvme", "path": tmp_path, "capacity": "300KiB"}
+    disk = {"medium": "nvme", "path": tmp_path, "capacity": "240KiB"}
     async with open_cache(
         {"medium": "gpu", "capacity": 4 * PAYLOAD_BYTES},
         cpu(4, 8),

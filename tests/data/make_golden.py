@@ -1,5 +1,6 @@
 """Makes the golden files of this folder, which change only with the version of the format."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +8,7 @@ import numpy as np
 from tiered_kv.backend import Block
 from tiered_kv.keys import BlockKey, Namespace, Shard
 from tiered_kv.record import encode
-from tiered_kv_backends.nvme.journal import Journal
+from tiered_kv_backends.nvme.ledger import Ledger
 
 HERE = Path(__file__).parent
 PAYLOAD = bytes(range(256)) * 4 + b"the last page is not full"
@@ -25,18 +26,19 @@ def golden_record() -> bytes:
     return bytes(block)
 
 
-def golden_journal(path: Path) -> bytes:
-    """Return a journal, written to ``path``: two blocks stored, the first slot forgotten, a third block stored."""
+def golden_ledger(path: Path) -> bytes:
+    """Return a ledger, written to ``path``: two blocks stored, the first slot forgotten, a third block stored."""
     names = np.arange(1, 13, dtype=np.uint64).reshape(3, 4)
-    journal = Journal(path, stride_bytes=8192, num_slots=8)
-    journal.append(names[:2], np.array([0, 1]))
-    journal.append(np.zeros((1, 4), np.uint64), np.array([0]))
-    journal.append(names[2:], np.array([5]))
-    journal.close()
+    ledger = Ledger(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+    ledger.grow(8, os.posix_fallocate)
+    ledger.write(names[:2], np.array([0, 1]))
+    ledger.clear(np.array([0]))
+    ledger.write(names[2:], np.array([5]))
+    ledger.close()
     return path.read_bytes()
 
 
 if __name__ == "__main__":
     (HERE / "record-v1.bin").write_bytes(golden_record())
-    (HERE / "journal-v1.bin").unlink(missing_ok=True)
-    golden_journal(HERE / "journal-v1.bin")
+    (HERE / "ledger-v2.bin").unlink(missing_ok=True)
+    golden_ledger(HERE / "ledger-v2.bin")

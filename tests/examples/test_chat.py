@@ -28,7 +28,7 @@ serve_in_new_process = chat.serve_in_new_process
 
 async def break_blocks_first(tier, options, on_served, console):
     for path in chat.blocks_folder(options).rglob("*"):
-        if path.is_file() and path.stat().st_size > 2**24:  # blocks, not journals
+        if path.is_file() and path.stat().st_size > 2**24:  # blocks, not ledgers
             size = path.stat().st_size
             with path.open("r+b") as file:
                 for start in range(0, size, 2**16):

@@ -3,14 +3,13 @@
 import asyncio
 import contextlib
 import errno
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import ByteSize, Field, model_validator
 
 from tiered_kv.backend import (
@@ -26,24 +25,30 @@ from tiered_kv.backend import (
 )
 from tiered_kv.errors import BackendUnavailableError, ClosedError, ConfigurationError, LayoutMismatchError
 from tiered_kv.keys import Names
-from tiered_kv_backends.nvme.directory import Directory, fit
-from tiered_kv_backends.nvme.journal import Journal
+from tiered_kv_backends.nvme.calls import Calls
+from tiered_kv_backends.nvme.directory import HOLDER, Directory, fit
+from tiered_kv_backends.nvme.group import EMPTY, ERASING, HELD, WRITING, Group
+from tiered_kv_backends.nvme.ledger import Entries, Ledger, Slots
+from tiered_kv_backends.nvme.own_files import open_file
+from tiered_kv_backends.nvme.rebuild import rebuild
 from tiered_kv_backends.nvme.slab import Moved, Slab, probe_direct_io
 
 T = TypeVar("T")
-Slots = NDArray[np.int64]
+
 
 _MAX_GROWTH_BYTES = 256 << 20
 """How far ahead of its use, at most, a slab is given its place on the disk."""
 _GONE = {errno.EBADF, errno.ENODEV, errno.ENXIO, errno.ESTALE, errno.ESHUTDOWN}
 """What says that the whole medium is gone, not one place of it."""
+_NUM_ERASING_THREADS = 2
+"""At once for one call: the others go on writing."""
 
 
 class NVMeBackend(SlotBackend):
     """A directory on a local disk that one process owns and that outlives it.
 
     Blocks of neighbouring slots move in one call. A block is stored when it is in the slab and then its entry in the
-    journal. Neither is forced to the medium: a loss of power may cost blocks. The end of this process costs only those
+    ledger. Neither is forced to the medium: a loss of power may cost blocks. The end of this process costs only those
     that were being written, however sudden it is.
     """
 
@@ -58,6 +63,9 @@ class NVMeBackend(SlotBackend):
         max_capacity: ByteSize | None = None
         """The most that `TieredKV.resize` may make of it; the capacity if left out. Costs 100 bytes of host memory a
         block, and no place on the disk."""
+        erase: bool = False
+        """Whether the bytes of a block that is evicted by name, or expires, are overwritten with zeros. Without it only
+        its header is."""
         num_threads: int = Field(default=8, ge=1, le=256)
         """Calls under way at once, in each direction: reads never queue behind writes."""
         direct: Literal["auto", "always", "never"] = "auto"
@@ -71,22 +79,32 @@ class NVMeBackend(SlotBackend):
 
     def __init__(self, settings: Settings | Mapping[str, Any] | str) -> None:
         self.settings = settings = self.Settings.of(settings)
-        self._slabs: list[Slab] = []
-        self._journals: list[Journal] = []
-        self._calls: _Calls | None = None
+        self._groups: list[Group] = []
+        self._calls: Calls | None = None
         self._last_error: OSError | None = None
+        self._num_damaged = self._num_rebuilt = 0
         self._facts: dict[str, object] = {}
 
     async def open(self, context: BackendContext) -> list[Recovered]:
-        """Take the directory and replay its journals.
+        """Take the directory and read its ledgers; where those are damaged, the headers of the records too.
 
         Raises:
-            ConfigurationError: It cannot be written to, is held by another process, or is too small for one block.
+            ConfigurationError: It cannot be written to, is not this user's alone, is held by another process, or is too
+                small for one block.
         """
         self._readers = context.workers(self.settings.num_threads)
         self._writers = context.workers(self.settings.num_threads)
-        self._clerk = context.workers(1)  # the only thread that touches journals and the directory
-        return await self._clerk.run(self._open, context.groups)
+        self._clerk = context.workers(1)  # the only thread that touches ledgers and the directory
+        found = await self._clerk.run(self._open, context.groups)
+        try:
+            recovered = [
+                await self._recover(*each) for each in zip(self._groups, *zip(*found, strict=True), strict=True)
+            ]
+        except BaseException:
+            await self.aclose()
+            raise
+        self._facts["num_recovered"] = sum(len(each.slots) for each in recovered)
+        return recovered
 
     async def read(self, group: int, slots: Slots, into: Sequence[Block]) -> list[Outcome]:
         """Fill ``into[i]`` from ``slots[i]``: HIT, MISS where nothing was ever written, or FAILED each.
@@ -94,64 +112,80 @@ class NVMeBackend(SlotBackend):
         Raises:
             BackendUnavailableError: The disk is gone.
         """
-        slab = self._slab(group, slots, into)
+        slab = self._group(group, slots, into).slab
         return await self._move(self._readers, slab, slab.read, slots, into)
 
     async def write(self, group: int, slots: Slots, names: Names, blocks: Sequence[Block]) -> list[Outcome]:
         """Write ``blocks[i]`` to ``slots[i]`` and remember that it is ``names[i]``: STORED or FAILED each.
 
+        A slot whose write fails holds nothing.
+
         Raises:
-            BackendUnavailableError: The disk is gone.
+            BackendUnavailableError: The disk or the directory is gone.
         """
-        slab = self._slab(group, slots, blocks)
+        files = self._group(group, slots, blocks)
         check_lengths(names, blocks)
-        if len(slots) and (last := int(slots.max())) >= slab.num_allocated:
-            await self._run(self._clerk, self._grow, slab, last + 1)
-        outcomes = await self._move(self._writers, slab, slab.write, slots, blocks)
-        stored = np.array([outcome is Outcome.STORED for outcome in outcomes], np.bool_)
-        if stored.any():
+        await files.until_erased(slots)
+        files.mark(slots, WRITING)
+        try:
+            if len(slots) and (last := int(slots.max())) >= files.slab.num_allocated:
+                await self._run(self._clerk, self._grow, files.slab, last + 1)
+            outcomes = await self._move(self._writers, files.slab, files.slab.write, slots, blocks)
+            stored = np.array([outcome is Outcome.STORED for outcome in outcomes], np.bool_)
             try:
-                await self._run(self._clerk, self._journals[group].append, names[stored], slots[stored])
+                await self._run(self._clerk, files.remember, names[stored], slots[stored], slots[~stored])
             except OSError as error:  # written, but not to be found again
                 self._last_error = error
+                if error.errno in _GONE:
+                    raise BackendUnavailableError(f"{self.settings.path}: {error.strerror}") from error
                 return [Outcome.FAILED] * len(outcomes)
+        finally:
+            files.mark(slots, HELD)
         return outcomes
 
     async def forget(self, group: int, slots: Slots) -> None:
         """Make sure that what these slots hold is not found after a restart.
 
+        Their headers are overwritten, so that no damage of the ledger brings them back; whole records, if the settings
+        say ``erase``. What is being written to one of them now is forgotten as far as the ledger goes.
+
         Raises:
-            BackendUnavailableError: The journal could not be written.
+            BackendUnavailableError: The disk did not take it.
         """
-        self._slab(group, slots)
+        files = self._group(group, slots)
         with _translated(f"forget {len(slots)} slots of {self.settings.path}"):
-            nothing = np.zeros((len(slots), 4), np.uint64)
-            await self._run(self._clerk, self._journals[group].append, nothing, slots)
+            await self._forget(files, slots)
 
     async def checkpoint(self, group: int, names: Names, slots: Slots, *, sync: bool = False) -> None:
         """Remember exactly these blocks, least recently used first; with ``sync``, survive a loss of power.
 
-        A block whose write returns while this is called, and is not among ``names``, may be forgotten.
+        A block whose write begins while this is called may be remembered too.
 
         Raises:
-            BackendUnavailableError: The disk did not take it. What was remembered before still is.
+            BackendUnavailableError: The disk did not take it. Any of these and of those remembered before may be.
         """
-        slab = self._slab(group, slots)
+        files = self._group(group, slots)
+        dropped = files.held_beside(slots)
         with _translated(f"remember {len(slots)} blocks in {self.settings.path}"):
+            remembered = self._run(
+                self._clerk, files.remember, names, slots
+            )  # before a later write to one of the slots
+            await self._forget(files, dropped)
+            await remembered
             if sync:
-                await self._run(self._writers, slab.sync)
-            await self._run(self._clerk, lambda: self._journals[group].rewrite(names, slots, sync=sync))
+                await self._run(self._writers, files.slab.sync)
+                await self._run(self._clerk, self._sync, files.ledger)
 
     def fit(self, capacity_bytes: int) -> int:
         """See `SlotBackend.fit`: up to ``max_capacity``."""
-        if not self._slabs:
+        if not self._groups:
             raise ConfigurationError(f"the NVMe tier at {self.settings.path} is not open yet: resize it later")
         most_bytes = self.settings.max_capacity or self.settings.capacity
         if capacity_bytes > most_bytes:
             raise ConfigurationError(
                 f"{self.settings.path} takes {most_bytes} bytes at most, got {capacity_bytes}: set max_capacity"
             )
-        return fit(capacity_bytes, [slab.shape for slab in self._slabs])
+        return fit(capacity_bytes, [files.slab.shape for files in self._groups])
 
     async def resize(self, num_slots: int) -> None:
         """See `SlotBackend.resize`: what is given up is free on the disk when this returns.
@@ -161,29 +195,34 @@ class NVMeBackend(SlotBackend):
         """
         with _translated(f"resize {self.settings.path}"):
             await self._run(self._clerk, self._resize, num_slots)
+        for files in self._groups:
+            files.resize_states(num_slots)
 
     async def aclose(self) -> None:
         """Close the files and release the directory, or leave that to the last call still under way."""
-        self._slabs, self._journals = [], []
+        self._groups = []
         if self._calls is not None:
             self._calls.close()
 
     def describe(self) -> dict[str, object]:
         """Return where and how blocks are kept: ``io`` is "direct" or "buffered", ``io_reason`` says why not direct."""
-        if not self._slabs:
+        if not self._groups:
             return {}
         return self._facts | {
-            "allocated_bytes": sum(slab.num_allocated * slab.shape.stride_bytes for slab in self._slabs),
-            "journal_bytes": sum(journal.num_bytes for journal in self._journals),
+            "allocated_bytes": sum(files.slab.num_allocated * files.slab.shape.stride_bytes for files in self._groups),
+            "ledger_bytes": sum(Ledger.num_bytes(files.ledger.num_slots) for files in self._groups),
             "reclaimed_fingerprints": self._directory.num_reclaimed,
+            "num_damaged": self._num_damaged,
+            "num_rebuilt": self._num_rebuilt,
             "last_error": str(self._last_error or ""),
         }
 
-    def _slab(self, group: int, slots: Slots, blocks: Sequence[Block] | None = None) -> Slab:
-        """Return the group's slab, if the call makes sense for it."""
-        if not self._slabs:
+    def _group(self, group: int, slots: Slots, blocks: Sequence[Block] | None = None) -> Group:
+        """Return the group's files, if the call makes sense for it."""
+        if not self._groups:
             raise ClosedError(f"the NVMe tier at {self.settings.path} is not open")
-        slab = self._slabs[group]
+        files = self._groups[group]
+        slab = files.slab
         if len(slots) and not 0 <= int(slots.min()) <= int(slots.max()) < slab.num_slots:
             raise ConfigurationError(f"slots {slots.min()} to {slots.max()} of a slab of {slab.num_slots}")
         if blocks is not None:
@@ -193,7 +232,32 @@ class NVMeBackend(SlotBackend):
                     raise LayoutMismatchError(
                         f"a block of {len(block.padded)} padded bytes for slots of {slab.shape.padded_bytes}"
                     )
-        return slab
+        return files
+
+    async def _forget(self, files: Group, slots: Slots) -> None:
+        """Forget slots and overwrite what they hold, save those that are being written."""
+        await files.until_erased(slots)
+        slots = slots[slots < len(files.states)]
+        to_erase = slots[files.states[slots] != WRITING]
+        files.mark(to_erase, ERASING)
+        erased = asyncio.ensure_future(self._erase(files, slots, to_erase))
+        files.erasures.add(erased)
+        erased.add_done_callback(_look_at)
+        erased.add_done_callback(files.erasures.discard)
+        await asyncio.shield(erased)  # a write to one of these slots waits for it, whoever waits here
+
+    async def _erase(self, files: Group, slots: Slots, to_erase: Slots) -> None:
+        state = HELD
+        try:
+            await self._run(self._clerk, files.ledger.clear, slots)
+            shares = np.array_split(np.sort(to_erase), _NUM_ERASING_THREADS)
+            jobs = [self._run(self._writers, files.slab.erase, share.tolist(), self.settings.erase) for share in shares]
+            await asyncio.wait(jobs)
+            for job in jobs:
+                job.result()
+            state = EMPTY
+        finally:
+            files.mark(to_erase, state)
 
     async def _move(
         self,
@@ -212,9 +276,7 @@ class NVMeBackend(SlotBackend):
             for start in range(0, len(order), share)
         ]
         if jobs:
-            await asyncio.wait(
-                jobs
-            )  # for all of them, whatever one raises: the blocks are lent until this call returns
+            await asyncio.wait(jobs)  # for all, whatever one raises: the blocks are lent until this call returns
         moved = [job.result() for job in jobs]
         outcomes = [Outcome.FAILED] * len(order)
         for i, outcome in zip(order, chain.from_iterable(part.outcomes for part in moved), strict=True):
@@ -226,7 +288,7 @@ class NVMeBackend(SlotBackend):
         return outcomes
 
     def _run(self, workers: Workers, function: Callable[..., T], *args: object) -> "asyncio.Future[T]":
-        assert self._calls is not None  # noqa: S101 - `_slab` has raised before
+        assert self._calls is not None  # noqa: S101 - `_group` has raised before
         future = asyncio.ensure_future(workers.run(self._calls.guarded, function, *args))
         future.add_done_callback(_look_at)
         return future
@@ -245,91 +307,95 @@ class NVMeBackend(SlotBackend):
                 return
 
     def _resize(self, num_slots: int) -> None:
-        num_freed_bytes = sum(max(0, slab.num_allocated - num_slots) * slab.shape.stride_bytes for slab in self._slabs)
-        self._directory.resize(num_slots, num_freed_bytes)
-        for slab, journal in zip(self._slabs, self._journals, strict=True):
-            slab.resize(num_slots)
-            journal.resize(num_slots)
+        was_slots = self._directory.num_slots
+        self._directory.resize(num_slots)
+        try:
+            for files in self._groups:
+                files.ledger.grow(num_slots, self._directory.allocate)
+        except OSError:
+            self._directory.resize(was_slots)
+            raise
+        for files in self._groups:
+            self._directory.give_back(files.slab.resize(num_slots) + files.ledger.shrink(num_slots))
         self._facts |= {"capacity_bytes": self._directory.capacity_bytes, "num_slots": num_slots}
+
+    def _sync(self, ledger: Ledger) -> None:
+        ledger.sync()
+        self._directory.sync()
 
     def _most_slots(self, groups: Sequence[RecordShape]) -> int:
         return fit(self.settings.max_capacity or self.settings.capacity, groups)
 
-    def _open(self, groups: Sequence[RecordShape]) -> list[Recovered]:
+    def _open(self, groups: Sequence[RecordShape]) -> list[tuple[Entries, Slots]]:
+        """Open all files; return for each group what its ledger says, and the slots of which it can say nothing."""
+        path = self.settings.path
         with contextlib.ExitStack() as opened:
-            self._directory = directory = Directory(self.settings.path, self.settings.capacity, groups)
+            self._directory = directory = Directory(path, self.settings.capacity, groups)
             opened.callback(directory.close)
-            flags, reason = probe_direct_io(directory.path, self.settings.direct)
+            flags, reason = probe_direct_io(directory.fd, self.settings.direct, HOLDER)
             if reason and self.settings.direct == "always":
-                raise ConfigurationError(f"{directory.path} has no direct I/O ({reason}): set direct='auto'")
-            num_slots, most_slots = directory.num_slots, max(directory.num_slots, self._most_slots(groups))
-            self._slabs, self._journals, recovered = [], [], []
+                raise ConfigurationError(f"{path} has no direct I/O ({reason}): set direct='auto'")
+            self._groups, found = [], []
             try:
-                for folder, shape in zip(directory.folders, groups, strict=True):
-                    slab = Slab(folder / "slab", shape, num_slots, flags)
+                for folder_fd, shape in zip(directory.folder_fds, groups, strict=True):
+                    slab = Slab(open_file(folder_fd, "slab", flags), shape, directory.num_slots)
                     opened.callback(slab.close)
-                    self._slabs.append(slab)
-                    journal = Journal(folder / "journal", stride_bytes=shape.stride_bytes, num_slots=num_slots)
-                    opened.callback(journal.close)
-                    self._journals.append(journal)
-                    names, slots = journal.recover()
-                    there = slots < slab.num_allocated
-                    recovered.append(Recovered(num_slots, names[there], slots[there], most_slots))
+                    ledger = Ledger(open_file(folder_fd, "ledger"))
+                    opened.callback(ledger.close)
+                    self._groups.append(Group(slab, ledger))
+                    found.append(ledger.read(slab.num_allocated))
+                self._take_room(directory)
             except OSError as error:
-                raise ConfigurationError(f"{error.filename or directory.path}: {error.strerror}") from error
-            strides = [slab.shape.stride_bytes for slab in self._slabs]
-            directory.take(
-                sum(slab.num_allocated * slab.shape.stride_bytes for slab in self._slabs), num_slots * sum(strides)
-            )
+                name = f"{path}: {error.filename}" if error.filename else f"{path}"
+                raise ConfigurationError(f"{name}: {error.strerror}") from error
             self._facts = {
-                "path": str(directory.path),
+                "path": str(path),
                 "capacity_bytes": int(self.settings.capacity),
-                "num_slots": num_slots,
+                "num_slots": directory.num_slots,
                 "io": "buffered" if reason else "direct",
                 "io_reason": reason,
-                "num_recovered": sum(len(found.slots) for found in recovered),
             }
-            self._calls = _Calls(opened.pop_all().close)
-        return recovered
+            self._calls = Calls(opened.pop_all().close)
+        return found
+
+    def _take_room(self, directory: Directory) -> None:
+        """Have the directory count what is there, and every slot its entry in a ledger."""
+        is_known = all(files.ledger.num_slots >= directory.num_slots for files in self._groups)
+        num_bytes = 0
+        for files in self._groups:
+            files.ledger.shrink(directory.num_slots)
+            num_bytes += files.slab.num_allocated * files.slab.shape.stride_bytes
+            num_bytes += Ledger.num_bytes(files.ledger.num_slots)
+        directory.take(num_bytes, is_known=is_known)
+        for files in self._groups:
+            files.ledger.grow(directory.num_slots, directory.allocate)
+            files.resize_states(directory.num_slots)
+
+    async def _recover(self, files: Group, entries: Entries, damaged: Slots) -> Recovered:
+        """Return what a group holds; look into the slab for what the ledger cannot say, and write that down."""
+        if len(damaged):
+            rebuilt = await rebuild(files.slab, damaged, partial(self._run, self._readers))
+            self._num_damaged += len(damaged)
+            self._num_rebuilt += len(rebuilt.slots)
+            entries = Entries.joined(rebuilt, entries)
+        names, slots, replaced = entries.latest()
+        files.mark(entries.slots, HELD)
+        if len(damaged) or len(replaced):
+            is_rebuilt = np.isin(slots, damaged)
+            empty = np.concatenate([np.setdiff1d(damaged, slots), replaced])
+            try:
+                await self._run(self._clerk, files.ledger.clear, empty)
+                await self._run(self._clerk, files.ledger.write_oldest, names[is_rebuilt], slots[is_rebuilt])
+            except OSError as error:
+                self._last_error = error  # the next start finds it damaged again
+        most_slots = max(files.slab.num_slots, self._most_slots([each.slab.shape for each in self._groups]))
+        return Recovered(files.slab.num_slots, names, slots, most_slots)
 
 
-def _look_at(future: "asyncio.Future[object]") -> None:
+def _look_at(future: "asyncio.Future[Any]") -> None:
     """Take note of an error, so that one whose waiter was cancelled is not logged as forgotten."""
     if not future.cancelled():
         future.exception()
-
-
-class _Calls:
-    """The calls under way in threads. Files close behind the last: a descriptor may be another file's by then."""
-
-    def __init__(self, close_files: Callable[[], None]) -> None:
-        self._close_files = close_files
-        self._lock = threading.Lock()
-        self._num_running = 0
-        self._closed = False
-
-    def guarded(self, function: Callable[..., T], *args: object) -> T:
-        """Call ``function(*args)`` with the files open, or raise `BackendUnavailableError`."""
-        with self._lock:
-            if self._closed:
-                raise BackendUnavailableError("the NVMe tier was closed")
-            self._num_running += 1
-        try:
-            return function(*args)
-        finally:
-            with self._lock:
-                self._num_running -= 1
-                is_last = self._closed and not self._num_running
-            if is_last:
-                self._close_files()
-
-    def close(self) -> None:
-        """Let no more calls start, and close the files now or behind the last."""
-        with self._lock:
-            was_closed, self._closed = self._closed, True
-            is_last = not was_closed and not self._num_running
-        if is_last:
-            self._close_files()
 
 
 @contextlib.contextmanager

@@ -1,8 +1,12 @@
 """The directory of one process: its lock, a folder per fingerprint, and a limit over all that lies in it.
 
-    lock                    held by flock(2) as long as the tier is open; names the holder
+    holder                  the process id of the holder, for messages
     <fingerprint>/slab      records at a fixed stride
-    <fingerprint>/journal   which record is where
+    <fingerprint>/ledger    which record is where
+
+The lock is a flock(2) on the directory itself, held as long as the tier is open: nobody can delete it or put another in
+its place. All that lies in the directory is reached by its descriptor: were the directory removed, and made anew by
+another process, this one would write to its own still.
 
 Used by one thread at a time.
 """
@@ -13,27 +17,30 @@ import fcntl
 import os
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from pydantic import ByteSize
 
 from tiered_kv.backend import RecordShape
 from tiered_kv.errors import ConfigurationError
-from tiered_kv_backends.nvme.journal import Journal
+from tiered_kv_backends.nvme.ledger import Ledger
+from tiered_kv_backends.nvme.own_files import open_file, open_folder, open_root
 
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}(-\d+of\d+)?")
-_FIXED_BYTES = 64 << 10  # lock, probe, the directories themselves
+_FIXED_BYTES = 64 << 10  # holder, probe, the directories themselves
 _FIXED_BYTES_PER_GROUP = 64 << 10
 _SLAB_BYTES_PER_METADATA_BYTE = 4096  # extents of a large file are counted as its own
+HOLDER = "holder"
 
 
 @dataclass(frozen=True)
 class _Foreign:
     """Blocks of another fingerprint: another model, or this one as it was before a change."""
 
-    path: Path
+    name: str
     used_ns: int
     num_bytes: int
 
@@ -47,12 +54,14 @@ class Directory:
         groups: The records that will be kept. Folders of other fingerprints are foreign: they go when room is needed.
 
     Attributes:
+        fd: Its descriptor.
+        folder_fds: Of each group.
         num_slots: Slots of each group.
         capacity_bytes: The limit.
         num_reclaimed: Foreign folders deleted to make room.
 
     Raises:
-        ConfigurationError: Not a directory, not writable, held by another process, or too small.
+        ConfigurationError: Not a directory, not this user's alone, not writable, held by another process, or too small.
     """
 
     def __init__(self, path: Path, capacity_bytes: int, groups: Sequence[RecordShape]) -> None:
@@ -63,69 +72,71 @@ class Directory:
         self._allocated_bytes = 0
         self.num_slots = fit(capacity_bytes, groups)
         self._reserved_bytes = self._reserved_for(self.num_slots)
-        try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock_fd = _lock(path)
-        except OSError as error:
-            raise ConfigurationError(
-                f"{path}: {error.strerror}; the NVMe tier needs a directory it can write to"
-            ) from error
-        try:
-            self.folders = [path / shape.folder for shape in groups]
-            for folder in self.folders:
-                folder.mkdir(mode=0o700, exist_ok=True)
-                os.utime(folder)
-            self._foreign = _find_foreign(path, self.folders)
-        except OSError as error:
-            os.close(self._lock_fd)
-            raise ConfigurationError(f"{path}: {error.strerror}; is it the NVMe tier's alone?") from error
+        self.folder_fds: list[int] = []
+        with contextlib.ExitStack() as opened:
+            with _explained(path, "the NVMe tier needs a directory that it can write to, and nobody else"):
+                self.fd = open_root(path)
+                opened.callback(os.close, self.fd)
+                self._lock = _Lock(path, self.fd)
+                opened.callback(self._lock.release)
+                _name_holder(self.fd)
+            with _explained(path, "is it the NVMe tier's alone?"):
+                for shape in groups:
+                    self.folder_fds.append(open_folder(self.fd, shape.folder))
+                    opened.callback(os.close, self.folder_fds[-1])
+                    _drop_old_format(self.folder_fds[-1])
+                    os.utime(self.folder_fds[-1])
+                self._foreign = _find_foreign(self.fd, {shape.folder for shape in groups})
+            self._close_all = opened.pop_all()
 
     def close(self) -> None:
         """Let other processes take the directory."""
         with contextlib.suppress(OSError):
-            for folder in self.folders:
-                os.utime(folder)  # the folder last used is the last to make room for others
-        os.close(self._lock_fd)
+            for fd in self.folder_fds:
+                os.utime(fd)  # the folder last used is the last to make room for others
+        self._close_all.close()
 
-    def take(self, num_bytes: int, wanted_bytes: int) -> None:
-        """Count ``num_bytes`` that slabs have on the disk already, and check that there is a place for all they want.
+    def take(self, num_bytes: int, *, is_known: bool) -> None:
+        """Count ``num_bytes`` that files have on the disk already, and check that there is a place for the rest.
+
+        Args:
+            num_bytes: Of all slabs and ledgers.
+            is_known: The tier had this capacity before. Then it opens even where others have made the disk full since:
+                what lies there is served, and blocks that find no place fail until there is one.
 
         Raises:
             ConfigurationError: The filesystem is too small.
         """
         self._allocated_bytes += num_bytes
         self._reclaim_for(0)
-        stats = os.statvfs(self.path)
-        free_bytes = stats.f_bavail * stats.f_frsize + sum(foreign.num_bytes for foreign in self._foreign)
-        missing_bytes = wanted_bytes - num_bytes + self._reserved_bytes
-        if missing_bytes > free_bytes:
+        missing_bytes = self.num_slots * _bytes_per_slot(self._groups) - num_bytes
+        if is_known or missing_bytes <= 0:
+            return
+        missing_bytes += self._reserved_bytes
+        if missing_bytes > (free_bytes := self._free_bytes()):
             raise ConfigurationError(
                 f"{self.path}: capacity={_size(self.capacity_bytes)} needs {_size(missing_bytes)} more than are there, "
                 f"and its filesystem has {_size(free_bytes)}: lower capacity by at least "
                 f"{_size(missing_bytes - free_bytes)}"
             )
 
-    def resize(self, num_slots: int, num_freed_bytes: int) -> None:
+    def resize(self, num_slots: int) -> None:
         """Have another limit: as many bytes as so many slots of each group need.
 
-        Args:
-            num_slots: Of each group.
-            num_freed_bytes: That the caller will take from slabs at once.
-
         Raises:
-            OSError: The filesystem has no place for them.
+            OSError: The filesystem has no place for them. Nothing has changed.
         """
         if num_slots > self.num_slots:
-            stride = sum(group.stride_bytes for group in self._groups)
-            wanted_bytes = num_slots * stride - self._allocated_bytes
-            stats = os.statvfs(self.path)
-            free_bytes = stats.f_bavail * stats.f_frsize + sum(foreign.num_bytes for foreign in self._foreign)
-            if wanted_bytes > free_bytes:
+            wanted_bytes = num_slots * _bytes_per_slot(self._groups) - self._allocated_bytes
+            if wanted_bytes > (free_bytes := self._free_bytes()):
                 raise OSError(errno.ENOSPC, f"{wanted_bytes} bytes more are wanted, its filesystem has {free_bytes}")
         self.num_slots = num_slots
         self.capacity_bytes = _needed(num_slots, self._groups)
         self._reserved_bytes = self._reserved_for(num_slots)
-        self._allocated_bytes -= num_freed_bytes
+
+    def give_back(self, num_bytes: int) -> None:
+        """Count bytes that the caller has cut off its files."""
+        self._allocated_bytes -= num_bytes
         self._reclaim_for(0)
 
     def allocate(self, fd: int, offset: int, num_bytes: int) -> None:
@@ -149,9 +160,19 @@ class Directory:
                 self._reclaim_oldest()
         self._allocated_bytes += num_bytes
 
+    def sync(self) -> None:
+        """Return when the names of all files survive a loss of power."""
+        for fd in (*self.folder_fds, self.fd):
+            os.fsync(fd)
+
+    def _free_bytes(self) -> int:
+        """What the filesystem has, and would have without foreign folders."""
+        stats = os.statvfs(self.fd)
+        return stats.f_bavail * stats.f_frsize + sum(foreign.num_bytes for foreign in self._foreign)
+
     def _reserved_for(self, num_slots: int) -> int:
-        """Bytes for everything but the slabs."""
-        return _needed(num_slots, self._groups) - num_slots * sum(group.stride_bytes for group in self._groups)
+        """Bytes for everything but slabs and ledgers."""
+        return _needed(num_slots, self._groups) - num_slots * _bytes_per_slot(self._groups)
 
     def _reclaim_for(self, num_bytes: int) -> None:
         ours = self._reserved_bytes + self._allocated_bytes + num_bytes
@@ -159,8 +180,13 @@ class Directory:
             self._reclaim_oldest()
 
     def _reclaim_oldest(self) -> None:
-        shutil.rmtree(self._foreign.pop(0).path, ignore_errors=True)
+        shutil.rmtree(self._foreign.pop(0).name, ignore_errors=True, dir_fd=self.fd)
         self.num_reclaimed += 1
+
+
+def _bytes_per_slot(groups: Iterable[RecordShape]) -> int:
+    """Bytes in slabs and ledgers of one slot of each group."""
+    return sum(shape.stride_bytes + Ledger.num_bytes(1) for shape in groups)
 
 
 def _needed(num_slots: int, groups: Iterable[RecordShape]) -> int:
@@ -168,9 +194,7 @@ def _needed(num_slots: int, groups: Iterable[RecordShape]) -> int:
     total = _FIXED_BYTES
     for shape in groups:
         slab = num_slots * shape.stride_bytes
-        total += (
-            _FIXED_BYTES_PER_GROUP + slab + slab // _SLAB_BYTES_PER_METADATA_BYTE + Journal.reserved_bytes(num_slots)
-        )
+        total += _FIXED_BYTES_PER_GROUP + slab + slab // _SLAB_BYTES_PER_METADATA_BYTE + Ledger.num_bytes(num_slots)
     return total
 
 
@@ -192,29 +216,98 @@ def fit(capacity_bytes: int, groups: Sequence[RecordShape]) -> int:
     return num_slots
 
 
-def _lock(path: Path) -> int:
-    fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+class _Lock:
+    """A flock(2) on a directory, by a descriptor of its own: children that this process forks give up theirs.
+
+    A forked child shares a lock with its parent for as long as either has the descriptor, so that one that outlives its
+    parent would keep the directory from everybody.
+    """
+
+    _held: ClassVar[set["_Lock"]] = set()
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self._fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=fd)
+        self._held.add(self)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.release()
+            raise ConfigurationError(
+                f"{path} is held by another NVMe tier, of process {_holder(fd)}: each needs a directory of its own"
+            ) from None
+        except OSError:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Let go of the directory, once."""
+        if self in self._held:
+            self._held.remove(self)
+            os.close(self._fd)
+
+    @classmethod
+    def after_fork(cls) -> None:
+        """Give up what the parent holds."""
+        for lock in list(cls._held):
+            lock.release()
+
+
+os.register_at_fork(after_in_child=_Lock.after_fork)
+
+
+def _name_holder(fd: int) -> None:
+    holder_fd = open_file(fd, HOLDER)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-    except BlockingIOError:
-        holder = os.pread(fd, 32, 0).decode(errors="replace").strip()
-        os.close(fd)
-        raise ConfigurationError(
-            f"{path} is held by another NVMe tier, of process {holder or 'unknown'}: each needs a directory of its own"
-        ) from None
+        with contextlib.suppress(OSError):  # on a full disk: the name is for messages only
+            os.ftruncate(holder_fd, 0)
+            os.pwrite(holder_fd, f"{os.getpid()}\n".encode(), 0)
+    finally:
+        os.close(holder_fd)
+
+
+def _holder(fd: int) -> str:
+    try:
+        holder_fd = open_file(fd, HOLDER)
     except OSError:
-        os.close(fd)
-        raise
-    return fd
+        return "unknown"
+    try:
+        return os.pread(holder_fd, 32, 0).decode(errors="replace").strip() or "unknown"
+    finally:
+        os.close(holder_fd)
 
 
-def _find_foreign(path: Path, ours: Sequence[Path]) -> list[_Foreign]:
+def _drop_old_format(folder_fd: int) -> None:
+    """Begin anew where an earlier version kept a journal: nothing says which of its records were evicted."""
+    if "journal" in (there := set(os.listdir(folder_fd))):
+        for name in sorted(there & {"journal.new", "slab", "journal"}, reverse=True):  # the journal last
+            os.unlink(name, dir_fd=folder_fd)
+
+
+def _find_foreign(fd: int, ours: set[str]) -> list[_Foreign]:
     """Return the folders of other fingerprints, the one used least recently first."""
     found = []
-    for folder in path.iterdir():
-        if folder not in ours and _FINGERPRINT.fullmatch(folder.name) and not folder.is_symlink():
-            num_bytes = sum(file.lstat().st_blocks * 512 for file in (folder, *folder.rglob("*")))
-            found.append(_Foreign(folder, folder.stat().st_mtime_ns, num_bytes))
+    with os.scandir(fd) as entries:
+        for entry in entries:
+            if entry.name not in ours and _FINGERPRINT.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+                used_ns = entry.stat(follow_symlinks=False).st_mtime_ns
+                found.append(_Foreign(entry.name, used_ns, _disk_usage(entry.name, fd)))
     return sorted(found, key=lambda foreign: foreign.used_ns)
+
+
+def _disk_usage(name: str, fd: int) -> int:
+    """Return what lies in a folder, in bytes on the disk."""
+    num_blocks = 0
+    for _, _, files, folder_fd in os.fwalk(name, dir_fd=fd):
+        num_blocks += os.fstat(folder_fd).st_blocks
+        for file in files:
+            num_blocks += os.stat(file, dir_fd=folder_fd, follow_symlinks=False).st_blocks
+    return num_blocks * 512
+
+
+@contextlib.contextmanager
+def _explained(path: Path, advice: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        name = f"{path}" if error.filename in {None, str(path)} else f"{path}/{error.filename}"
+        raise ConfigurationError(f"{name}: {error.strerror}; {advice}") from error

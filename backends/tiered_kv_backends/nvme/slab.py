@@ -1,20 +1,34 @@
 """One file of records at a fixed stride, and the vectored calls that move them.
 
-Reads and writes run in many threads at once; they keep no state but their own, and no slot is in two of them.
+Reads and writes run in many threads at once; they keep no state but their own, and no slot is in two writes.
 """
 
+import ctypes
+import errno
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tiered_kv.backend import Block, Outcome, RecordShape
 from tiered_kv.layout import PAGE_BYTES
+from tiered_kv.record import SIGNED_BYTES
+from tiered_kv_backends.nvme.own_files import open_file
 
 _MAX_CALL_BYTES = 8 << 20
 """Of one system call: longer ones are no faster and keep a load waiting behind a store."""
+_MAX_HEADERS_BYTES = 256 << 10
+"""Read at once to get the headers in it."""
+_MANY_SLOTS = 64
+"""Neighbours whose headers are not overwritten one by one. Fewer would cut the file into many extents."""
+_PROBE = "probe"
+_FALLOC_FL_ZERO_RANGE = 0x10
+_LIBC = ctypes.CDLL(None)
+_FULL = {errno.ENOSPC, errno.EDQUOT}
 _MAX_CALL_BLOCKS = os.sysconf("SC_IOV_MAX") // 2  # a header and a payload each
 
 
@@ -41,23 +55,27 @@ class Slab:
     """The slots of one KV group.
 
     Args:
-        path: Its file; created if need be.
+        fd: Its file, which belongs to this object from now on.
         shape: The records.
         num_slots: How many there are to be. Slots of a longer file are cut off.
-        flags: For `os.open`, e.g. ``os.O_DIRECT``.
 
     Attributes:
         num_allocated: The first so many slots have their place on the disk.
     """
 
-    def __init__(self, path: Path, shape: RecordShape, num_slots: int, flags: int) -> None:
+    def __init__(self, fd: int, shape: RecordShape, num_slots: int) -> None:
         self.shape = shape
         self.num_slots = num_slots
         self.call_blocks = max(1, min(_MAX_CALL_BYTES // shape.stride_bytes, _MAX_CALL_BLOCKS))
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | flags, 0o600)
-        num_whole = os.fstat(self._fd).st_size // shape.stride_bytes
+        self._fd = fd
+        num_whole = os.fstat(fd).st_size // shape.stride_bytes
         self.num_allocated = min(num_whole, num_slots)
-        os.ftruncate(self._fd, self.num_allocated * shape.stride_bytes)
+        os.ftruncate(fd, self.num_allocated * shape.stride_bytes)
+
+    @property
+    def is_removed(self) -> bool:
+        """Whether somebody has deleted the file: what is written goes nowhere that a restart would look."""
+        return not os.fstat(self._fd).st_nlink
 
     def grow(self, num_slots: int, allocate: Callable[[int, int, int], None]) -> None:
         """Give the first ``num_slots`` slots their place by ``allocate(fd, offset, num_bytes)``."""
@@ -65,12 +83,14 @@ class Slab:
         allocate(self._fd, self.num_allocated * stride, (num_slots - self.num_allocated) * stride)
         self.num_allocated = num_slots
 
-    def resize(self, num_slots: int) -> None:
-        """Have so many slots; those given up are in no call, and free on the disk when this returns."""
+    def resize(self, num_slots: int) -> int:
+        """Have so many slots; those given up are in no call. Returns how many bytes that frees on the disk."""
         self.num_slots = num_slots
-        if self.num_allocated > num_slots:
-            self.num_allocated = num_slots
+        num_freed = max(0, self.num_allocated - num_slots)
+        self.num_allocated -= num_freed
+        if num_freed:
             os.ftruncate(self._fd, num_slots * self.shape.stride_bytes)
+        return num_freed * self.shape.stride_bytes
 
     def read(self, slots: list[int], into: Sequence[Block]) -> Moved:
         """Fill blocks from ascending slots: HIT, MISS where the file ends before, or FAILED each."""
@@ -82,6 +102,52 @@ class Slab:
         moved = self._move(_WRITE, slots[:num_here], blocks[:num_here])
         moved.outcomes += [Outcome.FAILED] * (len(slots) - num_here)
         return moved
+
+    def erase(self, slots: list[int], whole: bool) -> None:  # noqa: FBT001 - called in threads, by position
+        """Overwrite the headers of records in ascending slots with zeros, or ``whole`` records.
+
+        Where many neighbours go, and not ``whole``, the filesystem is asked to have them read as zeros instead.
+        """
+        stride, num_bytes = self.shape.stride_bytes, self.shape.stride_bytes if whole else PAGE_BYTES
+        zeros = Block.empty(min(num_bytes, _MAX_CALL_BYTES)).padded
+        for first, end in _runs(slots[: bisect_left(slots, self.num_allocated)], len(slots)):
+            if (
+                not whole
+                and end - first >= _MANY_SLOTS
+                and _zero_range(self._fd, first * stride, (end - first) * stride)
+            ):
+                continue
+            for slot in range(first, end):
+                at, stop = slot * stride, slot * stride + num_bytes
+                while at < stop:
+                    at += os.pwrite(self._fd, zeros[: stop - at], at)
+
+    def headers(self, slots: list[int]) -> NDArray[np.uint8]:
+        """Return the headers in ascending slots, ``(n, 512)``; zeros where one cannot be read.
+
+        Those of short records are read with what lies between them: on any disk that takes less time.
+        """
+        stride = self.shape.stride_bytes
+        most = max(1, _MAX_HEADERS_BYTES // stride)
+        buffer = Block.empty(most * stride).padded
+        records = np.frombuffer(buffer, np.uint8).reshape(most, stride)[:, :SIGNED_BYTES]
+        parts = []
+        for first, end in _runs(slots, most):
+            part = np.zeros((end - first, SIGNED_BYTES), np.uint8)
+            if self._reads_whole(first * stride, buffer[: (end - first - 1) * stride + PAGE_BYTES]):
+                part[:] = records[: end - first]
+            else:  # the file ends there, or one place is bad, which loses no other
+                for slot in range(first, end):
+                    if self._reads_whole(slot * stride, buffer[:PAGE_BYTES]):
+                        part[slot - first] = records[0]
+            parts.append(part)
+        return np.concatenate(parts)
+
+    def _reads_whole(self, offset: int, into: memoryview) -> bool:
+        try:
+            return os.preadv(self._fd, [into], offset) == len(into)
+        except OSError:
+            return False
 
     def sync(self) -> None:
         """Return when all that was written survives a loss of power."""
@@ -131,29 +197,48 @@ def _move_block(way: _Way, fd: int, block: Block, offset: int) -> bool:
     return True
 
 
-def probe_direct_io(folder: Path, mode: Literal["auto", "always", "never"]) -> tuple[int, str]:
-    """Find out by a page written and read back whether ``folder`` has O_DIRECT.
+def _runs(ascending: list[int], most: int) -> Iterator[tuple[int, int]]:
+    """Yield the first slot and the end of each run of neighbours, at most so many long."""
+    start = 0
+    for end in range(1, len(ascending) + 1):
+        if end == len(ascending) or ascending[end] != ascending[end - 1] + 1 or end - start == most:
+            yield ascending[start], ascending[end - 1] + 1
+            start = end
+
+
+def _zero_range(fd: int, offset: int, num_bytes: int) -> bool:
+    """Have the filesystem forget a range, which keeps its place on the disk; False if it cannot."""
+    return not _LIBC.fallocate(fd, _FALLOC_FL_ZERO_RANGE, ctypes.c_int64(offset), ctypes.c_int64(num_bytes))
+
+
+def probe_direct_io(folder_fd: int, mode: Literal["auto", "always", "never"], spare: str) -> tuple[int, str]:
+    """Find out by a page written and read back whether a folder has O_DIRECT.
+
+    Args:
+        folder_fd: The folder.
+        mode: The setting.
+        spare: A file there, which is opened instead where the disk is full: that says nothing about how it writes.
 
     Returns:
         Flags for `os.open`, and why there are none; empty if there are.
     """
     if mode == "never":
         return 0, "direct='never'"
-    page = Block.empty(PAGE_BYTES).padded
+    page, back = Block.empty(PAGE_BYTES).padded, Block.empty(PAGE_BYTES).padded
     page[:] = bytes(range(256)) * (PAGE_BYTES // 256)
-    path = folder / "probe"
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_DIRECT, 0o600)
-    except OSError as error:
-        path.unlink(missing_ok=True)
-        return 0, f"open: {error.strerror}"
-    try:
-        back = Block.empty(PAGE_BYTES).padded
-        if os.pwritev(fd, [page], 0) == os.preadv(fd, [back], 0) == PAGE_BYTES and back == page:
+        try:
+            fd = open_file(folder_fd, _PROBE, os.O_DIRECT)
+            try:
+                is_whole = os.pwritev(fd, [page], 0) == os.preadv(fd, [back], 0) == PAGE_BYTES and back == page
+            finally:
+                os.close(fd)
+                os.unlink(_PROBE, dir_fd=folder_fd)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            os.close(open_file(folder_fd, spare, os.O_DIRECT))
             return os.O_DIRECT, ""
     except OSError as error:
         return 0, f"a page written and read: {error.strerror}"
-    finally:
-        os.close(fd)
-        path.unlink(missing_ok=True)
-    return 0, "a page written was not read back"
+    return (os.O_DIRECT, "") if is_whole else (0, "a page written was not read back")

@@ -261,7 +261,7 @@ class RealWorld(World):
         return event
 
     def capacity(self, tier: str, num_blocks: int) -> int:
-        """See `World.capacity`; a disk has room for its journal too."""
+        """See `World.capacity`; a disk has room for its ledger too."""
         return 300_000 + 25_000 * num_blocks if tier == "disk" else super().capacity(tier, num_blocks)
 
     def corrupt(self, place: int) -> None:

@@ -1,0 +1,217 @@
+"""Which block is in which slot, on disk: one entry a slot, written in place. ``docs/format.md`` describes it.
+
+An entry stands where its slot's number says, is found without any other, and has a checksum of its own. So nothing
+grows, nothing is ever compacted, and a damaged place costs no more than what lay there: `Ledger.read` names the slots
+whose entries cannot be read, and the headers of the records there say what they hold.
+
+Nothing here is trusted with bytes: a record names itself and is verified when it is read. A ledger that is stale, or
+that survived a loss of power better than its slab did, costs misses and nothing else.
+
+Used by one thread at a time.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from tiered_kv.keys import Names
+
+ENTRY: Final = np.dtype(
+    [("magic", "S8"), ("name", "<u8", (4,)), ("sequence", "<u8"), ("slot", "<u8"), ("checksum", "<u8")]
+)
+"""What a slot holds. Bytes of zeros: nothing, as far as is known."""
+MAGIC: Final = b"TKVSLOT2"
+
+_CHECKED_BYTES = ENTRY.itemsize - 8
+_CHUNK = 1 << 16
+"""Entries read or written at once."""
+_MAX_SEQUENCE = 1 << 62
+
+Slots = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Entries:
+    """What some slots hold.
+
+    Attributes:
+        names: ``(n, 4)``.
+        slots: ``(n,)``.
+        sequences: ``(n,)`` uint64. Greater is later; 0 where it is not known.
+    """
+
+    names: Names
+    slots: Slots
+    sequences: NDArray[np.uint64]
+
+    @classmethod
+    def joined(cls, *parts: "Entries") -> "Entries":
+        """Return all of them, in the order given."""
+        return cls(
+            np.concatenate([part.names for part in parts]),
+            np.concatenate([part.slots for part in parts]),
+            np.concatenate([part.sequences for part in parts]),
+        )
+
+    def latest(self) -> tuple[Names, Slots, Slots]:
+        """Return names and slots, the last written last, each name once; and the slots of what a later one replaced."""
+        order = np.argsort(self.sequences, kind="stable")
+        names, slots = self.names[order], self.slots[order]
+        is_last = np.ones(len(names), np.bool_)
+        by_word = np.argsort(names[:, 0], kind="stable")
+        is_same = names[by_word[1:], 0] == names[by_word[:-1], 0]
+        if is_same.any():  # few: only these are compared in full
+            few = np.sort(by_word[np.append(is_same, False) | np.insert(is_same, 0, False)])
+            by_name = few[np.lexsort(names[few].T)]  # stable: of equal names the last written stays last
+            is_last[by_name[:-1]] = (names[by_name[1:]] != names[by_name[:-1]]).any(axis=1)
+        return names[is_last], slots[is_last], slots[~is_last]
+
+
+class Ledger:
+    """The ledger of one slab.
+
+    Args:
+        fd: Its file, which belongs to this object from now on.
+
+    Attributes:
+        num_slots: How many slots have their entry in the file.
+
+    Raises:
+        OSError: From everything here. What was not written to is as it was.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self.num_slots = os.fstat(fd).st_size // ENTRY.itemsize
+        self._next = 1
+
+    @staticmethod
+    def num_bytes(num_slots: int) -> int:
+        """Length of the file for so many slots."""
+        return num_slots * ENTRY.itemsize
+
+    @property
+    def is_removed(self) -> bool:
+        """Whether somebody has deleted the file."""
+        return not os.fstat(self._fd).st_nlink
+
+    def read(self, num_allocated: int) -> tuple[Entries, Slots]:
+        """Return what the first so many slots hold, and which of them have an entry that cannot be read.
+
+        What the file says about later slots is dropped: those have no place on the disk, so they hold nothing.
+        """
+        parts, damaged = [_NO_ENTRIES], [np.empty(0, np.int64)]
+        for start in range(0, self.num_slots, _CHUNK):
+            num_bytes = self.num_bytes(min(_CHUNK, self.num_slots - start))
+            data = os.pread(self._fd, num_bytes, self.num_bytes(start))
+            entries, broken = parse(data.ljust(num_bytes, b"\0"), start)
+            parts.append(entries)
+            damaged.append(broken)
+        damaged.append(np.arange(self.num_slots, num_allocated))
+        entries, broken = Entries.joined(*parts), np.concatenate(damaged)
+        self._next = int(entries.sequences.max(initial=0)) + 1
+        is_here, is_broken_here = entries.slots < num_allocated, broken < num_allocated
+        self.clear(np.concatenate([entries.slots[~is_here], broken[~is_broken_here]]))
+        here = Entries(entries.names[is_here], entries.slots[is_here], entries.sequences[is_here])
+        return here, broken[is_broken_here]
+
+    def write(self, names: Names, slots: Slots) -> None:
+        """Remember that ``slots[i]`` holds ``names[i]`` from now on, used later than all that was written before.
+
+        It survives the end of this process, not a loss of power.
+
+        Args:
+            names: ``(n, 4)``.
+            slots: ``(n,)``.
+        """
+        sequences = np.arange(self._next, self._next + len(slots), dtype=np.uint64)
+        self._next += len(slots)
+        self._put(slots, lambda part: encode(names[part], slots[part], sequences[part]))
+
+    def write_oldest(self, names: Names, slots: Slots) -> None:
+        """Remember that ``slots[i]`` holds ``names[i]``, used before all that has been or will be written."""
+        self._put(slots, lambda part: encode(names[part], slots[part], np.zeros(len(part), np.uint64)))
+
+    def clear(self, slots: Slots) -> None:
+        """Remember that these slots hold nothing."""
+        self._put(slots, lambda part: np.zeros(len(part), ENTRY))
+
+    def grow(self, num_slots: int, allocate: Callable[[int, int, int], None]) -> None:
+        """Have entries for at least so many slots: ``allocate(fd, offset, num_bytes)`` gives them their place."""
+        if num_slots > self.num_slots:
+            here = self.num_bytes(self.num_slots)
+            allocate(self._fd, here, self.num_bytes(num_slots) - here)
+            self.num_slots = num_slots
+
+    def shrink(self, num_slots: int) -> int:
+        """Drop the entries of the slots from ``num_slots`` on; return how many bytes that frees."""
+        num_dropped = max(0, self.num_slots - num_slots)
+        self.num_slots -= num_dropped
+        os.ftruncate(self._fd, self.num_bytes(self.num_slots))
+        return self.num_bytes(num_dropped)
+
+    def sync(self) -> None:
+        """Return when all that was written survives a loss of power."""
+        os.fsync(self._fd)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
+    def _put(self, slots: Slots, make: Callable[[Slots], NDArray[np.void]]) -> None:
+        """Write ``make(part)`` to the places of ``slots[part]``, neighbours by one call."""
+        order = np.argsort(slots, kind="stable")  # of a slot that is there twice the last one counts
+        for run in _runs(slots[order]):
+            part = order[run]
+            _write_all(self._fd, make(part).tobytes(), int(slots[part[0]]) * ENTRY.itemsize)
+
+
+_NO_ENTRIES = Entries(np.empty((0, 4), np.uint64), np.empty(0, np.int64), np.empty(0, np.uint64))
+
+
+def encode(names: Names, slots: Slots, sequences: NDArray[np.uint64]) -> NDArray[np.void]:
+    """Return ``(n,)`` entries as they are on disk."""
+    entries = np.empty(len(slots), ENTRY)
+    entries["magic"], entries["name"], entries["sequence"], entries["slot"] = MAGIC, names, sequences, slots
+    entries["checksum"] = _checksums(entries)
+    return entries
+
+
+def parse(data: bytes, first_slot: int) -> tuple[Entries, Slots]:
+    """Read entries of consecutive slots; return those that hold a block, and the slots of those that are damaged."""
+    entries = np.frombuffer(data, ENTRY)
+    slots = np.arange(first_slot, first_slot + len(entries), dtype=np.int64)
+    is_used = np.frombuffer(data, np.uint64).reshape(-1, ENTRY.itemsize // 8).any(axis=1)
+    used, slots = entries[is_used], slots[is_used]
+    is_good = (used["magic"] == MAGIC) & (used["slot"] == slots.view(np.uint64)) & (used["sequence"] < _MAX_SEQUENCE)
+    is_good[is_good] = used["checksum"][is_good] == _checksums(used[is_good])
+    good = used[is_good]
+    return Entries(np.ascontiguousarray(good["name"]), slots[is_good], good["sequence"].copy()), slots[~is_good]
+
+
+def _checksums(entries: NDArray[np.void]) -> NDArray[np.uint64]:
+    data, digest, each = memoryview(entries.tobytes()), xxhash.xxh3_64_intdigest, ENTRY.itemsize
+    starts = range(0, len(data), each)
+    return np.fromiter((digest(data[at : at + _CHECKED_BYTES]) for at in starts), np.uint64, len(entries))
+
+
+def _runs(ascending: Slots) -> Iterator[slice]:
+    """Split ascending slots where they are not neighbours, and where a run is as long as a chunk."""
+    cuts = np.flatnonzero(np.diff(ascending) != 1) + 1
+    bounds = [0, *cuts.tolist(), len(ascending)]
+    for start, end in pairwise(bounds):
+        for at in range(start, end, _CHUNK):
+            yield slice(at, min(end, at + _CHUNK))
+
+
+def _write_all(fd: int, data: bytes, at: int) -> None:
+    view = memoryview(data)
+    while view:
+        num_written = os.pwrite(fd, view, at)
+        view, at = view[num_written:], at + num_written

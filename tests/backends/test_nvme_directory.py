@@ -1,0 +1,313 @@
+"""Whose the directory is: locks, links, others' rights, removal, and the room on its disk."""
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.support.nvme_tier import (
+    MIB,
+    STRIDE,
+    count_up,
+    disk_usage,
+    key_of,
+    ledger_of,
+    open_tier,
+    shape_of,
+    slab_of,
+)
+from tiered_kv.backend import Outcome
+from tiered_kv.errors import BackendUnavailableError, ConfigurationError
+from tiered_kv.keys import Names
+from tiered_kv.testing import block_names
+
+HOLD = """
+import fcntl, os, sys
+fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX)
+print(flush=True)
+input()
+"""
+"""Holds a directory until it is told."""
+FORK_AND_DIE = """
+import asyncio, os, signal, sys
+from tests.support.nvme_tier import open_tier
+from pathlib import Path
+
+async def main():
+    async with open_tier(Path(sys.argv[1])) as tier:
+        await tier.write({0: 0})
+        if os.fork() == 0:
+            print("forked", flush=True)
+            os.read(0, 1)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+"""Opens a tier, forks a child that waits until it is told, and is killed."""
+
+
+async def test_one_owner(tmp_path: Path) -> None:
+    """A directory that another process holds is refused by name and process, and is free when that one is gone."""
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # noqa: ASYNC220 - starts at once
+    with other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        with pytest.raises(ConfigurationError, match="held by another NVMe tier") as raised:
+            async with open_tier(tmp_path):
+                pass
+        assert str(tmp_path) in str(raised.value)
+        other.kill()
+    async with open_tier(tmp_path):
+        with pytest.raises(ConfigurationError, match=f"process {os.getpid()}"):
+            async with open_tier(tmp_path):
+                pass
+    async with open_tier(tmp_path):
+        pass
+
+
+async def test_only_the_owner_may_read(tmp_path: Path) -> None:
+    """Directories are 0700 and files 0600."""
+    path = tmp_path / "deep" / "tier"
+    async with open_tier(path) as tier:
+        await tier.write(count_up(1))
+        modes = {file.stat().st_mode & 0o777 for file in path.rglob("*") if file.is_file()}
+        assert modes == {0o600}
+        assert {file.stat().st_mode & 0o777 for file in (path, *path.rglob("*")) if file.is_dir()} == {0o700}
+
+
+async def test_a_forked_child_does_not_hold_it(tmp_path: Path) -> None:
+    """When the owner is killed the directory is free, though a child that it forked lives on."""
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORK_AND_DIE, str(tmp_path)]
+    pipe = subprocess.PIPE
+    owner = subprocess.Popen(command, stdin=pipe, stdout=pipe, cwd=Path(__file__).parents[2])  # noqa: ASYNC220 - at once
+    with owner:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == b"forked\n"
+        assert await asyncio.to_thread(owner.wait) == -signal.SIGKILL
+        async with open_tier(tmp_path) as tier:
+            assert tier.recovered(1) == {0: 0}
+
+
+async def test_nobody_can_delete_the_lock(tmp_path: Path) -> None:
+    """With the file deleted that names the holder, the directory is still held."""
+    async with open_tier(tmp_path):
+        (tmp_path / "holder").unlink()
+        with pytest.raises(ConfigurationError, match="held by another NVMe tier"):
+            async with open_tier(tmp_path):
+                pass
+
+
+async def test_stores_into_a_removed_directory_fail(tmp_path: Path) -> None:
+    """After ``rm -rf`` the first store says that the tier is gone, and a tier made anew there is not touched."""
+    path = tmp_path / "tier"
+    async with open_tier(path) as tier:
+        await tier.write(count_up(4))
+        shutil.rmtree(path)
+        async with open_tier(path) as other:
+            await other.write({1: 11})
+            before = ledger_of(path).read_bytes()
+            with pytest.raises(BackendUnavailableError, match="deleted"):
+                await tier.write({0: 5})
+            with pytest.raises(BackendUnavailableError, match="deleted"):
+                await tier.backend.checkpoint(0, block_names([key_of(3)]), np.array([3]), sync=True)
+            await tier.backend.forget(0, np.arange(2))
+            assert ledger_of(path).read_bytes() == before
+        assert await tier.verified({3: 3}) == [Outcome.HIT]
+    async with open_tier(path) as tier:
+        assert tier.recovered(12) == {1: 11}
+        assert await tier.verified({1: 11}) == [Outcome.HIT]
+
+
+@pytest.mark.parametrize("name", ["holder", "probe", "slab", "ledger"])
+@pytest.mark.parametrize("kind", ["symlink", "hard link"])
+async def test_planted_links_are_refused(tmp_path: Path, name: str, kind: str) -> None:
+    """The file that a link leads to keeps its bytes; the tier does not open, or opens without the link."""
+    victim, path = tmp_path / "victim", tmp_path / "tier"
+    victim.write_bytes(b"precious" * 1000)
+    folder = path / shape_of("a").folder
+    folder.mkdir(parents=True, mode=0o700)
+    path.chmod(0o700)
+    planted = (path if name in {"holder", "probe"} else folder) / name
+    if kind == "symlink":
+        planted.symlink_to(victim)
+    else:
+        planted.hardlink_to(victim)
+    if name == "probe":  # then it is not known whether I/O can be direct
+        async with open_tier(path) as tier:
+            assert await tier.write({0: 0}) == [Outcome.STORED]
+    else:
+        with pytest.raises(ConfigurationError, match="symbolic link" if kind == "symlink" else "another name"):
+            async with open_tier(path):
+                pass
+    assert victim.read_bytes() == b"precious" * 1000
+
+
+async def test_a_planted_folder_is_refused(tmp_path: Path) -> None:
+    """A symbolic link in the place of a model's folder leads nowhere."""
+    elsewhere, path = tmp_path / "elsewhere", tmp_path / "tier"
+    elsewhere.mkdir(mode=0o700)
+    path.mkdir(mode=0o700)
+    (path / shape_of("a").folder).symlink_to(elsewhere)
+    with pytest.raises(ConfigurationError, match="Not a directory"):
+        async with open_tier(path):
+            pass
+    assert list(elsewhere.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["slab", "ledger", "holder"])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["fifo", "folder"])
+async def test_what_is_no_file_is_refused(tmp_path: Path, name: str, make: Callable[[Path], None]) -> None:
+    """A FIFO or a folder in the place of a file is an error at once, and hangs nothing."""
+    async with open_tier(tmp_path) as tier:
+        await tier.write({0: 0})
+    place = tmp_path / name if name == "holder" else slab_of(tmp_path).with_name(name)
+    place.unlink()
+    make(place)
+    with pytest.raises(ConfigurationError, match=name):
+        async with open_tier(tmp_path):
+            pass
+
+
+async def test_a_socket_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So is a socket, whose opening is an error of its own."""
+    monkeypatch.chdir(tmp_path)  # a socket's path is short
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind("holder")
+    with pytest.raises(ConfigurationError, match="holder"):
+        async with open_tier(tmp_path):
+            pass
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o702, 0o777, 0o1777])
+async def test_a_directory_that_others_may_write_is_refused(tmp_path: Path, mode: int) -> None:
+    """Of the path itself, of a model's folder, and of a file, with what to change."""
+    async with open_tier(tmp_path) as tier:
+        await tier.write({0: 0})
+    for place in (tmp_path, slab_of(tmp_path).parent, slab_of(tmp_path)):
+        was = place.stat().st_mode
+        place.chmod(mode)
+        with pytest.raises(ConfigurationError, match=f"{mode:04o}, others may write to it"):
+            async with open_tier(tmp_path):
+                pass
+        place.chmod(was)
+    async with open_tier(tmp_path) as tier:
+        assert tier.recovered(1) == {0: 0}
+
+
+async def test_a_directory_of_somebody_else_is_refused(tmp_path: Path) -> None:
+    """Who owns it could put anything there at any time."""
+    if os.geteuid():
+        pytest.skip("no right to give files away: run as root")
+    path = tmp_path / "tier"
+    path.mkdir(mode=0o700)
+    os.chown(path, 65534, 65534)
+    with pytest.raises(ConfigurationError, match="belongs to user 65534"):
+        async with open_tier(path):
+            pass
+    assert list(path.iterdir()) == []
+
+
+async def test_links_in_a_foreign_folder_lead_nowhere(tmp_path: Path) -> None:
+    """What a link in another model's folder leads to is neither counted nor deleted when that folder goes."""
+    path, elsewhere = tmp_path / "tier", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "precious").write_bytes(bytes(8 * MIB))
+    async with open_tier(path, "other") as tier:
+        await tier.write(count_up(20))
+    (slab_of(path, "other").parent / "link").symlink_to(elsewhere)
+    async with open_tier(path, capacity=2 * MIB) as tier:
+        await tier.write(count_up(20))
+        assert tier.backend.describe()["reclaimed_fingerprints"] == 1
+    assert (elsewhere / "precious").stat().st_size == 8 * MIB
+
+
+async def test_a_folder_of_the_earlier_format_begins_anew(tmp_path: Path) -> None:
+    """Its journal said what had been evicted, and is not read any more: none of its records is served."""
+    async with open_tier(tmp_path) as tier:
+        await tier.write(count_up(4))
+    ledger_of(tmp_path).rename(ledger_of(tmp_path).with_name("journal"))
+    async with open_tier(tmp_path) as tier:
+        assert tier.recovered(4) == {}
+        assert await tier.verified(count_up(4)) == [Outcome.MISS] * 4
+        assert await tier.write(count_up(4)) == [Outcome.STORED] * 4
+    assert not ledger_of(tmp_path).with_name("journal").exists()
+
+
+def fill(disk: Path) -> Path:
+    """Leave no room on a disk."""
+    filler = disk / "filler"
+    with pytest.raises(OSError, match="No space"):
+        filler.write_bytes(bytes(17 * MIB))
+    return filler
+
+
+async def test_what_fits_once_fits_again(small_disk: Path) -> None:
+    """A tier that fills its filesystem opens again, with every block, and says nothing of missing room."""
+    free = os.statvfs(small_disk)
+    capacity = free.f_bavail * free.f_frsize
+    async with open_tier(small_disk / "tier", capacity=capacity) as tier:
+        num_slots = tier.found.num_slots
+        assert num_slots * STRIDE > 0.95 * capacity
+        assert set(await tier.write(count_up(num_slots))) == {Outcome.STORED}
+    fill(small_disk)
+    async with open_tier(small_disk / "tier", capacity=capacity) as tier:
+        assert tier.recovered(num_slots) == count_up(num_slots)
+        assert await tier.write({0: 0}) == [Outcome.STORED]
+
+
+async def test_a_disk_filled_by_others_keeps_nothing_closed(small_disk: Path) -> None:
+    """What has its place is served; what has none fails until there is room."""
+    path = small_disk / "tier"
+    async with open_tier(path, capacity=8 * MIB) as tier:
+        await tier.write(count_up(8))
+    filler = fill(small_disk)
+    async with open_tier(path, capacity=8 * MIB) as tier:
+        assert tier.recovered(8) == count_up(8)
+        assert await tier.verified(count_up(8)) == [Outcome.HIT] * 8
+        last = tier.found.num_slots - 1
+        assert await tier.write({last: 1}) == [Outcome.FAILED]
+        filler.unlink()
+        assert await tier.write({last: 1}) == [Outcome.STORED]
+
+
+async def test_a_shrink_costs_no_later_write(tmp_path: Path) -> None:
+    """After a smaller capacity the ledger is as short as for a new tier, and stays so whatever is written."""
+    async with open_tier(tmp_path, capacity=64 * MIB) as tier:
+        await tier.backend.checkpoint(0, *_names_and_slots(tier.found.num_slots))
+    async with open_tier(tmp_path, capacity=4 * MIB) as tier:
+        num_bytes = 64 * tier.found.num_slots
+        for n in range(20):
+            assert await tier.write({n: n}) == [Outcome.STORED]
+            assert ledger_of(tmp_path).stat().st_size == num_bytes
+        assert disk_usage(tmp_path) <= 4 * MIB
+
+
+async def test_a_running_tier_gives_back_what_it_shrinks_by(tmp_path: Path) -> None:
+    """`resize` frees slab and ledger at once, and grows both again."""
+    async with open_tier(tmp_path, capacity=16 * MIB) as tier:
+        num_slots = tier.found.num_slots
+        await tier.write(count_up(num_slots))
+        await tier.backend.resize(4)
+        assert await tier.verified({3: 3}) == [Outcome.HIT]
+        assert disk_usage(tmp_path) < MIB
+        await tier.backend.resize(num_slots)
+        assert await tier.write({num_slots - 1: 7}) == [Outcome.STORED]
+    async with open_tier(tmp_path, capacity=16 * MIB) as tier:
+        assert tier.recovered(num_slots) == count_up(4) | {num_slots - 1: 7}
+        assert await tier.verified(tier.recovered(num_slots)) == [Outcome.HIT] * 5
+
+
+def _names_and_slots(num_slots: int) -> tuple[Names, NDArray[np.int64]]:
+    names = np.random.default_rng(1).integers(1, 2**63, (num_slots, 4), dtype=np.uint64)
+    return names, np.arange(num_slots)

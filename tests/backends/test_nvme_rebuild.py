@@ -1,0 +1,218 @@
+"""Damage of a ledger is repaired from the records, said aloud, and brings nothing back that was evicted."""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+from structlog.testing import capture_logs
+
+from tests.support.nvme_tier import (
+    PAYLOAD,
+    STRIDE,
+    Tier,
+    backend_at,
+    content_of,
+    count_up,
+    key_of,
+    ledger_of,
+    open_tier,
+    shape_of,
+    slab_of,
+    slots_of,
+)
+from tiered_kv.backend import BackendContext, Block, Outcome
+from tiered_kv.testing import block_names, make_block
+
+T = TypeVar("T")
+ENTRY_BYTES = 64
+
+
+def flip(path: Path, at: int) -> None:
+    """Flip a bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("at", [0, 20, ENTRY_BYTES - 1, 7 * ENTRY_BYTES + 50])
+async def test_a_flipped_bit_costs_no_block(tmp_path: Path, at: int) -> None:
+    """Wherever a bit of the ledger flips, every block is found; what was repaired is logged, once."""
+    async with open_tier(tmp_path) as tier:
+        await tier.write(count_up(8))
+    flip(ledger_of(tmp_path), at)
+    with capture_logs() as logs:
+        async with open_tier(tmp_path) as tier:
+            assert tier.recovered(8) == count_up(8)
+            assert await tier.verified(count_up(8)) == [Outcome.HIT] * 8
+            facts = tier.backend.describe()
+            assert (facts["num_damaged"], facts["num_rebuilt"]) == (1, 1)
+        async with open_tier(tmp_path) as tier:
+            assert tier.recovered(8) == count_up(8)
+            assert tier.backend.describe()["num_damaged"] == 0
+    assert [(log["event"], log["damaged"], log["rebuilt"]) for log in logs] == [("nvme.ledger_damaged", 1, 1)]
+
+
+@pytest.mark.parametrize(
+    "destroy",
+    [
+        lambda ledger: ledger.unlink(),
+        lambda ledger: ledger.write_bytes(b""),
+        lambda ledger: ledger.write_bytes(b"garbage" * 1000),
+        lambda ledger: ledger.write_bytes(ledger.read_bytes()[: 3 * ENTRY_BYTES + 10]),
+    ],
+    ids=["deleted", "emptied", "garbage", "cut"],
+)
+async def test_a_lost_ledger_is_rebuilt(tmp_path: Path, destroy: Callable[[Path], object]) -> None:
+    """Without its ledger, or most of it, a slab is read header by header; what was evicted stays away."""
+    async with open_tier(tmp_path) as tier:
+        await tier.write(count_up(20))
+        await tier.backend.forget(0, slots_of({5: 5, 17: 17}))
+    destroy(ledger_of(tmp_path))
+    expected = count_up(20)
+    del expected[5], expected[17]
+    for _ in range(2):  # the second time from the new ledger
+        async with open_tier(tmp_path) as tier:
+            assert tier.recovered(20) == expected
+            assert await tier.verified(expected) == [Outcome.HIT] * 18
+
+
+async def test_a_rebuild_believes_no_header_that_is_not_whole(tmp_path: Path) -> None:
+    """A header with a flipped bit, or of another model, is no block."""
+    async with open_tier(tmp_path) as tier:
+        await tier.write(count_up(4))
+        foreign = [make_block(content_of(9), key_of(9, "another"))]
+        await tier.backend.write(0, np.array([2]), block_names([key_of(9, "another")]), foreign)
+    flip(slab_of(tmp_path), STRIDE + 40)
+    ledger_of(tmp_path).unlink()
+    async with open_tier(tmp_path) as tier:
+        assert tier.recovered(4) == {0: 0, 3: 3}
+
+
+async def test_what_was_evicted_stays_away_whatever_is_damaged(tmp_path: Path) -> None:
+    """A block that was forgotten comes back by no flipped bit of the ledger, and by no lost checkpoint."""
+    async with open_tier(tmp_path) as tier:
+        await tier.write(count_up(4))
+        await tier.backend.forget(0, slots_of({1: 1}))
+        await tier.backend.checkpoint(0, block_names([key_of(2), key_of(0)]), np.array([2, 0]), sync=True)
+    whole = ledger_of(tmp_path).read_bytes()
+    for at in range(0, 4 * ENTRY_BYTES, 5):
+        ledger_of(tmp_path).write_bytes(whole)
+        flip(ledger_of(tmp_path), at)
+        async with open_tier(tmp_path) as tier:
+            assert tier.recovered(4) == {2: 2, 0: 0}
+
+
+async def test_of_two_records_of_a_block_the_later_counts_for_good(tmp_path: Path) -> None:
+    """When the later one is evicted, the earlier does not come back at the next start."""
+    async with open_tier(tmp_path) as tier:
+        await tier.write({3: 7})
+        await tier.write({1: 7})
+    async with open_tier(tmp_path) as tier:
+        assert tier.recovered(8) == {1: 7}
+        await tier.backend.forget(0, slots_of({1: 7}))
+        await tier.backend.checkpoint(0, block_names([]), slots_of({}))
+    async with open_tier(tmp_path) as tier:
+        assert tier.recovered(8) == {}
+    ledger_of(tmp_path).unlink()
+    async with open_tier(tmp_path) as tier:
+        assert tier.recovered(8) == {}
+
+
+async def test_a_failed_write_leaves_nothing_of_what_was_there(tmp_path: Path) -> None:
+    """The block that had the slot before was evicted for it: it is not found after a restart, though it is whole."""
+    async with open_tier(tmp_path) as tier:
+        await tier.write(count_up(2))
+        memory = memoryview(bytearray(STRIDE + 4097))[1:]
+        crooked = Block(memory[:4096], memory[4096:STRIDE], PAYLOAD)
+        if tier.backend.describe()["io"] != "direct":
+            pytest.skip("no O_DIRECT here: set TMPDIR to a folder on a disk")
+        assert await tier.backend.write(0, np.array([1]), block_names([key_of(9)]), [crooked]) == [Outcome.FAILED]
+    async with open_tier(tmp_path) as tier:
+        assert tier.recovered(2) == {0: 0}
+
+
+@pytest.mark.parametrize("direct", ["auto", "never"])
+async def test_erase_leaves_no_byte(tmp_path: Path, direct: str) -> None:
+    """With ``erase`` the payload of what is forgotten is overwritten; without, its header is, and neighbours never."""
+    for erase, path in ((True, tmp_path / "erased"), (False, tmp_path / "not")):
+        async with open_tier(path, direct=direct, erase=erase) as tier:
+            await tier.write(count_up(4))
+            await tier.backend.forget(0, slots_of({1: 1}))
+            await tier.backend.checkpoint(0, block_names([key_of(0), key_of(3)]), np.array([0, 3]), sync=True)
+            slab = slab_of(path).read_bytes()
+            for n in (1, 2):
+                assert slab[n * STRIDE : n * STRIDE + 4096] == bytes(4096)
+                assert (content_of(n) in slab) is not erase
+            assert await tier.verified({0: 0, 3: 3}) == [Outcome.HIT] * 2
+
+
+@pytest.mark.parametrize("direct", ["auto", "never"])
+async def test_many_neighbours_go_at_once(tmp_path: Path, direct: str) -> None:
+    """Of a hundred blocks in a row that are forgotten no header is left, and those beside them are as they were."""
+    async with open_tier(tmp_path, direct=direct, capacity="16MiB") as tier:
+        await tier.write(count_up(200))
+        await tier.backend.forget(0, np.arange(20, 195))
+        assert await tier.verified({19: 19, 20: 20, 194: 194, 195: 195}) == [
+            Outcome.HIT, Outcome.MISS, Outcome.MISS, Outcome.HIT,
+        ]  # fmt: skip
+    ledger_of(tmp_path).unlink()
+    async with open_tier(tmp_path, direct=direct, capacity="16MiB") as tier:
+        assert tier.recovered(200) == {n: n for n in range(200) if not 20 <= n < 195}
+
+
+class AdverseThreads:
+    """`Workers` that run calls when the test says so: of several threads' calls the last one first."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+        self._calls: list[tuple[Callable[[], Any], asyncio.Future[Any]]] = []
+
+    def run(self, function: Callable[..., T], *args: object) -> "asyncio.Future[T]":
+        """Remember the call."""
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._calls.append((lambda: function(*args), future))
+        return future
+
+    def step(self) -> None:
+        """Make one call, if there is one."""
+        if self._calls:
+            call, future = self._calls.pop(0 if self._num_threads == 1 else -1)
+            future.set_result(call())
+
+
+async def test_a_write_waits_for_the_erasure_of_what_was_there(tmp_path: Path) -> None:
+    """A slot that is given to another block while it is forgotten, by name or by a checkpoint, holds that block."""
+    pools: list[AdverseThreads] = []
+
+    def workers(num_threads: int) -> AdverseThreads:
+        pools.append(AdverseThreads(num_threads))
+        return pools[-1]
+
+    async def end(*calls: Coroutine[Any, Any, Any]) -> list[Any]:
+        tasks = []
+        for call in calls:
+            tasks.append(asyncio.ensure_future(call))
+            await asyncio.sleep(0)
+        while not all(task.done() for task in tasks):
+            for pool in pools:
+                pool.step()
+            await asyncio.sleep(0)
+        return [task.result() for task in tasks]
+
+    backend = backend_at(tmp_path)
+    ((found,),) = await end(backend.open(BackendContext((shape_of("a"),), workers, time.monotonic)))
+    tier = Tier(backend, found, "a")
+    await end(tier.write(count_up(4)))
+    forgetting = backend.forget(0, slots_of({0: 0, 1: 1}))
+    checkpoint = backend.checkpoint(0, block_names([key_of(3)]), np.array([3]))
+    _, _, stored = await end(forgetting, checkpoint, tier.write({0: 10, 1: 11, 2: 12}))
+    assert stored == [Outcome.STORED] * 3
+    blocks = {0: 10, 1: 11, 2: 12, 3: 3}
+    assert await end(tier.verified(blocks)) == [[Outcome.HIT] * 4]
+    await end(backend.aclose())
+    async with open_tier(tmp_path) as tier:
+        assert tier.recovered(13) == blocks
