@@ -1,20 +1,19 @@
 """`SharedFSBackend`: a file per block in a directory that many engines on many hosts share.
 
     sweeper.lock                                             made when a cache first opens the directory
+    ledger                                                   how many bytes may still be written (`shared_fs_ledger`)
     <fingerprint>/<epoch>/<shard>/<salt>/<abc>/<hash>        one record; <abc> are the first digits of its hash
     <fingerprint>/<epoch>/<shard>/<salt>/<abc>/.<id>.tmp     one that is being written
 
 A file gets its name when it is whole and closed, by a rename, so readers need no lock and writers of one key do not
-meet. Its mtime says when it was last used; whoever writes also sweeps, oldest first (`shared_fs_sweeper`).
+meet. Its mtime says when it was last used; sweeps delete the oldest first (`shared_fs_sweeper`). A thread moves a block
+in one go (`shared_fs_files`).
 """
-# ruff: noqa: PTH102, PTH103, PTH108, PTH116, PTH120 - a stat(2) or open(2) per block: making a Path would cost as much again
 
 import asyncio
 import contextlib
 import errno
-import os
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from functools import partial
@@ -22,45 +21,45 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
-import aiofiles
 import aiofiles.os
 import structlog
-from aiofiles.threadpool.binary import AsyncFileIO
 from pydantic import ByteSize, Field
 
 from tiered_kv.backend import Backend, BackendContext, Block, Outcome, TierSettings, Workers, check_lengths
 from tiered_kv.errors import BackendUnavailableError, ClosedError, ConfigurationError
 from tiered_kv.keys import BlockKey
-from tiered_kv_backends.shared_fs_sweeper import FOLDER_DIGITS, LOCK_NAME, Sweeper, Swept
+from tiered_kv_backends import shared_fs_files as files
+from tiered_kv_backends.shared_fs_files import Moved, Work
+from tiered_kv_backends.shared_fs_ledger import ALLOWANCE_S, Ledger
+from tiered_kv_backends.shared_fs_sweeper import Sweeper, Swept, holds_blocks
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_Move = Callable[[BlockKey, Block], Awaitable[Outcome]]
 
 _log = structlog.get_logger("tiered_kv")
 
-_GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
-"""What says that a file is not there; ESTALE: another host removed or replaced it while it was open here."""
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_NEVER = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP}
-"""What opening the directory again would not change."""
-_USED_AGAIN_NS = 600 * 10**9
-"""How old a file's last use may get before a read renews it: one call in ten minutes, however hot the block is."""
+_NEVER = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG}
+_NEVER |= {errno.ELOOP, errno.ENOTSUP, errno.ENOSYS}
+"""What opening the directory again would not change; the last two: a filesystem without locks."""
 _HEAD_START_NS = 10**6
 """How much longer ago each further block of a prompt counts as used: of a prompt used at once, the tail goes first."""
 _FREE_SPACE_AGE_S = 1.0
-_SWEEP_AFTER = 1 / 64
-"""A process that has written this part of the capacity sweeps, however lately it has."""
-_WAIT_AFTER = 1 / 32
-"""A process that has written this part of it, and has not been swept behind, writes no more until it is."""
+_TAKEN_FRACTION, _TAKEN_BYTES = 1 / 1024, 256 << 20
+"""Of the capacity, and at most: what is taken from the ledger at once, ahead of what is written now."""
+_CLOSE_S = 1.0
+
+_read_records = aiofiles.os.wrap(files.read_records)
+_write_records = aiofiles.os.wrap(files.write_records)
+_which_exist = aiofiles.os.wrap(files.which_exist)
+_unlink_records = aiofiles.os.wrap(files.unlink_records)
 
 
 class SharedFSBackend(Backend):
     """Keeps records as files on NFS, Lustre, CephFS or any filesystem with an atomic rename.
 
     Nothing is forced to the medium and nothing is repaired: a file that a crash of the server has cut is found by its
-    length or its checksum, and deleted. The byte limit is kept by sweeping down to nine tenths of it; between two
-    sweeps each process adds a 16th of it at most.
+    length or its checksum, and deleted. The byte limit is never exceeded: what is written is first taken from a ledger
+    that all processes share. Sweeps make room, down to nine tenths of the limit.
 
     Args:
         settings: See `Settings`.
@@ -80,7 +79,7 @@ class SharedFSBackend(Backend):
         min_free_fraction: float = Field(default=0.05, ge=0, lt=1)
         """Part of the filesystem that is left free: nothing is written, and the oldest is deleted, to keep it so."""
         sweep_interval_s: float = Field(default=60.0, gt=0, allow_inf_nan=False)
-        """How often, at most, a process that writes looks for what to delete, unless it writes much."""
+        """How often each process looks whether a sweep is due, which one of them then makes."""
 
     def __init__(
         self, settings: Settings | Mapping[str, Any] | str, wall_clock_ns: Callable[[], int] = time.time_ns
@@ -94,31 +93,41 @@ class SharedFSBackend(Backend):
         """Make the directory if need be, and try whether it can be written to.
 
         Raises:
-            ConfigurationError: It cannot be written to, or ``capacity`` is too small for one block.
+            ConfigurationError: It cannot be written to, it knows no locks, or ``capacity`` is too small for one block.
             BackendUnavailableError: The filesystem fails, or does not answer within ``timeout_s``.
         """
+        settings = self.settings
         largest = max((shape.stride_bytes for shape in context.groups), default=0)
-        if largest > self.settings.capacity:
-            raise ConfigurationError(f"a capacity of {self.settings.capacity} bytes for blocks of {largest}")
-        n = self.settings.num_threads
+        if largest > settings.capacity:
+            raise ConfigurationError(f"a capacity of {settings.capacity} bytes for blocks of {largest}")
+        n = settings.num_threads
         readers, writers = context.workers(n), context.workers(n)
-        self._readers, self._writers, self._clerk = _Threads(readers), _Threads(writers), context.workers(1)
-        self._read_turns, self._write_turns = asyncio.Semaphore(n), asyncio.Semaphore(n)
+        self._readers, self._writers, self._clerk = _Threads(readers), _Threads(writers), _Threads(context.workers(1))
         self._clock = context.clock
+        self._ledger = Ledger(self._root, settings.capacity, self._wall_clock_ns)
+        self._taking = asyncio.Lock()
+        self._allowance, self._allowance_until = 0, float("-inf")
+        self._unwritten = 0  # taken or being taken from the ledger, and not in a file; read by the sweeping thread
         self._free_bytes, self._free_bytes_until = 0.0, float("-inf")
         try:
-            probe = asyncio.ensure_future(self._writers.run(_probe, self._root))
-            await asyncio.wait_for(probe, self.settings.timeout_s)
+            probe = self._writers.run(_probe, self._root, self._ledger)
+            await asyncio.wait_for(probe, settings.timeout_s)
         except TimeoutError as error:
-            raise BackendUnavailableError(f"{self._root} did not answer within {self.settings.timeout_s} s") from error
+            raise BackendUnavailableError(f"{self._root} did not answer within {settings.timeout_s} s") from error
         except OSError as error:
-            kind = ConfigurationError if error.errno in _NEVER | {errno.ENOENT} else BackendUnavailableError
+            kind = ConfigurationError if error.errno in _NEVER else BackendUnavailableError
             raise kind(f"{error.filename or self._root}: {error.strerror}") from error
-        settings = self.settings
-        self._sweeper = Sweeper(self._root, settings.capacity, settings.min_free_fraction, self._wall_clock_ns)
+        self._sweeper = Sweeper(
+            self._root,
+            self._ledger,
+            lambda: self._unwritten,
+            settings.capacity,
+            largest,
+            settings.min_free_fraction,
+            self._wall_clock_ns,
+        )
         self._sweeping: asyncio.Future[None] | None = None
-        self._written_bytes, self._next_sweep = 0, float("-inf")
-        self._sweep_if_due()
+        self._timer = asyncio.ensure_future(self._sweep_regularly())
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[Outcome]:
         """Say HIT or MISS for each key, by one stat(2) each.
@@ -127,13 +136,9 @@ class SharedFSBackend(Backend):
             BackendUnavailableError: The filesystem fails.
         """
         self._check_open()
-        paths = [self._path(key) for key in keys]
-        share = -(-len(paths) // self.settings.num_threads) or 1
-        calls = [self._readers.run(_which_exist, paths[start : start + share]) for start in range(0, len(paths), share)]
-        found = await _all(calls)
-        if errors := [each for each in found if isinstance(each, Exception)]:
-            raise BackendUnavailableError(f"{self._root}: {_text(errors[0])}") from errors[0]
-        return list(chain.from_iterable(each for each in found if isinstance(each, list)))
+        calls = [_which_exist(self._root, share, executor=self._readers) for share in self._shares(keys)]
+        found = self._unless_failed(await _all(calls))
+        return list(chain.from_iterable(found))
 
     async def lookup_prefix(self, keys: Sequence[BlockKey]) -> int:
         """Count the leading keys that are there, asking for few at a time: of 1,000 keys 45, in 3 rounds.
@@ -154,30 +159,28 @@ class SharedFSBackend(Backend):
         return there
 
     async def read(self, keys: Sequence[BlockKey], into: Sequence[Block]) -> list[Outcome]:
-        """Read the files: HIT, MISS, CORRUPT (wrong length) or FAILED each. A hit counts as use.
+        """Read the files: HIT, MISS, CORRUPT (wrong length, no file) or FAILED each. A hit counts as use.
 
         Raises:
             BackendUnavailableError: Every file failed.
         """
-        return await self._each(self._read_one, keys, into, self._read_turns)
+        self._check_open()
+        shares = self._shares(self._work(keys, into))
+        return self._outcomes(await _all([_read_records(self._root, each, executor=self._readers) for each in shares]))
 
     async def write(self, keys: Sequence[BlockKey], blocks: Sequence[Block]) -> list[Outcome]:
-        """Write the files: STORED, REFUSED (no room, or the sweeper is behind) or FAILED each.
+        """Write the files: STORED, REFUSED (no room, or nobody knows how much there is) or FAILED each.
 
         Raises:
             BackendUnavailableError: Every file failed, or the directory is gone.
         """
         self._check_open()
-        check_lengths(keys, blocks)
-        num_bytes = sum(block.num_bytes for block in blocks)
-        has_room = await self._has_room(num_bytes)
-        if has_room and self._written_bytes < self.settings.capacity * _WAIT_AFTER:
-            outcomes = await self._each(self._write_one, keys, blocks, self._write_turns)
-            self._written_bytes += num_bytes
-            self._free_bytes -= num_bytes
-        else:
-            outcomes = [Outcome.REFUSED] * len(blocks)
-        self._sweep_if_due(is_full=Outcome.REFUSED in outcomes)
+        work = self._work(keys, blocks)
+        num_taken = await self._take_room(blocks) if await self._has_room(blocks) else 0
+        writes = [asyncio.ensure_future(self._write_share(each)) for each in self._shares(work[:num_taken])]
+        outcomes = self._outcomes(await _all(writes)) + [Outcome.REFUSED] * (len(work) - num_taken)
+        if Outcome.REFUSED in outcomes:
+            self._sweep_soon(is_full=True)
         return outcomes
 
     async def delete(self, keys: Sequence[BlockKey]) -> None:
@@ -187,156 +190,159 @@ class SharedFSBackend(Backend):
             BackendUnavailableError: The filesystem fails.
         """
         self._check_open()
-        results = await _all([self._writers.run(_unlink, self._path(key)) for key in keys])
-        if errors := [each for each in results if isinstance(each, Exception)]:
-            raise BackendUnavailableError(f"{self._root}: {_text(errors[0])}") from errors[0]
+        calls = [_unlink_records(self._root, share, executor=self._writers) for share in self._shares(keys)]
+        self._unless_failed(await _all(calls))
 
     async def sweep(self) -> Swept | None:
         """Delete what is over the limit, and temporary files that dead writers have left; it also happens by itself.
 
         Returns:
-            What was done; None if another process is at it, or has done it since this one last looked.
+            What was done; None if another process is at it.
 
         Raises:
             BackendUnavailableError: The filesystem fails.
         """
-        sweeper = self._check_open()
-        self._next_sweep = self._clock() + self.settings.sweep_interval_s
-        written_bytes = self._written_bytes
-        try:
-            swept = await self._clerk.run(sweeper.sweep)
-        except OSError as error:
-            raise BackendUnavailableError(f"cannot sweep {self._root}: {_text(error)}") from error
-        self._written_bytes -= min(written_bytes, self._written_bytes)
-        self._free_bytes_until = float("-inf")
-        return swept
+        return await self._sweep()
 
     async def aclose(self) -> None:
-        """Stop sweeping. Calls still under way end by themselves; nothing else is held."""
-        if self._sweeper is not None:
-            self._sweeper.stop()
-            self._sweeper = None
-            if self._sweeping is not None:
-                await asyncio.wait(
-                    [self._sweeping], timeout=1.0
-                )  # it stops at the next file, if the filesystem answers
+        """Stop sweeping, return room that was taken. Calls still under way end by themselves; nothing else is held."""
+        if self._sweeper is None:
+            return
+        self._sweeper.stop()
+        self._sweeper = None
+        self._timer.cancel()
+        ending: list[asyncio.Future[None]] = [self._writers.run(self._return_room)]
+        if self._sweeping is not None:
+            ending.append(self._sweeping)
+        await asyncio.wait(ending, timeout=_CLOSE_S)  # soon, if the filesystem answers
 
     def _check_open(self) -> Sweeper:
         if self._sweeper is None:
             raise ClosedError(f"the shared filesystem tier at {self._root} is not open")
         return self._sweeper
 
-    def _path(self, key: BlockKey) -> str:
-        digits = key.hash.hex()
-        return f"{self._root}/{key.namespace.path}/{digits[:FOLDER_DIGITS]}/{digits}"
-
-    async def _each(
-        self, move: _Move, keys: Sequence[BlockKey], blocks: Sequence[Block], turns: asyncio.Semaphore
-    ) -> list[Outcome]:
-        """Move some files at a time, to their end; if none of them can be moved, the medium has failed."""
-        self._check_open()
+    def _work(self, keys: Sequence[BlockKey], blocks: Sequence[Block]) -> list[Work]:
         check_lengths(keys, blocks)
+        now_ns = self._wall_clock_ns()
+        pairs = zip(keys, blocks, strict=True)
+        return [Work(key, block, now_ns - key.position * _HEAD_START_NS) for key, block in pairs]
 
-        async def move_one(key: BlockKey, block: Block) -> Outcome:
-            async with turns:  # bounds open files, not only threads
-                return await move(key, block)
+    def _shares(self, items: Sequence[T]) -> list[Sequence[T]]:
+        """Cut a batch into as many shares as there are threads, at most."""
+        size = -(-len(items) // self.settings.num_threads) or 1
+        return [items[start : start + size] for start in range(0, len(items), size)]
 
-        moved = await _all([move_one(key, block) for key, block in zip(keys, blocks, strict=True)])
-        errors = [each for each in moved if isinstance(each, Exception)]
+    def _unless_failed(self, results: Sequence[T | Exception]) -> list[T]:
+        for each in results:
+            if isinstance(each, Exception):
+                raise BackendUnavailableError(f"{self._root}: {_text(each)}") from each
+        return [each for each in results if not isinstance(each, Exception)]
+
+    def _outcomes(self, results: Sequence[list[Moved] | Exception]) -> list[Outcome]:
+        """Say what became of each block; if none of them could be moved, the medium has failed."""
+        moved = list(chain.from_iterable(self._unless_failed(results)))
+        errors = [each for each in moved if not isinstance(each, Outcome)]
         if errors and len(errors) == len(moved):
             raise BackendUnavailableError(f"{self._root}: {_text(errors[-1])}") from errors[-1]
         return [each if isinstance(each, Outcome) else Outcome.FAILED for each in moved]
 
-    async def _read_one(self, key: BlockKey, into: Block) -> Outcome:
-        path = self._path(key)
+    async def _write_share(self, share: Sequence[Work]) -> list[Moved]:
+        """Write some blocks; the room of those that were not stored can be used again."""
+        writing = asyncio.ensure_future(_write_records(self._root, share, executor=self._writers))
+        writing.add_done_callback(partial(self._settle_room, share))  # also if nobody waits for it any more
+        return await asyncio.shield(writing)
+
+    def _settle_room(self, share: Sequence[Work], writing: "asyncio.Future[list[Moved]]") -> None:
+        if not writing.cancelled() and writing.exception() is None:
+            for work, moved in zip(share, writing.result(), strict=True):
+                if moved is Outcome.STORED:
+                    self._unwritten -= work.block.num_bytes
+                else:
+                    self._allowance += work.block.num_bytes
+
+    async def _take_room(self, blocks: Sequence[Block]) -> int:
+        """Take room for as many of the leading blocks as there is; return how many that is."""
+        needed = sum(block.num_bytes for block in blocks)
+        async with self._taking:
+            if self._clock() >= self._allowance_until:
+                self._unwritten -= self._allowance
+                self._allowance = 0
+            if self._allowance < needed:
+                ahead = min(int(self.settings.capacity * _TAKEN_FRACTION), _TAKEN_BYTES)
+                await self._take(max(needed, ahead) - self._allowance)
+                self._sweep_soon()
+            num_blocks = 0
+            for block in blocks:
+                if block.num_bytes > self._allowance:
+                    break
+                self._allowance -= block.num_bytes
+                num_blocks += 1
+        return num_blocks
+
+    async def _take(self, wanted: int) -> None:
+        before = self._unwritten
+        self._unwritten += wanted  # first: a sweep may begin meanwhile
         try:
-            file = await aiofiles.open(path, "rb", buffering=0, executor=self._readers)
-            try:
-                return await self._read_file(file, key, into)
-            finally:
-                await file.close()  # not by `async with`, which closes in a thread that is not ours
+            taken = await self._writers.run(self._ledger.take, wanted, before) or 0
         except OSError as error:
-            if error.errno in _GONE:
-                return Outcome.MISS
-            raise
+            self._unwritten -= wanted
+            raise BackendUnavailableError(f"{self._root}: {_text(error)}") from error
+        self._unwritten -= wanted - taken
+        self._allowance += taken
+        self._allowance_until = self._clock() + ALLOWANCE_S
 
-    async def _read_file(self, file: AsyncFileIO, key: BlockKey, into: Block) -> Outcome:
-        status = await self._readers.run(os.fstat, file.fileno())
-        if status.st_size != into.num_bytes:
-            return Outcome.CORRUPT
-        for segment in into.segments:
-            left = segment
-            while left:
-                if not (num_bytes := await file.readinto(left)):
-                    return Outcome.CORRUPT
-                left = left[num_bytes:]
-        used_ns = self._used_ns(key)
-        if used_ns - status.st_mtime_ns > _USED_AGAIN_NS:
-            with contextlib.suppress(OSError):  # the bytes are right, on a filesystem that became read-only too
-                await self._readers.run(os.utime, file.fileno(), ns=(used_ns, used_ns))
-        return Outcome.HIT
+    def _return_room(self) -> None:
+        with contextlib.suppress(OSError):  # the next sweep finds that it is not used
+            self._ledger.give_back(self._allowance, self._unwritten - self._allowance)
 
-    async def _write_one(self, key: BlockKey, block: Block) -> Outcome:
-        path = self._path(key)
-        folder = os.path.dirname(path)
-        temporary = f"{folder}/.{uuid.uuid4().hex}.tmp"
-        try:
-            file = await self._create(temporary)
-            try:
-                for segment in block.segments:
-                    left = segment
-                    while left:
-                        left = left[await file.write(left) :]
-                used_ns = self._used_ns(key)
-                await self._writers.run(os.utime, file.fileno(), ns=(used_ns, used_ns))
-            finally:
-                await file.close()  # NFS sends what is left, and says what it could not: only then is the file whole
-            await aiofiles.os.replace(temporary, path, executor=self._writers)
-        except OSError as error:
-            with contextlib.suppress(OSError):  # else the sweeper finds it
-                await self._writers.run(_unlink, temporary)
-            if error.errno in _FULL:
-                return Outcome.REFUSED
-            raise
-        return Outcome.STORED
-
-    async def _create(self, temporary: str) -> AsyncFileIO:
-        for _ in range(3):  # a sweeper may remove the folder again before there is a file in it
-            with contextlib.suppress(FileNotFoundError):
-                return await aiofiles.open(temporary, "xb", buffering=0, opener=_private, executor=self._writers)
-            await self._writers.run(_make_folder, self._root, os.path.dirname(temporary))
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), temporary)
-
-    def _used_ns(self, key: BlockKey) -> int:
-        return self._wall_clock_ns() - key.position * _HEAD_START_NS
-
-    async def _has_room(self, num_bytes: int) -> bool:
-        """Say whether the filesystem has ``num_bytes`` above what is to be left free; asks at most once a second."""
+    async def _has_room(self, blocks: Sequence[Block]) -> bool:
+        """Say whether the filesystem has room above what is to be left free; asks at most once a second."""
         if self._clock() >= self._free_bytes_until:
             try:
-                self._free_bytes = await self._writers.run(_free_bytes, self._root, self.settings.min_free_fraction)
+                self._free_bytes = await self._writers.run(
+                    files.free_bytes, self._root, self.settings.min_free_fraction
+                )
             except OSError as error:
                 raise BackendUnavailableError(f"{self._root}: {_text(error)}") from error
             self._free_bytes_until = self._clock() + _FREE_SPACE_AGE_S
-        return num_bytes <= self._free_bytes
+        num_bytes = sum(block.num_bytes for block in blocks)
+        if num_bytes > self._free_bytes:
+            return False
+        self._free_bytes -= num_bytes
+        return True
 
-    def _sweep_if_due(self, *, is_full: bool = False) -> None:
-        """Start sweeping in the background. No timer does: where nothing is written, nothing has to be deleted."""
-        wrote_much = self._written_bytes >= self.settings.capacity * _SWEEP_AFTER
-        is_due = wrote_much or (is_full and self._written_bytes > 0) or self._clock() >= self._next_sweep
-        if is_due and (self._sweeping is None or self._sweeping.done()):
-            self._sweeping = asyncio.ensure_future(self._sweep_and_log())
+    async def _sweep_regularly(self) -> None:
+        while True:
+            self._sweep_soon()
+            await asyncio.sleep(self.settings.sweep_interval_s)
 
-    async def _sweep_and_log(self) -> None:
+    def _sweep_soon(self, *, is_full: bool = False) -> None:
+        """Sweep in the background if it is due, or something was refused."""
+        if self._sweeper is not None and (self._sweeping is None or self._sweeping.done()):
+            self._sweeping = asyncio.ensure_future(self._sweep_and_log(is_full=is_full))
+
+    async def _sweep_and_log(self, *, is_full: bool) -> None:
         try:
-            swept = await self.sweep()
+            sweeper, seen = self._check_open(), self._ledger.num_sweeps
+            if not is_full and not await self._clerk.run(sweeper.is_due):
+                return
+            swept = await self._sweep(seen)
         except ClosedError:
             return
-        except BackendUnavailableError as error:
-            _log.warning("shared_fs.sweep_failed", path=self._root, error=str(error))
+        except (BackendUnavailableError, OSError) as error:
+            _log.warning("shared_fs.sweep_failed", path=self._root, error=_text(error))
         else:
             if swept is not None and (swept.num_deleted or swept.num_temporaries):
                 _log.info("shared_fs.swept", path=self._root, **vars(swept))
+
+    async def _sweep(self, unless_after: int | None = None) -> Swept | None:
+        sweeper = self._check_open()
+        try:
+            swept = await self._clerk.run(sweeper.sweep, unless_after)
+        except OSError as error:
+            raise BackendUnavailableError(f"cannot sweep {self._root}: {_text(error)}") from error
+        self._free_bytes_until = float("-inf")
+        return swept
 
 
 class _Threads(Executor):
@@ -361,6 +367,8 @@ class _Threads(Executor):
 async def _all(calls: Sequence[Awaitable[T]]) -> list[T | Exception]:
     """Wait for every call, and leave them running if this is cancelled: buffers are lent until the last one ends."""
     futures = [asyncio.ensure_future(call) for call in calls]
+    for future in futures:
+        future.add_done_callback(_look_at)
     if futures:
         await asyncio.wait(futures)
     results: list[T | Exception] = []
@@ -372,59 +380,16 @@ async def _all(calls: Sequence[Awaitable[T]]) -> list[T | Exception]:
     return results
 
 
-def _probe(root: str) -> None:
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(root, 0o700)
-    os.close(os.open(f"{root}/{LOCK_NAME}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-    if not os.access(root, os.W_OK | os.X_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), root)
+def _look_at(future: "asyncio.Future[T]") -> None:
+    """Have asyncio not complain of an error that nobody waited for: whoever did has given up."""
+    if not future.cancelled():
+        future.exception()
 
 
-def _check_mounted(root: str) -> None:
-    """Raise unless the marker is there: the folder that a filesystem was mounted on must not be filled instead."""
-    try:
-        os.stat(f"{root}/{LOCK_NAME}")
-    except FileNotFoundError as error:
-        raise FileNotFoundError(errno.ENOENT, "is missing: is the filesystem mounted?", error.filename) from error
-
-
-def _make_folder(root: str, folder: str) -> None:
-    _check_mounted(root)
-    os.makedirs(folder, 0o700, exist_ok=True)
-
-
-def _free_bytes(root: str, min_free_fraction: float) -> float:
-    _check_mounted(root)
-    status = os.statvfs(root)
-    if not status.f_blocks:  # a filesystem that does not say
-        return float("inf")
-    return (status.f_bavail - status.f_blocks * min_free_fraction) * status.f_frsize
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
-
-
-def _which_exist(paths: Sequence[str]) -> list[Outcome]:
-    return [Outcome.HIT if _exists(path) else Outcome.MISS for path in paths]
-
-
-def _exists(path: str) -> bool:
-    try:
-        os.stat(path)
-    except OSError as error:
-        if error.errno in _GONE:
-            return False
-        raise
-    return True
-
-
-def _unlink(path: str) -> None:
-    try:
-        os.unlink(path)
-    except OSError as error:
-        if error.errno not in _GONE:
-            raise
+def _probe(root: str, ledger: Ledger) -> None:
+    files.probe(root)
+    with contextlib.suppress(BlockingIOError):  # then it is there
+        ledger.create(is_empty=not holds_blocks(root))
 
 
 def _text(error: Exception) -> str:

@@ -1,37 +1,41 @@
 """Keeps a shared directory of block files within its limits. Runs in a thread of any process that writes to it.
 
-Two sweepers at once would delete the same oldest files, so the lock saves work and the limits do not depend on it: on a
-filesystem without flock(2) each process sweeps. What does not look like ours is never touched.
+One process sweeps at a time, whoever has the lock. No limit depends on that: the ledger lets nobody write more than
+fits, and a sweep makes room. What does not look like ours is never touched, and no link is followed.
 """
-# ruff: noqa: PTH106, PTH108, PTH120 - a stat(2) or unlink(2) per block: making a Path would cost as much again
 
 import contextlib
 import errno
 import fcntl
 import os
 import re
+import stat
 import threading
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from tiered_kv_backends.paths import HASH, NAMESPACE
-
-LOCK_NAME = "sweeper.lock"
-FOLDER_DIGITS = 3
-"""So many digits of a block's hash name its folder: 4096 folders for the blocks of one namespace."""
+from tiered_kv_backends.shared_fs_files import FOLDER_DIGITS, FOLDER_FLAGS, LOCK_NAME, free_bytes, open_own
+from tiered_kv_backends.shared_fs_ledger import Ledger
 
 _FOLDERS = (*NAMESPACE, re.compile(f"[0-9a-f]{{{FOLDER_DIGITS}}}"))
 _TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.tmp")
-_STALE_NS = 3600 * 10**9
-"""Age at which a temporary file's writer is taken to be dead."""
+_DEAD_NS, _STALE_NS = 600 * 10**9, 60 * 10**9
+"""Age of a temporary file at which its writer is taken to be dead; and at which it goes before any record does, where
+something has to go. A writer that was only slow drops its block."""
 _KEPT_FRACTION = 0.9
 """Of the capacity: the rest is room for what is written until the next sweep."""
+_DUE_FRACTION = 15 / 16
+"""Of the capacity: with more there is a sweep."""
 _FREED_FRACTION = 0.05
 """Of the filesystem, beyond what is to be left free: likewise."""
-_NO_LOCKS = {errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL}
+_LONGEST_PAUSE_NS = 3600 * 10**9
+"""Sweeps are due after this time in any case: for what dead writers left, and what others deleted."""
+_NO_FOLDER = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE}
 
 
 @dataclass(frozen=True)
@@ -58,110 +62,155 @@ class Sweeper:
 
     Args:
         root: The directory; ``LOCK_NAME`` is in it.
+        ledger: Told what is there.
+        unwritten: As `Ledger.begin_sweep` wants it.
         capacity: Bytes that all files may have together.
+        room_bytes: What must have room after a sweep, however large it is beside the capacity.
         min_free_fraction: Part of the filesystem that has to stay free.
         wall_clock_ns: What files are dated with.
     """
 
-    def __init__(self, root: str, capacity: int, min_free_fraction: float, wall_clock_ns: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        root: str,
+        ledger: Ledger,
+        unwritten: Callable[[], int],
+        capacity: int,
+        room_bytes: int,
+        min_free_fraction: float,
+        wall_clock_ns: Callable[[], int],
+    ) -> None:
         self._root = root
+        self._ledger = ledger
+        self._unwritten = unwritten
         self._capacity = capacity
+        self._kept_bytes = min(int(capacity * _KEPT_FRACTION), capacity - room_bytes)
         self._min_free_fraction = min_free_fraction
         self._wall_clock_ns = wall_clock_ns
         self._stopped = threading.Event()
-        self._last_sweep_ns = 0
 
     def stop(self) -> None:
-        """Let a sweep end at its next file. For good, and from any thread."""
+        """Let a sweep end at its next folder. For good, and from any thread."""
         self._stopped.set()
 
-    def sweep(self) -> Swept | None:
+    def is_due(self) -> bool:
+        """Say whether there is something to do: little room, or a long time since anybody looked.
+
+        Raises:
+            OSError: The filesystem failed.
+        """
+        books = self._ledger.read()
+        return (
+            books is None
+            or books.total > self._capacity * _DUE_FRACTION
+            or books.swept_ns < self._wall_clock_ns() - _LONGEST_PAUSE_NS
+            or free_bytes(self._root, self._min_free_fraction) < 0
+        )
+
+    def sweep(self, unless_after: int | None = None) -> Swept | None:
         """Delete what is over the limits and what dead writers have left.
 
+        Args:
+            unless_after: Do nothing if the directory has been swept more often than this by now.
+
         Returns:
-            What was done; None if another process is sweeping, or has swept since this one last looked.
+            What was done; None if another process is sweeping, or has.
 
         Raises:
             OSError: The filesystem failed; what was deleted until then is.
         """
         with contextlib.ExitStack() as held:
-            lock = os.open(f"{self._root}/{LOCK_NAME}", os.O_RDWR | os.O_CLOEXEC)
+            lock = open_own(self._root, LOCK_NAME)
             held.callback(os.close, lock)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return None
-            except OSError as error:
-                if error.errno not in _NO_LOCKS:
-                    raise
-            seen_ns, self._last_sweep_ns = self._last_sweep_ns, os.fstat(lock).st_mtime_ns
-            if seen_ns not in (0, self._last_sweep_ns):  # another's sweep dated it, whatever that host's clock says
+            begun = self._ledger.begin_sweep(self._unwritten)
+            if unless_after is not None and begun.num_sweeps > unless_after:
                 return None
             swept = self._sweep()
-            os.utime(lock)
-            self._last_sweep_ns = os.fstat(lock).st_mtime_ns
+            if not self._stopped.is_set():  # else not all was counted
+                self._ledger.end_sweep(begun, swept.num_bytes - swept.num_deleted_bytes)
             return swept
 
     def _sweep(self) -> Swept:
-        used_ns, sizes = array("q"), array("q")
-        num_bytes = num_temporaries = 0
-        stale_ns = self._wall_clock_ns() - _STALE_NS
-        for folder in self.folders():
-            for entry, status in _files(folder):
-                if HASH.fullmatch(entry.name):
-                    used_ns.append(status.st_mtime_ns)
-                    sizes.append(status.st_size)
-                elif not _TEMPORARY.fullmatch(entry.name):
-                    continue
-                elif status.st_mtime_ns < stale_ns:
-                    num_temporaries += _unlink(entry.path)
-                    continue
-                num_bytes += status.st_size
-        excess = max(num_bytes - int(self._capacity * _KEPT_FRACTION), self._missing_free_bytes())
-        num_deleted = num_deleted_bytes = 0
-        if excess > 0 and len(sizes):
-            num_deleted, num_deleted_bytes = self._delete(_cutoff(used_ns, sizes, excess), excess)
-        return Swept(num_bytes, num_deleted, num_deleted_bytes, num_temporaries)
-
-    def _delete(self, cutoff_ns: int, excess: int) -> tuple[int, int]:
-        """Delete records not used after ``cutoff_ns``, and then folders that are empty; return how many, and bytes."""
-        num_deleted = num_bytes = 0
-        for folder in self.folders():
-            before = num_deleted
-            for entry, status in _files(folder):
-                is_old = status.st_mtime_ns <= cutoff_ns and HASH.fullmatch(entry.name)
-                if is_old and num_bytes < excess and not self._stopped.is_set() and _unlink(entry.path):
-                    num_deleted += 1
-                    num_bytes += status.st_size
-            if num_deleted > before:
-                self.remove_empty(folder)
-        return num_deleted, num_bytes
+        count = _Count(self._wall_clock_ns())
+        _visit_folders(self._root, _FOLDERS, count.visit, self._stopped)
+        over = max(count.num_bytes - self._kept_bytes, self._missing_free_bytes())
+        if over <= 0:
+            return Swept(count.num_bytes, 0, 0, count.num_temporaries)
+        deletion = _Deletion(over, count)
+        _visit_folders(self._root, _FOLDERS, deletion.visit, self._stopped)
+        num_temporaries = count.num_temporaries + deletion.num_temporaries
+        return Swept(count.num_bytes, deletion.num_records, deletion.num_bytes, num_temporaries)
 
     def _missing_free_bytes(self) -> int:
         status = os.statvfs(self._root)
         wanted = int(status.f_blocks * min(1.0, self._min_free_fraction + _FREED_FRACTION))
         return (wanted - status.f_bavail) * status.f_frsize
 
-    def folders(self) -> Iterator[str]:
-        """Yield the folders that hold files of ours, until told to stop."""
-        return self._folders(self._root)
 
-    def _folders(self, folder: str, depth: int = 0) -> Iterator[str]:
-        if depth == len(_FOLDERS):
-            yield folder
-            return
-        for entry in _scan(folder):
-            if self._stopped.is_set():
-                return
-            if _FOLDERS[depth].fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
-                yield from self._folders(entry.path, depth + 1)
+class _Count:
+    """What lies there; temporaries of dead writers go at once."""
 
-    def remove_empty(self, folder: str) -> None:
-        """Remove a folder of records, and those it is in, as far as nothing is in them."""
-        with contextlib.suppress(OSError):  # not empty, most often
-            for _ in _FOLDERS:
-                os.rmdir(folder)
-                folder = os.path.dirname(folder)
+    def __init__(self, now_ns: int) -> None:
+        self.now_ns = now_ns
+        self.num_bytes = self.num_temporaries = self.stale_bytes = 0
+        self.used_ns, self.sizes = array("q"), array("q")
+
+    def visit(self, folder: int) -> bool:
+        """Count one folder; say whether anything was deleted."""
+        before = self.num_temporaries
+        for name, status in _files(folder):
+            if HASH.fullmatch(name):
+                self.used_ns.append(status.st_mtime_ns)
+                self.sizes.append(status.st_size)
+            elif status.st_mtime_ns < self.now_ns - _DEAD_NS and _unlink(name, folder):
+                self.num_temporaries += 1
+                continue
+            elif status.st_mtime_ns < self.now_ns - _STALE_NS:
+                self.stale_bytes += status.st_size
+            self.num_bytes += status.st_size
+        return self.num_temporaries > before
+
+
+class _Deletion:
+    """Deletes at least ``over`` bytes, if there are so many: stale temporaries, then records used longest ago."""
+
+    def __init__(self, over: int, count: _Count) -> None:
+        self._stale_ns = count.now_ns - _STALE_NS
+        self._records_over = over - count.stale_bytes
+        self._cutoff_ns = -1
+        if self._records_over > 0 and len(count.sizes):
+            self._cutoff_ns = _cutoff(count.used_ns, count.sizes, self._records_over)
+        self.num_records = self.num_temporaries = self.num_bytes = self._record_bytes = 0
+
+    def visit(self, folder: int) -> bool:
+        """Delete what has to go from one folder; say whether anything did."""
+        before = self.num_bytes
+        for name, status in _files(folder):
+            is_record = bool(HASH.fullmatch(name))
+            has_to_go = (
+                status.st_mtime_ns <= self._cutoff_ns and self._record_bytes < self._records_over
+                if is_record
+                else status.st_mtime_ns < self._stale_ns
+            )
+            if has_to_go and _unlink(name, folder):
+                self.num_bytes += status.st_size
+                self.num_records += is_record
+                self.num_temporaries += not is_record
+                self._record_bytes += status.st_size * is_record
+        return self.num_bytes > before
+
+
+def holds_blocks(root: str) -> bool:
+    """Say whether there may be blocks below a root.
+
+    Raises:
+        OSError: The filesystem failed.
+    """
+    return any(_FOLDERS[0].fullmatch(entry.name) for entry in Path(root).iterdir())
 
 
 def delete_folders(root: str, salt_folder: str) -> int:
@@ -170,15 +219,66 @@ def delete_folders(root: str, salt_folder: str) -> int:
     Raises:
         OSError: The filesystem failed.
     """
-    walk = Sweeper(root, 0, 0.0, lambda: 0)
     num_deleted = 0
-    for folder in walk.folders():
-        if folder.split("/")[-2] == salt_folder:
-            for entry, _ in _files(folder):
-                if HASH.fullmatch(entry.name) or _TEMPORARY.fullmatch(entry.name):
-                    num_deleted += _unlink(entry.path) and bool(HASH.fullmatch(entry.name))
-            walk.remove_empty(folder)
+
+    def visit(folder: int) -> bool:
+        nonlocal num_deleted
+        for name, _ in _files(folder):
+            num_deleted += _unlink(name, folder) and bool(HASH.fullmatch(name))
+        return True
+
+    names = (*NAMESPACE[:-1], re.compile(re.escape(salt_folder)), _FOLDERS[-1])
+    _visit_folders(root, names, visit, threading.Event())
     return num_deleted
+
+
+def _visit_folders(
+    root: str, names: Sequence[re.Pattern[str]], visit: Callable[[int], bool], stopped: threading.Event
+) -> None:
+    """Visit the folders of records until told to stop, and remove those that this has emptied.
+
+    Args:
+        root: The directory.
+        names: Of the folders, level by level.
+        visit: Called with a descriptor of each folder; says whether it deleted something.
+        stopped: Says when to stop.
+
+    Raises:
+        OSError: The filesystem failed.
+    """
+
+    def descend(folder: int, depth: int) -> bool:
+        if depth == len(names):
+            return visit(folder)
+        has_deleted = False
+        for name in os.listdir(folder):
+            if stopped.is_set():
+                break
+            if names[depth].fullmatch(name):
+                has_deleted |= enter(folder, name, depth + 1)
+        return has_deleted
+
+    def enter(parent: int, name: str, depth: int) -> bool:
+        try:
+            folder = os.open(name, os.O_RDONLY | FOLDER_FLAGS, dir_fd=parent)
+        except OSError as error:
+            if error.errno in _NO_FOLDER:
+                return False
+            raise
+        try:
+            has_deleted = descend(folder, depth)
+        finally:
+            os.close(folder)
+        if has_deleted:
+            with contextlib.suppress(OSError):  # not empty, most often
+                os.rmdir(name, dir_fd=parent)
+        return has_deleted
+
+    top = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        descend(top, 0)
+    finally:
+        os.close(top)
 
 
 def _cutoff(used_ns: "array[int]", sizes: "array[int]", excess: int) -> int:
@@ -189,28 +289,23 @@ def _cutoff(used_ns: "array[int]", sizes: "array[int]", excess: int) -> int:
     return int(times[order[min(int(np.searchsorted(freed, excess)), len(order) - 1)]])
 
 
-def _files(folder: str) -> Iterator[tuple["os.DirEntry[str]", os.stat_result]]:
-    for entry in _scan(folder):
+def _files(folder: int) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield the files of a folder that are ours, listed whole, so that deleting cannot hide any from us."""
+    for name in os.listdir(folder):
+        if not HASH.fullmatch(name) and not _TEMPORARY.fullmatch(name):
+            continue
         try:
-            status = entry.stat(follow_symlinks=False)
+            status = os.stat(name, dir_fd=folder, follow_symlinks=False)
         except FileNotFoundError:
             continue
-        yield entry, status
+        if not stat.S_ISDIR(status.st_mode):
+            yield name, status
 
 
-def _scan(folder: str) -> "list[os.DirEntry[str]]":
-    """List a folder whole, so that deleting cannot hide entries from us; empty if it is gone."""
+def _unlink(name: str, folder: int) -> bool:
+    """Remove a file; False if another has."""
     try:
-        with os.scandir(folder) as entries:
-            return list(entries)
-    except FileNotFoundError:
-        return []
-
-
-def _unlink(path: str) -> bool:
-    """Remove a file; False if another sweeper has."""
-    try:
-        os.unlink(path)
+        os.unlink(name, dir_fd=folder)
     except FileNotFoundError:
         return False
     return True

@@ -1,16 +1,24 @@
+import asyncio
+import contextlib
+import fcntl
+import gc
 import hashlib
 import os
-from collections.abc import AsyncIterator
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tiered_kv.backend import Block, Outcome
+from tiered_kv.backend import BackendContext, Block, Outcome
 from tiered_kv.errors import BackendUnavailableError, ClosedError, ConfigurationError
 from tiered_kv.keys import BlockKey
 from tiered_kv.testing import GROUPS, BackendTests, block_key, make_block, open_backend, open_context
 from tiered_kv_backends.shared_fs import SharedFSBackend
+from tiered_kv_backends.shared_fs_upkeep import delete_tenant
 
 SIZE = GROUPS[0].payload_bytes
 RECORD = 4096 + SIZE
@@ -18,7 +26,7 @@ DAY_NS = 24 * 3600 * 10**9
 
 
 class TestSharedFSBackend(BackendTests):
-    capacity_bytes = None  # sweeps keep its limit a little later: see below
+    capacity_bytes = 128 << 20
     survives_reopening = True
 
     @pytest.fixture
@@ -71,8 +79,9 @@ def file_of(path: Path, key: BlockKey) -> Path:
 
 
 def files_in(path: Path) -> set[Path]:
-    """Return all files under ``path`` but the lock."""
-    return {file for file in path.rglob("*") if file.is_file() and file != path / "sweeper.lock"}
+    """Return all files under ``path`` but the two of the root."""
+    own = {path / "sweeper.lock", path / "ledger"}
+    return {file for file in path.rglob("*") if file.is_file() and file not in own}
 
 
 async def test_a_file_is_the_record(tmp_path: Path) -> None:
@@ -151,8 +160,169 @@ async def test_a_process_that_writes_sweeps_by_itself(tmp_path: Path) -> None:
     assert sum(file.stat().st_size for file in files_in(tmp_path)) <= 20 * RECORD
 
 
+async def test_the_limit_is_kept_at_every_moment(tmp_path: Path) -> None:
+    """However much is written, and whoever keeps others from sweeping, no more is there than the capacity."""
+    async with opened(tmp_path, capacity=20 * RECORD) as one, opened(tmp_path, capacity=20 * RECORD) as other:
+        with (tmp_path / "sweeper.lock").open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            for n in range(30):
+                outcomes = await store(one, keys_of(2 * n)), await store(other, keys_of(2 * n + 1))
+                assert sum(file.stat().st_size for file in files_in(tmp_path)) <= 20 * RECORD
+        assert outcomes == ([Outcome.REFUSED], [Outcome.REFUSED])
+        assert len(files_in(tmp_path)) == 20
+        assert await one.sweep() is not None
+        assert await store(other, keys_of(100)) == [Outcome.STORED]
+
+
+@pytest.mark.parametrize("text", [b"", b"00000000 {}\n", b"x" * 5000])
+async def test_where_usage_is_unknown_nothing_is_written(tmp_path: Path, text: bytes) -> None:
+    """A ledger that was lost or damaged is made anew by a sweep; until then stores are refused, and loads go on."""
+    async with opened(tmp_path) as backend:
+        await store(backend, keys_of(1))
+        await backend.sweep()
+    (tmp_path / "ledger").write_bytes(text)
+    with (tmp_path / "sweeper.lock").open("r+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        async with opened(tmp_path) as backend:
+            assert await store(backend, keys_of(2)) == [Outcome.REFUSED]
+            assert await load(backend, keys_of(1)) == [Outcome.HIT]
+            fcntl.flock(lock, fcntl.LOCK_UN)
+            await backend.sweep()
+            assert await store(backend, keys_of(2)) == [Outcome.STORED]
+
+
+async def test_a_held_ledger_refuses_stores(tmp_path: Path) -> None:
+    """Who locks the ledger for good stops stores, and switches no limit off."""
+    async with opened(tmp_path) as backend:
+        with (tmp_path / "ledger").open("r+") as ledger:
+            fcntl.flock(ledger, fcntl.LOCK_EX)
+            assert await store(backend, keys_of(1)) == [Outcome.REFUSED]
+        assert await store(backend, keys_of(1)) == [Outcome.STORED]
+
+
+async def test_what_is_no_file_is_corrupt_and_never_waited_for(tmp_path: Path) -> None:
+    """A FIFO, a link or a socket under a block's name is no hit and stops no thread; a store replaces it."""
+    async with opened(tmp_path, num_threads=1) as backend:
+        keys = keys_of(1, 2, 3, 4)
+        await store(backend, keys)
+        fifo, link, listening, _ = (file_of(tmp_path, key) for key in keys)
+        target = tmp_path / "target"
+        link.rename(target)
+        os.utime(target, ns=(0, 0))
+        link.symlink_to(target)
+        fifo.unlink()
+        os.mkfifo(fifo)
+        listening.unlink()
+        with socket.socket(socket.AF_UNIX) as sock, contextlib.chdir(listening.parent):
+            sock.bind(listening.name)
+        assert await load(backend, keys) == [Outcome.CORRUPT] * 3 + [Outcome.HIT]
+        assert await backend.lookup(keys) == [Outcome.MISS] * 3 + [Outcome.HIT]
+        assert target.stat().st_mtime_ns == 0
+        assert await store(backend, keys) == [Outcome.STORED] * 4
+        assert await load(backend, keys) == [Outcome.HIT] * 4
+        assert target.stat().st_mtime_ns == 0
+
+
+@pytest.mark.parametrize("depth", range(5))
+async def test_no_link_leads_out(tmp_path: Path, depth: int) -> None:
+    """Where a folder is a link to somewhere else nothing is written, read, dated or deleted there."""
+    root, outside = tmp_path / "kv", tmp_path / "outside"
+    (key,) = keys_of(1)
+    async with opened(root) as backend:
+        await store(backend, [key])
+        parts = file_of(root, key).relative_to(root).parts
+        folder = root.joinpath(*parts[: depth + 1])
+        folder.rename(outside)
+        folder.symlink_to(outside)
+        held = outside.joinpath(*parts[depth + 1 :])
+        os.utime(held, ns=(0, 0))
+        assert await load(backend, [key]) == [Outcome.MISS]
+        with pytest.raises(BackendUnavailableError, match="Not a directory"):
+            await store(backend, [key])
+        await backend.delete([key])
+        await backend.sweep()
+        assert files_in(outside) == {held}
+        assert held.stat().st_mtime_ns == 0
+    assert await delete_tenant(backend.settings, b"") == 0
+    assert files_in(outside) == {held}
+
+
+@pytest.mark.parametrize("name", ["sweeper.lock", "ledger"])
+async def test_a_planted_link_is_not_opened(tmp_path: Path, name: str) -> None:
+    """A link in the place of a file of ours makes opening fail, and what it leads to stays as it is."""
+    root, victim = tmp_path / "kv", tmp_path / "victim"
+    root.mkdir()
+    victim.write_text("precious")
+    (root / name).symlink_to(victim)
+    with open_context() as context, pytest.raises(ConfigurationError, match=name):
+        await backend_at(root).open(context)
+    assert victim.read_text() == "precious"
+
+
+def modes_in(path: Path) -> dict[bool, int]:
+    """Return the mode of all folders, True, and of all files."""
+    return {each.is_dir(): each.stat().st_mode & 0o777 for each in path.rglob("*")}
+
+
+async def test_folders_are_closed_to_strangers(tmp_path: Path) -> None:
+    """Whatever the umask, only the owner may enter a folder or read a file."""
+    before = os.umask(0)
+    try:
+        async with opened(tmp_path / "kv") as backend:
+            await store(backend, keys_of(1))
+    finally:
+        os.umask(before)
+    assert modes_in(tmp_path) == {True: 0o700, False: 0o600}
+
+
+async def test_closing_in_a_stall_is_quiet(tmp_path: Path) -> None:
+    """Calls that end after the tier was closed, and whoever waited for them has gone, are complained of nowhere."""
+    complaints: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, complaint: complaints.append(complaint))
+    backend, stall = backend_at(tmp_path), StalledWorkers()
+    await backend.open(BackendContext(GROUPS, lambda _: stall, time.monotonic))
+    stall.is_stalled = True
+    calls = [asyncio.ensure_future(call) for call in (store(backend, keys_of(1, 2)), load(backend, keys_of(1, 2)))]
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert stall.waiting
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+    await backend.aclose()
+    stall.fail()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    del calls
+    gc.collect()
+    assert not complaints
+
+
+class StalledWorkers:
+    """Runs calls at once, until they are to stall."""
+
+    def __init__(self) -> None:
+        self.is_stalled = False
+        self.waiting: list[asyncio.Future[Any]] = []
+
+    def run(self, function: Callable[..., Any], *args: object) -> "asyncio.Future[Any]":
+        """Run a call, or keep it waiting."""
+        future = asyncio.get_running_loop().create_future()
+        if self.is_stalled:
+            self.waiting.append(future)
+        else:
+            future.set_result(function(*args))
+        return future
+
+    def fail(self) -> None:
+        """End what waits, as a dead server does in the end."""
+        for future in self.waiting:
+            if not future.done():
+                future.set_exception(OSError(5, "Input/output error"))
+
+
 async def test_stale_temporary_files_are_deleted(tmp_path: Path) -> None:
-    """What a dead writer has left goes after an hour; what may still be written stays."""
+    """What a dead writer has left goes after ten minutes; what may still be written stays."""
     clock = Clock()
     async with opened(tmp_path, clock) as backend:
         await store(backend, keys_of(1))
@@ -160,11 +330,25 @@ async def test_stale_temporary_files_are_deleted(tmp_path: Path) -> None:
         old, new = (folder / f".{letter * 32}.tmp" for letter in "ab")
         old.write_bytes(b"half")
         new.write_bytes(b"half")
-        clock.now_ns = new.stat().st_mtime_ns + 1800 * 10**9
-        os.utime(old, ns=(0, clock.now_ns - 3601 * 10**9))
+        clock.now_ns = new.stat().st_mtime_ns + 300 * 10**9
+        os.utime(old, ns=(0, clock.now_ns - 601 * 10**9))
         await backend.sweep()
         await backend.sweep()
         assert files_in(tmp_path) == {file_of(tmp_path, block_key(1)), new}
+
+
+async def test_temporary_files_of_dead_writers_push_out_no_records(tmp_path: Path) -> None:
+    """A writer that crashes again and again fills the directory with what goes before any block does."""
+    clock = Clock()
+    async with opened(tmp_path, clock, capacity=10 * RECORD) as backend:
+        keys = keys_of(*range(8))
+        await store(backend, keys)
+        for n in range(5):
+            half = file_of(tmp_path, keys[0]).parent / f".{n:032}.tmp"
+            half.write_bytes(bytes(RECORD))
+            os.utime(half, ns=(0, clock.now_ns - 120 * 10**9))
+        await backend.sweep()
+        assert files_in(tmp_path) == {file_of(tmp_path, key) for key in keys}
 
 
 async def test_what_is_not_ours_stays(tmp_path: Path) -> None:

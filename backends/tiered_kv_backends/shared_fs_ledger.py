@@ -1,0 +1,199 @@
+"""How many bytes may still be written to a shared directory, for all processes together: a number in a file.
+
+Who writes takes the bytes from the ledger first, so that what is there never exceeds the capacity, however many write
+and whether anyone sweeps or not. Deleting gives nothing back: a sweep counts what is there, and sets the number right.
+Bytes that were taken and perhaps not yet written when a sweep began are counted on top, whatever it found of them; so
+the number is never too low. Where it is not known, nothing is written.
+
+The file is one line, a checksum and JSON, changed under flock(2) for some microseconds.
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import time
+import uuid
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+
+from tiered_kv_backends.shared_fs_files import check_mounted, open_own
+
+LEDGER_NAME = "ledger"
+ALLOWANCE_S = 60.0
+"""For how long bytes taken may lie unused, before they must be taken anew."""
+
+_DEAD_NS = 600 * 10**9
+"""Age at which a process that has neither taken nor returned anything since has nothing unwritten any more."""
+_PAUSES_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
+"""Between tries to lock."""
+_MOST_BYTES = 1 << 20
+"""Of the file: of some 20,000 processes."""
+
+
+@dataclass(frozen=True)
+class Books:
+    """What the file says.
+
+    Attributes:
+        total: Bytes there at most, everything taken included.
+        num_sweeps: Sweeps that have set ``total`` right.
+        swept_ns: Wall clock of the last one.
+        writers: Of each process that writes, the bytes it has taken and perhaps not written, and when it last said so.
+    """
+
+    total: int = 0
+    num_sweeps: int = 0
+    swept_ns: int = 0
+    writers: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+
+class Ledger:
+    """One process's hand in the ledger of a directory. Each call may be in a thread of its own.
+
+    Args:
+        root: The directory.
+        capacity: Bytes that all processes together may have there.
+        wall_clock_ns: What entries are dated with.
+    """
+
+    def __init__(self, root: str, capacity: int, wall_clock_ns: Callable[[], int]) -> None:
+        self._root = root
+        self._capacity = capacity
+        self._wall_clock_ns = wall_clock_ns
+        self._writer = uuid.uuid4().hex[:16]
+        self.num_sweeps = 0
+        """When bytes were last taken."""
+
+    def create(self, *, is_empty: bool) -> None:
+        """Make the file, if there is none. Of a directory that is not empty nothing is known until it is swept.
+
+        Raises:
+            OSError: It cannot be made or locked; `BlockingIOError`: others have it locked.
+        """
+        with self._locked(os.O_CREAT) as file:
+            if is_empty and not os.fstat(file).st_size:
+                _write(file, Books(swept_ns=self._wall_clock_ns()))
+
+    def read(self) -> Books | None:
+        """Return what it says now; None if nothing can be known.
+
+        Raises:
+            OSError: The filesystem fails.
+        """
+        try:
+            with self._locked() as file:
+                return _read(file)
+        except (BlockingIOError, FileNotFoundError):
+            check_mounted(self._root)
+            return None
+
+    def take(self, num_bytes: int, unwritten: int) -> int | None:
+        """Take up to ``num_bytes``.
+
+        Args:
+            num_bytes: Wanted.
+            unwritten: Taken before by this process, and perhaps not written.
+
+        Returns:
+            How many it is; None if nothing can be known now.
+
+        Raises:
+            OSError: The filesystem fails, or is not mounted.
+        """
+        try:
+            with self._locked() as file:
+                if (books := _read(file)) is None:
+                    return None
+                taken = max(0, min(num_bytes, self._capacity - books.total))
+                self._put(file, books, taken, unwritten + taken)
+                self.num_sweeps = books.num_sweeps
+                return taken
+        except (BlockingIOError, FileNotFoundError):
+            check_mounted(self._root)
+            return None
+
+    def give_back(self, num_bytes: int, unwritten: int) -> None:
+        """Return bytes that were not used; ``unwritten`` are still to come.
+
+        Raises:
+            OSError: The filesystem fails.
+        """
+        with contextlib.suppress(BlockingIOError, FileNotFoundError), self._locked() as file:
+            if (books := _read(file)) is not None:
+                self._put(file, books, -num_bytes, unwritten)
+
+    def begin_sweep(self, unwritten: Callable[[], int]) -> Books:
+        """Return what it says before anything is counted, without those who are dead.
+
+        Args:
+            unwritten: Says what this process has taken, or may be taking, and has perhaps not written.
+
+        Raises:
+            OSError: The filesystem fails; `BlockingIOError`: others have it locked.
+        """
+        with self._locked(os.O_CREAT) as file:
+            books = _read(file)
+            if books is None:
+                books = Books(total=self._capacity)  # full, as long as nobody knows
+            now_ns = self._wall_clock_ns()
+            entries = books.writers | {self._writer: (unwritten(), now_ns)}
+            books = replace(books, writers={k: v for k, v in entries.items() if v[0] and v[1] > now_ns - _DEAD_NS})
+            _write(file, books)
+            return books
+
+    def end_sweep(self, begun: Books, num_bytes: int) -> None:
+        """Set right what is there: ``num_bytes`` were found and not deleted since ``begun``.
+
+        Raises:
+            OSError: The filesystem fails; `BlockingIOError`: others have it locked.
+        """
+        with self._locked() as file:
+            if (books := _read(file)) is None:
+                return
+            unwritten = sum(each for each, _ in begun.writers.values())
+            taken_since = books.total - begun.total
+            total = num_bytes + unwritten + taken_since
+            _write(file, replace(books, total=total, num_sweeps=books.num_sweeps + 1, swept_ns=self._wall_clock_ns()))
+
+    def _put(self, file: int, books: Books, taken: int, unwritten: int) -> None:
+        entry = {self._writer: (unwritten, self._wall_clock_ns())}
+        _write(file, replace(books, total=books.total + taken, writers=books.writers | entry))
+
+    @contextlib.contextmanager
+    def _locked(self, flags: int = 0) -> Iterator[int]:
+        """Yield the file, locked.
+
+        Raises:
+            BlockingIOError: Others keep it locked.
+            OSError: The filesystem fails, or knows no locks.
+        """
+        file = open_own(self._root, LEDGER_NAME, flags)
+        try:
+            for pause_s in _PAUSES_S:
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                time.sleep(pause_s)  # in a thread
+            else:
+                raise BlockingIOError(errno.EAGAIN, "others keep it locked", f"{self._root}/{LEDGER_NAME}")
+            yield file
+        finally:
+            os.close(file)
+
+
+def _read(file: int) -> Books | None:
+    line, _, _ = os.pread(file, _MOST_BYTES, 0).partition(b"\n")
+    checksum, _, text = line.partition(b" ")
+    if checksum != b"%08x" % zlib.crc32(text) or not text:
+        return None
+    return Books(**json.loads(text))
+
+
+def _write(file: int, books: Books) -> None:
+    text = json.dumps(asdict(books)).encode()
+    line = b"%08x %b\n" % (zlib.crc32(text), text)
+    if os.pwrite(file, line, 0) == len(line):  # if not, it is found to be broken
+        os.ftruncate(file, len(line))
