@@ -36,7 +36,7 @@ from tiered_kv.tiers.memory import HostTier, MemoryTier
 from tiered_kv.tiers.opening import Services, StorageMedium
 from tiered_kv.tiers.owned import OwnedTier
 from tiered_kv.tiers.shared import SharedTier
-from tiered_kv.tiers.tasks import Tasks, WorkerPool
+from tiered_kv.tiers.tasks import Tasks, WorkerPool, in_a_thread
 from tiered_kv.transfers.writedown import write_admitted
 
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.5, 8.0
@@ -164,7 +164,7 @@ def build_chains(
     clock = asyncio.get_running_loop().time
     if not isinstance(device, Device):
         device = make_device(device)
-        stack.callback(device.close, 1.0)
+        stack.push_async_callback(in_a_thread, backends.services.loop_calls, device.close, 1.0)  # it joins threads
     stride = sum(kind.shape.padded_bytes for kind in kinds)
     host_slots = _num_slots("cpu", parts.cpu.capacity, stride) if parts.cpu.capacity else 0
     gpu_slots = _num_slots("gpu", parts.gpu.capacity, stride) if parts.gpu else 0

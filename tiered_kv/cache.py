@@ -138,11 +138,15 @@ class TieredKV:
 
         Exact for the tiers that this cache owns; for others an estimate, which `load` decides.
         """
-        parts = self._open().batches(keys)
-        chains = [chain for chain, _ in parts]
-        if len(parts) == 1:  # as a rule; a task would cost more than the answer
-            return lookup_result(chains, [await chain.locate(batch) for chain, batch in parts])
-        return lookup_result(chains, await asyncio.gather(*(chain.locate(batch) for chain, batch in parts)))
+        cache = self._open()
+        parts = cache.batches(keys)
+        found = [(chain, batch, chain.locate(batch)) for chain, batch in parts]
+        if any(chain.may_be_longer(batch, runs) for chain, batch, runs in found):
+            with cache.callers.waiting():
+                runs = await asyncio.gather(*(chain.locate_on(batch, runs) for chain, batch, runs in found))
+        else:
+            runs = [runs for _, _, runs in found]
+        return lookup_result([chain for chain, _ in parts], runs)
 
     async def load(
         self,
@@ -427,9 +431,10 @@ class TieredKV:
         self, keys: BlockKeys, into: GPULoadStoreSpec, *, after: object = None, deadline_s: float | None = None
     ) -> LoadResult:
         """Load a sequence back, see `load`; once all of it is in place, its pins end."""
+        cache = self._open()
         loaded = await self.start_load(keys, into, after=after, deadline_s=deadline_s)
-        if loaded.num_blocks == len(keys):
-            self.unpin(keys)
+        if loaded.num_blocks == len(keys) and cache.closing is None:
+            cache.pins.unpin(cache.batches(keys), keys)
         return loaded
 
     async def swap(
@@ -487,11 +492,13 @@ class TieredKV:
         Their slots are freed when nobody reads them any more; what is being filled never becomes readable. Shared tiers
         are asked to delete. A tier that does not answer within its time is not waited for.
         """
-        parts = self._open().batches(keys)
+        cache = self._open()
+        parts = cache.batches(keys)
         names = parts[0][0].names
         if tier is not None and tier not in names:
             raise ConfigurationError(f"no tier {tier!r} here; there are {', '.join(names)}")
-        found = await asyncio.gather(*(upkeep.evict(chain, batch, tier) for chain, batch in parts))
+        with cache.callers.waiting():
+            found = await asyncio.gather(*(upkeep.evict(chain, batch, tier) for chain, batch in parts))
         return int(np.count_nonzero(np.logical_or.reduce(found)))
 
     async def resize(self, tier: str, capacity: int | str) -> int:
@@ -519,7 +526,9 @@ class TieredKV:
 
         A tier that does not answer within its time is not waited for: its blocks are unfindable here all the same.
         """
-        await upkeep.clear(self._open().chains)
+        cache = self._open()
+        with cache.callers.waiting():
+            await upkeep.clear(cache.chains)
 
     def advance_epoch(self, weights: str) -> None:
         """Name the weights that are served from now on. O(1).
@@ -540,9 +549,10 @@ class TieredKV:
         on the event loop, 0.3 s a million blocks: not for every request.
         """
         cache = self._open()
-        await cache.settle()
+        with cache.callers.waiting():
+            await cache.settle()
         if sync:
-            await asyncio.wait({cache.tasks.spawn(upkeep.checkpoint(cache.chains, sync=True), "checkpoint")})
+            await cache.finish(upkeep.checkpoint(cache.chains, sync=True), "checkpoint")
 
     async def drain(self, *, timeout_s: float | None = None) -> bool:
         """Take no more stores, and wait until what was stored is written and survives a loss of power.
@@ -568,7 +578,7 @@ class TieredKV:
         """
         cache = self._open()
         check_seconds("timeout_s", timeout_s)
-        return draining_on(signals, lambda: cache.tasks.spawn(drain(cache, timeout_s), "drain on a signal"))
+        return draining_on(cache, signals, timeout_s)
 
     async def explain(self, keys: BlockKeys, *, ask: bool = False) -> list[Explanation]:
         """Say of each block why it can be loaded, or can not, from what this cache knows. Reads, like `lookup`.
@@ -579,7 +589,9 @@ class TieredKV:
             keys: The blocks; those behind a hole are explained too.
             ask: Whether to ask the tiers that this cache does not own, block by block; else what they have is unknown.
         """
-        return await explain(self._open(), keys, ask=ask)
+        cache = self._open()
+        with cache.callers.waiting():
+            return await explain(cache, keys, ask=ask)
 
     def stats(self) -> CacheStatistics:
         """Count what is where now, and what has happened since opening."""
@@ -637,28 +649,27 @@ class TieredKV:
         A cancellation is raised when everything has ended.
 
         Raises:
-            ConfigurationError: Called in another thread than the one that opened it. Nothing has ended.
+            ConfigurationError: Called elsewhere than on the event loop that opened it. Nothing has ended.
         """
         cache = self._cache
-        if cache is not None:
-            cache.check_thread()
+        if cache is not None and not (cache.closing and cache.closing.done()):
+            cache.check_loop()
             # A task of its own, as a shield does not hold against task.cancel().
             await Handle(begin_to_close(cache), lambda: None)
 
     # What every call asks first, and once.
 
     def _open(self, *, anywhere: bool = False) -> OpenCache:
-        """Return the open cache, to the thread of its event loop, or from ``anywhere``.
+        """Return the open cache, to a call on its event loop, or from ``anywhere``.
 
         Raises:
             ClosedError: It is not open yet, or not any more.
-            ConfigurationError: This is another thread.
+            ConfigurationError: This is another thread or event loop.
         """
         cache = self._cache
         if cache is None:
             raise ClosedError("this TieredKV is not open yet: use it with 'async with'")
         if cache.closing is not None:
             raise ClosedError("this TieredKV is closed")
-        if not anywhere:
-            cache.check_thread()
+        cache.check_loop(anywhere=anywhere)
         return cache

@@ -3,7 +3,7 @@
 import asyncio
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
 from anyio import move_on_after
@@ -12,6 +12,7 @@ from tiered_kv.errors import ConfigurationError
 from tiered_kv.events import CacheClosed
 from tiered_kv.open_cache import OpenCache
 from tiered_kv.tiers import upkeep
+from tiered_kv.tiers.tasks import Tasks
 
 _UNHANDLED = (signal.SIGKILL, signal.SIGSTOP)
 
@@ -23,25 +24,31 @@ class Draining:
         begun: Is set when the signal has come.
     """
 
-    def __init__(self, start: "Callable[[], asyncio.Task[bool]]") -> None:
+    def __init__(self, cache: OpenCache, timeout_s: float | None) -> None:
         """Made by `TieredKV.drain_on` only."""
         self.begun = asyncio.Event()
-        self._start = start
+        self._cache = cache
+        self._timeout_s = timeout_s
         self._task: asyncio.Task[bool] | None = None
 
     async def wait(self) -> bool:
         """Wait for the signal, then until all is written; return what `TieredKV.drain` does.
 
         Cancellation ends the wait only.
+
+        Raises:
+            ClosedError: The cache is closed, and no signal has come.
         """
-        await self.begun.wait()
+        with self._cache.callers.waiting():
+            await self.begun.wait()
         assert self._task is not None  # noqa: S101 - it has begun
-        return await asyncio.shield(self._task)
+        await asyncio.wait({self._task})
+        return not self._task.cancelled() and self._task.result()
 
     def begin(self) -> None:
         """Begin, once; on the loop."""
         if self._task is None:
-            self._task = self._start()
+            self._task = self._cache.tasks.spawn(drain(self._cache, self._timeout_s), "drain on a signal")
             self.begun.set()
 
 
@@ -63,7 +70,7 @@ async def _write_all(cache: OpenCache) -> None:
 
 
 @contextmanager
-def draining_on(signals: tuple[signal.Signals, ...], start: "Callable[[], asyncio.Task[bool]]") -> Iterator[Draining]:
+def draining_on(cache: OpenCache, signals: tuple[signal.Signals, ...], timeout_s: float | None) -> Iterator[Draining]:
     """Drain on the first of these signals; from then on each does what it does by default. See `TieredKV.drain_on`."""
     if not signals or not all(isinstance(each, signal.Signals) and each not in _UNHANDLED for each in signals):
         given = ", ".join(map(repr, signals))
@@ -71,7 +78,7 @@ def draining_on(signals: tuple[signal.Signals, ...], start: "Callable[[], asynci
     if threading.current_thread() is not threading.main_thread():
         raise ConfigurationError("drain_on() is called in the main thread: Python handles signals nowhere else")
     loop = asyncio.get_running_loop()
-    draining = Draining(start)
+    draining = Draining(cache, timeout_s)
 
     def on_signal(*_: object) -> None:
         for each in signals:
@@ -94,20 +101,47 @@ def begin_to_close(cache: OpenCache) -> "asyncio.Task[None]":
 
 
 async def _close(cache: OpenCache) -> None:
-    """Let what is being moved end, or give it up after `CacheLimits.close_timeout_s`; then close every tier."""
-    loop = asyncio.get_running_loop()
+    """Let what is under way end, or give it up after `CacheLimits.close_timeout_s`; then close every tier.
+
+    Every step is taken, whatever one of them raises; that is raised at the end.
+    """
+    loop, limit_s = asyncio.get_running_loop(), cache.limits.close_timeout_s
     started = loop.time()
-    deadline = started + cache.limits.close_timeout_s
-    cache.submissions.close()
-    cache.pins.close()
-    cache.subscribers.close()
-    cache.jobs.close()
-    with move_on_after(cache.limits.close_timeout_s):
-        await cache.settle()
-    await cache.background.aclose(0.0)
-    abandoned = await cache.tasks.aclose(max(0.0, deadline - loop.time()))
-    unwritten = sum(cleaner.num_waiting for cleaner in cache.cleaners)
-    with move_on_after(cache.limits.close_timeout_s):
-        await upkeep.checkpoint(cache.chains, sync=False)
-    await cache.lifetime.aclose()
-    cache.emit(CacheClosed(abandoned, (loop.time() - started) * 1e3, unwritten))
+    deadline = started + limit_s
+    num_abandoned, errors = 0, list[BaseException]()
+
+    async def end_transfers() -> None:
+        nonlocal num_abandoned
+        num_abandoned = await cache.tasks.aclose(max(0.0, deadline - loop.time()))
+
+    steps: tuple[Callable[[], Awaitable[None] | None], ...] = (
+        cache.submissions.close,
+        cache.pins.close,
+        cache.subscribers.close,
+        cache.jobs.close,
+        lambda: _within(limit_s, cache.settle()),
+        lambda: _ended(cache.background),
+        lambda: cache.callers.aclose(max(0.0, deadline - loop.time())),  # before what they wait for is given up
+        end_transfers,
+        lambda: _within(limit_s, upkeep.checkpoint(cache.chains, sync=False)),
+        cache.lifetime.aclose,
+    )
+    for step in steps:
+        try:
+            if (waiting := step()) is not None:
+                await waiting
+        except BaseException as error:  # noqa: BLE001 - what comes after must be closed as well
+            errors.append(error)
+    num_unwritten = sum(cleaner.num_waiting for cleaner in cache.cleaners)
+    cache.emit(CacheClosed(num_abandoned, (loop.time() - started) * 1e3, num_unwritten))
+    if errors:
+        raise errors[0]
+
+
+async def _within(limit_s: float, waiting: Awaitable[None]) -> None:
+    with move_on_after(limit_s):
+        await waiting
+
+
+async def _ended(tasks: Tasks) -> None:
+    await tasks.aclose(0.0)

@@ -5,14 +5,16 @@
 
 import asyncio
 import threading
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, TypeVar
+
+from anyio import CancelScope
 
 from tiered_kv.assembly import Kind, Parts, build_chains, open_backends
 from tiered_kv.changes import Subscribers
-from tiered_kv.errors import ConfigurationError, TieredKVError
+from tiered_kv.errors import ClosedError, ConfigurationError, TieredKVError
 from tiered_kv.events import CacheOpened, Emit, TierResized
 from tiered_kv.integers import as_int
 from tiered_kv.keys import BlockKeys, ModelIdentity, Shard, epoch_digest
@@ -36,7 +38,10 @@ from tiered_kv.transfers.submissions import Submissions
 from tiered_kv.transfers.swap import SwapSpaces
 from tiered_kv.validation import check_keys, check_one_rank
 
+T = TypeVar("T")
 _PAST_EPOCHS: Final = 8
+_LAST_STEPS_S: Final = 1.0
+"""What a call that is told of the closing may take to end."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,45 @@ async def open_cache(parts: CacheParts) -> "OpenCache":
     return cache
 
 
+class Callers:
+    """Calls that wait in the tasks of their callers: the end of the cache ends their wait.
+
+    Transfers end by themselves, with results, and need none of this.
+    """
+
+    def __init__(self) -> None:
+        self._scopes: set[CancelScope] = set()
+        self._changed = asyncio.Event()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Wait in this block; raise `ClosedError` from it if the cache is closed before the wait is over."""
+        with CancelScope() as scope:
+            self._scopes.add(scope)
+            try:
+                yield
+            finally:
+                self._scopes.remove(scope)
+                self._changed.set()
+        if scope.cancelled_caught:
+            raise ClosedError("this TieredKV was closed before the call was done")
+
+    async def aclose(self, timeout_s: float) -> None:
+        """Give the calls so long to end; then end them."""
+        await self._left(timeout_s)
+        for scope in self._scopes:
+            scope.cancel()
+        await self._left(_LAST_STEPS_S)
+
+    async def _left(self, timeout_s: float) -> None:
+        """Wait until no call is under way, for a limited time."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._scopes:
+                    self._changed.clear()
+                    await self._changed.wait()
+
+
 class OpenCache:
     """The state of an open cache, for the event loop's thread.
 
@@ -102,6 +146,7 @@ class OpenCache:
         chains: By KV group, then by rank.
         device: Where the engine's tensors are.
         tasks: Everything under way.
+        callers: Who waits for something that is no transfer.
         background: What runs as long as the cache is open, besides ``tasks``.
         cleaners: One per chain with blocks that wait for a tier.
         ledger: What became of blocks.
@@ -130,6 +175,7 @@ class OpenCache:
         self.chains = chains
         self.device = device
         self.tasks = tasks
+        self.callers = Callers()
         self.background = Tasks()
         self.cleaners = [Cleaner(chain) for chain in chains if chain.waiting]
         self.ledger = ledger
@@ -142,18 +188,35 @@ class OpenCache:
         self.submissions = Submissions(loop_calls)
         self.jobs = Jobs(len(parts.shards), parts.emit)
         self.lifetime = lifetime
+        self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self.closing: asyncio.Task[None] | None = None
-        self._clock = asyncio.get_running_loop().time
+        self._clock = self._loop.time
         self._resizing = asyncio.Lock()
         for cleaner in self.cleaners:
             self.background.spawn(cleaner.run(), "cleaner")
         self.background.spawn(keep_up(chains), "upkeep")
 
-    def check_thread(self) -> None:
-        """Raise `ConfigurationError` in another thread than the one that opened it."""
-        if threading.get_ident() != self._thread:
-            raise ConfigurationError("a TieredKV is called from the thread of the event loop that opened it")
+    def check_loop(self, *, anywhere: bool = False) -> None:
+        """Raise unless a call comes from the event loop that opened the cache, or ``anywhere`` while that is there.
+
+        Raises:
+            ClosedError: That event loop is closed: nothing can move or end any more.
+            ConfigurationError: This is another thread, or another event loop is running.
+        """
+        if self._loop.is_closed():
+            raise ClosedError("the event loop that opened this TieredKV is closed")
+        if anywhere:
+            return
+        try:
+            is_here = asyncio.get_running_loop() is self._loop
+        except RuntimeError:  # none is running: between two runs of the loop its thread may ask
+            is_here = threading.get_ident() == self._thread
+        if not is_here:
+            raise ConfigurationError(
+                "a TieredKV is called on the event loop that opened it; other threads use submit_load, submit_store, "
+                "poll and lookup_nowait"
+            )
 
     # Which chains a call is about, and what keys are called there.
 
@@ -205,6 +268,18 @@ class OpenCache:
         self.past_epochs = [each for each in past if each != epoch][:_PAST_EPOCHS]
         self.epoch = epoch
 
+    async def finish(self, work: Coroutine[Any, Any, T], name: str) -> T:
+        """Do something to its end, also if who waits for it here is cancelled.
+
+        Raises:
+            ClosedError: The cache was closed before it was done.
+        """
+        task = self.tasks.spawn(work, name)
+        await asyncio.wait({task})
+        if task.cancelled():
+            raise ClosedError(f"this TieredKV was closed before this was done: {name}")
+        return task.result()
+
     async def settle(self) -> None:
         """Wait until every store so far is in every tier or given up, and what waits for a tier is written there.
 
@@ -221,7 +296,7 @@ class OpenCache:
         if name not in names:
             raise ConfigurationError(f"no tier {name!r} here; there are {', '.join(names)}")
         num_slots = slots_within(self.chains, names.index(name), capacity_bytes)
-        error = await asyncio.shield(self.tasks.spawn(self._resize(name, num_slots), f"resize {name}"))
+        error = await self.finish(self._resize(name, num_slots), f"resize {name}")
         if error is not None:
             raise error
         return num_slots

@@ -18,7 +18,6 @@ from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine
 from tests.support.engine import prompt as small_prompt
 from tests.support.virtual import advance
 from tiered_kv import ConfigurationError, GPULoadStoreSpec, TieredKV
-from tiered_kv.closing import draining_on
 
 KEYS = small_prompt(4)
 INTO = GPULoadStoreSpec(range(4))
@@ -125,10 +124,14 @@ async def test_signals_are_for_the_main_thread() -> None:
 
     errors: list[Exception] = []
 
+    async def drain_on_a_signal() -> None:
+        async with open_cache(CPU) as kv:
+            with kv.drain_on(signal.SIGTERM):
+                pass
+
     def enter() -> None:
         try:
-            with draining_on((signal.SIGTERM,), lambda: asyncio.ensure_future(asyncio.sleep(0, result=True))):
-                pass
+            asyncio.run(drain_on_a_signal())
         except ConfigurationError as error:
             errors.append(error)
 

@@ -195,12 +195,19 @@ class Chain:
         """The tiers of which this cache has books, as far as they can be read now, fastest first."""
         return [tier for tier in self.booked if tier.is_in_use]
 
-    async def locate(self, batch: Batch) -> list[TierRun]:
-        """Find the longest readable prefix: exact over owned tiers; others are asked only where those have nothing."""
+    def locate(self, batch: Batch) -> list[TierRun]:
+        """Find the longest prefix that owned tiers can read."""
         tiers = self.in_use()
         located = locate([tier.index for tier in tiers], batch.names)
-        runs = [TierRun(tiers[run.tier].name, run.start, run.stop) for run in located.runs]
-        start = located.num_blocks
+        return [TierRun(tiers[run.tier].name, run.start, run.stop) for run in located.runs]
+
+    def may_be_longer(self, batch: Batch, runs: Sequence[TierRun]) -> bool:
+        """Say whether there are tiers to ask for what comes after the prefix that `locate` found."""
+        return bool(self.shared) and (runs[-1].stop if runs else 0) < len(batch)
+
+    async def locate_on(self, batch: Batch, runs: Sequence[TierRun]) -> list[TierRun]:
+        """Go on where `locate` ended: ask shared tiers, for what owned ones do not have."""
+        runs, start = list(runs), runs[-1].stop if runs else 0
         while start < len(batch) and self.shared:
             part = batch[start : start + _ASKED_AT_ONCE]
             numbers = np.full(len(part), -1, np.int8)

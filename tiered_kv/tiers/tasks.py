@@ -87,6 +87,15 @@ class WorkerPool:
             future.set_exception(carried(error, f"a call in the threads of {self.name}"))
 
 
+async def in_a_thread(loop_calls: LoopCalls, function: Callable[..., T], *args: object) -> T:
+    """Make one blocking call in a thread of its own, and wait for it."""
+    pool = WorkerPool(getattr(function, "__name__", "call"), 1, loop_calls)
+    try:
+        return await pool.run(function, *args)
+    finally:
+        pool.close()
+
+
 class Tasks:
     """The tasks of one cache: nothing is fire-and-forget, and `aclose` bounds how long they are waited for."""
 

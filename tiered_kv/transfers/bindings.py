@@ -23,6 +23,7 @@ from tiered_kv.memory.lanes import Lanes
 from tiered_kv.specs import CPULoadStoreSpec, EngineBlocks, GPULoadStoreSpec
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.memory import MemoryTier
+from tiered_kv.tiers.tasks import in_a_thread
 
 _INNER = {"NHD": "NHD", "HND": "HND", "MLA": "ND"}
 _HEADER_BYTES = 4096
@@ -131,7 +132,7 @@ class Bindings:
         if self._lanes is None:
             self._lanes = Lanes(device, "pools-in"), Lanes(device, "pools-out")
             if device is not chain.h2d.device:
-                stack.callback(device.close, 1.0)
+                stack.push_async_callback(in_a_thread, chain.loop_calls, device.close, 1.0)  # it joins threads
             for lanes in self._lanes:
                 stack.callback(lanes.close)
         self._pools[name] = Binding(group, caches, *self._lanes, gpu=None, direct=slots)

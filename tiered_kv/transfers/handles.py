@@ -12,6 +12,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from anyio import CancelScope
 
+from tiered_kv.errors import ClosedError
 from tiered_kv.memory.lanes import Lane, LaneCopy
 
 T = TypeVar("T")
@@ -54,12 +55,19 @@ class Handle(Generic[T]):
                 self.cancel()
         if cancelled is not None:
             raise cancelled
+        if self._task.cancelled():  # by the end of the cache: nobody has cancelled the caller
+            raise ClosedError("this TieredKV was closed before this was done")
         return self._task.result()
 
 
 async def each_of(handles: "Sequence[Handle[T]]") -> list[T]:
-    """Await several transfers one after another; they go on side by side."""
-    return [await handle for handle in handles]
+    """Wait for several transfers, which go on side by side; cancelled, stop all of them, and still wait for all."""
+    while waiting := [handle for handle in handles if not handle.done]:
+        try:
+            await waiting[0]
+        except asyncio.CancelledError:
+            cancel_each(handles)
+    return [await handle for handle in handles]  # has nothing to wait for
 
 
 def cancel_each(handles: "Sequence[Handle[T]]") -> None:

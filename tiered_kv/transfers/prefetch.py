@@ -16,7 +16,7 @@ from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.budget import Kind, Ticket
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.memory import MemoryTier
-from tiered_kv.transfers.handles import Handle, Revocable, cancel_each, each_of
+from tiered_kv.transfers.handles import Handle, Revocable, cancel_each
 from tiered_kv.transfers.window import Bringer, Landed
 
 PrefetchHandle = Handle[PrefetchResult]
@@ -132,7 +132,8 @@ async def bring_to_host(parts: Sequence[tuple[Chain, Batch]]) -> list[NDArray[np
             sources[-1] = prefetch.source
             handles.append(prefetch.start(chain.tasks.spawn(prefetch.run(), f"bring {len(batch)} blocks")))
     try:
-        await each_of(handles)
+        for handle in handles:
+            await handle
     except asyncio.CancelledError:
         cancel_each(handles)  # they touch no memory but ours: nobody has to wait for their end
         raise
