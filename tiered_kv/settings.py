@@ -119,8 +119,8 @@ class CacheLimits(Checked):
     """Bytes of host memory, per KV group, for pages that the engine swaps by numbers of its own: `TieredKV.swap`. Taken
     at the first swap."""
     open_timeout_s: Seconds = 60.0
-    """How long opening one tier may take: the cache does not open without it. One that is not `TierSettings.required` is
-    waited for as long as for any call of it, and used once it is open, however late that is."""
+    """How long opening one tier may take: the cache does not open without it. One that is not `TierSettings.required`
+    is waited for as long as for any call of it, and used once it is open, however late that is."""
     close_timeout_s: Seconds = 10.0
     """How long closing waits for what is still being written."""
     low_water: Annotated[float, Field(ge=0, le=1)] = 0.25
