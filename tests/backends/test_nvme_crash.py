@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -32,17 +33,26 @@ def batch_of(life: int, number: int, num_slots: int) -> dict[int, int]:
     return {slot: life * 1_000_000 + number * BATCH + i for i, slot in enumerate(slots.tolist())}
 
 
+def is_forgetting(number: int) -> bool:
+    """Whether the ``number``-th step of a life forgets what the step before it wrote."""
+    return number % 4 == 3
+
+
 def backend_at(path: Path) -> NVMeBackend:
-    """Return the tier that all lives share, small enough that slots are written over and the journal is compacted."""
+    """Return the tier that all lives share, small enough that slots are written over."""
     return NVMeBackend(NVMeBackend.Settings(path=path, capacity="16MiB", num_threads=4))
 
 
 async def write_until_killed(path: Path, life: int, acknowledged: int) -> None:
-    """Write batches for ever, and a byte to a pipe behind each."""
+    """Write batches and forget some for ever, and write a byte to a pipe after each."""
     backend = backend_at(path)
     with open_context(GROUPS[GROUP]) as context:
         (found,) = await backend.open(context)
         for number in range(1_000_000):
+            if is_forgetting(number):
+                await backend.forget(0, np.array(list(batch_of(life, number - 1, found.num_slots))))
+                os.write(acknowledged, b"x")
+                continue
             batch = batch_of(life, number, found.num_slots)
             keys = [block_key(n, GROUP) for n in batch.values()]
             blocks = [make_block(content(n), key) for n, key in zip(batch.values(), keys, strict=True)]
@@ -71,58 +81,97 @@ def run_lives() -> None:
 
 @pytest.mark.slow
 def test_after_kill_every_block_found_is_whole(tmp_path: Path) -> None:
-    """Whatever moment a writer is killed at, each acknowledged block is there byte for byte, and no other bytes are."""
-    delays = np.random.default_rng(50).uniform(0, 0.04, NUM_LIVES)
-    expected: dict[int, int] = {}
-    names: dict[bytes, int] = {}
+    """Whatever moment a writer is killed at, each acknowledged block is there byte for byte, and no other bytes are.
+
+    What it was told to forget stays away. Every other time a byte of the ledger is flipped before the restart, which
+    changes nothing of that.
+    """
+    rng = np.random.default_rng(50)
+    history = History()
     with subprocess.Popen(
         [sys.executable, __file__, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as lives:
         assert lives.stdin is not None
         assert lives.stdout is not None
-        for life, delay in enumerate(delays.tolist()):
+        for life, delay in enumerate(rng.uniform(0, 0.04, NUM_LIVES).tolist()):
             lives.stdin.write(f"{delay}\n")
             lives.stdin.flush()
             num_acknowledged = int(lives.stdout.readline())
             assert num_acknowledged
-            asyncio.run(check(tmp_path, life, num_acknowledged, expected, names))
+            if life % 2:
+                flip_a_byte(next(tmp_path.glob("*/ledger")), rng)
+            asyncio.run(check(tmp_path, life, num_acknowledged, history))
         lives.stdin.close()
+    assert history.forgotten
 
 
-async def check(
-    path: Path, life: int, num_acknowledged: int, expected: dict[int, int], names: dict[bytes, int]
-) -> None:
-    """Open and compare with ``expected``, as ``{slot: n}``, after what a life did to it; leave there what was found.
+@dataclass
+class History:
+    """What all lives so far have done."""
+
+    expected: dict[int, int] = field(default_factory=dict)
+    """What is there, as ``{slot: n}``."""
+    names: dict[bytes, int] = field(default_factory=dict)
+    """The number of each block ever written."""
+    forgotten: set[int] = field(default_factory=set)
+    """The numbers of blocks that must not come back."""
+
+    def apply(self, life: int, num_acknowledged: int, num_slots: int) -> set[int]:
+        """Do what a life did; return the slots of what it was doing when it was killed."""
+        for number in range(num_acknowledged + 1):
+            batch = batch_of(life, number - is_forgetting(number), num_slots)
+            if number == num_acknowledged:
+                self.names |= {} if is_forgetting(number) else _names_of(batch)
+                return set(batch)
+            if is_forgetting(number):
+                self.forgotten |= set(batch.values())
+                self.expected = {slot: n for slot, n in self.expected.items() if slot not in batch}
+            else:
+                self.names |= _names_of(batch)
+                self.expected |= batch
+        raise AssertionError
+
+
+def _names_of(batch: dict[int, int]) -> dict[bytes, int]:
+    return {block_names([block_key(n, GROUP)]).tobytes(): n for n in batch.values()}
+
+
+def flip_a_byte(path: Path, rng: np.random.Generator) -> None:
+    """Flip a byte of a file somewhere."""
+    with path.open("r+b") as file:
+        at = int(rng.integers(path.stat().st_size))
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 0x40]))
+
+
+async def check(path: Path, life: int, num_acknowledged: int, history: History) -> None:
+    """Open and compare with the history, after what a life did to it; go on from what was found.
 
     Args:
         path: The tier's directory.
         life: Which one has ended.
-        num_acknowledged: Batches that it knew to be stored.
-        expected: What was there before.
-        names: The number of each block ever written; those of this life are added.
+        num_acknowledged: Steps that it knew to be done.
+        history: Of all lives; this one's is added.
     """
     backend = backend_at(path)
     with open_context(GROUPS[GROUP]) as context:
         (found,) = await backend.open(context)
-        batches = [batch_of(life, number, found.num_slots) for number in range(num_acknowledged + 1)]
-        for batch in batches:
-            names |= {block_names([block_key(n, GROUP)]).tobytes(): n for n in batch.values()}
-        *acknowledged, interrupted = batches
-        for batch in acknowledged:
-            expected |= batch
+        interrupted = history.apply(life, num_acknowledged, found.num_slots)
         into = [Block.empty(GROUPS[GROUP].payload_bytes) for _ in found.slots]
         await backend.read(0, found.slots, into)
         await backend.aclose()
     hits = {}
     for name, slot, block in zip(found.names, found.slots.tolist(), into, strict=True):
-        n = names[name.tobytes()]
+        n = history.names[name.tobytes()]
         if verify(block_key(n, GROUP), block) is Outcome.HIT:
             assert bytes(block.payload) == content(n)
             hits[slot] = n
-    certain = expected.keys() - interrupted.keys()
-    assert {slot: hits.get(slot) for slot in certain} == {slot: expected[slot] for slot in certain}
-    expected.clear()
-    expected |= hits
+    assert not history.forgotten.intersection(hits.values())
+    certain = history.expected.keys() - interrupted
+    assert {slot: hits.get(slot) for slot in certain} == {slot: history.expected[slot] for slot in certain}
+    history.expected = hits
 
 
 if __name__ == "__main__":
