@@ -82,7 +82,7 @@ class TieredKV:
         limits: CacheLimits | Mapping[str, Any] | None = None,
         device: DeviceLike | None = None,
         codec: CodecName = "none",
-        emit: Emit = log_event,
+        emit: Emit | Sequence[Emit] = log_event,
     ) -> None:
         """Check the parts; nothing is allocated before opening.
 
@@ -96,7 +96,7 @@ class TieredKV:
             device: Where the engine's tensors live, e.g. ``"cuda:1"``, or a ``torch.device``; the GPU if torch has one,
                 else the CPU.
             codec: How blocks are kept: see `TieredKVSettings`.
-            emit: Receives every event; logs them by default.
+            emit: Takes every event, at once, on the event loop; one function or several. Logs them by default.
 
         Raises:
             ConfigurationError: The tiers can not make a chain, the codec can not keep the layout's blocks, or an
@@ -125,11 +125,21 @@ class TieredKV:
         layout: KVLayout,
         shard: Shard | tuple[Shard, ...] | None = None,
         device: DeviceLike | None = None,
+        emit: Emit | Sequence[Emit] = log_event,
     ) -> Self:
         """Make a cache of `TieredKVSettings`: given, or read from the environment."""
         settings = settings or TieredKVSettings()
         limits, codec = settings.limits, settings.codec
-        return cls(settings.tiers, model=model, layout=layout, shard=shard, limits=limits, device=device, codec=codec)
+        return cls(
+            settings.tiers,
+            model=model,
+            layout=layout,
+            shard=shard,
+            limits=limits,
+            device=device,
+            codec=codec,
+            emit=emit,
+        )
 
     # Finding and moving blocks, for every request.
 

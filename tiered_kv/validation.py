@@ -4,6 +4,7 @@
 The rest is the event loop's.
 """
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -201,11 +202,18 @@ def check_limits(limits: CacheLimits | Mapping[str, Any] | None) -> CacheLimits:
     return CacheLimits.model_validate(dict(limits or {}))
 
 
-def check_emit(emit: Emit) -> Emit:
-    """Return it; raise `ConfigurationError` unless it can be called."""
-    if not callable(emit):
-        raise ConfigurationError(f"emit must be a function that takes an event, got {emit!r:.80}")
-    return emit
+def check_emit(emit: Emit | Sequence[Emit]) -> tuple[Emit, ...]:
+    """Return all receivers of events; raise `ConfigurationError` unless each can be called at once."""
+    receivers = tuple(emit) if isinstance(emit, Sequence) else (emit,)
+    for each in receivers:
+        if not callable(each):
+            raise ConfigurationError(f"emit must be a function that takes an event, or several, got {each!r:.80}")
+        if inspect.iscoroutinefunction(each) or inspect.iscoroutinefunction(getattr(each, "__call__", None)):  # noqa: B004 - an object's
+            raise ConfigurationError(
+                f"emit must be a plain function, called at once: {each!r:.80} is a coroutine function, whose events "
+                "nobody would await. Have it put them into an asyncio.Queue"
+            )
+    return receivers
 
 
 def _count(n: int, what: str) -> str:

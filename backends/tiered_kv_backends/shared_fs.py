@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
 import aiofiles.os
-import structlog
 from pydantic import ByteSize, Field
 
 from tiered_kv.backend import Backend, BackendContext, Block, Outcome, TierSettings, Workers, check_lengths
 from tiered_kv.errors import BackendUnavailableError, ClosedError, ConfigurationError
 from tiered_kv.keys import BlockKey
+from tiered_kv.log import log
 from tiered_kv_backends import shared_fs_files as files
 from tiered_kv_backends.shared_fs_files import Moved, Work
 from tiered_kv_backends.shared_fs_ledger import ALLOWANCE_S, Ledger
@@ -36,7 +36,6 @@ from tiered_kv_backends.shared_fs_sweeper import Sweeper, Swept, holds_blocks
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_log = structlog.get_logger("tiered_kv")
 
 _NEVER = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG}
 _NEVER |= {errno.ELOOP, errno.ENOTSUP, errno.ENOSYS}
@@ -330,10 +329,10 @@ class SharedFSBackend(Backend):
         except ClosedError:
             return
         except (BackendUnavailableError, OSError) as error:
-            _log.warning("shared_fs.sweep_failed", path=self._root, error=_text(error))
+            log("warning", "shared_fs.sweep_failed", path=self._root, error=_text(error))
         else:
             if swept is not None and (swept.num_deleted or swept.num_temporaries):
-                _log.info("shared_fs.swept", path=self._root, **vars(swept))
+                log("info", "shared_fs.swept", path=self._root, **vars(swept))
 
     async def _sweep(self, unless_after: int | None = None) -> Swept | None:
         sweeper = self._check_open()

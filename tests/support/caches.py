@@ -1,6 +1,6 @@
 """Caches of the small engine: opening one, waiting for what happens in it, looking inside, and what none may leave."""
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, TypeVar
 
@@ -40,7 +40,7 @@ async def open_cache(
     engine: Engine | None = None,
     limits: CacheLimits = SMALL_LIMITS,
     device: Device | str = "cpu",
-    emit: Emit | None = None,
+    emit: Emit | Sequence[Emit] | None = None,
 ) -> AsyncIterator[TieredKV]:
     """Yield a cache of these tiers for `small_layout`, with the engine's tensors registered if there is one.
 

@@ -9,14 +9,12 @@ from collections.abc import Callable
 from functools import cache, partial
 
 import numpy as np
-import structlog
 import torch
 
 from tiered_kv.layout import KVGroup
+from tiered_kv.log import log
 from tiered_kv.memory import device_copies
 from tiered_kv.memory.caches import Fragment, PagedCaches
-
-log = structlog.get_logger("tiered_kv")
 
 DIRECT_FROM_BYTES = 1 << 20
 """Until measured: a DMA of this length keeps the bus busy for longer than it takes to enqueue the next one."""
@@ -49,7 +47,7 @@ def prepare(caches: PagedCaches) -> None:
             with torch.get_device_module(device).device(device):
                 _is_direct[name, size] = measure(device, size)
     except RuntimeError as error:  # torch's for all that a driver says, want of memory included
-        log.warning("copies.unmeasured", device=str(device), error=f"{type(error).__name__}: {error}")
+        log("warning", "copies.unmeasured", device=str(device), error=f"{type(error).__name__}: {error}")
 
 
 def measure(

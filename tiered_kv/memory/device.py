@@ -12,16 +12,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-import structlog
 import torch
 from torch import Tensor
 
 from tiered_kv.errors import ClosedError, ConfigurationError
 from tiered_kv.events import Emit
+from tiered_kv.log import log
 from tiered_kv.memory.host import HostSlab
 from tiered_kv.memory.pinning import Pinning, ignore
-
-log = structlog.get_logger("tiered_kv")
 
 After = Any
 """A caller's event: ``torch.cuda.Event`` or ``torch.Event``; on a CPU anything with ``synchronize()`` or ``wait()``."""
@@ -249,8 +247,8 @@ def report(done: Done, error: BaseException | None) -> None:
     """Call ``done``, whose own mistakes must not end the thread that the other copies need."""
     try:
         done(error)
-    except Exception:
-        log.exception("copy.callback_failed")
+    except Exception as caught:  # noqa: BLE001 - whatever it raises
+        log("error", "copy.callback_failed", exc_info=caught)
 
 
 def wait_in(stream: object, event: After) -> None:

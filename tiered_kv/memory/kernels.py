@@ -9,7 +9,6 @@ With ``TRITON_INTERPRET=1`` in the environment before this module is imported, t
 from typing import Any
 
 import numpy as np
-import structlog
 import torch
 import triton
 import triton.language as tl
@@ -17,9 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tiered_kv.layout import KVGroup
+from tiered_kv.log import log
 from tiered_kv.memory.caches import Fragment, PagedCaches
-
-log = structlog.get_logger("tiered_kv")
 
 Ids = NDArray[np.int64]
 
@@ -77,7 +75,7 @@ def can_copy(device: torch.device) -> bool:
     try:
         _try(device)
     except Exception as error:  # noqa: BLE001 - whatever a compiler or a driver raises
-        log.warning("kernels.unavailable", device=str(device), error=f"{type(error).__name__}: {error}")
+        log("warning", "kernels.unavailable", device=str(device), error=f"{type(error).__name__}: {error}")
         return False
     return True
 

@@ -1,27 +1,28 @@
-"""One structlog event per operation. The library never configures structlog: the program that uses it does."""
+"""One log entry per event, and receivers of events that can harm nobody."""
 
+from collections.abc import Sequence
 from dataclasses import fields
 
-import structlog
-
 from tiered_kv.events import Emit, Event
-
-_log = structlog.get_logger("tiered_kv")
+from tiered_kv.log import log
 
 
 def log_event(event: Event) -> None:
     """Log an event under its name, its fields as values."""
-    values = {field.name: getattr(event, field.name) for field in fields(event)}
-    getattr(_log, event.level)(event.name, **values)
+    log(event.level, event.name, **{field.name: getattr(event, field.name) for field in fields(event)})
 
 
-def guarded(emit: Emit) -> Emit:
-    """Return an ``emit`` that cannot fail: an error in a program's own must not reach a transfer or a serving path."""
+def guarded(receivers: Sequence[Emit]) -> Emit:
+    """Return what gives each event to every receiver, and cannot fail.
 
-    def emit_or_log(event: Event) -> None:
-        try:
-            emit(event)
-        except Exception:  # noqa: BLE001 - whatever a program's own code raises
-            _log.exception("event.not_taken", name=event.name)
+    An error in a program's own must reach neither a transfer nor another receiver.
+    """
 
-    return emit_or_log
+    def emit(event: Event) -> None:
+        for receiver in receivers:
+            try:
+                receiver(event)
+            except Exception as error:  # noqa: BLE001 - whatever a program's own code raises
+                log("error", "event.not_taken", exc_info=error, name=event.name)
+
+    return emit

@@ -11,12 +11,10 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-import structlog
-
+from tiered_kv.log import log
 from tiered_kv.loop_calls import LoopCalls, carried
 
 T = TypeVar("T")
-_log = structlog.get_logger("tiered_kv")
 _Call = tuple[Callable[..., Any], tuple[object, ...], "asyncio.Future[Any]"]
 _LAST_STEPS_S = 1.0
 """What a cancelled task may take to settle what it began, at close."""
@@ -135,4 +133,4 @@ class Tasks:
     def _ended(self, task: "asyncio.Task[Any]") -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("transfer.crashed", task=task.get_name(), exc_info=error)
+            log("error", "transfer.crashed", exc_info=error, task=task.get_name())

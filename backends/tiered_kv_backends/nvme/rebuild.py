@@ -5,13 +5,11 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-import structlog
 
+from tiered_kv.log import log
 from tiered_kv.record import key_in
 from tiered_kv_backends.nvme.ledger import Entries, Slots
 from tiered_kv_backends.nvme.slab import Slab
-
-_log = structlog.get_logger("tiered_kv")
 
 _SLOTS_PER_JOB = 4096
 
@@ -29,7 +27,8 @@ async def rebuild(slab: Slab, damaged: Slots, run: Callable[..., "asyncio.Future
     jobs = [run(_entries_in, slab, damaged[start : start + _SLOTS_PER_JOB].tolist()) for start in starts]
     await asyncio.wait(jobs)
     rebuilt = Entries.joined(*(job.result() for job in jobs))
-    _log.warning(
+    log(
+        "warning",
         "nvme.ledger_damaged",
         folder=slab.shape.folder,
         damaged=len(damaged),
