@@ -19,7 +19,7 @@ from tiered_kv import KVGroup
 from tiered_kv.loop_calls import LoopCalls
 from tiered_kv.memory import Device, HostSlab, PagedCaches, Stream, device_copies, gather_blocks, scatter_blocks
 from tiered_kv.memory.crossover import prepare
-from tiered_kv.memory.pinning import PinState
+from tiered_kv.memory.page_locking import PageLockState
 
 Ids = NDArray[np.int64]
 Copies = Sequence[Callable[[], object]]
@@ -85,14 +85,14 @@ def set_up(group: KVGroup, num_blocks: int, device: Device) -> Iterator[Setup]:
     caches = PagedCaches.bind(tensors, group, axes="BND" if group.order == "MLA" else "PBNHD", device=device)
     prepare(caches)
     slab = HostSlab(num_blocks, group.stride_bytes, group.payload_bytes, name="benchmark")
-    state = device.pin(slab).wait()
+    state = device.page_lock(slab).wait()
     pageable = torch.zeros(num_blocks, group.stride_bytes // 8, dtype=torch.int64)
     chance = np.random.default_rng(0)
     pages = chance.permutation(num_blocks)
     each = max(1, WINDOW_BYTES // group.stride_bytes)
     windows = [(pages[at : at + each], np.arange(at, min(at + each, num_blocks))) for at in range(0, num_blocks, each)]
     try:
-        yield Setup(group, tensors, caches, slab.rows, pageable, windows, state is PinState.PINNED)
+        yield Setup(group, tensors, caches, slab.rows, pageable, windows, state is PageLockState.LOCKED)
     finally:
         slab.close()
 

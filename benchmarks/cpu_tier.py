@@ -53,7 +53,7 @@ class Pools:
         """Allocate both for tensors of ``shape``, one a layer."""
         kv_caches = [torch.randn(shape).to(torch.bfloat16) for _ in range(GROUP.num_layers)]
         slab = HostSlab(NUM_BLOCKS, GROUP.stride_bytes, GROUP.payload_bytes, name="benchmark")
-        device.pin(slab).wait()
+        device.page_lock(slab).wait()
         slab.rows.fill_(1)
         return cls(PagedCaches.bind(kv_caches, GROUP, device=device), slab)
 

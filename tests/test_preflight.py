@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from tiered_kv.errors import ConfigurationError
-from tiered_kv.preflight import check_host_memory, doubt_of_pinning
+from tiered_kv.preflight import check_host_memory, doubt_of_page_locking
 
 GIB = 1024**3
 NO_LIMIT_V1 = 9223372036854771712
@@ -90,15 +90,15 @@ def test_locked_memory_counts_only_where_it_is_locked(tmp_path: Path) -> None:
     """RLIMIT_MEMLOCK bounds pinned memory, unless the process may lock without limit."""
     root = machine(tmp_path, **{"proc/self/limits": LIMITS.format(8 * 1024**2)})
     assert not complaint(GIB, root)
-    assert "(RLIMIT_MEMLOCK) is limited to 0.01 GiB: raise it (ulimit -l" in doubt_of_pinning(GIB, root=root)
+    assert "(RLIMIT_MEMLOCK) is limited to 0.01 GiB: raise it (ulimit -l" in doubt_of_page_locking(GIB, root=root)
     machine(root, **{"proc/self/status": "Name:\tpython\nCapEff:\t0000000000004000\n"})
-    assert not doubt_of_pinning(GIB, root=root)
+    assert not doubt_of_page_locking(GIB, root=root)
 
 
 def test_no_limit_of_locked_memory_is_no_limit(tmp_path: Path) -> None:
     """``unlimited`` is read as such."""
     root = machine(tmp_path, **{"proc/self/limits": LIMITS.format("unlimited")})
-    assert not doubt_of_pinning(GIB, root=root)
+    assert not doubt_of_page_locking(GIB, root=root)
 
 
 def test_every_limit_that_is_exceeded_is_named(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_every_limit_that_is_exceeded_is_named(tmp_path: Path) -> None:
 def test_a_machine_that_does_not_say_is_not_refused(tmp_path: Path) -> None:
     """Where there is no ``/proc``, the allocation itself has to tell."""
     check_host_memory(1 << 60, root=tmp_path)
-    assert not doubt_of_pinning(1 << 60, root=tmp_path)
+    assert not doubt_of_page_locking(1 << 60, root=tmp_path)
 
 
 def test_this_machine_gives_a_page_and_not_an_exbibyte() -> None:

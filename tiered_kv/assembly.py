@@ -17,7 +17,7 @@ from tiered_kv.backend import (
 )
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.errors import ConfigurationError
-from tiered_kv.events import DeviceFailed, Emit, Event, PinningDoubted
+from tiered_kv.events import DeviceFailed, Emit, Event, PageLockingDoubted
 from tiered_kv.layout import KVGroup
 from tiered_kv.loop_calls import LoopCalls
 from tiered_kv.memory.codec import Codec
@@ -25,7 +25,7 @@ from tiered_kv.memory.device import Device
 from tiered_kv.memory.host import HostSlab
 from tiered_kv.memory.lanes import Lanes
 from tiered_kv.memory.make import DeviceLike, make_device
-from tiered_kv.preflight import check_host_memory, doubt_of_pinning
+from tiered_kv.preflight import check_host_memory, doubt_of_page_locking
 from tiered_kv.registry import make_backend, resolve_policy
 from tiered_kv.settings import CacheLimits, CPUTier, GPUTier, check_chain, check_policies, check_tiers, tier_name
 from tiered_kv.tiers.batch import Naming
@@ -173,8 +173,8 @@ def build_chains(
     # On a machine with a GPU all of it is page-locked; else only what is used is taken from the system.
     host_bytes = ((most_host_slots if device.kind == "cuda" else host_slots) + bounce_slots) * stride
     check_host_memory(host_bytes)
-    if device.kind == "cuda" and (doubt := doubt_of_pinning(host_bytes)):
-        emit(PinningDoubted(doubt))
+    if device.kind == "cuda" and (doubt := doubt_of_page_locking(host_bytes)):
+        emit(PageLockingDoubted(doubt))
     limits = Limits(
         window_bytes=cache_limits.window,
         reads_in_flight=cache_limits.reads_in_flight,
@@ -202,7 +202,7 @@ def build_chains(
         slab = HostSlab(most_host_slots + bounce_slots, stride_bytes, kind.shape.payload_bytes, name=kind.name)
         stack.callback(slab.close)
         if most_host_slots == host_slots or device.kind != "cpu":  # getting it ready would allocate it
-            device.pin(slab, emit=tell)
+            device.page_lock(slab, emit=tell)
         index = TierIndex(
             host_slots,
             max_slots=most_host_slots,

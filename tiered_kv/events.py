@@ -27,21 +27,21 @@ class CacheOpened(Event):
 
 
 @dataclass(frozen=True)
-class PinningDoubted(Event):
+class PageLockingDoubted(Event):
     """A limit of the system is below what is to be page-locked; copies to the GPU may be slower for it."""
 
-    name: ClassVar[str] = "host_memory.pinning_doubted"
+    name: ClassVar[str] = "host_memory.page_locking_doubted"
     level: ClassVar[Level] = "warning"
     reason: str
 
 
 @dataclass(frozen=True)
-class MemoryPinned(Event):
+class MemoryPageLocked(Event):
     """One more piece of a slab is page-locked: how far it is."""
 
-    name: ClassVar[str] = "host_memory.pinned"
+    name: ClassVar[str] = "host_memory.page_locked"
     slab: str
-    pinned_bytes: int
+    page_locked_bytes: int
     wanted_bytes: int
     took_ms: float
 
@@ -54,7 +54,7 @@ class HostMemoryReady(Event):
     level: ClassVar[Level] = "info"
     slab: str
     num_bytes: int
-    pinned_bytes: int
+    page_locked_bytes: int
     node: int | None
     took_ms: float
 
@@ -67,7 +67,7 @@ class HostMemoryPageable(Event):
     level: ClassVar[Level] = "warning"
     slab: str
     reason: str
-    pinned_bytes: int
+    page_locked_bytes: int
     wanted_bytes: int
 
 

@@ -37,7 +37,7 @@ def check_host_memory(num_bytes: int, *, root: Path = Path("/")) -> None:
         raise ConfigurationError("\n  ".join([f"{_gib(num_bytes)} of host memory are wanted, but", *problems]))
 
 
-def doubt_of_pinning(num_bytes: int, *, root: Path = Path("/")) -> str:
+def doubt_of_page_locking(num_bytes: int, *, root: Path = Path("/")) -> str:
     """Say why ``num_bytes`` might not be page-locked, or nothing.
 
     A doubt and no error: some drivers lock pages without asking RLIMIT_MEMLOCK, and where locking fails the cache works

@@ -212,7 +212,7 @@ class CacheStatistics:
         store_requested: Blocks given to stores that have let go of their source; the next three add up to it.
         stored, present, dropped: What became of them, see `StoreResult`.
         num_preemptions: Sequences swapped out by name, `TieredKV.swap_out`.
-        pinned_bytes: Host memory that is page-locked for a GPU.
+        page_locked_bytes: Host memory that is page-locked for a GPU.
         is_pageable: Whether a GPU copies to and from memory that is not, much slower.
         is_device_usable: False once the engine's device has failed: then nothing is loaded or stored any more.
     """
@@ -229,7 +229,7 @@ class CacheStatistics:
     present: int
     dropped: int
     num_preemptions: int = 0
-    pinned_bytes: int = 0
+    page_locked_bytes: int = 0
     is_pageable: bool = False
     is_device_usable: bool = True
 

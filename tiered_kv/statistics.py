@@ -26,7 +26,7 @@ def cache_statistics(chains: Sequence[Chain], ledger: Ledger, num_transfers: int
         present=ledger.present,
         dropped=ledger.dropped,
         num_preemptions=ledger.preemptions,
-        pinned_bytes=device.pinned_bytes,
+        page_locked_bytes=device.page_locked_bytes,
         is_pageable=device.is_pageable,
         is_device_usable=device.error is None,
     )

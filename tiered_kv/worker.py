@@ -77,7 +77,7 @@ class Worker:
             self.close()
             raise
         for slab in self._slabs.values():
-            self._device.pin(slab)
+            self._device.page_lock(slab)
         self._lanes = {"load": Lanes(self._device, "h2d"), "store": Lanes(self._device, "d2h")}
 
     def register_kv_caches(self, kv_caches: KVCaches, *, group: int = 0, axes: str | None = None) -> None:

@@ -157,4 +157,4 @@ async def test_memory_says_when_it_is_ready() -> None:
         await until(lambda: bool(emit.of(HostMemoryReady)))
         (ready,) = emit.of(HostMemoryReady)
         assert ready.num_bytes >= 32 * PAYLOAD_BYTES
-        assert (kv.stats().pinned_bytes, kv.stats().is_pageable) == (0, False)
+        assert (kv.stats().page_locked_bytes, kv.stats().is_pageable) == (0, False)

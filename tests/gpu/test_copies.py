@@ -17,7 +17,7 @@ from tiered_kv.memory import (
     CUDADevice,
     HostSlab,
     PagedCaches,
-    PinState,
+    PageLockState,
     Stream,
     crossover,
     device_copies,
@@ -52,10 +52,10 @@ def through(stream: Stream, copy: Callable[[], object]) -> None:
     assert ended.get(timeout=60) is None
 
 
-def pinned_rows(device: CUDADevice, stride_bytes: int, num_slots: int = NUM_SLOTS) -> Tensor:
+def page_locked_rows(device: CUDADevice, stride_bytes: int, num_slots: int = NUM_SLOTS) -> Tensor:
     """Return page-locked slots. The device keeps them until it is closed."""
     slab = HostSlab(num_slots, stride_bytes, stride_bytes, name="test")
-    assert device.pin(slab).wait() is PinState.PINNED
+    assert device.page_lock(slab).wait() is PageLockState.LOCKED
     return slab.rows
 
 
@@ -68,7 +68,7 @@ def test_any_layout_comes_back_as_it_was(device: CUDADevice, stream: Stream, whe
     caches, group = engine.bind(), engine.group
     pages, slots = data.draw(places(group))
     if where == "pinned":
-        rows = pinned_rows(device, group.stride_bytes)
+        rows = page_locked_rows(device, group.stride_bytes)
     else:
         rows = torch.zeros(NUM_SLOTS, group.stride_bytes // 8, dtype=torch.int64)
         rows = rows.to(device.torch_device) if where == "pool" else rows
@@ -94,7 +94,7 @@ def test_both_ways_over_the_bus_move_the_same_bytes(device: CUDADevice, stream: 
     pages = np.random.default_rng(0).permutation(64)[:, None]
     slots = np.random.default_rng(1).permutation(64)
     assert len(device_copies.pieces_of(64, group.stride_bytes)) > 2
-    found = [pinned_rows(device, group.stride_bytes, 64) for _ in range(3)]
+    found = [page_locked_rows(device, group.stride_bytes, 64) for _ in range(3)]
     through(stream, lambda: device_copies.gather_through_staging(caches, pages, found[0], slots))
     through(
         stream,
@@ -132,8 +132,8 @@ def test_the_codec_gives_the_same_bytes_as_on_a_cpu(device: CUDADevice, stream: 
     codec = FP8Codec(group)
     caches = PagedCaches(group, codec, plain.torch_device, plain.num_pages, plain.fragments, plain.layers)
     pages = slots = np.arange(64)
-    raw = pinned_rows(device, group.stride_bytes, 64)
-    rows = pinned_rows(device, -(-caches.stored_bytes // 4096) * 4096, 64)
+    raw = page_locked_rows(device, group.stride_bytes, 64)
+    rows = page_locked_rows(device, -(-caches.stored_bytes // 4096) * 4096, 64)
     through(stream, lambda: gather_blocks(plain, pages, raw, slots))
     through(stream, lambda: gather_blocks(caches, pages, rows, slots))
     stored = rows[:, : caches.stored_bytes // 8]

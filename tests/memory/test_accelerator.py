@@ -16,7 +16,7 @@ from tiered_kv.events import DeviceFailed
 from tiered_kv.memory.accelerator import AcceleratorDevice
 from tiered_kv.memory.device import After, Device
 from tiered_kv.memory.host import HostSlab
-from tiered_kv.memory.pinning import Pinning
+from tiered_kv.memory.page_locking import PageLocking
 
 KEYS, INTO = prompt(9), GPULoadStoreSpec(range(9))
 
@@ -96,8 +96,8 @@ class FakeAccelerator(AcceleratorDevice):
         yield
         self.now = None
 
-    def _new_pinning(self, slab: HostSlab, emit: Any) -> Pinning:  # noqa: ANN401 - whatever it is, it is passed on
-        return Pinning(slab, reason="fake", emit=emit)
+    def _new_page_locking(self, slab: HostSlab, emit: Any) -> PageLocking:  # noqa: ANN401 - whatever it is, it is passed on
+        return PageLocking(slab, reason="fake", emit=emit)
 
 
 def _end(device: FakeAccelerator) -> None:

@@ -3,7 +3,7 @@
 import random
 import threading
 
-from tiered_kv.memory import HostSlab, PinState
+from tiered_kv.memory import HostSlab, PageLockState
 from tiered_kv.testing import ScriptedDevice
 
 
@@ -69,5 +69,5 @@ def test_chance_changes_the_order_of_streams_but_not_within_one() -> None:
 
 
 def test_memory_is_ready_at_once() -> None:
-    """No thread of the pinning outlives the call."""
-    assert ScriptedDevice().pin(HostSlab(2, 4096, 4096)).state is PinState.PAGEABLE
+    """No thread of the locking outlives the call."""
+    assert ScriptedDevice().page_lock(HostSlab(2, 4096, 4096)).state is PageLockState.PAGEABLE

@@ -6,16 +6,16 @@ from tiered_kv.memory.cuda import CUDADevice
 from tiered_kv.memory.device import CPUDevice, Device, Stream
 from tiered_kv.memory.host import HostSlab
 from tiered_kv.memory.make import make_device
-from tiered_kv.memory.pinning import Pinning, PinState
+from tiered_kv.memory.page_locking import PageLocking, PageLockState
 
 __all__ = [
     "CPUDevice",
     "CUDADevice",
     "Device",
     "HostSlab",
+    "PageLockState",
+    "PageLocking",
     "PagedCaches",
-    "PinState",
-    "Pinning",
     "Stream",
     "copy_rows",
     "gather_blocks",

@@ -20,7 +20,7 @@ from tiered_kv.errors import ClosedError, ConfigurationError
 from tiered_kv.events import Emit
 from tiered_kv.memory.device import After, Copy, Device, Done, Stream, attempt, report
 from tiered_kv.memory.host import HostSlab
-from tiered_kv.memory.pinning import Pinning
+from tiered_kv.memory.page_locking import PageLocking
 
 
 class AcceleratorDevice(Device):
@@ -72,8 +72,8 @@ class AcceleratorDevice(Device):
     def _new_stream(self, name: str) -> Stream:
         return AcceleratorStream(name, self)
 
-    def _new_pinning(self, slab: HostSlab, emit: Emit) -> Pinning:
-        return Pinning(slab, reason=f"nothing locks memory for {self.kind}", is_wanted=True, emit=emit)
+    def _new_page_locking(self, slab: HostSlab, emit: Emit) -> PageLocking:
+        return PageLocking(slab, reason=f"nothing locks memory for {self.kind}", is_wanted=True, emit=emit)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from tiered_kv.memory.accelerator import AcceleratorDevice
 from tiered_kv.memory.device import After
 from tiered_kv.memory.host import HostSlab
 from tiered_kv.memory.numa import node_of_gpu
-from tiered_kv.memory.pinning import Pinning
+from tiered_kv.memory.page_locking import PageLocking
 
 _CUDA_SUCCESS = 0
 
@@ -53,9 +53,9 @@ class CUDADevice(AcceleratorDevice):
         """Have what is enqueued inside the ``with`` block go to ``stream``."""
         return torch.cuda.stream(stream)  # type: ignore[arg-type]  # made by new_stream
 
-    def _new_pinning(self, slab: HostSlab, emit: Emit) -> Pinning:
+    def _new_page_locking(self, slab: HostSlab, emit: Emit) -> PageLocking:
         lock, unlock = self._cuda_host_register, self._cuda_host_unregister
-        return Pinning(slab, lock=lock, unlock=unlock, node=self._numa_node(), emit=emit)
+        return PageLocking(slab, lock=lock, unlock=unlock, node=self._numa_node(), emit=emit)
 
     def _numa_node(self) -> int | None:
         facts = torch.cuda.get_device_properties(self.torch_device)
@@ -66,7 +66,7 @@ class CUDADevice(AcceleratorDevice):
         return node_of_gpu(f"{domain:04x}:{bus:02x}:{slot:02x}.0")
 
     def _cuda_host_register(self, address: int, num_bytes: int) -> None:
-        with torch.cuda.device(self.torch_device):  # the pinning's thread has not chosen one
+        with torch.cuda.device(self.torch_device):  # the locking's thread has not chosen one
             _check(_runtime().cudaHostRegister(address, num_bytes, 0), f"page-lock {num_bytes} bytes")
 
     def _cuda_host_unregister(self, address: int) -> None:

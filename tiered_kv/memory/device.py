@@ -19,7 +19,7 @@ from tiered_kv.errors import ClosedError, ConfigurationError
 from tiered_kv.events import Emit
 from tiered_kv.log import log
 from tiered_kv.memory.host import HostSlab
-from tiered_kv.memory.pinning import Pinning, ignore
+from tiered_kv.memory.page_locking import PageLocking, ignore
 
 After = Any
 """A caller's event: ``torch.cuda.Event`` or ``torch.Event``; on a CPU anything with ``synchronize()`` or ``wait()``."""
@@ -71,7 +71,7 @@ class Stream(ABC):
 
 
 class Device(ABC):
-    """Where the engine's KV is. Owns the streams and pinnings made by it, until `close`."""
+    """Where the engine's KV is. Owns the streams and lockings made by it, until `close`."""
 
     kind: str
     """``"cpu"``, ``"cuda"``, ``"scripted"``: for people."""
@@ -83,7 +83,7 @@ class Device(ABC):
         self.on_failure: Callable[[BaseException], object] = ignore
         """Called once, with that, in whichever thread found out."""
         self._streams: list[Stream] = []
-        self._pinnings: list[Pinning] = []
+        self._page_lockings: list[PageLocking] = []
         self._failing = threading.Lock()
 
     def fail(self, error: BaseException) -> None:
@@ -99,26 +99,26 @@ class Device(ABC):
         self._streams.append(stream)
         return stream
 
-    def pin(self, slab: HostSlab, *, emit: Emit = ignore) -> Pinning:
+    def page_lock(self, slab: HostSlab, *, emit: Emit = ignore) -> PageLocking:
         """Start getting ``slab`` ready for copies, in the background. It may be used meanwhile, and before.
 
         Args:
             slab: What is to be ready.
             emit: Told of the progress, in another thread.
         """
-        pinning = self._new_pinning(slab, emit)
-        self._pinnings.append(pinning)
-        return pinning
+        locking = self._new_page_locking(slab, emit)
+        self._page_lockings.append(locking)
+        return locking
 
     @property
-    def pinned_bytes(self) -> int:
+    def page_locked_bytes(self) -> int:
         """Bytes page-locked by now, of all slabs."""
-        return sum(pinning.pinned_bytes for pinning in self._pinnings)
+        return sum(locking.page_locked_bytes for locking in self._page_lockings)
 
     @property
     def is_pageable(self) -> bool:
         """Whether copies go to and from pageable memory, and it should be otherwise."""
-        return any(pinning.is_slow for pinning in self._pinnings)
+        return any(locking.is_slow for locking in self._page_lockings)
 
     @abstractmethod
     def check(self, after: After) -> None:
@@ -138,26 +138,26 @@ class Device(ABC):
         return torch.zeros(num_slots, stride_bytes // 8, dtype=torch.int64, device=self.torch_device)
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Close the streams, wait for what is queued, then unlock what was pinned. Again does no harm.
+        """Close the streams, wait for what is queued, then unlock what was page-locked. Again does no harm.
 
         Returns:
-            Whether all has ended. If not, a copy hangs in some stream, and pinned memory stays pinned under it.
+            Whether all has ended. If not, a copy hangs in some stream, and page-locked memory stays locked under it.
         """
-        for pinning in self._pinnings:
-            pinning.stop()
+        for locking in self._page_lockings:
+            locking.stop()
         for stream in self._streams:
             stream.close()
         if not all(stream.join(timeout_s) for stream in self._streams):
             return False
-        for pinning in self._pinnings:
-            pinning.close()
+        for locking in self._page_lockings:
+            locking.close()
         return True
 
     @abstractmethod
     def _new_stream(self, name: str) -> Stream: ...
 
     @abstractmethod
-    def _new_pinning(self, slab: HostSlab, emit: Emit) -> Pinning: ...
+    def _new_page_locking(self, slab: HostSlab, emit: Emit) -> PageLocking: ...
 
 
 class CPUDevice(Device):
@@ -177,8 +177,8 @@ class CPUDevice(Device):
     def _new_stream(self, name: str) -> Stream:
         return CPUStream(name)
 
-    def _new_pinning(self, slab: HostSlab, emit: Emit) -> Pinning:
-        return Pinning(slab, reason="no GPU copies from this memory", emit=emit)
+    def _new_page_locking(self, slab: HostSlab, emit: Emit) -> PageLocking:
+        return PageLocking(slab, reason="no GPU copies from this memory", emit=emit)
 
 
 class CPUStream(Stream):

@@ -16,7 +16,7 @@ from tiered_kv.errors import ClosedError, ConfigurationError
 from tiered_kv.events import Emit
 from tiered_kv.memory.device import After, Copy, Device, Done, Stream, attempt, report
 from tiered_kv.memory.host import HostSlab
-from tiered_kv.memory.pinning import Pinning
+from tiered_kv.memory.page_locking import PageLocking
 from tiered_kv.testing.ordering import Actor, Clock, Ordering, Race, Region
 
 
@@ -155,10 +155,10 @@ class ScriptedDevice(Device):
         self._scripted.append(stream)
         return stream
 
-    def _new_pinning(self, slab: HostSlab, emit: Emit) -> Pinning:
-        pinning = Pinning(slab, reason="scripted", emit=emit)
-        pinning.wait()
-        return pinning
+    def _new_page_locking(self, slab: HostSlab, emit: Emit) -> PageLocking:
+        locking = PageLocking(slab, reason="scripted", emit=emit)
+        locking.wait()
+        return locking
 
 
 class ScriptedStream(Stream):

@@ -59,7 +59,7 @@ class SwapSpaces:
                 )
                 stack.callback(slab.close)
                 device = chain.h2d.device
-                device.pin(slab, emit=lambda event: chain.loop_calls.call(chain.emit, event))
+                device.page_lock(slab, emit=lambda event: chain.loop_calls.call(chain.emit, event))
                 stream = device.stream(slab.name)
                 stack.callback(stream.close)
             else:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.events import Event, HostMemoryPageable, HostMemoryReady, MemoryPinned
-from tiered_kv.memory import CPUDevice, HostSlab, Pinning, PinState
+from tiered_kv.events import Event, HostMemoryPageable, HostMemoryReady, MemoryPageLocked
+from tiered_kv.memory import CPUDevice, HostSlab, PageLocking, PageLockState
 from tiered_kv.memory.numa import node_of_gpu
 
 STRIDE = 8192
@@ -18,12 +18,12 @@ def test_on_a_cpu_memory_is_touched_and_stays_pageable() -> None:
     slab.payload(3)[:3] = b"abc"
     device = CPUDevice()
     events: list[Event] = []
-    pinning = device.pin(slab, emit=events.append)
-    assert pinning.wait() is PinState.PAGEABLE
-    assert (pinning.ready_bytes, pinning.pinned_bytes, pinning.is_slow) == (40960, 0, False)
+    locking = device.page_lock(slab, emit=events.append)
+    assert locking.wait() is PageLockState.PAGEABLE
+    assert (locking.ready_bytes, locking.page_locked_bytes, locking.is_slow) == (40960, 0, False)
     assert [type(event) for event in events] == [HostMemoryReady]
-    assert (device.pinned_bytes, device.is_pageable) == (0, False)
-    assert "no GPU" in pinning.reason
+    assert (device.page_locked_bytes, device.is_pageable) == (0, False)
+    assert "no GPU" in locking.reason
     assert bytes(slab.payload(3)[:3]) == b"abc"
     assert device.close()
 
@@ -35,19 +35,19 @@ def test_memory_is_locked_in_pieces_of_whole_slots() -> None:
     slab = HostSlab(5, STRIDE, STRIDE)
     events: list[Event] = []
     size = 2 * STRIDE + 4096
-    pinning = Pinning(slab, lock=locked.__setitem__, unlock=unlocked.append, emit=events.append, piece_bytes=size)
-    assert pinning.wait() is PinState.PINNED
-    progress = [event.pinned_bytes for event in events if isinstance(event, MemoryPinned)]
+    locking = PageLocking(slab, lock=locked.__setitem__, unlock=unlocked.append, emit=events.append, piece_bytes=size)
+    assert locking.wait() is PageLockState.LOCKED
+    progress = [event.page_locked_bytes for event in events if isinstance(event, MemoryPageLocked)]
     assert progress == [2 * STRIDE, 4 * STRIDE, 5 * STRIDE]
     assert isinstance(events[-1], HostMemoryReady)
-    assert events[-1].pinned_bytes == events[-1].num_bytes == 5 * STRIDE
+    assert events[-1].page_locked_bytes == events[-1].num_bytes == 5 * STRIDE
     first = slab.rows.data_ptr()
     assert locked == {first: 2 * STRIDE, first + 2 * STRIDE: 2 * STRIDE, first + 4 * STRIDE: STRIDE}
-    assert pinning.pinned_bytes == pinning.num_bytes == 5 * STRIDE
-    pinning.close()
-    pinning.close()
+    assert locking.page_locked_bytes == locking.num_bytes == 5 * STRIDE
+    locking.close()
+    locking.close()
     assert sorted(unlocked) == sorted(locked)
-    assert pinning.state is PinState.PAGEABLE
+    assert locking.state is PageLockState.PAGEABLE
 
 
 def test_a_failure_is_said_once_and_the_slab_serves_on() -> None:
@@ -62,14 +62,14 @@ def test_a_failure_is_said_once_and_the_slab_serves_on() -> None:
 
     slab = HostSlab(4, STRIDE, STRIDE)
     events: list[Event] = []
-    pinning = Pinning(slab, lock=lock, unlock=unlocked.append, emit=events.append, piece_bytes=STRIDE)
-    assert pinning.wait() is PinState.PAGEABLE
-    assert pinning.is_slow
+    locking = PageLocking(slab, lock=lock, unlock=unlocked.append, emit=events.append, piece_bytes=STRIDE)
+    assert locking.wait() is PageLockState.PAGEABLE
+    assert locking.is_slow
     (said,) = [event for event in events if isinstance(event, HostMemoryPageable)]
-    assert said.reason == pinning.reason == "out of lockable memory"
-    assert (said.pinned_bytes, said.wanted_bytes, said.level) == (STRIDE, 4 * STRIDE, "warning")
+    assert said.reason == locking.reason == "out of lockable memory"
+    assert (said.page_locked_bytes, said.wanted_bytes, said.level) == (STRIDE, 4 * STRIDE, "warning")
     slab.payload(3)[0] = 1
-    pinning.close()
+    locking.close()
     assert unlocked == tried[:1]
 
 
@@ -82,31 +82,31 @@ def test_closing_does_not_wait_for_the_whole_slab() -> None:
         assert go_on.wait(60)
 
     unlocked: list[int] = []
-    pinning = Pinning(HostSlab(4, STRIDE, STRIDE), lock=lock, unlock=unlocked.append, piece_bytes=STRIDE)
+    locking = PageLocking(HostSlab(4, STRIDE, STRIDE), lock=lock, unlock=unlocked.append, piece_bytes=STRIDE)
     assert begun.wait(60)
-    assert pinning.state is PinState.PREPARING
-    pinning.stop()
+    assert locking.state is PageLockState.PREPARING
+    locking.stop()
     go_on.set()
-    assert pinning.wait() is PinState.PAGEABLE
-    assert pinning.pinned_bytes == STRIDE
-    pinning.close()
+    assert locking.wait() is PageLockState.PAGEABLE
+    assert locking.page_locked_bytes == STRIDE
+    locking.close()
     assert len(unlocked) == 1
 
 
 def test_memory_that_nothing_can_lock_for_a_gpu_is_said_at_once() -> None:
     """Before it is used, and the slab serves."""
     events: list[Event] = []
-    pinning = Pinning(HostSlab(2, STRIDE, STRIDE), reason="no driver", is_wanted=True, emit=events.append)
-    assert pinning.wait() is PinState.PAGEABLE
+    locking = PageLocking(HostSlab(2, STRIDE, STRIDE), reason="no driver", is_wanted=True, emit=events.append)
+    assert locking.wait() is PageLockState.PAGEABLE
     assert [type(event) for event in events] == [HostMemoryPageable, HostMemoryReady]
-    assert pinning.is_slow
+    assert locking.is_slow
 
 
 def test_memory_comes_from_a_node_if_the_system_gives_it() -> None:
     """Node 0 is everywhere; a node that is not there is not used, and nothing fails for it."""
     for node, expected in ((0, {0, None}), (1000, {None})):
         events: list[Event] = []
-        Pinning(HostSlab(2, STRIDE, STRIDE), node=node, emit=events.append).wait()
+        PageLocking(HostSlab(2, STRIDE, STRIDE), node=node, emit=events.append).wait()
         (ready,) = [event for event in events if isinstance(event, HostMemoryReady)]
         assert ready.node in expected
         assert ready.num_bytes == 2 * STRIDE

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tiered_kv.events import Emit, HostMemoryPageable, HostMemoryReady, MemoryPinned
+from tiered_kv.events import Emit, HostMemoryPageable, HostMemoryReady, MemoryPageLocked
 from tiered_kv.memory.host import PIECE_BYTES, HostSlab, slots_per_piece, touch
 from tiered_kv.memory.numa import prefer_node
 
@@ -20,12 +20,12 @@ _TOUCH_BYTES = 2 << 20
 """Touched at once: about 1 ms, in which nobody in the process can map or unmap memory, the event loop included."""
 
 
-class PinState(enum.Enum):
+class PageLockState(enum.Enum):
     """What a copy to or from the slab can count on."""
 
     PREPARING = "preparing"
     """Some pieces are not touched or not page-locked yet."""
-    PINNED = "pinned"
+    LOCKED = "locked"
     """All of it is page-locked."""
     PAGEABLE = "pageable"
     """All there is to come has come, and not all of it is page-locked: by design on a CPU, an event on a GPU."""
@@ -35,14 +35,14 @@ def ignore(_: object) -> None:
     """Tell nobody."""
 
 
-class Pinning:
+class PageLocking:
     """The preparation of one slab, by a daemon thread of its own, in pieces of whole slots and 1 GiB at most.
 
     Attributes:
         state: Where it stands.
         reason: Why it is pageable; empty otherwise.
         ready_bytes: Bytes touched so far.
-        pinned_bytes: Bytes page-locked so far.
+        page_locked_bytes: Bytes page-locked so far.
         num_bytes: Bytes in all.
         is_slow: It is pageable although a GPU copies from it.
     """
@@ -71,10 +71,10 @@ class Pinning:
             emit: Called in the thread of this.
             piece_bytes: Locked at once, but no less than a slot.
         """
-        self.state = PinState.PREPARING
+        self.state = PageLockState.PREPARING
         self.reason = reason
         self.ready_bytes = 0
-        self.pinned_bytes = 0
+        self.page_locked_bytes = 0
         self.num_bytes = slab.num_bytes
         self.is_slow = False
         self._emit = emit
@@ -89,7 +89,7 @@ class Pinning:
         self._thread = threading.Thread(target=self._run, name=f"tiered_kv-pin-{slab.name}", daemon=True)
         self._thread.start()
 
-    def wait(self, timeout_s: float | None = None) -> PinState:
+    def wait(self, timeout_s: float | None = None) -> PageLockState:
         """Wait until nothing more is coming, or ``timeout_s`` have passed, and return the state."""
         self._thread.join(timeout_s)
         return self.state
@@ -104,8 +104,8 @@ class Pinning:
         self._thread.join()
         while self._locked and self._unlock is not None:
             self._unlock(self._locked.pop())
-        self.pinned_bytes = 0
-        self.state = PinState.PAGEABLE
+        self.page_locked_bytes = 0
+        self.state = PageLockState.PAGEABLE
         self._rows = self._rows.new_empty(0, 1)
 
     def _run(self) -> None:
@@ -118,14 +118,14 @@ class Pinning:
         for piece in torch.split(self._rows, self._piece_slots):
             for part in torch.split(piece, max(1, _TOUCH_BYTES // stride_bytes)):
                 if self._stop.is_set():
-                    self.state = PinState.PAGEABLE
+                    self.state = PageLockState.PAGEABLE
                     return
                 touch(part)
                 self.ready_bytes += part.nbytes
             self._try_to_lock(piece)
-        self.state = PinState.PAGEABLE if self._lock is None else PinState.PINNED
+        self.state = PageLockState.PAGEABLE if self._lock is None else PageLockState.LOCKED
         took_ms = (time.monotonic() - started) * 1e3
-        self._emit(HostMemoryReady(self._name, self.num_bytes, self.pinned_bytes, self._node, took_ms))
+        self._emit(HostMemoryReady(self._name, self.num_bytes, self.page_locked_bytes, self._node, took_ms))
 
     def _try_to_lock(self, piece: Tensor) -> None:
         if self._lock is None:
@@ -138,10 +138,10 @@ class Pinning:
             self._say_pageable()
         else:
             self._locked.append(piece.data_ptr())
-            self.pinned_bytes += piece.nbytes
+            self.page_locked_bytes += piece.nbytes
             took_ms = (time.monotonic() - started) * 1e3
-            self._emit(MemoryPinned(self._name, self.pinned_bytes, self.num_bytes, took_ms))
+            self._emit(MemoryPageLocked(self._name, self.page_locked_bytes, self.num_bytes, took_ms))
 
     def _say_pageable(self) -> None:
         self.is_slow = True
-        self._emit(HostMemoryPageable(self._name, self.reason, self.pinned_bytes, self.num_bytes))
+        self._emit(HostMemoryPageable(self._name, self.reason, self.page_locked_bytes, self.num_bytes))
