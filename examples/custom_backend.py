@@ -29,9 +29,9 @@ from tiered_kv import (
     Outcome,
     TieredKV,
     TierSettings,
+    check_lengths,
     hash_blocks,
 )
-from tiered_kv.backend import check_lengths
 
 
 class SQLiteBackend(Backend):

@@ -1,10 +1,18 @@
 import re
-from importlib.metadata import requires
+from importlib.metadata import requires, version
 from pathlib import Path
 
 from packaging.requirements import Requirement
 
+import tiered_kv
+
 CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
+
+
+def test_the_version_is_said_once() -> None:
+    """What a program prints of the library is what its package is called."""
+    assert re.fullmatch(r"\d+\.\d+\.\d+", tiered_kv.__version__)
+    assert version("tiered-kv") == tiered_kv.__version__
 
 
 def test_every_requirement_is_pinned_within_its_range() -> None:

@@ -1,9 +1,28 @@
-"""tiered_kv: the KV cache of a language model beyond the GPU, behind one async facade."""
+"""tiered_kv: the KV cache of a language model beyond the GPU, behind one async facade.
 
-from tiered_kv.backend import Backend, BackendContext, Block, Outcome, SlotBackend, TierSettings
+What is public is imported from here, or from `tiered_kv.testing`. All modules below are private: where a name lives,
+and what is not named here, may change in any version.
+"""
+
+from tiered_kv.backend import (
+    Backend,
+    BackendContext,
+    Block,
+    Outcome,
+    OwnedTierSettings,
+    RecordShape,
+    Recovered,
+    SlotBackend,
+    TierSettings,
+    Workers,
+    WritePolicy,
+    check_lengths,
+)
 from tiered_kv.blocking import BlockingTieredKV, open_blocking
 from tiered_kv.cache import TieredKV
-from tiered_kv.changes import Added, Cleared, Mirror, Removed, Snapshot, TierChange
+from tiered_kv.catalog.policies import Policy
+from tiered_kv.changes import Added, Changes, Cleared, Mirror, Removed, Snapshot, TierChange
+from tiered_kv.closing import Draining
 from tiered_kv.errors import (
     BackendError,
     BackendUnavailableError,
@@ -14,12 +33,50 @@ from tiered_kv.errors import (
     LayoutMismatchError,
     TieredKVError,
 )
+from tiered_kv.events import (
+    BlocksCorrupted,
+    BlocksLoaded,
+    BlocksPrefetched,
+    BlocksSettled,
+    BlocksStored,
+    CacheClosed,
+    CacheOpened,
+    DeviceFailed,
+    Emit,
+    EpochAdvanced,
+    Event,
+    HostMemoryPageable,
+    HostMemoryReady,
+    MemoryPinned,
+    PinningDoubted,
+    SequencePreempted,
+    TierFailed,
+    TierResized,
+    TierResumed,
+    TierStalled,
+    TierTripped,
+    WorkerEnded,
+)
 from tiered_kv.explain import Explanation
 from tiered_kv.groups import GroupNeed, GroupsLoad, GroupsLookup, full, window
-from tiered_kv.keys import BlockKey, BlockKeys, ModelIdentity, Namespace, Shard, hash_blocks, hash_tail
+from tiered_kv.keys import (
+    BlockKey,
+    BlockKeys,
+    ModelIdentity,
+    Names,
+    Namespace,
+    Shard,
+    epoch_digest,
+    hash_blocks,
+    hash_tail,
+    salt_digest,
+)
 from tiered_kv.layout import KVGroup, KVLayout
+from tiered_kv.memory.device import Device
 from tiered_kv.plan import JobResult, Move, Outcomes, Plan, SlabHandle
 from tiered_kv.planner import Planner
+from tiered_kv.record import encode as encode_record
+from tiered_kv.record import verify as verify_record
 from tiered_kv.results import (
     CacheStatistics,
     LoadResult,
@@ -50,6 +107,8 @@ from tiered_kv.transfers.store import StoreHandle
 from tiered_kv.transfers.submissions import LoadTicket, StoreTicket
 from tiered_kv.worker import Worker
 
+__version__ = "0.1.0"
+
 __all__ = [
     "Added",
     "Backend",
@@ -61,14 +120,28 @@ __all__ = [
     "BlockKey",
     "BlockKeys",
     "BlockingTieredKV",
+    "BlocksCorrupted",
+    "BlocksLoaded",
+    "BlocksPrefetched",
+    "BlocksSettled",
+    "BlocksStored",
     "CPULoadStoreSpec",
     "CPUTier",
+    "CacheClosed",
     "CacheLimits",
+    "CacheOpened",
     "CacheStatistics",
     "CapacityError",
+    "Changes",
     "Cleared",
     "ClosedError",
     "ConfigurationError",
+    "Device",
+    "DeviceFailed",
+    "Draining",
+    "Emit",
+    "EpochAdvanced",
+    "Event",
     "Explanation",
     "FileLoadStoreSpec",
     "GPULoadStoreSpec",
@@ -77,6 +150,8 @@ __all__ = [
     "GroupsLoad",
     "GroupsLookup",
     "HostLease",
+    "HostMemoryPageable",
+    "HostMemoryReady",
     "JobResult",
     "KVGroup",
     "KVLayout",
@@ -86,21 +161,29 @@ __all__ = [
     "LoadStoreSpec",
     "LoadTicket",
     "LookupResult",
+    "MemoryPinned",
     "Mirror",
     "ModelIdentity",
     "Move",
+    "Names",
     "Namespace",
     "ObjectLoadStoreSpec",
     "Outcome",
     "Outcomes",
+    "OwnedTierSettings",
     "PinResult",
+    "PinningDoubted",
     "Plan",
     "Planner",
+    "Policy",
     "PrefetchHandle",
     "PrefetchResult",
     "Priority",
+    "RecordShape",
+    "Recovered",
     "RemoteLoadStoreSpec",
     "Removed",
+    "SequencePreempted",
     "Shard",
     "SlabHandle",
     "SlotBackend",
@@ -111,18 +194,32 @@ __all__ = [
     "SwapOutResult",
     "SwapResult",
     "TierChange",
+    "TierFailed",
     "TierFault",
+    "TierResized",
+    "TierResumed",
     "TierRun",
     "TierSettings",
+    "TierStalled",
     "TierStatistics",
     "TierStore",
+    "TierTripped",
     "TieredKV",
     "TieredKVError",
     "TieredKVSettings",
     "Worker",
+    "WorkerEnded",
+    "Workers",
+    "WritePolicy",
+    "__version__",
+    "check_lengths",
+    "encode_record",
+    "epoch_digest",
     "full",
     "hash_blocks",
     "hash_tail",
     "open_blocking",
+    "salt_digest",
+    "verify_record",
     "window",
 ]

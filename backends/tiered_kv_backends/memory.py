@@ -15,7 +15,8 @@ class MemoryBackend(Backend):
 
     It shows everything a `Backend` has to do. Keys come in and bytes go out, in batches, with one outcome per key; it
     evicts for itself; it neither makes nor checks headers. A medium that blocks would run its calls in
-    ``context.workers(num_threads)``, given to `open`; memory does not.
+    ``context.workers(num_threads)``, given to `open`; memory does not. What is imported from inside of tiered_kv here,
+    because both are parts of one house, a backend of yours imports from `tiered_kv`.
     """
 
     class Settings(TierSettings):

@@ -15,6 +15,7 @@ from tiered_kv.testing.helpers import (
     open_backend,
     open_context,
 )
+from tiered_kv.testing.ordering import Actor, Race
 from tiered_kv.testing.scripted import ScriptedDevice, ScriptedEvent, ScriptedStream
 
 if TYPE_CHECKING:
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GROUPS",
+    "Actor",
     "BackendTests",
+    "Race",
     "ScriptedDevice",
     "ScriptedEvent",
     "ScriptedStream",
