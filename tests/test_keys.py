@@ -303,18 +303,18 @@ def test_an_engines_own_hashes_are_taken_as_they_are() -> None:
         (lambda: Shard("0", 2), "a shard's rank must be an int, 0 or more, got '0'"),  # type: ignore[arg-type]
         (lambda: Shard(-1, 2), "a shard's rank must be an int, 0 or more, got -1"),
         (lambda: Shard.every(0), "the number of ranks must be a positive int, got 0"),
-        (lambda: hash_blocks("hello", block_size=1), "got a str: a tokenizer makes tokens"),  # type: ignore[arg-type]
+        (lambda: hash_blocks("hello", block_size=1), "got str: a tokenizer makes tokens"),  # type: ignore[arg-type]
         (lambda: hash_blocks(torch.zeros(1, 4, dtype=torch.int64), block_size=1), "give one row"),  # type: ignore[arg-type]
         (lambda: hash_blocks([1], block_size=True), "block_size must be a positive int, got True"),
         (lambda: hash_blocks([1], block_size=1, group=-1), "a KV group's number must be an int, 0 or more, got -1"),
-        (lambda: hash_blocks([1], block_size=1, parent=[b""]), "parent must be the BlockKeys .*, got a list"),  # type: ignore[arg-type]
-        (lambda: hash_tail([1], parent=None), "parent must be the BlockKeys .*, got a NoneType"),  # type: ignore[arg-type]
+        (lambda: hash_blocks([1], block_size=1, parent=[b""]), "parent must be the BlockKeys .*, got list"),  # type: ignore[arg-type]
+        (lambda: hash_tail([1], parent=None), "parent must be the BlockKeys .*, got NoneType"),  # type: ignore[arg-type]
         (lambda: hash_tail([1], parent=hash_blocks([], block_size=2), extra="x"), "extra must be bytes .*, got 'x'"),  # type: ignore[arg-type]
-        (lambda: BlockKeys([b"x" * 32], block_size=1), r"made by hash_blocks\(.* not a list"),  # type: ignore[arg-type]
+        (lambda: BlockKeys([b"x" * 32], block_size=1), r"made by hash_blocks\(.* not list"),  # type: ignore[arg-type]
         (lambda: BlockKeys(b"x" * 33, block_size=1), "not 33 bytes"),
         (lambda: BlockKeys(bytes(32), block_size=1, start=-1), "start must be an int, 0 or more, got -1"),
         (lambda: BlockKeys.from_hashes(bytes(32), block_size=1), "hashes must be a list, .* got 32 bytes"),  # type: ignore[arg-type]
-        (lambda: BlockKeys.from_hashes(None, block_size=1), "hashes must be a list, .* got a NoneType"),  # type: ignore[arg-type]
+        (lambda: BlockKeys.from_hashes(None, block_size=1), "hashes must be a list, .* got NoneType"),  # type: ignore[arg-type]
         (lambda: BlockKeys.from_hashes(["ab" * 32], block_size=1), r"hash 0 .* got str .*: bytes.fromhex\(\)"),  # type: ignore[list-item]
         (lambda: KEYS + hash_blocks([1], block_size=2), "here 1 tokens a block and group 0, there 2 and 0"),
         (lambda: KEYS + hash_blocks([1], block_size=1, group=1), "here 1 tokens a block and group 0, there 1 and 1"),

@@ -219,6 +219,16 @@ def test_settings_of_one_medium_are_made_of_what_says_them(fake_media: None) -> 
         assert said in str(caught.value)
 
 
+def test_all_settings_are_made_of_what_says_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings as they are, a dict of them, or, of nothing, the environment."""
+    wanted = TieredKVSettings(tiers=["cpu://?capacity=2GiB"], limits={"window": "1MiB"})
+    assert TieredKVSettings.of(wanted) is wanted
+    assert TieredKVSettings.of({"tiers": ["cpu://?capacity=2GiB"], "limits": {"window": "1MiB"}}) == wanted
+    monkeypatch.setenv("TIERED_KV_TIERS", '["cpu://?capacity=2GiB"]')
+    monkeypatch.setenv("TIERED_KV_LIMITS__WINDOW", "1MiB")
+    assert TieredKVSettings.of() == wanted
+
+
 @pytest.mark.parametrize(
     ("tiers", "said"),
     [

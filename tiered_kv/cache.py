@@ -119,7 +119,7 @@ class TieredKV:
     @classmethod
     def from_settings(
         cls,
-        settings: TieredKVSettings | None = None,
+        settings: TieredKVSettings | Mapping[str, Any] | None = None,
         *,
         model: ModelIdentity,
         layout: KVLayout,
@@ -127,8 +127,8 @@ class TieredKV:
         device: DeviceLike | None = None,
         emit: Emit | Sequence[Emit] = log_event,
     ) -> Self:
-        """Make a cache of `TieredKVSettings`: given, or read from the environment."""
-        settings = settings or TieredKVSettings()
+        """Make a cache of `TieredKVSettings`: given, as a dict too, or read from the environment."""
+        settings = TieredKVSettings.of(settings)
         limits, codec = settings.limits, settings.codec
         return cls(
             settings.tiers,

@@ -47,7 +47,7 @@ def as_ints(name: str, values: object) -> NDArray[np.integer[Any]]:
 def _described(values: object, array: NDArray[Any]) -> str:
     if array.ndim == 0:
         kind = type(values).__name__
-        return f"a {kind}: write list(...)" if kind in {"generator", "map", "set", "dict_keys"} else f"a {kind}"
+        return f"{kind}: write list(...)" if kind in {"generator", "map", "set", "dict_keys"} else kind
     if array.dtype.kind != "O":
         return f"shape {array.shape} of {array.dtype}" + ": give one row of it" * (array.ndim > 1)
     at, first = next((at, each) for at, each in enumerate(array.flat) if type(each) is not int or abs(each) >> 63)

@@ -450,12 +450,12 @@ def _check_parent(parent: object) -> None:
 
 
 def _described(value: object) -> str:
-    return f"{len(value)} bytes" if isinstance(value, bytes) else f"a {type(value).__name__}"
+    return f"{len(value)} bytes" if isinstance(value, bytes) else type(value).__name__
 
 
 def _as_token_array(token_ids: TokenIds) -> NDArray[np.uint32]:
     if isinstance(token_ids, str):
-        raise ConfigurationError("token_ids must be ints, got a str: a tokenizer makes tokens of text")
+        raise ConfigurationError("token_ids must be ints, got str: a tokenizer makes tokens of text")
     tokens = as_ints("token_ids", token_ids)
     if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) >= _MAX_TOKEN_ID):
         msg = f"token ids must lie in [0, 2**32), got {int(tokens.min())} to {int(tokens.max())}"

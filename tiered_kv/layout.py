@@ -290,11 +290,10 @@ def _guess_axes(shape: tuple[int, ...], page_size: int, *, packed: bool, split: 
             fits.append(axes)
     if len(fits) == 1:
         return fits[0]
-    if page_size not in shape:
-        raise LayoutMismatchError(
-            f"no axis of a KV tensor of shape {shape} has {page_size} tokens: block_size= must be the tokens of one of "
-            "the engine's pages; where a key names several pages, pass page_size= as well"
-        )
-    tell = f"may be read as {' or '.join(fits)}" if fits else "is no arrangement known here"
-    msg = f"a KV tensor of shape {shape} with pages of {page_size} tokens {tell}: pass axes=, e.g. axes='PBNHD'"
-    raise LayoutMismatchError(msg)
+    what = f"a KV tensor of shape {shape} with pages of {page_size} tokens"
+    if fits:
+        raise LayoutMismatchError(f"{what} may be read as {' or '.join(fits)}: pass axes=, e.g. axes='PBNHD'")
+    raise LayoutMismatchError(
+        f"{what} is no arrangement known here: block_size= must be the tokens of one of the engine's pages, or "
+        "page_size= say them; if they are right, pass axes=, e.g. axes='PBNHD'"
+    )

@@ -247,6 +247,26 @@ class TieredKVSettings(BaseSettings):
         ) from None
 
     @classmethod
+    def of(cls, given: object = None) -> Self:
+        """Return settings as they are, made of a dict of them, or, of None, read from the environment.
+
+        Raises:
+            ConfigurationError: It is none of these, or its settings cannot work.
+        """
+        if isinstance(given, cls):
+            return given
+        if given is None or isinstance(given, Mapping):
+            return cls(**dict(given or {}))
+        advice = ""
+        if isinstance(given, str | os.PathLike):
+            advice = ": TieredKVSettings.from_toml(path) reads a file"
+        elif isinstance(given, list | tuple):
+            advice = ": TieredKV(tiers, ...) takes a list of tiers"
+        raise ConfigurationError(
+            f"settings are TieredKVSettings, or a dict of them, not {type(given).__name__}{advice}"
+        )
+
+    @classmethod
     def from_toml(cls, path: str | os.PathLike[str]) -> Self:
         """Read a TOML file with ``[[tiers]]`` and ``[limits]``. The environment goes before it.
 

@@ -11,12 +11,13 @@ from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ByteSize, TypeAdapter, ValidationError
+from pydantic import ByteSize, TypeAdapter
 
 from tiered_kv.errors import ConfigurationError, LayoutMismatchError
 from tiered_kv.events import Emit
 from tiered_kv.keys import BlockKeys, ModelIdentity, Shard
 from tiered_kv.layout import KVGroup, KVLayout
+from tiered_kv.setting_errors import check_size
 from tiered_kv.settings import CacheLimits
 from tiered_kv.specs import EngineBlocks, GPULoadStoreSpec
 from tiered_kv.tiers.batch import Batch
@@ -182,8 +183,9 @@ def check_ttl(ttl_s: float) -> float:
 def check_capacity(capacity: object) -> int:
     """Return a size in bytes, given as such or as text."""
     try:
+        check_size(capacity)
         return _SIZE.validate_python(capacity)
-    except ValidationError as error:
+    except ValueError as error:  # pydantic's are some
         raise ConfigurationError(f"{capacity!r} is no size: write bytes as an int, or e.g. '32GiB'") from error
 
 

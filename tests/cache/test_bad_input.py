@@ -53,10 +53,14 @@ BLOCKS: dict[str, tuple[Given, type[TieredKVError], str]] = {
     "a list of ids": (
         (KEYS, [0, 1, 2, 3]),
         ConfigurationError,
-        "given as GPULoadStoreSpec or CPULoadStoreSpec, got list",
+        r"CPULoadStoreSpec, got list: write GPULoadStoreSpec\(block_ids\)",
     ),
     "a spec of another medium": ((KEYS, FileLoadStoreSpec(range(4))), ConfigurationError, "got FileLoadStoreSpec"),
-    "slots of the cache's own": ((KEYS, CPULoadStoreSpec(range(4))), ConfigurationError, "no host pool ''"),
+    "slots of the cache's own": (
+        (KEYS, CPULoadStoreSpec(range(4))),
+        ConfigurationError,
+        "no host pool ''.*; tensors .* are GPUL",
+    ),
     "more keys than ids": ((KEYS, IDS[:3]), LayoutMismatchError, "^4 keys need 4 block ids, got 3"),
     "more ids than keys": ((KEYS[:3], IDS), LayoutMismatchError, "^3 keys need 3 block ids, got 4"),
     "one key, no id": ((KEYS[:1], IDS[:0]), LayoutMismatchError, "^1 key needs 1 block id, got 0"),
@@ -280,7 +284,7 @@ TIERS: dict[str, tuple[Callable[[Path], list[Any]], str]] = {
     "a small disk": (lambda path: [nvme(path, 4096)], "4096"),
     "a path that is a file": (lambda path: [cpu(4), nvme(path / "file")], "file"),
     "a path under a file": (lambda path: [cpu(4), nvme(path / "file" / "kv")], "file/kv"),
-    "a directory of the system": (lambda _: [nvme(Path("/proc/kv"))], "/proc/kv: .*needs a directory it can"),
+    "a directory of the system": (lambda _: [nvme(Path("/proc/kv"))], "/proc/kv: .*needs a directory that it can"),
     "more memory than there is": (
         lambda _: [{"medium": "cpu", "capacity": "64TiB"}],
         "65536.* of host memory are wanted, but",
@@ -344,6 +348,9 @@ async def test_a_directory_held_by_another_process(tmp_path: Path) -> None:
     [
         (lambda: TieredKV([cpu(4)], model="llama", layout=SMALL), "needs model=ModelIdentity"),  # type: ignore[arg-type]
         (lambda: TieredKV([cpu(4)], model=MODEL, layout=SMALL.groups[0]), "and layout=KVLayout"),  # type: ignore[arg-type]
+        (lambda: TieredKV.from_settings([cpu(4)], model=MODEL, layout=SMALL), r"not list: TieredKV\(tiers"),  # type: ignore[arg-type]
+        (lambda: TieredKV.from_settings("kv.toml", model=MODEL, layout=SMALL), r"not str: .*from_toml\(path\)"),  # type: ignore[arg-type]
+        (lambda: TieredKV.from_settings({"tires": []}, model=MODEL, layout=SMALL), "tires: .* did you mean 'tiers'"),
         (lambda: TieredKV([cpu(4)], model=MODEL, layout=SMALL, limits=5), "limits must be CacheLimits or a dict"),  # type: ignore[arg-type]
         (lambda: TieredKV([cpu(4)], model=MODEL, layout=SMALL, limits={"windw": 5}), "did you mean 'window'"),
         (lambda: TieredKV([cpu(4)], model=MODEL, layout=SMALL, emit=5), "emit must be a function .* got 5"),  # type: ignore[arg-type]
@@ -357,7 +364,7 @@ async def test_a_directory_held_by_another_process(tmp_path: Path) -> None:
         (lambda: GPULoadStoreSpec([0.5]), "flat sequence of ints"),  # type: ignore[list-item]  # wrong on purpose
         (lambda: GPULoadStoreSpec([[1, 2]]), "flat sequence of ints"),  # type: ignore[list-item]  # wrong on purpose
     ],
-    ids=range(14),
+    ids=range(17),
 )
 def test_wrong_parts(make: Callable[[], object], message: str) -> None:
     """What a cache is made of checks itself."""
@@ -386,6 +393,14 @@ async def test_a_device_of_torch() -> None:
     with pytest.raises(ConfigurationError, match=r"no device tensor\(\[0.*: write e.g. 'cpu'"):
         async with TieredKV([cpu(4)], model=MODEL, layout=SMALL, device=torch.zeros(1)):  # type: ignore[arg-type]
             pass
+
+
+async def test_a_part_of_a_size_is_none(cache: Cache) -> None:
+    """A tier is resized to bytes: a share of them, which would be read as a few bytes, is refused."""
+    kv, _ = cache
+    for size in ("50%", "1.5", True):
+        with pytest.raises(ConfigurationError, match=rf"{size!r} is no size: write bytes as an int, or e.g. '32GiB'"):
+            await kv.resize("cpu", size)
 
 
 async def test_times_that_are_past(cache: Cache) -> None:

@@ -274,7 +274,7 @@ def _planes_of(
         axes = axes or group.find_axes(shape, packed=packed)
     except LayoutMismatchError as error:
         raise LayoutMismatchError(
-            f"{f'one tensor for {group.num_layers} layers' if packed else f'layer {layer}'}: {error}"
+            f"{f'one tensor for all {group.num_layers} layers, no list' if packed else f'layer {layer}'}: {error}"
         ) from None
     inner = _INNER[group.order]
     outer = "LPB" if packed else "PB"

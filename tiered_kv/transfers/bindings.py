@@ -148,8 +148,9 @@ class Bindings:
             pool = self._pools.get(spec.pool)
             if pool is None:
                 known = ", ".join(map(repr, self._pools)) or "none"
+                advice = "" if spec.pool else "; tensors that were registered are GPULoadStoreSpec, on a CPU too"
                 raise ConfigurationError(
-                    f"no host pool {spec.pool!r}: register_host_pool() comes first; there are {known}"
+                    f"no host pool {spec.pool!r}: register_host_pool() comes first; there are {known}{advice}"
                 )
             if pool.group != group:
                 raise LayoutMismatchError(
@@ -158,7 +159,8 @@ class Bindings:
             return pool
         if not isinstance(spec, GPULoadStoreSpec):
             raise ConfigurationError(
-                f"blocks of the engine are given as GPULoadStoreSpec or CPULoadStoreSpec, got {type(spec).__name__}"
+                "blocks of the engine are given as GPULoadStoreSpec or CPULoadStoreSpec, got "
+                f"{type(spec).__name__}: write GPULoadStoreSpec(block_ids)"
             )
         if spec.group != group:
             raise LayoutMismatchError(f"keys of KV group {group}, block ids of group {spec.group}")
