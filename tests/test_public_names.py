@@ -23,7 +23,7 @@ SHOWN = [
 ]
 MADE_BY_THE_CACHE = {
     *("Load", "OpenCache", "Store"),  # what handles are made with
-    *("HostSlab", "Pinning", "Stream"),  # what passes between a cache and its device
+    *("HostSlab", "PageLocking", "Stream"),  # what passes between a cache and its device
     *("Access", "Change", "HasIndex", "Place"),  # what passes between a cache and its streams of changes
 }
 """No caller makes or keeps one."""
