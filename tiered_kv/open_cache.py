@@ -8,6 +8,7 @@ import threading
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from anyio import CancelScope
@@ -194,8 +195,9 @@ class OpenCache:
         self._clock = self._loop.time
         self._resizing = asyncio.Lock()
         for cleaner in self.cleaners:
-            self.background.spawn(cleaner.run(), "cleaner")
-        self.background.spawn(keep_up(chains), "upkeep")
+            self.background.keep_running(cleaner.run, "cleaner")
+        for chain in chains:  # each by itself: an error in one must not keep the others from their turns
+            self.background.keep_running(partial(keep_up, chain), "upkeep")
 
     def check_loop(self, *, anywhere: bool = False) -> None:
         """Raise unless a call comes from the event loop that opened the cache, or ``anywhere`` while that is there.

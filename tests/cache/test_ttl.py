@@ -4,11 +4,14 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from tests.support import virtual
 from tests.support.caches import keep, open_cache, until_idle
 from tests.support.engine import PAYLOAD_BYTES, Engine, prompt
 from tiered_kv import ConfigurationError, GPULoadStoreSpec, TieredKVSettings
+from tiered_kv.catalog.policies.lru import LRUPolicy
+from tiered_kv.catalog.table import Slots
 
 KEYS = prompt(8)
 INTO = GPULoadStoreSpec(range(8))
@@ -83,3 +86,35 @@ def test_no_time_is_refused() -> None:
     for tier in ({"medium": "cpu", "ttl_s": 0}, {"medium": "memory", "capacity": "1GiB", "ttl_s": 5}):
         with pytest.raises(ConfigurationError, match="ttl_s"):
             TieredKVSettings(tiers=[tier])
+
+
+class StumblingPolicy(LRUPolicy):
+    """Raises as often as told when blocks are taken out of the order of eviction."""
+
+    num_errors = 0
+
+    def park(self, slots: Slots) -> None:
+        """Raise, or do it."""
+        if StumblingPolicy.num_errors:
+            StumblingPolicy.num_errors -= 1
+            raise ZeroDivisionError
+        super().park(slots)
+
+
+def test_an_error_does_not_end_time_to_live_for_good() -> None:
+    """Of an eviction policy of the program's, perhaps: it is logged, and after a pause blocks expire as before."""
+
+    async def main() -> None:
+        engine, device = Engine(), virtual.CountingDevice()
+        cpu = {"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES, "ttl_s": 10.0, "policy": f"{__name__}:StumblingPolicy"}
+        async with open_cache(cpu, engine=engine, device=device) as kv:
+            virtual.watch(device, [])
+            await keep(kv, engine, KEYS)
+            StumblingPolicy.num_errors = 2
+            with capture_logs() as logs:
+                await asyncio.sleep(30.0)
+            assert [entry["event"] for entry in logs] == ["background.failed"] * 2
+            assert kv.stats()["cpu"].expired == 8
+            await until_idle(kv)
+
+    virtual.run(main)

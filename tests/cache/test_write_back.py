@@ -1,13 +1,16 @@
 """Write-back: what waits in memory is bounded, is never lost in silence, and reaches its tier by the cleaner."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from contextvars import Context
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from structlog.testing import capture_logs
 
 from tests.support import virtual
 from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
@@ -25,6 +28,7 @@ from tiered_kv import (
     TierStore,
 )
 from tiered_kv.backend import OwnedTierSettings as OwnedSettings
+from tiered_kv.catalog.policies.lru import LRUPolicy
 from tiered_kv.events import CacheClosed
 from tiered_kv.keys import Names
 from tiered_kv_backends.memory import MemoryBackend
@@ -345,6 +349,73 @@ def test_a_tier_that_hangs_holds_up_nobody_and_close_says_what_is_left() -> None
         assert loop.time() - started <= 2 * inside(kv).limits.close_timeout_s  # no public call tells it
         (closed,) = said.of(CacheClosed)
         assert closed.unwritten > 0
+
+    virtual.run(main)
+
+
+def test_the_cleaner_rests_while_nothing_can_be_written() -> None:
+    """Blocks of the GPU pool wait for a CPU tier that is full, of blocks that wait for a medium that hangs."""
+
+    async def main() -> None:
+        engine, slots, device = Engine(), slots_back(256, timeout_s=5.0), virtual.CountingDevice()
+        gpu, limits = {"medium": "gpu", "capacity": 64 * PAYLOAD_BYTES}, LAZY.model_copy(update={"clean_after_s": 0.5})
+        async with open_cache(gpu, cpu(8, write="back"), slots, engine=engine, device=device, limits=limits) as kv:
+            virtual.watch(device, virtual.pools_of(kv))
+            slots.on_write.hold()
+            for seed in range(8):
+                await kv.store(prompt(8, seed=seed), engine.compute(prompt(8, seed=seed)))
+                await asyncio.sleep(1.0)
+            await asyncio.sleep(30.0)
+            assert (dirty(kv, "gpu"), kv.stats()["slots"].is_bypassed) == (56, True)
+            num_tasks = 0
+
+            def count(
+                loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any], context: Context | None = None
+            ) -> "asyncio.Task[Any]":
+                nonlocal num_tasks
+                num_tasks += 1
+                return asyncio.Task(work, loop=loop, context=context)
+
+            asyncio.get_running_loop().set_task_factory(count)  # type: ignore[arg-type]  # for coroutines alone
+            await asyncio.sleep(60.0)
+            assert num_tasks <= 60
+            asyncio.get_running_loop().set_task_factory(None)
+            slots.on_write.release()
+            await asyncio.sleep(60.0)
+            assert (dirty(kv, "gpu"), dirty(kv), slots.num_records) == (0, 0, 64)
+            await until_idle(kv)
+
+    virtual.run(main)
+
+
+class StumblingPolicy(LRUPolicy):
+    """Raises as often as told when it is asked how much can be evicted."""
+
+    num_errors = 0
+
+    def __len__(self) -> int:
+        if StumblingPolicy.num_errors:
+            StumblingPolicy.num_errors -= 1
+            raise ZeroDivisionError
+        return super().__len__()
+
+
+def test_an_error_does_not_end_the_cleaner_for_good() -> None:
+    """Of an eviction policy of the program's, perhaps: it is logged, and after a pause the cleaner goes on."""
+
+    async def main() -> None:
+        engine, slots, device = Engine(), slots_back(), virtual.CountingDevice()
+        limits = SMALL_LIMITS.model_copy(update={"clean_after_s": 5.0})
+        host = cpu(64, policy=f"{__name__}:StumblingPolicy")
+        async with open_cache(host, slots, engine=engine, device=device, limits=limits) as kv:
+            virtual.watch(device, virtual.pools_of(kv))
+            await kv.store(KEYS, engine.compute(KEYS))
+            StumblingPolicy.num_errors = 2
+            with capture_logs() as logs:
+                await asyncio.sleep(30.0)
+            assert [(entry["event"], entry["task"]) for entry in logs] == [("background.failed", "cleaner")] * 2
+            assert slots.num_records == 8
+            await until_idle(kv)
 
     virtual.run(main)
 

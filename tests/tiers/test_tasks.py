@@ -5,7 +5,9 @@ import threading
 from collections.abc import AsyncIterator
 
 import pytest
+from structlog.testing import capture_logs
 
+from tests.support import virtual
 from tiered_kv.loop_calls import LoopCalls
 from tiered_kv.tiers.tasks import Tasks, WorkerPool
 
@@ -116,3 +118,41 @@ async def test_a_task_cancelled_at_close_has_taken_its_first_step() -> None:
     assert await tasks.aclose(0.0) == 2
     assert settled == ["first", "second"]
     assert len(tasks) == 0
+
+
+def test_work_that_fails_is_begun_again() -> None:
+    """After pauses that get longer, each of them said; until it returns."""
+    attempts: list[float] = []
+
+    async def main() -> None:
+        loop, tasks = asyncio.get_running_loop(), Tasks()
+        started = loop.time()
+
+        async def work() -> None:
+            attempts.append(loop.time() - started)
+            if len(attempts) < 10:
+                raise ZeroDivisionError
+
+        tasks.keep_running(work, "upkeep")
+        while len(tasks):
+            await virtual.advance(0.5)
+
+    with capture_logs() as logs:
+        virtual.run(main)
+    assert attempts == [0.5, 1.5, 3.5, 7.5, 15.5, 31.5, 63.5, 123.5, 183.5, 243.5]
+    assert [entry["again_in_s"] for entry in logs] == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    assert {(entry["event"], entry["task"]) for entry in logs} == {("background.failed", "upkeep")}
+
+
+async def test_work_that_is_cancelled_is_not_begun_again() -> None:
+    """It ends with the cache."""
+    tasks, begun = Tasks(), list[int]()
+
+    async def work() -> None:
+        begun.append(1)
+        await asyncio.Event().wait()
+
+    tasks.keep_running(work, "upkeep")
+    await asyncio.sleep(0)
+    assert await tasks.aclose(0.0) == 1
+    assert begun == [1]

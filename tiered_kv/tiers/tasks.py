@@ -20,6 +20,9 @@ _LAST_STEPS_S = 1.0
 """What a cancelled task may take to settle what it began, at close."""
 
 
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+
+
 class WorkerPool:
     """A fixed number of daemon threads. All start at once: to start one waits for it, up to 10 ms on a busy machine."""
 
@@ -110,6 +113,13 @@ class Tasks:
         task.add_done_callback(self._ended)
         return task
 
+    def keep_running(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
+        """Start a task that does ``work`` until it returns or is cancelled: after an error it is begun again.
+
+        The error is logged, and each pause until the next attempt is twice as long as the last one, at most a minute.
+        """
+        self.spawn(_persistent(work, name), name)
+
     async def aclose(self, timeout_s: float) -> int:
         """Wait for the tasks to end, then cancel what is left; return how many had to be."""
         await self._wait(timeout_s)
@@ -134,3 +144,17 @@ class Tasks:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log("error", "transfer.crashed", exc_info=error, task=task.get_name())
+
+
+async def _persistent(work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
+    loop, pause_s = asyncio.get_running_loop(), 0.0
+    while True:
+        started = loop.time()
+        try:
+            return await work()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the next attempt may go well
+            if loop.time() - started > _LONGEST_PAUSE_S:
+                pause_s = 0.0  # it went well for a while
+            pause_s = min(2 * pause_s or _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+            log("error", "background.failed", exc_info=error, task=name, again_in_s=pause_s)
+        await asyncio.sleep(pause_s)

@@ -15,16 +15,15 @@ _SLOTS_AT_ONCE: Final = 1 << 16
 """Looked at in some 50 us; at most 4,096 of them are removed at once, in 1 ms."""
 
 
-async def keep_up(chains: Sequence[Chain]) -> None:
-    """Once a second remove what is too old, and make up for what a medium did not do; until cancelled."""
+async def keep_up(chain: Chain) -> None:
+    """Once a second make up for what a medium did not do, and remove what is too old; until cancelled."""
     while True:
         await asyncio.sleep(_TICK_S)
-        for chain in chains:
-            for booked in chain.booked:
-                if booked.index.ttl_s is not None:
-                    await _expire(chain, booked)
-            for storage in chain.storage:
-                storage.tick()
+        for storage in chain.storage:
+            storage.tick()
+        for booked in chain.booked:
+            if booked.index.ttl_s is not None:
+                await _expire(chain, booked)
 
 
 async def _expire(chain: Chain, tier: BookedTier) -> None:

@@ -79,7 +79,8 @@ class Cleaner:
             if (wait_s := bandwidth.wait_s()) > 0:
                 await asyncio.sleep(wait_s)
                 continue
-            n = await self._write_window(tier, waiting)
+            if not (n := await self._write_window(tier, waiting)):
+                return  # until the next tick, or until something was written and made room
             bandwidth.take(n * self._chain.stride_bytes)
             left -= n
 
@@ -101,7 +102,10 @@ class Cleaner:
         return not all(storage.health.is_shedding for storage in self._chain.back)
 
     async def _write_window(self, tier: MemoryTier, waiting: Waiting) -> int:
-        """Begin to write a window of what waits longest, once few others are on their way; say how many blocks."""
+        """Begin to write a window of what waits longest, once few others are on their way; say how many blocks.
+
+        None where they go to the CPU tier, which is full, and nowhere past it.
+        """
         while len(self._writing) >= _AT_ONCE:
             await asyncio.wait(self._writing, return_when=asyncio.FIRST_COMPLETED)
         if not len(waiting):
@@ -110,7 +114,10 @@ class Cleaner:
         goes_to_host, most = chain.host in chain.later(tier), chain.window_blocks
         if goes_to_host:  # a whole window may never find room there
             books = chain.host.index.statistics()
-            most = max(1, min(most, books.free + books.evictable))
+            most = min(most, books.free + books.evictable)
+            if not most and not chain.through:
+                return 0
+            most = max(1, most)
         batch, lease = waiting.take(most)
         to = None if goes_to_host else chain.back
         down = WriteDown(chain, Tally(chain.tiers), tier, batch, lease.slots, lease, to=to, kind=Kind.CLEAN)
