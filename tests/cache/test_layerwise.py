@@ -189,9 +189,7 @@ async def test_streams_wait_for_plain_loads_too() -> None:
         storing = asyncio.create_task(keep(kv, engine, KEYS))
         await until(storing.done, on_wait=device.run_all)
         handle, compute, ran = kv.start_load(KEYS, INTO), device.stream("compute"), list[bool]()
-        with pytest.raises(ConfigurationError, match="admitted"):
-            handle.wait_layer(0, compute)
-        await handle.admitted()
+        assert await handle.admitted() == 9
         handle.wait_layer(0, compute)
         compute.submit(lambda: ran.append(engine.read(INTO) == contents(KEYS)), lambda _: None)
         device.run_all()
@@ -202,6 +200,12 @@ async def test_streams_wait_for_plain_loads_too() -> None:
         with pytest.raises(ConfigurationError, match="no stream"):
             handle.wait_layer(0, object())
         await handle
+        early = kv.start_load(KEYS, INTO, layerwise=True)
+        with pytest.raises(ConfigurationError, match="admitted"):
+            early.wait_layer(0, compute)
+        await early.admitted()
+        device.run_all()
+        await early
 
 
 # Stores.

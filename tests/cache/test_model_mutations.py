@@ -11,13 +11,14 @@ from hypothesis.stateful import run_state_machine_as_test
 from numpy.typing import NDArray
 
 from tests.cache.test_model import VirtualMachine
-from tiered_kv import LoadResult, Outcome
+from tiered_kv import Outcome
 from tiered_kv.catalog.leases import Lease
 from tiered_kv.keys import epoch_digest
 from tiered_kv.tiers.batch import Batch, Naming
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.transfers.handles import Revocable
-from tiered_kv.transfers.load import Load
+from tiered_kv.transfers.load import Load, LoadHandle
+from tiered_kv.transfers.resident import ResidentLoad
 from tiered_kv.transfers.window import Bringer, Landed
 
 MUST_FIND = settings(
@@ -43,13 +44,20 @@ def _blocks_of_all_weights_have_one_name(patch: pytest.MonkeyPatch) -> None:
 
 
 def _loads_ignore_new_weights(patch: pytest.MonkeyPatch) -> None:
-    result = Load._result  # noqa: SLF001 - no public call tells it
+    start = ResidentLoad.start
 
-    def anyway(self: Load, seconds: float) -> LoadResult:
+    def anyway(self: ResidentLoad) -> LoadHandle:
         self._request = replace(self._request, is_current=lambda: True)
-        return result(self, seconds)
+        return start(self)
 
-    patch.setattr(Load, "_result", anyway)
+    count = Load._count_loaded  # noqa: SLF001 - no public call tells it
+
+    def count_anyway(self: Load) -> tuple[int, list[int]]:
+        self._request = replace(self._request, is_current=lambda: True)
+        return count(self)
+
+    patch.setattr(ResidentLoad, "start", anyway)
+    patch.setattr(Load, "_count_loaded", count_anyway)
 
 
 def _what_is_copied_is_not_leased(patch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,11 @@ class Stream(ABC):
             ClosedError: The stream is closed.
         """
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether a copy may as well be made in the calling thread: it is a thread's work, and none is queued here."""
+        return False
+
     @abstractmethod
     def close(self) -> None:
         """Take no more, and end what serves the stream after what is queued. Does not wait: `join`."""
@@ -189,8 +194,14 @@ class CPUStream(Stream):
         self._queue: queue.SimpleQueue[tuple[Copy, Done | None, threading.Event] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # so that nothing is queued behind the end
         self._closed = False
+        self._num_queued = 0
         self._thread = threading.Thread(target=self._run, name=f"tiered_kv-{name}", daemon=True)
         self._thread.start()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is queued or running, and more may come."""
+        return not self._num_queued and not self._closed
 
     def wait(self, after: After) -> None:
         """Have everything submitted later wait for ``after`` in the stream's thread."""
@@ -217,6 +228,7 @@ class CPUStream(Stream):
         with self._lock:
             if self._closed:
                 raise ClosedError(f"the stream {self.name!r} is closed")
+            self._num_queued += 1
             self._queue.put((work, done, ended))
         return ended
 
@@ -231,6 +243,8 @@ class CPUStream(Stream):
                 ended.set()
                 report(done, error)
                 del error
+            with self._lock:
+                self._num_queued -= 1
             del item, work, done, ended  # what a copy held must not outlive it until the next one comes
 
 

@@ -138,6 +138,11 @@ class Lane:
             self._count(-1)
             raise
 
+    @property
+    def is_idle(self) -> bool:
+        """See `Stream.is_idle`; a lane with events of its own is not."""
+        return self._side is None and self.stream.is_idle
+
     def release(self) -> None:
         """Submit nothing more; what has been submitted goes on. Again does nothing."""
         if not self._is_released:

@@ -238,10 +238,14 @@ class Chain:
             numbers[left[found]] = position
         return numbers
 
-    def touch(self, batch: Batch) -> None:
-        """Count a use of the blocks in every tier that has them, so that hot heads do not rot below."""
+    def touch(self, batch: Batch, *, leased: MemoryTier | None = None) -> None:
+        """Count a use of the blocks in every tier that has them, so that hot heads do not rot below.
+
+        In ``leased`` the lease that ends counts it.
+        """
         for memory in self.memory:
-            memory.index.touch(batch.names)
+            if memory is not leased:
+                memory.index.touch(batch.names)
         for storage in self.storage:
             storage.touch(batch)
         self.count_use(batch)

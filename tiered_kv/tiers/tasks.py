@@ -101,15 +101,21 @@ class Tasks:
     """The tasks of one cache: nothing is fire-and-forget, and `aclose` bounds how long they are waited for."""
 
     def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: dict[asyncio.Future[Any], Callable[[], object]] = {}
+        """What is under way, and how to stop it."""
 
     def __len__(self) -> int:
         return len(self._tasks)
 
+    def watch(self, ended: "asyncio.Future[Any]", stop: Callable[[], object]) -> None:
+        """Count what needs no task until it has ended, too; ``stop`` makes that soon."""
+        self._tasks[ended] = stop
+        ended.add_done_callback(self._ended)
+
     def spawn(self, work: Coroutine[Any, Any, T], name: str) -> "asyncio.Task[T]":
         """Start a task that lives until it ends, whoever is cancelled meanwhile."""
         task = asyncio.get_running_loop().create_task(work, name=name)
-        self._tasks.add(task)
+        self._tasks[task] = task.cancel
         task.add_done_callback(self._ended)
         return task
 
@@ -124,11 +130,11 @@ class Tasks:
         """Wait for the tasks to end, then cancel what is left; return how many had to be."""
         await self._wait(timeout_s)
         loop = asyncio.get_running_loop()
-        cancelled: set[asyncio.Task[Any]] = set()
+        cancelled: set[asyncio.Future[Any]] = set()
         deadline = loop.time() + _LAST_STEPS_S
-        while (left := self._tasks - cancelled) or (self._tasks and loop.time() < deadline):
+        while (left := self._tasks.keys() - cancelled) or (self._tasks and loop.time() < deadline):
             for task in left:  # behind its first step: a task cancelled before that would never run and settle
-                loop.call_soon(task.cancel)
+                loop.call_soon(self._tasks[task])
             cancelled |= left
             timeout_s = max(0.0, deadline - loop.time())
             await asyncio.wait(set(self._tasks), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -140,10 +146,11 @@ class Tasks:
         while self._tasks and (left := deadline - loop.time()) > 0:
             await asyncio.wait(set(self._tasks), timeout=left)
 
-    def _ended(self, task: "asyncio.Task[Any]") -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log("error", "transfer.crashed", exc_info=error, task=task.get_name())
+    def _ended(self, ended: "asyncio.Future[Any]") -> None:
+        del self._tasks[ended]
+        if not ended.cancelled() and (error := ended.exception()) is not None:
+            name = ended.get_name() if isinstance(ended, asyncio.Task) else "resident"
+            log("error", "transfer.crashed", exc_info=error, task=name)
 
 
 async def _persistent(work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:

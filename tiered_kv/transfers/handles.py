@@ -16,15 +16,15 @@ from tiered_kv.errors import ClosedError
 from tiered_kv.memory.lanes import Lane, LaneCopy
 
 T = TypeVar("T")
-_LAST_COPIES_S: Final = 0.1
+LAST_COPIES_S: Final = 0.1
 """Copies take milliseconds, unless they wait for an event."""
 
 
 class Handle(Generic[T]):
     """A transfer under way. Await it for its result; `cancel` it, or cancel the await, to revoke it."""
 
-    def __init__(self, task: "asyncio.Task[T]", revoke: Callable[[], None]) -> None:
-        self._task = task
+    def __init__(self, ended: "asyncio.Future[T]", revoke: Callable[[], None]) -> None:
+        self._ended = ended
         self._revoke = revoke
 
     def __await__(self) -> Generator[Any, None, T]:
@@ -33,31 +33,50 @@ class Handle(Generic[T]):
     @property
     def done(self) -> bool:
         """Whether it has ended: the caller's memory is the caller's alone."""
-        return self._task.done()
+        return self._ended.done()
 
-    def when_done(self, callback: "Callable[[asyncio.Task[T]], object]") -> None:
-        """Call ``callback`` on the loop, with the task, once it has ended."""
-        self._task.add_done_callback(callback)
+    def when_done(self, callback: "Callable[[asyncio.Future[T]], object]") -> None:
+        """Call ``callback`` on the loop, with the future that has its result, once it has ended."""
+        self._ended.add_done_callback(callback)
 
     def cancel(self) -> None:
         """Stop as soon as possible: what is not submitted is dropped. Await the handle to learn when it has stopped."""
-        if not self._task.done():
+        if not self._ended.done():
             self._revoke()
 
     async def _wait(self) -> T:
-        cancelled: asyncio.CancelledError | None = None
-        while not self._task.done():
-            try:
-                with CancelScope(shield=cancelled is not None):
-                    await asyncio.wait({self._task})
-            except asyncio.CancelledError as caught:
-                cancelled = caught
-                self.cancel()
-        if cancelled is not None:
-            raise cancelled
-        if self._task.cancelled():  # by the end of the cache: nobody has cancelled the caller
+        try:
+            if self._ended.done():
+                await asyncio.sleep(0)  # whoever awaits one transfer after another leaves turns for others
+            else:
+                await _woken_by(self._ended)
+        except asyncio.CancelledError:
+            self.cancel()
+            while not self._ended.done():
+                try:
+                    with CancelScope(shield=True):
+                        await asyncio.wait({self._ended})
+                except asyncio.CancelledError:
+                    self.cancel()
+            raise
+        if self._ended.cancelled():  # by the end of the cache: nobody has cancelled the caller
             raise ClosedError("this TieredKV was closed before this was done")
-        return self._task.result()
+        return self._ended.result()
+
+
+async def _woken_by(ended: "asyncio.Future[Any]") -> None:
+    """Wait for a future that a cancellation of the wait must not reach: `asyncio.wait`, for a third of its time."""
+    waiter = asyncio.get_running_loop().create_future()
+
+    def wake(_: object) -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+    ended.add_done_callback(wake)
+    try:
+        await waiter
+    finally:
+        ended.remove_done_callback(wake)
 
 
 async def each_of(handles: "Sequence[Handle[T]]") -> list[T]:
@@ -125,7 +144,7 @@ class Revocable:
             Whether the deadline was met.
         """
         loop = asyncio.get_running_loop()
-        deadline = max(deadline, loop.time() + _LAST_COPIES_S)
+        deadline = max(deadline, loop.time() + LAST_COPIES_S)
         in_time = True
         if self.revoked:
             self.revoke_copies()

@@ -7,8 +7,9 @@ behind it go on as fills of the cache, and are there for whoever asks next.
 import asyncio
 import threading
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,26 @@ _RETRIES: Final = 3
 """How often in a row blocks are looked for again that another load brought and let go before we had them."""
 
 
+class Loading(Protocol):
+    """What a handle asks of its load."""
+
+    num_layers: int
+    thread: int
+
+    @property
+    def is_admitted(self) -> bool:
+        """Whether it is known how many blocks will be in place."""
+
+    async def wait_admitted(self) -> int:
+        """Wait until that is known, and return it."""
+
+    def copy_of(self, layer: int) -> LaneCopy | None:
+        """Return the copy behind which a layer of all admitted blocks is in place; None if there is no need to wait."""
+
+    def revoke(self) -> None:
+        """Stop as soon as possible."""
+
+
 class LoadHandle(Handle[LoadResult]):
     """A load under way. Await it for its result: the blocks that are in place.
 
@@ -39,8 +60,8 @@ class LoadHandle(Handle[LoadResult]):
     the load was cancelled or its ``after`` came too late, or the weights changed meanwhile.
     """
 
-    def __init__(self, task: "asyncio.Task[LoadResult]", load: "Load") -> None:
-        super().__init__(task, load.revoke)
+    def __init__(self, ended: "asyncio.Future[LoadResult]", load: "Loading") -> None:
+        super().__init__(ended, load.revoke)
         self._load = load
         self._loop = asyncio.get_running_loop()
 
@@ -49,7 +70,7 @@ class LoadHandle(Handle[LoadResult]):
 
         Cancellation ends the wait only.
         """
-        return await asyncio.shield(self._load.admitted)
+        return await self._load.wait_admitted()
 
     async def layer(self, layer: int) -> None:
         """Wait until a layer of all admitted blocks has been copied. Cancellation ends the wait only."""
@@ -73,7 +94,7 @@ class LoadHandle(Handle[LoadResult]):
         if stream is None:
             self._block(layer)
             return
-        if not self._load.admitted.done():
+        if not self._load.is_admitted:
             raise ConfigurationError("await handle.admitted() comes before handle.wait_layer()")
         if (copy := self._copy_of(layer)) is not None and copy.event is not None:
             wait_in(stream, copy.event)
@@ -111,8 +132,7 @@ class Load(Revocable):
         self.thread = threading.get_ident()
         self._copied: list[Copied] = []
         self._last: LaneCopy | None = None
-        self.admitted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        """Resolves when it is known how many blocks will be in place."""
+        self._admitted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         promote = chain.limits.promote
         self._bringer = Bringer(chain, batch, Kind.LOAD, priority=request.priority, keep=promote, gpu=self._gpu)
         self._may_promote = self._gpu.room_for(batch) if self._gpu and promote else 0
@@ -123,8 +143,17 @@ class Load(Revocable):
         task.add_done_callback(lambda _: self._settle(0))
         return LoadHandle(task, self)
 
+    @property
+    def is_admitted(self) -> bool:
+        """See `Loading.is_admitted`."""
+        return self._admitted.done()
+
+    async def wait_admitted(self) -> int:
+        """See `Loading.wait_admitted`."""
+        return await asyncio.shield(self._admitted)
+
     def copy_of(self, layer: int) -> LaneCopy | None:
-        """Return the copy behind which a layer of all admitted blocks is in place; None if nothing was admitted."""
+        """See `Loading.copy_of`."""
         return self._last
 
     async def run(self) -> LoadResult:
@@ -151,19 +180,10 @@ class Load(Revocable):
             in_time &= await self.drain_copies(self._request.deadline)
         if not in_time:
             self._bringer.faults.append(TierFault("", "deadline", len(self._batch)))
-        result = self._result(loop.time() - started)
-        self._settle(result.num_blocks)
-        self._chain.touch(self._batch[: result.num_blocks])
-        self._chain.emit(
-            BlocksLoaded(
-                result.num_blocks,
-                result.num_requested,
-                result.by_tier,
-                result.seconds * 1e3,
-                tuple(f"{fault.tier}: {fault.reason}" for fault in result.faults),
-            )
-        )
-        return result
+        num_blocks, counts = self._count_loaded()
+        self._settle(num_blocks)
+        self._chain.touch(self._batch[:num_blocks])
+        return load_result(self._request, num_blocks, counts, self._bringer.faults, loop.time() - started)
 
     async def _move(self, underway: deque[Window], begun: int = 0, end: int | None = None) -> None:
         """Begin windows ahead of the one that is landed, as many as may be read ahead and find slots."""
@@ -204,8 +224,8 @@ class Load(Revocable):
         self._settle(sum(copied.landed.num_blocks for copied in self._copied))
 
     def _settle(self, num_blocks: int) -> None:
-        if not self.admitted.done():
-            self.admitted.set_result(num_blocks)
+        if not self._admitted.done():
+            self._admitted.set_result(num_blocks)
 
     def _give_up(self) -> None:
         """Hold nothing that no copy of this load will use; called before the last copies are waited for."""
@@ -273,8 +293,8 @@ class Load(Revocable):
         if error is not None and not isinstance(error, RevokedError):
             self._bringer.faults.append(TierFault("engine", "copy failed", n, f"{type(error).__name__}: {error}"))
 
-    def _result(self, seconds: float) -> LoadResult:
-        chain, faults = self._chain, self._bringer.faults
+    def _count_loaded(self) -> tuple[int, list[int]]:
+        """Return how many blocks are in place, and how many of them each tier had."""
         num_blocks = 0
         sources = [np.empty(0, np.int8)]
         for copied in self._copied:
@@ -285,16 +305,27 @@ class Load(Revocable):
         numbers = np.concatenate(sources)
         if not self._request.is_current():
             num_blocks, numbers = 0, numbers[:0]
-            faults.append(TierFault("", "epoch advanced", len(self._batch)))
-        counts = np.bincount(numbers, minlength=len(chain.tiers))
-        for tier, count in zip(chain.tiers, counts, strict=True):
-            tier.counters.hits += int(count)
-        chain.ledger.count_load(len(self._batch), num_blocks)
-        return LoadResult(
-            num_blocks=num_blocks,
-            num_requested=len(self._batch),
-            by_tier={tier.name: int(count) for tier, count in zip(chain.tiers, counts, strict=True) if count},
-            num_bytes=num_blocks * chain.group.payload_bytes,
-            seconds=seconds,
-            faults=tuple(faults),
-        )
+            self._bringer.faults.append(overtaken(self._request))
+        return num_blocks, np.bincount(numbers, minlength=len(self._chain.tiers)).tolist()
+
+
+def overtaken(request: LoadRequest) -> TierFault:
+    """Say that the weights have changed since the load began."""
+    return TierFault("", "epoch advanced", len(request.batch))
+
+
+def load_result(
+    request: LoadRequest, num_blocks: int, counts: Sequence[int], faults: Sequence[TierFault], seconds: float
+) -> LoadResult:
+    """Count a load that has ended, tell of it, and say what it brought; ``counts`` are blocks by tier."""
+    chain, num_requested = request.chain, len(request.batch)
+    by_tier = {}
+    for tier, count in zip(chain.tiers, counts, strict=True):
+        if count:
+            tier.counters.hits += count
+            by_tier[tier.name] = count
+    chain.ledger.count_load(num_requested, num_blocks)
+    said = tuple(f"{fault.tier}: {fault.reason}" for fault in faults)
+    chain.emit(BlocksLoaded(num_blocks, num_requested, by_tier, seconds * 1e3, said))
+    num_bytes = num_blocks * chain.group.payload_bytes
+    return LoadResult(num_blocks, num_requested, by_tier, num_bytes, seconds, tuple(faults))

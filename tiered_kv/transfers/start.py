@@ -4,11 +4,14 @@ from tiered_kv.transfers.direct import DirectLoad
 from tiered_kv.transfers.layerwise import LayerLoad, LayerStore
 from tiered_kv.transfers.load import Load, LoadHandle
 from tiered_kv.transfers.requests import LoadRequest, StoreRequest
+from tiered_kv.transfers.resident import start_resident
 from tiered_kv.transfers.store import Store, StoreHandle
 
 
 def start_load(request: LoadRequest) -> LoadHandle:
     """Start a load, on the event loop."""
+    if (handle := start_resident(request)) is not None:
+        return handle
     kind = LayerLoad if request.layerwise else DirectLoad if request.binding.direct is not None else Load
     load = kind(request)
     return load.start_load(request.chain.tasks.spawn(load.run(), f"load {len(request.batch)} blocks"))

@@ -1,0 +1,137 @@
+"""Loads of what is in memory: leased, and being copied, before `start_load` returns. They need no task.
+
+What is small, and copied by a thread anyway, is copied at once: to hand it over would take longer.
+"""
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from functools import partial
+from typing import Final
+
+from tiered_kv.catalog.leases import Lease
+from tiered_kv.memory.copies import scatter_blocks
+from tiered_kv.memory.device import attempt
+from tiered_kv.memory.lanes import LaneCopy, RevokedError
+from tiered_kv.results import LoadResult, TierFault
+from tiered_kv.tiers.chain import RESIDENT_WINDOWS
+from tiered_kv.tiers.memory import MemoryTier
+from tiered_kv.transfers.handles import LAST_COPIES_S
+from tiered_kv.transfers.load import LoadHandle, load_result, overtaken
+from tiered_kv.transfers.requests import LoadRequest
+
+AT_ONCE_BYTES: Final = 256 << 10
+"""Some 40 us of copying, which is what a thread needs to be woken and to wake the loop."""
+_MOST_BLOCKS: Final = 1024
+"""Of more the books take the loop for longer than a turn should last: they go window by window."""
+
+
+def start_resident(request: LoadRequest) -> LoadHandle | None:
+    """Start a load of which one memory tier has all blocks; None if none does, or it needs more than one copy."""
+    chain, n, loop = request.chain, len(request.batch), asyncio.get_running_loop()
+    if not 0 < n <= min(_MOST_BLOCKS, RESIDENT_WINDOWS * chain.window_blocks) or request.layerwise:
+        return None
+    started = loop.time()
+    if started >= request.deadline or request.binding.h2d.device.error is not None:
+        return None
+    tier = _tier_of(request)
+    if tier is None:
+        return None
+    lease = tier.index.lease(request.batch.names)
+    return ResidentLoad(request, tier, lease, started).start()
+
+
+def _tier_of(request: LoadRequest) -> MemoryTier | None:
+    chain, names = request.chain, request.batch.names
+    gpu = request.binding.gpu
+    if gpu is not None and gpu.index.ready_prefix(names) == len(names):
+        return gpu
+    if gpu is not None and chain.limits.promote:
+        return None  # what is on the host is to be in the GPU pool too
+    return chain.host if chain.host.index.ready_prefix(names) == len(names) else None
+
+
+class ResidentLoad:
+    """One such load, from its lease on."""
+
+    def __init__(self, request: LoadRequest, tier: MemoryTier, lease: Lease, started: float) -> None:
+        """Take over ``lease``, which holds all blocks in ``tier``."""
+        self.num_layers = request.chain.group.num_layers
+        self.thread = threading.get_ident()
+        self._request = request
+        self._tier = tier
+        self._lease = lease
+        self._started = started
+        self._copy: LaneCopy | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_late = False
+        self._ended: asyncio.Future[LoadResult] = asyncio.get_running_loop().create_future()
+
+    def start(self) -> LoadHandle:
+        """Copy, or have it done by the stream."""
+        request, chain = self._request, self._request.chain
+        caches = request.binding.caches
+        work = partial(scatter_blocks, self._tier.rows, self._lease.slots, caches, request.pages.ravel())
+        num_bytes = len(request.batch) * chain.group.payload_bytes
+        if num_bytes <= AT_ONCE_BYTES and caches.codec is None and request.lane.is_idle:
+            self._end(attempt(work))
+        else:
+            self._copy = chain.copy(request.lane, work)
+            self._copy.ended.add_done_callback(self._copied)
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_at(max(request.deadline, self._started + LAST_COPIES_S), self._revoke_late)
+            chain.tasks.watch(self._ended, self.revoke)
+        return LoadHandle(self._ended, self)
+
+    @property
+    def is_admitted(self) -> bool:
+        """See `Loading.is_admitted`: all are leased."""
+        return True
+
+    async def wait_admitted(self) -> int:
+        """See `Loading.wait_admitted`."""
+        await asyncio.sleep(0)
+        return len(self._request.batch)
+
+    def copy_of(self, layer: int) -> LaneCopy | None:
+        """See `Loading.copy_of`."""
+        return self._copy
+
+    def revoke(self) -> None:
+        """Stop, unless the copy has begun."""
+        if self._copy is not None:
+            self._copy.revoke()
+
+    def _revoke_late(self) -> None:
+        self._is_late = True
+        self.revoke()
+
+    def _copied(self, copied: "asyncio.Future[None]") -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._end(copied.exception())
+
+    def _end(self, error: BaseException | None) -> None:
+        """Let go of everything, and say what is in place. The engine's memory is the engine's alone from here on."""
+        request, chain, n = self._request, self._request.chain, len(self._request.batch)
+        request.lane.release()
+        chain.release(self._lease)
+        faults = list(self._faults(error))
+        counts = [0] * len(chain.tiers)
+        num_blocks = 0 if error is not None else n
+        if not request.is_current():
+            faults.append(overtaken(request))
+            num_blocks = 0
+        if num_blocks:
+            counts[chain.memory.index(self._tier)] = num_blocks
+            chain.touch(request.batch, leased=self._tier)
+        self._ended.set_result(
+            load_result(request, num_blocks, counts, faults, asyncio.get_running_loop().time() - self._started)
+        )
+
+    def _faults(self, error: BaseException | None) -> Sequence[TierFault]:
+        n = len(self._request.batch)
+        late = [TierFault("", "deadline", n)] if self._is_late else []
+        if error is None or isinstance(error, RevokedError):
+            return late
+        return [*late, TierFault("engine", "copy failed", n, f"{type(error).__name__}: {error}")]
