@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import numpy as np
 
@@ -52,6 +52,7 @@ from tiered_kv.transfers.store import StoreHandle
 from tiered_kv.transfers.submissions import LoadTicket, StoreTicket, load_failed, store_failed
 from tiered_kv.transfers.swap import Copies, Moves, Swap
 from tiered_kv.validation import (
+    check_asyncio,
     check_capacity,
     check_emit,
     check_identity,
@@ -102,7 +103,7 @@ class TieredKV:
             ConfigurationError: The tiers can not make a chain, the codec can not keep the layout's blocks, or an
                 argument is no such thing.
         """
-        check_identity(model, layout)
+        check_identity(tiers, model, layout)
         self._parts = CacheParts(
             tiers=parts_of(tiers),
             model=model,
@@ -455,9 +456,11 @@ class TieredKV:
         *,
         after: object = None,
         group: int = 0,
+        deadline_s: float | None = None,
     ) -> SwapResult:
         """Move pages as a scheduler's step says, to and from slots that it numbers itself; see `start_swap`."""
-        return await self.start_swap(blocks_to_swap_in, blocks_to_swap_out, blocks_to_copy, after=after, group=group)
+        maps = blocks_to_swap_in, blocks_to_swap_out, blocks_to_copy
+        return await self.start_swap(*maps, after=after, group=group, deadline_s=deadline_s)
 
     def start_swap(
         self,
@@ -467,6 +470,7 @@ class TieredKV:
         *,
         after: object = None,
         group: int = 0,
+        deadline_s: float | None = None,
     ) -> Handle[SwapResult]:
         """Start to move pages between the engine and the swap space, `CacheLimits.swap_space`. Await the handle.
 
@@ -478,8 +482,10 @@ class TieredKV:
             blocks_to_swap_in: ``{slot: page}``, or pairs.
             blocks_to_swap_out: ``{page: slot}``, or pairs.
             blocks_to_copy: ``{page: pages}``, or pairs.
-            after: An event behind the last use of all these pages. One that never fires holds up later swaps too.
+            after: An event behind the last use of all these pages. Later swaps come after it too, and end at
+                their own deadlines.
             group: The KV group.
+            deadline_s: When what has not begun is given up; after `CacheLimits.load_timeout_s` by default.
 
         Raises:
             ConfigurationError: An id out of range, or two sources of one target; there is no swap space.
@@ -491,7 +497,8 @@ class TieredKV:
         maps = space.check(blocks_to_swap_in, blocks_to_swap_out, blocks_to_copy)
         if after is not None:
             chain.h2d.device.check(after)
-        swap = Swap(space, *maps, after)
+        check_seconds("deadline_s", deadline_s)
+        swap = Swap(space, *maps, after, cache.deadline(deadline_s))
         return swap.start(cache.tasks.spawn(swap.run(), "swap"))
 
     # What goes, what is written, and why: for operators and schedulers, now and then.
@@ -645,8 +652,17 @@ class TieredKV:
         """
         if self._cache is not None:
             raise ClosedError("a TieredKV is opened once; make another")
+        check_asyncio()
         self._cache = await open_cache(self._parts)
         return self
+
+    def __enter__(self) -> NoReturn:
+        raise ConfigurationError(
+            "a TieredKV is opened with 'async with'; without an event loop: with open_blocking(cache) as kv"
+        )
+
+    def __exit__(self, *_: object) -> None:
+        """Is here for ``with`` to get as far as `__enter__`."""
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -74,7 +74,8 @@ class Cleared(TierChange):
 class Changes:
     """The changes of one cache, for one subscriber: ``async for change in kv.events()``. For the event loop's thread.
 
-    It is unsubscribed when nobody refers to it, as after the loop over it is left. Ends when the cache is closed.
+    It is unsubscribed when nobody refers to it, as after the loop over it is left. Ends when the cache is closed. Where
+    several tasks iterate over one of these, each change goes to one of them.
 
     Attributes:
         num_overflows: How often it fell behind, and began again with snapshots.
@@ -90,15 +91,15 @@ class Changes:
         self._weight = 0
         self._sequence = 0
         self._has_ended = False
-        self._wakeup: asyncio.Future[None] | None = None
+        self._woken = asyncio.Event()
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> TierChange:
         while not self._has_ended and not self._unseen and not self._queue:
-            self._wakeup = asyncio.get_running_loop().create_future()
-            await self._wakeup
+            self._woken.clear()
+            await self._woken.wait()
         if self._has_ended:
             raise StopAsyncIteration
         change = self._snapshot() if self._unseen else self._next()
@@ -116,16 +117,12 @@ class Changes:
             self._queue.clear()
             self._weight = 0
             self._unseen = dict.fromkeys(self._tiers)
-        self._wake()
+        self._woken.set()
 
     def end(self) -> None:
         """Give nothing more."""
         self._has_ended = True
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._wakeup is not None and not self._wakeup.done():
-            self._wakeup.set_result(None)
+        self._woken.set()
 
     def _snapshot(self) -> TierChange:
         place = next(iter(self._unseen))

@@ -25,6 +25,11 @@ class LoopCalls:
         self._waking = False
         self._closed = False
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the loop is closed: nothing runs there any more."""
+        return self._loop.is_closed()
+
     def call(self, function: Callable[[*Ts], object], *args: *Ts) -> None:
         """Run ``function(*args)`` on the loop, soon, never before this returns. Dropped once the loop is closed.
 

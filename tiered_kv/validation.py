@@ -4,6 +4,7 @@
 The rest is the event loop's.
 """
 
+import asyncio
 import inspect
 import math
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ from tiered_kv.events import Emit
 from tiered_kv.keys import BlockKeys, ModelIdentity, Shard
 from tiered_kv.layout import KVGroup, KVLayout
 from tiered_kv.setting_errors import check_size
-from tiered_kv.settings import CacheLimits
+from tiered_kv.settings import CacheLimits, TieredKVSettings
 from tiered_kv.specs import EngineBlocks, GPULoadStoreSpec
 from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.budget import Priority
@@ -42,8 +43,12 @@ class Cache(Protocol):
         """Return when a load's time is up, on the loop's clock."""
 
 
-def check_identity(model: object, layout: object) -> None:
-    """Raise `ConfigurationError` unless they are what a cache is made for."""
+def check_identity(tiers: object, model: object, layout: object) -> None:
+    """Raise `ConfigurationError` unless they are what a cache is made of and for."""
+    if isinstance(tiers, TieredKVSettings):
+        raise ConfigurationError("TieredKV takes tiers; write TieredKV.from_settings(settings, model=..., layout=...)")
+    if not isinstance(tiers, Sequence) or isinstance(tiers, str | bytes):
+        raise ConfigurationError(f"TieredKV takes a list of tiers, fastest first, got {type(tiers).__name__}")
     if not isinstance(model, ModelIdentity) or not isinstance(layout, KVLayout):
         raise ConfigurationError(
             f"TieredKV needs model=ModelIdentity(...) and layout=KVLayout(...), got {type(model).__name__} "
@@ -216,6 +221,16 @@ def check_emit(emit: Emit | Sequence[Emit]) -> tuple[Emit, ...]:
                 "nobody would await. Have it put them into an asyncio.Queue"
             )
     return receivers
+
+
+def check_asyncio() -> None:
+    """Raise `ConfigurationError` unless an event loop of asyncio runs here."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        raise ConfigurationError(
+            "a TieredKV needs an event loop of asyncio (or uvloop); from trio or without a loop use open_blocking"
+        ) from None
 
 
 def _count(n: int, what: str) -> str:

@@ -351,6 +351,11 @@ async def test_a_directory_held_by_another_process(tmp_path: Path) -> None:
         (lambda: TieredKV.from_settings([cpu(4)], model=MODEL, layout=SMALL), r"not list: TieredKV\(tiers"),  # type: ignore[arg-type]
         (lambda: TieredKV.from_settings("kv.toml", model=MODEL, layout=SMALL), r"not str: .*from_toml\(path\)"),  # type: ignore[arg-type]
         (lambda: TieredKV.from_settings({"tires": []}, model=MODEL, layout=SMALL), "tires: .* did you mean 'tiers'"),
+        (lambda: TieredKV(TieredKVSettings(), model=MODEL, layout=SMALL), r"from_settings\(settings, model="),  # type: ignore[arg-type]
+        (
+            lambda: TieredKV("cpu://?capacity=1GiB", model=MODEL, layout=SMALL),
+            "a list of tiers, .* got str",
+        ),
         (lambda: TieredKV([cpu(4)], model=MODEL, layout=SMALL, limits=5), "limits must be CacheLimits or a dict"),  # type: ignore[arg-type]
         (lambda: TieredKV([cpu(4)], model=MODEL, layout=SMALL, limits={"windw": 5}), "did you mean 'window'"),
         (lambda: TieredKV([cpu(4)], model=MODEL, layout=SMALL, emit=5), "emit must be a function .* got 5"),  # type: ignore[arg-type]
@@ -364,7 +369,7 @@ async def test_a_directory_held_by_another_process(tmp_path: Path) -> None:
         (lambda: GPULoadStoreSpec([0.5]), "flat sequence of ints"),  # type: ignore[list-item]  # wrong on purpose
         (lambda: GPULoadStoreSpec([[1, 2]]), "flat sequence of ints"),  # type: ignore[list-item]  # wrong on purpose
     ],
-    ids=range(17),
+    ids=range(19),
 )
 def test_wrong_parts(make: Callable[[], object], message: str) -> None:
     """What a cache is made of checks itself."""
@@ -419,3 +424,19 @@ async def test_a_gpu_pool_on_a_cpu(tmp_path: Path) -> None:
     with pytest.raises(TieredKVError, match=r"cuda|CUDA"):
         async with TieredKV([gpu(4), nvme(tmp_path)], model=MODEL, layout=SMALL, device="cuda:0"):
             pass
+
+
+def test_a_with_that_is_not_async() -> None:
+    """It says what to write, with an event loop and without one."""
+    with (
+        pytest.raises(ConfigurationError, match=r"opened with 'async with'; .* open_blocking"),
+        TieredKV([cpu(4)], model=MODEL, layout=SMALL),
+    ):
+        pass
+
+
+def test_an_event_loop_that_is_not_asyncios() -> None:
+    """As under trio: it says which one is needed, and what to do without."""
+    opening = TieredKV([cpu(4)], model=MODEL, layout=SMALL).__aenter__()
+    with pytest.raises(ConfigurationError, match=r"needs an event loop of asyncio .* open_blocking"):
+        opening.send(None)

@@ -208,3 +208,22 @@ def test_names_are_four_words_each() -> None:
     """As documented, so that a router in another language can compare them."""
     names = Namespace(b"\1" * 32, b"\2" * 32).names(KEYS)
     assert (names.shape, names.dtype) == ((4, 4), np.dtype(np.uint64))
+
+
+async def test_several_tasks_share_one_subscription() -> None:
+    """Each change goes to one of them, and all of them end with the cache."""
+    engine = Engine()
+    async with open_cache(CPU, engine=engine) as kv:
+        changes, mirror = kv.events(), Mirror()
+
+        async def follow() -> None:
+            async for change in changes:
+                mirror.apply(change)
+
+        following = [asyncio.create_task(follow()) for _ in range(3)]
+        for seed in range(3):
+            await keep(kv, engine, prompt(4, seed=seed))
+        await until_idle(kv)
+        assert_exact(kv, mirror)
+    async with asyncio.timeout(10):
+        await asyncio.gather(*following)

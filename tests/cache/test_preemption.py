@@ -1,6 +1,7 @@
 """Preempted sequences: swapped out whole, partial block and all, and back; and an engine's own swaps by number."""
 
 import asyncio
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -257,3 +258,18 @@ async def test_without_a_space_there_is_no_swap() -> None:
     async with open_cache(CPU, limits=LIMITS) as kv:
         with pytest.raises(ConfigurationError, match="register_kv_caches"):
             await kv.swap({0: 0})
+
+
+async def test_a_swap_ends_at_its_deadline() -> None:
+    """Where the event before it never fires: nothing moves any more, also when it does."""
+    engine, never = Engine(), threading.Event()
+    async with open_cache(CPU, engine=engine, limits=LIMITS) as kv:
+        engine.compute(KEYS)
+        moved = await kv.swap(blocks_to_swap_out={0: 0}, blocks_to_copy={0: 20}, after=never, deadline_s=0.01)
+        assert moved.fault
+        assert (moved.fault.reason, moved.failed, moved.num_out, moved.num_copied) == ("deadline", "out", 0, 0)
+        never.set()
+        assert (await kv.swap(blocks_to_swap_out={1: 1})).num_out == 1
+        assert engine.read([20]) == [bytes(PAYLOAD_BYTES)]
+        with pytest.raises(ConfigurationError, match="deadline_s must be a number of seconds"):
+            await kv.swap({0: 0}, deadline_s=-1.0)

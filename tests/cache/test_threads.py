@@ -1,5 +1,6 @@
 """Engines with a synchronous loop: any thread submits, polls and looks up, and none waits for the event loop."""
 
+import asyncio
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -322,3 +323,31 @@ async def test_before_opening_nothing_is_taken() -> None:
     with pytest.raises(ClosedError):
         cache.submit_load(prompt(1), GPULoadStoreSpec([0]))
     assert cache.poll(WAIT_S) == []
+
+
+def test_an_event_loop_that_is_gone() -> None:
+    """Whoever waits is told, whoever submits too, if a program ends the loop and not the cache."""
+    engine, keys, never = Engine(), prompt(2), threading.Event()
+    loop = asyncio.new_event_loop()
+    opening = open_cache(CPU, engine=engine)
+    kv = loop.run_until_complete(opening.__aenter__())
+    ticket = kv.submit_store(keys, engine.compute(keys), after=never)
+    told: list[ClosedError] = []
+
+    def wait() -> None:
+        for call in (ticket.wait, lambda: kv.poll(timeout_s=10.0), kv.poll):
+            try:
+                call()
+            except ClosedError as error:
+                told.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    loop.close()
+    waiting.join()
+    assert len(told) == 3
+    with pytest.raises(ClosedError, match="event loop that opened this TieredKV is closed"):
+        kv.submit_store(keys, GPULoadStoreSpec([0, 1]))
+    with pytest.raises(ClosedError, match="event loop that opened this TieredKV is closed"):
+        kv.stats()
+    never.set()

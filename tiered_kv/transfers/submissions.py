@@ -9,7 +9,9 @@ and each step inside it is one operation of the interpreter.
 """
 
 import asyncio
+import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -21,6 +23,8 @@ from tiered_kv.results import LoadResult, StoreResult, TierFault
 from tiered_kv.transfers.handles import Handle
 
 T = TypeVar("T")
+_LOOK_AGAIN_S: Final = 0.5
+"""How often who waits looks whether the event loop is still there: one that is closed tells nobody."""
 _MOST_KEPT: Final = 1 << 16
 """Results that nobody has polled: a program may look at its tickets instead, and never poll."""
 
@@ -48,6 +52,7 @@ class Ticket(Generic[T]):
 
         Raises:
             TimeoutError: It has not ended in time, and goes on. So it does when the wait is interrupted.
+            ClosedError: The event loop was closed before it ended, and the cache was not: nobody will say how it ends.
             ConfigurationError: No number of seconds, or called in the event loop's thread, which must not block.
         """
         return self._submissions.wait(self, timeout_s)
@@ -104,11 +109,14 @@ class Submissions:
         """Return what has ended and was not returned before, with its result, in the order of ending.
 
         Waits for the first of them, at most ``timeout_s``, as long as anything is under way.
+
+        Raises:
+            ClosedError: Nothing has ended, and as the event loop is closed nothing of what is under way will.
         """
         with self._changed:
             if timeout_s > 0:
                 self._check_may_block()
-                self._changed.wait_for(lambda: self._finished or not self._underway, _bounded(timeout_s))
+            self._wait_until(lambda: bool(self._finished) or not self._underway, timeout_s)
             finished, self._finished = self._finished, {}
         return list(finished.items())
 
@@ -119,7 +127,7 @@ class Submissions:
         with self._changed:
             if ticket.result is None:
                 self._check_may_block()
-                self._changed.wait_for(lambda: ticket.result is not None, _bounded(timeout_s))
+                self._wait_until(lambda: ticket.result is not None, timeout_s)
             self._finished.pop(ticket, None)
             if ticket.result is None:
                 raise TimeoutError(f"the transfer has not ended within {timeout_s} s; it goes on")
@@ -129,6 +137,17 @@ class Submissions:
         """See `Ticket.cancel`."""
         if ticket.result is None:
             self._loop_calls.call(self._cancel, ticket)
+
+    def _wait_until(self, is_over: Callable[[], bool], timeout_s: float | None) -> None:
+        """Wait until ``is_over()``, at most so long, and not for an event loop that is closed; with the lock held."""
+        deadline = time.monotonic() + timeout_s if timeout_s is not None else math.inf
+        while not is_over():
+            if self._loop_calls.is_closed:
+                raise ClosedError("the event loop of this TieredKV was closed before the cache: no transfer will end")
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return
+            self._changed.wait(min(left_s, _LOOK_AGAIN_S))
 
     def _check_may_block(self) -> None:
         if threading.get_ident() == self._loop_thread:
@@ -174,7 +193,3 @@ def load_failed(num_blocks: int, error: BaseException) -> LoadResult:
 def store_failed(num_blocks: int, error: BaseException) -> StoreResult:  # noqa: ARG001 - a store has no prose
     """Make the result of a store that raised."""
     return StoreResult(num_blocks, 0, 0, num_blocks, {"copy failed": num_blocks})
-
-
-def _bounded(timeout_s: float | None) -> float | None:
-    return None if timeout_s is None else min(timeout_s, threading.TIMEOUT_MAX)

@@ -132,9 +132,12 @@ class SwapSpace:
 class Swap(Revocable):
     """One call: pages out, then in, then copied. The first that fails, or is revoked, is the last."""
 
-    def __init__(self, space: SwapSpace, swap_in: Ids, swap_out: Ids, copy: Ids, after: object) -> None:
-        """Submit all of it, behind ``after``."""
+    def __init__(
+        self, space: SwapSpace, swap_in: Ids, swap_out: Ids, copy: Ids, after: object, deadline: float
+    ) -> None:
+        """Submit all of it, after ``after``; what has not begun by ``deadline``, on the loop's clock, does not."""
         super().__init__()
+        self._deadline = deadline
         self._counts = len(swap_out), len(swap_in), len(copy)
         self._errors: dict[int, BaseException] = {}
         self._is_stopped = False
@@ -170,12 +173,13 @@ class Swap(Revocable):
         except asyncio.CancelledError:
             self.revoked = True
         finally:
-            await self.drain_copies()
+            in_time = await self.drain_copies(self._deadline)
         if not self._errors:
             return SwapResult(*self._counts)
         part, error = min(self._errors.items())
         reason = "device unusable" if self._is_unusable else "copy failed"
-        reason = "revoked" if isinstance(error, RevokedError) else reason
+        if isinstance(error, RevokedError):
+            reason = "revoked" if in_time else "deadline"
         fault = TierFault("engine", reason, sum(self._counts[part:]), f"{type(error).__name__}: {error}")
         num_out, num_in, num_copied = (count if number < part else 0 for number, count in enumerate(self._counts))
         return SwapResult(num_out, num_in, num_copied, fault, _PARTS[part])
