@@ -213,6 +213,8 @@ class SharedFSBackend(Backend):
         ending: list[asyncio.Future[None]] = [self._writers.run(self._return_room)]
         if self._sweeping is not None:
             ending.append(self._sweeping)
+        for each in ending:
+            each.add_done_callback(_look_at)
         await asyncio.wait(ending, timeout=_CLOSE_S)  # soon, if the filesystem answers
 
     def _check_open(self) -> Sweeper:

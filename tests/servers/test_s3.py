@@ -3,6 +3,9 @@
 import asyncio
 import itertools
 import os
+import subprocess
+import sys
+import traceback
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -430,6 +433,105 @@ async def answering(
             yield backend, answering_server
     finally:
         server.close()
+
+
+class GreedyServer:
+    """Answers every GET but the first with a body without end, or one that repeats the request."""
+
+    def __init__(self, *, repeats: bool) -> None:
+        self.repeats = repeats
+        self.num_bytes = 0
+        self.has_ended = asyncio.Event()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer the requests of one connection."""
+        try:
+            while (head := await reader.readuntil(b"\r\n\r\n")).strip():
+                if b"is-anybody-there" in head:
+                    writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+                elif self.repeats:
+                    writer.write(b"HTTP/1.1 400 Bad\r\nContent-Length: %d\r\n\r\n%b" % (len(head), head))
+                else:
+                    await self.pour(writer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.transport.abort()
+            self.has_ended.set()
+
+    async def pour(self, writer: asyncio.StreamWriter) -> None:
+        """Send up to 256 MiB, where some KiB were asked for."""
+        writer.write(b"HTTP/1.1 206 Partial\r\nContent-Length: 999999999999\r\nETag: x\r\n")
+        writer.write(b"Last-Modified: Sun, 22 Nov 2026 00:00:00 GMT\r\n")
+        writer.write(b"Content-Range: bytes 0-%d/%d\r\n\r\n" % (RECORD - 1, RECORD))
+        while self.num_bytes < 256 << 20:
+            writer.write(bytes(1 << 20))
+            await writer.drain()
+            self.num_bytes += 1 << 20
+
+
+@asynccontextmanager
+async def greedy(*, repeats: bool) -> AsyncIterator[tuple[S3Backend, GreedyServer]]:
+    """Yield a backend that talks to a `GreedyServer`, and the server."""
+    greedy_server = GreedyServer(repeats=repeats)
+    server = await asyncio.start_server(greedy_server.serve, "127.0.0.1", 0)
+    endpoint = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    settings = S3Settings.model_validate(
+        {
+            "url": "s3://blocks",
+            "endpoint": endpoint,
+            "access_key_id": "hidden-id",
+            "secret_access_key": "hidden-key",
+            "session_token": "hidden-token",
+            "max_retries": 0,
+        }
+    )
+    try:
+        async with open_backend(S3Backend(settings)) as backend:
+            yield backend, greedy_server
+        del backend  # with the client's connections
+        await greedy_server.has_ended.wait()
+    finally:
+        server.close()
+
+
+async def test_no_more_is_taken_than_was_asked_for() -> None:
+    """A server that goes on sending is hung up on; what it sent is no hit."""
+    async with greedy(repeats=False) as (backend, server):
+        with pytest.raises(BackendUnavailableError, match="more than the 8193 bytes"):
+            await backend.read([block_key(1)], [Block.empty(SIZE)])
+        assert server.num_bytes < 64 << 20
+
+
+async def test_what_a_server_repeats_holds_no_secret() -> None:
+    """Neither the error nor what it came from has a key or a token in it."""
+    async with greedy(repeats=True) as (backend, _):
+        with pytest.raises(BackendUnavailableError, match="400") as caught:
+            await backend.read([block_key(1)], [Block.empty(SIZE)])
+    assert "hidden" not in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.slow
+def test_a_process_ends_well_after_its_last_call(tmp_path: Path) -> None:
+    """The client's threads never find the interpreter gone, which aborts the process."""
+    program = f"""
+import asyncio, os
+from tiered_kv.backend import Block
+from tiered_kv.testing import block_key, make_block, open_backend
+from tiered_kv_backends.s3 import S3Backend, S3Settings
+async def main():
+    async with open_backend(S3Backend(S3Settings(url="file://{tmp_path}"))) as backend:
+        keys = [block_key(n) for n in range(8)]
+        await backend.write(keys, [make_block(bytes(4096), key) for key in keys])
+        await backend.read(keys, [Block.empty(4096) for _ in keys])
+for _ in range(20):
+    if not (child := os.fork()):  # which ends like any program does
+        asyncio.run(main())
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    ended = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert ended.stdout.split() == ["0"] * 20, ended.stderr
 
 
 async def test_connections_are_bounded() -> None:

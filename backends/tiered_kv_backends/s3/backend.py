@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import obstore
 from obstore import Bytes
@@ -21,6 +21,9 @@ from tiered_kv_backends.s3.client import (
 )
 from tiered_kv_backends.s3.packing import Packing, Unit
 from tiered_kv_backends.s3.presence import Answers, count_prefix
+
+if TYPE_CHECKING:  # it is in the client's type stubs alone
+    from obstore import BytesStream
 
 T = TypeVar("T")
 
@@ -182,9 +185,9 @@ class S3Backend(Backend):
     async def _get(self, name: str, start: int, length: int, deadline: float) -> memoryview | Outcome:
         """Read a range, in one request and one buffer of the client's own."""
 
-        async def get() -> Bytes:  # obstore's get_range_async takes up to twice as long for the same request
+        async def get() -> Bytes | bytes:  # obstore's get_range_async takes up to twice as long for the same request
             response = await obstore.get_async(self._store, name, options={"range": (start, start + length)})
-            return await response.bytes_async()
+            return await _body(response.stream(min_chunk_size=length), length)
 
         try:
             body = await self._request(self._reading, deadline, "read", get)
@@ -243,7 +246,18 @@ class S3Backend(Backend):
             except (FileNotFoundError, AlreadyExistsError):
                 raise
             except (BaseError, OSError, ValueError) as error:
-                raise translate(error, doing) from error
+                raise translate(error, doing, self.settings) from error
+
+
+async def _body(stream: "BytesStream", length: int) -> Bytes | bytes:
+    """Take a body of up to ``length`` bytes, which comes as one; what the client holds of a longer one is bounded."""
+    parts, num_bytes = [], 0
+    async for part in stream:
+        parts.append(part)
+        num_bytes += len(part)
+        if num_bytes > length:
+            raise ValueError(f"the server sent more than the {length} bytes asked for")
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def _fill(block: Block, record: memoryview) -> Outcome:

@@ -1,6 +1,10 @@
 """The store's settings, the client made from them, and what the client's errors mean."""
 
+import atexit
+import functools
+import os
 import re
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, cast
@@ -19,6 +23,7 @@ from tiered_kv.errors import (
     TieredKVError,
 )
 from tiered_kv.urls import split_url
+from tiered_kv_backends.secrets import scrub
 
 # Shares of `timeout_s`. A request is begun in the first half of a call; it may take its time once more after the last
 # retry has begun; so a call has ended by 0.95 of the time that the cache waits for it.
@@ -37,6 +42,9 @@ _TRANSPORT = re.compile(
 _TLS = ("InvalidContentType", "InvalidCertificate")
 _NO_CREDENTIALS = ("169.254.169.254", "metadata.google.internal", "MissingSecretAccessKey")
 _ABSENT = ("NoSuchBucket", "ContainerNotFound", "The specified bucket does not exist")
+_ENVIRONMENT = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+_LAST_CALLS_S = 0.3
+"""How long the client's threads may take to let go of Python's objects after the last call."""
 _BEYOND_END = re.compile(r"status code: 416|StartTooLarge")
 
 
@@ -105,6 +113,13 @@ class S3Settings(TierSettings):
         """The store for messages: URL and endpoint, no secrets."""
         return f"{self.url} at {self.endpoint}" if self.endpoint else self.url
 
+    @property
+    def secrets(self) -> list[str]:
+        """What no message may hold, whatever a server repeats: of the settings and of the environment."""
+        own = (self.access_key_id, self.secret_access_key, self.session_token, *self.options.values())
+        found = [value.get_secret_value() for value in own if value is not None]
+        return found + [value for name in _ENVIRONMENT if (value := os.environ.get(name))]
+
 
 def make_store(settings: S3Settings, *, is_probe: bool = False) -> ObjectStore:
     """Make the client; nothing is asked yet. One ``is_probe`` tries once, within ``connect_timeout_s``.
@@ -112,6 +127,7 @@ def make_store(settings: S3Settings, *, is_probe: bool = False) -> ObjectStore:
     Raises:
         ConfigurationError: obstore does not take the URL or an option.
     """
+    _wait_at_exit()
     make = cast("Any", from_url)  # overloaded per scheme, which is known at run time only
     try:
         scheme = urlsplit(settings.url).scheme
@@ -140,8 +156,18 @@ def make_store(settings: S3Settings, *, is_probe: bool = False) -> ObjectStore:
         raise ConfigurationError(f"no client for {settings.place}: {_reason(error)}") from None  # it may hold a secret
 
 
-def translate(error: BaseError | OSError | ValueError, doing: str) -> BackendError:
-    """Say in the cache's own errors what a request failed of."""
+@functools.cache
+def _wait_at_exit() -> None:
+    """Have the process that made a client end a little later: the client's threads abort it if they find Python gone.
+
+    See https://github.com/PyO3/pyo3-async-runtimes/issues/40.
+    """
+    atexit.register(time.sleep, _LAST_CALLS_S)
+
+
+def translate(error: BaseError | OSError | ValueError, doing: str, settings: S3Settings) -> BackendError:
+    """Say in the cache's own errors what a request failed of, and take secrets out of the error itself."""
+    scrub(error, settings.secrets)
     reason = _reason(error)
     if _BEYOND_END.search(str(error)):
         return BlockCorruptError(f"{doing}: the object is too short ({reason})")
@@ -150,6 +176,7 @@ def translate(error: BaseError | OSError | ValueError, doing: str) -> BackendErr
 
 def translate_opening(error: BaseError | OSError | ValueError, settings: S3Settings) -> TieredKVError | None:
     """Say why the first request failed; None if it only found nothing, as it should."""
+    scrub(error, settings.secrets)
     text, reason = str(error), _reason(error)
     if any(word in text for word in _ABSENT):
         return ConfigurationError(f"there is no bucket of this name: {settings.place}")

@@ -39,14 +39,15 @@ async def collect_epochs(
         BackendUnavailableError: The store failed; what was deleted until then stays deleted.
     """
     kept = {epoch_digest(weights).hex()[:32] for weights in keep_weights}
-    store, deleted = make_store(S3Settings.of(settings)), 0
+    settings = S3Settings.of(settings)
+    store, deleted = make_store(settings), 0
     before = datetime.now(UTC) - timedelta(seconds=idle_s)
     try:
         for epoch in await _folders(store, depth=2):
             if epoch.rpartition("/")[2] not in kept and await _is_idle(store, epoch, before):
                 deleted += await _delete_folder(store, epoch)
     except (BaseError, OSError, ValueError) as error:
-        raise translate(error, "collect epochs") from error
+        raise translate(error, "collect epochs", settings) from error
     return deleted
 
 
@@ -60,13 +61,14 @@ async def delete_tenant(settings: S3Settings | Mapping[str, Any] | str, salt: st
         ConfigurationError: No client can be made of the settings.
         BackendUnavailableError: The store failed; what was deleted until then stays deleted.
     """
-    folder, store, deleted = salt_digest(salt).hex()[:32], make_store(S3Settings.of(settings)), 0
+    settings = S3Settings.of(settings)
+    folder, store, deleted = salt_digest(salt).hex()[:32], make_store(settings), 0
     try:
         for each in await _folders(store, depth=4):
             if each.rpartition("/")[2] == folder:
                 deleted += await _delete_folder(store, each)
     except (BaseError, OSError, ValueError) as error:
-        raise translate(error, "delete a tenant") from error
+        raise translate(error, "delete a tenant", settings) from error
     return deleted
 
 
