@@ -29,8 +29,8 @@ from tiered_kv.preflight import check_host_memory, doubt_of_page_locking
 from tiered_kv.registry import make_backend, resolve_policy
 from tiered_kv.settings import CacheLimits, CPUTier, GPUTier, check_chain, check_policies, check_tiers, tier_name
 from tiered_kv.tiers.batch import Naming
-from tiered_kv.tiers.budget import Bandwidth, Budget
-from tiered_kv.tiers.chain import Backlog, Chain, Limits
+from tiered_kv.tiers.budget import Backlog, Bandwidth, Budget, Limits
+from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.ledger import Ledger, Place
 from tiered_kv.tiers.memory import HostTier, MemoryTier
 from tiered_kv.tiers.opening import Services, StorageMedium

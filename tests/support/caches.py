@@ -96,7 +96,7 @@ def assert_nothing_left(kv: TieredKV) -> None:
     for tier in stats.tiers:
         assert not tier.num_slots or tier.free + tier.ready == tier.num_slots, tier
     for chain in inside(kv).chains:  # no statistics count these: they are 0 or there is a leak
-        assert not chain.pending
+        assert not len(chain.fills)
         assert not chain.settling
         assert chain.room.num_waiting == 0
         assert chain.limits.prefetches.in_flight == 0

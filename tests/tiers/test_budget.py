@@ -9,24 +9,24 @@ from anyio.lowlevel import checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.tiers.budget import Budget, Kind, Priority, Room, Ticket
+from tiered_kv.tiers.budget import Budget, Kind, Priority, Room, Waiter
 
 Give = Callable[[], None]
 SHARES = {Kind.LOAD: 100, Kind.PREFETCH: 75, Kind.STORE: 50, Kind.CLEAN: 25}
 
 
 def _take(budget: Budget, num_bytes: int, kind: Kind) -> "asyncio.Task[Give]":
-    return asyncio.create_task(budget.take(num_bytes, Ticket(kind)))
+    return asyncio.create_task(budget.take(num_bytes, Waiter(kind)))
 
 
 async def test_loads_go_before_whoever_waited_longer() -> None:
     """When bytes are given back, the line of the highest priority is served first, each line in its order."""
     budget, order = Budget(100), list[str]()
-    holder = await budget.take(100, Ticket(Kind.LOAD))
-    others = [await budget.take(1, Ticket(each)) for each in (Kind.PREFETCH, Kind.STORE)]  # each its one piece
+    holder = await budget.take(100, Waiter(Kind.LOAD))
+    others = [await budget.take(1, Waiter(each)) for each in (Kind.PREFETCH, Kind.STORE)]  # each its one piece
 
     async def wait(name: str, kind: Kind) -> None:
-        give = await budget.take(50, Ticket(kind))
+        give = await budget.take(50, Waiter(kind))
         order.append(name)
         await checkpoint()
         give()
@@ -75,7 +75,7 @@ async def test_each_kind_may_have_one_piece(kind: Kind) -> None:
 async def test_a_cancelled_waiter_gives_back_what_it_was_just_given() -> None:
     """Cancelled before its turn or in the very turn it was served, it keeps nothing, and the next one is served."""
     budget = Budget(10)
-    holder = await budget.take(10, Ticket(Kind.LOAD))
+    holder = await budget.take(10, Waiter(Kind.LOAD))
     early, late, last = (_take(budget, 10, Kind.LOAD) for _ in range(3))
     for _ in range(3):
         await checkpoint()
@@ -89,19 +89,19 @@ async def test_a_cancelled_waiter_gives_back_what_it_was_just_given() -> None:
 
 
 async def test_hurry_moves_a_waiter_to_a_faster_line() -> None:
-    """A ticket only ever gets faster; it is of the kind then of who hurried it, and has the share of its priority."""
+    """A waiter only ever gets faster; it is of the kind then of who hurried it, and has the share of its priority."""
     budget = Budget(100)
-    stores = await budget.take(50, Ticket(Kind.STORE))
-    ticket = Ticket(Kind.STORE)
-    waiting = asyncio.create_task(budget.take(40, ticket))
+    stores = await budget.take(50, Waiter(Kind.STORE))
+    waiter = Waiter(Kind.STORE)
+    waiting = asyncio.create_task(budget.take(40, waiter))
     for _ in range(3):
         await checkpoint()
     assert not waiting.done()
-    ticket.hurry(Kind.CLEAN, Priority.DEMOTE)
-    assert ticket.priority is Priority.STORE
-    ticket.hurry(Kind.LOAD, Priority.LOAD)
+    waiter.hurry(Kind.CLEAN, Priority.DEMOTE)
+    assert waiter.priority is Priority.STORE
+    waiter.hurry(Kind.LOAD, Priority.LOAD)
     give = await waiting
-    assert (ticket.priority, budget.in_flight) == (Priority.LOAD, 90)
+    assert (waiter.priority, budget.in_flight) == (Priority.LOAD, 90)
     give()
     stores()
     assert budget.in_flight == 0
@@ -109,12 +109,12 @@ async def test_hurry_moves_a_waiter_to_a_faster_line() -> None:
 
 async def test_hurry_reaches_the_room_a_ticket_waits_in() -> None:
     """Wherever it waits, it passes those of its old line."""
-    budget, ticket = Budget(100), Ticket(Kind.PREFETCH)
-    gives = [await budget.take(75, Ticket(Kind.PREFETCH))]
-    ahead, hurried = _take(budget, 90, Kind.PREFETCH), asyncio.create_task(budget.take(25, ticket))
+    budget, waiter = Budget(100), Waiter(Kind.PREFETCH)
+    gives = [await budget.take(75, Waiter(Kind.PREFETCH))]
+    ahead, hurried = _take(budget, 90, Kind.PREFETCH), asyncio.create_task(budget.take(25, waiter))
     for _ in range(3):
         await checkpoint()
-    ticket.hurry(Kind.LOAD, Priority.LOAD)
+    waiter.hurry(Kind.LOAD, Priority.LOAD)
     for _ in range(3):
         await checkpoint()
     assert hurried.done()
@@ -127,15 +127,15 @@ async def test_hurry_reaches_the_room_a_ticket_waits_in() -> None:
 async def test_what_is_off_keeps_nobody_waiting() -> None:
     """Once ``is_off()``, whoever waits or comes is let through and takes nothing."""
     budget, off = Budget(10), asyncio.Event()
-    holder = await budget.take(10, Ticket(Kind.LOAD))
-    waiting = asyncio.create_task(budget.take(10, Ticket(Kind.LOAD), off.is_set))
+    holder = await budget.take(10, Waiter(Kind.LOAD))
+    waiting = asyncio.create_task(budget.take(10, Waiter(Kind.LOAD), off.is_set))
     for _ in range(3):
         await checkpoint()
     assert not waiting.done()
     off.set()
     budget.room.changed()
     (await waiting)()
-    (await budget.take(10, Ticket(Kind.LOAD), off.is_set))()
+    (await budget.take(10, Waiter(Kind.LOAD), off.is_set))()
     assert budget.in_flight == 10
     holder()
 
@@ -143,9 +143,9 @@ async def test_what_is_off_keeps_nobody_waiting() -> None:
 async def test_a_load_of_low_priority_is_a_load() -> None:
     """It waits behind what is more urgent, has the share of its priority, and the one piece that loads may have."""
     budget = Budget(100)
-    stores = await budget.take(60, Ticket(Kind.STORE))
-    low = await budget.take(60, Ticket(Kind.LOAD, Priority.STORE))
-    next_low = asyncio.create_task(budget.take(10, Ticket(Kind.LOAD, Priority.STORE)))
+    stores = await budget.take(60, Waiter(Kind.STORE))
+    low = await budget.take(60, Waiter(Kind.LOAD, Priority.STORE))
+    next_low = asyncio.create_task(budget.take(10, Waiter(Kind.LOAD, Priority.STORE)))
     for _ in range(3):
         await checkpoint()
     assert (budget.in_flight, next_low.done()) == (120, False)
@@ -173,7 +173,7 @@ class Slots:
             self.free -= n
             return n
 
-        return asyncio.create_task(self.room.acquire(attempt, Ticket(kind), self.give, n))
+        return asyncio.create_task(self.room.acquire(attempt, Waiter(kind), self.give, n))
 
     def give(self, n: int) -> None:
         """Have ``n`` more."""
@@ -227,16 +227,16 @@ async def test_equals_are_served_in_their_order() -> None:
 async def test_no_call_walks_the_waiters() -> None:
     """Of thousands in line, each change asks a few, and who waits is counted without asking any."""
     slots = Slots(Room(), 0)
-    tickets = [slots.take(1 + n % 7) for n in range(5000)]
+    waiters = [slots.take(1 + n % 7) for n in range(5000)]
     await checkpoint()
     slots.num_asked = 0
     for _ in range(100):
         assert slots.room.num_waiting == 5000
         slots.room.changed()
     assert slots.num_asked <= 100 * 20
-    for each in tickets:
+    for each in waiters:
         each.cancel()
-    await asyncio.wait(tickets)
+    await asyncio.wait(waiters)
     assert slots.room.num_waiting == 0
 
 
@@ -252,7 +252,7 @@ async def test_what_an_attempt_changes_is_served_too() -> None:
         depth[0] -= 1
         return 1 if len(depths) >= 5 else None
 
-    assert await room.acquire(attempt, Ticket(Kind.LOAD), lambda _: None) == 1
+    assert await room.acquire(attempt, Waiter(Kind.LOAD), lambda _: None) == 1
     assert max(depths) == 1
 
 
@@ -265,7 +265,7 @@ async def test_an_attempt_that_fails_for_one_serves_the_others() -> None:
             raise ZeroDivisionError
         return None
 
-    failing = asyncio.create_task(slots.room.acquire(attempt, Ticket(Kind.LOAD), lambda _: None))
+    failing = asyncio.create_task(slots.room.acquire(attempt, Waiter(Kind.LOAD), lambda _: None))
     await checkpoint()
     behind = slots.take(1)
     await checkpoint()
@@ -283,7 +283,7 @@ async def test_a_failing_attempt_reaches_its_own_caller() -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        await room.acquire(attempt, Ticket(Kind.LOAD), lambda _: None)
+        await room.acquire(attempt, Waiter(Kind.LOAD), lambda _: None)
     assert room.num_waiting == 0
 
 

@@ -91,3 +91,9 @@ class BookedTier(Tier):
         books = self.index.statistics()
         room = books.free + books.evictable
         return room - int(np.count_nonzero(self.index.ready(batch.names[:room])))
+
+
+def prefix_of(mask: Mask) -> int:
+    """Count the leading positions of which it is true."""
+    holes = np.flatnonzero(~mask)
+    return int(holes[0]) if len(holes) else len(mask)

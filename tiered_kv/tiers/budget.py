@@ -9,6 +9,7 @@ import asyncio
 import enum
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any, Final, TypeVar
@@ -42,7 +43,7 @@ class Kind(enum.IntEnum):
 _SHARE: Final = {Priority.LOAD: 1.0, Priority.PREFETCH: 0.75, Priority.STORE: 0.5, Priority.DEMOTE: 0.25}
 
 
-class Ticket:
+class Waiter:
     """Someone's place in line: of what kind they are, and who goes first."""
 
     __slots__ = ("_places", "kind", "priority")
@@ -54,7 +55,7 @@ class Ticket:
         self._places: set[_Place] = set()
 
     def hurry(self, kind: Kind, priority: Priority) -> None:
-        """Be of this kind and priority from now on, wherever this waits. A ticket only ever gets faster."""
+        """Be of this kind and priority from now on, wherever this waits. A waiter only ever gets faster."""
         is_faster = priority < self.priority
         if not is_faster and kind >= self.kind:
             return
@@ -69,11 +70,11 @@ class Ticket:
 class _Place:
     """One who waits in a line of a room."""
 
-    __slots__ = ("attempt", "hold", "hold_s", "line", "num_passed", "room", "size", "ticket", "turn")
+    __slots__ = ("attempt", "hold", "hold_s", "line", "num_passed", "room", "size", "turn", "waiter")
 
-    def __init__(self, room: "Room", ticket: Ticket, attempt: Callable[[], Any], size: int) -> None:
+    def __init__(self, room: "Room", waiter: Waiter, attempt: Callable[[], Any], size: int) -> None:
         self.room = room
-        self.ticket = ticket
+        self.waiter = waiter
         self.attempt = attempt
         self.size = size
         self.turn: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -86,12 +87,12 @@ class _Place:
         """Stand at the end of a line."""
         self.line = line
         line[self] = None
-        self.ticket._places.add(self)  # noqa: SLF001 - the two of them keep this together
+        self.waiter._places.add(self)  # noqa: SLF001 - the two of them keep this together
 
     def leave(self) -> None:
         """Stand in no line any more."""
         self.line.pop(self, None)
-        self.ticket._places.discard(self)  # noqa: SLF001 - the two of them keep this together
+        self.waiter._places.discard(self)  # noqa: SLF001 - the two of them keep this together
         if self.hold is not None:
             self.hold.cancel()
 
@@ -126,20 +127,20 @@ class Room:
         return sum(map(len, self._lines))
 
     async def acquire(
-        self, attempt: Callable[[], T | None], ticket: Ticket, undo: Callable[[T], object], size: int = 1
+        self, attempt: Callable[[], T | None], waiter: Waiter, undo: Callable[[T], object], size: int = 1
     ) -> T:
         """Return what ``attempt`` gives once it is our turn and it gives something.
 
         Args:
             attempt: Takes it, or changes nothing and returns None. Called on the event loop, never concurrently.
-            ticket: Which line to wait in.
+            waiter: Which line to wait in.
             undo: Gives back what was taken for a waiter that was cancelled meanwhile.
             size: How much is wanted: who wants less may pass who wants more.
         """
-        if not any(self._lines[: ticket.priority + 1]) and (got := attempt()) is not None:
+        if not any(self._lines[: waiter.priority + 1]) and (got := attempt()) is not None:
             return got
-        place = _Place(self, ticket, attempt, size)
-        place.enter(self._lines[ticket.priority])
+        place = _Place(self, waiter, attempt, size)
+        place.enter(self._lines[waiter.priority])
         self.changed()
         try:
             won: T = await place.turn
@@ -152,9 +153,9 @@ class Room:
         return won
 
     def move(self, place: _Place) -> None:
-        """Move a waiter to the end of the line that its ticket belongs to now."""
+        """Move a place to the end of the line that its waiter belongs to now."""
         place.leave()
-        place.enter(self._lines[place.ticket.priority])
+        place.enter(self._lines[place.waiter.priority])
         self.changed()
 
     def changed(self) -> None:
@@ -218,7 +219,7 @@ class Budget:
         return sum(self._in_flight)
 
     async def take(
-        self, num_bytes: int, ticket: Ticket, is_off: Callable[[], bool] = lambda: False
+        self, num_bytes: int, waiter: Waiter, is_off: Callable[[], bool] = lambda: False
     ) -> Callable[[], None]:
         """Wait until ``num_bytes`` more may be in flight; return what gives them back, to be called once.
 
@@ -228,13 +229,13 @@ class Budget:
         def attempt() -> Callable[[], None] | None:
             if is_off():
                 return _nothing
-            fits = self.in_flight + num_bytes <= self.limit * _SHARE[ticket.priority]
-            if self._in_flight[ticket.kind] and not fits:
+            fits = self.in_flight + num_bytes <= self.limit * _SHARE[waiter.priority]
+            if self._in_flight[waiter.kind] and not fits:
                 return None
-            self._in_flight[ticket.kind] += num_bytes
-            return partial(self._give, num_bytes, ticket.kind)
+            self._in_flight[waiter.kind] += num_bytes
+            return partial(self._give, num_bytes, waiter.kind)
 
-        return await self.room.acquire(attempt, ticket, lambda give: give(), num_bytes)
+        return await self.room.acquire(attempt, waiter, lambda give: give(), num_bytes)
 
     def _give(self, num_bytes: int, kind: Kind) -> None:
         self._in_flight[kind] -= num_bytes
@@ -265,3 +266,38 @@ class Bandwidth:
     def wait_s(self) -> float:
         """Say how long to wait before the next bytes; 0 for not at all."""
         return max(0.0, self._free_at - self._clock())
+
+
+@dataclass
+class Backlog:
+    """Bytes of stores that are accepted and not yet written to every tier."""
+
+    limit: int
+    num_bytes: int = 0
+
+    def accept(self, num_bytes: int) -> bool:
+        """Count more bytes, unless that would be too many. A backlog that is empty accepts anything."""
+        if self.num_bytes and self.num_bytes + num_bytes > self.limit:
+            return False
+        self.num_bytes += num_bytes
+        return True
+
+    def done(self, num_bytes: int) -> None:
+        """Count bytes off."""
+        self.num_bytes -= num_bytes
+
+
+@dataclass
+class Limits:
+    """What bounds the transfers of one cache; shared by its chains."""
+
+    window_bytes: int
+    reads_in_flight: int
+    promote: bool
+    store_timeout_s: float
+    store_queue: Backlog
+    prefetches: Budget
+    low_water: float
+    clean_after_s: float
+    clean_bandwidth: Bandwidth
+    takes_stores: bool = True

@@ -12,7 +12,7 @@ from typing import Any, Final, Generic, TypeVar, cast
 
 from tiered_kv.backend import Outcome
 from tiered_kv.events import TierFailed
-from tiered_kv.tiers.budget import Kind, Room, Ticket
+from tiered_kv.tiers.budget import Kind, Room, Waiter
 from tiered_kv.tiers.health import StorageHealth
 from tiered_kv.tiers.tasks import Tasks
 
@@ -64,7 +64,7 @@ class Calls:
         call: Callable[[], Awaitable[T]],
         *,
         num_blocks: int = 0,
-        ticket: Ticket | None = None,
+        waiter: Waiter | None = None,
         timeout_s: float | None = None,
         until_late: bool = False,
         on_late: Callable[[], None] | None = None,
@@ -77,7 +77,7 @@ class Calls:
             doing: Which call it is, in events and for the breakers.
             call: Makes it. Runs in a task of its own, whoever stops to wait.
             num_blocks: For events.
-            ticket: Its place among calls of its kind; a load's if left out.
+            waiter: Its place among calls of its kind; a load's if left out.
             timeout_s: After so long it is late; the tier's time limit if left out.
             until_late: Wait no longer than that.
             on_late: Called at the moment when it is late.
@@ -87,7 +87,7 @@ class Calls:
         turns = self._turns.get(doing)
         if turns is None:
             self.health.begin(doing)
-        elif not await turns.take(ticket or Ticket(Kind.LOAD)):
+        elif not await turns.take(waiter or Waiter(Kind.LOAD)):
             return NOT_MADE
         late = asyncio.get_running_loop().create_future()
 
@@ -165,9 +165,9 @@ class _Turns:
         self._limit = float(_FIRST_CALLS)
         self._num = 0
 
-    async def take(self, ticket: Ticket) -> bool:
+    async def take(self, waiter: Waiter) -> bool:
         """Wait for a turn, and take it; False, and none taken, once the tier is bypassed."""
-        return await self.room.acquire(self._attempt, ticket, lambda taken: self._undo(taken=taken))
+        return await self.room.acquire(self._attempt, waiter, lambda taken: self._undo(taken=taken))
 
     def give_back(self, _: object = None) -> None:
         """End a turn."""

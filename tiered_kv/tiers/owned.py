@@ -20,7 +20,7 @@ from tiered_kv.events import BlocksCorrupted, TierFailed
 from tiered_kv.keys import Names
 from tiered_kv.tiers.base import BookedTier, Mask
 from tiered_kv.tiers.batch import Batch
-from tiered_kv.tiers.budget import Kind, Ticket
+from tiered_kv.tiers.budget import Kind, Waiter
 from tiered_kv.tiers.calls import Answer
 from tiered_kv.tiers.storage import StorageTier, TierParts, WriteReport
 from tiered_kv.tiers.tombstones import Tombstones
@@ -70,13 +70,13 @@ class OwnedTier(StorageTier, BookedTier):
         """See `StorageTier.find`; exact, and does not wait."""
         return np.zeros(len(batch), np.bool_) if self.health.is_bypassed else self.index.ready(batch.names)
 
-    async def read(self, batch: Batch, blocks: list[Block], ticket: Ticket, on_late: Callable[[], None]) -> Mask:
+    async def read(self, batch: Batch, blocks: list[Block], waiter: Waiter, on_late: Callable[[], None]) -> Mask:
         """See `StorageTier.read`. A block that is not what the index says is removed.
 
         One that was removed while it was read may have been overwritten, and is a miss like any other.
         """
         right = np.zeros(len(batch), np.bool_)
-        give_back = await self._take(len(batch), ticket)
+        give_back = await self._take(len(batch), waiter)
         try:
             if self.health.is_bypassed:
                 on_late()
@@ -87,7 +87,7 @@ class OwnedTier(StorageTier, BookedTier):
                     return right
                 there, wanted, slots = [blocks[i] for i in at], batch[at], lease.slots[at]
                 outcomes = await self._read(
-                    lambda: self.backend.read(self.group, slots, there), wanted.keys(), there, ticket, on_late
+                    lambda: self.backend.read(self.group, slots, there), wanted.keys(), there, waiter, on_late
                 )
                 right[at] = [outcome is Outcome.HIT for outcome in outcomes]
                 broken = np.array([outcome in (Outcome.CORRUPT, Outcome.MISS) for outcome in outcomes])
@@ -110,7 +110,7 @@ class OwnedTier(StorageTier, BookedTier):
     ) -> WriteReport:
         """See `StorageTier.write`. What is removed while it is written never commits."""
         n = len(batch)
-        give_back = await self._take(n, Ticket(kind))
+        give_back = await self._take(n, Waiter(kind))
         try:
             if self.health.is_shedding:
                 return WriteReport.nothing_of(n)

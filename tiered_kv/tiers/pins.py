@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tiered_kv.catalog.leases import Lease
 from tiered_kv.keys import DIGEST_BYTES, BlockKeys, Names, Namespace
-from tiered_kv.tiers.base import BookedTier, Mask
+from tiered_kv.tiers.base import BookedTier, Mask, prefix_of
 from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.chain import Chain
 
@@ -64,12 +64,12 @@ class Pins:
         for chain, batch in parts:
             self._drop_stale(chain, batch, places, keys.salt_id)
         chosen = [self._choose(chain, batch, places, keys.salt_id) for chain, batch in parts]
-        n = min(_prefix(tiers >= 0) for tiers, _ in chosen)
+        n = min(prefix_of(tiers >= 0) for tiers, _ in chosen)
         costs = sum(
             np.where(is_pinned, 0, chain.stride_bytes)[:n]
             for (chain, _), (_, is_pinned) in zip(parts, chosen, strict=True)
         )
-        n = _prefix(np.cumsum(costs) <= self._quota_bytes - self._num_bytes[keys.salt_id])
+        n = prefix_of(np.cumsum(costs) <= self._quota_bytes - self._num_bytes[keys.salt_id])
         for (chain, batch), (tiers, _) in zip(parts, chosen, strict=True):
             self._hold(chain, batch[:n], hashes[:n], tiers[:n], keys.salt_id, until)
         self._set_timer()
@@ -199,8 +199,3 @@ class Pins:
 def _hashes(keys: BlockKeys) -> list[bytes]:
     hashes: list[bytes] = keys.words.view("V32").ravel().tolist()  # at a twentieth of what iterating over keys takes
     return hashes
-
-
-def _prefix(mask: Mask) -> int:
-    holes = np.flatnonzero(~mask)
-    return int(holes[0]) if len(holes) else len(mask)

@@ -10,7 +10,7 @@ from tiered_kv.backend import Backend, Block, Outcome
 from tiered_kv.events import BlocksCorrupted
 from tiered_kv.tiers.base import Mask
 from tiered_kv.tiers.batch import Batch
-from tiered_kv.tiers.budget import Kind, Ticket
+from tiered_kv.tiers.budget import Kind, Waiter
 from tiered_kv.tiers.storage import StorageTier, TierParts, WriteReport
 from tiered_kv.tiers.suspects import Suspects
 from tiered_kv.tiers.tombstones import Tombstones
@@ -63,10 +63,10 @@ class SharedTier(StorageTier):
         )
         return np.arange(n) < (answer.value if answer.is_well and answer.value else 0)
 
-    async def read(self, batch: Batch, blocks: list[Block], ticket: Ticket, on_late: Callable[[], None]) -> Mask:
+    async def read(self, batch: Batch, blocks: list[Block], waiter: Waiter, on_late: Callable[[], None]) -> Mask:
         """See `StorageTier.read`. A block that is broken twice is deleted; until then a store may repair it."""
         right = np.zeros(len(batch), np.bool_)
-        give_back = await self._take(len(batch), ticket)
+        give_back = await self._take(len(batch), waiter)
         try:
             if self.health.is_bypassed:
                 on_late()
@@ -76,7 +76,7 @@ class SharedTier(StorageTier):
                 return right
             wanted, there = batch[at], [blocks[i] for i in at]
             keys = wanted.keys()
-            outcomes = await self._read(lambda: self.backend.read(keys, there), keys, there, ticket, on_late)
+            outcomes = await self._read(lambda: self.backend.read(keys, there), keys, there, waiter, on_late)
             right[at] = [outcome is Outcome.HIT for outcome in outcomes]
             if num_broken := outcomes.count(Outcome.CORRUPT):
                 self.health.emit(BlocksCorrupted(self.name, num_broken))
@@ -96,7 +96,7 @@ class SharedTier(StorageTier):
     ) -> WriteReport:
         """See `StorageTier.write`. What is being deleted is dropped: which of the two came last, nobody could tell."""
         n = len(batch)
-        give_back = await self._take(n, Ticket(kind))
+        give_back = await self._take(n, Waiter(kind))
         try:
             if self.health.is_shedding:
                 return WriteReport.nothing_of(n)

@@ -21,7 +21,7 @@ from tiered_kv.keys import BlockKey, Names
 from tiered_kv.record import encode, verify
 from tiered_kv.tiers.base import Mask, Tier
 from tiered_kv.tiers.batch import Batch
-from tiered_kv.tiers.budget import Budget, Kind, Ticket
+from tiered_kv.tiers.budget import Budget, Kind, Waiter
 from tiered_kv.tiers.calls import Calls, outcomes_problem
 from tiered_kv.tiers.health import StorageHealth
 from tiered_kv.tiers.tasks import Tasks, WorkerPool
@@ -140,7 +140,7 @@ class StorageTier(Tier):
         """
 
     @abstractmethod
-    async def read(self, batch: Batch, blocks: list[Block], ticket: Ticket, on_late: Callable[[], None]) -> Mask:
+    async def read(self, batch: Batch, blocks: list[Block], waiter: Waiter, on_late: Callable[[], None]) -> Mask:
         """Fill the blocks and verify them; say which are right. Returns when the medium has let go of the buffers."""
 
     @abstractmethod
@@ -183,25 +183,25 @@ class StorageTier(Tier):
     def _num_bytes(self, n: int) -> int:
         return n * self.shape.stride_bytes
 
-    async def _take(self, n: int, ticket: Ticket) -> Callable[[], None]:
+    async def _take(self, n: int, waiter: Waiter) -> Callable[[], None]:
         """Wait for our turn to move ``n`` blocks, or until the tier stalls: behind a hung call it might never come."""
-        return await self.budget.take(self._num_bytes(n), ticket, lambda: self._is_off(ticket))
+        return await self.budget.take(self._num_bytes(n), waiter, lambda: self._is_off(waiter))
 
-    def _is_off(self, ticket: Ticket) -> bool:
-        return self.health.is_bypassed if ticket.kind in {Kind.LOAD, Kind.PREFETCH} else self.health.is_shedding
+    def _is_off(self, waiter: Waiter) -> bool:
+        return self.health.is_bypassed if waiter.kind in {Kind.LOAD, Kind.PREFETCH} else self.health.is_shedding
 
     async def _read(
         self,
         call: Callable[[], Awaitable[list[Outcome]]],
         keys: list[BlockKey],
         blocks: list[Block],
-        ticket: Ticket,
+        waiter: Waiter,
         on_late: Callable[[], None],
     ) -> list[Outcome]:
         """Make a read, and replace each HIT by what the record itself says."""
         n, started = len(keys), self.health.clock()
         answer = await self.calls.make(
-            "read", call, num_blocks=n, ticket=ticket, on_late=on_late,
+            "read", call, num_blocks=n, waiter=waiter, on_late=on_late,
             problem_of=outcomes_problem(n, _READ), is_failure=_all_failed,
         )  # fmt: skip
         if not answer.was_made:
@@ -219,7 +219,7 @@ class StorageTier(Tier):
         self, call: Callable[[], Awaitable[list[Outcome]]], n: int, kind: Kind, on_late: Callable[[], None]
     ) -> list[Outcome]:
         answer = await self.calls.make(
-            "write", call, num_blocks=n, ticket=Ticket(kind), on_late=on_late,
+            "write", call, num_blocks=n, waiter=Waiter(kind), on_late=on_late,
             problem_of=outcomes_problem(n, _WRITTEN), is_failure=_all_failed,
         )  # fmt: skip
         if not answer.was_made:

@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.results import TierFault
+from tiered_kv.tiers.base import prefix_of
 from tiered_kv.tiers.batch import Batch
-from tiered_kv.tiers.budget import Kind, Ticket
+from tiered_kv.tiers.budget import Kind, Waiter
 from tiered_kv.transfers.load import Copied, Load
 from tiered_kv.transfers.window import Landed, Window
 
@@ -35,12 +36,12 @@ class DirectLoad(Load):
                 done += resident
                 continue
             part = self._batch[done : min(done + size, n)]
-            part = part[: _prefix(~host.ready(part.names))]
+            part = part[: prefix_of(~host.ready(part.names))]
             async with asyncio.timeout_at(self._request.deadline):
                 at = np.arange(done, done + len(part))
                 numbers = await self._bringer.presence.sources(at, np.zeros(len(at), np.bool_))
                 is_free = is_free or await self._is_free()
-            part = part[: _prefix(numbers >= 0)]
+            part = part[: prefix_of(numbers >= 0)]
             right = await self._read(done, part, numbers[: len(part)]) if is_free else 0
             done += right
             if not right:  # being stored, unreadable, or nowhere: what can be had is had by way of slots
@@ -67,7 +68,7 @@ class DirectLoad(Load):
                 await asyncio.wait({reading})
             except asyncio.CancelledError:
                 self.revoked = True
-        num_right = _prefix(reading.result()) if not reading.cancelled() else 0
+        num_right = prefix_of(reading.result()) if not reading.cancelled() else 0
         nowhere = np.full(len(part), -1, np.int64)
         window = Window(start, part, numbers, nowhere, np.full(len(part), -1, np.int8))
         self._copied.append(Copied(Landed(window, num_right, nowhere, nowhere, [], is_worth_another=False), ok=True))
@@ -88,7 +89,7 @@ class DirectLoad(Load):
             tier, at = self._chain.storage[number - len(self._chain.memory)], np.flatnonzero(numbers == number)
             late = partial(self._say_late, tier.name, len(at))
             right[at] = await tier.read(
-                part[at], [blocks[i] for i in at], Ticket(Kind.LOAD, self._request.priority), late
+                part[at], [blocks[i] for i in at], Waiter(Kind.LOAD, self._request.priority), late
             )
 
         await asyncio.gather(*(read_from(int(number)) for number in np.unique(numbers)))
@@ -99,11 +100,6 @@ class DirectLoad(Load):
 
     def _num_landed(self) -> int:
         return sum(copied.landed.num_blocks for copied in self._copied)
-
-
-def _prefix(mask: NDArray[np.bool_]) -> int:
-    holes = np.flatnonzero(~mask)
-    return int(holes[0]) if len(holes) else len(mask)
 
 
 def _nothing() -> None:

@@ -18,7 +18,7 @@ from tiered_kv.memory.copies import scatter_blocks
 from tiered_kv.memory.lanes import LaneCopy, RevokedError
 from tiered_kv.results import StoreResult
 from tiered_kv.tiers.batch import Batch
-from tiered_kv.tiers.budget import Kind, Ticket
+from tiered_kv.tiers.budget import Kind, Waiter
 from tiered_kv.tiers.memory import MemoryTier
 from tiered_kv.transfers.load import Copied, Load
 from tiered_kv.transfers.requests import StoreRequest
@@ -172,5 +172,5 @@ class LayerStore(Store):
             return placing
         if not chain.through or chain.room.num_waiting:
             return None
-        reservation = chain.reserve_host_now(part, Ticket(Kind.STORE), keep=False)
+        reservation = chain.reserve_host_now(part, Waiter(Kind.STORE), keep=False)
         return None if reservation is None else (chain.host, reservation)

@@ -13,7 +13,7 @@ from tiered_kv.events import BlocksPrefetched
 from tiered_kv.memory.copies import copy_rows
 from tiered_kv.results import PrefetchResult
 from tiered_kv.tiers.batch import Batch
-from tiered_kv.tiers.budget import Kind, Ticket
+from tiered_kv.tiers.budget import Kind, Waiter
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.memory import MemoryTier
 from tiered_kv.transfers.handles import Handle, Revocable, cancel_each
@@ -80,7 +80,7 @@ class Prefetch(Revocable):
             return 0
         with ExitStack() as stack:
             quota = chain.limits.prefetches
-            stack.callback(await quota.take(len(part) * chain.stride_bytes, Ticket(Kind.LOAD)))
+            stack.callback(await quota.take(len(part) * chain.stride_bytes, Waiter(Kind.LOAD)))
             window = await self._bringer.begin(start, part, may_wait=False)
             if window is None:
                 return 0

@@ -21,8 +21,9 @@ from tiered_kv.memory.copies import gather_blocks
 from tiered_kv.memory.lanes import RevokedError
 from tiered_kv.results import StoreResult, TierStore
 from tiered_kv.tiers.batch import Batch
-from tiered_kv.tiers.budget import Kind, Ticket
-from tiered_kv.tiers.chain import RESIDENT_WINDOWS, Fill
+from tiered_kv.tiers.budget import Kind, Waiter
+from tiered_kv.tiers.chain import RESIDENT_WINDOWS
+from tiered_kv.tiers.fills import Fill
 from tiered_kv.tiers.memory import MemoryTier
 from tiered_kv.transfers.handles import Handle, Revocable
 from tiered_kv.transfers.requests import StoreRequest
@@ -179,7 +180,7 @@ class Store(Revocable):
             return placing
         if not self._chain.through:
             return None
-        return self._chain.host, await self._chain.reserve_host(part, Ticket(Kind.STORE), keep=False)
+        return self._chain.host, await self._chain.reserve_host(part, Waiter(Kind.STORE), keep=False)
 
     def _place_now(self, part: Batch) -> tuple[MemoryTier, Reservation] | None:
         """Reserve slots that stay, in the fastest tier that has room."""
@@ -222,8 +223,8 @@ class Store(Revocable):
             return None
         fill = None
         if tier is self._chain.host:
-            fill = Fill(len(reservation.slots), Ticket(Kind.STORE))
-            self._chain.announce(fill, reservation)
+            fill = Fill(len(reservation.slots), Waiter(Kind.STORE))
+            self._chain.fills.announce(fill, reservation)
         self._num_open += 1
         return Placed(tier, reservation, part[fresh], pages[fresh].ravel(), fresh, fill)
 
@@ -237,7 +238,7 @@ class Store(Revocable):
         tier, reservation, batch, fresh = placed.tier, placed.reservation, placed.batch, placed.fresh
         lease = reservation.commit(fresh) if error is None else None
         if placed.fill is not None:
-            chain.conclude(placed.fill, reservation)
+            chain.fills.conclude(placed.fill, reservation)
         else:
             reservation.close()
         if lease is None:

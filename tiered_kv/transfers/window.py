@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from tiered_kv.catalog.leases import Lease
 from tiered_kv.results import TierFault
 from tiered_kv.tiers.batch import Batch
-from tiered_kv.tiers.budget import Kind, Priority, Ticket
-from tiered_kv.tiers.chain import Chain, Fill
+from tiered_kv.tiers.budget import Kind, Priority, Waiter
+from tiered_kv.tiers.chain import Chain
+from tiered_kv.tiers.fills import Fill
 from tiered_kv.tiers.memory import MemoryTier
 from tiered_kv.transfers.presence import Presence
 
@@ -141,8 +142,8 @@ class Bringer:
         self._take_resident(window)  # what others brought while we waited
         left = np.flatnonzero(window.source < 0)
         if len(left):
-            window.coming[left] = chain.coming_from(window.batch[left])
-            for fill in chain.fills_of(window.batch[left], self._kind, self._priority):
+            window.coming[left] = chain.fills.coming_from(window.batch[left])
+            for fill in chain.fills.of(window.batch[left], self._kind, self._priority):
                 if fill is not window.own:
                     fill.join()
                     window.fills.append(fill)
@@ -153,8 +154,8 @@ class Bringer:
         keep = self.may_keep >= len(at)
         if not keep:
             self.may_keep = 0  # what stays is the head, without gaps
-        ticket = Ticket(self._kind, self._priority)
-        reservation = chain.reserve_host_now(batch, ticket, keep=keep) if not chain.room.num_waiting else None
+        waiter = Waiter(self._kind, self._priority)
+        reservation = chain.reserve_host_now(batch, waiter, keep=keep) if not chain.room.num_waiting else None
         if reservation is None:
             if not may_wait:
                 return False
@@ -163,7 +164,7 @@ class Bringer:
             chain.release(*window.held[first:])
             del window.held[first:]
             window.source[(window.gpu < 0)] = -1
-            reservation = await chain.reserve_host(batch, ticket, keep=keep)
+            reservation = await chain.reserve_host(batch, waiter, keep=keep)
         fresh = reservation.slots >= 0
         if not fresh.any():
             reservation.close()
@@ -171,7 +172,7 @@ class Bringer:
         if keep:
             self.may_keep -= int(fresh.sum())
         window.source[at[fresh]] = numbers[fresh]
-        window.own = chain.start_fill(batch, np.where(fresh, numbers, -1).astype(np.int8), reservation, ticket)
+        window.own = chain.fills.start(batch, np.where(fresh, numbers, -1).astype(np.int8), reservation, waiter)
         window.fills.append(window.own)
         return True
 
@@ -185,7 +186,7 @@ class Bringer:
         for fill in window.fills:
             if not fill.done.done():
                 self.faults.append(TierFault(self._tiers_of(fill), "deadline", n))
-            self.faults += chain.faults_of(fill)
+            self.faults += chain.fills.faults_of(fill)
         on_host = np.flatnonzero(window.gpu < 0)
         lease = chain.host.index.lease(batch.names[on_host])
         host = np.full(n, -1, np.int64)

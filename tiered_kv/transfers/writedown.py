@@ -21,8 +21,9 @@ from tiered_kv.memory.lanes import LaneCopy
 from tiered_kv.results import TierStore
 from tiered_kv.tiers.base import Tier
 from tiered_kv.tiers.batch import Batch
-from tiered_kv.tiers.budget import Kind, Ticket
-from tiered_kv.tiers.chain import Chain, Fill
+from tiered_kv.tiers.budget import Kind, Waiter
+from tiered_kv.tiers.chain import Chain
+from tiered_kv.tiers.fills import Fill
 from tiered_kv.tiers.memory import MemoryTier
 from tiered_kv.tiers.storage import StorageTier, WriteReport
 
@@ -187,8 +188,8 @@ class WriteDown:
             self._batch, self._slots = self._batch[:0], self._slots[:0]
             return
         fresh = reservation.slots >= 0
-        fill = Fill(n, Ticket(self._kind))
-        chain.announce(fill, reservation)
+        fill = Fill(n, Waiter(self._kind))
+        chain.fills.announce(fill, reservation)
         filled: Lease | None = None
         try:
             if fresh.any():
@@ -199,7 +200,7 @@ class WriteDown:
                     slots, _ = gpu.index.find(self._batch.names)
                     filled = reservation.commit(fresh & (slots == self._slots))
         finally:
-            chain.conclude(fill, reservation)
+            chain.fills.conclude(fill, reservation)
         held = host.index.lease(self._batch.names)
         num_filled = 0
         if filled is not None:
@@ -221,7 +222,7 @@ class WriteDown:
             return chain.reserve(chain.host, self._batch)
         try:
             async with asyncio.timeout(chain.limits.store_timeout_s):
-                return await chain.reserve_host(self._batch, Ticket(self._kind), keep=self._to is None)
+                return await chain.reserve_host(self._batch, Waiter(self._kind), keep=self._to is None)
         except TimeoutError:
             return None
 
