@@ -158,3 +158,28 @@ async def test_a_block_is_not_stored_twice() -> None:
         assert (await second.settled()) == (TierStore("cpu", present=8), TierStore("medium", present=8))
         assert medium.on_write.num_blocks == 8
         await until_idle(kv)
+
+
+async def test_slots_that_come_free_while_another_tier_hangs_are_used() -> None:
+    """A window is read from two tiers for loads that are gone: what arrives from the one frees its slots at once."""
+    engine, first, second = Engine(), *(ScriptedBackend(name=name, timeout_s=60) for name in ("first", "second"))
+    async with open_cache(first, second, engine=engine) as kv:
+        prompts = [prompt(4, seed=seed) for seed in range(5)]
+        for keys in prompts:
+            await keep(kv, engine, keys)
+        for keys in prompts[:4]:
+            await kv.evict(keys[2:], tier="first")
+        first.on_read.hold()
+        second.on_read.hold()
+        into = [GPULoadStoreSpec(range(4 * number, 4 * number + 4)) for number in range(5)]
+        loads = [kv.start_load(keys, each) for keys, each in zip(prompts[:4], into[:4], strict=True)]
+        await until(lambda: kv.stats().bounce_free == 0 and first.on_read.num_held > 0)
+        last = kv.start_load(prompts[4], into[4])
+        for load in loads:
+            load.cancel()
+        await until(lambda: all(load.done for load in loads))
+        first.on_read.release()
+        await until(lambda: last.done)
+        assert (await last).num_blocks == 4
+        second.on_read.release()
+        await until_idle(kv)

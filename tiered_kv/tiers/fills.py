@@ -162,6 +162,7 @@ class Fills:
             if kept and tier.is_exclusive:
                 self._take_over(tier, batch, lease)
             fill.keep(lease)
+            self._room.changed()  # nobody may want these any more, and the other tiers may take long
             open_tiers.discard(number)
             if not open_tiers:
                 fill.finish()

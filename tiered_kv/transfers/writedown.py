@@ -326,9 +326,9 @@ def write_admitted(chain: Chain, storage: StorageTier, batch: Batch) -> None:
         part, slots = batch[there], lease.slots[there]
         if storage.is_written_back and (waiting := chain.waiting.get(tier)) is not None:
             waiting.add(part, slots, lease)
-            lease.release()
+            chain.release(lease)
         elif storage.is_written_back:
-            lease.release()
+            chain.release(lease)
         else:
             _start(chain, WriteDown(chain, Tally(chain.tiers), tier, part, slots, lease, to=[storage]), len(part))
         batch = batch[~there]
