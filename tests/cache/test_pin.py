@@ -1,5 +1,8 @@
 """Pins keep what they hold from being evicted for want of room, and end: by a call, in time, and with the cache."""
 
+import asyncio
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,6 +16,7 @@ from tests.support.backends import ScriptedSlotBackend
 from tests.support.caches import inside, keep, open_cache, until_idle
 from tests.support.engine import BLOCK_SIZE, MODEL, PAYLOAD_BYTES, SMALL_LIMITS, Engine, contents, prompt
 from tests.support.virtual import advance
+from tests.support.work import num_calls
 from tiered_kv import BlockKeys, ConfigurationError, GPULoadStoreSpec, KVLayout, Shard, TieredKV, hash_blocks
 
 
@@ -199,6 +203,60 @@ async def test_all_ranks_pin_the_same_prefix() -> None:
         assert kv.stats()["cpu"].leased == 4
         kv.unpin(keys)
         assert kv.stats()["cpu"].leased == 0
+
+
+async def test_a_pin_costs_what_its_blocks_cost_however_many_there_are() -> None:
+    """Calls beside 1,000 pins of the same tenant do as much as beside one; what has ended leaves nothing."""
+    engine, keys = Engine(), prompt(2008)
+    limits = SMALL_LIMITS.model_copy(update={"pin_quota": 1 << 30})
+    async with open_cache(cpu(5000), engine=engine, limits=limits) as kv:
+        for start in range(0, 2008, 8):
+            await kv.store(keys[start : start + 8], GPULoadStoreSpec(range(8)))
+
+        def work(first: int) -> list[int]:
+            two = keys[first : first + 2]
+            calls = [
+                num_calls(lambda: kv.pin(two, ttl_s=100)),
+                num_calls(lambda: kv.pin(two, ttl_s=200)),
+                num_calls(lambda: kv.unpin(two)),
+            ]
+            kv.pin(two, ttl_s=3600)
+            return calls
+
+        work(0)  # the first call of all has more to do
+        beside_one = work(2)
+        for first in range(4, 2004, 2):
+            kv.pin(keys[first : first + 2], ttl_s=3600)
+        beside_many = work(2004)
+        assert all(many < one + 50 for one, many in zip(beside_one, beside_many, strict=True))
+        for _ in range(1000):
+            kv.pin(keys[:2], ttl_s=7200)
+            kv.unpin(keys[:2])
+        assert len(inside(kv).pins._ends) < 5000  # noqa: SLF001 - memory that no call tells
+        kv.unpin(keys)
+        await until_idle(kv)
+
+
+def test_pins_that_end_together_do_not_hold_up_the_loop() -> None:
+    """A thousand of them end in a few turns of the event loop, not in one."""
+
+    async def program() -> None:
+        engine, keys = Engine(), prompt(1000)
+        limits = SMALL_LIMITS.model_copy(update={"pin_quota": 1 << 30})
+        async with open_cache(cpu(2500), engine=engine, limits=limits) as kv:
+            for start in range(0, 1000, 8):
+                await kv.store(keys[start : start + 8], GPULoadStoreSpec(range(8)))
+            for at in range(1000):
+                kv.pin(keys[at : at + 1], ttl_s=60)
+            seen = {kv.stats()["cpu"].leased}
+            await advance(61)
+            while kv.stats()["cpu"].leased:
+                seen.add(kv.stats()["cpu"].leased)
+                await asyncio.sleep(0)
+            assert max(before - after for before, after in pairwise(sorted(seen | {0}, reverse=True))) <= 200
+            await until_idle(kv)
+
+    virtual.run(program)
 
 
 @pytest.mark.parametrize("ttl_s", [0, -1, float("nan"), float("inf"), "60"])

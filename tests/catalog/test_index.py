@@ -132,6 +132,22 @@ def test_release_in_any_order_frees_at_the_last() -> None:
     assert index.statistics().doomed == 0
 
 
+def test_a_split_lease_is_given_back_slot_by_slot() -> None:
+    """Each slot is held until its own right is given back; the lease itself holds nothing any more."""
+    index = TierIndex(4)
+    store(index, 1, 2, 3)
+    lease = index.lease(names_of(1, 2, 3, 2))
+    give_back = lease.split()
+    lease.release()
+    assert index.statistics().leased == 3
+    give_back(lease.slots[[1]])
+    assert (index.statistics().leased, index.statistics().evictable) == (2, 1)
+    give_back(lease.slots[[0, 2]])
+    assert (index.statistics().leased, index.statistics().evictable) == (0, 3)
+    with pytest.raises(ClosedError):
+        lease.split()
+
+
 def test_cold_release_goes_next_unless_used() -> None:
     """What is released cold is evicted next, but not what someone else used while it was leased."""
     index = TierIndex(3)

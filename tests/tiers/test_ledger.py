@@ -1,11 +1,8 @@
 """The ledger remembers what became of blocks, at a bounded cost a call."""
 
-import sys
-from collections.abc import Callable
-from types import FrameType
-
 import numpy as np
 
+from tests.support.work import num_calls
 from tiered_kv.catalog.history import Fate
 from tiered_kv.keys import Names
 from tiered_kv.tiers.ledger import Ledger
@@ -16,23 +13,6 @@ def names_of(start: int, n: int) -> Names:
     names = np.zeros((n, 4), dtype=np.uint64)
     names[:, 0] = np.arange(start, start + n)
     return names
-
-
-def num_calls(function: Callable[[], object]) -> int:
-    """Count the Python and C functions that a call calls: its work, whatever the machine does besides."""
-    count = 0
-
-    def see(_frame: FrameType, kind: str, _arg: object) -> None:
-        nonlocal count
-        count += kind in {"call", "c_call"}
-
-    before = sys.getprofile()
-    sys.setprofile(see)
-    try:
-        function()
-    finally:
-        sys.setprofile(before)
-    return count
 
 
 def test_no_note_pays_for_thousands_before_it() -> None:

@@ -1,6 +1,7 @@
 """Rights to slots: a lease to read blocks in place, a reservation to fill slots. Both are ``with`` blocks."""
 
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -51,6 +52,20 @@ class Lease:
         if self._held is not None:
             held, self._held = self._held, None
             self._release(held, cold=cold)
+
+    def split(self) -> Callable[[Slots], None]:
+        """Trade this lease for a right to each of its slots.
+
+        Returns:
+            What gives some of them back; to be called with each slot once.
+
+        Raises:
+            ClosedError: It was released already.
+        """
+        if self._held is None:
+            raise ClosedError("split() of a lease that is released: its slots may be another's by now")
+        self._held = None
+        return partial(self._release, cold=False)
 
     def __enter__(self) -> Self:
         return self

@@ -2,21 +2,31 @@
 
 Each block is held once, in the fastest owned tier that has it and of which less than half is pinned. A pin is a lease,
 so what was evicted by name meanwhile is unfindable all the same, and its slot is freed when the pin ends.
+
+What a call costs grows with its blocks, and not with the pins that there are.
 """
 
 import asyncio
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from itertools import count
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.catalog.leases import Lease
-from tiered_kv.keys import DIGEST_BYTES, BlockKeys, Names, Namespace
+from tiered_kv.catalog.table import Slots
+from tiered_kv.keys import BlockKeys
 from tiered_kv.tiers.base import BookedTier, Mask, prefix_of
 from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.chain import Chain
+
+_ENDED_AT_ONCE: Final = 64
+"""Pins whose time is up: what is left of them is for the next turn of the event loop."""
+_FEW: Final = 64
+"""Entries of pins that have ended, among those of pins that have not: fewer are not worth an effort."""
 
 
 @dataclass(eq=False)
@@ -25,20 +35,31 @@ class _Pin:
 
     Attributes:
         slots: By hash of the block. A dict of bytes and ints: nothing for the garbage collector to walk.
+        give_back: Gives the right to some of the slots back.
         until: On the loop's clock.
     """
 
     chain: Chain
+    salt: bytes
     tier: BookedTier
-    namespace: Namespace
     slots: dict[bytes, int]
-    lease: Lease
+    give_back: Callable[[Slots], None]
     until: float
 
-    def names(self) -> Names:
-        """What the tier calls the blocks."""
-        hashes = np.frombuffer(b"".join(self.slots), np.uint64).reshape(-1, DIGEST_BYTES // 8)
-        return hashes ^ self.namespace.mask
+
+@dataclass
+class _Found:
+    """What is pinned of some blocks, by position; -1 where nothing is.
+
+    Attributes:
+        pins: Numbers of pins.
+        tiers: Numbers of owned tiers, in the chain.
+        slots: Slots there.
+    """
+
+    pins: NDArray[np.int64]
+    tiers: NDArray[np.int8]
+    slots: Slots
 
 
 class Pins:
@@ -47,7 +68,10 @@ class Pins:
     def __init__(self, quota_bytes: int) -> None:
         """Make one without pins; ``quota_bytes`` is for each salt."""
         self._quota_bytes = quota_bytes
-        self._pins: defaultdict[bytes, list[_Pin]] = defaultdict(list)  # by salt
+        self._pins: dict[int, _Pin] = {}
+        self._numbers = count()
+        self._pin_of: dict[tuple[int, bytes], dict[bytes, int]] = {}  # by chain and salt, then by hash
+        self._ends: list[tuple[float, int]] = []  # a heap; pins that have ended sooner are in it still
         self._num_bytes: Counter[bytes] = Counter()  # by salt
         self._num_pinned: Counter[BookedTier] = Counter()
         self._timer: asyncio.TimerHandle | None = None
@@ -59,141 +83,157 @@ class Pins:
         so for the longer of the two times.
         """
         until = asyncio.get_running_loop().time() + ttl_s
-        hashes = _hashes(keys)
-        places = dict(zip(hashes, range(len(hashes)), strict=True))
+        hashes, salt = _hashes(keys), keys.salt_id
+        chosen = []
         for chain, batch in parts:
-            self._drop_stale(chain, batch, places, keys.salt_id)
-        chosen = [self._choose(chain, batch, places, keys.salt_id) for chain, batch in parts]
-        n = min(prefix_of(tiers >= 0) for tiers, _ in chosen)
+            self._drop_stale(chain, salt, batch, hashes)
+            found = self._find(chain, salt, hashes)
+            chosen.append((found, self._choose(chain, batch, found)))
+        n = min(prefix_of(tiers >= 0) for _, tiers in chosen)
         costs = sum(
-            np.where(is_pinned, 0, chain.stride_bytes)[:n]
-            for (chain, _), (_, is_pinned) in zip(parts, chosen, strict=True)
+            np.where(found.pins >= 0, 0, chain.stride_bytes)[:n]
+            for (chain, _), (found, _) in zip(parts, chosen, strict=True)
         )
-        n = prefix_of(np.cumsum(costs) <= self._quota_bytes - self._num_bytes[keys.salt_id])
-        for (chain, batch), (tiers, _) in zip(parts, chosen, strict=True):
-            self._hold(chain, batch[:n], hashes[:n], tiers[:n], keys.salt_id, until)
+        n = prefix_of(np.cumsum(costs) <= self._quota_bytes - self._num_bytes[salt])
+        for (chain, batch), (found, tiers) in zip(parts, chosen, strict=True):
+            self._hold(chain, salt, batch[:n], hashes[:n], found.pins[:n], tiers[:n], until)
         self._set_timer()
         return n
 
     def unpin(self, parts: Sequence[tuple[Chain, Batch]], keys: BlockKeys) -> None:
         """Let go of these blocks, of whatever weights; those not pinned are no error."""
-        wanted = set(_hashes(keys))
+        hashes = _hashes(keys)
         for chain, _ in parts:
-            for pin in self._of(chain, keys.salt_id):
-                self._drop(pin, pin.slots.keys() & wanted)
+            self._drop(hashes, self._find(chain, keys.salt_id, hashes).pins)
         self._set_timer()
 
     def is_pinned(self, chain: Chain, batch: Batch, keys: BlockKeys) -> Mask:
         """Say of each block whether it is pinned, and can still be found."""
-        found = np.zeros(len(batch), np.bool_)
-        hashes = _hashes(keys)
-        places = dict(zip(hashes, range(len(hashes)), strict=True))
-        for pin in self._of(chain, keys.salt_id):
-            if common := pin.slots.keys() & places.keys():
-                slots, _ = pin.tier.index.find(batch.names)
-                found[[places[each] for each in common if pin.slots[each] == slots[places[each]]]] = True
-        return found
+        found = self._find(chain, keys.salt_id, _hashes(keys))
+        return (found.pins >= 0) & ~_stale(chain, batch, found)
 
     def close(self) -> None:
         """Let go of everything."""
-        for pins in list(self._pins.values()):
-            for pin in list(pins):
-                self._drop(pin, list(pin.slots))
+        for number in list(self._pins):
+            self._end(number)
         self._set_timer()
 
-    def _of(self, chain: Chain, salt: bytes) -> list[_Pin]:
-        return [pin for pin in self._pins.get(salt, ()) if pin.chain is chain]
+    def _find(self, chain: Chain, salt: bytes, hashes: Sequence[bytes]) -> _Found:
+        n = len(hashes)
+        found = _Found(np.full(n, -1, np.int64), np.full(n, -1, np.int8), np.full(n, -1, np.int64))
+        if (pin_of := self._pin_of.get((id(chain), salt))) is not None:
+            found.pins[:] = [pin_of.get(each, -1) for each in hashes]
+            numbers: dict[BookedTier, int] = {tier: number for number, tier in enumerate(chain.booked)}
+            for i in np.flatnonzero(found.pins >= 0).tolist():
+                pin = self._pins[int(found.pins[i])]
+                found.tiers[i], found.slots[i] = numbers[pin.tier], pin.slots[hashes[i]]
+        return found
 
-    def _drop_stale(self, chain: Chain, batch: Batch, places: Mapping[bytes, int], salt: bytes) -> None:
+    def _drop_stale(self, chain: Chain, salt: bytes, batch: Batch, hashes: Sequence[bytes]) -> None:
         """Let go of those of these blocks that cannot be found where they were pinned: they hold room for nothing."""
-        for pin in self._of(chain, salt):
-            if common := pin.slots.keys() & places.keys():
-                slots, _ = pin.tier.index.find(batch.names)
-                self._drop(pin, [each for each in common if pin.slots[each] != slots[places[each]]])
+        found = self._find(chain, salt, hashes)
+        self._drop(hashes, np.where(_stale(chain, batch, found), found.pins, -1))
 
-    def _choose(
-        self, chain: Chain, batch: Batch, places: Mapping[bytes, int], salt: bytes
-    ) -> tuple[NDArray[np.int8], Mask]:
-        """Say in which tier of the chain to pin each block, -1 for none; and which are pinned there already."""
-        tiers = np.full(len(batch), -1, np.int8)
-        for pin in self._of(chain, salt):
-            tiers[[places[each] for each in pin.slots.keys() & places.keys()]] = chain.booked.index(pin.tier)
-        is_pinned = tiers >= 0
+    def _choose(self, chain: Chain, batch: Batch, found: _Found) -> NDArray[np.int8]:
+        """Say in which owned tier of the chain to pin each block, -1 for none: where it is pinned, if it is."""
+        tiers = found.tiers.copy()
         for number, tier in enumerate(chain.booked):
             if tier.is_in_use:
                 slots, _ = tier.index.find(batch.names)
                 can = (tiers < 0) & tier.index.ready(batch.names) & ~tier.index.is_transient(slots)
                 can &= np.cumsum(can) <= tier.index.num_slots // 2 - self._num_pinned[tier]
                 tiers[can] = number
-        return tiers, is_pinned
+        return tiers
 
     def _hold(
         self,
         chain: Chain,
+        salt: bytes,
         batch: Batch,
         hashes: Sequence[bytes],
+        pins: NDArray[np.int64],
         tiers: NDArray[np.int8],
-        salt: bytes,
         until: float,
     ) -> None:
         """Pin blocks, each in its tier, and end those pins of theirs that would have ended sooner."""
-        before = self._of(chain, salt)
-        places = dict(zip(hashes, range(len(hashes)), strict=True))
-        left = np.ones(len(batch), np.bool_)
-        for pin in before:
-            if pin.until >= until:
-                left[[places[each] for each in pin.slots.keys() & places.keys()]] = False
-        for number in np.unique(tiers[left]).tolist():
-            at = np.flatnonzero(left & (tiers == number)).tolist()
-            tier = chain.booked[number]
+        ends_sooner = np.array([each < 0 or self._pins[each].until < until for each in pins.tolist()], np.bool_)
+        made: list[tuple[int, _Pin]] = []
+        for tier_number in np.unique(tiers[ends_sooner]).tolist():
+            at = np.flatnonzero(ends_sooner & (tiers == tier_number)).tolist()
+            tier = chain.booked[tier_number]
             lease = tier.index.lease(batch.names[at])
             slots = dict(zip([hashes[i] for i in at], lease.slots.tolist(), strict=True))
-            pin = _Pin(chain, tier, batch.namespace, slots, lease, until)
-            self._pins[salt].append(pin)
-            self._count(pin, len(slots))
-        for pin in before:
-            if pin.until < until:
-                self._drop(pin, pin.slots.keys() & places.keys())
+            made.append((next(self._numbers), _Pin(chain, salt, tier, slots, lease.split(), until)))
+        self._drop(hashes, np.where(ends_sooner, pins, -1))  # held anew by now: nothing is evicted in between
+        for number, pin in made:
+            self._pins[number] = pin
+            self._pin_of.setdefault((id(chain), salt), {}).update(dict.fromkeys(pin.slots, number))
+            heappush(self._ends, (until, number))
+            self._count(pin, len(pin.slots))
 
-    def _drop(self, pin: _Pin, hashes: Iterable[bytes]) -> None:
-        """Let go of some blocks of a pin. The others are leased anew before, as a lease ends as a whole."""
-        before = len(pin.slots)
+    def _drop(self, hashes: Sequence[bytes], pins: NDArray[np.int64]) -> None:
+        """Let go of blocks of the pins whose numbers are given by position, -1 for none."""
+        of_pin: dict[int, list[bytes]] = {}
+        for i in np.flatnonzero(pins >= 0).tolist():
+            of_pin.setdefault(int(pins[i]), []).append(hashes[i])
+        for number, each in of_pin.items():
+            self._let_go(number, list(dict.fromkeys(each)))
+
+    def _end(self, number: int) -> None:
+        if (pin := self._pins.get(number)) is not None:
+            self._let_go(number, list(pin.slots))
+
+    def _let_go(self, number: int, hashes: list[bytes]) -> None:
+        """Give back a pin's right to some of its blocks, each named once, and let whoever waits for slots have them."""
+        pin = self._pins[number]
+        pin_of = self._pin_of[id(pin.chain), pin.salt]
+        slots = [pin.slots.pop(each) for each in hashes]
         for each in hashes:
-            del pin.slots[each]
-        if len(pin.slots) == before:
-            return
-        lease = pin.lease
-        if pin.slots:
-            pin.lease = pin.tier.index.lease(pin.names())
-            pin.slots = {
-                each: slot for (each, slot), now in zip(pin.slots.items(), pin.lease.slots, strict=True) if slot == now
-            }
-        self._count(pin, len(pin.slots) - before)
-        pin.chain.release(lease)
+            del pin_of[each]
+        self._count(pin, -len(slots))
+        pin.give_back(np.array(slots, np.int64))
+        pin.chain.room.changed()
         if not pin.slots:
-            pin.lease.release()
-            self._pins[pin.namespace.salt].remove(pin)
-            if not self._pins[pin.namespace.salt]:
-                del self._pins[pin.namespace.salt], self._num_bytes[pin.namespace.salt]
+            del self._pins[number]
+        if not pin_of:
+            del self._pin_of[id(pin.chain), pin.salt]
 
     def _count(self, pin: _Pin, n: int) -> None:
         self._num_pinned[pin.tier] += n
-        self._num_bytes[pin.namespace.salt] += n * pin.chain.stride_bytes
+        self._num_bytes[pin.salt] += n * pin.chain.stride_bytes
+        if not self._num_bytes[pin.salt]:
+            del self._num_bytes[pin.salt]
 
     def _set_timer(self) -> None:
         """Have one timer, for the pin that ends first."""
+        if len(self._ends) > 2 * len(self._pins) + _FEW:
+            self._ends = [each for each in self._ends if each[1] in self._pins]
+            heapify(self._ends)
+        while self._ends and self._ends[0][1] not in self._pins:
+            heappop(self._ends)
         if self._timer is not None:
+            if self._ends and self._timer.when() == self._ends[0][0]:
+                return
             self._timer.cancel()
-        ends = [pin.until for pins in self._pins.values() for pin in pins]
-        self._timer = asyncio.get_running_loop().call_at(min(ends), self._end_due) if ends else None
+        self._timer = asyncio.get_running_loop().call_at(self._ends[0][0], self._end_due) if self._ends else None
 
     def _end_due(self) -> None:
-        now = asyncio.get_running_loop().time()
-        for pins in list(self._pins.values()):
-            for pin in [each for each in pins if each.until <= now]:
-                self._drop(pin, list(pin.slots))
-        self._timer = None
-        self._set_timer()
+        now, self._timer = asyncio.get_running_loop().time(), None
+        for _ in range(_ENDED_AT_ONCE):
+            if not self._ends or self._ends[0][0] > now:
+                break
+            self._end(heappop(self._ends)[1])
+        self._set_timer()  # which has this called in the next turn if more are due
+
+
+def _stale(chain: Chain, batch: Batch, found: _Found) -> Mask:
+    """Say which blocks cannot be found where they are pinned."""
+    stale = np.zeros(len(batch), np.bool_)
+    for number, tier in enumerate(chain.booked):
+        if len(at := np.flatnonzero(found.tiers == number)):
+            slots, _ = tier.index.find(batch.names[at])
+            stale[at] = slots != found.slots[at]
+    return stale
 
 
 def _hashes(keys: BlockKeys) -> list[bytes]:
