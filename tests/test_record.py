@@ -3,12 +3,14 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tiered_kv.backend import Block, Outcome
+from tiered_kv.errors import BlockCorruptError, LayoutMismatchError, TieredKVError
 from tiered_kv.keys import BlockKey, Namespace, Shard
-from tiered_kv.record import HEADER_BYTES, encode, key_in, verify
+from tiered_kv.record import HEADER_BYTES, MAGIC, encode, key_in, parse_record, verify
 from tiered_kv_backends.nvme.ledger import parse
 
 DATA = Path(__file__).parent / "data"
@@ -104,3 +106,50 @@ def test_foreign_bytes_never_verify(foreign: bytes) -> None:
     assert verify(key, block) is not Outcome.HIT
     encode(key, block)
     assert verify(key, block) is Outcome.HIT
+
+
+def test_a_record_says_what_it_is(golden: ModuleType) -> None:
+    """Its bytes alone give the whole name of the block, its payload and how that is kept."""
+    data = golden.golden_record()
+    record = parse_record(data)
+    assert record.key == golden.KEY
+    assert bytes(record.payload) == data[HEADER_BYTES:]
+    assert (record.codec, record.decoded_bytes) == ("none", len(data) - HEADER_BYTES)
+    block = block_of(data)
+    encode(golden.KEY, block, codec="fp8", decoded_bytes=2000)
+    encoded = parse_record(bytearray(bytes(block)))
+    assert (encoded.codec, encoded.decoded_bytes) == ("fp8", 2000)
+
+
+def test_what_is_no_whole_record_is_not_parsed(golden: ModuleType) -> None:
+    """Neither a bit that is flipped, nor bytes that are cut or too many, nor anything that is no record."""
+    record = golden.golden_record()
+    places = (*range(512), *range(HEADER_BYTES, len(record)))
+    broken = [record[:at] + bytes([record[at] ^ 1]) + record[at + 1 :] for at in places]
+    for data in (b"", bytes(8192), record[:100], record[:-1], record + b"\0", *broken):
+        with pytest.raises(BlockCorruptError):
+            parse_record(data)
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "error"),
+    [(8, 2, LayoutMismatchError), (12, 8192, LayoutMismatchError), (160, 4, BlockCorruptError)],
+)
+def test_a_whole_header_may_say_what_cannot_be(
+    golden: ModuleType, at: int, value: int, error: type[TieredKVError]
+) -> None:
+    """Another version of the format is told from a broken record, and no rank is beyond the number of ranks."""
+    record = bytearray(golden.golden_record())
+    record[at : at + 4] = value.to_bytes(4, "little")
+    record[504:512] = xxhash.xxh3_64_intdigest(record[:504]).to_bytes(8, "little")
+    with pytest.raises(error):
+        parse_record(record)
+
+
+@given(st.binary(max_size=600))
+def test_foreign_bytes_are_never_parsed(foreign: bytes) -> None:
+    """Whatever lies where a record should be, it is refused in our own words."""
+    with pytest.raises(BlockCorruptError):
+        parse_record(foreign)
+    with pytest.raises(BlockCorruptError):
+        parse_record((MAGIC + foreign).ljust(HEADER_BYTES + 10, b"\0"))

@@ -75,6 +75,7 @@ from tiered_kv.layout import KVGroup, KVLayout
 from tiered_kv.memory.device import Device
 from tiered_kv.plan import JobResult, Move, Outcomes, Plan, SlabHandle
 from tiered_kv.planner import Planner
+from tiered_kv.record import Record, parse_record
 from tiered_kv.record import encode as encode_record
 from tiered_kv.record import verify as verify_record
 from tiered_kv.results import (
@@ -179,6 +180,7 @@ __all__ = [
     "PrefetchHandle",
     "PrefetchResult",
     "Priority",
+    "Record",
     "RecordShape",
     "Recovered",
     "RemoteLoadStoreSpec",
@@ -219,6 +221,7 @@ __all__ = [
     "hash_blocks",
     "hash_tail",
     "open_blocking",
+    "parse_record",
     "salt_digest",
     "verify_record",
     "window",

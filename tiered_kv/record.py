@@ -5,11 +5,13 @@ right block from another one, an old one and a broken one without trusting where
 """
 
 import struct
+from dataclasses import dataclass
 from functools import lru_cache
 
 import xxhash
 
 from tiered_kv.backend import Block, Outcome
+from tiered_kv.errors import BlockCorruptError, LayoutMismatchError
 from tiered_kv.keys import BlockKey, Namespace, Shard
 from tiered_kv.layout import FORMAT_VERSION
 
@@ -81,6 +83,56 @@ def key_in(header: memoryview) -> BlockKey | None:
     if magic != MAGIC or version != FORMAT_VERSION or not rank < size:
         return None
     return BlockKey(_namespace(fingerprint, epoch, salt, rank, size), digest)
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a whole record says.
+
+    Attributes:
+        key: Names the block; equal to a `Namespace`'s key of it. A record does not know its position.
+        payload: The block's bytes, a view of what was parsed: in the order of its `KVLayout`, or what ``codec`` made of
+            those.
+        codec: ``"none"`` where they are as the engine has them.
+        decoded_bytes: How many those are.
+    """
+
+    key: BlockKey
+    payload: memoryview
+    codec: str
+    decoded_bytes: int
+
+
+def parse_record(data: bytes | bytearray | memoryview) -> Record:
+    """Read a record, wherever it was found, and check every byte of it. Needs no cache.
+
+    Args:
+        data: Its bytes, from the first of the header to the last of the payload.
+
+    Raises:
+        BlockCorruptError: It is none, or broken, or cut.
+        LayoutMismatchError: It is whole, and of another version of the format.
+    """
+    view = memoryview(data).cast("B")
+    header, payload = view[:SIGNED_BYTES], view[HEADER_BYTES:]
+    if len(view) < HEADER_BYTES or header[: len(MAGIC)] != MAGIC:
+        raise BlockCorruptError(f"{len(view)} bytes are no record: they do not begin with its header")
+    if xxhash.xxh3_64_intdigest(header[:_CHECKSUM_AT]) != _CHECKSUM.unpack_from(header, _CHECKSUM_AT)[0]:
+        raise BlockCorruptError("the record's header is broken: its checksum is of other bytes")
+    (
+        _, version, header_bytes, stored_bytes, decoded_bytes, fingerprint, epoch, salt, digest, rank, size, codec,
+        checksum, *_,
+    ) = _FIELDS.unpack_from(header)  # fmt: skip
+    if version != FORMAT_VERSION or header_bytes != HEADER_BYTES:
+        raise LayoutMismatchError(f"a record of format version {version}; this reads version {FORMAT_VERSION}")
+    if stored_bytes != len(payload):
+        raise BlockCorruptError(f"the record's payload has {stored_bytes} bytes, {len(payload)} were given")
+    if xxhash.xxh3_128_digest(payload) != checksum:
+        raise BlockCorruptError("the record's payload is broken: its checksum is of other bytes")
+    if rank >= size:
+        raise BlockCorruptError(f"the record says that it is of rank {rank} of {size}")
+    key = BlockKey(_namespace(fingerprint, epoch, salt, rank, size), digest)
+    return Record(key, payload, codec.rstrip(b"\0").decode("ascii", "replace"), decoded_bytes)
 
 
 @lru_cache(maxsize=1024)
