@@ -1,4 +1,5 @@
 import pickle
+from collections.abc import Callable
 from dataclasses import FrozenInstanceError
 
 import numpy as np
@@ -18,9 +19,9 @@ from tiered_kv import (
 SPECS = [
     GPULoadStoreSpec([3, 1, 2], group=1),
     CPULoadStoreSpec([3, 1, 2], pool="engine"),
-    FileLoadStoreSpec([3, 1, 2], path="slab"),
-    ObjectLoadStoreSpec([0, 2, 1], prefix="p", names=("a", "b", "c")),
-    RemoteLoadStoreSpec([0, 2, 1], endpoint="e", names=("a", "b", "c")),
+    FileLoadStoreSpec([0, 1, 0], ["/kv/a", "/kv/b"], offsets=[8192, 0, 0], lengths=[8192, 8192, 5000]),
+    ObjectLoadStoreSpec([0, 1, 1], ["a", "b"], [0, 0, 8192], [8192] * 3, url="s3://bucket", endpoint="http://s3"),
+    RemoteLoadStoreSpec([0, 2, 1], ["a", "b", "c"], url="redis://server:6379/0"),
 ]
 each_spec = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.medium)
 
@@ -98,3 +99,32 @@ def test_what_is_no_list_of_ids_is_refused(ids: object, message: str) -> None:
 def test_no_ids_are_a_spec_too() -> None:
     """An empty batch is no special case."""
     assert len(GPULoadStoreSpec([])) == 0
+
+
+def test_records_in_files_and_objects_are_ranges() -> None:
+    """Each has a name, an offset and a length; a name may be of many, and a slice has its own."""
+    spec = FileLoadStoreSpec([0, 1, 0], ["/a", "/b"], offsets=[4096, 0, 0], lengths=[5, 6, 7])
+    assert list(spec.places()) == [("/a", 4096, 5), ("/b", 0, 6), ("/a", 0, 7)]
+    assert list(spec[1:].places()) == [("/b", 0, 6), ("/a", 0, 7)]
+    assert spec != FileLoadStoreSpec([0, 1, 0], ["/a", "/b"], offsets=[4096, 0, 1], lengths=[5, 6, 7])
+    assert len(FileLoadStoreSpec([], [], [], [])) == 0
+    for array in (spec.offsets, spec.lengths):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 7
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: FileLoadStoreSpec([0, 1], ["/a"], [0, 0], [1, 1]), "ids number 1 names, got 1"),
+        (lambda: FileLoadStoreSpec([0], ["/a"], [0, 0], [1]), "1 ids, 2 offsets and 1 lengths"),
+        (lambda: ObjectLoadStoreSpec([0], ["a"], [0], [1, 2], "s3://b"), "1 ids, 1 offsets and 2 lengths"),
+        (lambda: ObjectLoadStoreSpec([0], ["a"], [-1], [1], "s3://b"), r"ObjectLoadStoreSpec offsets must lie in \[0"),
+        (lambda: RemoteLoadStoreSpec([0], "abc", "redis://server"), "names must be a list of strings, got 'abc'"),
+        (lambda: RemoteLoadStoreSpec([1], ["a"], "redis://server"), "RemoteLoadStoreSpec ids number 1 names, got 1"),
+    ],
+)
+def test_places_that_cannot_be_are_refused(make: Callable[[], LoadStoreSpec], message: str) -> None:
+    """One place per record, and every name that is numbered is there."""
+    with pytest.raises(ConfigurationError, match=message):
+        make()

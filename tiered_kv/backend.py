@@ -23,6 +23,7 @@ from pydantic import Field
 from tiered_kv.errors import ConfigurationError, LayoutMismatchError
 from tiered_kv.keys import BlockKey, Names, Shard
 from tiered_kv.setting_errors import Checked
+from tiered_kv.specs import LoadStoreSpec
 from tiered_kv.urls import path_of, split_tier_url
 
 T = TypeVar("T")
@@ -204,6 +205,11 @@ class RecordShape:
         return -(-self.payload_bytes // _PAGE) * _PAGE
 
     @property
+    def record_bytes(self) -> int:
+        """Header and payload: what a record has without padding."""
+        return _PAGE + self.payload_bytes
+
+    @property
     def stride_bytes(self) -> int:
         """Header and padded payload: one slot of a medium."""
         return _PAGE + self.padded_bytes
@@ -222,6 +228,11 @@ class BackendContext:
     groups: tuple[RecordShape, ...]
     workers: Callable[[int], Workers]
     clock: Callable[[], float]
+
+    def record_lengths(self, keys: Sequence[BlockKey]) -> list[int]:
+        """Return how many bytes the record of each key has."""
+        lengths = {shape.fingerprint: shape.record_bytes for shape in self.groups}
+        return [lengths[key.namespace.fingerprint] for key in keys]
 
 
 class _Tier(ABC):
@@ -249,6 +260,13 @@ class Backend(_Tier):
         """Count the leading keys that are there. Override it where asking costs: O(log n) questions will do."""
         outcomes = await self.lookup(keys)
         return next((n for n, outcome in enumerate(outcomes) if outcome is not Outcome.HIT), len(outcomes))
+
+    async def locate(self, keys: Sequence[BlockKey]) -> LoadStoreSpec | None:
+        """Say where the records of these keys are, in order; of one that is absent, where it would be looked for.
+
+        None: it cannot tell. A medium whose records others can read by themselves overrides it.
+        """
+        return None
 
     @abstractmethod
     async def read(self, keys: Sequence[BlockKey], into: Sequence[Block]) -> list[Outcome]:
@@ -290,6 +308,10 @@ class SlotBackend(_Tier):
         Raises:
             ConfigurationError: It can never work (too small, not writable, held by another process).
         """
+
+    async def locate(self, group: int, slots: NDArray[np.int64]) -> LoadStoreSpec | None:
+        """Say where the records in these slots are, in order. None: it cannot tell."""
+        return None
 
     @abstractmethod
     async def read(self, group: int, slots: NDArray[np.int64], into: Sequence[Block]) -> list[Outcome]:

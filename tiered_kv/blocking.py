@@ -109,9 +109,9 @@ class BlockingTieredKV:
         register = self.cache.register_host_pool
         self.call(register, name, buffer, group=group, axes=axes, slot_bytes=slot_bytes, direct=direct)
 
-    def lookup(self, keys: BlockKeys) -> LookupResult:
+    def lookup(self, keys: BlockKeys, *, where: bool = False) -> LookupResult:
         """See `TieredKV.lookup`; `lookup_nowait` asks no shared tier."""
-        return self.call(self.cache.lookup, keys)
+        return self.call(self.cache.lookup, keys, where=where)
 
     def load(
         self,

@@ -24,7 +24,7 @@ from tiered_kv.explain import Explanation, explain
 from tiered_kv.groups import GroupNeed, GroupsLoad, GroupsLookup, check_needs, length_in_place, longest
 from tiered_kv.keys import BlockKeys, ModelIdentity, Namespace, Shard, salt_digest
 from tiered_kv.layout import KVCaches, KVLayout
-from tiered_kv.lookups import lookup_result, owned_runs
+from tiered_kv.lookups import lookup_result, owned_runs, with_specs
 from tiered_kv.memory.codec import CodecName, make_codec
 from tiered_kv.memory.make import DeviceLike
 from tiered_kv.open_cache import CacheParts, OpenCache, open_cache
@@ -57,6 +57,7 @@ from tiered_kv.validation import (
     check_emit,
     check_identity,
     check_limits,
+    check_one_rank,
     check_seconds,
     check_shards,
     check_specs,
@@ -144,20 +145,34 @@ class TieredKV:
 
     # Finding and moving blocks, for every request.
 
-    async def lookup(self, keys: BlockKeys) -> LookupResult:
+    async def lookup(self, keys: BlockKeys, *, where: bool = False) -> LookupResult:
         """Find the longest prefix that could be loaded now. Reads, never moves, never pins.
 
         Exact for the tiers that this cache owns; for others an estimate, which `load` decides.
+
+        Args:
+            keys: The blocks, in prompt order.
+            where: Whether to say where they are, too: each run's `TierRun.spec`. The GPU pool's blocks are nobody
+                else's, and a medium that cannot tell says None. Costs a store with packs a question for each.
+
+        Raises:
+            ConfigurationError: With ``where``, in a cache that stands for several ranks: they have parts of their own.
         """
         cache = self._open()
         parts = cache.batches(keys)
+        if where:
+            check_one_rank(parts)
         found = [(chain, batch, chain.locate(batch)) for chain, batch in parts]
         if any(chain.may_be_longer(batch, runs) for chain, batch, runs in found):
             with cache.callers.waiting():
                 runs = await asyncio.gather(*(chain.locate_on(batch, runs) for chain, batch, runs in found))
         else:
             runs = [runs for _, _, runs in found]
-        return lookup_result([chain for chain, _ in parts], runs)
+        result = lookup_result([chain for chain, _ in parts], runs)
+        if where:
+            with cache.callers.waiting():
+                return await with_specs(*parts[0], result)
+        return result
 
     async def load(
         self,

@@ -1,12 +1,15 @@
 """What a lookup answers: runs of tiers, made one over ranks, with what loading them would take."""
 
+import asyncio
 from collections.abc import Sequence
-from itertools import pairwise
+from dataclasses import replace
+from itertools import accumulate, pairwise
 
 import numpy as np
 
 from tiered_kv.catalog.locate import locate_from_any_thread
 from tiered_kv.results import LookupResult, TierRun
+from tiered_kv.specs import LoadStoreSpec
 from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.chain import Chain
 
@@ -29,6 +32,27 @@ def lookup_result(chains: Sequence[Chain], found: Sequence[list[TierRun]]) -> Lo
     }
     seconds = sum((run.stop - run.start) * block_s.get(run.tier, 0.0) for run in runs)
     return LookupResult(num_blocks, tuple(runs), num_blocks * payload_bytes, seconds)
+
+
+async def with_specs(chain: Chain, batch: Batch, found: LookupResult) -> LookupResult:
+    """Say of each run where its blocks are, as far as its tier can tell. Each tier is asked once."""
+    tiers = {tier.name: tier for tier in chain.tiers}
+    runs_of: dict[str, list[TierRun]] = {}
+    for run in found.runs:
+        runs_of.setdefault(run.tier, []).append(run)
+
+    async def locate(name: str) -> dict[TierRun, LoadStoreSpec]:
+        runs = runs_of[name]
+        spec = await tiers[name].locate(batch[np.concatenate([np.arange(run.start, run.stop) for run in runs])])
+        if spec is None:
+            return {}
+        ends = accumulate(run.stop - run.start for run in runs)
+        return {run: spec[end - (run.stop - run.start) : end] for run, end in zip(runs, ends, strict=True)}
+
+    specs: dict[TierRun, LoadStoreSpec] = {}
+    for each in await asyncio.gather(*map(locate, runs_of)):
+        specs |= each
+    return replace(found, runs=tuple(replace(run, spec=specs.get(run)) for run in found.runs))
 
 
 def owned_runs(chain: Chain, batch: Batch) -> list[TierRun]:

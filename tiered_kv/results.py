@@ -3,14 +3,22 @@
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
+from tiered_kv.specs import LoadStoreSpec
+
 
 @dataclass(frozen=True)
 class TierRun:
-    """Blocks ``start <= i < stop`` of the batch are in ``tier``."""
+    """Blocks ``start <= i < stop`` of the batch are in ``tier``.
+
+    ``spec`` says where there, ``len(spec) == stop - start``, if the lookup was asked (``where=True``) and the tier can
+    tell. A place may be another block's a moment later: a record says whose it is (`parse_record`), a slot of memory
+    does not, so pin or lease what is read there.
+    """
 
     tier: str
     start: int
     stop: int
+    spec: LoadStoreSpec | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,9 @@ def check_shards(shard: Shard | tuple[Shard, ...] | None) -> tuple[Shard, ...]:
 def check_one_rank(of_ranks: Sequence[object]) -> None:
     """Raise `ConfigurationError` if there is something for more than one rank."""
     if len(of_ranks) > 1:
-        raise ConfigurationError(f"this cache stands for {len(of_ranks)} ranks: only each rank's own moves its bytes")
+        raise ConfigurationError(
+            f"this cache stands for {len(of_ranks)} ranks: only each rank's own knows and moves its bytes"
+        )
 
 
 def check_keys(keys: BlockKeys, group: KVGroup) -> None:

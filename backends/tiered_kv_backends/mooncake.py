@@ -25,6 +25,7 @@ from pydantic import ByteSize, Field, field_validator
 from tiered_kv.backend import Backend, BackendContext, Block, Outcome, TierSettings, check_lengths
 from tiered_kv.errors import BackendUnavailableError, ClosedError
 from tiered_kv.keys import BlockKey, salt_digest
+from tiered_kv.specs import RemoteLoadStoreSpec
 from tiered_kv.urls import split_url
 
 T = TypeVar("T")
@@ -127,6 +128,10 @@ class MooncakeBackend(Backend):
         if errors := [code for code in codes if code < _NOT_THERE]:
             raise self._unavailable(f"{len(errors)} of {len(keys)} keys could not be asked for", errors[0])
         return [Outcome.HIT if code == _THERE else Outcome.MISS for code in codes]
+
+    async def locate(self, keys: Sequence[BlockKey]) -> RemoteLoadStoreSpec:
+        """Say which keys of the store the records are. Asks nobody."""
+        return RemoteLoadStoreSpec(range(len(keys)), [key.path for key in keys], self.settings.url)
 
     async def read(self, keys: Sequence[BlockKey], into: Sequence[Block]) -> list[Outcome]:
         """Read the records into the blocks: HIT, MISS, CORRUPT (wrong length) or FAILED each.

@@ -23,6 +23,7 @@ from redis.exceptions import (
 from tiered_kv.backend import Backend, BackendContext, Block, Outcome, check_lengths
 from tiered_kv.errors import BackendUnavailableError, ConfigurationError, TieredKVError
 from tiered_kv.keys import BlockKey
+from tiered_kv.specs import RemoteLoadStoreSpec
 from tiered_kv_backends.redis_servers import RedisSettings, Server, Servers
 from tiered_kv_backends.resp import Answer, LoginError, ProtocolError, command
 from tiered_kv_backends.secrets import all_causes
@@ -91,6 +92,11 @@ class RedisBackend(Backend):
             return [each if isinstance(each, str) else Outcome.HIT if each else Outcome.MISS for each in found]
 
         return await self._ask_all("look up", names, exist)
+
+    async def locate(self, keys: Sequence[BlockKey]) -> RemoteLoadStoreSpec:
+        """Say which keys of the servers the records are. Asks nobody."""
+        names = [self.settings.prefix + key.path for key in keys]
+        return RemoteLoadStoreSpec(range(len(keys)), names, self._servers.url)
 
     async def read(self, keys: Sequence[BlockKey], into: Sequence[Block]) -> list[Outcome]:
         """Fill the blocks, and let what is read live for another ``ttl_s``: HIT, MISS, CORRUPT or FAILED."""

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote, urlencode, urlsplit, urlunsplit
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 from redis.asyncio import Redis, RedisCluster
@@ -183,6 +183,14 @@ class Servers:
     def __str__(self) -> str:
         kind = "cluster" if self._cluster else "Sentinel" if self._sentinel else "server"
         return f"Redis {kind} at {', '.join(map(str, self._hosts))}"
+
+    @property
+    def url(self) -> str:
+        """What leads here, as `RedisSettings` take it, without a login: not in it, nor in its query, is a secret."""
+        scheme, master = "rediss" if self._target.is_tls else "redis", self._settings.sentinel_master
+        fields = {"cluster": "true"} if self._settings.cluster else {"sentinel_master": master} if master else {}
+        hosts = ",".join(map(str, self._hosts))
+        return urlunsplit((scheme, hosts, f"/{self._target.database}", urlencode(fields), ""))
 
     async def holding(self, names: Sequence[bytes], which: Sequence[int]) -> list[tuple[Server, list[int]]]:
         """Group the names at positions ``which`` by the servers that hold them. A name that none holds is left out.

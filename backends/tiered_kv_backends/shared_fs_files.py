@@ -118,6 +118,12 @@ def check_mounted(root: str) -> None:
         raise FileNotFoundError(errno.ENOENT, "is missing: is the filesystem mounted?", path) from error
 
 
+def path_of(key: BlockKey) -> str:
+    """Return where below the root a block's file is."""
+    digits = key.hash.hex()
+    return f"{key.namespace.path}/{digits[:FOLDER_DIGITS]}/{digits}"
+
+
 def free_bytes(root: str, min_free_fraction: float) -> float:
     """Return how many bytes are free beyond what is to be left free.
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from tiered_kv.backend import BackendContext, Block, Outcome, Recovered, SlotBackend, TierSettings, check_lengths
 from tiered_kv.errors import ConfigurationError, LayoutMismatchError
 from tiered_kv.keys import Names
+from tiered_kv.specs import FileLoadStoreSpec
 from tiered_kv.testing import SlotBackendTests, open_backend
 
 Slots = NDArray[np.int64]
@@ -194,6 +195,11 @@ class IgnoresCheckpoints(SlotMemory):
         pass
 
 
+class NamesAnotherFile(SlotMemory):
+    async def locate(self, group: int, slots: Slots) -> FileLoadStoreSpec:
+        return FileLoadStoreSpec([0] * len(slots), [__file__], [0] * len(slots), [8] * len(slots))
+
+
 BROKEN = {
     "test_returns_every_byte": LosesTheEnd,
     "test_groups_do_not_meet": MixesGroups,
@@ -207,6 +213,7 @@ BROKEN = {
     "test_what_is_written_is_not_changed": MarksWhatItHasWritten,
     "test_nothing_touches_a_buffer_after_its_call": FillsLater,
     "test_a_medium_that_can_be_resized_keeps_what_stays": StartsAnewWhenResized,
+    "test_locate_says_where_the_records_are": NamesAnotherFile,
     "test_what_was_stored_is_recovered": ForgetsOrder,
     "test_what_was_forgotten_is_not_recovered": RemembersForgotten,
     "test_a_checkpoint_is_what_is_recovered": IgnoresCheckpoints,

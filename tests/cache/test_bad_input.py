@@ -55,7 +55,11 @@ BLOCKS: dict[str, tuple[Given, type[TieredKVError], str]] = {
         ConfigurationError,
         r"CPULoadStoreSpec, got list: write GPULoadStoreSpec\(block_ids\)",
     ),
-    "a spec of another medium": ((KEYS, FileLoadStoreSpec(range(4))), ConfigurationError, "got FileLoadStoreSpec"),
+    "a spec of another medium": (
+        (KEYS, FileLoadStoreSpec([0], ["/kv"], [0], [1])),
+        ConfigurationError,
+        "got FileLoadStoreSpec",
+    ),
     "slots of the cache's own": (
         (KEYS, CPULoadStoreSpec(range(4))),
         ConfigurationError,

@@ -4,6 +4,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -11,10 +12,13 @@ import pytest
 from tiered_kv.backend import Block, Outcome, RecordShape
 from tiered_kv.errors import BackendUnavailableError, ClosedError, ConfigurationError
 from tiered_kv.record import verify
+from tiered_kv.specs import LoadStoreSpec, RemoteLoadStoreSpec
 from tiered_kv.testing import GROUPS, BackendTests, block_key, make_block, open_backend, open_context
 
 MISSING = "mooncake or libibverbs is missing: pip install 'tiered-kv[mooncake]'; apt-get install libibverbs1"
 pytest.importorskip("mooncake.store", reason=MISSING, exc_type=ImportError)
+
+from mooncake.store import MooncakeDistributedStore  # noqa: E402 - behind the check for it
 
 from mooncake_server import MooncakeServer, mooncake_server  # noqa: E402 - behind the check for its client
 from tiered_kv_backends.mooncake import MooncakeBackend  # noqa: E402 - only where it can be imported
@@ -52,6 +56,16 @@ class TestMooncakeBackend(BackendTests):
         server.clear()
         async with open_backend(backend_at(server)) as backend:
             yield backend
+
+    async def records_at(self, spec: LoadStoreSpec) -> list[bytes]:
+        """Join the store of the spec's URL with a client of our own."""
+        assert isinstance(spec, RemoteLoadStoreSpec)
+        client, master = MooncakeDistributedStore(), urlsplit(spec.url).netloc
+        assert client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", master) == 0
+        try:
+            return [client.get(spec.names[number]) for number in spec.ids]
+        finally:
+            client.close()
 
 
 def content(n: int) -> bytes:

@@ -14,12 +14,16 @@ import pytest
 
 pytest.importorskip("obstore", reason="obstore is missing: pip install 'tiered-kv[s3]'")
 
+import obstore
+from obstore.store import from_url
+
 import ceph_server
 from ceph_server import CephServer
 from s3_server import S3Server, is_ceph, s3_server
 from tiered_kv.backend import Block, Outcome
 from tiered_kv.errors import BackendUnavailableError, ConfigurationError, TieredKVError
 from tiered_kv.keys import BlockKey, Namespace, epoch_digest, hash_blocks, salt_digest
+from tiered_kv.specs import LoadStoreSpec, ObjectLoadStoreSpec
 from tiered_kv.testing import GROUPS, BackendTests, block_key, make_block, open_backend
 from tiered_kv_backends.s3 import S3Backend, S3Settings, collect_epochs, delete_tenant
 
@@ -60,6 +64,16 @@ def files(tmp_path: Path) -> S3Settings:
     return S3Settings(url=f"file://{tmp_path}/objects")
 
 
+async def objects_at(spec: LoadStoreSpec, **options: object) -> list[bytes]:
+    """Read what a spec says with a client of our own."""
+    assert isinstance(spec, ObjectLoadStoreSpec)
+    store = from_url(spec.url, **options)  # type: ignore[call-overload]  # its options are of the URL's scheme
+    return [
+        bytes(await obstore.get_range_async(store, name, start=offset, length=length))
+        for name, offset, length in spec.places()
+    ]
+
+
 class TestOnAServer(BackendTests):
     capacity_bytes = None  # the bucket's lifecycle rule is its limit
     survives_reopening = True
@@ -69,6 +83,13 @@ class TestOnAServer(BackendTests):
         """One with a prefix of its own."""
         async with open_backend(S3Backend(on(server))) as backend:
             yield backend
+
+    async def records_at(self, spec: LoadStoreSpec) -> list[bytes]:
+        """Give credentials and the spec's endpoint."""
+        assert isinstance(spec, ObjectLoadStoreSpec)
+        login = {"access_key_id": ceph_server.ACCESS_KEY, "secret_access_key": ceph_server.SECRET_KEY}
+        config = {"endpoint": spec.endpoint, "region": "us-east-1", **login}
+        return await objects_at(spec, config=config, client_options={"allow_http": True})
 
 
 class TestOnFiles(BackendTests):
@@ -80,6 +101,10 @@ class TestOnFiles(BackendTests):
         """One in the test's folder."""
         async with open_backend(S3Backend(files)) as backend:
             yield backend
+
+    async def records_at(self, spec: LoadStoreSpec) -> list[bytes]:
+        """The URL is enough."""
+        return await objects_at(spec)
 
 
 class TestInMemory(BackendTests):
@@ -184,6 +209,30 @@ async def test_a_truncated_pack_is_corrupt_where_it_is_cut(files: S3Settings) ->
         assert await read(backend, keys[8:]) == [Outcome.CORRUPT] * 8
         await store(backend, keys)
         assert await read(backend, keys) == [Outcome.HIT] * 16
+
+
+async def test_a_part_of_a_pack_is_said_to_be_where_it_is(files: S3Settings) -> None:
+    """Blocks of a pack are ranges of one object, from whichever block on; those stored singly are objects."""
+    keys = chain(20)
+    async with open_backend(S3Backend(files)) as backend:
+        await store(backend, keys)
+        spec = await backend.locate(keys[3:])
+        assert spec is not None
+        assert [len(spec.names), *spec.ids] == [5] + [0] * 13 + [1, 2, 3, 4]
+        assert list(spec.offsets) == [*range(3 * RECORD, 16 * RECORD, RECORD), 0, 0, 0, 0]
+        assert await objects_at(spec) == [bytes(block) for block in records(keys[3:])]
+        await backend.delete(keys[:1])
+        await store(backend, keys[:5])
+        spec = await backend.locate(keys[:5])
+        assert spec is not None
+        assert await objects_at(spec) == [bytes(block) for block in records(keys[:5])]
+
+
+async def test_memory_of_this_process_is_no_place() -> None:
+    """Objects in memory are found by nobody else: where they are is not said."""
+    async with open_backend(S3Backend(S3Settings(url="memory:///"))) as backend:
+        await store(backend, chain(2))
+        assert await backend.locate(chain(2)) is None
 
 
 # Presence

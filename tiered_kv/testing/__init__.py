@@ -14,6 +14,7 @@ from tiered_kv.testing.helpers import (
     make_block,
     open_backend,
     open_context,
+    records_in_files,
 )
 from tiered_kv.testing.ordering import Actor, Race
 from tiered_kv.testing.scripted import ScriptedDevice, ScriptedEvent, ScriptedStream
@@ -37,6 +38,7 @@ __all__ = [
     "make_block",
     "open_backend",
     "open_context",
+    "records_in_files",
 ]
 
 _SUITES = {

@@ -202,6 +202,20 @@ class BackendTests(Promises):
             assert outcome in {Outcome.HIT, Outcome.MISS}
             assert outcome is Outcome.MISS or bytes(block) in written
 
+    async def test_locate_says_where_the_records_are(self, backend: Backend) -> None:
+        """What `locate` names is, byte for byte, the record of each key, packed or not; or it cannot tell."""
+        for group, shape in enumerate(GROUPS):
+            space = block_key(0, group).namespace
+            keys = [BlockKey(space, block_key(n, group).hash, position=n) for n in range(20)]
+            blocks = [make_block(content(n, shape.payload_bytes), key) for n, key in enumerate(keys)]
+            assert await backend.write(keys, blocks) == [Outcome.STORED] * len(keys)
+            for some in (slice(None), slice(3, 8), slice(0)):
+                wanted = [bytes(block) for block in blocks[some]]
+                if (spec := await backend.locate(keys[some])) is not None:
+                    assert len(spec) == len(wanted)
+                    assert await self.records_at(spec) == wanted
+                    assert await self.records_at(spec[1:]) == wanted[1:]
+
     async def test_reopening(self, backend: Backend) -> None:
         """After closing and opening again a block is whole or a miss, and what was deleted stays deleted."""
         keys = [block_key(n) for n in range(3)]

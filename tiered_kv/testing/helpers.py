@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -15,6 +16,7 @@ import numpy as np
 from tiered_kv.backend import Backend, BackendContext, Block, RecordShape, SlotBackend
 from tiered_kv.keys import BlockKey, Names, Namespace, epoch_digest
 from tiered_kv.record import encode
+from tiered_kv.specs import FileLoadStoreSpec, LoadStoreSpec
 
 T = TypeVar("T")
 AnyBackend = TypeVar("AnyBackend", bound=Backend | SlotBackend)
@@ -45,6 +47,18 @@ def make_block(content: bytes, key: BlockKey | None = None) -> Block:
     block.payload[:] = content
     encode(key or block_key(0), block)
     return block.read_only()
+
+
+def records_in_files(spec: LoadStoreSpec) -> list[bytes]:
+    """Read what a `FileLoadStoreSpec` says."""
+    if not isinstance(spec, FileLoadStoreSpec):
+        raise NotImplementedError(f"define records_at: how {type(spec).__name__} is read is this medium's to say")
+    records = []
+    for path, offset, length in spec.places():
+        with Path(path).open("rb") as file:
+            file.seek(offset)
+            records.append(file.read(length))
+    return records
 
 
 class ThreadWorkers:

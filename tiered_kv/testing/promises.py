@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tiered_kv.testing.helpers import GROUPS
+from tiered_kv.specs import LoadStoreSpec
+from tiered_kv.testing.helpers import GROUPS, records_in_files
 
 SIZE = GROUPS[0].payload_bytes
 ODD = GROUPS[-1].payload_bytes
@@ -23,6 +24,10 @@ class Promises:
     """Base of suites for backends: their tests run on asyncio, each with its promise in front of what was found."""
 
     pytestmark = _ON_ASYNCIO
+
+    async def records_at(self, spec: LoadStoreSpec) -> list[bytes]:
+        """Read what the medium's `locate` has named, without the backend. Files are read as they are."""
+        return records_in_files(spec)
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

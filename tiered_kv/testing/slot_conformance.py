@@ -104,6 +104,17 @@ class SlotBackendTests(Promises):
         await backend.read(0, np.arange(40, 80), blocks)
         assert [bytes(block.payload) for block in blocks] == [content(n + 1000) for n in range(40, 80)]
 
+    async def test_locate_says_where_the_records_are(self, backend: SlotBackend) -> None:
+        """What `locate` names is, byte for byte, the record in each slot; or it cannot tell."""
+        for group, shape in enumerate(GROUPS):
+            assert await _write(backend, {5: 1, 0: 2, 6: 3}, group) == [Outcome.STORED] * 3
+            blocks = [make_block(content(n, shape.payload_bytes), block_key(n, group)) for n in (2, 3, 1)]
+            wanted = [bytes(block) for block in blocks]
+            if (spec := await backend.locate(group, _slots([0, 6, 5]))) is not None:
+                assert len(spec) == 3
+                assert await self.records_at(spec) == wanted
+                assert await self.records_at(spec[1:]) == wanted[1:]
+
     async def test_what_was_stored_is_recovered(self, backend: SlotBackend) -> None:
         """After closing and opening again each block is found once, in its slot, the last written last."""
         await _write(backend, {4: 40, 9: 90})

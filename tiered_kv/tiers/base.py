@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.catalog.index import TierIndex
+from tiered_kv.specs import LoadStoreSpec
 from tiered_kv.tiers.batch import Batch
 
 Mask = NDArray[np.bool_]
@@ -46,6 +47,10 @@ class Tier:
     def can_keep(self) -> bool:
         """Whether blocks may stay here at all."""
 
+    async def locate(self, batch: Batch) -> LoadStoreSpec | None:
+        """Say where all these blocks are in this tier now; None where that is not to be told."""
+        return None
+
 
 class BookedTier(Tier):
     """A tier of which this cache knows, without asking, what is in it.
@@ -60,6 +65,11 @@ class BookedTier(Tier):
     @abstractmethod
     def is_in_use(self) -> bool:
         """Whether what the books say can be had now."""
+
+    def slots_of(self, batch: Batch) -> NDArray[np.int64] | None:
+        """Return the slots of these blocks, or None unless every one of them can be read now."""
+        slots, _ = self.index.find(batch.names)
+        return slots if self.is_in_use and self.index.ready(batch.names).all() else None
 
     @abstractmethod
     def slots_within(self, capacity_bytes: int, block_bytes: int) -> int:

@@ -7,7 +7,9 @@ from tiered_kv.catalog.index import TierIndex
 from tiered_kv.errors import ConfigurationError
 from tiered_kv.memory.host import HostSlab
 from tiered_kv.preflight import check_host_memory
+from tiered_kv.specs import CPULoadStoreSpec
 from tiered_kv.tiers.base import BookedTier
+from tiered_kv.tiers.batch import Batch
 
 
 class MemoryTier(BookedTier):
@@ -52,6 +54,11 @@ class HostTier(MemoryTier):
     def __init__(self, name: str, index: TierIndex, slab: HostSlab, *, write_back: bool = False) -> None:
         super().__init__(name, index, slab.rows, write_back=write_back)
         self.slab = slab
+
+    async def locate(self, batch: Batch) -> CPULoadStoreSpec | None:
+        """See `Tier.locate`: slots of the slab, payloads without headers."""
+        slots = self.slots_of(batch)
+        return None if slots is None else CPULoadStoreSpec(slots, self.slab.name)
 
     def slots_within(self, capacity_bytes: int, block_bytes: int) -> int:
         """See `BookedTier.slots_within`."""

@@ -6,6 +6,7 @@ A slot is in one call of the backend at a time: what is to be forgotten keeps it
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from tiered_kv.catalog.leases import Lease
 from tiered_kv.errors import BackendUnavailableError, CapacityError, ConfigurationError, TieredKVError
 from tiered_kv.events import BlocksCorrupted, TierFailed
 from tiered_kv.keys import Names
+from tiered_kv.specs import LoadStoreSpec
 from tiered_kv.tiers.base import BookedTier, Mask
 from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.budget import Kind, Waiter
@@ -69,6 +71,12 @@ class OwnedTier(StorageTier, BookedTier):
     async def find(self, batch: Batch, *, until: float | None = None) -> Mask:
         """See `StorageTier.find`; exact, and does not wait."""
         return np.zeros(len(batch), np.bool_) if self.health.is_bypassed else self.index.ready(batch.names)
+
+    async def locate(self, batch: Batch) -> LoadStoreSpec | None:
+        """See `Tier.locate`."""
+        if (slots := self.slots_of(batch)) is None:
+            return None
+        return await self._locate(partial(self.backend.locate, self.group, slots), len(batch))
 
     async def read(self, batch: Batch, blocks: list[Block], waiter: Waiter, on_late: Callable[[], None]) -> Mask:
         """See `StorageTier.read`. A block that is not what the index says is removed.

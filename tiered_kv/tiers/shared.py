@@ -2,12 +2,14 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
 from tiered_kv.backend import Backend, Block, Outcome
 from tiered_kv.events import BlocksCorrupted
+from tiered_kv.specs import LoadStoreSpec
 from tiered_kv.tiers.base import Mask
 from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.budget import Kind, Waiter
@@ -62,6 +64,10 @@ class SharedTier(StorageTier):
             "lookup", lambda: self.backend.lookup_prefix(keys), num_blocks=n, until_late=True, problem_of=problem_of
         )
         return np.arange(n) < (answer.value if answer.is_well and answer.value else 0)
+
+    async def locate(self, batch: Batch) -> LoadStoreSpec | None:
+        """See `Tier.locate`: the medium knows."""
+        return await self._locate(partial(self.backend.locate, batch.keys()), len(batch))
 
     async def read(self, batch: Batch, blocks: list[Block], waiter: Waiter, on_late: Callable[[], None]) -> Mask:
         """See `StorageTier.read`. A block that is broken twice is deleted; until then a store may repair it."""

@@ -19,6 +19,7 @@ from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.table import hash_names
 from tiered_kv.keys import BlockKey, Names
 from tiered_kv.record import encode, verify
+from tiered_kv.specs import LoadStoreSpec
 from tiered_kv.tiers.base import Mask, Tier
 from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.budget import Budget, Kind, Waiter
@@ -189,6 +190,16 @@ class StorageTier(Tier):
 
     def _is_off(self, waiter: Waiter) -> bool:
         return self.health.is_bypassed if waiter.kind in {Kind.LOAD, Kind.PREFETCH} else self.health.is_shedding
+
+    async def _locate(self, call: Callable[[], Awaitable[LoadStoreSpec | None]], n: int) -> LoadStoreSpec | None:
+        """Ask the medium, which counts as a lookup."""
+
+        def problem_of(spec: LoadStoreSpec | None) -> str:
+            is_right = spec is None or (isinstance(spec, LoadStoreSpec) and len(spec) == n)
+            return "" if is_right else f"no spec of {n} blocks: {spec!r:.80}"
+
+        answer = await self.calls.make("lookup", call, num_blocks=n, until_late=True, problem_of=problem_of)
+        return answer.value if answer.is_well else None
 
     async def _read(
         self,

@@ -25,6 +25,7 @@ from tiered_kv.backend import (
 )
 from tiered_kv.errors import BackendUnavailableError, ClosedError, ConfigurationError, LayoutMismatchError
 from tiered_kv.keys import Names
+from tiered_kv.specs import FileLoadStoreSpec
 from tiered_kv_backends.nvme.calls import Calls
 from tiered_kv_backends.nvme.directory import HOLDER, Directory, fit
 from tiered_kv_backends.nvme.group import EMPTY, ERASING, HELD, WRITING, Group
@@ -105,6 +106,13 @@ class NVMeBackend(SlotBackend):
             raise
         self._facts["num_recovered"] = sum(len(each.slots) for each in recovered)
         return recovered
+
+    async def locate(self, group: int, slots: Slots) -> FileLoadStoreSpec:
+        """Say which bytes of the slab are the records in these slots."""
+        shape = self._group(group, slots).slab.shape
+        path = self.settings.path.absolute() / shape.folder / "slab"
+        lengths = np.full(len(slots), shape.record_bytes)
+        return FileLoadStoreSpec(np.zeros_like(slots), (str(path),), slots * shape.stride_bytes, lengths)
 
     async def read(self, group: int, slots: Slots, into: Sequence[Block]) -> list[Outcome]:
         """Fill ``into[i]`` from ``slots[i]``: HIT, MISS where nothing was ever written, or FAILED each.

@@ -12,6 +12,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError
 from tiered_kv.backend import Backend, BackendContext, Block, Outcome, check_lengths
 from tiered_kv.errors import BackendUnavailableError, BlockCorruptError
 from tiered_kv.keys import BlockKey
+from tiered_kv.specs import ObjectLoadStoreSpec
 from tiered_kv_backends.s3.client import (
     BEGIN_WITHIN,
     S3Settings,
@@ -54,7 +55,7 @@ class S3Backend(Backend):
             if (failure := translate_opening(error, self.settings)) is not None:
                 raise failure from error
         self._store = make_store(self.settings)
-        self._clock = context.clock
+        self._context, self._clock = context, context.clock
         self._packing = Packing(context.groups, self.settings.pack_bytes)
         self._answers = Answers(context.clock, self.settings.answer_ttl_s)
         self._reading = asyncio.Semaphore(self.settings.connections)
@@ -101,6 +102,27 @@ class S3Backend(Backend):
         if n < len(keys):
             self._answers.put(keys[n], is_there=False)
         return n
+
+    async def locate(self, keys: Sequence[BlockKey]) -> ObjectLoadStoreSpec | None:
+        """Say which objects, or which parts of packs, the records are, by one question for each pack.
+
+        Raises:
+            BackendUnavailableError: The store failed to answer.
+        """
+        if self.settings.is_private:
+            return None
+        units, deadline = self._packing.units(keys), self._deadline()
+
+        async def is_packed(unit: Unit) -> bool:
+            return unit.pack is not None and await self._exists(unit.pack, deadline)
+
+        names, offsets, lengths = [key.path for key in keys], [0] * len(keys), self._context.record_lengths(keys)
+        for unit, packed in zip(units, await asyncio.gather(*map(is_packed, units)), strict=True):
+            for at in range(unit.start, unit.stop) if packed else ():
+                names[at], offsets[at] = str(unit.pack), (unit.place + at - unit.start) * lengths[at]
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        ids = [numbers[name] for name in names]
+        return ObjectLoadStoreSpec(ids, [*numbers], offsets, lengths, self.settings.url, self.settings.endpoint or "")
 
     async def read(self, keys: Sequence[BlockKey], into: Sequence[Block]) -> list[Outcome]:
         """Fill the blocks: HIT, MISS, CORRUPT (another length) or FAILED each.

@@ -114,6 +114,11 @@ class S3Settings(TierSettings):
         return f"{self.url} at {self.endpoint}" if self.endpoint else self.url
 
     @property
+    def is_private(self) -> bool:
+        """Whether the store is in this process's own memory, where nobody else finds it."""
+        return urlsplit(self.url).scheme == "memory"
+
+    @property
     def secrets(self) -> list[str]:
         """What no message may hold, whatever a server repeats: of the settings and of the environment."""
         own = (self.access_key_id, self.secret_access_key, self.session_token, *self.options.values())
