@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
-from tests.support.caches import Recorder, inside, keep, open_cache, until
+from tests.support.caches import Recorder, inside, keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine, prompt
 from tiered_kv import (
     BlockKeys,
@@ -205,3 +205,20 @@ def test_another_event_loop_is_refused() -> None:
 
 async def _lookup(kv: TieredKV) -> None:
     await kv.lookup(KEYS)
+
+
+async def test_a_cancelled_load_of_groups_ends_when_all_its_loads_have() -> None:
+    """The engine's blocks of every group are the engine's again."""
+    engine, medium = Engine(), ScriptedBackend()
+    async with open_cache(CPU, medium, engine=engine) as kv:
+        await keep_below(kv, engine)
+        medium.on_read.hold()
+        loading = asyncio.create_task(kv.load_groups([full(KEYS)], [INTO]))
+        await until(lambda: medium.on_read.num_held > 0)
+        loading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+        engine.poison()
+        medium.on_read.release()
+        await until_idle(kv)
+        assert engine.is_poisoned()

@@ -35,6 +35,10 @@ class Handle(Generic[T]):
         """Whether it has ended: the caller's memory is the caller's alone."""
         return self._ended.done()
 
+    def result(self) -> T:
+        """Return the result of a transfer that has ended."""
+        return self._ended.result()
+
     def when_done(self, callback: "Callable[[asyncio.Future[T]], object]") -> None:
         """Call ``callback`` on the loop, with the future that has its result, once it has ended."""
         self._ended.add_done_callback(callback)
@@ -86,7 +90,7 @@ async def each_of(handles: "Sequence[Handle[T]]") -> list[T]:
             await waiting[0]
         except asyncio.CancelledError:
             cancel_each(handles)
-    return [await handle for handle in handles]  # has nothing to wait for
+    return [handle.result() for handle in handles]
 
 
 def cancel_each(handles: "Sequence[Handle[T]]") -> None:
