@@ -2,7 +2,7 @@
 
 import asyncio
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
@@ -15,6 +15,7 @@ from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine, prompt
 from tiered_kv import (
     BackendContext,
     BackendUnavailableError,
+    BlockKey,
     ConfigurationError,
     CPULoadStoreSpec,
     GPULoadStoreSpec,
@@ -90,13 +91,23 @@ async def test_closing_a_backend_raises_nothing(error: Callable[[], BaseExceptio
     assert [(each.tier, each.doing) for each in said.of(TierFailed)] == [("last", "close")]
 
 
+class OddBackend(ScriptedBackend):
+    """Says of a prefix what it is told to."""
+
+    prefix: object = ()
+
+    async def lookup_prefix(self, keys: Sequence[BlockKey]) -> int:
+        """Answer, whatever it is."""
+        return await super().lookup_prefix(keys) if self.prefix == () else self.prefix  # type: ignore[return-value] # so
+
+
 def _instead(answer: object, _: object) -> object:
     return answer
 
 
 async def test_answers_that_are_none_are_failures() -> None:
     """A wrong number of outcomes, outcomes of another call, or no list: a miss, and an event."""
-    engine, keyed, said = Engine(), ScriptedBackend(), Recorder()
+    engine, keyed, said = Engine(), OddBackend(), Recorder()
     async with open_cache(keyed, engine=engine, emit=said) as kv:
         await keep(kv, engine, KEYS)
         wrong: list[object] = [[Outcome.HIT], [Outcome.STORED] * 4, None]
@@ -105,6 +116,10 @@ async def test_answers_that_are_none_are_failures() -> None:
             assert (await kv.load(KEYS, INTO)).num_blocks == 0
             await is_used_again(kv)
         assert len(said.of(TierFailed)) == len(wrong)
+        for found in (-1, 99, 2.5, True, None, [Outcome.HIT] * 4):
+            keyed.prefix = found
+            assert (await kv.lookup(KEYS)).num_blocks == 0
+            await until(lambda: not kv.stats()["keyed"].is_bypassed)
         await until_idle(kv)
 
 

@@ -140,7 +140,7 @@ async def test_settings_make_a_whole_cache(source: str, tmp_path: Path, monkeypa
     async with TieredKV.from_settings(settings, model=MODEL, layout=SMALL) as kv:
         kv.register_kv_caches(engine.caches[0])
         stats = kv.stats()
-        assert [(tier.tier, tier.num_slots) for tier in stats.tiers] == [("cpu", 8), ("nvme", 963)]
+        assert [(tier.tier, tier.num_slots) for tier in stats.tiers] == [("cpu", 8), ("nvme", 999)]
         assert stats.bounce_slots == 16
         await round_trip(kv, engine)
 

@@ -58,7 +58,8 @@ class SharedTier(StorageTier):
         n, keys = len(batch), batch.keys()
 
         def problem_of(num_found: int) -> str:
-            return "" if 0 <= num_found <= n else f"a prefix of {num_found!r} of {n} blocks"
+            is_count = isinstance(num_found, int) and not isinstance(num_found, bool)
+            return "" if is_count and 0 <= num_found <= n else f"a prefix of {num_found!r} of {n} blocks"
 
         answer = await self.calls.make(
             "lookup", lambda: self.backend.lookup_prefix(keys), num_blocks=n, until_late=True, problem_of=problem_of
