@@ -31,6 +31,7 @@ from tiered_kv.backend import OwnedTierSettings as OwnedSettings
 from tiered_kv.catalog.policies.lru import LRUPolicy
 from tiered_kv.events import CacheClosed
 from tiered_kv.keys import Names
+from tiered_kv.testing import ScriptedDevice
 from tiered_kv_backends.memory import MemoryBackend
 from tiered_kv_backends.nvme import NVMeBackend
 
@@ -160,6 +161,58 @@ async def test_demotion_from_the_gpu_pool(*, has_cpu: bool) -> None:
         assert engine.read(INTO) == contents(KEYS)
         await kv.flush()
         await until_idle(kv)
+
+
+@pytest.mark.parametrize(("num_failures", "num_lost"), [(1, 0), (4, 0), (6, 8)])
+async def test_blocks_whose_copy_to_the_cpu_tier_fails_wait_for_another_try(num_failures: int, num_lost: int) -> None:
+    """They are in the GPU pool and nowhere else: as what a medium fails to write they are tried three times."""
+    engine, slots, device = Engine(), slots_back(), ScriptedDevice()
+    gpu = {"medium": "gpu", "capacity": 8 * PAYLOAD_BYTES}
+
+    async def stepped(work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        await until(task.done, on_wait=device.step)
+        await task
+
+    async def store() -> None:
+        await kv.store(KEYS, engine.compute(KEYS))
+
+    async with open_cache(gpu, cpu(16, write="back"), slots, engine=engine, device=device, limits=LAZY) as kv:
+        await stepped(store())
+        for _ in range(num_failures):
+            device.fail_next(RuntimeError("the bus"))
+        for _ in range(3):
+            await stepped(kv.flush())
+        assert (dirty(kv, "gpu"), dirty(kv)) == (0, 0)
+        assert (slots.num_records, kv.stats()["cpu"].failed) == (8 - num_lost, num_lost)
+        await until_idle(kv)
+
+
+def test_closing_counts_what_waited_for_room_on_the_host() -> None:
+    """A window on its way from the GPU pool that never found host slots is among the blocks that were not written."""
+
+    async def main() -> None:
+        engine, slots, device, said = Engine(), ScriptedSlotBackend(), virtual.CountingDevice(), Recorder()
+        gpu, host = {"medium": "gpu", "capacity": 8 * PAYLOAD_BYTES}, cpu(4, write="back")
+        limits = LAZY.model_copy(update={"clean_after_s": 0.5, "close_timeout_s": 0.5, "store_timeout_s": 60.0})
+        async with open_cache(gpu, host, slots, engine=engine, device=device, limits=limits, emit=said) as kv:
+            virtual.watch(device, virtual.pools_of(kv))
+            prompts = [prompt(4, seed=seed) for seed in range(5)]
+            for keys in prompts[:4]:
+                await kv.store(keys, engine.compute(keys))
+                await kv.flush()
+                await kv.evict(keys, tier="gpu")
+            slots.on_read.hold()
+            async with kv.lease(prompts[3]):  # the CPU tier is full, and most bounce slots are of loads that hang
+                loads = [kv.start_load(keys, GPULoadStoreSpec(range(4))) for keys in prompts[:3]]
+                await kv.store(prompts[4], engine.compute(prompts[4]))
+                await asyncio.sleep(3.0)
+                assert (dirty(kv, "gpu"), dirty(kv), [load.done for load in loads]) == (2, 0, [False] * 3)
+                await kv.aclose()
+        (closed,) = said.of(CacheClosed)
+        assert closed.unwritten == 4
+
+    virtual.run(main)
 
 
 async def test_demotion_through_a_cpu_tier_smaller_than_a_window() -> None:

@@ -103,9 +103,9 @@ class Store(Revocable):
         """Copy the blocks out. Ends when the source may be reused; never raises for a tier."""
         loop = asyncio.get_running_loop()
         started, done = loop.time(), 0
-        self._chain.count_use(self._batch)
         deadline = started + self._chain.limits.store_timeout_s
         try:
+            self._chain.count_use(self._batch)
             if self._is_refused():
                 done = len(self._batch)
             while done < len(self._batch):

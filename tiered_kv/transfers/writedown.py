@@ -19,7 +19,7 @@ from tiered_kv.catalog.leases import Lease, Reservation
 from tiered_kv.memory.copies import copy_rows
 from tiered_kv.memory.lanes import LaneCopy
 from tiered_kv.results import TierStore
-from tiered_kv.tiers.base import Tier
+from tiered_kv.tiers.base import Mask, Tier
 from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.budget import Kind, Waiter
 from tiered_kv.tiers.chain import Chain
@@ -157,6 +157,8 @@ class WriteDown:
             if self._to is None:
                 self.let_wait()
         except BaseException:
+            if self._kind is Kind.CLEAN:  # the cache is closing, which counts what was not written
+                chain.waiting[self._tier].put_back(self._batch, self._slots, self._lease)
             chain.release(self._lease)
             raise
         to = self._to or ()
@@ -177,7 +179,7 @@ class WriteDown:
                 await asyncio.wait(settled)
 
     async def _copy_to_host(self, gpu: MemoryTier) -> None:
-        """LaneCopy blocks of the GPU pool to the host, and hold those that are there then instead."""
+        """Copy blocks of the GPU pool to the host, and hold those that are there then instead."""
         chain, host, n = self._chain, self._chain.host, len(self._batch)
         reservation = await self._reserve_host()
         if reservation is None:
@@ -206,14 +208,24 @@ class WriteDown:
         if filled is not None:
             num_filled = int(np.count_nonzero(filled.slots >= 0))
             filled.release()
-        chain.release(self._lease)
         there = held.slots >= 0
-        num_there = int(np.count_nonzero(there))
+        num_again = self._wait_again(gpu, ~there)
+        chain.release(self._lease)
+        num_failed = n - int(np.count_nonzero(there)) - num_again
         num_passing = int(np.count_nonzero(host.index.is_transient(held.slots)))
-        counts = {"dropped": num_passing, "written": max(0, num_filled - num_passing), "failed": n - num_there}
-        self._tally.add(host, present=n - sum(counts.values()), **counts)
-        self._tally.add_below(host, failed=n - num_there)
+        counts = {"dropped": num_passing, "written": max(0, num_filled - num_passing), "failed": num_failed}
+        self._tally.add(host, present=n - num_again - sum(counts.values()), deferred=num_again, **counts)
+        self._tally.add_below(host, failed=num_failed)
         self._tier, self._lease, self._slots, self._batch = host, held, held.slots[there], self._batch[there]
+
+    def _wait_again(self, gpu: MemoryTier, absent: Mask) -> int:
+        """Let blocks that waited, and were not copied to the host, wait for another try; say how many do."""
+        if self._kind is not Kind.CLEAN or not absent.any():
+            return 0
+        slots, _ = gpu.index.find(self._batch.names)
+        at = absent & (slots == self._slots)  # the others were evicted by name
+        again = self._chain.waiting[gpu].again(self._batch[at], self._slots[at], self._lease, most_tries=_MOST_TRIES)
+        return int(np.count_nonzero(again))
 
     async def _reserve_host(self) -> Reservation | None:
         """Reserve host slots; wait for them only where something below the host is to have the blocks now."""
