@@ -17,8 +17,8 @@ from tiered_kv.transfers.submissions import Submissions, Ticket
 class Transfers:
     """Starts transfers that have ended when they begin."""
 
-    def __init__(self) -> None:
-        self.submissions = Submissions(LoopCalls(asyncio.get_running_loop()))
+    def __init__(self, **limits: int) -> None:
+        self.submissions = Submissions(LoopCalls(asyncio.get_running_loop()), **limits)
         self.num_started = 0
 
     def submit(self) -> Ticket[int]:
@@ -48,11 +48,11 @@ async def test_a_signals_handler_may_submit_while_its_thread_does() -> None:
 
 async def test_results_that_nobody_asks_for_are_bounded() -> None:
     """A program that looks at its tickets and never polls does not keep them all for good; the newest can be polled."""
-    transfers = Transfers()
-    tickets = [transfers.submit() for _ in range((1 << 16) + 100)]
+    transfers = Transfers(most_kept=10)
+    tickets = [transfers.submit() for _ in range(25)]
     await until(lambda: tickets[-1].result is not None)
     assert [ticket.result for ticket in tickets] == list(range(1, len(tickets) + 1))
-    assert [ticket for ticket, _ in transfers.submissions.poll(0.0)] == tickets[100:]
+    assert [ticket for ticket, _ in transfers.submissions.poll(0.0)] == tickets[15:]
 
 
 @pytest.mark.parametrize("timeout_s", [-1, math.nan])

@@ -65,8 +65,9 @@ StoreTicket = Ticket[StoreResult]
 class Submissions:
     """What threads have submitted to one cache. Any thread may call what does not say otherwise."""
 
-    def __init__(self, loop_calls: LoopCalls) -> None:
-        """Take submissions from now on. In the event loop's thread."""
+    def __init__(self, loop_calls: LoopCalls, most_kept: int = _MOST_KEPT) -> None:
+        """Take submissions from now on, and keep so many results for `poll`. In the event loop's thread."""
+        self._most_kept = most_kept
         # Held for a few instructions, never while something is checked, started or waited for.
         self._changed = threading.Condition()
         self._starts: deque[tuple[Ticket[Any], Callable[[], Handle[Any]], Callable[[BaseException], Any]]] = deque()
@@ -180,7 +181,7 @@ class Submissions:
         with self._changed:
             ticket.result = self._finished[ticket] = result
             self._underway.discard(ticket)
-            if len(self._finished) > _MOST_KEPT:
+            if len(self._finished) > self._most_kept:
                 del self._finished[next(iter(self._finished))]
             self._changed.notify_all()
 
