@@ -76,7 +76,7 @@ def test_many_calls_share_one_wakeup() -> None:
 
 @pytest.mark.both_loops
 async def test_a_call_that_raises_goes_to_the_loops_handler() -> None:
-    """And the calls behind it run."""
+    """And the calls after it run."""
     loop = asyncio.get_running_loop()
     seen: list[Any] = []
     loop.set_exception_handler(lambda _, context: seen.append(context["exception"]))

@@ -101,7 +101,7 @@ class TieredKV:
             emit: Takes every event, at once, on the event loop; one function or several. Logs them by default.
 
         Raises:
-            ConfigurationError: The tiers can not make a chain, the codec can not keep the layout's blocks, or an
+            ConfigurationError: The tiers cannot make a chain, the codec cannot keep the layout's blocks, or an
                 argument is no such thing.
         """
         check_identity(tiers, model, layout)
@@ -208,7 +208,7 @@ class TieredKV:
             keys: What to load, in prompt order. Shared: the cache only reads them.
             into: ``pages_per_block`` block ids per key. They belong to the load until the handle has ended; past the
                 prefix that it reports they may hold anything.
-            after: An event behind the blocks' last use: nothing is written before it. The wait is enqueued before this
+            after: An event after the blocks' last use: nothing is written before it. The wait is enqueued before this
                 returns. A GPU event, or on a CPU anything with ``synchronize()`` or ``wait()``.
             deadline_s: How long it may take; `CacheLimits.load_timeout_s` by default.
             priority: `Priority.LOAD`, or a lower one.
@@ -217,7 +217,7 @@ class TieredKV:
                 are not loaded.
 
         Raises:
-            ConfigurationError, LayoutMismatchError: Arguments that can not be right. Nothing has moved.
+            ConfigurationError, LayoutMismatchError: Arguments that cannot be right. Nothing has moved.
             ClosedError: The cache is not open.
         """
         return start_load(load_request(self._open(), keys, into, after, deadline_s, priority, layerwise=layerwise))
@@ -236,14 +236,14 @@ class TieredKV:
         Args:
             keys: What to store, in prompt order.
             source: ``pages_per_block`` block ids per key. They must not change until the handle has ended.
-            after: An event that the blocks' computation is behind: nothing is read before it.
+            after: An event after the blocks' computation: nothing is read before it.
             epoch: The weights that computed the blocks, where they are not the current ones any more.
             layerwise: Copy each layer when `StoreHandle.store_layer` says that it is computed. Slots are reserved now,
                 without waiting for any; a store of which some layer is still missing at its deadline, after
                 `CacheLimits.store_timeout_s`, is dropped.
 
         Raises:
-            ConfigurationError, LayoutMismatchError: Arguments that can not be right. Nothing has moved.
+            ConfigurationError, LayoutMismatchError: Arguments that cannot be right. Nothing has moved.
             ClosedError: The cache is not open.
         """
         return start_store(store_request(self._open(), keys, source, after, epoch, layerwise=layerwise))
@@ -289,7 +289,7 @@ class TieredKV:
                 ends only when the medium has let go of them, whatever its deadline.
 
         Raises:
-            ConfigurationError: Memory that can not be used so, or a name that is taken.
+            ConfigurationError: Memory that cannot be used so, or a name that is taken.
             LayoutMismatchError: Blocks of this group do not fit.
         """
         cache = self._open()
@@ -491,13 +491,13 @@ class TieredKV:
 
         Pages go out, then in, then are copied within the engine: a page that leaves may be another's at once, and one
         that comes may be forked. Calls run in their order. No block is named and no tier takes part. A page
-        that fails to move ends the swap: what is behind it does not begin, and the result says which part failed.
+        that fails to move ends the swap: what comes after it does not begin, and the result says which part failed.
 
         Args:
             blocks_to_swap_in: ``{slot: page}``, or pairs.
             blocks_to_swap_out: ``{page: slot}``, or pairs.
             blocks_to_copy: ``{page: pages}``, or pairs.
-            after: An event behind the last use of all these pages. Later swaps come after it too, and end at
+            after: An event after the last use of all these pages. Later swaps come after it too, and end at
                 their own deadlines.
             group: The KV group.
             deadline_s: When what has not begun is given up; after `CacheLimits.load_timeout_s` by default.
@@ -613,7 +613,7 @@ class TieredKV:
         return draining_on(cache, signals, timeout_s)
 
     async def explain(self, keys: BlockKeys, *, ask: bool = False) -> list[Explanation]:
-        """Say of each block why it can be loaded, or can not, from what this cache knows. Reads, like `lookup`.
+        """Say of each block why it can be loaded, or cannot, from what this cache knows. Reads, like `lookup`.
 
         Tells nothing of blocks of other salts.
 

@@ -1,4 +1,4 @@
-"""Why blocks can be loaded, or can not: from the books of the owned tiers, and from what is remembered of the past.
+"""Why blocks can be loaded, or cannot: from the books of the owned tiers, and from what is remembered of the past.
 
 Names carry the digest of their salt, so what is told of a tenant's keys is about that tenant's blocks alone.
 """

@@ -37,7 +37,7 @@ class GroupNeed:
             object.__setattr__(self, "num_blocks", as_int("a window, in blocks,", self.num_blocks, least=1))
 
     def until(self, num_tokens: int) -> "GroupNeed":
-        """Return the need of the prompt's first ``num_tokens`` tokens, behind the first key's start.
+        """Return the need of the prompt's first ``num_tokens`` tokens, from the first key's start on.
 
         What `TieredKV.lookup_groups` found may be shorter than what was asked: load the needs until there.
         """
@@ -45,7 +45,7 @@ class GroupNeed:
         return GroupNeed(self.keys[:num_blocks], self.num_blocks)
 
     def at(self, num_tokens: int) -> BlockKeys:
-        """Return the keys that are needed for the prompt to go on at ``num_tokens`` behind the first key's start."""
+        """Return the keys that are needed for the prompt to go on at ``num_tokens`` from the first key's start on."""
         stop = num_tokens // self.keys.block_size
         return self.keys[0 if self.num_blocks is None else max(0, stop - self.num_blocks) : stop]
 

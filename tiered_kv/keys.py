@@ -270,7 +270,7 @@ class BlockKeys(Sequence[bytes]):
         return self._digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
 
     def __add__(self, other: "BlockKeys") -> "BlockKeys":
-        """Return these keys and those of the blocks right behind them in the same prompt.
+        """Return these keys and those of the blocks that follow them in the same prompt.
 
         Raises:
             ConfigurationError: ``other`` starts elsewhere, or is of another salt, group or block size.
@@ -330,7 +330,7 @@ def hash_blocks(
         group: The KV group.
 
     Returns:
-        One key per full block; ``start`` is behind ``parent``'s last.
+        One key per full block; ``start`` is one after ``parent``'s last.
 
     Raises:
         ConfigurationError: A token id out of range, too few ``extra`` or no bytes, a negative group, a parent of
@@ -368,7 +368,7 @@ def hash_tail(token_ids: TokenIds, *, parent: BlockKeys, extra: bytes | None = N
     same block, once full, has another. ``keys + hash_tail(rest, parent=keys)`` are the keys of the whole sequence.
 
     Args:
-        token_ids: The tokens behind the last full block, fewer than a block has.
+        token_ids: The tokens after the last full block, fewer than a block has.
         parent: Keys of all full blocks before, with what went into them; of a sequence shorter than a block the empty
             keys that `hash_blocks` returns. Salt, group and block size are its own.
         extra: What else went into the partial block, as for `hash_blocks`.
@@ -413,7 +413,7 @@ def epoch_digest(weights: str) -> bytes:
 
 
 def _chain_from(parent: BlockKeys | None, salt_id: bytes, group: int, block_size: int) -> tuple[int, bytes]:
-    """Return the position behind ``parent`` and the digest to chain the next block to."""
+    """Return the position after ``parent`` and the digest to chain the next block to."""
     root = hashlib.sha256(_ROOT + salt_id + block_size.to_bytes(4, "little")).digest()
     if parent is None:
         return 0, root

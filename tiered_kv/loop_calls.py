@@ -33,7 +33,7 @@ class LoopCalls:
     def call(self, function: Callable[[*Ts], object], *args: *Ts) -> None:
         """Run ``function(*args)`` on the loop, soon, never before this returns. Dropped once the loop is closed.
 
-        An exception of ``function`` goes to the loop's exception handler, and the calls behind it run.
+        An exception of ``function`` goes to the loop's exception handler, and the calls after it run.
         """
         if self._closed:
             return

@@ -56,7 +56,7 @@ class Planner:
             A picklable plan; its ``num_blocks`` is the prefix that is held for every rank.
 
         Raises:
-            ConfigurationError, LayoutMismatchError: Arguments that can not be right, no CPU tier, or a rank whose
+            ConfigurationError, LayoutMismatchError: Arguments that cannot be right, no CPU tier, or a rank whose
                 worker is missing, or has ended meanwhile. Nothing is held.
             ClosedError: The cache is not open any more.
         """

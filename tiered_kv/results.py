@@ -159,7 +159,7 @@ class SwapResult:
         num_copied: Pages copied within the engine, all or none.
         fault: Why it ended early, and with how many pages.
         failed: Which part did not go well then: ``"out"``, ``"in"`` or ``"copy"``. The targets of that part may hold
-            anything; the parts behind it have not begun.
+            anything; the parts after it have not begun.
     """
 
     num_out: int

@@ -58,7 +58,7 @@ class Worker:
         self._slabs: dict[str, HostSlab] = {}
         self._lanes: dict[str, Lanes] = {}
         self._lock = threading.Lock()  # lanes are for one thread at a time
-        self._executed: dict[int, None] = {}  # the jobs of late
+        self._executed: dict[int, None] = {}  # the latest jobs
         self._device = device if isinstance(device, Device) else make_device(device)
         self._owns_device = self._device is not device
         ours = [handle for handle in slabs if handle.rank == rank]
@@ -104,7 +104,7 @@ class Worker:
         Args:
             plan: Of the planner whose slabs these are. Until the future is done its blocks belong to the transfer; it
                 cannot be cancelled.
-            after: An event behind the blocks' last use, or their computation; the wait is enqueued before this returns.
+            after: An event after the blocks' last use, or their computation; the wait is enqueued before this returns.
 
         Raises:
             ConfigurationError: Blocks or slots that this rank does not have, no tensors, a plan that was executed

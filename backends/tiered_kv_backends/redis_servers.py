@@ -94,7 +94,7 @@ class _Target(NamedTuple):
         if parts.scheme not in {"redis", "rediss"}:
             raise ValueError("must be redis://host[:port][/database], or rediss:// for TLS")
         if (path := parts.path.strip("/")) and not path.isdigit():
-            raise ValueError("must end with the number of a database, or behind the host")
+            raise ValueError("must end with the number of a database, or after the host")
         credentials, _, hosts = parts.netloc.rpartition("@")
         username, _, password = map(unquote, credentials.partition(":"))
         try:

@@ -162,7 +162,7 @@ class Connection:
         Args:
             names: Keys.
             blocks: As many; read until this returns.
-            options: Words behind each value, e.g. ``(b"EX", b"60")``.
+            options: Words after each value, e.g. ``(b"EX", b"60")``.
 
         Raises:
             OSError: The connection is lost.
@@ -229,7 +229,7 @@ class Connection:
         return line
 
     async def _read_ahead(self) -> None:
-        """Receive what comes next, behind what is there already."""
+        """Receive what comes next, after what is there already."""
         rest = self._ahead[self._start : self._end]
         self._ahead[: len(rest)] = rest
         self._start, self._end = 0, len(rest)

@@ -1,4 +1,4 @@
-"""What can not be right is an error of ours, with the numbers, before anything moves."""
+"""What cannot be right is an error of ours, with the numbers, before anything moves."""
 
 import asyncio
 import re

@@ -115,7 +115,7 @@ def test_what_is_wrong_raises_where_it_is_called() -> None:
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
 def test_it_is_closed_whatever_ends_the_block(error: type[BaseException]) -> None:
-    """The exception goes on; behind it the cache is closed and its thread has ended."""
+    """The exception goes on; after it the cache is closed and its thread has ended."""
     recorder = Recorder()
     left: list[BlockingTieredKV] = []
 

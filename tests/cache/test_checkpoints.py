@@ -68,7 +68,7 @@ async def test_a_read_does_not_wait_until_the_medium_has_forgotten() -> None:
 
 
 async def test_a_medium_that_has_a_block_twice_is_opened_all_the_same() -> None:
-    """A write that was given up may come through behind the one that replaced it: one of the two is found."""
+    """A write that was given up may come through after the one that replaced it: one of the two is found."""
     engine, owned, keys = Engine(), ScriptedSlotBackend(8), prompt(3)
     async with open_cache(owned, engine=engine) as kv:
         await keep(kv, engine, keys)

@@ -59,7 +59,7 @@ async def test_an_event_that_comes_late_delays_its_own_transfer_only() -> None:
 
 @pytest.mark.parametrize("layerwise", [False, True])
 async def test_an_event_that_fails_fails_its_own_transfer_only(layerwise: bool) -> None:  # noqa: FBT001 - a parameter
-    """Nobody knows what it stood for: nothing is copied behind it, its result says so, and the next ones go on."""
+    """Nobody knows what it stood for: nothing is copied after it, its result says so, and the next ones go on."""
     engine, device, emit = Engine(), ScriptedDevice(), Recorder()
     failed = ScriptedEvent()
     failed.fail(LOST)

@@ -114,7 +114,7 @@ async def test_a_delete_that_fails_is_made_again() -> None:
 
 
 async def test_evicted_while_written_to_a_shared_tier() -> None:
-    """The eviction ends when the block has been deleted behind the write, even if that takes a second try."""
+    """The eviction ends when the block has been deleted after the write, even if that takes a second try."""
     shared, engine = ScriptedBackend(), Engine()
     async with open_cache(CPU, shared, engine=engine) as kv:
         shared.on_write.hold()

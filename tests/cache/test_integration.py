@@ -147,7 +147,7 @@ async def test_settings_make_a_whole_cache(source: str, tmp_path: Path, monkeypa
 
 @pytest.fixture
 def unconfigured() -> Iterator[None]:
-    """Structlog as a program finds it, before the test and behind it."""
+    """Structlog as a program finds it, before the test and after it."""
     structlog.reset_defaults()
     yield
     structlog.reset_defaults()

@@ -212,7 +212,7 @@ async def test_streams_wait_for_plain_loads_too() -> None:
 
 
 async def test_layers_are_stored_as_they_are_computed() -> None:
-    """Each is read behind its own event, in whichever order; the blocks are there once all layers are."""
+    """Each is read after its own event, in whichever order; the blocks are there once all layers are."""
     engine, device = Engine(), ScriptedDevice()
     events = [ScriptedEvent(), ScriptedEvent()]
     async with open_cache(CPU, ScriptedSlotBackend(), engine=engine, device=device) as kv:

@@ -77,7 +77,7 @@ async def load_into_used_pages(script: Script) -> None:
 
 
 async def store_what_is_computed(script: Script) -> None:
-    """Blocks are stored behind their computation, and the pages computed anew once the store has returned."""
+    """Blocks are stored after their computation, and the pages computed anew once the store has returned."""
     after = script.compute.writes(pages(SOURCE.ids))
     await script.end(script.kv.start_store(KEYS, SOURCE, after=after))
     script.compute.writes(pages(SOURCE.ids))

@@ -241,7 +241,7 @@ async def test_a_copy_in_that_is_overtaken_is_right_or_nothing(remove: Removal) 
 
 
 async def test_a_load_that_weights_overtake_says_so() -> None:
-    """It returns 0 blocks with the reason; one that starts behind the change finds nothing without a fault."""
+    """It returns 0 blocks with the reason; one that starts after the change finds nothing without a fault."""
     engine, device = Engine(), ScriptedDevice()
     async with open_cache(CPU, engine=engine, device=device) as kv:
         stored = kv.start_store(KEYS, engine.compute(KEYS))

@@ -66,7 +66,7 @@ async def test_memory_grows_and_shrinks() -> None:
 
 
 async def test_what_is_leased_stays_until_it_is_released() -> None:
-    """Its bytes are not touched; its memory goes back behind the release."""
+    """Its bytes are not touched; its memory goes back after the release."""
     engine = Engine()
     async with open_cache(cpu(16, 16), engine=engine) as kv:
         await keep(kv, engine, KEYS)

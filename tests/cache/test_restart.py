@@ -23,7 +23,7 @@ TWO_GROUPS = KVLayout((KVGroup(2, 1, 48, "bfloat16", 4), KVGroup(1, 2, 64, "floa
 
 
 async def test_a_warm_restart_serves_every_byte(tmp_path: Path) -> None:
-    """What was stored before an orderly end is there behind it, whole, whatever the block's shape."""
+    """What was stored before an orderly end is there after it, whole, whatever the block's shape."""
     engine = AnyEngine(TWO_GROUPS)
     keys = [prompt(20, group=group, block_size=each.block_size) for group, each in enumerate(TWO_GROUPS.groups)]
     async with open_any(engine, cpu(8, 12288), nvme(tmp_path)) as kv:
@@ -60,7 +60,7 @@ async def test_what_was_evicted_or_cleared_stays_away(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_spread", [True, False], ids=["as_it_is", "without_spread_of_use"])
 async def test_hot_heads_outlive_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_spread: bool) -> None:
-    """A head served from CPU through a churn of other prompts is on the disk behind a restart.
+    """A head served from CPU through a churn of other prompts is on the disk after a restart.
 
     The disk sees none of those hits. Without their spread to it the head would have gone: the second case shows it.
     """

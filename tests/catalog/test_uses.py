@@ -54,7 +54,7 @@ def test_old_uses_fade() -> None:
 
 
 def test_strangers_are_seldom_taken_for_friends() -> None:
-    """With a full window of names used once behind it and another under way, few names never used look used."""
+    """With a full window of names used once after it and another under way, few names never used look used."""
     random = np.random.default_rng(0)
     counts = UseCounts(20_000)
     for _ in range(39):

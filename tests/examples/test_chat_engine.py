@@ -73,7 +73,7 @@ async def engine(model: LlamaForCausalLM) -> AsyncIterator[Engine]:
 
 
 async def all_released(engine: Engine) -> None:
-    """Return when nobody holds a block: they come back behind the engine's last step."""
+    """Return when nobody holds a block: they come back after the engine's last step."""
     engine.allocator.release(await engine.allocator.allocate(engine.allocator.num_blocks))
 
 

@@ -1,4 +1,4 @@
-"""On a GPU, by the facade: what was stored is loaded bit for bit, from every tier, behind what the GPU computes."""
+"""On a GPU, by the facade: what was stored is loaded bit for bit, from every tier, after what the GPU computes."""
 
 from pathlib import Path
 from typing import Any

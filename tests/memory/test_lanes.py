@@ -145,7 +145,7 @@ def test_what_nobody_can_wait_for_is_refused(device: ScriptedDevice) -> None:
 
 
 def test_an_event_that_fails_fails_its_own_transfer_only(device: ScriptedDevice) -> None:
-    """The next transfer on that stream, behind an event of its own, is none the worse."""
+    """The next transfer on that stream, after an event of its own, is none the worse."""
     lanes, copies, error = Lanes(device, "d2h"), Copies(), OSError("lost")
     lost, fine = ScriptedEvent(), ScriptedEvent()
     lane = lanes.take(lost)

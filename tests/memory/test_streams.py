@@ -25,7 +25,7 @@ class Copies:
         self.ended: list[tuple[str, BaseException | None]] = []
 
     def submit(self, stream: Stream, name: str, error: Exception | None = None) -> Any:  # noqa: ANN401 - any event
-        """Submit a copy called ``name`` that fails with ``error``; return the event behind it."""
+        """Submit a copy called ``name`` that fails with ``error``; return the event after it."""
 
         def copy() -> None:
             self.ran.append(name)
@@ -68,7 +68,7 @@ class StreamTests(ABC):
         assert copies.ran == names
 
     def test_a_failed_copy_fails_only_itself(self, device: Device) -> None:
-        """Its error is reported as it was raised; those before and behind it run."""
+        """Its error is reported as it was raised; those before and after it run."""
         copies, stream, error = Copies(), device.stream("load"), ZeroDivisionError("mine")
         copies.submit(stream, "a")
         copies.submit(stream, "b", error)
@@ -177,7 +177,7 @@ class HeldEventTests(StreamTests):
     """Promises that need an event a test can hold back."""
 
     def test_a_copy_waits_for_what_was_enqueued_before_it(self, device: Device) -> None:
-        """What is submitted before the wait runs, what is submitted behind it does not until the event has happened."""
+        """What is submitted before the wait runs, what is submitted after it does not until the event has happened."""
         copies, stream, (after, fire) = Copies(), device.stream("store"), self.event()
         copies.submit(stream, "before")
         stream.wait(after)
@@ -274,7 +274,7 @@ class TestScripted(HeldEventTests):
         return event, event.fire
 
     def test_a_device_that_has_failed_runs_no_copy(self, device: Device) -> None:
-        """All that is queued, behind whatever event, and all that comes ends with its error."""
+        """All that is queued, after whatever event, and all that comes ends with its error."""
         copies, stream, error = Copies(), device.stream("store"), OSError("lost")
         stream.wait(ScriptedEvent())
         copies.submit(stream, "queued")

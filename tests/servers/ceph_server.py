@@ -193,7 +193,7 @@ def is_installed() -> bool:
 
 @contextmanager
 def ceph_server(folder: Path) -> Iterator[CephServer]:
-    """Yield a server with all its state in ``folder``; its processes end behind it, by their ids."""
+    """Yield a server with all its state in ``folder``; its processes end after it, by their ids."""
     for name in ("mon", "osd", "run", "log", "rgw"):
         (folder / name).mkdir(parents=True)
     port, tls_port, mon_port = _free_ports(3)

@@ -45,7 +45,7 @@ async def serve(tiers: list[dict[str, Any]], doing: str, seeds: Iterable[int]) -
 def start(
     tiers: Sequence[Mapping[str, Any]], doing: str, seeds: Iterable[int], within: Sequence[str] = ()
 ) -> Iterator["subprocess.Popen[str]"]:
-    """Run this file in a process of its own, behind the words ``within``; it is killed at the end if need be."""
+    """Run this file in a process of its own, after the words ``within``; it is killed at the end if need be."""
     command = [*within, sys.executable, __file__, json.dumps(tiers), doing, *map(str, seeds)]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:

@@ -50,7 +50,7 @@ def find_moto() -> str | None:
 
 @contextmanager
 def moto_server(folder: Path, port: int) -> Iterator[MotoServer]:
-    """Yield a mock whose log is in ``folder``; its process ends behind it, by its id."""
+    """Yield a mock whose log is in ``folder``; its process ends after it, by its id."""
     program = find_moto()
     assert program is not None
     with (folder / "moto.log").open("wb") as log:

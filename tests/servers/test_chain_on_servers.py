@@ -318,7 +318,7 @@ async def test_redis_that_comes_up_later_is_used(tmp_path: Path) -> None:
 
 
 async def test_redis_that_refused_the_password_is_used_once_it_takes_it(tmp_path: Path) -> None:
-    """Credentials may be mended on the server: a tier not required is tried again behind a refusal too."""
+    """Credentials may be mended on the server: a tier not required is tried again after a refusal too."""
     with run_redis(find_binary("redis-server"), tmp_path, "--requirepass", "another") as server:
         tier = {"medium": "redis", "url": server.url, "password": "right", "required": False}
         engine, admin_url = Engine(), server.url.replace("//", "//:another@")

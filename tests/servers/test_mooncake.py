@@ -18,9 +18,9 @@ from tiered_kv.testing import GROUPS, BackendTests, block_key, make_block, open_
 MISSING = "mooncake or libibverbs is missing: pip install 'tiered-kv[mooncake]'; apt-get install libibverbs1"
 pytest.importorskip("mooncake.store", reason=MISSING, exc_type=ImportError)
 
-from mooncake.store import MooncakeDistributedStore  # noqa: E402 - behind the check for it
+from mooncake.store import MooncakeDistributedStore  # noqa: E402 - after the check for it
 
-from mooncake_server import MooncakeServer, mooncake_server  # noqa: E402 - behind the check for its client
+from mooncake_server import MooncakeServer, mooncake_server  # noqa: E402 - after the check for its client
 from tiered_kv_backends.mooncake import MooncakeBackend  # noqa: E402 - only where it can be imported
 
 SIZE = 2 << 20

@@ -280,7 +280,7 @@ class TestFaults:
             assert await backend.write(keys, blocks) == [Outcome.STORED] * 3
 
     async def test_cancelled_calls_mix_up_no_replies(self, redis: RedisServer) -> None:
-        """Whenever a call is cancelled, the ones behind it get their own bytes, and its blocks are left alone."""
+        """Whenever a call is cancelled, the ones after it get their own bytes, and its blocks are left alone."""
         keys, blocks = [block_key(n) for n in range(4)], blocks_of(4)
         async with open_backend(backend_of(redis, connections=1)) as backend:
             await backend.write(keys, blocks)

@@ -100,7 +100,7 @@ async def write_many_keys(path: Path, life: int) -> None:
 
 
 async def write_until_killed(path: Path, life: int, acknowledged: int) -> None:
-    """Write batches of new blocks, and a byte to a pipe behind each."""
+    """Write batches of new blocks, and a byte to a pipe after each."""
     async with opened(path, capacity="1GiB") as backend:
         for start in range(0, 1_000_000, BATCH):
             outcomes = await store(backend, [life * 1_000_000 + start + i for i in range(BATCH)])

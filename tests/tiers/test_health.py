@@ -82,7 +82,7 @@ def test_a_late_call_opens_it_until_it_returns() -> None:
 
 
 def test_a_late_call_that_fails_when_it_returns_is_no_reason_for_a_probe() -> None:
-    """A client that gives up by itself, just behind its time, leaves the pause as it is."""
+    """A client that gives up by itself, just after its time, leaves the pause as it is."""
     clock = Clock()
     breaker = Breaker(clock, random.Random(1))
     breaker.begin("read")

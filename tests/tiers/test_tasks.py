@@ -67,7 +67,7 @@ async def test_a_cancelled_call_runs_to_its_end(pool: WorkerPool) -> None:
 
 
 async def test_closing_lets_queued_calls_end_and_refuses_others() -> None:
-    """What was queued is done; a call behind the end fails at once instead of waiting for good."""
+    """What was queued is done; a call after the end fails at once instead of waiting for good."""
     pool = WorkerPool("test", 1, LoopCalls(asyncio.get_running_loop()))
     calls = [pool.run(int, number) for number in range(5)]
     pool.close()

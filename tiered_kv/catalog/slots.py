@@ -164,7 +164,7 @@ class Expiry:
     def overdue(self, num_slots: int, limit: int) -> Slots:
         """Look at the next ``limit`` of the first ``num_slots`` slots; return those filled too long ago, ascending.
 
-        Finds at most 4,096, and then goes on behind the last of them at the next call.
+        Finds at most 4,096, and then goes on after the last of them at the next call.
         """
         start = self._next if self._next < num_slots else 0
         stop = min(start + limit, num_slots)

@@ -45,7 +45,7 @@ class UseCounts:
         self._mask = np.uint64(width - 1)
         self._rows = np.arange(_ROWS, dtype=np.uint64)[:, None]
         self._row_starts = self._rows * np.uint64(width)
-        self._cells = np.full(_ROWS * width, 0, dtype=np.uint8)  # one row behind the other
+        self._cells = np.full(_ROWS * width, 0, dtype=np.uint8)  # one row after the other
         self._left = window
 
     def add(self, names: Names) -> None:

@@ -91,7 +91,7 @@ def _current(stream: torch.Stream) -> Iterator[None]:
 @dataclass(frozen=True)
 class _Submitted:
     event: torch.Event | None
-    """Recorded behind the copy; None if the device was past recording."""
+    """Recorded after the copy; None if the device was past recording."""
     error: BaseException | None
     copy: Copy
     done: Done
@@ -129,7 +129,7 @@ class AcceleratorStream(Stream):
                 event = device.new_event()  # first: from the copy on nothing may raise, for its memory is in use
                 with device.current(self._stream):
                     error = attempt(copy)
-                # Recorded before the waiter can see it, for an unrecorded event reports "done"; and behind a copy that
+                # Recorded before the waiter can see it, for an unrecorded event reports "done"; and after a copy that
                 # failed half-way too, since the part that was enqueued uses memory until then.
                 broken = attempt(partial(event.record, self._stream))
                 if broken is not None:

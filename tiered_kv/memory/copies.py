@@ -27,7 +27,7 @@ def gather_blocks(caches: PagedCaches, page_ids: Ids, rows: Tensor, slots: Ids, 
     Args:
         caches: The engine's cache.
         page_ids: ``(n * pages_per_block,)``, block by block.
-        rows: The slots' memory. Bytes of a slot behind the payload may be zeroed.
+        rows: The slots' memory. Bytes of a slot past the payload may be zeroed.
         slots: ``(n,)``, each once.
         layers: Consecutive layers, to copy these alone: the rest of the slots stays as it is. None copies all.
 

@@ -36,7 +36,7 @@ class Stream(ABC):
     def wait(self, after: After) -> None:
         """Have everything submitted later wait for ``after``. Returns at once.
 
-        An ``after`` that fails leaves open what it stood for: it fails every copy submitted behind it, until the next
+        An ``after`` that fails leaves open what it stood for: it fails every copy submitted after it, until the next
         wait. One that never happens holds up the stream for good: see `Lanes`.
 
         Raises:
@@ -46,7 +46,7 @@ class Stream(ABC):
 
     @abstractmethod
     def submit(self, copy: Copy, done: Done) -> After:
-        """Run ``copy`` behind all that was enqueued.
+        """Run ``copy`` after all that was enqueued.
 
         Args:
             copy: Does it, or on a GPU enqueues it. What it refers to is kept until it is done.
@@ -54,7 +54,7 @@ class Stream(ABC):
                 other thread and never inside this call. It must return soon and must not raise.
 
         Returns:
-            An event behind the copy, whether it goes well or not, for another stream to wait for; None on a device that
+            An event after the copy, whether it goes well or not, for another stream to wait for; None on a device that
             has failed.
 
         Raises:
@@ -136,7 +136,7 @@ class Device(ABC):
     def empty_pool(self, num_slots: int, stride_bytes: int) -> Tensor:
         """Allocate slots on the device: ``(num_slots, stride_bytes // 8)`` int64, the caller's.
 
-        All zeros, so that nothing of what the memory held before leaves the device behind a payload.
+        All zeros, so that nothing of what the memory held before leaves the device past a payload.
         """
         if stride_bytes % 8:
             raise ConfigurationError(f"the stride of a pool must be a multiple of 8 bytes, got {stride_bytes}")
@@ -192,7 +192,7 @@ class CPUStream(Stream):
     def __init__(self, name: str) -> None:
         self.name = name
         self._queue: queue.SimpleQueue[tuple[Copy, Done | None, threading.Event] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # so that nothing is queued behind the end
+        self._lock = threading.Lock()  # so that nothing is queued after the end
         self._closed = False
         self._num_queued = 0
         self._thread = threading.Thread(target=self._run, name=f"tiered_kv-{name}", daemon=True)
@@ -237,7 +237,7 @@ class CPUStream(Stream):
         while (item := self._queue.get()) is not None:
             work, done, ended = item
             if done is None:
-                broken = attempt(work)  # the bytes behind a failed wait may be half written: copy none of them
+                broken = attempt(work)  # the bytes after a failed wait may be half written: copy none of them
             else:
                 error = broken or attempt(work)
                 ended.set()

@@ -1,6 +1,6 @@
 """Streams of one direction, so that a transfer whose event comes late, or never, holds up no other.
 
-What is promised is the order within one transfer. A stream that waits holds up all that is submitted behind the wait,
+What is promised is the order within one transfer. A stream that waits holds up all that is submitted after the wait,
 so each transfer that has something to wait for gets a stream of its own while there are enough, and all others, which
 wait for nothing, share the main one.
 """
@@ -32,7 +32,7 @@ class Lanes:
         self._lock = threading.Lock()
 
     def take(self, after: After | None = None) -> "Lane":
-        """Return a lane whose copies run behind ``after``, if there is one. The caller releases it then.
+        """Return a lane whose copies run after ``after``, if there is one. The caller releases it then.
 
         While more transfers wait at once than there are streams, some share one: then a late event delays others too.
 
@@ -99,7 +99,7 @@ class _Side:
 
 
 class Lane:
-    """The order of one transfer: what is submitted here runs behind every event waited for here before."""
+    """The order of one transfer: what is submitted here runs after every event waited for here before."""
 
     def __init__(self, stream: Stream, side: _Side | None) -> None:
         """Made by `Lanes` only."""

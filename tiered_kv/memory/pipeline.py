@@ -12,13 +12,13 @@ Step = Callable[[slice, Tensor], None]
 
 
 def run(pieces: Sequence[slice], buffers: Sequence[Tensor], first: Step, second: Step, *, streams: Any = None) -> None:  # noqa: ANN401 - see below
-    """Enqueue both steps of every piece. The current stream is behind all of it when this returns, or raises.
+    """Enqueue both steps of every piece. The current stream is past all of it when this returns, or raises.
 
     Second steps go onto the current stream, first steps onto one beside it, so that a kernel and a DMA overlap. A
-    buffer is filled again only behind the second step that emptied it.
+    buffer is filled again only after the second step that emptied it.
 
     The buffers may be freed by torch at once and without ``record_stream``: they were allocated in the current stream,
-    nothing else is given their memory but by that stream's own later work, and that is behind both steps. So two of
+    nothing else is given their memory but by that stream's own later work, and that comes after both steps. So two of
     them cost no account of our own, and no ``cudaMalloc`` after the first call.
 
     Args:

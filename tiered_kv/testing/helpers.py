@@ -84,7 +84,7 @@ class ThreadWorkers:
         return future
 
     def close(self) -> None:
-        """End the threads behind the calls they have got."""
+        """End the threads after the calls they have got."""
         self._closed = True
         for _ in self._threads:
             self._calls.put(None)
@@ -112,7 +112,7 @@ def _settle(future: "asyncio.Future[Any]", result: object, error: BaseException 
 
 @contextmanager
 def open_context(*groups: RecordShape) -> Iterator[BackendContext]:
-    """Yield what a backend is opened with, `GROUPS` unless others are given; its threads end behind it."""
+    """Yield what a backend is opened with, `GROUPS` unless others are given; its threads end after it."""
     pools: list[ThreadWorkers] = []
 
     def workers(num_threads: int) -> ThreadWorkers:

@@ -29,7 +29,7 @@ class Actor:
         return dict(self.clock)
 
     def learn(self, clock: Clock) -> None:
-        """Come behind all that ``clock`` knows."""
+        """Come after all that ``clock`` knows."""
         for name, time in clock.items():
             self.clock[name] = max(time, self.clock.get(name, 0))
 

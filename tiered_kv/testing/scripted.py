@@ -32,13 +32,13 @@ class ScriptedEvent:
 
     @classmethod
     def behind(cls, observer: Actor) -> "ScriptedEvent":
-        """Return an event of a stream's; ``observer`` is ordered behind it once it sees that it has fired."""
+        """Return an event of a stream's; ``observer`` is ordered after it once it sees that it has fired."""
         event = cls()
         event._observer = observer
         return event
 
     def fire(self, clock: Clock | None = None) -> None:
-        """Let what waits for it go on, ordered behind ``clock``."""
+        """Let what waits for it go on, ordered after ``clock``."""
         self.fired = True
         self.clock = clock or {}
 
@@ -182,11 +182,11 @@ class ScriptedStream(Stream):
         return self._put("submit", None, copy, done)
 
     def reads(self, regions: Iterable[Region]) -> ScriptedEvent:
-        """Submit work that only reads ``regions``; return an event behind it, all that the host hears of it."""
+        """Submit work that only reads ``regions``; return an event after it, all that the host hears of it."""
         return self._use(list(regions), writes=False)
 
     def writes(self, regions: Iterable[Region]) -> ScriptedEvent:
-        """Submit work that only writes ``regions``; return an event behind it, all that the host hears of it."""
+        """Submit work that only writes ``regions``; return an event after it, all that the host hears of it."""
         return self._use(list(regions), writes=True)
 
     def close(self) -> None:

@@ -122,7 +122,7 @@ class SlotBackendTests(Promises):
         assert await self._reopen(backend, [10, 40, 90]) in self._allowed({40: 4, 90: 9, 10: 0})
 
     async def test_what_was_forgotten_is_not_recovered(self, backend: SlotBackend) -> None:
-        """A forgotten slot does not come back, and one written anew behind it does."""
+        """A forgotten slot does not come back, and one written anew after it does."""
         await _write(backend, {0: 1, 1: 2, 2: 3})
         await backend.forget(0, _slots([0, 2]))
         await _write(backend, {2: 4})

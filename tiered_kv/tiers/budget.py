@@ -97,7 +97,7 @@ class _Place:
             self.hold.cancel()
 
     def was_passed(self) -> None:
-        """Count one who was served first though behind; from some number on, have the line wait for a while."""
+        """Count one who was served first though later in line; from some number on, have the line wait for a while."""
         self.num_passed += 1
         if self.num_passed >= _PASSES:
             self.hold = asyncio.get_running_loop().call_later(self.hold_s, self._let_pass)
@@ -247,7 +247,7 @@ def _nothing() -> None:
 
 
 class Bandwidth:
-    """A rate that several share. What was not used is not saved up, and what is large is let go and paid off behind.
+    """A rate that several share. What was not used is not saved up, and what is large is let go and paid later.
 
     Decides at once, never waits; for the event loop's thread.
     """

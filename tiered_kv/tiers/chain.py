@@ -230,7 +230,7 @@ class Chain:
     # Copies.
 
     def copy(self, lane: Lane, work: Callable[[], None]) -> LaneCopy:
-        """Submit a copy, behind what was submitted to the lane before."""
+        """Submit a copy, after what was submitted to the lane before."""
         copy = LaneCopy(work)
         try:
             copy.event = lane.submit(copy, lambda error: self.loop_calls.call(copy.resolve, error))

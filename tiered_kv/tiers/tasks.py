@@ -133,7 +133,7 @@ class Tasks:
         cancelled: set[asyncio.Future[Any]] = set()
         deadline = loop.time() + _LAST_STEPS_S
         while (left := self._tasks.keys() - cancelled) or (self._tasks and loop.time() < deadline):
-            for task in left:  # behind its first step: a task cancelled before that would never run and settle
+            for task in left:  # after its first step: a task cancelled before that would never run and settle
                 loop.call_soon(self._tasks[task])
             cancelled |= left
             timeout_s = max(0.0, deadline - loop.time())

@@ -119,7 +119,7 @@ class Revocable:
         if not self.revoked:
             self.revoked = True
             self.revoke_copies()
-            if self._task is not None:  # behind its first step: a task cancelled before that would never run and settle
+            if self._task is not None:  # after its first step: a task cancelled before that would never run and settle
                 asyncio.get_running_loop().call_soon(self._task.cancel)
 
     def revoke_copies(self) -> None:
@@ -141,7 +141,7 @@ class Revocable:
         """Wait until no copy of this transfer touches anyone's memory, however often this task is cancelled.
 
         Args:
-            deadline: On the loop's clock. Copies that have not begun by then, behind an event perhaps, are revoked; but
+            deadline: On the loop's clock. Copies that have not begun by then, after an event perhaps, are revoked; but
                 what is at hand when the time is up is still copied.
 
         Returns:

@@ -46,7 +46,7 @@ class Loading(Protocol):
         """Wait until that is known, and return it."""
 
     def copy_of(self, layer: int) -> LaneCopy | None:
-        """Return the copy behind which a layer of all admitted blocks is in place; None if there is no need to wait."""
+        """Return the copy after which a layer of all admitted blocks is in place; None if there is no need to wait."""
 
     def revoke(self) -> None:
         """Stop as soon as possible."""

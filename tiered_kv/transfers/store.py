@@ -44,7 +44,7 @@ class StoreHandle(Handle[StoreResult]):
 
         Args:
             layer: Its position in the KV group.
-            after: An event that the layer's computation is behind. The wait is enqueued before this returns.
+            after: An event after the layer's computation. The wait is enqueued before this returns.
 
         Raises:
             ConfigurationError: The store is not layer-wise, there is no such layer, or it was given before.

@@ -162,7 +162,7 @@ class Swap(Revocable):
                 self.watch(space.chain.copy(space.lane, work), partial(self._ended, part))
 
     def revoke_copies(self) -> None:
-        """Let no copy begin that has not begun: not one behind another that does not begin either."""
+        """Let no copy begin that has not begun: not one after another that does not begin either."""
         self._is_stopped = True
         super().revoke_copies()
 

@@ -25,7 +25,7 @@ class Unit:
 
     Attributes:
         start: The first key's index.
-        stop: One behind the last key's index.
+        stop: One past the last key's index.
         pack: Name of the pack they would be in, if that is known; without one it is a single key.
         place: Of the first key in the pack, in records.
         size: Blocks of a whole pack.
