@@ -1,7 +1,8 @@
+import errno
 import hashlib
 import os
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tests.support.nvme_tier import (
     disk_usage,
     ledger_of,
     open_tier,
+    shape_of,
     slab_of,
     slots_of,
 )
@@ -217,6 +219,25 @@ async def test_a_slab_that_cannot_grow(tmp_path: Path, files_no_longer_than: Fil
         assert await tier.verified(count_up(4)) == [Outcome.HIT] * 4
 
 
+async def test_a_block_that_the_ledger_could_not_note_is_not_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its bytes are written, but a restart would not find them: it has failed, and may be stored again."""
+
+    def fails(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    async with open_tier(tmp_path) as tier:
+        assert await tier.write({0: 0}) == [Outcome.STORED]
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", fails)
+            assert await tier.write({1: 1, 2: 2}) == [Outcome.FAILED] * 2
+        assert "Input/output error" in str(tier.backend.describe()["last_error"])
+        assert await tier.write({1: 1}) == [Outcome.STORED]
+    async with open_tier(tmp_path) as tier:
+        assert tier.recovered(3) == {0: 0, 1: 1}
+
+
 async def test_a_full_disk_fails_blocks_and_recovers(small_disk: Path) -> None:
     """ENOSPC fails what it hits, reads go on, and when there is room again so do writes."""
     path = small_disk / "tier"
@@ -245,6 +266,33 @@ async def test_the_mode_in_use_is_said(tmp_path: Path) -> None:
         assert facts["io"] == "buffered"
         assert facts["io_reason"]
         assert facts["num_slots"] == tier.found.num_slots
+
+
+@pytest.mark.parametrize("what", ["open", "pwritev", "preadv"])
+async def test_a_disk_that_direct_io_fails_on_is_used_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Where a file cannot be opened so or written so, or reads back otherwise; `describe` says which."""
+    call = getattr(os, what)
+
+    def refuses(name: str, flags: int, *args: int, **kwargs: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return int(call(name, flags, *args, **kwargs))
+
+    def forgets(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if what == "pwritev":
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return sum(map(len, buffers))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, what, refuses if what == "open" else forgets)
+        backend = backend_at(tmp_path)
+        with open_context(shape_of("a")) as context:
+            await backend.open(context)
+    assert backend.describe()["io"] == "buffered"
+    assert ("not read back" if what == "preadv" else "Invalid argument") in str(backend.describe()["io_reason"])
+    await backend.aclose()
 
 
 async def test_memory_that_direct_io_cannot_take_fails_alone(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tiered_kv.errors import ConfigurationError, LayoutMismatchError
 from tiered_kv.layout import KVCaches, KVGroup
@@ -72,6 +74,20 @@ def test_layers_may_lie_in_one_memory_as_long_as_they_share_no_byte() -> None:
     assert len(bind(shifted(B * 256, 0)).fragments) == 6
     turns = torch.zeros(B, 3, 2, 16, 2, 8).bfloat16()
     assert len(bind([turns[:, layer] for layer in (2, 0, 1)], axes="BPNHD").fragments) == 2
+
+
+@given(st.integers(1, 4), st.integers(32, 80), st.tuples(st.integers(0, 260), st.integers(0, 260)))
+def test_layers_are_refused_exactly_if_they_share_a_byte(num_pages: int, stride: int, starts: tuple[int, int]) -> None:
+    """Wherever the pages of one layer lie among those of the other: before them, behind them, between them."""
+    group = KVGroup(num_layers=2, num_kv_heads=1, head_dim=8, dtype="bfloat16", block_size=4, order="MLA")
+    memory = torch.zeros(600, dtype=torch.bfloat16)
+    layers = [memory.as_strided((num_pages, 4, 8), (stride, 8, 1), start) for start in starts]
+    first, second = ({start + page * stride + i for page in range(num_pages) for i in range(32)} for start in starts)
+    if first & second:
+        with pytest.raises(LayoutMismatchError, match="layer 0 and layer 1 share bytes"):
+            bind(layers, group)
+    else:
+        bind(layers, group)
 
 
 def test_tensors_made_for_inference_can_be_written() -> None:

@@ -96,6 +96,29 @@ def test_with_too_many_that_wait_the_ones_that_move_are_shared(device: ScriptedD
     assert copies.ran == ["fifth"]
 
 
+def test_two_threads_that_take_a_stream_at_once_do_not_wait_in_the_same(
+    device: ScriptedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who comes second sees for what the first one waits, and goes where fewer do."""
+    lanes, events, second = Lanes(device, "h2d"), [ScriptedEvent() for _ in range(4)], list[Lane]()
+    streams = [lanes.take(event).stream for event in events]
+    events[2].fire()
+    thread = threading.Thread(target=lambda: second.append(lanes.take(ScriptedEvent())))
+    enqueue = streams[2].wait
+
+    def wait(after: object) -> None:
+        thread.start()
+        thread.join(0.2)  # long enough for what would be wrong; what is right waits for this to return
+        enqueue(after)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(streams[2], "wait", wait)
+        first = lanes.take(ScriptedEvent())
+        thread.join()
+    assert first.stream is streams[2]
+    assert second[0].stream is not first.stream
+
+
 def test_a_transfer_that_copied_nothing_leaves_no_wait_to_the_next(device: ScriptedDevice) -> None:
     """Its stream may wait for its event still, or for ever: who comes next gets another."""
     lanes, copies, event = Lanes(device, "h2d"), Copies(), ScriptedEvent()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.tiers.health import Breaker, LatencyAverage
+from tiered_kv.tiers.health import Breaker, LatencyAverage, StorageHealth
 
 
 class Clock:
@@ -180,3 +180,17 @@ def test_a_latency_is_forgotten_with_time() -> None:
     assert latency.now() == pytest.approx(10.0, rel=0.01)
     clock.now += 4.0
     assert latency.now() < 1.0
+
+
+def test_only_slow_writes_shed_stores() -> None:
+    """A medium that reads slowly, or deletes or remembers slowly, is written to all the same."""
+    clock = Clock()
+    health = StorageHealth("medium", 10.0, lambda _: None, clock=clock, rng=random.Random(1), shed_stores_after_s=1.0)
+    for doing in ("lookup", "read", "delete", "forget", "checkpoint"):
+        health.begin(doing)
+        health.ended(doing, 9.0, is_late=False, has_failed=False)
+        assert not health.is_shedding, doing
+    health.begin("write")
+    health.ended("write", 9.0, is_late=False, has_failed=False)
+    assert health.is_shedding
+    assert not health.is_bypassed

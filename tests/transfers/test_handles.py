@@ -6,7 +6,11 @@ import threading
 import pytest
 from anyio.lowlevel import checkpoint
 
+from tests.support.caches import open_cache, until_idle
+from tests.support.engine import PAYLOAD_BYTES, Engine, prompt
+from tiered_kv import GPULoadStoreSpec
 from tiered_kv.memory.lanes import LaneCopy, RevokedError
+from tiered_kv.testing import ScriptedDevice, ScriptedEvent
 from tiered_kv.transfers.handles import Handle, Revocable
 
 
@@ -115,3 +119,17 @@ async def test_a_drain_ends_at_its_deadline() -> None:
     transfer = _Transfer([copy], deadline=0.0)
     assert not await transfer.run()
     assert [type(error) for error in transfer.errors] == [RevokedError]
+
+
+async def test_a_transfer_that_has_ended_leaves_its_stream_to_the_next() -> None:
+    """Loads and stores with events of their own, one after another, all use the same one beside the main one."""
+    engine, device, keys = Engine(), ScriptedDevice(), prompt(4)
+    async with open_cache({"medium": "cpu", "capacity": 8 * PAYLOAD_BYTES}, engine=engine, device=device) as kv:
+        for _ in range(3):
+            for start in (kv.start_store, kv.start_load):
+                after = ScriptedEvent()
+                handle = start(keys, GPULoadStoreSpec(range(4)), after=after)
+                after.fire()
+                await until_idle(kv, on_wait=device.run_all)
+                assert handle.done
+    assert len({stream for stream, what in device.log if what == "wait"}) == 2  # one in each direction
