@@ -5,7 +5,8 @@ page, each page's tokens as the engine keeps them (NHD or HND). How an engine la
 for all, K and V apart or together) is found again at `register_kv_caches` and is no part of a block's identity.
 
 Axes are written as letters: ``L`` layers, ``P`` planes, ``B`` pages (the engine's block ids), ``N`` tokens of a page,
-``H`` KV heads, ``D`` head dimension. vLLM's FlashAttention cache is ``PBNHD``, FlashInfer's ``BPNHD`` or ``BPHND``.
+``H`` KV heads, ``D`` head dimension. vLLM's FlashAttention cache is ``PBNHD``, FlashInfer's ``BPNHD`` or ``BPHND``;
+SGLang's host pool ``page_first``, whose tokens hold all layers, is ``PBNLHD``.
 """
 
 import hashlib
@@ -93,9 +94,19 @@ class KVGroup:
         return self.block_size // self.page_size
 
     @property
+    def inner_axes(self) -> str:
+        """The axes of one page of one plane of one layer, as a payload has them."""
+        return _INNER[self.order]
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one element."""
+        return _ITEM_BYTES[self.dtype]
+
+    @property
     def fragment_bytes(self) -> int:
         """Bytes of one page of one plane of one layer."""
-        return self.page_size * self.num_kv_heads * self.head_dim * _ITEM_BYTES[self.dtype]
+        return self.page_size * self.num_kv_heads * self.head_dim * self.item_bytes
 
     @property
     def payload_bytes(self) -> int:
@@ -136,7 +147,7 @@ class KVGroup:
         Raises:
             LayoutMismatchError: No order of axes fits, or more than one does: then ``axes=`` must say.
         """
-        inner = _INNER[self.order]
+        inner = self.inner_axes
         heads = ("L" if packed else "") + ("P" if len(shape) == len(inner) + 2 + packed else "") + "B"
         arrangements = [outer + inner for outer in sorted({"".join(each) for each in permutations(heads)})]
         differences = {axes: self._differences(axes, shape) for axes in arrangements}

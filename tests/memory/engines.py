@@ -15,6 +15,11 @@ from tiered_kv.memory.codec import Codec
 
 ORDERS: tuple[Order, ...] = ("NHD", "HND", "MLA")
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8")
+_INSIDE = {
+    "NHD": ("PBNLHD", "BNLPHD", "BPNLHD", "BNHPLD", "BLNPHD", "BNPLHD"),
+    "HND": ("PBHLND", "BLHPND", "BPHNLD"),
+    "MLA": ("BNLD",),
+}
 Ids = NDArray[np.int64]
 NUM_PAGES = 13
 NUM_SLOTS = 7
@@ -49,7 +54,7 @@ class Engine:
         """Overwrite these pages."""
         for plane in self.planes:
             for page in pages.tolist():
-                _as_uint8(plane[page]).fill_(0xA5)
+                plane[page].view(torch.uint8).fill_(0xA5)
 
 
 @st.composite
@@ -72,8 +77,10 @@ def engines(
     outers = ("B", "LB", "BL") if order == "MLA" else ("pair", "PB", "BP", "LPB", "LBP", "BLP", "PLB", "BPL")
     outer = draw(st.sampled_from(outers))
     axes = ("B" if outer == "pair" else outer) + inner
+    if pages_per_block == 1 and outer in ("B", "pair") and draw(st.booleans()):  # layers inside tokens, or planes too
+        axes, outer = draw(st.sampled_from(_INSIDE[order])), "inside"
     gap = draw(st.integers(0, 5))  # elements in front of each tensor, so that addresses are odd
-    num_tensors = 1 if "L" in outer else group.num_layers * (2 if outer == "pair" else 1)
+    num_tensors = 1 if "L" in axes else group.num_layers * (2 if outer == "pair" else 1)
     shape = [{**group.axis_sizes, "B": NUM_PAGES}[axis] for axis in axes]
     dtype = getattr(torch, group.dtype)
     memory, tensors = [], []
@@ -83,7 +90,7 @@ def engines(
         random = torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8, generator=generator)
         memory.append(random.to(device.torch_device))
         tensors.append(memory[-1].view(dtype)[gap:].view(shape))
-    if "L" in outer:
+    if "L" in axes:
         kv_caches: Any = tensors[0]
     elif outer == "pair":
         kv_caches = _pairs(tensors)

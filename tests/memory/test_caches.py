@@ -44,6 +44,9 @@ def shifted(num_values: int, by: int) -> list[torch.Tensor]:
         (torch.zeros(3, 2, B, 16, 2, 8).bfloat16(), "LPBNHD", 6),
         (torch.zeros(3, B, 2, 16, 2, 8).bfloat16(), "LBPNHD", 3),
         (torch.zeros(B, 3, 2, 16, 2, 8).bfloat16(), "BLPNHD", 1),
+        (torch.zeros(2, B, 16, 3, 2, 8).bfloat16(), "PBNLHD", 2 * 16 * 3),
+        (torch.zeros(B, 2, 16, 3, 2, 8).bfloat16(), "BPNLHD", 2 * 16 * 3),
+        (torch.zeros(B, 3, 16, 2, 2, 8).bfloat16(), "BLNPHD", 2 * 16 * 3 - 2),
     ],
 )
 def test_what_lies_side_by_side_is_one_fragment(kv_caches: KVCaches, axes: str | None, num_fragments: int) -> None:
@@ -58,6 +61,15 @@ def test_fragments_of_blocks_of_several_pages_stay_apart() -> None:
     """In a payload all pages of K come before V: where a block has several, K and V of a page are no neighbours."""
     group = KVGroup(3, 2, 8, "bfloat16", block_size=32, page_size=16)
     assert len(bind(tensors(B, 2, 16, 2, 8), group).fragments) == 6
+
+
+def test_layers_inside_tokens_are_of_blocks_of_one_page() -> None:
+    """SGLang's page_first, whose pages are its blocks: several pages a block are refused, and so is K over V."""
+    group = KVGroup(3, 2, 8, "bfloat16", block_size=32, page_size=16)
+    with pytest.raises(LayoutMismatchError, match="a block must be one page, and here it is 2 pages"):
+        bind(torch.zeros(2, B, 16, 3, 2, 8).bfloat16(), group, axes="PBNLHD")
+    with pytest.raises(LayoutMismatchError, match=r"all layers \(K\) and all layers \(V\) share bytes"):
+        bind(torch.zeros(1, B, 16, 3, 2, 8).bfloat16().expand(2, -1, -1, -1, -1, -1), axes="PBNLHD")
 
 
 def test_the_engines_memory_is_seen_not_copied() -> None:

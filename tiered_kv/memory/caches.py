@@ -4,9 +4,11 @@ Whatever the tensors look like, a block is the same bytes: layer by layer, plane
 the part of a page that is contiguous in both places. Nothing is copied here and nothing of the tensors is changed.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, product
 
 import numpy as np
 import torch
@@ -18,7 +20,6 @@ from tiered_kv.layout import KVCaches, KVGroup, layer_tensors
 from tiered_kv.memory.codec import Codec
 from tiered_kv.memory.device import Device
 
-_INNER = {"NHD": "NHD", "HND": "HND", "MLA": "ND"}
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -125,17 +126,15 @@ class PagedCaches:
             for tensor in tensors:
                 _check_tensor(tensor, group, where, number)
             planes += _planes_of(tensors, group, axes, packed=packed, layer=number)
-        num_pages = {plane.num_pages for plane in planes}
+        num_pages = {plane.page.num_pages for plane in planes}
         if len(num_pages) > 1:
             raise LayoutMismatchError(f"layers and planes must have one number of pages, got {sorted(num_pages)}")
-        _check_apart(planes, group)
+        _check_apart(planes)
+        parts = sorted((part for plane in planes for part in plane.parts()), key=lambda part: part.offset)
         if group.pages_per_block == 1:  # else the parts of two planes have other pages of the block between them
-            planes = _merge_neighbours(planes)
-        fragments, offset = [], 0
-        for plane in planes:
-            fragments.append(Fragment(plane.as_words(offset), offset))
-            offset += plane.num_bytes * group.pages_per_block
-        return cls(group, codec, where, num_pages.pop(), tuple(fragments), range(group.num_layers))
+            parts = _merge_neighbours(parts)
+        fragments = tuple(Fragment(part.as_words(), part.offset) for part in parts)
+        return cls(group, codec, where, num_pages.pop(), fragments, range(group.num_layers))
 
     @cached_property
     def table(self) -> NDArray[np.int64]:
@@ -204,8 +203,8 @@ class PagedCaches:
 
 
 @dataclass(frozen=True, eq=False)
-class _Plane:
-    """Bytes of every page: ``num_bytes`` at ``start + page * stride`` of a storage."""
+class _Part:
+    """The same bytes of every page, ``num_bytes`` at ``start + page * stride`` of a storage: ``offset`` in a payload."""
 
     storage: torch.UntypedStorage
     start: int
@@ -213,11 +212,12 @@ class _Plane:
     stride: int
     num_pages: int
     device: torch.device
+    offset: int
 
-    def overlaps(self, other: "_Plane") -> bool:
-        """Say whether some page here has bytes of some page of a plane with as many pages.
+    def overlaps(self, other: "_Part") -> bool:
+        """Say whether some page here has bytes of some page of a part with as many pages.
 
-        Pages of several planes may take turns in memory. Planes of different strides are not compared.
+        Pages of several parts may take turns in memory. Parts of different strides are not compared.
         """
         if self.stride != other.stride or not self.num_pages:
             return False
@@ -228,10 +228,30 @@ class _Plane:
             abs(pages + 1) <= last and self.stride - after < other.num_bytes
         )
 
-    def as_words(self, payload_offset: int) -> Tensor:
+    def as_words(self) -> Tensor:
         pages = torch.empty(0, dtype=torch.uint8, device=self.device)
         pages.set_(self.storage, self.start, (self.num_pages, self.num_bytes), (self.stride, 1))
-        return _in_words(pages, payload_offset)
+        return _in_words(pages, self.offset)
+
+
+@dataclass(frozen=True, eq=False)
+class _Plane:
+    """What lies in one piece in the engine's pages: a plane of a layer, or several that take turns inside a page.
+
+    Attributes:
+        name: For messages.
+        page: All its bytes.
+        cuts: Per part of a payload its start in a page, length, and offset in a payload, in bytes.
+    """
+
+    name: str
+    page: _Part
+    cuts: Sequence[tuple[int, int, int]]
+
+    def parts(self) -> list[_Part]:
+        """Return it cut to what lies in one piece in a payload too."""
+        first = self.page.start
+        return [replace(self.page, start=first + at, num_bytes=n, offset=offset) for at, n, offset in self.cuts]
 
 
 def _in_words(pages: Tensor, payload_offset: int) -> Tensor:
@@ -253,22 +273,18 @@ def _check_tensor(tensor: object, group: KVGroup, device: torch.device, layer: i
         raise LayoutMismatchError(f"layer {layer} is a {tensor.layout} tensor, only strided ones can be paged")
 
 
-def _check_apart(planes: list[_Plane], group: KVGroup) -> None:
-    for (i, one), (j, other) in combinations(enumerate(planes), 2):
-        if one.overlaps(other):
-            names = [
-                f"layer {number // group.num_planes}" + ("" if group.num_planes == 1 else f" ({'KV'[number % 2]})")
-                for number in (i, j)
-            ]
+def _check_apart(planes: list[_Plane]) -> None:
+    for one, other in combinations(planes, 2):
+        if one.page.overlaps(other.page):
             raise LayoutMismatchError(
-                f"{names[0]} and {names[1]} share bytes: what is loaded into one would overwrite the other"
+                f"{one.name} and {other.name} share bytes: what is loaded into one would overwrite the other"
             )
 
 
 def _planes_of(
     tensors: tuple[Tensor, ...], group: KVGroup, axes: str | None, *, packed: bool, layer: int
 ) -> list[_Plane]:
-    """Return the planes of one layer, or of all layers if ``packed``, in canonical order."""
+    """Return the planes of one layer, or of all layers if ``packed``."""
     shape = tuple(tensors[0].shape)
     try:
         axes = axes or group.find_axes(shape, packed=packed)
@@ -276,7 +292,7 @@ def _planes_of(
         raise LayoutMismatchError(
             f"{f'one tensor for all {group.num_layers} layers, no list' if packed else f'layer {layer}'}: {error}"
         ) from None
-    inner = _INNER[group.order]
+    inner = group.inner_axes
     outer = "LPB" if packed else "PB"
     if len(set(axes)) != len(axes) or set(inner + "B") - set(axes) or set(axes) - set(outer + inner):
         raise LayoutMismatchError(
@@ -292,20 +308,53 @@ def _planes_of(
         )
     for tensor in tensors:
         group.check_axes(axes, tensor.shape)
-    return [
-        _plane_of(_at(_at(tensor, axes, "L", in_tensor), axes.replace("L", ""), "P", plane), axes, group, layer)
-        for in_tensor in range(group.num_layers if packed else 1)
-        for tensor in tensors
-        for plane in range(group.num_planes if "P" in axes else 1)
-    ]
+    first = min(axes.index(axis) for axis in inner)
+    in_page = axes[first:].replace("B", "")
+    if group.pages_per_block > 1 and set(in_page) - set(inner):
+        raise LayoutMismatchError(
+            f"axes {axes!r} have layers or planes inside a page: then a block must be one page, and here it is "
+            f"{group.pages_per_block} pages"
+        )
+    layers = range(group.num_layers) if "L" in axes[:first] else (layer,)
+    planes = range(group.num_planes) if "P" in axes[:first] else (None,)
+    found_planes = []
+    for in_tensor, (number, tensor), plane in product(layers, enumerate(tensors), planes):
+        part, rest = tensor, axes
+        for axis, index in (("L", in_tensor), ("P", plane)):
+            if axis in axes[:first]:
+                part, rest = part.select(rest.index(axis), index or 0), rest.replace(axis, "")
+        at = number if plane is None else plane
+        name = "all layers" if "L" in in_page else f"layer {in_tensor}"
+        name += f" ({'KV'[at]})" if group.num_planes > 1 and "P" not in in_page else ""
+        found_planes.append(_Plane(name, _page_of(part, rest, layer), _cuts(group, in_page, in_tensor, at)))
+    return found_planes
 
 
-def _at(tensor: Tensor, axes: str, axis: str, index: int) -> Tensor:
-    return tensor.select(axes.index(axis), index) if axis in axes else tensor
+def _cuts(group: KVGroup, in_page: str, layer: int, plane: int) -> list[tuple[int, int, int]]:
+    """Say which bytes of a page lie in one piece in a payload too: where there, how many, and where in the payload.
+
+    Args:
+        group: Of the blocks.
+        in_page: The axes of a page, the outermost first.
+        layer: Which one it is, unless these axes say.
+        plane: The same.
+    """
+    sizes = group.axis_sizes
+    mixed = in_page[: max(in_page.find("L"), in_page.find("P")) + 1]  # what is inside of these is in order
+    order = "LP" + "".join(axis for axis in group.inner_axes if axis in mixed)
+    unit = math.prod(sizes[axis] for axis in in_page[len(mixed) :]) * group.item_bytes
+    given = {"L": layer, "P": plane}
+    whole = np.arange(math.prod(sizes[axis] for axis in order)).reshape([sizes[axis] for axis in order])
+    in_payload = whole[tuple(slice(None) if axis in mixed else given[axis] for axis in order)].ravel()
+    in_memory = np.arange(in_payload.size).reshape([sizes[axis] for axis in mixed])
+    in_memory = in_memory.transpose([mixed.index(axis) for axis in order if axis in mixed]).ravel()
+    ends = np.flatnonzero((np.diff(in_memory) != 1) | (np.diff(in_payload) != 1)) + 1
+    starts, lengths = np.r_[0, ends], np.diff(np.r_[0, ends, in_payload.size])
+    offsets = in_payload[starts] * (unit * group.pages_per_block)
+    return list(zip((in_memory[starts] * unit).tolist(), (lengths * unit).tolist(), offsets.tolist(), strict=True))
 
 
-def _plane_of(plane: Tensor, axes: str, group: KVGroup, layer: int) -> _Plane:
-    axes = axes.replace("L", "").replace("P", "")
+def _page_of(plane: Tensor, axes: str, layer: int) -> _Part:
     plane = plane.movedim(axes.index("B"), 0)
     expected = 1
     for size, stride in zip(reversed(plane.shape[1:]), reversed(plane.stride()[1:]), strict=True):
@@ -319,28 +368,29 @@ def _plane_of(plane: Tensor, axes: str, group: KVGroup, layer: int) -> _Plane:
     stride = int(plane.stride(0)) if num_pages > 1 else expected
     if stride < expected:
         raise LayoutMismatchError(f"layer {layer}: pages of {expected} elements overlap, their stride is {stride}")
-    return _Plane(
+    return _Part(
         plane.untyped_storage(),
         int(plane.storage_offset()) * plane.itemsize,
-        group.fragment_bytes,
+        expected * plane.itemsize,
         stride * plane.itemsize,
         num_pages,
         plane.device,
+        0,
     )
 
 
-def _merge_neighbours(planes: list[_Plane]) -> list[_Plane]:
-    merged = [planes[0]]
-    for plane in planes[1:]:
+def _merge_neighbours(parts: list[_Part]) -> list[_Part]:
+    merged = [parts[0]]
+    for part in parts[1:]:
         last = merged[-1]
-        fits = last.num_bytes + plane.num_bytes <= last.stride or last.num_pages == 1
-        adjacent = last.storage.data_ptr() == plane.storage.data_ptr() and last.start + last.num_bytes == plane.start
-        if adjacent and fits and (last.stride == plane.stride or last.num_pages == 1):
+        fits = last.num_bytes + part.num_bytes <= last.stride or last.num_pages == 1
+        adjacent = last.storage.data_ptr() == part.storage.data_ptr() and last.start + last.num_bytes == part.start
+        if adjacent and fits and (last.stride == part.stride or last.num_pages == 1):
             merged[-1] = replace(
                 last,
-                num_bytes=last.num_bytes + plane.num_bytes,
-                stride=max(last.stride, last.num_bytes + plane.num_bytes),
+                num_bytes=last.num_bytes + part.num_bytes,
+                stride=max(last.stride, last.num_bytes + part.num_bytes),
             )
         else:
-            merged.append(plane)
+            merged.append(part)
     return merged

@@ -25,7 +25,6 @@ from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.memory import MemoryTier
 from tiered_kv.tiers.tasks import in_a_thread
 
-_INNER = {"NHD": "NHD", "HND": "HND", "MLA": "ND"}
 _HEADER_BYTES = 4096
 
 
@@ -175,11 +174,10 @@ def _slots_of(buffer: object, group: KVGroup, slot_bytes: int | None) -> tuple[m
     memory, rows = _bytes_of(buffer)
     if slot_bytes is None:
         slot_bytes = len(memory) // rows if rows else group.payload_bytes
-    item_bytes = group.fragment_bytes // (group.page_size * group.num_kv_heads * group.head_dim)
-    if slot_bytes < group.payload_bytes or slot_bytes % item_bytes:
+    if slot_bytes < group.payload_bytes or slot_bytes % group.item_bytes:
         raise LayoutMismatchError(
             f"slots of {slot_bytes} bytes: a block of this KV group has {group.payload_bytes}, of {group.dtype} "
-            f"with {item_bytes} bytes each"
+            f"with {group.item_bytes} bytes each"
         )
     if not len(memory) or len(memory) % slot_bytes:
         raise LayoutMismatchError(f"a buffer of {len(memory)} bytes is no number of slots of {slot_bytes} bytes")
@@ -215,7 +213,7 @@ def _bind_slots(memory: memoryview, slot_bytes: int, chain: Chain, device: Devic
     group = chain.group
     whole = replace(group, page_size=group.block_size)
     values = torch.frombuffer(memory, dtype=getattr(torch, group.dtype))
-    axes = "LP" + _INNER[group.order]
+    axes = "LP" + group.inner_axes
     shape = [whole.axis_sizes[axis] for axis in axes]
     strides = torch.empty(shape, device="meta").stride()
     num_slots = len(memory) // slot_bytes
