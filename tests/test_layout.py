@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from tiered_kv.errors import ConfigurationError, LayoutMismatchError
-from tiered_kv.layout import KVGroup, KVLayout, layer_tensors
+from tiered_kv.keys import ModelIdentity
+from tiered_kv.layout import KVGroup, KVLayout, fingerprint, layer_tensors
 
 NHD = KVGroup(num_layers=3, num_kv_heads=4, head_dim=8, dtype="bfloat16", block_size=16)
 HND = replace(NHD, order="HND")
@@ -147,8 +148,11 @@ def test_axes_that_do_not_fit_the_group_are_refused() -> None:
         ("dtype", "float64", "one of float32"),
         ("dtype", "bf16", "write 'bfloat16'"),
         ("num_layers", "3", "positive int, got '3'"),
-        ("order", "DNH", "'NHD', 'HND' or 'MLA'"),
+        ("order", "DNH", "'NHD', 'HND', 'MLA' or 'opaque'"),
         ("order", "MLA", "must be 1, got 4"),
+        ("order", "opaque", "no heads and no dtype are known: write KVGroup.opaque"),
+        ("opaque_bytes", 64, "for opaque groups, this one is NHD"),
+        ("tag", "mine", "for opaque groups, this one is NHD"),
         ("page_size", 5, "block_size 16 is not a multiple of the engine's page_size 5"),
         ("page_size", -16, "page_size must be an int, 0 or more, got -16"),
     ],
@@ -156,8 +160,60 @@ def test_axes_that_do_not_fit_the_group_are_refused() -> None:
 def test_a_group_that_cannot_be_is_refused(field: str, value: object, message: str) -> None:
     """Each wrong field is named with what it was."""
     fields = {"num_layers": 3, "num_kv_heads": 4, "head_dim": 8, "dtype": "int8", "block_size": 16, field: value}
+    if value == "opaque":
+        fields["opaque_bytes"] = 64
     with pytest.raises(ConfigurationError, match=message):
         KVGroup(**fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_bytes": 0}, "opaque_bytes must be a positive int, got 0"),
+        ({"num_layers": 0}, "num_layers must be a positive int, got 0"),
+        ({"tag": ""}, "needs a tag that says what its bytes are"),
+        ({"tag": 7}, "share nothing; got 7"),
+        ({"page_size": 5}, "block_size 16 is not a multiple of the engine's page_size 5"),
+    ],
+)
+def test_an_opaque_group_says_its_size_and_what_it_is(fields: dict[str, object], message: str) -> None:
+    """Without a tag nothing would keep two engines' bytes of one size apart."""
+    with pytest.raises(ConfigurationError, match=message):
+        KVGroup.opaque(**{"num_bytes": 96, "tag": "test", "block_size": 16} | fields)  # type: ignore[arg-type]
+
+
+def test_an_opaque_group_is_its_bytes() -> None:
+    """A page of one layer is so many bytes, a block those of all its pages and layers; there are no planes."""
+    group = KVGroup.opaque(96, tag="test", block_size=64, page_size=16, num_layers=3)
+    assert (group.fragment_bytes, group.payload_bytes, group.stride_bytes) == (96, 96 * 4 * 3, 4096)
+    assert (group.num_planes, group.pages_per_block) == (1, 4)
+
+
+def test_opaque_groups_share_what_all_agree_on() -> None:
+    """Another size, tag, number of layers or pages is another fingerprint, and so is a group that is no bytes."""
+    model = ModelIdentity("m", weights="w")
+
+    def digest(group: KVGroup) -> bytes:
+        return fingerprint(model, KVLayout((group,)), 0)
+
+    one = KVGroup.opaque(96, tag="one", block_size=16)
+    others = [
+        KVGroup.opaque(96, tag="two", block_size=16),
+        KVGroup.opaque(48, tag="one", block_size=16, num_layers=2),
+        KVGroup.opaque(48, tag="one", block_size=16, page_size=8),
+        KVGroup(1, 1, 6, "uint8", block_size=16, order="MLA"),
+    ]
+    assert len({digest(each) for each in (one, *others)}) == 5
+    assert digest(one) == digest(KVGroup.opaque(96, tag="one", block_size=16, page_size=16))
+
+
+def test_fingerprints_of_other_groups_are_as_old_as_the_format() -> None:
+    """What opaque groups brought is not in them: what was stored before is found."""
+    layout = KVLayout((NHD, MLA))
+    assert (
+        fingerprint(ModelIdentity("m", weights="w"), layout, 0).hex()
+        == "056a5b25130e9f2334022329ff5cb3ac0e7dfeb7ed0c1aaaf92098bd7b569f0b"
+    )
 
 
 def test_a_group_is_made_of_what_torch_and_numpy_have() -> None:

@@ -1,8 +1,9 @@
 """What one KV block is made of, whatever the engine's tensors look like.
 
 A block's *payload* is the same bytes everywhere: layer by layer, plane by plane (K then V, or one MLA latent), page by
-page, each page's tokens as the engine keeps them (NHD or HND). How an engine lays pages out (one tensor a layer or one
-for all, K and V apart or together) is found again at `register_kv_caches` and is no part of a block's identity.
+page, each page's tokens as the engine keeps them (NHD or HND), or bytes that only the engine can read. How an engine
+lays pages out (one tensor a layer or one for all, K and V apart or together) is found again at `register_kv_caches` and
+is no part of a block's identity.
 
 Axes are written as letters: ``L`` layers, ``P`` planes, ``B`` pages (the engine's block ids), ``N`` tokens of a page,
 ``H`` KV heads, ``D`` head dimension. vLLM's FlashAttention cache is ``PBNHD``, FlashInfer's ``BPNHD`` or ``BPHND``;
@@ -12,7 +13,7 @@ SGLang's host pool ``page_first``, whose tokens hold all layers, is ``PBNLHD``.
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import permutations
 from typing import Any, Literal
@@ -24,7 +25,7 @@ from tiered_kv.keys import ModelIdentity
 FORMAT_VERSION = 1
 """Of payloads and records together: part of every fingerprint."""
 
-Order = Literal["NHD", "HND", "MLA"]
+Order = Literal["NHD", "HND", "MLA", "opaque"]
 KVCaches = Any
 """Tensors of one KV group: one packed tensor, or per layer, in layer order, a tensor or (K, V) pair (list or dict)."""
 
@@ -32,7 +33,7 @@ _ITEM_BYTES = {
     "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2,
     "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "int8": 1, "uint8": 1,
 }  # fmt: skip
-_INNER: dict[Order, str] = {"NHD": "NHD", "HND": "HND", "MLA": "ND"}
+_INNER: dict[Order, str] = {"NHD": "NHD", "HND": "HND", "MLA": "ND", "opaque": "D"}
 _OTHER_NAMES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
 _AXES = {"L": "layers", "P": "planes (K and V)", "N": "tokens a page", "H": "KV heads", "D": "elements a head"}
 PAGE_BYTES = 4096
@@ -47,9 +48,12 @@ class KVGroup:
         num_kv_heads: KV heads that this process holds; 1 for MLA.
         head_dim: Dimension of a head, or of the latent row for MLA.
         dtype: The torch dtype's name, e.g. ``"bfloat16"``; made of a torch dtype too.
-        order: ``"NHD"`` or ``"HND"`` for K and V planes, ``"MLA"`` for one latent row per token.
+        order: ``"NHD"`` or ``"HND"`` for K and V planes, ``"MLA"`` for one latent row per token, ``"opaque"`` for bytes
+            that only the engine can read, see `opaque`.
         block_size: Tokens a key names.
         page_size: Tokens of one of the engine's pages; divides ``block_size``. 0 means ``block_size``.
+        opaque_bytes: Of one page of one layer, where it is opaque; else 0.
+        tag: What those bytes are, in the engine's words; else empty.
     """
 
     num_layers: int
@@ -59,10 +63,15 @@ class KVGroup:
     block_size: int
     order: Order = "NHD"
     page_size: int = 0
+    opaque_bytes: int = 0
+    tag: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "num_kv_heads", "head_dim", "block_size", "page_size"):
-            value = as_int(f"KVGroup.{name}", getattr(self, name), least=int(name != "page_size"))
+        may_be_0 = (
+            {"page_size", "opaque_bytes"} if self.order != "opaque" else {"page_size", "num_kv_heads", "head_dim"}
+        )
+        for name in ("num_layers", "num_kv_heads", "head_dim", "block_size", "page_size", "opaque_bytes"):
+            value = as_int(f"KVGroup.{name}", getattr(self, name), least=int(name not in may_be_0))
             object.__setattr__(self, name, value)
         dtype = str(self.dtype).removeprefix("torch.")
         if dtype not in _ITEM_BYTES:
@@ -72,8 +81,9 @@ class KVGroup:
             raise ConfigurationError(f"dtype {self.dtype!r} is not kept as KV here{meant}")
         object.__setattr__(self, "dtype", dtype)
         if self.order not in _INNER:
-            msg = f"order must be 'NHD', 'HND' or 'MLA', got {self.order!r}"
+            msg = f"order must be 'NHD', 'HND', 'MLA' or 'opaque', got {self.order!r}"
             raise ConfigurationError(msg)
+        self._check_opaque()
         if self.order == "MLA" and self.num_kv_heads != 1:
             msg = f"an MLA latent has no head axis: num_kv_heads must be 1, got {self.num_kv_heads}"
             raise ConfigurationError(msg)
@@ -83,10 +93,44 @@ class KVGroup:
             msg = f"block_size {self.block_size} is not a multiple of the engine's page_size {self.page_size}"
             raise ConfigurationError(msg)
 
+    def _check_opaque(self) -> None:
+        if self.order != "opaque":
+            if self.opaque_bytes or self.tag:
+                raise ConfigurationError(
+                    f"opaque_bytes and tag are for opaque groups, this one is {self.order}: KVGroup.opaque() makes them"
+                )
+        elif self.num_kv_heads or self.head_dim or self.dtype != "uint8":
+            raise ConfigurationError("of an opaque KV group no heads and no dtype are known: write KVGroup.opaque(...)")
+        elif not isinstance(self.tag, str) or not self.tag:
+            raise ConfigurationError(
+                "an opaque KV group needs a tag that says what its bytes are: engine, version, kernel, dtype, order. "
+                f"Groups that differ in it share nothing; got {self.tag!r}"
+            )
+
+    @classmethod
+    def opaque(cls, num_bytes: int, *, tag: str, block_size: int, page_size: int = 0, num_layers: int = 1) -> "KVGroup":
+        """Make a group whose pages are bytes that only the engine can read: K and V fused, of several ranks, packed.
+
+        Heads, dtype and order of the bytes are unknown, so the fingerprint has ``tag`` in their place, and no codec
+        keeps such blocks. A tensor of any dtype is bound by its bytes: one a layer, pages first and contiguous inside,
+        or one for all layers, with the layers' axis before or behind the pages' (``axes="LBD"`` or ``"BLD"``).
+
+        Args:
+            num_bytes: Of one page of one layer.
+            tag: What the bytes are, e.g. ``"vllm 0.32, CPU_ATTN, bfloat16, BHN(2D)"``: all that two processes must
+                agree on to read each other's. Those with another tag share nothing.
+            block_size: Tokens a key names.
+            page_size: Tokens of one of the engine's pages, where smaller.
+            num_layers: Layers that can be loaded one after another; 1 for pages that hold them all.
+        """
+        return cls(
+            num_layers, 0, 0, "uint8", block_size, "opaque", page_size=page_size, opaque_bytes=num_bytes, tag=tag
+        )
+
     @property
     def num_planes(self) -> int:
-        """2 for K and V, 1 for a latent."""
-        return 1 if self.order == "MLA" else 2
+        """2 for K and V, 1 for a latent or opaque bytes."""
+        return 2 if "H" in self.inner_axes else 1
 
     @property
     def pages_per_block(self) -> int:
@@ -106,7 +150,7 @@ class KVGroup:
     @property
     def fragment_bytes(self) -> int:
         """Bytes of one page of one plane of one layer."""
-        return self.page_size * self.num_kv_heads * self.head_dim * self.item_bytes
+        return self.opaque_bytes or self.page_size * self.num_kv_heads * self.head_dim * self.item_bytes
 
     @property
     def payload_bytes(self) -> int:
@@ -121,9 +165,17 @@ class KVGroup:
     @property
     def axis_sizes(self) -> dict[str, int]:
         """Size of each axis letter but ``B``."""
-        return {
-            "L": self.num_layers, "P": self.num_planes, "N": self.page_size, "H": self.num_kv_heads, "D": self.head_dim
-        }  # fmt: skip
+        inner = {"N": self.page_size, "H": self.num_kv_heads, "D": self.head_dim or self.opaque_bytes}
+        return {"L": self.num_layers, "P": self.num_planes, **inner}
+
+    @property
+    def facts(self) -> dict[str, int | str]:
+        """What a fingerprint says of it. What only opaque groups have is in theirs alone: others' stay as they were."""
+        return {name: value for name, value in asdict(self).items() if value or self.order == "opaque"}
+
+    def in_one_page(self) -> "KVGroup":
+        """Return the group whose pages are these blocks, of as many bytes."""
+        return replace(self, page_size=self.block_size, opaque_bytes=self.opaque_bytes * self.pages_per_block)
 
     def check_axes(self, axes: str, shape: Sequence[int]) -> None:
         """Raise `LayoutMismatchError` unless a tensor of ``shape`` has these ``axes`` with this group's sizes."""
@@ -135,8 +187,9 @@ class KVGroup:
         if len(shape) != len(axes):
             return [f"{len(shape)} axes, not {len(axes)}"]
         sizes = self.axis_sizes
+        names = _AXES | ({"D": "bytes a page"} if self.order == "opaque" else {})
         return [
-            f"{got} {_AXES[axis]} instead of {sizes[axis]}"
+            f"{got} {names[axis]} instead of {sizes[axis]}"
             for axis, got in zip(axes, shape, strict=True)
             if sizes.get(axis, got) != got
         ]
@@ -219,7 +272,7 @@ def fingerprint(model: ModelIdentity, layout: KVLayout, group: int, codec: str =
         "format": FORMAT_VERSION,
         "model": model.name,
         "extra": sorted(model.extra),
-        "groups": [asdict(each) for each in layout.groups],
+        "groups": [each.facts for each in layout.groups],
         "group": group,
         "codec": codec,
     }

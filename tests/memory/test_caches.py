@@ -141,6 +141,52 @@ def test_other_tensors_are_refused(make: Callable[[], Any], axes: str | None, sa
         bind(make(), axes=axes)
 
 
+OPAQUE = KVGroup.opaque(96, tag="test", block_size=16, num_layers=3)
+ALL = KVGroup.opaque(3 * 96, tag="test", block_size=16)
+
+
+@pytest.mark.parametrize(
+    ("kv_caches", "group", "axes", "num_fragments"),
+    [
+        (tensors(B, 96, dtype=torch.uint8), OPAQUE, None, 3),
+        (tensors(B, 2, 3, 8), OPAQUE, None, 3),
+        ({f"layer{n}": torch.zeros(B, 24) for n in range(3)}, OPAQUE, "BD", 3),
+        (torch.zeros(3, B, 96, dtype=torch.int8), OPAQUE, None, 3),
+        (torch.zeros(B, 3, 4, 12).half(), OPAQUE, None, 1),
+        (torch.zeros(3, 3, 96, dtype=torch.int8), OPAQUE, "LBD", 3),
+        (torch.zeros(B, 288, dtype=torch.uint8), ALL, None, 1),
+        (torch.zeros(B, 300, dtype=torch.uint8)[:, 5:293], ALL, None, 1),
+        ([torch.zeros(B, 2, 72, dtype=torch.bfloat16)], ALL, None, 1),
+    ],
+)
+def test_opaque_pages_are_bound_by_their_bytes(
+    kv_caches: KVCaches, group: KVGroup, axes: str | None, num_fragments: int
+) -> None:
+    """Tensors of any dtype and shape, one a layer or one for all, as long as a page is one piece of so many bytes."""
+    caches = bind(kv_caches, group, axes)
+    assert len(caches.fragments) == num_fragments
+    assert sum(fragment.num_bytes for fragment in caches.fragments) == group.payload_bytes
+
+
+@pytest.mark.parametrize(
+    ("make", "axes", "says"),
+    [
+        (lambda: tensors(B, 95, dtype=torch.uint8), None, "read as BD, it has 95 bytes a page instead of 96"),
+        (lambda: tensors(B, 48, layers=2), None, "3 layers, got the tensors of 2"),
+        (lambda: torch.zeros(3, 3, 96, dtype=torch.uint8), None, "fits any of BLD, LBD: pass axes="),
+        (lambda: tensors(B, 8, 6, 2, layers=3), "BND", "must name each of BD once"),
+        (lambda: [each.transpose(1, 2) for each in tensors(B, 8, 6)], None, "opaque page must be contiguous"),
+        (lambda: [tensors(B, 48, layers=2)] * 3, None, "2 tensor(s) of axes BD are not the 1 plane(s)"),
+        (lambda: tensors(B, 48, layers=1) * 3, None, "layer 0 and layer 1 share bytes"),
+        (lambda: torch.zeros(B * 288, dtype=torch.uint8), None, "axes, not 3"),
+    ],
+)
+def test_other_opaque_tensors_are_refused(make: Callable[[], Any], axes: str | None, says: str) -> None:
+    """Other sizes, layers or strides: an error that gives the numbers."""
+    with pytest.raises(LayoutMismatchError, match=re.escape(says)):
+        bind(make(), OPAQUE, axes)
+
+
 @pytest.mark.parametrize(
     ("ids", "says"),
     [

@@ -204,7 +204,10 @@ class PagedCaches:
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """The same bytes of every page, ``num_bytes`` at ``start + page * stride`` of a storage: ``offset`` in a payload."""
+    """The same bytes of every page: ``num_bytes`` at ``start + page * stride`` of a storage.
+
+    They are at ``offset`` of a payload, for the first page of a block.
+    """
 
     storage: torch.UntypedStorage
     start: int
@@ -265,12 +268,24 @@ def _check_tensor(tensor: object, group: KVGroup, device: torch.device, layer: i
         kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
         raise LayoutMismatchError(f"layer {layer} is a {kind}, no torch tensor: torch.from_numpy() shares its memory")
     dtype = str(tensor.dtype).removeprefix("torch.")
-    if dtype != group.dtype:
+    if dtype != group.dtype and group.order != "opaque":
         raise LayoutMismatchError(f"layer {layer} is of {dtype}, the KV group of {group.dtype}")
     if tensor.device != device:
         raise LayoutMismatchError(f"layer {layer} is on {tensor.device}, the cache was opened for {device}")
     if tensor.layout != torch.strided:
         raise LayoutMismatchError(f"layer {layer} is a {tensor.layout} tensor, only strided ones can be paged")
+
+
+def _as_bytes(tensor: Tensor, group: KVGroup, axes: str | None, *, packed: bool, layer: int) -> Tensor:
+    """See an opaque tensor as uint8, with one axis for all that is inside a page, whatever it is."""
+    num_outer = len(axes) - 1 if axes else 1 + (packed and group.num_layers > 1)
+    try:
+        return tensor.view(torch.uint8).view(*tensor.shape[:num_outer], -1)
+    except RuntimeError:  # torch's word for strides that do not allow it
+        raise LayoutMismatchError(
+            f"layer {layer}: the bytes of an opaque page must be contiguous, got shape {tuple(tensor.shape)} "
+            f"with strides {tensor.stride()}"
+        ) from None
 
 
 def _check_apart(planes: list[_Plane]) -> None:
@@ -285,9 +300,37 @@ def _planes_of(
     tensors: tuple[Tensor, ...], group: KVGroup, axes: str | None, *, packed: bool, layer: int
 ) -> list[_Plane]:
     """Return the planes of one layer, or of all layers if ``packed``."""
+    if group.order == "opaque":
+        tensors = tuple(_as_bytes(each, group, axes, packed=packed, layer=layer) for each in tensors)
+    axes = _axes_of(tensors, group, axes, packed=packed, layer=layer)
+    first = min(axes.index(axis) for axis in group.inner_axes)
+    in_page = axes[first:].replace("B", "")
+    if group.pages_per_block > 1 and set(in_page) - set(group.inner_axes):
+        raise LayoutMismatchError(
+            f"axes {axes!r} have layers or planes inside a page: then a block must be one page, and here it is "
+            f"{group.pages_per_block} pages"
+        )
+    layers = range(group.num_layers) if "L" in axes[:first] else (layer,)
+    planes = range(group.num_planes) if "P" in axes[:first] else (None,)
+    found_planes = []
+    for in_tensor, (number, tensor), plane in product(layers, enumerate(tensors), planes):
+        part, rest = tensor, axes
+        for axis, index in (("L", in_tensor), ("P", plane)):
+            if axis in axes[:first]:
+                part, rest = part.select(rest.index(axis), index or 0), rest.replace(axis, "")
+        at = number if plane is None else plane
+        name = "all layers" if "L" in in_page else f"layer {in_tensor}"
+        name += f" ({'KV'[at]})" if group.num_planes > 1 and "P" not in in_page else ""
+        found_planes.append(_Plane(name, _page_of(part, rest, layer), _cuts(group, in_page, in_tensor, at)))
+    return found_planes
+
+
+def _axes_of(tensors: tuple[Tensor, ...], group: KVGroup, axes: str | None, *, packed: bool, layer: int) -> str:
+    """Return the axes of one layer's tensors, found or given, if these are what the group says."""
     shape = tuple(tensors[0].shape)
     try:
-        axes = axes or group.find_axes(shape, packed=packed)
+        has_layers = packed and (group.num_layers > 1 or group.order != "opaque")
+        axes = axes or group.find_axes(shape, packed=has_layers)
     except LayoutMismatchError as error:
         raise LayoutMismatchError(
             f"{f'one tensor for all {group.num_layers} layers, no list' if packed else f'layer {layer}'}: {error}"
@@ -308,26 +351,7 @@ def _planes_of(
         )
     for tensor in tensors:
         group.check_axes(axes, tensor.shape)
-    first = min(axes.index(axis) for axis in inner)
-    in_page = axes[first:].replace("B", "")
-    if group.pages_per_block > 1 and set(in_page) - set(inner):
-        raise LayoutMismatchError(
-            f"axes {axes!r} have layers or planes inside a page: then a block must be one page, and here it is "
-            f"{group.pages_per_block} pages"
-        )
-    layers = range(group.num_layers) if "L" in axes[:first] else (layer,)
-    planes = range(group.num_planes) if "P" in axes[:first] else (None,)
-    found_planes = []
-    for in_tensor, (number, tensor), plane in product(layers, enumerate(tensors), planes):
-        part, rest = tensor, axes
-        for axis, index in (("L", in_tensor), ("P", plane)):
-            if axis in axes[:first]:
-                part, rest = part.select(rest.index(axis), index or 0), rest.replace(axis, "")
-        at = number if plane is None else plane
-        name = "all layers" if "L" in in_page else f"layer {in_tensor}"
-        name += f" ({'KV'[at]})" if group.num_planes > 1 and "P" not in in_page else ""
-        found_planes.append(_Plane(name, _page_of(part, rest, layer), _cuts(group, in_page, in_tensor, at)))
-    return found_planes
+    return axes
 
 
 def _cuts(group: KVGroup, in_page: str, layer: int, plane: int) -> list[tuple[int, int, int]]:

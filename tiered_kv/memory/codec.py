@@ -68,8 +68,13 @@ class FP8Codec(Codec):
         """Prepare for blocks of ``group``.
 
         Raises:
-            ConfigurationError: It is neither of bf16 nor of fp16.
+            ConfigurationError: It is neither of bf16 nor of fp16, or opaque.
         """
+        if group.order == "opaque":
+            raise ConfigurationError(
+                "the codec fp8 has to know which bytes are numbers, and an opaque KV group does not say: codec='none' "
+                "keeps it as it is"
+            )
         if group.dtype not in ("bfloat16", "float16"):
             raise ConfigurationError(f"the codec fp8 keeps KV of bfloat16 or float16, not of {group.dtype}")
         self._dtype: torch.dtype = getattr(torch, group.dtype)

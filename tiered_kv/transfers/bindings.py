@@ -7,7 +7,7 @@ nowhere else ends the prefix.
 
 import mmap
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -211,7 +211,7 @@ def _bytes_of(buffer: object) -> tuple[memoryview, int]:
 def _bind_slots(memory: memoryview, slot_bytes: int, chain: Chain, device: Device) -> PagedCaches:
     """See whole blocks, one every ``slot_bytes``, as a packed cache whose pages are blocks."""
     group = chain.group
-    whole = replace(group, page_size=group.block_size)
+    whole = group.in_one_page()
     values = torch.frombuffer(memory, dtype=getattr(torch, group.dtype))
     axes = "LP" + group.inner_axes
     shape = [whole.axis_sizes[axis] for axis in axes]
