@@ -17,8 +17,8 @@ from tests.support.engine import PAYLOAD_BYTES, Engine, prompt
 from tests.support.watching import NUM_LAYERS, pages
 from tiered_kv import GPULoadStoreSpec, LoadHandle, TieredKV
 from tiered_kv.catalog.leases import Reservation
+from tiered_kv.memory.lanes import LaneCopy
 from tiered_kv.testing import ScriptedDevice, ScriptedStream
-from tiered_kv.transfers.handles import Revocable
 from tiered_kv.transfers.layerwise import LayerLoad, LayerStore
 from tiered_kv.transfers.load import Load
 from tiered_kv.transfers.resident import ResidentLoad
@@ -196,9 +196,20 @@ def _release_layers_at_once(right: Any) -> Any:  # noqa: ANN401 - whatever it is
 
 
 def _commit_at_once(right: Any) -> Any:  # noqa: ANN401 - whatever it is, it is passed on
-    def copy_out(self: Store, placed: Any) -> None:  # noqa: ANN401 - whatever it is, it is passed on
-        right(self, placed)
+    def copy_out(self: Store, placed: Any) -> Any:  # noqa: ANN401 - whatever it is, it is passed on
+        copy = right(self, placed)
         placed.reservation.commit(placed.fresh).release()
+        return copy
+
+    return copy_out
+
+
+def _end_before_the_copy(right: Any) -> Any:  # noqa: ANN401 - whatever it is, it is passed on
+    def copy_out(self: Store, placed: Any) -> LaneCopy:  # noqa: ANN401 - whatever it is, it is passed on
+        right(self, placed)
+        ended = LaneCopy(lambda: None)
+        ended.resolve(None)
+        return ended
 
     return copy_out
 
@@ -224,13 +235,6 @@ def _commit_promotions_at_once(right: Any) -> Any:  # noqa: ANN401 - whatever it
     return promote
 
 
-def _return_at_once(right: Any) -> Any:  # noqa: ANN401 - whatever it is, it is passed on
-    async def drain_copies(self: Revocable, deadline: float = 0.0) -> bool:
-        return True
-
-    return drain_copies
-
-
 def _do_not_wait(right: Any) -> Any:  # noqa: ANN401 - whatever it is, it is passed on
     def wait_layer(self: LoadHandle, layer: int, stream: object = None) -> None:
         pass
@@ -251,7 +255,7 @@ MUTATIONS = [
     (_commit_with_the_first_layer, LayerStore, "_end_layer", compute_layer_by_layer),
     (_commit_promotions_at_once, Load, "_promote", load_what_is_being_promoted),
     (_end_at_once, ResidentLoad, "start", load_into_used_pages),
-    (_return_at_once, Revocable, "drain_copies", store_what_is_computed),
+    (_end_before_the_copy, Store, "_copy_out", store_what_is_computed),
     (_do_not_wait, LoadHandle, "wait_layer", attend_layer_by_layer),
 ]
 

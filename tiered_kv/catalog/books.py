@@ -59,7 +59,10 @@ class Books:
 
     def find(self, names: Names) -> tuple[Slots, NDArray[np.uint8]]:
         """Return each name's slot, or -1, and the `SlotState` of that slot: PENDING, READY, or FREE where absent."""
-        if len(names) > 1:
+        if len(names) == 1:
+            slots = np.array([self._table.find_one(names)])
+            return slots, self._states.take(slots)
+        if len(names):
             first, run = self._ready_run(names)
             if run == len(names):
                 return np.arange(first, first + run), np.full(run, READY, dtype=np.uint8)

@@ -103,6 +103,11 @@ class TierIndex(Books):
         slots = np.concatenate((self._policy.order(), leased))
         return self._table.names(slots), slots
 
+    @property
+    def num_free(self) -> int:
+        """How many of the tier's own slots hold nothing."""
+        return len(self._free)
+
     def statistics(self) -> IndexStatistics:
         """Count slots by what they hold."""
         used = self._pending + self._ready + self._doomed
@@ -124,10 +129,17 @@ class TierIndex(Books):
     def lease(self, names: Names) -> Lease:
         """Hold the ready ones of these blocks in place until the lease is released. Repeated names are harmless."""
         slots, states = self.find(names)
-        slots = np.where(states == READY, slots, -1)
-        held = _unique(slots[slots >= 0])
-        self._policy.park(self._own(held[self._num_leases[held] == 0])[::-1])
-        self._hold(held)
+        is_ready = states == READY
+        if is_ready.all():
+            held = _unique(slots)
+        else:
+            slots = np.where(is_ready, slots, -1)
+            held = _unique(slots[is_ready])
+        num_leases = self._num_leases.take(held)
+        idle = held if not num_leases.any() else held[num_leases == 0]
+        self._policy.park(self._own(idle)[::-1])
+        self._leased += len(idle)
+        self._num_leases[held] = num_leases + 1
         return Lease(slots, held, partial(self._release, is_use=True))
 
     def touch(self, names: Names) -> None:
@@ -352,6 +364,8 @@ class TierIndex(Books):
         return Lease(np.where(is_live, slots, -1), filled, partial(self._release, is_use=False))
 
     def _give_back(self, slots: Slots) -> None:
+        if not len(slots):
+            return
         is_pending = self._states[slots] == PENDING
         pending = slots[is_pending]
         with self.lock:
@@ -367,10 +381,18 @@ class TierIndex(Books):
 
     def _release(self, held: Slots, *, cold: bool, is_use: bool) -> None:
         tail_first = held[::-1]  # of a prefix the head is the most useful: it goes last
+        own = self._own(tail_first)
         if is_use and not cold:
-            self._policy.use(self._own(tail_first))
-        self._num_leases[tail_first] -= 1
-        is_last = self._num_leases[tail_first] == 0
+            self._policy.use(own)
+        num_leases = self._num_leases.take(tail_first) - 1
+        self._num_leases[tail_first] = num_leases
+        is_plain = not cold and len(own) == len(tail_first) and not num_leases.any()
+        if is_plain and (self._states.take(tail_first) == READY).all():  # as a rule: nobody else has them, and all stay
+            self._leased -= len(tail_first)
+            self._was_used[tail_first] = False
+            self._policy.unpark(tail_first)
+            return
+        is_last = num_leases == 0
         if not cold:
             self._was_used[tail_first[~is_last]] = True
         idle = tail_first[is_last]
@@ -385,11 +407,12 @@ class TierIndex(Books):
         else:
             self._policy.unpark(idle[is_ready & is_own])
         passed = idle[is_ready & ~is_own]  # transient blocks live no longer than their leases
-        with self.lock:
-            self._table.remove(passed)
-            self._states[passed] = DOOMED
-        self._ready -= len(passed)
-        self._doomed += len(passed)
+        if len(passed):
+            with self.lock:
+                self._table.remove(passed)
+                self._states[passed] = DOOMED
+            self._ready -= len(passed)
+            self._doomed += len(passed)
         self._free_doomed(idle[~(is_ready & is_own)])
 
     # Slots.

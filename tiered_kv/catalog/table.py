@@ -43,6 +43,8 @@ def hash_names(names: Names) -> NDArray[np.uint64]:
 
 def first_occurrences(names: Names) -> Slots:
     """Positions in the batch, ascending, at which a name appears for the first time."""
+    if len(names) == 1:
+        return np.zeros(1, dtype=np.int64)
     hashes = np.sort(hash_names(names))
     if not (hashes[1:] == hashes[:-1]).any():
         return np.arange(len(names))

@@ -137,10 +137,14 @@ class PagedCaches:
         return cls(group, codec, where, num_pages.pop(), fragments, range(group.num_layers))
 
     @cached_property
+    def facts(self) -> list[tuple[int, int, int, int]]:
+        """Per fragment its address, stride, length and offset in a payload, in bytes."""
+        return [(each.address, each.stride_bytes, each.num_bytes, each.offset_bytes) for each in self.fragments]
+
+    @cached_property
     def table(self) -> NDArray[np.int64]:
-        """Per fragment its address, stride, length and offset in a payload, in bytes: ``(num_fragments, 4)``."""
-        facts = [(each.address, each.stride_bytes, each.num_bytes, each.offset_bytes) for each in self.fragments]
-        return np.array(facts, dtype=np.int64).reshape(-1, 4)
+        """The same as an array, ``(num_fragments, 4)``."""
+        return np.array(self.facts, dtype=np.int64).reshape(-1, 4)
 
     @property
     def columns(self) -> slice | None:

@@ -7,9 +7,10 @@ on 2 busy cores: 0.1 GB/s instead of 3), and its ``index_copy_`` runs at 0.6 of 
   from the processor's caches after every window, took longer for so few (4 % of a window of 32 MiB).
 - Small pieces, and pieces read from neighbouring rows, by one numpy assignment a fragment, whose loop is in C.
   Scattered large ones would go through a temporary.
+- Few small pieces by memmove too: what numpy needs to begin would be most of it.
 
-Both release the GIL. Loads, which somebody waits for, mostly go the second way, and take it back only once a fragment:
-a busy engine thread may keep it for long.
+The first two release the GIL. Loads, which somebody waits for, mostly go the second way, and take it back only once a
+fragment: a busy engine thread may keep it for long.
 """
 
 import ctypes
@@ -25,12 +26,21 @@ from tiered_kv.memory.caches import PagedCaches
 Ids = NDArray[np.int64]
 Words = NDArray[Any]
 
+_move_with_gil = ctypes.PyDLL(None).memmove
+_move_with_gil.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_FEW_PIECES = 256
+_FEW_BYTES = 256 << 10
+"""So little is copied without releasing the GIL: to get it back may take a thread 5 ms, and this 50 us."""
 _ONE_BY_ONE_BYTES = 16 << 10
 """Below, a call a piece costs more than the temporary."""
 
 
 def gather_blocks(caches: PagedCaches, pages: Ids, rows: Tensor, slots: Ids) -> None:
     """Copy blocks of pages ``(n, pages_per_block)`` into slots."""
+    if _are_few(caches, pages):
+        for target, source, num_bytes in _pieces(rows, slots, caches, pages):
+            _move_with_gil(target, source, num_bytes)
+        return
     memmove = ctypes.memmove
     slot_addresses = _addresses(rows, slots)
     for page, page_ids in enumerate(pages.T):
@@ -49,6 +59,10 @@ def gather_blocks(caches: PagedCaches, pages: Ids, rows: Tensor, slots: Ids) -> 
 
 def scatter_blocks(rows: Tensor, slots: Ids, caches: PagedCaches, pages: Ids) -> None:
     """Copy slots into blocks of pages ``(n, pages_per_block)``."""
+    if _are_few(caches, pages):
+        for source, target, num_bytes in _pieces(rows, slots, caches, pages):
+            _move_with_gil(target, source, num_bytes)
+        return
     memmove = ctypes.memmove
     slot_addresses = _addresses(rows, slots)
     for page, page_ids in enumerate(pages.T):
@@ -63,6 +77,22 @@ def scatter_blocks(rows: Tensor, slots: Ids, caches: PagedCaches, pages: Ids) ->
             offset = each.offset_bytes + page * num_bytes
             for page_id, slot in places:
                 memmove(base + page_id * stride, slot + offset, num_bytes)
+
+
+def _are_few(caches: PagedCaches, pages: Ids) -> bool:
+    num_pieces = pages.size * len(caches.fragments)
+    return num_pieces <= _FEW_PIECES and num_pieces * caches.fragments[0].num_bytes <= _FEW_BYTES
+
+
+def _pieces(rows: Tensor, slots: Ids, caches: PagedCaches, pages: Ids) -> Iterator[tuple[int, int, int]]:
+    """Yield for each page of each fragment its address in a slot, that in the engine's memory, and its length."""
+    facts = caches.facts
+    for slot, page_ids in zip(_addresses(rows, slots), pages.tolist(), strict=True):
+        for address, stride, num_bytes, offset in facts:
+            at = slot + offset
+            for page_id in page_ids:
+                yield at, address + page_id * stride, num_bytes
+                at += num_bytes
 
 
 def copy_rows(source: Tensor, source_slots: Ids, target: Tensor, target_slots: Ids) -> None:

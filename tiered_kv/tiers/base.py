@@ -98,6 +98,8 @@ class BookedTier(Tier):
 
     def room_for(self, batch: Batch) -> int:
         """How many blocks of a long batch may be added, head first, without evicting what the tier has of its head."""
+        if len(batch) <= self.index.num_free:
+            return len(batch)
         books = self.index.statistics()
         room = books.free + books.evictable
         return room - int(np.count_nonzero(self.index.ready(batch.names[:room])))

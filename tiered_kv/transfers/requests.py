@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,11 @@ from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.budget import Priority
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.transfers.bindings import Binding
+
+MOST_AT_ONCE: Final = 1024
+"""Blocks that one turn of the loop decides about: of more the books take longer than a turn should."""
+_COPIED_AT_ONCE_BYTES: Final = 256 << 10
+"""Some 40 us of copying, which is what a thread needs to be woken and to wake the loop."""
 
 
 @dataclass(frozen=True)
@@ -59,3 +65,9 @@ class StoreRequest:
     pages: NDArray[np.int64]
     lane: Lane
     layerwise: bool = False
+
+
+def may_copy_at_once(request: LoadRequest | StoreRequest, num_blocks: int) -> bool:
+    """Say whether to copy in the calling thread what a thread would copy anyway: less work than to wake that."""
+    num_bytes = num_blocks * request.chain.group.payload_bytes
+    return num_bytes <= _COPIED_AT_ONCE_BYTES and request.binding.caches.codec is None and request.lane.is_idle

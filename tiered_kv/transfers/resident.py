@@ -7,7 +7,6 @@ import asyncio
 import threading
 from collections.abc import Sequence
 from functools import partial
-from typing import Final
 
 from tiered_kv.catalog.leases import Lease
 from tiered_kv.memory.copies import scatter_blocks
@@ -18,18 +17,13 @@ from tiered_kv.tiers.chain import RESIDENT_WINDOWS
 from tiered_kv.tiers.memory import MemoryTier
 from tiered_kv.transfers.handles import LAST_COPIES_S
 from tiered_kv.transfers.load import LoadHandle, load_result, overtaken
-from tiered_kv.transfers.requests import LoadRequest
-
-AT_ONCE_BYTES: Final = 256 << 10
-"""Some 40 us of copying, which is what a thread needs to be woken and to wake the loop."""
-_MOST_BLOCKS: Final = 1024
-"""Of more the books take the loop for longer than a turn should last: they go window by window."""
+from tiered_kv.transfers.requests import MOST_AT_ONCE, LoadRequest, may_copy_at_once
 
 
 def start_resident(request: LoadRequest) -> LoadHandle | None:
     """Start a load of which one memory tier has all blocks; None if none does, or it needs more than one copy."""
     chain, n, loop = request.chain, len(request.batch), asyncio.get_running_loop()
-    if not 0 < n <= min(_MOST_BLOCKS, RESIDENT_WINDOWS * chain.window_blocks) or request.layerwise:
+    if not 0 < n <= min(MOST_AT_ONCE, RESIDENT_WINDOWS * chain.window_blocks) or request.layerwise:
         return None
     started = loop.time()
     if started >= request.deadline or request.binding.h2d.device.error is not None:
@@ -72,8 +66,7 @@ class ResidentLoad:
         request, chain = self._request, self._request.chain
         caches = request.binding.caches
         work = partial(scatter_blocks, self._tier.rows, self._lease.slots, caches, request.pages.ravel())
-        num_bytes = len(request.batch) * chain.group.payload_bytes
-        if num_bytes <= AT_ONCE_BYTES and caches.codec is None and request.lane.is_idle:
+        if may_copy_at_once(request, len(request.batch)):
             self._end(attempt(work))
         else:
             self._copy = chain.copy(request.lane, work)

@@ -20,4 +20,6 @@ def start_load(request: LoadRequest) -> LoadHandle:
 def start_store(request: StoreRequest) -> StoreHandle:
     """Start a store, on the event loop."""
     store = (LayerStore if request.layerwise else Store)(request)
+    if not request.layerwise and (handle := store.start_at_once()) is not None:
+        return handle
     return store.start_store(request.chain.tasks.spawn(store.run(), f"store {len(request.batch)} blocks"))

@@ -18,23 +18,24 @@ from tiered_kv.errors import ConfigurationError
 from tiered_kv.events import BlocksSettled, BlocksStored
 from tiered_kv.memory.caches import PagedCaches
 from tiered_kv.memory.copies import gather_blocks
-from tiered_kv.memory.lanes import RevokedError
+from tiered_kv.memory.device import attempt
+from tiered_kv.memory.lanes import LaneCopy, RevokedError
 from tiered_kv.results import StoreResult, TierStore
 from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.budget import Kind, Waiter
 from tiered_kv.tiers.chain import RESIDENT_WINDOWS
 from tiered_kv.tiers.fills import Fill
 from tiered_kv.tiers.memory import MemoryTier
-from tiered_kv.transfers.handles import Handle, Revocable
-from tiered_kv.transfers.requests import StoreRequest
+from tiered_kv.transfers.handles import LAST_COPIES_S, Handle, Revocable
+from tiered_kv.transfers.requests import MOST_AT_ONCE, StoreRequest, may_copy_at_once
 from tiered_kv.transfers.writedown import Tally, write_down
 
 
 class StoreHandle(Handle[StoreResult]):
     """A store under way. Await it for its result: the source may be reused."""
 
-    def __init__(self, task: "asyncio.Task[StoreResult]", store: "Store") -> None:
-        super().__init__(task, store.revoke)
+    def __init__(self, ended: "asyncio.Future[StoreResult]", store: "Store") -> None:
+        super().__init__(ended, store.revoke)
         self._store = store
 
     def store_layer(self, layer: int, *, after: object = None) -> None:
@@ -97,7 +98,6 @@ class Store(Revocable):
         self._settled: asyncio.Future[tuple[TierStore, ...]] = asyncio.get_running_loop().create_future()
         self._num_open = 1  # windows still on their way down, and run itself
         chain.settling.add(self._settled)
-        self._settled.add_done_callback(chain.settling.discard)
 
     async def run(self) -> StoreResult:
         """Copy the blocks out. Ends when the source may be reused; never raises for a tier."""
@@ -133,6 +133,40 @@ class Store(Revocable):
             await self.drain_copies(deadline)
             self._close_one()
         return self._result(loop.time() - started)
+
+    def start_at_once(self) -> StoreHandle | None:
+        """Start without a task, if one tier has room for all now; None, with nothing changed, if not."""
+        batch, request, chain = self._batch, self._request, self._chain
+        if not 0 < len(batch) <= min(MOST_AT_ONCE, self._window()) or not self._keeps or self._refusal():
+            return None
+        try:
+            placing = self._place_now(batch)
+        except Exception:  # noqa: BLE001 - of a policy of the program's: the task will meet it, and end as it should
+            return None
+        if placing is None:
+            return None
+        loop = asyncio.get_running_loop()
+        started, ended = loop.time(), loop.create_future()
+        chain.count_use(batch)
+        placed = self._begin(*placing, batch, request.pages)
+
+        def end(_: object = None) -> None:
+            self._close_one()
+            request.lane.release()
+            ended.set_result(self._result(loop.time() - started))
+
+        if placed is None:
+            end()
+        elif may_copy_at_once(request, len(placed.batch)):
+            self._copied_out(attempt(partial(placed.gather, request.binding.caches)), placed)
+            end()
+        else:
+            copy = self._copy_out(placed)
+            timer = loop.call_at(started + max(chain.limits.store_timeout_s, LAST_COPIES_S), copy.revoke)
+            copy.ended.add_done_callback(lambda _: timer.cancel())
+            copy.ended.add_done_callback(end)
+            chain.tasks.watch(ended, self.revoke)
+        return StoreHandle(ended, self)
 
     def start_store(self, task: "asyncio.Task[StoreResult]") -> StoreHandle:
         """Give the task that runs this store, for a handle."""
@@ -186,8 +220,8 @@ class Store(Revocable):
         """Reserve slots that stay, in the fastest tier that has room."""
         chain = self._chain
         for tier in self._memory:
-            slots, _ = tier.index.find(part.names)
-            is_short = np.count_nonzero(slots < 0) > self._may_keep[tier.name]
+            room = self._may_keep[tier.name]
+            is_short = room < len(part) and np.count_nonzero(tier.index.find(part.names)[0] < 0) > room
             if not is_short and (reservation := chain.reserve(tier, part)) is not None:
                 self._may_keep[tier.name] -= int(np.count_nonzero(reservation.slots >= 0))
                 return tier, reservation
@@ -205,11 +239,16 @@ class Store(Revocable):
         self._tally.add_all(present=n)
 
     def _is_refused(self) -> bool:
-        """Drop all of it if the cache was draining when it began, or the device has failed."""
-        if self._takes_stores and self._request.binding.d2h.device.error is None:
-            return False
-        self._drop(self._batch, "device unusable" if self._takes_stores else "draining")
-        return True
+        """Drop all of it if there is a reason."""
+        if reason := self._refusal():
+            self._drop(self._batch, reason)
+        return bool(reason)
+
+    def _refusal(self) -> str:
+        """Say why nothing is stored: the cache was draining when the store began, or the device has failed."""
+        if not self._takes_stores:
+            return "draining"
+        return "" if self._request.binding.d2h.device.error is None else "device unusable"
 
     def _begin(
         self, tier: MemoryTier, reservation: Reservation, part: Batch, pages: NDArray[np.int64]
@@ -228,10 +267,11 @@ class Store(Revocable):
         self._num_open += 1
         return Placed(tier, reservation, part[fresh], pages[fresh].ravel(), fresh, fill)
 
-    def _copy_out(self, placed: "Placed") -> None:
+    def _copy_out(self, placed: "Placed") -> LaneCopy:
         """Put the copy of a window's new blocks on the stream."""
         copy = self._chain.copy(self._request.lane, partial(placed.gather, self._request.binding.caches))
         self.watch(copy, lambda error: self._copied_out(error, placed))
+        return copy
 
     def _copied_out(self, error: BaseException | None, placed: "Placed") -> None:
         chain, n = self._chain, len(placed.batch)
@@ -267,5 +307,6 @@ class Store(Revocable):
         if not self._num_open and not self._settled.done():
             tiers = self._tally.results()
             self._settled.set_result(tiers)
+            self._chain.settling.discard(self._settled)
             lost = {each.tier: each.dropped + each.failed for each in tiers if each.dropped + each.failed}
             self._chain.emit(BlocksSettled({each.tier: each.written for each in tiers}, lost))

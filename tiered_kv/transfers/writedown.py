@@ -6,7 +6,6 @@ and not waited for, but keeps what it was lent.
 """
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final
@@ -41,7 +40,7 @@ class Tally:
         """Count nothing yet in ``tiers``, fastest first."""
         self._tiers: list[Tier] = [tier for tier in tiers if tier.can_keep]
         self._order = {tier.name: place for place, tier in enumerate(tiers)}
-        self._counts = {tier.name: Counter[str]() for tier in self._tiers}
+        self._counts = {tier.name: [0] * 5 for tier in self._tiers}
 
     def add(
         self, tier: Tier, *, written: int = 0, present: int = 0, deferred: int = 0, dropped: int = 0, failed: int = 0
@@ -49,9 +48,9 @@ class Tally:
         """Count blocks in one tier."""
         if tier.name not in self._counts:
             return
-        self._counts[tier.name].update(
-            written=written, present=present, deferred=deferred, dropped=dropped, failed=failed
-        )
+        counts = self._counts[tier.name]
+        for place, count in enumerate((written, present, deferred, dropped, failed)):
+            counts[place] += count
         tier.counters.written += written
         tier.counters.dropped += dropped
         tier.counters.failed += failed
@@ -75,7 +74,7 @@ class Tally:
 
     def results(self) -> tuple[TierStore, ...]:
         """What became of the blocks, fastest tier first."""
-        return tuple(TierStore(tier, **counts) for tier, counts in self._counts.items())
+        return tuple(TierStore(tier, *counts) for tier, counts in self._counts.items())
 
 
 class WriteDown:
