@@ -317,3 +317,15 @@ async def test_a_resize_that_fails_leaves_the_books_right(error: BaseException) 
         assert [each.doing for each in said.of(TierFailed)] == ["resize", "resize"]
         assert kv.stats()["slots"].ready == 4
         assert_nothing_left(kv)
+
+
+@pytest.mark.parametrize("kind", [ScriptedBackend, ScriptedSlotBackend])
+async def test_too_few_outcomes_are_a_failed_call(kind: type[ScriptedBackend | ScriptedSlotBackend]) -> None:
+    """Which block each stands for, nobody knows: none is taken for read, and none is served."""
+    engine, medium, emit = Engine(), kind(), Recorder()
+    async with open_cache(medium, engine=engine, emit=emit, limits=SMALL_LIMITS) as kv:
+        await keep(kv, engine, KEYS)
+        medium.on_read.change_next(lambda outcomes: outcomes[:-1])
+        assert (await kv.load(KEYS, INTO)).num_blocks == 0
+        assert [each.error for each in emit.of(TierFailed)] == ["3 outcomes for 4 blocks"]
+        await until_idle(kv)

@@ -131,8 +131,9 @@ class Calls:
         timer = asyncio.get_running_loop().call_later(timeout_s, late)
         try:
             value = await call()
-            answer = Answer(value, problem_of(value))
-            has_failed = not answer.is_well or is_failure(value)
+            problem = problem_of(value)
+            answer = Answer(error=problem) if problem else Answer(value)
+            has_failed = bool(problem) or is_failure(value)
         except KeyboardInterrupt:
             raise  # the program's own, which happened to come while a backend ran
         except asyncio.CancelledError as caught:
