@@ -22,7 +22,7 @@ SHOWN = [
     REPOSITORY / "README.md",
 ]
 MADE_BY_THE_CACHE = {
-    *("Load", "OpenCache", "Store"),  # what handles are made with
+    *("Loading", "OpenCache", "Store", "Storing"),  # what handles are made with
     *("HostSlab", "PageLocking", "Stream"),  # what passes between a cache and its device
     *("Access", "Change", "HasIndex", "Place"),  # what passes between a cache and its streams of changes
 }

@@ -66,7 +66,7 @@ async def test_a_joiner_keeps_its_own_deadline(kind: type[Scripted]) -> None:
         medium.on_read.hold()
         patient = asyncio.create_task(kv.load(KEYS, _pages(0)))
         await until(lambda: medium.on_read.num_held > 0)
-        hasty = await kv.load(KEYS, _pages(1), deadline_s=0.02)
+        hasty = await kv.load(KEYS, _pages(1), deadline_s=0.3)
         assert hasty.num_blocks == 2
         assert {fault.reason for fault in hasty.faults} == {"deadline"}
         medium.on_read.release()
