@@ -72,7 +72,7 @@ async def test_a_medium_that_has_a_block_twice_is_opened_all_the_same() -> None:
     engine, owned, keys = Engine(), ScriptedSlotBackend(8), prompt(3)
     async with open_cache(owned, engine=engine) as kv:
         await keep(kv, engine, keys)
-    owned.records[7] = next(iter(owned.records.values()))
+    owned.records[0, 7] = next(iter(owned.records.values()))
     async with open_cache(owned, engine=engine) as kv:
         assert kv.stats()["slots"].ready == len(keys)
         engine.poison()

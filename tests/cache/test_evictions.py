@@ -1,47 +1,23 @@
 """What is evicted stays away, whatever its medium is doing just then: opening late, writing, failing, being asked."""
 
 import asyncio
-from collections.abc import Awaitable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pytest
-from numpy.typing import NDArray
 
 from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
 from tests.support.caches import keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, Engine, contents, prompt
 from tiered_kv import (
-    BackendContext,
     BackendUnavailableError,
-    Block,
     GPULoadStoreSpec,
-    Outcome,
     TieredKV,
-    TierSettings,
 )
-from tiered_kv.backend import Recovered
-from tiered_kv.keys import Names
 
 T = TypeVar("T")
 KEYS = prompt(4)
 INTO = GPULoadStoreSpec(range(4))
 CPU = {"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}
-
-
-class LateSlots(ScriptedSlotBackend):
-    """Opens at the second try, and says what it is called for before."""
-
-    def __init__(self) -> None:
-        super().__init__(8)
-        self.settings = TierSettings(medium="slots", name="slots", required=False)
-        self.fails_to_open = False
-
-    async def open(self, context: BackendContext) -> list[Recovered]:
-        """Fail once, where it is told to."""
-        if self.fails_to_open:
-            self.fails_to_open = False
-            raise BackendUnavailableError("not yet")
-        return await super().open(context)
 
 
 async def evict(kv: TieredKV, how: str) -> None:
@@ -52,11 +28,11 @@ async def evict(kv: TieredKV, how: str) -> None:
 @pytest.mark.parametrize("how", ["evict", "clear"])
 async def test_a_tier_that_opens_late_has_nothing_that_was_evicted_before(how: str) -> None:
     """Neither then nor after another restart; what was not evicted is there."""
-    slots, engine, others = LateSlots(), Engine(), prompt(2, seed=1)
+    slots, engine, others = ScriptedSlotBackend(8, required=False), Engine(), prompt(2, seed=1)
     async with open_cache(slots, engine=engine) as kv:
         await keep(kv, engine, KEYS)
         await keep(kv, engine, others)
-    slots.fails_to_open = True
+    slots.on_open.fail_next(BackendUnavailableError("not yet"))
     async with open_cache(CPU, slots, engine=engine) as kv:
         await evict(kv, how)
         await until(lambda: not kv.stats()["slots"].is_bypassed)
@@ -68,27 +44,12 @@ async def test_a_tier_that_opens_late_has_nothing_that_was_evicted_before(how: s
         assert (await kv.lookup(KEYS)).num_blocks == 0
 
 
-class LateShared(ScriptedBackend):
-    """Opens at the second try."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.settings = self.settings.model_copy(update={"required": False})
-        self.fails_to_open = False
-
-    async def open(self, context: BackendContext) -> None:
-        """Fail once, where it is told to."""
-        if self.fails_to_open:
-            self.fails_to_open = False
-            raise BackendUnavailableError("not yet")
-
-
 async def test_a_shared_tier_that_opens_late_is_told_what_was_evicted() -> None:
     """It is unfindable from the first moment, and deleted soon."""
-    shared, engine = LateShared(), Engine()
+    shared, engine = ScriptedBackend(required=False), Engine()
     async with open_cache(shared, engine=engine) as kv:
         await keep(kv, engine, KEYS)
-    shared.fails_to_open = True
+    shared.on_open.fail_next(BackendUnavailableError("not yet"))
     async with open_cache(CPU, shared, engine=engine) as kv:
         await kv.evict(KEYS)
         await until(lambda: not kv.stats()["keyed"].is_bypassed)
@@ -177,40 +138,9 @@ async def test_a_forget_that_fails_is_made_up_for() -> None:
         await until(lambda: slots.num_records == 0)
 
 
-class WatchedSlots(ScriptedSlotBackend):
-    """Notes which slots were in two calls at once."""
-
-    def __init__(self, num_slots: int) -> None:
-        super().__init__(num_slots)
-        self.busy: dict[int, str] = {}
-        self.clashes: list[tuple[int, str, str]] = []
-
-    async def read(self, group: int, slots: NDArray[Any], into: Sequence[Block]) -> list[Outcome]:
-        """Watch a read."""
-        return await self._watch("read", slots, super().read(group, slots, into))
-
-    async def write(self, group: int, slots: NDArray[Any], names: Names, blocks: Sequence[Block]) -> list[Outcome]:
-        """Watch a write."""
-        return await self._watch("write", slots, super().write(group, slots, names, blocks))
-
-    async def forget(self, group: int, slots: NDArray[Any]) -> None:
-        """Watch a forget."""
-        await self._watch("forget", slots, super().forget(group, slots))
-
-    async def _watch(self, doing: str, slots: NDArray[Any], call: Awaitable[T]) -> T:
-        taken = [slot for slot in slots.tolist() if slot not in self.busy]
-        self.clashes += [(slot, self.busy[slot], doing) for slot in slots.tolist() if slot in self.busy]
-        self.busy |= dict.fromkeys(taken, doing)
-        try:
-            return await call
-        finally:
-            for slot in taken:
-                del self.busy[slot]
-
-
 async def test_a_slot_is_in_one_call_at_a_time() -> None:
     """What is being forgotten keeps its slots: a store has to wait for them, and loses nothing by the forgetting."""
-    slots, engine, others = WatchedSlots(4), Engine(), prompt(4, seed=1)
+    slots, engine, others = ScriptedSlotBackend(4), Engine(), prompt(4, seed=1)
     async with open_cache(slots, engine=engine) as kv:
         await keep(kv, engine, KEYS)
         slots.on_forget.hold()
@@ -230,7 +160,7 @@ async def test_a_slot_is_in_one_call_at_a_time() -> None:
 
 async def test_a_block_found_broken_keeps_its_slot_until_it_is_forgotten() -> None:
     """The same for what a read has found broken, which is removed by the cache itself."""
-    slots, engine = WatchedSlots(4), Engine()
+    slots, engine = ScriptedSlotBackend(4), Engine()
     async with open_cache(slots, engine=engine) as kv:
         await keep(kv, engine, KEYS)
         slots.flip_byte(1)

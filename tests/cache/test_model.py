@@ -6,22 +6,30 @@ In virtual time, with backends in memory that fail, hang and lie; and in real ti
 
 from hypothesis import HealthCheck, settings
 
-from tests.cache.model.control import Changing, Holding
+from tests.cache.model.changing import Changing
+from tests.cache.model.ending import Ending
 from tests.cache.model.faults import Corruption, Faults
-from tests.cache.model.transfers import Transfers
-from tests.cache.model.world import RealWorld, VirtualWorld
+from tests.cache.model.groups import Groups, Ranks
+from tests.cache.model.holding import Holding
+from tests.cache.model.world import RealWorld, UvloopWorld, VirtualWorld
 
 
-class VirtualMachine(Transfers, Holding, Changing, Faults):
+class VirtualMachine(Ending, Holding, Changing, Ranks, Faults):
     """Everything, the same each time, and no time limit passed by a moment."""
 
     make_world = VirtualWorld
 
 
-class RealMachine(Transfers, Holding, Changing, Corruption):
+class RealMachine(Ending, Holding, Changing, Groups, Corruption):
     """Threads and files."""
 
     make_world = RealWorld
+
+
+class UvloopMachine(RealMachine):
+    """The same on uvloop."""
+
+    make_world = UvloopWorld
 
 
 def _settings(part: float) -> settings:
@@ -32,7 +40,10 @@ def _settings(part: float) -> settings:
 
 
 TestInVirtualTime = VirtualMachine.TestCase
-TestInVirtualTime.settings = _settings(0.85)
+TestInVirtualTime.settings = _settings(0.7)
 
 TestOnNVMe = RealMachine.TestCase
-TestOnNVMe.settings = _settings(0.15)
+TestOnNVMe.settings = _settings(0.08)
+
+TestOnUvloop = UvloopMachine.TestCase
+TestOnUvloop.settings = _settings(0.07)

@@ -105,6 +105,10 @@ class AnyEngine:
         """Count the leading blocks that are what their keys say."""
         return [*self.right(keys, blocks, version), False].index(False)
 
+    def content(self, digest: bytes, group: int, version: str) -> bytes:
+        """Return what a block of this key holds."""
+        return content(digest, self.layout.groups[group].payload_bytes, version)
+
     def _pages(self, blocks: Sequence[int], group: int) -> list[int]:
         # Pages of a block lie apart and in no order, as an engine's do.
         per_block = self.layout.groups[group].pages_per_block
@@ -122,7 +126,7 @@ class AnyEngine:
         parts = [
             (layer[page] if mla else layer[:, page]).view(torch.uint8) for layer in self.caches[group] for page in pages
         ]
-        raw = bytearray(content(digest, self.layout.groups[group].payload_bytes, version))
+        raw = bytearray(self.content(digest, group, version))
         return list(zip(parts, torch.frombuffer(raw, dtype=torch.uint8).view(len(parts), *parts[0].shape), strict=True))
 
 

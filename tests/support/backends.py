@@ -2,7 +2,8 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
@@ -10,7 +11,7 @@ from anyio.lowlevel import checkpoint
 from numpy.typing import NDArray
 
 from tiered_kv import BackendContext, Block, BlockKey, Outcome, SlotBackend, TierSettings
-from tiered_kv.backend import Recovered
+from tiered_kv.backend import OwnedTierSettings, Recovered
 from tiered_kv.keys import Names
 from tiered_kv_backends.memory import MemoryBackend
 
@@ -76,11 +77,17 @@ def only(position: int, outcome: Outcome) -> Callable[[list[Outcome]], list[Outc
 class ScriptedBackend(MemoryBackend):
     """A keyed backend whose calls go through an `Act` each."""
 
-    def __init__(self, *, name: str = "keyed", timeout_s: float = 10.0, capacity: int = 1 << 30) -> None:
-        super().__init__(
-            MemoryBackend.Settings.model_validate({"name": name, "timeout_s": timeout_s, "capacity": capacity})
-        )
-        self.on_lookup, self.on_read, self.on_write, self.on_delete, self.on_close = (Act() for _ in range(5))
+    def __init__(
+        self, *, name: str = "keyed", timeout_s: float = 10.0, capacity: int = 1 << 30, **more: object
+    ) -> None:
+        fields = {"name": name, "timeout_s": timeout_s, "capacity": capacity, **more}
+        super().__init__(MemoryBackend.Settings.model_validate(fields))
+        self.on_open, self.on_lookup, self.on_read, self.on_write = (Act() for _ in range(4))
+        self.on_delete, self.on_close = Act(), Act()
+
+    async def open(self, context: BackendContext) -> None:
+        """Go through `on_open`."""
+        await self.on_open.play(0, lambda: MemoryBackend.open(self, context))
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[Outcome]:
         """Go through `on_lookup`."""
@@ -118,38 +125,54 @@ class ScriptedBackend(MemoryBackend):
 
 
 class ScriptedSlotBackend(SlotBackend):
-    """An owned medium in memory whose calls go through an `Act` each. Opened again, it finds what it held."""
+    """An owned medium in memory whose calls go through an `Act` each. Opened again, it finds what it held.
+
+    Attributes:
+        records: By KV group and slot: the block's name and its record.
+        clashes: Slots that were in two calls at once, and in which: there must be none.
+    """
 
     Settings = TierSettings
 
-    def __init__(self, num_slots: int = 64, *, name: str = "slots", timeout_s: float = 10.0) -> None:
-        self.settings = TierSettings(medium="slots", name=name, timeout_s=timeout_s)
-        self.records: dict[int, tuple[bytes, bytes]] = {}
-        """By slot: the block's name and its record."""
+    def __init__(self, num_slots: int = 64, *, name: str = "slots", timeout_s: float = 10.0, **more: object) -> None:
+        fields = {"medium": "slots", "name": name, "timeout_s": timeout_s, **more}
+        self.settings: TierSettings = OwnedTierSettings.model_validate(fields)
         self.num_slots = num_slots
-        self.on_read, self.on_write, self.on_forget, self.on_checkpoint, self.on_close = (Act() for _ in range(5))
+        self.records: dict[tuple[int, int], tuple[bytes, bytes]] = {}
+        self.clashes: list[tuple[int, str, str]] = []
+        self.on_open, self.on_read, self.on_write, self.on_forget = (Act() for _ in range(4))
+        self.on_checkpoint, self.on_resize, self.on_close = (Act() for _ in range(3))
+        self._busy: dict[tuple[int, int], str] = {}
 
     async def open(self, context: BackendContext) -> list[Recovered]:
-        """Find what is there, of one KV group."""
-        names = np.frombuffer(b"".join(name for name, _ in self.records.values()), np.uint64).reshape(-1, 4)
-        return [Recovered(self.num_slots, names, np.array(list(self.records), np.int64))]
+        """Go through `on_open`; find what is there, of each KV group."""
+        groups = range(len(context.groups))
+        return await self.on_open.play(0, lambda: self._open(groups))
 
     async def read(self, group: int, slots: NDArray[np.int64], into: Sequence[Block]) -> list[Outcome]:
         """Go through `on_read`."""
-        return await self.on_read.play(len(slots), lambda: self._read(slots, into))
+        with self._in_call("read", group, slots):
+            return await self.on_read.play(len(slots), lambda: self._read(group, slots, into))
 
     async def write(self, group: int, slots: NDArray[np.int64], names: Names, blocks: Sequence[Block]) -> list[Outcome]:
         """Go through `on_write`."""
-        return await self.on_write.play(len(slots), lambda: self._write(slots, names, blocks))
+        with self._in_call("write", group, slots):
+            return await self.on_write.play(len(slots), lambda: self._write(group, slots, names, blocks))
 
     async def forget(self, group: int, slots: NDArray[np.int64]) -> None:
         """Go through `on_forget`."""
-        await self.on_forget.play(len(slots), lambda: self._forget(slots))
+        with self._in_call("forget", group, slots):
+            await self.on_forget.play(len(slots), lambda: self._forget(group, slots))
 
     async def checkpoint(self, group: int, names: Names, slots: NDArray[np.int64], *, sync: bool = False) -> None:
-        """Go through `on_checkpoint`."""
-        kept = {int(slot): self.records[int(slot)] for slot in slots if int(slot) in self.records}
-        await self.on_checkpoint.play(len(slots), lambda: self._keep(kept))
+        """Go through `on_checkpoint`; what is written meanwhile is remembered too."""
+        listed = {(group, slot) for slot in slots.tolist()}
+        gone = {at: record for at, record in self.records.items() if at[0] == group and at not in listed}
+        await self.on_checkpoint.play(len(slots), lambda: self._drop(gone))
+
+    async def resize(self, num_slots: int) -> None:
+        """Go through `on_resize`. For media that override `fit`."""
+        await self.on_resize.play(0, lambda: self._resize(num_slots))
 
     async def aclose(self) -> None:
         """Go through `on_close`."""
@@ -162,29 +185,56 @@ class ScriptedSlotBackend(SlotBackend):
 
     def flip_byte(self, position: int) -> None:
         """Break the ``position``-th record, in the order of writing."""
-        slot = list(self.records)[position]
-        name, record = self.records[slot]
-        self.records[slot] = name, _flipped(record)
+        at = list(self.records)[position]
+        name, record = self.records[at]
+        self.records[at] = name, _flipped(record)
 
-    async def _read(self, slots: NDArray[np.int64], into: Sequence[Block]) -> list[Outcome]:
+    @contextmanager
+    def _in_call(self, doing: str, group: int, slots: NDArray[np.int64]) -> Iterator[None]:
+        taken = [(group, slot) for slot in slots.tolist()]
+        self.clashes += [(at[1], self._busy[at], doing) for at in taken if at in self._busy]
+        free = [at for at in taken if at not in self._busy]
+        self._busy |= dict.fromkeys(free, doing)
+        try:
+            yield
+        finally:
+            for at in free:
+                del self._busy[at]
+
+    async def _open(self, groups: range) -> list[Recovered]:
+        found = []
+        for group in groups:
+            here = {slot: name for (of, slot), (name, _) in self.records.items() if of == group}
+            names = np.frombuffer(b"".join(here.values()), np.uint64).reshape(-1, 4)
+            found.append(Recovered(self.num_slots, names, np.array(list(here), np.int64)))
+        return found
+
+    async def _read(self, group: int, slots: NDArray[np.int64], into: Sequence[Block]) -> list[Outcome]:
         outcomes = []
         for slot, block in zip(slots.tolist(), into, strict=True):
-            _, record = self.records.get(slot, (b"", b""))
+            _, record = self.records.get((group, slot), (b"", b""))
             outcomes.append(Outcome.HIT if block.fill(record) else Outcome.MISS)
         return outcomes
 
-    async def _write(self, slots: NDArray[np.int64], names: Names, blocks: Sequence[Block]) -> list[Outcome]:
+    async def _write(
+        self, group: int, slots: NDArray[np.int64], names: Names, blocks: Sequence[Block]
+    ) -> list[Outcome]:
         for slot, name, block in zip(slots.tolist(), names, blocks, strict=True):
-            self.records.pop(slot, None)
-            self.records[slot] = name.tobytes(), bytes(block)
+            self.records.pop((group, slot), None)
+            self.records[group, slot] = name.tobytes(), bytes(block)
         return [Outcome.STORED] * len(blocks)
 
-    async def _forget(self, slots: NDArray[np.int64]) -> None:
+    async def _forget(self, group: int, slots: NDArray[np.int64]) -> None:
         for slot in slots.tolist():
-            self.records.pop(slot, None)
+            self.records.pop((group, slot), None)
 
-    async def _keep(self, kept: dict[int, tuple[bytes, bytes]]) -> None:
-        self.records = kept
+    async def _drop(self, gone: dict[tuple[int, int], tuple[bytes, bytes]]) -> None:
+        for at, record in gone.items():
+            if self.records.get(at) is record:
+                del self.records[at]
+
+    async def _resize(self, num_slots: int) -> None:
+        self.num_slots = num_slots
 
 
 def _flipped(record: bytes) -> bytes:

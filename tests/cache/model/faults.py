@@ -12,13 +12,34 @@ from tests.cache.model.world import VirtualWorld
 from tests.support.backends import Act, only
 from tiered_kv import BackendUnavailableError, Outcome
 
-ACTS = st.integers(0, 9)
-LIES: list[Callable[[list[Outcome]], Any]] = [
+ACTS = st.integers(0, 12)
+
+
+class PanicError(BaseException):
+    """What a client library in another language may raise: no `Exception`."""
+
+
+ERRORS: list[Callable[[], BaseException]] = [
+    lambda: BackendUnavailableError("not now"),
+    lambda: BackendUnavailableError("not now"),
+    lambda: RuntimeError("a driver's own"),
+    asyncio.CancelledError,
+    PanicError,
+    StopAsyncIteration,
+    SystemExit,
+]
+LIES: list[Callable[[Any], Any]] = [
     only(0, Outcome.FAILED),
     only(0, Outcome.MISS),
     only(0, Outcome.CORRUPT),
+    only(0, Outcome.REFUSED),
     lambda outcomes: outcomes[:-1],
+    lambda outcomes: [*outcomes, Outcome.MISS],
+    lambda outcomes: ["hit" for _ in outcomes],
+    lambda _: None,
+    lambda _: 7,
 ]
+"""That less went well, for another number of blocks, or nothing that could be an answer."""
 
 
 class Corruption(Machine):
@@ -35,12 +56,11 @@ class Faults(Corruption):
     """What can happen to media that do as they are told."""
 
     @precondition(lambda self: self.world.acts)
-    @rule(which=ACTS, num_calls=st.integers(1, 4), is_known=st.booleans())
-    def fail(self, which: int, num_calls: int, *, is_known: bool) -> None:
+    @rule(which=ACTS, num_calls=st.integers(1, 4), error=st.sampled_from(ERRORS))
+    def fail(self, which: int, num_calls: int, error: Callable[[], BaseException]) -> None:
         """Have calls raise what they may raise, or what nobody expects."""
         for _ in range(num_calls):
-            error = BackendUnavailableError("not now") if is_known else RuntimeError("a driver's own")
-            self._act(which).fail_next(error)
+            self._act(which).fail_next(error())
 
     @precondition(lambda self: self.world.acts)
     @rule(which=ACTS)
@@ -50,10 +70,10 @@ class Faults(Corruption):
 
     @precondition(lambda self: self.world.acts)
     @rule(which=ACTS, lie=st.sampled_from(LIES))
-    def lie(self, which: int, lie: Callable[[list[Outcome]], Any]) -> None:
-        """Have a call answer that less went well, or for fewer blocks than it was asked."""
+    def lie(self, which: int, lie: Callable[[Any], Any]) -> None:
+        """Have a call answer what is not so."""
         name, _ = self._named(which)
-        if name.endswith(("read", "write")):
+        if name.endswith(("lookup", "read", "write")):
             self._act(which).change_next(lie)
 
     @rule()

@@ -6,91 +6,56 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, ClassVar, TypeVar
 
-import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant
 
+from tests.cache.model.engine import PROMPTS, Engine, Place
 from tests.cache.model.world import Shape, World
-from tests.support.any_layout import MODEL, AnyEngine, prompt
+from tests.support.any_layout import MODEL
 from tests.support.caches import Recorder, assert_nothing_left, inside
-from tiered_kv import BlockKeys, GPULoadStoreSpec, ModelIdentity, TieredKV
+from tiered_kv import BackendUnavailableError, BlockKeys, ModelIdentity, TieredKV
 
 T = TypeVar("T")
-
-N = 12
-"""Blocks of a prompt."""
-PROMPTS = [prompt(N, seed=seed) for seed in range(3)]
-"""They share nothing; so few blocks that calls meet often, and more than fit anywhere."""
+Block = tuple[str, int, bytes]
+"""Its version, KV group and hash."""
 
 
-def span(seed: int, start: int, stop: int) -> BlockKeys:
+def span(which: int, start: int, stop: int) -> BlockKeys:
     """Return some blocks of a prompt, perhaps none."""
-    return PROMPTS[seed][start:stop]
+    return PROMPTS[which][start:stop]
 
 
-SPANS = st.builds(span, st.integers(0, 2), st.sampled_from([0, 0, 0, 1, 4, 7]), st.integers(0, N))
+SPANS = st.builds(
+    span, st.integers(0, len(PROMPTS) - 1), st.sampled_from([0, 0, 0, 1, 4, 7]), st.integers(0, len(PROMPTS[0]))
+)
+PLACES = st.sampled_from(["pages", "pages", "pool", "direct"])
 WEIGHTS = st.sampled_from(["w0", "w1"])
 DELAYS_S = st.sampled_from([None, None, 0.5, 10.0])
 """Of an event that a transfer waits for, if for any: soon, or later than it will wait."""
+OPENINGS = st.sampled_from(["well", "well", "fails", "hangs"])
 LONG_S = 60.0
 """Longer than any call takes that may wait for several others."""
-_POISON = 0xEE
-
-
-class Engine(AnyEngine):
-    """An engine with room for one call that is waited for, region 0, and for three that go on meanwhile."""
-
-    def __init__(self) -> None:
-        super().__init__(num_blocks=4 * N)
-
-    def at(self, keys: BlockKeys, region: int = 0) -> GPULoadStoreSpec:
-        """Say where the blocks of these keys are in a region."""
-        return self.spec(self.blocks(keys, region))
-
-    def blocks(self, keys: BlockKeys, region: int = 0) -> range:
-        """Number them."""
-        return range(region * N, region * N + len(keys))
-
-    def compute(self, keys: BlockKeys, weights: str, region: int = 0) -> GPULoadStoreSpec:
-        """Fill them."""
-        return self.fill(keys, self.blocks(keys, region), weights)
-
-    def has(self, keys: BlockKeys, n: int, weights: str, region: int = 0) -> bool:
-        """Say whether the first ``n`` of them are right."""
-        return all(self.right(keys[:n], self.blocks(keys[:n], region), weights))
-
-    def poison(self, region: int = 0) -> None:
-        """Overwrite a region, which is nobody's now."""
-        for part in self._parts(region):
-            part.fill_(_POISON)
-
-    def is_poisoned(self, region: int) -> bool:
-        """Say whether nobody has written to it since."""
-        return all(bool((part == _POISON).all()) for part in self._parts(region))
-
-    def _parts(self, region: int) -> list[torch.Tensor]:
-        return [layer[:, region * N : (region + 1) * N].view(torch.uint8) for layer in self.caches[0]]
+HERE = Place()
 
 
 class Known:
     """The model: what could be there. The cache may forget any of it at any time, and may know nothing else."""
 
     def __init__(self) -> None:
-        self.weights = "w0"
-        self._stored: set[tuple[str, bytes]] = set()
-        self._gone: set[tuple[str, bytes]] = set()
+        self._stored: set[Block] = set()
+        self._gone: set[Block] = set()
 
-    def prefix(self, keys: BlockKeys) -> int:
+    def prefix(self, keys: BlockKeys, version: str) -> int:
         """Count the leading blocks that could be there."""
-        return [*((self.weights, digest) in self._stored for digest in keys), False].index(False)
+        return [*((version, keys.group, digest) in self._stored for digest in keys), False].index(False)
 
-    def store(self, keys: BlockKeys, weights: str) -> None:
+    def store(self, keys: BlockKeys, version: str) -> None:
         """Blocks are being stored."""
-        self._stored |= {(weights, digest) for digest in keys}
+        self._stored |= _blocks(keys, version)
 
-    def evict(self, keys: BlockKeys) -> None:
-        """Blocks are gone: those of the weights served now."""
-        self._remove({(self.weights, digest) for digest in keys})
+    def evict(self, keys: BlockKeys, version: str) -> None:
+        """Blocks are gone."""
+        self._remove(_blocks(keys, version))
 
     def clear(self) -> None:
         """All are gone."""
@@ -100,9 +65,13 @@ class Known:
         """A medium may not have heard of what is gone, and have it after a restart."""
         self._stored |= self._gone
 
-    def _remove(self, blocks: set[tuple[str, bytes]]) -> None:
+    def _remove(self, blocks: set[Block]) -> None:
         self._gone |= blocks & self._stored
         self._stored -= blocks
+
+
+def _blocks(keys: BlockKeys, version: str) -> set[Block]:
+    return {(version, keys.group, digest) for digest in keys}
 
 
 class Machine(RuleBasedStateMachine):
@@ -113,16 +82,20 @@ class Machine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.world = type(self).make_world()
-        self.engine = Engine()
         self.known = Known()
+        self.weights, self.rank = "w0", 0
         self.asked = {"load": 0, "store": 0}
         self.has_pins = False
+        self.num_looks = 0
         self.kv: TieredKV | None = None
 
     @initialize(
         chain=st.integers(0, 11),
         writes_back=st.booleans(),
         is_exclusive=st.booleans(),
+        is_required=st.booleans(),
+        codec=st.sampled_from(["none", "none", "fp8"]),
+        ranks=st.sampled_from(["one", "one", "parts", "replicas"]),
         admit_after=st.sampled_from([1, 1, 2]),
         low_water=st.sampled_from([0.0, 0.5, 1.0]),
         ttl_s=st.sampled_from([None, None, 20.0]),
@@ -131,36 +104,73 @@ class Machine(RuleBasedStateMachine):
     def begin(self, chain: int, stored: list[BlockKeys], **policies: Any) -> None:  # noqa: ANN401 - fields of `Shape`
         """Open a cache of any shape, and store something."""
         self.shape = Shape(self.world.chains[chain % len(self.world.chains)], **policies)
+        self.engine = Engine(self.shape.codec)
+        self.engine.wipe()
         self.open()
         for keys in stored:
             self.run(self.keep(keys), LONG_S)
-        self.engine.poison()
+        self.poison()
 
-    def open(self) -> None:
-        """Open a cache, on what the one before left behind."""
-        model = ModelIdentity(MODEL.name, self.known.weights)
-        limits = self.world.limits.model_copy(update={"low_water": self.shape.low_water})
-        self.kv = TieredKV(
-            self.world.tiers(self.shape),
-            model=model,
+    def open(self, how: str = "well") -> None:
+        """Open a cache, on what the one before left behind; where a tier is not there yet, without it or again."""
+        self.kv = self._made()
+        for name, act in self.world.acts.items() if how != "well" else ():
+            if name.endswith("open"):
+                self.world.was_faulty = True
+                act.hold() if how == "hangs" else act.fail_next(BackendUnavailableError("not yet"))
+        try:
+            self.run(self.kv.__aenter__(), LONG_S)
+        except BackendUnavailableError:
+            assert self.world.was_faulty
+            assert self.shape.is_required
+            self.world.release()
+            self.kv = self._made()
+            self.run(self.kv.__aenter__(), LONG_S)
+        self.engine.register(self.kv)
+        self.asked = {"load": 0, "store": 0}
+
+    def _made(self) -> TieredKV:
+        return TieredKV(
+            self.world.tiers(self.shape, self.rank),
+            model=ModelIdentity(MODEL.name, self.weights),
             layout=self.engine.layout,
-            limits=limits,
+            shard=self.shape.shard(self.rank),
+            limits=self.world.limits.model_copy(update={"low_water": self.shape.low_water}),
             device=self.world.device,
+            codec=self.shape.codec,
             emit=Recorder(),
         )
-        self.run(self.kv.__aenter__(), LONG_S)
-        self.kv.register_kv_caches(self.engine.caches[0])
-        self.asked = {"load": 0, "store": 0}
+
+    def version(self, keys: BlockKeys, weights: str | None = None) -> str:
+        """Say which blocks of these hashes are meant: by whom they were computed, for whom, and whose part they are."""
+        part = self.rank if self.shape.ranks == "parts" else ""
+        return f"{weights or self.weights} {keys.salt_id.hex()} {part}"
+
+    def prefix(self, keys: BlockKeys) -> int:
+        """Count the leading blocks that could be there now."""
+        return self.known.prefix(keys, self.version(keys))
+
+    def has(self, keys: BlockKeys, num_blocks: int, place: Place = HERE, weights: str | None = None) -> bool:
+        """Say whether the leading blocks at a place are right."""
+        return self.engine.has(keys[:num_blocks], self.version(keys, weights), place)
+
+    def poison(self, region: int = 0) -> None:
+        """Take a region of the engine's memory for nobody's."""
+        self.engine.poison(region)
+
+    def computed(self, keys: BlockKeys, place: Place = HERE, weights: str | None = None) -> Any:  # noqa: ANN401
+        """Compute blocks that are to be stored; return where they are."""
+        self.known.store(keys, self.version(keys, weights))
+        self.asked["store"] += len(keys)
+        return self.engine.compute(keys, self.version(keys, weights), place)
 
     async def keep(self, keys: BlockKeys) -> None:
         """Compute and store blocks."""
-        self.known.store(keys, self.known.weights)
-        self.asked["store"] += len(keys)
-        await self.cache.store(keys, self.engine.compute(keys, self.known.weights))
+        await self.cache.store(keys, self.computed(keys))
 
-    def close(self) -> None:
+    def close(self, closing: Coroutine[Any, Any, None] | None = None) -> None:
         """Close the cache: it ends in its time, whatever hangs, and so does all that was under way in it."""
-        self.run(self.cache.aclose(), 5 * inside(self.cache).limits.close_timeout_s)
+        self.run(closing or self.cache.aclose(), 5 * inside(self.cache).limits.close_timeout_s)
         self.kv, self.has_pins = None, False
         if self.world.was_faulty:
             self.known.restore()
@@ -202,7 +212,7 @@ class Machine(RuleBasedStateMachine):
         """Wait until nothing moves."""
         while self.cache.stats().transfers:  # noqa: ASYNC110 - the cache tells nobody
             await asyncio.sleep(self.world.tick_s)
-        await _turns()
+        await turns()
 
     def run(self, call: Coroutine[Any, Any, T], limit_s: float) -> T:
         """Make a call, and assert that it ends in time; tasks of the cache go on during the next one."""
@@ -219,24 +229,25 @@ class Machine(RuleBasedStateMachine):
     def lookup_knows_nothing_else(self) -> None:
         """No prefix is longer than what was stored of it and has not gone, however it is asked for."""
 
-        async def look(keys: BlockKeys) -> tuple[int, int]:
-            return self.cache.lookup_nowait(keys).num_blocks, (await self.cache.lookup(keys)).num_blocks
+        async def found() -> list[int]:
+            return [(await self.cache.lookup(keys)).num_blocks for keys in PROMPTS]
 
-        for keys in PROMPTS if self.kv else ():
-            owned, found = self.run(look(keys), 2 * LONG_S)
-            assert owned <= self.known.prefix(keys)
-            assert found <= self.known.prefix(keys)
-            assert owned == found or self.shape.has("keyed")
-            for place in range(N):
-                one = keys[place : place + 1]
-                assert self.cache.lookup_nowait(one).num_blocks <= self.known.prefix(one)
+        self.num_looks += 1
+        for keys, num_found in zip(PROMPTS, self.run(found(), 10 * LONG_S), strict=True) if self.kv else ():
+            owned = self.cache.lookup_nowait(keys).num_blocks
+            assert owned <= self.prefix(keys)
+            assert num_found <= self.prefix(keys)
+            assert owned == num_found or self.shape.has("keyed")
+            place = self.num_looks % len(keys)
+            one = keys[place : place + 1]
+            assert self.cache.lookup_nowait(one).num_blocks <= self.prefix(one)
 
     @invariant()
     def statistics_add_up(self) -> None:
         """Each block asked for was counted once; where nothing moves, all that was asked for, and nothing is held."""
         if self.kv is None:
             return
-        self.run(_turns(), 0.0)
+        self.run(turns(), 0.0)
         stats = self.kv.stats()
         assert sum(tier.hits for tier in stats.tiers) + stats.missed == stats.requested
         assert stats.stored + stats.present + stats.dropped == stats.store_requested
@@ -250,6 +261,11 @@ class Machine(RuleBasedStateMachine):
     def nobody_writes_to_memory_of_the_engine(self) -> None:
         """A call that has ended touches nothing any more."""
         assert self.engine.is_poisoned(0)
+
+    @invariant()
+    def nothing_crashes(self) -> None:
+        """No task of the cache ends by an error, whatever others' code does; and media are used as they should be."""
+        self.world.check()
 
     def teardown(self) -> None:
         """End; unless something is wrong already, check that nothing is left."""
@@ -268,7 +284,7 @@ class Machine(RuleBasedStateMachine):
         self.world.close()
 
 
-async def _turns() -> None:
+async def turns() -> None:
     """Let callbacks of what has ended run."""
     for _ in range(5):
         await asyncio.sleep(0)

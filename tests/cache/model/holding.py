@@ -1,12 +1,14 @@
-"""Rules of what is held, moved and removed: leases, pins, swaps, plans, evictions, weights, capacities, restarts."""
+"""Rules of what holds blocks where they are, or brings them up: leases, prefetches, pins, swaps, plans."""
 
 import asyncio
+from collections.abc import Coroutine
+from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from tests.cache.model.machine import LONG_S, PROMPTS, SPANS, Machine
-from tests.cache.model.world import MOST_SLOTS, TIMEOUT_S
+from tests.cache.model.engine import LAST_SLOT, PROMPTS
+from tests.cache.model.machine import HERE, LONG_S, SPANS, Machine
 from tiered_kv import BlockKeys, JobResult, Outcomes, Planner, Worker
 from tiered_kv.plan import Plan
 
@@ -19,7 +21,7 @@ class Holding(Machine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.swapped: dict[int, tuple[BlockKeys, str]] = {}
+        self.swapped: dict[tuple[int, int], tuple[BlockKeys, str]] = {}
         self.planner: Planner | None = None
 
     @precondition(lambda self: self.shape.has("cpu"))
@@ -29,14 +31,14 @@ class Holding(Machine):
 
         async def hold() -> None:
             async with self.cache.lease(keys) as lease:
-                assert lease.num_blocks <= self.known.prefix(keys)
+                assert lease.num_blocks <= self.prefix(keys)
                 held = [bytes(view) for view in lease.views]
                 await self.keep(CROWD)
                 assert self.cache.lookup_nowait(keys).num_blocks >= lease.num_blocks or self.shape.ttl_s
                 assert [bytes(view) for view in lease.views] == held
 
         self.run(hold(), LONG_S)
-        self.engine.poison()
+        self.poison()
 
     @precondition(lambda self: self.shape.has("cpu"))
     @rule(keys=SPANS, cancels=st.booleans())
@@ -47,7 +49,7 @@ class Holding(Machine):
             handle = self.cache.prefetch(keys)
             if cancels:
                 handle.cancel()
-            assert (await handle).num_blocks <= self.known.prefix(keys)
+            assert (await handle).num_blocks <= self.prefix(keys)
 
         self.run(prefetch(), LONG_S)
 
@@ -58,13 +60,13 @@ class Holding(Machine):
 
         async def pin() -> None:
             pinned = self.cache.pin(keys, ttl_s=ttl_s).num_blocks
-            assert pinned <= self.known.prefix(keys)
+            assert pinned <= self.prefix(keys)
             is_sure = self.is_quiet and ttl_s == 100.0 and self.shape.ttl_s is None
             await self.keep(CROWD)
             assert self.cache.lookup_nowait(keys).num_blocks >= pinned or not is_sure
 
         self.run(pin(), LONG_S)
-        self.engine.poison()
+        self.poison()
 
     @rule(keys=SPANS, is_used=st.booleans())
     def unpin(self, keys: BlockKeys, *, is_used: bool) -> None:
@@ -82,43 +84,41 @@ class Holding(Machine):
         """Preempt a sequence while others are stored: what comes back is right."""
 
         async def swap() -> None:
-            weights = self.known.weights
-            self.known.store(keys, weights)
-            self.asked["store"] += len(keys)
+            weights = self.weights
             self.asked["load"] += len(keys)
             self.has_pins = True
-            await self.cache.swap_out(keys, self.engine.compute(keys, weights), ttl_s=100.0)
-            self.engine.poison()
+            await self.cache.swap_out(keys, self.computed(keys), ttl_s=100.0)
+            self.poison()
             await self.keep(CROWD)
-            self.engine.poison()
-            loaded = await self.cache.swap_in(keys, self.engine.at(keys))
-            assert self.engine.has(keys, loaded.num_blocks, weights)
+            self.poison()
+            loaded = await self.cache.swap_in(keys, self.engine.pages(keys))
+            assert self.has(keys, loaded.num_blocks, HERE, weights)
 
         self.run(swap(), LONG_S)
-        self.engine.poison()
+        self.poison()
 
-    @rule(which=st.integers(0, 11), slot=st.integers(0, 3), is_out=st.booleans())
-    def swap_by_number(self, which: int, slot: int, *, is_out: bool) -> None:
+    @rule(keys=SPANS, slot=st.integers(0, LAST_SLOT - 1), is_out=st.booleans())
+    def swap_by_number(self, keys: BlockKeys, slot: int, *, is_out: bool) -> None:
         """Swap a page to a slot of the engine's own choosing, or what went there back into a page."""
-        key, weights = PROMPTS[0][which : which + 1], self.known.weights
+        group, key, version = keys.group, keys[:1], self.version(keys)
+        page = self.engine.first_number(group)
 
         async def swap() -> None:
             if is_out:
-                self.engine.compute(key, weights)
-                swapped = await self.cache.swap(blocks_to_swap_out={0: slot})
+                self.engine.compute(key, version, HERE)
+                swapped = await self.cache.swap(blocks_to_swap_out={page: slot}, group=group)
             else:
-                swapped = await self.cache.swap(blocks_to_swap_in={slot: 0})
+                swapped = await self.cache.swap(blocks_to_swap_in={slot: page}, group=group)
             if swapped.fault is not None:
-                self.swapped.pop(slot, None)
+                self.swapped.pop((group, slot), None)
             elif is_out:
-                self.swapped[slot] = key, weights
+                self.swapped[group, slot] = key, version
             else:
-                before, of = self.swapped[slot]
-                assert self.engine.has(before, 1, of)
+                assert self.engine.has(*self.swapped[group, slot], HERE)
 
-        if is_out or slot in self.swapped:
+        if key if is_out else (group, slot) in self.swapped:
             self.run(swap(), LONG_S)
-        self.engine.poison()
+        self.poison()
 
     # Plans.
 
@@ -129,74 +129,30 @@ class Holding(Machine):
         result = self.run(self._plan(keys, is_load=is_load, fails=fails), LONG_S)
         assert result is not None
         if is_load:
-            assert self.engine.has(keys, result.num_blocks, self.known.weights)
-        self.engine.poison()
+            assert self.has(keys, result.num_blocks)
+        self.poison()
 
     async def _plan(self, keys: BlockKeys, *, is_load: bool, fails: bool) -> JobResult | None:
         if self.planner is None:
             self.planner = self.cache.planner()
             self.planner.register_worker()
-        self.asked["load" if is_load else "store"] += len(keys)
         if is_load:
-            plan = await self.planner.plan_load(keys, self.engine.at(keys))
+            self.asked["load"] += len(keys)
+            plan = await self.planner.plan_load(keys, self.engine.pages(keys))
         else:
-            self.known.store(keys, self.known.weights)
-            plan = self.planner.plan_store(keys, self.engine.compute(keys, self.known.weights))
+            plan = self.planner.plan_store(keys, self.computed(keys))
         return self.planner.complete(Outcomes(plan.job, 0, 0) if fails else await self._execute(plan))
 
     async def _execute(self, plan: Plan) -> Outcomes:
         assert self.planner is not None
         with Worker(self.planner.slabs(), layout=self.engine.layout, device=self.world.device) as worker:
-            worker.register_kv_caches(self.engine.caches[0])
+            for group, caches in enumerate(self.engine.caches):
+                worker.register_kv_caches(caches, group=group)
             executing = worker.start(plan)
             return await asyncio.wrap_future(executing)
 
-    def close(self) -> None:
+    def close(self, closing: Coroutine[Any, Any, None] | None = None) -> None:
         """See `Machine.close`."""
-        super().close()
+        super().close(closing)
         self.planner = None
         self.swapped.clear()
-
-
-class Changing(Machine):
-    """What takes blocks out, or changes what the cache is."""
-
-    @rule(keys=SPANS, tier=st.sampled_from([None, None, None, "disk", "keyed", "cpu", "cpu", "gpu"]))
-    def evict(self, keys: BlockKeys, tier: str | None) -> None:
-        """Evict by name: from every tier, they are gone at once; from one, what is elsewhere stays."""
-        if tier is not None and not self.shape.has(tier):
-            return
-        may_fail = self.shape.has("keyed") and self.world.was_faulty
-        self.run(self.cache.evict(keys, tier=tier), TIMEOUT_S)
-        if tier is None and not may_fail:
-            self.known.evict(keys)
-
-    @rule(is_meant=st.integers(0, 2))
-    def clear(self, is_meant: int) -> None:
-        """Empty the tiers that the cache owns; less often than all else."""
-        if is_meant:
-            return
-        self.run(self.cache.clear(), TIMEOUT_S)
-        if not self.shape.has("keyed"):
-            self.known.clear()
-
-    @rule(tier=st.sampled_from(["cpu", "disk"]), num_blocks=st.integers(1, MOST_SLOTS))
-    def resize(self, tier: str, num_blocks: int) -> None:
-        """Have another capacity."""
-        if self.shape.has(tier):
-            self.run(self.cache.resize(tier, self.world.capacity(tier, num_blocks)), LONG_S)
-
-    @rule(ends=st.booleans())
-    def flush(self, *, ends: bool) -> None:
-        """Write what waits: nothing does afterwards, unless a tier is at fault. Or let everything end."""
-        if ends:
-            self.settle()
-            return
-        self.run(self.cache.flush(), LONG_S)
-        assert self.world.was_faulty or not any(tier.dirty for tier in self.cache.stats().tiers)
-
-    @rule()
-    def reopen(self) -> None:
-        """Close, whatever is under way, and begin again with what the tiers have kept."""
-        self.close()
-        self.open()
