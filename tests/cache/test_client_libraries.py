@@ -123,6 +123,25 @@ async def test_answers_that_are_none_are_failures() -> None:
         await until_idle(kv)
 
 
+@pytest.mark.parametrize("kind", [ScriptedBackend, ScriptedSlotBackend])
+async def test_answers_to_writes_that_are_none_are_failures(
+    kind: type[ScriptedBackend | ScriptedSlotBackend], caplog: pytest.LogCaptureFixture
+) -> None:
+    """One outcome too few or too many, or another call's: all blocks of the write have failed, and no task crashes."""
+    engine, medium, said = Engine(), kind(name="medium"), Recorder()
+    wrong: list[object] = [[Outcome.STORED] * 3, [Outcome.STORED] * 5, [Outcome.HIT] * 4, None, 7]
+    async with open_cache(medium, engine=engine, emit=said) as kv:
+        for seed, answer in enumerate(wrong):
+            medium.on_write.change_next(partial(_instead, answer))
+            keys = prompt(4, seed=seed)
+            stored = await kv.store(keys, engine.compute(keys))
+            assert [tier.failed for tier in await stored.settled()] == [4]
+            await keep(kv, engine, prompt(1, seed=9 + seed))  # so that it is not bypassed
+        await until_idle(kv)
+    assert [each.doing for each in said.of(TierFailed)] == ["write"] * len(wrong)
+    assert not caplog.records
+
+
 class ThreadedBackend(ScriptedBackend):
     """Fills what it was lent in a step of its own, long after others have ended."""
 
@@ -301,6 +320,18 @@ async def test_a_resize_that_is_late_is_not_cancelled() -> None:
         await until(lambda: kv.stats().transfers == 0)
         assert (slots.num_slots, slots.was_cancelled) == (16, False)
         assert await kv.resize("slots", 32 * PAYLOAD_BYTES) == 32
+
+
+async def test_a_tier_that_is_not_open_yet_is_not_resized() -> None:
+    """It says so, and asks the medium for nothing; it opens all the same, and can be resized then."""
+    slots = ScriptedSlotBackend(8, required=False)
+    slots.on_open.fail_next(BackendUnavailableError("not yet"))
+    async with open_cache({"medium": "cpu", "capacity": 4 * PAYLOAD_BYTES}, slots) as kv:
+        with pytest.raises(BackendUnavailableError, match="not open yet"):
+            await kv.resize("slots", 4 * PAYLOAD_BYTES)
+        assert slots.on_resize.num_calls == 0
+        await until(lambda: not kv.stats()["slots"].is_bypassed)
+        assert kv.stats()["slots"].num_slots == 8
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), PanicError(), ConfigurationError("never")])

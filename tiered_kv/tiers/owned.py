@@ -284,7 +284,9 @@ class OwnedTier(StorageTier, BookedTier):
     # Another capacity.
 
     def slots_within(self, capacity_bytes: int, block_bytes: int) -> int:
-        """See `BookedTier.slots_within`: the medium knows."""
+        """See `BookedTier.slots_within`: the medium knows, once it is open."""
+        if not self.health.is_open:
+            raise BackendUnavailableError(f"{self.name} is not open yet: resize it once it is")
         return self.backend.fit(capacity_bytes)
 
     async def grow(self, num_slots: int, more_bytes: int) -> None:

@@ -26,6 +26,7 @@ def slots_within(chains: Sequence[Chain], number: int, capacity_bytes: int) -> i
 
     Raises:
         ConfigurationError: It cannot have that capacity.
+        BackendUnavailableError: Its medium is not open yet.
     """
     name = chains[0].names[number]
     tier = next((each for each in chains[0].booked if each.name == name), None)
