@@ -1,12 +1,17 @@
 """Checkpoints and forgetting in an owned tier that hangs: bounded, and nobody's slots wait for them."""
 
 import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tests.support.backends import ScriptedSlotBackend
-from tests.support.caches import Recorder, keep, open_cache, until, until_idle
+from tests.support.caches import Recorder, inside, keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, Engine, contents, prompt
-from tiered_kv import GPULoadStoreSpec
+from tiered_kv import Block, CacheLimits, GPULoadStoreSpec, Outcome
 from tiered_kv.events import TierFailed, TierStalled
+from tiered_kv.keys import Names
 
 KEYS = prompt(4)
 INTO = GPULoadStoreSpec(range(4))
@@ -79,3 +84,50 @@ async def test_a_medium_that_has_a_block_twice_is_opened_all_the_same() -> None:
         into = GPULoadStoreSpec(range(len(keys)))
         assert (await kv.load(keys, into)).num_blocks == len(keys)
         assert engine.read(into) == contents(keys)
+
+
+class NotedSlots(ScriptedSlotBackend):
+    """Notes which block it is given for which slot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun: list[dict[bytes, int]] = []
+        self.remembered: dict[bytes, int] = {}
+
+    async def write(self, group: int, slots: NDArray[np.int64], names: Names, blocks: Sequence[Block]) -> list[Outcome]:
+        """Note what begins to be written."""
+        self.begun.append(_by_name(names, slots))
+        return await super().write(group, slots, names, blocks)
+
+    async def checkpoint(self, group: int, names: Names, slots: NDArray[np.int64], *, sync: bool = False) -> None:
+        """Note what is to be remembered."""
+        self.remembered = _by_name(names, slots)
+        await super().checkpoint(group, names, slots, sync=sync)
+
+
+def _by_name(names: Names, slots: NDArray[np.int64]) -> dict[bytes, int]:
+    return {name.tobytes(): slot for name, slot in zip(names, slots.tolist(), strict=True)}
+
+
+async def test_a_checkpoint_knows_what_is_being_written_and_what_was_evicted_meanwhile() -> None:
+    """The one a restart would lose, the other it would bring back; and of a block in two writes the later counts."""
+    engine, disk, keys = Engine(), NotedSlots(), prompt(2)
+    limits = CacheLimits(window=4 * PAYLOAD_BYTES, bounce=64 * PAYLOAD_BYTES)  # of which both writes have room
+    async with open_cache(CPU, disk, engine=engine, limits=limits) as kv:
+        (tier,) = inside(kv).chains[0].owned
+        disk.on_write.hold()
+        await kv.store(keys, engine.compute(keys))
+        await until(lambda: disk.on_write.num_held == 1)
+        evicting = asyncio.create_task(kv.evict(keys[:1]))
+        await until(lambda: kv.lookup_nowait(keys).num_blocks == 0)
+        await tier.checkpoint(sync=False)
+        evicted, kept = disk.begun[0]
+        assert disk.remembered == {kept: disk.begun[0][kept]}
+        await kv.store(keys[:1], engine.compute(keys[:1]))
+        await until(lambda: disk.on_write.num_held == 2)
+        await tier.checkpoint(sync=False)
+        assert disk.begun[1][evicted] != disk.begun[0][evicted]
+        assert disk.remembered == {kept: disk.begun[0][kept], evicted: disk.begun[1][evicted]}
+        disk.on_write.release()
+        await evicting
+        await until_idle(kv)

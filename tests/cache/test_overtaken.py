@@ -218,6 +218,55 @@ async def test_a_copy_out_that_is_overtaken(kind: type[Scripted], tiers: list[An
             assert medium.on_write.num_blocks == 0
 
 
+@pytest.mark.parametrize("is_stored_again", [False, True])
+async def test_a_copy_down_that_is_overtaken(*, is_stored_again: bool) -> None:
+    """What leaves the GPU pool while it is copied to the host is not kept there, whatever has its name since."""
+    keys, into = KEYS[:4], INTO[:4]
+    engine, device = Engine(), ScriptedDevice()
+    async with open_cache(GPU, CPU, engine=engine, device=device) as kv:
+        engine.poison()
+        stored = kv.start_store(keys, into)
+        await until(lambda: device.pending > 0)
+        device.run_all()
+        await until(lambda: stored.done)
+        await until(lambda: device.pending > 0)  # on its way to the host
+        await kv.evict(keys, tier="gpu")
+        if is_stored_again:
+            again = kv.start_store(keys, engine.compute(keys))
+            await until(lambda: again.done, on_wait=device.run_all)
+        await until(lambda: kv.stats().transfers == 0, on_wait=device.run_all)
+        await kv.evict(keys, tier="gpu")
+        engine.poison()
+        loading = kv.start_load(keys, into)
+        await until(lambda: loading.done, on_wait=device.run_all)
+        n = (await loading).num_blocks
+        assert is_stored_again or n == 0
+        assert engine.read(into[:n]) == contents(keys[:n])
+        await until_idle(kv, on_wait=device.run_all)
+
+
+@both_kinds
+async def test_a_write_that_is_overtaken_by_another_of_the_same_blocks(kind: type[Scripted]) -> None:
+    """What was evicted before its turn to be written came is not written, though its name is in the CPU tier again."""
+    keys, into, others = KEYS[:4], INTO[:4], prompt(4, seed=1)
+    engine, medium = Engine(), kind(name="medium")
+    async with open_cache(CPU, medium, engine=engine) as kv:
+        medium.on_write.hold()
+        await kv.store(others, engine.compute(others))
+        await until(lambda: medium.on_write.num_held == 1)
+        engine.poison()
+        await kv.store(keys, into)  # waits for its turn
+        await kv.evict(keys)
+        await kv.store(keys, engine.compute(keys))
+        medium.on_write.release()
+        await until_idle(kv)
+        await kv.evict(keys, tier="cpu")
+        engine.poison()
+        assert (await kv.load(keys, into)).by_tier == {"medium": 4}
+        assert engine.read(into) == contents(keys)
+        await until_idle(kv)
+
+
 @removals
 async def test_a_copy_in_that_is_overtaken_is_right_or_nothing(remove: Removal) -> None:
     """Blocks that go while they are copied to the engine stay where they are until they have arrived."""

@@ -1,17 +1,19 @@
 """What the windows of a transfer ask for, and of whom."""
 
 import asyncio
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
 from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
-from tests.support.caches import inside, keep, open_cache, until_idle
+from tests.support.caches import inside, keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine, contents, prompt
 from tiered_kv import BlockKeys, CacheLimits, GPULoadStoreSpec
+from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.budget import Kind
-from tiered_kv.transfers.window import Bringer
+from tiered_kv.transfers.window import Bringer, Landed
 
 CPU = {"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}
 UNKEPT = SMALL_LIMITS.model_copy(update={"promote": False})
@@ -82,6 +84,37 @@ async def test_blocks_that_leave_before_a_load_begins_hold_up_no_other() -> None
             assert (await racing).num_blocks == 16
         assert engine.read(range(16)) == contents(long)
         hung.on_read.release()
+        await until_idle(kv)
+
+
+async def test_who_waits_for_slots_holds_none() -> None:
+    """A window of which a part is passing through already gets the rest once nobody else needs that part."""
+    medium, engine, keys, others = ScriptedBackend(), Engine(), prompt(4), prompt(14, seed=1)
+    async with open_cache(medium, engine=engine) as kv:
+        await keep(kv, engine, keys)
+        await keep(kv, engine, others)
+        cache = inside(kv)
+        chain = cache.chains[0]
+        batch, rest = (chain.naming.batch(each, cache.epoch) for each in (keys, others))
+        first, second, last = (Bringer(chain, each, Kind.LOAD, keep=False) for each in (batch, rest, batch))
+
+        async def landed(bringer: Bringer, start: int, part: Batch) -> Landed:
+            window = await bringer.begin(start, part, may_wait=False)
+            assert window is not None
+            return await bringer.land(window, math.inf)
+
+        head = await landed(first, 0, batch[:2])
+        others_have = [await landed(second, start, rest[start : start + 4]) for start in range(0, 14, 4)]
+        assert kv.stats().bounce_free == 0
+        waiting = asyncio.create_task(last.begin(0, batch, may_wait=True))
+        await until(lambda: chain.room.num_waiting == 1)
+        chain.release(*head.leases)
+        async with asyncio.timeout(5):
+            window = await waiting
+        assert window is not None
+        last.abandon(window)
+        for each in others_have:
+            chain.release(*each.leases)
         await until_idle(kv)
 
 

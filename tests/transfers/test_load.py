@@ -1,0 +1,68 @@
+"""Loads in windows: what they hold while they wait, and how often they try again."""
+
+import asyncio
+
+import pytest
+
+from tests.support.backends import ScriptedBackend
+from tests.support.caches import keep, open_cache, until, until_idle
+from tests.support.engine import Engine, contents, prompt
+from tiered_kv import GPULoadStoreSpec
+from tiered_kv.transfers import load
+from tiered_kv.transfers.window import Bringer, Landed, Window
+
+
+class Losing(Bringer):
+    """Lets go, so many times, of what it has brought: as another load may that brought it for both."""
+
+    num_losses = 0
+    num_tries = 0
+
+    async def land(self, window: Window, deadline: float) -> Landed:
+        """Land the window, and perhaps lose it."""
+        type(self).num_tries += 1
+        landed = await super().land(window, deadline)
+        if not self.num_losses:
+            return landed
+        type(self).num_losses -= 1
+        self.chain.release(*landed.leases)
+        return Landed(window, 0, landed.gpu[:0], landed.host[:0], [], is_worth_another=True)
+
+
+@pytest.mark.parametrize(("num_losses", "num_blocks", "num_tries"), [(3, 16, 7), (1_000_000, 0, 4)])
+async def test_what_others_let_go_too_soon_is_looked_for_again(
+    monkeypatch: pytest.MonkeyPatch, num_losses: int, num_blocks: int, num_tries: int
+) -> None:
+    """Three times in a row and not for ever; and of the windows begun meanwhile nothing is held."""
+    medium, engine, keys = ScriptedBackend(), Engine(), prompt(16)
+    monkeypatch.setattr(Losing, "num_losses", num_losses)
+    monkeypatch.setattr(Losing, "num_tries", 0)
+    monkeypatch.setattr(load, "Bringer", Losing)
+    async with open_cache(medium, engine=engine) as kv:
+        await keep(kv, engine, keys)
+        engine.poison()
+        async with asyncio.timeout(10):
+            loaded = await kv.load(keys, GPULoadStoreSpec(range(16)))
+        assert (loaded.num_blocks, Losing.num_tries) == (num_blocks, num_tries)
+        assert engine.read(range(num_blocks)) == contents(keys[:num_blocks])
+        await until_idle(kv)
+
+
+async def test_loads_that_hold_slots_wait_for_no_more() -> None:
+    """As many loads as there are slots for, each of more than one window: none of them waits for another."""
+    medium, engine = ScriptedBackend(), Engine()
+    prompts = [prompt(8, seed=seed) for seed in range(4)]
+    async with open_cache(medium, engine=engine) as kv:
+        for keys in prompts:
+            await keep(kv, engine, keys)
+        engine.poison()
+        medium.on_read.hold()
+        handles = [
+            kv.start_load(keys, GPULoadStoreSpec(range(8 * n, 8 * n + 8)), deadline_s=5.0)
+            for n, keys in enumerate(prompts)
+        ]
+        await until(lambda: kv.stats().bounce_free == 0)
+        medium.on_read.release()
+        assert [(await handle).num_blocks for handle in handles] == [8] * 4
+        assert engine.read(range(32)) == [each for keys in prompts for each in contents(keys)]
+        await until_idle(kv)
