@@ -92,21 +92,17 @@ class NotedSlots(ScriptedSlotBackend):
     def __init__(self) -> None:
         super().__init__()
         self.begun: list[dict[bytes, int]] = []
-        self.remembered: dict[bytes, int] = {}
+        self.remembered: list[tuple[bytes, int]] = []
 
     async def write(self, group: int, slots: NDArray[np.int64], names: Names, blocks: Sequence[Block]) -> list[Outcome]:
         """Note what begins to be written."""
-        self.begun.append(_by_name(names, slots))
+        self.begun.append({name.tobytes(): slot for name, slot in zip(names, slots.tolist(), strict=True)})
         return await super().write(group, slots, names, blocks)
 
     async def checkpoint(self, group: int, names: Names, slots: NDArray[np.int64], *, sync: bool = False) -> None:
         """Note what is to be remembered."""
-        self.remembered = _by_name(names, slots)
+        self.remembered = [(name.tobytes(), slot) for name, slot in zip(names, slots.tolist(), strict=True)]
         await super().checkpoint(group, names, slots, sync=sync)
-
-
-def _by_name(names: Names, slots: NDArray[np.int64]) -> dict[bytes, int]:
-    return {name.tobytes(): slot for name, slot in zip(names, slots.tolist(), strict=True)}
 
 
 async def test_a_checkpoint_knows_what_is_being_written_and_what_was_evicted_meanwhile() -> None:
@@ -122,12 +118,12 @@ async def test_a_checkpoint_knows_what_is_being_written_and_what_was_evicted_mea
         await until(lambda: kv.lookup_nowait(keys).num_blocks == 0)
         await tier.checkpoint(sync=False)
         evicted, kept = disk.begun[0]
-        assert disk.remembered == {kept: disk.begun[0][kept]}
+        assert disk.remembered == [(kept, disk.begun[0][kept])]
         await kv.store(keys[:1], engine.compute(keys[:1]))
         await until(lambda: disk.on_write.num_held == 2)
         await tier.checkpoint(sync=False)
         assert disk.begun[1][evicted] != disk.begun[0][evicted]
-        assert disk.remembered == {kept: disk.begun[0][kept], evicted: disk.begun[1][evicted]}
+        assert disk.remembered == [(kept, disk.begun[0][kept]), (evicted, disk.begun[1][evicted])]
         disk.on_write.release()
         await evicting
         await until_idle(kv)

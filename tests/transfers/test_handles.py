@@ -6,7 +6,7 @@ import threading
 import pytest
 from anyio.lowlevel import checkpoint
 
-from tests.support.caches import open_cache, until_idle
+from tests.support.caches import open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, Engine, prompt
 from tiered_kv import GPULoadStoreSpec
 from tiered_kv.memory.lanes import LaneCopy, RevokedError
@@ -111,6 +111,17 @@ async def test_a_transfer_cancelled_before_its_first_step_runs() -> None:
     handle.cancel()
     assert await handle
     assert transfer.revoked
+
+
+async def test_a_transfer_that_the_cache_ends_lets_no_copy_begin() -> None:
+    """It is cancelled as a task then, and waits for none that may wait for an event for ever."""
+    copy = LaneCopy(lambda: None)
+    transfer = _Transfer([copy])
+    task = asyncio.create_task(transfer.run())
+    await checkpoint()
+    task.cancel()
+    await until(task.done)
+    assert [type(error) for error in transfer.errors] == [RevokedError]
 
 
 async def test_a_drain_ends_at_its_deadline() -> None:
