@@ -284,7 +284,6 @@ class Store(Revocable):
         if lease is None:
             late = "revoked" if self.revoked else "deadline"
             self._drop(batch, late if isinstance(error, RevokedError) else "copy failed")
-            chain.room.changed()
             self._close_one()
             return
         self._num_stored += n
