@@ -4,7 +4,8 @@ Blocks are 2 MiB, as 32 fragments of 64 KiB. The calls are timed until they retu
 in a thread (``submit_*``, ``lookup_nowait``); what they start is awaited outside. The awaited loads are of blocks in
 the CPU tier, in turns with a bare loop of memmove over as many fragments whose addresses are known. At last a third
 tier, behind CPU and NVMe, stops answering for good: loads of what the others have are timed before, and while requests
-that want the dead tier go on. Prints tables, then a line of JSON.
+that want the dead tier go on. Small blocks are last, for what a call costs whatever it moves. Prints tables, then a
+line of JSON.
 
     python benchmarks/face.py [--rounds 50] [--path DIR]
 """
@@ -27,6 +28,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+import _face_small
 from tiered_kv import (
     Backend,
     Block,
@@ -150,7 +152,11 @@ async def measure(engine: Engine, folder: Path, rounds: int) -> dict[str, float]
         table.add_row(tier, *shown)
         figures[f"{tier}_beside_dead_tier"] = round(median(beside[tier]) / median(before[tier]), 3)
     console.print(table)
-    return figures
+    small = await _face_small.measure(rounds=30 * rounds)
+    table = Table("blocks of 32 KiB, awaited", *small)
+    table.add_row("us a call; loads a second of 64 tasks", *(f"{figure:g}" for figure in small.values()))
+    console.print(table)
+    return figures | small
 
 
 @asynccontextmanager
