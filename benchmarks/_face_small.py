@@ -1,4 +1,4 @@
-"""Awaited calls of few small blocks, which are all fixed cost: microseconds a call, and loads a second of many tasks."""
+"""Awaited calls of few small blocks, which are all fixed cost: us a call, and loads a second of many tasks at once."""
 
 import asyncio
 import time
