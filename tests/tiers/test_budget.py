@@ -163,8 +163,8 @@ class Slots:
         self.free = free
         self.num_asked = 0
 
-    def take(self, n: int, kind: Kind = Kind.LOAD) -> "asyncio.Task[int]":
-        """Start to wait for ``n``."""
+    def take(self, n: int, kind: Kind = Kind.LOAD, *, waiter: Waiter | None = None) -> "asyncio.Task[int]":
+        """Start to wait for ``n``, as ``waiter`` if it is to be hurried."""
 
         def attempt() -> int | None:
             self.num_asked += 1
@@ -173,7 +173,7 @@ class Slots:
             self.free -= n
             return n
 
-        return asyncio.create_task(self.room.acquire(attempt, Waiter(kind), self.give, n))
+        return asyncio.create_task(self.room.acquire(attempt, waiter or Waiter(kind), self.give, n))
 
     def give(self, n: int) -> None:
         """Have ``n`` more."""
@@ -192,6 +192,19 @@ async def test_who_can_never_be_served_does_not_hold_up_who_can() -> None:
     large.cancel()
     await asyncio.wait({large})
     assert slots.room.num_waiting == 0
+
+
+async def test_who_is_hurried_while_a_line_waits_for_it_holds_up_its_new_line_no_longer() -> None:
+    """What can never be had keeps nobody waiting for good, whatever line it has moved to."""
+    slots, large = Slots(Room(), 2), Waiter(Kind.STORE)
+    waiting = slots.take(16, waiter=large)
+    for _ in range(16):
+        slots.give(await slots.take(2, Kind.STORE))
+    large.hurry(Kind.LOAD, Priority.LOAD)
+    async with asyncio.timeout(5):
+        slots.give(await slots.take(2))
+    waiting.cancel()
+    await asyncio.wait({waiting})
 
 
 async def test_who_wants_much_is_served_though_others_want_little_all_the_time() -> None:

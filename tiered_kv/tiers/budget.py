@@ -95,6 +95,7 @@ class _Place:
         self.waiter._places.discard(self)  # noqa: SLF001 - the two of them keep this together
         if self.hold is not None:
             self.hold.cancel()
+            self.num_passed, self.hold = 0, None  # in another line it begins anew
 
     def was_passed(self) -> None:
         """Count one who was served first though later in line; from some number on, have the line wait for a while."""
