@@ -268,6 +268,25 @@ async def test_exclusive_blocks_are_in_one_tier() -> None:
         await until_idle(kv)
 
 
+async def test_what_moves_to_an_exclusive_tier_during_a_load_arrives() -> None:
+    """What was in memory when the load began is held for it there, wherever it is to be found from now on."""
+    engine, slots = Engine(), slots_back(exclusive=True)
+    async with open_cache(cpu(16), slots, engine=engine, limits=LAZY) as kv:
+        await kv.store(KEYS, engine.compute(KEYS))
+        await kv.flush()
+        await kv.load(KEYS[:2], INTO[:2])
+        await until(lambda: kv.stats().transfers == 0)
+        engine.poison()
+        slots.on_read.hold()
+        loading = asyncio.create_task(kv.load(KEYS[:4], INTO[:4]))
+        await until(lambda: slots.on_read.num_held == 1)
+        await kv.flush()
+        assert kv.stats()["cpu"].ready == 0
+        slots.on_read.release()
+        assert (await loading).by_tier == {"cpu": 2, "slots": 2}
+        assert engine.read(INTO[:4]) == contents(KEYS[:4])
+
+
 async def test_what_is_evicted_while_it_waits_or_is_written_is_gone_for_good() -> None:
     """It is not found, and no tier brings it back, after a restart either."""
     engine, slots = Engine(), slots_back()

@@ -70,7 +70,7 @@ class DirectLoad(Load):
                 self.revoked = True
         num_right = prefix_of(reading.result()) if not reading.cancelled() else 0
         nowhere = np.full(len(part), -1, np.int64)
-        window = Window(start, part, numbers, nowhere, np.full(len(part), -1, np.int8))
+        window = Window(start, part, numbers, nowhere, nowhere, np.full(len(part), -1, np.int8))
         self._copied.append(Copied(Landed(window, num_right, nowhere, nowhere, [], is_worth_another=False), ok=True))
         if self.revoked:
             raise asyncio.CancelledError

@@ -29,8 +29,9 @@ class Window:
         batch: Its blocks; cut to the prefix that is anywhere.
         source: By position, the number of the tier that had the block before this load.
         gpu: Slots of the GPU pool by position, -1 where it lacks the block.
+        host: Slots of the host by position, of what was resident there; -1 elsewhere.
         coming: By position, the number of the tier that another transfer is reading the block from, or -1.
-        held: Leases on what was resident when the window began.
+        held: Leases on what was resident when the window began: it arrives, whatever is removed from a tier meanwhile.
         own: The fill that this window started, if any.
         fills: All fills it waits for, its own among them.
         is_last: Whether the block behind it is nowhere.
@@ -40,6 +41,7 @@ class Window:
     batch: Batch
     source: NDArray[np.int8]
     gpu: NDArray[np.int64]
+    host: NDArray[np.int64]
     coming: NDArray[np.int8]
     held: list[Lease] = field(default_factory=list)
     own: Fill | None = None
@@ -103,8 +105,8 @@ class Bringer:
         Returns:
             None if there are no slots for it now. With ``may_wait`` it waits for them instead.
         """
-        n = len(batch)
-        window = Window(start, batch, np.full(n, -1, np.int8), np.full(n, -1, np.int64), np.full(n, -1, np.int8))
+        n, nowhere = len(batch), np.full(len(batch), -1, np.int64)
+        window = Window(start, batch, np.full(n, -1, np.int8), nowhere, nowhere.copy(), np.full(n, -1, np.int8))
         try:
             if not await self._begin(window, may_wait=may_wait):
                 self.abandon(window)
@@ -121,6 +123,7 @@ class Bringer:
             self.chain.release(*window.held)
             window.held = []
             window.source[:] = -1
+            window.host[:] = -1
             self._cut(window, int(missing[0]) or self.chain.window_blocks)
             missing = self._hold_resident(window)
         if not len(missing):
@@ -164,6 +167,7 @@ class Bringer:
             chain.release(*window.held[first:])
             del window.held[first:]
             window.source[(window.gpu < 0)] = -1
+            window.host[:] = -1
             reservation = await chain.reserve_host(batch, waiter, keep=keep)
         fresh = reservation.slots >= 0
         if not fresh.any():
@@ -187,10 +191,10 @@ class Bringer:
             if not fill.done.done():
                 self.faults.append(TierFault(self._tiers_of(fill), "deadline", n))
             self.faults += chain.fills.faults_of(fill)
-        on_host = np.flatnonzero(window.gpu < 0)
-        lease = chain.host.index.lease(batch.names[on_host])
-        host = np.full(n, -1, np.int64)
-        host[on_host] = lease.slots
+        host = window.host
+        arrived = np.flatnonzero((window.gpu < 0) & (host < 0))
+        lease = chain.host.index.lease(batch.names[arrived])
+        host[arrived] = lease.slots
         absent = np.flatnonzero((window.gpu < 0) & (host < 0))
         num_blocks = int(absent[0]) if len(absent) else n
         joined = (window.source < 0) & (host >= 0)
@@ -228,6 +232,7 @@ class Bringer:
             return
         lease = self.chain.host.index.lease(window.batch.names[left])
         window.held.append(lease)
+        window.host[left] = lease.slots
         window.source[left[lease.slots >= 0]] = len(self.chain.memory) - 1
 
     def _is_coming(self, batch: Batch) -> NDArray[np.bool_]:
@@ -235,8 +240,8 @@ class Bringer:
         return states > 0
 
     def _cut(self, window: Window, n: int) -> None:
-        window.batch, window.source, window.gpu = window.batch[:n], window.source[:n], window.gpu[:n]
-        window.coming = window.coming[:n]
+        window.batch, window.source, window.coming = window.batch[:n], window.source[:n], window.coming[:n]
+        window.gpu, window.host = window.gpu[:n], window.host[:n]
 
     def _tiers_of(self, fill: Fill) -> str:
         return ",".join(self.chain.names[number] for number in sorted(set(fill.source.tolist())) if number >= 0)
