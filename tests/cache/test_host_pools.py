@@ -15,6 +15,9 @@ from tests.support.backends import ScriptedBackend, ScriptedSlotBackend, only
 from tests.support.caches import AnyTier, Recorder, keep, open_cache, until, until_idle
 from tests.support.engine import MODEL, PAYLOAD_BYTES, Engine, contents, prompt
 from tiered_kv import (
+    Block,
+    BlockKey,
+    CacheLimits,
     ConfigurationError,
     CPULoadStoreSpec,
     GPULoadStoreSpec,
@@ -286,6 +289,42 @@ async def test_a_direct_load_ends_when_the_medium_has_let_go(end: str) -> None:
         assert loaded.num_blocks < len(KEYS)
         assert pool.read(SLOTS[: loaded.num_blocks]) == contents(KEYS[: loaded.num_blocks])
         await until_idle(kv)
+
+
+async def test_a_direct_load_ends_when_the_medium_has_let_go_at_close_too() -> None:
+    """A call that goes on though it was cancelled, as a thread's does, keeps its load from ending."""
+
+    class Stubborn(ScriptedBackend):
+        def __init__(self) -> None:
+            super().__init__()
+            self.free, self.was_cancelled, self.has_ended = asyncio.Event(), False, False
+
+        async def read(self, keys: Sequence[BlockKey], into: Sequence[Block]) -> list[Outcome]:
+            self.on_read.num_held += 1
+            while not self.free.is_set():
+                try:
+                    await self.free.wait()
+                except asyncio.CancelledError:
+                    self.was_cancelled = True
+            outcomes = await super().read(keys, into)
+            self.has_ended = True
+            return outcomes
+
+    medium, engine, pool = Stubborn(), Engine(), Pool()
+    async with open_cache(medium, engine=engine, limits=CacheLimits(close_timeout_s=0.05)) as kv:
+        kv.register_host_pool("swap", pool.memory, direct=True)
+        await keep(kv, engine, KEYS)
+        handle = kv.start_load(KEYS, CPULoadStoreSpec(SLOTS, pool="swap"))
+        handle.when_done(lambda _: ended.append(medium.has_ended))
+        ended: list[bool] = []
+        await until(lambda: medium.on_read.num_held == 1)
+        closing = asyncio.create_task(kv.aclose())
+        await until(lambda: medium.was_cancelled)
+        assert not handle.done
+        medium.free.set()
+        assert (await handle).num_blocks <= len(KEYS)
+        assert ended == [True]
+        await closing
 
 
 async def test_an_unaligned_pool_is_not_read_into() -> None:

@@ -62,7 +62,8 @@ class DirectLoad(Load):
         if not len(part):
             return 0
         loop = asyncio.get_running_loop()
-        reading = self._chain.tasks.spawn(self._read_from_all(start, part, numbers), f"read {len(part)} blocks")
+        reading = loop.create_task(self._read_from_all(start, part, numbers), name=f"read {len(part)} blocks")
+        self._chain.tasks.watch(reading, lambda: None)  # nothing stops it but the end of the calls, at close too
         while not reading.done():
             try:
                 await asyncio.wait({reading})
