@@ -3,16 +3,20 @@
 import asyncio
 from typing import TypeVar
 
+import numpy as np
 import pytest
 
-from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
-from tests.support.caches import keep, open_cache, until, until_idle
+from tests.support.backends import Act, ScriptedBackend, ScriptedSlotBackend
+from tests.support.caches import Recorder, inside, keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, Engine, contents, prompt
 from tiered_kv import (
     BackendUnavailableError,
+    BlockKey,
     GPULoadStoreSpec,
     TieredKV,
 )
+from tiered_kv.backend import Recovered
+from tiered_kv.events import TierFailed
 
 T = TypeVar("T")
 KEYS = prompt(4)
@@ -42,6 +46,22 @@ async def test_a_tier_that_opens_late_has_nothing_that_was_evicted_before(how: s
         await until_idle(kv)
     async with open_cache(CPU, slots, engine=engine) as kv:
         assert (await kv.lookup(KEYS)).num_blocks == 0
+
+
+async def test_a_tier_that_opens_late_with_books_that_cannot_be_is_tried_again() -> None:
+    """What it found is checked before it is used, and a wrong answer is a failed opening like any other."""
+    slots, engine, emit = ScriptedSlotBackend(8, required=False), Engine(), Recorder()
+    async with open_cache(slots, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+    slots.on_open.fail_next(BackendUnavailableError("not yet"))
+    slots.on_open.change_next(lambda found: found)  # of the call that fails
+    slots.on_open.change_next(lambda _: [Recovered(4, np.zeros((1, 4), np.uint64), np.array([17]))])
+    async with open_cache(CPU, slots, engine=engine, emit=emit) as kv:
+        await until(lambda: not kv.stats()["slots"].is_bypassed)
+        assert "slots 17 to 17 in a tier of 4 slots" in emit.of(TierFailed)[-1].error
+        assert (await kv.load(KEYS, INTO)).num_blocks == 4
+        assert engine.read(INTO) == contents(KEYS)
+        await until_idle(kv)
 
 
 async def test_a_shared_tier_that_opens_late_is_told_what_was_evicted() -> None:

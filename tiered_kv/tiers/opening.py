@@ -71,8 +71,8 @@ class StorageMedium:
         self._calls = Calls(self.health, services.calls)
         self._pools: list[WorkerPool] = []
         self._context = BackendContext(services.shapes, self._new_workers, clock)
-        self._found: list[Recovered] = []
-        self._opening: asyncio.Task[Answer[list[Recovered]]] | None = None
+        self._books: list[TierIndex] = []
+        self._opening: asyncio.Task[Answer[list[TierIndex]]] | None = None
         self._retrying: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
@@ -86,7 +86,7 @@ class StorageMedium:
         if error is None:
             return
         self.health.is_open = False
-        self._found = [_NOTHING] * len(self._services.shapes)
+        self._books = [self._index(_NOTHING) for _ in self._services.shapes]
         if self._settings.required:
             raise error
 
@@ -94,16 +94,17 @@ class StorageMedium:
         """Try to open it; return why it cannot be. A call that is late goes on, and is waited for by the next try."""
         raised: list[Exception] = []
 
-        async def call() -> list[Recovered]:
+        async def call() -> list[TierIndex]:
             try:
-                return list(await self._backend.open(self._context) or ())
+                found = await self._backend.open(self._context)
+                return [] if isinstance(self._backend, Backend) else self._books_of(found or ())
             except (BackendError, ConfigurationError) as error:
                 raised.append(error)
                 raise
 
         if self._opening is None:
             limit_s = self._services.open_timeout_s
-            making = self._calls.make("open", call, timeout_s=limit_s, problem_of=self._problem_of)
+            making = self._calls.make("open", call, timeout_s=limit_s)
             self._opening = self._services.calls.spawn(making, f"opening of {self.health.name}")
         opening = self._opening
         await asyncio.wait({opening}, timeout=timeout_s)
@@ -112,7 +113,7 @@ class StorageMedium:
         self._opening = None
         answer = opening.result()
         if answer.is_well:
-            self._found = answer.value or []
+            self._books = answer.value or []
             return None
         self._end_pools()  # the threads of an attempt end with it
         return raised[0] if raised else BackendUnavailableError(f"{self.health.name} cannot be opened: {answer.error}")
@@ -125,7 +126,7 @@ class StorageMedium:
         )
         if isinstance(self._backend, Backend):
             return SharedTier(parts, self._backend)
-        return OwnedTier(parts, self._backend, self._index(group))
+        return OwnedTier(parts, self._backend, self._books[group])
 
     def open_later(self, tiers: Sequence[StorageTier]) -> None:
         """If it is not open yet, go on to try; use ``tiers``, which were made of it, from then on."""
@@ -140,7 +141,7 @@ class StorageMedium:
             pause_s = min(2 * pause_s, _LAST_RETRY_S)
             await asyncio.sleep(pause_s)  # nobody waits for this task
         for tier in tiers:
-            await tier.opened(self._index)
+            await tier.opened(self._books)
         self.health.is_open = True
         self.health.emit(TierResumed(self.health.name, clock() - started))
 
@@ -154,17 +155,21 @@ class StorageMedium:
         await self._calls.make("close", self._backend.aclose, timeout_s=limit_s, until_late=True)
         self._end_pools()
 
-    def _problem_of(self, found: list[Recovered]) -> str:
-        """Say why this cannot be what a medium has found; build the books to see it, before anyone reads them."""
-        if isinstance(self._backend, Backend):
-            return ""
-        if len(found) != len(self._services.shapes):
-            return f"{len(found)} answers for {len(self._services.shapes)} kinds of blocks"
-        return ""
+    def _books_of(self, found: Sequence[Recovered]) -> list[TierIndex]:
+        """Make the books of what was found, by kind of block.
 
-    def _index(self, group: int) -> TierIndex:
-        """Make the books of what was found of one kind of block."""
-        found, settings = self._found[group], self._settings
+        Raises:
+            BackendError, ConfigurationError: It cannot be what this medium has.
+        """
+        if len(found) != len(self._services.shapes):
+            raise BackendUnavailableError(
+                f"{self.health.name} cannot be opened: {len(found)} answers for {len(self._services.shapes)} kinds of "
+                "blocks"
+            )
+        return [self._index(each) for each in found]
+
+    def _index(self, found: Recovered) -> TierIndex:
+        settings = self._settings
         ttl_s = settings.ttl_s if isinstance(settings, OwnedTierSettings) else None
         index = TierIndex(found.num_slots, max_slots=found.max_slots, ttl_s=ttl_s, clock=self.health.clock)
         # A write that was given up may come through after the one that replaced it: the medium then has a block twice.

@@ -4,7 +4,7 @@ A slot is in one call of the backend at a time: what is to be forgotten keeps it
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -53,9 +53,9 @@ class OwnedTier(StorageTier, BookedTier):
         """Whether a block is either here or in the CPU tier."""
         return isinstance(self.settings, OwnedTierSettings) and self.settings.exclusive
 
-    async def opened(self, index_of: Callable[[int], TierIndex]) -> None:
+    async def opened(self, books: Sequence[TierIndex]) -> None:
         """See `StorageTier.opened`. What was evicted meanwhile is not there any more."""
-        index = index_of(self.group)
+        index = books[self.group]
         evicted, self._evicted = self._evicted, Tombstones()
         if evicted.is_cleared:
             index.clear()

@@ -155,11 +155,11 @@ class StorageTier(Tier):
     ) -> WriteReport:
         """Encode and write blocks, as long as they are wanted: checked when their turn has come, and after it."""
 
-    async def opened(self, index_of: Callable[[int], TierIndex]) -> None:
+    async def opened(self, books: Sequence[TierIndex]) -> None:
         """Begin to use a medium that has been opened later than the cache.
 
         Args:
-            index_of: Makes the books of what was found there of one kind of block.
+            books: Of what was found there, by kind of block; none of a shared one.
         """
 
     @abstractmethod
