@@ -1,6 +1,7 @@
 """What is evicted stays away, whatever its medium is doing just then: opening late, writing, failing, being asked."""
 
 import asyncio
+from collections.abc import Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -13,6 +14,7 @@ from tiered_kv import (
     BackendUnavailableError,
     BlockKey,
     GPULoadStoreSpec,
+    Outcome,
     TieredKV,
 )
 from tiered_kv.backend import Recovered
@@ -91,6 +93,99 @@ async def test_a_delete_that_fails_is_made_again() -> None:
         assert (await kv.lookup(KEYS)).num_blocks == 2
         await until(lambda: shared.num_records == 6)
         assert (await kv.lookup(KEYS)).num_blocks == 2
+        await until_idle(kv)
+
+
+async def test_a_delete_that_is_made_again_spares_what_is_stored_anew() -> None:
+    """It waits for the write under way, and then there is nothing left to delete: what was written stays."""
+    shared, engine = ScriptedBackend(), Engine()
+    async with open_cache(CPU, shared, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        shared.on_delete.fail_next(BackendUnavailableError("busy"))
+        await kv.evict(KEYS)
+        shared.on_write.hold()
+        stored = await kv.store(KEYS, engine.compute(KEYS))
+        await until(lambda: shared.on_write.num_held == 1)
+        shared.on_delete.hold()
+        inside(kv).chains[0].storage[0].tick()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        shared.on_write.release()
+        assert [tier.written for tier in await stored.settled()] == [4, 4]
+        shared.on_delete.release()
+        await until_idle(kv)
+        assert shared.num_records == (await kv.lookup(KEYS)).num_blocks == 4
+
+
+async def test_a_tier_that_deletes_nothing_is_read_on() -> None:
+    """It may lack the right: what was evicted is unfindable here all the same, and the rest is served."""
+    shared, engine, others = ScriptedBackend(), Engine(), prompt(4, seed=1)
+    async with open_cache(CPU, shared, engine=engine) as kv:
+        for keys in (KEYS, others):
+            await keep(kv, engine, keys)
+        await kv.evict(others, tier="cpu")
+        for _ in range(5):
+            shared.on_delete.fail_next(PermissionError("read and write only"))
+        for number in range(4):
+            await kv.evict(KEYS[number : number + 1])
+        assert not kv.stats()["keyed"].is_bypassed
+        assert (await kv.lookup(KEYS)).num_blocks == 0
+        assert (await kv.load(others, INTO)).by_tier == {"keyed": 4}
+        assert engine.read(INTO) == contents(others)
+        await until_idle(kv)
+
+
+class SlowAnswer(ScriptedBackend):
+    """Looks for blocks at once, and answers when it is let."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_answer = Act()
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> list[Outcome]:
+        """Go through `on_answer` with what is known by now."""
+        found = await super().lookup(keys)
+
+        async def answer() -> list[Outcome]:
+            return found
+
+        return await self.on_answer.play(len(keys), answer)
+
+
+@pytest.mark.parametrize("what", ["lookup", "store"])
+async def test_nobody_shares_an_answer_from_before_an_eviction(what: str) -> None:
+    """A question that was asked before is another one: by its answer the block would be found, or not stored anew."""
+    shared, engine = SlowAnswer(), Engine()
+    async with open_cache(shared, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        shared.on_answer.hold()
+        before = asyncio.create_task(kv.lookup(KEYS))
+        await until(lambda: shared.on_answer.num_held == 1)
+        await kv.evict(KEYS)
+        later = asyncio.create_task(keep(kv, engine, KEYS) if what == "store" else asyncio.sleep(0))
+        finding = asyncio.create_task(kv.lookup(KEYS))
+        await until(lambda: shared.on_answer.num_held == 2)
+        shared.on_answer.release()
+        await asyncio.wait({before, later})
+        assert (await finding).num_blocks == 0
+        assert (await kv.lookup(KEYS)).num_blocks == (4 if what == "store" else 0)
+        await until_idle(kv)
+
+
+async def test_nobody_shares_an_answer_from_before_a_store() -> None:
+    """What a tier has been written is found there by whoever asks from then on."""
+    shared, engine = SlowAnswer(), Engine()
+    async with open_cache(CPU, shared, engine=engine) as kv:
+        shared.on_answer.hold()
+        before = asyncio.create_task(kv.lookup(KEYS))
+        await until(lambda: shared.on_answer.num_held == 1)
+        await (await kv.store(KEYS, engine.compute(KEYS))).settled()
+        await kv.evict(KEYS, tier="cpu")
+        loading = asyncio.create_task(kv.load(KEYS, INTO))
+        await until(lambda: shared.on_answer.num_held == 2)
+        shared.on_answer.release()
+        assert (await loading).num_blocks == 4
+        await before
         await until_idle(kv)
 
 

@@ -17,7 +17,7 @@ _HALF_LIFE_S: Final = 1.0
 
 
 class Breaker:
-    """Of one tier in one direction. Decides at once, never waits; all time comes from ``clock``."""
+    """Of one tier, for what it is used for. Decides at once, never waits; all time comes from ``clock``."""
 
     def __init__(self, clock: Callable[[], float], rng: random.Random) -> None:
         self._clock = clock
@@ -122,8 +122,9 @@ class StorageHealth:
         timeout_s: How long a call is waited for.
         clock: Seconds, monotonic: what all its waits are measured by.
         is_open: False while a backend that is not required could not be opened yet.
-        reads: Breaker of lookups, reads and deletions.
+        reads: Breaker of all calls but those of the other two.
         writes: Breaker of writes.
+        deletes: Breaker of deletions: what is not deleted is unfindable all the same, and the tier is read on.
         on_stall: Called when a call is late: whoever waits for this tier should look again.
     """
 
@@ -144,6 +145,7 @@ class StorageHealth:
         self.on_stall: list[Callable[[], None]] = []
         self.reads = Breaker(clock, rng)
         self.writes = Breaker(clock, rng)
+        self.deletes = Breaker(clock, rng)
         self.clock = clock
         self._write_latency = LatencyAverage(clock)
         self._shed_after_s = shed_stores_after_s
@@ -162,7 +164,9 @@ class StorageHealth:
 
     def is_off(self, doing: str) -> bool:
         """Whether calls of a kind should not be made now."""
-        return self.is_shedding if doing == "write" else self.is_bypassed
+        if doing == "write":
+            return self.is_shedding
+        return self.is_bypassed or (doing == "delete" and self.deletes.is_open)
 
     def begin(self, doing: str) -> None:
         """A call is about to be made; of a tier that fails it is the probe. `ended` or `not_made` follows."""
@@ -205,8 +209,7 @@ class StorageHealth:
 
     @property
     def _num_late(self) -> int:
-        return self.reads.num_late + self.writes.num_late
+        return self.reads.num_late + self.writes.num_late + self.deletes.num_late
 
     def _breaker(self, doing: str) -> Breaker:
-        # A tier that does not delete must not be read either: what was evicted is unfindable at once.
-        return self.writes if doing == "write" else self.reads
+        return {"write": self.writes, "delete": self.deletes}.get(doing, self.reads)

@@ -36,7 +36,7 @@ class SharedTier(StorageTier):
     async def find(self, batch: Batch, *, until: float | None = None) -> Mask:
         """See `StorageTier.find`. What was evicted, or could not be read lately, is absent.
 
-        Equal questions that are under way at the same time are asked once.
+        Equal questions that are under way at the same time are asked once, if nothing was written or evicted between.
         """
         found = np.zeros(len(batch), np.bool_)
         asked = np.flatnonzero(~(self.suspects.absent(batch.names) | self._evicted.holds(batch)))
@@ -47,12 +47,16 @@ class SharedTier(StorageTier):
         asking = self._asking.get(name)
         if asking is None:
             asking = self._asking[name] = self._tasks.spawn(self._ask(question), f"lookup in {self.name}")
-            asking.add_done_callback(lambda _: self._asking.pop(name, None))
+            asking.add_done_callback(partial(self._asked, name))
         timeout_s = self.health.timeout_s if until is None else max(0.0, until - self.health.clock())
         await asyncio.wait({asking}, timeout=timeout_s)
         if asking.done() and not asking.cancelled():
             found[asked] = asking.result()
         return found
+
+    def _asked(self, name: bytes, asking: "asyncio.Task[Mask]") -> None:
+        if self._asking.get(name) is asking:
+            del self._asking[name]
 
     async def _ask(self, batch: Batch) -> Mask:
         n, keys = len(batch), batch.keys()
@@ -120,6 +124,7 @@ class SharedTier(StorageTier):
                     self.suspects.wrote(batch.names[written])
                     stays = written & is_wanted()
                     self._evicted.lift(batch[stays], serial)
+                    self._asking.clear()  # what is asked from now on is not to be answered as of before
                 if (gone := written & ~stays).any():
                     self._forget_later(batch[gone])
             return WriteReport(written, np.zeros(n, np.bool_), dropped)
@@ -135,21 +140,28 @@ class SharedTier(StorageTier):
 
     def forget(self, batch: Batch) -> Coroutine[Any, Any, None]:
         """See `StorageTier.forget`. What the medium does not delete stays unfindable here, and it is tried again."""
+        num_lost = self._evicted.num_lost
         self._evicted.add(batch)
-        serial = self._evicted.serial
-
-        async def forget() -> None:
-            await self._until_written(batch.names)
-            await self._delete(batch, serial)
-
-        return forget()
+        self._asking.clear()
+        return self._delete_evicted(batch, self._evicted.serial, num_lost)
 
     def tick(self) -> None:
         """See `StorageTier.tick`: delete what could not be deleted."""
-        if self._deleting or self.health.is_bypassed:
+        if self._deleting or self.health.is_off("delete"):
             return
         if (batch := self._evicted.oldest(_DELETED_AT_ONCE)) is not None:
-            self._tasks.spawn(self._delete(batch, self._evicted.serial), f"delete again: {self.name}")
+            evicted = self._evicted
+            self._tasks.spawn(
+                self._delete_evicted(batch, evicted.serial, evicted.num_lost), f"delete again: {self.name}"
+            )
+
+    async def _delete_evicted(self, batch: Batch, serial: int, num_lost: int) -> None:
+        """Delete what nobody writes or has written since ``serial``, when ``num_lost`` tombstones were lost."""
+        await self._until_written(batch.names)
+        if self._evicted.num_lost == num_lost:  # else there is no telling what was written since
+            batch = batch[self._evicted.holds(batch)]
+        if len(batch):
+            await self._delete(batch, serial)
 
     async def _delete(self, batch: Batch, serial: int) -> None:
         keys, deletion = batch.keys(), object()

@@ -254,12 +254,10 @@ class StorageTier(Tier):
             done.set_result(None)
 
     async def _until_written(self, names: Names) -> None:
-        """Wait for the writes under way that may be of these blocks."""
-        if self._writing:
-            hashes = hash_names(names)
-            busy = [done for each, done in self._writing.values() if np.isin(hashes, each).any()]
-            if busy:
-                await asyncio.wait(busy)
+        """Wait until no write is under way that may be of these blocks."""
+        hashes = hash_names(names)
+        while busy := [done for each, done in self._writing.values() if np.isin(hashes, each).any()]:
+            await asyncio.wait(busy)
 
 
 def _all_failed(outcomes: Sequence[Outcome]) -> bool:
