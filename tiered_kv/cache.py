@@ -116,6 +116,7 @@ class TieredKV:
             emit=guarded(check_emit(emit)),
         )
         self._cache: OpenCache | None = None  # for good, once it was opened
+        self._is_opening = False
         self._planner = Planner(self._open)
 
     @classmethod
@@ -665,10 +666,14 @@ class TieredKV:
             ConfigurationError: A tier can never work as it is set up, or the machine lacks the memory.
             BackendUnavailableError: A tier cannot be reached.
         """
-        if self._cache is not None:
+        if self._cache is not None or self._is_opening:
             raise ClosedError("a TieredKV is opened once; make another")
         check_asyncio()
-        self._cache = await open_cache(self._parts)
+        self._is_opening = True
+        try:
+            self._cache = await open_cache(self._parts)
+        finally:
+            self._is_opening = False
         return self
 
     def __enter__(self) -> NoReturn:

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from tests.support.any_layout import BLOCK_SIZE, MODEL, SMALL, STRIDE, AnyEngine, cpu, gpu, nvme, open_any, prompt
-from tests.support.caches import until_idle
+from tests.support.backends import ScriptedBackend
+from tests.support.caches import until, until_idle
 from tiered_kv import (
     BlockKeys,
     CacheLimits,
@@ -203,6 +204,21 @@ async def test_no_tensors_yet() -> None:
             await kv.load(KEYS, IDS)
         with pytest.raises(ConfigurationError, match=r"register_kv_caches\(\) comes before load and store"):
             await kv.store(KEYS, IDS)
+
+
+async def test_a_cache_is_opened_once_by_several_at_once_too() -> None:
+    """Who comes while it is being opened is refused: else what was opened first would stay open for good."""
+    medium = ScriptedBackend()
+    kv = TieredKV([cpu(4), medium], model=MODEL, layout=SMALL)
+    medium.on_open.hold()
+    opening = asyncio.create_task(kv.__aenter__())
+    await until(lambda: medium.on_open.num_held == 1)
+    with pytest.raises(ClosedError, match="opened once"):
+        await kv.__aenter__()
+    medium.on_open.release()
+    await opening
+    assert medium.on_open.num_calls == 1
+    await kv.aclose()
 
 
 @pytest.mark.parametrize("when", ["before it is opened", "after it is closed"])
