@@ -79,6 +79,7 @@ from tiered_kv.record import Record, parse_record
 from tiered_kv.record import encode as encode_record
 from tiered_kv.record import verify as verify_record
 from tiered_kv.results import (
+    BlockState,
     CacheStatistics,
     LoadResult,
     LookupResult,
@@ -120,6 +121,7 @@ __all__ = [
     "BlockCorruptError",
     "BlockKey",
     "BlockKeys",
+    "BlockState",
     "BlockingTieredKV",
     "BlocksCorrupted",
     "BlocksLoaded",

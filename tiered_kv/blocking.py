@@ -72,6 +72,7 @@ class BlockingTieredKV:
         self.submit_store = cache.submit_store
         self.poll = cache.poll
         self.lookup_nowait = cache.lookup_nowait
+        self.membership = cache.membership
         self._portal: BlockingPortal | None = portal
 
     @overload

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tiered_kv.assembly import parts_of
 from tiered_kv.backend import Backend, SlotBackend, TierSettings
@@ -24,7 +25,7 @@ from tiered_kv.explain import Explanation, explain
 from tiered_kv.groups import GroupNeed, GroupsLoad, GroupsLookup, check_needs, length_in_place, longest
 from tiered_kv.keys import BlockKeys, ModelIdentity, Namespace, Shard, salt_digest
 from tiered_kv.layout import KVCaches, KVLayout
-from tiered_kv.lookups import lookup_result, owned_runs, with_specs
+from tiered_kv.lookups import lookup_result, owned_runs, states_of, with_specs
 from tiered_kv.memory.codec import CodecName, make_codec
 from tiered_kv.memory.make import DeviceLike
 from tiered_kv.open_cache import CacheParts, OpenCache, open_cache
@@ -408,6 +409,17 @@ class TieredKV:
         """`lookup` over the tiers that this cache owns alone (memory and NVMe), at once and from any thread."""
         parts = self._open(anywhere=True).batches(keys)
         return lookup_result([chain for chain, _ in parts], [owned_runs(chain, batch) for chain, batch in parts])
+
+    def membership(self, keys: BlockKeys) -> NDArray[np.int8]:
+        """Say of each block whether it is there, at once and from any thread: a `BlockState` each, ``(len(keys),)``.
+
+        For engines that ask key by key, and take "later" for an answer. Blocks behind a hole count too. Tiers that this
+        cache owns answer now; shared ones are asked in the background for what is nowhere above them, and until they
+        have answered it is ``ASKING``. Their answers are used for a second, unless a store, an eviction or a failed
+        read here says otherwise sooner; one that does not answer in time, or is bypassed, has nothing. Reads, like
+        `lookup`; a load decides.
+        """
+        return states_of(self._open(anywhere=True).batches(keys))
 
     # What stays, and what must leave the engine for a while.
 

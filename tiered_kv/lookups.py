@@ -6,9 +6,11 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
-from tiered_kv.catalog.locate import locate_from_any_thread
-from tiered_kv.results import LookupResult, TierRun
+from tiered_kv.catalog.books import SlotState
+from tiered_kv.catalog.locate import locate_from_any_thread, states_from_any_thread
+from tiered_kv.results import BlockState, LookupResult, TierRun
 from tiered_kv.specs import LoadStoreSpec
 from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.chain import Chain
@@ -32,6 +34,11 @@ def lookup_result(chains: Sequence[Chain], found: Sequence[list[TierRun]]) -> Lo
     }
     seconds = sum((run.stop - run.start) * block_s.get(run.tier, 0.0) for run in runs)
     return LookupResult(num_blocks, tuple(runs), num_blocks * payload_bytes, seconds)
+
+
+_MISS = int(BlockState.MISS)
+_STATES = np.full(len(SlotState), _MISS, np.int8)
+_STATES[SlotState.PENDING], _STATES[SlotState.READY] = BlockState.PENDING, BlockState.HIT
 
 
 async def with_specs(chain: Chain, batch: Batch, found: LookupResult) -> LookupResult:
@@ -60,6 +67,27 @@ def owned_runs(chain: Chain, batch: Batch) -> list[TierRun]:
     tiers = chain.in_use()
     located = locate_from_any_thread([tier.index for tier in tiers], batch.names)
     return [TierRun(tiers[run.tier].name, run.start, run.stop) for run in located.runs]
+
+
+def states_of(parts: Sequence[tuple[Chain, Batch]]) -> NDArray[np.int8]:
+    """Say of each block what is known of it, from any thread; of several ranks, what the one says that has least."""
+    states: NDArray[np.int8] = np.minimum.reduce([_states_of_rank(chain, batch) for chain, batch in parts])
+    return states
+
+
+def _states_of_rank(chain: Chain, batch: Batch) -> NDArray[np.int8]:
+    """Ask shared tiers, one after another, for what is nowhere above them; their answers come later."""
+    states = _STATES[states_from_any_thread(chain.indexes(), batch.names)]
+    for tier in chain.shared:
+        left = np.flatnonzero(states == _MISS)
+        if not len(left):
+            break
+        if tier.health.is_bypassed:
+            continue
+        states[left], to_ask = tier.answers.look(batch.names[left])
+        if to_ask.any():
+            chain.loop_calls.call(tier.ask_later, batch[left[to_ask]])
+    return states
 
 
 def _weakest(names: Sequence[str], found: Sequence[list[TierRun]]) -> list[TierRun]:

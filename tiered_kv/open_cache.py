@@ -217,7 +217,7 @@ class OpenCache:
         if not is_here:
             raise ConfigurationError(
                 "a TieredKV is called on the event loop that opened it; other threads use submit_load, submit_store, "
-                "poll and lookup_nowait"
+                "poll, lookup_nowait and membership"
             )
 
     # Which chains a call is about, and what keys are called there.

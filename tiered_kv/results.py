@@ -2,6 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 from tiered_kv.specs import LoadStoreSpec
 
@@ -19,6 +20,19 @@ class TierRun:
     start: int
     stop: int
     spec: LoadStoreSpec | None = field(default=None, repr=False)
+
+
+class BlockState(IntEnum):
+    """What can be said of one block now, without waiting, by `TieredKV.membership`."""
+
+    MISS = 0
+    """Absent."""
+    ASKING = 1
+    """No tier of this cache's own has it, and a shared one is being asked: look again later."""
+    PENDING = 2
+    """It is being stored, or filled: not yet to be loaded at once."""
+    HIT = 3
+    """To be loaded. Of a shared tier a second old at most, and a load decides."""
 
 
 @dataclass(frozen=True)

@@ -280,7 +280,8 @@ async def test_another_thread(cache: Cache) -> None:
     thread = threading.Thread(target=elsewhere)
     thread.start()
     thread.join()
-    told = "on the event loop that opened it; other threads use submit_load, submit_store, poll and lookup_nowait"
+    others = "submit_load, submit_store, poll, lookup_nowait and membership"
+    told = f"on the event loop that opened it; other threads use {others}"
     assert [str(error) for error in errors] == [f"a TieredKV is called {told}"] * len(calls)
 
 

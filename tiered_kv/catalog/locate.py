@@ -73,6 +73,22 @@ def locate_from_any_thread(indexes: Sequence[Books], names: Names) -> Located:
     return Located(start, tuple(runs))
 
 
+def states_from_any_thread(indexes: Sequence[Books], names: Names) -> NDArray[np.uint8]:
+    """Return each name's `SlotState`: READY if some tier has it, else PENDING if one will, else FREE.
+
+    As `locate_from_any_thread` looks: each 1,024 names at one moment in all tiers.
+    """
+    states = np.zeros(len(names), np.uint8)
+    for start in range(0, len(names), _CHUNK):
+        part = states[start : start + _CHUNK]
+        with ExitStack() as held:
+            for index in indexes:
+                held.enter_context(index.lock)
+            for index in indexes:
+                np.maximum(part, index.find(names[start : start + _CHUNK])[1], out=part)
+    return states
+
+
 def _tiers(indexes: Sequence[Books], names: Names) -> NDArray[np.int64]:
     """Return for each name the first tier that has it ready, or -1."""
     tiers = np.full(len(names), -1, dtype=np.int64)

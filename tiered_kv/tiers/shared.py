@@ -10,18 +10,26 @@ import numpy as np
 from tiered_kv.backend import Backend, Block, Outcome
 from tiered_kv.events import BlocksCorrupted
 from tiered_kv.specs import LoadStoreSpec
+from tiered_kv.tiers.answers import Answers
 from tiered_kv.tiers.base import Mask
 from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.budget import Kind, Waiter
+from tiered_kv.tiers.calls import outcomes_problem
 from tiered_kv.tiers.storage import StorageTier, TierParts, WriteReport
 from tiered_kv.tiers.suspects import Suspects
 from tiered_kv.tiers.tombstones import Tombstones
 
 _DELETED_AT_ONCE: Final = 1024
+_ASKED_AT_ONCE: Final = 1024
+_LOOKED_UP: Final = frozenset({Outcome.HIT, Outcome.MISS})
 
 
 class SharedTier(StorageTier):
-    """A `Backend`: it finds and evicts for itself."""
+    """A `Backend`: it finds and evicts for itself.
+
+    Attributes:
+        answers: What it has said of single blocks lately; any thread may look there.
+    """
 
     is_shared = True
 
@@ -29,6 +37,7 @@ class SharedTier(StorageTier):
         super().__init__(parts)
         self.backend = backend
         self.suspects = Suspects(parts.health.clock)
+        self.answers = Answers(parts.health.clock, 2 * parts.health.timeout_s)
         self._evicted = Tombstones()
         self._deleting: dict[object, Batch] = {}
         self._asking: dict[bytes, asyncio.Task[Mask]] = {}
@@ -52,6 +61,7 @@ class SharedTier(StorageTier):
         await asyncio.wait({asking}, timeout=timeout_s)
         if asking.done() and not asking.cancelled():
             found[asked] = asking.result()
+        self.answers.doubt(batch.names[~found])
         return found
 
     def _asked(self, name: bytes, asking: "asyncio.Task[Mask]") -> None:
@@ -69,6 +79,35 @@ class SharedTier(StorageTier):
             "lookup", lambda: self.backend.lookup_prefix(keys), num_blocks=n, until_late=True, problem_of=problem_of
         )
         return np.arange(n) < (answer.value if answer.is_well and answer.value else 0)
+
+    def ask_later(self, batch: Batch) -> None:
+        """Ask for blocks in a task of the cache: `answers` has what comes of it."""
+        for start in range(0, len(batch), _ASKED_AT_ONCE):
+            part = batch[start : start + _ASKED_AT_ONCE]
+            self._tasks.spawn(self._answer(part), f"ask {self.name} for {len(part)} blocks")
+
+    async def _answer(self, batch: Batch) -> None:
+        """Ask how long a prefix is there, and block by block for what is behind its end: there may be holes."""
+        found = await self.find(batch)
+        if not found.all():
+            behind = np.arange(int(np.argmin(found)) + 1, len(batch))
+            behind = behind[~(found[behind] | self.suspects.absent(batch.names[behind]))]
+            if len(behind):
+                found[behind] = await self._ask_each(batch[behind])
+        self.answers.take(batch.names, found & ~self._evicted.holds(batch))
+
+    async def _ask_each(self, batch: Batch) -> Mask:
+        n, keys = len(batch), batch.keys()
+        answer = await self.calls.make(
+            "lookup",
+            lambda: self.backend.lookup(keys),
+            num_blocks=n,
+            until_late=True,
+            problem_of=outcomes_problem(n, _LOOKED_UP),
+        )
+        if not (answer.is_well and answer.value):
+            return np.zeros(n, np.bool_)
+        return np.array([outcome is Outcome.HIT for outcome in answer.value], np.bool_)
 
     async def locate(self, batch: Batch) -> LoadStoreSpec | None:
         """See `Tier.locate`: the medium knows."""
@@ -89,6 +128,7 @@ class SharedTier(StorageTier):
             keys = wanted.keys()
             outcomes = await self._read(lambda: self.backend.read(keys, there), keys, there, waiter, on_late)
             right[at] = [outcome is Outcome.HIT for outcome in outcomes]
+            self.answers.doubt(batch.names[~right])
             if num_broken := outcomes.count(Outcome.CORRUPT):
                 self.health.emit(BlocksCorrupted(self.name, num_broken))
             if (twice := self.suspects.saw(wanted.names, outcomes)).any():
@@ -125,6 +165,7 @@ class SharedTier(StorageTier):
                     stays = written & is_wanted()
                     self._evicted.lift(batch[stays], serial)
                     self._asking.clear()  # what is asked from now on is not to be answered as of before
+                    self.answers.forget(batch.names[stays])
                 if (gone := written & ~stays).any():
                     self._forget_later(batch[gone])
             return WriteReport(written, np.zeros(n, np.bool_), dropped)
@@ -143,6 +184,7 @@ class SharedTier(StorageTier):
         num_lost = self._evicted.num_lost
         self._evicted.add(batch)
         self._asking.clear()
+        self.answers.forget(batch.names)
         return self._delete_evicted(batch, self._evicted.serial, num_lost)
 
     def tick(self) -> None:

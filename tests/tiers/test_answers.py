@@ -1,0 +1,79 @@
+"""What a shared tier has said lately: short-lived, bounded, and asked for by one."""
+
+import numpy as np
+
+from tiered_kv.keys import Names
+from tiered_kv.results import BlockState
+from tiered_kv.tiers.answers import Answers
+
+MISS, ASKING, HIT = BlockState.MISS, BlockState.ASKING, BlockState.HIT
+
+
+class Clock:
+    """A clock that stands still."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        """Return when it stopped."""
+        return self.now
+
+
+def names(*numbers: int) -> Names:
+    """Names of blocks."""
+    return np.repeat(np.array(numbers, np.uint64)[:, None], 4, axis=1)
+
+
+def test_one_asks_and_all_are_told() -> None:
+    """The first to look is to ask; then the answer is there for a second."""
+    clock = Clock()
+    answers = Answers(clock, 5.0)
+    for is_first in (True, False):
+        states, to_ask = answers.look(names(1, 2))
+        assert states.tolist() == [ASKING] * 2
+        assert to_ask.tolist() == [is_first] * 2
+    answers.take(names(1, 2), np.array([True, False]))
+    states, to_ask = answers.look(names(1, 2, 3))
+    assert states.tolist() == [HIT, MISS, ASKING]
+    assert to_ask.tolist() == [False, False, True]
+    clock.now += 1.0
+    assert answers.look(names(1, 2))[1].all()
+
+
+def test_a_question_without_an_answer_is_asked_again() -> None:
+    """Nothing that gets lost keeps a block from ever being found."""
+    clock = Clock()
+    answers = Answers(clock, 5.0)
+    answers.look(names(1))
+    clock.now += 4.9
+    assert not answers.look(names(1))[1].any()
+    clock.now += 0.1
+    assert answers.look(names(1))[1].all()
+
+
+def test_what_is_forgotten_is_asked_anew() -> None:
+    """And what was never known is no error."""
+    answers = Answers(Clock(), 5.0)
+    answers.take(names(1, 2), np.array([True, True]))
+    answers.forget(names(2, 3))
+    assert answers.look(names(1, 2))[0].tolist() == [HIT, ASKING]
+
+
+def test_a_doubt_is_about_what_is_said_to_be_there() -> None:
+    """A question under way is not asked twice for it, and what is absent stays so."""
+    answers = Answers(Clock(), 5.0)
+    answers.look(names(1))
+    answers.take(names(2, 3), np.array([True, False]))
+    answers.doubt(names(1, 2, 3, 4))
+    states, to_ask = answers.look(names(1, 2, 3))
+    assert states.tolist() == [ASKING, ASKING, MISS]
+    assert to_ask.tolist() == [False, True, False]
+
+
+def test_the_oldest_answers_go_first() -> None:
+    """However many are asked for, so many are kept; an answer that came anew is a new one."""
+    answers = Answers(Clock(), 5.0, most_names=2)
+    for name in (1, 2, 1, 3):
+        answers.take(names(name), np.array([True]))
+    assert answers.look(names(1, 3))[0].tolist() == [HIT, HIT]
+    assert answers.look(names(2))[0].tolist() == [ASKING]
