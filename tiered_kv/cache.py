@@ -647,8 +647,8 @@ class TieredKV:
         """Return what changes in the tiers that this cache owns, in order: ``async for change in kv.events()``.
 
         A `Snapshot` of each place comes first. Nothing waits for a subscriber: one that falls behind by 65,536 blocks
-        gets snapshots anew, each of which walks its tier on the event loop, 0.2 s a million blocks. It ends with the
-        cache.
+        gets snapshots anew, each of which walks its tier on the event loop, 0.2 s a million blocks; so do all after
+        `advance_epoch`. It ends with the cache.
         """
         return self._open().subscribers.subscribe()
 
@@ -656,9 +656,9 @@ class TieredKV:
         """Return what makes names of keys, as `events` has them: ``namespace.names(keys)``. Picklable, for a router.
 
         It is of one KV group, of one rank of those that this cache stands for, and of the weights served now: ask again
-        after `advance_epoch`.
+        after `advance_epoch`. Any thread may ask.
         """
-        cache = self._open()
+        cache = self._open(anywhere=True)
         chains = cache.of_group(group)
         if not 0 <= rank < len(chains):
             raise ConfigurationError(f"rank {rank!r} of {len(chains)}: this cache has no such rank")

@@ -93,6 +93,11 @@ class Changes:
         self._has_ended = False
         self._woken = asyncio.Event()
 
+    @property
+    def places(self) -> tuple[tuple[str, int, int], ...]:
+        """What it tells of: tier, group and rank of each place, the fastest tier first."""
+        return tuple((place.tier, place.group, place.rank) for place in self._tiers)
+
     def __aiter__(self) -> Self:
         return self
 
@@ -114,9 +119,14 @@ class Changes:
         self._weight += len(names) + _NAMES_PER_CHANGE
         if self._weight > self._max_names:
             self.num_overflows += 1
-            self._queue.clear()
-            self._weight = 0
-            self._unseen = dict.fromkeys(self._tiers)
+            self.start_over()
+        self._woken.set()
+
+    def start_over(self) -> None:
+        """Begin again with a snapshot of each place."""
+        self._queue.clear()
+        self._weight = 0
+        self._unseen = dict.fromkeys(self._tiers)
         self._woken.set()
 
     def end(self) -> None:
@@ -158,6 +168,11 @@ class Subscribers:
         if self._tell not in self._ledger.listeners:
             self._ledger.listeners.append(self._tell)
         return changes
+
+    def start_over(self) -> None:
+        """Begin again with snapshots: the names that routers look for are others now."""
+        for each in list(self._subscribers):
+            each.start_over()
 
     def close(self) -> None:
         """End all."""

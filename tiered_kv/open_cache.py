@@ -269,6 +269,7 @@ class OpenCache:
         past = [self.epoch, *self.past_epochs]
         self.past_epochs = [each for each in past if each != epoch][:_PAST_EPOCHS]
         self.epoch = epoch
+        self.subscribers.start_over()
 
     async def finish(self, work: Coroutine[Any, Any, T], name: str) -> T:
         """Do something to its end, also if who waits for it here is cancelled.

@@ -131,6 +131,21 @@ async def test_one_that_falls_behind_gets_a_snapshot_and_is_counted() -> None:
         assert_exact(kv, mirror)
 
 
+async def test_other_weights_begin_with_snapshots() -> None:
+    """So that a router knows when to ask for another namespace; `places` says of what there will be one."""
+    engine, disk = Engine(), ScriptedSlotBackend(name="disk")
+    async with open_cache(CPU, disk, engine=engine) as kv:
+        changes = kv.events()
+        await take(changes)
+        assert changes.places == (("cpu", 0, 0), ("disk", 0, 0))
+        kv.advance_epoch("w1")
+        taken = await take(changes)
+        assert [(type(each), each.place) for each in taken] == [(Snapshot, place) for place in changes.places]
+        assert changes.num_overflows == 0
+        there = await asyncio.to_thread(kv.namespace)
+        assert there == kv.namespace()
+
+
 @pytest.mark.slow
 async def test_a_router_in_another_process_matches_prompts() -> None:
     """It gets the changes and a namespace, pickled, and needs no cache."""
