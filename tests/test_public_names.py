@@ -1,4 +1,4 @@
-"""What is public is importable from `tiered_kv` and `tiered_kv.testing`, and nobody is sent deeper."""
+"""What is public is importable from `tiered_kv`, its `testing` and its `telemetry`, and nobody is sent deeper."""
 
 import enum
 import inspect
@@ -11,11 +11,12 @@ from types import ModuleType
 import pytest
 
 import tiered_kv
+import tiered_kv.telemetry
 import tiered_kv.testing
 
 REPOSITORY = Path(__file__).parents[1]
-PUBLIC: list[ModuleType] = [tiered_kv, tiered_kv.testing]
-DEEPER = re.compile(r"(?m)^\s*(?:from|import) (tiered_kv\.(?!testing\b)[\w.]+)")
+PUBLIC: list[ModuleType] = [tiered_kv, tiered_kv.testing, tiered_kv.telemetry]
+DEEPER = re.compile(r"(?m)^\s*(?:from|import) (tiered_kv\.(?!(?:testing|telemetry) import\b)[\w.]+)")
 SHOWN = [
     *(REPOSITORY / "docs").rglob("*.md"),
     *(REPOSITORY / "examples").rglob("*.py"),
@@ -24,7 +25,7 @@ SHOWN = [
 MADE_BY_THE_CACHE = {
     *("Loading", "OpenCache", "Store", "Storing"),  # what handles are made with
     *("HostSlab", "PageLocking", "Stream"),  # what passes between a cache and its device
-    *("Access", "Change", "HasIndex", "Place"),  # what passes between a cache and its streams of changes
+    *("Access", "Change", "HasChanges", "HasIndex", "Place"),  # what passes between a cache and its streams of changes
 }
 """No caller makes or keeps one."""
 

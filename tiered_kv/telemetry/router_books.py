@@ -1,0 +1,288 @@
+"""What routers are to know: which described blocks can be read in which medium, and the events when that changes.
+
+A change names blocks by 32 bytes; routers want hashes and token ids. So whoever names blocks describes them, before or
+after they are stored; a block that nobody has described is told of once somebody has. Descriptions are kept of what is
+in a tier, and of the newest blocks beside. For one thread; decides at once and never waits.
+"""
+
+import struct
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from tiered_kv.changes import Added, Cleared, Removed, Snapshot, TierChange
+from tiered_kv.keys import Names
+from tiered_kv.telemetry.router_wire import CLEARED, CacheSpec, Described, Event, Medium, removed, stored
+
+Batch = list[Event]
+"""The events of one message."""
+
+_BLOCKS_PER_BATCH: Final = 256
+"""About 25 KB of 16 tokens a block: what a router decodes at once, and what is lost at once."""
+_SORTED_AT_ONCE: Final = 1 << 14
+_MOST_WAITING: Final = 1 << 16
+_EPOCH_BYTES: Final = 8
+_HEAD: Final = struct.Struct(f"<{_EPOCH_BYTES}sQQ?IIII")  # epoch, hash, parent, has one, position, group, tokens, names
+_POSITION: Final = struct.Struct("<I")
+_POSITION_AT: Final = struct.calcsize(f"<{_EPOCH_BYTES}sQQ?")
+_NAME_BYTES: Final = 32
+
+
+@dataclass(frozen=True, eq=False)
+class Description:
+    """Neighbouring blocks of one prompt, described.
+
+    Attributes:
+        epoch: Digest of the weights that computed them.
+        names: Per rank, their names, ``(n, 4)``.
+        hashes: ``(n,)`` uint64.
+        parent: The hash of the block before the first; None where a prompt begins.
+        start: Which block of the prompt the first is.
+        group: The KV group.
+        tokens: ``(n, block_size)`` uint32.
+        lora_id, lora_name, extra_keys: As in `Described`; the last per block.
+    """
+
+    epoch: bytes
+    names: Sequence[Names]
+    hashes: NDArray[np.uint64]
+    parent: int | None
+    start: int
+    group: int
+    tokens: NDArray[np.uint32]
+    lora_id: int | None = None
+    lora_name: str | None = None
+    extra_keys: Sequence[tuple[Any, ...] | None] | None = None
+
+    def records(self) -> Iterator[tuple[list[bytes], bytes]]:
+        """Yield of each block its names and its record: packed, so that a million of them weigh little."""
+        columns = [_rows(names) for names in self.names]
+        hashes = self.hashes.tolist()
+        parents = [self.parent, *hashes[:-1]]
+        num_names = len(columns) if len(columns) > 1 else 0  # a block of one rank is found by the name it goes under
+        for at, (own, parent) in enumerate(zip(hashes, parents, strict=True)):
+            names = [column[at] for column in columns]
+            place = self.start + at, self.group, self.tokens.shape[1], num_names
+            head = _HEAD.pack(self.epoch[:_EPOCH_BYTES], own, parent or 0, parent is not None, *place)
+            parts = [head, self.tokens[at].tobytes(), *names[:num_names], self._extra(at)]
+            yield names, b"".join(parts)
+
+    def _extra(self, at: int) -> bytes:
+        extra = self.lora_id, self.lora_name, self.extra_keys[at] if self.extra_keys else None
+        return msgspec.msgpack.encode(extra) if any(each is not None for each in extra) else b""
+
+
+class RouterBooks:
+    """What routers were told, kept up to date by changes and descriptions; each call yields what to tell them now.
+
+    A block is in a medium for them when every rank has it there. What is told of are blocks of the weights served now.
+    """
+
+    def __init__(
+        self, places: Sequence[tuple[str, int, int]], media: Mapping[str, Medium], specs: Mapping[int, CacheSpec]
+    ) -> None:
+        """Begin without knowing anything.
+
+        Args:
+            places: Tier, group and rank of all changes to come.
+            media: What routers call each tier.
+            specs: What they are told of KV groups.
+        """
+        self._bits = {tier: 1 << n for n, tier in enumerate(dict.fromkeys(tier for tier, _, _ in places))}
+        self._media = tuple(dict.fromkeys(media[tier] for tier in self._bits))
+        self._masks = [sum(bit for tier, bit in self._bits.items() if media[tier] == each) for each in self._media]
+        self._specs = specs
+        self._held: dict[tuple[int, int], dict[bytes, int]] = {(group, rank): {} for _, group, rank in places}
+        self._records: dict[bytes, bytes] = {}  # of what is held
+        self._waiting: OrderedDict[bytes, bytes] = OrderedDict()  # of what is not: newest last
+        self._epoch = b""
+
+    @property
+    def num_undescribed(self) -> int:
+        """How many blocks are in some tier, of some rank, that routers cannot be told of. From any thread."""
+        return sum(len(held) for held in self._held.values()) - len(self._records)
+
+    def apply(self, change: TierChange, epoch: bytes) -> Iterator[Batch]:
+        """Take a change into account; ``epoch`` is the digest of the weights served now."""
+        held, bit = self._held[change.group, change.rank], self._bits[change.tier]
+        moves: list[tuple[bytes, bool]]
+        match change:
+            case Snapshot(names=names):
+                now = set(_rows(names))
+                moves = [(name, False) for name, tiers in held.items() if tiers & bit and name not in now]
+                moves += [(name, True) for name in _rows(names)]
+            case Added(names=names):
+                moves = [(name, True) for name in _rows(names)]
+            case Removed(names=names):
+                moves = [(name, False) for name in _rows(names)]
+            case Cleared():
+                moves = [(name, False) for name, tiers in held.items() if tiers & bit]
+            case _:
+                moves = []
+        gained: list[list[bytes]] = [[] for _ in self._media]
+        lost: list[list[int]] = [[] for _ in self._media]
+        for name, is_there in moves:
+            before = held.get(name, 0)
+            after = before | bit if is_there else before & ~bit
+            if before != after:
+                self._move(name, change.group, change.rank, before, after, gained, lost)
+        if epoch[:_EPOCH_BYTES] != self._epoch:
+            self._epoch = epoch[:_EPOCH_BYTES]
+            yield from self.everything()
+        else:
+            yield from _batches(self._removals(lost, change.group))
+            yield from _batches(self._arrivals(gained))
+
+    def describe(self, description: Description) -> Iterator[Batch]:
+        """Take note of what blocks are; of what is described already while a tier has it, nothing changes."""
+        gained: list[list[bytes]] = [[] for _ in self._media]
+        for names, record in description.records():
+            is_news = False
+            for rank, name in enumerate(names):
+                if name not in self._held[description.group, rank]:
+                    self._keep_waiting(name, record)
+                elif name not in self._records:
+                    self._records[name] = record
+                    is_news = True
+            if is_news and record[:_EPOCH_BYTES] == self._epoch:
+                for medium in self._media_of(names[0], description.group, record):
+                    gained[medium].append(record)
+        yield from _batches(self._arrivals(gained))
+
+    def everything(self) -> Iterator[Batch]:
+        """Yield all there is, to whoever knows nothing or has lost something: forget all, then what is where."""
+        present: list[list[bytes]] = [[] for _ in self._media]
+        for (group, rank), held in self._held.items():
+            for name in held if rank == 0 else ():
+                record = self._records.get(name)
+                if record is not None and record[:_EPOCH_BYTES] == self._epoch:
+                    for medium in self._media_of(name, group, record):
+                        present[medium].append(record)
+        yield from _batches(self._arrivals(present), CLEARED)
+
+    def nothing(self) -> Iterator[Batch]:
+        """Forget all, and say so: the cache has ended."""
+        for held in self._held.values():
+            held.clear()
+        self._records.clear()
+        self._waiting.clear()
+        yield [CLEARED]
+
+    def _move(
+        self,
+        name: bytes,
+        group: int,
+        rank: int,
+        before: int,
+        after: int,
+        gained: list[list[bytes]],
+        lost: list[list[int]],
+    ) -> None:
+        """Note in which tiers a rank has a block now, and in which media that makes it come or go."""
+        held = self._held[group, rank]
+        if not before and (record := self._waiting.pop(name, None)) is not None:
+            self._records[name] = record
+        record = self._records.get(name)
+        is_told_of = record is not None and record[:_EPOCH_BYTES] == self._epoch
+        had = self._media_of(name, group, record) if record is not None and is_told_of and before else []
+        if after:
+            held[name] = after
+        else:
+            del held[name]
+        has = self._media_of(name, group, record) if record is not None and is_told_of and after else []
+        if record is None:
+            return
+        for medium in has:
+            if medium not in had:
+                gained[medium].append(record)
+        for medium in had:
+            if medium not in has:
+                lost[medium].append(_HEAD.unpack_from(record)[1])
+        if not after:
+            self._keep_waiting(name, self._records.pop(name))
+
+    def _media_of(self, name: bytes, group: int, record: bytes) -> list[int]:
+        """Return the media, by number, in which every rank has a described block."""
+        names = _names_in(record) or [name]
+        tiers = [
+            self._held[group, rank].get(each, 0) if each in self._records else 0 for rank, each in enumerate(names)
+        ]
+        return [number for number, mask in enumerate(self._masks) if all(each & mask for each in tiers)]
+
+    def _keep_waiting(self, name: bytes, record: bytes) -> None:
+        self._waiting[name] = record
+        self._waiting.move_to_end(name)
+        if len(self._waiting) > _MOST_WAITING:
+            self._waiting.popitem(last=False)
+
+    def _removals(self, lost: list[list[int]], group: int) -> Iterator[Event]:
+        for at, hashes in zip(self._media, lost, strict=True):
+            for start in range(0, len(hashes), _BLOCKS_PER_BATCH):
+                yield removed(hashes[start : start + _BLOCKS_PER_BATCH], at, group)
+
+    def _arrivals(self, gained: list[list[bytes]]) -> Iterator[Event]:
+        for at, records in zip(self._media, gained, strict=True):
+            records.sort(key=_position)  # a router drops a block whose parent it has not heard of
+            for start in range(0, len(records), _SORTED_AT_ONCE):
+                for run in _runs([_unpack(record) for record in records[start : start + _SORTED_AT_ONCE]]):
+                    yield stored(run, at, self._specs.get(run[0].group))
+
+
+def _runs(blocks: Sequence[Described]) -> Iterator[list[Described]]:
+    """Divide blocks, heads first, into neighbours of one prompt; parents still come before their children."""
+    children: dict[tuple[int, int | None], list[Described]] = {}
+    for block in blocks:
+        children.setdefault((block.group, block.parent), []).append(block)
+    seen: set[tuple[int, int]] = set()
+    for first in blocks:
+        run: list[Described] = []
+        each: Described | None = first
+        while each is not None and (each.group, each.hash) not in seen and len(run) < _BLOCKS_PER_BATCH:
+            seen.add((each.group, each.hash))
+            run.append(each)
+            after = children.get((each.group, each.hash), ())
+            each = next((child for child in after if child.goes_on(run[-1])), None)
+        if run:
+            yield run
+
+
+def _batches(events: Iterable[Event], *first: Event) -> Iterator[Batch]:
+    batch, weight = list(first), 0
+    for event in events:
+        batch.append(event)
+        weight += len(event["block_hashes"])
+        if weight >= _BLOCKS_PER_BATCH:
+            yield batch
+            batch, weight = [], 0
+    if batch:
+        yield batch
+
+
+def _position(record: bytes) -> int:
+    position: int = _POSITION.unpack_from(record, _POSITION_AT)[0]
+    return position
+
+
+def _names_in(record: bytes) -> list[bytes]:
+    *_, num_tokens, num_names = _HEAD.unpack_from(record)
+    start = _HEAD.size + 4 * num_tokens
+    return [record[start + _NAME_BYTES * n : start + _NAME_BYTES * (n + 1)] for n in range(num_names)]
+
+
+def _unpack(record: bytes) -> Described:
+    _, own, parent, has_parent, position, group, num_tokens, num_names = _HEAD.unpack_from(record)
+    stop = _HEAD.size + 4 * num_tokens
+    tokens = tuple(np.frombuffer(record, "<u4", num_tokens, _HEAD.size).tolist())
+    extra = record[stop + _NAME_BYTES * num_names :]
+    lora_id, lora_name, extra_keys = msgspec.msgpack.decode(extra) if extra else (None, None, None)
+    return Described(own, parent if has_parent else None, position, group, tokens, lora_id, lora_name, extra_keys)
+
+
+def _rows(names: Names) -> list[bytes]:
+    rows: list[bytes] = np.ascontiguousarray(names).view(f"V{_NAME_BYTES}").ravel().tolist()
+    return rows
