@@ -7,10 +7,10 @@ from collections.abc import Awaitable, Callable
 import pytest
 from anyio.lowlevel import checkpoint
 
-from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
+from tests.support.backends import ScriptedBackend, ScriptedSlotBackend, only
 from tests.support.caches import AnyTier, keep, open_cache, until, until_idle
 from tests.support.engine import MODEL, PAYLOAD_BYTES, Engine, contents, prompt
-from tiered_kv import CacheLimits, GPULoadStoreSpec, TieredKV
+from tiered_kv import CacheLimits, GPULoadStoreSpec, Outcome, TieredKV
 from tiered_kv.testing import ScriptedDevice, ScriptedEvent
 
 KEYS = prompt(9)
@@ -216,6 +216,44 @@ async def test_a_copy_out_that_is_overtaken(kind: type[Scripted], tiers: list[An
             assert (await kv.lookup(KEYS)).num_blocks == 9
         else:
             assert medium.on_write.num_blocks == 0
+
+
+@both_kinds
+async def test_a_late_read_takes_nothing_from_who_stored_the_blocks_since(kind: type[Scripted]) -> None:
+    """What was evicted while a hanging read had slots for it, and is stored again, stays when the read is late."""
+    keys, into = KEYS[:4], INTO[:4]
+    engine, medium = Engine(), kind(name="medium", timeout_s=10 * SOON_S)
+    async with open_cache(CPU, medium, engine=engine) as kv:
+        await keep(kv, engine, keys)
+        await kv.evict(keys, tier="cpu")
+        medium.on_read.hold()
+        loading = asyncio.create_task(kv.load(keys, into))
+        await until(lambda: medium.on_read.num_held > 0)
+        await kv.evict(keys, tier="cpu")
+        await kv.store(keys, engine.compute(keys))
+        await until(lambda: kv.stats()["medium"].is_bypassed)
+        assert (await kv.load(keys, into)).by_tier == {"cpu": 4}
+        medium.on_read.release()
+        await loading
+        await until_idle(kv)
+
+
+async def test_a_broken_read_takes_nothing_from_who_stored_the_blocks_since() -> None:
+    """What is broken in a slot that was evicted meanwhile says nothing of the slot that the block is in now."""
+    keys, engine, medium = KEYS[:2], Engine(), ScriptedSlotBackend(name="medium")
+    async with open_cache(medium, engine=engine) as kv:
+        await keep(kv, engine, keys)
+        medium.on_read.hold()
+        medium.on_read.change_next(only(0, Outcome.CORRUPT))
+        loading = asyncio.create_task(kv.load(keys, INTO[:2]))
+        await until(lambda: medium.on_read.num_held > 0)
+        await kv.evict(keys)
+        stored = await kv.store(keys, engine.compute(keys, range(20, 22)))
+        assert [each.written for each in await stored.settled()] == [2]
+        medium.on_read.release()
+        await loading
+        await until_idle(kv)
+        assert (await kv.lookup(keys)).num_blocks == 2
 
 
 @pytest.mark.parametrize("is_stored_again", [False, True])

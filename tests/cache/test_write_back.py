@@ -354,6 +354,24 @@ async def test_closing_writes_what_waits(tmp_path: Path) -> None:
         assert engine.read(INTO) == contents(KEYS)
 
 
+async def test_an_exclusive_tier_takes_nothing_that_was_stored_while_it_wrote() -> None:
+    """What was evicted in mid-write and stored again is in memory still when the write has ended: nowhere else."""
+    engine, slots, keys = Engine(), slots_back(exclusive=True), KEYS[:2]
+    async with open_cache(cpu(16), slots, engine=engine, limits=LAZY) as kv:
+        await kv.store(keys, engine.compute(keys))
+        slots.on_write.hold()
+        flushing = asyncio.create_task(kv.flush())
+        await until(lambda: slots.on_write.num_held == 1)
+        evicting = asyncio.create_task(kv.evict(keys))
+        await until(lambda: kv.lookup_nowait(keys).num_blocks == 0)
+        assert (await kv.store(keys, engine.compute(keys))).num_stored == 2
+        slots.on_write.release()
+        await asyncio.gather(flushing, evicting)
+        assert (await kv.load(keys, INTO[:2])).num_blocks == 2
+        await kv.flush()
+        await until_idle(kv)
+
+
 async def test_what_fails_waits_for_another_try_and_fails_for_good_at_the_third() -> None:
     """A tier that fails a few writes loses nothing; a block that cannot be written is counted once."""
     engine, keyed = Engine(), keyed_back()

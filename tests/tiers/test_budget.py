@@ -124,6 +124,23 @@ async def test_hurry_reaches_the_room_a_ticket_waits_in() -> None:
     (await ahead)()
 
 
+async def test_hurry_lets_a_waiter_have_the_one_piece_of_its_new_kind() -> None:
+    """At once, also where it goes no faster: nobody may give anything back for long."""
+    budget, waiter = Budget(100), Waiter(Kind.PREFETCH, Priority.LOAD)
+    full = await budget.take(100, Waiter(Kind.PREFETCH, Priority.LOAD))
+    waiting = asyncio.create_task(budget.take(10, waiter))
+    for _ in range(3):
+        await checkpoint()
+    assert not waiting.done()
+    waiter.hurry(Kind.LOAD, Priority.LOAD)
+    for _ in range(3):
+        await checkpoint()
+    assert waiting.done()
+    waiting.result()()
+    full()
+    assert budget.in_flight == 0
+
+
 async def test_what_is_off_keeps_nobody_waiting() -> None:
     """Once ``is_off()``, whoever waits or comes is let through and takes nothing."""
     budget, off = Budget(10), asyncio.Event()
@@ -221,6 +238,23 @@ async def test_who_wants_much_is_served_though_others_want_little_all_the_time()
     for each in others:
         each.cancel()
     await asyncio.wait(others)
+
+
+async def test_what_is_kept_for_one_that_leaves_is_the_others() -> None:
+    """At once: nothing else may get free for long."""
+    slots = Slots(Room(), 0)
+    large = slots.take(4)
+    others = [slots.take(1) for _ in range(17)]
+    await checkpoint()
+    for _ in range(17):
+        slots.give(1)
+        await checkpoint()
+    assert (sum(each.done() for each in others), slots.free) == (16, 1)  # from now on it is kept for the large one
+    large.cancel()
+    for _ in range(3):
+        await checkpoint()
+    assert all(each.done() for each in others)
+    await asyncio.wait({large})
 
 
 async def test_equals_are_served_in_their_order() -> None:

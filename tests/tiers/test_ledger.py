@@ -38,3 +38,13 @@ def test_the_last_of_what_befell_a_block_counts() -> None:
     assert set(said[:2000]) == {(Fate.DROPPED, "queue full")}
     assert set(said[2000:4999]) == {(Fate.FAILED, "disk")}
     assert said[4999:] == [(Fate.CORRUPT, "disk"), (Fate.UNKNOWN, "")]
+
+
+def test_every_fate_is_told_from_the_others() -> None:
+    """Whatever befell a block, and wherever."""
+    ledger = Ledger()
+    fates = ["EVICTED", "REMOVED", "EXPIRED", "CORRUPT", "FAILED", "DROPPED", "UNADMITTED"]
+    told = [(fate, tier) for fate in fates for tier in ("cpu", "disk")]
+    for number, (fate, tier) in enumerate(told):
+        ledger.note(names_of(number, 1), Fate[fate], tier)
+    assert [(fate.name, tier) for fate, tier in ledger.fates(names_of(0, len(told)))] == told
