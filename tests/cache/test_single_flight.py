@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from anyio.lowlevel import checkpoint
 
 from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
 from tests.support.caches import inside, keep, open_cache, until, until_idle
@@ -53,6 +54,25 @@ async def test_without_a_cpu_tier_many_loads_share_windows(kind: type[Scripted])
         assert await asyncio.gather(*_start_loads(kv, 10)) == [9] * 10
         assert 9 <= medium.on_read.num_blocks <= 18
         assert engine.read(range(90)) == contents(KEYS) * 10
+        await until_idle(kv)
+
+
+@both_kinds
+async def test_who_joins_a_read_is_told_where_it_reads_from(kind: type[Scripted]) -> None:
+    """The tier that had the blocks is credited with them, for each load; the one they are brought to is not."""
+    engine, medium, keys = Engine(), kind(name="medium"), KEYS[:4]
+    async with open_cache(CPU, medium, engine=engine) as kv:
+        await keep(kv, engine, keys)
+        await kv.evict(keys, tier="cpu")
+        medium.on_read.hold()
+        handles = [kv.start_load(keys, GPULoadStoreSpec(range(4)))]
+        await until(lambda: medium.on_read.num_held > 0)
+        handles.append(kv.start_load(keys, GPULoadStoreSpec(range(4, 8))))
+        for _ in range(20):
+            await checkpoint()
+        medium.on_read.release()
+        assert [dict((await handle).by_tier) for handle in handles] == [{"medium": 4}] * 2
+        assert (kv.stats()["medium"].hits, kv.stats()["cpu"].hits, medium.on_read.num_blocks) == (8, 0, 4)
         await until_idle(kv)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.backends import ScriptedBackend
 from tests.support.caches import keep, open_cache, until, until_idle
-from tests.support.engine import Engine, contents, prompt
+from tests.support.engine import PAYLOAD_BYTES, Engine, contents, prompt
 from tiered_kv import GPULoadStoreSpec
 from tiered_kv.transfers import load
 from tiered_kv.transfers.window import Bringer, Landed, Window
@@ -65,4 +65,20 @@ async def test_loads_that_hold_slots_wait_for_no_more() -> None:
         medium.on_read.release()
         assert [(await handle).num_blocks for handle in handles] == [8] * 4
         assert engine.read(range(32)) == [each for keys in prompts for each in contents(keys)]
+        await until_idle(kv)
+
+
+async def test_each_tier_is_credited_with_the_blocks_it_had() -> None:
+    """Of one load that finds its head in the GPU pool, then some in the CPU tier, and the rest below."""
+    gpu, cpu = ({"medium": medium, "capacity": 16 * PAYLOAD_BYTES} for medium in ("gpu", "cpu"))
+    medium, engine, keys = ScriptedBackend(), Engine(), prompt(9)
+    async with open_cache(gpu, cpu, medium, engine=engine) as kv:
+        await keep(kv, engine, keys)
+        await kv.evict(keys[2:], tier="gpu")
+        await kv.evict(keys[5:], tier="cpu")
+        engine.poison()
+        loaded = await kv.load(keys, GPULoadStoreSpec(range(9)))
+        assert loaded.by_tier == {"gpu": 2, "cpu": 3, "keyed": 4}
+        assert [each.hits for each in kv.stats().tiers] == [2, 3, 4]
+        assert engine.read(range(9)) == contents(keys)
         await until_idle(kv)
