@@ -14,7 +14,7 @@ IN_VENV := .venv/bin/
 PIP := $(IN_VENV)python -m pip --disable-pip-version-check --quiet
 BENCHMARKS := $(sort $(wildcard benchmarks/[a-z]*.py))
 
-.PHONY: help demo test test-fast test-gpu torture check bench docs clean
+.PHONY: help demo test test-fast test-gpu torture mutate check bench docs clean
 .NOTPARALLEL:
 .SUFFIXES:
 # A stamp is kept although only patterns name it.
@@ -27,6 +27,7 @@ help:
 	@echo "make test-fast  the fast tests: no servers, no examples"
 	@echo "make test-gpu   the tests of memory and copies, on a GPU; says which were skipped where there is none"
 	@echo "make torture    20,000 examples of the test of the whole face against a model, for hours"
+	@echo "make mutate     how many faults planted in the library the tests find, for hours; PACKAGE=tiers SAMPLE=50 minutes"
 	@echo "make check      ruff, mypy, import contracts, and the wheel installed without extras"
 	@echo "make bench      every benchmark, each with its ceiling"
 	@echo "make docs       the documentation, in site/"
@@ -59,6 +60,10 @@ test-gpu: .venv/dev.stamp
 
 torture: .venv/dev.stamp
 	$(IN_VENV)pytest tests/cache/test_model.py tests/cache/test_model_mutations.py --hypothesis-profile torture --timeout 0
+
+mutate: .venv/mutate.stamp
+	nice $(IN_VENV)python .ci/mutate.py $(if $(PACKAGE),--package $(PACKAGE)) $(if $(SAMPLE),--sample $(SAMPLE)) \
+		$(if $(SEED),--seed $(SEED))
 
 check: .venv/dev.stamp
 	$(IN_VENV)ruff check .
