@@ -5,6 +5,7 @@ version 0.26 and later, and in the older, positional form before that), which is
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -38,6 +39,7 @@ _REMOVED: list[Any] = [
 ]
 
 
+@cache
 def decoder(form: Form) -> Callable[[bytes], Any]:
     """Return what decodes the payload of one message into ``ts``, ``events`` and ``data_parallel_rank``."""
     kinds: dict[str, list[Any]] = {"BlockStored": _STORED, "BlockRemoved": _REMOVED, "AllBlocksCleared": []}
@@ -54,14 +56,14 @@ class Index:
 
     Attributes:
         blocks: Per place, hash to parent and tokens.
-        orphans: Blocks that came before their parents, which a router with a tree of prefixes drops.
+        orphans: Place and hash of blocks that came before their parents, which a router with a tree of prefixes drops.
         num_cleared: How often all was cleared.
         events: All events, oldest first.
     """
 
     def __init__(self) -> None:
         self.blocks: dict[Place, dict[int, tuple[int | None, tuple[int, ...]]]] = {}
-        self.orphans: list[int] = []
+        self.orphans: list[tuple[Place, int]] = []
         self.num_cleared = 0
         self.events: list[Any] = []
 
@@ -73,7 +75,8 @@ class Index:
             self.blocks.clear()
             self.num_cleared += 1
             return
-        held = self.blocks.setdefault((event.medium, event.locality, event.group_idx), {})
+        place = event.medium, event.locality, event.group_idx
+        held = self.blocks.setdefault(place, {})
         if kind == "BlockRemoved":
             for each in event.block_hashes:
                 del held[each]
@@ -83,7 +86,7 @@ class Index:
         for at, each in enumerate(event.block_hashes):
             assert each not in held, "a block was told of twice"
             if parent is not None and parent not in held:
-                self.orphans.append(each)
+                self.orphans.append((place, each))
             held[each] = parent, tuple(event.token_ids[at * size : (at + 1) * size])
             parent = each
 

@@ -96,6 +96,7 @@ async def publishing(kv: HasChanges, path: Path, **options: Any) -> AsyncIterato
     """Yield a publisher on sockets in a folder, which tells everything anew as often as it has to."""
     given: dict[str, Any] = {"replay_endpoint": f"ipc://{path}/replay", "snapshot_every_s": 0} | options
     async with KVEventPublisher(kv, f"ipc://{path}/pub", **given) as publisher:
+        await until(lambda: publisher.statistics().num_batches > 0)  # it knows the weights, and has begun with nothing
         yield publisher
 
 
