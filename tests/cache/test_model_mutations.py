@@ -1,12 +1,14 @@
 """The model test can fail: each of these bugs, planted on purpose, is found."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, settings
+from hypothesis.errors import Flaky
 from hypothesis.stateful import run_state_machine_as_test
 from numpy.typing import NDArray
 
@@ -127,7 +129,9 @@ BUGS = [*QUICKLY_FOUND, *(pytest.param(plant, marks=ONLY_IN_TORTURE) for plant i
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("plant", BUGS, ids=lambda plant: plant.__name__.strip("_"))
 def test_a_planted_bug_is_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within a few hundred examples."""
+    """Within a few hundred examples, or else in one of two more rounds: threads of a busy machine vary what happens."""
     plant(monkeypatch)
     with pytest.raises(AssertionError):
-        run_state_machine_as_test(VirtualMachine, settings=MUST_FIND)
+        for is_first in (True, False, False):
+            with suppress(Flaky):
+                run_state_machine_as_test(VirtualMachine, settings=settings(MUST_FIND, derandomize=is_first))
