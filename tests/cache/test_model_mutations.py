@@ -132,6 +132,10 @@ def test_a_planted_bug_is_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -
     """Within a few hundred examples, or else in one of two more rounds: threads of a busy machine vary what happens."""
     plant(monkeypatch)
     with pytest.raises(AssertionError):
-        for is_first in (True, False, False):
-            with suppress(Flaky):
-                run_state_machine_as_test(VirtualMachine, settings=settings(MUST_FIND, derandomize=is_first))
+        _search()
+
+
+def _search() -> None:
+    for is_first in (True, False, False):
+        with suppress(Flaky):
+            run_state_machine_as_test(VirtualMachine, settings=settings(MUST_FIND, derandomize=is_first))
