@@ -131,7 +131,7 @@ BUGS = [*QUICKLY_FOUND, *(pytest.param(plant, marks=ONLY_IN_TORTURE) for plant i
 def test_a_planted_bug_is_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within a few hundred examples, or else in one of two more rounds: threads of a busy machine vary what happens."""
     plant(monkeypatch)
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, IndexError)):  # the model itself may stumble over what it cannot be
         _search()
 
 

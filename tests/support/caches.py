@@ -66,13 +66,13 @@ def inside(kv: TieredKV) -> OpenCache:
 
 
 async def until(condition: Callable[[], bool], *, on_wait: Callable[[], object] | None = None) -> None:
-    """Let everything else run until ``condition()``; give up, failing, after 10 s.
+    """Let everything else run until ``condition()``; give up, failing, after a minute.
 
     Args:
         condition: What to wait for.
         on_wait: Called before each further look, e.g. to step a scripted device.
     """
-    with fail_after(10):
+    with fail_after(60):
         while not condition():
             if on_wait is not None:
                 on_wait()
