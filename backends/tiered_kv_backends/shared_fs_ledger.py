@@ -13,6 +13,7 @@ import errno
 import fcntl
 import json
 import os
+import random
 import time
 import uuid
 import zlib
@@ -27,8 +28,9 @@ ALLOWANCE_S = 60.0
 
 _DEAD_NS = 600 * 10**9
 """Age at which a process that has neither taken nor returned anything since has nothing unwritten any more."""
-_PAUSES_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
-"""Between tries to lock."""
+_LOCK_S, _PAUSE_S = 2.0, 0.01
+"""How long others may keep it locked: they need microseconds, unless their machine has stopped them. The longest pause
+between two tries; chance chooses each, so that of many who wait none is always too late."""
 _MOST_BYTES = 1 << 20
 """Of the file: of some 20,000 processes."""
 
@@ -172,16 +174,22 @@ class Ledger:
         """
         file = open_own(self._root, LEDGER_NAME, flags)
         try:
-            for pause_s in _PAUSES_S:
-                with contextlib.suppress(BlockingIOError):
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                time.sleep(pause_s)  # in a thread
-            else:
-                raise BlockingIOError(errno.EAGAIN, "others keep it locked", f"{self._root}/{LEDGER_NAME}")
+            until = time.monotonic() + _LOCK_S
+            while not _lock(file):
+                if time.monotonic() > until:
+                    raise BlockingIOError(errno.EAGAIN, "others keep it locked", f"{self._root}/{LEDGER_NAME}")
+                time.sleep(random.uniform(0, _PAUSE_S))  # noqa: S311 - no secret; in a thread
             yield file
         finally:
             os.close(file)
+
+
+def _lock(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _read(file: int) -> Books | None:
