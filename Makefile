@@ -14,7 +14,7 @@ IN_VENV := .venv/bin/
 PIP := $(IN_VENV)python -m pip --disable-pip-version-check --quiet
 BENCHMARKS := $(sort $(wildcard benchmarks/[a-z]*.py))
 
-.PHONY: help demo test test-fast test-gpu torture mutate check bench docs clean
+.PHONY: help demo test test-fast test-engines test-gpu torture mutate check bench docs clean
 .NOTPARALLEL:
 .SUFFIXES:
 # A stamp is kept although only patterns name it.
@@ -25,6 +25,8 @@ help:
 	@echo "                ... TIERS=s3,redis: from those, see examples/chat_servers.py"
 	@echo "make test       all tests"
 	@echo "make test-fast  the fast tests: no servers, no examples"
+	@echo "make test-engines  vLLM and other engines, each in an environment of its own: gigabytes once, then minutes"
+	@echo "                ... ENGINES='-k vllm': one of them"
 	@echo "make test-gpu   the tests of memory and copies, on a GPU; says which were skipped where there is none"
 	@echo "make torture    20,000 examples of the test of the whole face against a model, for hours"
 	@echo "make mutate     how many faults planted in the library the tests find, for hours; PACKAGE=tiers SAMPLE=50 minutes"
@@ -54,6 +56,9 @@ test: .venv/dev.stamp .venv/servers
 
 test-fast: .venv/dev.stamp
 	$(IN_VENV)pytest -n auto -m "not slow" --ignore=tests/servers --ignore=tests/examples --ignore=tests/test_docs.py
+
+test-engines: .venv/dev.stamp
+	$(IN_VENV)pytest tests/engines --engines $(ENGINES)
 
 test-gpu: .venv/dev.stamp
 	$(IN_VENV)pytest tests/gpu tests/memory
