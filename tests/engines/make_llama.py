@@ -27,7 +27,7 @@ def main(folder: str, seed: str = "0") -> None:
         initializer_range=0.2,  # large enough for tokens to depend on the whole prompt
         tie_word_embeddings=False,
     )
-    LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
+    LlamaForCausalLM(config).save_pretrained(folder)  # float32, as torch makes it
     print(json.dumps({"folder": folder}))
 
 

@@ -1,7 +1,7 @@
 """Generate with a real vLLM from a checkpoint and print what came: ``vllm_generate.py JSON``.
 
-Runs in vLLM's environment. The JSON is an object of `Wanted`'s fields; the answer has the tokens of each request of each
-round, how many prompt tokens came from a cache, and the engine's own counters.
+Runs in vLLM's environment. The JSON is an object of `Wanted`'s fields; the answer has the tokens of each request of
+each round, how many prompt tokens came from a cache, and the engine's own counters.
 """
 
 import json
