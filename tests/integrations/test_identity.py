@@ -1,0 +1,95 @@
+import json
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+
+from tiered_kv import ConfigurationError
+from tiered_kv.integrations.identity import checkpoint_weights
+
+TENSOR_BYTES = 64 * 1024
+
+
+def checkpoint(folder: Path, *, fill: int = 1, num_tensors: int = 3) -> Path:
+    """Write a checkpoint of one file, each tensor of one value."""
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    offsets = [[i * TENSOR_BYTES, (i + 1) * TENSOR_BYTES] for i in range(num_tensors)]
+    entries = {
+        f"layers.{i}": {"dtype": "U8", "shape": [TENSOR_BYTES], "data_offsets": each} for i, each in enumerate(offsets)
+    }
+    header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+    data = struct.pack("<Q", len(header)) + header + bytes([fill]) * (num_tensors * TENSOR_BYTES)
+    (folder / "model.safetensors").write_bytes(data)
+    return folder
+
+
+def change(path: Path, at: int) -> None:
+    """Flip one byte."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def test_the_same_files_have_the_same_name_wherever_they_are(tmp_path: Path) -> None:
+    """A restart, another host and another path agree."""
+    first = checkpoint(tmp_path / "a")
+    shutil.copytree(first, tmp_path / "elsewhere")
+    assert checkpoint_weights(first) == checkpoint_weights(str(tmp_path / "elsewhere"))
+
+
+def test_fine_tunes_of_equal_shapes_differ(tmp_path: Path) -> None:
+    """Names, sizes and headers are equal, the weights are not."""
+    first, second = checkpoint(tmp_path / "a"), checkpoint(tmp_path / "b", fill=2)
+    assert checkpoint_weights(first) != checkpoint_weights(second)
+
+
+@pytest.mark.parametrize("tensor", [0, 1, 2])
+def test_a_change_of_any_one_tensor_is_seen(tmp_path: Path, tensor: int) -> None:
+    """A fine-tune of one layer is another model."""
+    first, second = checkpoint(tmp_path / "a"), checkpoint(tmp_path / "b")
+    change(second / "model.safetensors", -TENSOR_BYTES * (3 - tensor) + TENSOR_BYTES // 2)
+    assert checkpoint_weights(first) != checkpoint_weights(second)
+
+
+def test_another_config_is_another_model(tmp_path: Path) -> None:
+    """RoPE scaling changes the KV, and no weight."""
+    first, second = checkpoint(tmp_path / "a"), checkpoint(tmp_path / "b")
+    (second / "config.json").write_text('{"model_type": "llama", "rope_theta": 1e6}')
+    assert checkpoint_weights(first) != checkpoint_weights(second)
+
+
+def test_what_is_beside_the_weights_counts_for_nothing(tmp_path: Path) -> None:
+    """A tokenizer, a licence, and weights of a kind that is not loaded where there are safetensors."""
+    folder = checkpoint(tmp_path / "a")
+    before = checkpoint_weights(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "pytorch_model.bin").write_bytes(bytes(5000))
+    assert checkpoint_weights(folder) == before
+
+
+def test_files_of_another_kind_are_sampled(tmp_path: Path) -> None:
+    """A torch file does not say where its tensors are."""
+    path = tmp_path / "pytorch_model.bin"
+    path.write_bytes(bytes(3 * 4096 + 5))
+    before = checkpoint_weights(tmp_path)
+    change(path, 3 * 4096 + 1)
+    assert checkpoint_weights(tmp_path) != before
+
+
+def test_a_folder_without_weights_says_what_to_do(tmp_path: Path) -> None:
+    """As does one that is not there."""
+    with pytest.raises(ConfigurationError, match="name the weights yourself"):
+        checkpoint_weights(tmp_path)
+    with pytest.raises(ConfigurationError, match="can't be read"):
+        checkpoint_weights(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("length", [4, 50, 1000])
+def test_a_file_that_is_cut_off_has_no_name(tmp_path: Path, length: int) -> None:
+    """A download that ended early is not the weights that its header promises."""
+    path = checkpoint(tmp_path / "a") / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:length])
+    with pytest.raises(ConfigurationError, match=r"cut off|complete"):
+        checkpoint_weights(path.parent)

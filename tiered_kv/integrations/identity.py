@@ -1,0 +1,94 @@
+"""Which weights a model has, told from its checkpoint's files, for `ModelIdentity`.
+
+Two fine-tunes of one model have files of the same names, sizes and headers, so some of each tensor's bytes are read
+too: a page from its middle. That takes a few milliseconds a gigabyte, where a digest of everything takes a second.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from tiered_kv.errors import ConfigurationError
+
+_SUFFIXES: Final = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
+"""Of files that hold weights. Of several kinds beside each other the first is what engines load."""
+_PAGE_BYTES: Final = 4096
+_SAMPLES: Final = 1024
+"""Pages read of a file that does not say where its tensors are."""
+_MOST_HEADER_BYTES: Final = 100_000_000
+"""That a safetensors file may have, as its format says."""
+
+
+def checkpoint_weights(folder: str | Path) -> str:
+    """Name the weights in a checkpoint's folder: the same on every host that has the same files, wherever they lie.
+
+    Made of ``config.json``, the names and sizes of the files with weights, and 4 KiB from the middle of each tensor: a
+    change of fewer bytes, by hand, can stay unseen, so name such weights yourself. What was changed after loading, or
+    is beside the checkpoint (a LoRA), is not in the name either.
+
+    Args:
+        folder: With the files as engines load them: ``.safetensors``, or else GGUF or torch's own.
+
+    Returns:
+        ``"files:"`` and a SHA-256 in hexadecimal, for `ModelIdentity.weights`.
+
+    Raises:
+        ConfigurationError: There is no folder or no weights in it, a file can't be read, or is cut off.
+    """
+    try:
+        found = sorted(path for path in Path(folder).iterdir() if path.suffix in _SUFFIXES and path.is_file())
+        kinds = {path.suffix for path in found}
+        kind = next((suffix for suffix in _SUFFIXES if suffix in kinds), None)
+        if kind is None:
+            raise ConfigurationError(
+                f"no file in {str(folder)!r} holds weights ({', '.join(_SUFFIXES)}), so what computes the KV is not "
+                "known: name the weights yourself, by anything that changes when they do"
+            )
+        digest = hashlib.sha256(b"tiered_kv checkpoint v1")
+        config = Path(folder) / "config.json"
+        digest.update(hashlib.sha256(config.read_bytes() if config.exists() else b"").digest())
+        for path in found:
+            if path.suffix == kind:
+                _add(digest, path)
+    except OSError as error:
+        raise ConfigurationError(f"the weights in {str(folder)!r} can't be read: {error}") from error
+    return f"files:{digest.hexdigest()}"
+
+
+def _add(digest: "hashlib._Hash", path: Path) -> None:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        header, places = _tensors(file, path, size) if path.suffix == ".safetensors" else (b"", _spread(size))
+        digest.update(json.dumps([path.name, size, len(header)]).encode() + header)
+        for start, num_bytes in places:
+            file.seek(start)
+            page = file.read(num_bytes)
+            if len(page) < num_bytes:
+                raise ConfigurationError(f"{path} ends within a tensor, at byte {start + len(page)}: is it complete?")
+            digest.update(page)
+
+
+def _tensors(file: BinaryIO, path: Path, size: int) -> tuple[bytes, list[tuple[int, int]]]:
+    """Read a safetensors header; return it, and the bytes in the middle of each tensor as (start, length)."""
+    num_bytes = int.from_bytes(file.read(8), "little")
+    header = file.read(num_bytes) if num_bytes <= min(_MOST_HEADER_BYTES, size - 8) else b""
+    try:
+        offsets = [each["data_offsets"] for name, each in json.loads(header).items() if name != "__metadata__"]
+        data = 8 + num_bytes
+        return header, [_middle(data + start, data + stop) for start, stop in sorted(offsets)]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigurationError(
+            f"{path} is no safetensors file, or cut off: {size} bytes, of which {num_bytes} are to be the header"
+        ) from error
+
+
+def _middle(start: int, stop: int) -> tuple[int, int]:
+    num_bytes = min(stop - start, _PAGE_BYTES)
+    return start + (stop - start - num_bytes) // 2, num_bytes
+
+
+def _spread(size: int) -> Iterator[tuple[int, int]]:
+    step = max(size // _SAMPLES, _PAGE_BYTES)
+    return ((start, min(_PAGE_BYTES, size - start)) for start in range(0, size, step))
