@@ -3,8 +3,9 @@
 Ours is what a store or a load does: encode each record and write it, or read it and verify it, in batches that are all
 under way at once. The bare loop moves the same bytes, one `preadv` or `pwritev` a block, in as many threads, and
 looks at none of them. The backend alone, without checksums, shows what of the difference is hashing: it matters where
-the disk is fast and cores are few. Rounds of the three alternate, and a ratio is the median over rounds, since a
-disk drifts.
+the disk is fast and cores are few. Encrypted, a payload goes through memory of its own on its way to the disk,
+and is decrypted in place on its way back; that is compared with ours without keys. Rounds of all these alternate, and a
+ratio is the median over rounds, since a disk drifts.
 """
 
 import argparse
@@ -25,7 +26,9 @@ import numpy as np
 from tiered_kv.backend import Block, Outcome, RecordShape
 from tiered_kv.keys import BlockKey, Namespace
 from tiered_kv.record import encode, verify
+from tiered_kv.seal import Seal
 from tiered_kv.testing import ThreadWorkers, block_names, open_backend
+from tiered_kv.tiers.records import Staging
 from tiered_kv_backends.nvme import NVMeBackend
 
 SIZES = {"2MiB": 2 << 20, "128KiB": 128 << 10}
@@ -80,40 +83,54 @@ class Ours:
         self.keys = [BlockKey(space, i.to_bytes(32, "little")) for i in range(len(blocks))]
         self.names = block_names(self.keys)
         self.slots = np.arange(len(blocks))
+        self.staging = Staging(shape)
         self.workers = ThreadWorkers(os.cpu_count() or 1)
         batch = max(1, BATCH_BYTES // shape.stride_bytes)
         self.batches = [slice(start, start + batch) for start in range(0, len(blocks), batch)]
 
-    async def write(self, batch: slice, *, with_checksums: bool) -> None:
+    async def write(self, batch: slice, *, with_checksums: bool, seal: Seal | None) -> None:
         """Encode and write one batch."""
         keys, blocks = self.keys[batch], self.blocks[batch]
-        if with_checksums:
-            await self.workers.run(encode_all, keys, blocks)
-        outcomes = await self.backend.write(0, self.slots[batch], self.names[batch], blocks)
+        if seal is not None:
+            staged = self.staging.take(len(blocks))
+            await self.workers.run(encode_all, keys, blocks, staged, seal)
+            outcomes = await self.backend.write(0, self.slots[batch], self.names[batch], staged)
+            self.staging.give(staged)
+        else:
+            if with_checksums:
+                await self.workers.run(encode_all, keys, blocks, blocks)
+            outcomes = await self.backend.write(0, self.slots[batch], self.names[batch], blocks)
         if set(outcomes) != {Outcome.STORED}:
             raise OSError("a block was not stored")
 
-    async def read(self, batch: slice, *, with_checksums: bool) -> None:
+    async def read(self, batch: slice, *, with_checksums: bool, seal: Seal | None) -> None:
         """Read and verify one batch."""
         keys, blocks = self.keys[batch], self.blocks[batch]
         outcomes = await self.backend.read(0, self.slots[batch], blocks)
         if with_checksums:
-            outcomes = await self.workers.run(lambda: [verify(k, b) for k, b in zip(keys, blocks, strict=True)])
+            outcomes = await self.workers.run(verify_all, keys, blocks, seal)
         if set(outcomes) != {Outcome.HIT}:
             raise OSError("a block did not come back")
 
-    async def run(self, *, is_write: bool, with_checksums: bool) -> float:
+    async def run(self, *, is_write: bool, with_checksums: bool = True, seal: Seal | None = None) -> float:
         """Move all blocks and return the seconds."""
         move = self.write if is_write else self.read
         start = time.perf_counter()
-        await asyncio.gather(*(move(batch, with_checksums=with_checksums) for batch in self.batches))
+        await asyncio.gather(*(move(batch, with_checksums=with_checksums, seal=seal) for batch in self.batches))
         return time.perf_counter() - start
 
 
-def encode_all(keys: Sequence[BlockKey], blocks: Sequence[Block]) -> None:
-    """Write the header of each block."""
-    for key, block in zip(keys, blocks, strict=True):
-        encode(key, block)
+def encode_all(
+    keys: Sequence[BlockKey], blocks: Sequence[Block], into: Sequence[Block], seal: Seal | None = None
+) -> None:
+    """Make a record of each block."""
+    for key, block, record in zip(keys, blocks, into, strict=True):
+        encode(key, record, seal=seal, payload=block.payload)
+
+
+def verify_all(keys: Sequence[BlockKey], blocks: Sequence[Block], seal: Seal | None) -> list[Outcome]:
+    """Verify each record, in place."""
+    return [verify(key, block, seal=seal) for key, block in zip(keys, blocks, strict=True)]
 
 
 @dataclass
@@ -124,6 +141,8 @@ class Found:
     bare: float
     ratio: float
     ratio_without_checksums: float
+    encrypted: float
+    """Ours with encryption over ours without."""
 
 
 async def compare(folder: Path, payload_bytes: int, num_rounds: int) -> dict[str, Found]:
@@ -135,19 +154,22 @@ async def compare(folder: Path, payload_bytes: int, num_rounds: int) -> dict[str
     for block in blocks:
         block.payload[:] = generator.bytes(payload_bytes)
     settings = NVMeBackend.Settings(path=folder / "tier", capacity=2 * NUM_BYTES, num_threads=NUM_THREADS)
-    rounds: dict[bool, list[tuple[float, float, float]]] = {True: [], False: []}
+    seal = Seal([os.urandom(32)])
+    rounds: dict[bool, list[list[float]]] = {True: [], False: []}
     async with open_backend(NVMeBackend(settings), shape) as backend:
         with bare_loop(folder / "bare", blocks, shape.stride_bytes) as bare:
             ours = Ours(backend, shape, blocks)
             print(f"io: {backend.describe()['io']} {backend.describe()['io_reason']}")
-            await ours.run(is_write=True, with_checksums=True)  # fresh places of the disk are slow the first time
+            await ours.run(is_write=True)  # fresh places of the disk are slow the first time
             bare(True)  # noqa: FBT003 - as above
             for _ in range(num_rounds):
                 for is_write, seconds in rounds.items():
-                    whole_s = await ours.run(is_write=is_write, with_checksums=True)
+                    whole_s = await ours.run(is_write=is_write)
                     bare_s = bare(is_write)
                     alone_s = await ours.run(is_write=is_write, with_checksums=False)
-                    seconds.append((whole_s, bare_s, alone_s))
+                    seconds.append([whole_s, bare_s, alone_s])
+                for is_write, seconds in rounds.items():  # after the others: what it writes, only it can read
+                    seconds[-1].append(await ours.run(is_write=is_write, seal=seal))
             ours.workers.close()
     return {
         "read": summarize(rounds[False], num_blocks * shape.stride_bytes),
@@ -155,13 +177,14 @@ async def compare(folder: Path, payload_bytes: int, num_rounds: int) -> dict[str
     }
 
 
-def summarize(rounds: list[tuple[float, float, float]], num_bytes: int) -> Found:
-    """Return the medians of (ours, bare, ours without checksums), in seconds."""
+def summarize(rounds: list[list[float]], num_bytes: int) -> Found:
+    """Return the medians of (ours, bare, ours without checksums, ours encrypted), in seconds."""
     return Found(
-        ours=num_bytes / 1e9 / statistics.median(ours for ours, _, _ in rounds),
-        bare=num_bytes / 1e9 / statistics.median(bare for _, bare, _ in rounds),
-        ratio=statistics.median(bare / ours for ours, bare, _ in rounds),
-        ratio_without_checksums=statistics.median(bare / alone for _, bare, alone in rounds),
+        ours=num_bytes / 1e9 / statistics.median(ours for ours, _, _, _ in rounds),
+        bare=num_bytes / 1e9 / statistics.median(bare for _, bare, _, _ in rounds),
+        ratio=statistics.median(bare / ours for ours, bare, _, _ in rounds),
+        ratio_without_checksums=statistics.median(bare / alone for _, bare, alone, _ in rounds),
+        encrypted=statistics.median(ours / sealed for ours, _, _, sealed in rounds),
     )
 
 
@@ -172,7 +195,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=11)
     options = parser.parse_args()
     ratios = {}
-    print(f"{'':<12} {'ours':>6} {'bare':>6} GB/s {'ratio':>6} {'bar':>5} {'without checksums':>18}")
+    print(f"{'':<12} {'ours':>6} {'bare':>6} GB/s {'ratio':>6} {'bar':>5} {'without checksums':>18} {'encrypted':>9}")
     for name, payload_bytes in SIZES.items():
         with tempfile.TemporaryDirectory(dir=options.path, prefix=".nvme-benchmark-") as folder:
             found = asyncio.run(compare(Path(folder), payload_bytes, options.rounds))
@@ -180,8 +203,9 @@ def main() -> None:
             key = f"{way}_{name}"
             ratios[f"{key}_over_ceiling"] = round(row.ratio, 3)
             ratios[f"{key}_without_checksums"] = round(row.ratio_without_checksums, 3)
+            ratios[f"{key}_encrypted_over_plain"] = round(row.encrypted, 3)
             numbers = f"{row.ours:6.2f} {row.bare:6.2f}      {row.ratio:6.2f} {BARS[key]:5.2f}"
-            print(f"{key:<12} {numbers} {row.ratio_without_checksums:18.2f}")
+            print(f"{key:<12} {numbers} {row.ratio_without_checksums:18.2f} {row.encrypted:9.2f}")
     print(json.dumps(ratios))
 
 

@@ -23,6 +23,7 @@ from tiered_kv.cache import TieredKV
 from tiered_kv.catalog.policies import Policy
 from tiered_kv.changes import Added, Changes, Cleared, Mirror, Removed, Snapshot, TierChange
 from tiered_kv.closing import Draining
+from tiered_kv.encryption import Encryption
 from tiered_kv.errors import (
     BackendError,
     BackendUnavailableError,
@@ -49,6 +50,7 @@ from tiered_kv.events import (
     HostMemoryReady,
     MemoryPageLocked,
     PageLockingDoubted,
+    RecordsRefused,
     SequencePreempted,
     TierFailed,
     TierResized,
@@ -143,6 +145,7 @@ __all__ = [
     "DeviceFailed",
     "Draining",
     "Emit",
+    "Encryption",
     "EpochAdvanced",
     "Event",
     "Explanation",
@@ -184,6 +187,7 @@ __all__ = [
     "Priority",
     "Record",
     "RecordShape",
+    "RecordsRefused",
     "Recovered",
     "RemoteLoadStoreSpec",
     "Removed",

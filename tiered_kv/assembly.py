@@ -41,7 +41,7 @@ from tiered_kv.transfers.writedown import write_admitted
 
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.5, 8.0
 _RECORD_THREADS = 2
-"""Threads that hash records: two keep up with any disk, and the loop and the copies need the rest of the machine."""
+"""Threads that hash and encrypt records: two keep up with a disk, and the loop and the copies need the other cores."""
 
 
 @dataclass(frozen=True)

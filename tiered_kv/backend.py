@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from tiered_kv.encryption import Encryption
 from tiered_kv.errors import ConfigurationError, LayoutMismatchError
 from tiered_kv.keys import BlockKey, Names, Shard
 from tiered_kv.setting_errors import Checked
@@ -119,6 +120,8 @@ class TierSettings(Checked):
     admit_after: int = Field(default=1, ge=1, le=255)
     """A block is written to this tier at its n-th use, stores and loads counted, as well as can be told in little
     memory. For storage tiers."""
+    encryption: Encryption | None = None
+    """How records are encrypted, or signed, with keys; or the path of a file of keys. For storage tiers."""
 
     @classmethod
     def of(cls, given: object) -> Self:

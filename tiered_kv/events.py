@@ -162,6 +162,20 @@ class BlocksCorrupted(Event):
 
 
 @dataclass(frozen=True)
+class RecordsRefused(Event):
+    """Whole records were not served for their seal: of a key that the tier lacks, or none where there should be one.
+
+    Each is a miss. An owned tier forgets them; what is shared stays until a store replaces it.
+    """
+
+    name: ClassVar[str] = "records.refused"
+    level: ClassVar[Level] = "error"
+    tier: str
+    blocks: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class TierFailed(Event):
     """A call of a tier went wrong; serving went on without it."""
 

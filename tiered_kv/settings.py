@@ -65,8 +65,8 @@ class _MemoryTier(OwnedTierSettings):
 
     @model_validator(mode="after")
     def _check_for_storage(self) -> Self:
-        if self.admit_after > 1 or self.exclusive:
-            raise ValueError("admit_after and exclusive are for storage tiers")
+        if self.admit_after > 1 or self.exclusive or self.encryption is not None:
+            raise ValueError("admit_after, exclusive and encryption are for storage tiers")
         return self
 
 

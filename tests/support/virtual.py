@@ -119,7 +119,7 @@ def pools_of(kv: TieredKV) -> list[WorkerPool]:
     """Return the threads of an open cache: of the codec, and of NVMe tiers."""
     found = []
     for tier in inside(kv).chains[0].storage:
-        found.append(tier._records)  # noqa: SLF001 - no public call tells it
+        found.append(tier._records.threads)  # noqa: SLF001 - no public call tells it
         backend = getattr(tier, "backend", None)
         found += [each for each in vars(backend).values() if isinstance(each, WorkerPool)]
     return found

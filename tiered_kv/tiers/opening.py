@@ -19,6 +19,7 @@ from tiered_kv.tiers.budget import Budget
 from tiered_kv.tiers.calls import Answer, Calls
 from tiered_kv.tiers.health import StorageHealth
 from tiered_kv.tiers.owned import OwnedTier
+from tiered_kv.tiers.records import Records
 from tiered_kv.tiers.shared import SharedTier
 from tiered_kv.tiers.storage import StorageTier, TierParts
 from tiered_kv.tiers.tasks import Tasks, WorkerPool
@@ -34,7 +35,7 @@ class Services:
     Attributes:
         shapes: The records, one per kind of block.
         loop_calls: How threads reach the event loop.
-        records: Threads that hash records.
+        records: Threads that hash, encrypt and verify records.
         tasks: Transfers, and what they have left to do.
         calls: Calls of backends: ended after the transfers.
         open_timeout_s: How long opening one may take.
@@ -70,6 +71,7 @@ class StorageMedium:
         self._services = services
         self._calls = Calls(self.health, services.calls)
         self._pools: list[WorkerPool] = []
+        self._records = Records(services.records, settings.encryption)
         self._context = BackendContext(services.shapes, self._new_workers, clock)
         self._books: list[TierIndex] = []
         self._opening: asyncio.Task[Answer[list[TierIndex]]] | None = None
@@ -96,6 +98,7 @@ class StorageMedium:
 
         async def call() -> list[TierIndex]:
             try:
+                await self._records.open(self._services.loop_calls)
                 found = await self._backend.open(self._context)
                 return [] if isinstance(self._backend, Backend) else self._books_of(found or ())
             except (BackendError, ConfigurationError) as error:
@@ -121,9 +124,7 @@ class StorageMedium:
     def tier(self, group: int, shape: RecordShape, budget: Budget) -> OwnedTier | SharedTier:
         """Make the tier of one kind of block."""
         services = self._services
-        parts = TierParts(
-            self.health, self._calls, budget, services.records, services.tasks, self._settings, group, shape
-        )
+        parts = TierParts(self.health, self._calls, budget, self._records, services.tasks, self._settings, group, shape)
         if isinstance(self._backend, Backend):
             return SharedTier(parts, self._backend)
         return OwnedTier(parts, self._backend, self._books[group])

@@ -157,15 +157,15 @@ class OwnedTier(StorageTier, BookedTier):
         on_late: Callable[[], None],
         kind: Kind,
     ) -> list[Outcome]:
-        _, records = await self._encode(batch, blocks)
         write = object()
-        self._in_write[write] = batch.names, slots
-        try:
-            return await self._write(
-                lambda: self.backend.write(self.group, slots, batch.names, records), len(batch), kind, on_late
-            )
-        finally:
-            del self._in_write[write]
+        async with self._encoded(batch, blocks) as (_, records):
+            self._in_write[write] = batch.names, slots
+            try:
+                return await self._write(
+                    lambda: self.backend.write(self.group, slots, batch.names, records), len(batch), kind, on_late
+                )
+            finally:
+                del self._in_write[write]
 
     def lacks(self, batch: Batch) -> Mask:
         """See `StorageTier.lacks`."""

@@ -157,8 +157,9 @@ class SharedTier(StorageTier):
             if len(at):
                 there, chosen, serial = [blocks[i] for i in at], batch[at], self._evicted.serial
                 with self._is_writing(chosen.names):
-                    keys, records = await self._encode(chosen, there)
-                    outcomes = await self._write(lambda: self.backend.write(keys, records), len(at), kind, on_late)
+                    async with self._encoded(chosen, there) as (keys, records):
+                        write = partial(self.backend.write, keys, records)
+                        outcomes = await self._write(write, len(at), kind, on_late)
                     written[at] = [outcome is Outcome.STORED for outcome in outcomes]
                     dropped[at] = [outcome is Outcome.REFUSED for outcome in outcomes]
                     self.suspects.wrote(batch.names[written])

@@ -6,8 +6,8 @@ tier is bypassed.
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -17,15 +17,16 @@ from numpy.typing import NDArray
 from tiered_kv.backend import Block, Outcome, RecordShape, TierSettings
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.table import hash_names
+from tiered_kv.events import RecordsRefused
 from tiered_kv.keys import BlockKey, Names
-from tiered_kv.record import encode, verify
 from tiered_kv.specs import LoadStoreSpec
 from tiered_kv.tiers.base import Mask, Tier
 from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.budget import Budget, Kind, Waiter
 from tiered_kv.tiers.calls import Calls, outcomes_problem
 from tiered_kv.tiers.health import StorageHealth
-from tiered_kv.tiers.tasks import Tasks, WorkerPool
+from tiered_kv.tiers.records import Records, Staging
+from tiered_kv.tiers.tasks import Tasks
 
 _READ: Final = frozenset({Outcome.HIT, Outcome.MISS, Outcome.CORRUPT, Outcome.FAILED})
 _WRITTEN: Final = frozenset({Outcome.STORED, Outcome.REFUSED, Outcome.FAILED})
@@ -39,7 +40,7 @@ class TierParts:
         health: Of its backend; shared by the tiers that KV groups and ranks make of it, like all that follows.
         calls: Of its backend.
         budget: Bytes in flight.
-        records: Threads that hash records.
+        records: Makes and verifies records.
         tasks: Of the cache.
         settings: The tier's.
         group: Which kind of block this tier has: a KV group on one rank.
@@ -49,7 +50,7 @@ class TierParts:
     health: StorageHealth
     calls: Calls
     budget: Budget
-    records: WorkerPool
+    records: Records
     tasks: Tasks
     settings: TierSettings
     group: int
@@ -114,6 +115,7 @@ class StorageTier(Tier):
         self.budget = parts.budget
         self.load_rate = Rate()
         self._records = parts.records
+        self._staging = Staging(parts.shape)
         self._tasks = parts.tasks
         self._writing: dict[object, tuple[NDArray[np.uint64], asyncio.Future[None]]] = {}
         parts.health.on_stall.append(parts.budget.room.changed)
@@ -221,7 +223,9 @@ class StorageTier(Tier):
             self.counters.failed += n
             return [Outcome.FAILED] * n
         self.load_rate.saw(self._num_bytes(n), self.health.clock() - started)
-        verdicts = await self._records.run(_verify_hits, keys, blocks, list(answer.value), self.shape)
+        verdicts, refused = await self._records.verify(keys, blocks, list(answer.value), self.shape)
+        for reason, num_blocks in refused.items():
+            self.health.emit(RecordsRefused(self.name, num_blocks, reason))
         self.counters.corrupt += verdicts.count(Outcome.CORRUPT)
         self.counters.failed += verdicts.count(Outcome.FAILED)
         return verdicts
@@ -237,10 +241,14 @@ class StorageTier(Tier):
             return [Outcome.REFUSED] * n
         return list(answer.value or [Outcome.FAILED] * n)
 
-    async def _encode(self, batch: Batch, blocks: list[Block]) -> tuple[list[BlockKey], list[Block]]:
-        """Write the headers; return the keys, and the records as a backend may see them."""
+    @asynccontextmanager
+    async def _encoded(self, batch: Batch, blocks: list[Block]) -> AsyncIterator[tuple[list[BlockKey], list[Block]]]:
+        """Write the headers; lend the keys, and the records as a backend may see them, until it has let go of them."""
         keys = batch.keys()
-        return keys, await self._records.run(_encode_all, keys, blocks, self.shape)
+        staged = self._staging.take(len(keys)) if self._records.encrypts else blocks
+        yield keys, await self._records.encode(keys, blocks, staged, self.shape)
+        if staged is not blocks:  # and not after an error: who was cancelled cannot tell whether they are still read
+            self._staging.give(staged)
 
     @contextmanager
     def _is_writing(self, names: Names) -> Iterator[None]:
@@ -262,18 +270,3 @@ class StorageTier(Tier):
 
 def _all_failed(outcomes: Sequence[Outcome]) -> bool:
     return len(outcomes) > 0 and all(outcome is Outcome.FAILED for outcome in outcomes)
-
-
-def _verify_hits(
-    keys: Sequence[BlockKey], blocks: Sequence[Block], outcomes: Sequence[Outcome], shape: RecordShape
-) -> list[Outcome]:
-    return [
-        verify(key, block, codec=shape.codec) if outcome is Outcome.HIT else outcome
-        for key, block, outcome in zip(keys, blocks, outcomes, strict=True)
-    ]
-
-
-def _encode_all(keys: Sequence[BlockKey], blocks: Sequence[Block], shape: RecordShape) -> list[Block]:
-    for key, block in zip(keys, blocks, strict=True):
-        encode(key, block, codec=shape.codec, decoded_bytes=shape.decoded_bytes)
-    return [block.read_only() for block in blocks]  # the payloads are the CPU tier's own

@@ -1,0 +1,160 @@
+"""Tiers with ``encryption``: what lies on the medium, and who may read it, on the full path."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.any_layout import AnyEngine, cpu, nvme, open_any, prompt
+from tests.support.caches import Recorder, open_cache, until_idle
+from tests.support.engine import PAYLOAD_BYTES, Engine
+from tests.support.engine import prompt as small_prompt
+from tiered_kv import (
+    BackendUnavailableError,
+    BlockKey,
+    BlocksCorrupted,
+    ConfigurationError,
+    CPULoadStoreSpec,
+    Encryption,
+    Outcome,
+    RecordsRefused,
+)
+from tiered_kv.backend import Block
+from tiered_kv_backends.memory import MemoryBackend
+from tiered_kv_backends.shared_fs import SharedFSBackend
+
+OLD, NEW = "01" * 32, "02" * 32
+N = 12
+
+
+def keys(*hexadecimal: str, cipher: str = "aes-256-gcm") -> Encryption:
+    """Return encryption with these keys, the first of which writes."""
+    return Encryption(keys=hexadecimal, cipher=cipher)
+
+
+def medium(kind: str, path: Path, encryption: Encryption | None) -> dict[str, object]:
+    """Return the settings of a tier that outlives its cache."""
+    if kind == "nvme":
+        return {**nvme(path / kind), "encryption": encryption}
+    return {"medium": "shared_fs", "path": path / kind, "capacity": "8MiB", "num_threads": 2, "encryption": encryption}
+
+
+def bytes_under(path: Path) -> bytes:
+    """Return all that lies there."""
+    return b"".join(file.read_bytes() for file in path.rglob("*") if file.is_file())
+
+
+@pytest.mark.parametrize("kind", ["nvme", "shared_fs"])
+@pytest.mark.parametrize("cipher", ["aes-256-gcm", "aes-256-gmac"])
+async def test_only_who_has_the_key_reads(tmp_path: Path, kind: str, cipher: str) -> None:
+    """No payload is on the medium in the clear; with the key every byte comes back, with another one nothing does."""
+    engine, prefix = AnyEngine(), prompt(N, salt="tenant")
+    async with open_any(engine, cpu(4), medium(kind, tmp_path, keys(OLD, cipher=cipher))) as kv:
+        await kv.store(prefix, engine.fill(prefix, range(N)))
+        await kv.flush()
+        assert engine.count_right(prefix, range(N)) == N
+        await until_idle(kv)
+    stored = bytes_under(tmp_path)
+    is_in_clear = [engine.content(digest, 0, "") in stored for digest in prefix]
+    assert is_in_clear == [cipher == "aes-256-gmac"] * N
+    async with open_any(engine, cpu(4), medium(kind, tmp_path, keys(NEW, OLD))) as kv:
+        engine.wipe()
+        assert (await kv.load(prefix, engine.spec(range(N)))).num_blocks == N
+        assert engine.count_right(prefix, range(N)) == N
+    events = Recorder()
+    async with open_any(engine, cpu(4), medium(kind, tmp_path, keys(NEW)), emit=events) as kv:
+        engine.wipe()
+        assert (await kv.load(prefix, engine.spec(range(N)))).num_blocks == 0
+        assert engine.count_right(prefix, range(N)) == 0
+        await until_idle(kv)
+    refused = events.of(RecordsRefused)
+    assert refused
+    assert {(event.tier, event.level) for event in refused} == {(kind, "error")}
+    assert all("not among the keys" in event.reason for event in refused)
+
+
+async def test_rotation(tmp_path: Path) -> None:
+    """What the old key wrote is read until it is gone; what is written after the change needs the new key alone."""
+    engine, first, second = AnyEngine(), prompt(N), prompt(N, seed=1)
+    for encryption, prefix in ((keys(OLD), first), (keys(NEW, OLD), second)):
+        async with open_any(engine, medium("shared_fs", tmp_path, encryption)) as kv:
+            await kv.store(prefix, engine.fill(prefix, range(N)))
+            await kv.flush()
+    for encryption, found in ((keys(NEW, OLD), [N, N]), (keys(NEW), [0, N]), (keys(OLD), [N, 0])):
+        async with open_any(engine, medium("shared_fs", tmp_path, encryption)) as kv:
+            loaded = [(await kv.load(each, engine.spec(range(N)))).num_blocks for each in (first, second)]
+            assert loaded == found
+
+
+class Forger(MemoryBackend):
+    """A medium that answers with whatever it has been given."""
+
+    def __init__(self, encryption: Encryption) -> None:
+        super().__init__({"medium": "memory", "capacity": "1MiB"})
+        self.settings = self.settings.model_copy(update={"encryption": encryption})
+        self.swap: dict[bytes, BlockKey] = {}
+
+    async def read(self, keys: Sequence[BlockKey], into: Sequence[Block]) -> list[Outcome]:
+        """Read another block than was asked for, where there is one to swap."""
+        return await super().read([self.swap.get(key.hash, key) for key in keys], into)
+
+
+async def test_a_medium_that_flips_and_swaps_shortens_the_prefix() -> None:
+    """Nothing that was not written with the key for this very block is served."""
+    engine, prefix, events = Engine(), small_prompt(4), Recorder()
+    backend = Forger(keys(OLD))
+    async with open_cache(backend, engine=engine, emit=events) as kv:
+        await kv.store(prefix, engine.compute(prefix))
+        await kv.flush()
+        records = backend._records  # noqa: SLF001 - the medium is the attacker
+        last = next(key for key in records if key.hash == prefix[3])
+        records[last] = records[last][:-1] + bytes([records[last][-1] ^ 1])
+        engine.poison()
+        assert (await kv.load(prefix, engine.compute(prefix))).num_blocks == 3
+        backend.swap[prefix[1]] = next(key for key in records if key.hash == prefix[2])
+        assert (await kv.load(prefix, engine.compute(prefix))).num_blocks == 1
+    assert events.of(BlocksCorrupted)
+
+
+async def test_a_host_pool_gets_what_was_stored(tmp_path: Path) -> None:
+    """Read straight into the engine's own memory, records are decrypted there."""
+    engine, prefix = Engine(), small_prompt(8)
+    tier = {"medium": "nvme", "path": tmp_path / "kv", "capacity": "8MiB", "encryption": keys(OLD)}
+    async with open_cache(tier, engine=engine) as kv:
+        await kv.store(prefix, engine.compute(prefix))
+        await kv.flush()
+        memory = np.zeros((8, PAYLOAD_BYTES + 4096), np.uint8)
+        start = -memory.ctypes.data % 4096
+        pool = memory.ravel()[start : start + 8 * PAYLOAD_BYTES].reshape(8, PAYLOAD_BYTES)
+        kv.register_host_pool("pool", pool, direct=True)
+        assert (await kv.load(prefix, CPULoadStoreSpec(range(8), "pool"))).num_blocks == 8
+        kinds = [row.tobytes() for row in pool]
+        await kv.load(prefix, engine.compute(prefix))
+        assert len(set(kinds)) == 8
+        assert kinds == engine.read(range(8))
+
+
+def no_keys() -> list[str]:
+    """Fail as a client of a key server may."""
+    raise OSError("no answer")
+
+
+async def test_a_tier_without_its_keys_does_not_open(tmp_path: Path) -> None:
+    """A required one refuses, and says why; another one is bypassed, and tried again."""
+    absent = Encryption(keys_file=tmp_path / "absent")
+    with pytest.raises(ConfigurationError, match="absent"):
+        async with open_any(AnyEngine(), medium("nvme", tmp_path, absent)):
+            pass
+    failing = Encryption(keys_from=no_keys)
+    with pytest.raises(BackendUnavailableError, match="keys_from raised OSError"):
+        async with open_any(AnyEngine(), medium("nvme", tmp_path, failing)):
+            pass
+    async with open_any(AnyEngine(), cpu(4), {**medium("nvme", tmp_path, failing), "required": False}) as kv:
+        assert (await kv.lookup(prompt(2))).num_blocks == 0
+
+
+def test_a_shared_medium_takes_the_setting(tmp_path: Path) -> None:
+    """By a URL too: a path of a file of keys."""
+    settings = SharedFSBackend.Settings.of(f"shared-fs://{tmp_path}?capacity=1GiB&encryption=/run/secrets/kv")
+    assert settings.encryption == Encryption(keys_file="/run/secrets/kv")

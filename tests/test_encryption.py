@@ -1,0 +1,225 @@
+import base64
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiered_kv import (
+    BackendUnavailableError,
+    BlockCorruptError,
+    BlockKey,
+    ConfigurationError,
+    CPUTier,
+    Encryption,
+    Namespace,
+    Outcome,
+    Shard,
+    parse_record,
+)
+from tiered_kv.backend import Block
+from tiered_kv.record import HEADER_BYTES, encode, examine, key_in, verify
+from tiered_kv.seal import Seal
+from tiered_kv_backends.nvme import NVMeBackend
+
+OLD, NEW, OTHER = (bytes([n]) * 32 for n in (1, 2, 3))
+PAYLOAD = bytes(range(251)) * 13
+SPACE = Namespace(bytes([7]) * 32, epoch=bytes([8]) * 32, salt=bytes([9]) * 32, shard=Shard(1, 2))
+KEY = BlockKey(SPACE, bytes([10]) * 32)
+BOTH = pytest.mark.parametrize("cipher", ["aes-256-gcm", "aes-256-gmac"])
+DATA = Path(__file__).parent / "data"
+
+
+def sealed(seal: Seal | None, key: BlockKey = KEY, payload: bytes = PAYLOAD) -> bytes:
+    """Return a record."""
+    block = Block.empty(len(payload))
+    block.payload[:] = payload
+    encode(key, block, seal=seal)
+    return bytes(block)
+
+
+def block_of(record: bytes | bytearray) -> Block:
+    """Return a block with these bytes."""
+    block = Block.empty(len(record) - HEADER_BYTES)
+    assert block.fill(record)
+    return block
+
+
+def with_right_checksum(record: bytearray) -> bytearray:
+    """Make good the checksum of a header that was changed: whoever may write can."""
+    record[504:512] = xxhash.xxh3_64_intdigest(record[:504]).to_bytes(8, "little")
+    return record
+
+
+@BOTH
+def test_what_was_sealed_is_read_again(cipher: str) -> None:
+    """With the key the payload is what it was, in place; without it nothing of it is in an encrypted record."""
+    seal = Encryption(keys=[OLD.hex()], cipher=cipher).make_seal()
+    record = sealed(seal)
+    assert (PAYLOAD[:64] in record) == (cipher == "aes-256-gmac")
+    block = block_of(record)
+    assert verify(KEY, block, seal=seal) is Outcome.HIT
+    assert bytes(block.payload) == PAYLOAD
+    assert bytes(parse_record(record, seal=seal).payload) == PAYLOAD
+    assert key_in(memoryview(record)[:HEADER_BYTES]) == KEY
+
+
+def test_a_payload_elsewhere_stays_as_it_is() -> None:
+    """What is written is made in other memory: loads read the CPU tier's meanwhile."""
+    source, seal, block = bytearray(PAYLOAD), Seal([OLD]), Block.empty(len(PAYLOAD))
+    encode(KEY, block, seal=seal, payload=memoryview(source))
+    assert source == PAYLOAD
+    assert verify(KEY, block, seal=seal) is Outcome.HIT
+    assert bytes(block.payload) == PAYLOAD
+
+
+def test_sealed_records_are_what_they_always_were() -> None:
+    """A record of an earlier release is read: caches outlive releases."""
+    record = (DATA / "record-v2.bin").read_bytes()
+    block = block_of(record)
+    assert verify(KEY, block, seal=Seal([OLD])) is Outcome.HIT
+    assert bytes(block.payload) == PAYLOAD
+
+
+@BOTH
+def test_every_flipped_bit_is_seen_whatever_its_checksum_says(cipher: str) -> None:
+    """Who has no key can change nothing, in the header's used part or the payload, and go unseen."""
+    seal = Encryption(keys=[OLD.hex()], cipher=cipher).make_seal()
+    record = sealed(seal)
+    for at in (*range(504), *range(HEADER_BYTES, len(record), 97)):
+        broken = bytearray(record)
+        broken[at] ^= 1
+        assert verify(KEY, block_of(broken), seal=seal) is not Outcome.HIT
+        assert verify(KEY, block_of(with_right_checksum(broken)), seal=seal) is not Outcome.HIT
+
+
+@BOTH
+def test_forged_and_swapped_records_fail(cipher: str) -> None:
+    """Another block's record under this name, another tenant's, one without a seal, one of a key of the forger's."""
+    seal = Encryption(keys=[OLD.hex()], cipher=cipher).make_seal()
+    mine = sealed(seal)
+    neighbour = BlockKey(SPACE, bytes([11]) * 32)
+    tenant = BlockKey(Namespace(SPACE.fingerprint, SPACE.epoch, bytes(32), SPACE.shard), KEY.hash)
+    for other in (neighbour, tenant):
+        renamed = bytearray(sealed(seal, other))
+        assert verify(KEY, block_of(renamed), seal=seal) is Outcome.MISS
+        renamed[32:168] = mine[32:168]
+        assert verify(KEY, block_of(with_right_checksum(renamed)), seal=seal) is Outcome.CORRUPT
+    pasted = bytearray(mine[:HEADER_BYTES] + sealed(seal, payload=bytes(len(PAYLOAD)))[HEADER_BYTES:])
+    assert verify(KEY, block_of(pasted), seal=seal) is Outcome.CORRUPT
+    assert verify(KEY, block_of(sealed(None)), seal=seal) is Outcome.MISS
+    theirs = bytearray(sealed(Seal([OTHER])))
+    assert verify(KEY, block_of(theirs), seal=seal) is Outcome.MISS
+    theirs[200:216] = seal.key_id
+    assert verify(KEY, block_of(with_right_checksum(theirs)), seal=seal) is Outcome.CORRUPT
+
+
+@given(st.binary(max_size=600), st.integers(1, 2))
+@settings(max_examples=300)
+def test_foreign_bytes_never_open(foreign: bytes, version: int) -> None:
+    """Whatever follows the name in a header whose checksum is right, nothing raises and nothing passes."""
+    original = sealed(Seal([OLD]), payload=b"payload")
+    record = bytearray(original)
+    record[8:12] = version.to_bytes(4, "little")
+    record[184 : 184 + min(len(foreign), 320)] = foreign[:320]
+    changed = record[:504] != original[:504]
+    assert (verify(KEY, block_of(with_right_checksum(record)), seal=Seal([OLD])) is not Outcome.HIT) == changed
+
+
+def test_a_wrong_key_is_a_miss_with_its_reason() -> None:
+    """It is no damage: the reason names the key by an id that says nothing of it."""
+    record, reasons = sealed(Seal([OLD])), []
+    for seal in (Seal([NEW]), None):
+        outcome, reason = examine(KEY, block_of(record), codec="none", seal=seal)
+        assert outcome is Outcome.MISS
+        reasons.append(reason)
+    outcome, reason = examine(KEY, block_of(sealed(None)), codec="none", seal=Seal([NEW]))
+    assert outcome is Outcome.MISS
+    assert [*reasons, reason] == [
+        f"sealed by key {Seal([OLD]).key_id.hex()}, which is not among the keys",
+        "sealed, and there are no keys",
+        "not sealed",
+    ]
+
+
+def test_old_keys_read_and_the_new_one_writes() -> None:
+    """Rotation: with both keys everything is read, what is written needs the new one alone; ciphers mix too."""
+    old, both, new = Seal([OLD], "aes-256-gmac"), Seal([NEW, OLD]), Seal([NEW])
+    assert verify(KEY, block_of(sealed(old)), seal=both) is Outcome.HIT
+    assert verify(KEY, block_of(sealed(both)), seal=new) is Outcome.HIT
+    assert verify(KEY, block_of(sealed(both)), seal=old) is Outcome.MISS
+
+
+def test_no_two_records_share_a_key_stream() -> None:
+    """The same block sealed twice has nothing in common: neither nonce nor bytes."""
+    first, second = sealed(Seal([OLD])), sealed(Seal([OLD]))
+    assert first[216:232] != second[216:232]
+    assert first[HEADER_BYTES : HEADER_BYTES + 32] != second[HEADER_BYTES : HEADER_BYTES + 32]
+    assert first[:184] == second[:184]
+
+
+def test_a_sealed_record_is_parsed_with_its_keys_only() -> None:
+    """Who reads without a cache is told which key is missing, and sees every change."""
+    record = sealed(Seal([OLD]))
+    with pytest.raises(ConfigurationError, match="no keys"):
+        parse_record(record)
+    with pytest.raises(ConfigurationError, match="not among"):
+        parse_record(record, seal=Seal([NEW]))
+    with pytest.raises(ConfigurationError, match="not sealed"):
+        parse_record(sealed(None), seal=Seal([OLD]))
+    with pytest.raises(BlockCorruptError):
+        parse_record(record[:-1] + bytes([record[-1] ^ 1]), seal=Seal([OLD]))
+
+
+def keys_of_a_server() -> list[bytes | str]:
+    """Return keys as a client of a key server does."""
+    return [OLD, base64.b64encode(NEW).decode()]
+
+
+def no_server() -> list[bytes | str]:
+    """Fail as a client of a key server may."""
+    raise OSError("password=hunter2")
+
+
+def test_keys_come_from_settings_a_file_or_a_function(tmp_path: Path) -> None:
+    """Each of them gives the same seal; the file may have comments, and its path alone will do."""
+    file = tmp_path / "keys"
+    file.write_text(f"# 2026-11\n{OLD.hex()}\n\n{base64.b64encode(NEW).decode()}\n")
+    wanted = Seal([OLD]).key_id
+    tier = NVMeBackend.Settings.of({"path": tmp_path, "capacity": "1GiB", "encryption": str(file)})
+    assert tier.encryption == Encryption(keys_file=file)
+    for encryption in (
+        Encryption(keys=[OLD.hex(), NEW.hex()]),
+        Encryption(keys_file=file),
+        Encryption(keys_from=keys_of_a_server),
+        pickle.loads(pickle.dumps(Encryption(keys_from=keys_of_a_server))),
+    ):
+        seal = encryption.make_seal()
+        assert seal.key_id == wanted
+        assert seal.knows(Seal([NEW]).key_id)
+
+
+def test_what_is_no_key_is_refused_without_a_word_of_it(tmp_path: Path) -> None:
+    """Neither settings nor files with too few bytes, passphrases or nothing; no secret is in an error or a repr."""
+    secret = os.urandom(31).hex()
+    file = tmp_path / "keys"
+    file.write_text(secret)
+    for wrong in (
+        lambda: Encryption(keys=[secret]),
+        lambda: Encryption(keys_file=file).make_seal(),
+        lambda: Encryption(keys_from=lambda: [secret]).make_seal(),
+        Encryption,
+        lambda: Encryption(keys=[OLD.hex()], keys_file=file),
+        lambda: Encryption(keys_file=tmp_path / "absent").make_seal(),
+        lambda: CPUTier(encryption=Encryption(keys=[OLD.hex()])),
+    ):
+        with pytest.raises(ConfigurationError) as raised:
+            wrong()
+        assert secret not in f"{raised.value} {raised.value.__cause__} {raised.value.__context__}"
+    with pytest.raises(BackendUnavailableError) as failed:
+        Encryption(keys_from=no_server).make_seal()
+    assert "hunter2" not in str(failed.value)
+    assert OLD.hex() not in repr(Encryption(keys=[OLD.hex()]))

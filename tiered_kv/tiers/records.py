@@ -1,0 +1,126 @@
+"""Making and verifying records, in threads: their headers, their checksums, and their seals where there are keys."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from tiered_kv.backend import Block, Outcome, RecordShape
+from tiered_kv.encryption import Encryption
+from tiered_kv.keys import BlockKey
+from tiered_kv.loop_calls import LoopCalls
+from tiered_kv.record import encode, examine
+from tiered_kv.tiers.tasks import WorkerPool, in_a_thread
+
+if TYPE_CHECKING:  # importing it takes an extra
+    from tiered_kv.seal import Seal
+
+T = TypeVar("T")
+
+
+class Records:
+    """Makes and verifies the records of one backend.
+
+    Attributes:
+        threads: Where; the cache's.
+    """
+
+    def __init__(self, threads: WorkerPool, encryption: Encryption | None) -> None:
+        self.threads = threads
+        self._encryption = encryption
+        self._seal: Seal | None = None
+
+    async def open(self, loop_calls: LoopCalls) -> None:
+        """Get the keys, if there are any.
+
+        Raises:
+            ConfigurationError, BackendUnavailableError: See `Encryption.make_seal`.
+        """
+        if self._encryption is not None:
+            self._seal = await in_a_thread(loop_calls, self._encryption.make_seal)  # it may take long
+
+    @property
+    def encrypts(self) -> bool:
+        """Whether what is written needs memory of its own."""
+        return self._seal is not None and self._seal.encrypts
+
+    async def encode(
+        self, keys: Sequence[BlockKey], blocks: Sequence[Block], into: Sequence[Block], shape: RecordShape
+    ) -> list[Block]:
+        """Make records of what is in ``blocks``; return them as a backend may see them.
+
+        Args:
+            keys: Names the blocks.
+            blocks: Their payloads, which stay as they are.
+            into: Gets the records: other memory if this encrypts, else ``blocks``.
+            shape: What they are.
+        """
+        return await self.threads.run(_encode_all, keys, blocks, into, shape, self._seal)
+
+    async def verify(
+        self, keys: Sequence[BlockKey], blocks: Sequence[Block], outcomes: Sequence[Outcome], shape: RecordShape
+    ) -> tuple[list[Outcome], Counter[str]]:
+        """Replace each HIT by what the record itself says, decrypting it in place.
+
+        Returns:
+            The outcomes, and how many whole records were refused for their seal, by the reason.
+        """
+        verifying = self.threads.run(_verify_hits, keys, blocks, outcomes, shape, self._seal)
+        return await _to_the_end(verifying)  # it writes to the blocks
+
+
+class Staging:
+    """Blocks for what is encrypted on its way to a medium: made when needed, and kept for the next call.
+
+    There are as many as were ever lent at once, which the tier's bytes in flight bound.
+    """
+
+    def __init__(self, shape: RecordShape) -> None:
+        self._shape = shape
+        self._free: list[Block] = []
+
+    def take(self, n: int) -> list[Block]:
+        """Lend ``n`` blocks, whatever is in them."""
+        taken, self._free = self._free[:n], self._free[n:]
+        return taken + [Block.empty(self._shape.payload_bytes) for _ in range(n - len(taken))]
+
+    def give(self, blocks: list[Block]) -> None:
+        """Take them back."""
+        self._free += blocks
+
+
+async def _to_the_end(future: "asyncio.Future[T]") -> T:
+    """Wait for a call that touches memory which is somebody's again after this; a cancellation waits too."""
+    cancelled = False
+    while not future.done():
+        try:
+            await asyncio.wait({future})
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        raise asyncio.CancelledError
+    return future.result()
+
+
+def _encode_all(
+    keys: Sequence[BlockKey], blocks: Sequence[Block], into: Sequence[Block], shape: RecordShape, seal: "Seal | None"
+) -> list[Block]:
+    for key, block, record in zip(keys, blocks, into, strict=True):
+        encode(key, record, codec=shape.codec, decoded_bytes=shape.decoded_bytes, seal=seal, payload=block.payload)
+    return [record.read_only() for record in into]  # the payloads may be the CPU tier's own
+
+
+def _verify_hits(
+    keys: Sequence[BlockKey],
+    blocks: Sequence[Block],
+    outcomes: Sequence[Outcome],
+    shape: RecordShape,
+    seal: "Seal | None",
+) -> tuple[list[Outcome], Counter[str]]:
+    verdicts, refused = list(outcomes), Counter[str]()
+    for place, outcome in enumerate(outcomes):
+        if outcome is Outcome.HIT:
+            verdicts[place], reason = examine(keys[place], blocks[place], codec=shape.codec, seal=seal)
+            if reason:
+                refused[reason] += 1
+    return verdicts, refused
