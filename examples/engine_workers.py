@@ -14,11 +14,11 @@ import torch
 
 from tiered_kv import (
     GPULoadStoreSpec,
+    Job,
     KVGroup,
     KVLayout,
     ModelIdentity,
     Outcomes,
-    Plan,
     Planner,
     Shard,
     SlabHandle,
@@ -51,15 +51,15 @@ def work(rank: int, slabs: Sequence[SlabHandle], pipe: Connection) -> None:
                 layer.zero_()  # what the next load brings is not what was there before
 
 
-async def execute(planner: Planner, pipes: Sequence[Connection], plan: Plan) -> int:
-    """Send a plan to every worker, complete it with their answers, and return how many blocks it came to."""
-    ended = planner.ended(plan)  # comes too if a worker dies instead of answering
+async def execute(planner: Planner, pipes: Sequence[Connection], job: Job) -> int:
+    """Send a job's plan to every worker, complete it with their answers, and return how many blocks it came to."""
+    plan = await job.planned()
     for pipe in pipes:
         pipe.send(plan)
     for pipe in pipes:
         outcomes: Outcomes = await asyncio.to_thread(pipe.recv)
         planner.complete(outcomes)
-    return (await ended).num_blocks
+    return (await job.ended()).num_blocks  # comes too if a worker dies instead of answering
 
 
 async def main(path: str) -> None:
@@ -79,7 +79,7 @@ async def main(path: str) -> None:
         print(f"stored {stored} blocks")
         await kv.flush()  # as far as the disk
         print(f"found {(await kv.lookup(KEYS)).by_tier}")
-        loaded = await execute(planner, pipes, await planner.plan_load(KEYS, BLOCKS))
+        loaded = await execute(planner, pipes, planner.plan_load(KEYS, BLOCKS))
         print(f"loaded {loaded} blocks")
         for pipe in pipes:
             pipe.send(None)

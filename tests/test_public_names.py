@@ -23,7 +23,7 @@ SHOWN = [
     REPOSITORY / "README.md",
 ]
 MADE_BY_THE_CACHE = {
-    *("Loading", "OpenCache", "Store", "Storing"),  # what handles are made with
+    *("Jobs", "Loading", "OpenCache", "Store", "Storing"),  # what handles are made with
     *("HostSlab", "PageLocking", "Stream"),  # what passes between a cache and its device
     *("Access", "Change", "HasChanges", "HasIndex", "Place"),  # what passes between a cache and its streams of changes
 }

@@ -105,6 +105,7 @@ from tiered_kv.specs import (
     RemoteLoadStoreSpec,
 )
 from tiered_kv.tiers.budget import Priority
+from tiered_kv.transfers.jobs import Job
 from tiered_kv.transfers.load import LoadHandle
 from tiered_kv.transfers.prefetch import HostLease, PrefetchHandle
 from tiered_kv.transfers.store import StoreHandle
@@ -158,6 +159,7 @@ __all__ = [
     "HostLease",
     "HostMemoryPageable",
     "HostMemoryReady",
+    "Job",
     "JobResult",
     "KVGroup",
     "KVLayout",

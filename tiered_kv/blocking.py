@@ -73,6 +73,7 @@ class BlockingTieredKV:
         self.poll = cache.poll
         self.lookup_nowait = cache.lookup_nowait
         self.membership = cache.membership
+        self.planner = cache.planner
         self._portal: BlockingPortal | None = portal
 
     @overload

@@ -118,7 +118,7 @@ class TieredKV:
         )
         self._cache: OpenCache | None = None  # for good, once it was opened
         self._is_opening = False
-        self._planner = Planner(self._open)
+        self._planner: Planner | None = None
 
     @classmethod
     def from_settings(
@@ -665,8 +665,13 @@ class TieredKV:
         return chains[rank].naming.namespace(salt_digest(salt), cache.epoch)
 
     def planner(self) -> Planner:
-        """Return the face for an engine whose workers are other processes: plan, execute, complete. There is one."""
-        self._open()
+        """Return the face for an engine whose workers are other processes: plan, execute, complete. There is one.
+
+        Any thread may ask for it, and call it.
+        """
+        cache = self._open(anywhere=True)
+        if self._planner is None:
+            self._planner = Planner(cache, partial(self._open, anywhere=True))
         return self._planner
 
     # Opening and closing.

@@ -187,7 +187,7 @@ class OpenCache:
         self.swaps = SwapSpaces()
         self.subscribers = Subscribers(ledger)
         self.submissions = Submissions(loop_calls)
-        self.jobs = Jobs(len(parts.shards), parts.emit)
+        self.jobs = Jobs(len(parts.shards), loop_calls, tasks, parts.emit)
         self.lifetime = lifetime
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()

@@ -46,14 +46,16 @@ class Move:
     Attributes:
         rank: Who moves it.
         pid: The process that moves it. No other may: once that has ended, the slots are another's.
-        engine: The engine's block ids.
+        engine: The engine's block ids; None until `Job.bind` says them.
         host: Slots of the slab ``host.pool``.
+        positions: Of each slot, which of the job's keys it is for.
     """
 
     rank: int
     pid: int
-    engine: GPULoadStoreSpec
+    engine: GPULoadStoreSpec | None
     host: CPULoadStoreSpec
+    positions: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Plan:
         job: Names it, among those of all planners.
         direction: ``"load"`` from host to engine, or ``"store"``.
         num_blocks: Of a load, the prefix that is held on the host for every rank. Of a store, the keys it was given.
-        moves: One per rank, perhaps of nothing.
+        moves: One per rank, perhaps of nothing; none if the job ended before it was planned.
     """
 
     job: int

@@ -2,31 +2,34 @@
 
 A scheduler decides and has no tensors; its workers have tensors and decide nothing (`tiered_kv.worker.Worker`). What is
 planned is held under a job until every rank's worker has answered, or has ended.
+
+Every method may be called from any thread, and waits for nothing: not for storage, and not for the event loop. A
+scheduler without an event loop asks `Planner.poll` in each of its steps; a coroutine awaits the `Job`.
 """
 
-import asyncio
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from tiered_kv.keys import BlockKeys
 from tiered_kv.open_cache import OpenCache
-from tiered_kv.plan import JobResult, Outcomes, Plan, SlabHandle
+from tiered_kv.plan import Outcomes, SlabHandle
 from tiered_kv.specs import GPULoadStoreSpec
-from tiered_kv.transfers.jobs import LoadPart, pages_of, reserve_parts
-from tiered_kv.transfers.prefetch import bring_to_host, lease_prefix
-from tiered_kv.validation import check_planned
+from tiered_kv.transfers.jobs import Job, JobRequest
+from tiered_kv.validation import check_planned, check_seconds
 
 
 class Planner:
-    """Made by `TieredKV.planner`; for the event loop's thread, as the cache is. Ends with the cache."""
+    """Made by `TieredKV.planner`. Ends with the cache."""
 
-    def __init__(self, opened: Callable[[], OpenCache]) -> None:
-        """Made by `TieredKV` only; ``opened`` returns the cache, or raises when it may not be called."""
-        self._opened = opened
+    def __init__(self, cache: OpenCache, check_open: Callable[[], object]) -> None:
+        """Made by `TieredKV` only; ``check_open`` raises when the cache may not be called any more."""
+        self._cache = cache
+        self._check_open = check_open
 
     def slabs(self) -> tuple[SlabHandle, ...]:
         """Return what a `Worker` in another process attaches: the host memory of every KV group and rank. Picklable."""
-        cache = self._opened()
+        self._check_open()
+        cache = self._cache
         num_ranks, pid = len(cache.shards), os.getpid()
         return tuple(
             SlabHandle(
@@ -40,80 +43,71 @@ class Planner:
     def register_worker(self, *, rank: int = 0, pid: int | None = None) -> None:
         """Say which process executes the plans of a rank: this one by default. Its end ends its part of every job.
 
+        Workers may come long after the cache was opened; until every rank has one, nothing can be planned.
+
         Raises:
             ConfigurationError: No such process or rank, or the rank has a worker that is alive, and may be writing.
         """
-        self._opened().jobs.register(rank, os.getpid() if pid is None else pid)
+        self._check_open()
+        self._cache.jobs.workers.register(rank, os.getpid() if pid is None else pid)
 
-    async def plan_load(self, keys: BlockKeys, into: GPULoadStoreSpec) -> Plan:
+    def plan_load(self, keys: BlockKeys, into: GPULoadStoreSpec) -> Job:
         """Bring a prefix to host memory and hold it there, for workers to copy into the engine's blocks.
+
+        The plan is there when the bytes are; its ``num_blocks`` is the prefix that is held for every rank.
 
         Args:
             keys: What to load, in prompt order.
-            into: ``pages_per_block`` block ids per key, the same on every rank.
-
-        Returns:
-            A picklable plan; its ``num_blocks`` is the prefix that is held for every rank.
+            into: ``pages_per_block`` block ids per key, the same on every rank. They are the workers' from `execute`
+                on.
 
         Raises:
-            ConfigurationError, LayoutMismatchError: Arguments that cannot be right, no CPU tier, or a rank whose
-                worker is missing, or has ended meanwhile. Nothing is held.
+            ConfigurationError, LayoutMismatchError: Arguments that cannot be right, no CPU tier, or a rank without a
+                worker. Nothing is held. If a worker ends before the plan is made, the job's result says so.
             ClosedError: The cache is not open any more.
         """
-        cache = self._opened()
-        parts = cache.batches(keys)
-        group = check_planned(parts[0][0], keys, into)
-        cache.jobs.check_workers()
-        epoch = cache.epoch
-        sources = await bring_to_host(parts)
-        self._opened()  # what held the bytes may be gone by now, and whoever was to move them
-        cache.jobs.check_workers()
-        held = [
-            LoadPart(chain, lease, source)
-            for (chain, _), lease, source in zip(parts, lease_prefix(parts), sources, strict=True)
-        ]
-        n = len(held[0].slots)
-        pages = [into[: n * group.pages_per_block]] * len(held)
-        return cache.jobs.begin("load", held, pages, n, lambda: cache.epoch == epoch)
+        self._check_open()
+        cache = self._cache
+        parts, epoch = cache.batches(keys), cache.epoch
+        check_planned(parts[0][0], keys, into)
+        return cache.jobs.begin(JobRequest("load", parts, into, lambda: cache.epoch == epoch))
 
-    def plan_store(self, keys: BlockKeys, source: GPULoadStoreSpec, *, epoch: str | None = None) -> Plan:
-        """Reserve host slots for workers to copy the engine's blocks to. Waits for nothing.
+    def plan_store(self, keys: BlockKeys, source: GPULoadStoreSpec, *, epoch: str | None = None) -> Job:
+        """Reserve host slots for workers to copy the engine's blocks to.
 
-        What is there already is left out, rank by rank. Where the CPU tier has no room for all the plan is empty.
+        What is there already is left out, rank by rank. Where the CPU tier has no room for all nothing is stored.
 
         Args:
             keys: What to store, in prompt order.
-            source: ``pages_per_block`` block ids per key, the same on every rank.
+            source: ``pages_per_block`` block ids per key, the same on every rank. They must not change until the
+                workers have copied them.
             epoch: The weights that computed the blocks, where they are not the current ones any more.
 
         Raises:
-            ConfigurationError, LayoutMismatchError: As for `plan_load`.
+            ConfigurationError, LayoutMismatchError, ClosedError: As for `plan_load`.
         """
-        cache = self._opened()
+        self._check_open()
+        cache = self._cache
         parts = cache.batches(keys, epoch)
-        group = check_planned(parts[0][0], keys, source)
-        cache.jobs.check_workers()
-        held = reserve_parts(parts)
-        pages = [pages_of(source, group.pages_per_block, part) for part in held]
-        return cache.jobs.begin("store", held, pages, len(keys), lambda: True)
+        check_planned(parts[0][0], keys, source)
+        return cache.jobs.begin(JobRequest("store", parts, source, lambda: True))
 
-    def complete(self, outcomes: Outcomes) -> JobResult | None:
-        """Take one rank's answer, in any order; return how the job ended if it was the last, else None.
+    def complete(self, outcomes: Outcomes) -> None:
+        """Take one rank's answer, in any order. The job ends, soon, with the last one that has something to move.
 
         Only what every rank has copied out becomes readable; it is then written to the tiers below. Answers to jobs
-        that have ended are passed over.
+        that are over, and to a cache that is closed, are passed over.
 
         Raises:
             ConfigurationError: They are no `Outcomes` of a rank here.
         """
-        return self._opened().jobs.complete(outcomes)
+        self._cache.jobs.complete(outcomes)
 
-    def ended(self, plan: Plan) -> Awaitable[JobResult]:
-        """Return what to await for the end of a job: every rank has answered, or its worker has ended.
+    def poll(self, timeout_s: float = 0.0) -> list[Job]:
+        """Return the jobs that were planned or have ended since they were last returned: look at ``job.result`` first.
 
-        Of a job that is over it is there at once. Cancelling the wait does not end the job.
-
-        Raises:
-            ConfigurationError: No job of this cache, or one that ended 4,096 jobs ago.
+        Waits for the first of them, at most ``timeout_s``, and only while any job is under way. Each is given to one
+        caller only; what a coroutine awaits is not polled. Of jobs that nobody asks for, the newest 65,536 are kept.
         """
-        return asyncio.shield(self._opened().jobs.ended(plan))
+        check_seconds("timeout_s", timeout_s)
+        return self._cache.jobs.poll(timeout_s)

@@ -110,29 +110,32 @@ class Worker:
             ConfigurationError: Blocks or slots that this rank does not have, no tensors, a plan that was executed
                 before, or one for another process, in whose place this was started. Nothing has moved.
         """
-        move = plan.move_of(self.rank)
+        ended: Future[Outcomes] = Future()
+        ended.set_running_or_notify_cancel()  # from here on it cannot be cancelled: a copy goes on, whoever waits
+        move = next((move for move in plan.moves if move.rank == self.rank), None)
+        if move is None or not len(move.host):
+            ended.set_result(Outcomes(plan.job, self.rank, 0))
+            return ended
         if move.pid != os.getpid():
             raise ConfigurationError(
                 f"job {plan.job} is for process {move.pid}, this is {os.getpid()}: its slots may be another's by now"
             )
-        ended: Future[Outcomes] = Future()
-        ended.set_running_or_notify_cancel()  # from here on it cannot be cancelled: a copy goes on, whoever waits
-        if not len(move.host):
-            ended.set_result(Outcomes(plan.job, self.rank, 0))
-            return ended
-        caches, slab = self._caches.get(move.engine.group), self._slabs.get(move.host.pool)
+        engine = move.engine
+        if engine is None:
+            raise ConfigurationError(f"job {plan.job} has no blocks of the engine yet: job.bind() says which")
+        caches, slab = self._caches.get(engine.group), self._slabs.get(move.host.pool)
         if caches is None:
             raise ConfigurationError("register_kv_caches() comes before a plan is executed: there are no tensors yet")
         if slab is None:
             raise ConfigurationError(f"{move.host.pool!r} is none of the slabs attached: {', '.join(self._slabs)}")
-        caches.check_ids(move.engine.ids)
+        caches.check_ids(engine.ids)
         self._check_new(plan.job)
 
         def copy() -> None:
             if plan.direction == "load":
-                scatter_blocks(slab.rows, move.host.ids, caches, move.engine.ids)
+                scatter_blocks(slab.rows, move.host.ids, caches, engine.ids)
             else:
-                gather_blocks(caches, move.engine.ids, slab.rows, move.host.ids)
+                gather_blocks(caches, engine.ids, slab.rows, move.host.ids)
 
         def done(error: BaseException | None) -> None:
             moved = 0 if error else len(move.host)

@@ -183,8 +183,9 @@ async def test_workers_encode_too() -> None:
         planner.register_worker()
         with Worker(planner.slabs(), layout=KVLayout((NHD,)), device="cpu") as worker:
             worker.register_kv_caches(theirs, axes="PBNHD")
-            plan = planner.plan_store(keys, GPULoadStoreSpec(pages))
-            planner.complete(worker.execute(plan))
+            job = planner.plan_store(keys, GPULoadStoreSpec(pages))
+            planner.complete(worker.execute(await job.planned()))
+            await job.ended()
             for tensor in ours:
                 tensor.zero_()
             assert (await kv.load(keys, GPULoadStoreSpec(pages))).num_blocks == NUM_BLOCKS

@@ -58,7 +58,7 @@ async def test_layer_wise_stores_and_plans_are_refused_too() -> None:
         for layer in range(2):
             handle.store_layer(layer)
         assert (await handle).drop_reasons == {"draining": 4}
-        assert len(planner.plan_store(KEYS, INTO).moves[0].host.ids) == 0
+        assert len((await planner.plan_store(KEYS, INTO).planned()).moves[0].host.ids) == 0
 
 
 def test_a_drain_is_bounded() -> None:

@@ -27,6 +27,8 @@ from tests.support.caches import Recorder, inside, until, until_idle
 from tiered_kv import (
     ClosedError,
     ConfigurationError,
+    Job,
+    JobResult,
     KVLayout,
     LayoutMismatchError,
     Outcomes,
@@ -42,6 +44,8 @@ from tiered_kv.plan import SlabHandle
 N = 6
 KEYS = prompt(N)
 CPU = cpu(32, 2 * STRIDE)  # 32 slots for each of two ranks
+WAIT_S = 30.0
+"""For what comes at once unless something is broken."""
 
 
 def spread(plan: Plan) -> Plan:
@@ -84,11 +88,12 @@ class Ranks:
 async def store(kv: TieredKV, planner: Planner, ranks: Ranks) -> None:
     """Keep the whole prompt of both ranks."""
     ranks.compute()
-    plan = planner.plan_store(KEYS, ranks.engines[0].spec(range(N)))
-    assert planner.complete(ranks.workers[0].execute(spread(plan))) is None
-    result = planner.complete(ranks.workers[1].execute(spread(plan)))
-    assert result is not None
-    assert result.num_blocks == N
+    job = planner.plan_store(KEYS, ranks.engines[0].spec(range(N)))
+    plan = await job.planned()
+    for worker in ranks.workers:
+        assert job.result is None
+        planner.complete(worker.execute(spread(plan)))
+    assert (await job.ended()).num_blocks == N
     await kv.flush()
 
 
@@ -104,12 +109,12 @@ async def test_a_round_trip_through_two_ranks(tmp_path: Path) -> None:
     async with open_any(AnyEngine(), CPU, nvme(tmp_path), shard=Shard.every(2)) as kv:
         planner = kv.planner()
         ranks = Ranks(planner)
-        plan = await planner.plan_load(KEYS, ranks.engines[0].spec(range(N)))
+        job = planner.plan_load(KEYS, ranks.engines[0].spec(range(N)))
+        plan = await job.planned()
         assert plan.num_blocks == N
-        ended = planner.ended(plan)
         for worker in reversed(ranks.workers):  # answers come in any order
             planner.complete(worker.execute(spread(plan)))
-        assert (await ended).num_blocks == N
+        assert (await job.ended()).num_blocks == N
         assert ranks.num_right() == [N, N]
         ranks.close()
         await until_idle(kv)
@@ -121,19 +126,22 @@ async def test_what_one_rank_has_not_copied_is_readable_on_none() -> None:
         planner = kv.planner()
         ranks = Ranks(planner)
         ranks.compute()
-        plan = planner.plan_store(KEYS, ranks.engines[0].spec(range(N)))
+        job = planner.plan_store(KEYS, ranks.engines[0].spec(range(N)))
+        plan = await job.planned()
         assert kv.stats()["cpu"].pending == 2 * N
         planner.complete(ranks.workers[0].execute(plan))
-        result = planner.complete(Outcomes(plan.job, 1, 2, "it stumbled"))
-        assert result is not None
+        planner.complete(Outcomes(plan.job, 1, 2, "it stumbled"))
+        result = await job.ended()
         assert result.num_blocks == 2
         assert result.errors == ("rank 1: it stumbled",)
         assert (await kv.lookup(KEYS)).num_blocks == 2
         assert kv.stats()["cpu"].ready == 4
-        again = planner.plan_store(KEYS, ranks.engines[0].spec(range(N)))
+        storing = planner.plan_store(KEYS, ranks.engines[0].spec(range(N)))
+        again = await storing.planned()
         assert [len(move.host) for move in again.moves] == [N - 2, N - 2]  # what is there is left out
         for worker in ranks.workers:
             planner.complete(worker.execute(again))
+        await storing.ended()
         assert (await kv.lookup(KEYS)).num_blocks == N
         ranks.close()
         await until_idle(kv)
@@ -144,9 +152,11 @@ async def test_fewer_than_none_moved_is_none() -> None:
     async with open_any(AnyEngine(), CPU, shard=Shard.every(2)) as kv:
         planner = kv.planner()
         ranks = Ranks(planner)
-        plan = planner.plan_store(KEYS, ranks.engines[0].spec(range(N)))
+        job = planner.plan_store(KEYS, ranks.engines[0].spec(range(N)))
+        plan = await job.planned()
         for rank in range(2):
             planner.complete(Outcomes(plan.job, rank, -1, "it stumbled"))
+        await job.ended()
         assert (await kv.lookup(KEYS)).num_blocks == 0
         await until_idle(kv)
         ranks.close()
@@ -158,14 +168,16 @@ async def test_a_plan_holds_what_it_names() -> None:
         planner = kv.planner()
         ranks = Ranks(planner)
         await store(kv, planner, ranks)
-        plan = await planner.plan_load(KEYS, ranks.engines[0].spec(range(N)))
+        job = planner.plan_load(KEYS, ranks.engines[0].spec(range(N)))
+        plan = await job.planned()
         crowd = planner.plan_store(prompt(8, seed=1), ranks.engines[0].spec(range(8)))
-        assert [len(move.host) for move in crowd.moves] == [0, 0]  # no room: none of it, rather than a part
-        assert planner.complete(Outcomes(crowd.job, 0, 0)) is None
-        planner.complete(Outcomes(crowd.job, 1, 0))
+        assert (await crowd.ended()).num_blocks == 0  # at once: nobody has anything to do
+        assert crowd.plan is not None
+        assert [len(move.host) for move in crowd.plan.moves] == [0, 0]  # no room: none of it, rather than a part
         ranks.wipe()
         for worker in ranks.workers:
             planner.complete(worker.execute(plan))
+        await job.ended()
         assert ranks.num_right() == [N, N]
         ranks.close()
         await until_idle(kv)
@@ -179,12 +191,11 @@ async def test_a_rank_without_room_costs_the_others_nothing() -> None:
         await store(kv, planner, ranks)
         _, (chain, batch) = inside(kv).batches(KEYS)  # the facade leases for all ranks at once
         with chain.host.index.lease(batch.names):
-            plan = planner.plan_store(prompt(N, seed=1), ranks.engines[0].spec(range(N)))
+            job = planner.plan_store(prompt(N, seed=1), ranks.engines[0].spec(range(N)))
+            plan = await job.planned()
             assert [len(move.host) for move in plan.moves] == [0, 0]
         assert kv.stats()["cpu"].evicted == 0
         assert (await kv.lookup(KEYS)).num_blocks == N
-        for rank in range(2):
-            planner.complete(Outcomes(plan.job, rank, 0))
         ranks.close()
         await until_idle(kv)
 
@@ -196,9 +207,11 @@ async def test_a_plan_is_executed_once() -> None:
         assert kv.planner() is planner
         ranks = Ranks(planner)
         ranks.compute()
-        plan = planner.plan_store(KEYS, ranks.engines[0].spec(range(N)))
+        job = planner.plan_store(KEYS, ranks.engines[0].spec(range(N)))
+        plan = await job.planned()
         for worker in ranks.workers:
             planner.complete(worker.execute(plan))
+        await job.ended()
         with pytest.raises(ConfigurationError, match=f"job {plan.job} has been executed"):
             ranks.workers[0].execute(plan)
         ranks.close()
@@ -211,11 +224,12 @@ async def test_a_load_overtaken_by_new_weights_brings_nothing() -> None:
         planner = kv.planner()
         ranks = Ranks(planner)
         await store(kv, planner, ranks)
-        plan = await planner.plan_load(KEYS, ranks.engines[0].spec(range(N)))
+        job = planner.plan_load(KEYS, ranks.engines[0].spec(range(N)))
+        plan = await job.planned()
         kv.advance_epoch("w1")
         planner.complete(ranks.workers[0].execute(plan))
-        result = planner.complete(ranks.workers[1].execute(plan))
-        assert result is not None
+        planner.complete(ranks.workers[1].execute(plan))
+        result = await job.ended()
         assert (result.num_blocks, result.errors) == (0, ("epoch advanced",))
         ranks.close()
         await until_idle(kv)
@@ -227,10 +241,10 @@ async def test_closing_ends_every_job() -> None:
         planner = kv.planner()
         ranks = Ranks(planner)
         ranks.compute()
-        plan = planner.plan_store(KEYS, ranks.engines[0].spec(range(N)))
-        ended = planner.ended(plan)
+        job = planner.plan_store(KEYS, ranks.engines[0].spec(range(N)))
+        plan = await job.planned()
         planner.complete(ranks.workers[0].execute(plan))
-    assert (await ended).num_blocks == 0
+    assert (await job.ended()).num_blocks == 0
     pending = [chain.host.index.statistics().pending for chain in inside(kv).chains]  # kv.stats() is closed
     assert pending == [0, N]
     ranks.close()
@@ -246,23 +260,23 @@ async def test_a_worker_that_ends_while_its_plan_is_made() -> None:
         with idle_process() as process:
             planner.register_worker(pid=process.pid)
             below.on_read.hold()
-            planning = asyncio.create_task(planner.plan_load(KEYS, engine.spec(range(N))))
+            job = planner.plan_load(KEYS, engine.spec(range(N)))
             await until(lambda: below.on_read.num_held > 0)
         await until(lambda: bool(recorder.of(WorkerEnded)))
         below.on_read.release()
-        with pytest.raises(ConfigurationError, match="worker of every rank"):
-            await planning
+        assert "worker of every rank" in (await job.ended()).errors[0]
+        assert job.plan is not None
+        assert not job.plan.moves
         await until_idle(kv)
         await kv.evict(KEYS, tier="cpu")
         planner.register_worker()
         below.on_read.hold()
-        planning = asyncio.create_task(planner.plan_load(KEYS, engine.spec(range(N))))
+        job = planner.plan_load(KEYS, engine.spec(range(N)))
         await until(lambda: below.on_read.num_held > 0)
         closing = asyncio.create_task(kv.aclose())
         await checkpoint()
         below.on_read.release()
-        with pytest.raises(ClosedError):
-            await planning
+        assert await job.ended() == JobResult(job.number, 0, ("closed",))
         await closing
 
 
@@ -274,7 +288,8 @@ async def test_a_plan_is_for_one_process_only() -> None:
         with Worker(planner.slabs(), layout=SMALL, device="cpu") as worker, idle_process() as process:
             worker.register_kv_caches(engine.caches[0])
             planner.register_worker(pid=process.pid)
-            plan = planner.plan_store(KEYS, engine.spec(range(N)))
+            job = planner.plan_store(KEYS, engine.spec(range(N)))
+            plan = await job.planned()
             with pytest.raises(ConfigurationError, match=f"for process {process.pid}, this is {os.getpid()}"):
                 worker.execute(plan)
 
@@ -288,11 +303,14 @@ async def test_answers_to_another_planner_end_no_job() -> None:
         second.register_worker()
         with Worker(first.slabs(), layout=SMALL, device="cpu") as worker:
             worker.register_kv_caches(engine.caches[0])
-            plan = first.plan_store(KEYS, engine.fill(KEYS, range(N)))
-            second.plan_store(other, engine.spec(range(N)))
-            outcomes = worker.execute(plan)
-            assert second.complete(outcomes) is None
-            assert first.complete(outcomes) is not None
+            job = first.plan_store(KEYS, engine.fill(KEYS, range(N)))
+            theirs = second.plan_store(other, engine.spec(range(N)))
+            outcomes = worker.execute(await job.planned())
+            await theirs.planned()
+            second.complete(outcomes)
+            first.complete(outcomes)
+            assert (await job.ended()).num_blocks == N
+            assert theirs.result is None
         assert (await kv.lookup(KEYS)).num_blocks == N
         assert (await kv.lookup(other)).num_blocks == 0
 
@@ -331,7 +349,7 @@ async def test_plans_that_cannot_be() -> None:
         with pytest.raises(ConfigurationError, match="cannot be the worker"):
             planner.register_worker(rank=1, pid=2**22 + 1)
         with pytest.raises(LayoutMismatchError, match="need 6 block ids, got 5"):
-            await planner.plan_load(KEYS, engine.spec(range(N - 1)))
+            planner.plan_load(KEYS, engine.spec(range(N - 1)))
         with pytest.raises(ConfigurationError, match="Outcomes of one of its ranks"):
             planner.complete(Outcomes(1, 2, 0))
         with pytest.raises(ConfigurationError, match="rank 5 needs host memory"):
@@ -409,14 +427,15 @@ def processes() -> Generator[list[Process]]:
         each.kill()
 
 
-async def both(planner: Planner, processes: Sequence[Process], plan: Plan) -> int:
-    """Have both processes execute a plan; return what came of it."""
+async def both(planner: Planner, processes: Sequence[Process], job: Job) -> int:
+    """Have both processes execute a job's plan; return what came of it."""
+    plan = await job.planned()
     for process in processes:
         process.tell(plan)
-    results = [planner.complete(await process.answer()) for process in processes]  # type: ignore[arg-type]  # answers
-    assert results[0] is None
-    assert results[1] is not None
-    return results[1].num_blocks
+    for process in processes:
+        assert job.result is None
+        planner.complete(await process.answer())  # type: ignore[arg-type]  # answers
+    return (await job.ended()).num_blocks
 
 
 @pytest.mark.slow
@@ -431,7 +450,7 @@ async def test_two_worker_processes(processes: list[Process]) -> None:
         assert await both(planner, processes, planner.plan_store(KEYS, spec)) == N
         for process in processes:
             process.tell("wipe")
-        assert await both(planner, processes, await planner.plan_load(KEYS, spec)) == N
+        assert await both(planner, processes, planner.plan_load(KEYS, spec)) == N
         for process in processes:
             process.tell("count")
         assert [await process.answer() for process in processes] == [N, N]
@@ -450,14 +469,13 @@ async def test_a_worker_killed_in_the_middle(processes: list[Process]) -> None:
         spec = AnyEngine().spec(range(N))
         half = KEYS[: N // 2], spec[: N // 2]
         assert await both(planner, processes, planner.plan_store(*half)) == N // 2
-        storing, loading = planner.plan_store(KEYS, spec), await planner.plan_load(*half)
-        ends = [planner.ended(plan) for plan in (storing, loading)]
-        for plan in (storing, loading):
-            processes[0].tell(plan)
-            assert planner.complete(await processes[0].answer()) is None  # type: ignore[arg-type]  # answers
+        storing, loading = planner.plan_store(KEYS, spec), planner.plan_load(*half)
+        for job in (storing, loading):
+            processes[0].tell(await job.planned())
+            planner.complete(await processes[0].answer())  # type: ignore[arg-type]  # answers
         assert kv.stats()["cpu"].pending == 2 * (N - N // 2)
         processes[1].kill()
-        stored, loaded = await asyncio.gather(*ends)
+        stored, loaded = await asyncio.gather(storing.ended(), loading.ended())
         assert (stored.num_blocks, loaded.num_blocks) == (0, 0)
         assert "has ended" in loaded.errors[0]
         assert [event.jobs for event in recorder.of(WorkerEnded)] == [2]
@@ -475,12 +493,13 @@ async def test_what_cannot_be_waited_for_uses_up_no_job() -> None:
         planner = kv.planner()
         ranks = Ranks(planner)
         ranks.compute()
-        plan = planner.plan_store(KEYS, ranks.engines[0].spec(range(N)))
+        job = planner.plan_store(KEYS, ranks.engines[0].spec(range(N)))
+        plan = await job.planned()
         for worker in ranks.workers:
             with pytest.raises(ConfigurationError, match="after must"):
                 worker.start(plan, after=object())
             planner.complete(worker.execute(plan))
-        assert (await planner.ended(plan)).num_blocks == N
+        assert (await job.ended()).num_blocks == N
         ranks.close()
         await until_idle(kv)
 
@@ -490,13 +509,15 @@ async def test_an_execution_cannot_be_cancelled() -> None:
     async with open_any(AnyEngine(), CPU, shard=Shard.every(2)) as kv:
         planner = kv.planner()
         ranks = Ranks(planner)
-        plan, after = planner.plan_store(KEYS, ranks.engines[0].spec(range(N))), threading.Event()
+        job, after = planner.plan_store(KEYS, ranks.engines[0].spec(range(N))), threading.Event()
+        plan = await job.planned()
         moving = [worker.start(plan, after=after) for worker in ranks.workers]
         assert [future.cancel() for future in moving] == [False, False]
         after.set()
         assert [future.result(30).num_moved for future in moving] == [N, N]
         for future in moving:
             planner.complete(future.result())
+        await job.ended()
         ranks.close()
         await until_idle(kv)
 
@@ -509,32 +530,142 @@ async def test_outcomes_that_say_nothing_leave_the_job_as_it_was(wrong: dict[str
     async with open_any(AnyEngine(), CPU, shard=Shard.every(2)) as kv:
         planner = kv.planner()
         ranks = Ranks(planner)
-        plan = planner.plan_store(KEYS, ranks.engines[0].spec(range(N)))
+        job = planner.plan_store(KEYS, ranks.engines[0].spec(range(N)))
+        plan = await job.planned()
         planner.complete(Outcomes(plan.job, 0, N))
         with pytest.raises(ConfigurationError):
             planner.complete(replace(Outcomes(plan.job, 1, N), **wrong))
         assert kv.stats()["cpu"].pending == 2 * N
-        result = planner.complete(Outcomes(plan.job, 1, np.int64(N)))  # type: ignore[arg-type]  # an int of numpy
-        assert result is not None
-        assert result.num_blocks == N
+        planner.complete(Outcomes(plan.job, 1, np.int64(N)))  # type: ignore[arg-type]  # an int of numpy
+        assert (await job.ended()).num_blocks == N
         ranks.close()
         await until_idle(kv)
 
 
-async def test_the_end_of_a_job_can_be_asked_for_when_it_is_over() -> None:
-    """It is there at once, and its last answer once more is no error; of a job of nobody's it is refused."""
+async def test_what_is_over_can_be_ended_again() -> None:
+    """By its last answer once more, by a cancellation, and in a cache that is closed: none of it is an error."""
     async with open_any(AnyEngine(), CPU, shard=Shard.every(2)) as kv:
         planner = kv.planner()
         ranks = Ranks(planner)
-        plan = planner.plan_store(KEYS, ranks.engines[0].spec(range(N)))
-        planner.complete(Outcomes(plan.job, 0, N))
-        result = planner.complete(Outcomes(plan.job, 1, N))
-        assert await planner.ended(plan) == result
-        assert planner.complete(Outcomes(plan.job, 1, N)) is None
-        with pytest.raises(ConfigurationError, match="none of this cache's"):
-            planner.ended(replace(plan, job=plan.job + 1))
+        job = planner.plan_store(KEYS, ranks.engines[0].spec(range(N)))
+        await job.planned()
+        for rank in range(2):
+            planner.complete(Outcomes(job.number, rank, N))
+        result = await job.ended()
+        planner.complete(Outcomes(job.number, 1, 0))
+        job.cancel()
+        await checkpoint()
+        assert await job.ended() is job.result is result
+        assert (await kv.lookup(KEYS)).num_blocks == N
         ranks.close()
         await until_idle(kv)
+    planner.complete(Outcomes(job.number, 1, 0))
+    job.cancel()
+    with pytest.raises(ClosedError):
+        planner.plan_store(KEYS, ranks.engines[0].spec(range(N)))
+
+
+async def test_a_job_that_nobody_was_sent_is_cancelled() -> None:
+    """At any time: before it is planned, while bytes are brought for it, and after. It holds nothing any more."""
+    engine, below = AnyEngine(), ScriptedBackend()
+    async with open_any(engine, cpu(32), below) as kv:
+        await (await kv.store(KEYS, engine.fill(KEYS, range(N)))).settled()
+        planner, spec = kv.planner(), engine.spec(range(N))
+        planner.register_worker()
+        jobs = [planner.plan_load(KEYS, spec), planner.plan_store(prompt(N, seed=1), spec)]
+        for job in jobs:
+            await job.planned()
+            job.cancel()
+            assert await job.ended() == JobResult(job.number, 0, ("cancelled",))
+        await until_idle(kv)
+        await kv.evict(KEYS, tier="cpu")
+        below.on_read.hold()
+        jobs = [planner.plan_load(KEYS, spec), planner.plan_load(KEYS, spec)]
+        jobs[0].cancel()
+        await until(lambda: below.on_read.num_held > 0)
+        jobs[1].cancel()
+        assert [(await job.ended()).errors for job in jobs] == [("cancelled",)] * 2
+        below.on_read.release()
+        await until_idle(kv)
+        assert (await kv.lookup(prompt(N, seed=1))).num_blocks == 0
+
+
+async def test_a_scheduler_without_an_event_loop() -> None:
+    """A thread registers, plans, executes, completes and polls; each job is polled as planned, and as over."""
+    async with open_any(AnyEngine(), CPU, shard=Shard.every(2)) as kv:
+
+        def schedule() -> None:
+            planner = kv.planner()
+            ranks = Ranks(planner)
+            ranks.compute()
+            spec = ranks.engines[0].spec(range(N))
+            for direction in ("store", "load"):
+                job = planner.plan_store(KEYS, spec) if direction == "store" else planner.plan_load(KEYS, spec)
+                assert planner.poll(WAIT_S) == [job]
+                assert job.result is None
+                assert job.plan is not None
+                assert (job.plan.job, job.plan.direction, job.plan.num_blocks) == (job.number, direction, N)
+                for worker in ranks.workers:
+                    planner.complete(worker.execute(spread(job.plan)))
+                assert planner.poll(WAIT_S) == [job]
+                assert job.result == JobResult(job.number, N)
+                ranks.wipe() if direction == "store" else None
+            assert ranks.num_right() == [N, N]
+            empty = planner.plan_load(prompt(3, seed=9), spec[:3])
+            assert planner.poll(WAIT_S) == [empty]  # once: it is over when it is planned
+            assert empty.result == JobResult(empty.number, 0)
+            assert planner.poll(WAIT_S) == []  # at once: nothing is under way
+            ranks.close()
+
+        await asyncio.to_thread(schedule)
+        await until_idle(kv)
+
+
+async def test_nothing_waits_for_storage() -> None:
+    """A thread plans a load from a medium that hangs, and goes on with others; the plan is there when the bytes are."""
+    engine, below = AnyEngine(), ScriptedBackend()
+    async with open_any(engine, cpu(32), below) as kv:
+        await (await kv.store(KEYS, engine.fill(KEYS, range(N)))).settled()
+        await kv.evict(KEYS, tier="cpu")
+        below.on_read.hold()
+        planner, other = kv.planner(), prompt(N, seed=1)
+
+        def schedule() -> Job:
+            planner.register_worker()
+            slow = planner.plan_load(KEYS, engine.spec(range(N)))
+            fast = planner.plan_store(other, engine.spec(range(N)))
+            assert planner.poll(WAIT_S) == [fast]
+            planner.complete(Outcomes(fast.number, 0, N))
+            assert planner.poll(WAIT_S) == [fast]
+            assert planner.poll() == []
+            assert slow.plan is None
+            return slow
+
+        slow = await asyncio.to_thread(schedule)
+        below.on_read.release()
+        assert await asyncio.to_thread(planner.poll, WAIT_S) == [slow]
+        assert slow.plan is not None
+        assert slow.plan.num_blocks == N
+        slow.cancel()
+        await slow.ended()
+        assert planner.poll() == []  # whoever awaits knows
+        await until_idle(kv)
+
+
+async def test_a_job_is_awaited_on_the_loop_of_its_cache() -> None:
+    """Elsewhere the wait would have no end: it is refused, and so is blocking the loop in `poll`."""
+    async with open_any(AnyEngine(), CPU) as kv:
+        planner = kv.planner()
+        planner.register_worker()
+        job = planner.plan_store(KEYS, AnyEngine().spec(range(N)))
+        with pytest.raises(ConfigurationError, match="on the event loop that opened its cache"):
+            await asyncio.to_thread(lambda: asyncio.run(job.ended()))
+        with pytest.raises(ConfigurationError, match="must not block"):
+            planner.poll(1.0)
+        with pytest.raises(ConfigurationError, match="timeout_s"):
+            planner.poll(-1.0)
+        assert planner.poll() == [job]
+        job.cancel()
 
 
 async def test_a_worker_is_watched_whatever_the_number_of_its_descriptor() -> None:

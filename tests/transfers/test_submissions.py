@@ -37,7 +37,7 @@ async def test_a_signals_handler_may_submit_while_its_thread_does() -> None:
     def submit() -> None:
         tickets.append(transfers.submit())
 
-    for of in ("tiered_kv.transfers.submissions", "tiered_kv.loop_calls"):
+    for of in ("tiered_kv.transfers.submissions", "tiered_kv.transfers.polled", "tiered_kv.loop_calls"):
         work = partial(interrupted_everywhere, submit, submit, of=of)
         num_times = await asyncio.to_thread(work)
         await until(lambda: all(ticket.result is not None for ticket in tickets))

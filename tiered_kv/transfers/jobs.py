@@ -1,222 +1,146 @@
 """Jobs: transfers that other processes carry out. Their slots are held until every rank has answered, or has died.
 
+Any thread begins, completes and polls jobs, and waits for nothing; what is decided is decided on the event loop, soon.
 A worker that is late keeps its slots, since it may write to them at any time; only its answer or its end frees them.
 What one rank did not copy out does not become readable on any.
 """
 
 import asyncio
-import os
 import secrets
-import select
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from functools import partial
+from typing import Final, Literal, TypeVar, TypeVarTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.catalog.leases import Lease, Reservation
-from tiered_kv.errors import ConfigurationError
+from tiered_kv.errors import ClosedError, ConfigurationError
 from tiered_kv.events import Emit, WorkerEnded
 from tiered_kv.integers import as_int
+from tiered_kv.loop_calls import LoopCalls
 from tiered_kv.plan import JobResult, Move, Outcomes, Plan
 from tiered_kv.specs import CPULoadStoreSpec, GPULoadStoreSpec
 from tiered_kv.tiers.base import Mask
 from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.chain import Chain
-from tiered_kv.transfers.writedown import Tally, write_down
+from tiered_kv.tiers.tasks import Tasks
+from tiered_kv.transfers.held import Held, HeldLoad, reserve_all
+from tiered_kv.transfers.polled import Polled
+from tiered_kv.transfers.prefetch import PrefetchHandle, bring_each, lease_prefix, start_bringing
+from tiered_kv.transfers.workers import Workers
 
-_REMEMBERED: Final = 4096
-"""Jobs of which it can be asked how they ended."""
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 _LEAST_INT: Final = -(1 << 63)
 """Of the blocks that a rank says it has moved: less than none is none."""
 
 
-class LoadPart:
-    """A prefix leased on the host for one rank.
+class Job:
+    """A load or store that workers carry out: planned, executed by each rank, completed. Any thread may use it.
 
-    ``source`` says of every block asked for which tier had it, by its number in the chain; it is counted there.
+    Attributes:
+        number: Names it, among the jobs of all planners: `Plan.job`.
+        plan: What workers are to do; None until that is decided. A job that ends before has one without moves.
+        result: How it ended; None until then. It is there first where a job ends at once.
     """
 
-    def __init__(self, chain: Chain, lease: Lease, source: NDArray[np.int8]) -> None:
-        self.chain = chain
-        self._lease = lease
-        self._source = source
-        self.slots = lease.slots
+    def __init__(self, jobs: "Jobs", number: int) -> None:
+        """Made by `Jobs.begin` only."""
+        self.number = number
+        self.plan: Plan | None = None
+        self.result: JobResult | None = None
+        self._jobs = jobs
 
-    def moved(self, num_moved: int) -> Mask:
-        """Say which blocks of the job are in place, of so many slots moved."""
-        return np.arange(len(self.slots)) < num_moved
+    async def planned(self) -> Plan:
+        """Wait for the plan, on the cache's event loop; other threads poll. Cancellation ends the wait only."""
+        return await self._jobs.wait(self, lambda: self.plan)
 
-    def end(self, moved: Mask) -> None:
-        """Let go of the slots; ``moved`` is what all ranks have in place."""
-        chain, n = self.chain, int(np.count_nonzero(moved))
-        # What another call brought meanwhile was on the host.
-        source = np.where(self._source[:n] < 0, len(chain.memory) - 1, self._source[:n])
-        chain.ledger.count_load(len(self._source), n)
-        for tier, count in zip(chain.tiers, np.bincount(source, minlength=len(chain.tiers)), strict=True):
-            tier.counters.hits += int(count)
-        chain.release(self._lease)
+    async def ended(self) -> JobResult:
+        """Wait for the end, on the cache's event loop; other threads poll. Cancellation ends the wait only."""
+        return await self._jobs.wait(self, lambda: self.result)
 
+    def cancel(self) -> None:
+        """End it with nothing, soon. Of a job that is over it is no error.
 
-class StorePart:
-    """Slots reserved on the host for what one rank is to copy out."""
-
-    def __init__(self, chain: Chain, batch: Batch, reservation: Reservation) -> None:
-        self.chain = chain
-        self._batch = batch
-        self._reservation = reservation
-        self.fresh = reservation.slots >= 0
-        self.slots = reservation.slots[self.fresh]
-
-    def moved(self, num_moved: int) -> Mask:
-        """Say which blocks of the job are on the host, of so many slots moved: those that were there already too."""
-        moved = ~self.fresh
-        moved[np.flatnonzero(self.fresh)[: max(0, num_moved)]] = True
-        return moved
-
-    def count(self, num_requested: int, moved: Mask) -> None:
-        """Count a store of so many blocks, of which there was room for these or for none."""
-        stored, present = int(np.count_nonzero(moved & self.fresh)), int(np.count_nonzero(~self.fresh))
-        dropped = num_requested - stored - present
-        self.chain.ledger.count_store(num_requested, stored=stored, present=present, dropped=dropped)
-
-    def end(self, moved: Mask) -> None:
-        """Make readable what all ranks have copied out, give back the other slots, and write down."""
-        chain = self.chain
-        lease = self._reservation.commit(moved)
-        self._reservation.close()
-        chain.room.changed()
-        live = lease.slots >= 0
-        n = int(np.count_nonzero(live))
-        tally = Tally(chain.tiers)
-        tally.add(chain.host, written=n, dropped=int(np.count_nonzero(self.fresh)) - n)
-        chain.count_use(self._batch[live])
-        write_down(chain, tally, chain.host, self._batch[live], lease.slots[live], lease)
+        Only while no worker has its plan: what a worker may execute ends by the worker's answer, as it may be writing.
+        """
+        self._jobs.cancel(self)
 
 
-Part = LoadPart | StorePart
+@dataclass(frozen=True)
+class JobRequest:
+    """What a job is about, once it has been checked: made in any thread, planned on the event loop.
 
+    Attributes:
+        direction: Of the bytes.
+        parts: Per rank, the tiers and the blocks.
+        engine: The engine's blocks, the same on every rank.
+        is_current: False once what was loaded is of other weights than are served.
+    """
 
-def reserve_parts(batches: Sequence[tuple[Chain, Batch]]) -> list[StorePart]:
-    """Reserve slots for what each rank lacks, if there is room for all of it; else for nothing."""
-    # Asked of all ranks first: what one would evict for its part must not be lost because another has no room.
-    if not all(chain.limits.takes_stores and chain.host.index.fits(batch.names) for chain, batch in batches):
-        batches = [(chain, batch[:0]) for chain, batch in batches]
-    reservations = [chain.reserve(chain.host, batch) for chain, batch in batches]
-    return [
-        StorePart(chain, batch, reservation)
-        for (chain, batch), reservation in zip(batches, reservations, strict=True)
-        if reservation is not None  # it fits, as was said
-    ]
+    direction: Literal["load", "store"]
+    parts: Sequence[tuple[Chain, Batch]]
+    engine: GPULoadStoreSpec
+    is_current: Callable[[], bool]
 
-
-def pages_of(source: GPULoadStoreSpec, pages_per_block: int, part: StorePart) -> GPULoadStoreSpec:
-    """Return the engine's blocks that a part of a store copies out."""
-    ids = source.ids.reshape(-1, pages_per_block)[: len(part.fresh)][part.fresh]
-    return GPULoadStoreSpec(ids.ravel(), source.group)
+    @property
+    def num_keys(self) -> int:
+        """How many blocks it is about."""
+        return len(self.parts[0][1])
 
 
 @dataclass
-class _Job:
-    plan: Plan
-    parts: Sequence[Part]
-    is_current: Callable[[], bool]
-    ended: "asyncio.Future[JobResult]"
+class _Underway:
+    """A job on the event loop: what it holds, and the ranks that have not answered."""
+
+    job: Job
+    request: JobRequest
+    held: Sequence[Held] = ()
+    waiting_for: set[int] = field(default_factory=set)
     outcomes: dict[int, Outcomes] = field(default_factory=dict)
+    task: "asyncio.Task[None] | None" = None
 
 
 class Jobs:
-    """The jobs of one cache and the workers that carry them out. For the event loop's thread."""
+    """The jobs of one cache and the workers that carry them out. Any thread may call what does not say otherwise."""
 
-    def __init__(self, num_ranks: int, emit: Emit) -> None:
+    def __init__(self, num_ranks: int, loop_calls: LoopCalls, tasks: Tasks, emit: Emit) -> None:
+        """Take jobs from now on. In the event loop's thread."""
+        self.workers = Workers(num_ranks, loop_calls, self._lose)
         self._num_ranks = num_ranks
+        self._loop_calls = loop_calls
+        self._tasks = tasks
         self._emit = emit
-        self._jobs: dict[int, _Job] = {}
-        self._over: dict[int, JobResult] = {}  # the last ones
-        self._workers: dict[int, tuple[int, int]] = {}  # rank: (pid, pidfd)
+        self._loop = asyncio.get_running_loop()
+        self._polled: Polled[Job, None] = Polled(loop_calls)
+        self._calls: deque[Callable[[], None]] = deque()
+        self._underway: dict[int, _Underway] = {}
+        self._waiters: dict[Job, set[asyncio.Future[None]]] = {}
+        self._is_open = True
         # Begins anywhere: what workers still answer to a planner before this one must end no job of this one.
-        self._next = secrets.randbits(62)
+        self._last_number = secrets.randbits(62)
 
-    def __len__(self) -> int:
-        return len(self._jobs)
-
-    def register(self, rank: int, pid: int) -> None:
-        """Count on a process for one rank; its end ends its part of every job.
+    def begin(self, request: JobRequest) -> Job:
+        """Begin a job. It is planned on the event loop, in the order of calls.
 
         Raises:
-            ConfigurationError: No such rank or process, or the rank has a worker that is alive, and may be writing.
+            ConfigurationError: Some rank has no worker.
+            ClosedError: The cache is closed.
         """
-        rank, pid = as_int("rank", rank), as_int("pid", pid, least=1)
-        if rank >= self._num_ranks:
-            raise ConfigurationError(f"rank {rank} of {self._num_ranks}: this cache has no such rank")
-        if rank in self._workers:
-            before, fd = self._workers[rank]
-            if not _has_ended(fd):
-                raise ConfigurationError(f"rank {rank} has a worker already, process {before}, which is alive")
-            self._lose(rank)
-        try:
-            fd = os.pidfd_open(pid)
-        except (OSError, OverflowError) as error:
-            raise ConfigurationError(
-                f"process {pid} cannot be the worker of rank {rank}: {getattr(error, 'strerror', None) or error}"
-            ) from error
-        try:
-            asyncio.get_running_loop().add_reader(fd, self._lose, rank)
-        except BaseException:
-            os.close(fd)
-            raise
-        self._workers[rank] = pid, fd
+        self.workers.pids()
+        with self._polled.lock:
+            if not self._is_open:
+                raise ClosedError("this TieredKV is closed")
+            self._last_number += 1
+            job = Job(self, self._last_number)
+            underway = self._underway[job.number] = _Underway(job, request)
+        self._soon(self._start, underway)
+        return job
 
-    def check_workers(self) -> None:
-        """Raise `ConfigurationError` unless every rank has a worker: else who would end a job?"""
-        if missing := sorted(set(range(self._num_ranks)) - set(self._workers)):
-            raise ConfigurationError(f"plans need a worker of every rank: register_worker() for ranks {missing}")
-
-    def begin(
-        self,
-        direction: Literal["load", "store"],
-        parts: Sequence[Part],
-        engine: Sequence[GPULoadStoreSpec],
-        num_blocks: int,
-        is_current: Callable[[], bool],
-    ) -> Plan:
-        """Make a plan of what is held for each rank.
-
-        Args:
-            direction: Of the bytes.
-            parts: By rank.
-            engine: By rank, the engine's blocks that it moves.
-            num_blocks: See `Plan`.
-            is_current: False once what was loaded is of other weights than are served.
-        """
-        self._next += 1
-        moves = tuple(
-            Move(rank, self._workers[rank][0], blocks, CPULoadStoreSpec(part.slots, part.chain.host.slab.name))
-            for rank, (part, blocks) in enumerate(zip(parts, engine, strict=True))
-        )
-        plan = Plan(self._next, direction, num_blocks, moves)
-        self._jobs[plan.job] = _Job(plan, parts, is_current, asyncio.get_running_loop().create_future())
-        return plan
-
-    def ended(self, plan: Plan) -> "asyncio.Future[JobResult]":
-        """Return what resolves when a job ends, by its ranks' answers or by their end; at once if it has.
-
-        Raises:
-            ConfigurationError: No job of this cache, or one of which the end is forgotten.
-        """
-        if (job := self._jobs.get(plan.job)) is not None:
-            return job.ended
-        if (result := self._over.get(plan.job)) is None:
-            raise ConfigurationError(
-                f"job {plan.job} is none of this cache's, or {_REMEMBERED} others have ended since it did"
-            )
-        ended: asyncio.Future[JobResult] = asyncio.get_running_loop().create_future()
-        ended.set_result(result)
-        return ended
-
-    def complete(self, outcomes: Outcomes) -> JobResult | None:
-        """Take one rank's answer, in any order; return how the job ended if it was the last. Of a job that has, None.
+    def complete(self, outcomes: Outcomes) -> None:
+        """Take one rank's answer, in any order; of a job that is over it is passed over.
 
         Raises:
             ConfigurationError: They are no `Outcomes` of a rank here. Nothing has changed.
@@ -225,72 +149,194 @@ class Jobs:
             raise ConfigurationError(f"a job is completed with the Outcomes of one of its ranks, got {outcomes!r:.200}")
         number, rank = as_int("job", outcomes.job), as_int("rank", outcomes.rank)
         num_moved = as_int("num_moved", outcomes.num_moved, least=_LEAST_INT)
-        job = self._jobs.get(number)
-        if job is None:
-            return None
-        job.outcomes.setdefault(rank, Outcomes(number, rank, num_moved, outcomes.error))
-        return self._end(job) if len(job.outcomes) == self._num_ranks else None
+        self._soon(self._take, Outcomes(number, rank, num_moved, outcomes.error))
+
+    def poll(self, timeout_s: float) -> list[Job]:
+        """Return the jobs that were planned or have ended since the last time, each once, in that order.
+
+        Waits for the first of them, at most ``timeout_s``, as long as any job is under way.
+
+        Raises:
+            ClosedError: There is none, and as the event loop is closed there will be none.
+        """
+        return [job for job, _ in self._polled.poll(timeout_s, lambda: bool(self._underway))]
+
+    def cancel(self, job: Job) -> None:
+        """See `Job.cancel`."""
+        self._soon(self._give_up, job.number, "cancelled")
+
+    def _soon(self, call: Callable[[*Ts], None], *args: *Ts) -> None:
+        self._calls.append(partial(call, *args))
+        self._loop_calls.call(self._call_next)
+
+    # On the event loop.
+
+    def _call_next(self) -> None:
+        if self._calls:  # else `close` has made the call
+            self._calls.popleft()()
+
+    async def wait(self, job: Job, answer: Callable[[], T | None]) -> T:
+        """Wait until a job has an answer. Nobody is polled for it any more.
+
+        Raises:
+            ConfigurationError: This is another event loop.
+        """
+        if asyncio.get_running_loop() is not self._loop:
+            raise ConfigurationError("a job is awaited on the event loop that opened its cache; other threads poll")
+        while (answered := answer()) is None:
+            waiter = self._loop.create_future()
+            waiters = self._waiters.setdefault(job, set())
+            waiters.add(waiter)
+            try:
+                await waiter
+            finally:
+                waiters.discard(waiter)
+        if answered is job.result or job.result is None:
+            self._polled.forget(job)
+        return answered
 
     def close(self) -> None:
-        """End every job with nothing, and watch no worker any more.
+        """Take no more jobs, end every one with nothing, and watch no worker any more.
 
         What workers may be writing to yet stays reserved for good: what else is under way must not get these slots.
         """
-        for job in list(self._jobs.values()):
-            unanswered = [part for rank, part in enumerate(job.parts) if rank not in job.outcomes]
-            self._end(job, keep=[part for part in unanswered if isinstance(part, StorePart)])
-        for rank in list(self._workers):
-            self._forget(rank)
+        with self._polled.lock:
+            self._is_open = False
+        while self._calls:  # what was answered before the end counts
+            self._calls.popleft()()
+        for number in list(self._underway):
+            self._give_up(number, "closed", may_be_writing=True)
+        self.workers.close()
 
-    def _end(self, job: _Job, keep: Sequence[Part] = ()) -> JobResult:
-        del self._jobs[job.plan.job]
-        moved = np.logical_and.reduce(
-            [
-                part.moved(job.outcomes[rank].num_moved if rank in job.outcomes else 0)
-                for rank, part in enumerate(job.parts)
-            ]
-        )
-        if job.plan.direction == "load" and not job.is_current():
-            moved = np.zeros_like(moved)
-        for part in job.parts:
-            if isinstance(part, StorePart):
-                part.count(job.plan.num_blocks, moved)
-            if part not in keep:
-                part.end(moved)
-        result = JobResult(job.plan.job, self._num_blocks(job, moved), _errors(job))
-        self._over[result.job] = result
-        if len(self._over) > _REMEMBERED:
-            del self._over[next(iter(self._over))]
-        job.ended.set_result(result)
-        return result
+    def _start(self, underway: _Underway) -> None:
+        if underway.job.result is not None:
+            return  # cancelled, or closed
+        request = underway.request
+        try:
+            if request.direction == "store":
+                self._plan(underway, lambda: reserve_all(request.parts))
+                return
+            sources, handles = start_bringing(request.parts)
+            if handles:
+                underway.task = self._tasks.spawn(self._bring(underway, sources, handles), "bring blocks for a plan")
+            else:
+                self._plan(underway, lambda: _lease_all(request, sources))
+        except Exception as error:
+            self._give_up(underway.job.number, repr(error))  # whoever polls has to hear of it
+            raise
 
-    def _num_blocks(self, job: _Job, moved: Mask) -> int:
-        if job.plan.direction == "store":
-            fresh = np.logical_or.reduce([part.fresh for part in job.parts if isinstance(part, StorePart)])
-            return int(np.count_nonzero(moved & fresh))
-        return [*moved.tolist(), False].index(False)
+    async def _bring(
+        self, underway: _Underway, sources: Sequence[NDArray[np.int8]], handles: Sequence[PrefetchHandle]
+    ) -> None:
+        try:
+            await bring_each(handles)
+            if underway.job.result is None:
+                self._plan(underway, lambda: _lease_all(underway.request, sources))
+        except Exception as error:
+            self._give_up(underway.job.number, repr(error))
+            raise
 
-    def _lose(self, rank: int) -> None:
+    def _plan(self, underway: _Underway, hold: Callable[[], Sequence[Held]]) -> None:
+        """Hold host memory for every rank, and say who moves what. Where there is nothing to move the job is over."""
+        job, request = underway.job, underway.request
+        try:
+            pids = self.workers.pids()
+        except ConfigurationError as error:  # one has ended meanwhile: nobody would end this job
+            self._give_up(job.number, str(error))
+            return
+        underway.held = hold()
+        per_block = request.parts[0][0].group.pages_per_block
+        pages, group = request.engine.ids.reshape(-1, per_block), request.engine.group
+        moves = tuple(
+            Move(
+                rank, pid, GPULoadStoreSpec(pages[held.positions].ravel(), group),
+                CPULoadStoreSpec(held.slots, held.chain.host.slab.name), tuple(held.positions.tolist()),
+            )
+            for rank, (pid, held) in enumerate(zip(pids, underway.held, strict=True))
+        )  # fmt: skip
+        num_blocks = len(moves[0].positions) if request.direction == "load" else request.num_keys
+        underway.waiting_for = {move.rank for move in moves if move.positions}
+        plan = Plan(job.number, request.direction, num_blocks, moves)
+        if underway.waiting_for:
+            self._tell(job, plan, None)
+        else:
+            self._end(underway, plan)
+
+    def _take(self, outcomes: Outcomes) -> None:
+        underway = self._underway.get(outcomes.job)
+        if underway is None or underway.job.plan is None or outcomes.rank not in underway.waiting_for:
+            return
+        underway.waiting_for.discard(outcomes.rank)
+        underway.outcomes[outcomes.rank] = outcomes
+        if not underway.waiting_for:
+            self._end(underway, underway.job.plan)
+
+    def _end(self, underway: _Underway, plan: Plan) -> None:
+        request = underway.request
+        moved: Mask = np.full(request.num_keys, fill_value=True)
+        for move, held in zip(plan.moves, underway.held, strict=True):
+            moved &= held.present | _moved(move, underway.outcomes.get(move.rank), request.num_keys)
+        errors = [f"rank {rank}: {each.error}" for rank, each in sorted(underway.outcomes.items()) if each.error]
+        if request.direction == "load" and not request.is_current():
+            moved[:] = False
+            errors.append("epoch advanced")
+        for held in underway.held:
+            held.end(moved)
+        if request.direction == "load":
+            num_blocks = [*moved.tolist(), False].index(False)
+        else:
+            num_blocks = int(np.count_nonzero(moved & ~np.logical_and.reduce([held.present for held in underway.held])))
+        self._tell(underway.job, plan, JobResult(plan.job, num_blocks, tuple(errors)))
+
+    def _give_up(self, number: int, why: str, *, may_be_writing: bool = False) -> None:
+        """End a job with nothing, for the whole of it; what a worker may be writing to stays reserved for good."""
+        underway = self._underway.get(number)
+        if underway is None:
+            return
+        if underway.task is not None:
+            underway.task.cancel()
+        nothing: Mask = np.zeros(underway.request.num_keys, np.bool_)
+        for rank, held in enumerate(underway.held):
+            if may_be_writing and rank in underway.waiting_for:
+                held.abandon()
+            else:
+                held.end(nothing)
+        plan = underway.job.plan or Plan(number, underway.request.direction, 0, ())
+        self._tell(underway.job, plan, JobResult(number, 0, (why,)))
+
+    def _tell(self, job: Job, plan: Plan, result: JobResult | None) -> None:
+        with self._polled.lock:
+            if result is not None:
+                job.result = result  # before the plan: who sees a plan of nothing must not think that it is to be done
+                del self._underway[job.number]
+            job.plan = plan
+            self._polled.tell(job, None)
+        for waiter in self._waiters.pop(job, ()):
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def _lose(self, rank: int, pid: int) -> None:
         """A worker has ended: it touches no slot any more, and what it had not answered it will not."""
-        pid = self._forget(rank)
-        unanswered = [job for job in self._jobs.values() if rank not in job.outcomes]
+        unanswered = [
+            underway.job.number
+            for underway in list(self._underway.values())
+            if rank in underway.waiting_for and underway.job.plan and underway.job.plan.move_of(rank).pid == pid
+        ]
         self._emit(WorkerEnded(rank, pid, len(unanswered)))
-        for job in unanswered:
-            self.complete(Outcomes(job.plan.job, rank, 0, f"the worker of process {pid} has ended"))
-
-    def _forget(self, rank: int) -> int:
-        pid, fd = self._workers.pop(rank)
-        asyncio.get_running_loop().remove_reader(fd)
-        os.close(fd)
-        return pid
+        for number in unanswered:
+            self._take(Outcomes(number, rank, 0, f"the worker of process {pid} has ended"))
 
 
-def _has_ended(pidfd: int) -> bool:
-    ended = select.poll()  # select() takes no descriptor above 1,023
-    ended.register(pidfd, select.POLLIN)
-    return bool(ended.poll(0))
+def _lease_all(request: JobRequest, sources: Sequence[NDArray[np.int8]]) -> Sequence[Held]:
+    return [
+        HeldLoad(chain, lease, source)
+        for (chain, _), lease, source in zip(request.parts, lease_prefix(request.parts), sources, strict=True)
+    ]
 
 
-def _errors(job: _Job) -> tuple[str, ...]:
-    said = [f"rank {rank}: {outcomes.error}" for rank, outcomes in sorted(job.outcomes.items()) if outcomes.error]
-    return tuple(said if job.is_current() else [*said, "epoch advanced"])
+def _moved(move: Move, outcomes: Outcomes | None, num_keys: int) -> Mask:
+    """Say which of the job's blocks a rank has moved: the first slots of its part."""
+    moved: Mask = np.zeros(num_keys, np.bool_)
+    if outcomes is not None:
+        moved[np.array(move.positions[: max(0, outcomes.num_moved)], np.int64)] = True
+    return moved

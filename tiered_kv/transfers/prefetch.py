@@ -116,13 +116,14 @@ class Prefetch(Revocable):
         return landed.num_blocks
 
 
-async def bring_to_host(parts: Sequence[tuple[Chain, Batch]]) -> list[NDArray[np.int8]]:
-    """Copy up what is below the CPU tier, as far as it fits; for several ranks at once. Holds nothing.
+def start_bringing(parts: Sequence[tuple[Chain, Batch]]) -> tuple[list[NDArray[np.int8]], list[PrefetchHandle]]:
+    """Start to copy up what is below the CPU tier, as far as it fits; for several ranks at once. Holds nothing.
 
     Returns:
-        For each rank, by position, the number of the tier that had the block before; -1 where it was not brought.
+        For each rank, by position, the number of the tier that had the block before, which is known once it has
+        arrived; -1 where it was not brought. And what to wait for, with `bring_each`: nothing if all is there.
     """
-    handles: list[Handle[PrefetchResult]] = []
+    handles: list[PrefetchHandle] = []
     sources = []
     for chain, batch in parts:
         ready = chain.host.index.ready(batch.names)
@@ -131,13 +132,17 @@ async def bring_to_host(parts: Sequence[tuple[Chain, Batch]]) -> list[NDArray[np
             prefetch = Prefetch(chain, batch, chain.host)
             sources[-1] = prefetch.source
             handles.append(prefetch.start(chain.tasks.spawn(prefetch.run(), f"bring {len(batch)} blocks")))
+    return sources, handles
+
+
+async def bring_each(handles: Sequence[PrefetchHandle]) -> None:
+    """Wait until all has arrived that will. Cancelled, stop it, without waiting: it touches no memory but ours."""
     try:
         for handle in handles:
             await handle
     except asyncio.CancelledError:
-        cancel_each(handles)  # they touch no memory but ours: nobody has to wait for their end
+        cancel_each(handles)
         raise
-    return sources
 
 
 def lease_prefix(parts: Sequence[tuple[Chain, Batch]]) -> list[Lease]:
@@ -155,7 +160,8 @@ def lease_prefix(parts: Sequence[tuple[Chain, Batch]]) -> list[Lease]:
 @asynccontextmanager
 async def hold_on_host(chain: Chain, batch: Batch) -> AsyncGenerator[HostLease]:
     """Bring a prefix to host memory, and hold it there for the time of the ``async with`` block."""
-    await bring_to_host([(chain, batch)])
+    _, handles = start_bringing([(chain, batch)])
+    await bring_each(handles)
     (lease,) = lease_prefix([(chain, batch)])
     try:
         yield HostLease([chain.host.slab.payload(int(slot)).toreadonly() for slot in lease.slots])

@@ -4,29 +4,22 @@ Arguments are checked, and the wait for the caller's event is enqueued, in the c
 by all that is submitted meanwhile, lets the event loop start the transfers. What has ended is kept until it is polled,
 the newest results at least.
 
-A signal's handler may submit too, whatever its thread was doing here: the lock is one that its thread may take again,
-and each step inside it is one operation of the interpreter.
+A signal's handler may submit too, whatever its thread was doing here, see `polled`.
 """
 
 import asyncio
-import math
-import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from tiered_kv.errors import ClosedError, ConfigurationError
 from tiered_kv.loop_calls import LoopCalls
 from tiered_kv.results import LoadResult, StoreResult, TierFault
 from tiered_kv.transfers.handles import Handle
+from tiered_kv.transfers.polled import MOST_KEPT, Polled
 
 T = TypeVar("T")
-_LOOK_AGAIN_S: Final = 0.5
-"""How often who waits looks whether the event loop is still there: one that is closed tells nobody."""
-_MOST_KEPT: Final = 1 << 16
-"""Results that nobody has polled: a program may look at its tickets instead, and never poll."""
 
 
 class Ticket(Generic[T]):
@@ -65,23 +58,19 @@ StoreTicket = Ticket[StoreResult]
 class Submissions:
     """What threads have submitted to one cache. Any thread may call what does not say otherwise."""
 
-    def __init__(self, loop_calls: LoopCalls, most_kept: int = _MOST_KEPT) -> None:
+    def __init__(self, loop_calls: LoopCalls, most_kept: int = MOST_KEPT) -> None:
         """Take submissions from now on, and keep so many results for `poll`. In the event loop's thread."""
-        self._most_kept = most_kept
-        # Held for a few instructions, never while something is checked, started or waited for.
-        self._changed = threading.Condition()
+        self._polled: Polled[Ticket[Any], Any] = Polled(loop_calls, most_kept)
         self._starts: deque[tuple[Ticket[Any], Callable[[], Handle[Any]], Callable[[BaseException], Any]]] = deque()
         self._is_waking = False
         self._underway: set[Ticket[Any]] = set()
-        self._finished: dict[Ticket[Any], Any] = {}
         self._is_open = True
         self._loop_calls = loop_calls
-        self._loop_thread = threading.get_ident()
         self._handles: dict[Ticket[Any], Handle[Any]] = {}  # the event loop's thread alone uses them
 
     def close(self) -> None:
         """Take no more, and start what has been taken. In the event loop's thread."""
-        with self._changed:
+        with self._polled.lock:
             self._is_open = False
         self._start_all()
 
@@ -96,7 +85,7 @@ class Submissions:
             ClosedError: The cache is closed; ``start`` is not called.
         """
         ticket: Ticket[T] = Ticket(self)
-        with self._changed:
+        with self._polled.lock:
             if not self._is_open:
                 raise ClosedError("this TieredKV is closed")
             self._underway.add(ticket)
@@ -114,22 +103,17 @@ class Submissions:
         Raises:
             ClosedError: Nothing has ended, and as the event loop is closed nothing of what is under way will.
         """
-        with self._changed:
-            if timeout_s > 0:
-                self._check_may_block()
-            self._wait_until(lambda: bool(self._finished) or not self._underway, timeout_s)
-            finished, self._finished = self._finished, {}
-        return list(finished.items())
+        return self._polled.poll(timeout_s, lambda: bool(self._underway))
 
     def wait(self, ticket: Ticket[T], timeout_s: float | None) -> T:
         """See `Ticket.wait`."""
         if timeout_s is not None and not timeout_s >= 0:
             raise ConfigurationError(f"timeout_s must be a number of seconds, 0 or more, got {timeout_s!r:.80}")
-        with self._changed:
+        with self._polled.lock:
             if ticket.result is None:
-                self._check_may_block()
-                self._wait_until(lambda: ticket.result is not None, timeout_s)
-            self._finished.pop(ticket, None)
+                self._polled.check_may_block()
+                self._polled.wait_until(lambda: ticket.result is not None, timeout_s)
+            self._polled.forget(ticket)
             if ticket.result is None:
                 raise TimeoutError(f"the transfer has not ended within {timeout_s} s; it goes on")
             return ticket.result
@@ -138,21 +122,6 @@ class Submissions:
         """See `Ticket.cancel`."""
         if ticket.result is None:
             self._loop_calls.call(self._cancel, ticket)
-
-    def _wait_until(self, is_over: Callable[[], bool], timeout_s: float | None) -> None:
-        """Wait until ``is_over()``, at most so long, and not for an event loop that is closed; with the lock held."""
-        deadline = time.monotonic() + timeout_s if timeout_s is not None else math.inf
-        while not is_over():
-            if self._loop_calls.is_closed:
-                raise ClosedError("the event loop of this TieredKV was closed before the cache: no transfer will end")
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                return
-            self._changed.wait(min(left_s, _LOOK_AGAIN_S))
-
-    def _check_may_block(self) -> None:
-        if threading.get_ident() == self._loop_thread:
-            raise ConfigurationError("the event loop's thread must not block: await the handle of start_load instead")
 
     # On the event loop.
 
@@ -178,12 +147,10 @@ class Submissions:
         self._finish(ticket, task.result() if error is None else failed(error))
 
     def _finish(self, ticket: Ticket[T], result: T) -> None:
-        with self._changed:
-            ticket.result = self._finished[ticket] = result
+        with self._polled.lock:
+            ticket.result = result
             self._underway.discard(ticket)
-            if len(self._finished) > self._most_kept:
-                del self._finished[next(iter(self._finished))]
-            self._changed.notify_all()
+            self._polled.tell(ticket, result)
 
 
 def load_failed(num_blocks: int, error: BaseException) -> LoadResult:

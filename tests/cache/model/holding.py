@@ -127,21 +127,22 @@ class Holding(Machine):
     def plan(self, keys: BlockKeys, *, is_load: bool, fails: bool) -> None:
         """Plan a load or a store, have a worker move it or say that it did not, and complete the job."""
         result = self.run(self._plan(keys, is_load=is_load, fails=fails), LONG_S)
-        assert result is not None
         if is_load:
             assert self.has(keys, result.num_blocks)
         self.poison()
 
-    async def _plan(self, keys: BlockKeys, *, is_load: bool, fails: bool) -> JobResult | None:
+    async def _plan(self, keys: BlockKeys, *, is_load: bool, fails: bool) -> JobResult:
         if self.planner is None:
             self.planner = self.cache.planner()
             self.planner.register_worker()
         if is_load:
             self.asked["load"] += len(keys)
-            plan = await self.planner.plan_load(keys, self.engine.pages(keys))
+            job = self.planner.plan_load(keys, self.engine.pages(keys))
         else:
-            plan = self.planner.plan_store(keys, self.computed(keys))
-        return self.planner.complete(Outcomes(plan.job, 0, 0) if fails else await self._execute(plan))
+            job = self.planner.plan_store(keys, self.computed(keys))
+        plan = await job.planned()
+        self.planner.complete(Outcomes(plan.job, 0, 0) if fails else await self._execute(plan))
+        return await job.ended()
 
     async def _execute(self, plan: Plan) -> Outcomes:
         assert self.planner is not None

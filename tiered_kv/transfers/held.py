@@ -1,0 +1,107 @@
+"""What a job holds of one rank's host memory: leased blocks of a load, reserved slots of a store."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiered_kv.catalog.leases import Lease, Reservation
+from tiered_kv.tiers.base import Mask
+from tiered_kv.tiers.batch import Batch
+from tiered_kv.tiers.chain import Chain
+from tiered_kv.transfers.writedown import Tally, write_down
+
+
+class HeldLoad:
+    """Blocks leased on the host for one rank.
+
+    Attributes:
+        chain: Of the rank.
+        slots: Where they are.
+        positions: Which of the job's keys they are.
+        present: Which blocks of the job need no move: none.
+    """
+
+    def __init__(self, chain: Chain, lease: Lease, source: NDArray[np.int8]) -> None:
+        """Take over a lease on a prefix; ``source`` says of every key of the job which tier had it, by its number."""
+        self.chain = chain
+        self.slots = lease.slots
+        self.positions = np.arange(len(lease.slots))
+        self.present: Mask = np.zeros(len(source), np.bool_)
+        self._lease = lease
+        self._source = source
+
+    def end(self, moved: Mask) -> None:
+        """Let go of the slots; ``moved`` is what all ranks have in place."""
+        chain = self.chain
+        # What another call brought meanwhile was on the host.
+        source = np.where(self._source < 0, len(chain.memory) - 1, self._source)[moved]
+        chain.ledger.count_load(len(moved), len(source))
+        for tier, count in zip(chain.tiers, np.bincount(source, minlength=len(chain.tiers)), strict=True):
+            tier.counters.hits += int(count)
+        chain.release(self._lease)
+
+    def abandon(self) -> None:
+        """End it while a worker may be reading the slots yet: what that brings counts for nothing."""
+        self.end(np.zeros_like(self.present))
+
+
+class HeldStore:
+    """Slots reserved on the host for what one rank is to copy out.
+
+    Attributes:
+        chain: Of the rank.
+        slots: Where it goes.
+        positions: Which of the job's keys go there.
+        present: Which blocks of the job were there already.
+    """
+
+    def __init__(self, chain: Chain, batch: Batch, reservation: Reservation, num_keys: int) -> None:
+        """Take over what was reserved for ``batch``: all ``num_keys`` of the job, or none where there is no room."""
+        self.chain = chain
+        self.positions = np.flatnonzero(reservation.slots >= 0)
+        self.slots = reservation.slots[self.positions]
+        self.present: Mask = np.zeros(num_keys, np.bool_)
+        self.present[: len(batch)] = reservation.slots < 0
+        self._batch = batch
+        self._reservation = reservation
+
+    def end(self, moved: Mask) -> None:
+        """Make readable what all ranks have copied out, give back the other slots, and write down."""
+        self._count(moved)
+        chain = self.chain
+        lease = self._reservation.commit(moved[: len(self._batch)])
+        self._reservation.close()
+        chain.room.changed()
+        live = lease.slots >= 0
+        n = int(np.count_nonzero(live))
+        tally = Tally(chain.tiers)
+        tally.add(chain.host, written=n, dropped=len(self.slots) - n)
+        chain.count_use(self._batch[live])
+        write_down(chain, tally, chain.host, self._batch[live], lease.slots[live], lease)
+
+    def abandon(self) -> None:
+        """End it while a worker may be writing to the slots yet: nobody gets them any more."""
+        self._count(np.zeros_like(self.present))
+
+    def _count(self, moved: Mask) -> None:
+        stored, present = int(np.count_nonzero(moved[self.positions])), int(np.count_nonzero(self.present))
+        dropped = len(moved) - stored - present
+        self.chain.ledger.count_store(len(moved), stored=stored, present=present, dropped=dropped)
+
+
+Held = HeldLoad | HeldStore
+
+
+def reserve_all(batches: Sequence[tuple[Chain, Batch]]) -> list[HeldStore]:
+    """Reserve slots for what each rank lacks, if there is room for all of it; else for nothing."""
+    num_keys = len(batches[0][1])
+    # Asked of all ranks first: what one would evict for its part must not be lost because another has no room.
+    if not all(chain.limits.takes_stores and chain.host.index.fits(batch.names) for chain, batch in batches):
+        batches = [(chain, batch[:0]) for chain, batch in batches]
+    reservations = [chain.reserve(chain.host, batch) for chain, batch in batches]
+    return [
+        HeldStore(chain, batch, reservation, num_keys)
+        for (chain, batch), reservation in zip(batches, reservations, strict=True)
+        if reservation is not None  # it fits, as was said
+    ]

@@ -1,0 +1,110 @@
+"""The processes that carry out jobs, one per rank. Any thread registers one; its end is noticed on the event loop.
+
+They are held by `pidfd`, so that no process that got the number of one that has ended is taken for it.
+"""
+
+import asyncio
+import os
+import select
+import threading
+from collections.abc import Callable
+
+from tiered_kv.errors import ConfigurationError
+from tiered_kv.integers import as_int
+from tiered_kv.loop_calls import LoopCalls
+
+
+class _Process:
+    """The process that works for a rank. Whoever uses ``fd`` holds the lock of `Workers`."""
+
+    def __init__(self, rank: int, pid: int) -> None:
+        self.rank = rank
+        self.pid = pid
+        self.is_forgotten = False
+        try:
+            self.fd = os.pidfd_open(pid)
+        except (OSError, OverflowError) as error:
+            raise ConfigurationError(
+                f"process {pid} cannot be the worker of rank {rank}: {getattr(error, 'strerror', None) or error}"
+            ) from error
+
+    def has_ended(self) -> bool:
+        """Say whether it has, as far as the system says so now."""
+        ended = select.poll()  # select() takes no descriptor above 1,023
+        ended.register(self.fd, select.POLLIN)
+        return bool(ended.poll(0))
+
+
+class Workers:
+    """Which process works for which rank."""
+
+    def __init__(self, num_ranks: int, loop_calls: LoopCalls, on_end: Callable[[int, int], None]) -> None:
+        """Watch no process yet; on the event loop, ``on_end(rank, pid)`` is called when one has ended."""
+        self._num_ranks = num_ranks
+        self._loop_calls = loop_calls
+        self._on_end = on_end
+        self._lock = threading.Lock()
+        self._by_rank: dict[int, _Process] = {}
+        self._is_closed = False
+
+    def register(self, rank: int, pid: int) -> None:
+        """Count on a process for one rank; its end ends its part of every job. Any thread may call.
+
+        Raises:
+            ConfigurationError: No such rank or process, or the rank has a worker that is alive, and may be writing.
+        """
+        rank, pid = as_int("rank", rank), as_int("pid", pid, least=1)
+        if rank >= self._num_ranks:
+            raise ConfigurationError(f"rank {rank} of {self._num_ranks}: this cache has no such rank")
+        with self._lock:
+            before = self._by_rank.get(rank)
+            if before is not None and not before.has_ended():
+                raise ConfigurationError(f"rank {rank} has a worker already, process {before.pid}, which is alive")
+            process = self._by_rank[rank] = _Process(rank, pid)
+        if before is not None:
+            self._loop_calls.call(self._end, before)
+        self._loop_calls.call(self._watch, process)
+
+    def pids(self) -> list[int]:
+        """Return the process of every rank, in order. Any thread may call.
+
+        Raises:
+            ConfigurationError: Some rank has no worker: who would end a job?
+        """
+        with self._lock:
+            pids = {rank: process.pid for rank, process in self._by_rank.items()}
+        if missing := sorted(set(range(self._num_ranks)) - set(pids)):
+            raise ConfigurationError(f"plans need a worker of every rank: register_worker() for ranks {missing}")
+        return [pids[rank] for rank in range(self._num_ranks)]
+
+    # On the event loop.
+
+    def close(self) -> None:
+        """Watch no process any more."""
+        self._is_closed = True
+        for process in list(self._by_rank.values()):
+            self._forget(process)
+
+    def _watch(self, process: _Process) -> None:
+        if self._is_closed:
+            self._forget(process)
+        elif not process.is_forgotten:
+            try:
+                asyncio.get_running_loop().add_reader(process.fd, self._end, process)
+            except BaseException:
+                self._end(process)  # one that nobody watches is no worker: its jobs would never end
+                raise
+
+    def _end(self, process: _Process) -> None:
+        if not process.is_forgotten:
+            self._forget(process)
+            self._on_end(process.rank, process.pid)
+
+    def _forget(self, process: _Process) -> None:
+        if not process.is_forgotten:
+            process.is_forgotten = True
+            asyncio.get_running_loop().remove_reader(process.fd)
+            with self._lock:
+                if self._by_rank.get(process.rank) is process:
+                    del self._by_rank[process.rank]
+                os.close(process.fd)
