@@ -18,7 +18,6 @@ from tiered_kv import (
     KVGroup,
     KVLayout,
     ModelIdentity,
-    Outcomes,
     Planner,
     Shard,
     SlabHandle,
@@ -43,10 +42,7 @@ def work(rank: int, slabs: Sequence[SlabHandle], pipe: Connection) -> None:
         while (plan := pipe.recv()) is not None:
             outcomes = worker.execute(plan)  # from here on the plan's blocks are the engine's again
             is_right = all(torch.equal(layer[:, :31], new) for layer, new in zip(kv_caches, computed, strict=True))
-            print(
-                f"rank {rank}: {plan.direction} of {outcomes.num_moved} blocks, the right bytes: {is_right}", flush=True
-            )
-            pipe.send(outcomes)
+            pipe.send((outcomes, is_right))
             for layer in kv_caches:
                 layer.zero_()  # what the next load brings is not what was there before
 
@@ -57,8 +53,9 @@ async def execute(planner: Planner, pipes: Sequence[Connection], job: Job) -> in
     for pipe in pipes:
         pipe.send(plan)
     for pipe in pipes:
-        outcomes: Outcomes = await asyncio.to_thread(pipe.recv)
+        outcomes, is_right = await asyncio.to_thread(pipe.recv)
         planner.complete(outcomes)
+        print(f"rank {outcomes.rank}: {plan.direction} of {outcomes.num_moved} blocks, the right bytes: {is_right}")
     return (await job.ended()).num_blocks  # comes too if a worker dies instead of answering
 
 
