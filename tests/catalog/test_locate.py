@@ -33,10 +33,12 @@ class UnaskedTier(TierIndex):
     ready_prefix = find  # type: ignore[assignment]
 
 
-@given(
-    held=st.lists(st.lists(st.integers(0, 15), unique=True), max_size=3),
-    num_blocks=st.integers(0, 16),
-)
+few_blocks = st.lists(st.integers(0, 15), unique=True)
+ranges = st.lists(st.builds(range, st.integers(0, 300), st.integers(0, 300)), max_size=4)
+long_runs = ranges.map(lambda parts: sorted(set().union(*parts)))
+
+
+@given(held=st.lists(few_blocks | long_runs, max_size=3), num_blocks=st.integers(0, 16) | st.integers(0, 320))
 def test_each_block_comes_from_the_fastest_tier(held: list[list[int]], num_blocks: int) -> None:
     """The runs cover the longest prefix without gaps or overlaps, each block from the first tier that has it."""
     located = locate([tier_with(blocks) for blocks in held], names_of(list(range(num_blocks))))

@@ -13,6 +13,7 @@ from tiered_kv.catalog.books import Books
 from tiered_kv.keys import Names
 
 _CHUNK: Final = 1024  # names looked up at once, after the first: large enough that the fixed cost of a batch vanishes
+_LONG_RUN: Final = 64  # names of one tier that make it worth to look for another such run
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +39,19 @@ def locate(indexes: Sequence[Books], names: Names) -> Located:
     A tier is asked only for blocks that no faster one has, and nothing is asked past the chunk that ends the prefix.
     Changes nothing, recency included.
     """
-    start = indexes[0].ready_prefix(names) if indexes else 0
-    runs = [Run(0, 0, start)] if start else []
+    start = 0
+    runs: list[Run] = []
     while start < len(names):
-        if not any(index.ready_prefix(names[start : start + 1]) for index in indexes[1:]):
-            break  # no need to look up a whole chunk in every tier to learn that the prefix ends here
-        tiers = _tiers(indexes, names[start : start + _CHUNK])
-        absent = np.flatnonzero(tiers < 0)
-        num_blocks = int(absent[0]) if len(absent) else len(tiers)
-        _append_runs(runs, tiers[:num_blocks], start)
+        tier, num_blocks = _leading_run(indexes, names[start:])
+        if not num_blocks:
+            break
+        if num_blocks >= _LONG_RUN or start + num_blocks == len(names):
+            _append_run(runs, tier, start, start + num_blocks)
+        else:  # perhaps the tiers have a few each in turn
+            tiers = _tiers(indexes, names[start : start + _CHUNK])
+            absent = np.flatnonzero(tiers < 0)
+            num_blocks = int(absent[0]) if len(absent) else len(tiers)
+            _append_runs(runs, tiers[:num_blocks], start)
         start += num_blocks
     return Located(start, tuple(runs))
 
@@ -89,12 +94,28 @@ def states_from_any_thread(indexes: Sequence[Books], names: Names) -> NDArray[np
     return states
 
 
+def _leading_run(indexes: Sequence[Books], names: Names) -> tuple[int, int]:
+    """Return the first tier that has the first name ready, and how many names from there on are read from it."""
+    for tier, index in enumerate(indexes):
+        num_blocks = index.ready_prefix(names if tier == 0 else names[:_CHUNK])
+        if num_blocks:
+            for faster in indexes[:tier]:
+                num_blocks = _until(faster.ready(names[:num_blocks]))
+            return tier, num_blocks
+    return 0, 0
+
+
+def _until(ready: NDArray[np.bool_]) -> int:
+    first = int(ready.argmax())
+    return first if ready[first] else len(ready)
+
+
 def _tiers(indexes: Sequence[Books], names: Names) -> NDArray[np.int64]:
     """Return for each name the first tier that has it ready, or -1."""
     tiers = np.full(len(names), -1, dtype=np.int64)
     left = np.arange(len(names))
     for tier, index in enumerate(indexes):
-        ready = index.ready(names.take(left, axis=0) if tier else names)
+        ready = index.ready(names if len(left) == len(names) else names.take(left, axis=0))
         tiers[left[ready]] = tier
         left = left[~ready]
         if not len(left):
