@@ -6,7 +6,9 @@ block is 32 bytes, and what is shared is hashed once per batch.
 """
 
 import hashlib
+from array import array
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, overload
@@ -346,17 +348,15 @@ def hash_blocks(
         msg = f"extra must name every full block: {num_blocks} blocks, {len(extra)} entries"
         raise ConfigurationError(msg)
     start, previous = _chain_from(parent, salt_id, group, block_size)
-    body = memoryview(tokens[: num_blocks * block_size].tobytes())
-    stride = block_size * 4
+    body, stride = tokens[: num_blocks * block_size].tobytes(), block_size * 4
     digests = []
     for block in range(num_blocks):
-        digest = hashlib.sha256(previous)
-        digest.update(body[block * stride : (block + 1) * stride])
+        hashed = previous + body[block * stride : (block + 1) * stride]
         if extra is not None and (named := extra[block]) is not None:
             if not isinstance(named, bytes):
                 raise ConfigurationError(f"extra[{block}] must be bytes or None, got {named!r:.80}")
-            digest.update(b"extra" + len(named).to_bytes(8, "little") + named)
-        previous = digest.digest()
+            hashed += b"extra" + len(named).to_bytes(8, "little") + named
+        previous = hashlib.sha256(hashed).digest()  # one call: a prompt of 32k tokens has thousands of blocks
         digests.append(previous)
     return BlockKeys(b"".join(digests), block_size=block_size, start=start, group=group, salt_id=salt_id)
 
@@ -456,6 +456,9 @@ def _described(value: object) -> str:
 def _as_token_array(token_ids: TokenIds) -> NDArray[np.uint32]:
     if isinstance(token_ids, str):
         raise ConfigurationError("token_ids must be ints, got str: a tokenizer makes tokens of text")
+    if isinstance(token_ids, list) and token_ids and type(token_ids[0]) is int:
+        with suppress(OverflowError, TypeError):  # `as_ints` finds the words for it
+            return np.frombuffer(array("I", token_ids), "=u4").astype("<u4", copy=False)  # thrice as fast
     tokens = as_ints("token_ids", token_ids)
     if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) >= _MAX_TOKEN_ID):
         msg = f"token ids must lie in [0, 2**32), got {int(tokens.min())} to {int(tokens.max())}"
