@@ -39,7 +39,7 @@ class Draining:
         Raises:
             ClosedError: The cache is closed, and no signal has come.
         """
-        with self._cache.callers.waiting():
+        with self._cache.callers.waiting(for_the_program=True):
             await self.begun.wait()
         assert self._task is not None  # noqa: S101 - it has begun
         await asyncio.wait({self._task})

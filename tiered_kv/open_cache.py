@@ -104,24 +104,30 @@ class Callers:
     """
 
     def __init__(self) -> None:
-        self._scopes: set[CancelScope] = set()
+        self._scopes: dict[CancelScope, bool] = {}
         self._changed = asyncio.Event()
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Wait in this block; raise `ClosedError` from it if the cache is closed before the wait is over."""
+    def waiting(self, *, for_the_program: bool = False) -> Iterator[None]:
+        """Wait in this block; raise `ClosedError` from it if the cache is closed before the wait is over.
+
+        ``for_the_program``: it is not the cache that will end the wait, so closing gives it no time.
+        """
         with CancelScope() as scope:
-            self._scopes.add(scope)
+            self._scopes[scope] = for_the_program
             try:
                 yield
             finally:
-                self._scopes.remove(scope)
+                del self._scopes[scope]
                 self._changed.set()
         if scope.cancelled_caught:
             raise ClosedError("this TieredKV was closed before the call was done")
 
     async def aclose(self, timeout_s: float) -> None:
         """Give the calls so long to end; then end them."""
+        for scope, is_for_the_program in self._scopes.items():
+            if is_for_the_program:
+                scope.cancel()
         await self._left(timeout_s)
         for scope in self._scopes:
             scope.cancel()

@@ -123,8 +123,8 @@ async def test_a_load_of_groups_ends_with_what_is_in_place() -> None:
 
 
 async def test_who_waits_for_a_signal_is_told() -> None:
-    """It will not drain any more."""
-    async with open_cache(CPU) as kv:
+    """It will not drain any more: at once, as nothing here could end its wait."""
+    async with open_cache(CPU, limits=SMALL_LIMITS.model_copy(update={"close_timeout_s": 3600.0})) as kv:
         with kv.drain_on(signal.SIGUSR1) as draining:
             waiting = asyncio.create_task(draining.wait())
             await asyncio.sleep(0)
