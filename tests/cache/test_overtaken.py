@@ -173,7 +173,8 @@ async def test_a_store_that_is_overtaken_does_not_come_back(kind: type[Scripted]
     """What goes while it is written down is unfindable at once and for good, after a restart too."""
     if not _can(kind, remove):
         return
-    engine, medium = Engine(), kind(name="medium")
+    # An eviction waits for the write, until its tier is late.
+    engine, medium = Engine(), kind(name="medium", timeout_s=60.0 if remove is _advance else 10 * SOON_S)
     async with open_cache(CPU, medium, engine=engine) as kv:
         medium.on_write.hold()
         stored = await kv.store(KEYS, engine.compute(KEYS))
