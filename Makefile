@@ -52,7 +52,7 @@ demo: .venv/demo.stamp
 	$(IN_VENV)python examples/chat.py $(if $(TIERS),--tiers $(TIERS))
 
 test: .venv/dev.stamp .venv/servers
-	$(IN_VENV)pytest
+	$(IN_VENV)pytest -n auto --dist loadgroup
 
 test-fast: .venv/dev.stamp
 	$(IN_VENV)pytest -n auto -m "not slow" --ignore=tests/servers --ignore=tests/examples --ignore=tests/test_docs.py

@@ -7,6 +7,7 @@
 
 import os
 from collections import Counter
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -15,6 +16,8 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels are exact on a CPU too; read when they are imported
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # else Triton 3.9 warns; no kernel here multiplies
+
+TESTS = Path(__file__).parent
 
 ASYNCIO = pytest.param(("asyncio", {}), id="asyncio")
 UVLOOP = pytest.param(("asyncio", {"use_uvloop": True}), id="uvloop")
@@ -30,6 +33,20 @@ hypothesis.settings.load_profile("tests")
 def anyio_backend() -> str:
     """The event loop of async tests and of async fixtures."""
     return "asyncio"
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """One process more than cores: many tests wait for servers, timers and disks."""
+    return min((os.cpu_count() or 1) + 1, 8)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep each file of tests that start servers or programs in one process: they share what they start."""
+    for item in items:
+        for folder in ("servers", "examples"):
+            if item.path.is_relative_to(TESTS / folder):
+                item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

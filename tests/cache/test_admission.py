@@ -106,6 +106,6 @@ async def test_a_store_that_raises_as_it_begins_holds_up_no_flush() -> None:
         StumblingPolicy.num_errors = 1
         with pytest.raises(ZeroDivisionError):
             await kv.store(KEYS, engine.compute(KEYS))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await kv.flush()
         await until_idle(kv)

@@ -284,7 +284,7 @@ async def test_a_direct_load_ends_when_the_medium_has_let_go(end: str) -> None:
             await until(lambda: loop.time() > deadline)
         assert not handle.done
         slots.on_read.release()
-        with fail_after(10):
+        with fail_after(30):
             loaded = await handle
         assert loaded.num_blocks < len(KEYS)
         assert pool.read(SLOTS[: loaded.num_blocks]) == contents(KEYS[: loaded.num_blocks])

@@ -39,7 +39,7 @@ from tiered_kv.events import TierFailed, TierResumed, TierStalled, TierTripped
 
 NUM_BLOCKS = chain_process.NUM_BLOCKS
 NEAR, FAR = prompt(NUM_BLOCKS, seed=1), prompt(NUM_BLOCKS, seed=2)
-DEADLINE_S = 1.0
+DEADLINE_S = 2.0
 SCHEDULING_S = 1.0
 """What a loaded machine may add to a deadline."""
 PACE_S = 0.02
@@ -136,15 +136,15 @@ async def is_stored_in(kv: TieredKV, name: str, engine: Engine, seed: int) -> bo
     ("name", "timeout_s"),
     [
         pytest.param("redis", DEADLINE_S / 2, id="redis_gives_up"),
-        pytest.param("redis", DEADLINE_S * 3, id="loads_from_redis_give_up"),
-        pytest.param("s3", DEADLINE_S * 3, id="loads_from_s3_give_up"),
+        pytest.param("redis", DEADLINE_S * 1.5, id="loads_from_redis_give_up"),
+        pytest.param("s3", DEADLINE_S * 1.5, id="loads_from_s3_give_up"),
         pytest.param("mooncake", DEADLINE_S / 2, id="mooncake_is_given_up"),
     ],
 )
 async def test_a_stalled_server_costs_no_load_its_deadline(
     request: pytest.FixtureRequest, tmp_path: Path, name: str, timeout_s: float, stall_s: float
 ) -> None:
-    """While it stalls under load it is bypassed and the disk serves; within 5 s of its return it is in use again."""
+    """While it stalls under load it is bypassed and the disk serves; within seconds of its return it is used again."""
     medium, tier = tier_of(request, name, timeout_s=timeout_s)
     disk = {"medium": "nvme", "path": str(tmp_path), "capacity": "16MiB"}
     engine, recorder = Engine(num_pages=4 * NUM_BLOCKS), Recorder()
@@ -155,7 +155,7 @@ async def test_a_stalled_server_costs_no_load_its_deadline(
         assert (await load(kv, engine, FAR)).by_tier == {name: NUM_BLOCKS}
         with medium.stopped():
             assert await was_bypassed_under_load(kv, engine, name, stall_s)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             loads = stores = False  # each has a breaker of its own, closed by the next call that goes well
             for seed in itertools.count(1000):
                 loads |= (await load(kv, engine, FAR)).by_tier == {name: NUM_BLOCKS}
@@ -345,7 +345,7 @@ async def test_s3_that_comes_up_later_is_used(request: pytest.FixtureRequest, ga
 
 async def in_use(kv: TieredKV, name: str, engine: Engine) -> None:
     """Wait until blocks are stored in this tier, and load some from it."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(30):
         seed = 2000
         while not await is_stored_in(kv, name, engine, seed):
             seed += 1

@@ -218,7 +218,7 @@ async def test_who_is_hurried_while_a_line_waits_for_it_holds_up_its_new_line_no
     for _ in range(16):
         slots.give(await slots.take(2, Kind.STORE))
     large.hurry(Kind.LOAD, Priority.LOAD)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         slots.give(await slots.take(2))
     waiting.cancel()
     await asyncio.wait({waiting})

@@ -43,7 +43,7 @@ async def test_what_means_something_to_the_loop_arrives_as_an_error(pool: Worker
     def work() -> None:
         raise error
 
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         with pytest.raises(RuntimeError, match=f"threads of test raised {type(error).__name__}") as caught:
             await pool.run(work)
     assert caught.value.__cause__ is error

@@ -41,7 +41,7 @@ async def test_what_others_let_go_too_soon_is_looked_for_again(
     async with open_cache(medium, engine=engine) as kv:
         await keep(kv, engine, keys)
         engine.poison()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             loaded = await kv.load(keys, GPULoadStoreSpec(range(16)))
         assert (loaded.num_blocks, Losing.num_tries) == (num_blocks, num_tries)
         assert engine.read(range(num_blocks)) == contents(keys[:num_blocks])
