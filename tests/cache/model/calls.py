@@ -49,7 +49,8 @@ class Calls(Machine):
         assert self.has(keys, loaded.results[0].num_blocks, Place(place.region), weights)
 
     async def _call_lookup(self, keys: BlockKeys, _: Place) -> None:
-        await self.cache.lookup(keys)
+        found = await self.cache.lookup(keys, where=self.shape.ranks == "one")
+        assert all(run.spec is None or len(run.spec) == run.stop - run.start for run in found.runs)
 
     async def _call_lookup_groups(self, keys: BlockKeys, _: Place) -> None:
         await self.cache.lookup_groups([full(keys)])

@@ -13,7 +13,7 @@ from tests.cache.model.engine import PROMPTS, Engine, Place
 from tests.cache.model.world import Shape, World
 from tests.support.any_layout import MODEL
 from tests.support.caches import Recorder, assert_nothing_left, inside
-from tiered_kv import BackendUnavailableError, BlockKeys, ModelIdentity, TieredKV
+from tiered_kv import BackendUnavailableError, BlockKeys, BlockState, ModelIdentity, TieredKV
 
 T = TypeVar("T")
 Block = tuple[str, int, bytes]
@@ -241,6 +241,7 @@ class Machine(RuleBasedStateMachine):
             place = self.num_looks % len(keys)
             one = keys[place : place + 1]
             assert self.cache.lookup_nowait(one).num_blocks <= self.prefix(one)
+            assert self.cache.membership(one)[0] != BlockState.HIT or self.prefix(one)
 
     @invariant()
     def statistics_add_up(self) -> None:
