@@ -20,6 +20,7 @@ PACKAGES = ("tiered_kv", "tiered_kv_backends")
 
 # Modules that cannot be imported without an extra, and the extra.
 NEEDS_EXTRA = {
+    "tiered_kv.integrations.transformers": "transformers",
     "tiered_kv.memory.kernels": "cuda",
     "tiered_kv.seal": "encryption",
     "tiered_kv.telemetry.router_": "events",

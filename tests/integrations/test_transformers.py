@@ -1,0 +1,328 @@
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+from tiered_kv import BlockKeys, ConfigurationError, FileLoadStoreSpec, LookupResult, hash_blocks
+from tiered_kv.integrations.transformers import TieredModel, open_tiered
+from tiered_kv.integrations.transformers.model import identity_of
+
+SIZE = 16
+LENGTHS = (200, 150, 90)
+PROMPTS = [[3 + (i * 7 + j * 31) % 250 for i in range(length)] for j, length in enumerate(LENGTHS)]
+GREEDY = GenerationConfig(  # type: ignore[no-untyped-call]  # transformers' is not
+    max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0
+)
+Model = Any  # what transformers says of its models' methods does not hold for its own models
+FULL_BLOCKS = sum((length - 1) // SIZE for length in LENGTHS)
+
+
+def llama(seed: int = 0) -> Model:
+    """Return a small Llama whose tokens depend on the whole prompt."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=1024,
+        initializer_range=0.2,
+    )
+    model = LlamaForCausalLM(config)
+    model.train(mode=False)
+    return model
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a small Llama."""
+    folder = tmp_path_factory.mktemp("llama")
+    llama().save_pretrained(folder)
+    return folder
+
+
+def load_model(checkpoint: Path) -> Model:
+    """Load it as users do."""
+    return LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path) -> Model:
+    """Return the small Llama."""
+    return load_model(checkpoint)
+
+
+@contextmanager
+def opened(model: Model, folder: Path, weights: str | None = None) -> Iterator[TieredModel]:
+    """Open a cache of CPU memory and a disk."""
+    tiers = ["cpu://?capacity=4MiB", f"file://{folder}?capacity=16MiB"]
+    with open_tiered(model, {"tiers": tiers}, weights=weights, block_size=SIZE) as tiered:
+        yield tiered
+
+
+def batch(model: Model, *, num_blocks: int = 96, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
+    """Generate by continuous batching."""
+    config = ContinuousBatchingConfig(page_size=SIZE, num_blocks=num_blocks, max_batch_tokens=256)
+    answers = model.generate_batch(prompts, generation_config=GREEDY, continuous_batching_config=config)
+    assert [answer.error for answer in answers.values()] == [None] * len(prompts)
+    return [answer.generated_tokens for answer in answers.values()]
+
+
+def padded() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the prompts as one batch, and its mask."""
+    pads = [max(LENGTHS) - length for length in LENGTHS]
+    ids = torch.tensor([[0] * pad + prompt for pad, prompt in zip(pads, PROMPTS, strict=True)])
+    mask = torch.tensor([[0] * pad + [1] * length for pad, length in zip(pads, LENGTHS, strict=True)])
+    return ids, mask
+
+
+def generate(model: Model, tiered: TieredModel) -> tuple[list[list[int]], list[int]]:
+    """Generate by `generate`, store it; return the tokens, and how many of each prompt were loaded."""
+    ids, mask = padded()
+    past = tiered.past(ids, mask)
+    found = past.num_loaded_tokens
+    out = model.generate(ids, attention_mask=mask, past_key_values=past, generation_config=GREEDY)
+    past.store(out)
+    return out[:, ids.shape[1] :].tolist(), found
+
+
+@pytest.fixture(scope="module")
+def expected(model: Model) -> list[list[int]]:
+    """Return what the model says without us."""
+    ids, mask = padded()
+    out = model.generate(ids, attention_mask=mask, generation_config=GREEDY)
+    alone: list[list[int]] = out[:, ids.shape[1] :].tolist()
+    assert batch(model) == alone
+    assert len({tuple(answer) for answer in alone}) == len(alone)
+    return alone
+
+
+def hits(tiered: TieredModel) -> dict[str, int]:
+    """Return the blocks that each tier served."""
+    return {tier.tier: tier.hits for tier in tiered.kv.stats().tiers}
+
+
+def test_a_new_process_generates_the_same_from_what_another_has_stored(
+    checkpoint: Path, expected: list[list[int]], tmp_path: Path
+) -> None:
+    """Cold here, warm there: what continuous batching has stored serves both ways to generate."""
+    with opened(load_model(checkpoint), tmp_path) as tiered:
+        assert batch(load_model(checkpoint)) == expected  # another object: it has no tiers
+        assert tiered.kv.stats().stored == 0
+    with opened(model := load_model(checkpoint), tmp_path) as tiered:
+        assert batch(model) == expected
+        assert hits(tiered) == {"cpu": 0, "nvme": 0}
+    command = [sys.executable, __file__, str(checkpoint), str(tmp_path)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert json.loads(ran.stdout.splitlines()[-1]) == {
+        "batch": expected,
+        "hits": {"cpu": 0, "nvme": FULL_BLOCKS},
+        "generate": expected,
+        "loaded": [190, 140, 80],  # padded rows go on at one place, which is 110 + 80 for the third
+    }
+
+
+def test_one_prompt_is_loaded_up_to_its_last_whole_block(
+    model: Model, expected: list[list[int]], tmp_path: Path
+) -> None:
+    """Without padding nothing is lost to other rows; what was generated is stored as well."""
+    ids = torch.tensor(PROMPTS[:1])
+    with opened(model, tmp_path) as tiered:
+        found = []
+        for _ in range(2):
+            past = tiered.past(ids)
+            found.append(past.get_seq_length())
+            out = model.generate(ids, past_key_values=past, generation_config=GREEDY)
+            assert out[0, LENGTHS[0] :].tolist() == expected[0]
+            past.store(out)
+        assert found == [0, 192]
+        assert tiered.past(out).num_loaded_tokens == [192]
+        assert tiered.past(torch.cat([out, out], dim=1)).num_loaded_tokens == [192]  # 207 tokens have KV: 12 blocks
+
+
+def test_long_prompts_pass_through_little_memory(
+    model: Model, expected: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where staging memory holds one block, a prompt arrives block by block."""
+    monkeypatch.setattr("tiered_kv.integrations.transformers.model._STAGING_BYTES", 1)
+    with opened(model, tmp_path) as tiered:
+        assert [generate(model, tiered) for _ in range(2)] == [(expected, [0, 0, 0]), (expected, [190, 140, 80])]
+
+
+def test_loaded_pages_are_what_is_computed_with(model: Model, expected: list[list[int]], tmp_path: Path) -> None:
+    """A control: KV of other weights under this model's name changes what it says, so the pages are not recomputed."""
+    other = llama(seed=1)
+    with opened(other, tmp_path, weights="a wrong name") as tiered:
+        batch(other)
+        assert tiered.kv.stats().stored > 0
+    with opened(model, tmp_path, weights="a wrong name") as tiered:
+        assert generate(model, tiered)[0] != expected
+        assert batch(model) != expected
+        assert hits(tiered)["nvme"] > 0
+    with opened(model, tmp_path) as tiered:  # by its own name it is another model
+        assert batch(model) == expected
+        assert hits(tiered) == {"cpu": 0, "nvme": 0}
+
+
+@pytest.mark.parametrize("way", ["batch", "generate"])
+def test_a_flipped_byte_on_disk_is_computed_again(
+    model: Model, expected: list[list[int]], tmp_path: Path, way: str
+) -> None:
+    """The prefix before it is served, and no wrong token is said."""
+    keys = hash_blocks(PROMPTS[0], block_size=SIZE)
+    with opened(model, tmp_path) as tiered:
+        batch(model)
+        tiered.kv.flush()
+        tiered.kv.evict(keys, tier="cpu")
+        (run,) = tiered.kv.lookup(keys[3:4], where=True).runs
+    assert isinstance(run.spec, FileLoadStoreSpec)
+    ((path, offset, length),) = run.spec.places()
+    with Path(path).open("r+b") as file:
+        file.seek(offset + length - SIZE)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+    with opened(model, tmp_path) as tiered:
+        if way == "batch":
+            assert batch(model, prompts=PROMPTS[:1]) == expected[:1]
+        else:
+            past = tiered.past(ids := torch.tensor(PROMPTS[:1]))
+            assert past.num_loaded_tokens == [3 * SIZE]
+            out = model.generate(ids, past_key_values=past, generation_config=GREEDY)
+            assert out[0, LENGTHS[0] :].tolist() == expected[0]
+        assert hits(tiered)["nvme"] == 3
+        assert tiered.kv.stats()["nvme"].corrupt == 1
+
+
+def test_a_block_evicted_between_lookup_and_load_is_computed(
+    model: Model, expected: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prefix before it is used; free pages go back, and nothing of the others is used."""
+    with opened(model, tmp_path):
+        batch(model)
+    with opened(model, tmp_path) as tiered:
+        lookup = tiered.kv.lookup
+
+        def forgetful(keys: BlockKeys) -> LookupResult:
+            found = lookup(keys)
+            tiered.kv.evict(keys[2:3])
+            return found
+
+        monkeypatch.setattr(tiered.kv, "lookup", forgetful)
+        assert batch(model) == expected
+        assert hits(tiered)["nvme"] == 2 * len(PROMPTS)
+        # The run before has stored the third block again. The first row has two blocks, so nobody goes on behind them.
+        assert generate(model, tiered) == (expected, [32, 0, 0])
+
+
+def test_memory_that_is_short_is_shared_with_stores(model: Model, expected: list[list[int]], tmp_path: Path) -> None:
+    """With pages for little more than one request at a time, all are served, cold and warm."""
+    with opened(model, tmp_path) as tiered:
+        for _ in range(2):
+            assert batch(model, num_blocks=16) == expected
+        assert hits(tiered)["cpu"] > 0
+
+
+def test_the_model_is_its_own_again_when_the_block_ends(
+    model: Model, expected: list[list[int]], tmp_path: Path
+) -> None:
+    """Continuous batching that is kept for later has all its pages, and goes on without tiers."""
+    config = ContinuousBatchingConfig(page_size=SIZE, num_blocks=96, max_batch_tokens=256)
+    with opened(model, tmp_path):
+        model.generate_batch(
+            PROMPTS, generation_config=GREEDY, continuous_batching_config=config, persistent_manager=True
+        )
+    assert "init_continuous_batching" not in vars(model)
+    cache = model._cached_continuous_batching_manager.batch_processor.cache  # noqa: SLF001
+    assert not {"search_prefix_match", "mark_complete_blocks", "evict_cached_blocks"} & set(vars(cache))
+    assert cache.evict_cached_blocks()
+    cache.pool.try_to_free_sectors()
+    assert cache.compute_free_capacity() == 1.0
+    assert batch(model) == expected
+    model.destroy_cached_continuous_batching_manager()
+
+
+def test_tenants_share_nothing(model: Model, tmp_path: Path) -> None:
+    """A salt keeps equal prompts apart."""
+    settings = {"tiers": ["cpu://?capacity=4MiB", f"file://{tmp_path}?capacity=16MiB"]}
+    found = []
+    for salt in ("a", "b", "a"):
+        with open_tiered(model, settings, block_size=SIZE, salt=salt) as tiered:
+            found.append(generate(model, tiered)[1][0])
+    assert found == [0, 0, 190]
+
+
+def test_what_cannot_be_right_is_refused(model: Model, tmp_path: Path) -> None:
+    """Before anything is generated, with what to do."""
+    ids, mask = padded()
+    with opened(model, tmp_path) as tiered:
+        with pytest.raises(ConfigurationError, match="left"):
+            tiered.past(ids, mask.flip(1))
+        with pytest.raises(ConfigurationError, match="must be equal"):
+            tiered.past(ids, mask[:, 1:])
+        with pytest.raises(ConfigurationError, match=r"pages of continuous batching have 256 tokens"):
+            model.generate_batch(PROMPTS, generation_config=GREEDY)
+        past = tiered.past(ids, mask)
+        with pytest.raises(ConfigurationError, match="do not begin with the prompts"):
+            past.store(ids.flip(0))
+        with pytest.raises(ConfigurationError, match="without beams"):
+            model.generate(
+                ids, attention_mask=mask, past_key_values=past, generation_config=GREEDY, num_return_sequences=2,
+                do_sample=True,
+            )  # fmt: skip
+
+
+def test_a_model_with_a_window_is_refused_at_once() -> None:
+    """Its layers do not have every token's KV."""
+    config = MistralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, sliding_window=64,
+    )  # fmt: skip
+    with (
+        pytest.raises(ConfigurationError, match="sliding window"),
+        open_tiered(MistralForCausalLM(config), {"tiers": ["cpu://?capacity=4MiB"]}, weights="w"),
+    ):
+        pass
+
+
+def test_weights_are_told_from_the_checkpoint(checkpoint: Path, model: Model) -> None:
+    """Loaded again they are the same; a model made in memory, or with an adapter, has to be named."""
+    assert identity_of(load_model(checkpoint)) == identity_of(model)
+    assert identity_of(model).weights.startswith("files:")
+    with pytest.raises(ConfigurationError, match="pass weights="):
+        identity_of(llama())
+    scaled = load_model(checkpoint)
+    scaled.config.rope_parameters = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    assert identity_of(scaled) != identity_of(model)
+    adapted = load_model(checkpoint)
+    adapted._hf_peft_config_loaded = True  # noqa: SLF001 - as loading an adapter does
+    with pytest.raises(ConfigurationError, match="adapters"):
+        identity_of(adapted)
+
+
+def main(checkpoint: str, folder: str) -> None:
+    """Be a process that serves: by continuous batching, then by `generate`."""
+    model = load_model(Path(checkpoint))
+    with opened(model, Path(folder)) as tiered:
+        from_batch = batch(model)
+        of_batch = hits(tiered)
+        from_generate, loaded = generate(model, tiered)
+    answer = {"batch": from_batch, "hits": of_batch, "generate": from_generate, "loaded": loaded}
+    print(json.dumps(answer))  # noqa: T201 - read by the test
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,207 @@
+"""transformers' continuous batching with prefixes from tiers.
+
+Its paged cache finds the prefix of a prompt by the hashes of blocks that it has. Three of its calls are extended, on
+the one cache of a model: a search brings the blocks that follow from the tiers first, and registers them as if it had
+computed them; blocks that a step has completed are stored beside the next step; and when memory is short, what stores
+still read is waited for. All three run in the thread of the generation loop, which so owns all that is kept here.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+from transformers.generation.continuous_batching import PagedAttentionCache
+from transformers.generation.continuous_batching.cache_allocators.cache_allocator import compute_block_hash
+
+from tiered_kv.blocking import BlockingTieredKV
+from tiered_kv.errors import ClosedError, ConfigurationError
+from tiered_kv.keys import BlockKeys, hash_blocks
+from tiered_kv.layout import KVGroup
+from tiered_kv.specs import GPULoadStoreSpec
+from tiered_kv.transfers.submissions import StoreTicket
+
+_VERSION: Final = "5.23"
+"""Of transformers, whose paged cache is no public interface: others are refused."""
+
+
+@contextmanager
+def tiered_batches(model: PreTrainedModel, kv: BlockingTieredKV, group: KVGroup, salt: str | bytes) -> Iterator[None]:
+    """Have every continuous batching of a model that begins in this block use the tiers."""
+    begin: Any = model.init_continuous_batching
+    managers: list[Any] = []
+    bound: list[tuple[Any, TieredBlocks]] = []
+
+    def begin_tiered(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - what it wraps
+        manager = begin(*args, **kwargs)
+        _check(manager, group)
+        managers.append(manager)
+        create = manager._create_batch_processor  # noqa: SLF001 - no other call is made once its cache is there
+
+        def create_tiered() -> Any:  # noqa: ANN401 - what it wraps
+            processor = create()
+            if "search_prefix_match" not in vars(processor.cache):  # one that is used again is bound already
+                stream = processor.inputs_and_outputs.compute_stream
+                bound.append((manager, TieredBlocks(kv, group, salt, processor.cache, stream)))
+            return processor
+
+        manager._create_batch_processor = create_tiered  # noqa: SLF001
+        return manager
+
+    vars(model)["init_continuous_batching"] = begin_tiered  # of this one model; its class stays as it is
+    try:
+        yield
+    finally:
+        del vars(model)["init_continuous_batching"]
+        for manager in managers:  # one that is kept may be used again, without tiers or with others
+            vars(manager).pop("_create_batch_processor", None)
+        for manager, blocks in bound:
+            blocks.release()
+            if not manager.is_running():
+                blocks.let_go(wait=True)
+
+
+class TieredBlocks:
+    """Brings blocks from tiers into one paged cache, and stores those that it completes."""
+
+    def __init__(
+        self,
+        kv: BlockingTieredKV,
+        group: KVGroup,
+        salt: str | bytes,
+        cache: PagedAttentionCache,
+        stream: torch.Stream | None,
+    ) -> None:
+        """Extend ``cache``.
+
+        Args:
+            kv: The tiers.
+            group: Its blocks.
+            salt: Keeps tenants apart.
+            cache: Of one kind of layers.
+            stream: In which blocks are computed; None on a CPU, whose calls return when they are done.
+        """
+        self._kv, self._group, self._salt, self._cache, self._stream = kv, group, salt, cache, stream
+        (self._allocator,) = cache.cache_allocators.values()
+        self._storing: list[tuple[StoreTicket, list[int]]] = []  # each block has a reference until it is stored
+        self._names = ("search_prefix_match", "mark_complete_blocks", "evict_cached_blocks")
+        self._search, self._mark, self._evict = (getattr(cache, name) for name in self._names)
+        shape = [group.axis_sizes[axis] for axis in "LPNHD"]
+        blocks = self._allocator._copy_view.view(cache.dtype).view(-1, *shape)  # noqa: SLF001 - there is no other
+        kv.register_kv_caches(blocks, axes="BLPNHD")
+        for name in self._names:
+            setattr(cache, name, getattr(self, name))
+
+    def release(self) -> None:
+        """Leave the cache as it was found. A generation loop that still runs goes on without tiers."""
+        for name in self._names:
+            vars(self._cache).pop(name, None)
+
+    def let_go(self, *, wait: bool = False) -> bool:
+        """Give up the references to blocks whose stores have ended, or of all; say if there were any."""
+        ended = [each for each in self._storing if wait or each[0].result is not None]
+        self._storing = [each for each in self._storing if each not in ended]
+        for ticket, blocks in ended:
+            ticket.wait()
+            free = [block for block in blocks if self._allocator.ledger.release(block)]
+            self._cache.pool.free_blocks(self._allocator.index, free)
+        return bool(ended)
+
+    # What the generation loop calls instead of the cache's own.
+
+    def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
+        """Bring what tiers have of a prompt beyond what is here; then share it with the request."""
+        self.let_go()
+        here = self._allocator.match_prefix_blocks(prompt_ids)
+        try:
+            # One token at least is left to compute: it is what the next one is sampled from.
+            self._bring(self._keys(prompt_ids[:-1])[len(here) :], prompt_ids, here)
+        except ClosedError:
+            self.release()
+        return int(self._search(request_id, prompt_ids))
+
+    def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:  # noqa: ANN401 - a RequestState
+        """Have the cache name the blocks that a step has completed, and store them."""
+        self.let_go()
+        before = self._num_named(state.request_id)
+        self._mark(state, complete_blocks)
+        after = self._num_named(state.request_id)
+        if after > before:
+            keys = self._keys((state.initial_tokens + state.generated_tokens)[: after * self._group.block_size])
+            blocks = self._allocator.block_table[state.request_id][before:after]
+            try:
+                ticket = self._kv.submit_store(keys[before:], GPULoadStoreSpec(blocks), after=self._event())
+            except ClosedError:
+                self.release()
+                return
+            for block in blocks:
+                self._allocator.ledger.acquire(block)
+            self._storing.append((ticket, blocks))
+
+    def evict_cached_blocks(self) -> bool:
+        """Wait for stores, whose blocks can't be had otherwise, then give up what nobody uses."""
+        freed = self.let_go(wait=True)
+        return bool(self._evict()) or freed
+
+    # What they do.
+
+    def _keys(self, tokens: list[int]) -> BlockKeys:
+        return hash_blocks(tokens, block_size=self._group.block_size, salt=self._salt)
+
+    def _num_named(self, request_id: str) -> int:
+        """Count the leading blocks of a request that have a hash."""
+        blocks = self._allocator.block_table.get(request_id, [])
+        named = self._allocator.ledger.block_to_hash
+        return next((number for number, block in enumerate(blocks) if block not in named), len(blocks))
+
+    def _event(self) -> object:
+        return self._stream.record_event() if self._stream is not None else None
+
+    def _bring(self, keys: BlockKeys, prompt_ids: list[int], here: list[int]) -> None:
+        """Load blocks that follow those that are here into free ones, and name them."""
+        allocator, pool = self._allocator, self._cache.pool
+        if not keys:
+            return
+        room = pool.count_free_blocks(allocator.index) + pool.num_free_sectors * allocator.blocks_per_sector
+        keys = keys[: min(self._kv.lookup(keys).num_blocks, room)]
+        if not keys:
+            return
+        while pool.count_free_blocks(allocator.index) < len(keys):
+            pool.allocate_sector(allocator.index)
+        blocks = pool.get_free_blocks(allocator.index, len(keys))
+        arrived = 0
+        try:
+            arrived = self._kv.load(keys, GPULoadStoreSpec(blocks), after=self._event()).num_blocks
+        finally:
+            pool.free_blocks(allocator.index, blocks[arrived:])
+        size, ledger = self._group.block_size, allocator.ledger
+        parent = ledger.block_to_hash[here[-1]] if here else None
+        for number, block in enumerate(blocks[:arrived], len(here)):
+            parent = compute_block_hash(parent, prompt_ids[number * size : (number + 1) * size])
+            if ledger.register_new_hash(block, parent) is None:
+                ledger.cached_blocks[block] = None  # nobody's until the search that comes next shares it
+            else:  # it was here, behind one that was not
+                pool.free_blocks(allocator.index, [block])
+
+
+def _check(manager: Any, group: KVGroup) -> None:  # noqa: ANN401 - a ContinuousBatchingManager
+    """Raise `ConfigurationError` if this continuous batching can't use tiers."""
+    if ".".join(transformers.__version__.split(".")[:2]) != _VERSION:
+        raise ConfigurationError(
+            f"continuous batching with tiers is made for transformers {_VERSION}, this is {transformers.__version__}; "
+            "TieredModel.past() works with it"
+        )
+    config = manager.continuous_batching_config
+    if config.page_size != group.block_size:
+        raise ConfigurationError(
+            f"pages of continuous batching have {config.page_size} tokens, blocks of the tiers {group.block_size}: "
+            f"ContinuousBatchingConfig(page_size={group.block_size}), or open_tiered(block_size={config.page_size})"
+        )
+    if not config.allow_block_sharing:
+        raise ConfigurationError("continuous batching without block sharing has no prefixes: allow_block_sharing=True")
+    if manager.distributed_helper.tp_size > 1:
+        raise ConfigurationError(
+            f"tensor parallel models are not served, this has {manager.distributed_helper.tp_size} ranks"
+        )
