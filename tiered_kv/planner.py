@@ -14,7 +14,8 @@ from tiered_kv.keys import BlockKeys
 from tiered_kv.open_cache import OpenCache
 from tiered_kv.plan import Outcomes, SlabHandle
 from tiered_kv.specs import GPULoadStoreSpec
-from tiered_kv.transfers.jobs import Job, JobRequest
+from tiered_kv.transfers.jobs import Job
+from tiered_kv.transfers.requests import JobRequest
 from tiered_kv.validation import check_planned, check_seconds
 
 
@@ -51,7 +52,7 @@ class Planner:
         self._check_open()
         self._cache.jobs.workers.register(rank, os.getpid() if pid is None else pid)
 
-    def plan_load(self, keys: BlockKeys, into: GPULoadStoreSpec) -> Job:
+    def plan_load(self, keys: BlockKeys, into: GPULoadStoreSpec | None = None) -> Job:
         """Bring a prefix to host memory and hold it there, for workers to copy into the engine's blocks.
 
         The plan is there when the bytes are; its ``num_blocks`` is the prefix that is held for every rank.
@@ -59,7 +60,7 @@ class Planner:
         Args:
             keys: What to load, in prompt order.
             into: ``pages_per_block`` block ids per key, the same on every rank. They are the workers' from `execute`
-                on.
+                on. Left out where the engine has not chosen any yet: see `Job.bind`.
 
         Raises:
             ConfigurationError, LayoutMismatchError: Arguments that cannot be right, no CPU tier, or a rank without a
@@ -68,11 +69,12 @@ class Planner:
         """
         self._check_open()
         cache = self._cache
-        parts, epoch = cache.batches(keys), cache.epoch
+        epoch = cache.epoch  # before the keys are named by it: if it advances in between, the load is overtaken
+        parts = cache.batches(keys)
         check_planned(parts[0][0], keys, into)
-        return cache.jobs.begin(JobRequest("load", parts, into, lambda: cache.epoch == epoch))
+        return cache.jobs.begin(JobRequest("load", keys, parts, into, lambda: cache.epoch == epoch))
 
-    def plan_store(self, keys: BlockKeys, source: GPULoadStoreSpec, *, epoch: str | None = None) -> Job:
+    def plan_store(self, keys: BlockKeys, source: GPULoadStoreSpec | None = None, *, epoch: str | None = None) -> Job:
         """Reserve host slots for workers to copy the engine's blocks to.
 
         What is there already is left out, rank by rank. Where the CPU tier has no room for all nothing is stored.
@@ -80,7 +82,7 @@ class Planner:
         Args:
             keys: What to store, in prompt order.
             source: ``pages_per_block`` block ids per key, the same on every rank. They must not change until the
-                workers have copied them.
+                workers have copied them. Left out where they are not known yet: see `Job.bind`.
             epoch: The weights that computed the blocks, where they are not the current ones any more.
 
         Raises:
@@ -90,7 +92,7 @@ class Planner:
         cache = self._cache
         parts = cache.batches(keys, epoch)
         check_planned(parts[0][0], keys, source)
-        return cache.jobs.begin(JobRequest("store", parts, source, lambda: True))
+        return cache.jobs.begin(JobRequest("store", keys, parts, source, lambda: True))
 
     def complete(self, outcomes: Outcomes) -> None:
         """Take one rank's answer, in any order. The job ends, soon, with the last one that has something to move.

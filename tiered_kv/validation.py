@@ -155,14 +155,21 @@ def check_specs(cache: Cache, wanted: Sequence[BlockKeys], into: Sequence[Engine
             ) from None
 
 
-def check_planned(chain: Chain, keys: BlockKeys, spec: GPULoadStoreSpec) -> KVGroup:
-    """Return the KV group; raise unless blocks can be planned: with host memory to hold them, and ids for each key."""
-    if not isinstance(spec, GPULoadStoreSpec):
-        raise ConfigurationError(f"blocks of the engine are given as GPULoadStoreSpec, got {type(spec).__name__}")
+def check_planned(chain: Chain, keys: BlockKeys, spec: GPULoadStoreSpec | None) -> None:
+    """Raise unless blocks can be planned: with host memory to hold them, and ids for each key if they are given."""
     if not chain.host.index.num_slots:
         raise ConfigurationError("plans hold blocks in the CPU tier, and this cache has none")
-    check_count(chain.group, keys, spec)
-    return chain.group
+    if spec is not None:
+        check_engine_blocks(keys, spec)
+        check_count(chain.group, keys, spec)
+
+
+def check_engine_blocks(keys: BlockKeys, spec: GPULoadStoreSpec) -> None:
+    """Raise unless a spec is of the engine's own blocks, in the keys' KV group."""
+    if not isinstance(spec, GPULoadStoreSpec):
+        raise ConfigurationError(f"blocks of the engine are given as GPULoadStoreSpec, got {type(spec).__name__}")
+    if spec.group != keys.group:
+        raise LayoutMismatchError(f"keys of KV group {keys.group}, but block ids of {spec.group}")
 
 
 def check_count(group: KVGroup, keys: BlockKeys, spec: EngineBlocks) -> None:

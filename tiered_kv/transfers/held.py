@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.catalog.leases import Lease, Reservation
+from tiered_kv.specs import CPULoadStoreSpec
 from tiered_kv.tiers.base import Mask
 from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.chain import Chain
@@ -17,7 +18,7 @@ class HeldLoad:
 
     Attributes:
         chain: Of the rank.
-        slots: Where they are.
+        spec: Where they are.
         positions: Which of the job's keys they are.
         present: Which blocks of the job need no move: none.
     """
@@ -25,25 +26,25 @@ class HeldLoad:
     def __init__(self, chain: Chain, lease: Lease, source: NDArray[np.int8]) -> None:
         """Take over a lease on a prefix; ``source`` says of every key of the job which tier had it, by its number."""
         self.chain = chain
-        self.slots = lease.slots
+        self.spec = CPULoadStoreSpec(lease.slots, chain.host.slab.name)
         self.positions = np.arange(len(lease.slots))
         self.present: Mask = np.zeros(len(source), np.bool_)
         self._lease = lease
         self._source = source
 
-    def end(self, moved: Mask) -> None:
-        """Let go of the slots; ``moved`` is what all ranks have in place."""
+    def end(self, moved: Mask, wanted: slice) -> None:
+        """Let go of the slots; ``moved`` is what all ranks have in place, ``wanted`` what they were asked for."""
         chain = self.chain
         # What another call brought meanwhile was on the host.
         source = np.where(self._source < 0, len(chain.memory) - 1, self._source)[moved]
-        chain.ledger.count_load(len(moved), len(source))
+        chain.ledger.count_load(len(moved[wanted]), len(source))
         for tier, count in zip(chain.tiers, np.bincount(source, minlength=len(chain.tiers)), strict=True):
             tier.counters.hits += int(count)
         chain.release(self._lease)
 
-    def abandon(self) -> None:
+    def abandon(self, wanted: slice) -> None:
         """End it while a worker may be reading the slots yet: what that brings counts for nothing."""
-        self.end(np.zeros_like(self.present))
+        self.end(np.zeros_like(self.present), wanted)
 
 
 class HeldStore:
@@ -51,7 +52,7 @@ class HeldStore:
 
     Attributes:
         chain: Of the rank.
-        slots: Where it goes.
+        spec: Where it goes.
         positions: Which of the job's keys go there.
         present: Which blocks of the job were there already.
     """
@@ -60,15 +61,15 @@ class HeldStore:
         """Take over what was reserved for ``batch``: all ``num_keys`` of the job, or none where there is no room."""
         self.chain = chain
         self.positions = np.flatnonzero(reservation.slots >= 0)
-        self.slots = reservation.slots[self.positions]
+        self.spec = CPULoadStoreSpec(reservation.slots[self.positions], chain.host.slab.name)
         self.present: Mask = np.zeros(num_keys, np.bool_)
         self.present[: len(batch)] = reservation.slots < 0
         self._batch = batch
         self._reservation = reservation
 
-    def end(self, moved: Mask) -> None:
+    def end(self, moved: Mask, wanted: slice) -> None:
         """Make readable what all ranks have copied out, give back the other slots, and write down."""
-        self._count(moved)
+        self._count(moved, wanted)
         chain = self.chain
         lease = self._reservation.commit(moved[: len(self._batch)])
         self._reservation.close()
@@ -76,18 +77,19 @@ class HeldStore:
         live = lease.slots >= 0
         n = int(np.count_nonzero(live))
         tally = Tally(chain.tiers)
-        tally.add(chain.host, written=n, dropped=len(self.slots) - n)
+        tally.add(chain.host, written=n, dropped=len(self.spec) - n)
         chain.count_use(self._batch[live])
         write_down(chain, tally, chain.host, self._batch[live], lease.slots[live], lease)
 
-    def abandon(self) -> None:
+    def abandon(self, wanted: slice) -> None:
         """End it while a worker may be writing to the slots yet: nobody gets them any more."""
-        self._count(np.zeros_like(self.present))
+        self._count(np.zeros_like(self.present), wanted)
 
-    def _count(self, moved: Mask) -> None:
-        stored, present = int(np.count_nonzero(moved[self.positions])), int(np.count_nonzero(self.present))
-        dropped = len(moved) - stored - present
-        self.chain.ledger.count_store(len(moved), stored=stored, present=present, dropped=dropped)
+    def _count(self, moved: Mask, wanted: slice) -> None:
+        stored, present = int(np.count_nonzero(moved[self.positions])), int(np.count_nonzero(self.present[wanted]))
+        requested = len(moved[wanted])
+        dropped = requested - stored - present
+        self.chain.ledger.count_store(requested, stored=stored, present=present, dropped=dropped)
 
 
 Held = HeldLoad | HeldStore

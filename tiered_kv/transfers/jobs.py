@@ -9,26 +9,25 @@ import asyncio
 import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import partial
-from typing import Final, Literal, TypeVar, TypeVarTuple
+from typing import Final, TypeVar, TypeVarTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.errors import ClosedError, ConfigurationError
+from tiered_kv.errors import ClosedError, ConfigurationError, LayoutMismatchError
 from tiered_kv.events import Emit, WorkerEnded
 from tiered_kv.integers import as_int
 from tiered_kv.loop_calls import LoopCalls
-from tiered_kv.plan import JobResult, Move, Outcomes, Plan
-from tiered_kv.specs import CPULoadStoreSpec, GPULoadStoreSpec
+from tiered_kv.plan import JobResult, Outcomes, Plan
+from tiered_kv.specs import GPULoadStoreSpec
 from tiered_kv.tiers.base import Mask
-from tiered_kv.tiers.batch import Batch
-from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.tasks import Tasks
-from tiered_kv.transfers.held import Held, HeldLoad, reserve_all
 from tiered_kv.transfers.polled import Polled
-from tiered_kv.transfers.prefetch import PrefetchHandle, bring_each, lease_prefix, start_bringing
+from tiered_kv.transfers.prefetch import PrefetchHandle, bring_each, start_bringing
+from tiered_kv.transfers.requests import JobRequest
+from tiered_kv.transfers.underway import Underway, bind
 from tiered_kv.transfers.workers import Workers
 
 T = TypeVar("T")
@@ -61,46 +60,47 @@ class Job:
         """Wait for the end, on the cache's event loop; other threads poll. Cancellation ends the wait only."""
         return await self._jobs.wait(self, lambda: self.result)
 
+    def bind(self, blocks: GPULoadStoreSpec, *, start: int = 0) -> Plan:
+        """Say which blocks of the engine a job is about that was planned without; return the plan for the workers.
+
+        At once, and once. What is held beyond these blocks is let go when the job ends.
+
+        Args:
+            blocks: ``pages_per_block`` block ids for each of ``keys[start:start + n]``, the same on every rank.
+            start: Where they begin: what comes before it the engine has by now.
+
+        Returns:
+            The job's plan from now on; its ``num_blocks`` is n. If the job is over meanwhile, because it was cancelled
+            or a worker has ended, it has no moves.
+
+        Raises:
+            ConfigurationError: There is no plan yet, it names the engine's blocks already, or these are none.
+            LayoutMismatchError: Ids for a part of a block, for more blocks than are held, or of another KV group.
+        """
+        return self._jobs.bind(self, blocks, start)
+
+    def complete(self, keys: Sequence[bytes], *, rank: int = 0, moved: bool = True) -> None:
+        """Answer for a rank key by key, in any order: for who copies to or from the slots himself.
+
+        The job ends, soon, when all that was to be moved is answered for; then what every rank has moved is readable.
+        Keys for which there is nothing to move, and a job that is over, are passed over.
+
+        Args:
+            keys: Of the job.
+            rank: Whose part of them.
+            moved: Whether they were.
+
+        Raises:
+            ConfigurationError: No such rank.
+        """
+        self._jobs.complete_keys(self, keys, rank, moved=moved)
+
     def cancel(self) -> None:
         """End it with nothing, soon. Of a job that is over it is no error.
 
         Only while no worker has its plan: what a worker may execute ends by the worker's answer, as it may be writing.
         """
         self._jobs.cancel(self)
-
-
-@dataclass(frozen=True)
-class JobRequest:
-    """What a job is about, once it has been checked: made in any thread, planned on the event loop.
-
-    Attributes:
-        direction: Of the bytes.
-        parts: Per rank, the tiers and the blocks.
-        engine: The engine's blocks, the same on every rank.
-        is_current: False once what was loaded is of other weights than are served.
-    """
-
-    direction: Literal["load", "store"]
-    parts: Sequence[tuple[Chain, Batch]]
-    engine: GPULoadStoreSpec
-    is_current: Callable[[], bool]
-
-    @property
-    def num_keys(self) -> int:
-        """How many blocks it is about."""
-        return len(self.parts[0][1])
-
-
-@dataclass
-class _Underway:
-    """A job on the event loop: what it holds, and the ranks that have not answered."""
-
-    job: Job
-    request: JobRequest
-    held: Sequence[Held] = ()
-    waiting_for: set[int] = field(default_factory=set)
-    outcomes: dict[int, Outcomes] = field(default_factory=dict)
-    task: "asyncio.Task[None] | None" = None
 
 
 class Jobs:
@@ -115,12 +115,14 @@ class Jobs:
         self._emit = emit
         self._loop = asyncio.get_running_loop()
         self._polled: Polled[Job, None] = Polled(loop_calls)
-        self._calls: deque[Callable[[], None]] = deque()
-        self._underway: dict[int, _Underway] = {}
-        self._waiters: dict[Job, set[asyncio.Future[None]]] = {}
+        self._underway: dict[Job, Underway] = {}
+        self._not_over: dict[int, Job] = {}
         self._is_open = True
         # Begins anywhere: what workers still answer to a planner before this one must end no job of this one.
         self._last_number = secrets.randbits(62)
+        self._calls: deque[Callable[[], None]] = deque()
+        self._waiters: dict[Job, set[asyncio.Future[None]]] = {}  # the event loop's thread alone uses these two
+        self._bringing: dict[Job, asyncio.Task[None]] = {}
 
     def begin(self, request: JobRequest) -> Job:
         """Begin a job. It is planned on the event loop, in the order of calls.
@@ -134,10 +136,29 @@ class Jobs:
             if not self._is_open:
                 raise ClosedError("this TieredKV is closed")
             self._last_number += 1
-            job = Job(self, self._last_number)
-            underway = self._underway[job.number] = _Underway(job, request)
-        self._soon(self._start, underway)
+            job = self._not_over[self._last_number] = Job(self, self._last_number)
+            self._underway[job] = Underway(job.number, request)
+        self._soon(self._start, job)
         return job
+
+    def bind(self, job: Job, blocks: GPULoadStoreSpec, start: int) -> Plan:
+        """See `Job.bind`."""
+        if not isinstance(blocks, GPULoadStoreSpec):
+            raise ConfigurationError(f"blocks of the engine are given as GPULoadStoreSpec, got {type(blocks).__name__}")
+        start = as_int("start", start)
+        with self._polled.lock:
+            underway, plan = self._underway.get(job), job.plan
+            if plan is None:
+                raise ConfigurationError("job.bind() comes when the job is planned: Planner.poll() tells")
+            if underway is None:
+                return replace(plan, num_blocks=0, moves=())
+            request = underway.request
+            if blocks.group != request.keys.group:
+                raise LayoutMismatchError(f"keys of KV group {request.keys.group}, but block ids of {blocks.group}")
+            bound = job.plan = bind(plan, request, blocks, start)
+            underway.is_bound = True
+        self._soon(self._take, job, lambda underway: underway.follow(bound, slice(start, start + bound.num_blocks)))
+        return bound
 
     def complete(self, outcomes: Outcomes) -> None:
         """Take one rank's answer, in any order; of a job that is over it is passed over.
@@ -145,11 +166,20 @@ class Jobs:
         Raises:
             ConfigurationError: They are no `Outcomes` of a rank here. Nothing has changed.
         """
-        if not isinstance(outcomes, Outcomes) or as_int("rank", outcomes.rank) >= self._num_ranks:
+        if not isinstance(outcomes, Outcomes):
             raise ConfigurationError(f"a job is completed with the Outcomes of one of its ranks, got {outcomes!r:.200}")
-        number, rank = as_int("job", outcomes.job), as_int("rank", outcomes.rank)
+        number, rank = as_int("job", outcomes.job), self._rank(outcomes.rank)
         num_moved = as_int("num_moved", outcomes.num_moved, least=_LEAST_INT)
-        self._soon(self._take, Outcomes(number, rank, num_moved, outcomes.error))
+        if (job := self._not_over.get(number)) is not None:
+            self._soon(self._take, job, lambda underway: underway.take(rank, num_moved, str(outcomes.error)))
+
+    def complete_keys(self, job: Job, keys: Sequence[bytes], rank: int, *, moved: bool) -> None:
+        """See `Job.complete`."""
+        rank = self._rank(rank)
+        if (underway := self._underway.get(job)) is not None:
+            named = set(keys)
+            answered: Mask = np.array([key in named for key in underway.request.keys], np.bool_)
+            self._soon(self._take, job, lambda underway: underway.take_keys(rank, answered, moved=moved))
 
     def poll(self, timeout_s: float) -> list[Job]:
         """Return the jobs that were planned or have ended since the last time, each once, in that order.
@@ -159,11 +189,18 @@ class Jobs:
         Raises:
             ClosedError: There is none, and as the event loop is closed there will be none.
         """
-        return [job for job, _ in self._polled.poll(timeout_s, lambda: bool(self._underway))]
+        return [job for job, _ in self._polled.poll(timeout_s, lambda: bool(self._not_over))]
 
     def cancel(self, job: Job) -> None:
         """See `Job.cancel`."""
-        self._soon(self._give_up, job.number, "cancelled")
+        if (underway := self._take_out(job)) is not None:  # now: it cannot be bound any more
+            self._soon(self._give_up, job, underway, "cancelled")
+
+    def _rank(self, rank: object) -> int:
+        number = as_int("rank", rank)
+        if number >= self._num_ranks:
+            raise ConfigurationError(f"rank {number} of {self._num_ranks}: this cache has no such rank")
+        return number
 
     def _soon(self, call: Callable[[*Ts], None], *args: *Ts) -> None:
         self._calls.append(partial(call, *args))
@@ -204,111 +241,85 @@ class Jobs:
             self._is_open = False
         while self._calls:  # what was answered before the end counts
             self._calls.popleft()()
-        for number in list(self._underway):
-            self._give_up(number, "closed", may_be_writing=True)
+        for job in list(self._underway):
+            self._end_early(job, "closed", may_be_writing=True)
         self.workers.close()
 
-    def _start(self, underway: _Underway) -> None:
-        if underway.job.result is not None:
-            return  # cancelled, or closed
+    def _start(self, job: Job) -> None:
+        if (underway := self._underway.get(job)) is None:
+            return
         request = underway.request
         try:
-            if request.direction == "store":
-                self._plan(underway, lambda: reserve_all(request.parts))
-                return
-            sources, handles = start_bringing(request.parts)
+            sources, handles = start_bringing(request.parts) if request.direction == "load" else ([], [])
             if handles:
-                underway.task = self._tasks.spawn(self._bring(underway, sources, handles), "bring blocks for a plan")
+                self._bringing[job] = self._tasks.spawn(self._bring(job, sources, handles), "bring blocks for a plan")
             else:
-                self._plan(underway, lambda: _lease_all(request, sources))
-        except Exception as error:
-            self._give_up(underway.job.number, repr(error))  # whoever polls has to hear of it
+                self._plan(job, sources)
+        except BaseException as error:
+            self._end_early(job, repr(error))  # whoever polls has to hear of it
             raise
 
-    async def _bring(
-        self, underway: _Underway, sources: Sequence[NDArray[np.int8]], handles: Sequence[PrefetchHandle]
-    ) -> None:
+    async def _bring(self, job: Job, sources: Sequence[NDArray[np.int8]], handles: Sequence[PrefetchHandle]) -> None:
         try:
             await bring_each(handles)
-            if underway.job.result is None:
-                self._plan(underway, lambda: _lease_all(underway.request, sources))
+            self._plan(job, sources)
         except Exception as error:
-            self._give_up(underway.job.number, repr(error))
+            self._end_early(job, repr(error))
             raise
+        finally:
+            self._bringing.pop(job, None)
 
-    def _plan(self, underway: _Underway, hold: Callable[[], Sequence[Held]]) -> None:
-        """Hold host memory for every rank, and say who moves what. Where there is nothing to move the job is over."""
-        job, request = underway.job, underway.request
+    def _plan(self, job: Job, sources: Sequence[NDArray[np.int8]]) -> None:
+        if (underway := self._underway.get(job)) is None:
+            return
         try:
             pids = self.workers.pids()
         except ConfigurationError as error:  # one has ended meanwhile: nobody would end this job
-            self._give_up(job.number, str(error))
+            self._end_early(job, str(error))
             return
-        underway.held = hold()
-        per_block = request.parts[0][0].group.pages_per_block
-        pages, group = request.engine.ids.reshape(-1, per_block), request.engine.group
-        moves = tuple(
-            Move(
-                rank, pid, GPULoadStoreSpec(pages[held.positions].ravel(), group),
-                CPULoadStoreSpec(held.slots, held.chain.host.slab.name), tuple(held.positions.tolist()),
-            )
-            for rank, (pid, held) in enumerate(zip(pids, underway.held, strict=True))
-        )  # fmt: skip
-        num_blocks = len(moves[0].positions) if request.direction == "load" else request.num_keys
-        underway.waiting_for = {move.rank for move in moves if move.positions}
-        plan = Plan(job.number, request.direction, num_blocks, moves)
-        if underway.waiting_for:
+        plan = underway.hold(pids, sources)
+        if underway.is_over:  # there is nothing to move
+            self._end(job)
+        else:
             self._tell(job, plan, None)
-        else:
-            self._end(underway, plan)
 
-    def _take(self, outcomes: Outcomes) -> None:
-        underway = self._underway.get(outcomes.job)
-        if underway is None or underway.job.plan is None or outcomes.rank not in underway.waiting_for:
-            return
-        underway.waiting_for.discard(outcomes.rank)
-        underway.outcomes[outcomes.rank] = outcomes
-        if not underway.waiting_for:
-            self._end(underway, underway.job.plan)
+    def _take(self, job: Job, answer: Callable[[Underway], None]) -> None:
+        """Have a job that is planned look at an answer, or at what it is bound to."""
+        underway = self._underway.get(job)
+        if underway is not None and underway.plan is not None:
+            answer(underway)
+            if underway.is_over:
+                self._end(job)
 
-    def _end(self, underway: _Underway, plan: Plan) -> None:
-        request = underway.request
-        moved: Mask = np.full(request.num_keys, fill_value=True)
-        for move, held in zip(plan.moves, underway.held, strict=True):
-            moved &= held.present | _moved(move, underway.outcomes.get(move.rank), request.num_keys)
-        errors = [f"rank {rank}: {each.error}" for rank, each in sorted(underway.outcomes.items()) if each.error]
-        if request.direction == "load" and not request.is_current():
-            moved[:] = False
-            errors.append("epoch advanced")
-        for held in underway.held:
-            held.end(moved)
-        if request.direction == "load":
-            num_blocks = [*moved.tolist(), False].index(False)
-        else:
-            num_blocks = int(np.count_nonzero(moved & ~np.logical_and.reduce([held.present for held in underway.held])))
-        self._tell(underway.job, plan, JobResult(plan.job, num_blocks, tuple(errors)))
+    def _end(self, job: Job) -> None:
+        if (underway := self._take_out(job)) is not None:
+            assert underway.plan is not None  # noqa: S101 - what is not planned waits for no answer
+            self._tell(job, underway.plan, underway.end())
 
-    def _give_up(self, number: int, why: str, *, may_be_writing: bool = False) -> None:
-        """End a job with nothing, for the whole of it; what a worker may be writing to stays reserved for good."""
-        underway = self._underway.get(number)
-        if underway is None:
-            return
-        if underway.task is not None:
-            underway.task.cancel()
-        nothing: Mask = np.zeros(underway.request.num_keys, np.bool_)
-        for rank, held in enumerate(underway.held):
-            if may_be_writing and rank in underway.waiting_for:
-                held.abandon()
-            else:
-                held.end(nothing)
-        plan = underway.job.plan or Plan(number, underway.request.direction, 0, ())
-        self._tell(underway.job, plan, JobResult(number, 0, (why,)))
+    def _end_early(self, job: Job, why: str, *, may_be_writing: bool = False) -> None:
+        if (underway := self._take_out(job)) is not None:
+            self._give_up(job, underway, why, may_be_writing=may_be_writing)
+
+    def _give_up(self, job: Job, underway: Underway, why: str, *, may_be_writing: bool = False) -> None:
+        """End a job that was taken out, with nothing."""
+        if (task := self._bringing.get(job)) is not None and task is not asyncio.current_task():
+            task.cancel()
+        plan = underway.plan or Plan(job.number, underway.request.direction, 0, ())
+        self._tell(job, plan, underway.give_up(why, may_be_writing=may_be_writing))
+
+    def _take_out(self, job: Job, *, unless_bound: bool = False) -> Underway | None:
+        """Let nobody bind or answer a job any more that is about to end; return it. Any thread may call."""
+        with self._polled.lock:
+            underway = self._underway.get(job)
+            if underway is None or (unless_bound and underway.is_bound):
+                return None
+            return self._underway.pop(job)
 
     def _tell(self, job: Job, plan: Plan, result: JobResult | None) -> None:
         with self._polled.lock:
             if result is not None:
                 job.result = result  # before the plan: who sees a plan of nothing must not think that it is to be done
-                del self._underway[job.number]
+                del self._not_over[job.number]
             job.plan = plan
             self._polled.tell(job, None)
         for waiter in self._waiters.pop(job, ()):
@@ -317,26 +328,11 @@ class Jobs:
 
     def _lose(self, rank: int, pid: int) -> None:
         """A worker has ended: it touches no slot any more, and what it had not answered it will not."""
-        unanswered = [
-            underway.job.number
-            for underway in list(self._underway.values())
-            if rank in underway.waiting_for and underway.job.plan and underway.job.plan.move_of(rank).pid == pid
-        ]
-        self._emit(WorkerEnded(rank, pid, len(unanswered)))
-        for number in unanswered:
-            self._take(Outcomes(number, rank, 0, f"the worker of process {pid} has ended"))
-
-
-def _lease_all(request: JobRequest, sources: Sequence[NDArray[np.int8]]) -> Sequence[Held]:
-    return [
-        HeldLoad(chain, lease, source)
-        for (chain, _), lease, source in zip(request.parts, lease_prefix(request.parts), sources, strict=True)
-    ]
-
-
-def _moved(move: Move, outcomes: Outcomes | None, num_keys: int) -> Mask:
-    """Say which of the job's blocks a rank has moved: the first slots of its part."""
-    moved: Mask = np.zeros(num_keys, np.bool_)
-    if outcomes is not None:
-        moved[np.array(move.positions[: max(0, outcomes.num_moved)], np.int64)] = True
-    return moved
+        lost = [job for job, underway in list(self._underway.items()) if underway.waits_for(rank, pid)]
+        self._emit(WorkerEnded(rank, pid, len(lost)))
+        said = f"the worker of process {pid} has ended"
+        for job in lost:
+            if (unbound := self._take_out(job, unless_bound=True)) is not None:
+                self._give_up(job, unbound, f"rank {rank}: {said}")  # nobody has its plan, so nobody else will answer
+            else:
+                self._take(job, lambda underway: underway.take(rank, 0, said))

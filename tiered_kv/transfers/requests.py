@@ -1,13 +1,15 @@
 """What a load or store is asked for, once it has been checked: made in any thread, moved on the event loop."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tiered_kv.keys import BlockKeys
 from tiered_kv.memory.lanes import Lane
+from tiered_kv.specs import GPULoadStoreSpec
 from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.budget import Priority
 from tiered_kv.tiers.chain import Chain
@@ -65,6 +67,30 @@ class StoreRequest:
     pages: NDArray[np.int64]
     lane: Lane
     layerwise: bool = False
+
+
+@dataclass(frozen=True)
+class JobRequest:
+    """One load or store that other processes carry out.
+
+    Attributes:
+        direction: Of the bytes.
+        keys: What to move.
+        parts: By rank, the tiers and the blocks.
+        engine: The engine's blocks, the same on every rank; None if they are to be bound.
+        is_current: False once what was loaded is of other weights than are served.
+    """
+
+    direction: Literal["load", "store"]
+    keys: BlockKeys
+    parts: Sequence[tuple[Chain, Batch]]
+    engine: GPULoadStoreSpec | None
+    is_current: Callable[[], bool]
+
+    @property
+    def pages_per_block(self) -> int:
+        """Block ids of the engine per key."""
+        return self.parts[0][0].group.pages_per_block
 
 
 def may_copy_at_once(request: LoadRequest | StoreRequest, num_blocks: int) -> bool:

@@ -1,0 +1,158 @@
+"""One job on the event loop: what it holds, who is to move what, what has been answered, and how it ends.
+
+It decides and waits for nothing; when which of it happens is for `jobs.Jobs` to say.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiered_kv.errors import ConfigurationError, LayoutMismatchError
+from tiered_kv.plan import JobResult, Move, Plan
+from tiered_kv.specs import CPULoadStoreSpec, GPULoadStoreSpec
+from tiered_kv.tiers.base import Mask
+from tiered_kv.transfers.held import Held, HeldLoad, reserve_all
+from tiered_kv.transfers.prefetch import lease_prefix
+from tiered_kv.transfers.requests import JobRequest
+
+
+class Underway:
+    """A job from its beginning to its end.
+
+    Attributes:
+        request: What it is about.
+        plan: What ranks are to do, once it holds something.
+        is_bound: Whether the engine's blocks are said: before, no worker has its plan. Set by any thread, once.
+    """
+
+    def __init__(self, number: int, request: JobRequest) -> None:
+        self.request = request
+        self.plan: Plan | None = None
+        self.is_bound = request.engine is not None
+        self._number = number
+        self._held: Sequence[Held] = ()
+        self._wanted = slice(0, len(request.keys))  # of the keys; less once it is bound to less
+        self._moved: list[Mask] = []  # by rank, over the keys
+        self._unanswered: dict[int, Mask] = {}  # by rank, over the keys; only ranks that must answer
+        self._errors: dict[int, str] = {}  # by rank
+
+    def hold(self, pids: Sequence[int], sources: Sequence[NDArray[np.int8]]) -> Plan:
+        """Hold host memory for every rank, and say who moves what.
+
+        Args:
+            pids: The process of each rank.
+            sources: Of a load, by rank, which tier had each key's block; see `start_bringing`.
+        """
+        request, keys = self.request, self.request.keys
+        if request.direction == "store":
+            self._held = reserve_all(request.parts)
+        else:
+            leases = lease_prefix(request.parts)
+            self._held = [
+                HeldLoad(chain, lease, source)
+                for (chain, _), lease, source in zip(request.parts, leases, sources, strict=True)
+            ]
+        self._moved = [held.present.copy() for held in self._held]
+        moves = tuple(
+            Move(rank, pid, None, held.spec, tuple(held.positions.tolist()))
+            for rank, (pid, held) in enumerate(zip(pids, self._held, strict=True))
+        )
+        num_blocks = len(moves[0].positions) if request.direction == "load" else len(keys)
+        plan = Plan(self._number, request.direction, num_blocks, moves)
+        if request.engine is not None:
+            plan = bind(plan, request, request.engine[: num_blocks * request.pages_per_block])
+        self._unanswered = {move.rank: self._mask_of(move.positions) for move in moves if move.positions}
+        self.plan = plan
+        return plan
+
+    def follow(self, plan: Plan, wanted: slice) -> None:
+        """Have ranks do what a plan says that was bound to a part of the keys, and expect no answer for the rest."""
+        self.plan, self._wanted = plan, wanted
+        for move in plan.moves:
+            self.take_keys(move.rank, ~self._mask_of(move.positions), moved=False)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every answer has come."""
+        return not self._unanswered
+
+    def waits_for(self, rank: int, pid: int) -> bool:
+        """Say whether a process has not answered for its rank."""
+        return self.plan is not None and rank in self._unanswered and self.plan.move_of(rank).pid == pid
+
+    def take(self, rank: int, num_moved: int, error: str) -> None:
+        """Take a rank's answer: it has moved the first slots of its part, and will touch none any more."""
+        if self.plan is not None and self._unanswered.pop(rank, None) is not None:
+            self._moved[rank] |= self._mask_of(self.plan.move_of(rank).positions[: max(0, num_moved)])
+            if error:
+                self._errors[rank] = error
+
+    def take_keys(self, rank: int, answered: Mask, *, moved: bool) -> None:
+        """Take an answer for some keys of a rank's part."""
+        if (unanswered := self._unanswered.get(rank)) is None:
+            return
+        if moved:
+            self._moved[rank] |= answered & unanswered
+        unanswered &= ~answered
+        if not unanswered.any():
+            del self._unanswered[rank]
+
+    def end(self) -> JobResult:
+        """Let go of what it holds; what every rank has moved is readable, or in place."""
+        moved: Mask = np.logical_and.reduce(self._moved)
+        errors = [f"rank {rank}: {error}" for rank, error in sorted(self._errors.items())]
+        is_load = self.request.direction == "load"
+        if is_load and not self.request.is_current():
+            moved[:] = False
+            errors.append("epoch advanced")
+        for held in self._held:
+            held.end(moved, self._wanted)
+        if is_load:
+            num_blocks = [*moved[self._wanted].tolist(), False].index(False)
+        else:
+            everywhere = np.logical_and.reduce([held.present for held in self._held])
+            num_blocks = int(np.count_nonzero(moved & ~everywhere))
+        return JobResult(self._number, num_blocks, tuple(errors))
+
+    def give_up(self, why: str, *, may_be_writing: bool = False) -> JobResult:
+        """End it with nothing; what a worker may be writing to stays reserved for good."""
+        nothing: Mask = np.zeros(len(self.request.keys), np.bool_)
+        for rank, held in enumerate(self._held):
+            if may_be_writing and self.is_bound and rank in self._unanswered:
+                held.abandon(self._wanted)
+            else:
+                held.end(nothing, self._wanted)
+        return JobResult(self._number, 0, (why,))
+
+    def _mask_of(self, positions: Sequence[int]) -> Mask:
+        mask: Mask = np.zeros(len(self.request.keys), np.bool_)
+        mask[np.array(positions, np.int64)] = True
+        return mask
+
+
+def bind(plan: Plan, request: JobRequest, blocks: GPULoadStoreSpec, start: int = 0) -> Plan:
+    """Return a plan that has no blocks of the engine with those of ``keys[start:]``, as many as there are.
+
+    Raises:
+        ConfigurationError: It has some already.
+        LayoutMismatchError: Ids for a part of a block, or for more blocks than the plan holds.
+    """
+    per_block = request.pages_per_block
+    num_blocks, rest = divmod(len(blocks), per_block)
+    if any(move.engine is not None for move in plan.moves):
+        raise ConfigurationError(f"job {plan.job} is about blocks of the engine already: it is bound once")
+    if rest or start + num_blocks > plan.num_blocks:
+        raise LayoutMismatchError(
+            f"{len(blocks)} block ids, {per_block} a key, from key {start} on: the plan has {plan.num_blocks} keys"
+        )
+    pages = blocks.ids.reshape(-1, per_block)
+    moves = []
+    for move in plan.moves:
+        positions = np.array(move.positions, np.int64)
+        chosen = np.flatnonzero((positions >= start) & (positions < start + num_blocks))
+        engine = GPULoadStoreSpec(pages[positions[chosen] - start].ravel(), blocks.group)
+        host = CPULoadStoreSpec(move.host.ids[chosen], move.host.pool)
+        moves.append(replace(move, engine=engine, host=host, positions=tuple(positions[chosen].tolist())))
+    return replace(plan, num_blocks=num_blocks, moves=tuple(moves))
