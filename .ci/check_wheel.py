@@ -18,9 +18,10 @@ from packaging.utils import canonicalize_name
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PACKAGES = ("tiered_kv", "tiered_kv_backends")
 
-# Modules that cannot be imported without an extra, and the extra.
+# Modules that cannot be imported without an extra, or an engine, and which.
 NEEDS_EXTRA = {
     "tiered_kv.integrations.transformers": "transformers",
+    "tiered_kv.integrations.vllm": "vLLM",
     "tiered_kv.memory.kernels": "cuda",
     "tiered_kv.seal": "encryption",
     "tiered_kv.telemetry.router_": "events",

@@ -128,7 +128,7 @@ class Environment:
 
     def run(
         self, script: str, *arguments: object, variables: Mapping[str, str] | None = None, timeout_s: float = 300
-    ) -> Any:  # noqa: ANN401 - whatever the script says in JSON
+    ) -> Any:
         """Run a script of this folder to its end and return the JSON of its last line.
 
         Raises:
@@ -151,7 +151,7 @@ class Environment:
         return {**inherited, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **self.variables, **(more or {})}
 
 
-def answer_of(output: str) -> Any:  # noqa: ANN401 - whatever the script says in JSON
+def answer_of(output: str) -> Any:
     """Return the JSON of the last line that is some, as engines like to say good-bye.
 
     Raises:

@@ -1,22 +1,179 @@
-"""A real vLLM on a CPU, end to end."""
+"""A real vLLM on a CPU, end to end: what it generates with us below it is what it generates alone."""
 
 import json
 import pathlib
-from typing import Any
+import shutil
+import signal
+from collections.abc import Mapping
+from typing import Any, Final
 
 import pytest
 
 from environments import Environment
 
+PROMPTS: Final = [0, 1]
+HITS: Final = 2 * 9 * 32
+"""Tokens of both prompts that are full blocks: what can be found of them."""
+NVME: Final = ["cpu://?capacity=4MiB", "file://{folder}/nvme?capacity=16MiB"]
+SEVERAL: Final = {"tensor_parallel_size": 2}
+
+Answer = dict[str, Any]
+
+
+class Runs:
+    """Runs vLLM over one folder of storage, in a new process each time."""
+
+    def __init__(self, vllm: Environment, model: pathlib.Path, folder: pathlib.Path) -> None:
+        self.folder = folder
+        self._vllm = vllm
+        self._model = model
+
+    def arguments(
+        self,
+        *,
+        connector: str = "TieredKVConnector",
+        module: str = "tiered_kv.integrations.vllm",
+        tiers: list[Any] = NVME,
+        extra: Mapping[str, Any] | None = None,
+        **wanted: Any,
+    ) -> str:
+        """Return the JSON of what to run."""
+        tiers = json.loads(json.dumps(tiers).replace("{folder}", str(self.folder)))
+        transfer = {
+            "kv_connector": connector,
+            "kv_connector_module_path": module,
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"tiers": tiers, **(extra or {})},
+        }
+        return json.dumps({"model": str(self._model), "prompts": PROMPTS, "transfer": transfer, **wanted})
+
+    def run(self, **wanted: Any) -> Answer:
+        """Run it to its end and return what it generated and counted."""
+        answer: Answer = self._vllm.run("vllm_generate.py", self.arguments(**wanted))
+        return answer
+
+    def run_faulty(self, connector: str, **wanted: Any) -> Answer:
+        """Run it with one of the connectors of `vllm_faults`."""
+        return self.run(connector=connector, module="vllm_faults", **wanted)
+
 
 @pytest.fixture(scope="session")
-def alone(vllm: Environment, tiny_llama: pathlib.Path) -> Any:  # noqa: ANN401 - JSON
-    """Return what the engine generates without us."""
-    return vllm.run("vllm_generate.py", json.dumps({"model": str(tiny_llama), "rounds": 2}))
+def alone(vllm: Environment, tiny_llama: pathlib.Path) -> list[list[int]]:
+    """Return what the engine generates without us, per prompt."""
+    wanted = {"model": str(tiny_llama), "prompts": list(range(8)), "rounds": 2}
+    first, second = vllm.run("vllm_generate.py", json.dumps(wanted))["rounds"]
+    assert first["tokens"] == second["tokens"], "what to compare with depends on chance"
+    assert first["tokens"][0] != first["tokens"][1], "what is generated does not depend on the prompt"
+    tokens: list[list[int]] = first["tokens"]
+    return tokens
 
 
-def test_the_engine_alone_generates_the_same_twice(alone: Any) -> None:  # noqa: ANN401 - JSON
-    """What the other tests compare with does not depend on chance, and depends on the prompt."""
-    first, second = alone["rounds"]
-    assert first["tokens"] == second["tokens"]
-    assert first["tokens"][0] != first["tokens"][1]
+@pytest.fixture
+def runs(vllm: Environment, tiny_llama: pathlib.Path, tmp_path: pathlib.Path) -> Runs:
+    """Return runs over an empty folder."""
+    return Runs(vllm, tiny_llama, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def filled(
+    vllm: Environment, tiny_llama: pathlib.Path, alone: list[list[int]], tmp_path_factory: pytest.TempPathFactory
+) -> pathlib.Path:
+    """Return a folder in which a first process has stored the blocks of both prompts."""
+    folder = tmp_path_factory.mktemp("filled")
+    cold, warm = Runs(vllm, tiny_llama, folder).run(rounds=2)["rounds"]
+    assert cold["tokens"] == warm["tokens"] == alone[:2]
+    assert sum(cold["cached"]) == 0
+    assert sum(warm["cached"]) == HITS
+    return folder
+
+
+@pytest.fixture
+def warm(filled: pathlib.Path, runs: Runs) -> Runs:
+    """Return runs over a copy of what the first process has stored."""
+    shutil.copytree(filled, runs.folder, dirs_exist_ok=True)
+    return runs
+
+
+def hits_of(answer: Answer) -> int:
+    """Return the tokens that the engine itself counted as external hits."""
+    return int(answer["counters"]["vllm:external_prefix_cache_hits"])
+
+
+def test_a_restarted_engine_generates_the_same_from_storage(warm: Runs, alone: list[list[int]]) -> None:
+    """A new process finds all full blocks of the prompts, the engine counts them, and the tokens are the same."""
+    answer = warm.run()
+    assert answer["rounds"][0]["tokens"] == alone[:2]
+    assert hits_of(answer) == sum(answer["rounds"][0]["cached"]) == HITS
+    assert answer["counters"]["vllm:tiered_kv_load_blocks"] == HITS // 32
+
+
+def test_what_is_loaded_is_what_is_used(warm: Runs, alone: list[list[int]]) -> None:
+    """Where the loaded pages are wiped the tokens differ: the tests above would see wrong bytes."""
+    answer = warm.run_faulty("WipingConnector")
+    assert hits_of(answer) == HITS
+    assert all(ours != right for ours, right in zip(answer["rounds"][0]["tokens"], alone, strict=False))
+
+
+def test_a_block_that_is_evicted_before_its_load_is_computed(warm: Runs, alone: list[list[int]]) -> None:
+    """What is gone between look-up and load is computed, what is left is loaded, and the tokens are right."""
+    answer = warm.run_faulty("EvictingConnector")
+    assert answer["rounds"][0]["tokens"] == alone[:2]
+    assert answer["counters"]["vllm:tiered_kv_load_blocks"] == 2 * 4
+    assert answer["counters"]["vllm:tiered_kv_load_blocks_lost"] == 2 * 5
+
+
+def test_a_flipped_byte_on_disk_is_computed_again(warm: Runs, alone: list[list[int]]) -> None:
+    """A block whose bytes have changed is never served: it, and what is behind it, is computed."""
+    (slab,) = warm.folder.glob("nvme/*/slab")
+    stored = bytearray(slab.read_bytes())
+    for place in range(8192, len(stored), 16 * 1024):  # in each record: one has 32 KiB and a header
+        stored[place] ^= 1
+    slab.write_bytes(stored)
+    answer = warm.run()
+    assert answer["rounds"][0]["tokens"] == alone[:2]
+    assert answer["counters"]["vllm:tiered_kv_load_blocks_lost"] == HITS // 32
+
+
+def test_stalled_storage_does_not_hold_up_the_engine(runs: Runs, alone: list[list[int]]) -> None:
+    """Blocks that storage says it has and does not give are computed, after as long as the connector may wait."""
+    stalling = {"medium": "vllm_faults:StallingBackend", "path": "{folder}/shared", "capacity": "16MiB"}
+    tiers = ["cpu://?capacity=4MiB", stalling]
+    assert runs.run(tiers=tiers)["rounds"][0]["tokens"] == alone[:2]
+    found = runs.run(tiers=tiers)
+    assert hits_of(found) == HITS
+    (runs.folder / "stall").touch()
+    answer = runs.run(tiers=tiers, extra={"load_timeout_s": 0.5})
+    assert answer["rounds"][0]["tokens"] == alone[:2]
+    assert answer["counters"]["vllm:tiered_kv_load_blocks_lost"] == HITS // 32
+
+
+def test_an_engine_that_is_killed_loses_nothing_settled(runs: Runs, vllm: Environment, alone: list[list[int]]) -> None:
+    """What the tiers below had when the process was killed is found by the next one."""
+    dying = vllm.start("vllm_generate.py", runs.arguments(connector="DyingConnector", module="vllm_faults", rounds=2))
+    dying.communicate(timeout=300)
+    assert dying.returncode == -signal.SIGKILL
+    answer = runs.run()
+    assert answer["rounds"][0]["tokens"] == alone[:2]
+    assert hits_of(answer) == HITS
+
+
+def test_two_ranks_store_and_load_their_parts(runs: Runs, alone: list[list[int]]) -> None:
+    """With tensor parallelism each rank's part is stored, and found by two new processes."""
+    cold = runs.run(engine=SEVERAL)
+    assert cold["rounds"][0]["tokens"] == alone[:2]
+    assert hits_of(cold) == 0
+    warm = runs.run(engine=SEVERAL)
+    assert warm["rounds"][0]["tokens"] == alone[:2]
+    assert hits_of(warm) == HITS
+
+
+def test_requests_at_once_with_preemption(runs: Runs, vllm: Environment, tiny_llama: pathlib.Path) -> None:
+    """Eight requests that outgrow the KV cache are preempted, come back from us, and are answered right."""
+    wanted: Answer = {"prompts": list(range(8)), "length": 96, "num_tokens": 160}
+    alone = vllm.run("vllm_generate.py", json.dumps({"model": str(tiny_llama), **wanted}))["rounds"][0]["tokens"]
+    answer = vllm.run("vllm_async.py", runs.arguments(**wanted, rounds=2))
+    assert [each["tokens"] for each in answer["rounds"]] == [alone, alone]
+    assert answer["preemptions"] > 0
+    assert hits_of(answer) == 8 * 2 * 32, "of the second round; vLLM counts requests that come back apart"
+    assert answer["counters"]["vllm:tiered_kv_load_blocks"] > 8 * 2, "requests that were preempted came back from us"

@@ -24,6 +24,7 @@ class Wanted:
         transfer: ``KVTransferConfig``'s arguments; none for an engine alone.
         prompts: Which of the prompts, by number; equal numbers are equal prompts.
         length: Tokens of each.
+        num_tokens: To generate for each.
         rounds: How often all of them are asked for, one round after the other; the engine's own prefix cache is
             emptied in between.
         engine: More arguments of ``LLM``.
@@ -33,6 +34,7 @@ class Wanted:
     transfer: dict[str, Any] | None = None
     prompts: list[int] = field(default_factory=lambda: [0, 1])
     length: int = 300
+    num_tokens: int = 16
     rounds: int = 1
     engine: dict[str, Any] = field(default_factory=dict)
 
@@ -68,7 +70,7 @@ def main(wanted: Wanted) -> None:
     from vllm import LLM, SamplingParams  # noqa: PLC0415 - as above
 
     llm = LLM(**engine_arguments(wanted))
-    sampling = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, detokenize=False)
+    sampling = SamplingParams(temperature=0.0, max_tokens=wanted.num_tokens, ignore_eos=True, detokenize=False)
     prompts = [{"prompt_token_ids": prompt(number, wanted.length)} for number in wanted.prompts]
     rounds = []
     for _ in range(wanted.rounds):
@@ -83,8 +85,7 @@ def main(wanted: Wanted) -> None:
         for metric in llm.get_metrics()
         if "prefix_cache" in metric.name or "tiered_kv" in metric.name
     }
-    llm.llm_engine.engine_core.shutdown()
-    print(json.dumps({"rounds": rounds, "counters": counters}))
+    print(json.dumps({"rounds": rounds, "counters": counters}))  # and no shutdown: nothing may depend on one
 
 
 if __name__ == "__main__":

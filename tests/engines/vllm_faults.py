@@ -1,0 +1,76 @@
+"""Connectors and a medium that do what must not go unseen: what the tests of vLLM see would else be no proof."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tiered_kv import Block, BlockKey, BlockKeys, Outcome
+from tiered_kv.integrations.vllm import TieredKVConnector
+from tiered_kv_backends.shared_fs import SharedFSBackend
+
+
+class WipingConnector(TieredKVConnector):
+    """Fills with zeros what it has loaded: whoever still answers the same has not used it."""
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Keep the tensors."""
+        self._tensors = kv_caches
+        self._loading: dict[str, list[int]] = {}
+        super().register_kv_caches(kv_caches)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Keep what is loaded where."""
+        self._loading |= {each.request_id: list(each.block_ids) for each in self._get_connector_metadata().loads}
+        super().start_load_kv(forward_context, **kwargs)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        """Wipe it."""
+        sent, loaded = super().get_finished(finished_req_ids)
+        for name in loaded:
+            for tensor in self._tensors.values():
+                tensor[self._loading[name]] = 0
+        return sent, loaded
+
+
+class EvictingConnector(TieredKVConnector):
+    """Evicts the fifth block of what was found, and those behind it, before it is loaded."""
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Evict, then go on."""
+        if num_external_tokens:
+            kv = self._in_scheduler().kv
+            kv.evict(BlockKeys.from_hashes(request.block_hashes[4:], block_size=32, start=4))
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+
+
+class DyingConnector(TieredKVConnector):
+    """Ends its process, as by `kill -9`, at the third request: when what the first ones stored is settled."""
+
+    _seen: set[str]
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Answer two requests."""
+        self._seen = {*getattr(self, "_seen", ()), request.request_id}
+        if len(self._seen) > 2:
+            self._in_scheduler().kv.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+
+class StallingBackend(SharedFSBackend):
+    """Says what it has, and never reads it, once there is a file ``stall`` beside it."""
+
+    class Settings(SharedFSBackend.Settings):
+        """As the medium that it is otherwise."""
+
+        medium: str = "vllm_faults:StallingBackend"
+
+    async def read(self, keys: Sequence[BlockKey], into: Sequence[Block]) -> list[Outcome]:
+        """Read, or never end."""
+        if self.settings.path.with_name("stall").exists():
+            await asyncio.Event().wait()
+        return await super().read(keys, into)

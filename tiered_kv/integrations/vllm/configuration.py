@@ -1,0 +1,139 @@
+"""What is wanted of the connector, checked at start: what cannot work is refused before a request comes."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
+
+from tiered_kv.errors import ConfigurationError
+from tiered_kv.integrations.vllm.served_model import model_identity
+from tiered_kv.keys import ModelIdentity
+from tiered_kv.setting_errors import Checked
+from tiered_kv.settings import Seconds, TieredKVSettings
+
+_CACHE_SETTINGS: Final = {"tiers", "limits", "codec"}
+
+
+class ConnectorSettings(Checked):
+    """What ``kv_connector_extra_config`` may say, beside ``tiers``, ``limits`` and ``codec`` of `TieredKVSettings`."""
+
+    weights: str | None = None
+    """Names the weights; read off the checkpoint's files if left out."""
+    lookup_timeout_s: Seconds = 1.0
+    """How long a request waits for tiers shared with others to say what they have; then it goes on without them."""
+    load_timeout_s: Seconds = 5.0
+    """How long a request waits for its blocks to be in host memory; then they are computed."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What both sides of the connector go by.
+
+    Attributes:
+        connector: How it behaves.
+        cache: What the cache is made of.
+        model: Whose blocks these are.
+        num_ranks: Of tensor parallelism.
+        block_size: Tokens of one of vLLM's blocks, which are ours.
+        hashes_per_block: vLLM's hashes a block.
+        layer_names: Of the KV group.
+        page_bytes: Of one layer's part of a block.
+        num_engine_blocks: In vLLM's cache.
+        loads: Whether anything is loaded.
+        stores: Whether anything is stored.
+    """
+
+    connector: ConnectorSettings
+    cache: TieredKVSettings
+    model: ModelIdentity
+    num_ranks: int
+    block_size: int
+    hashes_per_block: int
+    layer_names: tuple[str, ...]
+    page_bytes: int
+    num_engine_blocks: int
+    loads: bool
+    stores: bool
+
+    @classmethod
+    def of(cls, vllm_config: Any, kv_cache_config: Any) -> Self:
+        """Read vLLM's configuration.
+
+        Raises:
+            ConfigurationError: Something in it cannot work, or would give wrong answers.
+        """
+        transfer = vllm_config.kv_transfer_config
+        if transfer.kv_load_failure_policy != "recompute":
+            raise ConfigurationError(
+                f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}: then vLLM answers a request with "
+                'nothing where a block is gone between its lookup and its load. Set it to "recompute"'
+            )
+        _check_parallel(vllm_config.parallel_config)
+        _check_hashes(vllm_config.cache_config)
+        group = _only_group(kv_cache_config)
+        extra = _with_rank(dict(transfer.kv_connector_extra_config), vllm_config.parallel_config.data_parallel_rank)
+        connector = ConnectorSettings(**{key: extra[key] for key in extra if key not in _CACHE_SETTINGS})
+        block_size = group.kv_cache_spec.block_size
+        return cls(
+            connector=connector,
+            cache=TieredKVSettings(**{key: extra[key] for key in extra if key in _CACHE_SETTINGS}),
+            model=model_identity(vllm_config, connector.weights),
+            num_ranks=vllm_config.parallel_config.tensor_parallel_size,
+            block_size=block_size,
+            hashes_per_block=block_size // (kv_cache_config.hash_block_size or block_size),
+            layer_names=tuple(group.layer_names),
+            page_bytes=_page_bytes(group.kv_cache_spec),
+            num_engine_blocks=kv_cache_config.num_blocks,
+            loads=transfer.is_kv_consumer,
+            stores=transfer.is_kv_producer,
+        )
+
+
+def _check_parallel(parallel: Any) -> None:
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        if (size := getattr(parallel, name, 1)) > 1:
+            raise ConfigurationError(f"{name} is {size}: tiered_kv keeps blocks of tensor and data parallel ranks only")
+
+
+def _check_hashes(cache: Any) -> None:
+    algorithm = str(cache.prefix_caching_hash_algo)
+    if not algorithm.startswith("sha256") and "PYTHONHASHSEED" not in os.environ:
+        raise ConfigurationError(
+            f"prefix_caching_hash_algo is {algorithm!r}: without PYTHONHASHSEED it names blocks anew in each process, "
+            'so that nothing is found after a restart. Set it to "sha256"'
+        )
+
+
+def _only_group(kv_cache_config: Any) -> Any:
+    groups = kv_cache_config.kv_cache_groups
+    specs = [group.kv_cache_spec for group in groups]
+    kinds = ", ".join(type(spec).__name__ for spec in specs)
+    first = specs[0].first_spec if isinstance(specs[0], UniformTypeKVCacheSpecs) else specs[0]
+    if len(groups) > 1 or not isinstance(first, FullAttentionSpec):
+        raise ConfigurationError(
+            f"this model has {len(groups)} KV groups ({kinds}), and tiered_kv keeps one of full attention or MLA: "
+            "models with sliding windows are served with --disable-hybrid-kv-cache-manager, those with state spaces "
+            "are not"
+        )
+    return groups[0]
+
+
+def _page_bytes(spec: Any) -> int:
+    layers = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+    each = {layer.page_size_bytes for layer in layers}
+    if len(each) > 1:
+        raise ConfigurationError(
+            f"layers of this model have pages of {sorted(each)} bytes, and tiered_kv keeps equal ones"
+        )
+    return int(each.pop())
+
+
+def _with_rank(value: Any, rank: int) -> Any:
+    """Put the data parallel rank into texts that ask for it: each replica has tiers of its own on one machine."""
+    if isinstance(value, str):
+        return value.replace("{dp_rank}", str(rank))
+    if isinstance(value, Mapping):
+        return {key: _with_rank(each, rank) for key, each in value.items()}
+    return [_with_rank(each, rank) for each in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,161 @@
+"""The connector that vLLM loads: its methods, each handed to the side that it is for."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+
+from tiered_kv.errors import ConfigurationError
+from tiered_kv.integrations.vllm.configuration import Configuration
+from tiered_kv.integrations.vllm.messages import Hello, Report, Step
+from tiered_kv.integrations.vllm.metrics import TieredKVPromMetrics, TieredKVStats
+from tiered_kv.integrations.vllm.moving import MovingSide
+from tiered_kv.integrations.vllm.scheduling import SchedulingSide
+
+
+class TieredKVConnector(KVConnectorBase_V1):
+    """vLLM's blocks in tiers of CPU memory, NVMe and shared storage: loaded beside its steps, stored behind them.
+
+    vLLM makes one in its scheduler and one in each worker. What it is asked for and when is said by
+    ``KVConnectorBase_V1``; here is said only what is particular.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        """Made by vLLM.
+
+        Raises:
+            ConfigurationError: The configuration cannot work, or would give wrong answers.
+        """
+        super().__init__(vllm_config, role, kv_cache_config)
+        configuration = Configuration.of(vllm_config, kv_cache_config)
+        is_scheduler = role is KVConnectorRole.SCHEDULER
+        self._scheduling = SchedulingSide(configuration) if is_scheduler else None
+        self._moving = MovingSide(vllm_config, configuration) if not is_scheduler else None
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A store that was dropped is computed again, no more."""
+        return False
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str:
+        """Ask for a layer's part of a block in one piece."""
+        return "LBHNC"
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """Say no: the tensors that are bound at start must stay where they are."""
+        return False
+
+    def shutdown(self) -> None:
+        """See the base class. Idempotent."""
+        if self._scheduling is not None:
+            self._scheduling.close()
+        if self._moving is not None:
+            self._moving.close()
+
+    # In the workers.
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """See the base class."""
+        self._in_worker().register_kv_caches(kv_caches)
+
+    def get_handshake_metadata(self) -> Hello | None:
+        """See the base class."""
+        return self._in_worker().hello()
+
+    def handle_preemptions(self, kv_connector_metadata: Step) -> None:
+        """See the base class. Comes first in a step."""
+        self._in_worker().before_computing(kv_connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """See the base class."""
+        self._in_worker().start_loads(self._get_connector_metadata())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are over before their requests are computed."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Stores begin after all layers."""
+
+    def wait_for_save(self) -> None:
+        """Wait for nothing: vLLM keeps the blocks until a store has ended."""
+        self._in_worker().start_stores(self._get_connector_metadata())
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        """See the base class."""
+        return self._in_worker().ended()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """See the base class."""
+        return self._in_worker().take_lost()
+
+    def build_connector_worker_meta(self) -> Report | None:
+        """See the base class."""
+        return self._in_worker().report()
+
+    # In the scheduler.
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, Hello]) -> None:
+        """Open the cache."""
+        self._in_scheduler().open(metadata.values())
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """See the base class."""
+        num_tokens = self._in_scheduler().find(request, num_computed_tokens)
+        return num_tokens, bool(num_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """See the base class."""
+        self._in_scheduler().begin(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Step:
+        """See the base class."""
+        return self._in_scheduler().next_step(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """See the base class."""
+        report = connector_output.kv_connector_worker_meta
+        self._in_scheduler().take(report if isinstance(report, Report) else None)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """See the base class."""
+        return self._in_scheduler().end(request), None
+
+    def reset_cache(self) -> bool:
+        """Serve nothing of what is stored any more: vLLM asks for it when it has loaded other weights."""
+        self._in_scheduler().forget()
+        return True
+
+    # What vLLM shows.
+
+    def get_kv_connector_stats(self) -> TieredKVStats | None:
+        """See the base class."""
+        return self._scheduling.counts.take() if self._scheduling is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TieredKVStats:
+        """See the base class."""
+        return TieredKVStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> TieredKVPromMetrics:
+        """See the base class."""
+        return TieredKVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def _in_worker(self) -> MovingSide:
+        if self._moving is None:
+            raise ConfigurationError("vLLM calls this in its workers")
+        return self._moving
+
+    def _in_scheduler(self) -> SchedulingSide:
+        if self._scheduling is None:
+            raise ConfigurationError("vLLM calls this in its scheduler")
+        return self._scheduling

@@ -1,0 +1,85 @@
+"""What the connector counts, in vLLM's own hooks: a line of its log now and then, and Prometheus counters."""
+
+from collections.abc import Mapping
+from typing import Any, Final, Self
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+COUNTERS: Final = {
+    "load_requests": "Requests that waited for blocks",
+    "load_blocks": "Blocks that were brought to host memory for requests",
+    "load_blocks_lost": "Blocks that were found and did not come, and were computed",
+    "load_wait_seconds": "Time that requests waited for blocks to be in host memory",
+    "store_blocks": "Blocks copied out of the engine",
+    "store_blocks_skipped": "Blocks that were there already, or that there was no room for",
+    "errors": "Copies that failed",
+}
+
+
+class TieredKVStats(KVConnectorStats):
+    """Counters by name. ``data`` is plain, as vLLM sends it between processes."""
+
+    data: dict[str, float]
+
+    def reset(self) -> None:
+        """Begin at zero."""
+        self.data = {}
+
+    def aggregate(self, other: Self) -> Self:
+        """Add another's."""
+        self.add(other.data)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """Return what vLLM's log says."""
+        return {f"tiered_kv {name}": round(value, 3) for name, value in self.data.items()}
+
+    def is_empty(self) -> bool:
+        """Say whether nothing happened."""
+        return not any(self.data.values())
+
+    def add(self, counts: Mapping[str, float]) -> None:
+        """Count more."""
+        for name, value in counts.items():
+            self.data[name] = self.data.get(name, 0) + value
+
+
+class Counts:
+    """What the scheduler's side counts, until vLLM takes it."""
+
+    def __init__(self) -> None:
+        self._stats = TieredKVStats()
+
+    def load(self, num_wanted: int, num_blocks: int, waited_s: float) -> None:
+        """Count a load as it goes to the workers."""
+        lost = num_wanted - num_blocks
+        self._stats.add(
+            {"load_requests": 1, "load_blocks": num_blocks, "load_blocks_lost": lost, "load_wait_seconds": waited_s}
+        )
+
+    def store(self, num_wanted: int, num_stored: int, num_errors: int) -> None:
+        """Count a store that has ended."""
+        skipped = num_wanted - num_stored
+        self._stats.add({"store_blocks": num_stored, "store_blocks_skipped": skipped, "errors": num_errors})
+
+    def take(self) -> TieredKVStats | None:
+        """Return what was counted since the last time."""
+        stats, self._stats = self._stats, TieredKVStats()
+        return None if stats.is_empty() else stats
+
+
+class TieredKVPromMetrics(KVConnectorPromMetrics):
+    """A counter for each of `COUNTERS`, ``vllm:tiered_kv_...``."""
+
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters = {
+            name: self._counter_cls(name=f"vllm:tiered_kv_{name}", documentation=text, labelnames=labelnames)
+            for name, text in COUNTERS.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Count what one engine's connector has counted."""
+        values = self.per_engine_labelvalues[engine_idx]
+        for name, counter in self._counters.items():
+            counter.labels(*values).inc(transfer_stats_data.get(name, 0))

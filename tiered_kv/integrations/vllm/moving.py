@@ -1,0 +1,182 @@
+"""The workers' side of the connector: it moves a rank's bytes between vLLM's tensors and the scheduler's host memory.
+
+It decides nothing. All methods are called by the model runner's thread; the copies run beside it.
+"""
+
+import os
+from collections.abc import Mapping
+from concurrent.futures import Future, wait
+from typing import Any
+
+import torch
+from vllm.config import get_layers_from_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.kv_cache_interface import group_kernel_blocks
+
+from tiered_kv.errors import LayoutMismatchError, TieredKVError
+from tiered_kv.integrations.vllm.compatibility import VERSION
+from tiered_kv.integrations.vllm.configuration import Configuration
+from tiered_kv.integrations.vllm.messages import Hello, LoadOrder, Report, Step, StoreOrder
+from tiered_kv.layout import KVGroup, KVLayout
+from tiered_kv.plan import Outcomes, Plan, SlabHandle
+from tiered_kv.worker import Worker
+
+
+class MovingSide:
+    """One rank's worker."""
+
+    def __init__(self, vllm_config: Any, configuration: Configuration) -> None:
+        self._vllm_config = vllm_config
+        self._configuration = configuration
+        self._rank = get_tensor_model_parallel_rank()
+        self._pages: list[torch.Tensor] = []
+        self._layout: KVLayout | None = None
+        self._worker: Worker | None = None
+        self._loads: dict[str, tuple[LoadOrder, Future[Outcomes]]] = {}
+        self._stores: dict[str, set[Future[Outcomes]]] = {}
+        self._leaving: set[str] = set()
+        self._lost: set[int] = set()
+        self._outcomes: list[Outcomes] = []
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Take vLLM's tensors.
+
+        Raises:
+            LayoutMismatchError: A block of a layer is not in one piece.
+        """
+        wanted = self._configuration
+        self._pages = [
+            _pages(kv_caches[name], wanted.num_engine_blocks, wanted.page_bytes) for name in wanted.layer_names
+        ]
+        group = KVGroup.opaque(
+            wanted.page_bytes,
+            tag=self._tag(kv_caches[wanted.layer_names[0]]),
+            block_size=wanted.block_size,
+            num_layers=len(self._pages),
+        )
+        self._layout = KVLayout((group,))
+
+    def hello(self) -> Hello | None:
+        """Return what the scheduler opens its cache by."""
+        return Hello(self._rank, os.getpid(), self._layout) if self._layout is not None else None
+
+    def before_computing(self, step: Step) -> None:
+        """Wait until nothing reads the blocks of requests that were preempted: they are others' from now on."""
+        self._attach(step.slabs)
+        for order in step.flushes:
+            self._store(order, None)
+        ending = [future for name in step.preempted for future in self._stores.pop(name, ())]
+        wait(ending)
+        self._outcomes += [future.result() for future in ending]
+
+    def start_loads(self, step: Step) -> None:
+        """Start this step's loads."""
+        self._attach(step.slabs)
+        after = self._event() if step.loads else None
+        for order in step.loads:
+            self._loads[order.request_id] = order, self._start(order.plan, after)
+
+    def start_stores(self, step: Step) -> None:
+        """Start this step's stores: what computes their blocks is under way, or over."""
+        after = self._event() if step.stores else None
+        for order in step.stores:
+            self._store(order, after)
+        self._leaving |= step.leaving
+
+    def ended(self) -> tuple[set[str], set[str]]:
+        """Return the requests whose blocks vLLM may take back, and those whose loads have ended."""
+        for futures in self._stores.values():
+            over = {future for future in futures if future.done()}
+            futures.difference_update(over)
+            self._outcomes += [future.result() for future in over]
+        self._stores = {name: futures for name, futures in self._stores.items() if futures}
+        left = {name for name in self._leaving if name not in self._stores}
+        self._leaving -= left
+        loaded = {name for name, (_, future) in self._loads.items() if future.done()}
+        for name in loaded:
+            order, future = self._loads.pop(name)
+            outcomes = future.result()
+            self._lost.update(order.block_ids[max(0, outcomes.num_moved) :])
+            if order.plan is not None:
+                self._outcomes.append(outcomes)
+        return left, loaded
+
+    def take_lost(self) -> set[int]:
+        """Return the blocks that were to be loaded and were not, since the last time."""
+        lost, self._lost = self._lost, set()
+        return lost
+
+    def report(self) -> Report | None:
+        """Return what ended since the last time."""
+        outcomes, self._outcomes = self._outcomes, []
+        return Report(outcomes) if outcomes else None
+
+    def close(self) -> None:
+        """End: what has been started ends first."""
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+
+    def _attach(self, slabs: tuple[SlabHandle, ...]) -> None:
+        if not slabs or self._layout is None:
+            return
+        device = self._pages[0].device
+        self._worker = Worker(slabs, layout=self._layout, rank=self._rank, device=device)
+        self._worker.register_kv_caches(self._pages)
+
+    def _store(self, order: StoreOrder, after: object) -> None:
+        self._stores.setdefault(order.request_id, set()).add(self._start(order.plan, after))
+
+    def _start(self, plan: Plan | None, after: object) -> "Future[Outcomes]":
+        if plan is not None and self._worker is not None:
+            try:
+                return self._worker.start(plan, after=after)
+            except TieredKVError as error:  # the engine goes on, and computes what was to be loaded
+                return _ended(Outcomes(plan.job, self._rank, 0, str(error)))
+        return _ended(Outcomes(plan.job if plan else 0, self._rank, 0, "" if plan is None else "no host memory"))
+
+    def _event(self) -> object:
+        """Return an event after all that the engine has given its device to do; None on a CPU, which has done it."""
+        device = self._pages[0].device
+        if device.type == "cpu":
+            return None
+        event = torch.Event(device)
+        event.record()
+        return event
+
+    def _tag(self, tensor: torch.Tensor) -> str:
+        """Say what a page's bytes are: whoever says the same can read them."""
+        wanted = self._configuration
+        layers = get_layers_from_vllm_config(self._vllm_config, AttentionLayerBase, list(wanted.layer_names))
+        backends = sorted({str(layer.get_attn_backend().get_name()) for layer in layers.values()})
+        device = tensor.device.type
+        if device == "cpu":  # its kernels pack keys for the instructions that there are
+            device += f" {torch.backends.cpu.get_cpu_capability()}"
+        page = tuple(group_kernel_blocks(tensor, wanted.num_engine_blocks).shape[1:])
+        return f"vllm {VERSION}, {'+'.join(backends)} on {device}, {tensor.dtype} {page}"
+
+
+def _ended(outcomes: Outcomes) -> "Future[Outcomes]":
+    future: Future[Outcomes] = Future()
+    future.set_result(outcomes)
+    return future
+
+
+def _pages(tensor: torch.Tensor, num_blocks: int, page_bytes: int) -> torch.Tensor:
+    """View a layer's tensor as bytes, ``(num_blocks, page_bytes)``.
+
+    Raises:
+        LayoutMismatchError: A block of it is not in one piece.
+    """
+    blocks = group_kernel_blocks(tensor, num_blocks)
+    item, inner = tensor.element_size(), blocks[0]
+    span = 1 + sum((size - 1) * stride for size, stride in zip(inner.shape, inner.stride(), strict=True))
+    if span != inner.numel() or span * item > page_bytes:
+        raise LayoutMismatchError(
+            f"a block of a layer lies in pieces: shape {tuple(tensor.shape)}, strides {tensor.stride()}, and "
+            f"{page_bytes} bytes a page"
+        )
+    strides = blocks.stride(0) * item, 1
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return flat.set_(tensor.untyped_storage(), tensor.storage_offset() * item, (num_blocks, page_bytes), strides)

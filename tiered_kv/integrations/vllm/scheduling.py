@@ -1,0 +1,266 @@
+"""The scheduler's side of the connector: it finds prefixes, plans loads and stores, and says which blocks are held.
+
+All methods are called by the scheduler's thread, and none waits: not for storage, nor for the cache's event loop.
+"""
+
+import time
+import uuid
+from collections.abc import Collection
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tiered_kv.blocking import BlockingTieredKV, open_blocking
+from tiered_kv.cache import TieredKV
+from tiered_kv.errors import ConfigurationError
+from tiered_kv.integrations.vllm.configuration import Configuration
+from tiered_kv.integrations.vllm.messages import Hello, LoadOrder, Report, Step, StoreOrder
+from tiered_kv.integrations.vllm.metrics import Counts
+from tiered_kv.keys import BlockKeys, Shard
+from tiered_kv.planner import Planner
+from tiered_kv.results import BlockState
+from tiered_kv.specs import GPULoadStoreSpec
+from tiered_kv.transfers.jobs import Job
+
+
+@dataclass
+class _Tracked:
+    """One request of vLLM's, from its first look-up to its end.
+
+    Attributes:
+        request: vLLM's.
+        first_asked_s: When it first looked for blocks; None before.
+        num_found: Blocks found behind those that are in place.
+        num_stored: How many of its first blocks are in place, and stored or being stored or not to be.
+        may_load: False once a load brought less than was found: it would find the same again, and again.
+        stores: Its stores that the workers have not been told of.
+        is_storing: Whether a store of it was planned since it got its blocks.
+    """
+
+    request: Any
+    first_asked_s: float | None = None
+    num_found: int = 0
+    num_stored: int = 0
+    may_load: bool = True
+    stores: set[Job] = field(default_factory=set)
+    is_storing: bool = False
+
+
+@dataclass
+class _Load:
+    job: Job
+    tracked: _Tracked
+    first: int
+    block_ids: tuple[int, ...]
+    begun_s: float
+    is_given_up: bool = False
+
+    def fall_short(self) -> None:
+        """The request computes what did not come; that is stored, like all that it computes."""
+        self.tracked.may_load = False
+        self.tracked.num_stored = min(self.tracked.num_stored, self.first)
+
+
+@dataclass(frozen=True)
+class _Store:
+    tracked: _Tracked
+    num_blocks: int
+
+
+class SchedulingSide:
+    """The cache of all ranks, and what its scheduler asks of it."""
+
+    def __init__(self, configuration: Configuration) -> None:
+        self.counts = Counts()
+        self._configuration = configuration
+        self._stack = ExitStack()
+        self._kv: BlockingTieredKV | None = None
+        self._planner: Planner | None = None
+        self._step = Step()
+        self._tracked: dict[str, _Tracked] = {}
+        self._loads: dict[str, _Load] = {}
+        self._moving: dict[int, _Load] = {}
+        self._stores: dict[Job, _Store] = {}
+        self._leaving: dict[str, _Tracked] = {}
+
+    @property
+    def kv(self) -> BlockingTieredKV:
+        """The open cache.
+
+        Raises:
+            ConfigurationError: It is not open yet, or not any more.
+        """
+        if self._kv is None:
+            raise ConfigurationError("the workers of this vLLM have not said what tensors they have: no cache is open")
+        return self._kv
+
+    def open(self, hellos: Collection[Hello]) -> None:
+        """Open the cache, now that the workers have their tensors.
+
+        Raises:
+            ConfigurationError, BackendUnavailableError: As opening a `TieredKV` does; or the ranks do not agree.
+        """
+        wanted = self._configuration
+        layouts = {hello.layout for hello in hellos}
+        if len(layouts) != 1 or sorted(hello.rank for hello in hellos) != list(range(wanted.num_ranks)):
+            raise ConfigurationError(
+                f"{wanted.num_ranks} ranks of one layout are wanted, got {sorted(hellos, key=lambda each: each.rank)!r}"
+            )
+        cache = TieredKV.from_settings(
+            wanted.cache, model=wanted.model, layout=layouts.pop(), shard=Shard.every(wanted.num_ranks), device="cpu"
+        )
+        self._kv = self._stack.enter_context(open_blocking(cache))
+        self._planner = cache.planner()
+        for hello in hellos:
+            self._planner.register_worker(rank=hello.rank, pid=hello.pid)
+        self._step.slabs = self._planner.slabs()
+
+    def find(self, request: Any, num_computed_tokens: int) -> int | None:
+        """Return how many tokens can be loaded behind those that are computed; None to be asked again later."""
+        wanted = self._configuration
+        tracked = self._tracked.setdefault(request.request_id, _Tracked(request))
+        first = tracked.num_stored = num_computed_tokens // wanted.block_size
+        tracked.num_found = 0
+        keys = self._keys(request, first, (request.num_tokens - 1) // wanted.block_size)
+        if not keys or not wanted.loads or not tracked.may_load:
+            return 0
+        now = time.monotonic()
+        if tracked.first_asked_s is None:
+            tracked.first_asked_s = now
+        states = self.kv.membership(keys)
+        num_hits = int(np.argmin(np.append(states == BlockState.HIT, [False])))
+        is_asking = num_hits < len(keys) and states[num_hits] == BlockState.ASKING
+        if is_asking and now - tracked.first_asked_s < wanted.connector.lookup_timeout_s:
+            return None
+        tracked.num_found = num_hits
+        return num_hits * wanted.block_size
+
+    def begin(self, request: Any, block_ids: list[int], num_external_tokens: int) -> None:
+        """Plan to load what was found, now that a request has its blocks."""
+        if not num_external_tokens:
+            return
+        tracked = self._tracked[request.request_id]
+        first = tracked.num_stored
+        stop = first + min(tracked.num_found, num_external_tokens // self._configuration.block_size)
+        ids = tuple(block_ids[first:stop])
+        job = self._open_planner().plan_load(self._keys(request, first, stop), GPULoadStoreSpec(ids))
+        self._loads[request.request_id] = _Load(job, tracked, first, ids, time.monotonic())
+        tracked.num_stored = stop
+
+    def next_step(self, scheduled: Any) -> Step:
+        """Return what the workers are to do in the step that vLLM has scheduled."""
+        step, self._step = self._step, Step()
+        if self._planner is not None:
+            self._hear_of_jobs(self._planner)
+            self._deliver_loads(step)
+            self._deliver_stores(step, set(scheduled.preempted_req_ids or ()))
+            self._plan_stores(self._planner, scheduled)
+        return step
+
+    def take(self, report: Report | None) -> None:
+        """Take what ended on the workers."""
+        for outcomes in report.outcomes if report is not None else ():
+            load = self._moving.get(outcomes.job)
+            if load is not None and outcomes.num_moved < len(load.block_ids):
+                load.fall_short()
+            self._open_planner().complete(outcomes)
+
+    def end(self, request: Any) -> bool:
+        """Take note that a request has ended; return whether vLLM has to keep its blocks until the workers say so."""
+        tracked = self._tracked.pop(request.request_id, None)
+        if tracked is None or not tracked.is_storing:
+            return False
+        self._leaving[request.request_id] = tracked
+        return True
+
+    def forget(self) -> None:
+        """Serve nothing of what is stored: other weights are loaded, and nobody says which."""
+        if self._kv is not None:
+            self._kv.advance_epoch(f"{self._configuration.model.weights}, changed: {uuid.uuid4()}")
+
+    def close(self) -> None:
+        """Write what has been stored, within a time, and end. Nothing depends on it: an engine may be killed."""
+        if self._kv is not None:
+            self._kv.drain()
+            self._kv = self._planner = None
+        self._stack.close()
+
+    def _hear_of_jobs(self, planner: Planner) -> None:
+        for job in planner.poll():
+            if job.result is None:
+                continue
+            self._moving.pop(job.number, None)
+            if (store := self._stores.pop(job, None)) is not None:
+                store.tracked.stores.discard(job)  # if it ended before the workers were told
+                self.counts.store(store.num_blocks, job.result.num_blocks, len(job.result.errors))
+
+    def _deliver_loads(self, step: Step) -> None:
+        now = time.monotonic()
+        for name, load in list(self._loads.items()):
+            plan, waited_s = load.job.plan, now - load.begun_s
+            if plan is None and waited_s > self._configuration.connector.load_timeout_s and not load.is_given_up:
+                load.is_given_up = True
+                load.job.cancel()
+            if plan is None or (load.is_given_up and load.job.result is None):
+                continue  # what was given up comes back with nothing, soon; a plan that came before that is void
+            del self._loads[name]
+            num_blocks = 0 if load.job.result is not None else plan.num_blocks
+            step.loads.append(LoadOrder(name, load.block_ids, plan if num_blocks else None))
+            if num_blocks:
+                self._moving[plan.job] = load
+            if num_blocks < len(load.block_ids):
+                load.fall_short()
+            self.counts.load(len(load.block_ids), num_blocks, waited_s)
+
+    def _deliver_stores(self, step: Step, preempted: set[str]) -> None:
+        """Tell the workers of what was planned, and of whose blocks are to be given up."""
+        step.preempted = preempted
+        for name, tracked in [*self._tracked.items(), *self._leaving.items()]:
+            for job in list(tracked.stores):
+                if job.plan is not None:
+                    orders = step.flushes if name in preempted else step.stores
+                    orders.append(StoreOrder(name, job.plan))
+                elif name in preempted:
+                    job.cancel()
+                else:
+                    continue
+                tracked.stores.discard(job)
+            if name in preempted:
+                tracked.is_storing = False
+        for name in [name for name, tracked in self._leaving.items() if not tracked.stores]:
+            del self._leaving[name]
+            step.leaving.add(name)  # the workers know by now what to wait for
+
+    def _plan_stores(self, planner: Planner, scheduled: Any) -> None:
+        """Plan to store the blocks that are full after the step, of tokens that are known: with the next one."""
+        if not self._configuration.stores:
+            return
+        block_size = self._configuration.block_size
+        for name, num_tokens in scheduled.num_scheduled_tokens.items():
+            tracked = self._tracked.get(name)
+            if tracked is None:
+                continue
+            first = tracked.num_stored
+            num_full = (tracked.request.num_computed_tokens + num_tokens) // block_size
+            keys = self._keys(tracked.request, first, num_full)
+            blocks = scheduled.kv_connector_block_state.get_block_ids(name) if keys else None
+            if not blocks:
+                continue
+            job = planner.plan_store(keys, GPULoadStoreSpec(blocks[0][first : first + len(keys)]))
+            self._stores[job] = _Store(tracked, len(keys))
+            tracked.stores.add(job)
+            tracked.is_storing = True
+            tracked.num_stored = first + len(keys)
+
+    def _keys(self, request: Any, first: int, stop: int) -> BlockKeys:
+        """Name a request's blocks, as far as its tokens are known. Its LoRA and images are in vLLM's hashes."""
+        each, size = self._configuration.hashes_per_block, self._configuration.block_size
+        hashes = request.block_hashes[(first + 1) * each - 1 : max(0, stop) * each : each]
+        return BlockKeys.from_hashes(hashes, block_size=size, start=first, salt=request.cache_salt or "")
+
+    def _open_planner(self) -> Planner:
+        if self._planner is None:
+            raise ConfigurationError("no cache is open")
+        return self._planner
