@@ -111,6 +111,8 @@ def parts_of(tiers: Sequence[TierSettings | Mapping[str, Any] | str | Backend | 
     for part in storage:
         if getattr(part.settings, "exclusive", False) and not isinstance(part.backend, SlotBackend):
             raise ConfigurationError(f"tier {part.name!r} cannot be exclusive: this cache does not own its slots")
+        if part.settings.read_only and isinstance(part.backend, SlotBackend):
+            raise ConfigurationError(f"tier {part.name!r} cannot be read_only: nobody else writes to its slots")
     return Parts(gpu, cpu, tuple(storage))
 
 

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tiered_kv.encryption import Encryption
 from tiered_kv.errors import ConfigurationError, LayoutMismatchError
@@ -122,6 +122,17 @@ class TierSettings(Checked):
     memory. For storage tiers."""
     encryption: Encryption | None = None
     """How records are encrypted, or signed, with keys; or the path of a file of keys. For storage tiers."""
+    read_only: bool = False
+    """Whether this cache only reads what others have stored there. It writes and deletes nothing, and needs no right
+    to: what is evicted here stays there, and is not found here any more. For shared media."""
+
+    @model_validator(mode="after")
+    def _check_read_only(self) -> Self:
+        if self.read_only and isinstance(self, OwnedTierSettings):
+            raise ValueError("read_only is for media that others write to: no other process has this one's blocks")
+        if self.read_only and (self.write == "back" or self.admit_after > 1):
+            raise ValueError("a read_only tier is never written: leave out write and admit_after")
+        return self
 
     @classmethod
     def of(cls, given: object) -> Self:

@@ -58,10 +58,12 @@ class RedisBackend(Backend):
         self.settings = settings = self.Settings.of(settings)
         self._prefix = settings.prefix.encode()
         self._expiry = () if settings.ttl_s is None else (b"EX", b"%d" % settings.ttl_s)
+        renews = self._expiry and not settings.read_only  # which takes the right to write
+        self._get = (b"GETEX", self._expiry) if renews else (b"GET", ())
         self._servers: Servers
 
     async def open(self, context: BackendContext) -> None:
-        """Connect, and write, find, read and delete a key that is no block's.
+        """Connect, and write, find, read and delete a key that is no block's; if nothing is to be written, only look.
 
         Raises:
             ConfigurationError: Wrong credentials or certificates, missing permissions, or another kind of server.
@@ -99,13 +101,13 @@ class RedisBackend(Backend):
         return RemoteLoadStoreSpec(range(len(keys)), names, self._servers.url)
 
     async def read(self, keys: Sequence[BlockKey], into: Sequence[Block]) -> list[Outcome]:
-        """Fill the blocks, and let what is read live for another ``ttl_s``: HIT, MISS, CORRUPT or FAILED."""
+        """Fill the blocks, and let what is read live for another ``ttl_s``, unless it is only read: HIT or what not."""
         check_lengths(keys, into)
         names = self._names(keys)
-        verb = (b"GETEX",) if self._expiry else (b"GET",)
+        verb, options = self._get
 
         async def get(server: Server, which: list[int]) -> list[Answer]:
-            commands = [command(*verb, names[i], *self._expiry) for i in which]
+            commands = [command(verb, names[i], *options) for i in which]
             async with server.bodies.connection() as connection:
                 return await connection.get(commands, [into[i] for i in which])
 
@@ -193,15 +195,18 @@ class RedisBackend(Backend):
     async def _try_out(self) -> None:
         """Do once, with a key that is no block's, all that blocks need."""
         name = self._prefix + b"open/" + uuid.uuid4().hex.encode()
-        verb = (b"GETEX",) if self._expiry else (b"GET",)
+        verb, options = self._get
         holding = await self._servers.holding([name], [0])
         if not holding:
             raise BackendUnavailableError(f"{self._servers} has slots that no node holds")
         server, _ = holding[0]
         async with server.bodies.connection() as connection:
-            answers = await connection.set([name], [Block.empty(1)], (b"EX", b"60"))
-            answers += await connection.get([command(*verb, name, *self._expiry)], [Block.empty(1)])
-        questions = [command(b"UNLINK", name), command(b"EXISTS", name)]
+            block = Block.empty(1)
+            answers = [] if self.settings.read_only else await connection.set([name], [block], (b"EX", b"60"))
+            answers += await connection.get([command(verb, name, *options)], [block])
+        questions = [command(b"EXISTS", name)]
+        if not self.settings.read_only:
+            questions.insert(0, command(b"UNLINK", name))
         if not self.settings.cluster:  # a node of a cluster holds few of so many keys
             questions += [command(b"EXISTS", b"%b%d" % (name, n)) for n in range(32)]
         answers += [each for each in await server.count(questions) if isinstance(each, str)]

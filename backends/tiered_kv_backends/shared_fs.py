@@ -90,10 +90,10 @@ class SharedFSBackend(Backend):
         self._sweeper: Sweeper | None = None
 
     async def open(self, context: BackendContext) -> None:
-        """Make the directory if need be, and try whether it can be written to.
+        """Make the directory if need be, and try whether it can be written to; or whether there is one to read.
 
         Raises:
-            ConfigurationError: It cannot be written to, it knows no locks, or ``capacity`` is too small for one block.
+            ConfigurationError: It cannot be written to, or read, it knows no locks, or ``capacity`` is below one block.
             BackendUnavailableError: The filesystem fails, or does not answer within ``timeout_s``.
         """
         settings = self.settings
@@ -110,7 +110,10 @@ class SharedFSBackend(Backend):
         self._unwritten = 0  # taken or being taken from the ledger, and not in a file; read by the sweeping thread
         self._free_bytes, self._free_bytes_until = 0.0, float("-inf")
         try:
-            probe = self._writers.run(_probe, self._root, self._ledger)
+            if settings.read_only:
+                probe = self._readers.run(files.probe_reading, self._root)
+            else:
+                probe = self._writers.run(_probe, self._root, self._ledger)
             await asyncio.wait_for(probe, settings.timeout_s)
         except TimeoutError as error:
             raise BackendUnavailableError(f"{self._root} did not answer within {settings.timeout_s} s") from error
@@ -127,7 +130,7 @@ class SharedFSBackend(Backend):
             self._wall_clock_ns,
         )
         self._sweeping: asyncio.Future[None] | None = None
-        self._timer = asyncio.ensure_future(self._sweep_regularly())
+        self._timer = None if settings.read_only else asyncio.ensure_future(self._sweep_regularly())
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[Outcome]:
         """Say HIT or MISS for each key, by one stat(2) each.
@@ -207,7 +210,10 @@ class SharedFSBackend(Backend):
 
         Raises:
             BackendUnavailableError: The filesystem fails.
+            ConfigurationError: The tier is ``read_only``.
         """
+        if self.settings.read_only:
+            raise ConfigurationError(f"the tier at {self._root} is read_only: another process sweeps")
         return await self._sweep()
 
     async def aclose(self) -> None:
@@ -216,6 +222,8 @@ class SharedFSBackend(Backend):
             return
         self._sweeper.stop()
         self._sweeper = None
+        if self._timer is None:
+            return
         self._timer.cancel()
         ending: list[asyncio.Future[None]] = [self._writers.run(self._return_room)]
         if self._sweeping is not None:
@@ -231,8 +239,10 @@ class SharedFSBackend(Backend):
 
     def _work(self, keys: Sequence[BlockKey], blocks: Sequence[Block]) -> list[Work]:
         check_lengths(keys, blocks)
-        now_ns = self._wall_clock_ns()
         pairs = zip(keys, blocks, strict=True)
+        if self.settings.read_only:
+            return [Work(key, block, used_ns=0) for key, block in pairs]
+        now_ns = self._wall_clock_ns()
         return [Work(key, block, now_ns - key.position * _HEAD_START_NS) for key, block in pairs]
 
     def _shares(self, items: Sequence[T]) -> list[Sequence[T]]:

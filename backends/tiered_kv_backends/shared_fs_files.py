@@ -42,6 +42,7 @@ class Work(NamedTuple):
     key: BlockKey
     block: Block
     used_ns: int
+    """0: reading it is no use that is written down."""
 
 
 Moved = Outcome | OSError
@@ -80,6 +81,17 @@ def unlink_records(root: str, keys: Sequence[BlockKey]) -> None:
         for key in keys:
             with _unless_gone(), folders.of(key) as folder:
                 os.unlink(key.hash.hex(), dir_fd=folder)
+
+
+def probe_reading(root: str) -> None:
+    """See whether the directory is there and can be read.
+
+    Raises:
+        OSError: It cannot, or no cache has written to it yet.
+    """
+    check_mounted(root)
+    if not os.access(root, os.R_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), root)
 
 
 def probe(root: str) -> None:

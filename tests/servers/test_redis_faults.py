@@ -399,6 +399,20 @@ class TestPromises:
             assert [bytes(block) for block in into] == [bytes(block) for block in blocks]
 
 
+class TestReadOnly:
+    async def test_reading_takes_no_right_to_write(self, guarded: RedisServer, certificates: Path) -> None:
+        """A ``read_only`` tier is served as a user who may only read, whatever the ``ttl_s``."""
+        keys, into = [block_key(n) for n in range(3)], empty(3)
+        settings = guarded_settings(guarded, certificates, prefix="kv/read-only/")
+        async with open_backend(backend_of(guarded, **settings)) as backend:
+            await backend.write(keys[:2], blocks_of(2))
+        settings |= {"username": "reader", "read_only": True}
+        async with open_backend(backend_of(guarded, **settings)) as backend:
+            assert await backend.lookup(keys) == [Outcome.HIT, Outcome.HIT, Outcome.MISS]
+            assert await backend.read(keys, into) == [Outcome.HIT, Outcome.HIT, Outcome.MISS]
+            assert [bytes(block) for block in into[:2]] == [bytes(block) for block in blocks_of(2)]
+
+
 class TestTopologies:
     async def test_a_slot_that_moves_is_followed(self, cluster: list[RedisServer], certificates: Path) -> None:
         """When a slot changes its node, the next call goes there by itself."""

@@ -461,3 +461,26 @@ def test_settings_are_checked(settings: dict[str, object]) -> None:
     """Path and capacity are needed, and a fraction is less than all."""
     with pytest.raises(ConfigurationError):
         SharedFSBackend.Settings.model_validate(settings)
+
+
+async def test_reading_only_leaves_no_trace(tmp_path: Path) -> None:
+    """A ``read_only`` tier finds and reads; it makes, renews, removes and sweeps nothing, also over its capacity."""
+
+    def seen() -> list[tuple[str, int, int]]:
+        paths = sorted(tmp_path.rglob("*"))
+        return [(str(path), path.lstat().st_mtime_ns, path.lstat().st_size) for path in paths]
+
+    path, clock = tmp_path / "kv", Clock()
+    with open_context() as context, pytest.raises(ConfigurationError, match="is missing"):
+        await backend_at(path, read_only=True).open(context)
+    assert not path.exists()
+    async with opened(path, clock) as writer:
+        await store(writer, keys_of(1, 2))
+    before = seen()
+    clock.now_ns += DAY_NS
+    async with opened(path, clock, read_only=True, capacity=RECORD + 4096, sweep_interval_s=0.01) as backend:
+        assert await load(backend, keys_of(1, 2, 3)) == [Outcome.HIT, Outcome.HIT, Outcome.MISS]
+        assert await backend.lookup(keys_of(1, 3)) == [Outcome.HIT, Outcome.MISS]
+        with pytest.raises(ConfigurationError, match="read_only"):
+            await backend.sweep()
+    assert seen() == before

@@ -88,8 +88,9 @@ class Chain:
         self.tiers: list[Tier] = [*self.memory, *self.storage]
         self.booked: list[BookedTier] = [*self.memory, *self.owned]
         self.names = [tier.name for tier in self.tiers]
-        self.through = [tier for tier in self.storage if not tier.is_written_back]
-        self.back = [tier for tier in self.storage if tier.is_written_back]
+        self.written = [tier for tier in self.storage if tier.can_keep]
+        self.through = [tier for tier in self.written if not tier.is_written_back]
+        self.back = [tier for tier in self.written if tier.is_written_back]
         least_uses = [1] * len(self.memory) + [tier.settings.admit_after for tier in self.storage]
         window = min(max(_LEAST_USES, 4 * self.host.index.max_slots), _MOST_USES)
         self._admission = Admission(least_uses, window)
@@ -179,7 +180,7 @@ class Chain:
     def later(self, tier: MemoryTier) -> list[Tier]:
         """Name the tiers below for which blocks wait in ``tier``: the CPU tier and all below it, or storage tiers."""
         if tier is self.gpu and self.host.index.max_slots:
-            return [self.host, *self.storage] if self.host.write_back else []
+            return [self.host, *self.written] if self.host.write_back else []
         return list(self.back)
 
     def admitted(self, tiers: Sequence[Tier], batch: Batch) -> Mask:

@@ -181,7 +181,10 @@ class SharedTier(StorageTier):
         """See `StorageTier.touch`: such a medium keeps its own recency, by what is read."""
 
     def forget(self, batch: Batch) -> Coroutine[Any, Any, None]:
-        """See `StorageTier.forget`. What the medium does not delete stays unfindable here, and it is tried again."""
+        """See `StorageTier.forget`. What the medium does not delete stays unfindable here, and it is tried again.
+
+        In a tier that is only read it stays as long as anything of it is remembered.
+        """
         num_lost = self._evicted.num_lost
         self._evicted.add(batch)
         self._asking.clear()
@@ -190,7 +193,7 @@ class SharedTier(StorageTier):
 
     def tick(self) -> None:
         """See `StorageTier.tick`: delete what could not be deleted."""
-        if self._deleting or self.health.is_off("delete"):
+        if self._deleting or self.settings.read_only or self.health.is_off("delete"):
             return
         if (batch := self._evicted.oldest(_DELETED_AT_ONCE)) is not None:
             evicted = self._evicted
@@ -200,6 +203,8 @@ class SharedTier(StorageTier):
 
     async def _delete_evicted(self, batch: Batch, serial: int, num_lost: int) -> None:
         """Delete what nobody writes or has written since ``serial``, when ``num_lost`` tombstones were lost."""
+        if self.settings.read_only:
+            return
         await self._until_written(batch.names)
         if self._evicted.num_lost == num_lost:  # else there is no telling what was written since
             batch = batch[self._evicted.holds(batch)]

@@ -123,7 +123,7 @@ class StorageTier(Tier):
     @property
     def can_keep(self) -> bool:
         """See `Tier.can_keep`."""
-        return True
+        return not self.settings.read_only
 
     @property
     def is_written_back(self) -> bool:

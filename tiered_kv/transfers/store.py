@@ -87,7 +87,7 @@ class Store(Revocable):
         self._batch = batch = request.batch
         gpu = request.binding.gpu
         self._memory: list[MemoryTier] = [chain.host] if gpu is None else [gpu, chain.host]
-        self._goes_down = bool(chain.storage) or gpu is not None
+        self._goes_down = bool(chain.written) or gpu is not None
         self._keeps = any(tier.index.num_slots for tier in self._memory)
         self._takes_stores = chain.limits.takes_stores
         self._tally = Tally([*self._memory, *chain.storage])
@@ -228,9 +228,9 @@ class Store(Revocable):
         return None
 
     async def _known_below(self, part: Batch) -> NDArray[np.bool_]:
-        """Which blocks every storage tier has already: asked only where no tier above them keeps any."""
+        """Which blocks every tier below has that may be written: asked only where no tier above them keeps any."""
         known = np.ones(len(part), np.bool_)
-        for tier in self._chain.storage:
+        for tier in self._chain.written:
             known &= await tier.find(part)
         return known
 
@@ -245,9 +245,11 @@ class Store(Revocable):
         return bool(reason)
 
     def _refusal(self) -> str:
-        """Say why nothing is stored: the cache was draining when the store began, or the device has failed."""
+        """Say why nothing is stored: the cache was draining when it began, no tier keeps any, or the device failed."""
         if not self._takes_stores:
             return "draining"
+        if not self._keeps and not self._chain.written:
+            return "read only"
         return "" if self._request.binding.d2h.device.error is None else "device unusable"
 
     def _begin(
