@@ -158,39 +158,60 @@ class RedisBackend(Backend):
         return outcomes
 
     async def _ask_twice(self, names: Sequence[bytes], ask: Ask, answers: list[Answer]) -> None:
-        limit_s = _NODE_SHARE * self.settings.timeout_s if self.settings.cluster else None
-
-        async def ask_one(server: Server, which: list[int]) -> None:
-            try:
-                if server.may_be_asked(self._clock()):
-                    async with asyncio.timeout(limit_s):
-                        found = await ask(server, which)
-                    server.answered()
-                else:
-                    found = [f"{_LATE} {server.address} a moment ago"] * len(which)
-            except TimeoutError:
-                server.was_late(self._clock())
-                self._servers.doubt()  # its keys may be another node's by now; the next call will see
-                found = [f"{_LATE} {server.address}"] * len(which)
-            except (OSError, RedisError) as error:
-                server.drop_idle()  # a server that went away has closed them all
-                found = [f"{_LOST} {server.address}: {_said(error)}"] * len(which)
-            for i, answer in zip(which, found, strict=True):
-                answers[i] = answer
-
         todo = list(range(len(names)))
         for _ in range(2):
             holding = await self._servers.holding(names, todo)
-            if len(holding) == 1:
-                await ask_one(*holding[0])
-            else:
-                async with asyncio.TaskGroup() as tasks:  # no task outlives a cancelled call: they hold its blocks
-                    for server, which in holding:
-                        tasks.create_task(ask_one(server, which))
+            await self._ask_each(holding, ask, answers)
+            if moving := self._moving(holding, answers):
+                await self._ask_each(moving, ask, answers)
             todo = [i for i in todo if _first_word(answers[i]) in _ELSEWHERE]
             if not todo:
                 return
             self._servers.doubt()
+
+    async def _ask_each(self, holding: Sequence[tuple[Server, list[int]]], ask: Ask, answers: list[Answer]) -> None:
+        """Ask all these servers at once."""
+        if len(holding) == 1:
+            await self._ask_one(*holding[0], ask, answers)
+            return
+        async with asyncio.TaskGroup() as tasks:  # no task outlives a cancelled call: they hold its blocks
+            for server, which in holding:
+                tasks.create_task(self._ask_one(server, which, ask, answers))
+
+    async def _ask_one(self, server: Server, which: list[int], ask: Ask, answers: list[Answer]) -> None:
+        limit_s = _NODE_SHARE * self.settings.timeout_s if self.settings.cluster else None
+        try:
+            if server.may_be_asked(self._clock()):
+                async with asyncio.timeout(limit_s):
+                    found = await ask(server, which)
+                server.answered()
+            else:
+                found = [f"{_LATE} {server.address} a moment ago"] * len(which)
+        except TimeoutError:
+            server.was_late(self._clock())
+            self._servers.doubt()  # its keys may be another node's by now; the next call will see
+            found = [f"{_LATE} {server.address}"] * len(which)
+        except (OSError, RedisError) as error:
+            server.drop_idle()  # a server that went away has closed them all
+            found = [f"{_LOST} {server.address}: {_said(error)}"] * len(which)
+        for i, answer in zip(which, found, strict=True):
+            answers[i] = answer
+
+    def _moving(
+        self, asked: Sequence[tuple[Server, list[int]]], answers: Sequence[Answer]
+    ) -> list[tuple[Server, list[int]]]:
+        """Group the keys that are in a slot on its way to another node, and not where it was, by that node."""
+        found: dict[str, tuple[Server, list[int]]] = {}
+        for source, which in asked:
+            for i in which:
+                answer = answers[i]
+                if isinstance(answer, Outcome) or _first_word(answer) != "ASK":
+                    continue
+                if answer in found:
+                    found[answer][1].append(i)
+                elif (server := self._servers.getting(answer, source)) is not None:
+                    found[answer] = server, [i]
+        return list(found.values())
 
     async def _try_out(self) -> None:
         """Do once, with a key that is no block's, all that blocks need."""

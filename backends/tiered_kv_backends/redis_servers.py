@@ -4,7 +4,7 @@ import asyncio
 import ssl
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 from urllib.parse import unquote, urlencode, urlsplit, urlunsplit
@@ -46,14 +46,14 @@ class RedisSettings(TierSettings):
     sentinel_username: str | None = None
     sentinel_password: SecretStr | None = None
     ca_file: Path | None = None
-    """What a server's certificate must be signed by; what the system trusts if left out."""
+    """PEM certificates to trust beside the system's."""
     cert_file: Path | None = None
     """Our own certificate, with or without its key, where servers want one."""
     key_file: Path | None = None
     check_hostname: bool = True
     prefix: str = Field(default="tiered_kv/", min_length=1)
     """Begins every key. An ACL user needs ``~tiered_kv/* +@read +@write``, and in a cluster
-    ``+cluster|slots +command``."""
+    ``+cluster|slots +command +asking``."""
     ttl_s: int | None = Field(default=24 * 3600, gt=0)
     """How long a record lives after it was last stored or loaded, so that those of old weights go by themselves. None:
     until the server evicts it."""
@@ -146,6 +146,10 @@ class Server:
         async with self.questions.connection() as connection:
             return await connection.count(commands)
 
+    def asking(self) -> "Server":
+        """Return it as it answers for keys of a slot that it is getting, and has not got whole."""
+        return replace(self, bodies=self.bodies.asking(), questions=self.questions.asking())
+
     def drop_idle(self) -> None:
         """Close the connections that nobody uses: the next call makes a new one."""
         self.bodies.drop_idle()
@@ -211,6 +215,16 @@ class Servers:
             if nodes := slots.get(self._cluster.keyslot(names[i])):
                 found.setdefault(Address(nodes[0].host, int(nodes[0].port)), []).append(i)
         return [(self._servers[address], positions) for address, positions in found.items()]
+
+    def getting(self, answer: str, source: Server) -> Server | None:
+        """Return the node that an ASK of ``source`` names: it is getting the slot. None if that is no address."""
+        host, _, port = answer.partition("\n")[0].split(" ")[-1].rpartition(":")
+        if not port.isdigit() or self._is_closed:
+            return None
+        address = Address(host.strip("[]") or source.address.host, int(port))
+        if address not in self._servers:  # it has no slots yet
+            self._servers[address] = self._make_server(address)
+        return self._servers[address].asking()
 
     async def all(self) -> list[Server]:
         """Return every server that holds keys.
@@ -317,7 +331,9 @@ async def _close(client: Redis | RedisCluster) -> None:
 
 def _tls_context(settings: RedisSettings) -> ssl.SSLContext:
     try:
-        context = ssl.create_default_context(cafile=settings.ca_file)
+        context = ssl.create_default_context()
+        if settings.ca_file is not None:
+            context.load_verify_locations(settings.ca_file)  # beside the system's, as redis-py and the S3 client do
         if settings.cert_file is not None:
             context.load_cert_chain(settings.cert_file, settings.key_file)
     except OSError as error:  # of which ssl.SSLError is one

@@ -9,6 +9,7 @@ never lent again: its next reply would be another call's.
 """
 
 import asyncio
+import copy
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
@@ -84,10 +85,18 @@ def command(*words: bytes) -> bytes:
     return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
 
 
+_ASKING = command(b"ASKING")
+
+
 class Connection:
-    """One authenticated socket for one call at a time. A call that does not end by itself leaves it to be closed."""
+    """One authenticated socket for one call at a time. A call that does not end by itself leaves it to be closed.
+
+    Attributes:
+        is_asking: Whether each command is preceded by ASKING: the node is getting the slot, and has not got it whole.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
+        self.is_asking = False
         self._socket = sock
         self._loop = asyncio.get_running_loop()
         self._ahead = bytearray(_AHEAD_BYTES)
@@ -149,7 +158,7 @@ class Connection:
         for block in into:
             if asked - len(answers) <= ahead // 2:
                 more = commands[asked : len(answers) + ahead]
-                await self._send([b"".join(more)])
+                await self._send([b"".join(self._asked(more))])
                 asked += len(more)
             answers.append(await self._body(block))
             if len(answers) < len(into):
@@ -167,7 +176,7 @@ class Connection:
         Raises:
             OSError: The connection is lost.
         """
-        await self._send(_sets(names, blocks, options))
+        await self._send(_sets(names, blocks, options, _ASKING if self.is_asking else b""))
         answers: list[Answer] = []
         async for line in self._lines(len(names)):
             if line[:1] not in {b"+", b"-"}:
@@ -181,7 +190,7 @@ class Connection:
         Raises:
             OSError: The connection is lost.
         """
-        await self._send([b"".join(commands)])
+        await self._send([b"".join(self._asked(commands))])
         answers: list[int | str] = []
         async for line in self._lines(len(commands)):
             if line[:1] == b":" and line[1:].isdigit():
@@ -192,8 +201,17 @@ class Connection:
                 raise ProtocolError(f"no number but {_shown(line)}")
         return answers
 
+    def _asked(self, commands: Sequence[bytes]) -> Sequence[bytes]:
+        return [_ASKING + each for each in commands] if self.is_asking else commands
+
+    async def _first_line(self) -> bytes:
+        """Take the line with which an answer begins."""
+        if self.is_asking and (line := await self._line())[:1] not in {b"+", b"-"}:
+            raise ProtocolError(f"no simple string but {_shown(line)}")
+        return await self._line()  # where ASKING is refused, this says that the keys are another node's
+
     async def _body(self, block: Block) -> Answer:
-        line = await self._line()
+        line = await self._first_line()
         if line[:1] == b"-":
             return _text(line)
         if line == b"$-1":
@@ -214,7 +232,7 @@ class Connection:
 
     async def _lines(self, num_lines: int) -> AsyncIterator[bytes]:
         for n in range(1, num_lines + 1):
-            yield await self._line()
+            yield await self._first_line()
             if not n % _ANSWERS_A_TURN:
                 await asyncio.sleep(0)
 
@@ -307,6 +325,7 @@ class Pool:
 
     def __init__(self, address: Address, login: Login, size: int, connect_timeout_s: float) -> None:
         self.address = address
+        self._is_asking = False
         self._login = login
         self._connect_timeout_s = connect_timeout_s
         self._room = asyncio.Semaphore(size)
@@ -325,6 +344,7 @@ class Pool:
             if connection is None:
                 async with asyncio.timeout(self._connect_timeout_s):
                     connection = await Connection.open(self.address, self._login)
+            connection.is_asking = self._is_asking
             self._lent.add(connection)
             try:
                 yield connection
@@ -334,6 +354,12 @@ class Pool:
             finally:
                 self._lent.discard(connection)
             self._idle.append(connection)
+
+    def asking(self) -> "Pool":
+        """Return the same connections, for what a node is just getting."""
+        other = copy.copy(self)
+        other._is_asking = True  # noqa: SLF001 - of the same class
+        return other
 
     def _take_idle(self) -> Connection | None:
         while self._idle:
@@ -374,14 +400,16 @@ async def _connect(address: Address) -> socket.socket:
     raise OSError(f"{address.host} has no address")
 
 
-def _sets(names: Sequence[bytes], blocks: Sequence[Block], options: Sequence[bytes]) -> Iterator[bytes | memoryview]:
-    """Encode SETs in few pieces: payloads as they are, and everything between two of them joined."""
+def _sets(
+    names: Sequence[bytes], blocks: Sequence[Block], options: Sequence[bytes], first: bytes
+) -> Iterator[bytes | memoryview]:
+    """Encode SETs, ``first`` before each, in few pieces: payloads as they are, and all between two of them joined."""
     behind = b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in options)
     between = b""
     for name, block in zip(names, blocks, strict=True):
         start = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n"
         start %= 3 + len(options), len(name), name, block.num_bytes
-        yield between + start + block.header
+        yield between + first + start + block.header
         yield block.payload
         between = behind
     yield between

@@ -34,7 +34,7 @@ SIZE = 1 << 20
 ACL = """
 user default off
 user admin on >admin ~* &* +@all
-user kv on >correct-horse ~kv/* +@read +@write +cluster|slots +command
+user kv on >correct-horse ~kv/* +@read +@write +cluster|slots +command +asking
 user reader on >correct-horse ~kv/* +@read +cluster|slots +command
 """
 _prefixes = (f"kv/{n}/" for n in itertools.count())
@@ -425,6 +425,22 @@ class TestTopologies:
             assert await backend.read([block_key(0)], empty(1)) == [Outcome.HIT]
             assert await backend.lookup([block_key(0)]) == [Outcome.HIT]
 
+    async def test_a_slot_on_its_way_is_served(self, cluster: list[RedisServer], certificates: Path) -> None:
+        """While a slot moves, what is still where it was is read there, and what is not is written and read ahead."""
+        prefix = next(_prefixes) + "{moving}"  # one slot for all
+        settings = guarded_settings(cluster[0], certificates, cluster=True, prefix=prefix)
+        keys, blocks, into = [block_key(n) for n in range(4)], blocks_of(4), empty(4)
+        async with open_backend(backend_of(cluster[0], **settings)) as backend:
+            await backend.write(keys[:2], blocks[:2])
+            async with slot_on_its_way(cluster, certificates, prefix):
+                assert await backend.write(keys[2:], blocks[2:]) == [Outcome.STORED] * 2
+                assert await backend.lookup(keys) == [Outcome.HIT] * 4
+                assert await backend.read(keys, into) == [Outcome.HIT] * 4
+                assert [bytes(block) for block in into] == [bytes(block) for block in blocks]
+                assert await backend.read([block_key(9)], empty(1)) == [Outcome.MISS]
+                await backend.delete(keys)
+                assert await backend.lookup(keys) == [Outcome.MISS] * 4
+
     async def test_a_stalled_node_costs_its_own_keys(self, cluster: list[RedisServer], certificates: Path) -> None:
         """A node that stands still is waited for once: what the others hold is served, and later calls do not wait."""
         keys = [block_key(n) for n in range(30)]
@@ -492,10 +508,34 @@ class TestTopologies:
                 assert await backend.read([block_key(0)], empty(1)) == [Outcome.HIT]
 
 
+def clients_of(cluster: list[RedisServer], certificates: Path) -> list[Redis]:
+    """Return a client that may do everything for each node."""
+    login = {"username": "admin", "password": "admin", "ssl": True, "ssl_ca_certs": str(certificates / "ca.pem")}
+    return [Redis(port=node.port, host="127.0.0.1", protocol=2, **login) for node in cluster]  # type: ignore[arg-type]
+
+
+@asynccontextmanager
+async def slot_on_its_way(cluster: list[RedisServer], certificates: Path, name: str) -> AsyncIterator[None]:
+    """Let the slot of a key be on its way to another node, and have it stay where it was in the end."""
+    nodes = clients_of(cluster, certificates)
+    slot = await ask(nodes[0], "CLUSTER KEYSLOT", name)
+    ids = [(await ask(node, "CLUSTER MYID")).decode() for node in nodes]
+    shards = await ask(nodes[0], "CLUSTER SLOTS")
+    source = ids.index(next(shard[2][2].decode() for shard in shards if shard[0] <= slot <= shard[1]))
+    target = (source + 1) % len(ids)
+    await ask(nodes[target], "CLUSTER SETSLOT", slot, "IMPORTING", ids[source])
+    await ask(nodes[source], "CLUSTER SETSLOT", slot, "MIGRATING", ids[target])
+    try:
+        yield
+    finally:
+        for node in nodes:
+            await ask(node, "CLUSTER SETSLOT", slot, "STABLE")
+            await node.aclose()
+
+
 async def move_slot(cluster: list[RedisServer], certificates: Path, name: str) -> None:
     """Give the slot of a key, in which there is none, to another node."""
-    login = {"username": "admin", "password": "admin", "ssl": True, "ssl_ca_certs": str(certificates / "ca.pem")}
-    nodes = [Redis(port=node.port, host="127.0.0.1", protocol=2, **login) for node in cluster]  # type: ignore[arg-type]
+    nodes = clients_of(cluster, certificates)
     slot = await ask(nodes[0], "CLUSTER KEYSLOT", name)
     ids = [(await ask(node, "CLUSTER MYID")).decode() for node in nodes]
     owned = [await ask(node, "CLUSTER COUNTKEYSINSLOT", slot) for node in nodes]
