@@ -29,7 +29,7 @@ from tiered_kv.preflight import check_host_memory, doubt_of_page_locking
 from tiered_kv.registry import make_backend, resolve_policy
 from tiered_kv.settings import CacheLimits, CPUTier, GPUTier, check_chain, check_policies, check_tiers, tier_name
 from tiered_kv.tiers.batch import Naming
-from tiered_kv.tiers.budget import Backlog, Bandwidth, Budget, Limits
+from tiered_kv.tiers.budget import Backlog, Bandwidth, Budget, Limits, Pace
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.ledger import Ledger, Place
 from tiered_kv.tiers.memory import HostTier, MemoryTier
@@ -197,7 +197,7 @@ def build_chains(
     # Enough that every thread of a backend is busy while the next window waits, but a tier that hangs leaves half of
     # the bounce slots to the others: a window takes no more than a quarter of them.
     in_flight = min(4 * cache_limits.window, cache_limits.bounce // 2)
-    budgets = [Budget(in_flight) for _ in parts.storage]
+    budgets = [_budget(in_flight, part.settings, clock) for part in parts.storage]
     chains = []
     for number, kind in enumerate(kinds):
         group, stride_bytes = kind.group, kind.shape.padded_bytes
@@ -244,6 +244,12 @@ def build_chains(
     for number, medium in enumerate(backends.media):
         medium.open_later([chain.storage[number] for chain in chains])
     return chains, device
+
+
+def _budget(in_flight: int, settings: TierSettings, clock: Callable[[], float]) -> Budget:
+    reads = Pace(settings.read_bandwidth, settings.reads_per_s, clock)
+    writes = Pace(settings.write_bandwidth, settings.writes_per_s, clock)
+    return Budget(in_flight, reads, writes)
 
 
 def _listen(device: Device, loop_calls: LoopCalls, emit: Emit) -> Emit:

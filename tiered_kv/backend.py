@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, model_validator
+from pydantic import ByteSize, Field, model_validator
 
 from tiered_kv.encryption import Encryption
 from tiered_kv.errors import ConfigurationError, LayoutMismatchError
@@ -125,6 +125,16 @@ class TierSettings(Checked):
     read_only: bool = False
     """Whether this cache only reads what others have stored there. It writes and deletes nothing, and needs no right
     to: what is evicted here stays there, and is not found here any more. For shared media."""
+
+    read_bandwidth: ByteSize | None = Field(default=None, gt=0)
+    """Bytes a second that loads and prefetches may read here; no limit if left out, as for the next three. For storage
+    tiers."""
+    write_bandwidth: ByteSize | None = Field(default=None, gt=0)
+    """Bytes a second that may be written here."""
+    reads_per_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Blocks a second that may be read here: each is a request, or a part of one."""
+    writes_per_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Blocks a second that may be written here."""
 
     @model_validator(mode="after")
     def _check_read_only(self) -> Self:

@@ -53,6 +53,12 @@ Bytes = Annotated[ByteSize, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
+_FOR_STORAGE = (
+    "admit_after", "exclusive", "encryption", "read_bandwidth", "write_bandwidth", "reads_per_s", "writes_per_s",
+)  # fmt: skip
+"""What every tier's settings have, and tiers in memory do not take."""
+
+
 class _MemoryTier(OwnedTierSettings):
     policy: str = "lru"
     """Which blocks go first when there is no room: ``"lru"``, ``"arc"`` or a `Policy`'s ``"package.module:Class"``."""
@@ -65,8 +71,9 @@ class _MemoryTier(OwnedTierSettings):
 
     @model_validator(mode="after")
     def _check_for_storage(self) -> Self:
-        if self.admit_after > 1 or self.exclusive or self.encryption is not None:
-            raise ValueError("admit_after, exclusive and encryption are for storage tiers")
+        fields = type(self).model_fields
+        if wrong := [name for name in _FOR_STORAGE if getattr(self, name) != fields[name].default]:
+            raise ValueError(f"{' and '.join(wrong)}: for storage tiers only")
         return self
 
 

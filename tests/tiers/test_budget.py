@@ -9,7 +9,8 @@ from anyio.lowlevel import checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.tiers.budget import Budget, Kind, Priority, Room, Waiter
+from tests.support.virtual import VirtualLoop, run
+from tiered_kv.tiers.budget import Budget, Kind, Pace, Priority, Room, Waiter
 
 Give = Callable[[], None]
 SHARES = {Kind.LOAD: 100, Kind.PREFETCH: 75, Kind.STORE: 50, Kind.CLEAN: 25}
@@ -332,6 +333,65 @@ async def test_a_failing_attempt_reaches_its_own_caller() -> None:
     with pytest.raises(ZeroDivisionError):
         await room.acquire(attempt, Waiter(Kind.LOAD), lambda _: None)
     assert room.num_waiting == 0
+
+
+def _paced(bytes_per_s: float | None, blocks_per_s: float | None) -> tuple[Budget, VirtualLoop]:
+    """Return a budget whose reads are paced, on a loop whose time passes while nobody does anything."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
+    loop.is_busy = lambda: False
+    return Budget(1000, Pace(bytes_per_s, blocks_per_s, loop.time)), loop
+
+
+@pytest.mark.parametrize("rates", [(100.0, None), (None, 5.0), (100.0, 5.0), (100.0, 500.0)])
+def test_what_moves_in_a_second_is_bounded(rates: tuple[float | None, float | None]) -> None:
+    """Over any time no more bytes, nor blocks, than the rates allow, but for one piece; and no less is served."""
+
+    async def main() -> None:
+        budget, loop = _paced(*rates)
+        started, times = loop.time(), list[float]()
+        for _ in range(50):
+            (await budget.take(20, Waiter(Kind.LOAD), num_blocks=1))()
+            times.append(loop.time() - started)
+        assert times == pytest.approx([n / 5 for n in range(50)])  # 20 bytes at 100 a second, or a block at 5
+
+    run(main)
+
+
+def test_the_pace_of_reads_holds_up_no_writes() -> None:
+    """Each direction has its own; a waiter of the other one is served meanwhile, and one who leaves takes nothing."""
+
+    async def main() -> None:
+        budget, loop = _paced(10.0, None)
+        (await budget.take(100, Waiter(Kind.LOAD)))()
+        started = loop.time()
+        gone, waiting = _take(budget, 50, Kind.LOAD), _take(budget, 10, Kind.PREFETCH)
+        await checkpoint()
+        (await budget.take(100, Waiter(Kind.STORE)))()
+        assert loop.time() == started
+        gone.cancel()
+        (await waiting)()
+        assert loop.time() - started == pytest.approx(10)
+        assert (budget.in_flight, budget.room.num_waiting) == (0, 0)
+
+    run(main)
+
+
+def test_what_is_given_up_does_not_wait_for_its_pace() -> None:
+    """A tier that stalls meanwhile makes whoever waits look at once."""
+
+    async def main() -> None:
+        budget, loop = _paced(1.0, None)
+        (await budget.take(1000, Waiter(Kind.LOAD)))()
+        started, is_off = loop.time(), [False]
+        waiting = asyncio.create_task(budget.take(1, Waiter(Kind.LOAD), lambda: is_off[0]))
+        await checkpoint()
+        is_off[0] = True
+        budget.room.changed()
+        (await waiting)()
+        assert loop.time() == started
+
+    run(main)
 
 
 steps = st.lists(

@@ -207,12 +207,13 @@ def _is_served(place: _Place) -> bool:
 
 
 class Budget:
-    """Bytes in flight, at most ``limit`` of them, or one piece of each kind if that is more."""
+    """Bytes in flight, at most ``limit`` of them, or one piece of each kind if that is more; and how fast they come."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, reads: "Pace | None" = None, writes: "Pace | None" = None) -> None:
         self.limit = limit
         self.room = Room()
         self._in_flight = [0] * len(Kind)
+        self._paces = {Kind.LOAD: reads, Kind.PREFETCH: reads, Kind.STORE: writes, Kind.CLEAN: writes}
 
     @property
     def in_flight(self) -> int:
@@ -220,9 +221,11 @@ class Budget:
         return sum(self._in_flight)
 
     async def take(
-        self, num_bytes: int, waiter: Waiter, is_off: Callable[[], bool] = lambda: False
+        self, num_bytes: int, waiter: Waiter, is_off: Callable[[], bool] = lambda: False, *, num_blocks: int = 1
     ) -> Callable[[], None]:
         """Wait until ``num_bytes`` more may be in flight; return what gives them back, to be called once.
+
+        They are ``num_blocks``, for the pace at which they may come.
 
         Once ``is_off()``, nobody waits and nothing is taken: whoever asks has to look. `Room.changed` makes them.
         """
@@ -232,6 +235,9 @@ class Budget:
                 return _nothing
             fits = self.in_flight + num_bytes <= self.limit * _SHARE[waiter.priority]
             if self._in_flight[waiter.kind] and not fits:
+                return None
+            pace = self._paces[waiter.kind]
+            if pace is not None and not pace.take(num_bytes, num_blocks, self.room.changed):
                 return None
             self._in_flight[waiter.kind] += num_bytes
             return partial(self._give, num_bytes, waiter.kind)
@@ -267,6 +273,30 @@ class Bandwidth:
     def wait_s(self) -> float:
         """Say how long to wait before the next bytes; 0 for not at all."""
         return max(0.0, self._free_at - self._clock())
+
+
+class Pace:
+    """Bytes and blocks a second of one tier in one direction. For the event loop's thread."""
+
+    def __init__(self, bytes_per_s: float | None, blocks_per_s: float | None, clock: Callable[[], float]) -> None:
+        """Make one; None is no limit."""
+        self._bytes = Bandwidth(bytes_per_s, clock)
+        self._blocks = Bandwidth(blocks_per_s, clock)
+        self._timer: asyncio.TimerHandle | None = None
+
+    def take(self, num_bytes: int, num_blocks: int, try_again: Callable[[], None]) -> bool:
+        """Let so much begin to move, or have ``try_again`` called when it may; say which."""
+        if wait_s := max(self._bytes.wait_s(), self._blocks.wait_s()):
+            if self._timer is None:
+                self._timer = asyncio.get_running_loop().call_later(wait_s, self._wake, try_again)
+            return False
+        self._bytes.take(num_bytes)
+        self._blocks.take(num_blocks)
+        return True
+
+    def _wake(self, try_again: Callable[[], None]) -> None:
+        self._timer = None
+        try_again()
 
 
 @dataclass

@@ -188,7 +188,7 @@ class StorageTier(Tier):
 
     async def _take(self, n: int, waiter: Waiter) -> Callable[[], None]:
         """Wait for our turn to move ``n`` blocks, or until the tier stalls: behind a hung call it might never come."""
-        return await self.budget.take(self._num_bytes(n), waiter, lambda: self._is_off(waiter))
+        return await self.budget.take(self._num_bytes(n), waiter, lambda: self._is_off(waiter), num_blocks=n)
 
     def _is_off(self, waiter: Waiter) -> bool:
         return self.health.is_bypassed if waiter.kind in {Kind.LOAD, Kind.PREFETCH} else self.health.is_shedding
