@@ -156,3 +156,26 @@ async def test_work_that_is_cancelled_is_not_begun_again() -> None:
     await asyncio.sleep(0)
     assert await tasks.aclose(0.0) == 1
     assert begun == [1]
+
+
+async def test_many_that_may_go_on_do_so_in_many_turns() -> None:
+    """A thousand tasks that wait for one thing leave the loop its turns; who is cancelled takes none."""
+    loop, tasks, turns = asyncio.get_running_loop(), Tasks(), [0]
+
+    def count() -> None:
+        turns.append(0)
+        if not all(each.done() for each in steps):
+            loop.call_soon(count)
+
+    async def step() -> None:
+        await tasks.turn()
+        turns[-1] += 1
+
+    steps = [asyncio.ensure_future(step()) for _ in range(1000)]
+    count()
+    await asyncio.sleep(0)
+    for each in steps[100:900]:
+        each.cancel()
+    await asyncio.wait(steps)
+    assert sum(turns) == 200
+    assert max(turns) <= 16

@@ -8,6 +8,7 @@ serves all calls that ended meanwhile.
 import asyncio
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -18,8 +19,7 @@ T = TypeVar("T")
 _Call = tuple[Callable[..., Any], tuple[object, ...], "asyncio.Future[Any]"]
 _LAST_STEPS_S = 1.0
 """What a cancelled task may take to settle what it began, at close."""
-
-
+_STEPS_A_TURN = 16
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 
 
@@ -103,6 +103,8 @@ class Tasks:
     def __init__(self) -> None:
         self._tasks: dict[asyncio.Future[Any], Callable[[], object]] = {}
         """What is under way, and how to stop it."""
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        """Who waits for a turn."""
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -125,6 +127,27 @@ class Tasks:
         The error is logged, and each pause until the next attempt is twice as long as the last one, at most a minute.
         """
         self.spawn(_persistent(work, name), name)
+
+    async def turn(self) -> None:
+        """Let others run, and of many tasks that may go on now let a few do so in each turn of the loop.
+
+        A step of a load takes up to a millisecond, and thousands may wait for the same block.
+        """
+        mine = asyncio.get_running_loop().create_future()
+        self._waiting.append(mine)
+        if len(self._waiting) == 1:
+            mine.get_loop().call_soon(self._begin_turn)
+        await mine
+
+    def _begin_turn(self) -> None:
+        left = _STEPS_A_TURN
+        while self._waiting and left:
+            if not (one := self._waiting[0]).done():  # else cancelled meanwhile
+                one.set_result(None)
+                left -= 1
+            self._waiting.popleft()
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._begin_turn)
 
     async def aclose(self, timeout_s: float) -> int:
         """Wait for the tasks to end, then cancel what is left; return how many had to be."""

@@ -192,7 +192,7 @@ class Load(Revocable):
             while begun < n and len(underway) <= self._chain.limits.reads_in_flight:
                 stop = min(begun + self._window(begun), n)
                 async with asyncio.timeout_at(self._request.deadline):
-                    await asyncio.sleep(0)  # what is resident never waits: let others run between windows
+                    await self._chain.tasks.turn()  # what is resident never waits: let others run between windows
                     window = await self._bringer.begin(
                         begun, self._batch[begun:stop], may_wait=self._may_wait(underway)
                     )

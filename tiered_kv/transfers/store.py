@@ -111,7 +111,7 @@ class Store(Revocable):
             while done < len(self._batch):
                 stop = done + self._window()
                 part, pages = self._batch[done:stop], self._request.pages[done:stop]
-                await asyncio.sleep(0)  # where there is room nothing waits: let others run between windows
+                await self._chain.tasks.turn()  # where there is room nothing waits: let others run between windows
                 async with asyncio.timeout_at(deadline):
                     if not self._keeps:
                         known = await self._known_below(part)

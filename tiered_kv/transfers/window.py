@@ -5,6 +5,7 @@ While its load holds another window it is begun without waiting, so that no two 
 """
 
 import asyncio
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -187,6 +188,9 @@ class Bringer:
         waiting = {fill.done for fill in window.fills if not fill.done.done()}
         if waiting:
             await asyncio.wait(waiting, timeout=max(0.0, deadline - loop.time()))
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(deadline):
+                    await chain.tasks.turn()  # thousands may have waited for the same fill
         for fill in window.fills:
             if not fill.done.done():
                 self.faults.append(TierFault(self._tiers_of(fill), "deadline", n))
