@@ -29,8 +29,10 @@ class _Selector(selectors.DefaultSelector):
             return events
         if self.loop.on_idle():
             return []
-        if timeout is None or self.loop.is_busy():
+        if timeout is None:
             return super().select(10.0)
+        if self.loop.is_busy():
+            return super().select(0.01)  # and look again: whoever was busy may have woken the loop before it said so
         self.loop.now += timeout
         return []
 
