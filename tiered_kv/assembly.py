@@ -11,6 +11,7 @@ from anyio import CancelScope
 
 from tiered_kv.backend import (
     Backend,
+    OwnedTierSettings,
     RecordShape,
     SlotBackend,
     TierSettings,
@@ -111,6 +112,8 @@ def parts_of(tiers: Sequence[TierSettings | Mapping[str, Any] | str | Backend | 
     for part in storage:
         if getattr(part.settings, "exclusive", False) and not isinstance(part.backend, SlotBackend):
             raise ConfigurationError(f"tier {part.name!r} cannot be exclusive: this cache does not own its slots")
+        if _scrub_rate(part.settings) and not _can_be_scrubbed(part.backend):
+            raise ConfigurationError(f"tier {part.name!r} cannot be scrubbed: its backend has no peek()")
         if part.settings.read_only and isinstance(part.backend, SlotBackend):
             raise ConfigurationError(f"tier {part.name!r} cannot be read_only: nobody else writes to its slots")
     return Parts(gpu, cpu, tuple(storage))
@@ -249,7 +252,15 @@ def build_chains(
 def _budget(in_flight: int, settings: TierSettings, clock: Callable[[], float]) -> Budget:
     reads = Pace(settings.read_bandwidth, settings.reads_per_s, clock)
     writes = Pace(settings.write_bandwidth, settings.writes_per_s, clock)
-    return Budget(in_flight, reads, writes)
+    return Budget(in_flight, reads, writes, Bandwidth(_scrub_rate(settings), clock))
+
+
+def _can_be_scrubbed(backend: Backend | SlotBackend) -> bool:
+    return isinstance(backend, SlotBackend) and type(backend).peek is not SlotBackend.peek
+
+
+def _scrub_rate(settings: TierSettings) -> float | None:
+    return settings.scrub_bandwidth if isinstance(settings, OwnedTierSettings) else None
 
 
 def _listen(device: Device, loop_calls: LoopCalls, emit: Emit) -> Emit:

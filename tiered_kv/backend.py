@@ -197,6 +197,10 @@ class OwnedTierSettings(TierSettings):
     exclusive: bool = False
     """Whether a block is either here or in the CPU tier: it leaves that when it is written here, and leaves this when
     it is loaded. For storage with ``write="back"``."""
+    scrub_bandwidth: ByteSize | None = Field(default=None, gt=0)
+    """Bytes a second that are read in the background to verify what lies there; nothing is if left out. For storage."""
+    scrub_interval_s: float = Field(default=7 * 24 * 3600.0, gt=0, allow_inf_nan=False)
+    """From the beginning of one such pass to that of the next."""
 
 
 class Workers(Protocol):
@@ -340,6 +344,13 @@ class SlotBackend(_Tier):
     @abstractmethod
     async def read(self, group: int, slots: NDArray[np.int64], into: Sequence[Block]) -> list[Outcome]:
         """Fill ``into[i]`` from ``slots[i]``: HIT, MISS or FAILED each."""
+
+    async def peek(self, group: int, slots: NDArray[np.int64], into: Sequence[Block]) -> list[Outcome]:
+        """Read as `read` does, slots that may be written, forgotten or cut off meanwhile: their bytes may be anything.
+
+        Only a medium that can be scrubbed has it.
+        """
+        raise NotImplementedError  # whoever takes `OwnedTierSettings.scrub_bandwidth` overrides it
 
     @abstractmethod
     async def write(self, group: int, slots: NDArray[np.int64], names: Names, blocks: Sequence[Block]) -> list[Outcome]:

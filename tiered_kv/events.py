@@ -231,6 +231,18 @@ class TierResized(Event):
 
 
 @dataclass(frozen=True)
+class TierScrubbed(Event):
+    """All blocks of one kind that a tier had were verified in the background; ``removed`` were broken."""
+
+    name: ClassVar[str] = "tier.scrubbed"
+    level: ClassVar[Level] = "info"
+    tier: str
+    blocks: int
+    removed: int
+    took_s: float
+
+
+@dataclass(frozen=True)
 class WorkerEnded(Event):
     """A worker process has ended: its part of so many jobs came to nothing."""
 

@@ -131,6 +131,10 @@ class Namespace:
         """Return the names of ``keys`` here, ``(n, 4)``. Nothing is hashed: a new epoch is another mask, no more."""
         return keys.words ^ self.mask
 
+    def names_of(self, hashes: Sequence[bytes]) -> Names:
+        """Return the names of blocks of these hashes here, ``(n, 4)``."""
+        return np.frombuffer(b"".join(hashes), np.uint64).reshape(-1, 4) ^ self.mask
+
     def keys(self, keys: "BlockKeys") -> "list[BlockKey]":
         """Return one `BlockKey` per block, for a backend."""
         return [BlockKey(self, digest, position) for position, digest in enumerate(keys, keys.start)]

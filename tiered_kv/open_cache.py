@@ -29,6 +29,7 @@ from tiered_kv.tiers.batch import Batch, Naming
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.ledger import Ledger
 from tiered_kv.tiers.pins import Pins
+from tiered_kv.tiers.scrubber import scrub_for_ever
 from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.tiers.upkeep import keep_up
 from tiered_kv.transfers.bindings import Bindings
@@ -204,6 +205,9 @@ class OpenCache:
             self.background.keep_running(cleaner.run, "cleaner")
         for chain in chains:  # each by itself: an error in one must not keep the others from their turns
             self.background.keep_running(partial(keep_up, chain), "upkeep")
+            for tier in chain.owned:
+                if tier.is_scrubbed:
+                    self.background.keep_running(partial(scrub_for_ever, tier), f"scrub {tier.name}")
 
     def check_loop(self, *, anywhere: bool = False) -> None:
         """Raise unless a call comes from the event loop that opened the cache, or ``anywhere`` while that is there.

@@ -140,6 +140,17 @@ def examine(key: BlockKey, block: Block, *, codec: str, seal: "Seal | None") -> 
     return Outcome.HIT if _is_right(fields, header, block.payload, seal) else Outcome.CORRUPT, ""
 
 
+def examine_any(name: bytes, block: Block, *, codec: str, seal: "Seal | None") -> tuple[Outcome, str]:
+    """Do as `examine` does, where only the block's name is known: its hash XORed with its namespace's mask.
+
+    Another block's record is a MISS.
+    """
+    key = key_in(block.header)
+    if key is None or key.namespace.names_of([key.hash]).tobytes() != name:
+        return (Outcome.MISS if key is not None or not any(block.header[:SIGNED_BYTES]) else Outcome.CORRUPT), ""
+    return examine(key, block, codec=codec, seal=seal)
+
+
 def key_in(header: memoryview) -> BlockKey | None:
     """Return the key that a record's header names; None if it is no whole header of this format.
 

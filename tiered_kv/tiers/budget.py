@@ -207,10 +207,21 @@ def _is_served(place: _Place) -> bool:
 
 
 class Budget:
-    """Bytes in flight, at most ``limit`` of them, or one piece of each kind if that is more; and how fast they come."""
+    """Bytes in flight, at most ``limit`` of them, or one piece of each kind if that is more; and how fast they come.
 
-    def __init__(self, limit: int, reads: "Pace | None" = None, writes: "Pace | None" = None) -> None:
+    Attributes:
+        scrubs: How fast the medium is scrubbed.
+    """
+
+    def __init__(
+        self,
+        limit: int,
+        reads: "Pace | None" = None,
+        writes: "Pace | None" = None,
+        scrubs: "Bandwidth | None" = None,
+    ) -> None:
         self.limit = limit
+        self.scrubs = scrubs
         self.room = Room()
         self._in_flight = [0] * len(Kind)
         self._paces = {Kind.LOAD: reads, Kind.PREFETCH: reads, Kind.STORE: writes, Kind.CLEAN: writes}

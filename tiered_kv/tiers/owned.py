@@ -4,6 +4,7 @@ A slot is in one call of the backend at a time: what is to be forgotten keeps it
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
@@ -22,9 +23,9 @@ from tiered_kv.keys import Names
 from tiered_kv.specs import LoadStoreSpec
 from tiered_kv.tiers.base import BookedTier, Mask
 from tiered_kv.tiers.batch import Batch
-from tiered_kv.tiers.budget import Kind, Waiter
-from tiered_kv.tiers.calls import Answer
-from tiered_kv.tiers.storage import StorageTier, TierParts, WriteReport
+from tiered_kv.tiers.budget import Kind, Priority, Waiter
+from tiered_kv.tiers.calls import Answer, outcomes_problem
+from tiered_kv.tiers.storage import READ, StorageTier, TierParts, WriteReport, all_failed
 from tiered_kv.tiers.tombstones import Tombstones
 
 
@@ -52,6 +53,11 @@ class OwnedTier(StorageTier, BookedTier):
     def is_exclusive(self) -> bool:
         """Whether a block is either here or in the CPU tier."""
         return isinstance(self.settings, OwnedTierSettings) and self.settings.exclusive
+
+    @property
+    def is_scrubbed(self) -> bool:
+        """Whether what lies there is verified in the background."""
+        return isinstance(self.settings, OwnedTierSettings) and self.settings.scrub_bandwidth is not None
 
     async def opened(self, books: Sequence[TierIndex]) -> None:
         """See `StorageTier.opened`. What was evicted meanwhile is not there any more."""
@@ -166,6 +172,58 @@ class OwnedTier(StorageTier, BookedTier):
                 )
             finally:
                 del self._in_write[write]
+
+    async def scrub(self, names: Names, slots: NDArray[np.int64], blocks: list[Block]) -> int:
+        """Verify what is in some slots, and remove what is not what the books say; return how many blocks that were.
+
+        They are read without a lease, so that none counts as used. What looks wrong may have been overwritten
+        meanwhile: it is read again under one.
+
+        Args:
+            names: What should be there.
+            slots: Where.
+            blocks: To read into.
+        """
+        waiter = Waiter(Kind.PREFETCH, Priority.DEMOTE)
+        give_back = await self._take(len(names), waiter)
+        try:
+            wrong, _ = await self._wrong(self.backend.peek, names, slots, blocks, waiter)
+            if not wrong.any():
+                return 0
+            with self.index.lease(names[wrong]) as lease:
+                at = np.flatnonzero(wrong)[lease.slots == slots[wrong]]
+                if not len(at):
+                    return 0
+                there = [blocks[i] for i in at]
+                wrong, refused = await self._wrong(self.backend.read, names[at], slots[at], there, waiter)
+                broken = names[at][wrong]
+                self._tell_refused(refused)
+                if len(broken):
+                    self.counters.corrupt += len(broken)
+                    self.health.emit(BlocksCorrupted(self.name, len(broken)))
+                    self._remove(broken, Change.CORRUPT)
+                return len(broken)
+        finally:
+            give_back()
+
+    async def _wrong(
+        self,
+        read: Callable[[int, NDArray[np.int64], Sequence[Block]], Awaitable[list[Outcome]]],
+        names: Names,
+        slots: NDArray[np.int64],
+        blocks: list[Block],
+        waiter: Waiter,
+    ) -> tuple[Mask, Counter[str]]:
+        """Say which blocks are not what they should be, as far as could be read; and why whole ones are refused."""
+        n = len(names)
+        answer = await self.calls.make(
+            "read", lambda: read(self.group, slots, blocks), num_blocks=n, waiter=waiter,
+            problem_of=outcomes_problem(n, READ), is_failure=all_failed,
+        )  # fmt: skip
+        if not answer.value:
+            return np.zeros(n, np.bool_), Counter()
+        verdicts, refused = await self._records.verify_named(names, blocks, answer.value, self.shape)
+        return np.array([each in (Outcome.CORRUPT, Outcome.MISS) for each in verdicts], np.bool_), refused
 
     def lacks(self, batch: Batch) -> Mask:
         """See `StorageTier.lacks`."""

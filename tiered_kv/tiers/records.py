@@ -2,14 +2,14 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from tiered_kv.backend import Block, Outcome, RecordShape
 from tiered_kv.encryption import Encryption
-from tiered_kv.keys import BlockKey
+from tiered_kv.keys import BlockKey, Names
 from tiered_kv.loop_calls import LoopCalls
-from tiered_kv.record import encode, examine
+from tiered_kv.record import encode, examine, examine_any
 from tiered_kv.tiers.tasks import WorkerPool, in_a_thread
 
 if TYPE_CHECKING:  # importing it takes an extra
@@ -68,6 +68,13 @@ class Records:
         verifying = self.threads.run(_verify_hits, keys, blocks, outcomes, shape, self._seal)
         return await _to_the_end(verifying)  # it writes to the blocks
 
+    async def verify_named(
+        self, names: Names, blocks: Sequence[Block], outcomes: Sequence[Outcome], shape: RecordShape
+    ) -> tuple[list[Outcome], Counter[str]]:
+        """Do as `verify` does, where only the names of the blocks are known."""
+        verifying = self.threads.run(_verify_named, names, blocks, outcomes, shape, self._seal)
+        return await _to_the_end(verifying)
+
 
 class Staging:
     """Blocks for what is encrypted on its way to a medium: made when needed, and kept for the next call.
@@ -117,10 +124,22 @@ def _verify_hits(
     shape: RecordShape,
     seal: "Seal | None",
 ) -> tuple[list[Outcome], Counter[str]]:
+    return _verdicts(outcomes, lambda n: examine(keys[n], blocks[n], codec=shape.codec, seal=seal))
+
+
+def _verify_named(
+    names: Names, blocks: Sequence[Block], outcomes: Sequence[Outcome], shape: RecordShape, seal: "Seal | None"
+) -> tuple[list[Outcome], Counter[str]]:
+    return _verdicts(outcomes, lambda n: examine_any(names[n].tobytes(), blocks[n], codec=shape.codec, seal=seal))
+
+
+def _verdicts(
+    outcomes: Sequence[Outcome], verdict: Callable[[int], tuple[Outcome, str]]
+) -> tuple[list[Outcome], Counter[str]]:
     verdicts, refused = list(outcomes), Counter[str]()
     for place, outcome in enumerate(outcomes):
         if outcome is Outcome.HIT:
-            verdicts[place], reason = examine(keys[place], blocks[place], codec=shape.codec, seal=seal)
+            verdicts[place], reason = verdict(place)
             if reason:
                 refused[reason] += 1
     return verdicts, refused

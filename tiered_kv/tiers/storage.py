@@ -6,7 +6,7 @@ tier is bypassed.
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -28,7 +28,7 @@ from tiered_kv.tiers.health import StorageHealth
 from tiered_kv.tiers.records import Records, Staging
 from tiered_kv.tiers.tasks import Tasks
 
-_READ: Final = frozenset({Outcome.HIT, Outcome.MISS, Outcome.CORRUPT, Outcome.FAILED})
+READ: Final = frozenset({Outcome.HIT, Outcome.MISS, Outcome.CORRUPT, Outcome.FAILED})
 _WRITTEN: Final = frozenset({Outcome.STORED, Outcome.REFUSED, Outcome.FAILED})
 
 
@@ -215,7 +215,7 @@ class StorageTier(Tier):
         n, started = len(keys), self.health.clock()
         answer = await self.calls.make(
             "read", call, num_blocks=n, waiter=waiter, on_late=on_late,
-            problem_of=outcomes_problem(n, _READ), is_failure=_all_failed,
+            problem_of=outcomes_problem(n, READ), is_failure=all_failed,
         )  # fmt: skip
         if not answer.was_made:
             on_late()  # as bypassed as a tier can be
@@ -224,18 +224,21 @@ class StorageTier(Tier):
             return [Outcome.FAILED] * n
         self.load_rate.saw(self._num_bytes(n), self.health.clock() - started)
         verdicts, refused = await self._records.verify(keys, blocks, list(answer.value), self.shape)
-        for reason, num_blocks in refused.items():
-            self.health.emit(RecordsRefused(self.name, num_blocks, reason))
+        self._tell_refused(refused)
         self.counters.corrupt += verdicts.count(Outcome.CORRUPT)
         self.counters.failed += verdicts.count(Outcome.FAILED)
         return verdicts
+
+    def _tell_refused(self, refused: Mapping[str, int]) -> None:
+        for reason, num_blocks in refused.items():
+            self.health.emit(RecordsRefused(self.name, num_blocks, reason))
 
     async def _write(
         self, call: Callable[[], Awaitable[list[Outcome]]], n: int, kind: Kind, on_late: Callable[[], None]
     ) -> list[Outcome]:
         answer = await self.calls.make(
             "write", call, num_blocks=n, waiter=Waiter(kind), on_late=on_late,
-            problem_of=outcomes_problem(n, _WRITTEN), is_failure=_all_failed,
+            problem_of=outcomes_problem(n, _WRITTEN), is_failure=all_failed,
         )  # fmt: skip
         if not answer.was_made:
             return [Outcome.REFUSED] * n
@@ -268,5 +271,6 @@ class StorageTier(Tier):
             await asyncio.wait(busy)
 
 
-def _all_failed(outcomes: Sequence[Outcome]) -> bool:
+def all_failed(outcomes: Sequence[Outcome]) -> bool:
+    """Whether a call that answers so has failed."""
     return len(outcomes) > 0 and all(outcome is Outcome.FAILED for outcome in outcomes)

@@ -123,6 +123,20 @@ class NVMeBackend(SlotBackend):
         slab = self._group(group, slots, into).slab
         return await self._move(self._readers, slab, slab.read, slots, into)
 
+    async def peek(self, group: int, slots: Slots, into: Sequence[Block]) -> list[Outcome]:
+        """See `SlotBackend.peek`: slots that are gone by now are misses.
+
+        Raises:
+            BackendUnavailableError: The disk is gone.
+        """
+        num_slots = self._group(group, slots[:0]).slab.num_slots
+        there = np.flatnonzero(slots < num_slots)
+        outcomes = [Outcome.MISS] * len(slots)
+        found = await self.read(group, slots[there], [into[i] for i in there.tolist()])
+        for i, outcome in zip(there.tolist(), found, strict=True):
+            outcomes[i] = outcome
+        return outcomes
+
     async def write(self, group: int, slots: Slots, names: Names, blocks: Sequence[Block]) -> list[Outcome]:
         """Write ``blocks[i]`` to ``slots[i]`` and remember that it is ``names[i]``: STORED or FAILED each.
 

@@ -1,0 +1,136 @@
+"""Scrubbing an NVMe tier: damage is found before anyone asks for the block, and nothing else changes."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.any_layout import AnyEngine, nvme, open_any, prompt
+from tests.support.caches import Recorder, inside, until, until_idle
+from tiered_kv import (
+    BlockKeys,
+    BlocksCorrupted,
+    ConfigurationError,
+    Encryption,
+    RecordsRefused,
+    TieredKVSettings,
+    TierScrubbed,
+)
+from tiered_kv.backend import Block, Outcome, SlotBackend
+from tiered_kv.catalog.index import TierIndex
+from tiered_kv_backends.nvme import NVMeBackend
+
+N = 12
+KEYS = {"keys": ["01" * 32]}
+
+
+def scrubbed(path: Path, **settings: object) -> dict[str, object]:
+    """Return a tier that is verified at once, as fast as it goes."""
+    return {**nvme(path), "scrub_bandwidth": "100GiB", **settings}
+
+
+async def filled(path: Path, **settings: object) -> tuple[AnyEngine, BlockKeys]:
+    """Leave a tier with a prompt in it."""
+    engine, keys = AnyEngine(), prompt(N)
+    async with open_any(engine, {**nvme(path), **settings}) as kv:
+        await kv.store(keys, engine.fill(keys, range(N)))
+        await kv.flush()
+    return engine, keys
+
+
+def flip(path: Path, at: int) -> None:
+    """Flip a bit of the only slab there is."""
+    slab = next(path.rglob("slab"))
+    data = bytearray(slab.read_bytes())
+    data[at] ^= 1
+    slab.write_bytes(data)
+
+
+@pytest.mark.parametrize("settings", [{}, {"encryption": KEYS}])
+@pytest.mark.parametrize("at", [4096 + 700, 40, 2000])
+async def test_damage_is_found_before_a_load(tmp_path: Path, settings: dict[str, object], at: int) -> None:
+    """A block whose payload or header is broken goes, after a restart too; all others stay. Padding does not count."""
+    engine, keys = await filled(tmp_path, **settings)
+    flip(tmp_path, 3 * 8192 + at)
+    events, num_broken = Recorder(), int(at != 2000)
+    for removed in (num_broken, 0):
+        events.events.clear()
+        async with open_any(engine, scrubbed(tmp_path, **settings), emit=events) as kv:
+            await until(lambda: bool(events.of(TierScrubbed)))
+            done = events.of(TierScrubbed)[0]
+            assert (done.tier, done.removed) == ("nvme", removed)
+            assert len(events.of(BlocksCorrupted)) == removed
+            await until_idle(kv)
+            assert (await kv.lookup(keys)).num_blocks == (3 if num_broken else N)
+            assert (await kv.lookup(keys[4:])).num_blocks == N - 4
+            assert kv.stats()["nvme"].corrupt == removed
+
+
+async def test_scrubbing_is_no_use(tmp_path: Path) -> None:
+    """The order in which blocks go is the same after it."""
+    engine, _ = await filled(tmp_path)
+    events = Recorder()
+    async with open_any(engine, scrubbed(tmp_path), emit=events) as kv:
+        index = inside(kv).chains[0].owned[0].index
+        before = index.names_in_order()[1].tolist()
+        await until(lambda: bool(events.of(TierScrubbed)))
+        assert index.names_in_order()[1].tolist() == before
+        assert events.of(TierScrubbed)[0].blocks == N
+
+
+class Torn(NVMeBackend):
+    """Whatever is peeked at is being overwritten."""
+
+    async def peek(self, group: int, slots: np.ndarray, into: Sequence[Block]) -> list[Outcome]:
+        """Fill in what is there, and have it changed."""
+        outcomes = await super().peek(group, slots, into)
+        for block in into:
+            block.payload[-1] ^= 1
+        return outcomes
+
+
+async def test_what_changes_meanwhile_stays(tmp_path: Path) -> None:
+    """A block that is written while it is looked at is looked at again, and not removed."""
+    engine, keys = await filled(tmp_path)
+    events = Recorder()
+    async with open_any(engine, Torn(scrubbed(tmp_path)), emit=events) as kv:
+        await until(lambda: bool(events.of(TierScrubbed)))
+        assert events.of(TierScrubbed)[0].removed == 0
+        assert (await kv.lookup(keys)).num_blocks == N
+
+
+async def test_another_key_removes_what_nobody_can_read(tmp_path: Path) -> None:
+    """Records that the tier's keys do not open go, and it says why."""
+    engine, keys = await filled(tmp_path, encryption=KEYS)
+    events, other = Recorder(), Encryption(keys=["02" * 32])
+    async with open_any(engine, scrubbed(tmp_path, encryption=other), emit=events) as kv:
+        await until(lambda: bool(events.of(TierScrubbed)))
+        assert events.of(TierScrubbed)[0].removed == N
+        assert sum(event.blocks for event in events.of(RecordsRefused)) == N
+        await until_idle(kv)
+        assert (await kv.lookup(keys)).num_blocks == 0
+
+
+async def test_what_cannot_be_scrubbed_says_so(tmp_path: Path) -> None:
+    """Memory is not, nor a medium that cannot be looked at beside its calls."""
+    with pytest.raises(ConfigurationError, match="scrub_bandwidth"):
+        TieredKVSettings(tiers=[{"medium": "cpu", "scrub_bandwidth": "1MiB"}])
+    backend = NVMeBackend(scrubbed(tmp_path))
+    plain = type("Plain", (NVMeBackend,), {"peek": SlotBackend.peek})
+    with pytest.raises(ConfigurationError, match="peek"):
+        async with open_any(AnyEngine(), plain(backend.settings)):
+            pass
+
+
+def test_ready_blocks_are_walked_in_the_order_of_slots() -> None:
+    """Each is met once, however few are asked for at once; what is pending or free is not."""
+    index = TierIndex(100_000)
+    names = np.arange(4 * 50, dtype=np.uint64).reshape(50, 4) + np.uint64(1)
+    index.restore(names, np.arange(0, 100_000, 2000))
+    met, start = list[int](), 0
+    while start < index.num_slots:
+        found, slots, start = index.ready_from(start, 3)
+        assert index.find(found)[0].tolist() == slots.tolist()
+        met += slots.tolist()
+    assert met == list(range(0, 100_000, 2000))
