@@ -191,6 +191,7 @@ class OpenCache:
         self.past_epochs: list[bytes] = []
         self.pins = Pins(parts.limits.pin_quota)
         self.bindings = Bindings()
+        lifetime.callback(self.bindings.forget)
         self.swaps = SwapSpaces()
         self.subscribers = Subscribers(ledger)
         self.submissions = Submissions(loop_calls)

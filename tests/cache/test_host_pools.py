@@ -337,3 +337,13 @@ async def test_an_unaligned_pool_is_not_read_into() -> None:
         with pytest.raises(ConfigurationError, match=r"\(\+0\), with 4608 bytes a slot"):
             kv.register_host_pool("swap", Pool(slot_bytes=4608).memory, slot_bytes=4608, direct=True)
         kv.register_host_pool("swap", Pool(offset=512).memory)
+
+
+async def test_a_pool_can_be_unmapped_once_the_cache_is_closed() -> None:
+    """Nothing of a cache that is closed holds the engine's memory, as long as the cache itself is kept."""
+    pool = mmap.mmap(-1, 16 * PAYLOAD_BYTES)
+    async with open_cache(CPU) as kv:
+        kv.register_host_pool("swap", memoryview(pool))
+        assert (await kv.store(KEYS, CPULoadStoreSpec(SLOTS, pool="swap"))).num_stored == 9
+    pool.close()  # raises BufferError while anything has it
+    assert kv is not None

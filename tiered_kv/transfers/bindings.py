@@ -136,6 +136,11 @@ class Bindings:
                 stack.callback(lanes.close)
         self._pools[name] = Binding(group, caches, *self._lanes, gpu=None, direct=slots)
 
+    def forget(self) -> None:
+        """Let go of all of it: the cache is closed, and the engine may unmap it."""
+        self._caches.clear()
+        self._pools.clear()
+
     def find(self, spec: EngineBlocks, group: int) -> Binding:
         """Return the memory that a spec is of, for blocks of one KV group.
 
