@@ -11,6 +11,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -43,7 +44,9 @@ class Recipe:
     @property
     def digest(self) -> str:
         """Changes with anything that the environment is made from."""
-        facts = (self.requirements.read_text(), (ROOT / "pyproject.toml").read_text(), self.without, self.bare)
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        ours = project["dependencies"], project["entry-points"]
+        facts = (self.requirements.read_text(), self.without, self.bare, ours)
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tiered_kv import Block, BlockKey, BlockKeys, Outcome
+from tiered_kv import BackendUnavailableError, Block, BlockKey, BlockKeys, Outcome
 from tiered_kv.integrations.vllm import TieredKVConnector
 from tiered_kv_backends.shared_fs import SharedFSBackend
 
@@ -62,7 +62,7 @@ class DyingConnector(TieredKVConnector):
 
 
 class StallingBackend(SharedFSBackend):
-    """Says what it has, and never reads it, once there is a file ``stall`` beside it."""
+    """Never reads once there is a file ``stall`` beside it, never writes at ``stall-writes``, fails to at ``full``."""
 
     class Settings(SharedFSBackend.Settings):
         """As the medium that it is otherwise."""
@@ -74,3 +74,11 @@ class StallingBackend(SharedFSBackend):
         if self.settings.path.with_name("stall").exists():
             await asyncio.Event().wait()
         return await super().read(keys, into)
+
+    async def write(self, keys: Sequence[BlockKey], blocks: Sequence[Block]) -> list[Outcome]:
+        """Write, or never end, or fail."""
+        if self.settings.path.with_name("stall-writes").exists():
+            await asyncio.Event().wait()
+        if self.settings.path.with_name("full").exists():
+            raise BackendUnavailableError("no space is left")
+        return await super().write(keys, blocks)

@@ -13,7 +13,8 @@ from tiered_kv.keys import ModelIdentity
 from tiered_kv.setting_errors import Checked
 from tiered_kv.settings import Seconds, TieredKVSettings
 
-_CACHE_SETTINGS: Final = {"tiers", "limits", "codec"}
+CACHE_SETTINGS: Final = {"tiers", "limits", "codec"}
+"""What of the settings is the cache's, and not the adapter's."""
 
 
 class ConnectorSettings(Checked):
@@ -73,12 +74,12 @@ class Configuration:
         _check_parallel(vllm_config.parallel_config)
         _check_hashes(vllm_config.cache_config)
         group = _only_group(kv_cache_config)
-        extra = _with_rank(dict(transfer.kv_connector_extra_config), vllm_config.parallel_config.data_parallel_rank)
-        connector = ConnectorSettings(**{key: extra[key] for key in extra if key not in _CACHE_SETTINGS})
+        extra = with_rank(dict(transfer.kv_connector_extra_config), vllm_config.parallel_config.data_parallel_rank)
+        connector = ConnectorSettings(**{key: extra[key] for key in extra if key not in CACHE_SETTINGS})
         block_size = group.kv_cache_spec.block_size
         return cls(
             connector=connector,
-            cache=TieredKVSettings(**{key: extra[key] for key in extra if key in _CACHE_SETTINGS}),
+            cache=TieredKVSettings(**{key: extra[key] for key in extra if key in CACHE_SETTINGS}),
             model=model_identity(vllm_config, connector.weights),
             num_ranks=vllm_config.parallel_config.tensor_parallel_size,
             block_size=block_size,
@@ -130,10 +131,10 @@ def _page_bytes(spec: Any) -> int:
     return int(each.pop())
 
 
-def _with_rank(value: Any, rank: int) -> Any:
+def with_rank(value: Any, rank: int) -> Any:
     """Put the data parallel rank into texts that ask for it: each replica has tiers of its own on one machine."""
     if isinstance(value, str):
         return value.replace("{dp_rank}", str(rank))
     if isinstance(value, Mapping):
-        return {key: _with_rank(each, rank) for key, each in value.items()}
-    return [_with_rank(each, rank) for each in value] if isinstance(value, list | tuple) else value
+        return {key: with_rank(each, rank) for key, each in value.items()}
+    return [with_rank(each, rank) for each in value] if isinstance(value, list | tuple) else value

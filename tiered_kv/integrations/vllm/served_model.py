@@ -31,16 +31,22 @@ def model_identity(vllm_config: Any, weights: str | None) -> ModelIdentity:
     }
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
     name = "+".join(model.hf_config.architectures or ["unknown"])
-    return ModelIdentity(name, weights or _weights_of(vllm_config), (("vllm config", digest),))
+    load_format = str(vllm_config.load_config.load_format)
+    weights = weights or weights_of(model.model, model.revision, load_format=load_format)
+    return ModelIdentity(name, weights, (("vllm config", digest),))
 
 
-def _weights_of(vllm_config: Any) -> str:
-    model = vllm_config.model_config
-    folder = _folder_of(model.model, model.revision)
-    if folder is None or str(vllm_config.load_config.load_format) == "dummy":
+def weights_of(model: str, revision: str | None = None, *, load_format: str = "auto") -> str:
+    """Name the weights of a model's checkpoint, a folder or what is in the cache of Hugging Face.
+
+    Raises:
+        ConfigurationError: There are no files to tell by.
+    """
+    folder = _folder_of(model, revision)
+    if folder is None or load_format == "dummy":
         raise ConfigurationError(
-            f"no files of weights of {model.model!r} are on this machine to tell them by: name them, e.g. "
-            'kv_connector_extra_config={"weights": "llama-3-8b, revision 5206a32"}, by a name that changes when they do'
+            f"no files of weights of {model!r} are on this machine to tell them by: name them, e.g. "
+            '"weights": "llama-3-8b, revision 5206a32", beside "tiers", by a name that changes when they do'
         )
     return checkpoint_weights(folder)
 

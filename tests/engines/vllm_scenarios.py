@@ -1,0 +1,186 @@
+"""What vLLM's own tests of tiering ask, and what its tiers fail, over our tier: ``vllm_scenarios.py FOLDER``.
+
+Runs in vLLM's environment and prints, per scenario, what came of it.
+"""
+
+import json
+import pathlib
+import sys
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from vllm.v1.kv_offload.base import LookupResult
+
+from vllm_tiering import OURS, Tiering, keys_of
+
+KIB = 1024
+CHUNK = 128 * KIB
+SCENARIOS: list[Callable[[pathlib.Path], Any]] = []
+
+
+def scenario(function: Callable[[pathlib.Path], Any]) -> Callable[[pathlib.Path], Any]:
+    """Have a function run, with an empty folder of its own."""
+    SCENARIOS.append(function)
+    return function
+
+
+def nvme(folder: pathlib.Path, capacity: str = "64MiB") -> dict[str, Any]:
+    """Our tier with an NVMe tier in it."""
+    return {**OURS, "tiers": [f"file://{folder}/nvme?capacity={capacity}"]}
+
+
+def faulty(folder: pathlib.Path) -> dict[str, Any]:
+    """Our tier with a shared tier in it that stalls and fails where it is told to."""
+    shared = {"medium": "vllm_faults:StallingBackend", "path": f"{folder}/shared", "capacity": "64MiB"}
+    return {**OURS, "tiers": [shared], "load_timeout_s": 0.5}
+
+
+def filled(folder: pathlib.Path, tier: dict[str, Any], count: int) -> Tiering:
+    """Return a manager that has stored so many chunks in the tier, and has an empty CPU tier again."""
+    tiering = Tiering(tier, num_chunks=count, chunk_bytes=CHUNK)
+    tiering.store(keys_of(count), range(1, count + 1))
+    tiering.settle()
+    tiering.tier.kv.flush()
+    tiering.empty_primary()
+    return tiering
+
+
+@scenario
+def promoted(folder: pathlib.Path) -> Any:
+    """Chunks go down and come up again, in another process' stead, of two KV groups too."""
+    filled(folder, nvme(folder), 8).close()
+    tiering = Tiering(nvme(folder), num_chunks=8, chunk_bytes=CHUNK)
+    context = tiering.request()
+    found = tiering.find(keys_of(8), context), tiering.find(keys_of(8, group=1), context)
+    values = tiering.read(keys_of(8), context)
+    tiering.close()
+    return {"found": found, "values": values}
+
+
+@scenario
+def in_flight(folder: pathlib.Path) -> Any:
+    """What is being stored is no hit before vLLM's memory was read; while storage stalls it is right or no hit."""
+    tiering = Tiering(faulty(folder), num_chunks=8, chunk_bytes=CHUNK)
+    (folder / "stall-writes").touch()
+    tiering.store(keys_of(8), range(1, 9))
+    at_once = [tiering.tier.lookup(key, None) is LookupResult.HIT for key in keys_of(8)]
+    tiering.settle()
+    tiering.empty_primary()
+    tiering.rows[:] = 0
+    context = tiering.request()
+    found = tiering.find(keys_of(8), context)
+    return {"at_once": any(at_once), "right": tiering.read(keys_of(found), context) == list(range(1, found + 1))}
+
+
+@scenario
+def stored_twice(folder: pathlib.Path) -> Any:
+    """A second store of the same chunks takes no place."""
+    tiering = filled(folder, nvme(folder), 8)
+    before = tiering.tier.kv.stats()["nvme"]
+    tiering.store(keys_of(8), range(1, 9))
+    tiering.settle()
+    tiering.tier.kv.flush()
+    after = tiering.tier.kv.stats()["nvme"]
+    tiering.close()
+    return {"written": after.written - before.written, "ready": after.ready - before.ready}
+
+
+@scenario
+def store_fails(folder: pathlib.Path) -> Any:
+    """A store that fails keeps what was there."""
+    tiering = filled(folder, faulty(folder), 8)
+    (folder / "full").touch()
+    tiering.store(keys_of(4, start=100), range(100, 104))
+    tiering.settle()
+    tiering.empty_primary()
+    context = tiering.request()
+    found = tiering.find(keys_of(8), context)
+    return {"found": found, "values": tiering.read(keys_of(found), context)}
+
+
+@scenario
+def flipped(folder: pathlib.Path) -> Any:
+    """A promotion that meets a flipped bit keeps exactly what came before it, and nobody is given wrong bytes."""
+    filled(folder, nvme(folder), 8).close()
+    (slab,) = (folder / "nvme").glob("*/slab")
+    stored = bytearray(slab.read_bytes())
+    at = next(at for at in range(4096, len(stored), 4096) if stored[at : at + 4096] == bytes([6]) * 4096)
+    stored[at + 17] ^= 1
+    slab.write_bytes(stored)
+    tiering = Tiering(nvme(folder), num_chunks=8, chunk_bytes=CHUNK)
+    context = tiering.request()
+    found = tiering.find(keys_of(8), context)
+    values = tiering.read(keys_of(found), context)
+    tiering.close()
+    return {"found": found, "values": values}
+
+
+@scenario
+def duplicates(folder: pathlib.Path) -> Any:
+    """A batch that names a chunk twice fills both places."""
+    tiering = filled(folder, nvme(folder), 4)
+    keys = [keys_of(4)[number] for number in (0, 1, 1, 2)]
+    rows = tiering.rows
+    rows[:] = 0
+    tiering.tier.submit_load(SimpleNamespace(job_id=7, keys=keys, chunk_ids=[0, 1, 2, 3], is_promotion=True))
+    tiering.tier.drain_jobs()
+    (result,) = tiering.tier.get_finished_jobs()
+    return {"success": result.success, "values": [int(row[0]) for row in rows]}
+
+
+@scenario
+def stalled(folder: pathlib.Path) -> Any:
+    """Storage that does not answer is a miss after a while, for this request and the next."""
+    tiering = filled(folder, faulty(folder), 8)
+    (folder / "stall").touch()
+    started = time.monotonic()
+    first = tiering.find(keys_of(8), tiering.request())
+    second = tiering.find(keys_of(8), tiering.request())
+    return {"found": [first, second], "seconds": time.monotonic() - started}
+
+
+@scenario
+def quota(folder: pathlib.Path) -> Any:
+    """More than the disk may hold is stored: the limit holds, and what is found is right."""
+    tiering = Tiering(nvme(folder, "2MiB"), num_chunks=64, chunk_bytes=CHUNK)
+    for start in range(0, 64, 4):
+        tiering.store(keys_of(4, start=start), range(start + 1, start + 5))
+        tiering.settle()
+        tiering.tier.kv.flush()
+    tiering.empty_primary()
+    wrong = found = 0
+    for start in range(64):
+        context = tiering.request()
+        if tiering.find(keys_of(1, start=start), context):
+            found += 1
+            wrong += tiering.read(keys_of(1, start=start), context) != [start + 1]
+    used = sum(file.stat().st_blocks * 512 for file in (folder / "nvme").rglob("*") if file.is_file())
+    tiering.close()
+    return {"found": found, "wrong": wrong, "used": used}
+
+
+@scenario
+def shut_down_twice(folder: pathlib.Path) -> Any:
+    """A second shutdown does nothing, in the middle of work too."""
+    tiering = Tiering(nvme(folder), num_chunks=8, chunk_bytes=CHUNK)
+    tiering.store(keys_of(8), range(1, 9))
+    tiering.tier.shutdown()
+    tiering.tier.shutdown()
+    return {"reported": len(tiering.tier.get_finished_jobs())}
+
+
+def main(folder: pathlib.Path) -> None:
+    """Run all and print what came of each."""
+    answers = {}
+    for each in SCENARIOS:
+        own = folder / each.__name__
+        own.mkdir()
+        answers[each.__name__] = each(own)
+        print(each.__name__, answers[each.__name__], flush=True)
+    print(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main(pathlib.Path(sys.argv[1]))
