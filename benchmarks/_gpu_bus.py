@@ -83,7 +83,7 @@ def set_up(group: KVGroup, num_blocks: int, device: Device) -> Iterator[Setup]:
     dtype = getattr(torch, group.dtype)
     tensors = [torch.randn(shape, device=device.torch_device).to(dtype) for _ in range(group.num_layers)]
     caches = PagedCaches.bind(tensors, group, axes="BND" if group.order == "MLA" else "PBNHD", device=device)
-    prepare(caches)
+    prepare(caches, device)
     slab = HostSlab(num_blocks, group.stride_bytes, group.payload_bytes, name="benchmark")
     state = device.page_lock(slab).wait()
     pageable = torch.zeros(num_blocks, group.stride_bytes // 8, dtype=torch.int64)
@@ -104,11 +104,16 @@ def seconds(*queues: tuple[Stream, Copies], rounds: int = 5) -> float:
 
 
 def run(*queues: tuple[Stream, Copies]) -> float:
-    """Have all streams do all copies given them, at once; return how long it took."""
+    """Have all streams do all copies given them, at once; return how long it took.
+
+    On a GPU each waits for an event first, recorded just before it, as every transfer of an engine's does.
+    """
     ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
     start = time.perf_counter()
     for stream, copies in queues:
         for copy in copies:
+            if torch.cuda.is_available():
+                stream.wait(torch.cuda.current_stream().record_event())
             stream.submit(copy, ended.put)
     errors = [ended.get() for _, copies in queues for _ in copies]
     took_s = time.perf_counter() - start
@@ -146,18 +151,28 @@ async def coroutine_latency(stream: Stream, rounds: int) -> tuple[float, float]:
 
 
 def matmul_rate(torch_device: torch.device, size: int, duration_s: float) -> float:
-    """Return how many bf16 matrix products a second the device does, on the caller's stream, for so long."""
-    a, b = (torch.randn(size, size, device=torch_device).to(torch.bfloat16) for _ in range(2))
-    out = torch.mm(a, b)
-    module = torch.get_device_module(torch_device)
-    module.synchronize()
-    count, start = 0, time.perf_counter()
-    while time.perf_counter() < start + duration_s:
-        for _ in range(8):
-            torch.mm(a, b, out=out)
-        module.synchronize()
-        count += 8
-    return count / (time.perf_counter() - start)
+    """Return how many bf16 matrix products a second the device does, on a stream of their own, for so long.
+
+    Only that stream is waited for: all of the device's would be the copies beside it, too.
+    """
+    streams = torch.get_device_module(torch_device)
+    stream = streams.Stream(torch_device)
+    with streams.stream(stream):
+        a, b = (torch.randn(size, size, device=torch_device).to(torch.bfloat16) for _ in range(2))
+        out = torch.mm(a, b)
+        wait = stream.synchronize if torch_device.type != "cpu" else _nothing
+        wait()
+        count, start = 0, time.perf_counter()
+        while time.perf_counter() < start + duration_s:
+            for _ in range(8):
+                torch.mm(a, b, out=out)
+            wait()
+            count += 8
+        return count / (time.perf_counter() - start)
+
+
+def _nothing() -> None:
+    pass
 
 
 @contextmanager

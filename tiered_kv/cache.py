@@ -27,7 +27,7 @@ from tiered_kv.keys import BlockKeys, ModelIdentity, Namespace, Shard, salt_dige
 from tiered_kv.layout import KVCaches, KVLayout
 from tiered_kv.lookups import lookup_result, owned_runs, states_of, with_specs
 from tiered_kv.memory.codec import CodecName, make_codec
-from tiered_kv.memory.make import DeviceLike
+from tiered_kv.memory.make import DeviceLike, resolve
 from tiered_kv.open_cache import CacheParts, OpenCache, open_cache
 from tiered_kv.planner import Planner
 from tiered_kv.results import (
@@ -97,7 +97,7 @@ class TieredKV:
                 ``Shard.every(size)``: then a block is there when every rank's part is, and only the ranks move bytes.
             limits: Bounds in time, memory and work: `CacheLimits`, or a dict of its fields.
             device: Where the engine's tensors live, e.g. ``"cuda:1"``, or a ``torch.device``; the GPU if torch has one,
-                else the CPU.
+                else the CPU. Without an index it is the current GPU of the thread that calls this.
             codec: How blocks are kept: see `TieredKVSettings`.
             emit: Takes every event, at once, on the event loop; one function or several. Logs them by default.
 
@@ -113,7 +113,7 @@ class TieredKV:
             codecs=tuple(make_codec(codec, group) for group in layout.groups),
             shards=check_shards(shard),
             limits=check_limits(limits),
-            device=device,
+            device=resolve(device),
             emit=guarded(check_emit(emit)),
         )
         self._cache: OpenCache | None = None  # for good, once it was opened

@@ -91,7 +91,7 @@ class Worker:
         caches = PagedCaches.bind(
             kv_caches, self._layout.groups[group], axes=axes, device=self._device, codec=self._codecs[group]
         )
-        prepare(caches)
+        prepare(caches, self._device)
         self._caches[group] = caches
 
     def execute(self, plan: Plan, *, after: object = None) -> Outcomes:

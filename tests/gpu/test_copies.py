@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 from torch import Tensor
 
 from tests.memory.engines import NUM_SLOTS, Engine, engines, places
@@ -23,6 +24,7 @@ from tiered_kv.memory import (
     device_copies,
     gather_blocks,
     scatter_blocks,
+    staging,
     torch_copies,
 )
 from tiered_kv.memory.codec import FP8Codec
@@ -88,27 +90,31 @@ def test_any_layout_comes_back_as_it_was(device: CUDADevice, stream: Stream, whe
 
 
 @pytest.mark.parametrize("order", ["NHD", "HND", "MLA"])
-def test_both_ways_over_the_bus_move_the_same_bytes(device: CUDADevice, stream: Stream, order: str) -> None:
-    """By staging in several pieces, with Triton's kernel or torch's, and fragment by fragment."""
+def test_all_ways_over_the_bus_move_the_same_bytes(
+    device: CUDADevice, stream: Stream, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By staging in several pieces, with Triton's kernel or torch's, fragment by fragment, and by a kernel."""
     group, caches = large(device, order)
     pages = np.random.default_rng(0).permutation(64)[:, None]
     slots = np.random.default_rng(1).permutation(64)
-    assert len(device_copies.pieces_of(64, group.stride_bytes)) > 2
-    found = [page_locked_rows(device, group.stride_bytes, 64) for _ in range(3)]
+    monkeypatch.setattr(staging, "PIECE_BYTES", 4 * group.stride_bytes)
+    found = [page_locked_rows(device, group.stride_bytes, 64) for _ in range(4)]
+    by_kernel = crossover.kernel_way(device.torch_device) or crossover.STAGING
     through(stream, lambda: device_copies.gather_through_staging(caches, pages, found[0], slots))
     through(
         stream,
         lambda: device_copies.gather_through_staging(caches, pages, found[1], slots, torch_copies.gather_blocks),
     )
     through(stream, lambda: device_copies.gather_directly(caches, pages, found[2], slots))
+    through(stream, lambda: by_kernel.gather(caches, pages, found[3], slots))
     payloads = [rows.view(torch.uint8)[:, : group.payload_bytes] for rows in found]
-    assert torch.equal(payloads[0], payloads[1])
-    assert torch.equal(payloads[0], payloads[2])
+    assert all(torch.equal(payloads[0], other) for other in payloads[1:])
     before = [fragment.pages.clone() for fragment in caches.fragments]
     for scatter in (
         lambda: device_copies.scatter_through_staging(found[0], slots, caches, pages),
         lambda: device_copies.scatter_through_staging(found[0], slots, caches, pages, torch_copies.scatter_blocks),
         lambda: device_copies.scatter_directly(found[0], slots, caches, pages),
+        lambda: by_kernel.scatter(found[0], slots, caches, pages),
     ):
         for fragment in caches.fragments:
             fragment.pages.zero_()
@@ -121,8 +127,10 @@ def test_triton_is_used_and_the_ways_are_measured(device: CUDADevice) -> None:
     pytest.importorskip("triton", reason="Triton: pip install 'tiered-kv[cuda]'")
     assert device_copies.ways(device.torch_device).__name__ == "tiered_kv.memory.kernels"
     _, caches = large(device, "NHD")
-    crossover.prepare(caches)
-    assert crossover.is_direct(caches) in (True, False)
+    with capture_logs() as logs:
+        crossover.prepare(caches, device)
+    assert not [entry for entry in logs if entry["log_level"] != "debug"]
+    assert crossover._measured  # noqa: SLF001 - nothing else tells what was measured
 
 
 @pytest.mark.parametrize("order", ["NHD", "HND", "MLA"])

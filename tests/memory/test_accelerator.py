@@ -71,6 +71,8 @@ class FakeAccelerator(AcceleratorDevice):
         self.record_error: BaseException | None = None
         self.now: FakeStream | None = None
 
+    is_page_locked = True
+
     def check(self, after: After) -> None:
         """Take all."""
 
@@ -86,7 +88,7 @@ class FakeAccelerator(AcceleratorDevice):
         """Make an event."""
         return FakeEvent(self)
 
-    def current(self, stream: Any) -> AbstractContextManager[None]:  # noqa: ANN401 - whatever it is, it is passed on
+    def on(self, stream: Any) -> AbstractContextManager[None]:  # noqa: ANN401 - whatever it is, it is passed on
         """Take down which stream is the current one."""
         return self._current(stream)
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import product
 
 import numpy as np
 import pytest
@@ -12,8 +11,9 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from tests.memory.engines import NUM_SLOTS, Engine, engines, places
+from tests.support.fake_cuda import fake_cuda
 from tiered_kv.layout import KVGroup
-from tiered_kv.memory import CPUDevice, PagedCaches, crossover, device_copies, gather_blocks, torch_copies
+from tiered_kv.memory import CPUDevice, PagedCaches, crossover, device_copies, gather_blocks, staging, torch_copies
 
 Copy = Callable[..., None]
 WAYS: dict[str, tuple[Copy, Copy]] = {
@@ -29,7 +29,7 @@ WAYS: dict[str, tuple[Copy, Copy]] = {
 def _small_pieces() -> Iterator[None]:
     """Cut into pieces what is small enough for a test."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device_copies, "PIECE_BYTES", 8192)
+        patch.setattr(staging, "PIECE_BYTES", 8192)
         yield
 
 
@@ -68,16 +68,6 @@ def test_padding_of_staged_slots_is_zero() -> None:
     assert not rows.view(torch.uint8)[:, 9:].any()
 
 
-def test_pieces_are_bounded_and_leave_nothing_out() -> None:
-    """Each fits a staging buffer, unless one block does not; together they are all positions in order."""
-    for num_blocks, block_bytes in product((0, 1, 2, 7), (1, 4096, 8192, 100_000)):
-        pieces = device_copies.pieces_of(num_blocks, block_bytes)
-        assert [i for piece in pieces for i in range(piece.start, piece.stop)] == list(range(num_blocks))
-        assert all(
-            piece.stop - piece.start == 1 or (piece.stop - piece.start) * block_bytes <= 8192 for piece in pieces
-        )
-
-
 def test_slots_that_are_neighbours_cross_in_one_copy() -> None:
     """A run ends where either side has a gap, and at the end of a piece that was page-locked apart."""
     runs = partial(device_copies._runs, piece=4)  # noqa: SLF001 - what it decides is seen by no other means on a CPU
@@ -87,7 +77,7 @@ def test_slots_that_are_neighbours_cross_in_one_copy() -> None:
 
 
 class TestCrossover:
-    """Where a DMA a fragment begins to be the faster way."""
+    """Which way is taken."""
 
     def caches(self, fragment_bytes: int) -> PagedCaches:
         """Return a cache of one fragment."""
@@ -95,32 +85,51 @@ class TestCrossover:
         tensors = [torch.zeros(2, 1, fragment_bytes, dtype=torch.uint8)]
         return PagedCaches.bind(tensors, group, device=CPUDevice())
 
+    def way(self, caches: PagedCaches, num_blocks: int = 1, *, to_rows: bool = True) -> str:
+        """Return the name of the way for so many blocks."""
+        return crossover.way_of(caches, torch.zeros(4, 512, dtype=torch.int64), num_blocks, to_rows=to_rows).name
+
     def test_until_measured_only_large_fragments_go_directly(self) -> None:
         """A stated size decides, the same one everywhere."""
-        assert not crossover.is_direct(self.caches(crossover.DIRECT_FROM_BYTES - 1))
-        assert crossover.is_direct(self.caches(crossover.DIRECT_FROM_BYTES))
+        assert self.way(self.caches(crossover.DIRECT_FROM_BYTES - 1)) == "staging"
+        assert self.way(self.caches(crossover.DIRECT_FROM_BYTES)) == "directly"
 
-    @pytest.mark.parametrize(("staged_s", "direct_s"), [(1.0, 2.0), (2.0, 1.0)])
-    def test_the_faster_way_is_taken(self, staged_s: float, direct_s: float) -> None:
-        """Both ways are timed there and back, in turn; the one that took less time wins."""
-        ticks = iter(_ticks([staged_s] * 4 + [direct_s] * 4))
-        chosen = crossover.measure(torch.device("cpu"), 100, sample_bytes=4096, clock=lambda: next(ticks), pinned=False)
-        assert chosen == (direct_s < staged_s)
+    def test_single_copies_are_bounded_in_number(self) -> None:
+        """Where the driver takes no batches: more would fill a stream's queue, and the event loop would wait."""
+        large = self.caches(crossover.DIRECT_FROM_BYTES)
+        assert self.way(large, crossover.MOST_OPERATIONS) == "directly"
+        assert self.way(large, crossover.MOST_OPERATIONS + 1) == "staging"
+
+    def test_the_fastest_way_is_taken_by_direction_and_number(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """All ways are timed for each; between two numbers of blocks the smaller one decides."""
+        ways = [crossover.STAGING, crossover.DIRECTLY]
+        staged_wins = [True, False, True, False, False, True]  # out of the pages, then into them
+        rounds = [[1.0] * 4 + [2.0] * 4 if wins else [2.0] * 4 + [1.0] * 4 for wins in staged_wins]
+        ticks = iter([tick for each in rounds for seconds in each for tick in (0.0, seconds)])
+        monkeypatch.setattr(crossover, "_COUNTS", (1, 2, 4))
+        with fake_cuda(), torch.cuda.stream(torch.cuda.Stream("cuda:0")):  # type: ignore[no-untyped-call]
+            found = crossover.measure(torch.device("cuda", 0), 100, 1, ways, clock=lambda: next(ticks))
         assert next(ticks, None) is None
+        assert [way.name for _, way in found[True]] == ["staging", "directly", "staging"]
+        assert [way.name for _, way in found[False]] == ["directly", "directly", "staging"]
+        assert [count for count, _ in found[True]] == [1, 2, 4]
+        caches = self.caches(100)
+        for to_rows in (True, False):
+            shape = crossover._shape_of(caches, to_rows=to_rows)  # noqa: SLF001 - what a bind would measure
+            monkeypatch.setitem(crossover._measured, shape, found[to_rows])  # noqa: SLF001
+        names = [self.way(caches, n) for n in (1, 2, 3, 4, 99)]
+        assert names == ["staging", "directly", "directly", "staging", "staging"]
+        assert self.way(caches, 1, to_rows=False) == "directly"
 
     def test_a_cpu_is_not_measured(self) -> None:
         """There nothing crosses a bus."""
-        crossover.prepare(self.caches(64))
-        assert not crossover.is_direct(self.caches(64))
+        crossover.prepare(self.caches(64), CPUDevice())
+        assert self.way(self.caches(64)) == "staging"
 
     def test_what_cannot_be_measured_is_said_and_harms_nothing(self) -> None:
         """Memory may be short, or torch know nothing of the device: the stated size goes on to decide."""
         here = self.caches(64)
         caches = PagedCaches(here.group, None, torch.device("meta"), 2, here.fragments, here.layers)
         with capture_logs() as logs:
-            crossover.prepare(caches)
+            crossover.prepare(caches, CPUDevice())
         assert [entry["event"] for entry in logs] == ["copies.unmeasured"]
-
-
-def _ticks(seconds: list[float]) -> list[float]:
-    return [tick for each in seconds for tick in (0.0, each)]

@@ -1,6 +1,7 @@
 """A small serving engine of known bytes: prompts, their keys, and what each block consists of."""
 
 import hashlib
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -40,9 +41,10 @@ class Engine:
         caches: What is registered, per layer ``(num_pages, 2, 16, 2, 16)`` int16-wide values.
     """
 
-    def __init__(self, num_pages: int = 64) -> None:
+    def __init__(self, num_pages: int = 64, *, shift_bytes: int = 0) -> None:
         shape = (num_pages, 2, BLOCK_SIZE, 2, 16)
-        self.caches = {f"layer{number}": torch.zeros(shape, dtype=torch.bfloat16) for number in range(2)}
+        memory = [torch.zeros(shift_bytes // 2 + math.prod(shape), dtype=torch.bfloat16) for _ in range(2)]
+        self.caches = {f"layer{at}": each[shift_bytes // 2 :].view(shape) for at, each in enumerate(memory)}
         self._layers = [cache.view(torch.uint8).numpy().reshape(num_pages, -1) for cache in self.caches.values()]
         self.num_pages = num_pages
 

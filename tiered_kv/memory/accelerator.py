@@ -4,23 +4,32 @@ Copies are enqueued in the caller's thread, so that their order is the order of 
 their events, blocked in the driver with the GIL released, and reports them in order: no polling, and no Python in a
 driver's callback, which would deadlock on the GIL.
 
+What could block the caller is enqueued by that thread instead, once the device is past all before it: copies to and
+from memory that is not page-locked, and what more operations are ahead of than a stream's queue holds.
+
 An error of the device is sticky: after one, nothing this process does on the device can be trusted.
 """
 
 import queue
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Final
 
 import torch
+from torch import Tensor
 
 from tiered_kv.errors import ClosedError, ConfigurationError
 from tiered_kv.events import Emit
-from tiered_kv.memory.device import After, Copy, Device, Done, Stream, attempt, report
+from tiered_kv.memory.device import After, Copy, Device, Done, LateEvent, Stream, attempt, report
 from tiered_kv.memory.host import HostSlab
 from tiered_kv.memory.page_locking import PageLocking
+from tiered_kv.memory.staging import Staging
+
+MOST_AHEAD: Final = 256
+"""Operations of one stream that the device has not come to. Its queue holds about 1,000; one more copy has to fit."""
 
 
 class AcceleratorDevice(Device):
@@ -47,15 +56,39 @@ class AcceleratorDevice(Device):
         self.kind = wanted.type
 
     def check(self, after: After) -> None:
-        """Raise `ConfigurationError` unless ``after`` is a torch event."""
-        if not isinstance(after, torch.Event):
+        """Raise `ConfigurationError` unless ``after`` is a torch event that was recorded."""
+        if isinstance(after, LateEvent):
+            return
+        if not isinstance(
+            after, torch.Event | torch.cuda.Event
+        ):  # in a torch without CUDA the latter is no torch.Event
             raise ConfigurationError(f"after must be a torch event on {self.torch_device}, got {type(after).__name__}")
+        if not after.event_id:
+            raise ConfigurationError(
+                "after was never recorded: call event.record(stream) first, or nothing waits for it"
+            )
+
+    def has_happened(self, after: After) -> bool:
+        """Ask the driver; of a late event it is known."""
+        with self.here():
+            return super().has_happened(after)
 
     def free_bytes(self) -> int:
         """Return what the driver says is free; memory that torch has cached is not counted."""
         return int(torch.get_device_module(self.torch_device).mem_get_info(self.torch_device)[0])
 
+    def empty_pool(self, num_slots: int, stride_bytes: int) -> Tensor:
+        """Allocate slots; they are zeros for whichever stream is the first to use them."""
+        with self.here():
+            pool = super().empty_pool(num_slots, stride_bytes)
+            torch.get_device_module(self.torch_device).current_stream(self.torch_device).synchronize()
+        return pool
+
     # What a stream is made of; each may be had in a better way from a kind of device itself.
+
+    def here(self) -> AbstractContextManager[object]:
+        """Have this thread's calls go to the device inside the ``with`` block, and disturb nobody else's."""
+        return nullcontext()
 
     def new_stream(self) -> torch.Stream:
         """Make a stream on the device."""
@@ -65,9 +98,9 @@ class AcceleratorDevice(Device):
         """Make an event whose ``synchronize`` blocks the thread."""
         return torch.Event(self.torch_device, blocking=True)
 
-    def current(self, stream: torch.Stream) -> AbstractContextManager[object]:
-        """Have what is enqueued inside the ``with`` block go to ``stream``."""
-        return _current(stream)
+    def on(self, stream: torch.Stream) -> AbstractContextManager[object]:
+        """Have what is enqueued inside the ``with`` block, and inside `here`, go to ``stream``."""
+        return _on(stream)
 
     def _new_stream(self, name: str) -> Stream:
         return AcceleratorStream(name, self)
@@ -77,7 +110,7 @@ class AcceleratorDevice(Device):
 
 
 @contextmanager
-def _current(stream: torch.Stream) -> Iterator[None]:
+def _on(stream: torch.Stream) -> Iterator[None]:
     """Set the current stream, and with it the current device, as torch does; set both back."""
     here, there = torch.accelerator.current_stream(), torch.accelerator.current_stream(stream.device)
     torch.accelerator.set_stream(stream)
@@ -88,13 +121,16 @@ def _current(stream: torch.Stream) -> Iterator[None]:
         torch.accelerator.set_stream(here)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Submitted:
-    event: torch.Event | None
-    """Recorded after the copy; None if the device was past recording."""
-    error: BaseException | None
     copy: Copy
     done: Done
+    error: BaseException | None
+    event: torch.Event | None = None
+    """Recorded after the copy; None if the device was past recording, or before a late copy is enqueued."""
+    num_operations: int = 0
+    late: LateEvent | None = None
+    """Set if the stream's thread is to enqueue the copy."""
 
 
 class AcceleratorStream(Stream):
@@ -103,40 +139,40 @@ class AcceleratorStream(Stream):
     def __init__(self, name: str, device: AcceleratorDevice) -> None:
         self.name = name
         self._device = device
-        self._stream = device.new_stream()
+        with device.here():
+            self._stream = device.new_stream()
+        self._staging = Staging(self._stream, device.new_stream, device.on)
         self._queue: queue.SimpleQueue[_Submitted | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # what is reported in order has to be enqueued in that order
+        self._num_ahead = 0
+        self._num_late = 0
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"tiered_kv-{name}", daemon=True)
         self._thread.start()
 
     def wait(self, after: After) -> None:
-        """Have the stream wait for ``after``: the device waits, no thread does."""
+        """Have the stream wait for ``after``: the device waits, no thread does.
+
+        What is late then waits for it too: the event may be recorded anew once this returns.
+        """
         self._device.check(after)
+        if isinstance(after, LateEvent) and not after.is_recorded:
+            self._submit(partial(self._staging.wait, after), _nobody, is_late=True)
+            return
         with self._lock:
             self._check_open()
-            if self._device.error is None and (error := attempt(partial(after.wait, self._stream))) is not None:
-                self._device.fail(error)
+            if self._device.error is None:
+                with self._device.here():
+                    error = attempt(partial(self._staging.wait, after))
+                if error is not None:
+                    self._device.fail(error)
 
     def submit(self, copy: Copy, done: Done) -> After:
-        """Enqueue ``copy`` now, with this stream as the current one, and ``done`` for when the device gets past it."""
-        device = self._device
-        with self._lock:
-            self._check_open()
-            event: torch.Event | None = None
-            error = device.error
-            if error is None:
-                event = device.new_event()  # first: from the copy on nothing may raise, for its memory is in use
-                with device.current(self._stream):
-                    error = attempt(copy)
-                # Recorded before the waiter can see it, for an unrecorded event reports "done"; and after a copy that
-                # failed half-way too, since the part that was enqueued uses memory until then.
-                broken = attempt(partial(event.record, self._stream))
-                if broken is not None:
-                    device.fail(broken)
-                    event, error = None, broken
-            self._queue.put(_Submitted(event, error, copy, done))
-            return event
+        """Enqueue ``copy`` now, with this stream as the current one, and ``done`` for when the device gets past it.
+
+        A copy that could block the caller is enqueued later, and the event is a `LateEvent`.
+        """
+        return self._submit(copy, done, is_late=not self._device.is_page_locked)
 
     def close(self) -> None:
         """End the thread after what is queued."""
@@ -154,13 +190,60 @@ class AcceleratorStream(Stream):
         if self._closed:
             raise ClosedError(f"the stream {self.name!r} is closed")
 
+    def _submit(self, copy: Copy, done: Done, *, is_late: bool) -> After:
+        with self._lock:
+            self._check_open()
+            item = _Submitted(copy, done, self._device.error)
+            if item.error is None and (is_late or self._num_late or self._num_ahead > MOST_AHEAD):
+                item.late = LateEvent()
+                self._num_late += 1
+            elif item.error is None:
+                with self._device.here():
+                    self._enqueue(item)
+            self._num_ahead += item.num_operations
+            self._queue.put(item)
+            return item.late or item.event
+
+    def _enqueue(self, item: _Submitted) -> None:
+        device, before = self._device, self._staging.num_operations
+        event = device.new_event()  # first: from the copy on nothing may raise, for its memory is in use
+        with device.on(self._stream), self._staging.used():
+            item.error = attempt(item.copy)
+        # Recorded before the waiter can see it, for an unrecorded event reports "done"; and after a copy that failed
+        # half-way too, since the part that was enqueued uses memory until then.
+        broken = attempt(partial(event.record, self._stream))
+        if broken is None:
+            item.event = event
+        else:
+            device.fail(broken)
+            item.error = broken
+        item.num_operations = self._staging.num_operations - before + 1
+
     def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            error = item.error
-            if item.event is not None:
-                broken = attempt(item.event.synchronize)  # blocked in the driver, the GIL released
-                if broken is not None:
-                    self._device.fail(broken)
-                error = error or broken
-            report(item.done, error)
-            del item, error  # what a copy held must not outlive it until the next one comes
+        with self._device.here():
+            while (item := self._queue.get()) is not None:
+                self._finish(item)
+                del item  # what a copy held must not outlive it until the next one comes
+        self._device.stream_ended(self)
+
+    def _finish(self, item: _Submitted) -> None:
+        if item.late is not None:
+            item.error = self._device.error
+            if item.error is None:
+                self._enqueue(item)  # the stream is empty: all before has ended
+            item.late.settle(item.event)
+            with self._lock:
+                self._num_late -= 1
+        if item.event is not None:
+            broken = attempt(item.event.synchronize)  # blocked in the driver, the GIL released
+            if broken is not None:
+                self._device.fail(broken)
+            item.error = item.error or broken
+        if item.late is None:
+            with self._lock:
+                self._num_ahead -= item.num_operations
+        report(item.done, item.error)
+
+
+def _nobody(error: BaseException | None) -> None:
+    """Tell nobody: whoever waits behind it will hear."""

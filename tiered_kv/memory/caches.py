@@ -95,6 +95,7 @@ class PagedCaches:
         self._of_layers: dict[range, PagedCaches] = {}
 
     @classmethod
+    @torch.inference_mode(mode=False)  # else an engine that binds under it could write here nowhere else
     def bind(
         cls,
         kv_caches: KVCaches,

@@ -16,6 +16,7 @@ from torch import Tensor
 from tiered_kv.errors import ConfigurationError, LayoutMismatchError
 from tiered_kv.memory import crossover, device_copies, host_copies
 from tiered_kv.memory.caches import PagedCaches
+from tiered_kv.memory.staging import pieces_of
 from tiered_kv.memory.torch_copies import on_device
 
 Ids = NDArray[np.int64]
@@ -41,10 +42,10 @@ def gather_blocks(caches: PagedCaches, page_ids: Ids, rows: Tensor, slots: Ids, 
         return
     if rows.device == caches.torch_device:
         _gather(part, pages, rows, slots)
-    elif crossover.is_direct(part):
-        device_copies.gather_directly(part, pages, rows, slots)
-    else:
+    elif part.codec is not None:
         device_copies.gather_through_staging(part, pages, rows, slots, _gather)
+    else:
+        crossover.way_of(part, rows, len(slots), to_rows=True).gather(part, pages, rows, slots)
 
 
 def scatter_blocks(
@@ -57,10 +58,10 @@ def scatter_blocks(
         return
     if rows.device == caches.torch_device:
         _scatter(rows, slots, part, pages)
-    elif crossover.is_direct(part):
-        device_copies.scatter_directly(rows, slots, part, pages)
-    else:
+    elif part.codec is not None:
         device_copies.scatter_through_staging(rows, slots, part, pages, _scatter)
+    else:
+        crossover.way_of(part, rows, len(slots), to_rows=False).scatter(rows, slots, part, pages)
 
 
 def copy_rows(source: Tensor, source_slots: Ids, target: Tensor, target_slots: Ids) -> None:
@@ -114,7 +115,7 @@ def _payloads(caches: PagedCaches, rows: Tensor, slots: Ids) -> Iterator[tuple[s
     words_per_payload = -(-caches.payload_bytes // 8)
     columns = caches.columns or slice(0, caches.stored_bytes)
     words = rows[:, columns.start // 8 : columns.stop // 8]
-    for piece in device_copies.pieces_of(len(slots), words_per_payload * 8):
+    for piece in pieces_of(len(slots), words_per_payload * 8):
         payloads = torch.empty(piece.stop - piece.start, words_per_payload, dtype=torch.int64, device=rows.device)
         yield piece, payloads, payloads.view(torch.uint8)[:, caches.payload_columns], words
 

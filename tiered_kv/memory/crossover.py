@@ -1,101 +1,177 @@
-"""Where copying fragment by fragment begins to outrun staging: measured once per device, and kept for the process.
+"""Which way blocks cross the bus: measured when an engine's caches are bound, and kept for the process.
 
-A DMA has a price, whatever its length; a gather in front of one long DMA has another. Which is smaller depends on the
-GPU, the bus and the processor that enqueues.
+A DMA has a price, whatever its length; a gather in front of one long DMA has another; a kernel that reaches over the
+bus has none to speak of, but keeps a part of the GPU busy. Which is the fastest depends on direction, on the size and
+number of fragments, on how many blocks go at once, and on the GPU, the bus and the processor that enqueues.
 """
 
+import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
+from typing import Final
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tiered_kv.layout import KVGroup
 from tiered_kv.log import log
-from tiered_kv.memory import device_copies
+from tiered_kv.memory import device_copies, driver
 from tiered_kv.memory.caches import Fragment, PagedCaches
+from tiered_kv.memory.device import Device
+from tiered_kv.memory.device_copies import Gather, Scatter
 
-DIRECT_FROM_BYTES = 1 << 20
+DIRECT_FROM_BYTES: Final = 1 << 20
 """Until measured: a DMA of this length keeps the bus busy for longer than it takes to enqueue the next one."""
-_ROUNDS = 3
-
-_is_direct: dict[tuple[str, int], bool] = {}
-"""By the device's name and fragment bytes. Entries are only ever added, so any thread may read."""
-
-
-def is_direct(caches: PagedCaches) -> bool:
-    """Say whether these fragments cross the bus one by one."""
-    if caches.codec is not None:
-        return False
-    size = _fragment_bytes(caches)
-    return _is_direct.get((_device_name(caches.torch_device), size), size >= DIRECT_FROM_BYTES)
+MOST_OPERATIONS: Final = 256
+"""Single DMAs that one copy may enqueue: more would fill a stream's queue, and then whoever enqueues waits."""
+_COUNTS: Final = (1, 16, 256)
+"""Blocks at once that are measured, as far as they fit a sample. Between two, the smaller one decides."""
+_SAMPLE_BYTES: Final = 32 << 20
+_ROUNDS: Final = 3
 
 
-def prepare(caches: PagedCaches) -> None:
-    """Measure both ways for fragments of this size, and compile what they need; nothing on a CPU, or the second time.
+@dataclass(frozen=True)
+class Way:
+    """Copies between a GPU and the host, both directions."""
 
-    Blocks for some milliseconds, or a second where a kernel is compiled: for the time before the first request. Where
-    it fails, as on a GPU whose memory the engine has taken to the last, the stated size goes on to decide.
+    name: str
+    gather: Gather
+    scatter: Scatter
+
+
+STAGING: Final = Way("staging", device_copies.gather_through_staging, device_copies.scatter_through_staging)
+DIRECTLY: Final = Way("directly", device_copies.gather_directly, device_copies.scatter_directly)
+
+Shape = tuple[str, int, int, bool]
+_measured: dict[Shape, tuple[tuple[int, Way], ...]] = {}
+"""By device, bytes and number of fragments, and direction: from how many blocks on which way is the fastest. Entries
+are only ever added, so any thread may read."""
+
+
+def way_of(caches: PagedCaches, rows: Tensor, num_blocks: int, *, to_rows: bool) -> Way:
+    """Return the way for so many blocks of these layers, between these caches and ``rows`` on the host."""
+    by_kernel = kernel_way(caches.torch_device)
+    known = _measured.get(_shape_of(caches, to_rows=to_rows), ())
+    way = next((each for count, each in reversed(known) if count <= num_blocks), None)
+    if way is None:
+        is_small = caches.columns is not None or not to_rows
+        way = DIRECTLY if _fragment_bytes(caches) >= DIRECT_FROM_BYTES else by_kernel if is_small else None
+    num_operations = num_blocks * (caches.pages_per_block * len(caches.fragments) if way is DIRECTLY else 1)
+    if way is not by_kernel and num_operations > MOST_OPERATIONS and not driver.has_batches():
+        way = by_kernel
+    if way is None or (way is by_kernel and not device_copies.is_page_locked(rows)):
+        return STAGING
+    return way
+
+
+@cache
+def kernel_way(device: torch.device) -> Way | None:
+    """Return the way whose kernel reaches over the bus, if there is one on a device."""
+    kernels = device_copies.kernels_for(device)
+    if kernels is None or not driver.can_reach_host_memory(device.index or 0):
+        return None
+    return Way("by kernel", kernels.gather_blocks, kernels.scatter_blocks)
+
+
+def prepare(caches: PagedCaches, device: Device) -> None:
+    """Compile what copies of these caches need, and measure the ways; nothing on a CPU, or the second time.
+
+    Blocks for some tenths of a second, and longer where a kernel is compiled: for the time before the first request.
+    Where it fails, as on a GPU whose memory the engine has taken to the last, stated sizes go on to decide.
     """
-    device, size = caches.torch_device, _fragment_bytes(caches)
-    if device.type == "cpu":
+    if caches.torch_device.type == "cpu":
         return
-    try:
-        name = _device_name(device)
-        if (name, size) not in _is_direct:
-            with torch.get_device_module(device).device(device):
-                _is_direct[name, size] = measure(device, size)
-    except RuntimeError as error:  # torch's for all that a driver says, want of memory included
-        log("warning", "copies.unmeasured", device=str(device), error=f"{type(error).__name__}: {error}")
+    ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+    stream = device.stream("measure")
+    stream.submit(partial(_prepare, caches), ended.put)
+    stream.close()
+    if (error := ended.get()) is not None:
+        log("warning", "copies.unmeasured", device=str(caches.torch_device), error=f"{type(error).__name__}: {error}")
+
+
+def _prepare(caches: PagedCaches) -> None:
+    """Do it, in a stream's turn."""
+    here, group = caches.torch_device, caches.group
+    if (kernels := device_copies.kernels_for(here)) is not None:
+        row_bytes = [group.stride_bytes] if caches.codec is None else [group.stride_bytes, caches.payload_bytes]
+        for each in (caches, caches.by_page()):
+            for num_bytes in row_bytes:
+                kernels.prepare(each, torch.empty(1, -(-num_bytes // 8), dtype=torch.int64, device=here))
+    if caches.codec is not None:
+        return
+    ways = [way for way in (STAGING, DIRECTLY, kernel_way(here)) if way is not None]
+    for part in (caches, caches.of_layers(slice(0, 1))):
+        if part.fragments and _shape_of(part, to_rows=True) not in _measured:
+            found = measure(here, _fragment_bytes(part), len(part.fragments) * part.pages_per_block, ways)
+            for to_rows, fastest in found.items():
+                _measured[_shape_of(part, to_rows=to_rows)] = fastest
+                log(
+                    "debug",
+                    "copies.measured",
+                    fragment_bytes=_fragment_bytes(part),
+                    direction="d2h" if to_rows else "h2d",
+                    ways={count: way.name for count, way in fastest},
+                )
 
 
 def measure(
     device: torch.device,
     fragment_bytes: int,
+    num_fragments: int,
+    ways: Sequence[Way],
     *,
-    sample_bytes: int = 16 << 20,
     clock: Callable[[], float] = time.perf_counter,
-    pinned: bool = True,
-) -> bool:
-    """Say whether ``fragment_bytes`` one by one take less time there and back than by way of staging.
+) -> dict[bool, tuple[tuple[int, Way], ...]]:
+    """Return the fastest way out of the pages (True) and into them (False), each from how many blocks on.
 
     Args:
-        device: Where pages would be.
-        fragment_bytes: Of each of several fragments a block.
-        sample_bytes: About how much to copy.
+        device: Where pages would be; its current stream is that of the copies.
+        fragment_bytes: Of each fragment.
+        num_fragments: Of a block.
+        ways: To choose from.
         clock: Seconds.
-        pinned: Whether the host's side is page-locked, as the host slab's is.
     """
     words = -(-fragment_bytes // 8)
-    num_fragments = max(1, min(64, sample_bytes // 4 // fragment_bytes))
     group = KVGroup(num_fragments, 1, words * 8, "uint8", block_size=1, order="MLA")
-    num_blocks = max(1, min(64, sample_bytes // group.payload_bytes))
+    counts = [count for count in _COUNTS if count == 1 or count * group.payload_bytes <= _SAMPLE_BYTES]
     fragments = [
-        Fragment(torch.zeros(num_blocks, words, dtype=torch.int64, device=device), number * words * 8)
+        Fragment(torch.zeros(counts[-1], words, dtype=torch.int64, device=device), number * words * 8)
         for number in range(num_fragments)
     ]
-    caches = PagedCaches(group, None, device, num_blocks, tuple(fragments), range(num_fragments))
-    rows = torch.zeros(num_blocks, group.stride_bytes // 8, dtype=torch.int64, pin_memory=pinned)
-    slots = np.arange(num_blocks)
-    pages = slots[::-1].reshape(-1, 1).copy()
-    seconds = []
-    for gather, scatter in (
-        (device_copies.gather_through_staging, device_copies.scatter_through_staging),
-        (device_copies.gather_directly, device_copies.scatter_directly),
-    ):
-        there_and_back = [partial(gather, caches, pages, rows, slots), partial(scatter, rows, slots, caches, pages)]
-        rounds = []
-        for _ in range(1 + _ROUNDS):  # the first one compiles and allocates
-            torch.get_device_module(device).synchronize(device)
-            start = clock()
-            for copy in there_and_back:
-                copy()
-            torch.get_device_module(device).synchronize(device)
-            rounds.append(clock() - start)
-        seconds.append(min(rounds[1:]))
-    staged_s, direct_s = seconds
-    return direct_s < staged_s
+    caches = PagedCaches(group, None, device, counts[-1], tuple(fragments), range(num_fragments))
+    rows = torch.zeros(counts[-1], group.stride_bytes // 8, dtype=torch.int64, pin_memory=True)
+    fastest: dict[bool, tuple[tuple[int, Way], ...]] = {True: (), False: ()}
+    for to_rows, count in ((to_rows, count) for to_rows in (True, False) for count in counts):
+        slots = np.arange(count)
+        pages = slots[::-1].reshape(-1, 1).copy()
+        took_s = {}
+        for way in ways:
+            if way is DIRECTLY and count * num_fragments > MOST_OPERATIONS and not driver.has_batches():
+                continue
+            copy = (
+                partial(way.gather, caches, pages, rows, slots)
+                if to_rows
+                else partial(way.scatter, rows, slots, caches, pages)
+            )
+            took_s[way] = min(_seconds(copy, device, clock) for _ in range(1 + _ROUNDS))  # the first one allocates
+        fastest[to_rows] += ((count, min(took_s, key=took_s.__getitem__)),)
+    return fastest
+
+
+def _seconds(copy: Callable[[], object], device: torch.device, clock: Callable[[], float]) -> float:
+    stream = torch.get_device_module(device).current_stream(device)
+    start = clock()
+    copy()
+    stream.synchronize()
+    return clock() - start
+
+
+def _shape_of(caches: PagedCaches, *, to_rows: bool) -> Shape:
+    num_fragments = len(caches.fragments) * caches.pages_per_block
+    return _device_name(caches.torch_device), _fragment_bytes(caches), num_fragments, to_rows
 
 
 def _fragment_bytes(caches: PagedCaches) -> int:

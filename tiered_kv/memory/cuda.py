@@ -3,20 +3,22 @@
 Through torch alone an event's ``synchronize`` spins on a core, and a slab in a memfd cannot be page-locked.
 """
 
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Final
 
 import torch
 
 from tiered_kv.errors import ConfigurationError
 from tiered_kv.events import Emit
+from tiered_kv.memory import driver
 from tiered_kv.memory.accelerator import AcceleratorDevice
-from tiered_kv.memory.device import After
 from tiered_kv.memory.host import HostSlab
 from tiered_kv.memory.numa import node_of_gpu
-from tiered_kv.memory.page_locking import PageLocking
+from tiered_kv.memory.page_locking import PageLocking, TryAgainError
 
-_CUDA_SUCCESS = 0
+_SUCCESS: Final = 0
+_FORBIDDEN_BY_A_CAPTURE: Final = 900
 
 
 class CUDADevice(AcceleratorDevice):
@@ -32,24 +34,29 @@ class CUDADevice(AcceleratorDevice):
             raise ConfigurationError(f"{device} is no CUDA device")
         super().__init__(device)
 
-    def check(self, after: After) -> None:
-        """Raise `ConfigurationError` unless ``after`` is a recorded event."""
-        if not isinstance(after, torch.cuda.Event):  # in a torch without CUDA that is no torch.Event
-            super().check(after)
-        if isinstance(after, torch.cuda.Event) and not after.cuda_event:
-            raise ConfigurationError(
-                "after was never recorded: call event.record(stream) first, or nothing waits for it"
-            )
+    @contextmanager
+    def here(self) -> Iterator[None]:
+        """Choose this GPU, and set the thread apart from all captures of CUDA graphs; then set both back.
+
+        While a thread captures in the default mode, an event query or a registration of memory by any other thread is
+        refused (900), and spoils the capture. The GPU comes first: the second call makes a context on the current one.
+        """
+        with torch.cuda.device(self.torch_device):
+            mode = driver.exchange_capture_mode(driver.CAPTURE_RELAXED)
+            try:
+                yield
+            finally:
+                driver.exchange_capture_mode(mode)
 
     def new_stream(self) -> torch.Stream:
-        """Make a CUDA stream."""
-        return torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        """Make a CUDA stream of high priority: a copy is awaited, and its kernels are short."""
+        return torch.cuda.Stream(self.torch_device, priority=-1)  # type: ignore[no-untyped-call]
 
     def new_event(self) -> torch.Event:
         """Make an event whose ``synchronize`` sleeps in the driver."""
         return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
-    def current(self, stream: torch.Stream) -> AbstractContextManager[object]:
+    def on(self, stream: torch.Stream) -> AbstractContextManager[object]:
         """Have what is enqueued inside the ``with`` block go to ``stream``."""
         return torch.cuda.stream(stream)  # type: ignore[arg-type]  # made by new_stream
 
@@ -66,11 +73,11 @@ class CUDADevice(AcceleratorDevice):
         return node_of_gpu(f"{domain:04x}:{bus:02x}:{slot:02x}.0")
 
     def _cuda_host_register(self, address: int, num_bytes: int) -> None:
-        with torch.cuda.device(self.torch_device):  # the locking's thread has not chosen one
+        with self.here():
             _check(_runtime().cudaHostRegister(address, num_bytes, 0), f"page-lock {num_bytes} bytes")
 
     def _cuda_host_unregister(self, address: int) -> None:
-        with torch.cuda.device(self.torch_device):
+        with self.here():
             _check(_runtime().cudaHostUnregister(address), "unlock host memory")
 
 
@@ -79,5 +86,7 @@ def _runtime() -> Any:  # noqa: ANN401 - a module without stubs
 
 
 def _check(code: Any, doing: str) -> None:  # noqa: ANN401 - torch's cudaError, an enum without stubs
-    if int(code) != _CUDA_SUCCESS:
+    if int(code) == _FORBIDDEN_BY_A_CAPTURE:
+        raise TryAgainError(f"could not {doing} while a CUDA graph is captured")
+    if int(code) != _SUCCESS:
         raise RuntimeError(f"could not {doing}: CUDA error {code}")

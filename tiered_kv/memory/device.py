@@ -8,6 +8,7 @@ import inspect
 import os
 import queue
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,7 @@ from tiered_kv.errors import ClosedError, ConfigurationError
 from tiered_kv.events import Emit
 from tiered_kv.log import log
 from tiered_kv.memory.host import HostSlab
-from tiered_kv.memory.page_locking import PageLocking, ignore
+from tiered_kv.memory.page_locking import PageLocking, PageLockState, ignore
 
 After = Any
 """A caller's event: ``torch.cuda.Event`` or ``torch.Event``; on a CPU anything with ``synchronize()`` or ``wait()``."""
@@ -90,6 +91,9 @@ class Device(ABC):
         self._streams: list[Stream] = []
         self._page_lockings: list[PageLocking] = []
         self._failing = threading.Lock()
+        self._closing = threading.Lock()
+        self._num_ended = 0
+        self._is_closing = False
 
     def fail(self, error: BaseException) -> None:
         """Count the device as unusable. Only the first call counts."""
@@ -125,9 +129,24 @@ class Device(ABC):
         """Whether copies go to and from pageable memory, and it should be otherwise."""
         return any(locking.is_slow for locking in self._page_lockings)
 
+    @property
+    def is_page_locked(self) -> bool:
+        """Whether all slabs are page-locked, so that no copy can block whoever enqueues it."""
+        return all(locking.state is PageLockState.LOCKED for locking in self._page_lockings)
+
     @abstractmethod
     def check(self, after: After) -> None:
         """Raise `ConfigurationError` unless a stream of this device can wait for ``after``."""
+
+    def has_happened(self, after: After) -> bool:
+        """Say whether ``after`` has happened, as far as it can tell: False may mean that it cannot."""
+        for name in ("query", "is_set"):
+            if callable(ask := getattr(after, name, None)):
+                try:
+                    return ask() is True
+                except Exception:  # noqa: BLE001 - an event of a device that has failed: whoever waits for it will hear
+                    return False
+        return False
 
     @abstractmethod
     def free_bytes(self) -> int:
@@ -140,23 +159,40 @@ class Device(ABC):
         """
         if stride_bytes % 8:
             raise ConfigurationError(f"the stride of a pool must be a multiple of 8 bytes, got {stride_bytes}")
-        return torch.zeros(num_slots, stride_bytes // 8, dtype=torch.int64, device=self.torch_device)
+        with torch.inference_mode(mode=False):  # else it could be written nowhere but there
+            return torch.zeros(num_slots, stride_bytes // 8, dtype=torch.int64, device=self.torch_device)
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Close the streams, wait for what is queued, then unlock what was page-locked. Again does no harm.
 
         Returns:
-            Whether all has ended. If not, a copy hangs in some stream, and page-locked memory stays locked under it.
+            Whether all has ended. If not, a copy hangs in some stream. Page-locked memory then stays locked and mapped
+            under it, until the last stream has ended and unlocks it.
         """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         for locking in self._page_lockings:
             locking.stop()
+        with self._closing:
+            self._is_closing = True
         for stream in self._streams:
             stream.close()
-        if not all(stream.join(timeout_s) for stream in self._streams):
+        if not all(stream.join(_left(deadline)) for stream in self._streams):
             return False
-        for locking in self._page_lockings:
-            locking.close()
+        self._unlock()
         return True
+
+    def stream_ended(self, stream: Stream) -> None:
+        """Take note; called by a stream's thread as the last thing it does."""
+        with self._closing:
+            self._num_ended += 1
+            is_last = self._is_closing and self._num_ended == len(self._streams)
+        if is_last and (error := attempt(self._unlock)) is not None:
+            log("error", "host_memory.unlock_failed", exc_info=error)
+
+    def _unlock(self) -> None:
+        with self._closing:  # by whoever comes first, and once
+            for locking in self._page_lockings:
+                locking.close()
 
     @abstractmethod
     def _new_stream(self, name: str) -> Stream: ...
@@ -265,6 +301,40 @@ def report(done: Done, error: BaseException | None) -> None:
         log("error", "copy.callback_failed", exc_info=caught)
 
 
+class LateEvent:
+    """Stands for the event of a copy that is not enqueued yet; `settle` says which event that has become."""
+
+    def __init__(self) -> None:
+        self._is_known = threading.Event()
+        self._event: After = None
+
+    def settle(self, event: After) -> None:
+        """Name the event, recorded after the copy; None if there is no need to wait for it."""
+        self._event = event
+        self._is_known.set()
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether a stream can wait for it without blocking its caller."""
+        return self._is_known.is_set()
+
+    def query(self) -> bool:
+        """Say whether the copy has ended."""
+        return self.is_recorded and (self._event is None or self._event.query() is True)
+
+    def wait(self, stream: object) -> None:
+        """Have a stream wait for the copy; blocks until that is enqueued."""
+        self._is_known.wait()
+        if self._event is not None:
+            self._event.wait(stream)
+
+    def synchronize(self) -> None:
+        """Block until the copy has ended."""
+        self._is_known.wait()
+        if self._event is not None:
+            self._event.synchronize()
+
+
 def wait_in(stream: object, event: After) -> None:
     """Have a stream of the caller's, one of torch's or of ours, wait for an event that `Stream.submit` returned.
 
@@ -273,21 +343,24 @@ def wait_in(stream: object, event: After) -> None:
     """
     if isinstance(stream, Stream):
         stream.wait(event)
-    elif isinstance(event, torch.Event | torch.cuda.Event) and isinstance(stream, torch.Stream | torch.cuda.Stream):
-        event.wait(stream)
+    elif isinstance(event, torch.Event | torch.cuda.Event | LateEvent) and isinstance(
+        stream, torch.Stream | torch.cuda.Stream
+    ):
+        event.wait(_as_cuda(stream))
     else:
         raise ConfigurationError(f"{type(stream).__name__} is no stream that can wait for a copy on this device")
 
 
-def has_happened(after: After) -> bool:
-    """Say whether ``after`` has happened, as far as it can tell: False may mean that it cannot."""
-    for name in ("query", "is_set"):
-        if callable(ask := getattr(after, name, None)):
-            try:
-                return ask() is True
-            except Exception:  # noqa: BLE001 - an event of a device that has failed: whoever waits for it will hear
-                return False
-    return False
+def _as_cuda(stream: torch.Stream) -> torch.Stream:
+    """Return a generic stream of a GPU as CUDA's own, which its events take any stream for, whatever lies there."""
+    if stream.device.type != "cuda" or isinstance(stream, torch.cuda.Stream):
+        return stream
+    numbers = {"stream_id": stream.stream_id, "device_index": stream.device_index, "device_type": stream.device_type}
+    return torch.cuda.Stream(**numbers)  # type: ignore[no-untyped-call]
+
+
+def _left(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
 
 
 def _blocking_wait(after: After) -> Copy:

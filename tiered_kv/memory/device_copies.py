@@ -1,8 +1,9 @@
 """Copies where at least one side is on a GPU, enqueued in the current stream.
 
-Between a GPU and the host there are two ways. Many small fragments are gathered on the GPU into a staging buffer and
-cross the bus as whole runs of slots. Fragments so large that the bus is busy with each cross one by one, and save the
-GPU the staging. `crossover` knows where one way begins to be the faster one.
+Between a GPU and the host there are three ways. *Staging*: fragments are gathered into a buffer on the GPU and cross
+the bus as whole runs of slots. *Directly*: each fragment is a DMA, all of them one call where the driver takes batches.
+*By kernel*: one launch whose programs read or write the host's memory over the bus, which must be page-locked.
+`crossover` knows which is the fastest when. All of them move the same bytes to the same places.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tiered_kv.memory import pipeline, torch_copies
+from tiered_kv.memory import driver, staging, torch_copies
 from tiered_kv.memory.caches import PagedCaches
 from tiered_kv.memory.host import slots_per_piece
 from tiered_kv.memory.torch_copies import on_device
@@ -24,10 +25,6 @@ from tiered_kv.memory.torch_copies import on_device
 Ids = NDArray[np.int64]
 Gather = Callable[[PagedCaches, Ids, Tensor, Ids], None]
 Scatter = Callable[[Tensor, Ids, PagedCaches, Ids], None]
-
-PIECE_BYTES = 8 << 20
-"""Of a staging buffer: its DMA takes longer than Python needs to enqueue the next one, some 0.1 ms, and the first one
-of a window starts soon."""
 
 
 def gather_blocks(caches: PagedCaches, pages: Ids, rows: Tensor, slots: Ids) -> None:
@@ -43,11 +40,17 @@ def scatter_blocks(rows: Tensor, slots: Ids, caches: PagedCaches, pages: Ids) ->
 @cache
 def ways(device: torch.device) -> Any:  # noqa: ANN401 - either module, of the same two functions
     """Return what copies within ``device``: `kernels`, or `torch_copies` where Triton is missing or does not work."""
+    return kernels if (kernels := kernels_for(device)) is not None else torch_copies
+
+
+@cache
+def kernels_for(device: torch.device) -> Any:  # noqa: ANN401 - a module
+    """Return `kernels` if they work on ``device``, else None."""
     if find_spec("triton") is None:
-        return torch_copies
+        return None
     from tiered_kv.memory import kernels  # noqa: PLC0415 - Triton takes long to import, and only a GPU has a use for it
 
-    return kernels if kernels.can_copy(device) else torch_copies
+    return kernels if kernels.can_copy(device) else None
 
 
 def gather_through_staging(
@@ -55,16 +58,15 @@ def gather_through_staging(
 ) -> None:
     """Copy blocks of pages into slots on the host, by way of rows on the engine's device that ``gather`` fills."""
 
-    def fill(piece: slice, staging: Tensor) -> None:
-        if caches.columns is None and caches.stored_bytes < staging.shape[1] * 8:
-            staging[:, caches.stored_bytes // 8 :] = 0  # whatever lay there before must not reach a disk
-        gather(caches, pages[piece], staging, _first(slots[piece]))
+    def fill(piece: slice, buffer: Tensor) -> None:
+        if caches.columns is None and caches.stored_bytes < buffer.shape[1] * 8:
+            buffer[:, caches.stored_bytes // 8 :] = 0  # whatever lay there before must not reach a disk
+        gather(caches, pages[piece], buffer, _first(slots[piece]))
 
-    def empty(piece: slice, staging: Tensor) -> None:
-        copy_runs(staging, _first(slots[piece]), rows, slots[piece], caches.columns)
+    def empty(piece: slice, buffer: Tensor) -> None:
+        copy_runs(buffer, _first(slots[piece]), rows, slots[piece], caches.columns)
 
-    pieces = pieces_of(len(slots), rows.shape[1] * 8)
-    pipeline.run(pieces, _staging(caches, pieces, rows), fill, empty)
+    _in_two_steps("gather", caches, rows, slots, fill, empty)
 
 
 def scatter_through_staging(
@@ -72,32 +74,42 @@ def scatter_through_staging(
 ) -> None:
     """Copy slots on the host into blocks of pages, by way of rows on the engine's device that ``scatter`` empties."""
 
-    def fill(piece: slice, staging: Tensor) -> None:
-        copy_runs(rows, slots[piece], staging, _first(slots[piece]), caches.columns)
+    def fill(piece: slice, buffer: Tensor) -> None:
+        copy_runs(rows, slots[piece], buffer, _first(slots[piece]), caches.columns)
 
-    def empty(piece: slice, staging: Tensor) -> None:
-        scatter(staging, _first(slots[piece]), caches, pages[piece])
+    def empty(piece: slice, buffer: Tensor) -> None:
+        scatter(buffer, _first(slots[piece]), caches, pages[piece])
 
-    pieces = pieces_of(len(slots), rows.shape[1] * 8)
-    pipeline.run(pieces, _staging(caches, pieces, rows), fill, empty)
+    _in_two_steps("scatter", caches, rows, slots, fill, empty)
 
 
 def gather_directly(caches: PagedCaches, pages: Ids, rows: Tensor, slots: Ids) -> None:
     """Copy blocks of pages into slots on the host, one DMA a fragment."""
-    for in_engine, in_row in _fragments(caches, pages, rows, slots):
-        in_row.copy_(in_engine, non_blocking=True)
+    if _may_batch(rows):
+        in_engine, in_rows, sizes = _addresses(caches, pages, rows, slots)
+        _copy_batch(in_rows, in_engine, sizes, caches.torch_device)
+        return
+    for in_cache, in_row in _fragments(caches, pages, rows, slots):
+        in_row.copy_(in_cache, non_blocking=True)
+    staging.current(caches.torch_device).num_operations += pages.size * len(caches.fragments)
 
 
 def scatter_directly(rows: Tensor, slots: Ids, caches: PagedCaches, pages: Ids) -> None:
     """Copy slots on the host into blocks of pages, one DMA a fragment."""
-    for in_engine, in_row in _fragments(caches, pages, rows, slots):
-        in_engine.copy_(in_row, non_blocking=True)
+    if _may_batch(rows):
+        in_engine, in_rows, sizes = _addresses(caches, pages, rows, slots)
+        _copy_batch(in_engine, in_rows, sizes, caches.torch_device)
+        return
+    for in_cache, in_row in _fragments(caches, pages, rows, slots):
+        in_cache.copy_(in_row, non_blocking=True)
+    staging.current(caches.torch_device).num_operations += pages.size * len(caches.fragments)
 
 
 def copy_rows(source: Tensor, source_slots: Ids, target: Tensor, target_slots: Ids) -> None:
     """Copy whole slots within one device."""
     moved = source.index_select(0, on_device(source_slots, source))
     target.index_copy_(0, on_device(target_slots, target), moved)
+    staging.current(source.device).num_operations += 4
 
 
 def copy_runs(
@@ -108,26 +120,50 @@ def copy_runs(
     With ``columns``, these bytes of each slot alone, one DMA a slot: torch would take a part of several rows through
     pageable memory, and wait for it.
     """
-    if columns is not None:
-        sources, targets = source.view(torch.uint8)[:, columns], target.view(torch.uint8)[:, columns]
-        for at, to in zip(source_slots.tolist(), target_slots.tolist(), strict=True):
-            targets[to].copy_(sources[at], non_blocking=True)
+    row_bytes = source.shape[1] * 8
+    start, num_bytes = (0, row_bytes) if columns is None else (columns.start, columns.stop - columns.start)
+    if columns is None:
+        runs = list(_runs(source_slots, target_slots, slots_per_piece(row_bytes)))
+    else:
+        runs = [(at, at + 1) for at in range(len(source_slots))]
+    device = source.device if target.device.type == "cpu" else target.device
+    if len(runs) > 1 and _may_batch(source if source.device.type == "cpu" else target):
+        at = np.array([first for first, _ in runs])
+        sizes = np.array([(stop - first - 1) * row_bytes + num_bytes for first, stop in runs])
+        sources = source.data_ptr() + source_slots[at] * row_bytes + start
+        targets = target.data_ptr() + target_slots[at] * row_bytes + start
+        _copy_batch(targets, sources, sizes, device)
         return
-    for start, stop in _runs(source_slots, target_slots, slots_per_piece(source.shape[1] * 8)):
-        source_at, target_at, n = int(source_slots[start]), int(target_slots[start]), stop - start
+    if columns is not None:
+        source, target = source.view(torch.uint8)[:, columns], target.view(torch.uint8)[:, columns]
+    for first, stop in runs:
+        source_at, target_at, n = int(source_slots[first]), int(target_slots[first]), stop - first
         target[target_at : target_at + n].copy_(source[source_at : source_at + n], non_blocking=True)
+    staging.current(device).num_operations += len(runs)
 
 
-def pieces_of(num_blocks: int, block_bytes: int) -> list[slice]:
-    """Cut positions into pieces of blocks that fit a staging buffer together, at least one block each."""
-    each = max(1, PIECE_BYTES // block_bytes)
-    return [slice(start, min(start + each, num_blocks)) for start in range(0, num_blocks, each)]
+def _in_two_steps(
+    kind: str, caches: PagedCaches, rows: Tensor, slots: Ids, fill: staging.Step, empty: staging.Step
+) -> None:
+    if len(slots):
+        pieces = staging.pieces_of(len(slots), rows.shape[1] * 8)
+        here = caches.torch_device
+        staging.current(here).run(kind, pieces, rows.shape[1], here, fill, empty)
 
 
-def _staging(caches: PagedCaches, pieces: list[slice], rows: Tensor) -> list[Tensor]:
-    """Allocate one buffer a piece, at most two: one is filled while the other is emptied."""
-    shape = pieces[0].stop if pieces else 0, rows.shape[1]
-    return [torch.empty(shape, dtype=torch.int64, device=caches.torch_device) for _ in pieces[:2]]
+def is_page_locked(rows: Tensor) -> bool:
+    """Say whether rows on the host are page-locked, all of them: the last ones are locked last."""
+    return bool(len(rows)) and rows[-1:].is_pinned()
+
+
+def _may_batch(rows: Tensor) -> bool:
+    return driver.has_batches() and is_page_locked(rows)
+
+
+def _copy_batch(targets: Ids, sources: Ids, sizes: Ids, device: torch.device) -> None:
+    """Enqueue copies by address in torch's current stream, as one operation."""
+    driver.copy_batch(targets, sources, sizes, torch.cuda.current_stream(device).cuda_stream)
+    staging.current(device).num_operations += 1
 
 
 def _first(slots: Ids) -> Ids:
@@ -147,8 +183,17 @@ def _runs(a: Ids, b: Ids, piece: int) -> Iterator[tuple[int, int]]:
         yield start, len(places)
 
 
+def _addresses(caches: PagedCaches, pages: Ids, rows: Tensor, slots: Ids) -> tuple[Ids, Ids, Ids]:
+    """Return each page's part of each block: where it is in the engine's memory, where in its row, how many bytes."""
+    address, stride, num_bytes, offset = (column[:, None, None] for column in caches.table.T)
+    in_engine = address + pages * stride
+    slot_addresses = rows.data_ptr() + slots * (rows.shape[1] * 8)
+    in_rows = slot_addresses[:, None] + offset + np.arange(pages.shape[1]) * num_bytes
+    return in_engine.ravel(), in_rows.ravel(), np.broadcast_to(num_bytes, in_engine.shape).ravel()
+
+
 def _fragments(caches: PagedCaches, pages: Ids, rows: Tensor, slots: Ids) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each page's part of each block, uint8: in the engine's memory, and in its row."""
+    """Yield the same as tensors of uint8."""
     row_bytes = rows.view(torch.uint8)
     for fragment in caches.fragments:
         page_bytes = fragment.pages.view(torch.uint8)

@@ -203,5 +203,6 @@ def _map(fd: int, num_bytes: int) -> memoryview:
     return memoryview(mmap.mmap(fd, num_bytes) if num_bytes else b"")
 
 
+@torch.inference_mode(mode=False)  # a cache opened under it is used outside of it too
 def _words_of(memory: memoryview) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.int64) if len(memory) else torch.empty(0, dtype=torch.int64)

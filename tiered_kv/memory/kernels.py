@@ -1,7 +1,10 @@
-"""Copies within one device by Triton: one launch, whatever the number of fragments, layers and blocks.
+"""Copies by Triton, within a GPU or between it and page-locked host memory: one launch, whatever the number of blocks.
 
 A table tells the kernel where each fragment is, in memory and in a payload; ids tell which pages and slots. Both go up
 together in front of the launch. Imported only where Triton is: see `device_copies.ways`.
+
+Nothing is compiled while serving: no argument is specialised on its value or alignment, and `prepare` compiles what one
+binding can need.
 
 With ``TRITON_INTERPRET=1`` in the environment before this module is imported, the same kernel runs on host memory.
 """
@@ -17,7 +20,9 @@ from torch import Tensor
 
 from tiered_kv.layout import KVGroup
 from tiered_kv.log import log
+from tiered_kv.memory import staging
 from tiered_kv.memory.caches import Fragment, PagedCaches
+from tiered_kv.memory.torch_copies import upload
 
 Ids = NDArray[np.int64]
 
@@ -25,11 +30,16 @@ _PIECE_BYTES = 8 << 10
 """What a program moves at a time: large enough to keep many reads in flight, small enough for fragments of one page."""
 _NUM_PROGRAMS = 64
 """At most, in one launch: enough to outrun the bus several times, few enough to leave the engine's kernels room."""
+_NUM_PROGRAMS_OVER_BUS = 16
+"""The same where one side is host memory: 128 KiB in flight, which is what PCIe 5 carries in 2 us, a round trip."""
 _WIDEST = 16
 """Bytes that one thread can move at once."""
 
 
-@triton.jit(do_not_specialize=["num_units", "num_fragments", "pieces", "pages_per_block", "rows", "row_stride"])  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["num_units", "num_fragments", "pieces", "pages_per_block", "rows", "row_stride"],
+    do_not_specialize_on_alignment=["table", "pages", "slots"],
+)
 def _copy(  # type: ignore[no-untyped-def]  # noqa: ANN202 - types are Triton's
     table, pages, slots, num_units, num_fragments, pieces, pages_per_block, rows, row_stride,  # noqa: ANN001
     ALIGNMENT: tl.constexpr, WORD: tl.constexpr, PIECE: tl.constexpr, TO_ROWS: tl.constexpr,  # noqa: N803
@@ -81,33 +91,48 @@ def can_copy(device: torch.device) -> bool:
 
 
 def gather_blocks(caches: PagedCaches, pages: Ids, rows: Tensor, slots: Ids) -> None:
-    """Copy blocks of pages ``(n, pages_per_block)`` into slots of the same device."""
+    """Copy blocks of pages ``(n, pages_per_block)`` into slots of the same device, or of page-locked host memory."""
     _launch(caches, pages, rows, slots, to_rows=True)
 
 
 def scatter_blocks(rows: Tensor, slots: Ids, caches: PagedCaches, pages: Ids) -> None:
-    """Copy slots into blocks of pages ``(n, pages_per_block)`` of the same device."""
+    """Copy slots of the same device, or of page-locked host memory, into blocks of pages ``(n, pages_per_block)``."""
     _launch(caches, pages, rows, slots, to_rows=False)
 
 
+def prepare(caches: PagedCaches, rows: Tensor) -> None:
+    """Compile what copies between these caches, all layers or some, and rows like these can need; moves nothing."""
+    none = np.empty((0, caches.pages_per_block), np.int64)
+    layers = [slice(layer, layer + 1) for layer in range(caches.group.num_layers)]
+    alignments = {alignment_of(caches.of_layers(part), rows): part for part in (None, *layers)}
+    for part in alignments.values():
+        for to_rows in (True, False):
+            _launch(caches.of_layers(part), none, rows, none[:, 0], to_rows=to_rows)
+
+
+def alignment_of(caches: PagedCaches, rows: Tensor) -> int:
+    """Return what divides all addresses and lengths of copies between them: a power of two, at most 16."""
+    facts = int(np.bitwise_or.reduce(caches.table, axis=None)) | rows.data_ptr() | rows.stride(0) * rows.itemsize
+    return min(facts & -facts, _WIDEST)
+
+
 def _launch(caches: PagedCaches, pages: Ids, rows: Tensor, slots: Ids, *, to_rows: bool) -> None:
-    if not pages.size or not caches.fragments:
+    if not caches.fragments:
         return
-    table = caches.table
-    row_stride = rows.stride(0) * rows.itemsize
-    alignment = _alignment(int(np.bitwise_or.reduce(table, axis=None)) | rows.data_ptr() | row_stride)
+    table, here = caches.table, caches.torch_device
+    alignment = alignment_of(caches, rows)
     word = min(alignment, 8)
-    piece = _PIECE_BYTES // word
     pieces = -(-int(table[:, 2].max()) // _PIECE_BYTES)
     num_units = pages.size * len(table) * pieces
-    facts_and_ids = torch.from_numpy(np.concatenate([table, pages, slots], axis=None))
-    ids = facts_and_ids.to(rows.device, non_blocking=True)  # pageable: taken before the call returns
-    grid: Any = (min(num_units, _NUM_PROGRAMS),)
+    ids = upload(np.concatenate([table, pages, slots], axis=None), here)
+    most = _NUM_PROGRAMS if rows.device == here else _NUM_PROGRAMS_OVER_BUS
+    grid: Any = (max(1, min(num_units, most)),)
     _copy[grid](
         ids, ids[table.size :], ids[table.size + pages.size :],
-        num_units, len(table), pieces, pages.shape[1], rows.data_ptr(), row_stride,
-        ALIGNMENT=alignment, WORD=word, PIECE=piece, TO_ROWS=to_rows,
+        num_units, len(table), pieces, pages.shape[1], rows.data_ptr(), rows.stride(0) * rows.itemsize,
+        ALIGNMENT=alignment, WORD=word, PIECE=_PIECE_BYTES // word, TO_ROWS=to_rows,
     )  # fmt: skip
+    staging.current(here).num_operations += 2
 
 
 def _try(device: torch.device) -> None:
@@ -119,8 +144,3 @@ def _try(device: torch.device) -> None:
     gather_blocks(caches, none[:, None], torch.zeros_like(words), none)
     scatter_blocks(torch.zeros_like(words), none, caches, none[:, None])
     torch.get_device_module(device).synchronize(device)
-
-
-def _alignment(facts: int) -> int:
-    """Return the largest power of two that divides everything or-ed together in ``facts``, up to the widest access."""
-    return min(facts & -facts, _WIDEST)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Final
 
 from tiered_kv.loop_calls import carried
-from tiered_kv.memory.device import After, Copy, Device, Done, Stream, has_happened
+from tiered_kv.memory.device import After, Copy, Device, Done, LateEvent, Stream
 
 _NUM_SIDES: Final = 4
 """Streams of transfers that wait, per direction: each costs a thread, and on a GPU staging memory, once it is used."""
@@ -42,7 +42,7 @@ class Lanes:
         if after is None:
             return Lane(self.main, None)
         self.device.check(after)
-        return Lane(self.main, None) if has_happened(after) else self.take_own(after)
+        return Lane(self.main, None) if self.device.has_happened(after) else self.take_own(after)
 
     def take_own(self, after: After | None = None) -> "Lane":
         """Return a lane for a transfer with more events to come, by `Lane.wait`. The caller releases it."""
@@ -61,13 +61,17 @@ class Lanes:
 
     def _side(self) -> "Lane":
         # One that nobody uses may wait still: for the event of a transfer that had nothing to copy, or was given up.
-        side = next((each for each in self._sides if not each.num_users and not each.is_held()), None)
+        side = next((each for each in self._sides if not each.num_users and not self._is_held(each)), None)
         if side is None and len(self._sides) < _NUM_SIDES:
             side = _Side(self.device.stream(f"{self._name}-{len(self._sides) + 1}"))
             self._sides.append(side)
         # Else share one: of those whose event has come, the least used.
-        side = side or min(self._sides, key=lambda each: (each.is_held(), each.num_users))
+        side = side or min(self._sides, key=lambda each: (self._is_held(each), each.num_users))
         return Lane(side.stream, side)
+
+    def _is_held(self, side: "_Side") -> bool:
+        """Say whether it still waits."""
+        return side.after is not None and not self.device.has_happened(side.after)
 
 
 class _Side:
@@ -80,10 +84,6 @@ class _Side:
         self.error: BaseException | None = None
         """What an event of one of several users failed with; none of them may copy then."""
         self._lock = threading.Lock()  # copies end in some other thread
-
-    def is_held(self) -> bool:
-        """Say whether it still waits."""
-        return self.after is not None and not has_happened(self.after)
 
     def count(self, n: int) -> None:
         """Count users on, or off."""
@@ -183,6 +183,11 @@ class LaneCopy:
         if work is None:
             raise RevokedError
         work()
+
+    @property
+    def is_late(self) -> bool:
+        """Whether another stream that is to wait for it would block: until it is enqueued."""
+        return isinstance(self.event, LateEvent) and not self.event.is_recorded
 
     @property
     def has_begun(self) -> bool:

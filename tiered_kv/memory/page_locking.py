@@ -16,6 +16,7 @@ from tiered_kv.events import Emit, HostMemoryPageable, HostMemoryReady, MemoryPa
 from tiered_kv.memory.host import PIECE_BYTES, HostSlab, slots_per_piece, touch
 from tiered_kv.memory.numa import prefer_node
 
+_PAUSE_S = 0.1
 _TOUCH_BYTES = 2 << 20
 """Touched at once: about 1 ms, in which nobody in the process can map or unmap memory, the event loop included."""
 
@@ -29,6 +30,10 @@ class PageLockState(enum.Enum):
     """All of it is page-locked."""
     PAGEABLE = "pageable"
     """All there is to come has come, and not all of it is page-locked: by design on a CPU, an event on a GPU."""
+
+
+class TryAgainError(Exception):
+    """What page-locking raises where only the moment is wrong."""
 
 
 def ignore(_: object) -> None:
@@ -63,7 +68,8 @@ class PageLocking:
 
         Args:
             slab: Its mapping lives until this is closed.
-            lock: Page-locks ``(address, num_bytes)`` or raises; None leaves the memory pageable.
+            lock: Page-locks ``(address, num_bytes)`` or raises, `TryAgainError` to be called again in a while; None
+                leaves the memory pageable.
             unlock: Undoes it for an address.
             reason: Why ``lock`` is None.
             is_wanted: Whether that is a pity: a GPU will copy from this memory.
@@ -123,7 +129,8 @@ class PageLocking:
                 touch(part)
                 self.ready_bytes += part.nbytes
             self._try_to_lock(piece)
-        self.state = PageLockState.PAGEABLE if self._lock is None else PageLockState.LOCKED
+        is_locked = self._lock is not None and self.page_locked_bytes == self.num_bytes
+        self.state = PageLockState.LOCKED if is_locked else PageLockState.PAGEABLE
         took_ms = (time.monotonic() - started) * 1e3
         self._emit(HostMemoryReady(self._name, self.num_bytes, self.page_locked_bytes, self._node, took_ms))
 
@@ -132,7 +139,9 @@ class PageLocking:
             return
         started = time.monotonic()
         try:
-            self._lock(piece.data_ptr(), piece.nbytes)
+            while not self._lock_now(self._lock, piece):
+                if self._stop.wait(_PAUSE_S):
+                    return
         except Exception as error:  # noqa: BLE001 - whatever the driver says, the slab serves as pageable memory
             self.reason, self._lock = str(error) or repr(error), None
             self._say_pageable()
@@ -141,6 +150,13 @@ class PageLocking:
             self.page_locked_bytes += piece.nbytes
             took_ms = (time.monotonic() - started) * 1e3
             self._emit(MemoryPageLocked(self._name, self.page_locked_bytes, self.num_bytes, took_ms))
+
+    def _lock_now(self, lock: Callable[[int, int], None], piece: Tensor) -> bool:
+        try:
+            lock(piece.data_ptr(), piece.nbytes)
+        except TryAgainError:
+            return False
+        return True
 
     def _say_pageable(self) -> None:
         self.is_slow = True

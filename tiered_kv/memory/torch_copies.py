@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tiered_kv.memory import staging
 from tiered_kv.memory.caches import Fragment, PagedCaches
 
 Ids = NDArray[np.int64]
@@ -19,6 +20,7 @@ def gather_blocks(caches: PagedCaches, pages: Ids, rows: Tensor, slots: Ids) -> 
     for fragment in caches.fragments:
         for page in range(pages.shape[1]):
             _part(rows, fragment, page).index_copy_(0, targets, fragment.pages.index_select(0, sources[:, page]))
+    _count(caches, pages)
 
 
 def scatter_blocks(rows: Tensor, slots: Ids, caches: PagedCaches, pages: Ids) -> None:
@@ -27,11 +29,25 @@ def scatter_blocks(rows: Tensor, slots: Ids, caches: PagedCaches, pages: Ids) ->
     for fragment in caches.fragments:
         for page in range(pages.shape[1]):
             fragment.pages.index_copy_(0, targets[:, page], _part(rows, fragment, page).index_select(0, sources))
+    _count(caches, pages)
 
 
 def on_device(ids: Ids, rows: Tensor) -> Tensor:
-    """Put ids where the kernels read them. The driver takes a copy of so few pageable bytes before it returns."""
-    return torch.tensor(ids).to(rows.device, non_blocking=True)
+    """Put ids where ``rows`` are."""
+    return upload(ids, rows.device)
+
+
+def upload(numbers: Ids, device: torch.device) -> Tensor:
+    """Enqueue a copy of some numbers to a device, out of page-locked memory, which torch keeps until it was read.
+
+    Out of pageable memory the driver would copy only once the stream gets there, and have the caller wait for that.
+    """
+    host = torch.from_numpy(numbers)
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+
+
+def _count(caches: PagedCaches, pages: Ids) -> None:
+    staging.current(caches.torch_device).num_operations += 2 + 2 * len(caches.fragments) * pages.shape[1]
 
 
 def _part(rows: Tensor, fragment: Fragment, page: int) -> Tensor:

@@ -93,7 +93,7 @@ class Bindings:
     def register_caches(self, kv_caches: KVCaches, chain: Chain, *, group: int, axes: str | None) -> None:
         """See `TieredKV.register_kv_caches`."""
         caches = PagedCaches.bind(kv_caches, chain.group, axes=axes, device=chain.h2d.device, codec=chain.codec)
-        prepare(caches)
+        prepare(caches, chain.h2d.device)
         self._caches[group] = Binding(group, caches, chain.h2d, chain.d2h, chain.gpu)
 
     def caches_of(self, group: int) -> PagedCaches | None:

@@ -51,7 +51,7 @@ class LayerLoad(Load):
     def _copy(self, landed: Landed) -> None:
         self._copied.append(Copied(landed))
 
-    def _admit(self) -> None:
+    async def _admit(self) -> None:
         landed = [copied.landed for copied in self._copied if copied.landed.num_blocks]
         if landed:
             gpu = np.concatenate([each.gpu for each in landed])
@@ -62,7 +62,7 @@ class LayerLoad(Load):
             )
             for copy in self._layers:
                 self.watch(copy, self._end_layer)
-        super()._admit()
+        await super()._admit()
 
     def _give_up(self) -> None:
         if not self._layers:

@@ -165,7 +165,7 @@ class Load(Revocable):
         try:
             if (error := self._request.binding.h2d.device.error) is None:
                 await self._move(underway)
-                self._admit()
+                await self._admit()
             else:
                 self._bringer.faults.append(TierFault("engine", "device unusable", len(self._batch), repr(error)))
         except TimeoutError:
@@ -219,8 +219,10 @@ class Load(Revocable):
         """Say whether to wait for slots: only while holding none."""
         return not underway
 
-    def _admit(self) -> None:
-        """All windows that will be have landed."""
+    async def _admit(self) -> None:
+        """All windows that will be have landed. What is copied late is waited for: no stream could wait for it yet."""
+        if any(copy.is_late for copy in self._copies) and not await self.drain_copies(self._request.deadline):
+            raise TimeoutError
         self._settle(sum(copied.landed.num_blocks for copied in self._copied))
 
     def _settle(self, num_blocks: int) -> None:

@@ -1,0 +1,454 @@
+"""What only a GPU could show, on a driver of our own: captures, contexts, blocking calls, events, and the end."""
+
+import asyncio
+import gc
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.caches import inside, open_cache, until_idle
+from tests.support.engine import MODEL, PAYLOAD_BYTES, Engine, contents, prompt, small_layout
+from tests.support.fake_cuda import fake_cuda
+from tests.support.fake_driver import GLOBAL, FakeDriver
+from tiered_kv import GPULoadStoreSpec, TieredKV
+from tiered_kv.errors import ConfigurationError
+from tiered_kv.memory import (
+    CUDADevice,
+    HostSlab,
+    PagedCaches,
+    PageLockState,
+    accelerator,
+    crossover,
+    kernels,
+    make_device,
+    page_locking,
+)
+from tiered_kv.memory.device import attempt, wait_in
+from tiered_kv.memory.staging import Staging
+
+pytest.importorskip("triton", reason="Triton: pip install 'tiered-kv[cuda]'")
+GPU = "cuda:3"
+KEYS, INTO = prompt(13), GPULoadStoreSpec(range(20, 33))
+CPU_TIER = {"medium": "cpu", "capacity": 32 * PAYLOAD_BYTES}
+GPU_TIER = {"medium": "gpu", "capacity": 8 * PAYLOAD_BYTES}
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeDriver]:
+    """Four GPUs."""
+    with fake_cuda() as fake:
+        yield fake
+
+
+def engine_on(fake: FakeDriver, device: int = 3, *, shift_bytes: int = 0) -> Engine:
+    """Return an engine whose tensors are a GPU's, and begin so far from a multiple of 16 bytes."""
+    engine = Engine(shift_bytes=shift_bytes)
+    for tensor in engine.caches.values():
+        fake.keep(tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes(), device, tensor)
+    return engine
+
+
+@asynccontextmanager
+async def opened(engine: Engine, *tiers: Any, device: Any = GPU) -> AsyncIterator[TieredKV]:  # noqa: ANN401 - as the facade takes them
+    """Open a cache for the engine, and bind its tensors."""
+    async with open_cache(*(tiers or (CPU_TIER,)), engine=engine, device=device) as kv:
+        yield kv
+
+
+async def goes_round(kv: TieredKV, engine: Engine, *, layerwise: bool = False) -> None:
+    """Store and load, and fail unless every byte comes back."""
+    stored = await kv.store(KEYS, engine.compute(KEYS))
+    assert stored.num_stored + stored.num_present == len(KEYS)
+    engine.poison()
+    handle = kv.start_load(KEYS, INTO, layerwise=layerwise)
+    assert await handle.admitted() == len(KEYS)
+    assert (await handle).num_blocks == len(KEYS)
+    assert engine.read(INTO) == contents(KEYS)
+    await until_idle(kv)
+
+
+@contextmanager
+def capturing(fake: FakeDriver) -> Iterator[None]:
+    """Have another thread capture a CUDA graph in the default mode."""
+    begun, end = threading.Event(), threading.Event()
+
+    def capture() -> None:
+        with fake.capture(GLOBAL):
+            begun.set()
+            assert end.wait(60)
+
+    thread = threading.Thread(target=capture)
+    thread.start()
+    assert begun.wait(60)
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join()
+
+
+def only(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have blocks cross the bus in one way, whatever would be measured."""
+
+    def measure(_: object, __: int, ___: int, ways: Sequence[crossover.Way]) -> object:
+        (wanted,) = [each for each in ways if each.name == way]
+        return dict.fromkeys((True, False), ((1, wanted),))
+
+    monkeypatch.setattr(crossover, "measure", measure)
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+@pytest.mark.parametrize("way", ["staging", "directly", "by kernel"])
+@pytest.mark.parametrize("seed", range(2))
+async def test_every_byte_goes_there_and_back(
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
+    way: str,
+    layerwise: bool,  # noqa: FBT001 - pytest passes it by name
+) -> None:
+    """In whatever order the GPU does what it may; the loop's thread waits for it nowhere; all memory is unlocked."""
+    only(way, monkeypatch)
+    with fake_cuda(seed=seed) as fake:
+        engine = engine_on(fake)
+        async with opened(engine, GPU_TIER, CPU_TIER) as kv:
+            address = inside(kv).chains[0].host.slab.rows.data_ptr()
+            await asyncio.to_thread(_locked, kv)
+            await goes_round(kv, engine, layerwise=layerwise)
+            assert address in fake.registered
+        assert not fake.blocked
+        assert address not in fake.registered
+
+
+def _locked(kv: TieredKV) -> None:
+    for locking in inside(kv).device._page_lockings:  # noqa: SLF001 - what the wait is for
+        assert locking.wait(60) is PageLockState.LOCKED
+
+
+class TestCaptures:
+    """Of CUDA graphs, which calls of other threads would spoil."""
+
+    @pytest.mark.parametrize("layerwise", [False, True])
+    async def test_nothing_of_ours_spoils_one(self, fake: FakeDriver, layerwise: bool) -> None:  # noqa: FBT001 - pytest passes it by name
+        """Not the locking of memory, no event, no allocation, from the opening of a cache to its end."""
+        with capturing(fake):
+            engine = engine_on(fake)
+            async with opened(engine, GPU_TIER, CPU_TIER) as kv:
+                await asyncio.to_thread(_locked, kv)
+                after = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                after.record(torch.cuda.current_stream())
+                await kv.store(KEYS[:3], engine.compute(KEYS[:3]), after=after)
+                await goes_round(kv, engine, layerwise=layerwise)
+        assert not fake.spoilt
+
+    async def test_nor_one_of_the_callers_own(self, fake: FakeDriver) -> None:
+        """The thread that starts transfers may be the one that captures."""
+        engine = engine_on(fake)
+        async with opened(engine) as kv:
+            await asyncio.to_thread(_locked, kv)
+            after = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            after.record(torch.cuda.current_stream())
+            with fake.capture(GLOBAL):
+                handle = kv.start_store(KEYS, engine.compute(KEYS), after=after)
+                fake.run()
+            assert (await handle).num_stored == len(KEYS)
+        assert not fake.spoilt
+
+    def test_a_refusal_is_no_answer(self, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Where the driver says that a graph is being captured, the memory is locked later."""
+        monkeypatch.setattr(page_locking, "_PAUSE_S", 0.0)
+        fake.refusals = [900, 900]
+        device, slab = CUDADevice(GPU), HostSlab(4, 4096, 4096)
+        assert device.page_lock(slab).wait(60) is PageLockState.LOCKED
+        assert device.close(60)
+
+    def test_closing_does_not_wait_for_a_capture(self, fake: FakeDriver) -> None:
+        """A slab that was refused until the end was never locked, and is not unlocked."""
+        fake.refusals = [900] * 10_000
+        device, slab = CUDADevice(GPU), HostSlab(4, 4096, 4096)
+        locking = device.page_lock(slab)
+        assert device.close(60)
+        assert (locking.state, locking.page_locked_bytes, fake.registered) == (PageLockState.PAGEABLE, 0, {})
+
+
+class TestPageableMemory:
+    """Copies of it block whoever enqueues them."""
+
+    @pytest.mark.parametrize("code", [1, 712])
+    async def test_the_loop_is_not_blocked_by_it(self, fake: FakeDriver, code: int) -> None:
+        """Where memory is not locked, or not yet, the streams' own threads enqueue what waits for the GPU."""
+        fake.refusals = [code]
+        engine = engine_on(fake)
+        async with opened(engine) as kv:
+            fake.held = True
+            handle = kv.start_store(KEYS, engine.compute(KEYS))
+            assert not handle.done
+            fake.release()
+            assert (await handle).num_stored == len(KEYS)
+            await goes_round(kv, engine)
+        names = {name for name, _ in fake.blocked}
+        assert names
+        assert all(name.startswith(("tiered_kv-d2h", "tiered_kv-h2d")) for name in names)
+
+    async def test_what_is_admitted_can_be_waited_for(self, fake: FakeDriver) -> None:
+        """A layer-wise load is admitted once its copies are enqueued: the engine's stream has events to wait for."""
+        fake.refusals = [1]
+        engine = engine_on(fake)
+        async with opened(engine) as kv:
+            await kv.store(KEYS, engine.compute(KEYS))
+            engine.poison()
+            fake.held = True
+            handle = kv.start_load(KEYS, INTO, layerwise=True)
+            admitted = asyncio.create_task(handle.admitted())
+            for _ in range(200):
+                await asyncio.sleep(0)
+            assert not admitted.done()
+            fake.release()
+            assert await admitted == len(KEYS)
+            stream = torch.cuda.Stream(GPU)  # type: ignore[no-untyped-call]
+            handle.wait_layer(0, stream)
+            stream.synchronize()
+            assert (await handle).num_blocks == len(KEYS)
+        assert not [name for name, _ in fake.blocked if not name.startswith("tiered_kv-")]
+
+    def test_another_stream_can_wait_for_a_late_copy(self, fake: FakeDriver) -> None:
+        """Before it is enqueued too: then in the waiting stream's own thread."""
+        device, slab = CUDADevice(GPU), HostSlab(4, 4096, 4096)
+        fake.refusals = [1]
+        assert device.page_lock(slab).wait(60) is PageLockState.PAGEABLE
+        first, second = device.stream("first"), device.stream("second")
+        begin, order = threading.Event(), list[str]()
+
+        def slow() -> None:
+            assert begin.wait(60)
+            order.append("first")
+
+        event = first.submit(slow, lambda _: None)
+        assert not device.has_happened(event)
+        second.wait(event)
+        second.submit(lambda: order.append("second"), lambda _: None)
+        begin.set()
+        assert device.close(60)
+        assert order == ["first", "second"]
+        assert device.has_happened(event)
+
+
+def test_a_full_queue_blocks_nobody(fake: FakeDriver) -> None:
+    """What more operations are ahead of than a queue holds is enqueued by the stream's thread, in its turn."""
+    device, ended = CUDADevice(GPU), list[BaseException | None]()
+    stream = device.stream("h2d")
+    source, target = (torch.zeros(4, dtype=torch.int64, device=GPU) for _ in range(2))
+    fake.run()
+    fake.held = True
+
+    def copy() -> None:
+        for _ in range(50):
+            target.copy_(source)
+        _staging(stream).num_operations += 50
+
+    for _ in range(100):
+        stream.submit(copy, ended.append)
+    assert not fake.blocked
+    fake.release()
+    assert device.close(60)
+    assert ended == [None] * 100
+    assert not fake.blocked
+
+
+def _staging(stream: Any) -> Staging:  # noqa: ANN401 - of an accelerator
+    staging: Staging = stream._staging  # noqa: SLF001 - where copies count what they enqueue
+    return staging
+
+
+class TestDevices:
+    """Which GPU is meant, and that no other is touched."""
+
+    async def test_the_current_one_is_that_of_whoever_makes_the_cache(self, fake: FakeDriver) -> None:
+        """Not of the thread that opens it."""
+        torch.cuda.set_device(2)
+        cache = TieredKV([CPU_TIER], model=MODEL, layout=small_layout(), device="cuda")
+        torch.cuda.set_device(1)
+        async with cache as kv:
+            assert inside(kv).device.torch_device == torch.device("cuda", 2)
+
+    @pytest.mark.parametrize("layerwise", [False, True])
+    async def test_no_context_is_made_on_another(self, fake: FakeDriver, layerwise: bool) -> None:  # noqa: FBT001 - pytest passes it by name
+        """The thread of the loop has never chosen one: it is on GPU 0, which stays untouched, by ours too."""
+        engine = engine_on(fake)
+        async with opened(engine, GPU_TIER, CPU_TIER) as kv:
+            await asyncio.to_thread(_locked, kv)
+            await goes_round(kv, engine, layerwise=layerwise)
+        assert fake.contexts == {3}
+        assert torch.cuda.current_device() == 0
+
+    @pytest.mark.parametrize("device", [GPU, torch.device(GPU)])
+    async def test_a_torch_device_is_as_good_as_its_name(self, fake: FakeDriver, device: Any) -> None:  # noqa: ANN401
+        """To the facade, and to `make_device`."""
+        engine = engine_on(fake)
+        async with opened(engine, device=device) as kv:
+            assert inside(kv).device.torch_device == torch.device(GPU)
+        made = make_device(device)
+        assert made.torch_device == torch.device(GPU)
+        assert made.close(60)
+
+
+class TestEvents:
+    """What is waited for."""
+
+    @pytest.mark.parametrize("kind", ["cuda", "generic"])
+    def test_one_that_was_never_recorded_is_refused(self, fake: FakeDriver, kind: str) -> None:
+        """It would order nothing, and says that it has happened."""
+        device = CUDADevice(GPU)
+        event: Any = torch.cuda.Event() if kind == "cuda" else torch.Event(GPU)  # type: ignore[no-untyped-call]
+        assert event.query()
+        with pytest.raises(ConfigurationError, match="never recorded"):
+            device.check(event)
+        event.record(torch.cuda.Stream(GPU))  # type: ignore[no-untyped-call]
+        device.check(event)
+        assert device.close(60)
+
+    def test_a_generic_stream_is_taken_for_what_it_is(self, fake: FakeDriver) -> None:
+        """Older versions of torch read any stream as CUDA's own; by its number it is made one."""
+        device = CUDADevice(GPU)
+        ended = threading.Event()
+        event = device.stream("h2d").submit(lambda: None, lambda _: ended.set())
+        generic = torch.Stream(torch.device(GPU))
+        wait_in(generic, event)
+        wait_in(torch.cuda.Stream(GPU), event)  # type: ignore[no-untyped-call]
+        assert device.close(60)
+        assert ended.is_set()
+
+    def test_a_pool_is_zeros_for_any_stream(self, fake: FakeDriver) -> None:
+        """The zeros are there before anybody can use it."""
+        device = CUDADevice(GPU)
+        pool = device.empty_pool(3, 4096)
+        assert pool.device == torch.device(GPU)
+        assert not pool.view(-1).tolist().count(0) - pool.numel()
+        assert device.close(60)
+
+    def test_copies_have_high_priority_streams(self, fake: FakeDriver) -> None:
+        """A short kernel of ours does not stand behind a long one of the engine's."""
+        device = CUDADevice(GPU)
+        assert _staging(device.stream("h2d")).stream.priority < 0
+        assert device.close(60)
+
+
+class TestTheEnd:
+    """Closing."""
+
+    def test_the_last_one_out_unlocks_what_close_gave_up(self, fake: FakeDriver) -> None:
+        """Memory stays mapped as long as it is registered, and registered as long as a copy is under way."""
+        device, slab = CUDADevice(GPU), HostSlab(4, 4096, 4096)
+        assert device.page_lock(slab).wait(60) is PageLockState.LOCKED
+        streams = [device.stream("d2h"), device.stream("h2d")]
+        fake.held = True
+        for stream in streams:
+            stream.submit(lambda: None, lambda _: None)
+        address = slab.rows.data_ptr()
+        slab.close()
+        assert not device.close(0.0)
+        del slab
+        gc.collect()
+        assert address in fake.registered
+        assert _is_mapped(address)
+        fake.release()
+        assert all(stream.join(60) for stream in streams)
+        assert address not in fake.registered
+
+    def test_closing_again_does_no_harm(self, fake: FakeDriver) -> None:
+        """Neither after all has ended, nor before."""
+        device, slab = CUDADevice(GPU), HostSlab(4, 4096, 4096)
+        locking = device.page_lock(slab)
+        locking.wait(60)
+        device.stream("d2h")
+        assert device.close(60)
+        assert device.close(60)
+        assert not fake.registered
+
+
+def _is_mapped(address: int) -> bool:
+    with open("/proc/self/maps") as maps:  # noqa: PTH123 - a file of the system's
+        places = (line.split(maxsplit=1)[0].split("-") for line in maps)
+        return any(int(start, 16) <= address < int(stop, 16) for start, stop in places)
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+async def test_a_cache_opened_under_inference_mode_works_outside_of_it(fake: FakeDriver, device: str) -> None:
+    """Engines run under it, some of their threads do not: none of our tensors may be for one side alone."""
+    engine = Engine() if device == "cpu" else engine_on(fake)
+    with torch.inference_mode():
+        cache = TieredKV(
+            [CPU_TIER] if device == "cpu" else [GPU_TIER, CPU_TIER], model=MODEL, layout=small_layout(), device=device
+        )
+        kv = await cache.__aenter__()
+        kv.register_kv_caches(engine.caches)
+    await goes_round(kv, engine)
+    with torch.inference_mode():
+        await goes_round(kv, engine)
+    await kv.aclose()
+
+
+def test_no_tensor_of_ours_is_for_inference_mode_alone(fake: FakeDriver) -> None:
+    """Nowhere else could it be written to: neither rows nor a pool, nor the engine's pages as we see them."""
+    device = CUDADevice(GPU)
+    with torch.inference_mode():
+        group = small_layout().groups[0]
+        caches = PagedCaches.bind(engine_on(fake).caches, group, device=device)
+        ours = [HostSlab(2, 4096, 4096).rows, device.empty_pool(2, 4096)]
+        ours += [fragment.pages for part in (caches, caches.of_layers(slice(1))) for fragment in part.fragments]
+    assert not any(tensor.is_inference() for tensor in ours)
+    assert device.close(60)
+
+
+def _recorded_before_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def enqueue(self: Any, item: Any) -> None:  # noqa: ANN401 - private
+        item.event = self._device.new_event()
+        item.event.record(self._stream)
+        with self._device.on(self._stream), self._staging.used():
+            item.error = attempt(item.copy)
+
+    monkeypatch.setattr(accelerator.AcceleratorStream, "_enqueue", enqueue)
+
+
+def _claimed_to_be_16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "alignment_of", lambda *_: 16)
+
+
+def _never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Staging, "wait", lambda *_: None)
+
+
+@pytest.mark.parametrize("plant", [None, _recorded_before_its_copy, _claimed_to_be_16, _never_waits])
+async def test_mistakes_that_only_a_gpu_would_show_are_found(
+    monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None] | None
+) -> None:
+    """An event before its copy, 8 bytes called 16, a wait left out: planted, each fails what passes without."""
+    only("staging", monkeypatch)
+    if plant is not None:
+        plant(monkeypatch)
+    errors = []
+    for seed in range(3):
+        with fake_cuda(seed=seed) as fake:
+            try:
+                await _store_what_is_computed(fake)
+            except (AssertionError, RuntimeError) as error:
+                errors.append(error)
+    assert bool(errors) == (plant is not None)
+
+
+async def _store_what_is_computed(fake: FakeDriver) -> None:
+    engine = engine_on(fake, shift_bytes=8)
+    async with opened(engine) as kv:
+        await asyncio.to_thread(_locked, kv)
+        fake.held = True
+        computing = torch.cuda.Stream(GPU)  # type: ignore[no-untyped-call]
+        fake.enqueue(computing.queue, lambda: engine.compute(KEYS))  # type: ignore[attr-defined]
+        handle = kv.start_store(KEYS, GPULoadStoreSpec(range(len(KEYS))), after=computing.record_event())
+        fake.release()
+        await handle
+        engine.poison()
+        assert (await kv.load(KEYS, INTO)).num_blocks == len(KEYS)
+        assert engine.read(INTO) == contents(KEYS)

@@ -1,0 +1,89 @@
+"""The few calls of CUDA's driver that torch does not offer, by ``ctypes``; each is missing where the driver lacks it.
+
+The driver's symbols keep their meaning from version to version, those of the runtime library do not: its
+``cudaMemcpyBatchAsync`` lost an argument with CUDA 13. Source: ``cuda.h`` of CUDA 13.0.
+"""
+
+import ctypes
+from functools import cache
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+CAPTURE_RELAXED: Final = 2
+"""This thread's calls disturb no capture of a CUDA graph, its own neither, and none forbids them."""
+_IN_STREAM_ORDER: Final = 1
+_HOST_POINTER_IS_DEVICE_POINTER: Final = 91
+
+Numbers = NDArray[np.int64]
+
+
+@cache
+def library() -> Any:  # noqa: ANN401 - whatever functions it has
+    """Return the driver, which torch has loaded; None where there is none."""
+    name = "libamdhip64.so" if torch.version.hip else "libcuda.so.1"
+    try:
+        return ctypes.CDLL(name)
+    except OSError:
+        return None
+
+
+def exchange_capture_mode(mode: int) -> int:
+    """Set how this thread's calls go together with captures of CUDA graphs; return what was set.
+
+    It makes a context on the thread's current device if that has none: choose the device first.
+    """
+    exchange = _find("cuThreadExchangeStreamCaptureMode", "hipThreadExchangeStreamCaptureMode")
+    if exchange is None:
+        return mode
+    value = ctypes.c_int(mode)
+    exchange(ctypes.byref(value))
+    return value.value
+
+
+def has_batches() -> bool:
+    """Say whether `copy_batch` is there: from CUDA 12.8 on, of the driver."""
+    return _find("cuMemcpyBatchAsync") is not None
+
+
+def copy_batch(targets: Numbers, sources: Numbers, sizes: Numbers, stream: int) -> None:
+    """Enqueue copies, by addresses and bytes, as one operation. In which order they are made is not said.
+
+    Args:
+        targets: Addresses, on either side of the bus; host memory page-locked, and no copy across two pieces of it.
+        sources: As many.
+        sizes: As many.
+        stream: Its handle; not the default stream's.
+    """
+    count = len(sizes)
+    if not count:
+        return
+    attributes = (ctypes.c_int * 6)(_IN_STREAM_ORDER)  # then two hints, of type and id, and flags: none
+    first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
+    arrays = [np.ascontiguousarray(each, dtype=np.int64) for each in (targets, sources, sizes)]
+    code = _find("cuMemcpyBatchAsync")(
+        *(ctypes.c_void_p(array.ctypes.data) for array in arrays),
+        ctypes.c_size_t(count),
+        ctypes.byref(attributes),
+        ctypes.byref(first),
+        ctypes.c_size_t(1),
+        ctypes.byref(failed),
+        ctypes.c_void_p(stream),
+    )
+    if code:
+        raise RuntimeError(f"a batch of {count} copies could not be enqueued: CUDA error {code} at copy {failed.value}")
+
+
+def can_reach_host_memory(index: int) -> bool:
+    """Say whether a kernel on GPU ``index`` may use the host's address of page-locked memory."""
+    ask = _find("cuDeviceGetAttribute")
+    value = ctypes.c_int(0)
+    return (
+        ask is not None and not ask(ctypes.byref(value), _HOST_POINTER_IS_DEVICE_POINTER, index) and bool(value.value)
+    )
+
+
+def _find(*names: str) -> Any:  # noqa: ANN401 - a function of C, or None
+    return next((found for name in names if (found := getattr(library(), name, None)) is not None), None)
