@@ -40,8 +40,8 @@ _ASKED_AT_ONCE: Final = 1024
 _LEAST_USES: Final = 1 << 12
 _MOST_USES: Final = 1 << 20
 """Remembered for admission: 16 to 32 bytes each."""
-RESIDENT_WINDOWS: Final = 4
-"""Windows moved as one where no storage tier takes part."""
+_RESIDENT_WINDOWS, _MOST_RESIDENT_WINDOWS, _FEW_BLOCKS = 4, 16, 128
+"""How many windows are moved as one where no storage tier takes part; more only of so few blocks."""
 
 
 @dataclass
@@ -99,7 +99,9 @@ class Chain:
         sources = [*[None for _ in self.memory], *self.storage]
         self.fills = Fills(self.host, sources, self.waiting.get(self.host), self.room, self.tasks)
         transient = self.host.index.num_transient
-        self.window_blocks = max(1, min(self.limits.window_bytes // self.stride_bytes, transient // 4))
+        self.window_blocks = size = max(1, min(self.limits.window_bytes // self.stride_bytes, transient // 4))
+        # Between two copies a thread waits for the interpreter, which is at the books of the next: 0.6 ms a window.
+        self.resident_blocks = max(_RESIDENT_WINDOWS * size, min(_MOST_RESIDENT_WINDOWS * size, _FEW_BLOCKS))
 
     @property
     def stride_bytes(self) -> int:

@@ -22,7 +22,6 @@ from tiered_kv.memory.device import wait_in
 from tiered_kv.memory.lanes import LaneCopy, RevokedError
 from tiered_kv.results import LoadResult, TierFault
 from tiered_kv.tiers.budget import Kind
-from tiered_kv.tiers.chain import RESIDENT_WINDOWS
 from tiered_kv.transfers.handles import Handle, Revocable
 from tiered_kv.transfers.requests import LoadRequest
 from tiered_kv.transfers.window import Bringer, Landed, Window
@@ -235,7 +234,7 @@ class Load(Revocable):
     def _window(self, begun: int) -> int:
         """Blocks of the next window: more where nothing has to be read, as each costs the event loop 0.2 ms."""
         size = self._chain.window_blocks
-        ahead = self._batch.names[begun : begun + RESIDENT_WINDOWS * size]
+        ahead = self._batch.names[begun : begun + self._chain.resident_blocks]
         resident = max(tier.index.ready_prefix(ahead) for tier in (self._gpu, self._chain.host) if tier is not None)
         if resident >= size:
             return resident

@@ -13,7 +13,6 @@ from tiered_kv.memory.copies import scatter_blocks
 from tiered_kv.memory.device import attempt
 from tiered_kv.memory.lanes import LaneCopy, RevokedError
 from tiered_kv.results import LoadResult, TierFault
-from tiered_kv.tiers.chain import RESIDENT_WINDOWS
 from tiered_kv.tiers.memory import MemoryTier
 from tiered_kv.transfers.handles import LAST_COPIES_S
 from tiered_kv.transfers.load import LoadHandle, load_result, overtaken
@@ -23,7 +22,7 @@ from tiered_kv.transfers.requests import MOST_AT_ONCE, LoadRequest, may_copy_at_
 def start_resident(request: LoadRequest) -> LoadHandle | None:
     """Start a load of which one memory tier has all blocks; None if none does, or it needs more than one copy."""
     chain, n, loop = request.chain, len(request.batch), asyncio.get_running_loop()
-    if not 0 < n <= min(MOST_AT_ONCE, RESIDENT_WINDOWS * chain.window_blocks) or request.layerwise:
+    if not 0 < n <= min(MOST_AT_ONCE, chain.resident_blocks) or request.layerwise:
         return None
     started = loop.time()
     if started >= request.deadline or request.binding.h2d.device.error is not None:

@@ -23,7 +23,6 @@ from tiered_kv.memory.lanes import LaneCopy, RevokedError
 from tiered_kv.results import StoreResult, TierStore
 from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.budget import Kind, Waiter
-from tiered_kv.tiers.chain import RESIDENT_WINDOWS
 from tiered_kv.tiers.fills import Fill
 from tiered_kv.tiers.memory import MemoryTier
 from tiered_kv.transfers.handles import LAST_COPIES_S, Handle, Revocable
@@ -205,7 +204,7 @@ class Store(Revocable):
 
     def _window(self) -> int:
         """Blocks of the next window: no more than the fastest tier that can keep any has room for."""
-        size = self._chain.window_blocks * (1 if self._goes_down else RESIDENT_WINDOWS)
+        size = self._chain.window_blocks if self._goes_down else self._chain.resident_blocks
         return min(size, next((n for n in self._may_keep.values() if n > 0), size))
 
     async def _place(self, part: Batch) -> tuple[MemoryTier, Reservation] | None:
