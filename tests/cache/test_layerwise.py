@@ -57,6 +57,24 @@ async def test_layers_come_one_after_another() -> None:
         await until_idle(kv)
 
 
+@pytest.mark.parametrize("layerwise", [True, False])
+async def test_a_layer_that_has_not_even_been_read_is_waited_for(*, layerwise: bool) -> None:
+    """Asked for before it is known how many blocks there will be, it is there once the wait ends."""
+    engine, medium = Engine(), ScriptedBackend()
+    async with open_cache(medium, engine=engine) as kv:
+        await keep(kv, engine, KEYS[:4])
+        engine.poison()
+        medium.on_read.hold()
+        handle = kv.start_load(KEYS[:4], INTO[:4], layerwise=layerwise)
+        waiting = asyncio.create_task(handle.layer(1))
+        await until(lambda: medium.on_read.num_held > 0)
+        assert not waiting.done()
+        medium.on_read.release()
+        await waiting
+        assert _layers(engine.read(range(4)))[1] == _layers(contents(KEYS[:4]))[1]
+        assert (await handle).num_blocks == 4
+
+
 @pytest.mark.parametrize("kind", [ScriptedBackend, ScriptedSlotBackend])
 async def test_blocks_come_from_wherever_they_are(kind: type[ScriptedBackend | ScriptedSlotBackend]) -> None:
     """From the GPU pool, the CPU tier and below it in one load, through threads."""

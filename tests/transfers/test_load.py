@@ -43,7 +43,8 @@ async def test_what_others_let_go_too_soon_is_looked_for_again(
         engine.poison()
         async with asyncio.timeout(30):
             loaded = await kv.load(keys, GPULoadStoreSpec(range(16)))
-        assert (loaded.num_blocks, Losing.num_tries) == (num_blocks, num_tries)
+        assert loaded.num_blocks == num_blocks
+        assert min(num_losses, 3) < Losing.num_tries <= num_tries  # fewer, of larger windows, where reads were fast
         assert engine.read(range(num_blocks)) == contents(keys[:num_blocks])
         await until_idle(kv)
 
