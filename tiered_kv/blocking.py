@@ -123,9 +123,11 @@ class BlockingTieredKV:
         after: object = None,
         deadline_s: float | None = None,
         priority: Priority = Priority.LOAD,
+        gaps: bool = False,
     ) -> LoadResult:
         """See `TieredKV.load`. Ends by the deadline."""
-        return _ended(self.cache.submit_load(keys, into, after=after, deadline_s=deadline_s, priority=priority))
+        submit = self.cache.submit_load
+        return _ended(submit(keys, into, after=after, deadline_s=deadline_s, priority=priority, gaps=gaps))
 
     def store(
         self, keys: BlockKeys, source: EngineBlocks, *, after: object = None, epoch: str | None = None

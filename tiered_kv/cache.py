@@ -184,9 +184,10 @@ class TieredKV:
         after: object = None,
         deadline_s: float | None = None,
         priority: Priority = Priority.LOAD,
+        gaps: bool = False,
     ) -> LoadResult:
         """Fill the engine's blocks with the longest prefix that can be had; see `start_load`."""
-        return await self.start_load(keys, into, after=after, deadline_s=deadline_s, priority=priority)
+        return await self.start_load(keys, into, after=after, deadline_s=deadline_s, priority=priority, gaps=gaps)
 
     async def store(
         self, keys: BlockKeys, source: EngineBlocks, *, after: object = None, epoch: str | None = None
@@ -203,6 +204,7 @@ class TieredKV:
         deadline_s: float | None = None,
         priority: Priority = Priority.LOAD,
         layerwise: bool = False,
+        gaps: bool = False,
     ) -> LoadHandle:
         """Start to fill the engine's blocks. Await the handle for the `LoadResult`.
 
@@ -217,12 +219,16 @@ class TieredKV:
             layerwise: Copy layer by layer, so that attention of the first can start while the others are on their way:
                 see `LoadHandle.wait_layer`. All blocks are brought to memory first; those that do not fit there at once
                 are not loaded.
+            gaps: Load what is there, block by block, also behind a hole: `LoadResult.mask` says what is in place, and
+                elsewhere the blocks may hold anything. Shared tiers are asked for each block then. Not with
+                ``layerwise``.
 
         Raises:
             ConfigurationError, LayoutMismatchError: Arguments that cannot be right. Nothing has moved.
             ClosedError: The cache is not open.
         """
-        return start_load(load_request(self._open(), keys, into, after, deadline_s, priority, layerwise=layerwise))
+        request = load_request(self._open(), keys, into, after, deadline_s, priority, layerwise=layerwise, gaps=gaps)
+        return start_load(request)
 
     def start_store(
         self,
@@ -378,13 +384,14 @@ class TieredKV:
         after: object = None,
         deadline_s: float | None = None,
         priority: Priority = Priority.LOAD,
+        gaps: bool = False,
     ) -> LoadTicket:
         """`start_load` from any thread, which waits for nothing. Its time counts from now.
 
         Whatever is wrong raises here, as there. How it ends is for `poll` to say, or `Ticket.wait`.
         """
         cache = self._open(anywhere=True)
-        request = load_request(cache, keys, into, after, deadline_s, priority)
+        request = load_request(cache, keys, into, after, deadline_s, priority, gaps=gaps)
         return cache.submissions.submit(partial(start_load, request), partial(load_failed, len(keys)))
 
     def submit_store(

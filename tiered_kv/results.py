@@ -4,6 +4,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tiered_kv.specs import LoadStoreSpec
 
 
@@ -75,12 +78,12 @@ class LoadResult:
     """What a load brought.
 
     Attributes:
-        num_blocks: The prefix that is in place, byte for byte. Past it the target may hold anything.
+        num_blocks: The prefix that is in place, byte for byte.
         num_requested: How many keys were asked for.
-        by_tier: Where each block of the prefix was found.
-        num_bytes: Payload bytes of the prefix, as the engine has them.
+        by_tier: Where each block that is in place was found.
+        num_bytes: Payload bytes of what is in place, as the engine has them.
         seconds: From the call to its end, on the cache's clock.
-        faults: What shortened the prefix, if something but a plain miss did.
+        faults: What kept blocks from being in place, if something but a plain miss did.
     """
 
     num_blocks: int
@@ -89,6 +92,15 @@ class LoadResult:
     num_bytes: int = 0
     seconds: float = 0.0
     faults: tuple[TierFault, ...] = ()
+    _mask: NDArray[np.bool_] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def mask(self) -> NDArray[np.bool_]:
+        """``(num_requested,)``, which blocks are in place: of a load without gaps, the prefix.
+
+        Where it is False the target may hold anything.
+        """
+        return np.arange(self.num_requested) < self.num_blocks if self._mask is None else self._mask
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,7 @@ def load_request(
     priority: Priority,
     *,
     layerwise: bool = False,
+    gaps: bool = False,
 ) -> LoadRequest:
     """Check a load and enqueue its wait, in any thread; see `TieredKV.start_load`."""
     epoch = cache.epoch  # before the keys are named by it: if it advances in between, the load is overtaken
@@ -104,11 +105,14 @@ def load_request(
     pages = check_pages(binding, keys, into)
     check_priority(priority)
     check_seconds("deadline_s", deadline_s)
+    if layerwise and gaps:
+        raise ConfigurationError("layers of a load with gaps cannot be waited for: it is either layerwise or has gaps")
     deadline = cache.deadline(deadline_s)
     lane = binding.h2d.take(after)
     return LoadRequest(
-        chain, batch, binding, pages, lane, deadline, priority, lambda: cache.epoch == epoch, layerwise=layerwise
-    )
+        chain, batch, binding, pages, lane, deadline, priority, lambda: cache.epoch == epoch,
+        layerwise=layerwise, gaps=gaps,
+    )  # fmt: skip
 
 
 def store_request(

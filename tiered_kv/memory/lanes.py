@@ -143,6 +143,10 @@ class Lane:
         """See `Stream.is_idle`; a lane with events of its own is not."""
         return self._side is None and self.stream.is_idle
 
+    def part(self) -> "Lane":
+        """Return a lane of the same order for a part of the transfer, to be released by itself."""
+        return Lane(self.stream, self._side)
+
     def release(self) -> None:
         """Submit nothing more; what has been submitted goes on. Again does nothing."""
         if not self._is_released:

@@ -86,15 +86,25 @@ class SharedTier(StorageTier):
             part = batch[start : start + _ASKED_AT_ONCE]
             self._tasks.spawn(self._answer(part), f"ask {self.name} for {len(part)} blocks")
 
-    async def _answer(self, batch: Batch) -> None:
-        """Ask how long a prefix is there, and block by block for what is behind its end: there may be holes."""
+    async def find_each(self, batch: Batch) -> Mask:
+        """See `StorageTier.find_each`: ask for the longest prefix, and block by block for what is behind its end."""
+        found = np.zeros(len(batch), np.bool_)
+        for start in range(0, len(batch), _ASKED_AT_ONCE):
+            part = batch[start : start + _ASKED_AT_ONCE]
+            found[start : start + len(part)] = await self._find_each(part)
+        return found
+
+    async def _find_each(self, batch: Batch) -> Mask:
         found = await self.find(batch)
         if not found.all():
             behind = np.arange(int(np.argmin(found)) + 1, len(batch))
             behind = behind[~(found[behind] | self.suspects.absent(batch.names[behind]))]
             if len(behind):
                 found[behind] = await self._ask_each(batch[behind])
-        self.answers.take(batch.names, found & ~self._evicted.holds(batch))
+        return found & ~self._evicted.holds(batch)
+
+    async def _answer(self, batch: Batch) -> None:
+        self.answers.take(batch.names, await self._find_each(batch))
 
     async def _ask_each(self, batch: Batch) -> Mask:
         n, keys = len(batch), batch.keys()

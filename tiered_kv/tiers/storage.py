@@ -142,6 +142,10 @@ class StorageTier(Tier):
         Waits for the tier's time limit at most where ``until`` is left out. In an owned tier it does not wait.
         """
 
+    async def find_each(self, batch: Batch) -> Mask:
+        """Say which blocks can be read, also behind a hole. Waits for the tier's time limit at most."""
+        return await self.find(batch)
+
     @abstractmethod
     async def read(self, batch: Batch, blocks: list[Block], waiter: Waiter, on_late: Callable[[], None]) -> Mask:
         """Fill the blocks and verify them; say which are right. Returns when the medium has let go of the buffers."""

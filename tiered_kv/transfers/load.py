@@ -21,6 +21,7 @@ from tiered_kv.memory.copies import copy_rows, scatter_blocks
 from tiered_kv.memory.device import wait_in
 from tiered_kv.memory.lanes import LaneCopy, RevokedError
 from tiered_kv.results import LoadResult, TierFault
+from tiered_kv.tiers.base import Mask
 from tiered_kv.tiers.budget import Kind
 from tiered_kv.transfers.handles import Handle, Revocable
 from tiered_kv.transfers.requests import LoadRequest
@@ -316,17 +317,30 @@ def overtaken(request: LoadRequest) -> TierFault:
 
 
 def load_result(
-    request: LoadRequest, num_blocks: int, counts: Sequence[int], faults: Sequence[TierFault], seconds: float
+    request: LoadRequest,
+    num_blocks: int,
+    counts: Sequence[int],
+    faults: Sequence[TierFault],
+    seconds: float,
+    mask: Mask | None = None,
 ) -> LoadResult:
-    """Count a load that has ended, tell of it, and say what it brought; ``counts`` are blocks by tier."""
-    chain, num_requested = request.chain, len(request.batch)
-    by_tier = {}
-    for tier, count in zip(chain.tiers, counts, strict=True):
-        if count:
+    """Count a load that has ended, tell of it, and say what it brought.
+
+    Args:
+        request: What was asked for. Of a part of another load nothing is counted or told: that load does it.
+        num_blocks: The prefix that is in place.
+        counts: By tier, the blocks in place that it had.
+        faults: What went wrong.
+        seconds: How long it took.
+        mask: Which blocks are in place, of a load with gaps.
+    """
+    chain, num_requested, num_in_place = request.chain, len(request.batch), sum(counts)
+    by_tier = {tier.name: count for tier, count in zip(chain.tiers, counts, strict=True) if count}
+    if not request.is_part:
+        for tier, count in zip(chain.tiers, counts, strict=True):
             tier.counters.hits += count
-            by_tier[tier.name] = count
-    chain.ledger.count_load(num_requested, num_blocks)
-    said = tuple(f"{fault.tier}: {fault.reason}" for fault in faults)
-    chain.emit(BlocksLoaded(num_blocks, num_requested, by_tier, seconds * 1e3, said))
-    num_bytes = num_blocks * chain.group.payload_bytes
-    return LoadResult(num_blocks, num_requested, by_tier, num_bytes, seconds, tuple(faults))
+        chain.ledger.count_load(num_requested, num_in_place)
+        said = tuple(f"{fault.tier}: {fault.reason}" for fault in faults)
+        chain.emit(BlocksLoaded(num_in_place, num_requested, by_tier, seconds * 1e3, said))
+    num_bytes = num_in_place * chain.group.payload_bytes
+    return LoadResult(num_blocks, num_requested, by_tier, num_bytes, seconds, tuple(faults), mask)

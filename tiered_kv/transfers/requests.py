@@ -35,6 +35,8 @@ class LoadRequest:
         priority: Of its reads.
         is_current: False once the weights have changed: then the load returns 0 blocks.
         layerwise: Whether to copy layer by layer.
+        gaps: Whether to load what is there, block by block, and not a prefix.
+        is_part: Whether it is a part of another load, which counts and tells of it.
     """
 
     chain: Chain
@@ -46,6 +48,8 @@ class LoadRequest:
     priority: Priority
     is_current: Callable[[], bool]
     layerwise: bool = False
+    gaps: bool = False
+    is_part: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Where every load and store begins: which kind of transfer serves a request."""
 
 from tiered_kv.transfers.direct import DirectLoad
+from tiered_kv.transfers.gaps import GapLoad
 from tiered_kv.transfers.layerwise import LayerLoad, LayerStore
 from tiered_kv.transfers.load import Load, LoadHandle
 from tiered_kv.transfers.requests import LoadRequest, StoreRequest
@@ -12,6 +13,8 @@ def start_load(request: LoadRequest) -> LoadHandle:
     """Start a load, on the event loop."""
     if (handle := start_resident(request)) is not None:
         return handle
+    if request.gaps:
+        return GapLoad(request, start_load).start_load()
     kind = LayerLoad if request.layerwise else DirectLoad if request.binding.direct is not None else Load
     load = kind(request)
     return load.start_load(request.chain.tasks.spawn(load.run(), f"load {len(request.batch)} blocks"))

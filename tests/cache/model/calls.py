@@ -4,7 +4,7 @@ from tests.cache.model.engine import LAST_SLOT, Place
 from tests.cache.model.machine import Machine
 from tiered_kv import BlockKeys, full
 
-MOVING = ("load", "store", "layers", "swap_out", "swap", "load_groups")
+MOVING = ("load", "gaps", "store", "layers", "swap_out", "swap", "load_groups")
 """Those that touch the engine's memory."""
 CALLS = (*MOVING, "lookup", "lookup_groups", "lease", "prefetch", "evict", "clear", "flush", "explain")
 
@@ -23,6 +23,12 @@ class Calls(Machine):
         weights = self.weights
         loaded = await self.cache.load(keys, self.engine.at(keys, place))
         assert self.has(keys, loaded.num_blocks, place, weights)
+
+    async def _call_gaps(self, keys: BlockKeys, place: Place) -> None:
+        self.asked["load"] += len(keys)
+        weights = self.weights
+        loaded = await self.cache.load(keys, self.engine.at(keys, place), gaps=True)
+        assert self.has_all_of(keys, loaded.mask, place, weights)
 
     async def _call_store(self, keys: BlockKeys, place: Place) -> None:
         await self.cache.store(keys, self.computed(keys, place))

@@ -83,11 +83,11 @@ class Engine(AnyEngine):
             slot.copy_(expected)
         return self.at(keys, place)
 
-    def has(self, keys: BlockKeys, version: str, place: Place) -> bool:
-        """Say whether all of them are right."""
+    def which(self, keys: BlockKeys, version: str, place: Place) -> list[bool]:
+        """Say of each whether it is right."""
         if place.memory == "pages":
-            return all(self.right(keys, self.numbers(keys, place.region), version))
-        return all(torch.equal(slot, expected) for slot, expected in self._slots(keys, version, place))
+            return self.right(keys, self.numbers(keys, place.region), version)
+        return [torch.equal(slot, expected) for slot, expected in self._slots(keys, version, place)]
 
     def poison(self, region: int) -> None:
         """Overwrite a region, which is nobody's now."""

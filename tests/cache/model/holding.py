@@ -114,7 +114,7 @@ class Holding(Machine):
             elif is_out:
                 self.swapped[group, slot] = key, version
             else:
-                assert self.engine.has(*self.swapped[group, slot], HERE)
+                assert all(self.engine.which(*self.swapped[group, slot], HERE))
 
         if key if is_out else (group, slot) in self.swapped:
             self.run(swap(), LONG_S)

@@ -6,8 +6,10 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, ClassVar, TypeVar
 
+import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant
+from numpy.typing import NDArray
 
 from tests.cache.model.engine import PROMPTS, Engine, Place
 from tests.cache.model.world import Shape, World
@@ -152,7 +154,12 @@ class Machine(RuleBasedStateMachine):
 
     def has(self, keys: BlockKeys, num_blocks: int, place: Place = HERE, weights: str | None = None) -> bool:
         """Say whether the leading blocks at a place are right."""
-        return self.engine.has(keys[:num_blocks], self.version(keys, weights), place)
+        return all(self.engine.which(keys[:num_blocks], self.version(keys, weights), place))
+
+    def has_all_of(self, keys: BlockKeys, mask: NDArray[np.bool_], place: Place, weights: str | None = None) -> bool:
+        """Say whether the blocks of a mask are right."""
+        which = self.engine.which(keys, self.version(keys, weights), place)
+        return bool(np.all(np.array(which, np.bool_)[mask]))
 
     def poison(self, region: int = 0) -> None:
         """Take a region of the engine's memory for nobody's."""

@@ -5,6 +5,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
@@ -12,10 +13,11 @@ from tests.cache.model.calls import CALLS, Calls
 from tests.cache.model.engine import NUM_REGIONS, Place
 from tests.cache.model.machine import DELAYS_S, LONG_S, PLACES, SPANS, WEIGHTS
 from tiered_kv import BlockKeys, LoadHandle, LoadResult, LoadTicket, Priority, StoreHandle, StoreResult, StoreTicket
+from tiered_kv.tiers.base import prefix_of
 
 AnyHandle = LoadHandle | StoreHandle | LoadTicket | StoreTicket
 PRIORITIES = st.sampled_from(Priority)
-WAYS = st.sampled_from(["start", "start", "layers", "submit"])
+WAYS = st.sampled_from(["start", "start", "gaps", "layers", "submit"])
 ORDERS = st.sampled_from([(0, 1), (1, 0), (0,), ()])
 """In which a layer-wise store gets its layers; some never come."""
 _LAST_COPIES_S = 0.1
@@ -60,9 +62,10 @@ class Transfers(Calls):
         assert sum(result.drop_reasons.values()) == result.num_dropped
 
     def loaded(self, keys: BlockKeys, result: LoadResult, place: Place, weights: str | None = None) -> None:
-        """Check a result: every byte of the prefix is right; what is behind it is nobody's."""
-        assert result.num_blocks == sum(result.by_tier.values()) <= result.num_requested == len(keys)
-        assert self.has(keys, result.num_blocks, place, weights)
+        """Check a result: every byte of what is in place is right; what is elsewhere is nobody's."""
+        assert result.num_blocks == prefix_of(result.mask) <= result.num_requested == len(keys) == len(result.mask)
+        assert np.count_nonzero(result.mask) == sum(result.by_tier.values())
+        assert self.has_all_of(keys, result.mask, place, weights)
 
     # Waited for.
 
@@ -86,10 +89,10 @@ class Transfers(Calls):
         memory=PLACES,
         delay_s=DELAYS_S,
         deadline_s=st.sampled_from([None, None, 0.0, 1.0]),
-        priority=PRIORITIES,
+        how=st.fixed_dictionaries({"priority": PRIORITIES, "gaps": st.booleans()}),
     )
     def load(
-        self, keys: BlockKeys, memory: str, delay_s: float | None, deadline_s: float | None, priority: Priority
+        self, keys: BlockKeys, memory: str, delay_s: float | None, deadline_s: float | None, how: dict[str, Any]
     ) -> None:
         """Load blocks: where nothing is in the way, all that are found."""
         in_time = delay_s is None and deadline_s is None and self.is_quiet
@@ -102,7 +105,7 @@ class Transfers(Calls):
             if memory == "direct":  # a medium that hangs has the engine's memory, for as long as it does
                 asyncio.get_running_loop().call_later(limit_s, self.world.release)
             into = self.engine.at(keys, place)
-            return await self.cache.load(keys, into, after=after, deadline_s=deadline_s, priority=priority)
+            return await self.cache.load(keys, into, after=after, deadline_s=deadline_s, **how)
 
         found = self.run(self.cache.lookup(keys), LONG_S).num_blocks
         result = self.run(load(), limit_s + _LAST_COPIES_S)
@@ -143,8 +146,9 @@ class Transfers(Calls):
         if way == "submit":
             handle: LoadHandle | LoadTicket = kv.submit_load(keys, into, after=after, priority=priority)
         else:
-            is_layerwise = way == "layers"
-            handle = kv.start_load(keys, into, after=after, priority=priority, layerwise=is_layerwise)
+            handle = kv.start_load(
+                keys, into, after=after, priority=priority, layerwise=way == "layers", gaps=way == "gaps"
+            )
         self.asked["load"] += len(keys)
         self._add(keys, place, handle, self.world.limits.load_timeout_s)
 

@@ -1,0 +1,142 @@
+"""Loads with gaps: what is there, block by block, where a hole ends nothing.
+
+Such a load asks which blocks are anywhere, and loads these as if there were none between them: so it is made of loads
+of a prefix, one for what is in memory and one for what is not. Where one of them ends early, as a block was lost after
+all, another begins behind it.
+"""
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiered_kv.memory.lanes import LaneCopy
+from tiered_kv.results import LoadResult, TierFault
+from tiered_kv.tiers.base import Mask, prefix_of
+from tiered_kv.tiers.batch import Batch
+from tiered_kv.tiers.chain import Chain
+from tiered_kv.tiers.memory import MemoryTier
+from tiered_kv.transfers.handles import Revocable, each_of
+from tiered_kv.transfers.load import LoadHandle, load_result, overtaken
+from tiered_kv.transfers.requests import LoadRequest
+
+
+async def anywhere(chain: Chain, batch: Batch, memories: Sequence[MemoryTier]) -> Mask:
+    """Say which blocks some tier has, or is getting; what shared tiers have, they say.
+
+    Args:
+        chain: The tiers of storage.
+        batch: The blocks.
+        memories: Those of its memory tiers that are in reach.
+    """
+    there: Mask = np.zeros(len(batch), np.bool_)
+    for memory in memories:
+        _, states = memory.index.find(batch.names)
+        there |= states > 0
+    for tier in chain.storage:
+        left = np.flatnonzero(~there)
+        if not len(left):
+            break
+        there[left] = await tier.find_each(batch[left])
+    return there
+
+
+class GapLoad(Revocable):
+    """One such load of one KV group."""
+
+    def __init__(self, request: LoadRequest, start_part: Callable[[LoadRequest], LoadHandle]) -> None:
+        """Prepare a load; ``start_part`` starts those of a prefix that it is made of."""
+        super().__init__()
+        self.num_layers = request.chain.group.num_layers
+        self.thread = threading.get_ident()
+        self._request = request
+        self._start_part = start_part
+        self._admitted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    def start_load(self) -> LoadHandle:
+        """Start it, in a task of the cache."""
+        request = self._request
+        task = request.chain.tasks.spawn(self._run(), f"load {len(request.batch)} blocks with gaps")
+        self.start(task, request.lane)
+        task.add_done_callback(lambda _: self._settle(0))
+        return LoadHandle(task, self)
+
+    @property
+    def is_admitted(self) -> bool:
+        """See `Loading.is_admitted`: when it has ended."""
+        return self._admitted.done()
+
+    async def wait_admitted(self) -> int:
+        """See `Loading.wait_admitted`."""
+        return await asyncio.shield(self._admitted)
+
+    def copy_of(self, layer: int) -> LaneCopy | None:
+        """See `Loading.copy_of`."""
+        return None
+
+    async def _run(self) -> LoadResult:
+        """Move the blocks; as for `Load.run`, nothing touches the engine's memory any more when it ends."""
+        request, loop = self._request, asyncio.get_running_loop()
+        started = loop.time()
+        mask: Mask = np.zeros(len(request.batch), np.bool_)
+        by_tier: Counter[str] = Counter()
+        faults: list[TierFault] = []
+        try:
+            await self._move(mask, by_tier, faults)
+        except TimeoutError:
+            faults.append(TierFault("", "deadline", len(request.batch)))
+        except asyncio.CancelledError:
+            self.revoked = True
+        if not request.is_current():
+            mask[:] = False
+            by_tier.clear()
+            faults = [overtaken(request)]
+        mask.flags.writeable = False
+        self._settle(int(np.count_nonzero(mask)))
+        counts = [by_tier[tier.name] for tier in request.chain.tiers]
+        return load_result(request, prefix_of(mask), counts, faults, loop.time() - started, mask)
+
+    async def _move(self, mask: Mask, by_tier: Counter[str], faults: list[TierFault]) -> None:
+        request, loop = self._request, asyncio.get_running_loop()
+        chain = request.chain
+        memories = chain.memory if request.binding.gpu is not None else [chain.host]
+        at = np.arange(len(request.batch))
+        while not self.revoked and request.is_current() and loop.time() < request.deadline:
+            async with asyncio.timeout_at(request.deadline):
+                at = at[await anywhere(chain, request.batch[at], memories)]
+            if not len(at):
+                return
+            resident = np.logical_or.reduce([memory.index.ready(request.batch.names[at]) for memory in memories])
+            parts = [part for part in (at[~resident], at[resident]) if len(part)]  # no medium delays what is in memory
+            results = await self._load_each(parts)
+            for part, result in zip(parts, results, strict=True):
+                mask[part[: result.num_blocks]] = True
+                by_tier.update(result.by_tier)
+                faults += result.faults
+            if any(fault.tier == "engine" for result in results for fault in result.faults):
+                return
+            behind = [part[result.num_blocks + 1 :] for part, result in zip(parts, results, strict=True)]
+            at = np.sort(np.concatenate(behind))  # what ended these loads is lost
+
+    async def _load_each(self, parts: Sequence[NDArray[np.int64]]) -> list[LoadResult]:
+        """Load blocks side by side, those of each part as if they were a prompt; cancelled, until nothing moves."""
+        request = self._request
+        handles = []
+        for at in parts:
+            lane = request.lane.part()
+            part = replace(
+                request, batch=request.batch[at], pages=request.pages[at], lane=lane, gaps=False, is_part=True
+            )
+            handles.append(self._start_part(part))
+        results = await each_of(handles)
+        task = asyncio.current_task()
+        self.revoked = self.revoked or (task is not None and task.cancelling() > 0)
+        return results
+
+    def _settle(self, num_blocks: int) -> None:
+        if not self._admitted.done():
+            self._admitted.set_result(num_blocks)
