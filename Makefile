@@ -28,7 +28,7 @@ help:
 	@echo "make test-engines  vLLM and other engines, each in an environment of its own: gigabytes once, then minutes"
 	@echo "                ... ENGINES='-k vllm': one of them"
 	@echo "make test-gpu   the tests of memory and copies, on a GPU; says which were skipped where there is none"
-	@echo "make torture    20,000 examples of the test of the whole face against a model, for hours"
+	@echo "make torture    20,000 examples of the test of the whole face against a model, a million for each reader, for hours"
 	@echo "make mutate     how many faults planted in the library the tests find, for hours; PACKAGE=tiers SAMPLE=50 minutes"
 	@echo "make check      ruff, mypy, import contracts, and the wheel installed without extras"
 	@echo "make bench      every benchmark, each with its ceiling"
@@ -64,7 +64,7 @@ test-gpu: .venv/dev.stamp
 	$(IN_VENV)pytest tests/gpu tests/memory
 
 torture: .venv/dev.stamp
-	$(IN_VENV)pytest tests/cache/test_model.py tests/cache/test_model_mutations.py --hypothesis-profile torture --timeout 0
+	$(IN_VENV)pytest tests/cache/test_model.py tests/cache/test_model_mutations.py tests/fuzz --hypothesis-profile torture --timeout 0
 
 mutate: .venv/mutate.stamp
 	nice $(IN_VENV)python .ci/mutate.py $(if $(PACKAGE),--package $(PACKAGE)) $(if $(SAMPLE),--sample $(SAMPLE)) \

@@ -1,0 +1,217 @@
+"""Readers of what comes from outside, given what is almost right: they say so, and nothing else happens.
+
+`make torture` gives each more than a million inputs.
+"""
+
+import asyncio
+import os
+import random
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+import zmq
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from structlog.testing import capture_logs
+
+from tests.support.caches import open_cache
+from tests.support.engine import PAYLOAD_BYTES
+from tests.support.fuzzing import pieces, variants
+from tiered_kv import TieredKVError
+from tiered_kv.backend import Block, Outcome
+from tiered_kv.keys import BlockKey, Namespace
+from tiered_kv.record import HEADER_BYTES, encode, examine_any, key_in, parse_record, verify
+from tiered_kv.seal import Seal
+from tiered_kv.telemetry import KVEventPublisher
+from tiered_kv_backends.nvme.ledger import ENTRY, Ledger, parse
+from tiered_kv_backends.nvme.ledger import encode as encode_entries
+from tiered_kv_backends.resp import Connection, command
+
+seeds = st.integers(0, 2**64 - 1)
+KEY = BlockKey(Namespace(bytes([7]) * 32, epoch=bytes([8]) * 32, salt=bytes([9]) * 32), bytes([10]) * 32)
+PAYLOAD = random.Random(0).randbytes(600)
+SEAL = Seal([bytes(32)])
+SEALS = {"plain": None, "encrypted": SEAL, "signed": Seal([bytes(32)], "aes-256-gmac")}
+SIGNED = 504
+"""Bytes of a header that are covered by what follows them."""
+
+
+def record_of(seal: Seal | None) -> bytes:
+    """Return a record."""
+    block = Block.empty(len(PAYLOAD))
+    block.payload[:] = PAYLOAD
+    encode(KEY, block, seal=seal)
+    return bytes(block)
+
+
+@pytest.mark.parametrize("kind", SEALS)
+@given(seeds)
+def test_records(kind: str, seed: int) -> None:
+    """A changed record is no hit, even with a checksum made good if it is sealed; nothing but our errors is raised."""
+    seal, original = SEALS[kind], record_of(SEALS[kind])
+    into, rng = Block.empty(len(PAYLOAD)), random.Random(seed)
+    for data in variants(original, seed):
+        is_made_good = len(data) >= HEADER_BYTES and rng.random() < 0.7
+        if is_made_good:
+            data[SIGNED : SIGNED + 8] = xxhash.xxh3_64_intdigest(data[:SIGNED]).to_bytes(8, "little")
+        try:
+            payload = bytes(parse_record(data, seal=seal).payload)
+        except TieredKVError:
+            payload = b""
+        is_same = data[:SIGNED] + data[HEADER_BYTES:] == original[:SIGNED] + original[HEADER_BYTES:]
+        if seal is not None or not is_made_good:
+            assert not payload or (is_same and payload == PAYLOAD)
+        if not into.fill(bytes(data)):
+            continue
+        key = key_in(into.header)
+        outcome = verify(KEY, into, seal=seal)
+        assert outcome in {Outcome.HIT, Outcome.MISS, Outcome.CORRUPT}
+        if outcome is Outcome.HIT:
+            assert key == KEY
+            assert bytes(into.payload) == PAYLOAD
+            assert is_same or (seal is None and is_made_good)
+        into.fill(bytes(data))
+        name = KEY.namespace.names_of([KEY.hash]).tobytes()
+        assert examine_any(name, into, codec="none", seal=seal)[0] is outcome or outcome is not Outcome.HIT
+
+
+def ledger_of(rng: random.Random) -> bytes:
+    """Return a ledger of some slots, some of which hold nothing."""
+    held = np.flatnonzero([rng.random() < 0.7 for _ in range(rng.randrange(1, 20))])
+    names = np.frombuffer(rng.randbytes(32 * len(held)), np.uint64).reshape(-1, 4)
+    entries = encode_entries(names, held, np.arange(1, len(held) + 1, dtype=np.uint64))
+    data = bytearray(20 * ENTRY.itemsize)
+    for slot, entry in zip(held.tolist(), entries, strict=True):
+        data[slot * ENTRY.itemsize : (slot + 1) * ENTRY.itemsize] = entry.tobytes()
+    return bytes(data)
+
+
+@given(seeds)
+def test_ledgers(seed: int) -> None:
+    """Every slot is free, held or damaged; what is held is what was written there; what has no place is left out."""
+    rng = random.Random(seed)
+    original, each = ledger_of(rng), ENTRY.itemsize
+    file = os.memfd_create("ledger")
+    ledger = Ledger(file)
+    try:
+        for data in variants(original, seed):
+            num_slots = len(data) // each
+            whole = bytes(data[: num_slots * each])
+            entries, damaged = parse(whole, 0)
+            used = {slot for slot in range(num_slots) if any(whole[slot * each : (slot + 1) * each])}
+            assert set(entries.slots.tolist()) | set(damaged.tolist()) == used
+            assert len(entries.slots) + len(damaged) == len(used)
+            for slot in entries.slots.tolist():
+                assert whole[slot * each : (slot + 1) * each] == original[slot * each : (slot + 1) * each]
+            names, slots, replaced = entries.latest()
+            assert len({name.tobytes() for name in names}) == len(names)
+            assert sorted([*slots.tolist(), *replaced.tolist()]) == sorted(entries.slots.tolist())
+            os.ftruncate(file, 0)
+            os.pwrite(file, data, 0)
+            ledger.num_slots = num_slots
+            num_allocated = rng.randrange(30)
+            found, unknown = ledger.read(num_allocated)
+            assert all(slot < num_allocated for slot in [*found.slots.tolist(), *unknown.tolist()])
+    finally:
+        ledger.close()
+
+
+class Fed(Connection):
+    """A connection that is told what the server says."""
+
+    said: list[bytes]
+
+    async def _send(self, pieces: Iterable[bytes | memoryview]) -> None:
+        for _ in pieces:
+            """Nobody listens."""
+
+    async def _receive(self, into: memoryview) -> int:
+        if not self.said:
+            raise ConnectionResetError("the server closed the connection")
+        piece = self.said[0][: len(into)]
+        self.said[0] = self.said[0][len(piece) :]
+        if not self.said[0]:
+            del self.said[0]
+        into[: len(piece)] = piece
+        return len(piece)
+
+
+BLOCKS = [b"%d" % n * 300 for n in range(3)]
+REPLIES = {
+    "get": b"".join(b"$%d\r\n%b\r\n" % (HEADER_BYTES + len(each), bytes(HEADER_BYTES) + each) for each in BLOCKS)
+    + b"$-1\r\n-MOVED 1 127.0.0.1:6379\r\n",
+    "set": b"+OK\r\n-OOM command not allowed\r\n+OK\r\n",
+    "count": b":1\r\n:0\r\n-NOPERM no\r\n:42\r\n",
+}
+
+
+@pytest.mark.parametrize("question", REPLIES)
+@given(seeds)
+def test_replies_of_redis(question: str, seed: int) -> None:
+    """Each gives an answer for each question, or is an error of the connection; a hit is what the server sent."""
+    into = [Block.empty(300) for _ in range(5)]
+
+    async def ask(sock: socket.socket, said: list[bytes], *, is_asking: bool) -> None:
+        connection = Fed(sock)
+        connection.said, connection.is_asking = said, is_asking
+        stream = b"".join(said)
+        try:
+            if question == "get":
+                answers = await connection.get([command(b"GET", b"x")] * 5, into)
+                hits = [bytes(each) for each, answer in zip(into, answers, strict=True) if answer is Outcome.HIT]
+                assert all(hit in stream for hit in hits)
+            elif question == "set":
+                answers = await connection.set([b"x"] * 3, into[:3])
+            else:
+                numbers = await connection.count([b""] * 4)
+                assert len(numbers) == 4
+        except OSError:  # of which ProtocolError is one
+            return
+
+    async def all_of_them() -> None:
+        rng = random.Random(seed)
+        with socket.socket() as sock:
+            for data in variants(REPLIES[question], seed):
+                await ask(sock, pieces(bytes(data), rng), is_asking=rng.random() < 0.1)
+
+    asyncio.run(all_of_them())
+
+
+@settings(max_examples=max(1, settings().max_examples // 64), suppress_health_check=list(HealthCheck))
+@given(seed=seeds)
+def test_questions_of_routers(seed: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Whatever is asked for, and however, a publisher logs no fault of its own and answers the next question."""
+    folder = tmp_path_factory.mktemp("zmq", numbered=True)
+    with capture_logs() as logs:
+        asyncio.run(_ask_all(folder, seed))
+    assert [each for each in logs if each["log_level"] in {"warning", "error"}] == []
+
+
+async def _ask_all(folder: Path, seed: int) -> None:
+    rng, context = random.Random(seed), zmq.Context()
+    where = {"endpoint": f"ipc://{folder}/pub", "replay_endpoint": f"ipc://{folder}/replay"}
+    try:
+        async with (
+            open_cache({"medium": "cpu", "capacity": 4 * PAYLOAD_BYTES}) as kv,
+            KVEventPublisher(kv, where["endpoint"], replay_endpoint=where["replay_endpoint"], snapshot_every_s=0),
+        ):
+            asking, joining = context.socket(zmq.DEALER), context.socket(zmq.XSUB)
+            asking.connect(where["replay_endpoint"])
+            joining.connect(where["endpoint"])
+            for data in variants(b"\0\0\0\0\0\0\0\1", seed, times=64):
+                asking.send_multipart([bytes(each) for each in pieces(bytes(data), rng)][:8] or [b""])
+                joining.send(bytes([rng.randrange(3)]) + bytes(data[:8]))
+            asking.send_multipart([b"", (2**64 - 1).to_bytes(8, "big")])
+            await asyncio.to_thread(_until_end, asking)
+    finally:
+        context.destroy(linger=0)
+
+
+def _until_end(asking: "zmq.Socket[bytes]") -> None:
+    asking.setsockopt(zmq.RCVTIMEO, 60_000)
+    while asking.recv_multipart()[-1] != b"":
+        pass
