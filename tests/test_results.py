@@ -26,7 +26,7 @@ async def test_settled_says_what_each_tier_did() -> None:
     async def settle() -> tuple[TierStore, ...]:
         return told
 
-    result = StoreResult(2, 2, 0, 0, {}, settle)
+    result = StoreResult(2, 2, 0, 0, _settled=settle)
     assert (await result.settled(), await result.settled()) == (told, told)
 
 

@@ -4,7 +4,7 @@ A planner makes a `Plan`, which holds leases or reservations under its job; work
 with `Outcomes`; the planner completes the job with these, in whatever order they come.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from tiered_kv.specs import CPULoadStoreSpec, GPULoadStoreSpec
@@ -88,12 +88,14 @@ class Outcomes:
         rank: Whose part.
         num_moved: How many of its slots were moved, from the first on; the others were not touched or are half written.
         error: Why not all were; empty otherwise.
+        seconds: How long that took the worker, waiting for its event included.
     """
 
     job: int
     rank: int
     num_moved: int
     error: str = ""
+    seconds: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -105,8 +107,16 @@ class JobResult:
         num_blocks: Of a load, the prefix that is in place on every rank. Of a store, the blocks that were new and that
             every rank has copied out.
         errors: What went wrong, per rank.
+        num_bytes: Payload bytes of these blocks, of all ranks together.
+        seconds: From the call to the end, on the cache's clock.
+        planned_s: From the call to the plan: of a load, until the blocks were in host memory.
+        moved_s: What the slowest rank says that it took.
     """
 
     job: int
     num_blocks: int
     errors: tuple[str, ...] = ()
+    num_bytes: int = 0
+    seconds: float = field(default=0.0, compare=False)
+    planned_s: float = field(default=0.0, compare=False)
+    moved_s: float = field(default=0.0, compare=False)

@@ -130,6 +130,8 @@ class StoreResult:
         num_dropped: Blocks not kept at all.
         drop_reasons: Why, in a few fixed words: ``"no room"``, ``"deadline"``, ``"copy failed"``,
             ``"revoked"``, ``"device unusable"``, ``"draining"``.
+        num_bytes: Payload bytes of what was copied, as the engine has them.
+        seconds: From the call until the source could be reused, on the cache's clock.
     """
 
     num_requested: int
@@ -137,6 +139,8 @@ class StoreResult:
     num_present: int
     num_dropped: int
     drop_reasons: Mapping[str, int] = field(default_factory=dict)
+    num_bytes: int = 0
+    seconds: float = 0.0
     _settled: Callable[[], Awaitable[tuple[TierStore, ...]]] | None = field(default=None, repr=False, compare=False)
 
     async def settled(self) -> tuple[TierStore, ...]:
@@ -207,6 +211,10 @@ class TierStatistics:
         hits: Blocks loaded that this tier had before any promotion: each block loaded counts in one tier.
         dirty: Blocks that wait here to be written below.
         written, promoted, evicted, dropped, corrupt, failed, expired: Blocks, see `tiers.memory.Counters`.
+        bytes_read, bytes_written: Of records that the medium brought and took, headers and padding included. 0 for
+            memory tiers, whose copies are a part of each load and store.
+        read_s, write_s: How long its calls took, each from its beginning to its answer. Calls under way side by side
+            add up: bytes over seconds is what one of them gets.
         facts: What else the backend says of itself, e.g. its I/O mode.
     """
 
@@ -228,6 +236,10 @@ class TierStatistics:
     corrupt: int = 0
     failed: int = 0
     expired: int = 0
+    bytes_read: int = 0
+    read_s: float = 0.0
+    bytes_written: int = 0
+    write_s: float = 0.0
     facts: Mapping[str, object] = field(default_factory=dict)
 
 

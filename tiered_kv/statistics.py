@@ -1,6 +1,7 @@
 """A snapshot of a cache in numbers, added up over its KV groups and ranks."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from tiered_kv.backend import SlotBackend
 from tiered_kv.results import CacheStatistics, TierStatistics
@@ -33,7 +34,7 @@ def cache_statistics(chains: Sequence[Chain], ledger: Ledger, num_transfers: int
 
 
 def _tier_statistics(chains: Sequence[Chain], number: int) -> TierStatistics:
-    values: dict[str, int] = {}
+    values: dict[str, Any] = {}
     for chain in chains:
         tier = chain.tiers[number]
         counts = dict(vars(tier.counters))

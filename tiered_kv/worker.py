@@ -6,6 +6,7 @@ slots until the worker has answered or has ended.
 
 import os
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from types import TracebackType
@@ -137,9 +138,11 @@ class Worker:
             else:
                 gather_blocks(caches, engine.ids, slab.rows, move.host.ids)
 
+        started = time.monotonic()
+
         def done(error: BaseException | None) -> None:
-            moved = 0 if error else len(move.host)
-            ended.set_result(Outcomes(plan.job, self.rank, moved, f"{type(error).__name__}: {error}" if error else ""))
+            moved, said = (0, f"{type(error).__name__}: {error}") if error else (len(move.host), "")
+            ended.set_result(Outcomes(plan.job, self.rank, moved, said, time.monotonic() - started))
 
         try:
             with self._lock:

@@ -142,3 +142,26 @@ async def test_what_plans_move_is_counted_too() -> None:
         assert (kv.stats().missed, kv.stats().requested) == (20, 24)
         assert_conserved(kv.stats())
         await until_idle(kv)
+
+
+async def test_bytes_and_seconds_are_told_for_each_call_and_each_tier() -> None:
+    """Of what a store copied and a load brought; and of what media took and brought for them, as far as they did."""
+    engine, disk, keys = Engine(), ScriptedSlotBackend(name="disk"), prompt(8)
+    async with open_cache(cpu(16), disk, engine=engine) as kv:
+        first = await kv.store(keys[:2], engine.compute(keys[:2]))
+        stored = await kv.store(keys, engine.compute(keys))
+        assert first.num_bytes == 2 * PAYLOAD_BYTES
+        assert stored.num_bytes == 6 * PAYLOAD_BYTES  # what is there is not copied
+        assert stored.seconds > 0.0
+        await kv.flush()
+        record_bytes, odd = divmod(kv.stats()["disk"].bytes_written, 8)
+        assert (odd, record_bytes >= PAYLOAD_BYTES) == (0, True)
+        assert kv.stats()["disk"].write_s > 0.0
+        await kv.evict(keys[5:], tier="cpu")
+        loaded = await kv.load(keys, GPULoadStoreSpec(range(8)))
+        assert loaded.num_bytes == 8 * PAYLOAD_BYTES
+        stats = kv.stats()
+        assert stats["disk"].bytes_read == 3 * record_bytes
+        assert stats["disk"].read_s > 0.0
+        assert (stats["cpu"].bytes_read, stats["cpu"].bytes_written) == (0, 0)
+        await until_idle(kv)

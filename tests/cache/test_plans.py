@@ -47,6 +47,8 @@ from tiered_kv.plan import SlabHandle
 N = 6
 KEYS = prompt(N)
 CPU = cpu(32, 2 * STRIDE)  # 32 slots for each of two ranks
+HEADER = 4096
+PAYLOAD = SMALL.groups[0].payload_bytes
 WAIT_S = 30.0
 """For what comes at once unless something is broken."""
 
@@ -119,6 +121,13 @@ async def test_a_round_trip_through_two_ranks(tmp_path: Path) -> None:
             planner.complete(worker.execute(spread(plan)))
         assert (await job.ended()).num_blocks == N
         assert ranks.num_right() == [N, N]
+        result = await job.ended()
+        assert result.num_bytes == N * 2 * PAYLOAD
+        assert result.seconds >= result.planned_s > 0.0  # the bytes were brought from the disk
+        assert result.moved_s > 0.0
+        disk = kv.stats()["nvme"]
+        assert disk.bytes_read == 2 * N * (STRIDE + HEADER)
+        assert disk.read_s > 0.0
         ranks.close()
         await until_idle(kv)
 
@@ -611,7 +620,7 @@ async def test_a_scheduler_without_an_event_loop() -> None:
                 for worker in ranks.workers:
                     planner.complete(worker.execute(spread(job.plan)))
                 assert planner.poll(WAIT_S) == [job]
-                assert job.result == JobResult(job.number, N)
+                assert job.result == JobResult(job.number, N, num_bytes=N * 2 * PAYLOAD)
                 ranks.wipe() if direction == "store" else None
             assert ranks.num_right() == [N, N]
             empty = planner.plan_load(prompt(3, seed=9), spec[:3])
@@ -685,7 +694,7 @@ async def test_a_load_is_bound_when_the_engine_has_chosen_its_blocks() -> None:
         assert bound.moves[1].positions == (2, 3, 4)
         for worker in ranks.workers:
             planner.complete(worker.execute(spread(bound)))
-        assert await job.ended() == JobResult(job.number, 3)
+        assert await job.ended() == JobResult(job.number, 3, num_bytes=3 * 2 * PAYLOAD)
         for rank, engine in enumerate(ranks.engines):
             assert engine.right(KEYS, range(N), f"rank {rank}") == [False, False, True, True, True, False]
         after = kv.stats()
@@ -759,7 +768,7 @@ async def test_a_store_is_completed_key_by_key() -> None:
         assert (await kv.lookup(keys)).num_blocks == N  # a block counts when every rank has it
         job.complete([keys[8], keys[6], keys[9]], rank=1)
         job.complete(keys, rank=1)
-        assert await job.ended() == JobResult(job.number, 3)
+        assert await job.ended() == JobResult(job.number, 3, num_bytes=3 * 2 * PAYLOAD)
         job.complete(keys, rank=1, moved=False)
         assert (await kv.lookup(keys)).num_blocks == N + 3
         loading = planner.plan_load(keys)

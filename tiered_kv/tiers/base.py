@@ -15,7 +15,7 @@ Mask = NDArray[np.bool_]
 
 @dataclass
 class Counters:
-    """Blocks, since the cache was opened."""
+    """Since the cache was opened; blocks unless they say otherwise."""
 
     hits: int = 0
     """Loaded from here: each block asked for is counted once, in the tier that had it before promotion."""
@@ -33,6 +33,14 @@ class Counters:
     """Not read or written because the medium failed."""
     expired: int = 0
     """Removed because they were here for too long."""
+    bytes_read: int = 0
+    """Of records that reads brought, padding included: nothing is counted for a memory tier."""
+    read_s: float = 0.0
+    """Of these reads, each from its call to its answer: several may be under way at once."""
+    bytes_written: int = 0
+    """Of records that the medium took."""
+    write_s: float = 0.0
+    """Of these writes."""
 
 
 class Tier:

@@ -226,7 +226,10 @@ class StorageTier(Tier):
         if not answer.value:
             self.counters.failed += n
             return [Outcome.FAILED] * n
-        self.load_rate.saw(self._num_bytes(n), self.health.clock() - started)
+        seconds, num_filled = self.health.clock() - started, answer.value.count(Outcome.HIT)
+        self.load_rate.saw(self._num_bytes(n), seconds)
+        self.counters.bytes_read += self._num_bytes(num_filled)
+        self.counters.read_s += seconds
         verdicts, refused = await self._records.verify(keys, blocks, list(answer.value), self.shape)
         self._tell_refused(refused)
         self.counters.corrupt += verdicts.count(Outcome.CORRUPT)
@@ -240,13 +243,17 @@ class StorageTier(Tier):
     async def _write(
         self, call: Callable[[], Awaitable[list[Outcome]]], n: int, kind: Kind, on_late: Callable[[], None]
     ) -> list[Outcome]:
+        started = self.health.clock()
         answer = await self.calls.make(
             "write", call, num_blocks=n, waiter=Waiter(kind), on_late=on_late,
             problem_of=outcomes_problem(n, _WRITTEN), is_failure=all_failed,
         )  # fmt: skip
         if not answer.was_made:
             return [Outcome.REFUSED] * n
-        return list(answer.value or [Outcome.FAILED] * n)
+        outcomes = list(answer.value or [Outcome.FAILED] * n)
+        self.counters.bytes_written += self._num_bytes(outcomes.count(Outcome.STORED))
+        self.counters.write_s += self.health.clock() - started
+        return outcomes
 
     @asynccontextmanager
     async def _encoded(self, batch: Batch, blocks: list[Block]) -> AsyncIterator[tuple[list[BlockKey], list[Block]]]:

@@ -137,7 +137,7 @@ class Jobs:
                 raise ClosedError("this TieredKV is closed")
             self._last_number += 1
             job = self._not_over[self._last_number] = Job(self, self._last_number)
-            self._underway[job] = Underway(job.number, request)
+            self._underway[job] = Underway(job.number, request, self._loop.time)
         self._soon(self._start, job)
         return job
 
@@ -171,7 +171,8 @@ class Jobs:
         number, rank = as_int("job", outcomes.job), self._rank(outcomes.rank)
         num_moved = as_int("num_moved", outcomes.num_moved, least=_LEAST_INT)
         if (job := self._not_over.get(number)) is not None:
-            self._soon(self._take, job, lambda underway: underway.take(rank, num_moved, str(outcomes.error)))
+            answer = rank, num_moved, str(outcomes.error), float(outcomes.seconds)
+            self._soon(self._take, job, lambda underway: underway.take(*answer))
 
     def complete_keys(self, job: Job, keys: Sequence[bytes], rank: int, *, moved: bool) -> None:
         """See `Job.complete`."""

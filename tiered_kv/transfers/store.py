@@ -183,6 +183,8 @@ class Store(Revocable):
             self._num_present,
             self._dropped.total(),
             dict(self._dropped),
+            self._num_stored * self._chain.group.payload_bytes,
+            seconds,
             self._wait,
         )
         self._chain.ledger.count_store(

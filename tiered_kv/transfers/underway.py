@@ -3,7 +3,7 @@
 It decides and waits for nothing; when which of it happens is for `jobs.Jobs` to say.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -27,7 +27,7 @@ class Underway:
         is_bound: Whether the engine's blocks are said: before, no worker has its plan. Set by any thread, once.
     """
 
-    def __init__(self, number: int, request: JobRequest) -> None:
+    def __init__(self, number: int, request: JobRequest, clock: Callable[[], float]) -> None:
         self.request = request
         self.plan: Plan | None = None
         self.is_bound = request.engine is not None
@@ -37,6 +37,9 @@ class Underway:
         self._moved: list[Mask] = []  # by rank, over the keys
         self._unanswered: dict[int, Mask] = {}  # by rank, over the keys; only ranks that must answer
         self._errors: dict[int, str] = {}  # by rank
+        self._clock = clock
+        self._begun = self._planned = clock()
+        self._moved_s = 0.0
 
     def hold(self, pids: Sequence[int], sources: Sequence[NDArray[np.int8]]) -> Plan:
         """Hold host memory for every rank, and say who moves what.
@@ -65,6 +68,7 @@ class Underway:
             plan = bind(plan, request, request.engine[: num_blocks * request.pages_per_block])
         self._unanswered = {move.rank: self._mask_of(move.positions) for move in moves if move.positions}
         self.plan = plan
+        self._planned = self._clock()
         return plan
 
     def follow(self, plan: Plan, wanted: slice) -> None:
@@ -82,10 +86,11 @@ class Underway:
         """Say whether a process has not answered for its rank."""
         return self.plan is not None and rank in self._unanswered and self.plan.move_of(rank).pid == pid
 
-    def take(self, rank: int, num_moved: int, error: str) -> None:
+    def take(self, rank: int, num_moved: int, error: str, seconds: float = 0.0) -> None:
         """Take a rank's answer: it has moved the first slots of its part, and will touch none any more."""
         if self.plan is not None and self._unanswered.pop(rank, None) is not None:
             self._moved[rank] |= self._mask_of(self.plan.move_of(rank).positions[: max(0, num_moved)])
+            self._moved_s = max(self._moved_s, seconds)
             if error:
                 self._errors[rank] = error
 
@@ -114,7 +119,7 @@ class Underway:
         else:
             everywhere = np.logical_and.reduce([held.present for held in self._held])
             num_blocks = int(np.count_nonzero(moved & ~everywhere))
-        return JobResult(self._number, num_blocks, tuple(errors))
+        return self._result(num_blocks, errors)
 
     def give_up(self, why: str, *, may_be_writing: bool = False) -> JobResult:
         """End it with nothing; what a worker may be writing to stays reserved for good."""
@@ -124,7 +129,12 @@ class Underway:
                 held.abandon(self._wanted)
             else:
                 held.end(nothing, self._wanted)
-        return JobResult(self._number, 0, (why,))
+        return self._result(0, [why])
+
+    def _result(self, num_blocks: int, errors: Sequence[str]) -> JobResult:
+        num_bytes = num_blocks * sum(chain.group.payload_bytes for chain, _ in self.request.parts)
+        seconds, planned_s = self._clock() - self._begun, self._planned - self._begun
+        return JobResult(self._number, num_blocks, tuple(errors), num_bytes, seconds, planned_s, self._moved_s)
 
     def _mask_of(self, positions: Sequence[int]) -> Mask:
         mask: Mask = np.zeros(len(self.request.keys), np.bool_)
