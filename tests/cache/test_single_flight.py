@@ -141,6 +141,23 @@ async def test_who_joins_a_prefetch_hurries_it(kind: type[Scripted]) -> None:
         await until_idle(kv)
 
 
+async def test_who_waits_for_another_blames_the_tiers_that_are_late() -> None:
+    """And no other one: not for the blocks that another load is bringing, of which it knows nothing."""
+    engine, late, idle = Engine(), ScriptedBackend(name="late", timeout_s=1e6), ScriptedBackend(name="idle")
+    async with open_cache(CPU, late, idle, engine=engine) as kv:
+        await keep(kv, engine, KEYS[:2])
+        await kv.evict(KEYS, tier="cpu")
+        late.on_read.hold()
+        first = asyncio.create_task(kv.load(KEYS[:1], GPULoadStoreSpec([0])))
+        await until(lambda: late.on_read.num_held == 1)
+        faults = (await kv.load(KEYS[:2], GPULoadStoreSpec([1, 2]), deadline_s=0.05)).faults
+        assert {fault.tier for fault in faults if fault.reason == "deadline"} <= {"late", ""}
+        assert "late" in {fault.tier for fault in faults}
+        late.on_read.release()
+        assert (await first).num_blocks == 1
+        await until_idle(kv)
+
+
 @both_kinds
 async def test_a_load_joins_a_store_under_way(kind: type[Scripted]) -> None:
     """Blocks that are being copied to the host are loaded from there once they are, and not read at all."""
@@ -170,6 +187,7 @@ async def test_prefetches_stay_within_their_quota(quota: int) -> None:
         for _ in range(20):
             await asyncio.sleep(0)
         assert 2 * medium.on_read.num_held <= max(quota, 2)
+        assert inside(kv).chains[0].limits.prefetches.in_flight >= 2 * PAYLOAD_BYTES * medium.on_read.num_held
         medium.on_read.release()
         assert [(await handle).num_blocks for handle in handles] == [6] * 5
         await until_idle(kv)
