@@ -16,7 +16,8 @@ from tests.support.caches import until_idle
 from tiered_kv import BlockKeys, KVGroup, KVLayout
 from tiered_kv.tiers.owned import OwnedTier
 
-NUM_LIVES = 50
+NUM_LIVES = 25
+"""Of each kind of tier."""
 PROMPT_BLOCKS = 8
 STORES_AT_ONCE = 2
 TWO_GROUPS = KVLayout((KVGroup(2, 1, 48, "bfloat16", 4), KVGroup(1, 2, 64, "float32", 8, "HND", 4)))
@@ -85,16 +86,22 @@ async def test_hot_heads_outlive_a_restart(tmp_path: Path, monkeypatch: pytest.M
         assert engine.count_right(head, range(4)) == (4 if is_spread else 0)
 
 
+def mortal(path: Path, kind: str) -> dict[str, object]:
+    """Return the tier of a cache that is killed; the disk is small, so that records are written over."""
+    more = {"encryption": {"keys": ["01" * 32]}, "scrub_bandwidth": "1GiB"} if kind == "encrypted" else {}
+    return {**nvme(path, "1MiB"), **more}
+
+
 def prompts_of(life: int) -> list[BlockKeys]:
     """Return what a life stores, in this order, as far as it gets."""
     return [prompt(PROMPT_BLOCKS, seed=1 + life * 80 + number) for number in range(80)]
 
 
-async def store_until_killed(path: Path, life: int, acknowledged: int) -> None:
+async def store_until_killed(path: Path, kind: str, life: int, acknowledged: int) -> None:
     """Store prompts for ever, several at once, and write a byte to a pipe for each that is on the disk."""
     engine = AnyEngine()
     left = iter(prompts_of(life))
-    async with open_any(engine, cpu(12), nvme(path, "1MiB")) as kv:
+    async with open_any(engine, cpu(12), mortal(path, kind)) as kv:
 
         async def store_some(number: int) -> None:
             ids = range(number * PROMPT_BLOCKS, (number + 1) * PROMPT_BLOCKS)
@@ -111,11 +118,11 @@ async def store_until_killed(path: Path, life: int, acknowledged: int) -> None:
 
 def run_lives() -> None:
     """For each delay read, start a life, kill it that long after its first store, say what it had acknowledged."""
-    path = Path(sys.argv[1])
+    path, kind = Path(sys.argv[1]), sys.argv[2]
     for life, line in enumerate(sys.stdin):
         reader, writer = os.pipe()
         if (child := os.fork()) == 0:
-            asyncio.run(store_until_killed(path, life, writer))
+            asyncio.run(store_until_killed(path, kind, life, writer))
         os.close(writer)
         acknowledged = os.read(reader, 8)
         time.sleep(float(line))  # the moment of death: nothing waits for it
@@ -129,16 +136,17 @@ def run_lives() -> None:
 
 
 @pytest.mark.slow
-def test_after_kill_only_right_bytes_are_served(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["plain", "encrypted"])
+def test_after_kill_only_right_bytes_are_served(tmp_path: Path, kind: str) -> None:
     """Killed at any moment, a cache serves after its restart what was stored, byte for byte, or nothing in its place.
 
-    The disk is small, so that records are written over; what was acknowledged last is there whole.
+    What was acknowledged last is there whole; encrypted, and scrubbed meanwhile, it is the same.
     """
     delays = np.random.default_rng(50).uniform(0, 0.06, NUM_LIVES)
     num_served = 0
     root = Path(__file__).parents[2]
     with subprocess.Popen(
-        [sys.executable, __file__, str(tmp_path)],
+        [sys.executable, __file__, str(tmp_path), kind],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -151,16 +159,16 @@ def test_after_kill_only_right_bytes_are_served(tmp_path: Path) -> None:
             lives.stdin.flush()
             acknowledged = bytes.fromhex(lives.stdout.readline())
             assert acknowledged
-            num_served += asyncio.run(check(tmp_path, life, acknowledged))
+            num_served += asyncio.run(check(tmp_path, kind, life, acknowledged))
         lives.stdin.close()
     assert num_served > NUM_LIVES * PROMPT_BLOCKS
 
 
-async def check(path: Path, life: int, acknowledged: bytes) -> int:
+async def check(path: Path, kind: str, life: int, acknowledged: bytes) -> int:
     """Load what can be found of the prompts of this life and the one before, compare it, and return how much it was."""
     engine = AnyEngine()
     num_served, whole = 0, set()
-    async with open_any(engine, cpu(0), nvme(path, "1MiB")) as kv:
+    async with open_any(engine, cpu(0), mortal(path, kind)) as kv:
         for keys in [keys for each in range(max(0, life - 1), life + 1) for keys in prompts_of(each)]:
             for start in (0, PROMPT_BLOCKS // 2):  # behind a hole too
                 tail = keys[start:]
