@@ -162,6 +162,11 @@ def key_in(header: memoryview) -> BlockKey | None:
     return fields.key
 
 
+def payload_bytes_in(header: memoryview) -> int:
+    """Return how long the payload is, as it lies there, of a record whose header names a key, see `key_in`."""
+    return _Fields(*_FIELDS.unpack_from(header)).stored_bytes
+
+
 def _parse(header: memoryview) -> _Fields | None:
     """Return the fields of a header that is whole."""
     if xxhash.xxh3_64_intdigest(header[:_CHECKSUM_AT]) != _CHECKSUM.unpack_from(header, _CHECKSUM_AT)[0]:

@@ -74,12 +74,7 @@ class Directory:
         self._reserved_bytes = self._reserved_for(self.num_slots)
         self.folder_fds: list[int] = []
         with contextlib.ExitStack() as opened:
-            with _explained(path, "the NVMe tier needs a directory that it can write to, and nobody else"):
-                self.fd = open_root(path)
-                opened.callback(os.close, self.fd)
-                self._lock = _Lock(path, self.fd)
-                opened.callback(self._lock.release)
-                _name_holder(self.fd)
+            self.fd = opened.enter_context(taken(path))
             with _explained(path, "is it the NVMe tier's alone?"):
                 for shape in groups:
                     self.folder_fds.append(open_folder(self.fd, shape.folder))
@@ -200,6 +195,27 @@ def _needed(num_slots: int, groups: Iterable[RecordShape]) -> int:
 
 def _size(num_bytes: int) -> str:
     return f"{num_bytes} bytes ({ByteSize(num_bytes).human_readable(separator=' ')})"
+
+
+@contextlib.contextmanager
+def taken(path: Path) -> Iterator[int]:
+    """Take a directory for this process alone, and yield its descriptor; it is made if need be, for its owner only.
+
+    Raises:
+        ConfigurationError: It is none, not this user's alone, not writable, or held by another process.
+    """
+    with contextlib.ExitStack() as opened:
+        with _explained(path, "the NVMe tier needs a directory that it can write to, and nobody else"):
+            fd = open_root(path)
+            opened.callback(os.close, fd)
+            opened.callback(_Lock(path, fd).release)
+            _name_holder(fd)
+        yield fd
+
+
+def folders_in(fd: int) -> list[str]:
+    """Name the folders of a directory that hold blocks, of whichever model."""
+    return sorted(name for name in os.listdir(fd) if _FINGERPRINT.fullmatch(name))
 
 
 def fit(capacity_bytes: int, groups: Sequence[RecordShape]) -> int:

@@ -1,0 +1,99 @@
+"""Deleting a tenant's blocks from an NVMe tier's directory. For a job of your own, while no cache has it open."""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from tiered_kv.backend import RecordShape
+from tiered_kv.errors import BackendUnavailableError
+from tiered_kv.keys import salt_digest
+from tiered_kv.record import HEADER_BYTES, MAGIC, key_in, payload_bytes_in
+from tiered_kv_backends.nvme.backend import NVMeBackend
+from tiered_kv_backends.nvme.directory import folders_in, taken
+from tiered_kv_backends.nvme.ledger import Ledger, Slots
+from tiered_kv_backends.nvme.own_files import open_file, open_folder
+from tiered_kv_backends.nvme.slab import Slab
+
+_SLOTS_AT_ONCE: Final = 4096
+_BYTES_AT_ONCE: Final = 1 << 20
+
+
+async def delete_tenant(settings: NVMeBackend.Settings | Mapping[str, Any] | str, salt: str | bytes) -> int:
+    """Delete the blocks of one salt, of every model and epoch: nothing finds them again when this returns.
+
+    Reads the header of every record. Payloads are overwritten too if the settings say ``erase``.
+
+    Returns:
+        How many blocks were deleted.
+
+    Raises:
+        ConfigurationError: No settings of this medium, or a cache has the directory open: a block may be in its memory.
+        BackendUnavailableError: The disk failed; what was deleted until then stays deleted.
+    """
+    settings = NVMeBackend.Settings.of(settings)
+    try:
+        return await asyncio.to_thread(_delete, settings.path, salt_digest(salt), erase=settings.erase)
+    except OSError as error:
+        raise BackendUnavailableError(f"{settings.path}: could not delete a tenant: {error.strerror}") from error
+
+
+def _delete(path: Path, salt: bytes, *, erase: bool) -> int:
+    if not path.exists():
+        return 0
+    with taken(path) as root:
+        return sum(_delete_in(root, folder, salt, erase=erase) for folder in folders_in(root))
+
+
+def _delete_in(root: int, folder: str, salt: bytes, *, erase: bool) -> int:
+    with contextlib.ExitStack() as opened:
+        folder_fd = open_folder(root, folder)
+        opened.callback(os.close, folder_fd)
+        file = open_file(folder_fd, "slab")
+        num_bytes, fingerprint = os.fstat(file).st_size, bytes.fromhex(folder[:64])
+        shape = _shape_in(file, num_bytes, fingerprint)
+        if shape is None:
+            os.close(file)
+            return 0
+        slab = Slab(file, shape, num_bytes // shape.stride_bytes)
+        opened.callback(slab.close)
+        ledger = Ledger(open_file(folder_fd, "ledger"))
+        opened.callback(ledger.close)
+        num_deleted = 0
+        for start in range(0, slab.num_allocated, _SLOTS_AT_ONCE):
+            slots = np.arange(start, min(start + _SLOTS_AT_ONCE, slab.num_allocated))
+            mine = slots[[_is_of(header.data, salt) for header in slab.headers(slots.tolist())]]
+            if len(mine):
+                _forget(slab, ledger, mine, erase=erase)
+            num_deleted += len(mine)
+        slab.sync()
+        ledger.sync()
+        return num_deleted
+
+
+def _forget(slab: Slab, ledger: Ledger, slots: Slots, *, erase: bool) -> None:
+    ledger.clear(slots[slots < ledger.num_slots])
+    slab.erase(slots.tolist(), erase)
+
+
+def _is_of(header: memoryview, salt: bytes) -> bool:
+    key = key_in(header)
+    return key is not None and key.namespace.salt == salt
+
+
+def _shape_in(file: int, num_bytes: int, fingerprint: bytes) -> RecordShape | None:
+    """Return how long the records of a slab are, by the first one there; None if there is none."""
+    for start in range(0, num_bytes, _BYTES_AT_ONCE):
+        data = memoryview(os.pread(file, _BYTES_AT_ONCE, start))
+        for at in range(0, len(data) - HEADER_BYTES + 1, HEADER_BYTES):
+            header = data[at : at + HEADER_BYTES]
+            if header[: len(MAGIC)] != MAGIC or (key := key_in(header)) is None:
+                continue
+            shape = RecordShape(fingerprint, payload_bytes_in(header))
+            if key.namespace.fingerprint == fingerprint and not (start + at) % shape.stride_bytes:
+                return shape
+    return None

@@ -1,0 +1,93 @@
+"""Deleting a tenant's blocks from a directory that no cache has open."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.any_layout import AnyEngine, nvme, open_any, prompt
+from tiered_kv import BlockKeys, ConfigurationError, KVGroup, KVLayout
+from tiered_kv_backends.nvme import delete_tenant
+
+N = 8
+TWO_GROUPS = KVLayout((KVGroup(2, 1, 48, "bfloat16", 4), KVGroup(1, 2, 64, "float32", 8, "HND", 4)))
+KEYS = {"keys": ["01" * 32]}
+
+
+def prompts(salt: str) -> list[BlockKeys]:
+    """Return a prompt of a tenant in each KV group."""
+    return [prompt(N, group=n, block_size=group.block_size, salt=salt) for n, group in enumerate(TWO_GROUPS.groups)]
+
+
+async def filled(settings: dict[str, object]) -> AnyEngine:
+    """Leave blocks of two tenants, and of none."""
+    engine = AnyEngine(TWO_GROUPS)
+    async with open_any(engine, settings) as kv:
+        for salt in ("ann", "bob", ""):
+            for keys in prompts(salt):
+                await kv.store(keys, engine.fill(keys, range(N)))
+                await kv.flush()
+    return engine
+
+
+async def found(engine: AnyEngine, settings: dict[str, object]) -> list[int]:
+    """Load everything; return how many blocks of each tenant are there, and right."""
+    counts = []
+    async with open_any(engine, settings) as kv:
+        for salt in ("ann", "bob", ""):
+            engine.wipe()
+            counts.append(0)
+            for keys in prompts(salt):
+                await kv.load(keys, engine.spec(range(N), keys.group))
+                counts[-1] += engine.count_right(keys, range(N))
+    return counts
+
+
+def damage_ledgers(path: Path) -> None:
+    """Leave nothing of what the ledgers say."""
+    for ledger in path.rglob("ledger"):
+        ledger.write_bytes(b"x" * 100)
+
+
+def slabs_in(path: Path) -> bytes:
+    """Return what the slabs hold."""
+    return b"".join(slab.read_bytes() for slab in path.rglob("slab"))
+
+
+@pytest.mark.parametrize("more", [{}, {"erase": True}, {"encryption": KEYS}])
+async def test_a_tenant_goes_and_the_others_stay(tmp_path: Path, more: dict[str, object]) -> None:
+    """In every KV group, whatever then becomes of the ledger; with ``erase`` no byte of it is left."""
+    settings = {**nvme(tmp_path), **more}
+    engine = await filled(settings)
+    assert await delete_tenant(settings, "nobody") == 0
+    assert await delete_tenant(settings, "ann") == 2 * N
+    assert await delete_tenant(settings, "ann") == 0
+    damage_ledgers(tmp_path)
+    assert await found(engine, settings) == [0, 2 * N, 2 * N]
+    slabs = slabs_in(tmp_path)
+    left = [engine.content(digest, keys.group, "") in slabs for keys in prompts("ann") for digest in keys]
+    assert any(left) == (not more)
+
+
+async def test_blocks_without_a_salt_are_a_tenant_s(tmp_path: Path) -> None:
+    """The empty salt is one like others, and nothing else goes with it."""
+    engine = await filled(nvme(tmp_path))
+    assert await delete_tenant(nvme(tmp_path), "") == 2 * N
+    assert await found(engine, nvme(tmp_path)) == [2 * N, 2 * N, 0]
+
+
+async def test_a_directory_in_use_is_left_alone(tmp_path: Path) -> None:
+    """The cache that has it open may have the tenant's blocks in memory: it is named instead."""
+    engine = await filled(nvme(tmp_path))
+    async with open_any(engine, nvme(tmp_path)):
+        with pytest.raises(ConfigurationError, match="process"):
+            await delete_tenant(nvme(tmp_path), "ann")
+    assert await found(engine, nvme(tmp_path)) == [2 * N] * 3
+
+
+async def test_where_nothing_is_nothing_goes(tmp_path: Path) -> None:
+    """No directory, and an empty one: neither is made, or an error."""
+    assert await delete_tenant(nvme(tmp_path / "absent"), "ann") == 0
+    assert not (tmp_path / "absent").exists()
+    async with open_any(AnyEngine(), nvme(tmp_path / "empty")):
+        pass
+    assert await delete_tenant(nvme(tmp_path / "empty"), "ann") == 0
