@@ -41,8 +41,8 @@ from tiered_kv.results import (
 )
 from tiered_kv.settings import CacheLimits, TieredKVSettings
 from tiered_kv.specs import EngineBlocks, GPULoadStoreSpec
-from tiered_kv.statistics import cache_statistics
 from tiered_kv.telemetry.logs import guarded, log_event
+from tiered_kv.telemetry.metrics import Metrics
 from tiered_kv.tiers import upkeep
 from tiered_kv.tiers.budget import Priority
 from tiered_kv.transfers.handles import Handle, cancel_each, each_of
@@ -58,6 +58,7 @@ from tiered_kv.validation import (
     check_emit,
     check_identity,
     check_limits,
+    check_metrics,
     check_one_rank,
     check_seconds,
     check_shards,
@@ -86,6 +87,7 @@ class TieredKV:
         device: DeviceLike | None = None,
         codec: CodecName = "none",
         emit: Emit | Sequence[Emit] = log_event,
+        metrics: bool | Metrics = False,
     ) -> None:
         """Check the parts; nothing is allocated before opening.
 
@@ -100,12 +102,14 @@ class TieredKV:
                 else the CPU. Without an index it is the current GPU of the thread that calls this.
             codec: How blocks are kept: see `TieredKVSettings`.
             emit: Takes every event, at once, on the event loop; one function or several. Logs them by default.
+            metrics: Whether to tell Prometheus what happens: True, or where, `tiered_kv.telemetry.Metrics`.
 
         Raises:
             ConfigurationError: The tiers cannot make a chain, the codec cannot keep the layout's blocks, or an
                 argument is no such thing.
         """
         check_identity(tiers, model, layout)
+        watching = check_metrics(metrics)
         self._parts = CacheParts(
             tiers=parts_of(tiers),
             model=model,
@@ -114,8 +118,11 @@ class TieredKV:
             shards=check_shards(shard),
             limits=check_limits(limits),
             device=resolve(device),
-            emit=guarded(check_emit(emit)),
+            emit=guarded([*check_emit(emit), *([watching] if watching else [])]),
+            metrics=watching,
         )
+        if watching is not None:
+            watching.claim()
         self._cache: OpenCache | None = None  # for good, once it was opened
         self._is_opening = False
         self._planner: Planner | None = None
@@ -130,8 +137,12 @@ class TieredKV:
         shard: Shard | tuple[Shard, ...] | None = None,
         device: DeviceLike | None = None,
         emit: Emit | Sequence[Emit] = log_event,
+        metrics: bool | Metrics | None = None,
     ) -> Self:
-        """Make a cache of `TieredKVSettings`: given, as a dict too, or read from the environment."""
+        """Make a cache of `TieredKVSettings`: given, as a dict too, or read from the environment.
+
+        ``metrics`` goes before the setting of that name.
+        """
         settings = TieredKVSettings.of(settings)
         limits, codec = settings.limits, settings.codec
         return cls(
@@ -143,6 +154,7 @@ class TieredKV:
             device=device,
             codec=codec,
             emit=emit,
+            metrics=settings.metrics if metrics is None else metrics,
         )
 
     # Finding and moving blocks, for every request.
@@ -647,8 +659,7 @@ class TieredKV:
 
     def stats(self) -> CacheStatistics:
         """Count what is where now, and what has happened since opening."""
-        cache = self._open()
-        return cache_statistics(cache.chains, cache.ledger, len(cache.tasks))
+        return self._open().statistics()
 
     def events(self) -> Changes:
         """Return what changes in the tiers that this cache owns, in order: ``async for change in kv.events()``.

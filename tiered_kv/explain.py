@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 
 from tiered_kv.catalog.books import SlotState
-from tiered_kv.catalog.history import Fate
+from tiered_kv.catalog.history import Fate, said_of
 from tiered_kv.keys import BlockKeys
 from tiered_kv.open_cache import OpenCache
 from tiered_kv.tiers.base import Mask
@@ -21,10 +21,6 @@ from tiered_kv.tiers.pins import Pins
 
 _ASKED_AT_ONCE: Final = 32
 _PENDING: Final = int(SlotState.PENDING)
-_STATE_OF = {
-    Fate.UNKNOWN: "never stored",
-    Fate.UNADMITTED: "not admitted",
-}
 
 
 @dataclass(frozen=True)
@@ -113,7 +109,7 @@ def _of_rank(
             state, detail = "bypassed", hidden[0]
         else:
             fate, detail = fates[i]
-            state = _STATE_OF.get(fate, fate.name.lower())
+            state = said_of(fate)
             if fate is Fate.UNKNOWN and before[i]:
                 state, detail = "old epoch", before[i]
         explanations.append(

@@ -5,7 +5,7 @@
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,10 @@ from tiered_kv.loop_calls import LoopCalls
 from tiered_kv.memory.codec import Codec
 from tiered_kv.memory.device import Device
 from tiered_kv.memory.make import DeviceLike
+from tiered_kv.results import CacheStatistics
 from tiered_kv.settings import CacheLimits
+from tiered_kv.statistics import cache_statistics
+from tiered_kv.telemetry.metrics import Metrics
 from tiered_kv.tiers.batch import Batch, Naming
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.ledger import Ledger
@@ -59,6 +62,7 @@ class CacheParts:
         limits: Bounds.
         device: Where the engine's tensors are, if that was said.
         emit: Takes events.
+        metrics: What tells Prometheus, if that is wanted.
     """
 
     tiers: Parts
@@ -69,6 +73,7 @@ class CacheParts:
     limits: CacheLimits
     device: DeviceLike | None
     emit: Emit
+    metrics: Metrics | None
 
 
 async def open_cache(parts: CacheParts) -> "OpenCache":
@@ -93,6 +98,9 @@ async def open_cache(parts: CacheParts) -> "OpenCache":
             stack, parts.tiers, backends, kinds, parts.limits, parts.device, tasks, parts.emit, ledger
         )
         cache = OpenCache(parts, chains, device, tasks, ledger, backends.services.loop_calls, stack.pop_all())
+    if parts.metrics is not None:
+        parts.metrics.begin(cache)
+        cache.lifetime.callback(parts.metrics.end)
     recovered = {tier.name: tier.index.statistics().ready for chain in chains for tier in chain.owned}
     parts.emit(CacheOpened(tuple(chains[0].names), recovered, (loop.time() - started) * 1e3))
     return cache
@@ -152,6 +160,8 @@ class OpenCache:
         limits: Bounds.
         emit: Takes events.
         chains: By KV group, then by rank.
+        model_name: Whose blocks it keeps.
+        tokens_per_block: Tokens that each block counted stands for; 0 where KV groups differ.
         device: Where the engine's tensors are.
         tasks: Everything under way.
         callers: Who waits for something that is no transfer.
@@ -177,6 +187,9 @@ class OpenCache:
     ) -> None:
         """Made by `open_cache` only, in the thread of the event loop."""
         self.layout = parts.layout
+        self.model_name = parts.model.name
+        groups = parts.layout.groups
+        self.tokens_per_block = groups[0].block_size / len(parts.shards) if len(groups) == 1 else 0.0
         self.shards = parts.shards
         self.limits = parts.limits
         self.emit = parts.emit
@@ -201,6 +214,7 @@ class OpenCache:
         self._thread = threading.get_ident()
         self.closing: asyncio.Task[None] | None = None
         self._clock = self._loop.time
+        self._loop_calls = loop_calls
         self._resizing = asyncio.Lock()
         for cleaner in self.cleaners:
             self.background.keep_running(cleaner.run, "cleaner")
@@ -273,6 +287,14 @@ class OpenCache:
     def deadline(self, deadline_s: float | None) -> float:
         """Return when a load's time is up, on the loop's clock. From any thread."""
         return self._clock() + (self.limits.load_timeout_s if deadline_s is None else deadline_s)
+
+    def statistics(self) -> CacheStatistics:
+        """Count what is where now, and what has happened since opening."""
+        return cache_statistics(self.chains, self.ledger, self.pins, len(self.tasks))
+
+    def call_soon(self, function: Callable[[], object]) -> None:
+        """Have the event loop call a function, from any thread."""
+        self._loop_calls.call(function)
 
     def advance_epoch(self, weights: str) -> None:
         """Serve other weights from now on."""

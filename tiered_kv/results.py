@@ -208,6 +208,7 @@ class TierStatistics:
         num_slots: 0 for a tier that the cache does not own.
         free, ready, evictable, leased, pending, doomed: Slots, see `catalog.index.IndexStatistics`.
         is_bypassed: Whether loads and stores go on without it now.
+        open_breakers: For what its calls failed or were late: ``"reads"``, ``"writes"``, ``"deletes"``.
         hits: Blocks loaded that this tier had before any promotion: each block loaded counts in one tier.
         dirty: Blocks that wait here to be written below.
         written, promoted, evicted, dropped, corrupt, failed, expired: Blocks, see `tiers.memory.Counters`.
@@ -228,6 +229,7 @@ class TierStatistics:
     doomed: int = 0
     dirty: int = 0
     is_bypassed: bool = False
+    open_breakers: tuple[str, ...] = ()
     hits: int = 0
     written: int = 0
     promoted: int = 0
@@ -255,9 +257,12 @@ class CacheStatistics:
         bounce_slots: How many there are.
         requested: Blocks that loads which have ended were asked for; the hits of all tiers and ``missed`` add up to it.
         missed: Those that were not in place at the end.
+        missed_because: The same by reason; behind the first block missed, all are missed for its reason.
         store_requested: Blocks given to stores that have let go of their source; the next three add up to it.
         stored, present, dropped: What became of them, see `StoreResult`.
+        dropped_because: The dropped ones by reason, as in `StoreResult.drop_reasons`.
         num_preemptions: Sequences swapped out by name, `TieredKV.swap_out`.
+        pinned_bytes: Of slots that `TieredKV.pin` holds.
         page_locked_bytes: Host memory that is page-locked for a GPU.
         is_pageable: Whether a GPU copies to and from memory that is not, much slower.
         is_device_usable: False once the engine's device has failed: then nothing is loaded or stored any more.
@@ -274,7 +279,10 @@ class CacheStatistics:
     stored: int
     present: int
     dropped: int
+    missed_because: Mapping[str, int] = field(default_factory=dict)
+    dropped_because: Mapping[str, int] = field(default_factory=dict)
     num_preemptions: int = 0
+    pinned_bytes: int = 0
     page_locked_bytes: int = 0
     is_pageable: bool = False
     is_device_usable: bool = True

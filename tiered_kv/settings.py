@@ -214,13 +214,15 @@ class _Arguments(TypedDict, total=False):
     tiers: Sequence[TierSettings | Mapping[str, Any] | str]
     limits: CacheLimits | Mapping[str, Any]
     codec: CodecName
+    metrics: bool
 
 
 class TieredKVSettings(BaseSettings):
     """All settings of a cache. Immutable and picklable.
 
     Args:
-        **arguments: ``tiers``, ``limits``, ``codec``; others come from the environment, the TOML file, the default.
+        **arguments: ``tiers``, ``limits``, ``codec``, ``metrics``; what is left out comes from the environment, the
+            TOML file, the default.
 
     Raises:
         ConfigurationError: Something is unknown, wrong or missing: one line each, saying where and what to write.
@@ -236,6 +238,9 @@ class TieredKVSettings(BaseSettings):
     codec: CodecName = "none"
     """How blocks are kept in every tier. ``"fp8"`` keeps bf16 and fp16 in half the bytes, not exactly: see
     [On a GPU](../explanation/gpu.md#what-is-exact) for the bound of its error."""
+    metrics: bool = False
+    """Whether to tell Prometheus what happens, by prometheus_client (extra ``metrics``): see
+    [Observe a cache](../how-to/observe.md)."""
 
     def __init__(self, **arguments: Unpack[_Arguments]) -> None:
         path = _config_file.get() or os.environ.get(_CONFIG)

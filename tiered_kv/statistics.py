@@ -7,11 +7,12 @@ from tiered_kv.backend import SlotBackend
 from tiered_kv.results import CacheStatistics, TierStatistics
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.ledger import Ledger
+from tiered_kv.tiers.pins import Pins
 
 _SLOTS = ("num_slots", "free", "ready", "evictable", "leased", "pending", "doomed", "dirty")
 
 
-def cache_statistics(chains: Sequence[Chain], ledger: Ledger, num_transfers: int) -> CacheStatistics:
+def cache_statistics(chains: Sequence[Chain], ledger: Ledger, pins: Pins, num_transfers: int) -> CacheStatistics:
     """Count what is where in all chains, which share their tiers."""
     host, device = [chain.host.index.statistics() for chain in chains], chains[0].h2d.device
     return CacheStatistics(
@@ -26,7 +27,10 @@ def cache_statistics(chains: Sequence[Chain], ledger: Ledger, num_transfers: int
         stored=ledger.stored,
         present=ledger.present,
         dropped=ledger.dropped,
+        missed_because=dict(ledger.missed_because),
+        dropped_because=dict(ledger.dropped_because),
         num_preemptions=ledger.preemptions,
+        pinned_bytes=pins.num_bytes,
         page_locked_bytes=device.page_locked_bytes,
         is_pageable=device.is_pageable,
         is_device_usable=device.error is None,
@@ -47,6 +51,7 @@ def _tier_statistics(chains: Sequence[Chain], number: int) -> TierStatistics:
     return TierStatistics(
         tier=tier.name,
         is_bypassed=health is not None and (health.is_bypassed or health.is_shedding),
+        open_breakers=health.open_breakers() if health is not None else (),
         facts=backend.describe() if isinstance(backend, SlotBackend) else {},
         **values,
     )

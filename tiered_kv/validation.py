@@ -21,6 +21,7 @@ from tiered_kv.layout import KVGroup, KVLayout
 from tiered_kv.setting_errors import check_size
 from tiered_kv.settings import CacheLimits, TieredKVSettings
 from tiered_kv.specs import EngineBlocks, GPULoadStoreSpec
+from tiered_kv.telemetry.metrics import Metrics
 from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.budget import Priority
 from tiered_kv.tiers.chain import Chain
@@ -234,6 +235,15 @@ def check_emit(emit: Emit | Sequence[Emit]) -> tuple[Emit, ...]:
                 "nobody would await. Have it put them into an asyncio.Queue"
             )
     return receivers
+
+
+def check_metrics(metrics: bool | Metrics) -> Metrics | None:  # noqa: FBT001 - as `TieredKV` has it
+    """Return what tells Prometheus, if that is wanted."""
+    if isinstance(metrics, Metrics):
+        return metrics
+    if not isinstance(metrics, bool):
+        raise ConfigurationError(f"metrics must be True, False or Metrics(...), got {metrics!r:.80}")
+    return Metrics() if metrics else None
 
 
 def check_asyncio() -> None:

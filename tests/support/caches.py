@@ -13,6 +13,7 @@ from tiered_kv import Backend, BlockKeys, CacheLimits, SlotBackend, TieredKV, Ti
 from tiered_kv.events import Emit, Event
 from tiered_kv.memory.device import Device
 from tiered_kv.open_cache import OpenCache
+from tiered_kv.telemetry import Metrics
 from tiered_kv.testing import ScriptedDevice
 
 E = TypeVar("E", bound=Event)
@@ -41,12 +42,21 @@ async def open_cache(
     limits: CacheLimits = SMALL_LIMITS,
     device: Device | str = "cpu",
     emit: Emit | Sequence[Emit] | None = None,
+    metrics: Metrics | None = None,
 ) -> AsyncIterator[TieredKV]:
     """Yield a cache of these tiers for `small_layout`, with the engine's tensors registered if there is one.
 
     On a scripted device, fail in the end if two accesses to memory conflicted and nothing ordered them.
     """
-    cache = TieredKV(tiers, model=MODEL, layout=small_layout(), limits=limits, device=device, emit=emit or Recorder())
+    cache = TieredKV(
+        tiers,
+        model=MODEL,
+        layout=small_layout(),
+        limits=limits,
+        device=device,
+        emit=emit or Recorder(),
+        metrics=metrics or False,
+    )
     async with AsyncExitStack() as stack:
         if isinstance(device, ScriptedDevice):
             stack.enter_context(watched(device))

@@ -31,6 +31,11 @@ class Fate(IntEnum):
     """Not stored: not used often enough yet."""
 
 
+def said_of(fate: Fate) -> str:
+    """Return it in the words that users see."""
+    return {Fate.UNKNOWN: "never stored", Fate.UNADMITTED: "not admitted"}.get(fate, fate.name.lower())
+
+
 class History:
     """The fates of up to ``capacity`` names; those noted longest ago are forgotten first. Takes 100 bytes a name."""
 

@@ -1,7 +1,8 @@
-"""What operators and routers see: logs, made from events, and KV events, made from changes."""
+"""What operators and routers see: logs and metrics, made from events, and KV events, made from changes."""
 
 from tiered_kv.telemetry.kv_event_values import KVEventStatistics
 from tiered_kv.telemetry.kv_events import KVEventPublisher
 from tiered_kv.telemetry.logs import log_event
+from tiered_kv.telemetry.metrics import Metrics
 
-__all__ = ["KVEventPublisher", "KVEventStatistics", "log_event"]
+__all__ = ["KVEventPublisher", "KVEventStatistics", "Metrics", "log_event"]

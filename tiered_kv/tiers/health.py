@@ -162,6 +162,11 @@ class StorageHealth:
         """Whether stores go on without this tier: it fails, is late, or has become slow."""
         return not self.is_open or self.writes.is_open or self._write_latency.now() > self._shed_after_s
 
+    def open_breakers(self) -> tuple[str, ...]:
+        """Name what is bypassed now: ``"reads"``, ``"writes"``, ``"deletes"``."""
+        breakers = {"reads": self.reads, "writes": self.writes, "deletes": self.deletes}
+        return tuple(name for name, breaker in breakers.items() if breaker.is_open or breaker.is_tripped)
+
     def is_off(self, doing: str) -> bool:
         """Whether calls of a kind should not be made now."""
         if doing == "write":

@@ -3,10 +3,11 @@
 One a cache, shared by its chains; for the event loop's thread.
 """
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Protocol
+from typing import Final, Literal, Protocol
 
 import numpy as np
 
@@ -43,6 +44,8 @@ class HasIndex(Protocol):
 
 
 OnPlaceChange = Callable[[Place, Change, Names], None]
+Direction = Literal["load", "store"]
+OnUse = Callable[[Direction, Names], None]
 
 
 class Ledger:
@@ -51,16 +54,21 @@ class Ledger:
     Attributes:
         requested: Blocks that loads were asked for: each is a hit of one tier, or missed.
         missed: Those of them that were not in place at the end.
+        missed_because: The same by reason; they add up to ``missed``.
         store_requested: Blocks that stores were given: each is stored, present or dropped.
+        dropped_because: The dropped ones by reason.
         preemptions: Sequences that were swapped out.
         tiers: The owned tiers, by place.
         listeners: Called with every change of an owned tier.
+        on_use: Called with what each load and store is about, in prompt order, if somebody wants to know.
     """
 
     def __init__(self) -> None:
         self.requested = self.missed = 0
         self.store_requested = self.stored = self.present = self.dropped = 0
+        self.missed_because, self.dropped_because = Counter[str](), Counter[str]()
         self.preemptions = 0
+        self.on_use: OnUse | None = None
         self.tiers: dict[Place, HasIndex] = {}
         self.listeners: list[OnPlaceChange] = []
         self._history = History()
@@ -69,17 +77,25 @@ class Ledger:
         self._codes = np.full(_NOTED_AT_ONCE, 0, dtype=np.uint8)
         self._num_noted = 0
 
-    def count_load(self, requested: int, loaded: int) -> None:
-        """Count the blocks of a load that has ended."""
+    def count_load(self, requested: int, loaded: int, why_not_more: str) -> None:
+        """Count the blocks of a load that has ended; those behind the first one missed are missed for its reason."""
         self.requested += requested
-        self.missed += requested - loaded
+        if missed := requested - loaded:
+            self.missed += missed
+            self.missed_because[why_not_more] += missed
 
-    def count_store(self, requested: int, *, stored: int, present: int, dropped: int) -> None:
-        """Count the blocks of a store that has let go of its source."""
+    def count_store(self, requested: int, *, stored: int, present: int, dropped: Mapping[str, int]) -> None:
+        """Count the blocks of a store that has let go of its source; ``dropped`` by reason."""
         self.store_requested += requested
         self.stored += stored
         self.present += present
-        self.dropped += dropped
+        self.dropped += sum(dropped.values())
+        self.dropped_because.update(dropped)
+
+    def use(self, direction: Direction, names: Names) -> None:
+        """Take note that a load or a store of these blocks begins or ends."""
+        if self.on_use is not None:
+            self.on_use(direction, names)
 
     def watch(self, place: Place, tier: HasIndex) -> None:
         """Take note of whatever changes in the index of a tier."""

@@ -76,6 +76,11 @@ class Pins:
         self._num_pinned: Counter[BookedTier] = Counter()
         self._timer: asyncio.TimerHandle | None = None
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of slots that are pinned, of all tenants."""
+        return self._num_bytes.total()
+
     def pin(self, parts: Sequence[tuple[Chain, Batch]], keys: BlockKeys, ttl_s: float) -> int:
         """Hold the prefix that is in owned tiers, for every rank; return its length.
 

@@ -37,7 +37,7 @@ class HeldLoad:
         chain = self.chain
         # What another call brought meanwhile was on the host.
         source = np.where(self._source < 0, len(chain.memory) - 1, self._source)[moved]
-        chain.ledger.count_load(len(moved[wanted]), len(source))
+        chain.ledger.count_load(len(moved[wanted]), len(source), "not moved")
         for tier, count in zip(chain.tiers, np.bincount(source, minlength=len(chain.tiers)), strict=True):
             tier.counters.hits += int(count)
         chain.release(self._lease)
@@ -88,8 +88,10 @@ class HeldStore:
     def _count(self, moved: Mask, wanted: slice) -> None:
         stored, present = int(np.count_nonzero(moved[self.positions])), int(np.count_nonzero(self.present[wanted]))
         requested = len(moved[wanted])
+        reason = "not moved" if len(self._batch) else "no room"
         dropped = requested - stored - present
-        self.chain.ledger.count_store(requested, stored=stored, present=present, dropped=dropped)
+        reasons = {reason: dropped} if dropped else {}
+        self.chain.ledger.count_store(requested, stored=stored, present=present, dropped=reasons)
 
 
 Held = HeldLoad | HeldStore

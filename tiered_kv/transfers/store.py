@@ -188,8 +188,9 @@ class Store(Revocable):
             self._wait,
         )
         self._chain.ledger.count_store(
-            len(self._batch), stored=result.num_stored, present=result.num_present, dropped=result.num_dropped
+            len(self._batch), stored=result.num_stored, present=result.num_present, dropped=result.drop_reasons
         )
+        self._chain.ledger.use("store", self._batch.names)
         self._chain.emit(
             BlocksStored(
                 result.num_stored,

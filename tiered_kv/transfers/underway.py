@@ -49,6 +49,8 @@ class Underway:
             sources: Of a load, by rank, which tier had each key's block; see `start_bringing`.
         """
         request, keys = self.request, self.request.keys
+        for chain, batch in request.parts:
+            chain.ledger.use(request.direction, batch.names)
         if request.direction == "store":
             self._held = reserve_all(request.parts)
         else:

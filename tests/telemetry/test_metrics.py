@@ -1,0 +1,158 @@
+"""Metrics as a Prometheus server would read them."""
+
+import asyncio
+import random
+import re
+import threading
+from collections.abc import Iterator, Mapping
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.backends import ScriptedBackend
+from tests.support.caches import keep, open_cache, until_idle
+from tests.support.engine import BLOCK_SIZE, MODEL, PAYLOAD_BYTES, SMALL_LIMITS, Engine, prompt, small_layout
+from tiered_kv import ConfigurationError, CPUTier, TieredKV, TieredKVSettings
+from tiered_kv.telemetry import Metrics
+
+CPU = CPUTier(capacity=16 * PAYLOAD_BYTES)
+
+
+class Scraper:
+    """Reads one registry: sums of samples, by name and some labels."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry(auto_describe=True)
+
+    def samples(self) -> Iterator[tuple[str, Mapping[str, str], float]]:
+        """Yield every sample."""
+        for family in text_string_to_metric_families(generate_latest(self.registry).decode()):
+            for sample in family.samples:
+                yield sample.name, sample.labels, sample.value
+
+    def sum_of(self, name: str, **labels: str) -> float:
+        """Add up the samples of a name that have these labels."""
+        return sum(
+            value
+            for each, has, value in self.samples()
+            if each == f"tiered_kv_{name}" and labels.items() <= has.items()
+        )
+
+
+async def test_what_is_exported_adds_up_under_any_traffic() -> None:
+    """Requested is hit or missed, store_requested is stored, present or dropped: at each scrape, whatever fails."""
+    chance, scraper, engine = random.Random(0), Scraper(), Engine()
+    backend = ScriptedBackend()
+    async with open_cache(CPU, backend, engine=engine, metrics=Metrics(scraper.registry)) as kv:
+
+        async def work(number: int) -> None:
+            for _ in range(30):
+                keys = prompt(chance.randrange(1, 13), seed=chance.randrange(4))
+                if chance.random() < 0.1:
+                    backend.on_read.fail_next(OSError("broken"))
+                if chance.random() < 0.1:
+                    kv.advance_epoch(f"w{chance.randrange(2)}")
+                pages = range(16 * number, 16 * number + len(keys))
+                call = kv.load(keys, engine.compute(keys, pages)) if chance.random() < 0.5 else None
+                task = asyncio.ensure_future(call or kv.store(keys, engine.compute(keys, pages)))
+                await asyncio.sleep(0)
+                if chance.random() < 0.1:
+                    task.cancel()
+                await asyncio.wait({task})
+                assert_adds_up(scraper)
+
+        await asyncio.gather(*(work(number) for number in range(4)))
+        await until_idle(kv)
+        assert_adds_up(scraper)
+        assert scraper.sum_of("requested_blocks_total") == kv.stats().requested > 0
+        assert scraper.sum_of("requested_tokens_total") == kv.stats().requested * BLOCK_SIZE
+        assert scraper.sum_of("hit_blocks_total", tier="cpu") == kv.stats()["cpu"].hits > 0
+        assert scraper.sum_of("load_seconds_count") + scraper.sum_of("store_seconds_count") == 120
+
+
+def assert_adds_up(scraper: Scraper) -> None:
+    """Assert both sums in one scrape."""
+    totals = dict.fromkeys(["requested", "hit", "missed", "store_requested", "stored", "present", "dropped"], 0.0)
+    for name, _, value in scraper.samples():
+        if (match := re.fullmatch(r"tiered_kv_(\w+)_blocks_total", name)) and match[1] in totals:
+            totals[match[1]] += value
+    assert totals["requested"] == totals["hit"] + totals["missed"]
+    assert totals["store_requested"] == totals["stored"] + totals["present"] + totals["dropped"]
+
+
+async def test_a_miss_says_what_befell_the_block() -> None:
+    """Never stored, evicted, removed: by what `explain` would say of the first block that is not there."""
+    scraper, engine = Scraper(), Engine()
+    async with open_cache(CPU, engine=engine, metrics=Metrics(scraper.registry)) as kv:
+        await kv.load(prompt(3), engine.compute(prompt(3)))
+        assert scraper.sum_of("missed_blocks_total", reason="never stored") == 3
+        await keep(kv, engine, prompt(4))
+        await kv.evict(prompt(4)[1:])
+        await kv.load(prompt(4), engine.compute(prompt(4)))
+        assert scraper.sum_of("missed_blocks_total", reason="removed") == 3
+        for seed in range(1, 6):
+            await keep(kv, engine, prompt(8, seed=seed))
+        await kv.load(prompt(8, seed=1), engine.compute(prompt(8)))
+        assert scraper.sum_of("missed_blocks_total", reason="evicted") == 8
+        assert kv.stats().missed_because == {"never stored": 3, "removed": 3, "evicted": 8}
+
+
+async def test_faults_and_breakers_are_told_by_tier() -> None:
+    """What went wrong is counted where it went wrong, and a tier that is bypassed says so."""
+    scraper, engine = Scraper(), Engine()
+    backend = ScriptedBackend()
+    async with open_cache(CPU, backend, engine=engine, metrics=Metrics(scraper.registry)) as kv:
+        for seed in range(3):
+            backend.on_write.fail_next(OSError("full"))
+            await keep(kv, engine, prompt(2, seed=seed))
+        tier = kv.stats().tiers[1].tier
+        assert scraper.sum_of("tier_call_failures_total", tier=tier, call="write") == 3
+        assert scraper.sum_of("tier_trips_total", tier=tier, call="write") == 1
+        assert scraper.sum_of("tier_breaker_open", tier=tier, calls="writes") == 1
+        assert scraper.sum_of("tier_breaker_open", tier=tier, calls="reads") == 0
+
+
+async def test_any_thread_may_scrape_and_a_busy_loop_is_said() -> None:
+    """A scrape from another thread waits for the loop a second at most, then gets what there was."""
+    scraper, engine = Scraper(), Engine()
+    async with open_cache(CPU, engine=engine, metrics=Metrics(scraper.registry)) as kv:
+        await keep(kv, engine, prompt(4))
+        assert await asyncio.to_thread(scraper.sum_of, "stored_blocks_total") == 4
+        await keep(kv, engine, prompt(4, seed=1))
+        seen: list[float] = []
+        thread = threading.Thread(target=lambda: seen.append(scraper.sum_of("stored_blocks_total")))
+        thread.start()
+        thread.join()  # the loop cannot answer meanwhile
+        assert seen == [4]
+
+
+async def test_caches_of_one_registry_are_told_apart() -> None:
+    """Two caches of a model have numbers; a closed one is gone, and its number free."""
+    scraper = Scraper()
+    async with open_cache(CPU, metrics=Metrics(scraper.registry)):
+        async with open_cache(CPU, metrics=Metrics(scraper.registry)):
+            assert scraper.sum_of("tier_slots", model=MODEL.name, cache="1") == 16
+        assert scraper.sum_of("tier_slots") == 16
+        async with open_cache(CPU, metrics=Metrics(scraper.registry)):
+            assert scraper.sum_of("tier_slots", cache="1") == 16
+    assert list(scraper.samples()) == []
+
+
+async def test_the_setting_switches_them_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``metrics = true`` is enough: prometheus_client's own registry has them as long as the cache is open."""
+    monkeypatch.setenv("TIERED_KV_METRICS", "true")
+    settings = TieredKVSettings(tiers=[CPU], limits=SMALL_LIMITS)
+    async with TieredKV.from_settings(settings, model=MODEL, layout=small_layout(), device="cpu"):
+        assert "tiered_kv_requested_blocks_total{" in generate_latest().decode()
+    assert "tiered_kv_requested_blocks_total{" not in generate_latest().decode()
+
+
+def test_metrics_are_one_caches() -> None:
+    """What is given to a second cache is refused before that opens, and so is what is no metrics."""
+    metrics = Metrics(CollectorRegistry())
+    TieredKV([CPU], model=MODEL, layout=small_layout(), metrics=metrics)
+    with pytest.raises(ConfigurationError, match="make one for each"):
+        TieredKV([CPU], model=MODEL, layout=small_layout(), metrics=metrics)
+    with pytest.raises(ConfigurationError, match="must be True"):
+        TieredKV([CPU], model=MODEL, layout=small_layout(), metrics="yes")  # type: ignore[arg-type] # that is the test

@@ -1,0 +1,91 @@
+"""What events tell and `stats` does not: how long loads and stores took, and how often a tier's calls went wrong.
+
+Plain numbers, for the event loop's thread. The work for an event does not grow with its blocks.
+"""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+from copy import deepcopy
+from itertools import accumulate
+from typing import Final, Self
+
+from tiered_kv.events import (
+    BlocksLoaded,
+    BlocksStored,
+    Event,
+    RecordsRefused,
+    TierFailed,
+    TierStalled,
+    TierTripped,
+)
+
+SECONDS: Final = tuple(digit * 10.0**power for power in range(-4, 2) for digit in (1, 2.5, 5))
+"""Upper bounds of a histogram's buckets; what takes longer is in one more."""
+
+
+class Histogram:
+    """How often which of some ranges was seen.
+
+    Attributes:
+        bounds: Upper bounds of the ranges, ascending; the last range has none.
+        total: The sum of what was seen.
+    """
+
+    def __init__(self, bounds: Sequence[float] = SECONDS) -> None:
+        self.bounds = bounds
+        self.total = 0.0
+        self._counts = [0] * (len(bounds) + 1)
+
+    def saw(self, value: float) -> None:
+        """Count one value."""
+        self._counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def cumulated(self) -> list[tuple[str, float]]:
+        """Return how many values were at most each bound, as Prometheus has it: the last one is ``"+Inf"``."""
+        names = [*(f"{bound:g}" for bound in self.bounds), "+Inf"]
+        return list(zip(names, map(float, accumulate(self._counts)), strict=True))
+
+
+class Tallies:
+    """Takes events, and adds them up.
+
+    Attributes:
+        load_seconds: From each load's call to its end.
+        store_seconds: From each store's call until its source was free again.
+        load_faults: What shortened loads: by ``"tier: reason"``.
+        failures: Calls that went wrong, by tier and what they were doing.
+        stalls: Calls that were late, by the same.
+        trips: How often a breaker opened, by the same.
+        refused: Records not served for their seal, by tier.
+    """
+
+    def __init__(self) -> None:
+        self.load_seconds, self.store_seconds = Histogram(), Histogram()
+        self.load_faults = Counter[str]()
+        self.failures, self.stalls, self.trips = (Counter[tuple[str, str]]() for _ in range(3))
+        self.refused = Counter[str]()
+
+    def __call__(self, event: Event) -> None:
+        """Take one event."""
+        match event:
+            case BlocksLoaded():
+                self.load_seconds.saw(event.took_ms / 1e3)
+                self.load_faults.update(event.faults)
+            case BlocksStored():
+                self.store_seconds.saw(event.took_ms / 1e3)
+            case TierFailed():
+                self.failures[event.tier, event.doing] += 1
+            case TierStalled():
+                self.stalls[event.tier, event.doing] += 1
+            case TierTripped():
+                self.trips[event.tier, event.doing] += 1
+            case RecordsRefused():
+                self.refused[event.tier] += event.blocks
+            case _:
+                pass
+
+    def copy(self) -> Self:
+        """Return what was added up so far, for another thread."""
+        return deepcopy(self)
