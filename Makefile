@@ -27,7 +27,7 @@ help:
 	@echo "make test-fast  the fast tests: no servers, no examples"
 	@echo "make test-engines  vLLM and other engines, each in an environment of its own: gigabytes once, then minutes"
 	@echo "                ... ENGINES='-k vllm': one of them"
-	@echo "make test-gpu   the tests of memory and copies, on a GPU; says which were skipped where there is none"
+	@echo "make test-gpu   the tests of memory and copies, on a GPU, and every kernel for every GPU; says what was skipped"
 	@echo "make torture    20,000 examples of the test of the whole face against a model, a million for each reader, for hours"
 	@echo "make mutate     how many faults planted in the library the tests find, for hours; PACKAGE=tiers SAMPLE=50 minutes"
 	@echo "make check      ruff, mypy, import contracts, and the wheel installed without extras"
@@ -61,7 +61,7 @@ test-engines: .venv/dev.stamp
 	$(IN_VENV)pytest tests/engines --engines $(ENGINES)
 
 test-gpu: .venv/dev.stamp
-	$(IN_VENV)pytest tests/gpu tests/memory
+	ALL_KERNELS=1 $(IN_VENV)pytest tests/gpu tests/memory
 
 torture: .venv/dev.stamp
 	$(IN_VENV)pytest tests/cache/test_model.py tests/cache/test_model_mutations.py tests/fuzz --hypothesis-profile torture --timeout 0

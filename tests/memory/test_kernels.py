@@ -1,7 +1,5 @@
 """The Triton kernel moves what torch's own kernels move: on a GPU, or else under Triton's interpreter."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from itertools import product
 
@@ -123,30 +121,6 @@ def test_more_work_than_programs_is_shared_out() -> None:
     kernels.gather_blocks(caches, pages, rows, np.arange(64))
     torch_copies.gather_blocks(caches, pages, expected, np.arange(64))
     assert torch.equal(rows, expected)
-
-
-@pytest.mark.slow
-def test_the_kernel_compiles_for_a_gpu_and_moves_16_bytes_at_a_time() -> None:
-    """No GPU is needed to compile for one: what is aligned is read and written in the widest accesses there are."""
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", _COMPILE], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["ld.global.v2.b64", "st.global.v2.b64"] * 2
-
-
-_COMPILE = """
-import os; os.environ.pop("TRITON_INTERPRET", None)
-import re, triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from tiered_kv.memory.kernels import _copy
-names = _copy.arg_names
-types = ["*i64"] * 3 + ["i32"] * 4 + ["i64", "i32"]
-for to_rows in True, False:
-    constants = dict(ALIGNMENT=16, WORD=8, PIECE=1024, TO_ROWS=to_rows)
-    signature = {name: "constexpr" if name in constants else types[at] for at, name in enumerate(names)}
-    source = ASTSource(_copy, signature, {(names.index(name),): value for name, value in constants.items()})
-    code = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
-    print(*sorted(set(re.findall(r"(?:ld|st).global.v2.b64", code))))
-"""
 
 
 def _page(group: KVGroup) -> tuple[int, ...]:

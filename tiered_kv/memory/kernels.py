@@ -116,12 +116,17 @@ def alignment_of(caches: PagedCaches, rows: Tensor) -> int:
     return min(facts & -facts, _WIDEST)
 
 
+def constants_of(alignment: int, *, to_rows: bool) -> dict[str, int | bool]:
+    """Return what the kernel is compiled for, one binary for each."""
+    word = min(alignment, 8)
+    return {"ALIGNMENT": alignment, "WORD": word, "PIECE": _PIECE_BYTES // word, "TO_ROWS": to_rows}
+
+
 def _launch(caches: PagedCaches, pages: Ids, rows: Tensor, slots: Ids, *, to_rows: bool) -> None:
     if not caches.fragments:
         return
     table, here = caches.table, caches.torch_device
-    alignment = alignment_of(caches, rows)
-    word = min(alignment, 8)
+    constants = constants_of(alignment_of(caches, rows), to_rows=to_rows)
     pieces = -(-int(table[:, 2].max()) // _PIECE_BYTES)
     num_units = pages.size * len(table) * pieces
     ids = upload(np.concatenate([table, pages, slots], axis=None), here)
@@ -130,7 +135,7 @@ def _launch(caches: PagedCaches, pages: Ids, rows: Tensor, slots: Ids, *, to_row
     _copy[grid](
         ids, ids[table.size :], ids[table.size + pages.size :],
         num_units, len(table), pieces, pages.shape[1], rows.data_ptr(), rows.stride(0) * rows.itemsize,
-        ALIGNMENT=alignment, WORD=word, PIECE=_PIECE_BYTES // word, TO_ROWS=to_rows,
+        **constants,
     )  # fmt: skip
     staging.current(here).num_operations += 2
 
