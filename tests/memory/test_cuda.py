@@ -101,6 +101,16 @@ def only(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(crossover, "measure", measure)
 
 
+async def test_the_first_gpu_is_like_any_other(monkeypatch: pytest.MonkeyPatch, fake: FakeDriver) -> None:
+    """It is the current one of every thread, and so never chosen: the driver's own calls find its context even so."""
+    only("directly", monkeypatch)
+    engine = engine_on(fake, 0)
+    async with opened(engine, device="cuda:0") as kv:
+        await asyncio.to_thread(_locked, kv)
+        await goes_round(kv, engine)
+    assert fake.contexts == {0}
+
+
 @pytest.mark.parametrize("layerwise", [False, True])
 @pytest.mark.parametrize("way", ["staging", "directly", "by kernel"])
 @pytest.mark.parametrize("seed", range(2))
@@ -177,9 +187,12 @@ class TestCaptures:
 class TestPageableMemory:
     """Copies of it block whoever enqueues them."""
 
-    @pytest.mark.parametrize("code", [1, 712])
-    async def test_the_loop_is_not_blocked_by_it(self, fake: FakeDriver, code: int) -> None:
+    @pytest.mark.parametrize(("code", "way"), [(1, "staging"), (712, "directly"), (1, "by kernel")])
+    async def test_the_loop_is_not_blocked_by_it(
+        self, monkeypatch: pytest.MonkeyPatch, fake: FakeDriver, code: int, way: str
+    ) -> None:
         """Where memory is not locked, or not yet, the streams' own threads enqueue what waits for the GPU."""
+        only(way, monkeypatch)
         fake.refusals = [code]
         engine = engine_on(fake)
         async with opened(engine) as kv:

@@ -13,7 +13,16 @@ from structlog.testing import capture_logs
 from tests.memory.engines import NUM_SLOTS, Engine, engines, places
 from tests.support.fake_cuda import fake_cuda
 from tiered_kv.layout import KVGroup
-from tiered_kv.memory import CPUDevice, PagedCaches, crossover, device_copies, gather_blocks, staging, torch_copies
+from tiered_kv.memory import (
+    CPUDevice,
+    CUDADevice,
+    PagedCaches,
+    crossover,
+    device_copies,
+    gather_blocks,
+    staging,
+    torch_copies,
+)
 
 Copy = Callable[..., None]
 WAYS: dict[str, tuple[Copy, Copy]] = {
@@ -107,7 +116,7 @@ class TestCrossover:
         rounds = [[1.0] * 4 + [2.0] * 4 if wins else [2.0] * 4 + [1.0] * 4 for wins in staged_wins]
         ticks = iter([tick for each in rounds for seconds in each for tick in (0.0, seconds)])
         monkeypatch.setattr(crossover, "_COUNTS", (1, 2, 4))
-        with fake_cuda(), torch.cuda.stream(torch.cuda.Stream("cuda:0")):  # type: ignore[no-untyped-call]
+        with fake_cuda(), CUDADevice("cuda:0").here(), torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
             found = crossover.measure(torch.device("cuda", 0), 100, 1, ways, clock=lambda: next(ticks))
         assert next(ticks, None) is None
         assert [way.name for _, way in found[True]] == ["staging", "directly", "staging"]

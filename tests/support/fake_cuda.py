@@ -197,6 +197,11 @@ def _streams_of(fake: FakeDriver) -> dict[str, Any]:  # noqa: C901 - many names,
     def synchronize(device: Any = None) -> None:  # noqa: ANN401 - whatever torch takes
         current_stream(device).synchronize()
 
+    def mem_get_info(wanted: Any = None) -> tuple[int, int]:  # noqa: ANN401 - whatever torch takes
+        with device(wanted):
+            fake.use_context()
+        return 1 << 34, 1 << 35
+
     return {
         "Stream": Stream,
         "Event": Event,
@@ -211,7 +216,7 @@ def _streams_of(fake: FakeDriver) -> dict[str, Any]:  # noqa: C901 - many names,
         "set_device": lambda wanted: fake.set_device(_index_of(wanted, fake)),
         "get_device_name": lambda _=None: "Fake GPU",
         "get_device_properties": lambda _: SimpleNamespace(),
-        "mem_get_info": lambda _=None: (1 << 34, 1 << 35),
+        "mem_get_info": mem_get_info,
         "cudart": lambda: fake,
     }
 

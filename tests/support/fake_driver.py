@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 GLOBAL, THREAD_LOCAL, RELAXED = range(3)
-INVALID_VALUE, ILLEGAL_ADDRESS, ALREADY_REGISTERED, NOT_REGISTERED, MISALIGNED, CAPTURING = 1, 700, 712, 713, 716, 900
+INVALID_VALUE, INVALID_CONTEXT, ILLEGAL_ADDRESS, ALREADY_REGISTERED = 1, 201, 700, 712
+NOT_REGISTERED, MISALIGNED, CAPTURING = 713, 716, 900
 QUEUE_DEPTH = 1024
 Work = Callable[[], object]
 
@@ -40,6 +41,8 @@ class PerThread(threading.local):
     """What CUDA keeps for each thread."""
 
     device = 0
+    is_bound = False
+    """Whether the thread has the context of its device: not by `device` alone, if that was never chosen."""
     saved_device = -1
     """torch's: set back to once something is done there, so that no context is made."""
     capture_mode = GLOBAL
@@ -86,7 +89,7 @@ class FakeDriver:
         self.here.saved_device = -1
         if device != self.here.device:
             self.here.device = device
-            self.contexts.add(device)
+            self.use_context()
 
     def current_device(self) -> int:
         """Return the one torch thinks of."""
@@ -95,6 +98,7 @@ class FakeDriver:
     def use_context(self) -> None:
         """Do what needs a context on the current GPU."""
         self.contexts.add(self.here.device)
+        self.here.is_bound = True
 
     # Captures.
 
@@ -259,7 +263,6 @@ class FakeDriver:
 
     def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:  # noqa: ANN401, N802 - a reference of C
         """Swap the thread's mode."""
-        self.use_context()
         value = mode._obj  # noqa: SLF001 - how ctypes names what it refers to
         value.value, self.here.capture_mode = self.here.capture_mode, value.value
         return 0
@@ -273,6 +276,8 @@ class FakeDriver:
         """Enqueue copies; its own arrays are read before it returns, but its memory is not."""
         *addresses, count, attributes, first, num_attributes, _, stream = arguments
         n, handle = count.value, stream.value or 0
+        if not self.here.is_bound:
+            return INVALID_CONTEXT
         if not handle or attributes._obj[0] != 1 or first._obj.value or num_attributes.value != 1:  # noqa: SLF001
             return INVALID_VALUE
         arrays = [np.ctypeslib.as_array((ctypes.c_int64 * n).from_address(each.value)).copy() for each in addresses]

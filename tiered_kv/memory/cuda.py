@@ -3,6 +3,7 @@
 Through torch alone an event's ``synchronize`` spins on a core, and a slab in a memfd cannot be page-locked.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
@@ -33,6 +34,7 @@ class CUDADevice(AcceleratorDevice):
         if torch.device(device).type != "cuda":
             raise ConfigurationError(f"{device} is no CUDA device")
         super().__init__(device)
+        self._bound = threading.local()
 
     @contextmanager
     def here(self) -> Iterator[None]:
@@ -44,6 +46,9 @@ class CUDADevice(AcceleratorDevice):
         with torch.cuda.device(self.torch_device):
             mode = driver.exchange_capture_mode(driver.CAPTURE_RELAXED)
             try:
+                if not hasattr(self._bound, "to_context"):
+                    # Choosing the GPU that is chosen does nothing, and the driver's own calls need a context.
+                    self._bound.to_context = torch.cuda.mem_get_info(self.torch_device)
                 yield
             finally:
                 driver.exchange_capture_mode(mode)

@@ -148,4 +148,4 @@ def _try(device: torch.device) -> None:
     none = np.zeros(1, dtype=np.int64)
     gather_blocks(caches, none[:, None], torch.zeros_like(words), none)
     scatter_blocks(torch.zeros_like(words), none, caches, none[:, None])
-    torch.get_device_module(device).synchronize(device)
+    torch.get_device_module(device).current_stream(device).synchronize()

@@ -69,6 +69,13 @@ class Staging:
         if self._beside is not None:
             after.wait(self._beside)
 
+    def free(self) -> None:
+        """Give the buffers back, once nothing uses them."""
+        self._buffers.clear()
+        self._emptied.clear()
+        self._next = 0
+        self._last = "", 0
+
     def run(
         self, kind: str, pieces: Sequence[slice], row_words: int, device: torch.device, first: Step, second: Step
     ) -> None:
