@@ -30,7 +30,7 @@ from tiered_kv.statistics import cache_statistics
 from tiered_kv.telemetry.metrics import Metrics
 from tiered_kv.tiers.batch import Batch, Naming
 from tiered_kv.tiers.chain import Chain
-from tiered_kv.tiers.ledger import Ledger
+from tiered_kv.tiers.ledger import Ledger, OnUse
 from tiered_kv.tiers.pins import Pins
 from tiered_kv.tiers.scrubber import scrub_for_ever
 from tiered_kv.tiers.tasks import Tasks
@@ -291,6 +291,10 @@ class OpenCache:
     def statistics(self) -> CacheStatistics:
         """Count what is where now, and what has happened since opening."""
         return cache_statistics(self.chains, self.ledger, self.pins, len(self.tasks))
+
+    def watch_uses(self, on_use: OnUse) -> None:
+        """Have each load and store say what it is about."""
+        self.ledger.on_use = on_use
 
     def call_soon(self, function: Callable[[], object]) -> None:
         """Have the event loop call a function, from any thread."""

@@ -69,7 +69,7 @@ _BREAKERS: Final = ("reads", "writes", "deletes")
 
 def families(readings: Sequence[Reading]) -> list[Metric]:
     """Return all metrics of some caches, each once, with a sample for each cache and whatever else labels it."""
-    return [*_of_caches(readings), *_of_tiers(readings), *_of_events(readings)]
+    return [*_of_caches(readings), *_of_tiers(readings), *_of_events(readings), *_of_ghosts(readings)]
 
 
 def _of_caches(readings: Sequence[Reading]) -> list[Metric]:
@@ -210,6 +210,32 @@ def _of_events(readings: Sequence[Reading]) -> list[Metric]:
             ("tier",),
             readings,
             lambda of: _by_word(of.tallies.refused),
+        ),
+    ]
+
+
+def _of_ghosts(readings: Sequence[Reading]) -> list[Metric]:
+    gaps = HistogramMetricFamily(
+        "tiered_kv_reuse_gap_seconds", "Seconds between two uses of a block, of a sample.", labels=_OF_CACHE
+    )
+    for each in readings:
+        if each.ghost is not None:
+            gaps.add_metric(each.labels, each.ghost.gaps_s.cumulated(), each.ghost.gaps_s.total)
+    return [
+        gaps,
+        _counter(
+            "ghost_requested_blocks",
+            "Blocks of a sample that loads and stores were about.",
+            (),
+            readings,
+            lambda of: [((), of.ghost.requested)] if of.ghost is not None else [],
+        ),
+        _counter(
+            "ghost_hit_blocks",
+            "Of these, those that an LRU cache of so many times the size of the largest tier would have had.",
+            ("size",),
+            readings,
+            lambda of: [((f"{size:g}",), hits) for size, hits in of.ghost.hits.items()] if of.ghost is not None else [],
         ),
     ]
 

@@ -8,14 +8,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Protocol
 from weakref import WeakKeyDictionary
 
 from tiered_kv.errors import ConfigurationError
 from tiered_kv.events import Event
 from tiered_kv.results import CacheStatistics
+from tiered_kv.telemetry.ghost import GhostCache, GhostCounts
 from tiered_kv.telemetry.tallies import Tallies
+from tiered_kv.tiers.ledger import OnUse
 
 if TYPE_CHECKING:  # the extra "metrics" may not be installed
     from prometheus_client import CollectorRegistry
@@ -39,6 +41,9 @@ class Watched(Protocol):
     def statistics(self) -> CacheStatistics:
         """Count what is where; on the event loop."""
 
+    def watch_uses(self, on_use: OnUse) -> None:
+        """Have each load and store say what it is about."""
+
     def call_soon(self, function: Callable[[], object]) -> None:
         """Have the event loop call a function, from any thread."""
 
@@ -53,13 +58,15 @@ class Reading:
         statistics: What it counts.
         tallies: What its events told.
         lag_s: How long the event loop took to answer.
+        ghost: What caches of other sizes would have had; None if no tier is the cache's own.
     """
 
     labels: tuple[str, str]
     tokens_per_block: float
     statistics: CacheStatistics
     tallies: Tallies
-    lag_s: float = field(default=0.0)
+    lag_s: float = 0.0
+    ghost: GhostCounts | None = None
 
 
 class Metrics:
@@ -90,6 +97,7 @@ class Metrics:
         self._last: Reading | None = None
         self._number = 0
         self._collector: _Collector | None = None
+        self._ghost: GhostCache | None = None
 
     def __call__(self, event: Event) -> None:
         """Take an event; called by the cache."""
@@ -111,6 +119,9 @@ class Metrics:
         self._watched, self._thread = watched, threading.get_ident()
         self._number = self._collector.number_of_next()
         self._last = self._take()
+        if num_slots := max(tier.num_slots for tier in self._last.statistics.tiers):
+            self._ghost = GhostCache(num_slots)
+            watched.watch_uses(self._ghost.use)
         self._collector.add(self._number, self)
 
     def end(self) -> None:
@@ -120,6 +131,10 @@ class Metrics:
 
     def read(self) -> Reading:
         """Return what there is now, from any thread; what there was, if the event loop has no time for a second."""
+        reading = self._read()
+        return replace(reading, ghost=self._ghost.counts()) if self._ghost is not None else reading
+
+    def _read(self) -> Reading:
         assert self._watched is not None  # noqa: S101 - collected is what has begun
         assert self._last is not None  # noqa: S101
         if threading.get_ident() == self._thread:

@@ -42,6 +42,10 @@ class Histogram:
         self._counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
+    def copy(self) -> Self:
+        """Return one with the same counts."""
+        return deepcopy(self)
+
     def cumulated(self) -> list[tuple[str, float]]:
         """Return how many values were at most each bound, as Prometheus has it: the last one is ``"+Inf"``."""
         names = [*(f"{bound:g}" for bound in self.bounds), "+Inf"]
