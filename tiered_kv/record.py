@@ -31,6 +31,7 @@ SIGNED_BYTES = 512
 _FIELDS = struct.Struct("<8sIIQQ32s32s32s32sII16s16s16s16s16s16s")
 _CHECKSUM = struct.Struct("<Q")
 _CHECKSUM_AT = SIGNED_BYTES - _CHECKSUM.size
+_VERSIONS: Final = frozenset({FORMAT_VERSION, SEALED_VERSION})
 _TAG = slice(_FIELDS.size - 32, _FIELDS.size - 16)
 _ZEROS = bytes(16)
 _PADDING = bytes(HEADER_BYTES)
@@ -57,10 +58,6 @@ class _Fields(NamedTuple):
     nonce: bytes
     tag: bytes
     cipher: bytes
-
-    @property
-    def name(self) -> tuple[bytes, bytes, bytes, bytes, int, int]:
-        return self.fingerprint, self.epoch, self.salt, self.hash, self.rank, self.size
 
     @property
     def key(self) -> BlockKey:
@@ -123,15 +120,13 @@ def verify(key: BlockKey, block: Block, *, codec: str = "none", seal: "Seal | No
 
 def examine(key: BlockKey, block: Block, *, codec: str, seal: "Seal | None") -> tuple[Outcome, str]:
     """Return what `verify` does, and why a record is refused for its seal; empty where that is not the reason."""
-    header = block.header
-    if header[: len(MAGIC)] != MAGIC:
-        return Outcome.CORRUPT if any(header[:SIGNED_BYTES]) else Outcome.MISS, ""
+    header, space = block.header, key.namespace
     if (fields := _parse(header)) is None:
-        return Outcome.CORRUPT, ""
-    space = key.namespace
+        is_none = not any(header[:SIGNED_BYTES])
+        return Outcome.MISS if is_none else Outcome.CORRUPT, ""
+    named = fields[5:11]  # fingerprint to size
     wanted = space.fingerprint, space.epoch, space.salt, key.hash, space.shard.rank, space.shard.size
-    is_known = fields.version in {FORMAT_VERSION, SEALED_VERSION}
-    if not is_known or fields.codec != codec.encode().ljust(16, b"\0") or fields.name != wanted:
+    if named != wanted or fields.version not in _VERSIONS or fields.codec != codec.encode().ljust(16, b"\0"):
         return Outcome.MISS, ""
     if fields.header_bytes != HEADER_BYTES or fields.stored_bytes != len(block.payload):
         return Outcome.CORRUPT, ""
@@ -157,7 +152,7 @@ def key_in(header: memoryview) -> BlockKey | None:
     Nothing is said about the payload: `verify` is for that.
     """
     fields = _parse(header)
-    if fields is None or fields.version not in {FORMAT_VERSION, SEALED_VERSION} or not fields.rank < fields.size:
+    if fields is None or fields.version not in _VERSIONS or not fields.rank < fields.size:
         return None
     return fields.key
 
@@ -171,7 +166,7 @@ def _parse(header: memoryview) -> _Fields | None:
     """Return the fields of a header that is whole."""
     if xxhash.xxh3_64_intdigest(header[:_CHECKSUM_AT]) != _CHECKSUM.unpack_from(header, _CHECKSUM_AT)[0]:
         return None
-    fields = _Fields(*_FIELDS.unpack_from(header))
+    fields = _Fields._make(_FIELDS.unpack_from(header))
     return fields if fields.magic == MAGIC else None
 
 
@@ -234,7 +229,7 @@ def parse_record(data: bytes | bytearray | memoryview, *, seal: "Seal | None" = 
         raise BlockCorruptError(f"{len(view)} bytes are no record: they do not begin with its header")
     if (fields := _parse(header)) is None:
         raise BlockCorruptError("the record's header is broken: its checksum is of other bytes")
-    if fields.version not in {FORMAT_VERSION, SEALED_VERSION} or fields.header_bytes != HEADER_BYTES:
+    if fields.version not in _VERSIONS or fields.header_bytes != HEADER_BYTES:
         known = f"{FORMAT_VERSION} and {SEALED_VERSION}"
         raise LayoutMismatchError(f"a record of format version {fields.version}; this reads versions {known}")
     if fields.stored_bytes != len(payload):
