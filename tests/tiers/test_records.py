@@ -1,0 +1,111 @@
+"""Making and verifying records in threads: whose memory they touch, and until when."""
+
+import asyncio
+import threading
+from typing import cast
+
+import pytest
+from anyio.lowlevel import checkpoint
+
+from tiered_kv import BlockKey, Encryption, Namespace, RecordShape
+from tiered_kv.backend import Block, Outcome
+from tiered_kv.keys import Names
+from tiered_kv.loop_calls import LoopCalls
+from tiered_kv.seal import Seal
+from tiered_kv.tiers.records import Records, Staging
+from tiered_kv.tiers.tasks import WorkerPool
+
+SHAPE = RecordShape(bytes([7]) * 32, 5000)
+KEYS = [BlockKey(Namespace(SHAPE.fingerprint, bytes(32)), bytes([n]) * 32) for n in range(3)]
+
+
+class HeldSeal(Seal):
+    """A seal that opens when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__([bytes(32)])
+        self.begun, self.may_go_on = threading.Event(), threading.Event()
+
+    def open(self, *args: object) -> bool:
+        """Wait before the payload is touched."""
+        self.begun.set()
+        assert self.may_go_on.wait(60)
+        return super().open(*args)  # type: ignore[arg-type]  # as they came
+
+
+class HeldEncryption:
+    """What makes such a seal."""
+
+    def __init__(self) -> None:
+        self.seal = HeldSeal()
+
+    def make_seal(self) -> Seal:
+        """Return it."""
+        return self.seal
+
+
+def blocks_of(n: int) -> list[Block]:
+    """Return blocks of known bytes."""
+    blocks = [Block.empty(SHAPE.payload_bytes) for _ in range(n)]
+    for number, block in enumerate(blocks):
+        block.payload[:] = bytes([number + 1]) * SHAPE.payload_bytes
+    return blocks
+
+
+@pytest.mark.both_loops
+async def test_a_cancelled_verification_ends_before_its_memory_is_anothers() -> None:
+    """It is decrypted in place: who waits, and is cancelled, hears of it when no thread writes there any more."""
+    loop_calls = LoopCalls(asyncio.get_running_loop())
+    pool, encryption = WorkerPool("records", 1, loop_calls), HeldEncryption()
+    records = Records(pool, cast("Encryption", encryption))
+    try:
+        await records.open(loop_calls)
+        blocks, into = blocks_of(1), [Block.empty(SHAPE.payload_bytes)]
+        await records.encode(KEYS[:1], blocks, into, SHAPE)
+        verifying = asyncio.create_task(records.verify(KEYS[:1], into, [Outcome.HIT], SHAPE))
+        while not encryption.seal.begun.is_set():
+            await checkpoint()
+        for _ in range(3):
+            verifying.cancel()
+            await checkpoint()
+            assert not verifying.done()
+        encryption.seal.may_go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await verifying
+        assert bytes(into[0].payload) == bytes(blocks[0].payload)
+    finally:
+        encryption.seal.may_go_on.set()
+        pool.close()
+
+
+@pytest.mark.parametrize("encryption", [None, Encryption(keys=["01" * 32])])
+async def test_named_alone_they_are_verified_as_by_their_keys(encryption: Encryption | None) -> None:
+    """Right ones, broken ones, and another block's in the place of one; what was no hit stays what it was."""
+    loop_calls = LoopCalls(asyncio.get_running_loop())
+    pool = WorkerPool("records", 1, loop_calls)
+    records = Records(pool, encryption)
+    try:
+        await records.open(loop_calls)
+        into = blocks_of(3)
+        made = await records.encode(KEYS, into, into, SHAPE)
+        assert all(block.payload.readonly for block in made)
+        into[1].payload[-1] ^= 1
+        names: Names = KEYS[0].namespace.names_of([KEYS[0].hash, KEYS[1].hash, KEYS[0].hash])
+        hits = [Outcome.HIT] * 3
+        verdicts, refused = await records.verify_named(names, into, hits, SHAPE)
+        assert (verdicts, dict(refused)) == ([Outcome.HIT, Outcome.CORRUPT, Outcome.MISS], {})
+        found = [Outcome.FAILED, Outcome.MISS, Outcome.FAILED]
+        assert (await records.verify_named(names, into, found, SHAPE))[0] == found
+        assert (await records.verify(KEYS, into, found, SHAPE))[0] == found
+    finally:
+        pool.close()
+
+
+def test_staging_blocks_are_lent_once_and_lent_again() -> None:
+    """No block is lent to two at once, and what came back is used before more is made."""
+    staging = Staging(SHAPE)
+    first, second = staging.take(2), staging.take(3)
+    assert len({id(block) for block in first + second}) == 5
+    assert all(len(block.payload) == SHAPE.payload_bytes for block in first)
+    staging.give(second)
+    assert {id(block) for block in staging.take(4)} >= {id(block) for block in second}
