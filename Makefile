@@ -58,7 +58,7 @@ test-fast: .venv/dev.stamp
 	$(IN_VENV)pytest -n auto -m "not slow" --ignore=tests/servers --ignore=tests/examples --ignore=tests/test_docs.py
 
 test-engines: .venv/dev.stamp
-	$(IN_VENV)pytest tests/engines --engines $(ENGINES)
+	$(IN_VENV)pytest tests/engines --engines --timeout 1200 $(ENGINES)
 
 test-gpu: .venv/dev.stamp
 	ALL_KERNELS=1 $(IN_VENV)pytest tests/gpu tests/memory

@@ -22,6 +22,12 @@ def environment_of(name: str, config: pytest.Config) -> Environment:
 
 
 @pytest.fixture(scope="session")
+def sglang(pytestconfig: pytest.Config) -> Environment:
+    """Return SGLang's environment."""
+    return environment_of("sglang", pytestconfig)
+
+
+@pytest.fixture(scope="session")
 def vllm(pytestconfig: pytest.Config) -> Environment:
     """Return vLLM's environment."""
     return environment_of("vllm", pytestconfig)

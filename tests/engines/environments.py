@@ -53,6 +53,8 @@ class Recipe:
 RECIPES: Final = {
     recipe.name: recipe
     for recipe in (
+        # Its own requirements are CUDA's; `sglang_stub` stands in for what it imports of them.
+        Recipe("sglang", "0.5.23", bare=("sglang==0.5.23",)),
         # Its torch comes without the three of its family that its requirements name: their import fails.
         Recipe("vllm", "0.32.0", without=("torchvision", "torchaudio", "torchcodec")),
     )

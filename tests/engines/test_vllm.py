@@ -137,7 +137,7 @@ def test_a_flipped_byte_on_disk_is_computed_again(warm: Runs, alone: list[list[i
 
 def test_stalled_storage_does_not_hold_up_the_engine(runs: Runs, alone: list[list[int]]) -> None:
     """Blocks that storage says it has and does not give are computed, after as long as the connector may wait."""
-    stalling = {"medium": "vllm_faults:StallingBackend", "path": "{folder}/shared", "capacity": "16MiB"}
+    stalling = {"medium": "stalling:StallingBackend", "path": "{folder}/shared", "capacity": "16MiB"}
     tiers = ["cpu://?capacity=4MiB", stalling]
     assert runs.run(tiers=tiers)["rounds"][0]["tokens"] == alone[:2]
     found = runs.run(tiers=tiers)

@@ -1,16 +1,14 @@
-"""Connectors and a medium that do what must not go unseen: what the tests of vLLM see would else be no proof."""
+"""Connectors that do what must not go unseen: without them what the tests of vLLM see would be no proof."""
 
-import asyncio
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from tiered_kv import BackendUnavailableError, Block, BlockKey, BlockKeys, Outcome
+from tiered_kv import BlockKeys
 from tiered_kv.integrations.vllm import TieredKVConnector
-from tiered_kv_backends.shared_fs import SharedFSBackend
 
 
 class WipingConnector(TieredKVConnector):
@@ -59,26 +57,3 @@ class DyingConnector(TieredKVConnector):
             self._in_scheduler().kv.flush()
             os.kill(os.getpid(), signal.SIGKILL)
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
-
-
-class StallingBackend(SharedFSBackend):
-    """Never reads once there is a file ``stall`` beside it, never writes at ``stall-writes``, fails to at ``full``."""
-
-    class Settings(SharedFSBackend.Settings):
-        """As the medium that it is otherwise."""
-
-        medium: str = "vllm_faults:StallingBackend"
-
-    async def read(self, keys: Sequence[BlockKey], into: Sequence[Block]) -> list[Outcome]:
-        """Read, or never end."""
-        if self.settings.path.with_name("stall").exists():
-            await asyncio.Event().wait()
-        return await super().read(keys, into)
-
-    async def write(self, keys: Sequence[BlockKey], blocks: Sequence[Block]) -> list[Outcome]:
-        """Write, or never end, or fail."""
-        if self.settings.path.with_name("stall-writes").exists():
-            await asyncio.Event().wait()
-        if self.settings.path.with_name("full").exists():
-            raise BackendUnavailableError("no space is left")
-        return await super().write(keys, blocks)

@@ -33,7 +33,7 @@ def nvme(folder: pathlib.Path, capacity: str = "64MiB") -> dict[str, Any]:
 
 def faulty(folder: pathlib.Path) -> dict[str, Any]:
     """Our tier with a shared tier in it that stalls and fails where it is told to."""
-    shared = {"medium": "vllm_faults:StallingBackend", "path": f"{folder}/shared", "capacity": "64MiB"}
+    shared = {"medium": "stalling:StallingBackend", "path": f"{folder}/shared", "capacity": "64MiB"}
     return {**OURS, "tiers": [shared], "load_timeout_s": 0.5}
 
 

@@ -1,0 +1,167 @@
+"""A real SGLang on a CPU, end to end: what it generates with us below it is what it generates alone."""
+
+import json
+import os
+import pathlib
+import re
+import shutil
+from typing import Any, Final
+
+import pytest
+
+from environments import HERE, ROOT, Environment
+
+PAGES: Final = 2 * 18
+"""Full pages of both prompts, 16 tokens each: what storage can have of them."""
+LAYOUTS: Final = ("layer_first", "page_first", "page_first_direct")
+NVME: Final = ["cpu://?capacity=4MiB", "file://{folder}/nvme?capacity=16MiB"]
+EVERYWHERE: Final = {
+    "PYTHONPATH": os.pathsep.join(map(str, (HERE / "sglang_site", HERE, ROOT, ROOT / "backends"))),
+    "SGLANG_USE_CPU_ENGINE": "1",
+}
+
+Answer = dict[str, Any]
+
+
+class Runs:
+    """Runs SGLang over one folder of storage, in new processes each time."""
+
+    def __init__(self, sglang: Environment, model: pathlib.Path, folder: pathlib.Path) -> None:
+        self.folder = folder
+        self._sglang = sglang
+        self._model = model
+
+    def storage(self, name: str = "ReportingStorage", tiers: list[Any] = NVME, **limits: float) -> Answer:
+        """Return the extra config of HiCache's storage."""
+        tiers = json.loads(json.dumps(tiers).replace("{folder}", str(self.folder)))
+        module = "tiered_kv.integrations.sglang" if name == "TieredKVStorage" else "sglang_faults"
+        return {
+            "backend_name": "tiered_kv",
+            "module_path": module,
+            "class_name": name,
+            "interface_v1": 1,
+            "prefetch_threshold": 16,
+            "report": str(self.folder / "report"),
+            "tiered_kv": {"tiers": tiers, "limits": limits},
+        }
+
+    def run(self, name: str = "ReportingStorage", *, tiers: list[Any] = NVME, **wanted: Any) -> Answer:
+        """Run the engine and return what it generated and counted."""
+        limits = wanted.pop("limits", {})
+        storage = wanted.pop("storage", None) or self.storage(name, tiers, **limits)
+        arguments = {"model": str(self._model), "storage": storage, **wanted}
+        answer: Answer = self._sglang.run("sglang_generate.py", json.dumps(arguments), variables=EVERYWHERE)
+        return answer
+
+
+@pytest.fixture(scope="session")
+def checkpoint(sglang: Environment, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Make a checkpoint of a small Llama with random weights. Nothing is downloaded."""
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    sglang.run("make_llama.py", folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def alone(sglang: Environment, checkpoint: pathlib.Path) -> list[list[int]]:
+    """Return what the engine generates without us, per prompt."""
+    answer = sglang.run("sglang_generate.py", json.dumps({"model": str(checkpoint)}), variables=EVERYWHERE)
+    tokens: list[list[int]] = answer["tokens"]
+    assert tokens[0] != tokens[1], "what is generated does not depend on the prompt"
+    return tokens
+
+
+@pytest.fixture
+def runs(sglang: Environment, checkpoint: pathlib.Path, tmp_path: pathlib.Path) -> Runs:
+    """Return runs over an empty folder."""
+    return Runs(sglang, checkpoint, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def filled(
+    sglang: Environment, checkpoint: pathlib.Path, alone: list[list[int]], tmp_path_factory: pytest.TempPathFactory
+) -> pathlib.Path:
+    """Return a folder in which a first engine, which was killed then, has stored the pages of both prompts."""
+    folder = tmp_path_factory.mktemp("filled")
+    cold = Runs(sglang, checkpoint, folder).run(num_stored=PAGES)
+    assert cold == {"tokens": alone, "from_storage": [0, 0]}
+    return folder
+
+
+@pytest.fixture
+def warm(filled: pathlib.Path, runs: Runs) -> Runs:
+    """Return runs over a copy of what the first engine has stored."""
+    shutil.copytree(filled, runs.folder, dirs_exist_ok=True)
+    return runs
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first_direct"])
+def test_a_restarted_engine_generates_the_same_from_storage(warm: Runs, alone: list[list[int]], layout: str) -> None:
+    """New processes find all full pages, the engine counts them, and the tokens are the same, in another layout too."""
+    assert warm.run(layout=layout) == {"tokens": alone, "from_storage": [288, 288]}
+
+
+def test_what_is_loaded_is_what_is_used(warm: Runs, alone: list[list[int]]) -> None:
+    """Where the loaded pages are wiped the tokens differ: the tests above would see wrong bytes."""
+    answer = warm.run("WipingStorage")
+    assert answer["from_storage"] == [288, 288]
+    assert all(ours != right for ours, right in zip(answer["tokens"], alone, strict=True))
+
+
+def test_a_page_that_is_evicted_before_its_load_is_computed(warm: Runs, alone: list[list[int]]) -> None:
+    """What is gone between look-up and load is computed, what is left is loaded, and the tokens are right."""
+    answer = warm.run("EvictingStorage")
+    assert answer == {"tokens": alone, "from_storage": [64, 64]}
+
+
+def test_a_flipped_byte_on_disk_is_computed_again(warm: Runs, alone: list[list[int]]) -> None:
+    """A page whose bytes have changed is never served."""
+    (slab,) = warm.folder.glob("nvme/*/slab")
+    stored = bytearray(slab.read_bytes())
+    for place in range(8192, len(stored), 8 * 1024):  # in each record: one has 16 KiB and a header
+        stored[place] ^= 1
+    slab.write_bytes(stored)
+    assert warm.run() == {"tokens": alone, "from_storage": [0, 0]}
+
+
+def test_stalled_storage_does_not_hold_up_the_engine(runs: Runs, alone: list[list[int]]) -> None:
+    """Pages that storage says it has and does not give are computed, after as long as a load may take."""
+    tiers = ["cpu://?capacity=4MiB", {"medium": "stalling:StallingBackend", "path": "{folder}/s", "capacity": "16MiB"}]
+    assert runs.run(tiers=tiers, num_stored=PAGES)["tokens"] == alone
+    assert runs.run(tiers=tiers)["from_storage"] == [288, 288]
+    (runs.folder / "stall").touch()
+    assert runs.run(tiers=tiers, limits={"load_timeout_s": 0.5}) == {"tokens": alone, "from_storage": [0, 0]}
+
+
+@pytest.mark.parametrize("is_mla", [False, True], ids=["MHA", "MLA"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_controller_alone_stores_and_loads_every_layout(
+    sglang: Environment,
+    layout: str,
+    is_mla: bool,  # noqa: FBT001 - pytest's
+    tmp_path: pathlib.Path,
+) -> None:
+    """Byte for byte after a restart, through SGLang's own threads; it closes us when it lets us go."""
+    storage = Runs(sglang, tmp_path, tmp_path).storage("TieredKVStorage")
+    storage["tiered_kv"]["weights"] = "w"
+    pages = {"layout": layout, "num_pages": 20, "is_mla": is_mla}
+    wanted = json.dumps({**pages, "storage": storage, "folder": str(tmp_path)})
+    cold = sglang.run("sglang_controller.py", wanted, variables=EVERYWHERE)
+    assert cold == {"found": 0, "loaded": 0, "is_right": False, "stored": 320}
+    warm = sglang.run("sglang_controller.py", wanted, variables=EVERYWHERE)
+    assert warm == {"found": 320, "loaded": 320, "is_right": True, "stored": 0}
+
+
+def test_the_configuration_of_the_guide_works(runs: Runs, alone: list[list[int]]) -> None:
+    """As it is printed there, but for the path and the wait for what is stored."""
+    guide = (ROOT / "docs" / "how-to" / "sglang.md").read_text()
+    found = re.search(r'^```json title="tiered_kv.json"\n(.*?)^```', guide, re.DOTALL | re.MULTILINE)
+    assert found
+    printed = json.loads(found[1].replace("/mnt/kv", str(runs.folder)))
+    reporting = {
+        "module_path": "sglang_faults",
+        "class_name": "ReportingStorage",
+        "report": str(runs.folder / "report"),
+    }
+    assert runs.run(storage={**printed, **reporting}, num_stored=PAGES)["tokens"] == alone
+    assert runs.run(storage=printed) == {"tokens": alone, "from_storage": [288, 288]}
