@@ -129,6 +129,20 @@ def _of_tiers(readings: Sequence[Reading]) -> list[Metric]:
                 ((tier.tier,), tier.hits * of.tokens_per_block) for tier in of.statistics.tiers if of.tokens_per_block
             ],
         ),
+        _counter(
+            "tier_bytes",
+            "Bytes of records that the tier's medium brought (read) and took (write).",
+            ("tier", "direction"),
+            readings,
+            lambda of: _two_ways(of, attrgetter("bytes_read"), attrgetter("bytes_written")),
+        ),
+        _counter(
+            "tier_call_seconds",
+            "How long the medium's calls took together; those side by side count each for itself.",
+            ("tier", "direction"),
+            readings,
+            lambda of: _two_ways(of, attrgetter("read_s"), attrgetter("write_s")),
+        ),
         _gauge(
             "tier_breaker_open",
             "1 while the tier's calls of a kind are not made, but for a probe: they failed or were late.",
@@ -277,6 +291,13 @@ def _each_cache(value_of: Callable[[CacheStatistics], float]) -> Samples:
 
 def _each_tier(value_of: Callable[[TierStatistics], float]) -> Samples:
     return lambda of: [((tier.tier,), value_of(tier)) for tier in of.statistics.tiers]
+
+
+def _two_ways(
+    of: Reading, read: Callable[[TierStatistics], float], write: Callable[[TierStatistics], float]
+) -> Labelled:
+    values = (("read", read), ("write", write))
+    return [((tier.tier, way), value_of(tier)) for tier in of.statistics.tiers for way, value_of in values]
 
 
 def _filled(family: M, readings: Sequence[Reading], samples: Samples) -> M:
