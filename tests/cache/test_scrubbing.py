@@ -5,10 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from anyio.lowlevel import checkpoint
 
 from tests.support.any_layout import AnyEngine, nvme, open_any, prompt
 from tests.support.caches import Recorder, inside, until, until_idle
 from tiered_kv import (
+    BackendUnavailableError,
     BlockKeys,
     BlocksCorrupted,
     ConfigurationError,
@@ -17,7 +19,7 @@ from tiered_kv import (
     TieredKVSettings,
     TierScrubbed,
 )
-from tiered_kv.backend import Block, Outcome, SlotBackend
+from tiered_kv.backend import BackendContext, Block, Outcome, Recovered, SlotBackend
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv_backends.nvme import NVMeBackend
 
@@ -98,6 +100,69 @@ async def test_what_changes_meanwhile_stays(tmp_path: Path) -> None:
         await until(lambda: bool(events.of(TierScrubbed)))
         assert events.of(TierScrubbed)[0].removed == 0
         assert (await kv.lookup(keys)).num_blocks == N
+
+
+class Replaced(NVMeBackend):
+    """What is read, and not merely peeked at, has something happen to it before the answer comes."""
+
+    async def meanwhile(self) -> None:
+        """Do nothing, unless a test says otherwise."""
+
+    async def read(self, group: int, slots: np.ndarray, into: Sequence[Block]) -> list[Outcome]:
+        """Read what is there, and answer later."""
+        outcomes = await super().read(group, slots, into)
+        await self.meanwhile()
+        return outcomes
+
+    async def peek(self, group: int, slots: np.ndarray, into: Sequence[Block]) -> list[Outcome]:
+        """Read, and answer at once."""
+        return await super().read(group, slots, into)
+
+
+async def test_what_is_stored_anew_while_it_is_read_stays(tmp_path: Path) -> None:
+    """A block that was found broken, evicted and stored again is not removed from where it is now."""
+    engine, keys = await filled(tmp_path)
+    flip(tmp_path, 3 * 8192 + 4096 + 700)
+    events, backend = Recorder(), Replaced(scrubbed(tmp_path))
+    async with open_any(engine, backend, emit=events) as kv:
+
+        async def replace() -> None:
+            del backend.meanwhile  # once
+            await kv.evict(keys[3:4])
+            await kv.store(keys[3:4], engine.fill(keys[3:4], [3]))
+            await kv.flush()
+
+        backend.meanwhile = replace  # type: ignore[method-assign]  # until it has happened
+        await until(lambda: bool(events.of(TierScrubbed)))
+        assert events.of(TierScrubbed)[0].removed == 0
+        assert not events.of(BlocksCorrupted)
+        await until_idle(kv)
+        assert (await kv.lookup(keys)).num_blocks == N
+
+
+class OpensLater(NVMeBackend):
+    """A disk that is mounted after the cache was opened."""
+
+    is_there = False
+
+    async def open(self, context: BackendContext) -> list[Recovered]:
+        """Fail until it is there."""
+        if not self.is_there:
+            raise BackendUnavailableError("not mounted")
+        return await super().open(context)
+
+
+async def test_what_opens_later_is_scrubbed_then(tmp_path: Path) -> None:
+    """A tier that is not there when the cache is opened is not taken for one without blocks."""
+    engine, _ = await filled(tmp_path)
+    flip(tmp_path, 3 * 8192 + 4096 + 700)
+    events, backend = Recorder(), OpensLater(scrubbed(tmp_path, required=False))
+    async with open_any(engine, backend, emit=events) as kv:
+        await checkpoint()  # it has looked for the first time
+        backend.is_there = True
+        await until(lambda: bool(events.of(TierScrubbed)))
+        assert [(done.blocks, done.removed) for done in events.of(TierScrubbed)] == [(N, 1)]
+        await until_idle(kv)
 
 
 async def test_another_key_removes_what_nobody_can_read(tmp_path: Path) -> None:

@@ -196,6 +196,7 @@ class OwnedTier(StorageTier, BookedTier):
                     return 0
                 there = [blocks[i] for i in at]
                 wrong, refused = await self._wrong(self.backend.read, names[at], slots[at], there, waiter)
+                wrong &= self.index.find(names[at])[0] == slots[at]  # else removed, and perhaps stored anew elsewhere
                 broken = names[at][wrong]
                 self._tell_refused(refused)
                 if len(broken):

@@ -21,6 +21,9 @@ async def scrub_for_ever(tier: OwnedTier) -> None:
     clock, settings = tier.health.clock, tier.settings
     assert isinstance(settings, OwnedTierSettings)  # noqa: S101 - else it would not be scrubbed
     while True:
+        if not tier.is_in_use:  # before it is open it has no slots: that would be a pass
+            await asyncio.sleep(_AWAY_S)
+            continue
         started = clock()
         num_blocks, num_removed = await _scrub(tier)
         tier.health.emit(TierScrubbed(tier.name, num_blocks, num_removed, clock() - started))
