@@ -189,6 +189,37 @@ async def test_a_group_stored_in_parts_is_stored_singly(files: S3Settings) -> No
         assert await read(backend, keys) == [Outcome.HIT] * 16
 
 
+class Counting(S3Backend):
+    """Counts the objects that are asked for."""
+
+    num_gets = 0
+
+    async def _get(self, name: str, start: int, length: int, deadline: float) -> memoryview | Outcome:
+        self.num_gets += 1
+        return await super()._get(name, start, length, deadline)
+
+
+async def test_blocks_that_lay_singly_are_not_looked_for_in_packs(files: S3Settings) -> None:
+    """Of what was stored or read in parts no pack is asked for, which costs a round trip; and nothing is missed."""
+    keys = chain(16)
+    async with open_backend(Counting(files)) as writer, open_backend(Counting(files)) as reader:
+        for start in range(0, 16, 4):
+            await store(writer, keys[start : start + 4])
+        for start in range(0, 16, 4):
+            assert await read(writer, keys[start : start + 4]) == [Outcome.HIT] * 4
+        assert writer.num_gets == 16
+        for num_gets in (17, 33):  # the first time it asks for the pack too
+            assert await read(reader, keys) == [Outcome.HIT] * 16
+            assert reader.num_gets == num_gets
+        await writer.delete(keys)
+        await store(writer, keys)  # as one pack now, of which the reader does not know
+        assert lengths(files) == [16 * RECORD]
+        assert await read(reader, keys) == [Outcome.HIT] * 16
+        before = reader.num_gets
+        assert await read(reader, keys[3:9]) == [Outcome.HIT] * 6
+        assert reader.num_gets == before + 1
+
+
 async def test_deleting_a_block_takes_its_pack(files: S3Settings) -> None:
     """A deleted block is gone although others are in its object; other objects stay."""
     keys = chain(33)

@@ -187,18 +187,38 @@ class S3Backend(Backend):
     async def _read_unit(
         self, unit: Unit, keys: Sequence[BlockKey], into: Sequence[Block], deadline: float
     ) -> list[Outcome]:
-        blocks = into[unit.start : unit.stop]
+        mine, blocks = keys[unit.start : unit.stop], into[unit.start : unit.stop]
+        ways = [self._read_singly] if unit.pack is None else [self._read_packed, self._read_singly]
+        if self._packing.is_single(mine):
+            ways.reverse()
+        outcomes = [Outcome.MISS] * len(blocks)
+        for way in ways:
+            left = [n for n, outcome in enumerate(outcomes) if outcome is Outcome.MISS]
+            if left:
+                for n, outcome in zip(left, await way(unit, mine, blocks, left, deadline), strict=True):
+                    outcomes[n] = outcome
+        return outcomes
+
+    async def _read_packed(
+        self, unit: Unit, keys: Sequence[BlockKey], blocks: Sequence[Block], at: Sequence[int], deadline: float
+    ) -> list[Outcome]:
+        """Fill the blocks at these positions from the unit's pack."""
+        each = blocks[0].num_bytes
+        record = await self._get(str(unit.pack), unit.place * each, len(blocks) * each, deadline)
+        if isinstance(record, Outcome):
+            return [record] * len(at)
+        self._packing.saw(keys, is_single=False)
+        return [_fill(blocks[n], record[n * each : (n + 1) * each]) for n in at]
+
+    async def _read_singly(
+        self, unit: Unit, keys: Sequence[BlockKey], blocks: Sequence[Block], at: Sequence[int], deadline: float
+    ) -> list[Outcome]:
+        """Fill the blocks at these positions from objects of their own."""
+        outcomes = await asyncio.gather(*(self._read_single(keys[n].path, blocks[n], deadline) for n in at))
+        found = [keys[n] for n, outcome in zip(at, outcomes, strict=True) if outcome is Outcome.HIT]
         if unit.pack is not None:
-            each = blocks[0].num_bytes
-            record = await self._get(unit.pack, unit.place * each, len(blocks) * each, deadline)
-            if not isinstance(record, Outcome):
-                parts = (record[n * each : (n + 1) * each] for n in range(len(blocks)))
-                return [_fill(block, part) for block, part in zip(blocks, parts, strict=True)]
-            if record is not Outcome.MISS:
-                return [record] * len(blocks)
-        names = [key.path for key in keys[unit.start : unit.stop]]
-        pairs = zip(names, blocks, strict=True)
-        return list(await asyncio.gather(*(self._read_single(name, block, deadline) for name, block in pairs)))
+            self._packing.saw(found, is_single=True)
+        return list(outcomes)
 
     async def _read_single(self, name: str, block: Block, deadline: float) -> Outcome:
         record = await self._get(name, 0, block.num_bytes + 1, deadline)  # one more: a longer object is not the record
@@ -236,6 +256,7 @@ class S3Backend(Backend):
             pass  # by this name it is the same block
         except FileNotFoundError as error:
             raise BackendUnavailableError(f"store: the bucket of {self.settings.place} is gone") from error
+        self._packing.saw(keys[unit.start : unit.stop], is_single=unit.pack is None)
         return [Outcome.STORED] * (unit.stop - unit.start)
 
     async def _delete_one(self, name: str, deadline: float) -> None:

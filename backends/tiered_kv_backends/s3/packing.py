@@ -44,13 +44,29 @@ class Unit:
 
 
 class Packing:
-    """Cuts batches into units, and remembers the last keys of groups it has seen."""
+    """Cuts batches into units, and remembers the last keys of groups it has seen, and which blocks lay singly."""
 
     def __init__(self, groups: Iterable[RecordShape], pack_bytes: int) -> None:
         self._sizes = {shape.fingerprint: _group_size(shape, pack_bytes) for shape in groups}
         self._last_keys: Mapping[int, OrderedDict[bytes, bytes]] = {
             size: OrderedDict() for size in set(self._sizes.values())
         }
+        self._single: OrderedDict[bytes, None] = OrderedDict()
+
+    def saw(self, keys: Iterable[BlockKey], *, is_single: bool) -> None:
+        """Remember of blocks that have just been stored or read whether each was an object of its own."""
+        single = self._single
+        for key in keys:
+            if is_single:
+                single[key.hash] = None
+            else:
+                single.pop(key.hash, None)
+        while len(single) > _MAX_REMEMBERED:
+            single.popitem(last=False)
+
+    def is_single(self, keys: Iterable[BlockKey]) -> bool:
+        """Whether each of these was an object of its own lately: to ask for their pack first costs a round trip."""
+        return all(key.hash in self._single for key in keys)
 
     def units(self, keys: Sequence[BlockKey]) -> list[Unit]:
         """Cut a batch: every key is in one unit, in order."""
