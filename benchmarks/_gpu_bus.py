@@ -17,8 +17,7 @@ from torch import Tensor
 
 from tiered_kv import KVGroup
 from tiered_kv.loop_calls import LoopCalls
-from tiered_kv.memory import Device, HostSlab, PagedCaches, Stream, device_copies, gather_blocks, scatter_blocks
-from tiered_kv.memory.crossover import prepare
+from tiered_kv.memory import Device, HostSlab, PagedCaches, Stream, crossover, gather_blocks, scatter_blocks
 from tiered_kv.memory.page_locking import PageLockState
 
 Ids = NDArray[np.int64]
@@ -64,15 +63,30 @@ class Setup:
         windows = self.windows if windows is None else windows
         return [partial(scatter_blocks, rows, slots, self.caches, pages) for pages, slots in windows]
 
-    def stores_by_fragment(self) -> Copies:
-        """Return one ``cudaMemcpyAsync`` a fragment, as the first engines swapped blocks."""
-        copy, rows = device_copies.gather_directly, self.pinned
-        return [partial(copy, self.caches, pages[:, None], rows, slots) for pages, slots in self.windows]
+    def ways(self) -> list[crossover.Way]:
+        """Return the ways there are over this device's bus; `stores` and `loads` take what was measured to be best."""
+        by_kernel = crossover.kernel_way(self.caches.torch_device)
+        return [crossover.STAGING, crossover.DIRECTLY, *([] if by_kernel is None else [by_kernel])]
 
-    def loads_by_fragment(self) -> Copies:
+    def stores_by(self, way: crossover.Way) -> Copies:
+        """Return the copies out of the engine's cache in one way."""
+        return [partial(way.gather, self.caches, pages[:, None], self.pinned, slots) for pages, slots in self.windows]
+
+    def loads_by(self, way: crossover.Way) -> Copies:
         """Return the reverse."""
-        copy, rows = device_copies.scatter_directly, self.pinned
-        return [partial(copy, rows, slots, self.caches, pages[:, None]) for pages, slots in self.windows]
+        return [partial(way.scatter, self.pinned, slots, self.caches, pages[:, None]) for pages, slots in self.windows]
+
+    def stores_by_layer(self) -> Copies:
+        """Return our copies of all blocks out of the engine's cache, a copy a layer."""
+        pages, slots = (np.concatenate(each) for each in zip(*self.windows, strict=True))
+        gather = partial(gather_blocks, self.caches, pages, self.pinned, slots)
+        return [partial(gather, layers=slice(layer, layer + 1)) for layer in range(self.group.num_layers)]
+
+    def loads_by_layer(self) -> Copies:
+        """Return the reverse."""
+        pages, slots = (np.concatenate(each) for each in zip(*self.windows, strict=True))
+        scatter = partial(scatter_blocks, self.pinned, slots, self.caches, pages)
+        return [partial(scatter, layers=slice(layer, layer + 1)) for layer in range(self.group.num_layers)]
 
 
 @contextmanager
@@ -83,7 +97,7 @@ def set_up(group: KVGroup, num_blocks: int, device: Device) -> Iterator[Setup]:
     dtype = getattr(torch, group.dtype)
     tensors = [torch.randn(shape, device=device.torch_device).to(dtype) for _ in range(group.num_layers)]
     caches = PagedCaches.bind(tensors, group, axes="BND" if group.order == "MLA" else "PBNHD", device=device)
-    prepare(caches, device)
+    crossover.prepare(caches, device)
     slab = HostSlab(num_blocks, group.stride_bytes, group.payload_bytes, name="benchmark")
     state = device.page_lock(slab).wait()
     pageable = torch.zeros(num_blocks, group.stride_bytes // 8, dtype=torch.int64)

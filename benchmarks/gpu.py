@@ -1,8 +1,9 @@
 """Scattered blocks between a GPU and the host, over one large pinned copy in the same run.
 
-For blocks of three models: GB/s of store and load, alone and both at once, by our copies, by one copy a fragment, and
-by our copies to pageable memory; the time of one block; the speed that a loop of bf16 matrix products keeps beside
-them. Then what lies between an event and the coroutine that waits for it, and blocks by way of NVMe and back.
+For blocks of three models: GB/s of store and load, alone and both at once, by our copies, layer by layer, in each of
+the ways there are, and to pageable memory; the time of one block; the speed that a loop of bf16 matrix products keeps
+beside them. Then what lies between an event and the coroutine that waits for it, and blocks by way of NVMe and back.
+The last lines are ready for RESULTS.md, and one of JSON.
 
     python benchmarks/gpu.py [--path DIR]
 
@@ -24,6 +25,7 @@ from rich.table import Table
 from _gpu_bus import Copies, Setup, coroutine_latency, kept_busy, matmul_rate, seconds, set_up
 from tiered_kv import GPULoadStoreSpec, KVGroup, KVLayout, ModelIdentity, TieredKV, hash_blocks
 from tiered_kv.memory import Device, Stream, make_device
+from tiered_kv.memory.driver import has_batches
 
 MODELS = {
     "Llama-3-8B": KVGroup(32, 8, 128, "bfloat16", 16),
@@ -55,12 +57,18 @@ def ours(setup: Setup, h2d: Stream, d2h: Stream) -> Figures:
     both = sum(len(slots) for _, slots in (*low, *high)) * setup.group.payload_bytes
     one = [(pages[:1], slots[:1]) for pages, slots in setup.windows[:1]]
     rate = setup.num_bytes / 1e9
+    by_way = {
+        f"{what}_{way.name.replace(' ', '_')}": rate / seconds((stream, copies(way)), rounds=2)
+        for way in setup.ways()
+        for what, stream, copies in (("load", h2d, setup.loads_by), ("store", d2h, setup.stores_by))
+    }
     return {
         "load": rate / seconds((h2d, setup.loads(setup.pinned))),
         "store": rate / seconds((d2h, setup.stores(setup.pinned))),
         "both": both / 1e9 / seconds((h2d, setup.loads(setup.pinned, low)), (d2h, setup.stores(setup.pinned, high))),
-        "load_by_fragment": rate / seconds((h2d, setup.loads_by_fragment()), rounds=2),
-        "store_by_fragment": rate / seconds((d2h, setup.stores_by_fragment()), rounds=2),
+        "load_by_layer": rate / seconds((h2d, setup.loads_by_layer()), rounds=2),
+        "store_by_layer": rate / seconds((d2h, setup.stores_by_layer()), rounds=2),
+        **by_way,
         "load_pageable": rate / seconds((h2d, setup.loads(setup.pageable)), rounds=2),
         "store_pageable": rate / seconds((d2h, setup.stores(setup.pageable)), rounds=2),
         "load_one_us": 1e6 * seconds((h2d, setup.loads(setup.pinned, one)), rounds=30),
@@ -152,6 +160,7 @@ def main() -> None:
         num_blocks = max(4, num_bytes // group.stride_bytes)
         figures[name] |= asyncio.run(through_nvme(group, num_blocks, options.device, Path(folder)))
     show(figures, _name_of(device))
+    print(as_markdown(figures, device))
     print(json.dumps({"device": _name_of(device), **_rounded(figures)}))
 
 
@@ -167,6 +176,27 @@ def show(figures: dict[str, Figures], name: str) -> None:
     Console().print(table)
     latency = figures["event to coroutine"]
     print(f"event to coroutine: {latency['latency_us']:.0f} us, {latency['cpu_us']:.0f} us of CPU an event")
+
+
+def as_markdown(figures: dict[str, Figures], device: Device) -> str:
+    """Return what was measured as a section of RESULTS.md."""
+    models = [each for each in figures if each != "event to coroutine"]
+    rows = dict.fromkeys(row for model in models for row in figures[model])
+    latency = figures["event to coroutine"]
+    batches = "with" if has_batches() else "without"
+    lines = [
+        f"## {_name_of(device)}",
+        "",
+        f"torch {torch.__version__}, CUDA {torch.version.cuda}, {batches} batches of DMAs. GB/s where nothing else is said.",
+        f"From an event to the coroutine that waits: {latency['latency_us']:.0f} us.",
+        "",
+        "| | " + " | ".join(models) + " |",
+        "|---|" + "---:|" * len(models),
+    ]
+    for row in rows:
+        cells = (_cell(figures[model].get(row)) for model in models)
+        lines.append(f"| {row.replace('_', ' ')} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, ""])
 
 
 def _cell(figure: float | None) -> str:

@@ -24,7 +24,14 @@ def test_all_of_it_runs_on_a_cpu(tmp_path: Path) -> None:
     """Tiny sizes and meaningless figures, but every one of them, of every kind of block."""
     found = last_line("--device", "cpu", "--small", "--path", str(tmp_path))
     assert {"load_over_one_copy", "store_over_one_copy", "both_over_one_copy"} <= found["small"].keys()
-    assert {"load_by_fragment", "store_pageable", "load_one_us", "matmul_beside_both"} <= found["small MLA"].keys()
+    assert {
+        "load_by_layer",
+        "store_directly",
+        "load_staging",
+        "store_pageable",
+        "load_one_us",
+        "matmul_beside_both",
+    } <= found["small MLA"].keys()
     assert {"nvme_store", "nvme_load"} <= found["small"].keys()
     assert found["event to coroutine"].keys() == {"latency_us", "cpu_us"}
 

@@ -67,6 +67,11 @@ def way_of(caches: PagedCaches, rows: Tensor, num_blocks: int, *, to_rows: bool)
     return way
 
 
+def measured() -> dict[Shape, tuple[tuple[int, Way], ...]]:
+    """Return what has been measured in this process: see `_measured`."""
+    return dict(_measured)
+
+
 @cache
 def kernel_way(device: torch.device) -> Way | None:
     """Return the way whose kernel reaches over the bus, if there is one on a device."""
