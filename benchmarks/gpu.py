@@ -187,7 +187,7 @@ def as_markdown(figures: dict[str, Figures], device: Device) -> str:
     lines = [
         f"## {_name_of(device)}",
         "",
-        f"torch {torch.__version__}, CUDA {torch.version.cuda}, {batches} batches of DMAs. GB/s where nothing else is said.",
+        f"torch {torch.__version__}, CUDA {torch.version.cuda}, {batches} batches of DMAs. GB/s unless said otherwise.",
         f"From an event to the coroutine that waits: {latency['latency_us']:.0f} us.",
         "",
         "| | " + " | ".join(models) + " |",

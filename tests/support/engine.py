@@ -43,8 +43,9 @@ class Engine:
 
     def __init__(self, num_pages: int = 64, *, shift_bytes: int = 0) -> None:
         shape = (num_pages, 2, BLOCK_SIZE, 2, 16)
-        memory = [torch.zeros(shift_bytes // 2 + math.prod(shape), dtype=torch.bfloat16) for _ in range(2)]
-        self.caches = {f"layer{at}": each[shift_bytes // 2 :].view(shape) for at, each in enumerate(memory)}
+        shifts = (2 * shift_bytes, shift_bytes // 2)  # of 2 bytes each: the layers are aligned in different ways
+        memory = [torch.zeros(shift + math.prod(shape), dtype=torch.bfloat16) for shift in shifts]
+        self.caches = {f"layer{at}": memory[at][shift:].view(shape) for at, shift in enumerate(shifts)}
         self._layers = [cache.view(torch.uint8).numpy().reshape(num_pages, -1) for cache in self.caches.values()]
         self.num_pages = num_pages
 

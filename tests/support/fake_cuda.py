@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.support.fake_driver import ILLEGAL_ADDRESS, MISALIGNED, FakeDriver, Marker
 
-_POOL = 32
+POOL = 32
+"""Streams of one device and priority."""
 _real = {name: getattr(torch, name) for name in ("empty", "zeros")}
 _real_device = torch._C.TensorBase.device  # noqa: SLF001 - torch offers no other
 
@@ -87,7 +88,7 @@ def _streams_of(fake: FakeDriver) -> dict[str, Any]:  # noqa: C901 - many names,
             if stream_id < 0:
                 key = self.device_index, priority
                 counts[key] = counts.get(key, 0) + 1
-                stream_id = 1 + counts[key] % _POOL + (_POOL if priority else 0)
+                stream_id = 1 + counts[key] % POOL + (32 if priority else 0)
             self.stream_id, self.priority = stream_id, priority
             self.queue = fake.queue(self.device_index, stream_id)
 

@@ -30,8 +30,8 @@ _PIECE_BYTES = 8 << 10
 """What a program moves at a time: large enough to keep many reads in flight, small enough for fragments of one page."""
 _NUM_PROGRAMS = 64
 """At most, in one launch: enough to outrun the bus several times, few enough to leave the engine's kernels room."""
-_NUM_PROGRAMS_OVER_BUS = 16
-"""The same where one side is host memory: 128 KiB in flight, which is what PCIe 5 carries in 2 us, a round trip."""
+_BYTES_OVER_BUS = 128 << 10
+"""In flight where one side is host memory: what PCIe 5 carries in 2 us, a round trip. More programs would only wait."""
 _WIDEST = 16
 """Bytes that one thread can move at once."""
 
@@ -130,7 +130,9 @@ def _launch(caches: PagedCaches, pages: Ids, rows: Tensor, slots: Ids, *, to_row
     pieces = -(-int(table[:, 2].max()) // _PIECE_BYTES)
     num_units = pages.size * len(table) * pieces
     ids = upload(np.concatenate([table, pages, slots], axis=None), here)
-    most = _NUM_PROGRAMS if rows.device == here else _NUM_PROGRAMS_OVER_BUS
+    most = _NUM_PROGRAMS
+    if rows.device != here:
+        most = min(most, _BYTES_OVER_BUS // min(int(table[:, 2].max()), _PIECE_BYTES))
     grid: Any = (max(1, min(num_units, most)),)
     _copy[grid](
         ids, ids[table.size :], ids[table.size + pages.size :],
