@@ -2,7 +2,8 @@
 
 A block with a ``title`` is a file of the reader's; one without is run by the test, together with the others of its page
 and with ``await`` allowed, in a scratch directory. Right behind it, a text block is what it prints. Of a console block
-the lines behind ``$ python`` are what that prints. In what is printed, ``...`` is anything; the log is left out.
+the lines behind ``$ python`` or ``$ tiered-kv`` are what that prints. In what is printed, ``...`` is
+anything; the log is left out.
 """
 
 import ast
@@ -43,10 +44,11 @@ def blocks_of(page: str) -> list[re.Match[str]]:
 
 
 def commands_of(console: str) -> list[tuple[list[str], str]]:
-    """Return each command that starts Python, as arguments, and what it should print."""
+    """Return each command that starts Python or ours, as arguments of Python, and what it should print."""
     parts = re.split(r"^\$ ", console, flags=re.MULTILINE)[1:]
     lines = [part.partition("\n")[::2] for part in parts]
-    return [(command.split()[1:], output) for command, output in lines if command.startswith("python ")]
+    commands = [(re.sub("^tiered-kv ", "python -m tiered_kv.cli ", command), output) for command, output in lines]
+    return [(command.split()[1:], output) for command, output in commands if command.startswith("python ")]
 
 
 def assert_prints(printed: str, wanted: str) -> None:

@@ -1,0 +1,171 @@
+"""The command line, as a shell would call it, on what real caches have stored."""
+
+import json
+import os
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from tests.support.caches import keep, open_cache
+from tests.support.engine import PAYLOAD_BYTES, Engine, prompt
+from tiered_kv import CPUTier, TieredKV, TieredKVSettings
+from tiered_kv.cli.app import app
+
+CPU = CPUTier(capacity=16 * PAYLOAD_BYTES)
+NUM_BLOCKS = 6
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in [name for name in os.environ if name.startswith("TIERED_KV_")]:
+        monkeypatch.delenv(variable)
+
+
+def run(*arguments: str) -> Result:
+    """Call the command line."""
+    return CliRunner().invoke(app, arguments)
+
+
+def answer(*arguments: str, code: int = 0) -> Any:  # noqa: ANN401 - what JSON is
+    """Call it with ``--json`` and return what it says."""
+    result = run(*arguments, "--json")
+    assert result.exit_code == code, result.output
+    return json.loads(result.stdout)
+
+
+@pytest.fixture(params=["nvme", "shared_fs"])
+def tier(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
+    """Return a tier of a directory."""
+    return {"medium": request.param, "path": str(tmp_path / "kv"), "capacity": "16MiB"}
+
+
+@asynccontextmanager
+async def filled(tier: Mapping[str, Any]) -> AsyncIterator[TieredKV]:
+    """Store a prompt there."""
+    engine = Engine()
+    async with open_cache(CPU, tier, engine=engine) as kv:
+        await keep(kv, engine, prompt(NUM_BLOCKS))
+        yield kv
+
+
+def break_one(path: Path) -> None:
+    """Change one byte of the payload of one record."""
+    file = next(each for each in sorted(path.rglob("*")) if each.is_file() and b"TIEREDKV" in each.read_bytes())
+    data = bytearray(file.read_bytes())
+    data[data.index(b"TIEREDKV") + 5000] ^= 1
+    file.write_bytes(data)
+
+
+async def test_inspect_counts_what_lies_there(tier: dict[str, Any]) -> None:
+    """By model, epoch and tenant, of a path or a URL; while a cache has it open, too."""
+    async with filled(tier):
+        pass
+    (shelf,) = answer("inspect", tier["path"])
+    assert shelf["num_blocks"] == NUM_BLOCKS
+    assert shelf["num_bytes"] >= NUM_BLOCKS * PAYLOAD_BYTES
+    assert shelf["is_unsalted"]
+    assert len(shelf["fingerprint"]) == 64
+    scheme = {"nvme": "file", "shared_fs": "shared-fs"}[tier["medium"]]
+    url = f"{scheme}://{tier['path']}?capacity=16MiB"
+    assert answer("inspect", url)[0]["num_blocks"] == NUM_BLOCKS
+    assert f"{NUM_BLOCKS}" in run("inspect", tier["path"]).stdout
+
+
+async def test_verify_finds_what_is_broken_and_fix_deletes_it(tier: dict[str, Any]) -> None:
+    """Every byte is looked at. What was deleted is a miss to the next cache, and all else is there."""
+    async with filled(tier):
+        pass
+    assert answer("verify", tier["path"])["num_good"] == NUM_BLOCKS
+    break_one(Path(tier["path"]))
+    report = answer("verify", tier["path"], code=1)
+    assert (report["num_good"], len(report["broken"])) == (NUM_BLOCKS - 1, 1)
+    assert "broken" in run("verify", tier["path"]).stdout
+    assert answer("verify", tier["path"], "--fix")["num_fixed"] == 1
+    assert answer("verify", tier["path"])["num_good"] == NUM_BLOCKS - 1
+    async with open_cache(CPU, tier, engine=Engine()) as kv:
+        found = [bool(each.in_tiers) for each in await kv.explain(prompt(NUM_BLOCKS), ask=True)]
+        assert found.count(False) == 1
+
+
+async def test_fix_leaves_an_open_nvme_tier_alone(tmp_path: Path) -> None:
+    """A cache has its books of it: the command says so, and changes nothing."""
+    tier = {"medium": "nvme", "path": str(tmp_path / "kv"), "capacity": "16MiB"}
+    async with filled(tier):
+        result = run("verify", tier["path"], "--fix")
+        assert result.exit_code == 2
+        assert "close that first" in result.stderr
+
+
+@pytest.mark.parametrize("where", ["/no/such/folder", "s3://bucket/prefix", "gpu://?capacity=1GiB"])
+def test_errors_are_one_line_with_a_remedy(where: str) -> None:
+    """No traceback, exit code 2."""
+    result = run("inspect", where)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("tiered-kv: ")
+    assert result.stderr.count("\n") == 1
+
+
+def test_config_says_where_each_setting_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a variable, the file or the default, and secrets are stars."""
+    file = tmp_path / "kv.toml"
+    file.write_text(
+        'codec = "fp8"\n[[tiers]]\nmedium = "redis"\nurl = "redis://u:geheim@host"\n[limits]\nwindow = "8MiB"\n'
+    )
+    monkeypatch.setenv("TIERED_KV_LIMITS__LOAD_TIMEOUT_S", "7")
+    keys = {each["key"]: each for each in answer("config", "--config", str(file))}
+    assert keys["codec"] == {"key": "codec", "value": '"fp8"', "source": str(file)}
+    assert keys["limits.window"]["source"] == str(file)
+    assert keys["limits.load_timeout_s"]["value"] == "7.0"
+    assert keys["limits.load_timeout_s"]["source"] == "TIERED_KV_LIMITS__LOAD_TIMEOUT_S"
+    assert keys["limits.bounce"]["source"] == keys["metrics"]["source"] == "default"
+    assert "geheim" not in run("config", "--config", str(file)).stdout + json.dumps(keys)
+
+
+def test_config_lists_every_key_and_the_schema() -> None:
+    """One table of all keys, with defaults and variables; and what an editor checks a file by."""
+    keys = {each["key"]: each for each in answer("config", "--keys")}
+    assert keys["limits.promote"] == {
+        "key": "limits.promote",
+        "value": "true",
+        "source": "TIERED_KV_LIMITS__PROMOTE",
+    }
+    assert {"nvme: path", "s3: url", "cpu: capacity"} <= keys.keys()
+    schema = json.loads(run("config", "--schema").stdout)
+    assert set(schema["settings"]["properties"]) == set(TieredKVSettings.model_fields)
+    assert "capacity" in schema["tiers"]["nvme"]["properties"]
+
+
+def test_wrong_settings_are_said_as_the_library_says_them(tmp_path: Path) -> None:
+    """Exit code 2, and what to write."""
+    file = tmp_path / "kv.toml"
+    file.write_text("[limits]\nwindw = 3\n")
+    result = run("config", "--config", str(file))
+    assert result.exit_code == 2
+    assert "window" in result.stderr
+
+
+def test_doctor_tries_each_tier(tmp_path: Path) -> None:
+    """A shared tier is used, an owned one looked at; nothing is left behind, and what cannot work exits 1."""
+    file = tmp_path / "kv.toml"
+    tiers = [
+        {"medium": "cpu", "capacity": "1MiB"},
+        {"medium": "nvme", "path": str(tmp_path / "disk"), "capacity": "1MiB"},
+        {"medium": "shared_fs", "path": str(tmp_path / "shared"), "capacity": "1MiB"},
+    ]
+    lines = ["[[tiers]]\n" + "".join(f'{key} = "{value}"\n' for key, value in tier.items()) for tier in tiers]
+    file.write_text("".join(lines))
+    found = {each["what"]: each for each in answer("doctor", "--config", str(file))}
+    assert found["shared_fs"]["state"] == "ok"
+    assert "a block was stored" in found["shared_fs"]["found"]
+    assert found["nvme"]["state"] == "ok"
+    assert not (tmp_path / "disk").exists()
+    assert answer("inspect", str(tmp_path / "shared")) == []
+    assert "host memory" in run("doctor", "--config", str(file)).stdout
+    file.write_text("".join(lines).replace('"1MiB"', '"900PiB"'))
+    found = {each["what"]: each for each in answer("doctor", "--config", str(file), code=1)}
+    assert found["nvme"]["state"] == "bad"
+    assert found["nvme"]["advice"]

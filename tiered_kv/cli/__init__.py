@@ -1,0 +1,17 @@
+"""The command line ``tiered-kv``. Needs the extra ``cli``."""
+
+import sys
+
+
+def main() -> None:
+    """Run the command that the process was started with; exit 0 if all is well, 1 if not, 2 if it could not be done."""
+    try:
+        from tiered_kv.cli.app import app  # noqa: PLC0415 - an extra
+    except ModuleNotFoundError as error:
+        if error.name not in {"typer", "rich"}:
+            raise
+        sys.exit("the command line needs typer and rich: pip install 'tiered-kv[cli]'")
+    app()
+
+
+__all__ = ["main"]

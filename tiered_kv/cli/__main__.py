@@ -1,0 +1,5 @@
+"""``python -m tiered_kv.cli``."""
+
+from tiered_kv.cli import main
+
+main()

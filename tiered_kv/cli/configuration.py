@@ -1,0 +1,110 @@
+"""Settings for people: what is in force and where it comes from, and all there are."""
+
+import json
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from tiered_kv.backend import TierSettings
+from tiered_kv.errors import ConfigurationError
+from tiered_kv.registry import OWN_MEDIA, known_media, resolve
+from tiered_kv.settings import CacheLimits, CPUTier, GPUTier, TieredKVSettings
+
+_PREFIX: Final = "TIERED_KV_"
+
+
+@dataclass(frozen=True)
+class Key:
+    """One setting.
+
+    Attributes:
+        key: As in a TOML file.
+        value: In force, or the default.
+        source: Where it comes from, or can be set.
+    """
+
+    key: str
+    value: str
+    source: str
+
+
+def in_force(settings: TieredKVSettings, path: Path | None) -> list[Key]:
+    """Return every setting, and where it comes from: a variable, the file, or the default. Secrets are stars."""
+    values = settings.model_dump(mode="json")
+    path = path or (Path(given) if (given := os.environ.get(f"{_PREFIX}CONFIG")) else None)
+    file = tomllib.loads(path.read_text()) if path is not None else {}
+    limits = values.pop("limits")
+    del values["tiers"]
+    found = [Key(f"tiers[{n}]", _said(tier), _source("tiers", file, path)) for n, tier in enumerate(settings.tiers)]
+    found += [Key(name, json.dumps(value), _source(name, file, path)) for name, value in values.items()]
+    return found + [
+        Key(f"limits.{name}", json.dumps(value), _source("limits", file, path, name)) for name, value in limits.items()
+    ]
+
+
+def all_keys() -> list[Key]:
+    """Return every key there is with its default, and the variable that sets it."""
+    found = [
+        Key(name, _default(field), f"{_PREFIX}{name.upper()}")
+        for name, field in TieredKVSettings.model_fields.items()
+        if name != "limits"
+    ]
+    found += [
+        Key(f"limits.{name}", _default(field), f"{_PREFIX}LIMITS__{name.upper()}")
+        for name, field in CacheLimits.model_fields.items()
+    ]
+    for medium, model in _models():
+        found += [
+            Key(f"{medium}: {name}", _default(field), f"{_PREFIX}TIERS (JSON)")
+            for name, field in model.model_fields.items()
+            if name != "medium"
+        ]
+    return found
+
+
+def schema() -> dict[str, Any]:
+    """Return the JSON schema of the settings, and of each medium's tiers."""
+    media = {medium: model.model_json_schema() for medium, model in _models()}
+    return {"settings": TieredKVSettings.model_json_schema(), "tiers": media}
+
+
+def _models() -> Iterator[tuple[str, type[BaseModel]]]:
+    """Yield the media whose extras are installed."""
+    for medium in known_media():
+        if medium in OWN_MEDIA:
+            yield medium, GPUTier if medium == "gpu" else CPUTier
+            continue
+        try:
+            yield medium, resolve(medium).Settings
+        except ConfigurationError:
+            continue
+
+
+def _source(name: str, file: Mapping[str, Any], path: Path | None, limit: str = "") -> str:
+    whole = f"{_PREFIX}{name}".upper()
+    for variable in [f"{whole}__{limit}".upper(), whole] if limit else [whole]:
+        is_set = next((each for each in os.environ if each.upper() == variable), "")
+        if is_set and (variable != whole or not limit or limit in json.loads(os.environ[is_set])):
+            return is_set
+    in_file = limit in file.get(name, {}) if limit else name in file
+    return str(path) if in_file else "default"
+
+
+def _said(tier: TierSettings) -> str:
+    """Return what is not as it is by default."""
+    return json.dumps({"medium": tier.medium} | tier.model_dump(mode="json", exclude_defaults=True))
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    default = field.get_default(call_default_factory=True)
+    if isinstance(default, tuple) and all(isinstance(each, BaseModel) for each in default):
+        return json.dumps([each.medium for each in default])
+    return json.dumps(default, default=str)

@@ -1,0 +1,164 @@
+"""What may keep a cache from working, or make it slow: of the machine, and of each tier that is configured."""
+
+import os
+import platform
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import ByteSize
+
+from tiered_kv import preflight
+from tiered_kv.backend import OwnedTierSettings, TierSettings
+from tiered_kv.cache import TieredKV
+from tiered_kv.errors import ConfigurationError, TieredKVError
+from tiered_kv.events import Event, TierFailed, TierStalled
+from tiered_kv.keys import ModelIdentity, hash_blocks
+from tiered_kv.layout import KVLayout
+from tiered_kv.registry import resolve
+from tiered_kv.settings import CPUTier, GPUTier, TieredKVSettings, tier_name
+from tiered_kv.specs import GPULoadStoreSpec
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        state: ``"ok"``; ``"slow"``: a cache works, but not as well as it could; ``"bad"``: it does not.
+        what: What it is about.
+        found: What is there.
+        advice: What to change; empty if nothing.
+    """
+
+    state: Literal["ok", "slow", "bad"]
+    what: str
+    found: str
+    advice: str = ""
+
+
+async def examine(settings: TieredKVSettings) -> list[Finding]:
+    """Look at everything, and go on whatever is found."""
+    found = [*_machine(settings)]
+    for tier in settings.tiers:
+        name = tier_name(tier)
+        try:
+            if not isinstance(tier, CPUTier | GPUTier):
+                resolve(tier.medium)
+            if isinstance(tier, OwnedTierSettings):
+                found += _of_owned(name, tier)
+            else:
+                found.append(await _round_trip(name, tier))
+        except (TieredKVError, OSError) as error:
+            found.append(Finding("bad", name, *_split(str(error))))
+    return found
+
+
+def _machine(settings: TieredKVSettings) -> Iterator[Finding]:
+    yield Finding("ok", "Python, torch", f"{platform.python_version()}, {torch.__version__}")
+    has_gpu = torch.cuda.is_available()
+    yield Finding("ok", "GPU", torch.cuda.get_device_name() if has_gpu else "none: blocks are copied by the CPU")
+    wanted = int(settings.limits.bounce) + sum(
+        max(int(tier.capacity), int(tier.max_capacity or 0)) for tier in settings.tiers if isinstance(tier, CPUTier)
+    )
+    try:
+        preflight.check_host_memory(wanted)
+        yield Finding("ok", "host memory", f"{_size(wanted)} wanted, and available")
+    except ConfigurationError as error:
+        yield Finding("bad", "host memory", *_split(str(error)))
+    if doubt := preflight.doubt_of_page_locking(wanted):
+        found, advice = _split(doubt)
+        yield Finding("slow" if has_gpu else "ok", "locked memory", found, advice if has_gpu else "")
+    nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
+    yield Finding("ok", "NUMA nodes", str(nodes))
+
+
+def _of_owned(name: str, tier: OwnedTierSettings) -> Iterator[Finding]:
+    if isinstance(tier, GPUTier) and not torch.cuda.is_available():
+        yield Finding("bad", name, "there is no GPU", "leave the gpu tier out")
+    path, capacity = getattr(tier, "path", None), getattr(tier, "capacity", None)
+    if not isinstance(path, Path) or capacity is None:
+        return
+    there = next(each for each in (path, *path.parents) if each.exists())
+    filesystem = _filesystem(there)
+    if not os.access(there, os.W_OK | os.X_OK):
+        yield Finding("bad", name, f"{there} may not be written to", f"chown {there} to this user, or choose a path")
+        return
+    of_ours = sum(each.stat().st_blocks * 512 for each in path.rglob("*") if each.is_file()) if path.exists() else 0
+    room = os.statvfs(there)
+    free = room.f_bavail * room.f_frsize + of_ours
+    space = f"{filesystem}, {_size(free)} free for {_size(capacity)}"
+    if free < capacity:
+        yield Finding("bad", name, space, "lower capacity, or choose a larger filesystem")
+    else:
+        yield Finding("ok", name, space)
+    if _has_direct_io(there):
+        yield Finding("ok", f"{name}: direct I/O", "works")
+    else:
+        advice = "choose ext4 or xfs on a local disk: the page cache costs memory and speed"
+        yield Finding("slow", f"{name}: direct I/O", f"not on {filesystem}", advice)
+
+
+async def _round_trip(name: str, tier: TierSettings) -> Finding:
+    """Store, load and delete one block, by a cache of this tier alone."""
+    seen: list[str] = []
+
+    def emit(event: Event) -> None:
+        if isinstance(event, TierFailed | TierStalled):
+            seen.append(f"{event.doing}: {getattr(event, 'error', 'late')}")
+
+    caches = [torch.zeros(1, 2, 16, 1, 64)]
+    keys = hash_blocks(list(os.urandom(16)), block_size=16)
+    chain = [CPUTier(capacity=ByteSize(0)), tier]
+    layout, model = KVLayout.from_tensors(caches, block_size=16), ModelIdentity("doctor", weights="none")
+    async with TieredKV(chain, model=model, layout=layout, device="cpu", emit=emit) as kv:
+        kv.register_kv_caches(caches)
+        if tier.read_only:
+            await kv.lookup(keys)
+            return _told(name, seen, "answers; read only")
+        stored = await (await kv.store(keys, GPULoadStoreSpec([0]))).settled()
+        loaded = await kv.load(keys, GPULoadStoreSpec([0]))
+        await kv.evict(keys)
+    if not seen and not (stored[-1].written and loaded.num_blocks):
+        seen = ["a block that was stored did not come back"]
+    return _told(name, seen, f"a block was stored, loaded in {loaded.seconds * 1e3:.1f} ms, and deleted")
+
+
+def _told(name: str, seen: list[str], well: str) -> Finding:
+    if not seen:
+        return Finding("ok", name, well)
+    return Finding("bad", name, seen[0], "is it reachable from here, and are credentials and rights right?")
+
+
+def _filesystem(path: Path) -> str:
+    best, kind = "", "unknown filesystem"
+    with suppress(OSError):
+        for line in Path("/proc/mounts").read_text().splitlines():
+            _, mount, named, *_ = line.split()
+            if path.resolve().is_relative_to(mount) and len(mount) >= len(best):
+                best, kind = mount, named
+    return kind
+
+
+def _has_direct_io(folder: Path) -> bool:
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        try:
+            os.close(os.open(file.name, os.O_RDONLY | os.O_DIRECT))
+        except OSError:
+            return False
+    return True
+
+
+def _size(num_bytes: int) -> str:
+    return ByteSize(num_bytes).human_readable(separator=" ")
+
+
+def _split(text: str) -> tuple[str, str]:
+    """Split a message of ours into what there is and what to do."""
+    lines = " ".join(text.split())
+    found, _, advice = lines.rpartition(": ")
+    return found, advice
