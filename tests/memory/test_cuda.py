@@ -28,8 +28,9 @@ from tiered_kv.memory import (
     page_locking,
 )
 from tiered_kv.memory.codec import CodecName
-from tiered_kv.memory.device import attempt, wait_in
+from tiered_kv.memory.device import attempt
 from tiered_kv.memory.staging import Staging
+from tiered_kv.memory.waiting import wait_in
 
 pytest.importorskip("triton", reason="Triton: pip install 'tiered-kv[cuda]'")
 GPU = "cuda:3"

@@ -23,10 +23,11 @@ from torch import Tensor
 
 from tiered_kv.errors import ClosedError, ConfigurationError
 from tiered_kv.events import Emit
-from tiered_kv.memory.device import After, Copy, Device, Done, LateEvent, Stream, attempt, report
+from tiered_kv.memory.device import After, Copy, Device, Done, Stream, attempt, report
 from tiered_kv.memory.host import HostSlab
 from tiered_kv.memory.page_locking import PageLocking
 from tiered_kv.memory.staging import Staging
+from tiered_kv.memory.waiting import LateEvent
 
 MOST_AHEAD: Final = 512
 """Operations of one stream that the device has not come to. Its queue holds about 1,000; one more copy has to fit. 80

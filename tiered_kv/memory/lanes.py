@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Final
 
 from tiered_kv.loop_calls import carried
-from tiered_kv.memory.device import After, Copy, Device, Done, LateEvent, Stream
+from tiered_kv.memory.device import After, Copy, Device, Done, Stream
+from tiered_kv.memory.waiting import LateEvent
 
 _NUM_SIDES: Final = 4
 """Streams of transfers that wait, per direction: each costs a thread, and on a GPU staging memory, once it is used."""

@@ -19,8 +19,8 @@ from tiered_kv.catalog.leases import Reservation
 from tiered_kv.errors import ConfigurationError
 from tiered_kv.events import BlocksLoaded
 from tiered_kv.memory.copies import copy_rows, scatter_blocks
-from tiered_kv.memory.device import wait_in
 from tiered_kv.memory.lanes import LaneCopy, RevokedError
+from tiered_kv.memory.waiting import wait_in
 from tiered_kv.results import LoadResult, TierFault
 from tiered_kv.tiers.base import Mask
 from tiered_kv.tiers.budget import Kind
