@@ -188,8 +188,8 @@ def _end_at_once(right: Any) -> Any:  # noqa: ANN401 - whatever it is, it is pas
 
 
 def _release_layers_at_once(right: Any) -> Any:  # noqa: ANN401 - whatever it is, it is passed on
-    def admit(self: LayerLoad) -> None:
-        right(self)
+    async def admit(self: LayerLoad) -> None:
+        await right(self)
         self._release()
 
     return admit
