@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import anyio
 import numpy as np
@@ -600,6 +600,42 @@ async def test_a_job_that_nobody_was_sent_is_cancelled() -> None:
         below.on_read.release()
         await until_idle(kv)
         assert (await kv.lookup(prompt(N, seed=1))).num_blocks == 0
+
+
+def ended(planner: Planner) -> list[tuple[Job, JobResult | None]]:
+    """Poll, and look at each result at once."""
+    return [(job, job.result) for job in planner.poll()]
+
+
+class CancelsItself(GPULoadStoreSpec):
+    """Ids of a job that is cancelled at the moment when they are planned with, as another thread may do."""
+
+    job: Job
+
+    def __getitem__(self, positions: slice) -> Self:
+        """Cancel the job; then be ids like any other."""
+        self.job.cancel()
+        return super().__getitem__(positions)
+
+
+async def test_the_plan_of_a_cancelled_job_is_not_polled() -> None:
+    """Its slots are going: nobody is to send it to a worker. Polled is the end, once, and it says that it is one."""
+    engine = AnyEngine()
+    async with open_any(engine, cpu(32)) as kv:
+        planner = kv.planner()
+        planner.register_worker()
+        planned = planner.plan_store(KEYS, engine.spec(range(N)))
+        await until(lambda: planned.plan is not None)
+        planned.cancel()
+        assert planner.poll() == []
+        ids = CancelsItself(range(N))
+        during = planner.plan_store(KEYS, ids)
+        object.__setattr__(ids, "job", during)
+        polled = list[tuple[Job, JobResult | None]]()
+        await until(lambda: during.result is not None, on_wait=lambda: polled.extend(ended(planner)))
+        polled += ended(planner)
+        assert polled == [(job, JobResult(job.number, 0, ("cancelled",))) for job in (planned, during)]
+        await until_idle(kv)
 
 
 async def test_a_scheduler_without_an_event_loop() -> None:

@@ -194,8 +194,10 @@ class Jobs:
 
     def cancel(self, job: Job) -> None:
         """See `Job.cancel`."""
-        if (underway := self._take_out(job)) is not None:  # now: it cannot be bound any more
-            self._soon(self._give_up, job, underway, "cancelled")
+        with self._polled.lock:
+            if (underway := self._take_out(job)) is not None:  # now: it cannot be bound any more
+                self._polled.forget(job)  # nor may anyone be told of its plan, whose slots are about to go
+                self._soon(self._give_up, job, underway, "cancelled")
 
     def _rank(self, rank: object) -> int:
         number = as_int("rank", rank)
@@ -281,8 +283,10 @@ class Jobs:
         plan = underway.hold(pids, sources)
         if underway.is_over:  # there is nothing to move
             self._end(job)
-        else:
-            self._tell(job, plan, None)
+            return
+        with self._polled.lock:
+            if job in self._underway:  # else cancelled meanwhile
+                self._tell(job, plan, None)
 
     def _take(self, job: Job, answer: Callable[[Underway], None]) -> None:
         """Have a job that is planned look at an answer, or at what it is bound to."""
