@@ -45,7 +45,8 @@ class Ending(Transfers):
             calls = self._begin([(what, keys), ("evict", evicted)], "pages")
             await self.world.pass_turns(*after)
             self.world.die()
-            if calls[1].done() and not {*keys} & {*evicted}:
+            was_evicted = len(calls) > 1 and calls[1].done()  # else no region was free, or it is under way
+            if was_evicted and not {*keys} & {*evicted}:
                 self.known.evict(evicted, self.version(evicted))
             return calls
 
