@@ -20,7 +20,7 @@ from rich.table import Table
 from tiered_kv.catalog import TierIndex
 from tiered_kv.keys import Names
 
-POLICIES = ("lru", "arc")
+POLICIES = ("lru", "arc", "mq")
 
 
 def read_trace(path: Path) -> Iterator[list[int]]:

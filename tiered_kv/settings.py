@@ -62,7 +62,7 @@ _FOR_STORAGE = (
 
 class _MemoryTier(OwnedTierSettings):
     policy: str = "lru"
-    """Which blocks go first when there is no room: ``"lru"``, ``"arc"`` or a `Policy`'s ``"package.module:Class"``."""
+    """Which blocks go first when there is no room: ``"lru"``, ``"arc"``, ``"mq"``, or ``"package.module:Class"``."""
 
     @field_validator("policy")
     @classmethod

@@ -9,7 +9,7 @@ from tiered_kv.catalog import SlotState, TierIndex
 from tiered_kv.errors import CapacityError, ClosedError, ConfigurationError
 from tiered_kv.keys import Names
 
-both_policies = pytest.mark.parametrize("policy", ["lru", "arc"])
+every_policy = pytest.mark.parametrize("policy", ["lru", "arc", "mq"])
 
 
 def names_of(*batch: int) -> Names:
@@ -38,7 +38,7 @@ def everything(index: TierIndex) -> object:
     return index.statistics(), slots.tolist(), states.tolist(), index.names_in_order()[1].tolist()
 
 
-@both_policies
+@every_policy
 def test_pending_until_committed(policy: str) -> None:
     """A reserved block is pending: found, not readable; from its commit on it is ready, under a lease, with no gap."""
     index = TierIndex(4, policy=policy)
@@ -56,7 +56,7 @@ def test_pending_until_committed(policy: str) -> None:
     assert index.statistics().evictable == 1
 
 
-@both_policies
+@every_policy
 def test_error_gives_everything_back(policy: str) -> None:
     """An error inside the ``with`` blocks gives back every slot and every lease."""
     index = TierIndex(4, policy=policy)
@@ -67,7 +67,7 @@ def test_error_gives_everything_back(policy: str) -> None:
     assert index.statistics() == before
 
 
-@both_policies
+@every_policy
 def test_infeasible_batch_changes_nothing(policy: str) -> None:
     """A batch that cannot be had says by how much, and leaves slots, names and the order of use as they were."""
     index = TierIndex(4, policy=policy)
@@ -79,7 +79,7 @@ def test_infeasible_batch_changes_nothing(policy: str) -> None:
         assert everything(index) == before
 
 
-@both_policies
+@every_policy
 def test_batch_never_evicts_its_own(policy: str) -> None:
     """Blocks of the batch that are there already stay, though they are the coldest."""
     index = TierIndex(4, policy=policy)
@@ -89,7 +89,7 @@ def test_batch_never_evicts_its_own(policy: str) -> None:
     assert index.ready_prefix(names_of(1, 5, 2, 4)) == 4
 
 
-@both_policies
+@every_policy
 def test_duplicates_are_harmless(policy: str) -> None:
     """A repeated name gets one slot and counts one lease."""
     index = TierIndex(4, policy=policy)
@@ -173,7 +173,7 @@ def test_another_reader_keeps_a_block_warm() -> None:
     assert ids_of(index.names_in_order()[0]) == [2, 1]
 
 
-@both_policies
+@every_policy
 def test_removed_while_pending_never_commits(policy: str) -> None:
     """A fill in flight of a removed block is not committed; its name can be stored anew at once, elsewhere."""
     index = TierIndex(4, policy=policy)
@@ -190,7 +190,7 @@ def test_removed_while_pending_never_commits(policy: str) -> None:
     assert index.statistics().free == 2
 
 
-@both_policies
+@every_policy
 def test_clear_dooms_what_is_in_use(policy: str) -> None:
     """After a clear nothing is found, and each slot is free once its user is done."""
     index = TierIndex(4, num_transient=1, policy=policy)
@@ -208,7 +208,7 @@ def test_clear_dooms_what_is_in_use(policy: str) -> None:
     assert index.statistics().transient_free == 1
 
 
-@both_policies
+@every_policy
 @pytest.mark.parametrize("num_slots", [0, 2])
 def test_transient_blocks_live_by_their_leases(policy: str, num_slots: int) -> None:
     """A block in a bounce slot can be read by all who lease it, and is gone with the last of them."""
@@ -250,7 +250,7 @@ def test_commit_in_parts_and_after_closing() -> None:
     assert index.statistics().free == 1
 
 
-@both_policies
+@every_policy
 def test_restore_what_was_written_down(policy: str) -> None:
     """Names and slots in order, taken from one index, make another that finds the same and evicts the same first."""
     index = TierIndex(4, policy=policy)
@@ -300,7 +300,7 @@ def test_impossible_indexes(make: Callable[[], TierIndex]) -> None:
         make()
 
 
-@both_policies
+@every_policy
 def test_long_prefixes_over_chunks(policy: str) -> None:
     """A prefix of many chunks, stored in pieces that lie apart, is counted to its exact end."""
     index = TierIndex(6_000, policy=policy)

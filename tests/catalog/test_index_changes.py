@@ -7,7 +7,7 @@ from tiered_kv.catalog import Change, TierIndex
 from tiered_kv.errors import CapacityError, ClosedError, ConfigurationError
 from tiered_kv.keys import Names
 
-both_policies = pytest.mark.parametrize("policy", ["lru", "arc"])
+every_policy = pytest.mark.parametrize("policy", ["lru", "arc", "mq"])
 
 
 def names_of(*batch: int) -> Names:
@@ -30,7 +30,7 @@ def store(index: TierIndex, *batch: int) -> list[int]:
     return ids_of(reservation.evicted)
 
 
-@both_policies
+@every_policy
 def test_shrinking_gives_up_slots_at_their_last_release(policy: str) -> None:
     """Blocks beyond the new end are gone at once; the slot of one in use is given up by its last user, never reused."""
     index = TierIndex(4, policy=policy)
@@ -48,7 +48,7 @@ def test_shrinking_gives_up_slots_at_their_last_release(policy: str) -> None:
         index.reserve(names_of(6, 7))
 
 
-@both_policies
+@every_policy
 def test_growing_makes_room(policy: str) -> None:
     """A raised capacity is there at once, up to the slots that are still in use from before."""
     index = TierIndex(3, max_slots=4, policy=policy)
@@ -146,7 +146,7 @@ def test_no_ttl_no_expiry() -> None:
         TierIndex(1, ttl_s=0)
 
 
-@both_policies
+@every_policy
 def test_dirty_blocks_are_not_evicted(policy: str) -> None:
     """Dirty blocks stay until they are taken and released; the oldest are taken first."""
     index = TierIndex(3, policy=policy, write_back=True)

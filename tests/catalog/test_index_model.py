@@ -399,8 +399,13 @@ class ARCMachine(IndexMachine):
     policy = "arc"
 
 
+class MQMachine(IndexMachine):
+    policy = "mq"
+
+
 TestLRU = LRUMachine.TestCase
 TestARC = ARCMachine.TestCase
-TestLRU.settings = TestARC.settings = settings(
+TestMQ = MQMachine.TestCase
+TestLRU.settings = TestARC.settings = TestMQ.settings = settings(
     max_examples=150, stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow]
 )

@@ -4,5 +4,6 @@ from tiered_kv.catalog.policies.arc import ARCPolicy
 from tiered_kv.catalog.policies.base import Policy
 from tiered_kv.catalog.policies.lru import LRUPolicy
 from tiered_kv.catalog.policies.make import make_policy
+from tiered_kv.catalog.policies.mq import MQPolicy
 
-__all__ = ["ARCPolicy", "LRUPolicy", "Policy", "make_policy"]
+__all__ = ["ARCPolicy", "LRUPolicy", "MQPolicy", "Policy", "make_policy"]

@@ -5,9 +5,10 @@ from typing import Final
 from tiered_kv.catalog.policies.arc import ARCPolicy
 from tiered_kv.catalog.policies.base import Policy
 from tiered_kv.catalog.policies.lru import LRUPolicy
+from tiered_kv.catalog.policies.mq import MQPolicy
 from tiered_kv.errors import ConfigurationError
 
-_POLICIES: Final[dict[str, type[Policy]]] = {"lru": LRUPolicy, "arc": ARCPolicy}
+_POLICIES: Final[dict[str, type[Policy]]] = {"lru": LRUPolicy, "arc": ARCPolicy, "mq": MQPolicy}
 
 
 def make_policy(policy: str | type[Policy], num_slots: int) -> Policy:
