@@ -177,3 +177,20 @@ def test_requests_at_once_with_preemption(runs: Runs, vllm: Environment, tiny_ll
     assert answer["preemptions"] > 0
     assert hits_of(answer) == 8 * 2 * 32, "of the second round; vLLM counts requests that come back apart"
     assert answer["counters"]["vllm:tiered_kv_load_blocks"] > 8 * 2, "requests that were preempted came back from us"
+
+
+def test_what_cannot_work_is_refused_at_start(vllm: Environment, tiny_llama: pathlib.Path) -> None:
+    """Who configures what would give wrong answers, or none, reads what to do about it before a request comes."""
+    said = vllm.run("vllm_refusals.py", tiny_llama, variables={"HF_HUB_OFFLINE": "1"})
+    assert said["right"] == "nothing"
+    assert said["path"] == "/kv/3", "each data parallel replica has a directory of its own"
+    for name, words in {
+        "policy": 'Set it to "recompute"',
+        "groups": "2 KV groups (FullAttentionSpec, SlidingWindowSpec)",
+        "window": "1 KV groups (SlidingWindowSpec)",
+        "hash": "PYTHONHASHSEED",
+        "weights": '"weights"',
+        "unknown": "load_timeout",
+        "version": "vLLM 0.32 and 0.33, and this is vLLM 0.40.1",
+    }.items():
+        assert words in said[name], name

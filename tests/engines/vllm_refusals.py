@@ -1,0 +1,88 @@
+"""What the connector says to configurations that cannot work: ``vllm_refusals.py MODEL``.
+
+Runs in vLLM's environment. No engine is started.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    SlidingWindowSpec,
+)
+
+from tiered_kv import ConfigurationError
+from tiered_kv.integrations.vllm.compatibility import check_version
+from tiered_kv.integrations.vllm.configuration import Configuration
+
+TRANSFER = {
+    "kv_connector": "TieredKVConnector",
+    "kv_connector_module_path": "tiered_kv.integrations.vllm",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+    "kv_connector_extra_config": {"tiers": [{"medium": "nvme", "path": "/kv/{dp_rank}", "capacity": "1GiB"}]},
+}
+FULL = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32)
+WINDOW = SlidingWindowSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32, sliding_window=64)
+
+
+def kv_cache(*specs: Any) -> Any:
+    """Return the configuration of a KV cache with groups of these specs."""
+    groups = [KVCacheGroupSpec([f"layer{number}"], spec) for number, spec in enumerate(specs)]
+    tensors = [KVCacheTensor(size=0, layers=["layer0"], layer_stride=0, block_stride=0)]
+    return KVCacheConfig(num_blocks=8, kv_cache_tensors=tensors, kv_cache_groups=groups)
+
+
+def said(call: Callable[[], Any]) -> str:
+    """Return what is said against it."""
+    try:
+        call()
+    except ConfigurationError as error:
+        return str(error)
+    return "nothing"
+
+
+def main(model: str) -> None:
+    """Print what is said to each."""
+    sizes: dict[str, Any] = {"skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 512}
+
+    def config(*, transfer: dict[str, Any] | None = None, **arguments: Any) -> Any:
+        kv_transfer = KVTransferConfig(**{**TRANSFER, **(transfer or {})})
+        return EngineArgs(model=model, kv_transfer_config=kv_transfer, **sizes, **arguments).create_engine_config()
+
+    right = config()
+    hashed = config(prefix_caching_hash_algo="xxhash")
+    elsewhere = config()
+    elsewhere.model_config.model = "nobody/has-this"
+    os.environ.pop("PYTHONHASHSEED", None)
+    cases = {
+        "right": lambda: Configuration.of(right, kv_cache(FULL)),
+        "policy": lambda: Configuration.of(config(transfer={"kv_load_failure_policy": "fail"}), kv_cache(FULL)),
+        "groups": lambda: Configuration.of(right, kv_cache(FULL, WINDOW)),
+        "window": lambda: Configuration.of(right, kv_cache(WINDOW)),
+        "hash": lambda: Configuration.of(hashed, kv_cache(FULL)),
+        "weights": lambda: Configuration.of(elsewhere, kv_cache(FULL)),
+        "unknown": lambda: Configuration.of(
+            config(transfer={"kv_connector_extra_config": {"load_timeout": 3}}), kv_cache(FULL)
+        ),
+        "version": lambda: check_version("0.40.1"),
+    }
+    answers = {name: said(call) for name, call in cases.items()}
+    right.parallel_config.data_parallel_rank = 3
+    replica: Any = Configuration.of(right, kv_cache(FULL)).cache.tiers[0]
+    answers["path"] = str(replica.path)
+    print(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    os.environ.update({"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"})
+    main(sys.argv[1])
