@@ -7,6 +7,7 @@ each round, how many prompt tokens came from a cache, and the engine's own count
 import json
 import os
 import sys
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,7 @@ class Wanted:
         prompts: Which of the prompts, by number; equal numbers are equal prompts.
         length: Tokens of each.
         num_tokens: To generate for each.
+        warm_up: Prompts that are answered first, and do not count.
         rounds: How often all of them are asked for, one round after the other; the engine's own prefix cache is
             emptied in between.
         engine: More arguments of ``LLM``.
@@ -35,6 +37,7 @@ class Wanted:
     prompts: list[int] = field(default_factory=lambda: [0, 1])
     length: int = 300
     num_tokens: int = 16
+    warm_up: list[int] = field(default_factory=list)
     rounds: int = 1
     engine: dict[str, Any] = field(default_factory=dict)
 
@@ -71,11 +74,18 @@ def main(wanted: Wanted) -> None:
 
     llm = LLM(**engine_arguments(wanted))
     sampling = SamplingParams(temperature=0.0, max_tokens=wanted.num_tokens, ignore_eos=True, detokenize=False)
-    prompts = [{"prompt_token_ids": prompt(number, wanted.length)} for number in wanted.prompts]
+    prompts, others = (
+        [{"prompt_token_ids": prompt(number, wanted.length)} for number in numbers]
+        for numbers in (wanted.prompts, wanted.warm_up)
+    )
+    if others:
+        llm.generate(others, sampling, use_tqdm=False)
     rounds = []
     for _ in range(wanted.rounds):
+        started = time.perf_counter()
         answers = llm.generate(prompts, sampling, use_tqdm=False)
         rounds.append({
+            "seconds": time.perf_counter() - started,
             "tokens": [list(each.outputs[0].token_ids) for each in answers],
             "cached": [each.num_cached_tokens for each in answers],
         })  # fmt: skip

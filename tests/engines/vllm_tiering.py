@@ -34,7 +34,8 @@ class Tiering:
         manager: vLLM's.
         tier: The one below.
         rows: vLLM's CPU tier, ``(num_chunks, chunk_bytes)``.
-        scheduler_s: Time spent in calls of the manager, which in vLLM is the scheduler's.
+        scheduler_s: Processor time of calls of the manager, which in vLLM is the scheduler's thread's.
+        tier_s: The tier's part of it.
     """
 
     def __init__(self, tier: dict[str, Any], *, num_chunks: int, chunk_bytes: int, num_groups: int = 1) -> None:
@@ -57,7 +58,9 @@ class Tiering:
         self.tier = SecondaryTierFactory.create_secondary_tier(dict(tier), view, spec)
         self.manager = TieringOffloadingManager(primary, [self.tier])
         self.rows = np.frombuffer(view, np.uint8).reshape(num_chunks, chunk_bytes)
-        self.scheduler_s = 0.0
+        self.scheduler_s = self.tier_s = 0.0
+        for name in ("lookup", "submit_store", "submit_load", "get_finished_jobs", "on_schedule_end"):
+            setattr(self.tier, name, self._timed(getattr(self.tier, name)))
         self._requests = itertools.count()
 
     def request(self) -> Any:
@@ -125,11 +128,21 @@ class Tiering:
 
     def call(self, call: Any, *arguments: Any) -> Any:
         """Make a call of the manager on the scheduler's time."""
-        started = time.perf_counter()
+        started = time.thread_time()
         try:
             return call(*arguments)
         finally:
-            self.scheduler_s += time.perf_counter() - started
+            self.scheduler_s += time.thread_time() - started
+
+    def _timed(self, call: Any) -> Any:
+        def timed(*arguments: Any) -> Any:
+            started = time.thread_time()
+            try:
+                return call(*arguments)
+            finally:
+                self.tier_s += time.thread_time() - started
+
+        return timed
 
     def close(self) -> None:
         """End, as vLLM does."""
