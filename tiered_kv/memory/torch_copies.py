@@ -42,7 +42,7 @@ def upload(numbers: Ids, device: torch.device) -> Tensor:
 
     Out of pageable memory the driver would copy only once the stream gets there, and have the caller wait for that.
     """
-    host = torch.from_numpy(numbers)
+    host = torch.tensor(numbers)  # a copy: those of a plan are read-only
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
