@@ -20,11 +20,13 @@ PACKAGES = ("tiered_kv", "tiered_kv_backends")
 
 # Modules that cannot be imported without an extra, or an engine, and which.
 NEEDS_EXTRA = {
+    "tiered_kv.cli.app": "cli",
     "tiered_kv.integrations.sglang": "SGLang itself",
     "tiered_kv.integrations.transformers": "transformers",
     "tiered_kv.integrations.vllm": "vLLM",
     "tiered_kv.memory.kernels": "cuda",
     "tiered_kv.seal": "encryption",
+    "tiered_kv.telemetry.exposition": "metrics",
     "tiered_kv.telemetry.router_": "events",
     "tiered_kv.testing.conformance": "testing",
     "tiered_kv.testing.promises": "testing",
@@ -47,7 +49,7 @@ IMPORT_COST = """
 import json, resource, time, torch
 def peak_mib(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 mib, start = peak_mib(), time.perf_counter()
-import tiered_kv
+from tiered_kv import TieredKV
 print(json.dumps([time.perf_counter() - start, peak_mib() - mib]))
 """
 

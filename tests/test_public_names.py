@@ -3,6 +3,8 @@
 import enum
 import inspect
 import re
+import subprocess
+import sys
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,6 +73,15 @@ def test_all_that_is_announced_is_there() -> None:
     for module in PUBLIC:
         assert len(set(module.__all__)) == len(module.__all__)
         assert all(hasattr(module, name) for name in module.__all__)
+
+
+def test_readers_of_events_do_without_torch() -> None:
+    """A router imports `Mirror` and `tiered_kv.telemetry` at once; a name that needs torch brings it."""
+    script = (
+        "import sys; from tiered_kv import Mirror, Namespace, hash_blocks; import tiered_kv.telemetry;"
+        "assert 'torch' not in sys.modules; from tiered_kv import TieredKV; assert 'torch' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_what_signatures_speak_of_is_public() -> None:

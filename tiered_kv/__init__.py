@@ -2,7 +2,12 @@
 
 What is public is imported from here, or from `tiered_kv.testing`. All modules below are private: where a name lives,
 and what is not named here, may change in any version.
+
+What needs torch is imported when it is first asked for: a router that reads events never waits for that.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Final
 
 from tiered_kv.backend import (
     Backend,
@@ -18,11 +23,8 @@ from tiered_kv.backend import (
     WritePolicy,
     check_lengths,
 )
-from tiered_kv.blocking import BlockingTieredKV, open_blocking
-from tiered_kv.cache import TieredKV
 from tiered_kv.catalog.policies import Policy
 from tiered_kv.changes import Added, Changes, Cleared, Mirror, Removed, Snapshot, TierChange
-from tiered_kv.closing import Draining
 from tiered_kv.encryption import Encryption
 from tiered_kv.errors import (
     BackendError,
@@ -60,7 +62,6 @@ from tiered_kv.events import (
     TierTripped,
     WorkerEnded,
 )
-from tiered_kv.explain import Explanation
 from tiered_kv.groups import GroupNeed, GroupsLoad, GroupsLookup, full, window
 from tiered_kv.keys import (
     BlockKey,
@@ -75,9 +76,7 @@ from tiered_kv.keys import (
     salt_digest,
 )
 from tiered_kv.layout import KVGroup, KVLayout
-from tiered_kv.memory.device import Device
 from tiered_kv.plan import JobResult, Move, Outcomes, Plan, SlabHandle
-from tiered_kv.planner import Planner
 from tiered_kv.record import Record, parse_record
 from tiered_kv.record import encode as encode_record
 from tiered_kv.record import verify as verify_record
@@ -96,7 +95,6 @@ from tiered_kv.results import (
     TierStatistics,
     TierStore,
 )
-from tiered_kv.settings import CacheLimits, CPUTier, GPUTier, TieredKVSettings
 from tiered_kv.specs import (
     CPULoadStoreSpec,
     FileLoadStoreSpec,
@@ -106,14 +104,46 @@ from tiered_kv.specs import (
     RemoteLoadStoreSpec,
 )
 from tiered_kv.tiers.budget import Priority
-from tiered_kv.transfers.jobs import Job
-from tiered_kv.transfers.load import LoadHandle
-from tiered_kv.transfers.prefetch import HostLease, PrefetchHandle
-from tiered_kv.transfers.store import StoreHandle
-from tiered_kv.transfers.submissions import LoadTicket, StoreTicket
-from tiered_kv.worker import Worker
+
+if TYPE_CHECKING:
+    from tiered_kv.blocking import BlockingTieredKV, open_blocking
+    from tiered_kv.cache import TieredKV
+    from tiered_kv.closing import Draining
+    from tiered_kv.explain import Explanation
+    from tiered_kv.memory.device import Device
+    from tiered_kv.planner import Planner
+    from tiered_kv.settings import CacheLimits, CPUTier, GPUTier, TieredKVSettings
+    from tiered_kv.transfers.jobs import Job
+    from tiered_kv.transfers.load import LoadHandle
+    from tiered_kv.transfers.prefetch import HostLease, PrefetchHandle
+    from tiered_kv.transfers.store import StoreHandle
+    from tiered_kv.transfers.submissions import LoadTicket, StoreTicket
+    from tiered_kv.worker import Worker
 
 __version__ = "0.1.0"
+
+_IMPORTED_LATER: Final = {
+    "BlockingTieredKV": "blocking",
+    "CPUTier": "settings",
+    "CacheLimits": "settings",
+    "Device": "memory.device",
+    "Draining": "closing",
+    "Explanation": "explain",
+    "GPUTier": "settings",
+    "HostLease": "transfers.prefetch",
+    "Job": "transfers.jobs",
+    "LoadHandle": "transfers.load",
+    "LoadTicket": "transfers.submissions",
+    "Planner": "planner",
+    "PrefetchHandle": "transfers.prefetch",
+    "StoreHandle": "transfers.store",
+    "StoreTicket": "transfers.submissions",
+    "TieredKV": "cache",
+    "TieredKVSettings": "settings",
+    "Worker": "worker",
+    "open_blocking": "blocking",
+}
+"""What needs torch, and the module that has it."""
 
 __all__ = [
     "Added",
@@ -236,3 +266,16 @@ __all__ = [
     "verify_record",
     "window",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Import what needs torch at its first use."""
+    if name not in _IMPORTED_LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_IMPORTED_LATER[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    """Name what is public."""
+    return __all__

@@ -2,4 +2,5 @@
 
 from tiered_kv.cli import main
 
-main()
+if __name__ == "__main__":
+    main()
