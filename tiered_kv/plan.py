@@ -7,6 +7,9 @@ with `Outcomes`; the planner completes the job with these, in whatever order the
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tiered_kv.specs import CPULoadStoreSpec, GPULoadStoreSpec
 
 
@@ -65,7 +68,8 @@ class Plan:
     Attributes:
         job: Names it, among those of all planners.
         direction: ``"load"`` from host to engine, or ``"store"``.
-        num_blocks: Of a load, the prefix that is held on the host for every rank. Of a store, the keys it was given.
+        num_blocks: Of a load, the prefix that is held on the host for every rank. Of a store, and of a load with gaps,
+            the keys it was given: `Move.positions` says which of them are to be moved.
         moves: One per rank, perhaps of nothing; none if the job ended before it was planned.
     """
 
@@ -107,10 +111,11 @@ class JobResult:
         num_blocks: Of a load, the prefix that is in place on every rank. Of a store, the blocks that were new and that
             every rank has copied out.
         errors: What went wrong, per rank.
-        num_bytes: Payload bytes of these blocks, of all ranks together.
+        num_bytes: Payload bytes of what was moved, of all ranks together.
         seconds: From the call to the end, on the cache's clock.
         planned_s: From the call to the plan: of a load, until the blocks were in host memory.
         moved_s: What the slowest rank says that it took.
+        mask: ``(n,)`` over the job's keys, those that are in place on every rank, or after a store on the host of each.
     """
 
     job: int
@@ -120,3 +125,4 @@ class JobResult:
     seconds: float = field(default=0.0, compare=False)
     planned_s: float = field(default=0.0, compare=False)
     moved_s: float = field(default=0.0, compare=False)
+    mask: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_), compare=False, repr=False)

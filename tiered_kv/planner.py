@@ -52,7 +52,7 @@ class Planner:
         self._check_open()
         self._cache.jobs.workers.register(rank, os.getpid() if pid is None else pid)
 
-    def plan_load(self, keys: BlockKeys, into: GPULoadStoreSpec | None = None) -> Job:
+    def plan_load(self, keys: BlockKeys, into: GPULoadStoreSpec | None = None, *, gaps: bool = False) -> Job:
         """Bring a prefix to host memory and hold it there, for workers to copy into the engine's blocks.
 
         The plan is there when the bytes are; its ``num_blocks`` is the prefix that is held for every rank.
@@ -61,6 +61,8 @@ class Planner:
             keys: What to load, in prompt order.
             into: ``pages_per_block`` block ids per key, the same on every rank. They are the workers' from `execute`
                 on. Left out where the engine has not chosen any yet: see `Job.bind`.
+            gaps: Load what every rank has, block by block, also behind a hole: `JobResult.mask` says what is in place,
+                and elsewhere the blocks may hold anything.
 
         Raises:
             ConfigurationError, LayoutMismatchError: Arguments that cannot be right, no CPU tier, or a rank without a
@@ -72,7 +74,7 @@ class Planner:
         epoch = cache.epoch  # before the keys are named by it: if it advances in between, the load is overtaken
         parts = cache.batches(keys)
         check_planned(parts[0][0], keys, into)
-        return cache.jobs.begin(JobRequest("load", keys, parts, into, lambda: cache.epoch == epoch))
+        return cache.jobs.begin(JobRequest("load", keys, parts, into, lambda: cache.epoch == epoch, gaps))
 
     def plan_store(self, keys: BlockKeys, source: GPULoadStoreSpec | None = None, *, epoch: str | None = None) -> Job:
         """Reserve host slots for workers to copy the engine's blocks to.

@@ -132,6 +132,25 @@ async def test_a_round_trip_through_two_ranks(tmp_path: Path) -> None:
         await until_idle(kv)
 
 
+async def test_a_flush_waits_for_planned_stores() -> None:
+    """When it returns, what workers have copied out is in every tier, of every rank."""
+    below = ScriptedBackend()
+    async with open_any(AnyEngine(), CPU, below, shard=Shard.every(2)) as kv:
+        planner = kv.planner()
+        ranks = Ranks(planner)
+        below.on_write.hold()
+        storing = asyncio.create_task(store(kv, planner, ranks))
+        await until(lambda: below.on_write.num_held > 0)
+        for _ in range(10):
+            await checkpoint()
+        assert not storing.done()
+        below.on_write.release()
+        await storing
+        assert below.num_records == 2 * N
+        ranks.close()
+        await until_idle(kv)
+
+
 async def test_what_one_rank_has_not_copied_is_readable_on_none() -> None:
     """A block counts when every rank has copied it out; the others' slots go back."""
     async with open_any(AnyEngine(), CPU, shard=Shard.every(2)) as kv:
@@ -736,6 +755,61 @@ async def test_a_load_is_bound_when_the_engine_has_chosen_its_blocks() -> None:
         after = kv.stats()
         assert (after.requested - before.requested, after["cpu"].hits - before["cpu"].hits) == (6, 6)  # of two ranks
         ranks.close()
+        await until_idle(kv)
+
+
+@pytest.mark.parametrize("binds", [False, True])
+async def test_a_load_with_gaps_brings_what_every_rank_has(tmp_path: Path, *, binds: bool) -> None:
+    """Also behind a hole, from memory and from disk; what one rank lacks is a gap on all."""
+    async with open_any(AnyEngine(), CPU, nvme(tmp_path), shard=Shard.every(2)) as kv:
+        planner = kv.planner()
+        ranks = Ranks(planner)
+        await store(kv, planner, ranks)
+        await kv.evict(KEYS[:1])
+        await kv.evict(KEYS[4:5], tier="cpu")
+        chain, batch = inside(kv).batches(KEYS)[1]  # the facade evicts for all ranks at once
+        for tier in chain.booked:
+            tier.index.remove(batch.names[2:3])
+        ranks.wipe()
+        spec, before = ranks.engines[0].spec(range(N)), kv.stats()
+        job = planner.plan_load(KEYS, None if binds else spec, gaps=True)
+        plan = await job.planned()
+        assert plan.num_blocks == N
+        assert [move.positions for move in plan.moves] == [(1, 3, 4, 5)] * 2
+        for worker in ranks.workers:
+            planner.complete(worker.execute(spread(job.bind(spec) if binds and worker.rank == 0 else job.plan or plan)))
+        result = await job.ended()
+        assert result.mask.tolist() == [False, True, False, True, True, True]
+        assert (result.num_blocks, result.num_bytes) == (0, 4 * 2 * PAYLOAD)
+        for rank, engine in enumerate(ranks.engines):
+            assert engine.right(KEYS, range(N), f"rank {rank}") == result.mask.tolist()
+        after = kv.stats()
+        hits = after["cpu"].hits - before["cpu"].hits, after["nvme"].hits - before["nvme"].hits
+        assert (hits, after.missed - before.missed) == ((6, 2), 4)
+        ranks.close()
+        await until_idle(kv)
+
+
+async def test_a_load_with_gaps_goes_on_behind_what_is_lost() -> None:
+    """Of a block whose record is broken, or has gone since it was asked for; cancelled meanwhile, it holds nothing."""
+    engine, below = AnyEngine(), ScriptedBackend()
+    async with open_any(engine, cpu(32), below) as kv:
+        await (await kv.store(KEYS, engine.fill(KEYS, range(N)))).settled()
+        await kv.evict(KEYS, tier="cpu")
+        below.flip_byte(2)
+        planner = kv.planner()
+        planner.register_worker()
+        job = planner.plan_load(KEYS, gaps=True)
+        (move,) = (await job.planned()).moves
+        assert move.positions == (0, 1, 3, 4, 5)
+        job.cancel()
+        await kv.evict(KEYS, tier="cpu")
+        below.on_read.hold()
+        job = planner.plan_load(KEYS, gaps=True)
+        await until(lambda: below.on_read.num_held > 0)
+        job.cancel()
+        assert (await job.ended()).mask.tolist() == [False] * N
+        below.on_read.release()
         await until_idle(kv)
 
 

@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +23,11 @@ from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.memory import MemoryTier
 from tiered_kv.transfers.handles import Revocable, each_of
 from tiered_kv.transfers.load import LoadHandle, load_result, overtaken
+from tiered_kv.transfers.prefetch import bring_each, start_bringing
 from tiered_kv.transfers.requests import LoadRequest
+
+_ROUNDS: Final = 16
+"""In which a plan looks for blocks behind one that was lost, or for which there was no room."""
 
 
 async def anywhere(chain: Chain, batch: Batch, memories: Sequence[MemoryTier]) -> Mask:
@@ -43,6 +48,32 @@ async def anywhere(chain: Chain, batch: Batch, memories: Sequence[MemoryTier]) -
             break
         there[left] = await tier.find_each(batch[left])
     return there
+
+
+async def bring_around_gaps(parts: Sequence[tuple[Chain, Batch]]) -> list[NDArray[np.int8]]:
+    """Copy up to host memory what every rank has, as far as it fits. Holds nothing.
+
+    Where blocks are lost on their way it goes on behind them, a few times.
+
+    Returns:
+        As for `start_bringing`.
+    """
+    n = len(parts[0][1])
+    sources = [np.full(n, -1, np.int8) for _ in parts]
+    at = np.arange(n)
+    for _ in range(_ROUNDS):
+        there = [await anywhere(chain, batch[at], [chain.host]) for chain, batch in parts]
+        at = at[np.logical_and.reduce(there)]
+        wanted = [(chain, batch[at]) for chain, batch in parts]
+        found, handles = start_bringing(wanted)
+        await bring_each(handles)
+        for source, of_rank in zip(sources, found, strict=True):
+            source[at] = np.where(of_rank < 0, source[at], of_rank)
+        arrived = min(chain.host.index.ready_prefix(batch.names) for chain, batch in wanted)
+        at = at[arrived + 1 :]
+        if not len(at):
+            break
+    return sources
 
 
 class GapLoad(Revocable):

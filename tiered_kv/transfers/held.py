@@ -1,5 +1,6 @@
 """What a job holds of one rank's host memory: leased blocks of a load, reserved slots of a store."""
 
+import asyncio
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,11 +24,16 @@ class HeldLoad:
         present: Which blocks of the job need no move: none.
     """
 
-    def __init__(self, chain: Chain, lease: Lease, source: NDArray[np.int8]) -> None:
-        """Take over a lease on a prefix; ``source`` says of every key of the job which tier had it, by its number."""
+    def __init__(
+        self, chain: Chain, lease: Lease, source: NDArray[np.int8], positions: NDArray[np.int64] | None = None
+    ) -> None:
+        """Take over a lease on a prefix, or on the blocks at these positions.
+
+        ``source`` says of every key of the job which tier had it, by its number.
+        """
         self.chain = chain
         self.spec = CPULoadStoreSpec(lease.slots, chain.host.slab.name)
-        self.positions = np.arange(len(lease.slots))
+        self.positions = np.arange(len(lease.slots)) if positions is None else positions
         self.present: Mask = np.zeros(len(source), np.bool_)
         self._lease = lease
         self._source = source
@@ -79,7 +85,14 @@ class HeldStore:
         tally = Tally(chain.tiers)
         tally.add(chain.host, written=n, dropped=len(self.spec) - n)
         chain.count_use(self._batch[live])
-        write_down(chain, tally, chain.host, self._batch[live], lease.slots[live], lease)
+        settled = asyncio.get_running_loop().create_future()  # a flush waits for it, as for any store
+        chain.settling.add(settled)
+
+        def ended() -> None:
+            chain.settling.discard(settled)
+            settled.set_result(None)
+
+        write_down(chain, tally, chain.host, self._batch[live], lease.slots[live], lease, ended)
 
     def abandon(self, wanted: slice) -> None:
         """End it while a worker may be writing to the slots yet: nobody gets them any more."""

@@ -24,6 +24,7 @@ from tiered_kv.plan import JobResult, Outcomes, Plan
 from tiered_kv.specs import GPULoadStoreSpec
 from tiered_kv.tiers.base import Mask
 from tiered_kv.tiers.tasks import Tasks
+from tiered_kv.transfers.gaps import bring_around_gaps
 from tiered_kv.transfers.polled import Polled
 from tiered_kv.transfers.prefetch import PrefetchHandle, bring_each, start_bringing
 from tiered_kv.transfers.requests import JobRequest
@@ -253,6 +254,9 @@ class Jobs:
             return
         request = underway.request
         try:
+            if request.gaps:
+                self._bringing[job] = self._tasks.spawn(self._bring_around_gaps(job), "bring blocks for a plan")
+                return
             sources, handles = start_bringing(request.parts) if request.direction == "load" else ([], [])
             if handles:
                 self._bringing[job] = self._tasks.spawn(self._bring(job, sources, handles), "bring blocks for a plan")
@@ -266,6 +270,16 @@ class Jobs:
         try:
             await bring_each(handles)
             self._plan(job, sources)
+        except Exception as error:
+            self._end_early(job, repr(error))
+            raise
+        finally:
+            self._bringing.pop(job, None)
+
+    async def _bring_around_gaps(self, job: Job) -> None:
+        try:
+            if (underway := self._underway.get(job)) is not None:
+                self._plan(job, await bring_around_gaps(underway.request.parts))
         except Exception as error:
             self._end_early(job, repr(error))
             raise

@@ -157,6 +157,13 @@ def lease_prefix(parts: Sequence[tuple[Chain, Batch]]) -> list[Lease]:
     return shorter
 
 
+def lease_each(parts: Sequence[tuple[Chain, Batch]]) -> tuple[list[Lease], NDArray[np.int64]]:
+    """Lease every block that is in host memory for every rank; return the leases, and which blocks these are."""
+    ready = [chain.host.index.ready(batch.names) for chain, batch in parts]
+    at = np.flatnonzero(np.logical_and.reduce(ready))
+    return [chain.host.index.lease(batch.names[at]) for chain, batch in parts], at
+
+
 @asynccontextmanager
 async def hold_on_host(chain: Chain, batch: Batch) -> AsyncGenerator[HostLease]:
     """Bring a prefix to host memory, and hold it there for the time of the ``async with`` block."""

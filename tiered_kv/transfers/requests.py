@@ -83,6 +83,7 @@ class JobRequest:
         parts: By rank, the tiers and the blocks.
         engine: The engine's blocks, the same on every rank; None if they are to be bound.
         is_current: False once what was loaded is of other weights than are served.
+        gaps: Whether to load what is there, block by block, and not a prefix.
     """
 
     direction: Literal["load", "store"]
@@ -90,6 +91,7 @@ class JobRequest:
     parts: Sequence[tuple[Chain, Batch]]
     engine: GPULoadStoreSpec | None
     is_current: Callable[[], bool]
+    gaps: bool = False
 
     @property
     def pages_per_block(self) -> int:

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from tiered_kv.errors import ConfigurationError, LayoutMismatchError
 from tiered_kv.plan import JobResult, Move, Plan
 from tiered_kv.specs import CPULoadStoreSpec, GPULoadStoreSpec
-from tiered_kv.tiers.base import Mask
+from tiered_kv.tiers.base import Mask, prefix_of
 from tiered_kv.transfers.held import Held, HeldLoad, reserve_all
-from tiered_kv.transfers.prefetch import lease_prefix
+from tiered_kv.transfers.prefetch import lease_each, lease_prefix
 from tiered_kv.transfers.requests import JobRequest
 
 
@@ -54,9 +54,9 @@ class Underway:
         if request.direction == "store":
             self._held = reserve_all(request.parts)
         else:
-            leases = lease_prefix(request.parts)
+            leases, at = lease_each(request.parts) if request.gaps else (lease_prefix(request.parts), None)
             self._held = [
-                HeldLoad(chain, lease, source)
+                HeldLoad(chain, lease, source, at)
                 for (chain, _), lease, source in zip(request.parts, leases, sources, strict=True)
             ]
         self._moved = [held.present.copy() for held in self._held]
@@ -64,7 +64,7 @@ class Underway:
             Move(rank, pid, None, held.spec, tuple(held.positions.tolist()))
             for rank, (pid, held) in enumerate(zip(pids, self._held, strict=True))
         )
-        num_blocks = len(moves[0].positions) if request.direction == "load" else len(keys)
+        num_blocks = len(moves[0].positions) if request.direction == "load" and not request.gaps else len(keys)
         plan = Plan(self._number, request.direction, num_blocks, moves)
         if request.engine is not None:
             plan = bind(plan, request, request.engine[: num_blocks * request.pages_per_block])
@@ -117,11 +117,11 @@ class Underway:
         for held in self._held:
             held.end(moved, self._wanted)
         if is_load:
-            num_blocks = [*moved[self._wanted].tolist(), False].index(False)
+            num_blocks, num_moved = prefix_of(moved[self._wanted]), int(np.count_nonzero(moved))
         else:
             everywhere = np.logical_and.reduce([held.present for held in self._held])
-            num_blocks = int(np.count_nonzero(moved & ~everywhere))
-        return self._result(num_blocks, errors)
+            num_blocks = num_moved = int(np.count_nonzero(moved & ~everywhere))
+        return self._result(num_blocks, num_moved, errors, moved)
 
     def give_up(self, why: str, *, may_be_writing: bool = False) -> JobResult:
         """End it with nothing; what a worker may be writing to stays reserved for good."""
@@ -131,12 +131,13 @@ class Underway:
                 held.abandon(self._wanted)
             else:
                 held.end(nothing, self._wanted)
-        return self._result(0, [why])
+        return self._result(0, 0, [why], nothing)
 
-    def _result(self, num_blocks: int, errors: Sequence[str]) -> JobResult:
-        num_bytes = num_blocks * sum(chain.group.payload_bytes for chain, _ in self.request.parts)
+    def _result(self, num_blocks: int, num_moved: int, errors: Sequence[str], mask: Mask) -> JobResult:
+        num_bytes = num_moved * sum(chain.group.payload_bytes for chain, _ in self.request.parts)
         seconds, planned_s = self._clock() - self._begun, self._planned - self._begun
-        return JobResult(self._number, num_blocks, tuple(errors), num_bytes, seconds, planned_s, self._moved_s)
+        mask.flags.writeable = False
+        return JobResult(self._number, num_blocks, tuple(errors), num_bytes, seconds, planned_s, self._moved_s, mask)
 
     def _mask_of(self, positions: Sequence[int]) -> Mask:
         mask: Mask = np.zeros(len(self.request.keys), np.bool_)
