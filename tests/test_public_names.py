@@ -18,7 +18,7 @@ import tiered_kv.testing
 
 REPOSITORY = Path(__file__).parents[1]
 PUBLIC: list[ModuleType] = [tiered_kv, tiered_kv.testing, tiered_kv.telemetry]
-DEEPER = re.compile(r"(?m)^\s*(?:from|import) (tiered_kv\.(?!(?:testing|telemetry) import\b)[\w.]+)")
+DEEPER = re.compile(r"(?m)^\s*(?:from|import) (tiered_kv\.(?!(?:testing|telemetry|integrations\.\w+) import\b)[\w.]+)")
 SHOWN = [
     *(REPOSITORY / "docs").rglob("*.md"),
     *(REPOSITORY / "examples").rglob("*.py"),
