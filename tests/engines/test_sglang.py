@@ -11,6 +11,7 @@ import pytest
 
 from environments import HERE, ROOT, Environment
 
+TWO_RANKS: Final = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}  # it counts NUMA nodes otherwise
 PAGES: Final = 2 * 18
 """Full pages of both prompts, 16 tokens each: what storage can have of them."""
 LAYOUTS: Final = ("layer_first", "page_first", "page_first_direct")
@@ -50,7 +51,11 @@ class Runs:
         limits = wanted.pop("limits", {})
         storage = wanted.pop("storage", None) or self.storage(name, tiers, **limits)
         arguments = {"model": str(self._model), "storage": storage, **wanted}
-        answer: Answer = self._sglang.run("sglang_generate.py", json.dumps(arguments), variables=EVERYWHERE)
+        several = TWO_RANKS if wanted.get("engine", {}).get("tp_size") == 2 else {}
+        variables = {**EVERYWHERE, **several}
+        answer: Answer = self._sglang.run(
+            "sglang_generate.py", json.dumps(arguments), variables=variables, timeout_s=600
+        )
         return answer
 
 
@@ -131,6 +136,15 @@ def test_stalled_storage_does_not_hold_up_the_engine(runs: Runs, alone: list[lis
     assert runs.run(tiers=tiers)["from_storage"] == [288, 288]
     (runs.folder / "stall").touch()
     assert runs.run(tiers=tiers, limits={"load_timeout_s": 0.5}) == {"tokens": alone, "from_storage": [0, 0]}
+
+
+def test_two_ranks_store_and_load_their_parts(runs: Runs, alone: list[list[int]]) -> None:
+    """With tensor parallelism each rank's part has a directory of its own, and two new processes find both."""
+    tiers = ["cpu://?capacity=4MiB", {"medium": "nvme", "path": "{folder}/{rank}", "capacity": "16MiB"}]
+    several: Answer = {"tiers": tiers, "engine": {"tp_size": 2}}
+    assert runs.run(**several, num_stored=PAGES) == {"tokens": alone, "from_storage": [0, 0]}
+    assert {each.name for each in runs.folder.iterdir()} == {"0-0-0-0", "0-0-0-1", "report"}
+    assert runs.run(**several) == {"tokens": alone, "from_storage": [288, 288]}
 
 
 @pytest.mark.parametrize("is_mla", [False, True], ids=["MHA", "MLA"])
