@@ -2,18 +2,20 @@
 
 import asyncio
 
+import numpy as np
 import pytest
 
-from tests.support.caches import keep, open_cache
+from tests.support.caches import assert_nothing_left, keep, open_cache
 from tests.support.engine import PAYLOAD_BYTES, Engine, contents, prompt
 from tests.support.virtual import CountingDevice, pools_of, run, watch
-from tiered_kv import CacheLimits, ConfigurationError, CPUTier, GPULoadStoreSpec, TieredKVSettings
+from tiered_kv import CacheLimits, ConfigurationError, CPULoadStoreSpec, CPUTier, GPULoadStoreSpec, TieredKVSettings
 
 RECORD = PAYLOAD_BYTES + 4096
 LIMITS = CacheLimits(
     window=4 * PAYLOAD_BYTES, bounce=16 * PAYLOAD_BYTES, load_timeout_s=1000, store_timeout_s=1000, close_timeout_s=1000
 )
 N = 16
+SLOW = {"medium": "memory", "capacity": "1MiB", "reads_per_s": 1}
 
 
 @pytest.mark.parametrize("rate", [{"write_bandwidth": RECORD, "read_bandwidth": 2 * RECORD},
@@ -35,6 +37,61 @@ def test_a_tier_is_read_and_written_at_its_rates(rate: dict[str, float]) -> None
             assert loop.time() - started == pytest.approx((N - 4) / 2)
             assert engine.read(range(N)) == contents(keys)
             assert kv.stats()["memory"].failed == 0
+
+    run(main)
+
+
+@pytest.mark.parametrize("is_promoted", [False, True])
+def test_a_load_that_was_given_up_holds_up_no_other(*, is_promoted: bool) -> None:
+    """What it began to read, and nobody waits for any more, comes after what somebody waits for."""
+
+    async def main() -> None:
+        engine, given_up, wanted = Engine(), prompt(2 * N), prompt(4, seed=1)
+        device, loop = CountingDevice(), asyncio.get_running_loop()
+        tiers = [CPUTier(capacity=64 * PAYLOAD_BYTES)] * is_promoted + [SLOW]
+        async with open_cache(*tiers, engine=engine, limits=LIMITS, device=device) as kv:
+            watch(device, pools_of(kv))
+            for keys in (given_up, wanted):
+                await keep(kv, engine, keys)
+                if is_promoted:
+                    await kv.evict(keys, tier="cpu")
+            started = loop.time()
+            assert (await kv.load(given_up, GPULoadStoreSpec(range(2 * N)), deadline_s=1)).num_blocks == 4
+            assert (await kv.load(wanted, GPULoadStoreSpec(range(4)))).num_blocks == 4
+            assert loop.time() - started == pytest.approx(4)  # the first window's 4 blocks, at 1 a second
+            await asyncio.sleep(4 * N)
+            assert_nothing_left(kv)
+
+    run(main)
+
+
+@pytest.mark.parametrize("end", ["deadline", "cancel", "close"])
+def test_a_direct_load_that_waits_for_its_turn_ends_in_time(end: str) -> None:
+    """Its medium has not been given the memory yet: so neither its deadline nor a cancellation nor closing waits."""
+
+    async def main() -> None:
+        engine, keys, device, loop = Engine(), prompt(N), CountingDevice(), asyncio.get_running_loop()
+        memory = np.zeros((2 * N, PAYLOAD_BYTES), np.uint8)
+        start = -memory.ctypes.data % 4096
+        pool = memory.ravel()[start : start + N * PAYLOAD_BYTES].reshape(N, PAYLOAD_BYTES)
+        limits = LIMITS.model_copy(update={"close_timeout_s": 2.0})
+        async with open_cache(SLOW, engine=engine, limits=limits, device=device) as kv:
+            watch(device, pools_of(kv))
+            kv.register_host_pool("pool", pool, direct=True)
+            await keep(kv, engine, keys)
+            assert (await kv.load(keys, CPULoadStoreSpec(range(N), "pool"))).num_blocks == N
+            pool[:] = 0
+            started = loop.time()
+            handle = kv.start_load(keys, CPULoadStoreSpec(range(N), "pool"), deadline_s=2 if end == "deadline" else 900)
+            await asyncio.sleep(1)
+            if end == "cancel":
+                handle.cancel()
+            elif end == "close":
+                await kv.aclose()
+            assert (await handle).num_blocks == 0
+            assert loop.time() - started <= 3
+            await asyncio.sleep(10 * N)
+            assert not pool.any()
 
     run(main)
 

@@ -55,13 +55,27 @@ class Waiter:
         self._places: set[_Place] = set()
 
     def hurry(self, kind: Kind, priority: Priority) -> None:
-        """Be of this kind and priority from now on, wherever this waits. A waiter only ever gets faster."""
+        """Be of this kind and priority from now on, wherever this waits. It gets no slower by it."""
         is_faster = priority < self.priority
         if not is_faster and kind >= self.kind:
             return
         self.kind, self.priority = min(kind, self.kind), min(priority, self.priority)
+        self._look_again(moves=is_faster)
+
+    def nobody_waits(self) -> None:
+        """Be a prefetch from now on if this was a load, until it is hurried again."""
+        if self.kind is Kind.LOAD:
+            self.kind, self.priority = Kind.PREFETCH, max(self.priority, Priority.PREFETCH)
+            self._look_again(moves=True)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether this waits in a line now: it has not got its turn."""
+        return bool(self._places)
+
+    def _look_again(self, *, moves: bool) -> None:
         for place in list(self._places):
-            if is_faster:
+            if moves:
                 place.room.move(place)
             else:
                 place.room.changed()

@@ -52,6 +52,7 @@ class Fill:
             for lease in self._leases:
                 lease.release()
             self._leases.clear()
+            self.waiter.nobody_waits()  # loads that are given up must not hold up those that come after them
 
     def keep(self, lease: Lease) -> None:
         """Hold what arrived, so that transient blocks live until those who wait have leased them."""

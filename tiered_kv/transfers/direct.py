@@ -62,13 +62,18 @@ class DirectLoad(Load):
         if not len(part):
             return 0
         loop = asyncio.get_running_loop()
-        reading = loop.create_task(self._read_from_all(start, part, numbers), name=f"read {len(part)} blocks")
-        self._chain.tasks.watch(reading, lambda: None)  # nothing stops it but the end of the calls, at close too
+        waiters: dict[asyncio.Task[None], Waiter] = {}
+        reading = loop.create_task(self._read_from_all(start, part, numbers, waiters), name=f"read {len(part)} blocks")
+        stop = partial(_stop_waiting, waiters)
+        self._chain.tasks.watch(reading, stop)  # what has its turn ends with the calls only, at close too
+        timer = loop.call_at(self._request.deadline, stop)
         while not reading.done():
             try:
                 await asyncio.wait({reading})
             except asyncio.CancelledError:
                 self.revoked = True
+                stop()
+        timer.cancel()
         num_right = prefix_of(reading.result()) if not reading.cancelled() else 0
         nowhere = np.full(len(part), -1, np.int64)
         window = Window(start, part, numbers, nowhere, nowhere, np.full(len(part), -1, np.int8))
@@ -79,21 +84,27 @@ class DirectLoad(Load):
             raise TimeoutError
         return num_right
 
-    async def _read_from_all(self, start: int, part: Batch, numbers: NDArray[np.int8]) -> NDArray[np.bool_]:
-        """Read blocks, each from its tier, all tiers at once; say which are right."""
+    async def _read_from_all(
+        self, start: int, part: Batch, numbers: NDArray[np.int8], waiters: dict[asyncio.Task[None], Waiter]
+    ) -> NDArray[np.bool_]:
+        """Read blocks, each from its tier, all tiers at once, in tasks with these ``waiters``; say which are right."""
         slots = self._request.binding.direct
         assert slots is not None  # noqa: S101 - else it would be a plain load
         blocks = slots.blocks(self._request.pages[start : start + len(part), 0])
         right = np.zeros(len(part), np.bool_)
 
-        async def read_from(number: int) -> None:
+        async def read_from(number: int, waiter: Waiter) -> None:
             tier, at = self._chain.storage[number - len(self._chain.memory)], np.flatnonzero(numbers == number)
             late = partial(self._say_late, tier.name, len(at))
-            right[at] = await tier.read(
-                part[at], [blocks[i] for i in at], Waiter(Kind.LOAD, self._request.priority), late
-            )
+            right[at] = await tier.read(part[at], [blocks[i] for i in at], waiter, late)
 
-        await asyncio.gather(*(read_from(int(number)) for number in np.unique(numbers)))
+        for number in np.unique(numbers).tolist():
+            waiter = Waiter(Kind.LOAD, self._request.priority)
+            waiters[asyncio.create_task(read_from(number, waiter))] = waiter
+        await asyncio.wait(waiters)  # all of them, whatever one of them raises
+        for task in waiters:
+            if not task.cancelled():
+                task.result()
         return right
 
     def _say_late(self, tier: str, n: int) -> None:
@@ -101,6 +112,13 @@ class DirectLoad(Load):
 
     def _num_landed(self) -> int:
         return sum(copied.landed.num_blocks for copied in self._copied)
+
+
+def _stop_waiting(waiters: dict[asyncio.Task[None], Waiter]) -> None:
+    """Cancel reads whose turn has not come: their media have not been given the memory yet."""
+    for task, waiter in waiters.items():
+        if waiter.is_waiting:
+            task.cancel()
 
 
 def _nothing() -> None:
