@@ -1,11 +1,13 @@
 """Tiers with ``read_only``: a cache that reads what others have stored, and leaves no trace."""
 
+import asyncio
 from collections.abc import Sequence
 
 import pytest
 
 from tests.support.caches import Recorder, keep, open_cache, until_idle
 from tests.support.engine import Engine, contents, prompt
+from tests.support.virtual import CountingDevice, pools_of, run, watch
 from tiered_kv import BlocksCorrupted, ConfigurationError, CPUTier, TieredKVSettings
 from tiered_kv.backend import Block, Outcome
 from tiered_kv.keys import BlockKey
@@ -87,6 +89,25 @@ async def test_what_is_broken_stays_as_well() -> None:
             assert (await kv.load(keys, engine.compute(keys))).num_blocks == 2
             await until_idle(kv)
     assert events.of(BlocksCorrupted)
+
+
+def test_what_others_repair_is_read_again() -> None:
+    """A block that was broken, twice even, and is written anew by who may write, is found after a while."""
+
+    async def main() -> None:
+        engine, keys, device = Engine(), prompt(4), CountingDevice()
+        backend = await filled(engine, 4)
+        shared, whole = ReadOnly(backend), dict(backend._records)  # noqa: SLF001 - of the medium
+        shared.break_block(keys[2])
+        async with open_cache(shared, engine=engine, device=device) as kv:
+            watch(device, pools_of(kv))
+            for num_blocks in (2, 2, 4):
+                if num_blocks == 4:
+                    backend._records.update(whole)  # noqa: SLF001 - of the medium
+                assert (await kv.load(keys, engine.compute(keys))).num_blocks == num_blocks
+                await asyncio.sleep(100)
+
+    run(main)
 
 
 async def test_a_cache_that_can_keep_nothing_says_so() -> None:

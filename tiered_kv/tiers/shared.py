@@ -141,7 +141,8 @@ class SharedTier(StorageTier):
             self.answers.doubt(batch.names[~right])
             if num_broken := outcomes.count(Outcome.CORRUPT):
                 self.health.emit(BlocksCorrupted(self.name, num_broken))
-            if (twice := self.suspects.saw(wanted.names, outcomes)).any():
+            twice = self.suspects.saw(wanted.names, outcomes)
+            if twice.any() and not self.settings.read_only:  # then others repair it, and it is looked for again
                 self._forget_later(wanted[twice])
         finally:
             give_back()
