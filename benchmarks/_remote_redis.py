@@ -51,8 +51,8 @@ async def serve() -> AsyncIterator[Sides]:
         try:
             settings = RedisSettings.model_validate({"url": server.url, "connections": NUM_SOCKETS, "ttl_s": None})
             backend = RedisBackend(settings)
-            with counted(Server, "pipeline") as num_pipelines:
-                yield Sides(backend, "sockets", all_of(bare_set), all_of(bare_get), count_present, num_pipelines)
+            with counted(Server, "count") as num_questions:
+                yield Sides(backend, "sockets", all_of(bare_set), all_of(bare_get), count_present, num_questions)
         finally:
             await client.aclose()
             for each in sockets:
