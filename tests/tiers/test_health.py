@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tiered_kv.events import TierResumed, TierTripped
 from tiered_kv.tiers.health import Breaker, LatencyAverage, StorageHealth
 
 
@@ -194,3 +195,25 @@ def test_only_slow_writes_shed_stores() -> None:
     health.ended("write", 9.0, is_late=False, has_failed=False)
     assert health.is_shedding
     assert not health.is_bypassed
+
+
+def test_a_failure_that_opens_a_breaker_is_said_once_and_so_is_its_end() -> None:
+    """Two failures say nothing, the third does, later ones do not, and the success that closes it says for how long."""
+    clock, said = Clock(), list[object]()
+    health = StorageHealth("medium", 1.0, said.append, clock=clock, rng=random.Random(1))
+
+    def call(*, has_failed: bool) -> None:
+        health.begin("read")
+        health.ended("read", 0.01, is_late=False, has_failed=has_failed)
+
+    call(has_failed=True)
+    call(has_failed=True)
+    assert not said
+    call(has_failed=True)
+    assert said == [TierTripped("medium", "read")]
+    clock.now += 60
+    call(has_failed=True)
+    assert len(said) == 1
+    clock.now += 60
+    call(has_failed=False)
+    assert said[1:] == [TierResumed("medium", 120.0)]
