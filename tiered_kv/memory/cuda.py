@@ -55,11 +55,11 @@ class CUDADevice(AcceleratorDevice):
 
     def new_stream(self) -> torch.Stream:
         """Make a CUDA stream of high priority: a copy is awaited, and its kernels are short."""
-        return torch.cuda.Stream(self.torch_device, priority=-1)  # type: ignore[no-untyped-call]
+        return torch.cuda.Stream(self.torch_device, priority=-1)  # type: ignore[no-untyped-call]  # of torch
 
     def new_event(self) -> torch.Event:
         """Make an event whose ``synchronize`` sleeps in the driver."""
-        return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # of torch
 
     def on(self, stream: torch.Stream) -> AbstractContextManager[object]:
         """Have what is enqueued inside the ``with`` block go to ``stream``."""
@@ -87,7 +87,7 @@ class CUDADevice(AcceleratorDevice):
 
 
 def _runtime() -> Any:  # noqa: ANN401 - a module without stubs
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]  # of torch
 
 
 def _check(code: Any, doing: str) -> None:  # noqa: ANN401 - torch's cudaError, an enum without stubs

@@ -36,7 +36,7 @@ _WIDEST = 16
 """Bytes that one thread can move at once."""
 
 
-@triton.jit(  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]  # Triton has no types
     do_not_specialize=["num_units", "num_fragments", "pieces", "pages_per_block", "rows", "row_stride"],
     do_not_specialize_on_alignment=["table", "pages", "slots"],
 )

@@ -63,4 +63,4 @@ def _as_cuda(stream: torch.Stream) -> torch.Stream:
     if stream.device.type != "cuda" or isinstance(stream, torch.cuda.Stream):
         return stream
     numbers = {"stream_id": stream.stream_id, "device_index": stream.device_index, "device_type": stream.device_type}
-    return torch.cuda.Stream(**numbers)  # type: ignore[no-untyped-call]
+    return torch.cuda.Stream(**numbers)  # type: ignore[no-untyped-call]  # of torch

@@ -126,7 +126,7 @@ class Metrics:
 
     def end(self) -> None:
         """Be collected no more; called by the cache when it closes."""
-        assert self._collector is not None  # noqa: S101
+        assert self._collector is not None  # noqa: S101 - likewise
         self._collector.remove(self._number)
 
     def read(self) -> Reading:
@@ -136,7 +136,7 @@ class Metrics:
 
     def _read(self) -> Reading:
         assert self._watched is not None  # noqa: S101 - collected is what has begun
-        assert self._last is not None  # noqa: S101
+        assert self._last is not None  # noqa: S101 - likewise
         if threading.get_ident() == self._thread:
             return self._take()
         taken = Future[Reading]()
@@ -148,7 +148,7 @@ class Metrics:
             return replace(self._last, lag_s=time.monotonic() - asked)
 
     def _take(self) -> Reading:
-        assert self._watched is not None  # noqa: S101
+        assert self._watched is not None  # noqa: S101 - likewise
         labels = self._watched.model_name, str(self._number)
         statistics = self._watched.statistics()
         self._last = Reading(labels, self._watched.tokens_per_block, statistics, self._tallies.copy())

@@ -6,7 +6,6 @@ all, another begins behind it.
 """
 
 import asyncio
-import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,14 +14,13 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.memory.lanes import LaneCopy
 from tiered_kv.results import LoadResult, TierFault
 from tiered_kv.tiers.base import Mask, prefix_of
 from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.memory import MemoryTier
-from tiered_kv.transfers.handles import Revocable, each_of
-from tiered_kv.transfers.load import LoadHandle, load_result, overtaken
+from tiered_kv.transfers.handles import each_of
+from tiered_kv.transfers.load import InTask, LoadHandle, load_result, overtaken
 from tiered_kv.transfers.prefetch import bring_each, start_bringing
 from tiered_kv.transfers.requests import LoadRequest
 
@@ -76,38 +74,18 @@ async def bring_around_gaps(parts: Sequence[tuple[Chain, Batch]]) -> list[NDArra
     return sources
 
 
-class GapLoad(Revocable):
+class GapLoad(InTask):
     """One such load of one KV group."""
 
     def __init__(self, request: LoadRequest, start_part: Callable[[LoadRequest], LoadHandle]) -> None:
         """Prepare a load; ``start_part`` starts those of a prefix that it is made of."""
-        super().__init__()
-        self.num_layers = request.chain.group.num_layers
-        self.thread = threading.get_ident()
-        self._request = request
+        super().__init__(request)
         self._start_part = start_part
-        self._admitted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
-    def start_load(self) -> LoadHandle:
-        """Start it, in a task of the cache."""
-        request = self._request
-        task = request.chain.tasks.spawn(self._run(), f"load {len(request.batch)} blocks with gaps")
-        self.start(task, request.lane)
-        task.add_done_callback(lambda _: self._settle(0))
-        return LoadHandle(task, self)
-
-    @property
-    def is_admitted(self) -> bool:
-        """See `Loading.is_admitted`: when it has ended."""
-        return self._admitted.done()
-
-    async def wait_admitted(self) -> int:
-        """See `Loading.wait_admitted`."""
-        return await asyncio.shield(self._admitted)
-
-    def copy_of(self, layer: int) -> LaneCopy | None:
-        """See `Loading.copy_of`."""
-        return None
+    def begin(self) -> LoadHandle:
+        """Start it, in a task of the cache. How many blocks there are is known when it has ended."""
+        chain = self._request.chain
+        return self.start_load(chain.tasks.spawn(self._run(), f"load {len(self._request.batch)} blocks with gaps"))
 
     async def _run(self) -> LoadResult:
         """Move the blocks; as for `Load.run`, nothing touches the engine's memory any more when it ends."""
@@ -167,7 +145,3 @@ class GapLoad(Revocable):
         task = asyncio.current_task()
         self.revoked = self.revoked or (task is not None and task.cancelling() > 0)
         return results
-
-    def _settle(self, num_blocks: int) -> None:
-        if not self._admitted.done():
-            self._admitted.set_result(num_blocks)

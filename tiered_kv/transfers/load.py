@@ -119,24 +119,15 @@ class Copied:
     ok: bool = False
 
 
-class Load(Revocable):
-    """One load of one KV group."""
+class InTask(Revocable):
+    """What loads that need a task have in common: their handle, and the number of blocks that it waits for first."""
 
     def __init__(self, request: LoadRequest) -> None:
-        """Prepare a load; nothing moves before `run`."""
         super().__init__()
         self._request = request
-        self._chain = chain = request.chain
-        self._batch = batch = request.batch
-        self._gpu = request.binding.gpu
-        self.num_layers = chain.group.num_layers
+        self.num_layers = request.chain.group.num_layers
         self.thread = threading.get_ident()
-        self._copied: list[Copied] = []
-        self._last: LaneCopy | None = None
         self._admitted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        promote = chain.limits.promote
-        self._bringer = Bringer(chain, batch, Kind.LOAD, priority=request.priority, keep=promote, gpu=self._gpu)
-        self._may_promote = self._gpu.room_for(batch) if self._gpu and promote else 0
 
     def start_load(self, task: "asyncio.Task[LoadResult]") -> LoadHandle:
         """Give the task that runs this load, for a handle."""
@@ -152,6 +143,30 @@ class Load(Revocable):
     async def wait_admitted(self) -> int:
         """See `Loading.wait_admitted`."""
         return await asyncio.shield(self._admitted)
+
+    def copy_of(self, layer: int) -> LaneCopy | None:
+        """See `Loading.copy_of`."""
+        return None
+
+    def _settle(self, num_blocks: int) -> None:
+        if not self._admitted.done():
+            self._admitted.set_result(num_blocks)
+
+
+class Load(InTask):
+    """One load of one KV group."""
+
+    def __init__(self, request: LoadRequest) -> None:
+        """Prepare a load; nothing moves before `run`."""
+        super().__init__(request)
+        self._chain = chain = request.chain
+        self._batch = batch = request.batch
+        self._gpu = request.binding.gpu
+        self._copied: list[Copied] = []
+        self._last: LaneCopy | None = None
+        promote = chain.limits.promote
+        self._bringer = Bringer(chain, batch, Kind.LOAD, priority=request.priority, keep=promote, gpu=self._gpu)
+        self._may_promote = self._gpu.room_for(batch) if self._gpu and promote else 0
 
     def copy_of(self, layer: int) -> LaneCopy | None:
         """See `Loading.copy_of`."""
@@ -225,10 +240,6 @@ class Load(Revocable):
         if any(copy.is_late for copy in self._copies) and not await self.drain_copies(self._request.deadline):
             raise TimeoutError
         self._settle(sum(copied.landed.num_blocks for copied in self._copied))
-
-    def _settle(self, num_blocks: int) -> None:
-        if not self._admitted.done():
-            self._admitted.set_result(num_blocks)
 
     def _give_up(self) -> None:
         """Hold nothing that no copy of this load will use; called before the last copies are waited for."""

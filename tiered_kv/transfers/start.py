@@ -14,7 +14,7 @@ def start_load(request: LoadRequest) -> LoadHandle:
     if (handle := start_resident(request)) is not None:
         return handle
     if request.gaps:
-        return GapLoad(request, start_load).start_load()
+        return GapLoad(request, start_load).begin()
     kind = LayerLoad if request.layerwise else DirectLoad if request.binding.direct is not None else Load
     load = kind(request)
     return load.start_load(request.chain.tasks.spawn(load.run(), f"load {len(request.batch)} blocks"))

@@ -47,7 +47,7 @@ def tiered_batches(model: PreTrainedModel, kv: BlockingTieredKV, group: KVGroup,
                 bound.append((manager, TieredBlocks(kv, group, salt, processor.cache, stream)))
             return processor
 
-        manager._create_batch_processor = create_tiered  # noqa: SLF001
+        manager._create_batch_processor = create_tiered  # noqa: SLF001 - as above
         return manager
 
     vars(model)["init_continuous_batching"] = begin_tiered  # of this one model; its class stays as it is

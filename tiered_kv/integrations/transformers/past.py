@@ -107,7 +107,7 @@ class TieredCache(DynamicCache):
         value_states: Tensor,
         layer_idx: int,
         *args: Any,  # noqa: ANN401 - what it overrides has them
-        **kwargs: Any,  # noqa: ANN401
+        **kwargs: Any,  # noqa: ANN401 - the same
     ) -> tuple[Tensor, Tensor]:
         """Add the KV of new tokens, ``(batch, H, n, D)``; see `DynamicCache`.
 
