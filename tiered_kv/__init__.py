@@ -106,6 +106,7 @@ from tiered_kv.specs import (
 from tiered_kv.tiers.budget import Priority
 
 if TYPE_CHECKING:
+    from tiered_kv.block_cache import BlockCache
     from tiered_kv.blocking import BlockingTieredKV, open_blocking
     from tiered_kv.cache import TieredKV
     from tiered_kv.closing import Draining
@@ -123,6 +124,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _IMPORTED_LATER: Final = {
+    "BlockCache": "block_cache",
     "BlockingTieredKV": "blocking",
     "CPUTier": "settings",
     "CacheLimits": "settings",
@@ -152,6 +154,7 @@ __all__ = [
     "BackendError",
     "BackendUnavailableError",
     "Block",
+    "BlockCache",
     "BlockCorruptError",
     "BlockKey",
     "BlockKeys",

@@ -1,7 +1,7 @@
-"""TieredKV: the face of the library. It checks a call, decides what it is about, and starts the transfer.
+"""TieredKV: the cache whose tiers are this process's own. It checks a call, decides what it is about, and starts it.
 
-The calls come in the order of their use: what a serving engine does for every request, then what threads, schedulers
-and operators ask for. What they work on is `OpenCache`, made when the cache opens; the moving is the transfers'.
+What is promised of most calls is said in `BlockCache`. What they work on is `OpenCache`, made when the cache opens; the
+moving is the transfers'.
 """
 
 import asyncio
@@ -14,15 +14,17 @@ from typing import Any, NoReturn, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from tiered_kv.assembly import parts_of
 from tiered_kv.backend import Backend, SlotBackend, TierSettings
+from tiered_kv.block_cache import BlockCache
 from tiered_kv.changes import Changes
 from tiered_kv.closing import Draining, begin_to_close, drain, draining_on
 from tiered_kv.errors import ClosedError, ConfigurationError
 from tiered_kv.events import Emit, EpochAdvanced, SequencePreempted
 from tiered_kv.explain import Explanation, explain
-from tiered_kv.groups import GroupNeed, GroupsLoad, GroupsLookup, check_needs, length_in_place, longest
+from tiered_kv.groups import GroupNeed, GroupsLoad, check_needs, length_in_place
 from tiered_kv.keys import BlockKeys, ModelIdentity, Namespace, Shard, salt_digest
 from tiered_kv.layout import KVCaches, KVLayout
 from tiered_kv.lookups import lookup_result, owned_runs, states_of, with_specs
@@ -69,11 +71,10 @@ from tiered_kv.validation import (
 )
 
 
-class TieredKV:
+class TieredKV(BlockCache):
     """A KV cache over a chain of tiers, for one model on one event loop. Open it with ``async with``.
 
-    All coroutines may be cancelled at any await: nothing is left behind, and once the cancellation is raised nobody
-    writes to the caller's memory. A tier's fault raises nothing: it shortens a prefix, and is counted and logged.
+    Its calls are those of `BlockCache`, and what only the owner of tiers can do.
     """
 
     def __init__(
@@ -159,19 +160,8 @@ class TieredKV:
 
     # Finding and moving blocks, for every request.
 
+    @override
     async def lookup(self, keys: BlockKeys, *, where: bool = False) -> LookupResult:
-        """Find the longest prefix that could be loaded now. Reads, never moves, never pins.
-
-        Exact for the tiers that this cache owns; for others an estimate, which `load` decides.
-
-        Args:
-            keys: The blocks, in prompt order.
-            where: Whether to say where they are, too: each run's `TierRun.spec`. The GPU pool's blocks are nobody
-                else's, and a medium that cannot tell says None. Costs a store with packs a question for each.
-
-        Raises:
-            ConfigurationError: With ``where``, in a cache that stands for several ranks: they have parts of their own.
-        """
         cache = self._open()
         parts = cache.batches(keys)
         if where:
@@ -188,25 +178,7 @@ class TieredKV:
                 return await with_specs(*parts[0], result)
         return result
 
-    async def load(
-        self,
-        keys: BlockKeys,
-        into: EngineBlocks,
-        *,
-        after: object = None,
-        deadline_s: float | None = None,
-        priority: Priority = Priority.LOAD,
-        gaps: bool = False,
-    ) -> LoadResult:
-        """Fill the engine's blocks with the longest prefix that can be had; see `start_load`."""
-        return await self.start_load(keys, into, after=after, deadline_s=deadline_s, priority=priority, gaps=gaps)
-
-    async def store(
-        self, keys: BlockKeys, source: EngineBlocks, *, after: object = None, epoch: str | None = None
-    ) -> StoreResult:
-        """Keep the engine's blocks; returns as soon as they may be reused. See `start_store`."""
-        return await self.start_store(keys, source, after=after, epoch=epoch)
-
+    @override
     def start_load(
         self,
         keys: BlockKeys,
@@ -218,30 +190,10 @@ class TieredKV:
         layerwise: bool = False,
         gaps: bool = False,
     ) -> LoadHandle:
-        """Start to fill the engine's blocks. Await the handle for the `LoadResult`.
-
-        Args:
-            keys: What to load, in prompt order. Shared: the cache only reads them.
-            into: ``pages_per_block`` block ids per key. They belong to the load until the handle has ended; past the
-                prefix that it reports they may hold anything.
-            after: An event after the blocks' last use: nothing is written before it. The wait is enqueued before this
-                returns. A GPU event, or on a CPU anything with ``synchronize()`` or ``wait()``.
-            deadline_s: How long it may take; `CacheLimits.load_timeout_s` by default.
-            priority: `Priority.LOAD`, or a lower one.
-            layerwise: Copy layer by layer, so that attention of the first can start while the others are on their way:
-                see `LoadHandle.wait_layer`. All blocks are brought to memory first; those that do not fit there at once
-                are not loaded.
-            gaps: Load what is there, block by block, also behind a hole: `LoadResult.mask` says what is in place, and
-                elsewhere the blocks may hold anything. Shared tiers are asked for each block then. Not with
-                ``layerwise``.
-
-        Raises:
-            ConfigurationError, LayoutMismatchError: Arguments that cannot be right. Nothing has moved.
-            ClosedError: The cache is not open.
-        """
         request = load_request(self._open(), keys, into, after, deadline_s, priority, layerwise=layerwise, gaps=gaps)
         return start_load(request)
 
+    @override
     def start_store(
         self,
         keys: BlockKeys,
@@ -251,41 +203,16 @@ class TieredKV:
         epoch: str | None = None,
         layerwise: bool = False,
     ) -> StoreHandle:
-        """Start to copy blocks out of the engine. Await the handle for the `StoreResult`.
-
-        Args:
-            keys: What to store, in prompt order.
-            source: ``pages_per_block`` block ids per key. They must not change until the handle has ended.
-            after: An event after the blocks' computation: nothing is read before it.
-            epoch: The weights that computed the blocks, where they are not the current ones any more.
-            layerwise: Copy each layer when `StoreHandle.store_layer` says that it is computed. Slots are reserved now,
-                without waiting for any; a store of which some layer is still missing at its deadline, after
-                `CacheLimits.store_timeout_s`, is dropped.
-
-        Raises:
-            ConfigurationError, LayoutMismatchError: Arguments that cannot be right. Nothing has moved.
-            ClosedError: The cache is not open.
-        """
         return start_store(store_request(self._open(), keys, source, after, epoch, layerwise=layerwise))
 
     # The memory of the engine's own.
 
+    @override
     def register_kv_caches(self, kv_caches: KVCaches, *, group: int = 0, axes: str | None = None) -> None:
-        """Bind the engine's paged tensors of one KV group. A process that only stores bytes skips this.
-
-        The first time on a GPU it takes a second or so: kernels are compiled, and ways to copy are compared.
-
-        Args:
-            kv_caches: As for `KVLayout.from_tensors`. Kept by reference until the cache is closed.
-            group: The KV group.
-            axes: Letters for the axes, where shapes alone do not tell.
-
-        Raises:
-            LayoutMismatchError: They are not what the layout says.
-        """
         cache = self._open()
         cache.bindings.register_caches(kv_caches, cache.of_rank(group), group=group, axes=axes)
 
+    @override
     def register_host_pool(
         self,
         name: str,
@@ -296,22 +223,6 @@ class TieredKV:
         slot_bytes: int | None = None,
         direct: bool = False,
     ) -> None:
-        """Bind host memory of the engine's own, to load into and store from by ``CPULoadStoreSpec(ids, pool=name)``.
-
-        Args:
-            name: Of the pool.
-            buffer: One contiguous tensor or writable buffer of whole blocks, where an id is a slot; or fragments, paged
-                tensors as for `register_kv_caches`. Kept by reference until the cache is closed.
-            group: The KV group.
-            axes: Letters for the axes of fragments; they make one tensor a paged one.
-            slot_bytes: From one whole block to the next. A row by default, or of a flat buffer a block's payload.
-            direct: Let storage read straight into slots, which must be page-aligned, taking no host slots. A load then
-                ends only when the medium has let go of them, whatever its deadline.
-
-        Raises:
-            ConfigurationError: Memory that cannot be used so, or a name that is taken.
-            LayoutMismatchError: Blocks of this group do not fit.
-        """
         cache = self._open()
         cache.bindings.register_pool(
             name,
@@ -326,31 +237,10 @@ class TieredKV:
 
     # Models with several KV groups, and what is done ahead.
 
-    async def lookup_groups(self, needs: Sequence[GroupNeed]) -> GroupsLookup:
-        """Find the longest length at which every KV group has what it needs: ``[full(keys), window(others, 4096)]``.
-
-        A hole outside every window costs nothing; a block that some group lacks does not count. Reads, like `lookup`.
-        """
-
-        async def count(keys: BlockKeys) -> int:
-            return (await self.lookup(keys)).num_blocks
-
-        num_tokens = await longest(needs, count)
-        return GroupsLookup(num_tokens, tuple(need.at(num_tokens) for need in needs))
-
+    @override
     async def load_groups(
         self, needs: Sequence[GroupNeed], into: Sequence[GPULoadStoreSpec], *, after: object = None
     ) -> GroupsLoad:
-        """Load what each KV group needs to go on at the longest length that all have; see `load`.
-
-        Args:
-            needs: What each group needs, cut to the length that `lookup_groups` found: ``need.until(num_tokens)``.
-            into: Per group, the blocks of its ``need.at(length)``, for the length that the keys have in common.
-            after: As for `start_load`.
-
-        Raises:
-            ConfigurationError, LayoutMismatchError: As for `start_load`; of block ids, the group is named.
-        """
         cache, step = self._open(), check_needs(needs)
         length = min(len(need.keys) * need.keys.block_size for need in needs) // step * step
         wanted = [need.at(length) for need in needs]
@@ -360,12 +250,8 @@ class TieredKV:
         results = await Handle(task, partial(cancel_each, handles))
         return GroupsLoad(length_in_place(needs, wanted, results), tuple(results))
 
+    @override
     def prefetch(self, keys: BlockKeys, *, to: str = "cpu") -> PrefetchHandle:
-        """Start to copy blocks up to a memory tier (its name), before anyone waits for them.
-
-        Bounded by `CacheLimits.prefetch_quota`, and by what the tier can take beside what is leased. Await the handle
-        for a `PrefetchResult`, or cancel it, or leave it alone.
-        """
         cache = self._open()
         chain, batch = cache.batch(keys)
         target = next((tier for tier in chain.memory if tier.name == to and tier.index.num_slots), None)
@@ -375,12 +261,8 @@ class TieredKV:
         prefetch = Prefetch(chain, batch, target)
         return prefetch.start(cache.tasks.spawn(prefetch.run(), f"prefetch {len(keys)} blocks"))
 
+    @override
     def lease(self, keys: BlockKeys) -> AbstractAsyncContextManager[HostLease]:
-        """Hold a prefix in host memory: ``async with kv.lease(keys) as lease``. Inside, it cannot be evicted.
-
-        Brings to the CPU tier what is below it. Needs a CPU tier; what does not fit is not held. With a codec its views
-        are of encoded bytes; to have the engine's, load into a host pool.
-        """
         chain, batch = self._open().batch(keys)
         if not chain.host.index.num_slots:
             raise ConfigurationError("lease() holds blocks in the CPU tier, and this cache has none")
@@ -388,6 +270,7 @@ class TieredKV:
 
     # From any thread, for engines with a synchronous loop: nothing waits for the event loop.
 
+    @override
     def submit_load(
         self,
         keys: BlockKeys,
@@ -398,85 +281,53 @@ class TieredKV:
         priority: Priority = Priority.LOAD,
         gaps: bool = False,
     ) -> LoadTicket:
-        """`start_load` from any thread, which waits for nothing. Its time counts from now.
-
-        Whatever is wrong raises here, as there. How it ends is for `poll` to say, or `Ticket.wait`.
-        """
         cache = self._open(anywhere=True)
         request = load_request(cache, keys, into, after, deadline_s, priority, gaps=gaps)
         return cache.submissions.submit(partial(start_load, request), partial(load_failed, len(keys)))
 
+    @override
     def submit_store(
         self, keys: BlockKeys, source: EngineBlocks, *, after: object = None, epoch: str | None = None
     ) -> StoreTicket:
-        """`start_store` from any thread, which waits for nothing; see `submit_load`."""
         cache = self._open(anywhere=True)
         request = store_request(cache, keys, source, after, epoch)
         return cache.submissions.submit(partial(start_store, request), partial(store_failed, len(keys)))
 
+    @override
     def poll(self, timeout_s: float = 0.0) -> list[tuple[LoadTicket, LoadResult] | tuple[StoreTicket, StoreResult]]:
-        """Return what was submitted and has ended since the last `poll`, with its result. Any thread may call.
-
-        Waits for the first of them, at most ``timeout_s``, and only while anything is under way. Results are kept until
-        they are polled or waited for, after closing too; each is given to one caller only. Of results that nobody asks
-        for, the newest 65,536 are kept here; each is in its ticket all the same.
-        """
         check_seconds("timeout_s", timeout_s)
         return self._cache.submissions.poll(timeout_s) if self._cache else []
 
+    @override
     def lookup_nowait(self, keys: BlockKeys) -> LookupResult:
-        """`lookup` over the tiers that this cache owns alone (memory and NVMe), at once and from any thread."""
         parts = self._open(anywhere=True).batches(keys)
         return lookup_result([chain for chain, _ in parts], [owned_runs(chain, batch) for chain, batch in parts])
 
+    @override
     def membership(self, keys: BlockKeys) -> NDArray[np.int8]:
-        """Say of each block whether it is there, at once and from any thread: a `BlockState` each, ``(len(keys),)``.
-
-        For engines that ask key by key, and take "later" for an answer. Blocks behind a hole count too. Tiers that this
-        cache owns answer now; shared ones are asked in the background for what is nowhere above them, and until they
-        have answered it is ``ASKING``. Their answers are used for a second, unless a store, an eviction or a failed
-        read here says otherwise sooner; one that does not answer in time, or is bypassed, has nothing. Reads, like
-        `lookup`; a load decides.
-        """
         return states_of(self._open(anywhere=True).batches(keys))
 
     # What stays, and what must leave the engine for a while.
 
+    @override
     def touch(self, keys: BlockKeys) -> None:
-        """Count a use of blocks in every tier that holds them: for hits in the engine's own prefix cache."""
         for chain, batch in self._open().batches(keys):
             chain.touch(batch)
 
+    @override
     def pin(self, keys: BlockKeys, *, ttl_s: float) -> PinResult:
-        """Keep the prefix that is in owned tiers from being evicted for want of room, until `unpin` or ``ttl_s`` is up.
-
-        Each block is held where it is, in the fastest tier that has it; nothing moves. Bounded per salt by
-        `CacheLimits.pin_quota`, and to half of each tier. Pinned again, a block stays for the longer of the two times.
-        `evict` and `clear` go through a pin: the block is unfindable at once, and its room is free when the pin ends.
-        """
         cache = self._open()
         return PinResult(cache.pins.pin(cache.batches(keys), keys, check_ttl(ttl_s)))
 
+    @override
     def unpin(self, keys: BlockKeys) -> None:
-        """End the pins of these blocks, whoever took them and under whatever weights; of others it is no error."""
         cache = self._open()
         cache.pins.unpin(cache.batches(keys), keys)
 
+    @override
     async def swap_out(
         self, keys: BlockKeys, source: GPULoadStoreSpec, *, after: object = None, ttl_s: float = 600.0
     ) -> SwapOutResult:
-        """Store a preempted sequence whole, and pin it until `swap_in` or for ``ttl_s``; see `store` and `pin`.
-
-        Pins hold at most half of a tier, and at most `CacheLimits.pin_quota` for a salt. Where ``num_pinned`` is less
-        than the number of keys, the rest is kept like any other block, and may have to be computed again.
-
-        Args:
-            keys: Of all its blocks, the partial last one too: ``keys + hash_tail(rest, parent=keys)``.
-            source: Its blocks; the engine's again when this returns.
-            after: As for `start_store`.
-            ttl_s: How long the blocks are kept from eviction, as far as pins are allowed. Those that several sequences
-                share are pinned once: the first that comes back lets them go.
-        """
         cache = self._open()
         check_ttl(ttl_s)
         stored = await self.start_store(keys, source, after=after)
@@ -485,30 +336,7 @@ class TieredKV:
         cache.emit(SequencePreempted(len(keys), stored.num_dropped, pinned.num_blocks))
         return SwapOutResult(**vars(stored), num_pinned=pinned.num_blocks)
 
-    async def swap_in(
-        self, keys: BlockKeys, into: GPULoadStoreSpec, *, after: object = None, deadline_s: float | None = None
-    ) -> LoadResult:
-        """Load a sequence back, see `load`; once all of it is in place, its pins end."""
-        cache = self._open()
-        loaded = await self.start_load(keys, into, after=after, deadline_s=deadline_s)
-        if loaded.num_blocks == len(keys) and cache.closing is None:
-            cache.pins.unpin(cache.batches(keys), keys)
-        return loaded
-
-    async def swap(
-        self,
-        blocks_to_swap_in: Moves = (),
-        blocks_to_swap_out: Moves = (),
-        blocks_to_copy: Copies = (),
-        *,
-        after: object = None,
-        group: int = 0,
-        deadline_s: float | None = None,
-    ) -> SwapResult:
-        """Move pages as a scheduler's step says, to and from slots that it numbers itself; see `start_swap`."""
-        maps = blocks_to_swap_in, blocks_to_swap_out, blocks_to_copy
-        return await self.start_swap(*maps, after=after, group=group, deadline_s=deadline_s)
-
+    @override
     def start_swap(
         self,
         blocks_to_swap_in: Moves = (),
@@ -519,25 +347,6 @@ class TieredKV:
         group: int = 0,
         deadline_s: float | None = None,
     ) -> Handle[SwapResult]:
-        """Start to move pages between the engine and the swap space, `CacheLimits.swap_space`. Await the handle.
-
-        Pages go out, then in, then are copied within the engine: a page that leaves may be another's at once, and one
-        that comes may be forked. Calls run in their order. No block is named and no tier takes part. A page
-        that fails to move ends the swap: what comes after it does not begin, and the result says which part failed.
-
-        Args:
-            blocks_to_swap_in: ``{slot: page}``, or pairs.
-            blocks_to_swap_out: ``{page: slot}``, or pairs.
-            blocks_to_copy: ``{page: pages}``, or pairs.
-            after: An event after the last use of all these pages. Later swaps come after it too, and end at
-                their own deadlines.
-            group: The KV group.
-            deadline_s: When what has not begun is given up; after `CacheLimits.load_timeout_s` by default.
-
-        Raises:
-            ConfigurationError: An id out of range, or two sources of one target; there is no swap space.
-            ClosedError: The cache is not open.
-        """
         cache = self._open()
         chain, caches = cache.of_rank(group), cache.bindings.caches_of(group)
         space = cache.swaps.of(group, chain, caches, int(cache.limits.swap_space), cache.lifetime)
@@ -550,12 +359,8 @@ class TieredKV:
 
     # What goes, what is written, and why: for operators and schedulers, now and then.
 
+    @override
     async def evict(self, keys: BlockKeys, *, tier: str | None = None) -> int:
-        """Make blocks unfindable at once, in one tier or in all; return how many were in an owned tier.
-
-        Their slots are freed when nobody reads them any more; what is being filled never becomes readable. Shared tiers
-        are asked to delete. A tier that does not answer within its time is not waited for.
-        """
         cache = self._open()
         parts = cache.batches(keys)
         names = parts[0][0].names
@@ -594,24 +399,14 @@ class TieredKV:
         with cache.callers.waiting():
             await upkeep.clear(cache.chains)
 
+    @override
     def advance_epoch(self, weights: str) -> None:
-        """Name the weights that are served from now on. O(1).
-
-        Blocks of other weights are not found any more, but are again once their weights are named again. Stores in
-        flight keep the epoch they began in; a load that is overtaken returns 0 blocks.
-        """
         cache = self._open()
         cache.advance_epoch(weights)
         cache.emit(EpochAdvanced(weights))
 
+    @override
     async def flush(self, *, sync: bool = False) -> None:
-        """Wait until every store so far is in every tier or given up, those with ``write="back"`` included.
-
-        A tier that is bypassed is not waited for: blocks go on waiting for it.
-
-        With ``sync`` what is written then survives a loss of power, in the order of its use. That walks the owned tiers
-        on the event loop, 0.3 s a million blocks: not for every request.
-        """
         cache = self._open()
         with cache.callers.waiting():
             await cache.settle()
@@ -644,38 +439,22 @@ class TieredKV:
         check_seconds("timeout_s", timeout_s)
         return draining_on(cache, signals, timeout_s)
 
+    @override
     async def explain(self, keys: BlockKeys, *, ask: bool = False) -> list[Explanation]:
-        """Say of each block why it can be loaded, or cannot, from what this cache knows. Reads, like `lookup`.
-
-        Tells nothing of blocks of other salts.
-
-        Args:
-            keys: The blocks; those behind a hole are explained too.
-            ask: Whether to ask the tiers that this cache does not own, block by block; else what they have is unknown.
-        """
         cache = self._open()
         with cache.callers.waiting():
             return await explain(cache, keys, ask=ask)
 
+    @override
     def stats(self) -> CacheStatistics:
-        """Count what is where now, and what has happened since opening."""
         return self._open().statistics()
 
+    @override
     def events(self) -> Changes:
-        """Return what changes in the tiers that this cache owns, in order: ``async for change in kv.events()``.
-
-        A `Snapshot` of each place comes first. Nothing waits for a subscriber: one that falls behind by 65,536 blocks
-        gets snapshots anew, each of which walks its tier on the event loop, 0.2 s a million blocks; so do all after
-        `advance_epoch`. It ends with the cache.
-        """
         return self._open().subscribers.subscribe()
 
+    @override
     def namespace(self, salt: str | bytes = b"", *, group: int = 0, rank: int = 0) -> Namespace:
-        """Return what makes names of keys, as `events` has them: ``namespace.names(keys)``. Picklable, for a router.
-
-        It is of one KV group, of one rank of those that this cache stands for, and of the weights served now: ask again
-        after `advance_epoch`. Any thread may ask.
-        """
         cache = self._open(anywhere=True)
         chains = cache.of_group(group)
         if not 0 <= rank < len(chains):
