@@ -1,0 +1,167 @@
+"""Traces that are made up: the same for the same seed, in every process.
+
+They state a kind of traffic in its simplest form. What holds on them need not hold on yours: record that.
+"""
+
+import heapq
+import math
+from collections.abc import Callable, Mapping
+from itertools import accumulate, count
+from random import Random
+from typing import Final
+
+import numpy as np
+
+from tiered_kv.traces.requests import Request, Trace
+
+_TOKENS: Final = 512
+"""A block, in all of them: as in Mooncake's traces."""
+
+
+def zipf_prompts(
+    *, seed: int = 0, num_requests: int = 8_000, num_prompts: int = 2_000, exponent: float = 1.0, per_s: float = 3.0
+) -> Trace:
+    """Make requests that each ask something new after one of many prompts, the popular ones by Zipf's law.
+
+    Args:
+        seed: Of the chance in it.
+        num_requests: How many.
+        num_prompts: Of 1 to about 60 blocks, 8 in the middle.
+        exponent: The prompt of rank r is chosen as often as ``r ** -exponent``.
+        per_s: Requests a second, independent of each other.
+    """
+    chance, blocks = Random(seed), _Blocks()
+    prompts = [blocks.new(_length(chance, 8)) for _ in range(num_prompts)]
+    weights = list(accumulate((rank + 1) ** -exponent for rank in range(num_prompts)))
+    requests, at_s = [], 0.0
+    for _ in range(num_requests):
+        at_s += chance.expovariate(per_s)
+        (prompt,) = chance.choices(prompts, cum_weights=weights)
+        requests.append(_request(at_s, [*prompt, *blocks.new(_length(chance, 2))], chance))
+    return Trace("synthetic:zipf", requests, _TOKENS)
+
+
+def chat(
+    *, seed: int = 0, num_requests: int = 8_000, mean_turns: float = 4.0, think_s: float = 40.0, per_s: float = 3.0
+) -> Trace:
+    """Make conversations: each turn has all before it, and comes after the reader has thought.
+
+    Args:
+        seed: Of the chance in it.
+        num_requests: How many turns, of all conversations together.
+        mean_turns: Of a conversation. Half of the conversations begin with one of ten system prompts.
+        think_s: Half of the turns come sooner after the one before, half later: lognormal, with a sigma of 1.
+        per_s: Requests a second, on average.
+    """
+    chance, blocks, sessions = Random(seed), _Blocks(), count()
+    systems = [blocks.new(_length(chance, 4)) for _ in range(10)]
+    due: list[tuple[float, int, int, list[int]]] = []
+    requests: list[Request] = []
+    begins_s = 0.0
+    while len(requests) < num_requests:
+        if not due or begins_s <= due[0][0]:
+            system = chance.choice(systems) if chance.random() < 0.5 else []
+            heapq.heappush(due, (begins_s, next(sessions), 1, system))
+            begins_s += chance.expovariate(per_s / mean_turns)
+        at_s, session, turn, history = heapq.heappop(due)
+        prompt = [*history, *blocks.new(_length(chance, 3 if turn == 1 else 1))]
+        requests.append(_request(at_s, prompt, chance, session, turn, "chat"))
+        if chance.random() < 1 - 1 / mean_turns:
+            answer = blocks.new(_length(chance, 1))
+            think = chance.lognormvariate(math.log(think_s), 1.0)
+            heapq.heappush(due, (at_s + think, session, turn + 1, prompt + answer))
+    return Trace("synthetic:chat", requests, _TOKENS)
+
+
+def agents(
+    *, seed: int = 0, num_requests: int = 8_000, num_agents: int = 60, mean_steps: float = 40.0, tool_s: float = 6.0
+) -> Trace:
+    """Make agents with long sessions: a step every few seconds, each after the result of a tool.
+
+    Args:
+        seed: Of the chance in it.
+        num_requests: How many steps, of all agents together.
+        num_agents: At work at once; where one ends, another begins. All share one of three prompts with tools.
+        mean_steps: Of a session. Every twentieth waits for a human, for ten minutes or so.
+        tool_s: How long a tool takes in the middle: lognormal, with a sigma of 1.
+    """
+    chance, blocks, sessions = Random(seed), _Blocks(), count()
+    tools = [blocks.new(12 + 4 * kind) for kind in range(3)]
+
+    def begin(at_s: float) -> tuple[float, int, int, list[int]]:
+        return at_s, next(sessions), 1, [*chance.choice(tools), *blocks.new(_length(chance, 4))]
+
+    due = [begin(chance.uniform(0.0, 60.0)) for _ in range(num_agents)]
+    heapq.heapify(due)
+    requests: list[Request] = []
+    while len(requests) < num_requests:
+        at_s, session, step, prompt = heapq.heappop(due)
+        requests.append(_request(at_s, prompt, chance, session, step, "agent"))
+        if chance.random() < 1 / mean_steps:
+            heapq.heappush(due, begin(at_s + chance.expovariate(1 / 30.0)))
+            continue
+        waits_s = chance.lognormvariate(math.log(600.0 if chance.random() < 0.05 else tool_s), 1.0)
+        heapq.heappush(due, (at_s + waits_s, session, step + 1, prompt + blocks.new(_length(chance, 1))))
+    return Trace("synthetic:agents", requests, _TOKENS)
+
+
+def api_batches(
+    *,
+    seed: int = 0,
+    num_requests: int = 8_000,
+    num_templates: int = 40,
+    mean_batch: float = 64.0,
+    every_s: float = 20.0,
+) -> Trace:
+    """Make batches of a program: one template, many documents, each seen once; templates come back now and then.
+
+    Args:
+        seed: Of the chance in it.
+        num_requests: How many, of all batches together.
+        num_templates: Of 2 to about 100 blocks, 16 in the middle.
+        mean_batch: Requests of one batch, which come within a second or two.
+        every_s: From the beginning of one batch to the next, on average.
+    """
+    chance, blocks, batches = Random(seed), _Blocks(), count()
+    templates = [blocks.new(1 + _length(chance, 16)) for _ in range(num_templates)]
+    requests: list[Request] = []
+    begins_s = 0.0
+    while len(requests) < num_requests:
+        batch, template = next(batches), chance.choice(templates)
+        for _ in range(min(num_requests - len(requests), 1 + int(chance.expovariate(1 / mean_batch)))):
+            document = blocks.new(_length(chance, 6))
+            requests.append(
+                _request(begins_s + chance.uniform(0.0, 2.0), [*template, *document], chance, batch, 1, "batch")
+            )
+        begins_s += chance.expovariate(1 / every_s)
+    return Trace("synthetic:batches", sorted(requests, key=lambda each: each.at_s), _TOKENS)
+
+
+SYNTHETIC: Final[Mapping[str, Callable[[], Trace]]] = {
+    "agents": agents, "batches": api_batches, "chat": chat, "zipf": zipf_prompts,
+}  # fmt: skip
+"""By the names that the command line has for them."""
+
+
+class _Blocks:
+    """Numbers blocks."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def new(self, n: int) -> list[int]:
+        """Return so many that nobody else has."""
+        self._next += n
+        return list(range(self._next - n, self._next))
+
+
+def _length(chance: Random, median: float) -> int:
+    """Return a number of blocks, at least one."""
+    return max(1, round(chance.lognormvariate(math.log(median), 0.7)))
+
+
+def _request(
+    at_s: float, prompt: list[int], chance: Random, session: int | None = None, turn: int = 1, category: str = "prompt"
+) -> Request:
+    ids = np.array(prompt, dtype=np.int64)
+    return Request(at_s, ids, len(ids) * _TOKENS, chance.randint(20, 800), session, turn, category)
