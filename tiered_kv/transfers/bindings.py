@@ -6,25 +6,29 @@ nowhere else ends the prefix.
 """
 
 import mmap
+from abc import ABC, abstractmethod
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from tiered_kv.backend import Block
 from tiered_kv.errors import ConfigurationError, LayoutMismatchError
 from tiered_kv.layout import PAGE_BYTES, KVCaches, KVGroup
 from tiered_kv.memory.caches import PagedCaches
+from tiered_kv.memory.copies import gather_blocks, scatter_blocks
 from tiered_kv.memory.crossover import prepare
-from tiered_kv.memory.device import CPUDevice, Device
+from tiered_kv.memory.device import After, CPUDevice, Device
 from tiered_kv.memory.lanes import Lanes
 from tiered_kv.specs import CPULoadStoreSpec, EngineBlocks, GPULoadStoreSpec
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.memory import MemoryTier
 from tiered_kv.tiers.tasks import in_a_thread
 
+Ids = NDArray[np.int64]
 _HEADER_BYTES = 4096
 
 
@@ -61,9 +65,38 @@ class DirectSlots:
         ]
 
 
+class EngineMemory(ABC):
+    """What a transfer asks of the engine's memory, wherever that is: to copy between its pages and slots of rows.
+
+    Attributes:
+        gpu: The GPU pool tier that its copies reach too, if any.
+        direct: Its slots, if a medium may read into them.
+    """
+
+    gpu: MemoryTier | None
+    direct: DirectSlots | None
+
+    @property
+    @abstractmethod
+    def error(self) -> BaseException | None:
+        """What made its device unusable, if anything did."""
+
+    @abstractmethod
+    def check(self, after: After) -> None:
+        """Raise `ConfigurationError` unless its copies can wait for ``after``."""
+
+    @abstractmethod
+    def gather(self, pages: Ids, rows: Tensor, slots: Ids, *, layers: slice | None = None) -> None:
+        """Copy blocks out of the pages into slots, in a stream's turn; see `copies.gather_blocks`."""
+
+    @abstractmethod
+    def scatter(self, rows: Tensor, slots: Ids, pages: Ids, *, layers: slice | None = None) -> None:
+        """Copy blocks out of slots into the pages, in a stream's turn; see `copies.scatter_blocks`."""
+
+
 @dataclass(frozen=True)
-class Binding:
-    """Memory of the engine's as copies reach it.
+class Binding(EngineMemory):
+    """Memory of the engine's in this process.
 
     Attributes:
         group: The KV group of its blocks.
@@ -80,6 +113,23 @@ class Binding:
     d2h: Lanes
     gpu: MemoryTier | None
     direct: DirectSlots | None = None
+
+    @property
+    def error(self) -> BaseException | None:
+        """See `EngineMemory.error`."""
+        return self.h2d.device.error
+
+    def check(self, after: After) -> None:
+        """See `EngineMemory.check`."""
+        self.h2d.device.check(after)
+
+    def gather(self, pages: Ids, rows: Tensor, slots: Ids, *, layers: slice | None = None) -> None:
+        """See `EngineMemory.gather`."""
+        gather_blocks(self.caches, pages, rows, slots, layers=layers)
+
+    def scatter(self, rows: Tensor, slots: Ids, pages: Ids, *, layers: slice | None = None) -> None:
+        """See `EngineMemory.scatter`."""
+        scatter_blocks(rows, slots, self.caches, pages, layers=layers)
 
 
 class Bindings:

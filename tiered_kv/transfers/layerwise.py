@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from tiered_kv.catalog.leases import Reservation
 from tiered_kv.errors import ConfigurationError
-from tiered_kv.memory.copies import scatter_blocks
 from tiered_kv.memory.lanes import LaneCopy, RevokedError
 from tiered_kv.results import StoreResult
 from tiered_kv.tiers.batch import Batch
@@ -73,7 +72,7 @@ class LayerLoad(Load):
         for tier, slots in ((self._gpu, gpu), (self._chain.host, host)):
             if tier is not None and len(at := np.flatnonzero(slots >= 0)):
                 pages = self._request.pages[at].ravel()
-                scatter_blocks(tier.rows, slots[at], self._request.binding.caches, pages, layers=layers)
+                self._request.binding.scatter(tier.rows, slots[at], pages, layers=layers)
 
     def _end_layer(self, error: BaseException | None) -> None:
         if self._error is None and error is not None:
@@ -145,7 +144,7 @@ class LayerStore(Store):
         if layer not in self._missing:
             raise ConfigurationError(f"layer {layer} was stored already")
         if after is not None:
-            self._request.binding.d2h.device.check(after)
+            self._request.binding.check(after)
         if self._has_ended or self.revoked:
             return
         if after is not None:
@@ -160,7 +159,7 @@ class LayerStore(Store):
 
     def _gather(self, layers: slice) -> None:
         for placed in self._placed:
-            placed.gather(self._request.binding.caches, layers)
+            placed.gather(self._request.binding, layers)
 
     def _end_layer(self, error: BaseException | None) -> None:
         self._error = self._error or error

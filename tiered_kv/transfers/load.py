@@ -18,7 +18,7 @@ from tiered_kv.catalog.history import Fate, said_of
 from tiered_kv.catalog.leases import Reservation
 from tiered_kv.errors import ConfigurationError
 from tiered_kv.events import BlocksLoaded
-from tiered_kv.memory.copies import copy_rows, scatter_blocks
+from tiered_kv.memory.copies import copy_rows
 from tiered_kv.memory.lanes import LaneCopy, RevokedError
 from tiered_kv.memory.waiting import wait_in
 from tiered_kv.results import LoadResult, TierFault
@@ -179,7 +179,7 @@ class Load(InTask):
         underway: deque[Window] = deque()
         in_time = True
         try:
-            if (error := self._request.binding.h2d.device.error) is None:
+            if (error := self._request.binding.error) is None:
                 await self._move(underway)
                 await self._admit()
             else:
@@ -259,7 +259,7 @@ class Load(InTask):
 
     def _copy(self, landed: Landed) -> None:
         """Put the copies of a landed window on the stream; its leases end when they have."""
-        chain, gpu, n, caches = self._chain, self._gpu, landed.num_blocks, self._request.binding.caches
+        chain, gpu, n, memory = self._chain, self._gpu, landed.num_blocks, self._request.binding
         pages = self._request.pages[landed.window.start : landed.window.start + n]
         in_gpu, on_host = np.flatnonzero(landed.gpu >= 0), np.flatnonzero(landed.gpu < 0)
         head = on_host[: self._may_promote]
@@ -269,13 +269,13 @@ class Load(InTask):
 
         def work() -> None:
             if len(in_gpu) and gpu:
-                scatter_blocks(gpu.rows, landed.gpu[in_gpu], caches, pages[in_gpu].ravel())
+                memory.scatter(gpu.rows, landed.gpu[in_gpu], pages[in_gpu].ravel())
             if len(promoted) and gpu and promotion:
                 slots = promotion.slots[promotion.slots >= 0]
                 copy_rows(chain.host.rows, landed.host[promoted], gpu.rows, slots)
-                scatter_blocks(gpu.rows, slots, caches, pages[promoted].ravel())
+                memory.scatter(gpu.rows, slots, pages[promoted].ravel())
             if len(direct):
-                scatter_blocks(chain.host.rows, landed.host[direct], caches, pages[direct].ravel())
+                memory.scatter(chain.host.rows, landed.host[direct], pages[direct].ravel())
 
         copied = Copied(landed)
         self._copied.append(copied)

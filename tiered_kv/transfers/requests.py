@@ -13,7 +13,7 @@ from tiered_kv.specs import GPULoadStoreSpec
 from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.budget import Priority
 from tiered_kv.tiers.chain import Chain
-from tiered_kv.transfers.bindings import Binding
+from tiered_kv.transfers.bindings import EngineMemory
 
 MOST_AT_ONCE: Final = 1024
 """Blocks that one turn of the loop decides about: of more the books take longer than a turn should."""
@@ -41,7 +41,7 @@ class LoadRequest:
 
     chain: Chain
     batch: Batch
-    binding: Binding
+    binding: EngineMemory
     pages: NDArray[np.int64]
     lane: Lane
     deadline: float
@@ -67,7 +67,7 @@ class StoreRequest:
 
     chain: Chain
     batch: Batch
-    binding: Binding
+    binding: EngineMemory
     pages: NDArray[np.int64]
     lane: Lane
     layerwise: bool = False
@@ -102,4 +102,4 @@ class JobRequest:
 def may_copy_at_once(request: LoadRequest | StoreRequest, num_blocks: int) -> bool:
     """Say whether to copy in the calling thread what a thread would copy anyway: less work than to wake that."""
     num_bytes = num_blocks * request.chain.group.payload_bytes
-    return num_bytes <= _COPIED_AT_ONCE_BYTES and request.binding.caches.codec is None and request.lane.is_idle
+    return num_bytes <= _COPIED_AT_ONCE_BYTES and request.chain.codec is None and request.lane.is_idle

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from functools import partial
 
 from tiered_kv.catalog.leases import Lease
-from tiered_kv.memory.copies import scatter_blocks
 from tiered_kv.memory.device import attempt
 from tiered_kv.memory.lanes import LaneCopy, RevokedError
 from tiered_kv.results import LoadResult, TierFault
@@ -25,7 +24,7 @@ def start_resident(request: LoadRequest) -> LoadHandle | None:
     if not 0 < n <= min(MOST_AT_ONCE, chain.resident_blocks) or request.layerwise:
         return None
     started = loop.time()
-    if started >= request.deadline or request.binding.h2d.device.error is not None:
+    if started >= request.deadline or request.binding.error is not None:
         return None
     tier = _tier_of(request)
     if tier is None:
@@ -63,8 +62,7 @@ class ResidentLoad:
     def start(self) -> LoadHandle:
         """Copy, or have it done by the stream."""
         request, chain = self._request, self._request.chain
-        caches = request.binding.caches
-        work = partial(scatter_blocks, self._tier.rows, self._lease.slots, caches, request.pages.ravel())
+        work = partial(request.binding.scatter, self._tier.rows, self._lease.slots, request.pages.ravel())
         if may_copy_at_once(request, len(request.batch)):
             self._end(attempt(work))
         else:

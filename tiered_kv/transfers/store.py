@@ -16,8 +16,6 @@ from tiered_kv.catalog.history import Fate
 from tiered_kv.catalog.leases import Reservation
 from tiered_kv.errors import ConfigurationError
 from tiered_kv.events import BlocksSettled, BlocksStored
-from tiered_kv.memory.caches import PagedCaches
-from tiered_kv.memory.copies import gather_blocks
 from tiered_kv.memory.device import attempt
 from tiered_kv.memory.lanes import LaneCopy, RevokedError
 from tiered_kv.results import StoreResult, TierStore
@@ -25,6 +23,7 @@ from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.budget import Kind, Waiter
 from tiered_kv.tiers.fills import Fill
 from tiered_kv.tiers.memory import MemoryTier
+from tiered_kv.transfers.bindings import EngineMemory
 from tiered_kv.transfers.handles import LAST_COPIES_S, Handle, Revocable
 from tiered_kv.transfers.requests import MOST_AT_ONCE, StoreRequest, may_copy_at_once
 from tiered_kv.transfers.writedown import Tally, write_down
@@ -70,9 +69,9 @@ class Placed:
     fresh: NDArray[np.bool_]
     fill: Fill | None
 
-    def gather(self, caches: PagedCaches, layers: slice | None = None) -> None:
+    def gather(self, memory: EngineMemory, layers: slice | None = None) -> None:
         """Copy them out of the engine; in a stream's turn."""
-        gather_blocks(caches, self.pages, self.tier.rows, self.reservation.slots[self.fresh], layers=layers)
+        memory.gather(self.pages, self.tier.rows, self.reservation.slots[self.fresh], layers=layers)
 
 
 class Store(Revocable):
@@ -157,7 +156,7 @@ class Store(Revocable):
         if placed is None:
             end()
         elif may_copy_at_once(request, len(placed.batch)):
-            self._copied_out(attempt(partial(placed.gather, request.binding.caches)), placed)
+            self._copied_out(attempt(partial(placed.gather, request.binding)), placed)
             end()
         else:
             copy = self._copy_out(placed)
@@ -252,7 +251,7 @@ class Store(Revocable):
             return "draining"
         if not self._keeps and not self._chain.written:
             return "read only"
-        return "" if self._request.binding.d2h.device.error is None else "device unusable"
+        return "" if self._request.binding.error is None else "device unusable"
 
     def _begin(
         self, tier: MemoryTier, reservation: Reservation, part: Batch, pages: NDArray[np.int64]
@@ -273,7 +272,7 @@ class Store(Revocable):
 
     def _copy_out(self, placed: "Placed") -> LaneCopy:
         """Put the copy of a window's new blocks on the stream."""
-        copy = self._chain.copy(self._request.lane, partial(placed.gather, self._request.binding.caches))
+        copy = self._chain.copy(self._request.lane, partial(placed.gather, self._request.binding))
         self.watch(copy, lambda error: self._copied_out(error, placed))
         return copy
 
