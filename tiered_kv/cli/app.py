@@ -1,38 +1,17 @@
-"""The commands: what they take, and how their answers are shown. What they do is in the modules beside this one.
-
-Answers go to stdout, as tables or with ``--json`` as one line of JSON; all else to stderr.
-"""
+"""The commands: what they take, and what they show of the answers. What they do is in the modules beside this one."""
 
 import asyncio
-import json
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
-from typing import Annotated, Final, NoReturn
+from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
-from rich.table import Table
 
 from tiered_kv.cli import configuration, doctoring, records
-from tiered_kv.errors import TieredKVError
-from tiered_kv.settings import TieredKVSettings
-
-_WIDTH: Final = 160
-"""Of tables that go to a file or another program."""
+from tiered_kv.cli.showing import AsJSON, ConfigFile, err, one_line_errors, out, print_json, print_table, settings_of
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-_out = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
-_err = Console(stderr=True)
-
-AsJSON = Annotated[bool, typer.Option("--json", help="Answer with one line of JSON.")]
-ConfigFile = Annotated[
-    Path | None, typer.Option("--config", help="A TOML file; else $TIERED_KV_CONFIG and TIERED_KV_* are read.")
-]
 Where = Annotated[str, typer.Argument(help="A directory of an nvme or shared_fs tier, or such a tier's URL.")]
 
 
@@ -47,14 +26,14 @@ def doctor(config: ConfigFile = None, *, as_json: AsJSON = False) -> None:
 
     Of shared tiers one small block is stored, loaded and deleted. Exits 1 if a cache would not work.
     """
-    with _one_line_errors():
-        found = asyncio.run(doctoring.examine(_settings(config)))
+    with one_line_errors():
+        found = asyncio.run(doctoring.examine(settings_of(config)))
     if as_json:
-        _print_json([asdict(each) for each in found])
+        print_json([asdict(each) for each in found])
     else:
         marks = {"ok": "[green]ok[/]", "slow": "[yellow]slow[/]", "bad": "[red]bad[/]"}
         rows = [(marks[each.state], escape(each.what), escape(each.found), escape(each.advice)) for each in found]
-        _print_table(("", "what", "found", "what to change"), rows)
+        print_table(("", "what", "found", "what to change"), rows)
     raise typer.Exit(int(any(each.state == "bad" for each in found)))
 
 
@@ -67,25 +46,25 @@ def config(
     as_json: AsJSON = False,
 ) -> None:
     """Show the settings that are in force, and where each comes from; no secrets."""
-    with _one_line_errors():
+    with one_line_errors():
         if schema:
-            _print_json(configuration.schema())
+            print_json(configuration.schema())
             return
-        found = configuration.all_keys() if keys else configuration.in_force(_settings(config), config)
+        found = configuration.all_keys() if keys else configuration.in_force(settings_of(config), config)
     if as_json:
-        _print_json([asdict(each) for each in found])
+        print_json([asdict(each) for each in found])
         return
     columns = ("key", "default", "environment") if keys else ("key", "value", "from")
-    _print_table(columns, [tuple(map(escape, (each.key, each.value, each.source))) for each in found])
+    print_table(columns, [tuple(map(escape, (each.key, each.value, each.source))) for each in found])
 
 
 @app.command()
 def inspect(where: Where, *, as_json: AsJSON = False) -> None:
     """Show what lies in a tier's directory: models, epochs and tenants by digest, blocks, bytes, ages."""
-    with _one_line_errors():
+    with one_line_errors():
         shelves = records.shelves_in(records.directory_of(where))
     if as_json:
-        _print_json([asdict(each) for each in shelves])
+        print_json([asdict(each) for each in shelves])
         return
     rows = [
         (
@@ -99,7 +78,7 @@ def inspect(where: Where, *, as_json: AsJSON = False) -> None:
         )
         for each in shelves
     ]
-    _print_table(("model", "epoch", "shard", "tenant", "blocks", "MiB", "written"), rows)
+    print_table(("model", "epoch", "shard", "tenant", "blocks", "MiB", "written"), rows)
 
 
 @app.command()
@@ -110,56 +89,22 @@ def verify(
     as_json: AsJSON = False,
 ) -> None:
     """Read every record of a tier's directory, and check every byte of it. Exits 1 if something broken is left."""
-    with _one_line_errors(), Progress(console=_err, transient=True, disable=as_json or not _err.is_terminal) as bar:
+    with one_line_errors(), Progress(console=err, transient=True, disable=as_json or not err.is_terminal) as bar:
         task = bar.add_task("verifying", total=None)
         report = records.verify(
             records.directory_of(where), fix=fix, on_record=lambda done, of: bar.update(task, completed=done, total=of)
         )
     if as_json:
-        _print_json(asdict(report))
+        print_json(asdict(report))
     else:
         for each in report.broken:
-            _out.print(f"[red]broken[/] {escape(each.where)}: {escape(each.why)}", highlight=False)
-        _out.print(
+            out.print(f"[red]broken[/] {escape(each.where)}: {escape(each.why)}", highlight=False)
+        out.print(
             f"{report.num_good:,} good, {len(report.broken):,} broken, {report.num_fixed:,} deleted, "
             f"{report.num_sealed:,} sealed and not verified",
             highlight=False,
         )
     raise typer.Exit(int(len(report.broken) > report.num_fixed))
-
-
-def _settings(config: Path | None) -> TieredKVSettings:
-    return TieredKVSettings() if config is None else TieredKVSettings.from_toml(config)
-
-
-@contextmanager
-def _one_line_errors() -> Iterator[None]:
-    try:
-        yield
-    except TieredKVError as error:
-        _fail(str(error))
-    except OSError as error:
-        _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
-
-
-def _fail(what: str) -> NoReturn:
-    sys.stderr.write(f"tiered-kv: {what}\n")
-    raise typer.Exit(2)
-
-
-def _print_json(value: object) -> None:
-    sys.stdout.write(json.dumps(value) + "\n")
-
-
-def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table = Table(box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    with _out.capture() as text:
-        _out.print(table, highlight=False)
-    sys.stdout.write("".join(f"{line.rstrip()}\n" for line in text.get().splitlines()))
 
 
 def _age(seconds: float) -> str:
