@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.progress import Progress
 
 from tiered_kv.cli import configuration, doctoring, records
+from tiered_kv.cli.replaying import replay_command
 from tiered_kv.cli.showing import AsJSON, ConfigFile, err, one_line_errors, out, print_json, print_table, settings_of
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -105,6 +106,9 @@ def verify(
             highlight=False,
         )
     raise typer.Exit(int(len(report.broken) > report.num_fixed))
+
+
+app.command("replay")(replay_command)
 
 
 def _age(seconds: float) -> str:

@@ -1,0 +1,85 @@
+"""``tiered-kv replay``, as a shell would call it, on small traces."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from tiered_kv.cli.app import app
+from tiered_kv.traces import chat, write_trace
+
+
+def run(*arguments: object) -> Result:
+    """Call the command line."""
+    return CliRunner().invoke(app, [str(each) for each in arguments])
+
+
+def answer(*arguments: object) -> Any:  # noqa: ANN401 - what JSON is
+    """Call it with ``--json`` and return what it says."""
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """Write a trace of conversations."""
+    path = tmp_path / "trace.jsonl.gz"
+    write_trace(path, chat(num_requests=300))
+    return path
+
+
+def test_replay_shows_what_each_tier_would_do(trace: Path) -> None:
+    """A table of the tiers, or one line of JSON that adds up."""
+    tiers = ("--tier", "cpu=8GiB", "--tier", "nvme=64GiB:arc", "--tier", "s3")
+    found = answer("replay", trace, *tiers)
+    assert [each["name"] for each in found["tiers"]] == ["cpu", "nvme", "s3"]
+    assert found["hit_rate"] == pytest.approx(sum(each["hit_rate"] for each in found["tiers"]))
+    assert 0 < found["saved_tokens"] < found["input_tokens"]
+    text = run("replay", trace, *tiers).stdout
+    assert "hit rate" in text
+    assert "300 requests" in text
+
+
+def test_replay_takes_settings_and_synthetic_traces(tmp_path: Path) -> None:
+    """A file of settings says which tiers; a name makes up requests."""
+    file = tmp_path / "kv.toml"
+    file.write_text('[[tiers]]\nmedium = "cpu"\ncapacity = "8GiB"\npolicy = "arc"\n')
+    found = answer("replay", "synthetic:batches", "--config", file)
+    assert (found["trace"], [each["name"] for each in found["tiers"]]) == ("synthetic:batches", ["cpu"])
+
+
+def test_bad_lines_are_told_and_left_out(trace: Path, tmp_path: Path) -> None:
+    """By file and number, on stderr; the first five of them."""
+    bad = tmp_path / "bad.jsonl"
+    bad.write_bytes(gzip.decompress(trace.read_bytes()) + b"{}\n" * 9)
+    result = run("replay", bad, "--tier", "cpu=8GiB", "--json")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["num_requests"] == 300
+    assert f"{bad}, line 301: timestamp must be" in result.stderr
+    assert "line 305" in result.stderr
+    assert "line 306" not in result.stderr
+    assert "9 lines are no requests" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["replay", "/no/such/file", "--tier", "cpu=1GiB"], "No such file"),
+        (["replay", "synthetic:none", "--tier", "cpu=1GiB"], "there are agents, batches, chat, zipf"),
+        (["replay", "synthetic:chat", "--tier", "cpu=much"], "write NAME=SIZE"),
+        (["replay", "synthetic:chat", "--tier", "cpu=1GiB", "--token-bytes", "0"], "--token-bytes must be a size"),
+        (["replay", "synthetic:chat", "--tier", "cpu=1KiB"], "no tier holds a block"),
+        (["replay", "synthetic:chat", "--tier", "cpu=1GiB:best"], "policy must be one of"),
+    ],
+)
+def test_errors_are_one_line_with_a_remedy(arguments: list[str], why: str) -> None:
+    """No traceback, exit code 2."""
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("tiered-kv: ")
+    assert result.stderr.count("\n") == 1
+    assert why in result.stderr

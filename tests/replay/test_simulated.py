@@ -1,0 +1,126 @@
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from tiered_kv import ConfigurationError, CPUTier, TieredKVSettings
+from tiered_kv.replay import BlockCost, ReplayReport, TierPlan, plans_from, replay, tier_plans
+from tiered_kv.traces import Request, Trace, chat, names_of
+
+COST = BlockCost(token_bytes=256, prefill_tokens_a_s=100.0)
+BLOCK = 16 * 256
+"""Bytes of a block: a slot of memory."""
+
+
+def trace_of(*prompts: Sequence[int], every_s: float = 1.0) -> Trace:
+    """Make a trace of prompts, one after the other."""
+    requests = [Request(n * every_s, np.array(ids), len(ids) * 16) for n, ids in enumerate(prompts)]
+    return Trace("test", requests, 16)
+
+
+def memory(num_blocks: int, name: str = "cpu", policy: str = "lru") -> TierPlan:
+    """Imagine a memory tier."""
+    return TierPlan(name, num_blocks * BLOCK, policy, is_memory=True)
+
+
+def storage(
+    num_blocks: int | None, name: str = "nvme", *, admit_after: int = 1, ttl_s: float | None = None
+) -> TierPlan:
+    """Imagine a storage tier: its records have a header, as large as these blocks."""
+    capacity = None if num_blocks is None else num_blocks * 2 * BLOCK
+    return TierPlan(name, capacity, admit_after=admit_after, ttl_s=ttl_s)
+
+
+def hits(report: ReplayReport) -> list[int]:
+    """Return the hits of each tier."""
+    return [each.hits for each in report.tiers]
+
+
+def test_a_prefix_counts_and_each_block_in_the_fastest_tier_that_has_it() -> None:
+    """What is behind a hole does not count. A block from below is in memory the next time."""
+    report = replay(trace_of([1, 2, 3, 4], [1, 2, 9], [1, 2, 3, 4]), [memory(4), storage(8)], COST)
+    # The third prompt finds 1, 2 in memory; 3 or 4 had to go for 9 and is in storage.
+    assert sum(hits(report)) == 2 + 4
+    assert hits(report)[1] == 1
+    assert report.hit_rate == 6 / 11
+    assert replay(trace_of([1, 2, 3], [7, 2, 3]), [memory(9)], COST).hit_rate == 0.0
+
+
+def test_bytes_are_counted_where_they_move() -> None:
+    """Stores write to every tier, a promotion to memory alone; a record has a header."""
+    report = replay(trace_of([1, 2], [3, 4], [1, 2], every_s=43_200.0), [memory(2), storage(9)], COST)
+    cpu, nvme = report.tiers
+    assert (cpu.written_blocks, cpu.promoted_blocks, cpu.written_bytes) == (4, 2, 6 * BLOCK)
+    assert (nvme.written_blocks, nvme.promoted_blocks, nvme.written_bytes) == (4, 0, 4 * 2 * BLOCK)
+    assert (cpu.read_bytes, nvme.read_bytes) == (0, 2 * BLOCK)
+    assert (cpu.evicted_blocks, nvme.evicted_blocks) == (4, 0)
+    assert nvme.written_bytes_a_day == nvme.written_bytes
+    assert (report.saved_tokens, report.saved_s, report.input_tokens) == (32, 0.32, 96)
+
+
+def test_tokens_saved_are_no_more_than_the_prompt_has() -> None:
+    """The last block of a trace's prompt may be partly filled."""
+    trace = Trace("t", [Request(0.0, np.array([1, 2]), 17), Request(1.0, np.array([1, 2]), 17)], 16)
+    assert replay(trace, [memory(4)], COST).saved_tokens == 17
+
+
+def test_a_prompt_longer_than_a_tier_keeps_its_head() -> None:
+    """As a store does."""
+    report = replay(trace_of(range(10), range(10)), [memory(4)], COST)
+    assert hits(report) == [4]
+
+
+def test_admission_and_time_to_live_are_those_of_the_cache() -> None:
+    """A block is written at its n-th use, and is gone after its time."""
+    twice = trace_of([1], [1], [5], [6], [1], [1])
+    report = replay(twice, [memory(1), storage(9, admit_after=2)], COST)
+    assert report.tiers[1].written_blocks == 1
+    assert hits(report) == [2, 1]
+    late = replay(trace_of([1], [1], [1], every_s=50.0), [storage(9, ttl_s=60.0)], COST)
+    assert hits(late) == [1]
+
+
+def test_without_promotion_blocks_stay_below() -> None:
+    """As `CacheLimits.promote` says."""
+    trace, plans = trace_of([1, 2], [3, 4], [1, 2], [1, 2]), [memory(2), storage(9)]
+    assert hits(replay(trace, plans, COST)) == [2, 2]
+    assert hits(replay(trace, plans, COST, promote=False)) == [0, 4]
+
+
+def test_a_tier_without_a_bound_holds_everything() -> None:
+    """As a store without a capacity is imagined; and a huge one takes no more memory than the trace has blocks."""
+    trace = chat(num_requests=200)
+    report = replay(trace, [TierPlan("s3", None)], COST)
+    assert report.tiers[0].evicted_blocks == 0
+    assert report.tiers[0].written_blocks == trace.num_blocks
+    assert replay(trace, [TierPlan("x", 2**60)], COST).tiers[0].capacity_blocks == trace.num_blocks
+
+
+def test_tiers_are_read_from_the_command_line_or_from_settings() -> None:
+    """Names of memory tiers are theirs alone."""
+    assert tier_plans(["cpu=16GiB", "nvme=1TiB:arc", "s3"], "mq") == [
+        TierPlan("cpu", 2**34, "mq", is_memory=True),
+        TierPlan("nvme", 2**40, "arc"),
+        TierPlan("s3", None, "mq"),
+    ]
+    settings = TieredKVSettings(
+        tiers=[CPUTier(capacity=2**30, policy="arc"), {"medium": "memory", "capacity": 9, "admit_after": 3}]
+    )
+    assert plans_from(settings)[0] == TierPlan("cpu", 2**30, "arc", is_memory=True)
+    assert plans_from(settings)[1].admit_after == 3
+    for wrong in (["cpu=lots"], ["cpu=1GiB", "cpu=2GiB"], ["=1GiB"]):
+        with pytest.raises(ConfigurationError):
+            tier_plans(wrong, "lru")
+
+
+def test_what_cannot_be_imagined_is_refused() -> None:
+    """Before anything is served."""
+    with pytest.raises(ConfigurationError, match="no tier holds a block"):
+        replay(trace_of([1]), [memory(0)], COST)
+    with pytest.raises(ConfigurationError, match="policy must be one of"):
+        replay(trace_of([1]), [memory(3, policy="best")], COST)
+
+
+def test_names_are_ids() -> None:
+    """The catalog compares whole names."""
+    assert len(np.unique(names_of(np.arange(5)), axis=0)) == 5

@@ -1,0 +1,124 @@
+"""``tiered-kv replay``: what a chain of tiers would do, or does, for a trace."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Annotated, Final
+
+import typer
+from pydantic import ByteSize, TypeAdapter, ValidationError
+from rich.progress import Progress
+
+from tiered_kv.cli.showing import AsJSON, ConfigFile, err, one_line_errors, out, print_json, print_table, settings_of
+from tiered_kv.errors import ConfigurationError
+from tiered_kv.replay import BlockCost, ReplayReport, plans_from, replay, tier_plans
+from tiered_kv.traces import BadLine, Trace, open_trace
+
+_MOST_TOLD: Final = 5
+_SIZE: Final = TypeAdapter(ByteSize)
+
+TraceFile = Annotated[
+    str,
+    typer.Argument(
+        metavar="TRACE",
+        help="JSON lines as Mooncake's or Bailian's, plain or gzip; or synthetic:chat, zipf, agents, batches.",
+    ),
+]
+BlockSize = Annotated[int | None, typer.Option(min=1, help="Tokens a block; what the trace says if left out.")]
+TokenBytes = Annotated[str, typer.Option("--token-bytes", help="Of keys and values of one token, all layers.")]
+Tiers = Annotated[
+    list[str] | None,
+    typer.Option("--tier", metavar="NAME=SIZE", help="cpu=16GiB, nvme=1TiB:lru, s3 without a bound; fastest first."),
+]
+PrefillRate = Annotated[float, typer.Option(min=1.0, help="Tokens a second that the engine computes of a prompt.")]
+
+
+def replay_command(
+    trace: TraceFile,
+    tier: Tiers = None,
+    config: ConfigFile = None,
+    *,
+    policy: Annotated[str, typer.Option(help="Of tiers of --tier that name none.")] = "lru",
+    block_size: BlockSize = None,
+    kv_bytes: TokenBytes = "128KiB",
+    prefill_rate: PrefillRate = 10_000.0,
+    as_json: AsJSON = False,
+) -> None:
+    """Serve a trace's requests from imagined tiers: what each would hit, move and write.
+
+    The tiers are those of --tier, else of the settings. The cache's own catalog and policies decide; no bytes move.
+    """
+    with one_line_errors():
+        cost = BlockCost(size_of("--token-bytes", kv_bytes), prefill_rate)
+        plans = tier_plans(tier, policy) if tier else plans_from(settings_of(config))
+        found = read(trace, block_size)
+        with progress("replaying", len(found.requests), is_shown=not as_json) as advance:
+            report = replay(found, plans, cost, on_request=advance)
+    if as_json:
+        print_json(asdict(report))
+    else:
+        show(report)
+
+
+def show(report: ReplayReport) -> None:
+    """Print a table of the tiers, and a line of the whole."""
+    rows = [
+        (
+            each.name,
+            f"{each.capacity_blocks:,}",
+            f"{each.hit_rate:.3f}",
+            gib(each.read_bytes),
+            gib(each.written_bytes),
+            gib(each.written_bytes_a_day),
+            f"{each.evicted_blocks:,}",
+        )
+        for each in report.tiers
+    ]
+    print_table(("tier", "blocks", "hit rate", "GiB read", "GiB written", "GiB a day", "evicted"), rows)
+    saved = report.saved_tokens / max(1, report.input_tokens)
+    out.print(
+        f"{report.num_requests:,} requests of {report.num_blocks:,} blocks in {report.trace_s:,.0f} s: "
+        f"hit rate {report.hit_rate:.3f}, {saved:.1%} of the prompts' tokens "
+        f"not computed: {report.saved_s:,.0f} s of prefill",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def read(where: str, block_size: int | None) -> Trace:
+    """Read a trace; tell of the first bad lines, and how many there are."""
+    bad: list[BadLine] = []
+    trace = open_trace(where, block_size=block_size, on_bad_line=bad.append)
+    for each in bad[:_MOST_TOLD]:
+        err.print(f"{where}, line {each.number}: {each.why}", highlight=False, markup=False, soft_wrap=True)
+    if len(bad) > _MOST_TOLD:
+        err.print(f"{where}: {len(bad):,} lines are no requests, and were left out", highlight=False, markup=False)
+    return trace
+
+
+def size_of(option: str, text: str) -> int:
+    """Read a size in bytes.
+
+    Raises:
+        ConfigurationError: It is none.
+    """
+    try:
+        size = int(_SIZE.validate_python(text))
+    except ValidationError:
+        size = 0
+    if size < 1:
+        raise ConfigurationError(f"{option} must be a size such as 128KiB, got {text!r}")
+    return size
+
+
+@contextmanager
+def progress(doing: str, total: int, *, is_shown: bool) -> Iterator[Callable[[int], None]]:
+    """Show a bar on a terminal's stderr while the block lasts; call what it yields with how much is done."""
+    with Progress(console=err, transient=True, disable=not (is_shown and err.is_terminal)) as bar:
+        task = bar.add_task(doing, total=total)
+        yield lambda done: bar.update(task, completed=done)
+
+
+def gib(num_bytes: float) -> str:
+    """Show bytes."""
+    return f"{num_bytes / 2**30:,.1f}"

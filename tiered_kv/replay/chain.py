@@ -1,0 +1,194 @@
+"""A chain of tiers without bytes: the catalog and policies that a cache ships, driven as loads and stores drive them.
+
+What it leaves out: time that transfers take, requests that overlap, tiers that fail. Tiers with ``write="back"`` get
+blocks at once. No engine caches blocks above it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
+from tiered_kv.backend import RecordShape, TierSettings
+from tiered_kv.catalog import Policy, TierIndex, locate
+from tiered_kv.catalog.uses import Admission
+from tiered_kv.errors import ConfigurationError
+from tiered_kv.keys import Names
+from tiered_kv.registry import OWN_MEDIA
+from tiered_kv.settings import TieredKVSettings, tier_name
+
+_LEAST_USES, _MOST_USES = 1 << 12, 1 << 20
+_EXPIRED_AT_ONCE: Final = 1 << 16
+_SIZE: Final = TypeAdapter(ByteSize)
+
+
+@dataclass(frozen=True, slots=True)
+class TierPlan:
+    """One tier as it is to be imagined.
+
+    Attributes:
+        name: What results call it.
+        capacity_bytes: How much it holds; None for a store without a bound.
+        policy: By name or class.
+        is_memory: Whether blocks are kept there as they are, without a record's header, and loads leave copies.
+        admit_after: See `TierSettings.admit_after`.
+        ttl_s: See `OwnedTierSettings.ttl_s`.
+    """
+
+    name: str
+    capacity_bytes: int | None
+    policy: str | type[Policy] = "lru"
+    is_memory: bool = False
+    admit_after: int = 1
+    ttl_s: float | None = None
+
+    def block_bytes(self, payload_bytes: int) -> int:
+        """Return what a block takes here."""
+        shape = RecordShape(b"", payload_bytes)
+        return shape.padded_bytes if self.is_memory else shape.stride_bytes
+
+    def num_slots(self, payload_bytes: int, most: int) -> int:
+        """Return how many blocks it holds, at most ``most``: more than there are makes no difference."""
+        if self.capacity_bytes is None:
+            return most
+        return min(most, self.capacity_bytes // self.block_bytes(payload_bytes))
+
+
+def plans_from(settings: TieredKVSettings) -> list[TierPlan]:
+    """Return the tiers of settings; those without a capacity are imagined without a bound.
+
+    Raises:
+        ConfigurationError: A tier is exclusive, which is not imagined.
+    """
+    return [_plan_of(tier) for tier in settings.tiers]
+
+
+def tier_plans(texts: Sequence[str], policy: str) -> list[TierPlan]:
+    """Read tiers from ``NAME=SIZE`` or ``NAME=SIZE:POLICY``, fastest first: ``cpu=16GiB``, ``s3`` without a bound.
+
+    Raises:
+        ConfigurationError: A size cannot be read, or two tiers have one name.
+    """
+    plans = []
+    for text in texts:
+        name, _, rest = text.partition("=")
+        size, _, own_policy = rest.partition(":")
+        try:
+            capacity = int(_SIZE.validate_python(size)) if size else None
+        except ValidationError:
+            raise ConfigurationError(f"--tier {text}: write NAME=SIZE, e.g. cpu=16GiB or cpu=16GiB:lru") from None
+        plans.append(TierPlan(name, capacity, own_policy or policy, is_memory=name in OWN_MEDIA))
+    names = [plan.name for plan in plans]
+    if len(set(names)) < len(names) or not all(names):
+        raise ConfigurationError(f"tiers need names of their own, got {', '.join(map(repr, names))}")
+    return plans
+
+
+class SimulatedTier:
+    """One tier's books and what became of blocks there. Counts are of blocks."""
+
+    def __init__(self, plan: TierPlan, index: TierIndex) -> None:
+        self.plan = plan
+        self.index = index
+        self.hits = self.written = self.promoted = self.evicted = self.expired = 0
+
+    def add(self, names: Names) -> int:
+        """Keep as many of these as there is room for, head first; return how many are new."""
+        room = names[: self.index.num_slots]
+        with self.index.reserve(room) as reservation:
+            self.evicted += len(reservation.evicted)
+            num_new = int(np.count_nonzero(reservation.slots >= 0))
+            reservation.commit().release()
+        return num_new
+
+
+class SimulatedChain:
+    """Serves requests, one after the other.
+
+    Attributes:
+        tiers: Fastest first; those that hold no block are left out.
+        now_s: The time of the latest request.
+    """
+
+    def __init__(self, plans: Sequence[TierPlan], *, payload_bytes: int, num_blocks: int, promote: bool = True) -> None:
+        """Make empty ones.
+
+        Args:
+            plans: The tiers.
+            payload_bytes: Of a block.
+            num_blocks: How many different blocks there will be.
+            promote: See `CacheLimits.promote`.
+
+        Raises:
+            ConfigurationError: There is no such policy, or no tier that holds a block.
+        """
+        self.now_s = 0.0
+        self.tiers = [
+            SimulatedTier(plan, TierIndex(slots, policy=plan.policy, ttl_s=plan.ttl_s, clock=lambda: self.now_s))
+            for plan in plans
+            if (slots := plan.num_slots(payload_bytes, num_blocks))
+        ]
+        if not self.tiers:
+            raise ConfigurationError(f"no tier holds a block of {payload_bytes:,} bytes")
+        self.memory = [tier for tier in self.tiers if tier.plan.is_memory]
+        self._storage = [tier for tier in self.tiers if not tier.plan.is_memory]
+        self._promote = promote
+        first = self.memory[0].index.num_slots if self.memory else 0
+        window = min(max(_LEAST_USES, 4 * first), _MOST_USES)
+        self._admission = Admission([tier.plan.admit_after for tier in self.tiers], window)
+
+    def serve(self, at_s: float, names: Names) -> NDArray[np.int64]:
+        """Load the prefix that is there, and store the rest; return the blocks that came from each tier."""
+        self.now_s = at_s
+        for tier in self.tiers:
+            tier.expired += len(tier.index.expire(limit=_EXPIRED_AT_ONCE))
+        located = locate([tier.index for tier in self.tiers], names)
+        hits = np.zeros(len(self.tiers), np.int64)
+        for run in located.runs:
+            hits[run.tier] += run.stop - run.start
+        for tier, count in zip(self.tiers, hits.tolist(), strict=True):
+            tier.hits += count
+        found, rest = names[: located.num_blocks], names[located.num_blocks :]
+        if self._promote and len(found):
+            for tier in self.memory:
+                self.promote(tier, found)
+        for tier in self.tiers:
+            tier.index.touch(found)
+        admitted = self._admission.use(names)
+        self._store(rest)
+        for number, mask in admitted:
+            tier = self.tiers[number]
+            tier.written += tier.add(names[mask])
+        return hits
+
+    def promote(self, tier: SimulatedTier, names: Names) -> int:
+        """Copy up what a memory tier lacks of blocks that are in some tier; return how many came."""
+        num_new = tier.add(names)
+        tier.promoted += num_new
+        return num_new
+
+    def _store(self, names: Names) -> None:
+        """As a store does: blocks that the first memory tier has go no further."""
+        if self.memory:
+            names = names[~self.memory[0].index.ready(names)]
+        for number, tier in enumerate(self.tiers):
+            wanted = names if tier.plan.admit_after == 1 else names[self._admission.admits(number, names)]
+            if len(wanted):
+                tier.written += tier.add(wanted)
+
+
+def _plan_of(tier: TierSettings) -> TierPlan:
+    if getattr(tier, "exclusive", False):
+        raise ConfigurationError(f"tier {tier_name(tier)!r} is exclusive, which is not imagined: replay it with --real")
+    capacity, policy = getattr(tier, "capacity", None), getattr(tier, "policy", "lru")
+    return TierPlan(
+        tier_name(tier),
+        None if capacity is None else int(capacity),
+        policy,
+        is_memory=tier.medium in OWN_MEDIA,
+        admit_after=tier.admit_after,
+        ttl_s=getattr(tier, "ttl_s", None),
+    )

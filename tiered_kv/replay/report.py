@@ -1,0 +1,84 @@
+"""What a replay found."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TierReport:
+    """What became of blocks in one tier.
+
+    Attributes:
+        name: The tier.
+        capacity_blocks: How many it holds.
+        hits: Blocks that loads had from it.
+        hit_rate: The same of all blocks asked for.
+        read_bytes: Payloads read for loads and promotions.
+        written_blocks: Blocks that stores wrote to it.
+        promoted_blocks: Blocks copied up to it.
+        written_bytes: Both, with what a record adds.
+        written_bytes_a_day: At the pace of the trace; 0 if all requests came at once.
+        evicted_blocks: Gone for want of room.
+    """
+
+    name: str
+    capacity_blocks: int
+    hits: int
+    hit_rate: float
+    read_bytes: int
+    written_blocks: int
+    promoted_blocks: int
+    written_bytes: int
+    written_bytes_a_day: float
+    evicted_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayReport:
+    """What a chain of tiers did for a trace.
+
+    Attributes:
+        trace: Its name.
+        num_requests: How many.
+        num_blocks: Blocks asked for.
+        block_bytes: Payload of one.
+        hit_rate: Blocks of leading prefixes that some tier had, of all asked for.
+        input_tokens: Of all prompts.
+        saved_tokens: Of them, those that were not computed.
+        saved_s: Seconds of prefill for these.
+        trace_s: From the first request to the last.
+        tiers: Fastest first.
+        prefetch: What prefetches did, if there were any.
+        wrong_blocks: Blocks whose bytes were not what was stored: 0, or a fault. Only a real cache has bytes.
+    """
+
+    trace: str
+    num_requests: int
+    num_blocks: int
+    block_bytes: int
+    hit_rate: float
+    input_tokens: int
+    saved_tokens: int
+    saved_s: float
+    trace_s: float
+    tiers: tuple[TierReport, ...]
+    prefetch: "PrefetchReport | None" = None
+    wrong_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchReport:
+    """Whether prefetches were worth it.
+
+    Attributes:
+        loads: Requests of which some tier had something.
+        loads_in_memory: Of these, how many found all of it in memory.
+        moved_blocks: Copied up ahead of a request.
+        wasted_blocks: Of these, those that no request had asked for when they left memory, or at the end.
+        wasted_bytes: The same.
+    """
+
+    loads: int
+    loads_in_memory: int
+    moved_blocks: int
+    wasted_blocks: int
+    wasted_bytes: int

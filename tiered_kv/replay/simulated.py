@@ -1,0 +1,81 @@
+"""A replay of a trace with hashes only, in the time of the trace."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tiered_kv.replay.chain import SimulatedChain, SimulatedTier, TierPlan
+from tiered_kv.replay.report import ReplayReport, TierReport
+from tiered_kv.traces import Trace, names_of
+
+_DAY_S = 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCost:
+    """What tokens cost.
+
+    Attributes:
+        token_bytes: Of keys and values, all layers.
+        prefill_tokens_a_s: How fast the engine computes a prompt.
+    """
+
+    token_bytes: int
+    prefill_tokens_a_s: float
+
+
+def replay(
+    trace: Trace,
+    plans: Sequence[TierPlan],
+    cost: BlockCost,
+    *,
+    promote: bool = True,
+    on_request: Callable[[int], None] = lambda _: None,
+) -> ReplayReport:
+    """Serve the requests of a trace in order.
+
+    Args:
+        trace: The requests.
+        plans: The tiers, fastest first.
+        cost: Of a token.
+        promote: See `CacheLimits.promote`.
+        on_request: Told how many requests were served.
+
+    Raises:
+        ConfigurationError: The tiers hold no block, or there is no such policy.
+    """
+    payload_bytes = cost.token_bytes * trace.block_size
+    chain = SimulatedChain(plans, payload_bytes=payload_bytes, num_blocks=trace.num_blocks, promote=promote)
+    saved_tokens = 0
+    for number, request in enumerate(trace.requests):
+        hits = chain.serve(request.at_s, names_of(request.ids))
+        saved_tokens += min(int(hits.sum()) * trace.block_size, request.input_tokens)
+        on_request(number + 1)
+    num_blocks = trace.num_references
+    return ReplayReport(
+        trace=trace.name,
+        num_requests=len(trace.requests),
+        num_blocks=num_blocks,
+        block_bytes=payload_bytes,
+        hit_rate=sum(tier.hits for tier in chain.tiers) / max(1, num_blocks),
+        input_tokens=sum(each.input_tokens for each in trace.requests),
+        saved_tokens=saved_tokens,
+        saved_s=saved_tokens / cost.prefill_tokens_a_s,
+        trace_s=trace.seconds,
+        tiers=tuple(_report_of(tier, num_blocks, payload_bytes, trace.seconds) for tier in chain.tiers),
+    )
+
+
+def _report_of(tier: SimulatedTier, num_blocks: int, payload_bytes: int, seconds: float) -> TierReport:
+    written_bytes = (tier.written + tier.promoted) * tier.plan.block_bytes(payload_bytes)
+    return TierReport(
+        name=tier.plan.name,
+        capacity_blocks=tier.index.num_slots,
+        hits=tier.hits,
+        hit_rate=tier.hits / max(1, num_blocks),
+        read_bytes=tier.hits * payload_bytes,
+        written_blocks=tier.written,
+        promoted_blocks=tier.promoted,
+        written_bytes=written_bytes,
+        written_bytes_a_day=written_bytes * _DAY_S / seconds if seconds else 0.0,
+        evicted_blocks=tier.evicted,
+    )
