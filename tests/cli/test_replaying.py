@@ -48,7 +48,7 @@ def test_replay_takes_settings_and_synthetic_traces(tmp_path: Path) -> None:
     """A file of settings says which tiers; a name makes up requests."""
     file = tmp_path / "kv.toml"
     file.write_text('[[tiers]]\nmedium = "cpu"\ncapacity = "8GiB"\npolicy = "arc"\n')
-    found = answer("replay", "synthetic:batches", "--config", file)
+    found = answer("replay", "synthetic:batches?num_requests=50", "--config", file)
     assert (found["trace"], [each["name"] for each in found["tiers"]]) == ("synthetic:batches", ["cpu"])
 
 
@@ -70,10 +70,13 @@ def test_bad_lines_are_told_and_left_out(trace: Path, tmp_path: Path) -> None:
     [
         (["replay", "/no/such/file", "--tier", "cpu=1GiB"], "No such file"),
         (["replay", "synthetic:none", "--tier", "cpu=1GiB"], "there are agents, batches, chat, zipf"),
-        (["replay", "synthetic:chat", "--tier", "cpu=much"], "write NAME=SIZE"),
-        (["replay", "synthetic:chat", "--tier", "cpu=1GiB", "--token-bytes", "0"], "--token-bytes must be a size"),
-        (["replay", "synthetic:chat", "--tier", "cpu=1KiB"], "no tier holds a block"),
-        (["replay", "synthetic:chat", "--tier", "cpu=1GiB:best"], "policy must be one of"),
+        (["replay", "synthetic:chat?num_requests=9", "--tier", "cpu=much"], "write NAME=SIZE"),
+        (
+            ["replay", "synthetic:chat?num_requests=9", "--tier", "cpu=1GiB", "--token-bytes", "0"],
+            "--token-bytes must be a size",
+        ),
+        (["replay", "synthetic:chat?num_requests=9", "--tier", "cpu=1KiB"], "no tier holds a block"),
+        (["replay", "synthetic:chat?num_requests=9", "--tier", "cpu=1GiB:best"], "policy must be one of"),
     ],
 )
 def test_errors_are_one_line_with_a_remedy(arguments: list[str], why: str) -> None:

@@ -168,9 +168,13 @@ def test_turns_continue_the_ones_before(make: Callable[..., Trace]) -> None:
 def test_synthetic_traces_go_by_name() -> None:
     """On the command line they stand where a path would."""
     for name in SYNTHETIC:
-        assert open_trace(f"synthetic:{name}").name == f"synthetic:{name}"
+        trace = open_trace(f"synthetic:{name}?num_requests=20&seed=4")
+        assert (trace.name, len(trace.requests)) == (f"synthetic:{name}", 20)
     with pytest.raises(ConfigurationError, match="there are agents, batches, chat, zipf"):
         open_trace("synthetic:nothing")
+    for wrong in ("?num_requests=many", "?requests=5", "?seed"):
+        with pytest.raises(ConfigurationError, match="numbers for any of seed=0"):
+            open_trace(f"synthetic:chat{wrong}")
 
 
 def test_names_are_the_ids() -> None:

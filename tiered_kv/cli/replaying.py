@@ -92,7 +92,8 @@ def read(where: str, block_size: int | None) -> Trace:
     for each in bad[:_MOST_TOLD]:
         err.print(f"{where}, line {each.number}: {each.why}", highlight=False, markup=False, soft_wrap=True)
     if len(bad) > _MOST_TOLD:
-        err.print(f"{where}: {len(bad):,} lines are no requests, and were left out", highlight=False, markup=False)
+        told = f"{where}: {len(bad):,} lines are no requests, and were left out"
+        err.print(told, highlight=False, markup=False, soft_wrap=True)
     return trace
 
 

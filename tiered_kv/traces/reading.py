@@ -10,6 +10,7 @@ in the Wild", USENIX ATC 2025.
 """
 
 import gzip
+import inspect
 import json
 import math
 import zlib
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
+from urllib.parse import parse_qsl
 
 import numpy as np
 
@@ -45,18 +47,24 @@ class BadLine:
 def open_trace(
     where: str, *, block_size: int | None = None, on_bad_line: Callable[[BadLine], None] = lambda _: None
 ) -> Trace:
-    """Read a file, or make up what ``"synthetic:chat"`` names; see `read_trace` and `SYNTHETIC`.
+    """Read a file, or make up what ``"synthetic:chat?num_requests=500"`` says; see `read_trace` and `SYNTHETIC`.
 
     Raises:
-        ConfigurationError: There is no such synthetic trace; or as for `read_trace`.
+        ConfigurationError: There is no such synthetic trace, or argument of it; or as for `read_trace`.
         OSError: The file cannot be read.
     """
     if not where.startswith(_SYNTHETIC):
         return read_trace(Path(where), block_size=block_size, on_bad_line=on_bad_line)
-    name = where.removeprefix(_SYNTHETIC)
+    name, _, query = where.removeprefix(_SYNTHETIC).partition("?")
     if name not in SYNTHETIC:
         raise ConfigurationError(f"no synthetic trace {name!r}: there are {', '.join(sorted(SYNTHETIC))}")
-    return SYNTHETIC[name]()
+    arguments = dict(parse_qsl(query, keep_blank_values=True))
+    defaults = {key: each.default for key, each in inspect.signature(SYNTHETIC[name]).parameters.items()}
+    try:
+        return SYNTHETIC[name](**{key: type(defaults[key])(value) for key, value in arguments.items()})
+    except (KeyError, ValueError) as error:
+        known = ", ".join(f"{key}={value}" for key, value in defaults.items())
+        raise ConfigurationError(f"{where}: {error}: after the '?' come numbers for any of {known}") from None
 
 
 def read_trace(

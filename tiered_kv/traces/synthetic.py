@@ -137,7 +137,7 @@ def api_batches(
     return Trace("synthetic:batches", sorted(requests, key=lambda each: each.at_s), _TOKENS)
 
 
-SYNTHETIC: Final[Mapping[str, Callable[[], Trace]]] = {
+SYNTHETIC: Final[Mapping[str, Callable[..., Trace]]] = {
     "agents": agents, "batches": api_batches, "chat": chat, "zipf": zipf_prompts,
 }  # fmt: skip
 """By the names that the command line has for them."""
