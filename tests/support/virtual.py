@@ -12,7 +12,8 @@ from typing import TypeVar
 from tests.support.caches import inside
 from tiered_kv import TieredKV
 from tiered_kv.loop_calls import LoopCalls
-from tiered_kv.memory.device import After, Copy, CPUDevice, CPUStream, Done
+from tiered_kv.memory.cpu import CPUDevice, CPUStream
+from tiered_kv.memory.device import After, Copy, Done
 from tiered_kv.tiers.tasks import WorkerPool
 
 T = TypeVar("T")

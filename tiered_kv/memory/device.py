@@ -1,12 +1,9 @@
 """What the cache asks of the device that holds the engine's KV: ordered queues of copies, and memory it can reach.
 
-One interface and three implementations: `CPUDevice` here, `CUDADevice` in ``cuda.py``, and `ScriptedDevice` in
-``scripted.py``, whose copies run when a test says so.
+One interface and its implementations: ``cpu.py``, ``accelerator.py`` with what is CUDA's own in ``cuda.py``, and
+``testing/scripted.py``, whose copies run when a test says so.
 """
 
-import inspect
-import os
-import queue
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -16,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiered_kv.errors import ClosedError, ConfigurationError
+from tiered_kv.errors import ConfigurationError
 from tiered_kv.events import Emit
 from tiered_kv.log import log
 from tiered_kv.memory.host import HostSlab
@@ -201,89 +198,6 @@ class Device(ABC):
     def _new_page_locking(self, slab: HostSlab, emit: Emit) -> PageLocking: ...
 
 
-class CPUDevice(Device):
-    """The engine's KV is in host memory: copies run in daemon threads, one a stream."""
-
-    kind = "cpu"
-    torch_device = torch.device("cpu")
-
-    def check(self, after: After) -> None:
-        """Raise `ConfigurationError` unless ``after`` has a blocking ``synchronize()`` or ``wait()``."""
-        _blocking_wait(after)
-
-    def free_bytes(self) -> int:
-        """Return the machine's free memory, caches of files not counted."""
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-    def _new_stream(self, name: str) -> Stream:
-        return CPUStream(name)
-
-    def _new_page_locking(self, slab: HostSlab, emit: Emit) -> PageLocking:
-        return PageLocking(slab, reason="no GPU copies from this memory", emit=emit)
-
-
-class CPUStream(Stream):
-    """A thread that takes waits and copies off a queue. A copy that fails fails only itself."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._queue: queue.SimpleQueue[tuple[Copy, Done | None, threading.Event] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # so that nothing is queued after the end
-        self._closed = False
-        self._num_queued = 0
-        self._thread = threading.Thread(target=self._run, name=f"tiered_kv-{name}", daemon=True)
-        self._thread.start()
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is queued or running, and more may come."""
-        return not self._num_queued and not self._closed
-
-    def wait(self, after: After) -> None:
-        """Have everything submitted later wait for ``after`` in the stream's thread."""
-        self._put(_blocking_wait(after), None)
-
-    def submit(self, copy: Copy, done: Done) -> After:
-        """Run ``copy`` in the stream's thread, then ``done`` there."""
-        return self._put(copy, done)
-
-    def close(self) -> None:
-        """End the thread after what is queued."""
-        with self._lock:
-            if not self._closed:
-                self._closed = True
-                self._queue.put(None)
-
-    def join(self, timeout_s: float | None = None) -> bool:
-        """Wait until the thread has ended."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def _put(self, work: Copy, done: Done | None) -> threading.Event:
-        ended = threading.Event()
-        with self._lock:
-            if self._closed:
-                raise ClosedError(f"the stream {self.name!r} is closed")
-            self._num_queued += 1
-            self._queue.put((work, done, ended))
-        return ended
-
-    def _run(self) -> None:
-        broken: BaseException | None = None
-        while (item := self._queue.get()) is not None:
-            work, done, ended = item
-            if done is None:
-                broken = attempt(work)  # the bytes after a failed wait may be half written: copy none of them
-            else:
-                error = broken or attempt(work)
-                ended.set()
-                report(done, error)
-                del error
-            with self._lock:
-                self._num_queued -= 1
-            del item, work, done, ended  # what a copy held must not outlive it until the next one comes
-
-
 def attempt(copy: Copy) -> BaseException | None:
     """Run ``copy`` and return its error."""
     try:
@@ -303,14 +217,3 @@ def report(done: Done, error: BaseException | None) -> None:
 
 def _left(deadline: float | None) -> float | None:
     return None if deadline is None else max(0.0, deadline - time.monotonic())
-
-
-def _blocking_wait(after: After) -> Copy:
-    """Return what blocks until ``after``. ``synchronize`` goes first: a torch event's ``wait`` blocks no thread."""
-    for name in ("synchronize", "wait"):
-        wait = getattr(after, name, None)
-        if callable(wait) and not isinstance(after, type) and not inspect.iscoroutinefunction(wait):
-            return wait  # type: ignore[no-any-return]  # whatever it returns is not looked at
-    raise ConfigurationError(
-        f"after must be a torch event, or on a CPU have a blocking synchronize() or wait(), got {type(after).__name__}"
-    )

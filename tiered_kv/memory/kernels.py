@@ -21,7 +21,8 @@ from torch import Tensor
 from tiered_kv.layout import KVGroup
 from tiered_kv.log import log
 from tiered_kv.memory import staging
-from tiered_kv.memory.caches import Fragment, PagedCaches
+from tiered_kv.memory.caches import PagedCaches
+from tiered_kv.memory.fragments import Fragment
 from tiered_kv.memory.torch_copies import upload
 
 Ids = NDArray[np.int64]
@@ -41,8 +42,8 @@ _WIDEST = 16
     do_not_specialize_on_alignment=["table", "pages", "slots"],
 )
 def _copy(  # type: ignore[no-untyped-def]  # noqa: ANN202 - types are Triton's
-    table, pages, slots, num_units, num_fragments, pieces, pages_per_block, rows, row_stride,  # noqa: ANN001
-    ALIGNMENT: tl.constexpr, WORD: tl.constexpr, PIECE: tl.constexpr, TO_ROWS: tl.constexpr,  # noqa: N803
+    table, pages, slots, num_units, num_fragments, pieces, pages_per_block, rows, row_stride,  # noqa: ANN001 - types are Triton's
+    ALIGNMENT: tl.constexpr, WORD: tl.constexpr, PIECE: tl.constexpr, TO_ROWS: tl.constexpr,  # noqa: N803 - constants
 ):  # fmt: skip
     """Move units: a piece of a fragment of a page each. Every program takes its share of them."""
     if WORD == 8:

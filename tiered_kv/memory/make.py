@@ -4,8 +4,9 @@ import torch
 
 from tiered_kv.errors import ConfigurationError
 from tiered_kv.memory.accelerator import AcceleratorDevice
+from tiered_kv.memory.cpu import CPUDevice
 from tiered_kv.memory.cuda import CUDADevice
-from tiered_kv.memory.device import CPUDevice, Device
+from tiered_kv.memory.device import Device
 
 DeviceLike = Device | torch.device | str
 """A device of ours, torch's, or the name of one."""

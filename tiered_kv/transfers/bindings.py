@@ -20,8 +20,9 @@ from tiered_kv.errors import ConfigurationError, LayoutMismatchError
 from tiered_kv.layout import PAGE_BYTES, KVCaches, KVGroup
 from tiered_kv.memory.caches import PagedCaches
 from tiered_kv.memory.copies import gather_blocks, scatter_blocks
+from tiered_kv.memory.cpu import CPUDevice
 from tiered_kv.memory.crossover import prepare
-from tiered_kv.memory.device import After, CPUDevice, Device
+from tiered_kv.memory.device import After, Device
 from tiered_kv.memory.lanes import Lanes
 from tiered_kv.specs import CPULoadStoreSpec, EngineBlocks, GPULoadStoreSpec
 from tiered_kv.tiers.chain import Chain
