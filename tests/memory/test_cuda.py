@@ -3,40 +3,42 @@
 import asyncio
 import gc
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.caches import Recorder, inside, open_cache, until_idle
-from tests.support.engine import MODEL, PAYLOAD_BYTES, SMALL_LIMITS, Engine, contents, prompt, small_layout
+from tests.support.caches import inside
+from tests.support.engine import MODEL, small_layout
 from tests.support.fake_cuda import fake_cuda
-from tests.support.fake_driver import GLOBAL, FakeDriver, Marker
-from tiered_kv import GPULoadStoreSpec, TieredKV
+from tests.support.fake_driver import GLOBAL, FakeDriver
+from tests.support.gpu_engine import (
+    CPU_TIER,
+    GPU,
+    GPU_TIER,
+    INTO,
+    KEYS,
+    capturing,
+    engine_on,
+    goes_round,
+    locked,
+    only,
+    opened,
+)
+from tiered_kv import TieredKV
 from tiered_kv.errors import ConfigurationError
 from tiered_kv.memory import (
     CUDADevice,
     HostSlab,
-    PagedCaches,
     PageLockState,
-    accelerator,
-    crossover,
-    kernels,
     make_device,
     page_locking,
 )
-from tiered_kv.memory.codec import CodecName
-from tiered_kv.memory.device import attempt
 from tiered_kv.memory.staging import Staging
 from tiered_kv.memory.waiting import wait_in
 
 pytest.importorskip("triton", reason="Triton: pip install 'tiered-kv[cuda]'")
-GPU = "cuda:3"
-KEYS, INTO = prompt(13), GPULoadStoreSpec(range(20, 33))
-CPU_TIER = {"medium": "cpu", "capacity": 32 * PAYLOAD_BYTES}
-GPU_TIER = {"medium": "gpu", "capacity": 8 * PAYLOAD_BYTES}
 
 
 @pytest.fixture
@@ -44,145 +46,6 @@ def fake() -> Iterator[FakeDriver]:
     """Four GPUs."""
     with fake_cuda() as fake:
         yield fake
-
-
-def engine_on(fake: FakeDriver, device: int = 3, *, shift_bytes: int = 0) -> Engine:
-    """Return an engine whose tensors are a GPU's; the second layer begins so far from a multiple of 16 bytes."""
-    engine = Engine(shift_bytes=shift_bytes)
-    for tensor in engine.caches.values():
-        fake.keep(tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes(), device, tensor)
-    return engine
-
-
-@asynccontextmanager
-async def opened(engine: Engine, *tiers: Any, device: Any = GPU) -> AsyncIterator[TieredKV]:  # noqa: ANN401 - as the facade takes them
-    """Open a cache for the engine, and bind its tensors."""
-    async with open_cache(*(tiers or (CPU_TIER,)), engine=engine, device=device) as kv:
-        yield kv
-
-
-async def goes_round(kv: TieredKV, engine: Engine, *, layerwise: bool = False) -> None:
-    """Store and load, and fail unless every byte comes back."""
-    stored = await kv.store(KEYS, engine.compute(KEYS))
-    assert stored.num_stored + stored.num_present == len(KEYS)
-    engine.poison()
-    handle = kv.start_load(KEYS, INTO, layerwise=layerwise)
-    assert await handle.admitted() == len(KEYS)
-    assert (await handle).num_blocks == len(KEYS)
-    assert engine.read(INTO) == contents(KEYS)
-    await until_idle(kv)
-
-
-@contextmanager
-def capturing(fake: FakeDriver) -> Iterator[None]:
-    """Have another thread capture a CUDA graph in the default mode."""
-    begun, end = threading.Event(), threading.Event()
-
-    def capture() -> None:
-        with fake.capture(GLOBAL):
-            begun.set()
-            assert end.wait(60)
-
-    thread = threading.Thread(target=capture)
-    thread.start()
-    assert begun.wait(60)
-    try:
-        yield
-    finally:
-        end.set()
-        thread.join()
-
-
-def only(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have blocks cross the bus in one way, whatever would be measured."""
-
-    def measure(_: object, __: int, ___: int, ways: Sequence[crossover.Way]) -> object:
-        (wanted,) = [each for each in ways if each.name == way]
-        return dict.fromkeys((True, False), ((1, wanted),))
-
-    monkeypatch.setattr(crossover, "measure", measure)
-
-
-@pytest.mark.parametrize("way", ["staging", "directly", "by kernel"])
-async def test_streams_may_be_one_and_the_same(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    """Torch has 32 of a kind and gives them out in turns: ours may be each other's, or the engine's."""
-    monkeypatch.setattr("tests.support.fake_cuda.POOL", 1)
-    only(way, monkeypatch)
-    with fake_cuda() as fake:
-        engine = engine_on(fake)
-        async with opened(engine, GPU_TIER, CPU_TIER) as kv:
-            await asyncio.to_thread(_locked, kv)
-            await goes_round(kv, engine)
-            await goes_round(kv, engine, layerwise=True)
-        assert not fake.blocked
-
-
-@pytest.mark.parametrize("shift_bytes", [0, 2, 8])
-@pytest.mark.parametrize("codec", ["none", "fp8"])
-async def test_nothing_is_compiled_while_serving(
-    monkeypatch: pytest.MonkeyPatch, fake: FakeDriver, codec: CodecName, shift_bytes: int
-) -> None:
-    """All that a binding can need is compiled by it: whatever is aligned how, at once, layer by layer, or swapped."""
-    only("by kernel", monkeypatch)
-    engine = engine_on(fake, shift_bytes=shift_bytes)
-    limits = SMALL_LIMITS.model_copy(update={"swap_space": 16 * PAYLOAD_BYTES})
-    cache = TieredKV(
-        [GPU_TIER, CPU_TIER],
-        model=MODEL,
-        layout=small_layout(),
-        limits=limits,
-        device=GPU,
-        codec=codec,
-        emit=Recorder(),
-    )
-    async with cache as kv:
-        kv.register_kv_caches(engine.caches)
-        await asyncio.to_thread(_locked, kv)
-        compiled = set(kernels._copy.compiled)  # noqa: SLF001 - the fake's
-        for layerwise in (False, True):
-            stored = await kv.store(KEYS, engine.compute(KEYS))
-            assert stored.num_stored + stored.num_present == len(KEYS)
-            assert (await kv.start_load(KEYS, INTO, layerwise=layerwise)).num_blocks == len(KEYS)
-        assert (await kv.swap({1: 5}, {1: 1, 2: 2}, {7: 8})).fault is None
-        assert compiled
-        assert kernels._copy.compiled == compiled  # noqa: SLF001 - the fake's
-
-
-async def test_the_first_gpu_is_like_any_other(monkeypatch: pytest.MonkeyPatch, fake: FakeDriver) -> None:
-    """It is the current one of every thread, and so never chosen: the driver's own calls find its context even so."""
-    only("directly", monkeypatch)
-    engine = engine_on(fake, 0)
-    async with opened(engine, device="cuda:0") as kv:
-        await asyncio.to_thread(_locked, kv)
-        await goes_round(kv, engine)
-    assert fake.contexts == {0}
-
-
-@pytest.mark.parametrize("layerwise", [False, True])
-@pytest.mark.parametrize("way", ["staging", "directly", "by kernel"])
-@pytest.mark.parametrize("seed", range(2))
-async def test_every_byte_goes_there_and_back(
-    monkeypatch: pytest.MonkeyPatch,
-    seed: int,
-    way: str,
-    layerwise: bool,  # noqa: FBT001 - pytest passes it by name
-) -> None:
-    """In whatever order the GPU does what it may; the loop's thread waits for it nowhere; all memory is unlocked."""
-    only(way, monkeypatch)
-    with fake_cuda(seed=seed) as fake:
-        engine = engine_on(fake)
-        async with opened(engine, GPU_TIER, CPU_TIER) as kv:
-            address = inside(kv).chains[0].host.slab.rows.data_ptr()
-            await asyncio.to_thread(_locked, kv)
-            await goes_round(kv, engine, layerwise=layerwise)
-            assert address in fake.registered
-        assert not fake.blocked
-        assert address not in fake.registered
-
-
-def _locked(kv: TieredKV) -> None:
-    for locking in inside(kv).device._page_lockings:  # noqa: SLF001 - what the wait is for
-        assert locking.wait(60) is PageLockState.LOCKED
 
 
 class TestCaptures:
@@ -194,8 +57,8 @@ class TestCaptures:
         with capturing(fake):
             engine = engine_on(fake)
             async with opened(engine, GPU_TIER, CPU_TIER) as kv:
-                await asyncio.to_thread(_locked, kv)
-                after = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                await asyncio.to_thread(locked, kv)
+                after = torch.cuda.Event()  # type: ignore[no-untyped-call]  # of torch
                 after.record(torch.cuda.current_stream())
                 await kv.store(KEYS[:3], engine.compute(KEYS[:3]), after=after)
                 await goes_round(kv, engine, layerwise=layerwise)
@@ -205,8 +68,8 @@ class TestCaptures:
         """The thread that starts transfers may be the one that captures."""
         engine = engine_on(fake)
         async with opened(engine) as kv:
-            await asyncio.to_thread(_locked, kv)
-            after = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            await asyncio.to_thread(locked, kv)
+            after = torch.cuda.Event()  # type: ignore[no-untyped-call]  # of torch
             after.record(torch.cuda.current_stream())
             with fake.capture(GLOBAL):
                 handle = kv.start_store(KEYS, engine.compute(KEYS), after=after)
@@ -268,7 +131,7 @@ class TestPageableMemory:
             assert not admitted.done()
             fake.release()
             assert await admitted == len(KEYS)
-            stream = torch.cuda.Stream(GPU)  # type: ignore[no-untyped-call]
+            stream = torch.cuda.Stream(GPU)  # type: ignore[no-untyped-call]  # of torch
             handle.wait_layer(0, stream)
             stream.synchronize()
             assert (await handle).num_blocks == len(KEYS)
@@ -339,13 +202,13 @@ class TestDevices:
         """The thread of the loop has never chosen one: it is on GPU 0, which stays untouched, by ours too."""
         engine = engine_on(fake)
         async with opened(engine, GPU_TIER, CPU_TIER) as kv:
-            await asyncio.to_thread(_locked, kv)
+            await asyncio.to_thread(locked, kv)
             await goes_round(kv, engine, layerwise=layerwise)
         assert fake.contexts == {3}
         assert torch.cuda.current_device() == 0
 
     @pytest.mark.parametrize("device", [GPU, torch.device(GPU)])
-    async def test_a_torch_device_is_as_good_as_its_name(self, fake: FakeDriver, device: Any) -> None:  # noqa: ANN401
+    async def test_a_torch_device_is_as_good_as_its_name(self, fake: FakeDriver, device: Any) -> None:  # noqa: ANN401 - a name, or torch\'s
         """To the facade, and to `make_device`."""
         engine = engine_on(fake)
         async with opened(engine, device=device) as kv:
@@ -362,11 +225,11 @@ class TestEvents:
     def test_one_that_was_never_recorded_is_refused(self, fake: FakeDriver, kind: str) -> None:
         """It would order nothing, and says that it has happened."""
         device = CUDADevice(GPU)
-        event: Any = torch.cuda.Event() if kind == "cuda" else torch.Event(GPU)  # type: ignore[no-untyped-call]
+        event: Any = torch.cuda.Event() if kind == "cuda" else torch.Event(GPU)  # type: ignore[no-untyped-call]  # of torch
         assert event.query()
         with pytest.raises(ConfigurationError, match="never recorded"):
             device.check(event)
-        event.record(torch.cuda.Stream(GPU))  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.Stream(GPU))  # type: ignore[no-untyped-call]  # of torch
         device.check(event)
         assert device.close(60)
 
@@ -377,7 +240,7 @@ class TestEvents:
         event = device.stream("h2d").submit(lambda: None, lambda _: ended.set())
         generic = torch.Stream(torch.device(GPU))
         wait_in(generic, event)
-        wait_in(torch.cuda.Stream(GPU), event)  # type: ignore[no-untyped-call]
+        wait_in(torch.cuda.Stream(GPU), event)  # type: ignore[no-untyped-call]  # of torch
         assert device.close(60)
         assert ended.is_set()
 
@@ -433,84 +296,3 @@ def _is_mapped(address: int) -> bool:
     with open("/proc/self/maps") as maps:  # noqa: PTH123 - a file of the system's
         places = (line.split(maxsplit=1)[0].split("-") for line in maps)
         return any(int(start, 16) <= address < int(stop, 16) for start, stop in places)
-
-
-@pytest.mark.parametrize("device", ["cpu", GPU])
-async def test_a_cache_opened_under_inference_mode_works_outside_of_it(fake: FakeDriver, device: str) -> None:
-    """Engines run under it, some of their threads do not: none of our tensors may be for one side alone."""
-    engine = Engine() if device == "cpu" else engine_on(fake)
-    with torch.inference_mode():
-        cache = TieredKV(
-            [CPU_TIER] if device == "cpu" else [GPU_TIER, CPU_TIER], model=MODEL, layout=small_layout(), device=device
-        )
-        kv = await cache.__aenter__()
-        kv.register_kv_caches(engine.caches)
-    await goes_round(kv, engine)
-    with torch.inference_mode():
-        await goes_round(kv, engine)
-    await kv.aclose()
-
-
-def test_no_tensor_of_ours_is_for_inference_mode_alone(fake: FakeDriver) -> None:
-    """Nowhere else could it be written to: neither rows nor a pool, nor the engine's pages as we see them."""
-    device = CUDADevice(GPU)
-    with torch.inference_mode():
-        group = small_layout().groups[0]
-        caches = PagedCaches.bind(engine_on(fake).caches, group, device=device)
-        ours = [HostSlab(2, 4096, 4096).rows, device.empty_pool(2, 4096)]
-        ours += [fragment.pages for part in (caches, caches.of_layers(slice(1))) for fragment in part.fragments]
-    assert not any(tensor.is_inference() for tensor in ours)
-    assert device.close(60)
-
-
-def _recorded_before_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    def enqueue(self: Any, item: Any) -> None:  # noqa: ANN401 - private
-        item.event = self._device.new_event()
-        item.event.record(self._stream)
-        with self._device.on(self._stream), self._staging.used():
-            item.error = attempt(item.copy)
-
-    monkeypatch.setattr(accelerator.AcceleratorStream, "_enqueue", enqueue)
-
-
-def _claimed_to_be_16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "alignment_of", lambda *_: 16)
-
-
-def _never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Staging, "wait", lambda *_: None)
-
-
-@pytest.mark.parametrize("plant", [None, _recorded_before_its_copy, _claimed_to_be_16, _never_waits])
-async def test_mistakes_that_only_a_gpu_would_show_are_found(
-    monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None] | None
-) -> None:
-    """An event before its copy, 8 bytes called 16, a wait left out: planted, each fails what passes without."""
-    only("staging", monkeypatch)
-    if plant is not None:
-        plant(monkeypatch)
-    errors = []
-    with fake_cuda() as fake:
-        try:
-            await _store_what_is_computed(fake)
-        except (AssertionError, RuntimeError) as error:
-            errors.append(error)
-    assert bool(errors) == (plant is not None)
-
-
-async def _store_what_is_computed(fake: FakeDriver) -> None:
-    engine = engine_on(fake, shift_bytes=8)
-    async with opened(engine) as kv:
-        await asyncio.to_thread(_locked, kv)
-        fake.held = True
-        computing, begun = torch.cuda.Stream(GPU), Marker()  # type: ignore[no-untyped-call]
-        fake.enqueue(computing.queue, lambda: engine.compute(KEYS), after=begun)  # type: ignore[attr-defined]
-        handle = kv.start_store(KEYS, GPULoadStoreSpec(range(len(KEYS))), after=computing.record_event())
-        await asyncio.sleep(0)
-        fake.run()  # all that does not wait for it
-        begun.fired = True
-        fake.release()
-        await handle
-        engine.poison()
-        assert (await kv.load(KEYS, INTO)).num_blocks == len(KEYS)
-        assert engine.read(INTO) == contents(KEYS)

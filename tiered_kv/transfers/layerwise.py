@@ -8,6 +8,7 @@ is as in the plain ones.
 import asyncio
 from collections import deque
 from functools import partial
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,24 +21,39 @@ from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.budget import Kind, Waiter
 from tiered_kv.tiers.memory import MemoryTier
 from tiered_kv.transfers.load import Copied, Load
-from tiered_kv.transfers.requests import StoreRequest
+from tiered_kv.transfers.requests import LoadRequest, StoreRequest
 from tiered_kv.transfers.store import Placed, Store
 from tiered_kv.transfers.window import Landed, Window
+
+LAYERS_A_TURN: Final = 16
+"""Of a load that are enqueued in one turn of the event loop: a launch each, of 20 to 60 us..."""
+_BLOCKS_A_TURN: Final = 8192
+"""... and of all these layers together so many blocks, at 0.1 us each."""
+
+
+def layers_a_turn(num_blocks: int) -> int:
+    """Return how many layers of so many blocks are enqueued in one turn of the event loop: a millisecond's worth."""
+    return max(1, min(LAYERS_A_TURN, _BLOCKS_A_TURN // num_blocks))
 
 
 class LayerLoad(Load):
     """A load whose windows all land, and stay leased, before the first layer is copied.
 
     What does not find slots on the host while the windows before it hold theirs is not loaded. Nothing is promoted to
-    the GPU pool. Once the first layer's copy has begun, a deadline does not revoke the others.
+    the GPU pool. It is admitted when its last layer has been enqueued, some turns of the loop after the first. Once the
+    first layer's copy has begun, a deadline does not revoke the others.
     """
 
-    _layers: tuple[LaneCopy, ...] = ()
-    _error: BaseException | None = None
+    def __init__(self, request: LoadRequest) -> None:
+        """Prepare a load; see `Load`."""
+        super().__init__(request)
+        self._layers: list[LaneCopy] = []
+        self._num_left = self.num_layers
+        self._error: BaseException | None = None
 
     def copy_of(self, layer: int) -> LaneCopy | None:
         """See `Load.copy_of`."""
-        return self._layers[layer] if self._layers else None
+        return self._layers[layer] if layer < len(self._layers) else None
 
     def revoke_copies(self) -> None:
         """Let no copy begin; but what is admitted is not taken back for a deadline."""
@@ -55,17 +71,20 @@ class LayerLoad(Load):
         if landed:
             gpu = np.concatenate([each.gpu for each in landed])
             host = np.concatenate([each.host for each in landed])
-            self._layers = tuple(
-                self._chain.copy(self._request.lane, partial(self._scatter, gpu, host, slice(layer, layer + 1)))
-                for layer in range(self.num_layers)
-            )
-            for copy in self._layers:
-                self.watch(copy, self._end_layer)
+            a_turn = layers_a_turn(len(host))
+            for layer in range(self.num_layers):
+                if layer and not layer % a_turn:
+                    await self._chain.tasks.turn()
+                scatter = partial(self._scatter, gpu, host, slice(layer, layer + 1))
+                self._layers.append(self._chain.copy(self._request.lane, scatter))
+                self.watch(self._layers[-1], self._end_layer)
         await super()._admit()
 
     def _give_up(self) -> None:
-        if not self._layers:
-            self._release()
+        """Let the layers be missing that were not enqueued: what is leased is held by the others alone."""
+        if missing := self.num_layers - len(self._layers):
+            self._error = self._error or RevokedError()
+            self._end_layers(missing)
 
     def _scatter(self, gpu: NDArray[np.int64], host: NDArray[np.int64], layers: slice) -> None:
         """Copy layers of all blocks into the engine, from wherever each block is; in a stream's turn."""
@@ -78,7 +97,11 @@ class LayerLoad(Load):
         if self._error is None and error is not None:
             self._error = error
             self._say_failed(error, sum(copied.landed.num_blocks for copied in self._copied))
-        if all(copy.ended.done() for copy in self._layers):
+        self._end_layers(1)
+
+    def _end_layers(self, n: int) -> None:
+        self._num_left -= n
+        if not self._num_left:
             for copied in self._copied:
                 copied.ok = self._error is None
             self._release()

@@ -1,0 +1,273 @@
+"""A whole cache on a driver of our own: every byte comes back, and mistakes that only a GPU would show are found."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.caches import Recorder, inside, until, until_idle
+from tests.support.engine import MODEL, PAYLOAD_BYTES, SMALL_LIMITS, Engine, contents, small_layout
+from tests.support.fake_cuda import fake_cuda
+from tests.support.fake_driver import FakeDriver, Marker
+from tests.support.gpu_engine import (
+    CPU_TIER,
+    GPU,
+    GPU_TIER,
+    INTO,
+    KEYS,
+    engine_on,
+    goes_round,
+    locked,
+    only,
+    opened,
+)
+from tiered_kv import GPULoadStoreSpec, KVGroup, KVLayout, TieredKV, hash_blocks
+from tiered_kv.memory import (
+    CUDADevice,
+    HostSlab,
+    PagedCaches,
+    accelerator,
+    kernels,
+)
+from tiered_kv.memory.codec import CodecName
+from tiered_kv.memory.device import attempt
+from tiered_kv.memory.staging import Staging
+from tiered_kv.transfers.layerwise import LAYERS_A_TURN, layers_a_turn
+
+pytest.importorskip("triton", reason="Triton: pip install 'tiered-kv[cuda]'")
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeDriver]:
+    """Four GPUs."""
+    with fake_cuda() as fake:
+        yield fake
+
+
+@pytest.mark.parametrize("way", ["staging", "directly", "by kernel"])
+async def test_streams_may_be_one_and_the_same(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """Torch has 32 of a kind and gives them out in turns: ours may be each other's, or the engine's."""
+    monkeypatch.setattr("tests.support.fake_cuda.POOL", 1)
+    only(way, monkeypatch)
+    with fake_cuda() as fake:
+        engine = engine_on(fake)
+        async with opened(engine, GPU_TIER, CPU_TIER) as kv:
+            await asyncio.to_thread(locked, kv)
+            await goes_round(kv, engine)
+            await goes_round(kv, engine, layerwise=True)
+        assert not fake.blocked
+
+
+@pytest.mark.parametrize("shift_bytes", [0, 2, 8])
+@pytest.mark.parametrize("codec", ["none", "fp8"])
+async def test_nothing_is_compiled_while_serving(
+    monkeypatch: pytest.MonkeyPatch, fake: FakeDriver, codec: CodecName, shift_bytes: int
+) -> None:
+    """All that a binding can need is compiled by it: whatever is aligned how, at once, layer by layer, or swapped."""
+    only("by kernel", monkeypatch)
+    engine = engine_on(fake, shift_bytes=shift_bytes)
+    limits = SMALL_LIMITS.model_copy(update={"swap_space": 16 * PAYLOAD_BYTES})
+    cache = TieredKV(
+        [GPU_TIER, CPU_TIER],
+        model=MODEL,
+        layout=small_layout(),
+        limits=limits,
+        device=GPU,
+        codec=codec,
+        emit=Recorder(),
+    )
+    async with cache as kv:
+        kv.register_kv_caches(engine.caches)
+        await asyncio.to_thread(locked, kv)
+        compiled = set(kernels._copy.compiled)  # noqa: SLF001 - the fake's
+        for layerwise in (False, True):
+            stored = await kv.store(KEYS, engine.compute(KEYS))
+            assert stored.num_stored + stored.num_present == len(KEYS)
+            assert (await kv.start_load(KEYS, INTO, layerwise=layerwise)).num_blocks == len(KEYS)
+        assert (await kv.swap({1: 5}, {1: 1, 2: 2}, {7: 8})).fault is None
+        assert compiled
+        assert kernels._copy.compiled == compiled  # noqa: SLF001 - the fake's
+
+
+async def test_the_first_gpu_is_like_any_other(monkeypatch: pytest.MonkeyPatch, fake: FakeDriver) -> None:
+    """It is the current one of every thread, and so never chosen: the driver's own calls find its context even so."""
+    only("directly", monkeypatch)
+    engine = engine_on(fake, 0)
+    async with opened(engine, device="cuda:0") as kv:
+        await asyncio.to_thread(locked, kv)
+        await goes_round(kv, engine)
+    assert fake.contexts == {0}
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+@pytest.mark.parametrize("way", ["staging", "directly", "by kernel"])
+@pytest.mark.parametrize("seed", range(2))
+async def test_every_byte_goes_there_and_back(
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
+    way: str,
+    layerwise: bool,  # noqa: FBT001 - pytest passes it by name
+) -> None:
+    """In whatever order the GPU does what it may; the loop's thread waits for it nowhere; all memory is unlocked."""
+    only(way, monkeypatch)
+    with fake_cuda(seed=seed) as fake:
+        engine = engine_on(fake)
+        async with opened(engine, GPU_TIER, CPU_TIER) as kv:
+            address = inside(kv).chains[0].host.slab.rows.data_ptr()
+            await asyncio.to_thread(locked, kv)
+            await goes_round(kv, engine, layerwise=layerwise)
+            assert address in fake.registered
+        assert not fake.blocked
+        assert address not in fake.registered
+
+
+NUM_LAYERS, NUM_BLOCKS = 40, 3
+DEEP = KVLayout((KVGroup(NUM_LAYERS, 1, 8, "bfloat16", 4, "MLA"),))
+
+
+@asynccontextmanager
+async def deep_cache(fake: FakeDriver) -> AsyncIterator[tuple[TieredKV, list[torch.Tensor]]]:
+    """Open a cache for an engine of many layers, and store its first blocks."""
+    tensors = [torch.full((2 * NUM_BLOCKS, 4, 8), layer, dtype=torch.bfloat16) for layer in range(1, 1 + NUM_LAYERS)]
+    for tensor in tensors:
+        fake.keep(tensor.data_ptr(), tensor.nbytes, 3, tensor)
+    async with TieredKV([CPU_TIER], model=MODEL, layout=DEEP, device=GPU, emit=Recorder()) as kv:
+        kv.register_kv_caches(tensors)
+        await asyncio.to_thread(locked, kv)
+        await kv.store(DEEP_KEYS, GPULoadStoreSpec(range(NUM_BLOCKS)))
+        for tensor in tensors:
+            tensor[NUM_BLOCKS:] = 0
+        try:
+            yield kv, tensors
+        finally:
+            fake.release()
+        await until_idle(kv)
+
+
+DEEP_KEYS = hash_blocks(range(4 * NUM_BLOCKS), block_size=4)
+DEEP_INTO = GPULoadStoreSpec(range(NUM_BLOCKS, 2 * NUM_BLOCKS))
+
+
+async def test_the_layers_of_a_load_are_enqueued_in_several_turns(fake: FakeDriver) -> None:
+    """No turn of the loop enqueues more than so many, and once a load is admitted a stream can wait for all of them."""
+    async with deep_cache(fake) as (kv, tensors):
+        fake.held = True
+        handle = kv.start_load(DEEP_KEYS, DEEP_INTO, layerwise=True)
+        in_turns, before = list[int](), fake.num_enqueued
+        while not handle._load.is_admitted:  # noqa: SLF001 - asked between turns; admitted() would be one more task
+            await asyncio.sleep(0)
+            in_turns.append(fake.num_enqueued - before)
+            before = fake.num_enqueued
+        assert max(in_turns) <= sum(in_turns) * LAYERS_A_TURN / NUM_LAYERS + 4  # and what comes before the first layer
+        stream, seen = torch.cuda.Stream(GPU), list[float]()  # type: ignore[no-untyped-call]  # of torch
+        handle.wait_layer(NUM_LAYERS - 1, stream)
+        fake.enqueue(stream.queue, lambda: seen.append(tensors[-1][NUM_BLOCKS:].min().item()))  # type: ignore[attr-defined]  # the fake's
+        fake.release()
+        stream.synchronize()
+        assert seen == [NUM_LAYERS]
+        assert (await handle).num_blocks == NUM_BLOCKS
+        assert not fake.blocked
+
+
+async def test_a_load_may_be_cancelled_between_its_layers(fake: FakeDriver) -> None:
+    """Then 0 blocks are in place, the rest is never enqueued, and nothing is held."""
+    async with deep_cache(fake) as (kv, tensors):
+        fake.held = True
+        handle = kv.start_load(DEEP_KEYS, DEEP_INTO, layerwise=True)
+        before = fake.num_enqueued
+        await until(lambda: fake.num_enqueued > before)
+        handle.cancel()
+        fake.release()
+        assert (await handle).num_blocks == 0
+        await until_idle(kv)
+        fake.run()
+        assert not tensors[-1][NUM_BLOCKS:].any()
+
+
+def test_many_blocks_are_fewer_layers_a_turn() -> None:
+    """What a turn costs depends on both."""
+    assert [layers_a_turn(n) for n in (1, 1024, 1 << 20)] == [LAYERS_A_TURN, 8, 1]
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+async def test_a_cache_opened_under_inference_mode_works_outside_of_it(fake: FakeDriver, device: str) -> None:
+    """Engines run under it, some of their threads do not: none of our tensors may be for one side alone."""
+    engine = Engine() if device == "cpu" else engine_on(fake)
+    with torch.inference_mode():
+        cache = TieredKV(
+            [CPU_TIER] if device == "cpu" else [GPU_TIER, CPU_TIER], model=MODEL, layout=small_layout(), device=device
+        )
+        kv = await cache.__aenter__()
+        kv.register_kv_caches(engine.caches)
+    await goes_round(kv, engine)
+    with torch.inference_mode():
+        await goes_round(kv, engine)
+    await kv.aclose()
+
+
+def test_no_tensor_of_ours_is_for_inference_mode_alone(fake: FakeDriver) -> None:
+    """Nowhere else could it be written to: neither rows nor a pool, nor the engine's pages as we see them."""
+    device = CUDADevice(GPU)
+    with torch.inference_mode():
+        group = small_layout().groups[0]
+        caches = PagedCaches.bind(engine_on(fake).caches, group, device=device)
+        ours = [HostSlab(2, 4096, 4096).rows, device.empty_pool(2, 4096)]
+        ours += [fragment.pages for part in (caches, caches.of_layers(slice(1))) for fragment in part.fragments]
+    assert not any(tensor.is_inference() for tensor in ours)
+    assert device.close(60)
+
+
+def _recorded_before_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def enqueue(self: Any, item: Any) -> None:  # noqa: ANN401 - private
+        item.event = self._device.new_event()
+        item.event.record(self._stream)
+        with self._device.on(self._stream), self._staging.used():
+            item.error = attempt(item.copy)
+
+    monkeypatch.setattr(accelerator.AcceleratorStream, "_enqueue", enqueue)
+
+
+def _claimed_to_be_16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "alignment_of", lambda *_: 16)
+
+
+def _never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Staging, "wait", lambda *_: None)
+
+
+@pytest.mark.parametrize("plant", [None, _recorded_before_its_copy, _claimed_to_be_16, _never_waits])
+async def test_mistakes_that_only_a_gpu_would_show_are_found(
+    monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None] | None
+) -> None:
+    """An event before its copy, 8 bytes called 16, a wait left out: planted, each fails what passes without."""
+    only("staging", monkeypatch)
+    if plant is not None:
+        plant(monkeypatch)
+    errors = []
+    with fake_cuda() as fake:
+        try:
+            await _store_what_is_computed(fake)
+        except (AssertionError, RuntimeError) as error:
+            errors.append(error)
+    assert bool(errors) == (plant is not None)
+
+
+async def _store_what_is_computed(fake: FakeDriver) -> None:
+    engine = engine_on(fake, shift_bytes=8)
+    async with opened(engine) as kv:
+        await asyncio.to_thread(locked, kv)
+        fake.held = True
+        computing, begun = torch.cuda.Stream(GPU), Marker()  # type: ignore[no-untyped-call]  # of torch
+        fake.enqueue(computing.queue, lambda: engine.compute(KEYS), after=begun)  # type: ignore[attr-defined]  # the fake's
+        handle = kv.start_store(KEYS, GPULoadStoreSpec(range(len(KEYS))), after=computing.record_event())
+        await asyncio.sleep(0)
+        fake.run()  # all that does not wait for it
+        begun.fired = True
+        fake.release()
+        await handle
+        engine.poison()
+        assert (await kv.load(KEYS, INTO)).num_blocks == len(KEYS)
+        assert engine.read(INTO) == contents(KEYS)
