@@ -14,7 +14,7 @@ IN_VENV := .venv/bin/
 PIP := $(IN_VENV)python -m pip --disable-pip-version-check --quiet
 BENCHMARKS := $(sort $(wildcard benchmarks/[a-z]*.py))
 
-.PHONY: help demo test test-fast test-engines test-gpu torture mutate check bench docs clean
+.PHONY: help demo test test-fast test-engines test-gpu gpu torture mutate check bench docs clean
 .NOTPARALLEL:
 .SUFFIXES:
 # A stamp is kept although only patterns name it.
@@ -28,6 +28,7 @@ help:
 	@echo "make test-engines  vLLM and other engines, each in an environment of its own: gigabytes once, then minutes"
 	@echo "                ... ENGINES='-k vllm': one of them"
 	@echo "make test-gpu   the tests of memory and copies, on a GPU, and every kernel for every GPU; says what was skipped"
+	@echo "make gpu        make test-gpu, then benchmarks/gpu.py: what a GPU is to tell, ready for benchmarks/RESULTS.md"
 	@echo "make torture    20,000 examples of the test of the whole face against a model, a million for each reader, for hours"
 	@echo "make mutate     how many faults planted in the library the tests find, for hours; PACKAGE=tiers SAMPLE=50 minutes"
 	@echo "make check      ruff, mypy, import contracts, and the wheel installed without extras"
@@ -62,6 +63,9 @@ test-engines: .venv/dev.stamp
 
 test-gpu: .venv/dev.stamp
 	ALL_KERNELS=1 $(IN_VENV)pytest tests/gpu tests/memory
+
+gpu: test-gpu
+	$(IN_VENV)python benchmarks/gpu.py
 
 torture: .venv/dev.stamp
 	$(IN_VENV)pytest tests/cache/test_model.py tests/cache/test_model_mutations.py tests/fuzz --hypothesis-profile torture --timeout 0

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -95,7 +96,7 @@ def set_up(group: KVGroup, num_blocks: int, device: Device) -> Iterator[Setup]:
     n, h, d = group.page_size, group.num_kv_heads, group.head_dim
     shape = (num_blocks, n, d) if group.order == "MLA" else (2, num_blocks, n, h, d)
     dtype = getattr(torch, group.dtype)
-    tensors = [torch.randn(shape, device=device.torch_device).to(dtype) for _ in range(group.num_layers)]
+    tensors = [torch.randn(shape, device=device.torch_device, dtype=dtype) for _ in range(group.num_layers)]
     caches = PagedCaches.bind(tensors, group, axes="BND" if group.order == "MLA" else "PBNHD", device=device)
     crossover.prepare(caches, device)
     slab = HostSlab(num_blocks, group.stride_bytes, group.payload_bytes, name="benchmark")
@@ -117,6 +118,13 @@ def seconds(*queues: tuple[Stream, Copies], rounds: int = 5) -> float:
     return median(run(*queues) for _ in range(rounds))
 
 
+def recorded(where: torch.device | None = None) -> Any:  # noqa: ANN401 - an event, of whatever kind
+    """Return an event of the engine's stream as it is now, on a GPU; None on a CPU, where all is done by then."""
+    if not torch.cuda.is_available() or (where is not None and where.type != "cuda"):
+        return None
+    return torch.cuda.current_stream(where).record_event()
+
+
 def run(*queues: tuple[Stream, Copies]) -> float:
     """Have all streams do all copies given them, at once; return how long it took.
 
@@ -126,8 +134,8 @@ def run(*queues: tuple[Stream, Copies]) -> float:
     start = time.perf_counter()
     for stream, copies in queues:
         for copy in copies:
-            if torch.cuda.is_available():
-                stream.wait(torch.cuda.current_stream().record_event())
+            if (after := recorded()) is not None:
+                stream.wait(after)
             stream.submit(copy, ended.put)
     errors = [ended.get() for _, copies in queues for _ in copies]
     took_s = time.perf_counter() - start
@@ -172,7 +180,7 @@ def matmul_rate(torch_device: torch.device, size: int, duration_s: float) -> flo
     streams = torch.get_device_module(torch_device)
     stream = streams.Stream(torch_device)
     with streams.stream(stream):
-        a, b = (torch.randn(size, size, device=torch_device).to(torch.bfloat16) for _ in range(2))
+        a, b = (torch.randn(size, size, device=torch_device, dtype=torch.bfloat16) for _ in range(2))
         out = torch.mm(a, b)
         wait = stream.synchronize if torch_device.type != "cpu" else _nothing
         wait()

@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from _gpu_bus import Copies, Setup, coroutine_latency, kept_busy, matmul_rate, seconds, set_up
+from _gpu_bus import Copies, Setup, coroutine_latency, kept_busy, matmul_rate, recorded, seconds, set_up
 from tiered_kv import GPULoadStoreSpec, KVGroup, KVLayout, ModelIdentity, TieredKV, hash_blocks
 from tiered_kv.memory import Device, Stream, make_device
 from tiered_kv.memory.driver import has_batches
@@ -96,7 +96,7 @@ async def through_nvme(group: KVGroup, num_blocks: int, device: str, folder: Pat
     mla = group.order == "MLA"
     n, h, d = group.page_size, group.num_kv_heads, group.head_dim
     shape = (num_blocks, n, d) if mla else (2, num_blocks, n, h, d)
-    tensors = [torch.randn(shape, device=device).to(torch.bfloat16) for _ in range(group.num_layers)]
+    tensors = [torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(group.num_layers)]
     expected = [tensor.clone() for tensor in tensors]
     tier = {"medium": "nvme", "path": str(folder), "capacity": max(1 << 24, 2 * num_blocks * group.stride_bytes)}
     async with TieredKV(
@@ -106,13 +106,13 @@ async def through_nvme(group: KVGroup, num_blocks: int, device: str, folder: Pat
         keys = hash_blocks(range(num_blocks * group.block_size), block_size=group.block_size)
         spec = GPULoadStoreSpec(torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).tolist())
         start = time.perf_counter()
-        stored = await kv.store(keys, spec)
+        stored = await kv.store(keys, spec, after=recorded(tensors[0].device))
         await stored.settled()
         stored_s = time.perf_counter() - start
         for tensor in tensors:
             tensor.zero_()
         start = time.perf_counter()
-        loaded = await kv.load(keys, spec)
+        loaded = await kv.load(keys, spec, after=recorded(tensors[0].device))
         loaded_s = time.perf_counter() - start
         same = all(torch.equal(*pair) for pair in zip(tensors, expected, strict=True))
     if loaded.num_blocks != num_blocks or not same:

@@ -116,7 +116,7 @@ class TestCrossover:
         rounds = [[1.0] * 4 + [2.0] * 4 if wins else [2.0] * 4 + [1.0] * 4 for wins in staged_wins]
         ticks = iter([tick for each in rounds for seconds in each for tick in (0.0, seconds)])
         monkeypatch.setattr(crossover, "_COUNTS", (1, 2, 4))
-        with fake_cuda(), CUDADevice("cuda:0").here(), torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        with fake_cuda(), CUDADevice("cuda:0").here(), torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]  # of torch
             found = crossover.measure(torch.device("cuda", 0), 100, 1, ways, clock=lambda: next(ticks))
         assert next(ticks, None) is None
         assert [way.name for _, way in found[True]] == ["staging", "directly", "staging"]
@@ -125,7 +125,7 @@ class TestCrossover:
         caches = self.caches(100)
         for to_rows in (True, False):
             shape = crossover._shape_of(caches, to_rows=to_rows)  # noqa: SLF001 - what a bind would measure
-            monkeypatch.setitem(crossover._measured, shape, found[to_rows])  # noqa: SLF001
+            monkeypatch.setitem(crossover._measured, shape, found[to_rows])  # noqa: SLF001 - as if measured
         names = [self.way(caches, n) for n in (1, 2, 3, 4, 99)]
         assert names == ["staging", "directly", "directly", "staging", "staging"]
         assert self.way(caches, 1, to_rows=False) == "directly"

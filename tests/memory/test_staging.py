@@ -24,7 +24,7 @@ class Machine:
     def __init__(self, fake: FakeDriver) -> None:
         self.fake = fake
         fake.held = True
-        self.stream: Any = torch.cuda.Stream(GPU)  # type: ignore[no-untyped-call]
+        self.stream: Any = torch.cuda.Stream(GPU)  # type: ignore[no-untyped-call]  # of torch
         self.staging = Staging(self.stream, partial(torch.cuda.Stream, GPU), torch.cuda.stream)
 
     def warm_up(self) -> None:
@@ -35,7 +35,7 @@ class Machine:
 
     def enqueue(self, work: Callable[[], object]) -> None:
         """Have the current stream do ``work``."""
-        self.fake.enqueue(torch.cuda.current_stream(GPU).queue, work)  # type: ignore[attr-defined]
+        self.fake.enqueue(torch.cuda.current_stream(GPU).queue, work)  # type: ignore[attr-defined]  # the fake's
 
     def copy(self, source: list[int], target: list[int], ready: dict[str, bool], kind: str = "gather") -> None:
         """Copy a list through the ring, a number a piece."""
@@ -73,7 +73,7 @@ def test_every_piece_comes_through_in_any_schedule(machine: Machine, num_pieces:
         target = [0] * num_pieces
         machine.copy(source, target, ready)
         with torch.cuda.stream(machine.stream):
-            machine.enqueue(lambda target=target: seen.append(list(target)))  # type: ignore[misc]
+            machine.enqueue(lambda target=target: seen.append(list(target)))  # type: ignore[misc]  # mypy knows no default of a lambda
     machine.fake.run()
     assert seen == sources
 
@@ -83,7 +83,7 @@ def test_an_event_is_waited_for_by_first_steps_too(machine: Machine) -> None:
     ready, target = {"now": True}, [0, 0, 0]
     machine.copy([1, 2, 3], [0, 0, 0], ready)
     ready["now"] = False
-    engine: Any = torch.cuda.Stream(GPU)  # type: ignore[no-untyped-call]
+    engine: Any = torch.cuda.Stream(GPU)  # type: ignore[no-untyped-call]  # of torch
     machine.fake.run()
     machine.fake.enqueue(engine.queue, lambda: ready.update(now=True))
     machine.staging.wait(engine.record_event())

@@ -80,7 +80,7 @@ class StreamTests(ABC):
         """It is logged, and the next copy runs."""
         copies, stream = Copies(), device.stream("load")
         with capture_logs() as logs:
-            stream.submit(lambda: None, lambda _: 1 / 0)  # type: ignore[arg-type]
+            stream.submit(lambda: None, lambda _: 1 / 0)  # type: ignore[arg-type]  # never returns
             copies.submit(stream, "next")
             self.finish(stream)
         assert copies.order == ["next"]
@@ -298,14 +298,14 @@ class TestCUDA(StreamTests):
 
     def event(self) -> tuple[Any, Any]:
         """Return a recorded event."""
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # of torch
         event.record()
         return event, lambda: None
 
     def test_an_unrecorded_event_is_refused(self, device: Device) -> None:
         """It would report "done" and order nothing."""
         with pytest.raises(ConfigurationError, match="never recorded"):
-            device.check(torch.cuda.Event())  # type: ignore[no-untyped-call]
+            device.check(torch.cuda.Event())  # type: ignore[no-untyped-call]  # of torch
 
 
 @pytest.mark.parametrize("name", ["cuda:99", "meta"])

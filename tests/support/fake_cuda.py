@@ -21,7 +21,7 @@ from tests.support.fake_driver import ILLEGAL_ADDRESS, MISALIGNED, FakeDriver, M
 
 POOL = 32
 """Streams of one device and priority."""
-_real = {name: getattr(torch, name) for name in ("empty", "zeros")}
+_real = {name: getattr(torch, name) for name in ("empty", "zeros", "randn")}
 _real_device = torch._C.TensorBase.device  # noqa: SLF001 - torch offers no other
 
 
@@ -31,7 +31,7 @@ def fake_cuda(num_devices: int = 4, seed: int = 0) -> Iterator[FakeDriver]:
     from tiered_kv.memory import crossover, device_copies, driver, kernels  # noqa: PLC0415 - imports Triton
 
     fake = FakeDriver(num_devices, seed)
-    cached = device_copies.kernels_for, device_copies.ways, crossover.kernel_way, crossover._device_name  # noqa: SLF001
+    cached = device_copies.kernels_for, device_copies.ways, crossover.kernel_way, crossover._device_name  # noqa: SLF001 - what remembers the real GPU
     with pytest.MonkeyPatch.context() as patch:
         _patch_torch(patch, fake)
         patch.setattr(driver, "library", lambda: fake)
@@ -76,7 +76,7 @@ def _streams_of(fake: FakeDriver) -> dict[str, Any]:  # noqa: C901 - many names,
     class AnyStream:
         def __init__(  # noqa: ANN401, RUF100 - as torch takes it
             self,
-            device: Any = None,  # noqa: ANN401
+            device: Any = None,  # noqa: ANN401 - as torch takes it
             priority: int = 0,
             *,
             stream_id: int = -1,
@@ -196,7 +196,10 @@ def _streams_of(fake: FakeDriver) -> dict[str, Any]:  # noqa: C901 - many names,
             set_stream(before)
 
     def synchronize(device: Any = None) -> None:  # noqa: ANN401 - whatever torch takes
-        current_stream(device).synchronize()
+        if code := fake.unsafe():
+            fake.fail(code)
+        for marker in [fake.mark(queue) for queue in fake.queues_of(_index_of(device, fake))]:
+            fake.wait_for(marker)
 
     def mem_get_info(wanted: Any = None) -> tuple[int, int]:  # noqa: ANN401 - whatever torch takes
         with device(wanted):
@@ -226,14 +229,14 @@ class _Enqueueing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
     """Puts every operation on a GPU's tensors into the current stream."""
 
     def __init__(self, fake: FakeDriver, current_stream: Any) -> None:  # noqa: ANN401 - torch's function
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # of torch
         self._fake = fake
         self._current_stream = current_stream
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 - any operation
         kwargs, fake = kwargs or {}, self._fake
         tensors = [each for each in tree_leaves(args) if isinstance(each, torch.Tensor)]
-        aliases = [each.alias_info for each in func._schema.arguments if each.alias_info is not None]  # noqa: SLF001
+        aliases = [each.alias_info for each in func._schema.arguments if each.alias_info is not None]  # noqa: SLF001 - the only place that says so
         is_view = any(not each.is_write for each in aliases)
         if fake.here.is_gpu or is_view or not any(fake.device_of(each.data_ptr()) is not None for each in tensors):
             return func(*args, **kwargs)
@@ -262,7 +265,7 @@ def _without_bytes(value: Any) -> Any:  # noqa: ANN401 - any argument
     )
 
 
-def _copy(fake: FakeDriver, queue: Any, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+def _copy(fake: FakeDriver, queue: Any, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:  # noqa: ANN401 - a fake's
     """Enqueue a copy as CUDA does: between a GPU and pageable memory the caller waits for it."""
     kinds = {
         fake.kind_of(each.data_ptr(), each.nbytes) for each in (target, source) if each.is_contiguous() and each.nbytes
@@ -283,7 +286,7 @@ def _device_of(fake: FakeDriver, tensor: torch.Tensor) -> torch.device:
     return real if index is None else torch.device("cuda", index)
 
 
-def _make(fake: FakeDriver, make: Any, *size: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ANN401 - torch.empty, torch.zeros
+def _make(fake: FakeDriver, make: Any, *size: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ANN401 - torch.empty or its like
     """Allocate memory: a GPU's, the host's, or page-locked."""
     device = torch.device(kwargs.pop("device", None) or "cpu")
     pinned = kwargs.pop("pin_memory", False)
@@ -298,7 +301,7 @@ def _make(fake: FakeDriver, make: Any, *size: Any, **kwargs: Any) -> torch.Tenso
         bytes_of = made.untyped_storage()
         ctypes.memset(bytes_of.data_ptr(), 0xEE, bytes_of.nbytes())
         stream = torch.cuda.current_stream(index)
-        fake.enqueue(stream.queue, functools.partial(ctypes.memset, bytes_of.data_ptr(), 0, bytes_of.nbytes()))  # type: ignore[attr-defined]
+        fake.enqueue(stream.queue, functools.partial(ctypes.memset, bytes_of.data_ptr(), 0, bytes_of.nbytes()))  # type: ignore[attr-defined]  # the fake's
     return made
 
 
@@ -311,13 +314,13 @@ def _pin_memory(tensor: torch.Tensor, fake: FakeDriver) -> torch.Tensor:
     return _locked(fake, tensor.clone())
 
 
-def _to(tensor: torch.Tensor, fake: FakeDriver, device: Any, *, non_blocking: bool = False) -> torch.Tensor:  # noqa: ANN401
+def _to(tensor: torch.Tensor, fake: FakeDriver, device: Any, *, non_blocking: bool = False) -> torch.Tensor:  # noqa: ANN401 - as torch takes it
     target = torch.device(device) if not isinstance(device, torch.dtype) else None
     if target is None or target.type != "cuda":
-        made: torch.Tensor = torch._C.TensorBase.to(tensor, device)  # noqa: SLF001
+        made: torch.Tensor = torch._C.TensorBase.to(tensor, device)  # noqa: SLF001 - torch offers no other
         return made
     out = torch.empty(tensor.shape, dtype=tensor.dtype, device=target)
-    _copy(fake, torch.cuda.current_stream(target).queue, out, tensor)  # type: ignore[attr-defined]
+    _copy(fake, torch.cuda.current_stream(target).queue, out, tensor)  # type: ignore[attr-defined]  # the fake's
     return out
 
 
@@ -347,7 +350,7 @@ class _Kernel:
         **constants: Any,  # noqa: ANN401 - Triton's
     ) -> None:
         self.compiled.add(tuple(sorted(constants.items())))
-        queue = torch.cuda.current_stream(table.device).queue  # type: ignore[attr-defined]
+        queue = torch.cuda.current_stream(table.device).queue  # type: ignore[attr-defined]  # the fake's
         num_blocks = num_units // pieces // num_fragments // pages_per_block if num_units else 0
 
         def run() -> None:

@@ -27,6 +27,7 @@ class Marker:
     """A place in a queue, which fires when the stream gets there."""
 
     fired = False
+    queue: "Queue | None" = None
 
 
 @dataclass
@@ -57,6 +58,7 @@ class FakeDriver:
     Attributes:
         contexts: GPUs on which somebody has made a context: 500 MiB each.
         blocked: Threads that had to wait inside a call that should only enqueue, and why.
+        waits: Threads that waited for an event or a stream, and the streams' queues.
         held: Whether work runs only in `step`.
         failure: What the GPU does next is fail with this code.
         spoilt: Whether a capture of a CUDA graph was spoilt by a call outside of it.
@@ -67,6 +69,7 @@ class FakeDriver:
         self.num_devices = num_devices
         self.contexts: set[int] = set()
         self.blocked: list[tuple[str, str]] = []
+        self.waits: list[tuple[str, Queue | None]] = []
         self.held = False
         self.failure = 0
         self.spoilt = False
@@ -129,6 +132,11 @@ class FakeDriver:
         with self._moved:
             return self._queues.setdefault((device, number), Queue(device))
 
+    def queues_of(self, device: int) -> list[Queue]:
+        """Return the queues of all streams of a GPU."""
+        with self._moved:
+            return [queue for (index, _), queue in self._queues.items() if index == device]
+
     def enqueue(self, queue: Queue, work: Work | None = None, after: Marker | None = None) -> None:
         """Append work, or a wait; where the queue is full this blocks as the driver does."""
         with self._moved:
@@ -142,6 +150,7 @@ class FakeDriver:
     def mark(self, queue: Queue) -> Marker:
         """Record an event."""
         marker = Marker()
+        marker.queue = queue
 
         def fire() -> None:
             marker.fired = True
@@ -151,6 +160,7 @@ class FakeDriver:
 
     def wait_for(self, marker: Marker) -> None:
         """Block this thread until a marker has fired."""
+        self.waits.append((threading.current_thread().name, marker.queue))
         self._until(lambda: marker.fired)
 
     def block(self, why: str) -> None:
@@ -278,7 +288,7 @@ class FakeDriver:
         n, handle = count.value, stream.value or 0
         if not self.here.is_bound:
             return INVALID_CONTEXT
-        if not handle or attributes._obj[0] != 1 or first._obj.value or num_attributes.value != 1:  # noqa: SLF001
+        if not handle or attributes._obj[0] != 1 or first._obj.value or num_attributes.value != 1:  # noqa: SLF001 - of ctypes
             return INVALID_VALUE
         arrays = [np.ctypeslib.as_array((ctypes.c_int64 * n).from_address(each.value)).copy() for each in addresses]
         for target, source, size in zip(*(array.tolist() for array in arrays), strict=True):
