@@ -83,3 +83,17 @@ async def test_each_tier_is_credited_with_the_blocks_it_had() -> None:
         assert [each.hits for each in kv.stats().tiers] == [2, 3, 4]
         assert engine.read(range(9)) == contents(keys)
         await until_idle(kv)
+
+
+async def test_of_a_long_load_the_head_is_evicted_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its uses are counted in parts, for the loop's sake, and the order is as if they were counted at once."""
+    monkeypatch.setattr(load, "_TOUCHED_AT_ONCE", 3)
+    cpu = {"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}
+    medium, engine, keys = ScriptedBackend(), Engine(), prompt(16)
+    async with open_cache(cpu, medium, engine=engine) as kv:
+        await keep(kv, engine, keys)
+        await kv.evict(keys, tier="cpu")
+        assert (await kv.load(keys, GPULoadStoreSpec(range(16)))).num_blocks == 16
+        await keep(kv, engine, prompt(5, seed=1))
+        run = (await kv.lookup(keys)).runs[0]
+        assert (run.tier, run.start, run.stop) == ("cpu", 0, 11)

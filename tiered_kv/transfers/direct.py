@@ -39,7 +39,7 @@ class DirectLoad(Load):
             part = part[: prefix_of(~host.ready(part.names))]
             async with asyncio.timeout_at(self._request.deadline):
                 at = np.arange(done, done + len(part))
-                numbers = await self._bringer.presence.sources(at, np.zeros(len(at), np.bool_))
+                numbers = await self._bringer.presence.sources(at, lambda nowhere: np.ones(len(nowhere), np.bool_))
                 is_free = is_free or await self._is_free()
             part = part[: prefix_of(numbers >= 0)]
             right = await self._read(done, part, numbers[: len(part)]) if is_free else 0

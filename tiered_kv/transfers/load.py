@@ -8,6 +8,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -29,6 +30,7 @@ from tiered_kv.transfers.requests import LoadRequest
 from tiered_kv.transfers.window import Bringer, Landed, Window
 
 _PACKED: Final = 16
+_TOUCHED_AT_ONCE: Final = 512
 _RETRIES: Final = 3
 """How often in a row blocks are looked for again that another load brought and let go before we had them."""
 
@@ -198,8 +200,16 @@ class Load(InTask):
             self._bringer.faults.append(TierFault("", "deadline", len(self._batch)))
         num_blocks, counts = self._count_loaded()
         self._settle(num_blocks)
-        self._chain.touch(self._batch[:num_blocks])
+        await self._count_uses(num_blocks)
         return load_result(self._request, num_blocks, counts, self._bringer.faults, loop.time() - started)
+
+    async def _count_uses(self, num_blocks: int) -> None:
+        """Count the use of what was loaded, a part in each turn of the loop: the tail first, as the head goes last."""
+        for stop in range(num_blocks, 0, -_TOUCHED_AT_ONCE):
+            self._chain.touch(self._batch[max(0, stop - _TOUCHED_AT_ONCE) : stop])
+            if stop > _TOUCHED_AT_ONCE:
+                with suppress(asyncio.CancelledError):  # all of it is in place
+                    await self._chain.tasks.turn()
 
     async def _move(self, underway: deque[Window], begun: int = 0, end: int | None = None) -> None:
         """Begin windows ahead of the one that is landed, as many as may be read ahead and find slots."""

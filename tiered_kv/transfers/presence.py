@@ -1,5 +1,6 @@
 """Which storage tier has which blocks of one transfer: each shared tier is asked once, as far as its answer reaches."""
 
+from collections.abc import Callable
 from enum import IntEnum
 from typing import Final
 
@@ -39,20 +40,24 @@ class Presence:
         self._batch = batch
         self._known: dict[StorageTier, NDArray[np.int8]] = {}
 
-    async def sources(self, at: NDArray[np.int64], coming: Mask, *, until: float | None = None) -> NDArray[np.int8]:
+    async def sources(
+        self, at: NDArray[np.int64], are_holes: Callable[[NDArray[np.int64]], Mask], *, until: float | None = None
+    ) -> NDArray[np.int8]:
         """Say which storage tier, by its number in the chain, to read blocks from; -1 for nowhere.
 
         Args:
             at: Positions in the transfer, ascending.
-            coming: ``(len(at),)``, which of these end no prefix if they are nowhere: they are on their way already.
+            are_holes: Asked of positions that are in no storage tier, which of them end the prefix: others may be on
+                their way already.
             until: How long to wait for shared tiers, on the loop's clock; the tier's time limit if left out.
         """
         while True:
             numbers = await self._sources(at, until)
-            holes = np.flatnonzero((numbers < 0) & ~coming)
+            nowhere = at[numbers < 0]
+            holes = nowhere[are_holes(nowhere)] if len(nowhere) else nowhere
             if not len(holes):
                 return numbers
-            behind = slice(int(at[holes[0]]), None)
+            behind = slice(int(holes[0]), None)
             unsaid = [known[behind] for known in self._known.values() if known[behind][0] == _BEYOND]
             if not unsaid:
                 return numbers

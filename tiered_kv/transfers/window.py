@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from tiered_kv.catalog.leases import Lease
 from tiered_kv.results import TierFault
+from tiered_kv.tiers.base import Mask
 from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.budget import Kind, Priority, Waiter
 from tiered_kv.tiers.chain import Chain
@@ -92,6 +93,7 @@ class Bringer:
             gpu: The GPU pool, if a block that is there need not be on the host.
         """
         self.chain = chain
+        self._batch = batch
         self._kind = kind
         self._priority = Priority(kind) if priority is None else priority
         self.faults: list[TierFault] = []
@@ -129,10 +131,11 @@ class Bringer:
             missing = self._hold_resident(window)
         if not len(missing):
             return True
-        chain, batch = self.chain, window.batch
-        numbers = await self.presence.sources(window.start + missing, self._is_coming(batch[missing]))
-        nowhere = missing[(numbers < 0) & ~self._is_coming(batch[missing])]
-        if len(nowhere):
+        chain = self.chain
+        await chain.tasks.turn()  # what is to be read takes as many steps again
+        numbers = await self.presence.sources(window.start + missing, self._are_holes)
+        nowhere = missing[numbers < 0]
+        if len(nowhere) and len(nowhere := nowhere[self._are_holes(window.start + nowhere)]):
             self._cut(window, int(nowhere[0]))
             window.is_last = True
             keep = missing < nowhere[0]
@@ -188,9 +191,9 @@ class Bringer:
         waiting = {fill.done for fill in window.fills if not fill.done.done()}
         if waiting:
             await asyncio.wait(waiting, timeout=max(0.0, deadline - loop.time()))
-            with suppress(TimeoutError):
-                async with asyncio.timeout_at(deadline):
-                    await chain.tasks.turn()  # thousands may have waited for the same fill
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(deadline):
+                await chain.tasks.turn()  # thousands may have waited for the same fill
         for fill in window.fills:
             if not fill.done.done():
                 self.faults.append(TierFault(self._tiers_of(fill), "deadline", n))
@@ -239,9 +242,10 @@ class Bringer:
         window.host[left] = lease.slots
         window.source[left[lease.slots >= 0]] = len(self.chain.memory) - 1
 
-    def _is_coming(self, batch: Batch) -> NDArray[np.bool_]:
-        _, states = self.chain.host.index.find(batch.names)
-        return states > 0
+    def _are_holes(self, at: NDArray[np.int64]) -> Mask:
+        """Say which blocks of the transfer are not on the host, and not on their way there."""
+        _, states = self.chain.host.index.find(self._batch.names[at])
+        return states == 0
 
     def _cut(self, window: Window, n: int) -> None:
         window.batch, window.source, window.coming = window.batch[:n], window.source[:n], window.coming[:n]
