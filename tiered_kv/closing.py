@@ -119,6 +119,7 @@ async def _close(cache: OpenCache) -> None:
         cache.pins.close,
         cache.subscribers.close,
         cache.jobs.close,
+        lambda: _begin_no_more(cache),
         lambda: _within(limit_s, cache.settle()),
         lambda: _ended(cache.background),
         lambda: cache.callers.aclose(max(0.0, deadline - loop.time())),  # before what they wait for is given up
@@ -136,6 +137,11 @@ async def _close(cache: OpenCache) -> None:
     cache.emit(CacheClosed(num_abandoned, (loop.time() - started) * 1e3, num_unwritten))
     if errors:
         raise errors[0]
+
+
+def _begin_no_more(cache: OpenCache) -> None:
+    for chain in cache.chains:
+        chain.fills.close()
 
 
 async def _within(limit_s: float, waiting: Awaitable[None]) -> None:

@@ -127,3 +127,25 @@ async def test_a_checkpoint_knows_what_is_being_written_and_what_was_evicted_mea
         disk.on_write.release()
         await evicting
         await until_idle(kv)
+
+
+async def test_a_medium_that_forgets_and_notes_nothing_is_read_on() -> None:
+    """It may be full: what was evicted is unfindable here all the same, the rest is served, and it is tried again."""
+    engine, disk, others = Engine(), ScriptedSlotBackend(name="disk"), prompt(4, seed=1)
+    async with open_cache(disk, engine=engine) as kv:
+        for keys in (KEYS, others):
+            await keep(kv, engine, keys)
+        for _ in range(4):
+            disk.on_forget.fail_next(OSError("full"))
+        for number in range(4):
+            await kv.evict(KEYS[number : number + 1])
+        assert not kv.stats()["disk"].is_bypassed
+        assert kv.stats()["disk"].open_breakers == ("upkeep",)
+        assert (await kv.lookup(KEYS)).num_blocks == 0
+        assert (await kv.load(others, INTO)).by_tier == {"disk": 4}
+        assert engine.read(INTO) == contents(others)
+        await until(lambda: disk.num_records == 4)  # by a checkpoint, which makes up for it
+        await until_idle(kv)
+    async with open_cache(disk, engine=engine) as kv:
+        assert (await kv.lookup(KEYS)).num_blocks == 0
+        assert (await kv.lookup(others)).num_blocks == 4

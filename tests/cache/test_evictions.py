@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -19,6 +20,8 @@ from tiered_kv import (
 )
 from tiered_kv.backend import Recovered
 from tiered_kv.events import TierFailed
+from tiered_kv.tiers import owned
+from tiered_kv.tiers.tombstones import Tombstones
 
 T = TypeVar("T")
 KEYS = prompt(4)
@@ -289,3 +292,23 @@ async def test_a_block_found_broken_keeps_its_slot_until_it_is_forgotten() -> No
         assert slots.clashes == []
         assert (await kv.load(KEYS, INTO)).num_blocks == 4
         await until_idle(kv)
+
+
+async def test_a_tier_that_opens_late_has_nothing_if_too_much_was_evicted_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is remembered is bounded; where that was not enough it begins empty rather than with one block too many."""
+    monkeypatch.setattr(owned, "Tombstones", partial(Tombstones, most_names=1))
+    slots, engine, others = ScriptedSlotBackend(8, required=False), Engine(), prompt(2, seed=1)
+    async with open_cache(slots, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        await keep(kv, engine, others)
+    slots.on_open.fail_next(BackendUnavailableError("not yet"))
+    async with open_cache(CPU, slots, engine=engine) as kv:
+        for number in range(4):
+            await kv.evict(KEYS[number : number + 1])
+        await until(lambda: not kv.stats()["slots"].is_bypassed)
+        assert [(await kv.lookup(keys)).num_blocks for keys in (KEYS, KEYS[3:], others)] == [0, 0, 0]
+        await until_idle(kv)
+    async with open_cache(CPU, slots, engine=engine) as kv:
+        assert (await kv.lookup(KEYS)).num_blocks == 0

@@ -9,7 +9,7 @@ import pytest
 from tests.support.backends import ScriptedBackend
 from tests.support.caches import inside, keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, Engine, prompt
-from tiered_kv import BlockKeys, BlockState, ClosedError, TieredKV
+from tiered_kv import BlockKeys, BlockState, ClosedError, Outcome, TieredKV
 from tiered_kv.testing import ScriptedDevice
 
 MISS, ASKING, PENDING, HIT = BlockState.MISS, BlockState.ASKING, BlockState.PENDING, BlockState.HIT
@@ -134,4 +134,19 @@ async def test_a_tier_that_fails_has_nothing() -> None:
             tier.answers.forget(inside(kv).batch(KEYS)[1].names)
         assert tier.health.is_bypassed
         assert await ask(kv) == [MISS] * 8
+        await until_idle(kv)
+
+
+async def test_a_store_overtakes_a_question() -> None:
+    """What a medium lacked when it was asked, and has been given since, is not said to be absent."""
+    engine, backend = Engine(), ScriptedBackend()
+    async with open_cache(CPU, backend, engine=engine) as kv:
+        backend.on_lookup.hold()
+        backend.on_lookup.change_next(lambda outcomes: [Outcome.MISS] * len(outcomes))
+        await ask(kv)
+        await until(lambda: backend.on_lookup.num_held > 0)
+        await (await kv.store(KEYS, engine.compute(KEYS))).settled()
+        await kv.evict(KEYS, tier="cpu")
+        backend.on_lookup.release()
+        assert await answered(kv) == [HIT] * 8
         await until_idle(kv)

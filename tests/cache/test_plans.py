@@ -719,6 +719,56 @@ async def test_nothing_waits_for_storage() -> None:
         await until_idle(kv)
 
 
+async def test_what_a_coroutine_awaits_is_for_it_alone() -> None:
+    """A thread that waits in `poll` at that moment is not told of it, and waits on for what comes after."""
+    engine, below = AnyEngine(), ScriptedBackend()
+    async with open_any(engine, cpu(32), below) as kv:
+        await (await kv.store(KEYS, engine.fill(KEYS, range(N)))).settled()
+        await kv.evict(KEYS, tier="cpu")
+        below.on_read.hold()
+        planner, polled = kv.planner(), list[Job]()
+        planner.register_worker()
+        job = planner.plan_load(KEYS, engine.spec(range(N)))
+        awaiting = asyncio.create_task(job.planned())
+        thread = threading.Thread(target=lambda: polled.extend(planner.poll(WAIT_S)))
+        thread.start()
+        await until(lambda: is_in(thread, "wait_until"))
+        below.on_read.release()
+        assert (await awaiting).num_blocks == N
+        other = planner.plan_store(prompt(N, seed=1), engine.spec(range(N)))
+        await until(lambda: not thread.is_alive())
+        assert polled == [other]
+        for each in (job, other):
+            each.cancel()
+            await each.ended()
+        await until_idle(kv)
+
+
+async def test_whoever_awaits_a_job_and_is_cancelled_leaves_it_to_others() -> None:
+    """Even at the moment when it has an answer: somebody is told of it."""
+    async with open_any(AnyEngine(), CPU) as kv:
+        planner = kv.planner()
+        planner.register_worker()
+        job = planner.plan_store(KEYS, AnyEngine().spec(range(N)))
+        awaiting = asyncio.create_task(job.planned())
+        await until(lambda: job.plan is not None)
+        awaiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await awaiting
+        assert planner.poll() == [job]
+        job.cancel()
+        await job.ended()
+        await until_idle(kv)
+
+
+def is_in(thread: threading.Thread, function: str) -> bool:
+    """Whether a thread is in a function of this name now."""
+    frame = sys._current_frames().get(thread.ident or 0)  # noqa: SLF001 - there is no other way to see it
+    while frame is not None and frame.f_code.co_name != function:
+        frame = frame.f_back
+    return frame is not None
+
+
 def read_slot(planner: Planner, spec: CPULoadStoreSpec, slot: int) -> bytes:
     """Return what is in a slot, read past the cache."""
     slab = next(each for each in planner.slabs() if each.pool == spec.pool)

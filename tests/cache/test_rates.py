@@ -65,6 +65,24 @@ def test_a_load_that_was_given_up_holds_up_no_other(*, is_promoted: bool) -> Non
     run(main)
 
 
+def test_closing_waits_for_no_turn_that_nobody_wants() -> None:
+    """Of a load that was given up, blocks whose turn to be read has not come are not waited for."""
+
+    async def main() -> None:
+        engine, keys, device, loop = Engine(), prompt(2 * N), CountingDevice(), asyncio.get_running_loop()
+        async with open_cache(SLOW, engine=engine, limits=LIMITS, device=device) as kv:
+            watch(device, pools_of(kv))
+            await keep(kv, engine, keys)
+            before = kv.start_load(keys, GPULoadStoreSpec(range(2 * N)), deadline_s=100)
+            assert (await kv.load(keys[N:], GPULoadStoreSpec(range(N)), deadline_s=1)).num_blocks == 0
+            before.cancel()
+            await before
+            started = loop.time()
+        assert loop.time() - started <= 4  # what is being read: one window, at 1 block a second
+
+    run(main)
+
+
 @pytest.mark.parametrize("end", ["deadline", "cancel", "close"])
 def test_a_direct_load_that_waits_for_its_turn_ends_in_time(end: str) -> None:
     """Its medium has not been given the memory yet: so neither its deadline nor a cancellation nor closing waits."""

@@ -24,6 +24,11 @@ def names(*numbers: int) -> Names:
     return np.repeat(np.array(numbers, np.uint64)[:, None], 4, axis=1)
 
 
+def tell(answers: Answers, about: Names, *states: BlockState) -> None:
+    """Have a question asked, and answered by HIT or MISS."""
+    answers.take(about, np.array(states) == HIT, answers.ask(about))
+
+
 def test_one_asks_and_all_are_told() -> None:
     """The first to look is to ask; then the answer is there for a second."""
     clock = Clock()
@@ -32,7 +37,7 @@ def test_one_asks_and_all_are_told() -> None:
         states, to_ask = answers.look(names(1, 2))
         assert states.tolist() == [ASKING] * 2
         assert to_ask.tolist() == [is_first] * 2
-    answers.take(names(1, 2), np.array([True, False]))
+    tell(answers, names(1, 2), HIT, MISS)
     states, to_ask = answers.look(names(1, 2, 3))
     assert states.tolist() == [HIT, MISS, ASKING]
     assert to_ask.tolist() == [False, False, True]
@@ -54,7 +59,7 @@ def test_a_question_without_an_answer_is_asked_again() -> None:
 def test_what_is_forgotten_is_asked_anew() -> None:
     """And what was never known is no error."""
     answers = Answers(Clock(), 5.0)
-    answers.take(names(1, 2), np.array([True, True]))
+    tell(answers, names(1, 2), HIT, HIT)
     answers.forget(names(2, 3))
     assert answers.look(names(1, 2))[0].tolist() == [HIT, ASKING]
 
@@ -63,7 +68,7 @@ def test_a_doubt_is_about_what_is_said_to_be_there() -> None:
     """A question under way is not asked twice for it, and what is absent stays so."""
     answers = Answers(Clock(), 5.0)
     answers.look(names(1))
-    answers.take(names(2, 3), np.array([True, False]))
+    tell(answers, names(2, 3), HIT, MISS)
     answers.doubt(names(1, 2, 3, 4))
     states, to_ask = answers.look(names(1, 2, 3))
     assert states.tolist() == [ASKING, ASKING, MISS]
@@ -74,6 +79,18 @@ def test_the_oldest_answers_go_first() -> None:
     """However many are asked for, so many are kept; an answer that came anew is a new one."""
     answers = Answers(Clock(), 5.0, most_names=2)
     for name in (1, 2, 1, 3):
-        answers.take(names(name), np.array([True]))
+        tell(answers, names(name), HIT)
     assert answers.look(names(1, 3))[0].tolist() == [HIT, HIT]
     assert answers.look(names(2))[0].tolist() == [ASKING]
+
+
+def test_what_has_happened_since_the_question_is_not_known_to_its_answer() -> None:
+    """Of a block that was stored or evicted meanwhile it says nothing; another question does."""
+    answers = Answers(Clock(), 5.0)
+    before = answers.ask(names(1, 2))
+    answers.forget(names(1))
+    after = answers.ask(names(1))
+    answers.take(names(1, 2), np.array([False, False]), before)
+    assert answers.look(names(1, 2))[0].tolist() == [ASKING, MISS]
+    answers.take(names(1), np.array([True]), after)
+    assert answers.look(names(1))[0].tolist() == [HIT]

@@ -143,17 +143,18 @@ async def test_hurry_lets_a_waiter_have_the_one_piece_of_its_new_kind() -> None:
 
 
 async def test_what_is_off_keeps_nobody_waiting() -> None:
-    """Once ``is_off()``, whoever waits or comes is let through and takes nothing."""
+    """Once ``is_off()``, whoever waits or comes is told so and takes nothing, whatever the tier does a moment later."""
     budget, off = Budget(10), asyncio.Event()
     holder = await budget.take(10, Waiter(Kind.LOAD))
-    waiting = asyncio.create_task(budget.take(10, Waiter(Kind.LOAD), off.is_set))
+    waiting = asyncio.create_task(budget.take_unless(off.is_set, 10, Waiter(Kind.LOAD)))
     for _ in range(3):
         await checkpoint()
     assert not waiting.done()
     off.set()
+    assert await budget.take_unless(off.is_set, 10, Waiter(Kind.LOAD)) is None
     budget.room.changed()
-    (await waiting)()
-    (await budget.take(10, Waiter(Kind.LOAD), off.is_set))()
+    off.clear()
+    assert await waiting is None
     assert budget.in_flight == 10
     holder()
 
@@ -384,11 +385,11 @@ def test_what_is_given_up_does_not_wait_for_its_pace() -> None:
         budget, loop = _paced(1.0, None)
         (await budget.take(1000, Waiter(Kind.LOAD)))()
         started, is_off = loop.time(), [False]
-        waiting = asyncio.create_task(budget.take(1, Waiter(Kind.LOAD), lambda: is_off[0]))
+        waiting = asyncio.create_task(budget.take_unless(lambda: is_off[0], 1, Waiter(Kind.LOAD)))
         await checkpoint()
         is_off[0] = True
         budget.room.changed()
-        (await waiting)()
+        assert await waiting is None
         assert loop.time() == started
 
     run(main)

@@ -11,6 +11,7 @@ from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine, contents, 
 from tiered_kv import GPULoadStoreSpec, TieredKV
 from tiered_kv.events import BlocksLoaded
 from tiered_kv.testing import ScriptedDevice, ScriptedEvent
+from tiered_kv.transfers import bindings
 
 CPU = {"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}
 KEYS = prompt(4)
@@ -162,3 +163,28 @@ async def test_a_hit_counts_in_the_tiers_below() -> None:
         assert (await kv.lookup(KEYS)).by_tier == {"cpu": 4}
         assert (await kv.lookup(prompt(4, seed=1))).by_tier == {"keyed": 4}
         await until_idle(kv)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+async def test_an_interrupt_in_the_copy_is_the_programs(
+    monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    """A handler of signals raised it, by chance there: it is raised to the program, and nothing stays leased."""
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise error
+
+    engine, others = Engine(), prompt(4, seed=1)
+    async with open_cache(CPU, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        computed = engine.compute(others)
+        with monkeypatch.context() as patch:
+            patch.setattr(bindings, "scatter_blocks", interrupted)
+            patch.setattr(bindings, "gather_blocks", interrupted)
+            with pytest.raises(error):
+                kv.start_load(KEYS, INTO)
+            with pytest.raises(error):
+                kv.start_store(others, computed)
+        await until_idle(kv)
+        assert (await kv.lookup(others)).num_blocks == 0
+        assert (await kv.load(KEYS, INTO)).num_blocks == 4

@@ -207,6 +207,12 @@ def attempt(copy: Copy) -> BaseException | None:
     return None
 
 
+def raise_the_programs(error: BaseException | None) -> None:
+    """Raise what a handler of signals raised in the thread that copied: it is no fault of the copy."""
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        raise error
+
+
 def report(done: Done, error: BaseException | None) -> None:
     """Call ``done``, whose own mistakes must not end the thread that the other copies need."""
     try:

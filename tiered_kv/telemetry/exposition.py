@@ -64,7 +64,7 @@ _TIER_GAUGES: Final[Mapping[str, tuple[Callable[[TierStatistics], float], str]]]
     "usage_ratio": (lambda of: _part(of.ready, of.num_slots), "Part of the tier's slots with a readable block."),
     "bypassed": (lambda of: of.is_bypassed, "1 while loads or stores go on without the tier."),
 }
-_BREAKERS: Final = ("reads", "writes", "deletes")
+_BREAKERS: Final = ("reads", "writes", "deletes", "upkeep")
 
 
 def families(readings: Sequence[Reading]) -> list[Metric]:

@@ -29,7 +29,7 @@ class Answers:
         self._clock = clock
         self._asking_s = asking_s
         self._most_names = most_names
-        self._said: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
+        self._said: OrderedDict[bytes, tuple[int, float, object]] = OrderedDict()  # the state, until when, the question
         self._lock = threading.RLock()  # re-entrant: a signal's handler may look while its thread does
 
     def look(self, names: Names) -> tuple[NDArray[np.int8], Mask]:
@@ -38,20 +38,29 @@ class Answers:
         now = self._clock()
         with self._lock:
             for i, name in enumerate(each.tobytes() for each in names):
-                state, until = self._said.get(name, (_ASKING, now))
+                state, until, _ = self._said.get(name, (_ASKING, now, None))
                 if until > now:
                     states[i] = state
                 else:
                     to_ask[i] = True
-                    self._say(name, _ASKING, now + self._asking_s)
+                    self._say(name, _ASKING, now + self._asking_s, None)
         return states, to_ask
 
-    def take(self, names: Names, is_there: Mask) -> None:
-        """Keep what was said."""
+    def ask(self, names: Names) -> object:
+        """Note that these are being asked for; return the question, for `take`."""
+        question, until = object(), self._clock() + self._asking_s
+        with self._lock:
+            for name in names:
+                self._say(name.tobytes(), _ASKING, until, question)
+        return question
+
+    def take(self, names: Names, is_there: Mask, question: object) -> None:
+        """Keep what was said to a question, but of blocks of which something has happened since it was asked."""
         until = self._clock() + _KEPT_S
         with self._lock:
-            for name, there in zip(names, is_there.tolist(), strict=True):
-                self._say(name.tobytes(), _HIT if there else _MISS, until)
+            for name, there in zip((each.tobytes() for each in names), is_there.tolist(), strict=True):
+                if name in self._said and self._said[name][2] is question:
+                    self._say(name, _HIT if there else _MISS, until, None)
 
     def forget(self, names: Names) -> None:
         """Believe no older answer."""
@@ -63,11 +72,11 @@ class Answers:
         """Believe no longer that these are there; who asks for them goes on."""
         with self._lock:
             for name in (each.tobytes() for each in names if self._said):
-                if self._said.get(name, (_MISS, 0.0))[0] == _HIT:
+                if name in self._said and self._said[name][0] == _HIT:
                     del self._said[name]
 
-    def _say(self, name: bytes, state: int, until: float) -> None:
-        self._said[name] = state, until
+    def _say(self, name: bytes, state: int, until: float, question: object) -> None:
+        self._said[name] = state, until, question
         self._said.move_to_end(name)
         if len(self._said) > self._most_names:
             self._said.popitem(last=False)

@@ -15,6 +15,7 @@ from itertools import islice
 from typing import Any, Final, TypeVar
 
 T = TypeVar("T")
+Give = Callable[[], None]
 _LOOKS_AHEAD: Final = 16
 _PASSES: Final = 16
 _FIRST_HOLD_S: Final = 0.5
@@ -46,12 +47,13 @@ _SHARE: Final = {Priority.LOAD: 1.0, Priority.PREFETCH: 0.75, Priority.STORE: 0.
 class Waiter:
     """Someone's place in line: of what kind they are, and who goes first."""
 
-    __slots__ = ("_places", "kind", "priority")
+    __slots__ = ("_places", "is_given_up", "kind", "priority")
 
     def __init__(self, kind: Kind, priority: Priority | None = None) -> None:
         """Make one; the priority is that of the kind if left out."""
         self.kind = kind
         self.priority = Priority(kind) if priority is None else priority
+        self.is_given_up = False
         self._places: set[_Place] = set()
 
     def hurry(self, kind: Kind, priority: Priority) -> None:
@@ -67,6 +69,11 @@ class Waiter:
         if self.kind is Kind.LOAD:
             self.kind, self.priority = Kind.PREFETCH, max(self.priority, Priority.PREFETCH)
             self._look_again(moves=True)
+
+    def give_up(self) -> None:
+        """Want nothing any more for which the turn has not come."""
+        self.is_given_up = True
+        self._look_again(moves=False)
 
     @property
     def is_waiting(self) -> bool:
@@ -245,29 +252,37 @@ class Budget:
         """Bytes given out."""
         return sum(self._in_flight)
 
-    async def take(
-        self, num_bytes: int, waiter: Waiter, is_off: Callable[[], bool] = lambda: False, *, num_blocks: int = 1
-    ) -> Callable[[], None]:
+    async def take(self, num_bytes: int, waiter: Waiter, *, num_blocks: int = 1) -> Give:
         """Wait until ``num_bytes`` more may be in flight; return what gives them back, to be called once.
 
         They are ``num_blocks``, for the pace at which they may come.
+        """
+        attempt = partial(self._attempt, num_bytes, num_blocks, waiter)
+        return await self.room.acquire(attempt, waiter, lambda give: give(), num_bytes)
 
-        Once ``is_off()``, nobody waits and nothing is taken: whoever asks has to look. `Room.changed` makes them.
+    async def take_unless(
+        self, is_off: Callable[[], bool], num_bytes: int, waiter: Waiter, *, num_blocks: int = 1
+    ) -> Give | None:
+        """`take`, or None, and nothing taken, once ``is_off()`` or the waiter has given up: then nobody waits.
+
+        `Room.changed` makes them look.
         """
 
-        def attempt() -> Callable[[], None] | None:
-            if is_off():
-                return _nothing
-            fits = self.in_flight + num_bytes <= self.limit * _SHARE[waiter.priority]
-            if self._in_flight[waiter.kind] and not fits:
-                return None
-            pace = self._paces[waiter.kind]
-            if pace is not None and not pace.take(num_bytes, num_blocks, self.room.changed):
-                return None
-            self._in_flight[waiter.kind] += num_bytes
-            return partial(self._give, num_bytes, waiter.kind)
+        def attempt() -> Give | None:
+            return _nothing if waiter.is_given_up or is_off() else self._attempt(num_bytes, num_blocks, waiter)
 
-        return await self.room.acquire(attempt, waiter, lambda give: give(), num_bytes)
+        give = await self.room.acquire(attempt, waiter, lambda give: give(), num_bytes)
+        return None if give is _nothing else give
+
+    def _attempt(self, num_bytes: int, num_blocks: int, waiter: Waiter) -> Give | None:
+        fits = self.in_flight + num_bytes <= self.limit * _SHARE[waiter.priority]
+        if self._in_flight[waiter.kind] and not fits:
+            return None
+        pace = self._paces[waiter.kind]
+        if pace is not None and not pace.take(num_bytes, num_blocks, self.room.changed):
+            return None
+        self._in_flight[waiter.kind] += num_bytes
+        return partial(self._give, num_bytes, waiter.kind)
 
     def _give(self, num_bytes: int, kind: Kind) -> None:
         self._in_flight[kind] -= num_bytes

@@ -30,6 +30,7 @@ class Fill:
         arrived: By position of the batch, what can be read by now.
         source: By position, which tier it comes from (a number that the chain gives tiers).
         waiter: Its place in the lines of the tiers; a joiner may hurry it.
+        ends_unwanted: Whether it begins no read any more once nobody waits for it: the cache is closing.
     """
 
     def __init__(self, n: int, waiter: Waiter) -> None:
@@ -38,12 +39,18 @@ class Fill:
         self.source: NDArray[np.int8] = np.full(n, -1, np.int8)
         self.waiter = waiter
         self.late_tiers: set[str] = set()
+        self.ends_unwanted = False
         self._leases: list[Lease] = []
         self._num_waiting = 1
 
     def join(self) -> None:
         """Wait for this fill too: what arrives is held until everyone who waits has let go."""
         self._num_waiting += 1
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether somebody waits for it."""
+        return self._num_waiting > 0
 
     def let_go(self) -> None:
         """Wait no longer: what was wanted is leased, or not wanted any more."""
@@ -53,6 +60,8 @@ class Fill:
                 lease.release()
             self._leases.clear()
             self.waiter.nobody_waits()  # loads that are given up must not hold up those that come after them
+            if self.ends_unwanted:
+                self.waiter.give_up()
 
     def keep(self, lease: Lease) -> None:
         """Hold what arrived, so that transient blocks live until those who wait have leased them."""
@@ -93,6 +102,7 @@ class Fills:
         self._room = room
         self._tasks = tasks
         self._pending: dict[int, tuple[Fill, int]] = {}  # by slot, its fill and the tier it is read from, or -1
+        self._is_closing = False
 
     def __len__(self) -> int:
         """Count the slots that are being filled."""
@@ -119,6 +129,14 @@ class Fills:
             if slot >= 0:
                 self._pending[slot] = fill, source
 
+    def close(self) -> None:
+        """From now on begin no read that nobody waits for: its turn may come late where a tier has a rate."""
+        self._is_closing = True
+        for fill in {id(fill): fill for fill, _ in self._pending.values()}.values():
+            fill.ends_unwanted = True
+            if not fill.is_wanted:
+                fill.waiter.give_up()
+
     def conclude(self, fill: Fill, reservation: Reservation) -> None:
         """End a fill: give back what did not arrive, wake who joined."""
         for slot in reservation.slots[reservation.slots >= 0]:
@@ -131,6 +149,7 @@ class Fills:
         """Start to read blocks into reserved host slots, each from its tier. The fill is the cache's, whoever waits."""
         fill = Fill(len(batch), waiter)
         fill.source[:] = sources
+        fill.ends_unwanted = self._is_closing
         self.announce(fill, reservation)
         self._tasks.spawn(self._fill(fill, batch, sources, reservation), f"fill {len(batch)} blocks")
         return fill

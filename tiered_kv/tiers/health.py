@@ -14,6 +14,7 @@ _LONGEST_PAUSE_S: Final = 3.5
 """So that a tier that is well again is in use again within five seconds, jitter and the probe itself included."""
 _JITTER: Final = 0.2
 _HALF_LIFE_S: Final = 1.0
+_UPKEEP: Final = frozenset({"forget", "checkpoint", "resize"})
 
 
 class Breaker:
@@ -122,9 +123,10 @@ class StorageHealth:
         timeout_s: How long a call is waited for.
         clock: Seconds, monotonic: what all its waits are measured by.
         is_open: False while a backend that is not required could not be opened yet.
-        reads: Breaker of all calls but those of the other two.
+        reads: Breaker of all calls but those of the others.
         writes: Breaker of writes.
         deletes: Breaker of deletions: what is not deleted is unfindable all the same, and the tier is read on.
+        upkeep: Breaker of what a medium is to remember or to make of itself. While it fails in that it is read on.
         on_stall: Called when a call is late: whoever waits for this tier should look again.
     """
 
@@ -146,6 +148,7 @@ class StorageHealth:
         self.reads = Breaker(clock, rng)
         self.writes = Breaker(clock, rng)
         self.deletes = Breaker(clock, rng)
+        self.upkeep = Breaker(clock, rng)
         self.clock = clock
         self._write_latency = LatencyAverage(clock)
         self._shed_after_s = shed_stores_after_s
@@ -154,8 +157,8 @@ class StorageHealth:
 
     @property
     def is_bypassed(self) -> bool:
-        """Whether loads go on without this tier."""
-        return not self.is_open or self.reads.is_open
+        """Whether loads go on without this tier: it fails, or hangs."""
+        return not self.is_open or self.reads.is_open or self.upkeep.num_late > 0
 
     @property
     def is_shedding(self) -> bool:
@@ -163,15 +166,16 @@ class StorageHealth:
         return not self.is_open or self.writes.is_open or self._write_latency.now() > self._shed_after_s
 
     def open_breakers(self) -> tuple[str, ...]:
-        """Name what is bypassed now: ``"reads"``, ``"writes"``, ``"deletes"``."""
-        breakers = {"reads": self.reads, "writes": self.writes, "deletes": self.deletes}
+        """Name what is bypassed now: ``"reads"``, ``"writes"``, ``"deletes"``, ``"upkeep"``."""
+        breakers = {"reads": self.reads, "writes": self.writes, "deletes": self.deletes, "upkeep": self.upkeep}
         return tuple(name for name, breaker in breakers.items() if breaker.is_open or breaker.is_tripped)
 
     def is_off(self, doing: str) -> bool:
         """Whether calls of a kind should not be made now."""
         if doing == "write":
             return self.is_shedding
-        return self.is_bypassed or (doing == "delete" and self.deletes.is_open)
+        breaker = self._breaker(doing)
+        return self.is_bypassed or (breaker is not self.reads and breaker.is_open)
 
     def begin(self, doing: str) -> None:
         """A call is about to be made; of a tier that fails it is the probe. `ended` or `not_made` follows."""
@@ -214,7 +218,9 @@ class StorageHealth:
 
     @property
     def _num_late(self) -> int:
-        return self.reads.num_late + self.writes.num_late + self.deletes.num_late
+        return sum(each.num_late for each in (self.reads, self.writes, self.deletes, self.upkeep))
 
     def _breaker(self, doing: str) -> Breaker:
+        if doing in _UPKEEP:
+            return self.upkeep
         return {"write": self.writes, "delete": self.deletes}.get(doing, self.reads)

@@ -63,7 +63,7 @@ class OwnedTier(StorageTier, BookedTier):
         """See `StorageTier.opened`. What was evicted meanwhile is not there any more."""
         index = books[self.group]
         evicted, self._evicted = self._evicted, Tombstones()
-        if evicted.is_cleared:
+        if evicted.is_cleared or evicted.num_lost:  # too many to remember which: better none than one of these
             index.clear()
         elif (names := evicted.names()) is not None:
             index.remove(names)
@@ -90,11 +90,10 @@ class OwnedTier(StorageTier, BookedTier):
         One that was removed while it was read may have been overwritten, and is a miss like any other.
         """
         right = np.zeros(len(batch), np.bool_)
-        give_back = await self._take(len(batch), waiter)
+        if (give_back := await self._take(len(batch), waiter)) is None:
+            on_late()
+            return right
         try:
-            if self.health.is_bypassed:
-                on_late()
-                return right
             with self.index.lease(batch.names) as lease:
                 at = np.flatnonzero(lease.slots >= 0)
                 if not len(at):
@@ -124,10 +123,9 @@ class OwnedTier(StorageTier, BookedTier):
     ) -> WriteReport:
         """See `StorageTier.write`. What is removed while it is written never commits."""
         n = len(batch)
-        give_back = await self._take(n, Waiter(kind))
+        if (give_back := await self._take(n, Waiter(kind))) is None:
+            return WriteReport.nothing_of(n)
         try:
-            if self.health.is_shedding:
-                return WriteReport.nothing_of(n)
             wanted = is_wanted()
             at = np.flatnonzero(wanted)
             try:
@@ -185,7 +183,8 @@ class OwnedTier(StorageTier, BookedTier):
             blocks: To read into.
         """
         waiter = Waiter(Kind.PREFETCH, Priority.DEMOTE)
-        give_back = await self._take(len(names), waiter)
+        if (give_back := await self._take(len(names), waiter)) is None:
+            return 0
         try:
             wrong, _ = await self._wrong(self.backend.peek, names, slots, blocks, waiter)
             if not wrong.any():
@@ -283,7 +282,7 @@ class OwnedTier(StorageTier, BookedTier):
 
     def tick(self) -> None:
         """See `StorageTier.tick`."""
-        if self._owes_checkpoint and self.is_in_use:
+        if self._owes_checkpoint and not self.health.is_off("checkpoint"):
             self._tasks.spawn(self.checkpoint(sync=False), f"checkpoint {self.name} again")
 
     async def checkpoint(self, *, sync: bool) -> None:

@@ -104,7 +104,8 @@ class SharedTier(StorageTier):
         return found & ~self._evicted.holds(batch)
 
     async def _answer(self, batch: Batch) -> None:
-        self.answers.take(batch.names, await self._find_each(batch))
+        question = self.answers.ask(batch.names)
+        self.answers.take(batch.names, await self._find_each(batch), question)
 
     async def _ask_each(self, batch: Batch) -> Mask:
         n, keys = len(batch), batch.keys()
@@ -126,11 +127,10 @@ class SharedTier(StorageTier):
     async def read(self, batch: Batch, blocks: list[Block], waiter: Waiter, on_late: Callable[[], None]) -> Mask:
         """See `StorageTier.read`. A block that is broken twice is deleted; until then a store may repair it."""
         right = np.zeros(len(batch), np.bool_)
-        give_back = await self._take(len(batch), waiter)
+        if (give_back := await self._take(len(batch), waiter)) is None:
+            on_late()
+            return right
         try:
-            if self.health.is_bypassed:
-                on_late()
-                return right
             at = np.flatnonzero(~self._evicted.holds(batch))  # since the medium was asked
             if not len(at):
                 return right
@@ -158,10 +158,9 @@ class SharedTier(StorageTier):
     ) -> WriteReport:
         """See `StorageTier.write`. What is being deleted is dropped: which of the two came last, nobody could tell."""
         n = len(batch)
-        give_back = await self._take(n, Waiter(kind))
+        if (give_back := await self._take(n, Waiter(kind))) is None:
+            return WriteReport.nothing_of(n)
         try:
-            if self.health.is_shedding:
-                return WriteReport.nothing_of(n)
             wanted = is_wanted() & ~self._is_being_deleted(batch)
             at = np.flatnonzero(wanted)
             written, dropped = np.zeros(n, np.bool_), ~wanted

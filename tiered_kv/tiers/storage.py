@@ -22,7 +22,7 @@ from tiered_kv.keys import BlockKey, Names
 from tiered_kv.specs import LoadStoreSpec
 from tiered_kv.tiers.base import Mask, Tier
 from tiered_kv.tiers.batch import Batch
-from tiered_kv.tiers.budget import Budget, Kind, Waiter
+from tiered_kv.tiers.budget import Budget, Give, Kind, Waiter
 from tiered_kv.tiers.calls import Calls, outcomes_problem
 from tiered_kv.tiers.health import StorageHealth
 from tiered_kv.tiers.records import Records, Staging
@@ -190,9 +190,9 @@ class StorageTier(Tier):
     def _num_bytes(self, n: int) -> int:
         return n * self.shape.stride_bytes
 
-    async def _take(self, n: int, waiter: Waiter) -> Callable[[], None]:
-        """Wait for our turn to move ``n`` blocks, or until the tier stalls: behind a hung call it might never come."""
-        return await self.budget.take(self._num_bytes(n), waiter, lambda: self._is_off(waiter), num_blocks=n)
+    async def _take(self, n: int, waiter: Waiter) -> Give | None:
+        """Wait for our turn to move ``n`` blocks; None once the tier stalls: behind a hung call it might never come."""
+        return await self.budget.take_unless(lambda: self._is_off(waiter), self._num_bytes(n), waiter, num_blocks=n)
 
     def _is_off(self, waiter: Waiter) -> bool:
         return self.health.is_bypassed if waiter.kind in {Kind.LOAD, Kind.PREFETCH} else self.health.is_shedding

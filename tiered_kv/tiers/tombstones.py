@@ -17,7 +17,7 @@ _MOST_NAMES: Final = 1 << 16
 
 
 class Tombstones:
-    """The blocks of one tier that were evicted, at most ``most_names`` of them: the oldest go first.
+    """The blocks of one tier that were evicted: those evicted last, and ``most_names`` in all if that is more.
 
     Attributes:
         serial: Counts evictions, so that what lifts a tombstone lifts none that came after it.
@@ -40,7 +40,8 @@ class Tombstones:
         self.serial += 1
         for name, position in zip(batch.names, batch.positions.tolist(), strict=True):
             self._places[name.tobytes()] = batch.namespace, position, self.serial
-        while len(self._places) > self._most_names:
+            self._places.move_to_end(name.tobytes())
+        while len(self._places) > max(self._most_names, len(batch)):
             self._places.popitem(last=False)
             self.num_lost += 1
 

@@ -122,7 +122,8 @@ class Jobs:
         # Begins anywhere: what workers still answer to a planner before this one must end no job of this one.
         self._last_number = secrets.randbits(62)
         self._calls: deque[Callable[[], None]] = deque()
-        self._waiters: dict[Job, set[asyncio.Future[None]]] = {}  # the event loop's thread alone uses these two
+        # The event loop's thread alone uses these two; of who waits, what for.
+        self._waiters: dict[Job, dict[asyncio.Future[None], Callable[[], object]]] = {}
         self._bringing: dict[Job, asyncio.Task[None]] = {}
 
     def begin(self, request: JobRequest) -> Job:
@@ -226,13 +227,18 @@ class Jobs:
             raise ConfigurationError("a job is awaited on the event loop that opened its cache; other threads poll")
         while (answered := answer()) is None:
             waiter = self._loop.create_future()
-            waiters = self._waiters.setdefault(job, set())
-            waiters.add(waiter)
+            waiters = self._waiters.setdefault(job, {})
+            waiters[waiter] = answer
             try:
                 await waiter
+            except asyncio.CancelledError:
+                if waiter.done() and not waiter.cancelled():  # it was told of nobody else
+                    with self._polled.lock:
+                        self._polled.tell(job, None)
+                raise
             finally:
-                waiters.discard(waiter)
-        if answered is job.result or job.result is None:
+                waiters.pop(waiter, None)
+        if _says_all(job, answered):
             self._polled.forget(job)
         return answered
 
@@ -340,8 +346,12 @@ class Jobs:
                 job.result = result  # before the plan: who sees a plan of nothing must not think that it is to be done
                 del self._not_over[job.number]
             job.plan = plan
-            self._polled.tell(job, None)
-        for waiter in self._waiters.pop(job, ()):
+            waiters = self._waiters.pop(job, {})
+            if not any((said := answer()) is not None and _says_all(job, said) for answer in waiters.values()):
+                self._polled.tell(job, None)
+            else:  # whoever awaits it is to have it; who polls looks whether anything else is coming
+                self._polled.lock.notify_all()
+        for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)
 
@@ -355,3 +365,8 @@ class Jobs:
                 self._give_up(job, unbound, f"rank {rank}: {said}")  # nobody has its plan, so nobody else will answer
             else:
                 self._take(job, lambda underway: underway.take(rank, 0, said))
+
+
+def _says_all(job: Job, answer: object) -> bool:
+    """Whether who has this answer knows all that there is to know of a job now."""
+    return answer is job.result or job.result is None

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from tiered_kv.catalog.leases import Lease
-from tiered_kv.memory.device import attempt
+from tiered_kv.memory.device import attempt, raise_the_programs
 from tiered_kv.memory.lanes import LaneCopy, RevokedError
 from tiered_kv.results import LoadResult, TierFault
 from tiered_kv.tiers.memory import MemoryTier
@@ -64,7 +64,9 @@ class ResidentLoad:
         request, chain = self._request, self._request.chain
         work = partial(request.binding.scatter, self._tier.rows, self._lease.slots, request.pages.ravel())
         if may_copy_at_once(request, len(request.batch)):
-            self._end(attempt(work))
+            error = attempt(work)
+            self._end(error)
+            raise_the_programs(error)
         else:
             self._copy = chain.copy(request.lane, work)
             self._copy.ended.add_done_callback(self._copied)

@@ -16,7 +16,7 @@ from tiered_kv.catalog.history import Fate
 from tiered_kv.catalog.leases import Reservation
 from tiered_kv.errors import ConfigurationError
 from tiered_kv.events import BlocksSettled, BlocksStored
-from tiered_kv.memory.device import attempt
+from tiered_kv.memory.device import attempt, raise_the_programs
 from tiered_kv.memory.lanes import LaneCopy, RevokedError
 from tiered_kv.results import StoreResult, TierStore
 from tiered_kv.tiers.batch import Batch
@@ -156,8 +156,10 @@ class Store(Revocable):
         if placed is None:
             end()
         elif may_copy_at_once(request, len(placed.batch)):
-            self._copied_out(attempt(partial(placed.gather, request.binding)), placed)
+            error = attempt(partial(placed.gather, request.binding))
+            self._copied_out(error, placed)
             end()
+            raise_the_programs(error)
         else:
             copy = self._copy_out(placed)
             timer = loop.call_at(started + max(chain.limits.store_timeout_s, LAST_COPIES_S), copy.revoke)

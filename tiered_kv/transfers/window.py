@@ -244,8 +244,8 @@ class Bringer:
 
     def _are_holes(self, at: NDArray[np.int64]) -> Mask:
         """Say which blocks of the transfer are not on the host, and not on their way there."""
-        _, states = self.chain.host.index.find(self._batch.names[at])
-        return states == 0
+        slots, _ = self.chain.host.index.find(self._batch.names[at])
+        return np.less(slots, 0)
 
     def _cut(self, window: Window, n: int) -> None:
         window.batch, window.source, window.coming = window.batch[:n], window.source[:n], window.coming[:n]
