@@ -214,8 +214,13 @@ class TierStatistics:
         written, promoted, evicted, dropped, corrupt, failed, expired: Blocks, see `tiers.memory.Counters`.
         bytes_read, bytes_written: Of records that the medium brought and took, headers and padding included. 0 for
             memory tiers, whose copies are a part of each load and store.
-        read_s, write_s: How long its calls took, each from its beginning to its answer. Calls under way side by side
-            add up: bytes over seconds is what one of them gets.
+        read_s, write_s: How long its calls took. Calls under way side by side add up: bytes over seconds is what one of
+            them gets.
+        read_queue_s, write_queue_s: How long they waited before that: for bytes in flight, and for a turn.
+        capacity_bytes, used_bytes: Of its slots, and of those with a readable block; 0 for a tier that the cache does
+            not own.
+        in_flight_bytes: Being read or written now, for transfers; of storage.
+        num_calls, num_waiting: Of these transfers' calls, those that the medium has not answered, and those that wait.
         facts: What else the backend says of itself, e.g. its I/O mode.
     """
 
@@ -240,8 +245,15 @@ class TierStatistics:
     expired: int = 0
     bytes_read: int = 0
     read_s: float = 0.0
+    read_queue_s: float = 0.0
     bytes_written: int = 0
     write_s: float = 0.0
+    write_queue_s: float = 0.0
+    capacity_bytes: int = 0
+    used_bytes: int = 0
+    in_flight_bytes: int = 0
+    num_calls: int = 0
+    num_waiting: int = 0
     facts: Mapping[str, object] = field(default_factory=dict)
 
 

@@ -8,6 +8,7 @@ from tiered_kv.results import CacheStatistics, TierStatistics
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.ledger import Ledger
 from tiered_kv.tiers.pins import Pins
+from tiered_kv.tiers.storage import StorageTier
 
 _SLOTS = ("num_slots", "free", "ready", "evictable", "leased", "pending", "doomed", "dirty")
 
@@ -45,9 +46,20 @@ def _tier_statistics(chains: Sequence[Chain], number: int) -> TierStatistics:
         if (index := getattr(tier, "index", None)) is not None:
             books = index.statistics()
             counts |= {each: getattr(books, each) for each in _SLOTS}
+            counts |= {
+                "capacity_bytes": books.num_slots * chain.stride_bytes,
+                "used_bytes": books.ready * chain.stride_bytes,
+            }
         values = {each: values.get(each, 0) + count for each, count in counts.items()}
     tier = chains[0].tiers[number]
     health, backend = getattr(tier, "health", None), getattr(tier, "backend", None)
+    if isinstance(tier, StorageTier):
+        calls, budget = tier.calls, tier.budget
+        values |= {
+            "in_flight_bytes": budget.in_flight,
+            "num_calls": calls.num_underway,
+            "num_waiting": calls.num_waiting + budget.room.num_waiting,
+        }
     return TierStatistics(
         tier=tier.name,
         is_bypassed=health is not None and (health.is_bypassed or health.is_shedding),

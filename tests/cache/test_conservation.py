@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.backends import ScriptedSlotBackend
+from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
 from tests.support.caches import keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, Engine, prompt
 from tiered_kv import BlockKeys, CacheStatistics, GPULoadStoreSpec, Outcomes, TieredKV
@@ -165,3 +165,20 @@ async def test_bytes_and_seconds_are_told_for_each_call_and_each_tier() -> None:
         assert stats["disk"].read_s > 0.0
         assert (stats["cpu"].bytes_read, stats["cpu"].bytes_written) == (0, 0)
         await until_idle(kv)
+
+
+async def test_what_is_under_way_in_a_tier_is_counted() -> None:
+    """Bytes in flight and calls that are not answered; nothing of them is left when nothing moves."""
+    engine, backend = Engine(), ScriptedBackend()
+    async with open_cache(cpu(16), backend, engine=engine) as kv:
+        backend.on_write.hold()
+        await kv.store(prompt(4), engine.compute(prompt(4)))
+        await until(lambda: backend.on_write.num_held > 0)
+        memory, tier = kv.stats().tiers
+        assert tier.in_flight_bytes >= 4 * PAYLOAD_BYTES
+        assert tier.num_calls == backend.on_write.num_held
+        assert memory.used_bytes * 16 == memory.capacity_bytes * 4
+        backend.on_write.release()
+        await until_idle(kv)
+        tier = kv.stats().tiers[1]
+        assert (tier.in_flight_bytes, tier.num_calls, tier.num_waiting) == (0, 0, 0)

@@ -36,11 +36,15 @@ class Counters:
     bytes_read: int = 0
     """Of records that reads brought, padding included: nothing is counted for a memory tier."""
     read_s: float = 0.0
-    """Of these reads, each from its call to its answer: several may be under way at once."""
+    """Of these reads, each as long as the medium took: several may be under way at once."""
+    read_queue_s: float = 0.0
+    """How long reads waited for their turn before that."""
     bytes_written: int = 0
     """Of records that the medium took."""
     write_s: float = 0.0
     """Of these writes."""
+    write_queue_s: float = 0.0
+    """How long they waited for their turn before that."""
 
 
 class Tier:

@@ -7,7 +7,7 @@ number of answers, an answer that comes late or never. Each call runs to its end
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Generic, TypeVar, cast
 
 from tiered_kv.backend import Outcome
@@ -33,12 +33,14 @@ class Answer(Generic[T]):
         error: Why it did not go well, in words; empty if it did.
         is_late: It has not ended within its time, and goes on.
         was_made: False where the tier is bypassed: the backend was not asked.
+        seconds: How long the backend took, without the wait for a turn.
     """
 
     value: T | None = None
     error: str = ""
     is_late: bool = False
     was_made: bool = True
+    seconds: float = 0.0
 
     @property
     def is_well(self) -> bool:
@@ -57,6 +59,16 @@ class Calls:
         self._tasks = tasks
         self._turns = {doing: _Turns(health, doing) for doing in _QUEUED}
         health.on_stall += [turns.room.changed for turns in self._turns.values()]
+
+    @property
+    def num_underway(self) -> int:
+        """Calls of traffic that have not returned."""
+        return sum(turns.num_taken for turns in self._turns.values())
+
+    @property
+    def num_waiting(self) -> int:
+        """Calls of traffic that wait for their turn."""
+        return sum(turns.room.num_waiting for turns in self._turns.values())
 
     async def make(
         self,
@@ -147,6 +159,7 @@ class Calls:
             if doing in self._turns:
                 self._turns[doing].saw(seconds)
             health.ended(doing, seconds, is_late=is_late, has_failed=has_failed)
+        answer = replace(answer, seconds=seconds)
         if not answer.is_well and not _is_being_cancelled():
             health.emit(TierFailed(health.name, doing, answer.error, num_blocks))
         return answer
@@ -164,7 +177,7 @@ class _Turns:
         self._health = health
         self._doing = doing
         self._limit = float(_FIRST_CALLS)
-        self._num = 0
+        self.num_taken = 0
 
     async def take(self, waiter: Waiter) -> bool:
         """Wait for a turn, and take it; False, and none taken, once the tier is bypassed."""
@@ -172,15 +185,15 @@ class _Turns:
 
     def give_back(self, _: object = None) -> None:
         """End a turn."""
-        self._num -= 1
+        self.num_taken -= 1
         self.room.changed()
 
     def _attempt(self) -> bool | None:
         if self._health.is_off(self._doing):
             return False
-        if self._num >= self._limit:
+        if self.num_taken >= self._limit:
             return None
-        self._num += 1
+        self.num_taken += 1
         self._health.begin(self._doing)  # at once: of a tier that fails, one call is the probe
         return True
 

@@ -29,6 +29,7 @@ from tiered_kv.tiers.records import Records, Staging
 from tiered_kv.tiers.tasks import Tasks
 
 READ: Final = frozenset({Outcome.HIT, Outcome.MISS, Outcome.CORRUPT, Outcome.FAILED})
+_READERS: Final = frozenset({Kind.LOAD, Kind.PREFETCH})
 _WRITTEN: Final = frozenset({Outcome.STORED, Outcome.REFUSED, Outcome.FAILED})
 
 
@@ -192,10 +193,17 @@ class StorageTier(Tier):
 
     async def _take(self, n: int, waiter: Waiter) -> Give | None:
         """Wait for our turn to move ``n`` blocks; None once the tier stalls: behind a hung call it might never come."""
-        return await self.budget.take_unless(lambda: self._is_off(waiter), self._num_bytes(n), waiter, num_blocks=n)
+        started = self.health.clock()
+        give = await self.budget.take_unless(lambda: self._is_off(waiter), self._num_bytes(n), waiter, num_blocks=n)
+        waited_s = self.health.clock() - started
+        if waiter.kind in _READERS:
+            self.counters.read_queue_s += waited_s
+        else:
+            self.counters.write_queue_s += waited_s
+        return give
 
     def _is_off(self, waiter: Waiter) -> bool:
-        return self.health.is_bypassed if waiter.kind in {Kind.LOAD, Kind.PREFETCH} else self.health.is_shedding
+        return self.health.is_bypassed if waiter.kind in _READERS else self.health.is_shedding
 
     async def _locate(self, call: Callable[[], Awaitable[LoadStoreSpec | None]], n: int) -> LoadStoreSpec | None:
         """Ask the medium, which counts as a lookup."""
@@ -221,15 +229,17 @@ class StorageTier(Tier):
             "read", call, num_blocks=n, waiter=waiter, on_late=on_late,
             problem_of=outcomes_problem(n, READ), is_failure=all_failed,
         )  # fmt: skip
+        seconds = self.health.clock() - started
+        self.counters.read_queue_s += seconds - answer.seconds
         if not answer.was_made:
             on_late()  # as bypassed as a tier can be
         if not answer.value:
             self.counters.failed += n
             return [Outcome.FAILED] * n
-        seconds, num_filled = self.health.clock() - started, answer.value.count(Outcome.HIT)
+        num_filled = answer.value.count(Outcome.HIT)
         self.load_rate.saw(self._num_bytes(n), seconds)
         self.counters.bytes_read += self._num_bytes(num_filled)
-        self.counters.read_s += seconds
+        self.counters.read_s += answer.seconds
         verdicts, refused = await self._records.verify(keys, blocks, list(answer.value), self.shape)
         self._tell_refused(refused)
         self.counters.corrupt += verdicts.count(Outcome.CORRUPT)
@@ -248,11 +258,12 @@ class StorageTier(Tier):
             "write", call, num_blocks=n, waiter=Waiter(kind), on_late=on_late,
             problem_of=outcomes_problem(n, _WRITTEN), is_failure=all_failed,
         )  # fmt: skip
+        self.counters.write_s += answer.seconds
+        self.counters.write_queue_s += self.health.clock() - started - answer.seconds
         if not answer.was_made:
             return [Outcome.REFUSED] * n
         outcomes = list(answer.value or [Outcome.FAILED] * n)
         self.counters.bytes_written += self._num_bytes(outcomes.count(Outcome.STORED))
-        self.counters.write_s += self.health.clock() - started
         return outcomes
 
     @asynccontextmanager
