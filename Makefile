@@ -14,7 +14,7 @@ IN_VENV := .venv/bin/
 PIP := $(IN_VENV)python -m pip --disable-pip-version-check --quiet
 BENCHMARKS := $(sort $(wildcard benchmarks/[a-z]*.py))
 
-.PHONY: help demo test test-fast test-engines test-gpu gpu torture mutate check bench docs clean
+.PHONY: help demo test test-fast test-engines test-gpu gpu torture mutate check bench screenshots docs clean
 .NOTPARALLEL:
 .SUFFIXES:
 # A stamp is kept although only patterns name it.
@@ -33,6 +33,7 @@ help:
 	@echo "make mutate     how many faults planted in the library the tests find, for hours; PACKAGE=tiers SAMPLE=50 minutes"
 	@echo "make check      ruff, mypy, import contracts, and the wheel installed without extras"
 	@echo "make bench      every benchmark, each with its ceiling"
+	@echo "make screenshots  the pictures of the page in docs/images, in headless Chromium"
 	@echo "make docs       the documentation, in site/"
 	@echo "make clean      removes what these made, except .venv"
 
@@ -83,6 +84,9 @@ check: .venv/dev.stamp
 
 bench: .venv/dev.stamp
 	@for benchmark in $(BENCHMARKS); do echo "== $$benchmark"; $(IN_VENV)python $$benchmark || exit 1; done
+
+screenshots: .venv/dev.stamp
+	$(IN_VENV)python .ci/screenshots.py
 
 docs: .venv/docs.stamp
 	$(IN_VENV)mkdocs build --strict

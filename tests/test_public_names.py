@@ -27,7 +27,7 @@ SHOWN = [
 MADE_BY_THE_CACHE = {
     *("Jobs", "Loading", "OpenCache", "Store", "Storing"),  # what handles are made with
     *("HostSlab", "PageLocking", "Stream"),  # what passes between a cache and its device
-    *("Reading", "Watched"),  # what passes between a cache and its metrics
+    *("Reading", "Watch", "Watched"),  # what passes between a cache and its metrics
     *("Access", "Change", "HasChanges", "HasIndex", "Place"),  # what passes between a cache and its streams of changes
 }
 """No caller makes or keeps one."""

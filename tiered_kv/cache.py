@@ -27,7 +27,7 @@ from tiered_kv.explain import Explanation, explain
 from tiered_kv.groups import GroupNeed, GroupsLoad, check_needs, length_in_place
 from tiered_kv.keys import BlockKeys, ModelIdentity, Namespace, Shard, salt_digest
 from tiered_kv.layout import KVCaches, KVLayout
-from tiered_kv.lookups import lookup_result, owned_runs, states_of, with_specs
+from tiered_kv.lookups import lookup_result, owned_runs, states_of, why_not_more, with_specs
 from tiered_kv.memory.codec import CodecName, make_codec
 from tiered_kv.memory.make import DeviceLike, resolve
 from tiered_kv.open_cache import CacheParts, OpenCache, open_cache
@@ -45,6 +45,8 @@ from tiered_kv.settings import CacheLimits, TieredKVSettings
 from tiered_kv.specs import EngineBlocks, GPULoadStoreSpec
 from tiered_kv.telemetry.logs import guarded, log_event
 from tiered_kv.telemetry.metrics import Metrics
+from tiered_kv.telemetry.page import Page
+from tiered_kv.telemetry.watch import Watch, Watcher
 from tiered_kv.tiers import upkeep
 from tiered_kv.tiers.budget import Priority
 from tiered_kv.transfers.handles import Handle, cancel_each, each_of
@@ -62,6 +64,7 @@ from tiered_kv.validation import (
     check_limits,
     check_metrics,
     check_one_rank,
+    check_page,
     check_seconds,
     check_shards,
     check_specs,
@@ -89,6 +92,7 @@ class TieredKV(BlockCache):
         codec: CodecName = "none",
         emit: Emit | Sequence[Emit] = log_event,
         metrics: bool | Metrics = False,
+        page: bool | int | str | Page = False,
     ) -> None:
         """Check the parts; nothing is allocated before opening.
 
@@ -104,13 +108,16 @@ class TieredKV(BlockCache):
             codec: How blocks are kept: see `TieredKVSettings`.
             emit: Takes every event, at once, on the event loop; one function or several. Logs them by default.
             metrics: Whether to tell Prometheus what happens: True, or where, `tiered_kv.telemetry.Metrics`.
+            page: Whether to show it on a page: an address to serve it at, as in `TieredKVSettings`, or a
+                `tiered_kv.telemetry.Page` that the program serves itself.
 
         Raises:
             ConfigurationError: The tiers cannot make a chain, the codec cannot keep the layout's blocks, or an
                 argument is no such thing.
         """
         check_identity(tiers, model, layout)
-        watching = check_metrics(metrics)
+        watchers: list[Watcher] = [*check_metrics(metrics), *check_page(page)]
+        watch = Watch(watchers, self._explain) if watchers else None
         self._parts = CacheParts(
             tiers=parts_of(tiers),
             model=model,
@@ -119,11 +126,11 @@ class TieredKV(BlockCache):
             shards=check_shards(shard),
             limits=check_limits(limits),
             device=resolve(device),
-            emit=guarded([*check_emit(emit), *([watching] if watching else [])]),
-            metrics=watching,
+            emit=guarded([*check_emit(emit), *([watch] if watch else [])]),
+            watch=watch,
         )
-        if watching is not None:
-            watching.claim()
+        if watch is not None:
+            watch.claim()
         self._cache: OpenCache | None = None  # for good, once it was opened
         self._is_opening = False
         self._planner: Planner | None = None
@@ -139,10 +146,11 @@ class TieredKV(BlockCache):
         device: DeviceLike | None = None,
         emit: Emit | Sequence[Emit] = log_event,
         metrics: bool | Metrics | None = None,
+        page: bool | int | str | Page | None = None,
     ) -> Self:
         """Make a cache of `TieredKVSettings`: given, as a dict too, or read from the environment.
 
-        ``metrics`` goes before the setting of that name.
+        ``metrics`` and ``page`` go before the settings of these names.
         """
         settings = TieredKVSettings.of(settings)
         limits, codec = settings.limits, settings.codec
@@ -156,6 +164,7 @@ class TieredKV(BlockCache):
             codec=codec,
             emit=emit,
             metrics=settings.metrics if metrics is None else metrics,
+            page=settings.page if page is None else page,
         )
 
     # Finding and moving blocks, for every request.
@@ -173,6 +182,8 @@ class TieredKV(BlockCache):
         else:
             runs = [runs for _, _, runs in found]
         result = lookup_result([chain for chain, _ in parts], runs)
+        if cache.watch is not None:
+            cache.watch.looked_up(len(keys), result.num_blocks, why_not_more(parts, runs, result.num_blocks))
         if where:
             with cache.callers.waiting():
                 return await with_specs(*parts[0], result)
@@ -444,6 +455,9 @@ class TieredKV(BlockCache):
         cache = self._open()
         with cache.callers.waiting():
             return await explain(cache, keys, ask=ask)
+
+    async def _explain(self, keys: BlockKeys) -> list[Explanation]:
+        return await self.explain(keys, ask=True)
 
     @override
     def stats(self) -> CacheStatistics:

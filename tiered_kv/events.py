@@ -97,7 +97,7 @@ class CacheClosed(Event):
 
 @dataclass(frozen=True)
 class BlocksLoaded(Event):
-    """A load ended."""
+    """A load ended; ``missed_because`` says what befell the first block that it did not bring, if there is one."""
 
     name: ClassVar[str] = "blocks.loaded"
     blocks: int
@@ -105,6 +105,7 @@ class BlocksLoaded(Event):
     by_tier: Mapping[str, int]
     took_ms: float
     faults: tuple[str, ...] = ()
+    missed_because: str = ""
 
 
 @dataclass(frozen=True)
@@ -240,6 +241,25 @@ class TierScrubbed(Event):
     blocks: int
     removed: int
     took_s: float
+
+
+@dataclass(frozen=True)
+class PageServed(Event):
+    """The cache serves its page there, until it is closed."""
+
+    name: ClassVar[str] = "page.served"
+    level: ClassVar[Level] = "info"
+    address: str
+
+
+@dataclass(frozen=True)
+class PageNotServed(Event):
+    """The page cannot be served at its address; the cache works without it."""
+
+    name: ClassVar[str] = "page.not_served"
+    level: ClassVar[Level] = "warning"
+    address: str
+    error: str
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,14 @@ def lookup_result(chains: Sequence[Chain], found: Sequence[list[TierRun]]) -> Lo
     return LookupResult(num_blocks, tuple(runs), num_blocks * payload_bytes, seconds)
 
 
+def why_not_more(parts: Sequence[tuple[Chain, Batch]], found: Sequence[list[TierRun]], num_blocks: int) -> str:
+    """Say why the prefix ends where it does: what befell the first block behind it, on the rank that lacks it."""
+    for (chain, batch), runs in zip(parts, found, strict=True):
+        if num_blocks < len(batch) and (runs[-1].stop if runs else 0) == num_blocks:
+            return chain.why_missing(batch[num_blocks : num_blocks + 1])
+    return ""
+
+
 _MISS = int(BlockState.MISS)
 _STATES = np.full(len(SlotState), _MISS, np.int8)
 _STATES[SlotState.PENDING], _STATES[SlotState.READY] = BlockState.PENDING, BlockState.HIT

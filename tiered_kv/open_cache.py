@@ -27,7 +27,7 @@ from tiered_kv.memory.make import DeviceLike
 from tiered_kv.results import CacheStatistics
 from tiered_kv.settings import CacheLimits
 from tiered_kv.statistics import cache_statistics
-from tiered_kv.telemetry.metrics import Metrics
+from tiered_kv.telemetry.watch import Watch
 from tiered_kv.tiers.batch import Batch, Naming
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.ledger import Ledger, OnUse
@@ -62,7 +62,7 @@ class CacheParts:
         limits: Bounds.
         device: Where the engine's tensors are, if that was said.
         emit: Takes events.
-        metrics: What tells Prometheus, if that is wanted.
+        watch: Sees what it does, if somebody is to be shown.
     """
 
     tiers: Parts
@@ -73,7 +73,7 @@ class CacheParts:
     limits: CacheLimits
     device: DeviceLike | None
     emit: Emit
-    metrics: Metrics | None
+    watch: Watch | None
 
 
 async def open_cache(parts: CacheParts) -> "OpenCache":
@@ -98,9 +98,9 @@ async def open_cache(parts: CacheParts) -> "OpenCache":
             stack, parts.tiers, backends, kinds, parts.limits, parts.device, tasks, parts.emit, ledger
         )
         cache = OpenCache(parts, chains, device, tasks, ledger, backends.services.loop_calls, stack.pop_all())
-    if parts.metrics is not None:
-        parts.metrics.begin(cache)
-        cache.lifetime.callback(parts.metrics.end)
+    if parts.watch is not None:
+        cache.lifetime.push_async_callback(parts.watch.end)
+        parts.watch.begin(cache)
     recovered = {tier.name: tier.index.statistics().ready for chain in chains for tier in chain.owned}
     parts.emit(CacheOpened(tuple(chains[0].names), recovered, (loop.time() - started) * 1e3))
     return cache
@@ -161,10 +161,12 @@ class OpenCache:
         emit: Takes events.
         chains: By KV group, then by rank.
         model_name: Whose blocks it keeps.
+        block_sizes: Tokens in a block, by KV group.
         tokens_per_block: Tokens that each block counted stands for; 0 where KV groups differ.
         device: Where the engine's tensors are.
         tasks: Everything under way.
         callers: Who waits for something that is no transfer.
+        watch: Sees what the cache does, if somebody is to be shown.
         background: What runs as long as the cache is open, besides ``tasks``.
         cleaners: One per chain with blocks that wait for a tier.
         ledger: What became of blocks.
@@ -189,6 +191,8 @@ class OpenCache:
         self.layout = parts.layout
         self.model_name = parts.model.name
         groups = parts.layout.groups
+        self.watch = parts.watch
+        self.block_sizes = tuple(group.block_size for group in groups)
         self.tokens_per_block = groups[0].block_size / len(parts.shards) if len(groups) == 1 else 0.0
         self.shards = parts.shards
         self.limits = parts.limits

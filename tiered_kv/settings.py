@@ -40,6 +40,7 @@ from tiered_kv.errors import ConfigurationError
 from tiered_kv.memory.codec import CodecName
 from tiered_kv.registry import OWN_MEDIA, AnyBackend, medium_for_scheme, resolve, resolve_policy
 from tiered_kv.setting_errors import Checked, line, located, problems, problems_of
+from tiered_kv.telemetry.page.address import page_address
 from tiered_kv.urls import split_tier_url
 
 _PREFIX = "TIERED_KV_"
@@ -215,14 +216,15 @@ class _Arguments(TypedDict, total=False):
     limits: CacheLimits | Mapping[str, Any]
     codec: CodecName
     metrics: bool
+    page: bool | int | str
 
 
 class TieredKVSettings(BaseSettings):
     """All settings of a cache. Immutable and picklable.
 
     Args:
-        **arguments: ``tiers``, ``limits``, ``codec``, ``metrics``; what is left out comes from the environment, the
-            TOML file, the default.
+        **arguments: ``tiers``, ``limits``, ``codec``, ``metrics``, ``page``; what is left out comes from the
+            environment, the TOML file, the default.
 
     Raises:
         ConfigurationError: Something is unknown, wrong or missing: one line each, saying where and what to write.
@@ -241,6 +243,9 @@ class TieredKVSettings(BaseSettings):
     metrics: bool = False
     """Whether to tell Prometheus what happens, by prometheus_client (extra ``metrics``): see
     [Observe a cache](../how-to/observe.md)."""
+    page: Annotated[str, BeforeValidator(page_address)] = ""
+    """Where to serve [a page to look at](../how-to/observe.md#a-page-to-look-at) (extra ``page``): an address,
+    ``"127.0.0.1:8420"``, a port of this host, ``"unix:/path/of.sock"``, or true for port 8420. Empty: nowhere."""
 
     def __init__(self, **arguments: Unpack[_Arguments]) -> None:
         path = _config_file.get() or os.environ.get(_CONFIG)

@@ -22,6 +22,8 @@ from tiered_kv.setting_errors import check_size
 from tiered_kv.settings import CacheLimits, TieredKVSettings
 from tiered_kv.specs import EngineBlocks, GPULoadStoreSpec
 from tiered_kv.telemetry.metrics import Metrics
+from tiered_kv.telemetry.page import Page
+from tiered_kv.telemetry.page.address import page_address
 from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.budget import Priority
 from tiered_kv.tiers.chain import Chain
@@ -237,13 +239,20 @@ def check_emit(emit: Emit | Sequence[Emit]) -> tuple[Emit, ...]:
     return receivers
 
 
-def check_metrics(metrics: bool | Metrics) -> Metrics | None:  # noqa: FBT001 - as `TieredKV` has it
+def check_metrics(metrics: bool | Metrics) -> list[Metrics]:  # noqa: FBT001 - as `TieredKV` has it
     """Return what tells Prometheus, if that is wanted."""
     if isinstance(metrics, Metrics):
-        return metrics
+        return [metrics]
     if not isinstance(metrics, bool):
         raise ConfigurationError(f"metrics must be True, False or Metrics(...), got {metrics!r:.80}")
-    return Metrics() if metrics else None
+    return [Metrics()] if metrics else []
+
+
+def check_page(page: bool | int | str | Page) -> list[Page]:  # noqa: FBT001 - likewise
+    """Return the page that shows what happens, if one is wanted."""
+    if isinstance(page, Page):
+        return [page]
+    return [Page(address)] if (address := page_address(page)) else []
 
 
 def check_asyncio() -> None:

@@ -25,7 +25,8 @@ def test_a_tier_is_read_and_written_at_its_rates(rate: dict[str, float]) -> None
 
     async def main() -> None:
         engine, keys, device, loop = Engine(), prompt(N), CountingDevice(), asyncio.get_running_loop()
-        async with open_cache({"medium": "memory", "capacity": "1MiB", **rate}, engine=engine, limits=LIMITS, device=device) as kv:
+        memory = {"medium": "memory", "capacity": "1MiB", **rate}
+        async with open_cache(memory, engine=engine, limits=LIMITS, device=device) as kv:
             watch(device, pools_of(kv))
             started = loop.time()
             await keep(kv, engine, keys)

@@ -4,5 +4,6 @@ from tiered_kv.telemetry.kv_event_values import KVEventStatistics
 from tiered_kv.telemetry.kv_events import KVEventPublisher
 from tiered_kv.telemetry.logs import log_event
 from tiered_kv.telemetry.metrics import Metrics
+from tiered_kv.telemetry.page import Page
 
-__all__ = ["KVEventPublisher", "KVEventStatistics", "Metrics", "log_event"]
+__all__ = ["KVEventPublisher", "KVEventStatistics", "Metrics", "Page", "log_event"]

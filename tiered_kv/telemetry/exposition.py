@@ -10,8 +10,8 @@ from typing import Final, TypeVar
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from tiered_kv.results import CacheStatistics, TierStatistics
-from tiered_kv.telemetry.metrics import Reading
 from tiered_kv.telemetry.tallies import Histogram, Tallies
+from tiered_kv.telemetry.watch import Reading
 
 M = TypeVar("M", bound=CounterMetricFamily | GaugeMetricFamily)
 Labelled = Iterable[tuple[tuple[str, ...], float]]
@@ -61,6 +61,10 @@ _TIER_GAUGES: Final[Mapping[str, tuple[Callable[[TierStatistics], float], str]]]
     "leased_slots": (lambda of: of.leased, "Slots of the tier that somebody uses."),
     "pending_slots": (lambda of: of.pending, "Slots of the tier with a block on its way."),
     "dirty_blocks": (lambda of: of.dirty, "Blocks that wait in the tier to be written below."),
+    "capacity_bytes": (lambda of: of.capacity_bytes, "Bytes of the tier's slots; 0 for a tier that others use too."),
+    "in_flight_bytes": (lambda of: of.in_flight_bytes, "Bytes that transfers read from the medium or write to it."),
+    "calls": (lambda of: of.num_calls, "Calls of transfers that the medium has not answered."),
+    "waiting_calls": (lambda of: of.num_waiting, "Calls of transfers that wait for their turn."),
     "usage_ratio": (lambda of: _part(of.ready, of.num_slots), "Part of the tier's slots with a readable block."),
     "bypassed": (lambda of: of.is_bypassed, "1 while loads or stores go on without the tier."),
 }
@@ -86,6 +90,20 @@ def _of_caches(readings: Sequence[Reading]) -> list[Metric]:
             ("reason",),
             readings,
             lambda of: _by_word(of.statistics.missed_because),
+        ),
+        _counter(
+            "lookup_blocks",
+            "Blocks that lookups asked for.",
+            (),
+            readings,
+            lambda of: [((), of.tallies.lookups().requested)],
+        ),
+        _counter(
+            "lookup_missed_blocks",
+            "Blocks that lookups asked for and did not find, by what befell the first of them.",
+            ("reason",),
+            readings,
+            lambda of: _by_word(of.tallies.lookups().missed_because),
         ),
         _counter(
             "dropped_blocks",
@@ -138,10 +156,17 @@ def _of_tiers(readings: Sequence[Reading]) -> list[Metric]:
         ),
         _counter(
             "tier_call_seconds",
-            "How long the medium's calls took together; those side by side count each for itself.",
+            "How long the medium took for calls, together; those side by side count each for itself.",
             ("tier", "direction"),
             readings,
             lambda of: _two_ways(of, attrgetter("read_s"), attrgetter("write_s")),
+        ),
+        _counter(
+            "tier_queue_seconds",
+            "How long these calls waited for their turn before that, together.",
+            ("tier", "direction"),
+            readings,
+            lambda of: _two_ways(of, attrgetter("read_queue_s"), attrgetter("write_queue_s")),
         ),
         _gauge(
             "tier_breaker_open",

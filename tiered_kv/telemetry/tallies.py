@@ -5,8 +5,9 @@ Plain numbers, for the event loop's thread. The work for an event does not grow 
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final, Self
 
@@ -52,8 +53,17 @@ class Histogram:
         return list(zip(names, map(float, accumulate(self._counts)), strict=True))
 
 
+@dataclass(frozen=True)
+class Lookups:
+    """Blocks that lookups asked for, and those of them that were nowhere: by what befell the first of each lookup."""
+
+    requested: int
+    missed: int
+    missed_because: Mapping[str, int]
+
+
 class Tallies:
-    """Takes events, and adds them up.
+    """Takes events and lookups, and adds them up.
 
     Attributes:
         load_seconds: From each load's call to its end.
@@ -70,6 +80,8 @@ class Tallies:
         self.load_faults = Counter[str]()
         self.failures, self.stalls, self.trips = (Counter[tuple[str, str]]() for _ in range(3))
         self.refused = Counter[str]()
+        self._looked_up = 0
+        self._not_found = Counter[str]()
 
     def __call__(self, event: Event) -> None:
         """Take one event."""
@@ -89,6 +101,16 @@ class Tallies:
                 self.refused[event.tier] += event.blocks
             case _:
                 pass
+
+    def looked_up(self, requested: int, found: int, because: str) -> None:
+        """Count a lookup; ``because`` says what befell the first block that was not found, if one was not."""
+        self._looked_up += requested
+        if found < requested:
+            self._not_found[because] += requested - found
+
+    def lookups(self) -> Lookups:
+        """Return what was looked up so far, for another thread."""
+        return Lookups(self._looked_up, self._not_found.total(), dict(self._not_found))
 
     def copy(self) -> Self:
         """Return what was added up so far, for another thread."""

@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from tiered_kv.catalog.history import Fate, said_of
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.leases import Lease, Reservation
 from tiered_kv.catalog.locate import locate
@@ -160,6 +161,16 @@ class Chain:
             found = await tier.find(batch[left], until=until)
             numbers[left[found]] = position
         return numbers
+
+    def why_missing(self, block: Batch) -> str:
+        """Say in a few fixed words why one block could not be read just now."""
+        for tier in self.booked:
+            if tier.index.find(block.names)[0][0] >= 0:
+                return "not in time" if tier.is_in_use else "tier away"  # it is there, or on its way
+        fate = self.ledger.fates(block.names)[0][0]
+        if fate is Fate.UNKNOWN and any(tier.health.is_bypassed for tier in self.storage):
+            return "tier away"
+        return said_of(fate)
 
     def touch(self, batch: Batch, *, leased: MemoryTier | None = None) -> None:
         """Count a use of the blocks in every tier that has them, so that hot heads do not rot below.

@@ -15,7 +15,6 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.catalog.history import Fate, said_of
 from tiered_kv.catalog.leases import Reservation
 from tiered_kv.errors import ConfigurationError
 from tiered_kv.events import BlocksLoaded
@@ -365,7 +364,7 @@ def load_result(
         chain.ledger.count_load(num_requested, num_in_place, why)
         chain.ledger.use("load", request.batch.names)
         said = tuple(f"{fault.tier}: {fault.reason}" for fault in faults)
-        chain.emit(BlocksLoaded(num_in_place, num_requested, by_tier, seconds * 1e3, said))
+        chain.emit(BlocksLoaded(num_in_place, num_requested, by_tier, seconds * 1e3, said, why))
     num_bytes = num_in_place * chain.group.payload_bytes
     return LoadResult(num_blocks, num_requested, by_tier, num_bytes, seconds, tuple(faults), mask)
 
@@ -374,10 +373,4 @@ def _why_not_more(request: LoadRequest, num_blocks: int, faults: Sequence[TierFa
     """Return why the first block behind the prefix did not come: a fault's reason, or what befell it before."""
     if faults:
         return faults[-1].reason
-    chain, first = request.chain, request.batch[num_blocks : num_blocks + 1]
-    if any(tier.index.find(first.names)[0][0] >= 0 for tier in chain.booked):
-        return "not in time"  # it is there, or on its way
-    fate = chain.ledger.fates(first.names)[0][0]
-    if fate is Fate.UNKNOWN and any(tier.health.is_bypassed for tier in chain.storage):
-        return "tier away"
-    return said_of(fate)
+    return request.chain.why_missing(request.batch[num_blocks : num_blocks + 1])

@@ -1,0 +1,269 @@
+"""The page as a browser and the command line would ask for it: a real cache with real traffic."""
+
+import asyncio
+import socket
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from tests.support.backends import ScriptedBackend
+from tests.support.caches import Recorder, keep, open_cache
+from tests.support.engine import BLOCK_SIZE, MODEL, PAYLOAD_BYTES, SMALL_LIMITS, Engine, prompt, small_layout
+from tests.support.virtual import advance
+from tests.support.virtual import run as run_in_virtual_time
+from tiered_kv import ConfigurationError, CPUTier, PageNotServed, PageServed, TieredKV, TieredKVSettings, hash_blocks
+from tiered_kv.results import CacheStatistics
+from tiered_kv.telemetry import Page
+from tiered_kv.telemetry.history import History, Moment
+from tiered_kv.telemetry.page.address import DEFAULT, page_address
+from tiered_kv.telemetry.tallies import Lookups
+
+CPU = CPUTier(capacity=16 * PAYLOAD_BYTES)
+
+
+@asynccontextmanager
+async def asking(page: Any, base_url: str = "http://localhost") -> AsyncIterator[httpx.AsyncClient]:  # noqa: ANN401
+    """Ask an application without a server."""
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(page), base_url=base_url) as client:
+        yield client
+
+
+async def state_of(page: Page) -> Any:  # noqa: ANN401 - what JSON is
+    """Return what the page shows."""
+    async with asking(page) as client:
+        answer = await client.get("/stats.json")
+        assert answer.status_code == 200
+        return answer.json()
+
+
+async def test_it_shows_what_the_cache_did() -> None:
+    """Sizes, hits by tier, why lookups and loads fell short, and the hour: the same numbers as `stats`."""
+    page, engine = Page(), Engine()
+    async with open_cache(CPU, engine=engine, page=page) as kv:
+        await keep(kv, engine, prompt(6))
+        await kv.evict(prompt(6)[4:5])
+        assert (await kv.lookup(prompt(6))).num_blocks == 4
+        await kv.load(prompt(6), engine.compute(prompt(6)))
+        await kv.load(prompt(3, seed=9), engine.compute(prompt(3)))
+        state = await state_of(page)
+        assert state["model"] == MODEL.name
+        (cpu,) = state["tiers"]
+        assert (cpu["num_slots"], cpu["ready"], cpu["hits"]) == (16, 5, 4)
+        assert cpu["used_bytes"] * 16 == cpu["capacity_bytes"] * 5 > 0
+        hour = state["hour"]
+        assert (hour["requested"], hour["missed"], hour["hits"]) == (9, 5, {"cpu": 4})
+        assert hour["missed_because"] == {"removed": 2, "never stored": 3}
+        assert (hour["looked_up"], hour["not_found"], hour["not_found_because"]) == (6, 2, {"removed": 2})
+        assert hour["hit_rate"] == pytest.approx(4 / 6)
+        fell_short = [(each["call"], each["found"], each["because"]) for each in state["shortfalls"]]
+        assert fell_short == [("load", 0, "never stored"), ("load", 4, "removed"), ("lookup", 4, "removed")]
+        assert sum(part["requested"] for part in state["parts"]) == 9
+        assert [point["size"] for point in state["ghost"]] == [0.25, 0.5, 1.0, 2.0, 4.0]
+
+
+async def test_it_shows_breakers_and_what_failed() -> None:
+    """A tier that is bypassed says so, and which calls went wrong how often."""
+    page, engine, backend = Page(), Engine(), ScriptedBackend()
+    async with open_cache(CPU, backend, engine=engine, page=page) as kv:
+        for seed in range(3):
+            backend.on_write.fail_next(OSError("full"))
+            await keep(kv, engine, prompt(2, seed=seed))
+        state = await state_of(page)
+        tier = state["tiers"][1]
+        assert tier["open_breakers"] == ["writes"]
+        assert {"tier": tier["tier"], "call": "write", "what": "failed", "times": 3} in state["troubles"]
+
+
+async def test_why_a_prompt_is_not_there_by_tokens_and_by_hashes() -> None:
+    """What `explain` says of each block, to whoever knows the prompt, and its salt if it has one."""
+    page, engine = Page(), Engine()
+    tokens = list(range(4 * BLOCK_SIZE))
+    keys = hash_blocks(tokens, block_size=BLOCK_SIZE)
+    async with open_cache(CPU, engine=engine, page=page) as kv:
+        await keep(kv, engine, keys)
+        await kv.evict(keys[2:3])
+        async with asking(page) as client:
+            answer = (await client.post("/explain.json", json={"tokens": tokens})).json()
+            assert [block["state"] for block in answer["blocks"]] == ["ready", "ready", "removed", "ready"]
+            assert answer["blocks"][2]["says"] == "removed (cpu)"
+            hashes = [row.tobytes().hex() for row in keys.words]
+            answer = (await client.post("/explain.json", json={"hashes": hashes})).json()
+            assert [block["state"] for block in answer["blocks"]] == ["ready", "ready", "removed", "ready"]
+            answer = (await client.post("/explain.json", json={"tokens": tokens, "salt": "another"})).json()
+            assert {block["state"] for block in answer["blocks"]} == {"never stored"}
+
+
+@pytest.mark.parametrize(
+    ("question", "status"),
+    [
+        ({"content": b"{}", "headers": {"content-type": "text/plain"}}, 415),
+        ({"json": {"tokens": [-1] * 64}}, 400),
+        ({"json": {"tokens": "words"}}, 400),
+        ({"json": {"hashes": ["zz"]}}, 400),
+        ({"json": {"tokens": [], "group": 7}}, 400),
+        ({"json": {"tokens": [], "more": 1}}, 400),
+        ({"json": [1]}, 400),
+        ({"content": b"{", "headers": {"content-type": "application/json"}}, 400),
+        ({"content": b"[" * 100_000, "headers": {"content-type": "application/json"}}, 400),
+        ({"content": b" " * (9 << 20), "headers": {"content-type": "application/json"}}, 413),
+    ],
+)
+async def test_what_cannot_be_asked_is_refused_in_words(question: dict[str, Any], status: int) -> None:
+    """Whatever is sent, the page answers, and another site's script may not ask at all."""
+    page = Page()
+    async with open_cache(CPU, page=page), asking(page) as client:
+        answer = await client.post("/explain.json", **question)
+        assert answer.status_code == status
+        assert answer.json()["error"]
+
+
+async def test_it_reads_only_and_runs_nothing_of_others() -> None:
+    """No method but GET changes or shows anything, no path leads elsewhere, and no script but its own is run."""
+    page = Page()
+    async with open_cache(CPU, page=page), asking(page) as client:
+        assert (await client.post("/stats.json")).status_code == 405
+        assert (await client.get("/explain.json")).status_code == 405
+        assert (await client.get("/../pyproject.toml")).status_code == 404
+        assert (await client.get("/metrics")).status_code == 404
+        for path in ("/", "/page.css", "/page.js"):
+            answer = await client.get(path)
+            assert answer.status_code == 200
+            assert answer.headers["content-security-policy"].startswith("default-src 'self'")
+            assert "http://" not in answer.text.replace("http://www.w3.org/2000/svg", "")
+            assert "https://" not in answer.text
+
+
+async def test_it_is_mounted_in_one_line() -> None:
+    """Below any path of a program of ours; before the cache opens and after it closed it says that there is none."""
+    app, page = FastAPI(), Page()
+    app.mount("/cache", page)
+    async with asking(app) as client:
+        assert (await client.get("/cache/stats.json")).status_code == 503
+        async with open_cache(CPU, page=page):
+            assert (await client.get("/cache/")).text.startswith("<!doctype html>")
+            assert (await client.get("/cache/stats.json")).json()["model"] == MODEL.name
+        assert (await client.get("/cache/stats.json")).status_code == 503
+
+
+async def test_a_setting_serves_it_from_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To this host alone; it answers while the cache's loop stands still, and says that it does."""
+    monkeypatch.setenv("TIERED_KV_PAGE", "127.0.0.1:0")
+    seen = Recorder()
+    settings = TieredKVSettings(tiers=[CPU], limits=SMALL_LIMITS)
+    cache = TieredKV.from_settings(settings, model=MODEL, layout=small_layout(), device="cpu", emit=seen)
+    async with cache:
+        (served,) = seen.of(PageServed)
+
+        def ask(host: str = "") -> httpx.Response:
+            return httpx.get(f"{served.address}stats.json", headers={"host": host} if host else {})
+
+        assert (await asyncio.to_thread(ask)).json()["lag_s"] < 0.9
+        assert (await asyncio.to_thread(ask, "rebound.example")).status_code == 421
+        busy = asyncio.to_thread(ask)
+        asked = asyncio.ensure_future(busy)
+        await asyncio.sleep(0)
+        while not asked.done():
+            time.sleep(0.05)  # noqa: ASYNC251 - the loop stands still: that is the test
+            await asyncio.sleep(0)
+        assert (await asked).status_code == 200
+    with pytest.raises(httpx.ConnectError):
+        await asyncio.to_thread(ask)
+
+
+async def test_a_socket_is_this_users_alone() -> None:
+    """Mode 0600; what an ended process has left there is replaced, what is listened at is not, and none stays."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kv.sock"
+        with socket.socket(socket.AF_UNIX) as left:
+            left.bind(str(path))
+        async with open_cache(CPU, page=f"unix:{path}"):
+            assert path.stat().st_mode & 0o777 == 0o600
+
+            def ask() -> httpx.Response:
+                with httpx.Client(transport=httpx.HTTPTransport(uds=str(path))) as client:
+                    return client.get("http://localhost/stats.json")
+
+            assert (await asyncio.to_thread(ask)).status_code == 200
+            seen = Recorder()
+            async with open_cache(CPU, page=f"unix:{path}", emit=seen):
+                assert len(seen.of(PageNotServed)) == 1
+            assert (await asyncio.to_thread(ask)).status_code == 200
+        assert not path.exists()
+
+
+async def test_a_port_that_is_taken_keeps_no_cache_from_serving() -> None:
+    """It is said once, as a warning, and the cache works."""
+    seen, engine = Recorder(), Engine()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        async with open_cache(CPU, engine=engine, page=taken.getsockname()[1], emit=seen) as kv:
+            await keep(kv, engine, prompt(2))
+            assert kv.stats().stored == 2
+    (told,) = seen.of(PageNotServed)
+    assert "in use" in told.error
+
+
+def test_a_page_is_one_caches() -> None:
+    """What is given to a second cache is refused before that opens."""
+    page = Page()
+    TieredKV([CPU], model=MODEL, layout=small_layout(), page=page)
+    with pytest.raises(ConfigurationError, match="make one for each"):
+        TieredKV([CPU], model=MODEL, layout=small_layout(), page=page)
+
+
+@pytest.mark.parametrize(
+    ("given", "address"),
+    [
+        (True, DEFAULT),
+        ("true", DEFAULT),
+        (False, ""),
+        ("", ""),
+        (8421, "127.0.0.1:8421"),
+        ("8421", "127.0.0.1:8421"),
+        (":8421", "127.0.0.1:8421"),
+        ("[::1]:80", "[::1]:80"),
+        ("0.0.0.0:80", "0.0.0.0:80"),
+        ("unix:/run/kv.sock", "unix:/run/kv.sock"),
+    ],
+)
+def test_an_address_is_said_in_few_ways(given: object, address: str) -> None:
+    """To this host alone, where nothing else is said."""
+    assert page_address(given) == address
+
+
+@pytest.mark.parametrize("given", ["host", "host:port", "1:2:3", 70000, 1.5, "unix:", ["8421"], "http://localhost:1"])
+def test_what_is_no_address_is_refused(given: object) -> None:
+    """With what to write instead."""
+    with pytest.raises(ConfigurationError, match="page must be an address"):
+        page_address(given)
+
+
+def test_the_hour_is_kept_in_bounded_memory() -> None:
+    """However long a cache is open, an hour of it is kept, in at most 60 parts that add up to it."""
+
+    async def hours() -> None:
+        loop, requested = asyncio.get_running_loop(), 0
+        history = History(clock=loop.time)
+
+        def count() -> tuple[CacheStatistics, Lookups]:
+            nonlocal requested
+            requested += 5
+            return CacheStatistics((), 0, 0, 0, 0, requested, 0, 0, 0, 0, 0), Lookups(0, 0, {})
+
+        history.begin(count)
+        for _ in range(1000):
+            await advance(10)
+        history.end()
+        whole, parts = history.until(Moment(loop.time(), *count()))
+        assert 3590 <= whole.stop - whole.start <= 3620
+        assert 50 <= len(parts) <= 61
+        assert sum(part.requested for part in parts) == whole.requested == 5 * 361
+        assert whole.hit_rate == 1
+
+    run_in_virtual_time(hours)

@@ -1,0 +1,60 @@
+"""The page as somebody sees it who looks at it: in a browser, on a phone, at night."""
+
+from contextlib import AsyncExitStack
+
+import pytest
+
+from tests.support.backends import ScriptedBackend
+from tests.support.browser import DESKTOP, PHONE, browser, is_cut_off, looking_at
+from tests.support.caches import Recorder, keep, open_cache
+from tests.support.engine import MODEL, PAYLOAD_BYTES, Engine, prompt
+from tiered_kv import CPUTier, PageServed
+
+CPU = CPUTier(capacity=16 * PAYLOAD_BYTES)
+
+
+@pytest.mark.slow
+async def test_it_shows_a_cache_that_works() -> None:
+    """On a desk and on a phone, in the light and in the dark: whole, without an error, without another host."""
+    seen, engine = Recorder(), Engine()
+    async with open_cache(CPU, ScriptedBackend(), engine=engine, emit=seen, page="127.0.0.1:0") as kv:
+        await keep(kv, engine, prompt(6))
+        await kv.evict(prompt(6)[4:5])
+        await kv.load(prompt(6), engine.compute(prompt(6)))
+        address = seen.of(PageServed)[0].address
+        grounds = set()
+        async with browser() as started:
+            for size, dark in ((DESKTOP, False), (DESKTOP, True), (PHONE, False)):
+                async with looking_at(started, address, size, dark=dark) as (page, wrong):
+                    await page.wait_for_selector("#chain svg")
+                    text = await page.inner_text("body")
+                    assert MODEL.name in text
+                    assert "All well" in text
+                    for tier in kv.stats().tiers:
+                        assert tier.tier in await page.inner_html("#chain")
+                    assert "removed" in await page.inner_text("#missed")
+                    assert "4 of 6" in await page.inner_text("#shortfalls")
+                    assert "now" in await page.inner_html("#ghost")
+                    assert not await is_cut_off(page)
+                    assert wrong == []
+                    grounds.add(await page.evaluate("getComputedStyle(document.body).backgroundColor"))
+            assert len(grounds) == 2
+
+
+@pytest.mark.slow
+async def test_it_follows_what_happens() -> None:
+    """Without a reload: new traffic, a tier in trouble, and the end of the cache."""
+    seen, engine, backend = Recorder(), Engine(), ScriptedBackend()
+    async with AsyncExitStack() as stack:
+        started = await stack.enter_async_context(browser())
+        async with open_cache(CPU, backend, engine=engine, emit=seen, page="127.0.0.1:0") as kv:
+            address = seen.of(PageServed)[0].address
+            page, _ = await stack.enter_async_context(looking_at(started, address))
+            await page.wait_for_selector("text=Nothing was missed.")
+            await kv.load(prompt(3, seed=7), engine.compute(prompt(3)))
+            await page.wait_for_selector("text=never stored")
+            for seed in range(3):
+                backend.on_write.fail_next(OSError("full"))
+                await keep(kv, engine, prompt(2, seed=seed))
+            await page.wait_for_selector(".pill.bad:has-text('Trouble in')")
+        await page.wait_for_selector(".pill.bad:has-text('No answer since')")

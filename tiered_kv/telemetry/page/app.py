@@ -1,0 +1,187 @@
+"""The ASGI application: a page, what it shows as JSON, and answers to why a prompt is not there. It changes nothing.
+
+It may run on the cache's event loop or on any other: what it asks of the cache it asks in a thread, and a cache whose
+loop is busy is shown as it was last.
+"""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from importlib.resources import files
+from typing import Any, Final
+
+from tiered_kv.errors import ConfigurationError, TieredKVError
+from tiered_kv.keys import BlockKeys, hash_blocks
+from tiered_kv.telemetry.page.answers import state_of
+from tiered_kv.telemetry.page.server import PageServer
+from tiered_kv.telemetry.watch import Watch
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Answer = tuple[int, str, bytes]
+"""Status, content type, body."""
+
+_MOST_ASKED_BYTES: Final = 8 << 20
+_MOST_AT_ONCE: Final = 8
+_ASSETS: Final = {
+    "/": ("page.html", "text/html; charset=utf-8"),
+    "/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+}
+_HEADERS: Final = [
+    (b"cache-control", b"no-store"),
+    (b"content-security-policy", b"default-src 'self'; img-src data:; base-uri 'none'; form-action 'none'"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"x-content-type-options", b"nosniff"),
+]
+
+
+class Page:
+    """A page that shows one cache, for `TieredKV`'s argument ``page``. An ASGI application: mount it where you like.
+
+    ``app.mount("/cache", page)``. It shows the cache while that is open, answers ``/stats.json`` and ``/explain.json``
+    for `tiered-kv`, and ``/metrics`` if the cache has metrics. It reads only, and asks nobody who they are: show it to
+    operators.
+    """
+
+    def __init__(self, address: str = "") -> None:
+        """Make the page of a cache that is not open yet.
+
+        Args:
+            address: Where the cache is to serve it by itself, see `TieredKVSettings`; nowhere by default.
+
+        Raises:
+            ConfigurationError: It is no address, or the extra ``page`` is not installed.
+        """
+        self._server = PageServer(self, address) if address else None
+        self._is_claimed = False
+        self._watch: Watch | None = None
+        self._num_asked = 0
+
+    def claim(self) -> None:
+        """Become the page of one cache; called by it before it opens.
+
+        Raises:
+            ConfigurationError: It is another cache's.
+        """
+        if self._is_claimed:
+            raise ConfigurationError("this Page is another cache's: make one for each")
+        self._is_claimed = True
+
+    def begin(self, watch: Watch) -> None:
+        """Show a cache that has opened; called on its event loop."""
+        self._watch = watch
+        if self._server is not None:
+            watch.tell(self._server.start())
+
+    async def end(self) -> None:
+        """Show it no more."""
+        self._watch = None
+        if self._server is not None:
+            await self._server.stop()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, as ASGI has it."""
+        if scope["type"] == "lifespan":
+            await _live(receive, send)
+        elif scope["type"] == "http":
+            status, kind, body = await self._answer(scope, receive)
+            headers = [*_HEADERS, (b"content-type", kind.encode()), (b"content-length", str(len(body)).encode())]
+            await send({"type": "http.response.start", "status": status, "headers": headers})
+            await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})
+
+    async def _answer(self, scope: Scope, receive: Receive) -> Answer:
+        path, watch = scope["path"].removeprefix(scope.get("root_path", "")) or "/", self._watch
+        wanted = {"POST"} if path == "/explain.json" else {"GET", "HEAD"}
+        if path not in {*_ASSETS, "/stats.json", "/metrics", "/explain.json"}:
+            return _problem(404, "there is no such page: go to /")
+        if scope["method"] not in wanted:
+            return _problem(405, f"{path} takes {' and '.join(sorted(wanted))}")
+        if path in _ASSETS:
+            name, kind = _ASSETS[path]
+            return 200, kind, files(__package__).joinpath(name).read_bytes()
+        if watch is None:
+            return _problem(503, "no cache is open")
+        if path == "/explain.json":
+            return await self._explained(watch, scope, receive)
+        return await asyncio.to_thread(_metrics_of if path == "/metrics" else _state_of, watch)
+
+    async def _explained(self, watch: Watch, scope: Scope, receive: Receive) -> Answer:
+        kind = dict(scope["headers"]).get(b"content-type", b"").partition(b";")[0].strip()
+        if kind != b"application/json":  # which no other site's page may send without being asked
+            return _problem(415, "send JSON, with the content type application/json")
+        body = bytearray()
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return _problem(400, "the question was not finished")
+            body += message.get("body", b"")
+            if len(body) > _MOST_ASKED_BYTES:
+                return _problem(413, f"more than {_MOST_ASKED_BYTES} bytes: ask for a shorter prompt")
+            if not message.get("more_body"):
+                break
+        if self._num_asked >= _MOST_AT_ONCE:
+            return _problem(503, "too many ask at once: try again")
+        self._num_asked += 1
+        try:
+            keys = await asyncio.to_thread(_keys_of, watch, bytes(body))
+            blocks = await watch.explain(keys)
+        except TieredKVError as error:
+            return _problem(400 if isinstance(error, ConfigurationError) else 503, str(error))
+        finally:
+            self._num_asked -= 1
+        return _said(
+            {
+                "block_size": keys.block_size,
+                "blocks": [vars(each) | {"says": str(each)} for each in blocks],
+            }
+        )
+
+
+def _keys_of(watch: Watch, body: bytes) -> BlockKeys:
+    try:
+        asked = json.loads(body)
+        if not isinstance(asked, dict) or not asked.keys() <= {"tokens", "hashes", "salt", "group"}:
+            raise ConfigurationError('ask with {"tokens": [...]} or {"hashes": ["hex", ...]}, "salt" and "group"')
+        group, salt = asked.get("group", 0), asked.get("salt", "")
+        sizes = watch.watched.block_sizes
+        if not isinstance(group, int) or not 0 <= group < len(sizes) or not isinstance(salt, str):
+            raise ConfigurationError(f"group is a number below {len(sizes)}, and salt a string")
+        if "hashes" in asked:
+            hashes = [bytes.fromhex(each) for each in asked["hashes"]]
+            return BlockKeys.from_hashes(hashes, block_size=sizes[group], salt=salt, group=group)
+        return hash_blocks(asked.get("tokens", ()), block_size=sizes[group], salt=salt, group=group)
+    except (ValueError, TypeError, RecursionError) as error:
+        if isinstance(error, ConfigurationError):
+            raise
+        raise ConfigurationError(f"no such question: {error}") from error
+
+
+def _state_of(watch: Watch) -> Answer:
+    return _said(state_of(watch))
+
+
+def _metrics_of(watch: Watch) -> Answer:
+    if watch.registry is None:
+        return _problem(404, "this cache has no metrics: set metrics = true")
+    from prometheus_client import CONTENT_TYPE_LATEST, generate_latest  # noqa: PLC0415 - an extra, and it is there
+
+    return 200, CONTENT_TYPE_LATEST, generate_latest(watch.registry)
+
+
+def _said(value: object, status: int = 200) -> Answer:
+    return status, "application/json", json.dumps(value, default=str).encode()
+
+
+def _problem(status: int, what: str) -> Answer:
+    return _said({"error": what}, status)
+
+
+async def _live(receive: Receive, send: Send) -> None:
+    """Begin and end with the server, which has nothing to wait for."""
+    while True:
+        kind = (await receive())["type"]
+        await send({"type": f"{kind}.complete"})
+        if kind == "lifespan.shutdown":
+            return

@@ -1,0 +1,128 @@
+"""Serves the page by itself: uvicorn in a thread of its own, so that requests cost the cache's event loop nothing.
+
+Whoever cannot be served, for a port that is taken or a socket that may not be made, does not keep a cache from opening.
+"""
+
+import asyncio
+import os
+import socket
+import stat
+import threading
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from tiered_kv.errors import ConfigurationError
+from tiered_kv.events import Event, PageNotServed, PageServed
+from tiered_kv.telemetry.page.address import is_of_this_host, page_address, parts_of
+
+if TYPE_CHECKING:  # the extra "page" may not be installed
+    import uvicorn
+
+_MOST_CONNECTIONS: Final = 64
+_CLOSE_TIMEOUT_S: Final = 3.0
+App = Callable[[Any, Any, Any], Awaitable[None]]
+
+
+class PageServer:
+    """Serves one application at one address, from `start` until `stop`. For the cache's event loop."""
+
+    def __init__(self, app: App, address: str) -> None:
+        """Make one; nothing is bound yet.
+
+        Raises:
+            ConfigurationError: It is no address, or uvicorn is not installed.
+        """
+        self._app = app
+        self._address = page_address(address)
+        try:
+            import uvicorn  # noqa: PLC0415 - an extra; a cache that lacks it does not open
+        except ImportError as error:
+            raise ConfigurationError("serving the page needs uvicorn: pip install 'tiered-kv[page]'") from error
+        self._server: uvicorn.Server | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> Event:
+        """Begin to serve, and say where, or why not."""
+        import uvicorn  # noqa: PLC0415 - an extra
+
+        where = parts_of(self._address)
+        try:
+            listening = _listen(where)
+        except OSError as error:
+            return PageNotServed(self._address, error.strerror or str(error))
+        app = self._app
+        if not isinstance(where, str) and is_of_this_host(where[0]):
+            app = _of_this_host_alone(app)
+        config = uvicorn.Config(
+            app, lifespan="off", log_config=None, access_log=False, ws="none", proxy_headers=False, server_header=False,
+            limit_concurrency=_MOST_CONNECTIONS, timeout_graceful_shutdown=1, loop="asyncio",
+        )  # fmt: skip
+        self._server = server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=_serve, args=(server, listening), name="tiered_kv-page", daemon=True)
+        self._thread.start()
+        if isinstance(where, str):
+            return PageServed(self._address)
+        host, port = listening.getsockname()[:2]
+        return PageServed(f"http://{f'[{host}]' if ':' in host else host}:{port}/")
+
+    async def stop(self) -> None:
+        """Serve no more; waits for the thread for a limited time."""
+        if self._server is not None and self._thread is not None:
+            self._server.should_exit = True
+            await asyncio.to_thread(self._thread.join, _CLOSE_TIMEOUT_S)
+
+
+def _serve(server: "uvicorn.Server", listening: socket.socket) -> None:
+    name = listening.getsockname()
+    with listening:
+        server.run(sockets=[listening])
+    if isinstance(name, str):
+        Path(name).unlink(missing_ok=True)
+
+
+def _listen(where: tuple[str, int] | str) -> socket.socket:
+    if not isinstance(where, str):
+        family = socket.AF_INET6 if ":" in where[0] else socket.AF_INET
+        return socket.create_server(where, family=family)
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with suppress(FileNotFoundError):
+            _remove_if_left(where)
+        mask = os.umask(0o177)
+        try:
+            listening.bind(where)
+        finally:
+            os.umask(mask)
+        listening.listen()
+    except BaseException:
+        listening.close()
+        raise
+    return listening
+
+
+def _remove_if_left(path: str) -> None:
+    """Remove a socket that nobody listens at any more; one that is listened at is kept, and so is what is none."""
+    if not stat.S_ISSOCK(Path(path).lstat().st_mode):
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            Path(path).unlink()
+
+
+def _of_this_host_alone(app: App) -> App:
+    """Refuse who came by another name: a web site may have its name lead here, and would read what is shown."""
+
+    async def guarded(scope: Any, receive: Any, send: Any) -> None:  # noqa: ANN401 - as ASGI has it
+        named = dict(scope.get("headers", ())).get(b"host", b"localhost").decode("latin-1")
+        host = named.partition("]")[0].lstrip("[") if named.startswith("[") else named.partition(":")[0]
+        if is_of_this_host(host):
+            await app(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": 421, "headers": [(b"content-type", b"text/plain")]})
+        await send({"type": "http.response.body", "body": b"this page is for this host: use localhost\n"})
+
+    return guarded
