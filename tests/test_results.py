@@ -9,7 +9,7 @@ from tiered_kv import LoadResult, LookupResult, StoreResult, TierRun, TierStore
 def test_runs_add_up_by_tier_in_the_order_they_come() -> None:
     """A tier met twice along a prefix is counted once, with all its blocks."""
     runs = (TierRun("cpu", 0, 2), TierRun("nvme", 2, 7), TierRun("cpu", 7, 8))
-    found = LookupResult(num_blocks=8, runs=runs, num_bytes=0, estimated_load_s=0.0)
+    found = LookupResult(num_blocks=8, runs=runs, num_bytes=0, block_size=16)
     assert found.by_tier == {"cpu": 3, "nvme": 5}
     assert list(found.by_tier) == ["cpu", "nvme"]
 

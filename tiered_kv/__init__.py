@@ -78,6 +78,7 @@ from tiered_kv.keys import (
     salt_digest,
 )
 from tiered_kv.layout import KVGroup, KVLayout
+from tiered_kv.load_costs import LoadCost, Split
 from tiered_kv.plan import JobResult, Move, Outcomes, Plan, SlabHandle
 from tiered_kv.record import Record, parse_record
 from tiered_kv.record import encode as encode_record
@@ -200,6 +201,7 @@ __all__ = [
     "KVGroup",
     "KVLayout",
     "LayoutMismatchError",
+    "LoadCost",
     "LoadHandle",
     "LoadResult",
     "LoadStoreSpec",
@@ -236,6 +238,7 @@ __all__ = [
     "SlabHandle",
     "SlotBackend",
     "Snapshot",
+    "Split",
     "StoreHandle",
     "StoreResult",
     "StoreTicket",

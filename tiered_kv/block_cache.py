@@ -31,6 +31,7 @@ from tiered_kv.tiers.budget import Priority
 from tiered_kv.transfers.handles import Handle
 from tiered_kv.transfers.load import LoadHandle
 from tiered_kv.transfers.prefetch import HostLease, PrefetchHandle
+from tiered_kv.transfers.requests import Order
 from tiered_kv.transfers.store import StoreHandle
 from tiered_kv.transfers.submissions import LoadTicket, StoreTicket
 from tiered_kv.transfers.swap import Copies, Moves
@@ -90,6 +91,7 @@ class BlockCache(ABC):
         priority: Priority = Priority.LOAD,
         layerwise: bool = False,
         gaps: bool = False,
+        order: Order = "front",
     ) -> LoadHandle:
         """Start to fill the engine's blocks. Await the handle for the `LoadResult`.
 
@@ -107,6 +109,9 @@ class BlockCache(ABC):
             gaps: Load what is there, block by block, also behind a hole: `LoadResult.mask` says what is in place, and
                 elsewhere the blocks may hold anything. Shared tiers are asked for each block then. Not with
                 ``layerwise``.
+            order: ``"back"`` loads the last blocks first, while the engine computes the first ones and says so by
+                `LoadHandle.stop_before`: `LoadResult.mask` then says what is in place at the end. Give it blocks that
+                `lookup` found: it ends at the first that is lost. Not with ``layerwise`` or ``gaps``.
 
         Raises:
             ConfigurationError, LayoutMismatchError: Arguments that cannot be right. Nothing has moved.

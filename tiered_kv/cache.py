@@ -52,6 +52,7 @@ from tiered_kv.tiers.budget import Priority
 from tiered_kv.transfers.handles import Handle, cancel_each, each_of
 from tiered_kv.transfers.load import LoadHandle
 from tiered_kv.transfers.prefetch import HostLease, Prefetch, PrefetchHandle, hold_on_host
+from tiered_kv.transfers.requests import Order
 from tiered_kv.transfers.start import start_load, start_store
 from tiered_kv.transfers.store import StoreHandle
 from tiered_kv.transfers.submissions import LoadTicket, StoreTicket, load_failed, store_failed
@@ -200,8 +201,11 @@ class TieredKV(BlockCache):
         priority: Priority = Priority.LOAD,
         layerwise: bool = False,
         gaps: bool = False,
+        order: Order = "front",
     ) -> LoadHandle:
-        request = load_request(self._open(), keys, into, after, deadline_s, priority, layerwise=layerwise, gaps=gaps)
+        request = load_request(
+            self._open(), keys, into, after, deadline_s, priority, layerwise=layerwise, gaps=gaps, order=order
+        )
         return start_load(request)
 
     @override

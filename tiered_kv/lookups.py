@@ -10,10 +10,12 @@ from numpy.typing import NDArray
 
 from tiered_kv.catalog.books import SlotState
 from tiered_kv.catalog.locate import locate_from_any_thread, states_from_any_thread
+from tiered_kv.load_costs import LoadCost
 from tiered_kv.results import BlockState, LookupResult, TierRun
 from tiered_kv.specs import LoadStoreSpec
 from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.chain import Chain
+from tiered_kv.tiers.storage import StorageTier
 
 
 def lookup_result(chains: Sequence[Chain], found: Sequence[list[TierRun]]) -> LookupResult:
@@ -26,14 +28,16 @@ def lookup_result(chains: Sequence[Chain], found: Sequence[list[TierRun]]) -> Lo
     runs = found[0] if len(found) == 1 else _weakest(chains[0].names, found)
     num_blocks = runs[-1].stop if runs else 0
     payload_bytes = sum(chain.group.payload_bytes for chain in chains)
-    # A rate counts what a tier moves: the records of every rank, encoded.
-    block_s = {
-        tier.name: len(chains) * tier.shape.stride_bytes / tier.load_rate.bytes_per_s
-        for tier in chains[0].storage
-        if tier.load_rate.bytes_per_s
-    }
-    seconds = sum((run.stop - run.start) * block_s.get(run.tier, 0.0) for run in runs)
-    return LookupResult(num_blocks, tuple(runs), num_blocks * payload_bytes, seconds)
+    costs = {tier.name: cost for tier in chains[0].storage if (cost := _cost(tier, len(chains))) is not None}
+    return LookupResult(num_blocks, tuple(runs), num_blocks * payload_bytes, chains[0].group.block_size, costs)
+
+
+def _cost(tier: StorageTier, num_ranks: int) -> LoadCost | None:
+    """Say what blocks cost that are read from a tier now, all ranks' parts of them; None where none was read yet."""
+    if (now := tier.speed.estimate()) is None:
+        return None
+    stride = tier.shape.stride_bytes
+    return LoadCost(now.first_s, num_ranks * stride * now.byte_s, now.num_others, now.others_bytes // stride)
 
 
 def why_not_more(parts: Sequence[tuple[Chain, Batch]], found: Sequence[list[TierRun]], num_blocks: int) -> str:

@@ -7,6 +7,7 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from tiered_kv.load_costs import LoadCost, Split, split
 from tiered_kv.specs import LoadStoreSpec
 
 
@@ -46,13 +47,15 @@ class LookupResult:
         num_blocks: Its length.
         runs: Which tier each block would come from, neighbours in one tier together.
         num_bytes: Payload bytes of the prefix, as the engine has them.
-        estimated_load_s: From each tier's load rate as seen so far; 0 where nothing was seen yet.
+        block_size: Tokens a block.
+        costs: By storage tier, what loading from it takes now; those that nothing was read from yet are left out.
     """
 
     num_blocks: int
     runs: tuple[TierRun, ...]
     num_bytes: int
-    estimated_load_s: float
+    block_size: int
+    costs: Mapping[str, LoadCost] = field(default_factory=dict)
 
     @property
     def by_tier(self) -> dict[str, int]:
@@ -61,6 +64,45 @@ class LookupResult:
         for run in self.runs:
             counts[run.tier] = counts.get(run.tier, 0) + run.stop - run.start
         return counts
+
+    @property
+    def estimated_load_s(self) -> float:
+        """How long loading all of it would take by now; tiers of memory, and those without a cost, count as 0."""
+        parts = [(self.costs[tier], count) for tier, count in self.by_tier.items() if tier in self.costs]
+        return sum(float(cost.seconds(np.array(count))) for cost, count in parts)
+
+    def split(
+        self,
+        *,
+        prefill_tokens_per_s: float,
+        queue_s: float = 0.0,
+        chunk_tokens: int | None = None,
+        max_storage_tokens: int | None = None,
+    ) -> Split:
+        """Choose how many leading blocks to load, so that these and computing the others take the least time.
+
+        Costs are as of the lookup: what the tiers read lately took, and what waits in their lines. A tier that has no
+        cost yet is loaded from, and then it has.
+
+        Args:
+            prefill_tokens_per_s: How fast the engine computes a prompt.
+            queue_s: How long this request waits for the engine anyway: loading takes nothing in that time.
+            chunk_tokens: How many tokens the engine computes at once, if it can load and compute at the same time: then
+                ``order="back"`` may be the answer.
+            max_storage_tokens: How many tokens may come from storage; any number if left out.
+
+        Raises:
+            ConfigurationError: A speed that is not positive, or a time below 0.
+        """
+        return split(
+            [(run.tier, run.stop - run.start) for run in self.runs],
+            self.costs,
+            block_size=self.block_size,
+            prefill_tokens_per_s=prefill_tokens_per_s,
+            queue_s=queue_s,
+            chunk_tokens=chunk_tokens,
+            max_storage_tokens=max_storage_tokens,
+        )
 
 
 @dataclass(frozen=True)

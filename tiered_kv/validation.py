@@ -8,7 +8,7 @@ import asyncio
 import inspect
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,7 @@ from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.budget import Priority
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.transfers.bindings import Binding, Bindings
-from tiered_kv.transfers.requests import LoadRequest, StoreRequest
+from tiered_kv.transfers.requests import LoadRequest, Order, StoreRequest
 
 _SIZE = TypeAdapter(ByteSize)
 
@@ -100,6 +100,7 @@ def load_request(
     *,
     layerwise: bool = False,
     gaps: bool = False,
+    order: Order = "front",
 ) -> LoadRequest:
     """Check a load and enqueue its wait, in any thread; see `TieredKV.start_load`."""
     epoch = cache.epoch  # before the keys are named by it: if it advances in between, the load is overtaken
@@ -110,11 +111,15 @@ def load_request(
     check_seconds("deadline_s", deadline_s)
     if layerwise and gaps:
         raise ConfigurationError("layers of a load with gaps cannot be waited for: it is either layerwise or has gaps")
+    if order not in get_args(Order):
+        raise ConfigurationError(f"order must be 'front' or 'back', got {order!r:.80}")
+    if order == "back" and (layerwise or gaps):
+        raise ConfigurationError("a load from the back has neither layers to wait for nor gaps")
     deadline = cache.deadline(deadline_s)
     lane = binding.h2d.take(after)
     return LoadRequest(
         chain, batch, binding, pages, lane, deadline, priority, lambda: cache.epoch == epoch,
-        layerwise=layerwise, gaps=gaps,
+        layerwise=layerwise, gaps=gaps, order=order,
     )  # fmt: skip
 
 

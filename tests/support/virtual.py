@@ -25,6 +25,7 @@ class _Selector(selectors.DefaultSelector):
     loop: "VirtualLoop"
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        is_busy = self.loop.is_busy()  # before the look: whoever ends his work wakes the loop first, and is seen below
         events = super().select(0)
         if events or timeout == 0:
             return events
@@ -32,8 +33,8 @@ class _Selector(selectors.DefaultSelector):
             return []
         if timeout is None:
             return super().select(10.0)
-        if self.loop.is_busy():
-            return super().select(0.01)  # and look again: whoever was busy may have woken the loop before it said so
+        if is_busy:
+            return super().select(0.01)
         self.loop.now += timeout
         return []
 

@@ -84,7 +84,9 @@ class OwnedTier(StorageTier, BookedTier):
             return None
         return await self._locate(partial(self.backend.locate, self.group, slots), len(batch))
 
-    async def read(self, batch: Batch, blocks: list[Block], waiter: Waiter, on_late: Callable[[], None]) -> Mask:
+    async def _read_blocks(
+        self, batch: Batch, blocks: list[Block], waiter: Waiter, on_late: Callable[[], None]
+    ) -> Mask:
         """See `StorageTier.read`. A block that is not what the index says is removed.
 
         One that was removed while it was read may have been overwritten, and is a miss like any other.

@@ -124,7 +124,9 @@ class SharedTier(StorageTier):
         """See `Tier.locate`: the medium knows."""
         return await self._locate(partial(self.backend.locate, batch.keys()), len(batch))
 
-    async def read(self, batch: Batch, blocks: list[Block], waiter: Waiter, on_late: Callable[[], None]) -> Mask:
+    async def _read_blocks(
+        self, batch: Batch, blocks: list[Block], waiter: Waiter, on_late: Callable[[], None]
+    ) -> Mask:
         """See `StorageTier.read`. A block that is broken twice is deleted; until then a store may repair it."""
         right = np.zeros(len(batch), np.bool_)
         if (give_back := await self._take(len(batch), waiter)) is None:

@@ -26,6 +26,7 @@ from tiered_kv.tiers.budget import Budget, Give, Kind, Waiter
 from tiered_kv.tiers.calls import Calls, outcomes_problem
 from tiered_kv.tiers.health import StorageHealth
 from tiered_kv.tiers.records import Records, Staging
+from tiered_kv.tiers.speed import ReadSpeed
 from tiered_kv.tiers.tasks import Tasks
 
 READ: Final = frozenset({Outcome.HIT, Outcome.MISS, Outcome.CORRUPT, Outcome.FAILED})
@@ -56,19 +57,6 @@ class TierParts:
     settings: TierSettings
     group: int
     shape: RecordShape
-
-
-@dataclass
-class Rate:
-    """Bytes a second as seen lately; 0 before anything was seen."""
-
-    bytes_per_s: float = 0.0
-
-    def saw(self, num_bytes: int, seconds: float) -> None:
-        """Take one more transfer into account."""
-        if num_bytes and seconds > 0:
-            seen = num_bytes / seconds
-            self.bytes_per_s = seen if not self.bytes_per_s else 0.8 * self.bytes_per_s + 0.2 * seen
 
 
 @dataclass
@@ -114,7 +102,7 @@ class StorageTier(Tier):
         self.group = parts.group
         self.shape = parts.shape
         self.budget = parts.budget
-        self.load_rate = Rate()
+        self.speed = ReadSpeed(parts.health.clock)
         self._records = parts.records
         self._staging = Staging(parts.shape)
         self._tasks = parts.tasks
@@ -147,9 +135,20 @@ class StorageTier(Tier):
         """Say which blocks can be read, also behind a hole. Waits for the tier's time limit at most."""
         return await self.find(batch)
 
-    @abstractmethod
     async def read(self, batch: Batch, blocks: list[Block], waiter: Waiter, on_late: Callable[[], None]) -> Mask:
         """Fill the blocks and verify them; say which are right. Returns when the medium has let go of the buffers."""
+        read, right = self.speed.begin(self._num_bytes(len(batch))), None
+        try:
+            right = await self._read_blocks(batch, blocks, waiter, on_late)
+        finally:
+            self.speed.end(read, is_well=right is not None and bool(right.all()))
+        return right
+
+    @abstractmethod
+    async def _read_blocks(
+        self, batch: Batch, blocks: list[Block], waiter: Waiter, on_late: Callable[[], None]
+    ) -> Mask:
+        """See `read`."""
 
     @abstractmethod
     async def write(
@@ -237,7 +236,6 @@ class StorageTier(Tier):
             self.counters.failed += n
             return [Outcome.FAILED] * n
         num_filled = answer.value.count(Outcome.HIT)
-        self.load_rate.saw(self._num_bytes(n), seconds)
         self.counters.bytes_read += self._num_bytes(num_filled)
         self.counters.read_s += answer.seconds
         verdicts, refused = await self._records.verify(keys, blocks, list(answer.value), self.shape)

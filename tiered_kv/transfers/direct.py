@@ -23,6 +23,11 @@ from tiered_kv.transfers.window import Landed, Window
 class DirectLoad(Load):
     """A load into `DirectSlots` that takes turns: what is resident is copied, what is in storage is read in place."""
 
+    @property
+    def is_copying(self) -> bool:
+        """See `Loading.is_copying`: a medium that has been given memory cannot be asked how far it is."""
+        return True
+
     async def _move(self, underway: deque[Window], begun: int = 0, end: int | None = None) -> None:
         done, n = begun, len(self._batch) if end is None else end
         host, size = self._chain.host.index, self._chain.window_blocks * self._chain.limits.reads_in_flight

@@ -50,6 +50,13 @@ class Loading(Protocol):
     def copy_of(self, layer: int) -> LaneCopy | None:
         """Return the copy after which a layer of all admitted blocks is in place; None if there is no need to wait."""
 
+    @property
+    def is_copying(self) -> bool:
+        """Whether something may have been written to the engine's blocks."""
+
+    def stop_before(self, block: int) -> int:
+        """See `LoadHandle.stop_before`."""
+
     def revoke(self) -> None:
         """Stop as soon as possible."""
 
@@ -73,6 +80,27 @@ class LoadHandle(Handle[LoadResult]):
         Cancellation ends the wait only.
         """
         return await self._load.wait_admitted()
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether it may have begun to write to the engine's blocks."""
+        return self._load.is_copying
+
+    def stop_before(self, block: int) -> int:
+        """Claim the blocks before ``block`` for the engine, which is about to compute them.
+
+        Of a load with ``order="back"``. Parts of it that have not begun to be copied are given up where they are
+        claimed; the engine never waits for a medium.
+
+        Returns:
+            The block from which on the load writes, ``block`` or one before it: all before are the engine's for good.
+            Once that is where the engine is already, the two have met, and awaiting the handle takes no longer than
+            copies do. Where the load has ended early, what it brought is from there on.
+
+        Raises:
+            ConfigurationError: The load is of another order, or there is no such block.
+        """
+        return self._load.stop_before(block)
 
     async def layer(self, layer: int) -> None:
         """Wait until a layer of all admitted blocks has been copied. Cancellation ends the wait only."""
@@ -149,6 +177,16 @@ class InTask(Revocable):
         """See `Loading.copy_of`."""
         return None
 
+    @property
+    def is_copying(self) -> bool:
+        """See `Loading.is_copying`; as long as nothing better is known, it may be."""
+        return True
+
+    def stop_before(self, block: int) -> int:
+        """See `LoadHandle.stop_before`."""
+        check_stop(self._request, block)
+        return block
+
     def _settle(self, num_blocks: int) -> None:
         if not self._admitted.done():
             self._admitted.set_result(num_blocks)
@@ -173,6 +211,11 @@ class Load(InTask):
         """See `Loading.copy_of`."""
         return self._last
 
+    @property
+    def is_copying(self) -> bool:
+        """See `Loading.is_copying`."""
+        return any(copied.landed.num_blocks for copied in self._copied)
+
     async def run(self) -> LoadResult:
         """Move the blocks. Ends only when nothing touches the engine's memory any more; never raises for a tier."""
         loop = asyncio.get_running_loop()
@@ -191,6 +234,7 @@ class Load(InTask):
         except asyncio.CancelledError:
             self.revoked = True
         finally:
+            self._bringer.close()
             for window in underway:
                 self._bringer.abandon(window)
             self._give_up()
@@ -231,6 +275,9 @@ class Load(InTask):
             size = len(window.batch)
             landed = await self._bringer.land(window, self._request.deadline)
             underway.popleft()
+            if self.revoked:  # the blocks may be the engine's again: the cancellation comes a turn later
+                self._chain.release(*landed.leases)
+                return
             self._copy(landed)
             if landed.num_blocks < size:
                 if not landed.is_worth_another or not retries:
@@ -330,6 +377,14 @@ class Load(InTask):
             num_blocks, numbers = 0, numbers[:0]
             self._bringer.faults.append(overtaken(self._request))
         return num_blocks, np.bincount(numbers, minlength=len(self._chain.tiers)).tolist()
+
+
+def check_stop(request: LoadRequest, block: int) -> None:
+    """Raise `ConfigurationError` unless the load is one from the back, and has such a block or ends there."""
+    if request.order != "back":
+        raise ConfigurationError("only a load from the back can be stopped before a block: start_load(order='back')")
+    if not 0 <= block <= len(request.batch):
+        raise ConfigurationError(f"block {block} is not one of the load's {len(request.batch)}")
 
 
 def overtaken(request: LoadRequest) -> TierFault:

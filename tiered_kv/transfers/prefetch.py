@@ -64,6 +64,7 @@ class Prefetch(Revocable):
         except asyncio.CancelledError:
             self.revoked = True
         finally:
+            self._bringer.close()
             await self.drain_copies()
         done = self._target.index.ready_prefix(self._batch.names)
         self._target.index.touch(self._batch.names[:done])

@@ -15,6 +15,7 @@ from tiered_kv.tiers.budget import Priority
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.transfers.bindings import EngineMemory
 
+Order = Literal["front", "back"]
 MOST_AT_ONCE: Final = 1024
 """Blocks that one turn of the loop decides about: of more the books take longer than a turn should."""
 _COPIED_AT_ONCE_BYTES: Final = 256 << 10
@@ -36,6 +37,7 @@ class LoadRequest:
         is_current: False once the weights have changed: then the load returns 0 blocks.
         layerwise: Whether to copy layer by layer.
         gaps: Whether to load what is there, block by block, and not a prefix.
+        order: Whether the prefix is loaded from the front, or from the back until it meets an engine that computes it.
         is_part: Whether it is a part of another load, which counts and tells of it.
     """
 
@@ -49,6 +51,7 @@ class LoadRequest:
     is_current: Callable[[], bool]
     layerwise: bool = False
     gaps: bool = False
+    order: Order = "front"
     is_part: bool = False
 
 

@@ -14,7 +14,7 @@ from tiered_kv.memory.lanes import LaneCopy, RevokedError
 from tiered_kv.results import LoadResult, TierFault
 from tiered_kv.tiers.memory import MemoryTier
 from tiered_kv.transfers.handles import LAST_COPIES_S
-from tiered_kv.transfers.load import LoadHandle, load_result, overtaken
+from tiered_kv.transfers.load import LoadHandle, check_stop, load_result, overtaken
 from tiered_kv.transfers.requests import MOST_AT_ONCE, LoadRequest, may_copy_at_once
 
 
@@ -88,6 +88,17 @@ class ResidentLoad:
     def copy_of(self, layer: int) -> LaneCopy | None:
         """See `Loading.copy_of`."""
         return self._copy
+
+    @property
+    def is_copying(self) -> bool:
+        """See `Loading.is_copying`: from the beginning."""
+        return True
+
+    def stop_before(self, block: int) -> int:
+        """See `LoadHandle.stop_before`: all is in place, or will be in a moment."""
+        check_stop(self._request, block)
+        has_failed = self._ended.done() and not self._ended.result().num_blocks
+        return block if has_failed else 0
 
     def revoke(self) -> None:
         """Stop, unless the copy has begun."""

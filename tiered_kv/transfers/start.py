@@ -1,5 +1,6 @@
 """Where every load and store begins: which kind of transfer serves a request."""
 
+from tiered_kv.transfers.back import BackLoad
 from tiered_kv.transfers.direct import DirectLoad
 from tiered_kv.transfers.gaps import GapLoad
 from tiered_kv.transfers.layerwise import LayerLoad, LayerStore
@@ -15,6 +16,8 @@ def start_load(request: LoadRequest) -> LoadHandle:
         return handle
     if request.gaps:
         return GapLoad(request, start_load).begin()
+    if request.order == "back":
+        return BackLoad(request, start_load).begin()
     kind = LayerLoad if request.layerwise else DirectLoad if request.binding.direct is not None else Load
     load = kind(request)
     return load.start_load(request.chain.tasks.spawn(load.run(), f"load {len(request.batch)} blocks"))

@@ -19,6 +19,7 @@ from tiered_kv.tiers.budget import Kind, Priority, Waiter
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.fills import Fill
 from tiered_kv.tiers.memory import MemoryTier
+from tiered_kv.tiers.storage import StorageTier
 from tiered_kv.transfers.presence import Presence
 
 
@@ -101,6 +102,8 @@ class Bringer:
         self.may_keep = chain.host.room_for(batch) if keep else 0
         self.presence = Presence(chain, batch)
         self._gpu = gpu
+        self._batch = batch
+        self._read_from: StorageTier | None = None
 
     async def begin(self, start: int, batch: Batch, *, may_wait: bool) -> Window | None:
         """Begin a window; its batch is cut to the prefix that is anywhere, and to what may be read at once.
@@ -146,6 +149,8 @@ class Bringer:
         at, numbers = missing[wanted], numbers[wanted]
         if len(at) and not await self._fill(window, at, numbers, may_wait=may_wait):
             return False
+        if len(at):
+            self._say_planned(window, int(numbers[-1]))
         self._take_resident(window)  # what others brought while we waited
         left = np.flatnonzero(window.source < 0)
         if len(left):
@@ -155,6 +160,20 @@ class Bringer:
                     fill.join()
                     window.fills.append(fill)
         return True
+
+    def _say_planned(self, window: Window, number: int) -> None:
+        """Tell the tier that the last block comes from how much more it will be asked for: all behind, presumably."""
+        tier = self.chain.storage[number - len(self.chain.memory)]
+        if self._read_from is not tier:
+            self.close()
+            self._read_from = tier
+        left = 0 if window.is_last else len(self._batch) - window.start - len(window.batch)
+        tier.speed.plan(self, left * tier.shape.stride_bytes)
+
+    def close(self) -> None:
+        """Begin no more windows."""
+        if self._read_from is not None:
+            self._read_from.speed.plan(self, 0)
 
     async def _fill(self, window: Window, at: NDArray[np.int64], numbers: NDArray[np.int8], *, may_wait: bool) -> bool:
         chain, batch = self.chain, window.batch[at]

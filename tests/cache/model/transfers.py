@@ -10,18 +10,19 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from tests.cache.model.calls import CALLS, Calls
-from tests.cache.model.engine import NUM_REGIONS, Place
+from tests.cache.model.engine import NUM_REGIONS, N, Place
 from tests.cache.model.machine import DELAYS_S, LONG_S, PLACES, SPANS, WEIGHTS
 from tiered_kv import BlockKeys, LoadHandle, LoadResult, LoadTicket, Priority, StoreHandle, StoreResult, StoreTicket
 from tiered_kv.tiers.base import prefix_of
 
 AnyHandle = LoadHandle | StoreHandle | LoadTicket | StoreTicket
 PRIORITIES = st.sampled_from(Priority)
-WAYS = st.sampled_from(["start", "start", "gaps", "layers", "submit"])
+WAYS = st.sampled_from(["start", "start", "gaps", "back", "back", "layers", "submit"])
 ORDERS = st.sampled_from([(0, 1), (1, 0), (0,), ()])
 """In which a layer-wise store gets its layers; some never come."""
 _LAST_COPIES_S = 0.1
 """What is at hand when a transfer's time is up is still copied."""
+_CLAIMED = "computed while it was loaded"
 
 
 @dataclass(eq=False)
@@ -33,6 +34,8 @@ class Underway:
     weights: str
     ends_by: float
     handle: AnyHandle
+    claimed: int = 0
+    is_back: bool = False
     was_overtaken: bool = False
     result: LoadResult | StoreResult | None = field(default=None)
 
@@ -147,10 +150,16 @@ class Transfers(Calls):
             handle: LoadHandle | LoadTicket = kv.submit_load(keys, into, after=after, priority=priority)
         else:
             handle = kv.start_load(
-                keys, into, after=after, priority=priority, layerwise=way == "layers", gaps=way == "gaps"
+                keys,
+                into,
+                after=after,
+                priority=priority,
+                layerwise=way == "layers",
+                gaps=way == "gaps",
+                order="back" if way == "back" else "front",
             )
         self.asked["load"] += len(keys)
-        self._add(keys, place, handle, self.world.limits.load_timeout_s)
+        self._add(keys, place, handle, self.world.limits.load_timeout_s, is_back=way == "back")
 
     async def _start_store(
         self, keys: BlockKeys, place: Place, way: str, delay_s: float | None, order: tuple[int, ...], **_: object
@@ -165,9 +174,27 @@ class Transfers(Calls):
             handle.store_layer(layer)
         self._add(keys, place, handle, self.world.limits.store_timeout_s)
 
-    def _add(self, keys: BlockKeys, place: Place, handle: AnyHandle, limit_s: float) -> None:
+    def _add(self, keys: BlockKeys, place: Place, handle: AnyHandle, limit_s: float, *, is_back: bool = False) -> None:
         ends_by = asyncio.get_running_loop().time() + limit_s + _LAST_COPIES_S
-        self.underway.append(Underway(keys, place, self.weights, ends_by, handle))
+        self.underway.append(Underway(keys, place, self.weights, ends_by, handle, is_back=is_back))
+
+    @precondition(lambda self: any(one.is_back for one in self.underway))
+    @rule(which=st.integers(0, 2), block=st.integers(0, N))
+    def claim(self, which: int, block: int) -> None:
+        """Compute blocks that a load from the back is loading, too."""
+        backs = [one for one in self.underway if one.is_back]
+        one = backs[which % len(backs)]
+        self.run(self._claim(one, min(block, len(one.keys))), 0.0)
+
+    async def _claim(self, one: Underway, block: int) -> None:
+        assert isinstance(one.handle, LoadHandle)
+        if one.handle.done:
+            return
+        before, one.claimed = one.claimed, one.handle.stop_before(block)
+        assert before <= one.claimed <= max(before, block)
+        self.asked["load"] -= one.claimed - before
+        if one.claimed:
+            self.engine.compute(one.keys[: one.claimed], _CLAIMED, one.place)
 
     @precondition(lambda self: self.num_underway)
     @rule(which=st.integers(0, 2), cancels=st.booleans())
@@ -199,6 +226,8 @@ class Transfers(Calls):
     def _check(self, one: Underway) -> None:
         self.underway.remove(one)
         if isinstance(one.result, LoadResult):
+            assert not one.result.mask[: one.claimed].any()
+            assert all(self.engine.which(one.keys[: one.claimed], _CLAIMED, one.place))
             self.loaded(one.keys, one.result, one.place, one.weights)
             assert not (one.was_overtaken and one.result.num_blocks)
         else:
