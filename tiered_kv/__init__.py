@@ -65,18 +65,8 @@ from tiered_kv.events import (
     WorkerEnded,
 )
 from tiered_kv.groups import GroupNeed, GroupsLoad, GroupsLookup, full, window
-from tiered_kv.keys import (
-    BlockKey,
-    BlockKeys,
-    ModelIdentity,
-    Names,
-    Namespace,
-    Shard,
-    epoch_digest,
-    hash_blocks,
-    hash_tail,
-    salt_digest,
-)
+from tiered_kv.hashing import hash_blocks, hash_tail
+from tiered_kv.keys import BlockKey, BlockKeys, ModelIdentity, Names, Namespace, Shard, epoch_digest, salt_digest
 from tiered_kv.layout import KVGroup, KVLayout
 from tiered_kv.load_costs import LoadCost, Split
 from tiered_kv.plan import JobResult, Move, Outcomes, Plan, SlabHandle

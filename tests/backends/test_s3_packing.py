@@ -1,7 +1,8 @@
 import pytest
 
 from tiered_kv.backend import RecordShape
-from tiered_kv.keys import BlockKey, Namespace, epoch_digest, hash_blocks
+from tiered_kv.hashing import hash_blocks
+from tiered_kv.keys import BlockKey, Namespace, epoch_digest
 
 pytest.importorskip("obstore", reason="obstore is missing: pip install 'tiered-kv[s3]'")
 

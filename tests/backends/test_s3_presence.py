@@ -2,7 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.keys import BlockKey, Namespace, epoch_digest, hash_blocks
+from tiered_kv.hashing import hash_blocks
+from tiered_kv.keys import BlockKey, Namespace, epoch_digest
 
 pytest.importorskip("obstore", reason="obstore is missing: pip install 'tiered-kv[s3]'")
 

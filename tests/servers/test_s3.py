@@ -22,7 +22,8 @@ from ceph_server import CephServer
 from s3_server import S3Server, is_ceph, s3_server
 from tiered_kv.backend import Block, Outcome
 from tiered_kv.errors import BackendUnavailableError, ConfigurationError, TieredKVError
-from tiered_kv.keys import BlockKey, Namespace, epoch_digest, hash_blocks, salt_digest
+from tiered_kv.hashing import hash_blocks
+from tiered_kv.keys import BlockKey, Namespace, epoch_digest, salt_digest
 from tiered_kv.specs import LoadStoreSpec, ObjectLoadStoreSpec
 from tiered_kv.testing import GROUPS, BackendTests, block_key, make_block, open_backend
 from tiered_kv_backends.s3 import S3Backend, S3Settings, collect_epochs, delete_tenant

@@ -17,7 +17,8 @@ from tiered_kv.backend import OwnedTierSettings, TierSettings
 from tiered_kv.cache import TieredKV
 from tiered_kv.errors import ConfigurationError, TieredKVError
 from tiered_kv.events import Event, TierFailed, TierStalled
-from tiered_kv.keys import ModelIdentity, hash_blocks
+from tiered_kv.hashing import hash_blocks
+from tiered_kv.keys import ModelIdentity
 from tiered_kv.layout import KVLayout
 from tiered_kv.registry import resolve
 from tiered_kv.settings import CPUTier, GPUTier, TieredKVSettings, tier_name

@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 
 from tiered_kv.changes import Changes
 from tiered_kv.errors import ConfigurationError
+from tiered_kv.hashing import TokenIds
 from tiered_kv.integers import as_int, as_ints
-from tiered_kv.keys import BlockKeys, Namespace, TokenIds
+from tiered_kv.keys import BlockKeys, Namespace
 
 
 class HasChanges(Protocol):

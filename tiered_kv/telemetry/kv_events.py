@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from tiered_kv.changes import Changes
 from tiered_kv.errors import ClosedError, ConfigurationError
+from tiered_kv.hashing import TokenIds
 from tiered_kv.integers import as_int
-from tiered_kv.keys import BlockKeys, TokenIds
+from tiered_kv.keys import BlockKeys
 from tiered_kv.telemetry.kv_event_values import (
     HasChanges,
     KVEventStatistics,

@@ -18,7 +18,8 @@ from transformers.generation.continuous_batching.cache_allocators.cache_allocato
 
 from tiered_kv.blocking import BlockingTieredKV
 from tiered_kv.errors import ClosedError, ConfigurationError
-from tiered_kv.keys import BlockKeys, hash_blocks
+from tiered_kv.hashing import hash_blocks
+from tiered_kv.keys import BlockKeys
 from tiered_kv.layout import KVGroup
 from tiered_kv.specs import GPULoadStoreSpec
 from tiered_kv.transfers.submissions import StoreTicket

@@ -16,7 +16,8 @@ from transformers.cache_utils import DynamicLayer
 
 from tiered_kv.blocking import BlockingTieredKV
 from tiered_kv.errors import ConfigurationError
-from tiered_kv.keys import BlockKeys, hash_blocks
+from tiered_kv.hashing import hash_blocks
+from tiered_kv.keys import BlockKeys
 from tiered_kv.layout import KVGroup
 from tiered_kv.specs import CPULoadStoreSpec
 
