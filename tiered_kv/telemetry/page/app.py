@@ -11,7 +11,8 @@ from importlib.resources import files
 from typing import Any, Final
 
 from tiered_kv.errors import ConfigurationError, TieredKVError
-from tiered_kv.keys import BlockKeys, hash_blocks
+from tiered_kv.hashing import hash_blocks
+from tiered_kv.keys import BlockKeys
 from tiered_kv.telemetry.page.answers import state_of
 from tiered_kv.telemetry.page.server import PageServer
 from tiered_kv.telemetry.watch import Watch
