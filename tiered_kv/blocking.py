@@ -2,6 +2,9 @@
 
 The cache runs on an event loop in a thread of its own, AnyIO's blocking portal, and ends with it. Loads and stores take
 no round trip through the portal: they are submitted, as by any thread.
+
+A program that ends while its cache is open loses nothing of what it has stored: the interpreter waits until it is
+written, within `CacheLimits.close_timeout_s`.
 """
 
 import asyncio
@@ -10,7 +13,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any, Final, ParamSpec, TypeVar, overload
 
 from anyio import CancelScope
 from anyio.from_thread import BlockingPortal, start_blocking_portal
@@ -37,23 +40,30 @@ from tiered_kv.transfers.submissions import Ticket
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_LOOK_S: Final = 0.25
+"""How often it is looked whether the program is ending."""
 
 
 @contextmanager
 def open_blocking(cache: TieredKV) -> "Iterator[BlockingTieredKV]":
     """Open a cache in a thread of its own, for a ``with`` block; give it as `TieredKV.from_settings` makes it.
 
-    It is closed when the block ends, by an exception or KeyboardInterrupt too, as `TieredKV.aclose` does it.
+    It is closed when the block ends, by an exception or KeyboardInterrupt too, as `TieredKV.aclose` does it; and when
+    the main thread ends, whoever has entered the block and not left it.
 
     Raises:
         ConfigurationError, BackendUnavailableError: As opening it on a loop does.
     """
-    with start_blocking_portal(name="tiered_kv") as portal, portal.wrap_async_context_manager(cache):
+    with start_blocking_portal(name="tiered_kv") as portal:
+        portal.call(cache.__aenter__)
         kv = BlockingTieredKV(cache, portal)
         try:
-            yield kv
+            with _closing_at_the_end(cache, portal):
+                yield kv
         finally:
             kv._portal = None  # noqa: SLF001 - its own module's
+            with suppress(RuntimeError):  # the program has ended, and the cache with it
+                portal.call(cache.aclose)
 
 
 class BlockingTieredKV:
@@ -216,6 +226,31 @@ class BlockingTieredKV:
         if self._portal is None:
             raise ClosedError("this TieredKV is closed")
         return self._portal
+
+
+@contextmanager
+def _closing_at_the_end(cache: TieredKV, portal: BlockingPortal) -> Iterator[None]:
+    """Have a cache and its event loop end when the main thread does, if this block has not ended by then."""
+    is_left = threading.Event()
+
+    def watch() -> None:
+        while not is_left.wait(_LOOK_S):
+            if not threading.main_thread().is_alive():
+                with suppress(RuntimeError):  # the block has just been left, and the loop has ended
+                    thread = portal.call(threading.current_thread)
+                    portal.call(cache.aclose)
+                    portal.call(portal.stop)
+                    thread.join()  # a daemon, which would stop where it is
+                return
+
+    # No daemon: a program that ends waits for it. What atexit calls may start no threads, which closing does.
+    watching = threading.Thread(target=watch, name="tiered_kv-end", daemon=False)
+    watching.start()
+    try:
+        yield
+    finally:
+        is_left.set()
+        watching.join()
 
 
 class _Answer:

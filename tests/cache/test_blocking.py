@@ -1,6 +1,7 @@
 """A cache for programs without an event loop: it blocks, ends, and lets go of memory as the async one does."""
 
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -131,6 +132,17 @@ def test_it_is_closed_whatever_ends_the_block(error: type[BaseException]) -> Non
     for call in (left[0].stats, lambda: left[0].lookup_nowait(KEYS), lambda: left[0].load(KEYS, INTO)):
         with pytest.raises(ClosedError):
             call()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["open", "daemon"])
+def test_a_program_that_ends_with_it_open_loses_nothing(tmp_path: Path, end: str) -> None:
+    """What was stored is written before the process is gone, whoever forgot to leave the block; and it ends."""
+    command = [sys.executable, "-m", "tests.cache.forgetful_program", str(tmp_path), end]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("9\n", "")
+    with open_blocking(cache_of(CPU, {"medium": "nvme", "path": str(tmp_path), "capacity": "64MiB"})) as kv:
+        assert kv.lookup(KEYS).by_tier == {"nvme": 9}
 
 
 def test_a_deadline_holds() -> None:

@@ -38,8 +38,6 @@ _AXES: Final = {
     ("page_first_direct", True): "BLND",
 }
 """Of a host pool, by its layout and whether it holds MLA latents."""
-_LOOK_S: Final = 1.0
-"""How often it is looked whether the program is ending."""
 
 
 class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang gives is not typed
@@ -72,7 +70,6 @@ class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang give
         self.kv: BlockingTieredKV | None = None
         self._stack = ExitStack()
         self._closing = threading.Lock()
-        self._is_over = threading.Event()
 
     # What SGLang calls.
 
@@ -110,9 +107,7 @@ class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang give
         except BaseException:
             self._stack.close()
             raise
-        self.kv = kv
-        # No daemon: a program that ends waits for it, and so for what is still being written, whoever forgot to close.
-        threading.Thread(target=self._close_at_the_end, name="tiered_kv-sglang").start()
+        self.kv = kv  # closed when the program ends, whoever forgot to
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:  # noqa: ANN401 - SGLang's
         """Refuse a second host pool: its pages would be missing beside those that are kept.
@@ -174,7 +169,6 @@ class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang give
         """End: what is being written is, within `CacheLimits.close_timeout_s`. Any thread may call, and again."""
         with self._closing:
             self.kv = None
-            self._is_over.set()
             self._stack.close()
 
     def exists(self, key: str) -> bool:
@@ -212,12 +206,6 @@ class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang give
 
     def _spec(self, host_indices: Any) -> CPULoadStoreSpec:  # noqa: ANN401 - a tensor
         return CPULoadStoreSpec((host_indices[:: self._page_size] // self._page_size).tolist(), pool=_POOL)
-
-    def _close_at_the_end(self) -> None:
-        while not self._is_over.is_set():
-            threading.main_thread().join(_LOOK_S)
-            if not threading.main_thread().is_alive():
-                self.close()
 
 
 def _group_of(pool: Any, *, is_mla: bool) -> tuple[KVGroup, str]:  # noqa: ANN401 - SGLang's
