@@ -69,7 +69,7 @@ from tiered_kv.hashing import hash_blocks, hash_tail
 from tiered_kv.keys import BlockKey, BlockKeys, ModelIdentity, Names, Namespace, Shard, epoch_digest, salt_digest
 from tiered_kv.layout import KVGroup, KVLayout
 from tiered_kv.load_costs import LoadCost, Split
-from tiered_kv.plan import JobResult, Move, Outcomes, Plan, SlabHandle
+from tiered_kv.plan import JobResult, Move, Outcomes, Plan, SlabHandle, TierShare
 from tiered_kv.record import Record, parse_record
 from tiered_kv.record import encode as encode_record
 from tiered_kv.record import verify as verify_record
@@ -242,6 +242,7 @@ __all__ = [
     "TierRun",
     "TierScrubbed",
     "TierSettings",
+    "TierShare",
     "TierStalled",
     "TierStatistics",
     "TierStore",

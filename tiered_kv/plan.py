@@ -4,6 +4,7 @@ A planner makes a `Plan`, which holds leases or reservations under its job; work
 with `Outcomes`; the planner completes the job with these, in whatever order they come.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -103,6 +104,20 @@ class Outcomes:
 
 
 @dataclass(frozen=True)
+class TierShare:
+    """One tier's part of what a job moved, of all ranks together.
+
+    Attributes:
+        num_bytes: Payload bytes.
+        seconds: Of a load, from the call until the last of them was in host memory: near 0 of what was there. Of a
+            store, until the last of them was there.
+    """
+
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class JobResult:
     """How a job ended, for all ranks.
 
@@ -115,6 +130,7 @@ class JobResult:
         seconds: From the call to the end, on the cache's clock.
         planned_s: From the call to the plan: of a load, until the blocks were in host memory.
         moved_s: What the slowest rank says that it took.
+        by_tier: Which tiers had what is in place, or took what was stored first; the others get that later.
         mask: ``(n,)`` over the job's keys, those that are in place on every rank, or after a store on the host of each.
     """
 
@@ -125,4 +141,5 @@ class JobResult:
     seconds: float = field(default=0.0, compare=False)
     planned_s: float = field(default=0.0, compare=False)
     moved_s: float = field(default=0.0, compare=False)
+    by_tier: Mapping[str, TierShare] = field(default_factory=dict, compare=False)
     mask: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_), compare=False, repr=False)

@@ -17,10 +17,7 @@ stack = ExitStack()
 
 def serve(path: str) -> None:
     """Open a cache and store."""
-    tiers = [
-        {"medium": "cpu", "capacity": 64 * PAYLOAD_BYTES},
-        {"medium": "nvme", "path": path, "capacity": "64MiB"},
-    ]
+    tiers = [f"cpu://?capacity={64 * PAYLOAD_BYTES}", f"file://{path}?capacity=64MiB"]
     cache = TieredKV(tiers, model=MODEL, layout=small_layout(), limits=SMALL_LIMITS, device="cpu", emit=lambda _: None)
     kv = stack.enter_context(open_blocking(cache))
     engine = Engine()

@@ -42,7 +42,7 @@ from tiered_kv import (
     Worker,
 )
 from tiered_kv.events import WorkerEnded
-from tiered_kv.plan import SlabHandle
+from tiered_kv.plan import SlabHandle, TierShare
 
 N = 6
 KEYS = prompt(N)
@@ -125,6 +125,13 @@ async def test_a_round_trip_through_two_ranks(tmp_path: Path) -> None:
         assert result.num_bytes == N * 2 * PAYLOAD
         assert result.seconds >= result.planned_s > 0.0  # the bytes were brought from the disk
         assert result.moved_s > 0.0
+        assert result.by_tier.keys() == {"nvme"}
+        assert result.by_tier["nvme"].num_bytes == result.num_bytes
+        assert result.planned_s >= result.by_tier["nvme"].seconds > 0.0
+        again = planner.plan_load(KEYS, ranks.engines[0].spec(range(N)))
+        for worker in ranks.workers:
+            planner.complete(worker.execute(spread(await again.planned())))
+        assert (await again.ended()).by_tier == {"cpu": TierShare(result.num_bytes, 0.0)}  # it was there
         disk = kv.stats()["nvme"]
         assert disk.bytes_read == 2 * N * (STRIDE + HEADER)
         assert disk.read_s > 0.0

@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 
-from environments import Environment
+from environments import RECIPES, Environment, sources_of
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,6 +31,17 @@ def sglang(pytestconfig: pytest.Config) -> Environment:
 def vllm(pytestconfig: pytest.Config) -> Environment:
     """Return vLLM's environment."""
     return environment_of("vllm", pytestconfig)
+
+
+@pytest.fixture(scope="session", params=["0.32.0", "0.33.0"])
+def vllm_sources(request: pytest.FixtureRequest, pytestconfig: pytest.Config) -> pathlib.Path:
+    """Return a folder with vLLM's Python files, of each version that the adapters are for."""
+    if not pytestconfig.getoption("--engines", default=False):
+        pytest.skip("vLLM's sources are read in a run of its own: make test-engines")
+    if request.param == RECIPES["vllm"].version:
+        (packages,) = environment_of("vllm", pytestconfig).folder.glob("lib/python*/site-packages")
+        return packages
+    return sources_of("vllm", request.param)
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,9 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import tempfile
 import tomllib
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -59,6 +61,25 @@ RECIPES: Final = {
         Recipe("vllm", "0.32.0", without=("torchvision", "torchaudio", "torchcodec")),
     )
 }
+
+
+def sources_of(package: str, version: str) -> pathlib.Path:
+    """Return the folder with the Python files of a package that is not installed anywhere, fetched once.
+
+    Raises:
+        EngineFailedError: pip could not.
+    """
+    folder = ROOT / ".venv" / "engines" / f"{package}-{version}-sources"
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+            pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+            _checked([*pip, "download", "--no-deps", "--dest", temporary, f"{package}=={version}"])
+            (wheel,) = pathlib.Path(temporary).glob("*.whl")
+            with zipfile.ZipFile(wheel) as packed:
+                packed.extractall(f"{temporary}/python", [name for name in packed.namelist() if name.endswith(".py")])
+            pathlib.Path(temporary, "python").rename(folder)
+    return folder
 
 
 class EngineFailedError(Exception):

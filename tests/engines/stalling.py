@@ -8,7 +8,10 @@ from tiered_kv_backends.shared_fs import SharedFSBackend
 
 
 class StallingBackend(SharedFSBackend):
-    """Never reads once there is a file ``stall`` beside it, never writes at ``stall-writes``, fails to at ``full``."""
+    """Reads nothing while there is a file ``stall`` beside it, for the seconds in it; ``stall-writes``; ``full``.
+
+    At ``stall-writes`` it never writes, at ``full`` it fails to.
+    """
 
     class Settings(SharedFSBackend.Settings):
         """As the medium that it is otherwise."""
@@ -16,9 +19,9 @@ class StallingBackend(SharedFSBackend):
         medium: str = "stalling:StallingBackend"
 
     async def read(self, keys: Sequence[BlockKey], into: Sequence[Block]) -> list[Outcome]:
-        """Read, or never end."""
-        if self.settings.path.with_name("stall").exists():
-            await asyncio.Event().wait()
+        """Read, perhaps much later."""
+        if (stall := self.settings.path.with_name("stall")).exists():
+            await asyncio.sleep(float(stall.read_text()))
         return await super().read(keys, into)
 
     async def write(self, keys: Sequence[BlockKey], blocks: Sequence[Block]) -> list[Outcome]:

@@ -134,7 +134,7 @@ def test_stalled_storage_does_not_hold_up_the_engine(runs: Runs, alone: list[lis
     tiers = ["cpu://?capacity=4MiB", {"medium": "stalling:StallingBackend", "path": "{folder}/s", "capacity": "16MiB"}]
     assert runs.run(tiers=tiers, num_stored=PAGES)["tokens"] == alone
     assert runs.run(tiers=tiers)["from_storage"] == [288, 288]
-    (runs.folder / "stall").touch()
+    (runs.folder / "stall").write_text("3600")
     assert runs.run(tiers=tiers, limits={"load_timeout_s": 0.5}) == {"tokens": alone, "from_storage": [0, 0]}
 
 

@@ -106,6 +106,9 @@ def test_a_restarted_engine_generates_the_same_from_storage(warm: Runs, alone: l
     assert answer["rounds"][0]["tokens"] == alone[:2]
     assert hits_of(answer) == sum(answer["rounds"][0]["cached"]) == HITS
     assert answer["counters"]["vllm:tiered_kv_load_blocks"] == HITS // 32
+    by_source = {name: answer["labelled"][f"vllm:prompt_tokens_cached_by_source {name}"] for name in ("host", "disk")}
+    assert by_source == {"host": 0, "disk": HITS}, "vLLM was told where they were"
+    assert answer["labelled"]["vllm:tiered_kv_load_bytes nvme"] == HITS // 32 * 32 * 1024
 
 
 def test_what_is_loaded_is_what_is_used(warm: Runs, alone: list[list[int]]) -> None:
@@ -123,6 +126,25 @@ def test_a_block_that_is_evicted_before_its_load_is_computed(warm: Runs, alone: 
     assert answer["counters"]["vllm:tiered_kv_load_blocks_lost"] == 2 * 5
 
 
+def test_a_prefix_longer_than_the_cpu_tier(warm: Runs, alone: list[list[int]]) -> None:
+    """As much of it is loaded as fits there, the rest is computed, and the tokens are right; and so again and again."""
+    answer = warm.run(tiers=["cpu://?capacity=160KiB", NVME[1]], rounds=3)  # 5 blocks, and the prompts have 9 each
+    assert [each["tokens"] for each in answer["rounds"]] == [alone[:2]] * 3
+    assert answer["counters"]["vllm:tiered_kv_load_blocks"] > 0
+    assert answer["counters"]["vllm:tiered_kv_load_blocks_lost"] > 0
+
+
+def test_routers_hear_of_the_tiers_in_the_engines_own_events(runs: Runs, vllm: Environment) -> None:
+    """By vLLM's publisher and decoder: which medium has what the GPU computed, and what a tier has evicted."""
+    answer = vllm.run(
+        "vllm_events.py", runs.arguments(prompts=[0, 1, 2, 3], tiers=["cpu://?capacity=512KiB", NVME[1]], rounds=2)
+    )
+    assert answer["is_told_right"]
+    assert answer["known"]["STORAGE"] == 4 * 9
+    assert 0 < answer["known"]["CPU"] <= 16
+    assert answer["removed"]["CPU"] >= 4 * 9 - 16
+
+
 def test_a_flipped_byte_on_disk_is_computed_again(warm: Runs, alone: list[list[int]]) -> None:
     """A block whose bytes have changed is never served: it, and what is behind it, is computed."""
     (slab,) = warm.folder.glob("nvme/*/slab")
@@ -136,16 +158,17 @@ def test_a_flipped_byte_on_disk_is_computed_again(warm: Runs, alone: list[list[i
 
 
 def test_stalled_storage_does_not_hold_up_the_engine(runs: Runs, alone: list[list[int]]) -> None:
-    """Blocks that storage says it has and does not give are computed, after as long as the connector may wait."""
+    """Blocks that storage has, and gives after 30 s, are computed, after as long as the connector may wait: 5 s."""
     stalling = {"medium": "stalling:StallingBackend", "path": "{folder}/shared", "capacity": "16MiB"}
     tiers = ["cpu://?capacity=4MiB", stalling]
     assert runs.run(tiers=tiers)["rounds"][0]["tokens"] == alone[:2]
     found = runs.run(tiers=tiers)
     assert hits_of(found) == HITS
-    (runs.folder / "stall").touch()
-    answer = runs.run(tiers=tiers, extra={"load_timeout_s": 0.5})
+    (runs.folder / "stall").write_text("30")
+    answer = runs.run(tiers=tiers)
     assert answer["rounds"][0]["tokens"] == alone[:2]
     assert answer["counters"]["vllm:tiered_kv_load_blocks_lost"] == HITS // 32
+    assert answer["rounds"][0]["seconds"] < 30.0, "the engine has waited for storage"
 
 
 def test_an_engine_that_is_killed_loses_nothing_settled(runs: Runs, vllm: Environment, alone: list[list[int]]) -> None:

@@ -95,7 +95,14 @@ def main(wanted: Wanted) -> None:
         for metric in llm.get_metrics()
         if "prefix_cache" in metric.name or "tiered_kv" in metric.name
     }
-    print(json.dumps({"rounds": rounds, "counters": counters}))  # and no shutdown: nothing may depend on one
+    labelled = {
+        f"{metric.name} {metric.labels.get('tier') or metric.labels.get('source')}": getattr(metric, "value", None)
+        for metric in llm.get_metrics()
+        if "tier" in metric.labels or "source" in metric.labels
+    }
+    print(
+        json.dumps({"rounds": rounds, "counters": counters, "labelled": labelled})
+    )  # and no shutdown: nothing may depend on one
 
 
 if __name__ == "__main__":

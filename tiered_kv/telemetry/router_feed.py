@@ -11,18 +11,39 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from tiered_kv.changes import Changes
 from tiered_kv.errors import ClosedError
 from tiered_kv.keys import BlockKeys
 from tiered_kv.telemetry.kv_event_values import HasChanges, KVEventStatistics
 from tiered_kv.telemetry.router_books import Batch, Description, RouterBooks
-from tiered_kv.telemetry.router_socket import RouterSocket, Work
+from tiered_kv.telemetry.router_socket import Work
 
 _MOST_CHANGES: Final = 64
 _MOST_BLOCKS: Final = 1 << 16
 _CLOSE_TIMEOUT_S: Final = 5.0
+
+
+class Outlet(Protocol):
+    """Where the batches go that work yields: `RouterSocket`, or what another program publishes. It has the thread.
+
+    Attributes:
+        num_batches: Batches that went there.
+        num_snapshots: How often all was told anew.
+    """
+
+    num_batches: int
+    num_snapshots: int
+
+    def start(self, on_end: Callable[[], None]) -> None:
+        """Begin to work; ``on_end`` is called when it has ended."""
+
+    def put(self, work: Work) -> None:
+        """Have this done after what was put before. Returns at once. Any thread may call."""
+
+    def stop(self) -> None:
+        """End soon."""
 
 
 class RouterFeed:
@@ -33,9 +54,9 @@ class RouterFeed:
         kv: HasChanges,
         changes: Changes,
         books: RouterBooks,
-        socket: RouterSocket,
+        outlet: Outlet,
     ) -> None:
-        self._kv, self._changes, self._books, self._socket = kv, changes, books, socket
+        self._kv, self._changes, self._books, self._outlet = kv, changes, books, outlet
         places = changes.places
         self._ranks = {group: 1 + max(rank for _, each, rank in places if each == group) for _, group, _ in places}
         self._loop = asyncio.get_running_loop()
@@ -43,7 +64,7 @@ class RouterFeed:
         self._waiting = _Waiting(_MOST_BLOCKS)
         self._ended = asyncio.Event()
         self._is_closed = False
-        socket.start(partial(self._on_loop, self._ended.set))
+        outlet.start(partial(self._on_loop, self._ended.set))
         self._following = self._loop.create_task(self._follow(), name="KV events")
 
     def describe(self, keys: BlockKeys, **what: Any) -> None:  # noqa: ANN401 - the fields of a Description
@@ -58,13 +79,13 @@ class RouterFeed:
         where: dict[str, Any] = {"start": keys.start, "group": keys.group, "epoch": namespaces[0].epoch}
         description = Description(names=names, **where, **what)
         give_back = partial(self._waiting.give_back, len(keys))
-        self._socket.put(_before(give_back, partial(self._books.describe, description)))
+        self._outlet.put(_before(give_back, partial(self._books.describe, description)))
 
     async def aclose(self) -> None:
         """End the task, then the thread, which ends by itself if this is cancelled."""
         self._is_closed = True
         self._following.cancel()
-        self._socket.stop()
+        self._outlet.stop()
         with suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                 await self._ended.wait()
@@ -72,8 +93,8 @@ class RouterFeed:
     def statistics(self) -> KVEventStatistics:
         """See `KVEventPublisher.statistics`."""
         return KVEventStatistics(
-            num_batches=self._socket.num_batches,
-            num_snapshots=self._socket.num_snapshots,
+            num_batches=self._outlet.num_batches,
+            num_snapshots=self._outlet.num_snapshots,
             num_overflows=self._changes.num_overflows,
             num_undescribed=self._books.num_undescribed,
             num_refused=self._waiting.num_refused,
@@ -85,11 +106,11 @@ class RouterFeed:
                 await self._room.acquire()
                 epoch = self._kv.namespace(group=change.group, rank=change.rank).epoch
                 made = partial(self._on_loop, self._room.release)
-                self._socket.put(_before(made, partial(self._books.apply, change, epoch)))
+                self._outlet.put(_before(made, partial(self._books.apply, change, epoch)))
         except ClosedError:  # the cache began to close between a change and this
             pass
         finally:
-            self._socket.put(self._books.nothing)  # whatever ends this: better a router that knows nothing
+            self._outlet.put(self._books.nothing)  # whatever ends this: better a router that knows nothing
 
     def _on_loop(self, act: Callable[[], object]) -> None:
         with suppress(RuntimeError):  # the loop is closed: nobody waits

@@ -21,7 +21,7 @@ from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.memory import MemoryTier
 from tiered_kv.transfers.handles import each_of
 from tiered_kv.transfers.load import InTask, LoadHandle, load_result, overtaken
-from tiered_kv.transfers.prefetch import bring_each, start_bringing
+from tiered_kv.transfers.prefetch import Brought, bring_each, start_bringing
 from tiered_kv.transfers.requests import LoadRequest
 
 _ROUNDS: Final = 16
@@ -48,7 +48,7 @@ async def anywhere(chain: Chain, batch: Batch, memories: Sequence[MemoryTier]) -
     return there
 
 
-async def bring_around_gaps(parts: Sequence[tuple[Chain, Batch]]) -> list[NDArray[np.int8]]:
+async def bring_around_gaps(parts: Sequence[tuple[Chain, Batch]]) -> list[Brought]:
     """Copy up to host memory what every rank has, as far as it fits. Holds nothing.
 
     Where blocks are lost on their way it goes on behind them, a few times.
@@ -57,7 +57,7 @@ async def bring_around_gaps(parts: Sequence[tuple[Chain, Batch]]) -> list[NDArra
         As for `start_bringing`.
     """
     n = len(parts[0][1])
-    sources = [np.full(n, -1, np.int8) for _ in parts]
+    brought = [Brought(n) for _ in parts]
     at = np.arange(n)
     for _ in range(_ROUNDS):
         there = [await anywhere(chain, batch[at], [chain.host]) for chain, batch in parts]
@@ -65,13 +65,14 @@ async def bring_around_gaps(parts: Sequence[tuple[Chain, Batch]]) -> list[NDArra
         wanted = [(chain, batch[at]) for chain, batch in parts]
         found, handles = start_bringing(wanted)
         await bring_each(handles)
-        for source, of_rank in zip(sources, found, strict=True):
-            source[at] = np.where(of_rank < 0, source[at], of_rank)
+        for of_rank, now in zip(brought, found, strict=True):
+            came = now.source >= 0
+            of_rank.source[at[came]], of_rank.arrived[at[came]] = now.source[came], now.arrived[came]
         arrived = min(chain.host.index.ready_prefix(batch.names) for chain, batch in wanted)
         at = at[arrived + 1 :]
         if not len(at):
             break
-    return sources
+    return brought
 
 
 class GapLoad(InTask):

@@ -1,7 +1,7 @@
 """What a job holds of one rank's host memory: leased blocks of a load, reserved slots of a store."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +11,7 @@ from tiered_kv.specs import CPULoadStoreSpec
 from tiered_kv.tiers.base import Mask
 from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.chain import Chain
+from tiered_kv.transfers.prefetch import Brought
 from tiered_kv.transfers.writedown import Tally, write_down
 
 
@@ -25,28 +26,38 @@ class HeldLoad:
     """
 
     def __init__(
-        self, chain: Chain, lease: Lease, source: NDArray[np.int8], positions: NDArray[np.int64] | None = None
+        self, chain: Chain, lease: Lease, brought: Brought, positions: NDArray[np.int64] | None = None
     ) -> None:
-        """Take over a lease on a prefix, or on the blocks at these positions.
-
-        ``source`` says of every key of the job which tier had it, by its number.
-        """
+        """Take over a lease on a prefix, or on the blocks at these positions; ``brought`` is about every key."""
         self.chain = chain
         self.spec = CPULoadStoreSpec(lease.slots, chain.host.slab.name)
         self.positions = np.arange(len(lease.slots)) if positions is None else positions
-        self.present: Mask = np.zeros(len(source), np.bool_)
+        self.present: Mask = np.zeros(len(brought.source), np.bool_)
         self._lease = lease
-        self._source = source
+        self._brought = brought
 
     def end(self, moved: Mask, wanted: slice) -> None:
         """Let go of the slots; ``moved`` is what all ranks have in place, ``wanted`` what they were asked for."""
         chain = self.chain
-        # What another call brought meanwhile was on the host.
-        source = np.where(self._source < 0, len(chain.memory) - 1, self._source)[moved]
+        source = self._source_of(moved)
         chain.ledger.count_load(len(moved[wanted]), len(source), "not moved")
         for tier, count in zip(chain.tiers, np.bincount(source, minlength=len(chain.tiers)), strict=True):
             tier.counters.hits += int(count)
         chain.release(self._lease)
+
+    def shares(self, moved: Mask, now: float) -> Iterator[tuple[str, int, float]]:
+        """Yield the tiers that had what has moved: their names, how many blocks, when these were on the host."""
+        source, arrived = self._source_of(moved), self._brought.arrived[moved]
+        for number in np.unique(source).tolist():
+            of_tier = source == number
+            yield self.chain.tiers[number].name, int(np.count_nonzero(of_tier)), float(arrived[of_tier].max())
+
+    def _source_of(self, moved: Mask) -> NDArray[np.int8]:
+        # What another call brought meanwhile was on the host.
+        source: NDArray[np.int8] = np.where(self._brought.source < 0, len(self.chain.memory) - 1, self._brought.source)[
+            moved
+        ]
+        return source
 
     def abandon(self, wanted: slice) -> None:
         """End it while a worker may be reading the slots yet: what that brings counts for nothing."""
@@ -97,6 +108,11 @@ class HeldStore:
     def abandon(self, wanted: slice) -> None:
         """End it while a worker may be writing to the slots yet: nobody gets them any more."""
         self._count(np.zeros_like(self.present), wanted)
+
+    def shares(self, moved: Mask, now: float) -> Iterator[tuple[str, int, float]]:
+        """Yield the host's name, how many blocks it has got, and when."""
+        if num_blocks := int(np.count_nonzero(moved[self.positions])):
+            yield self.chain.host.name, num_blocks, now
 
     def _count(self, moved: Mask, wanted: slice) -> None:
         stored, present = int(np.count_nonzero(moved[self.positions])), int(np.count_nonzero(self.present[wanted]))

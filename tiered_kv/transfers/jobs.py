@@ -14,7 +14,6 @@ from functools import partial
 from typing import Final, TypeVar, TypeVarTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tiered_kv.errors import ClosedError, ConfigurationError, LayoutMismatchError
 from tiered_kv.events import Emit, WorkerEnded
@@ -26,7 +25,7 @@ from tiered_kv.tiers.base import Mask
 from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.transfers.gaps import bring_around_gaps
 from tiered_kv.transfers.polled import Polled
-from tiered_kv.transfers.prefetch import PrefetchHandle, bring_each, start_bringing
+from tiered_kv.transfers.prefetch import Brought, PrefetchHandle, bring_each, start_bringing
 from tiered_kv.transfers.requests import JobRequest
 from tiered_kv.transfers.underway import Underway, bind
 from tiered_kv.transfers.workers import Workers
@@ -263,19 +262,19 @@ class Jobs:
             if request.gaps:
                 self._bringing[job] = self._tasks.spawn(self._bring_around_gaps(job), "bring blocks for a plan")
                 return
-            sources, handles = start_bringing(request.parts) if request.direction == "load" else ([], [])
+            brought, handles = start_bringing(request.parts) if request.direction == "load" else ([], [])
             if handles:
-                self._bringing[job] = self._tasks.spawn(self._bring(job, sources, handles), "bring blocks for a plan")
+                self._bringing[job] = self._tasks.spawn(self._bring(job, brought, handles), "bring blocks for a plan")
             else:
-                self._plan(job, sources)
+                self._plan(job, brought)
         except BaseException as error:
             self._end_early(job, repr(error))  # whoever polls has to hear of it
             raise
 
-    async def _bring(self, job: Job, sources: Sequence[NDArray[np.int8]], handles: Sequence[PrefetchHandle]) -> None:
+    async def _bring(self, job: Job, brought: Sequence[Brought], handles: Sequence[PrefetchHandle]) -> None:
         try:
             await bring_each(handles)
-            self._plan(job, sources)
+            self._plan(job, brought)
         except Exception as error:
             self._end_early(job, repr(error))
             raise
@@ -292,7 +291,7 @@ class Jobs:
         finally:
             self._bringing.pop(job, None)
 
-    def _plan(self, job: Job, sources: Sequence[NDArray[np.int8]]) -> None:
+    def _plan(self, job: Job, brought: Sequence[Brought]) -> None:
         if (underway := self._underway.get(job)) is None:
             return
         try:
@@ -300,7 +299,7 @@ class Jobs:
         except ConfigurationError as error:  # one has ended meanwhile: nobody would end this job
             self._end_early(job, str(error))
             return
-        plan = underway.hold(pids, sources)
+        plan = underway.hold(pids, brought)
         if underway.is_over:  # there is nothing to move
             self._end(job)
             return

@@ -36,6 +36,24 @@ class HostLease:
         self.views = views
 
 
+class Brought:
+    """What became of each block that was to be in host memory, by its position in the call.
+
+    Attributes:
+        source: ``(n,)`` int8, the number of the tier that had it; -1 where it was not brought.
+        arrived: ``(n,)``, when it was there, on the loop's clock; 0 where that was before the call.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        """Begin with nothing brought."""
+        self.source = np.full(num_blocks, -1, np.int8)
+        self.arrived = np.zeros(num_blocks)
+
+    def note(self, at: NDArray[np.int64] | slice, source: NDArray[np.int8]) -> None:
+        """Take note of blocks that have arrived now, from these tiers."""
+        self.source[at], self.arrived[at] = source, asyncio.get_running_loop().time()
+
+
 class Prefetch(Revocable):
     """Bring the longest prefix into one of the memory tiers, as far as it fits beside what is leased there."""
 
@@ -48,8 +66,7 @@ class Prefetch(Revocable):
         self._bringer = Bringer(chain, batch, Kind.PREFETCH, keep=True, gpu=gpu)
         self._room = target.room_for(batch)
         self._num_moved = 0
-        self.source = np.full(len(batch), -1, np.int8)
-        """By position, the number of the tier that had the block; -1 where it was not brought."""
+        self.brought = Brought(len(batch))
 
     async def run(self) -> PrefetchResult:
         """Move the blocks, window by window; never raises for a tier."""
@@ -89,7 +106,7 @@ class Prefetch(Revocable):
             num_filled = int(np.count_nonzero(window.own.source >= 0)) if window.own else 0
             landed = await self._bringer.land(window, asyncio.get_running_loop().time() + 3600.0)
             stack.callback(chain.release, *landed.leases)
-            self.source[start : start + landed.num_blocks] = landed.window.source[: landed.num_blocks]
+            self.brought.note(slice(start, start + landed.num_blocks), landed.window.source[: landed.num_blocks])
             if self._target is chain.gpu:
                 return await self._copy_up(landed)
             self._num_moved += num_filled
@@ -117,23 +134,25 @@ class Prefetch(Revocable):
         return landed.num_blocks
 
 
-def start_bringing(parts: Sequence[tuple[Chain, Batch]]) -> tuple[list[NDArray[np.int8]], list[PrefetchHandle]]:
+def start_bringing(parts: Sequence[tuple[Chain, Batch]]) -> tuple[list[Brought], list[PrefetchHandle]]:
     """Start to copy up what is below the CPU tier, as far as it fits; for several ranks at once. Holds nothing.
 
     Returns:
-        For each rank, by position, the number of the tier that had the block before, which is known once it has
-        arrived; -1 where it was not brought. And what to wait for, with `bring_each`: nothing if all is there.
+        For each rank, which tier had each block, filled in as they arrive. And what to wait for, with `bring_each`:
+        nothing if all is there.
     """
     handles: list[PrefetchHandle] = []
-    sources = []
+    brought = []
     for chain, batch in parts:
         ready = chain.host.index.ready(batch.names)
-        sources.append(np.where(ready, len(chain.memory) - 1, -1).astype(np.int8))
-        if not ready.all():
+        if ready.all():
+            brought.append(Brought(len(batch)))
+            brought[-1].source[:] = len(chain.memory) - 1
+        else:
             prefetch = Prefetch(chain, batch, chain.host)
-            sources[-1] = prefetch.source
+            brought.append(prefetch.brought)
             handles.append(prefetch.start(chain.tasks.spawn(prefetch.run(), f"bring {len(batch)} blocks")))
-    return sources, handles
+    return brought, handles
 
 
 async def bring_each(handles: Sequence[PrefetchHandle]) -> None:

@@ -3,18 +3,17 @@
 It decides and waits for nothing; when which of it happens is for `jobs.Jobs` to say.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tiered_kv.errors import ConfigurationError, LayoutMismatchError
-from tiered_kv.plan import JobResult, Move, Plan
+from tiered_kv.plan import JobResult, Move, Plan, TierShare
 from tiered_kv.specs import CPULoadStoreSpec, GPULoadStoreSpec
 from tiered_kv.tiers.base import Mask, prefix_of
 from tiered_kv.transfers.held import Held, HeldLoad, reserve_all
-from tiered_kv.transfers.prefetch import lease_each, lease_prefix
+from tiered_kv.transfers.prefetch import Brought, lease_each, lease_prefix
 from tiered_kv.transfers.requests import JobRequest
 
 
@@ -41,12 +40,12 @@ class Underway:
         self._begun = self._planned = clock()
         self._moved_s = 0.0
 
-    def hold(self, pids: Sequence[int], sources: Sequence[NDArray[np.int8]]) -> Plan:
+    def hold(self, pids: Sequence[int], brought: Sequence[Brought]) -> Plan:
         """Hold host memory for every rank, and say who moves what.
 
         Args:
             pids: The process of each rank.
-            sources: Of a load, by rank, which tier had each key's block; see `start_bringing`.
+            brought: Of a load, by rank, which tier had each key's block.
         """
         request, keys = self.request, self.request.keys
         for chain, batch in request.parts:
@@ -56,8 +55,8 @@ class Underway:
         else:
             leases, at = lease_each(request.parts) if request.gaps else (lease_prefix(request.parts), None)
             self._held = [
-                HeldLoad(chain, lease, source, at)
-                for (chain, _), lease, source in zip(request.parts, leases, sources, strict=True)
+                HeldLoad(chain, lease, of_rank, at)
+                for (chain, _), lease, of_rank in zip(request.parts, leases, brought, strict=True)
             ]
         self._moved = [held.present.copy() for held in self._held]
         moves = tuple(
@@ -121,7 +120,7 @@ class Underway:
         else:
             everywhere = np.logical_and.reduce([held.present for held in self._held])
             num_blocks = num_moved = int(np.count_nonzero(moved & ~everywhere))
-        return self._result(num_blocks, num_moved, errors, moved)
+        return self._result(num_blocks, num_moved, errors, moved, self._shares(moved))
 
     def give_up(self, why: str, *, may_be_writing: bool = False) -> JobResult:
         """End it with nothing; what a worker may be writing to stays reserved for good."""
@@ -133,11 +132,29 @@ class Underway:
                 held.end(nothing, self._wanted)
         return self._result(0, 0, [why], nothing)
 
-    def _result(self, num_blocks: int, num_moved: int, errors: Sequence[str], mask: Mask) -> JobResult:
+    def _shares(self, moved: Mask) -> dict[str, TierShare]:
+        """Say which tiers had, or have taken, what every rank has moved."""
+        shares: dict[str, TierShare] = {}
+        for held in self._held:
+            for tier, num_blocks, at in held.shares(moved, self._clock()):
+                so_far = shares.get(tier, TierShare(0, 0.0))
+                num_bytes = so_far.num_bytes + num_blocks * held.chain.group.payload_bytes
+                shares[tier] = TierShare(num_bytes, max(so_far.seconds, at - self._begun))  # 0 of what was there before
+        return shares
+
+    def _result(
+        self,
+        num_blocks: int,
+        num_moved: int,
+        errors: Sequence[str],
+        mask: Mask,
+        shares: Mapping[str, TierShare] | None = None,
+    ) -> JobResult:
         num_bytes = num_moved * sum(chain.group.payload_bytes for chain, _ in self.request.parts)
         seconds, planned_s = self._clock() - self._begun, self._planned - self._begun
         mask.flags.writeable = False
-        return JobResult(self._number, num_blocks, tuple(errors), num_bytes, seconds, planned_s, self._moved_s, mask)
+        times = seconds, planned_s, self._moved_s
+        return JobResult(self._number, num_blocks, tuple(errors), num_bytes, *times, shares or {}, mask)
 
     def _mask_of(self, positions: Sequence[int]) -> Mask:
         mask: Mask = np.zeros(len(self.request.keys), np.bool_)

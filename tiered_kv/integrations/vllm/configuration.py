@@ -44,6 +44,7 @@ class Configuration:
         num_engine_blocks: In vLLM's cache.
         loads: Whether anything is loaded.
         stores: Whether anything is stored.
+        tells_events: Whether vLLM publishes KV events.
     """
 
     connector: ConnectorSettings
@@ -57,6 +58,7 @@ class Configuration:
     num_engine_blocks: int
     loads: bool
     stores: bool
+    tells_events: bool
 
     @classmethod
     def of(cls, vllm_config: Any, kv_cache_config: Any) -> Self:
@@ -89,6 +91,7 @@ class Configuration:
             num_engine_blocks=kv_cache_config.num_blocks,
             loads=transfer.is_kv_consumer,
             stores=transfer.is_kv_producer,
+            tells_events=bool(getattr(vllm_config.kv_events_config, "enable_kv_cache_events", False)),
         )
 
 

@@ -1,10 +1,12 @@
 """The connector that vLLM loads: its methods, each handed to the side that it is for."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tiered_kv.errors import ConfigurationError
 from tiered_kv.integrations.vllm.configuration import Configuration
@@ -106,6 +108,10 @@ class TieredKVConnector(KVConnectorBase_V1):
         num_tokens = self._in_scheduler().find(request, num_computed_tokens)
         return num_tokens, bool(num_tokens)
 
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        """See the base class."""
+        return self._in_scheduler().hit_sources(request, num_external_tokens) if num_external_tokens else {}
+
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """See the base class."""
         self._in_scheduler().begin(request, blocks.get_block_ids()[0], num_external_tokens)
@@ -129,6 +135,10 @@ class TieredKVConnector(KVConnectorBase_V1):
         return True
 
     # What vLLM shows.
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """See the base class."""
+        return self._in_scheduler().take_events()
 
     def get_kv_connector_stats(self) -> TieredKVStats | None:
         """See the base class."""

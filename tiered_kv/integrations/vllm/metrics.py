@@ -4,6 +4,11 @@ from collections.abc import Mapping
 from typing import Any, Final, Self
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from tiered_kv.backend import OwnedTierSettings
+from tiered_kv.plan import TierShare
+from tiered_kv.settings import TieredKVSettings, tier_name
 
 COUNTERS: Final = {
     "load_requests": "Requests that waited for blocks",
@@ -13,6 +18,10 @@ COUNTERS: Final = {
     "store_blocks": "Blocks copied out of the engine",
     "store_blocks_skipped": "Blocks that were there already, or that there was no room for",
     "errors": "Copies that failed",
+}
+BY_TIER: Final = {
+    "load_bytes": "Bytes that requests were given, by the tier that had them",
+    "load_seconds": "Time until these were in host memory, by tier: near 0 of what was there",
 }
 
 
@@ -62,6 +71,11 @@ class Counts:
         skipped = num_wanted - num_stored
         self._stats.add({"store_blocks": num_stored, "store_blocks_skipped": skipped, "errors": num_errors})
 
+    def load_ended(self, by_tier: Mapping[str, TierShare]) -> None:
+        """Count what has come from which tier."""
+        for tier, share in by_tier.items():
+            self._stats.add({f"load_bytes {tier}": share.num_bytes, f"load_seconds {tier}": share.seconds})
+
     def take(self) -> TieredKVStats | None:
         """Return what was counted since the last time."""
         stats, self._stats = self._stats, TieredKVStats()
@@ -69,7 +83,7 @@ class Counts:
 
 
 class TieredKVPromMetrics(KVConnectorPromMetrics):
-    """A counter for each of `COUNTERS`, ``vllm:tiered_kv_...``."""
+    """A counter for each of `COUNTERS`, ``vllm:tiered_kv_...``, and one with a label ``tier`` for each of `BY_TIER`."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
@@ -77,9 +91,35 @@ class TieredKVPromMetrics(KVConnectorPromMetrics):
             name: self._counter_cls(name=f"vllm:tiered_kv_{name}", documentation=text, labelnames=labelnames)
             for name, text in COUNTERS.items()
         }
+        self._by_tier = {
+            name: self._counter_cls(name=f"vllm:tiered_kv_{name}", documentation=text, labelnames=[*labelnames, "tier"])
+            for name, text in BY_TIER.items()
+        }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Count what one engine's connector has counted."""
         values = self.per_engine_labelvalues[engine_idx]
         for name, counter in self._counters.items():
             counter.labels(*values).inc(transfer_stats_data.get(name, 0))
+        for name, value in transfer_stats_data.items():
+            counted, _, tier = name.partition(" ")
+            if tier:
+                self._by_tier[counted].labels(*values, tier).inc(value)
+
+
+def hit_sources(settings: TieredKVSettings, by_tier: Mapping[str, int], num_tokens: int) -> dict[CacheHitSource, int]:
+    """Split tokens that come from tiers by vLLM's words for where they were.
+
+    Args:
+        settings: Of the tiers.
+        by_tier: Tokens that tiers of this cache's own have; the others are a shared one's.
+        num_tokens: Of all.
+    """
+    sources: dict[CacheHitSource, int] = {}
+    left = num_tokens
+    for tier in settings.tiers:
+        if isinstance(tier, OwnedTierSettings) and (num_here := min(left, by_tier.get(tier_name(tier), 0))):
+            source = CacheHitSource.HOST if tier.medium == "cpu" else CacheHitSource.DISK
+            sources[source] = sources.get(source, 0) + num_here
+            left -= num_here
+    return sources | ({CacheHitSource.EXTERNAL_UNSPECIFIED: left} if left else {})

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from vllm.config import get_layers_from_vllm_config
-from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import group_kernel_blocks
 

@@ -5,19 +5,22 @@ All methods are called by the scheduler's thread, and none waits: not for storag
 
 import time
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from vllm.distributed.kv_events import KVCacheEvent
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tiered_kv.blocking import BlockingTieredKV, open_blocking
 from tiered_kv.cache import TieredKV
 from tiered_kv.errors import ConfigurationError
 from tiered_kv.integrations.vllm.configuration import Configuration
+from tiered_kv.integrations.vllm.events import TierEvents
 from tiered_kv.integrations.vllm.messages import Hello, LoadOrder, Report, Step, StoreOrder
-from tiered_kv.integrations.vllm.metrics import Counts
+from tiered_kv.integrations.vllm.metrics import Counts, hit_sources
 from tiered_kv.keys import BlockKeys, Shard
 from tiered_kv.planner import Planner
 from tiered_kv.results import BlockState
@@ -33,6 +36,7 @@ class _Tracked:
         request: vLLM's.
         first_asked_s: When it first looked for blocks; None before.
         num_found: Blocks found behind those that are in place.
+        by_tier: Tokens found, by the tier that had them, of tiers that no other cache uses.
         num_stored: How many of its first blocks are in place, and stored or being stored or not to be.
         may_load: False once a load brought less than was found: it would find the same again, and again.
         stores: Its stores that the workers have not been told of.
@@ -42,6 +46,7 @@ class _Tracked:
     request: Any
     first_asked_s: float | None = None
     num_found: int = 0
+    by_tier: dict[str, int] = field(default_factory=dict)
     num_stored: int = 0
     may_load: bool = True
     stores: set[Job] = field(default_factory=set)
@@ -78,6 +83,7 @@ class SchedulingSide:
         self._stack = ExitStack()
         self._kv: BlockingTieredKV | None = None
         self._planner: Planner | None = None
+        self._events: TierEvents | None = None
         self._step = Step()
         self._tracked: dict[str, _Tracked] = {}
         self._loads: dict[str, _Load] = {}
@@ -113,6 +119,9 @@ class SchedulingSide:
         )
         self._kv = self._stack.enter_context(open_blocking(cache))
         self._planner = cache.planner()
+        if wanted.tells_events:
+            self._events = self._kv.call(TierEvents.open, cache, wanted.cache)
+            self._stack.callback(self._kv.call, self._events.aclose)
         for hello in hellos:
             self._planner.register_worker(rank=hello.rank, pid=hello.pid)
         self._step.slabs = self._planner.slabs()
@@ -144,10 +153,21 @@ class SchedulingSide:
         tracked = self._tracked[request.request_id]
         first = tracked.num_stored
         stop = first + min(tracked.num_found, num_external_tokens // self._configuration.block_size)
-        ids = tuple(block_ids[first:stop])
-        job = self._open_planner().plan_load(self._keys(request, first, stop), GPULoadStoreSpec(ids))
+        ids, keys = tuple(block_ids[first:stop]), self._keys(request, first, stop)
+        self._describe(request, keys)
+        by_tier = self.kv.lookup_nowait(keys).by_tier
+        tracked.by_tier = {tier: n * self._configuration.block_size for tier, n in by_tier.items()}
+        job = self._open_planner().plan_load(keys, GPULoadStoreSpec(ids))
         self._loads[request.request_id] = _Load(job, tracked, first, ids, time.monotonic())
         tracked.num_stored = stop
+
+    def hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        """Say where what `begin` has planned to load was, in vLLM's words."""
+        return hit_sources(self._configuration.cache, self._tracked[request.request_id].by_tier, num_external_tokens)
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Return what has changed in the tiers since the last time, where vLLM publishes that."""
+        return self._events.take() if self._events is not None else ()
 
     def next_step(self, scheduled: Any) -> Step:
         """Return what the workers are to do in the step that vLLM has scheduled."""
@@ -192,6 +212,8 @@ class SchedulingSide:
             if job.result is None:
                 continue
             self._moving.pop(job.number, None)
+            if job.plan is not None and job.plan.direction == "load":
+                self.counts.load_ended(job.result.by_tier)
             if (store := self._stores.pop(job, None)) is not None:
                 store.tracked.stores.discard(job)  # if it ended before the workers were told
                 self.counts.store(store.num_blocks, job.result.num_blocks, len(job.result.errors))
@@ -248,6 +270,7 @@ class SchedulingSide:
             blocks = scheduled.kv_connector_block_state.get_block_ids(name) if keys else None
             if not blocks:
                 continue
+            self._describe(tracked.request, keys)
             job = planner.plan_store(keys, GPULoadStoreSpec(blocks[0][first : first + len(keys)]))
             self._stores[job] = _Store(tracked, len(keys))
             tracked.stores.add(job)
@@ -259,6 +282,12 @@ class SchedulingSide:
         each, size = self._configuration.hashes_per_block, self._configuration.block_size
         hashes = request.block_hashes[(first + 1) * each - 1 : max(0, stop) * each : each]
         return BlockKeys.from_hashes(hashes, block_size=size, start=first, salt=request.cache_salt or "")
+
+    def _describe(self, request: Any, keys: BlockKeys) -> None:
+        """Say what blocks are, to routers."""
+        if self._events is not None and len(keys):
+            each = self._configuration.hashes_per_block
+            self._events.describe(request, keys, request.block_hashes[each - 1 :: each])
 
     def _open_planner(self) -> Planner:
         if self._planner is None:

@@ -1,0 +1,104 @@
+"""What the adapters use of vLLM, and what they are for it, in the sources of each version they are for.
+
+The engine that runs in these tests is one of these versions; the others are read. Nothing of vLLM is imported.
+"""
+
+import ast
+import pathlib
+from collections.abc import Iterator
+
+import pytest
+
+from environments import ROOT
+
+OURS = ROOT / "tiered_kv" / "integrations" / "vllm"
+BASES = {
+    "TieredKVConnector": ("connector.py", "vllm/distributed/kv_transfer/kv_connector/v1/base.py", "KVConnectorBase_V1"),
+    "TieredKVStats": ("metrics.py", "vllm/distributed/kv_transfer/kv_connector/v1/metrics.py", "KVConnectorStats"),
+    "TieredKVTier": ("offload_tier.py", "vllm/v1/kv_offload/tiering/base.py", "SecondaryTierManager"),
+    "_Bridge": ("policies.py", "vllm/v1/kv_offload/cpu/policies/base.py", "CachePolicy"),
+}
+"""Our classes, where they are, and what of vLLM's they derive from."""
+NOT_IN_EVERY_VERSION = {"supports_sleep_mode", "unregister_kv_caches", "restore_kv_caches"}
+NOT_VLLMS = {"TieredKVStats": {"add"}}
+"""Public methods of ours that vLLM does not call."""
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def class_of(path: pathlib.Path, name: str) -> ast.ClassDef:
+    """Return the definition of a class."""
+    (found,) = (
+        each for each in ast.parse(path.read_text()).body if isinstance(each, ast.ClassDef) and each.name == name
+    )
+    return found
+
+
+def methods_of(definition: ast.ClassDef) -> dict[str, Function]:
+    """Return the methods of a class by name."""
+    return {each.name: each for each in definition.body if isinstance(each, Function)}
+
+
+def names_in(module: pathlib.Path) -> set[str]:
+    """Return what can be imported from a module, as far as its text says."""
+    names: set[str] = set()
+    for each in ast.walk(ast.parse(module.read_text())):
+        match each:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                names.add(name)
+            case ast.Import(names=imported) | ast.ImportFrom(names=imported):
+                names |= {alias.asname or alias.name for alias in imported}
+            case ast.Assign(targets=targets):
+                names |= {target.id for target in targets if isinstance(target, ast.Name)}
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                names.add(name)
+            case _:
+                pass
+    return names
+
+
+def imports_of_vllm() -> Iterator[tuple[str, str]]:
+    """Yield each name that our modules import from vLLM, and the module that it comes from."""
+    for path in sorted(OURS.glob("*.py")):
+        for each in ast.walk(ast.parse(path.read_text())):
+            if isinstance(each, ast.ImportFrom) and (each.module or "").partition(".")[0] == "vllm":
+                yield from ((str(each.module), alias.name) for alias in each.names)
+
+
+def test_all_that_is_imported_is_there(vllm_sources: pathlib.Path) -> None:
+    """Each name, in the module that it is imported from."""
+    missing = []
+    for module, name in imports_of_vllm():
+        path = vllm_sources / module.replace(".", "/")
+        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        if not file.exists() or name not in names_in(file):
+            missing.append(f"{module}.{name}")
+    assert missing == []
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_methods_fit(vllm_sources: pathlib.Path, name: str) -> None:
+    """What vLLM calls can be called as it does: all that it must find is there, with its parameters, in its order."""
+    ours_in, base_in, base = BASES[name]
+    ours, theirs = methods_of(class_of(OURS / ours_in, name)), methods_of(class_of(vllm_sources / base_in, base))
+    abstract = {
+        method
+        for method, definition in theirs.items()
+        if any(isinstance(each, ast.Name) and each.id == "abstractmethod" for each in definition.decorator_list)
+    }
+    assert abstract <= ours.keys(), "what has no default"
+    for method, definition in ours.items():
+        if method.startswith("_") and method != "__init__":
+            continue
+        if method not in theirs:
+            assert method in NOT_IN_EVERY_VERSION | NOT_VLLMS.get(name, set()), f"vLLM does not know {method}"
+            continue
+        if method == "__init__":
+            continue  # vLLM's factories call it with what its configuration says, by name
+        given, wanted = (
+            [each.arg for each in (*function.args.posonlyargs, *function.args.args)]
+            for function in (definition, theirs[method])
+        )
+        assert given[: len(wanted)] == wanted, f"{name}.{method}"
+        optional = len(definition.args.defaults)
+        assert len(given) - optional <= len(wanted), f"{name}.{method} wants more than vLLM gives"

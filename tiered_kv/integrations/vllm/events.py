@@ -1,0 +1,169 @@
+"""KV events of the tiers below a vLLM, in vLLM's own stream: what its routers hear of its GPU they hear of them too.
+
+vLLM takes them in its scheduler's thread, once a step. They are made in a thread of ours, from what changes in the
+tiers that this cache owns (`TieredKV.events`) and from what is said of blocks; so a step only fetches them.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+import numpy as np
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, to_event_extra_keys
+
+from tiered_kv.cache import TieredKV
+from tiered_kv.errors import ClosedError
+from tiered_kv.keys import BlockKeys
+from tiered_kv.log import log
+from tiered_kv.settings import TieredKVSettings, tier_name
+from tiered_kv.telemetry.kv_event_values import own_hashes
+from tiered_kv.telemetry.router_books import Batch, RouterBooks
+from tiered_kv.telemetry.router_feed import RouterFeed
+from tiered_kv.telemetry.router_socket import Work
+from tiered_kv.telemetry.router_wire import CLEARED, Event, Medium, removed
+
+_MOST_WAITING: Final = 1 << 12
+"""Events that vLLM has not taken, of 256 blocks at most: beyond them none is made until it has."""
+
+
+class TierEvents:
+    """What vLLM's ``take_events`` gives. The event loop calls `open` and `aclose`, the scheduler's thread the rest."""
+
+    def __init__(self, feed: RouterFeed, queue: "EventQueue") -> None:
+        """Made by `open` only."""
+        self._feed = feed
+        self._queue = queue
+
+    @classmethod
+    def open(cls, cache: TieredKV, settings: TieredKVSettings) -> "TierEvents":
+        """Begin with what is in the tiers now; of tiers that others use too nothing is told."""
+        changes = cache.events()
+        storage = Medium("STORAGE", "LOCAL")
+        media = {tier_name(tier): Medium("CPU", None) for tier in settings.tiers if tier.medium == "cpu"}
+        books = RouterBooks(changes.places, {tier: media.get(tier, storage) for tier, _, _ in changes.places}, {})
+        queue = EventQueue()
+        return cls(RouterFeed(cache, changes, books, queue), queue)
+
+    def describe(self, request: Any, keys: BlockKeys, hashes: Sequence[bytes]) -> None:
+        """Say what blocks of a request are: of others nothing is told.
+
+        Args:
+            request: vLLM's.
+            keys: Neighbouring blocks of it.
+            hashes: vLLM's, of all its blocks.
+        """
+        size, first, stop = keys.block_size, keys.start, keys.start + len(keys)
+        lora = request.lora_request
+        with suppress(ClosedError):
+            self._feed.describe(
+                keys,
+                hashes=own_hashes(keys),
+                parent=int.from_bytes(hashes[first - 1][-8:], "big") if first else None,
+                tokens=np.array(request.all_token_ids[first * size : stop * size], np.uint32).reshape(-1, size),
+                lora_id=lora.adapter_id if lora else None,
+                lora_name=lora.name if lora else None,
+                extra_keys=_extra_keys(request, first, stop, size),
+            )
+
+    def take(self) -> Iterable[KVCacheEvent]:
+        """Return the events since the last time."""
+        return self._queue.take()
+
+    async def aclose(self) -> None:
+        """End the thread."""
+        await self._feed.aclose()
+
+
+class EventQueue:
+    """What takes the place of a publisher's sockets: vLLM publishes, and keeps for replays, what is taken from here.
+
+    In vLLM's stream ``AllBlocksCleared`` is said of its GPU as well; so it is never said here, but block by block.
+    """
+
+    def __init__(self) -> None:
+        self.num_batches = self.num_snapshots = 0
+        self._work: deque[Work] = deque()
+        self._events: deque[KVCacheEvent] = deque()
+        self._told: dict[tuple[Medium, int], set[int]] = {}
+        self._changed = threading.Condition()
+        self._is_stopping = False
+
+    def start(self, on_end: Callable[[], None]) -> None:
+        """Start the thread; it calls ``on_end`` when it has ended."""
+        threading.Thread(target=self._run, args=(on_end,), name="tiered_kv-vllm-events", daemon=True).start()
+
+    def put(self, work: Work) -> None:
+        """Have this done next, after what was put before. Returns at once."""
+        with self._changed:
+            self._work.append(work)
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """End. What waits is not done any more."""
+        with self._changed:
+            self._is_stopping = True
+            self._changed.notify_all()
+
+    def take(self) -> list[KVCacheEvent]:
+        """Return what there is."""
+        if not self._events:
+            return []
+        with self._changed:
+            taken, self._events = self._events, deque()
+            self._changed.notify_all()
+        return list(taken)
+
+    def _run(self, on_end: Callable[[], None]) -> None:
+        try:
+            while (work := self._next()) is not None:
+                try:
+                    for batch in work():
+                        self._tell(batch)
+                except Exception as error:  # noqa: BLE001 - a fault of ours must not end the stream
+                    log("error", "background.failed", exc_info=error, task="KV events")
+        finally:
+            on_end()
+
+    def _next(self) -> Work | None:
+        with self._changed:
+            while not self._is_stopping and (not self._work or len(self._events) > _MOST_WAITING):
+                self._changed.wait()
+            return None if self._is_stopping else self._work.popleft()
+
+    def _tell(self, batch: Batch) -> None:
+        events = [_of_vllm(event) for event in self._without_clearing(batch)]
+        self.num_batches += 1
+        with self._changed:
+            self._events.extend(events)
+
+    def _without_clearing(self, batch: Batch) -> Iterator[Event]:
+        for event in batch:
+            if event is CLEARED:
+                for (medium, group), hashes in self._told.items():
+                    if hashes:
+                        yield removed(sorted(hashes), medium, group)
+                self._told.clear()
+                continue
+            told = self._told.setdefault((Medium(event["medium"], event["locality"]), event["group_idx"]), set())
+            (told.update if event["type"] == "BlockStored" else told.difference_update)(event["block_hashes"])
+            yield event
+
+
+def _of_vllm(event: Mapping[str, Any]) -> KVCacheEvent:
+    fields = {name: value for name, value in event.items() if name != "type"}
+    return BlockStored(**fields) if event["type"] == "BlockStored" else BlockRemoved(**fields)
+
+
+def _extra_keys(request: Any, first: int, stop: int, size: int) -> Any:
+    """Return what else went into the hashes of blocks, as vLLM tells of it; None where that is nothing."""
+    plain = request.lora_request is None and not request.mm_features and not request.cache_salt
+    if plain and getattr(request, "prompt_embeds", None) is None:
+        return None
+    keys, at = [], 0
+    for start in range(first * size, stop * size, size):
+        key, at = generate_block_hash_extra_keys(request, start, start + size, at)
+        keys.append(key)
+    return [each and tuple(each) for each in to_event_extra_keys(keys) or ()]
