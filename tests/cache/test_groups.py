@@ -8,8 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.any_layout import AnyEngine, cpu, open_any, prompt
-from tests.support.caches import until_idle
-from tiered_kv import ConfigurationError, GroupNeed, KVGroup, KVLayout, LayoutMismatchError, TieredKV, full, window
+from tests.support.backends import ScriptedBackend
+from tests.support.caches import until, until_idle
+from tiered_kv import (
+    CacheLimits,
+    ConfigurationError,
+    GroupNeed,
+    KVGroup,
+    KVLayout,
+    LayoutMismatchError,
+    TieredKV,
+    full,
+    window,
+)
 from tiered_kv.groups import length_in_place, longest
 from tiered_kv.keys import BlockKeys
 from tiered_kv.results import LoadResult
@@ -166,3 +177,23 @@ def test_needs_that_cannot_be() -> None:
         asyncio.run(longest(full(KEYS[0]), lambda keys: asyncio.sleep(0, len(keys))))  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="said by its BlockKeys, got list"):
         window([b""], 8)  # type: ignore[arg-type]  # wrong on purpose
+
+
+async def test_groups_whose_load_is_cancelled_wait_for_no_medium() -> None:
+    """The loads of all groups end, though what they read is still on its way."""
+    engine, below = AnyEngine(LAYOUT), ScriptedBackend(timeout_s=900.0)
+    async with open_any(engine, below, limits=CacheLimits(load_timeout_s=900.0)) as kv:
+        needs = [full(keys) for keys in KEYS]
+        for keys in KEYS:
+            await (await kv.store(keys, engine.fill(keys, range(len(keys))))).settled()
+        below.on_read.hold()
+        into = [engine.spec(range(len(keys)), keys.group) for keys in KEYS]
+        loading = asyncio.create_task(kv.load_groups(needs, into))
+        await until(lambda: below.on_read.num_held > 0)
+        loading.cancel()
+        async with asyncio.timeout(30):
+            with pytest.raises(asyncio.CancelledError):
+                await loading
+        assert below.on_read.num_held > 0
+        below.on_read.release()
+        await until_idle(kv)

@@ -353,3 +353,24 @@ async def test_a_store_names_the_weights_that_computed_it() -> None:
         kv.advance_epoch("w0")
         assert (await kv.lookup(KEYS)).num_blocks == 9
         await until_idle(kv)
+
+
+async def test_what_is_being_deleted_is_not_written_at_the_same_time() -> None:
+    """Which of the two came last, nobody could tell: the tier drops the block, and a store after it keeps it."""
+    shared, engine, keys = ScriptedBackend(), Engine(), prompt(4)
+    async with open_cache(CPU, shared, engine=engine) as kv:
+        await keep(kv, engine, keys)
+        shared.on_delete.hold()
+        evicting = asyncio.create_task(kv.evict(keys[:2]))
+        await until(lambda: shared.on_delete.num_held > 0)
+        num_written = shared.on_write.num_blocks
+        dropped = {tier.tier: tier.dropped for tier in await (await kv.store(keys, engine.compute(keys))).settled()}
+        assert (dropped["keyed"], shared.on_write.num_blocks) == (2, num_written)
+        shared.on_delete.release()
+        await evicting
+        await kv.evict(keys[:2], tier="cpu")
+        assert (await kv.lookup(keys)).num_blocks == 0
+        await keep(kv, engine, keys[:2])
+        await kv.evict(keys[:2], tier="cpu")
+        assert (await kv.load(keys[:2], GPULoadStoreSpec(range(2)))).by_tier == {"keyed": 2}
+        await until_idle(kv)

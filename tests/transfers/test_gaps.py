@@ -234,3 +234,18 @@ async def test_of_any_layout() -> None:
             loaded = await kv.load(keys, engine.spec(range(6), group), gaps=True)
             assert loaded.mask.tolist() == engine.right(keys, range(6)) == [True, False, True, False, False, True]
         await until_idle(kv)
+
+
+async def test_one_that_is_cancelled_while_tiers_are_asked_ends_at_once() -> None:
+    """With nothing, as every load that is cancelled; nobody waits for the answer."""
+    engine, shared = Engine(), ScriptedBackend()
+    async with open_cache(shared, engine=engine) as kv:
+        await keep_some(kv, engine)
+        shared.on_lookup.hold()
+        handle = kv.start_load(KEYS, PAGES, gaps=True)
+        await until(lambda: shared.on_lookup.num_held > 0)
+        handle.cancel()
+        loaded = await handle
+        assert (loaded.num_blocks, loaded.mask.any()) == (0, False)
+        shared.on_lookup.release()
+        await until_idle(kv)

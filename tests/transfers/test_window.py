@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
 from tests.support.caches import inside, keep, open_cache, until, until_idle
@@ -13,6 +14,7 @@ from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine, contents, 
 from tiered_kv import BlockKeys, CacheLimits, GPULoadStoreSpec
 from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.budget import Kind
+from tiered_kv.transfers.presence import Presence
 from tiered_kv.transfers.window import Bringer, Landed
 
 CPU = {"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}
@@ -172,3 +174,26 @@ async def test_what_owned_tiers_have_is_asked_of_nobody() -> None:
         assert (shared.on_lookup.num_calls, shared.on_lookup.num_blocks) == (1, 8)
         assert engine.read(np.arange(40)) == contents(keys)
         await until_idle(kv)
+
+
+async def test_a_tier_is_not_asked_for_what_one_above_it_has() -> None:
+    """Nor is one asked again for what it has said; where a block leaves memory, it alone is asked for."""
+    above, below, engine, keys = ScriptedBackend(name="above"), ScriptedBackend(name="below"), Engine(), prompt(8)
+    async with open_cache(CPU, above, below, engine=engine) as kv:
+        await keep(kv, engine, keys)
+        only(above, keys[1:])
+        await kv.evict(keys[1:], tier="cpu")
+        cache = inside(kv)
+        chain = cache.chains[0]
+        presence = Presence(chain, chain.naming.batch(keys, cache.epoch))
+        asked = [above.on_lookup.num_blocks, below.on_lookup.num_blocks]
+        assert (await presence.sources(np.arange(1, 8), every)).tolist() == [1] * 7
+        await kv.evict(keys[:1], tier="cpu")
+        assert (await presence.sources(np.arange(8), every)).tolist() == [2] + [1] * 7
+        asked = [each.on_lookup.num_blocks - n for each, n in zip((above, below), asked, strict=True)]
+        assert asked == [7 + 1, 1]
+
+
+def every(at: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Say that each block ends the prefix."""
+    return np.ones(len(at), np.bool_)
