@@ -99,3 +99,10 @@ def test_closing_leaves_views_alive(slab: HostSlab) -> None:
     assert payload[0] == 4
     with pytest.raises(ClosedError, match="test"):
         slab.padded(1)
+
+
+@pytest.mark.parametrize("slot", [-1, 6])
+def test_a_slot_beyond_either_end_is_refused(slab: HostSlab, slot: int) -> None:
+    """Memory that is counted from the end would be another block's."""
+    with pytest.raises(ConfigurationError, match=f"slot {slot} is not one of the 6"):
+        slab.padded(slot)

@@ -203,3 +203,13 @@ async def test_a_copy_that_raises_stop_iteration_ends() -> None:
     error = copy.ended.exception()
     assert isinstance(error, RuntimeError)
     assert isinstance(error.__cause__, StopIteration)
+
+
+def test_only_a_lane_that_waits_for_nothing_is_idle() -> None:
+    """On one that is, a copy may be made at once; behind an event of a transfer's own it may not."""
+    device, event = CPUDevice(), threading.Event()
+    lanes = Lanes(device, "h2d")
+    assert lanes.take(None).is_idle
+    assert not lanes.take(event).is_idle
+    event.set()
+    device.close()
