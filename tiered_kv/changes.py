@@ -60,7 +60,10 @@ class Added(TierChange):
 
 @dataclass(frozen=True, eq=False)
 class Removed(TierChange):
-    """These are not in the place any more; ``why`` is "evicted", "removed" (by a call), "expired" or "corrupt"."""
+    """These are not in the place any more.
+
+    ``why`` is "evicted", "removed" (by a call), "expired", "corrupt", or "lost" (with a disk).
+    """
 
     names: Names
     why: str

@@ -211,6 +211,28 @@ def test_slots_given_up_are_idle_once_nobody_uses_them() -> None:
     assert index.idle_retired(0, 1).tolist() == []
 
 
+def test_no_block_goes_to_slots_that_are_withheld() -> None:
+    """Their blocks are gone at once, a leased one's slot with its last lease; none is used until it can be again."""
+    heard: list[tuple[str, list[int]]] = []
+    index = TierIndex(4, max_slots=5, on_change=lambda change, names: heard.append((change, ids_of(names))))
+    store(index, 1, 2, 3, 4)
+    reader = index.lease(names_of(1))
+    assert index.withhold(np.array([True, False, True, False, False])) == 2
+    assert index.ready(names_of(1, 2, 3, 4)).tolist() == [False, True, False, True]
+    assert heard[1:] == [(Change.LOST, [3, 1])]
+    reader.release()
+    assert (index.statistics().free, index.statistics().withheld) == (0, 2)
+    assert store(index, 5, 6) == [4, 2]
+    with pytest.raises(CapacityError):
+        index.reserve(names_of(7, 8, 9))
+    index.clear()
+    assert index.statistics().free == 2
+    index.resize(5)
+    assert index.statistics().free == 3
+    index.withhold(None)
+    assert (index.statistics().free, index.statistics().withheld) == (5, 0)
+
+
 def test_nobody_writes_down_what_was_removed() -> None:
     """A dirty block that is removed, by name, by resizing or with all, is dirty no longer, and frees its slot."""
     index = TierIndex(4, write_back=True)

@@ -91,6 +91,7 @@ class IndexMachine(RuleBasedStateMachine):
     def make(self, num_slots: int, num_more: int, num_transient: int) -> None:
         """Start empty, at any small size, none included."""
         self.num_slots, self.max_slots, self.num_transient = num_slots, num_slots + num_more, num_transient
+        self.withheld: set[int] = set()
         self.now_s = 1000
         self.replayed: set[int] = set()
         self.index = TierIndex(
@@ -113,7 +114,7 @@ class IndexMachine(RuleBasedStateMachine):
         model = self.model
         wanted = [i for i in unique(batch) if i not in model.findable]
         own = [block for block in model.order if block.id not in batch]
-        room = self.transient if transient else range(self.num_slots)
+        room = self.transient if transient else self.usable
         num_free = sum(slot not in model.occupied for slot in room)
         shortage = max(0, len(wanted) - num_free)
         assert transient or self.index.fits(names_of(batch)) == (shortage <= len(own))
@@ -239,7 +240,7 @@ class IndexMachine(RuleBasedStateMachine):
     def restore(self, batch: list[int]) -> None:
         """Restored blocks are evictable, the first one coldest."""
         unknown = [i for i in unique(batch) if i not in self.model.findable]
-        slots = [slot for slot in range(self.num_slots) if slot not in self.model.occupied][::-1]
+        slots = [slot for slot in self.usable if slot not in self.model.occupied][::-1]
         pairs = list(zip(unknown, slots, strict=False))
         self.index.restore(names_of([i for i, _ in pairs]), np.array([slot for _, slot in pairs], dtype=np.int64))
         for i, slot in pairs:
@@ -255,6 +256,22 @@ class IndexMachine(RuleBasedStateMachine):
         gone = self.index.resize(self.num_slots)
         assert sorted(ids_of(gone)) == sorted(block.id for block in beyond if block.state == SlotState.READY)
         self.doom(beyond)
+
+    @rule(data=st.data())
+    def withhold(self, data: st.DataObject) -> None:
+        """Blocks in some slots go; no such slot is used until others are named, or none."""
+        own = st.integers(0, max(0, self.max_slots - 1))
+        self.withheld = data.draw(st.sets(own)) & set(range(self.max_slots))
+        held = [block for block in self.model.findable.values() if block.slot in self.withheld]
+        is_withheld = np.isin(np.arange(self.max_slots), list(self.withheld))
+        num_lost = self.index.withhold(is_withheld if self.withheld else None)
+        assert num_lost == sum(block.state == SlotState.READY for block in held)
+        self.doom(held)
+
+    @property
+    def usable(self) -> list[int]:
+        """The own slots that blocks may go to."""
+        return [slot for slot in range(self.num_slots) if slot not in self.withheld]
 
     @rule(seconds=st.integers(1, 8))
     def wait(self, seconds: int) -> None:
@@ -353,7 +370,8 @@ class IndexMachine(RuleBasedStateMachine):
         assert counts.evictable == len(self.model.order)
         assert counts.dirty == len(self.model.dirty)
         empty = [slot for slot in range(self.max_slots + self.num_transient) if slot not in self.model.occupied]
-        assert counts.free == sum(slot < self.num_slots for slot in empty)
+        assert counts.free == sum(slot in self.usable for slot in empty)
+        assert counts.withheld == sum(slot < self.num_slots and slot in self.withheld for slot in empty)
         assert counts.retired == sum(self.num_slots <= slot < self.max_slots for slot in empty)
         assert counts.transient_free == sum(slot in self.transient for slot in empty)
 
@@ -387,7 +405,7 @@ class IndexMachine(RuleBasedStateMachine):
         counts = self.index.statistics()
         assert counts.leased == counts.pending == counts.doomed == counts.dirty == 0
         assert counts.evictable == counts.ready
-        assert counts.free + counts.ready == self.num_slots
+        assert counts.free + counts.ready == len(self.usable)
         assert counts.transient_free == self.num_transient
 
 

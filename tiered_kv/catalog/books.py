@@ -112,7 +112,8 @@ class Books:
 class IndexStatistics:
     """Counts of slots at one moment.
 
-    Each slot of the index is counted once in ``free + pending + ready + doomed + transient_free + retired``.
+    Each slot of the index is counted once in ``free + pending + ready + doomed + transient_free + retired
+    + withheld``.
 
     Attributes:
         num_slots: The tier's own slots at its present capacity, transient ones not counted.
@@ -125,6 +126,7 @@ class IndexStatistics:
         transient_free: Transient slots that hold nothing.
         retired: Slots beyond the present capacity that hold nothing.
         dirty: Blocks that wait to be written below.
+        withheld: Own slots that hold nothing and cannot be used for now, see `TierIndex.withhold`.
     """
 
     num_slots: int
@@ -137,6 +139,7 @@ class IndexStatistics:
     transient_free: int
     retired: int = 0
     dirty: int = 0
+    withheld: int = 0
 
 
 class Change(StrEnum):
@@ -147,6 +150,7 @@ class Change(StrEnum):
     REMOVED = "removed"
     EXPIRED = "expired"
     CORRUPT = "corrupt"
+    LOST = "lost"
     CLEARED = "cleared"
 
 

@@ -24,7 +24,7 @@ class Fate(IntEnum):
     EXPIRED = 3
     CORRUPT = 4
     FAILED = 5
-    """The tier could not write it."""
+    """The tier could not write it, or has lost the part in which it was."""
     DROPPED = 6
     """Not stored: no room, late, or the tier was bypassed or would not have it."""
     UNADMITTED = 7

@@ -5,7 +5,7 @@ everything back on any error or cancellation. A readable block that has no copy 
 stays until it is taken to be written there.
 
 All calls take batches of names and decide at once. No call's time grows with the number of blocks in the tier, save
-`clear`, `resize`, `restore` and `names_in_order`, which say so.
+`clear`, `resize`, `restore`, `withhold` and `names_in_order`, which say so.
 
 One thread owns an index, the event loop's. Others may read what `Books` says they may.
 """
@@ -93,6 +93,7 @@ class TierIndex(Books):
         self._num_leases = np.full(total, 0, dtype=np.int32)
         self._was_used = np.full(total, fill_value=False)  # while leased: another's cold release must not chill it
         self._ready = self._pending = self._doomed = self._leased = 0
+        self._withheld: NDArray[np.bool_] | None = None  # (max_slots,): not to be used for now
 
     # Reading more than `Books` does: for the owning thread alone.
 
@@ -125,6 +126,7 @@ class TierIndex(Books):
     def statistics(self) -> IndexStatistics:
         """Count slots by what they hold."""
         used = self._pending + self._ready + self._doomed
+        withheld = 0 if self._withheld is None else int(np.count_nonzero(self._is_free())) - len(self._free)
         return IndexStatistics(
             num_slots=self.num_slots,
             free=len(self._free),
@@ -134,7 +136,8 @@ class TierIndex(Books):
             pending=self._pending,
             doomed=self._doomed,
             transient_free=len(self._transient_free),
-            retired=self.max_slots + self.num_transient - len(self._free) - len(self._transient_free) - used,
+            retired=self.max_slots + self.num_transient - len(self._free) - len(self._transient_free) - used - withheld,
+            withheld=withheld,
             dirty=len(self._dirty),
         )
 
@@ -247,9 +250,26 @@ class TierIndex(Books):
         given_up = num_slots + np.flatnonzero((states == READY) | (states == PENDING))
         self.num_slots = num_slots
         evicted = self._remove(given_up[::-1], Change.EVICTED)
-        self._free.reset(np.flatnonzero(self._states[:num_slots] == FREE))
+        self._find_free()
         self._policy.resize(num_slots)
         return evicted
+
+    def withhold(self, is_withheld: NDArray[np.bool_] | None) -> int:
+        """Put no blocks into some slots any more, until this is called again; return how many blocks that loses.
+
+        Blocks in them are removed as by `remove`. Takes time in the size of the tier: some 5 ms a million slots.
+
+        Args:
+            is_withheld: ``(max_slots,)``, which ones; None: all can be used.
+        """
+        self._withheld = is_withheld
+        lost = 0
+        if is_withheld is not None:
+            states = self._states[: self.num_slots]
+            held = np.flatnonzero(is_withheld[: self.num_slots] & ((states == READY) | (states == PENDING)))
+            lost = len(self._remove(held[::-1], Change.LOST))
+        self._find_free()
+        return lost
 
     def clear(self) -> None:
         """Remove every block. Takes time in the size of the tier: some 10 ms a million slots."""
@@ -261,7 +281,7 @@ class TierIndex(Books):
             states[states != FREE] = DOOMED
             self._table.clear()
         self._policy.clear()
-        self._free.reset(np.flatnonzero(states[: self.num_slots] == FREE))
+        self._find_free()
         self._ready = self._pending = 0
         self._doomed = int(np.count_nonzero(states))
         if self.on_change is not None:
@@ -297,7 +317,7 @@ class TierIndex(Books):
             self._policy.add(slots[part], names[part])
             self._policy.unpark(slots[part])
         self._ready += len(slots)
-        self._free.reset(np.flatnonzero(self._states[: self.num_slots] == FREE))
+        self._find_free()
         if self._expiry is not None:
             self._expiry.start(slots, 0.0 if ages_s is None else ages_s)
         self._tell(Change.ADDED, names)
@@ -495,8 +515,20 @@ class TierIndex(Books):
     def _free_doomed(self, slots: Slots) -> None:
         self._states[slots] = FREE
         self._doomed -= len(slots)
-        self._free.give(slots[slots < self.num_slots])  # between these two lie the retired
+        own = slots[slots < self.num_slots]
+        self._free.give(own if self._withheld is None else own[~self._withheld[own]])  # between these two lie the retired
         self._transient_free.give(slots[slots >= self.max_slots])
+
+    def _is_free(self) -> NDArray[np.bool_]:
+        is_free: NDArray[np.bool_] = self._states[: self.num_slots] == FREE
+        return is_free
+
+    def _find_free(self) -> None:
+        """Have just those slots free that hold nothing and can be used."""
+        is_free = self._is_free()
+        if self._withheld is not None:
+            is_free &= ~self._withheld[: self.num_slots]
+        self._free.reset(np.flatnonzero(is_free))
 
     def _own(self, slots: Slots) -> Slots:
         return slots[slots < self.max_slots] if self.num_transient else slots

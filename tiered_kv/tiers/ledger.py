@@ -25,6 +25,7 @@ _FATE_OF: Final = {
     Change.REMOVED: Fate.REMOVED,
     Change.EXPIRED: Fate.EXPIRED,
     Change.CORRUPT: Fate.CORRUPT,
+    Change.LOST: Fate.FAILED,
 }
 
 
