@@ -8,13 +8,14 @@ PYTHON ?= $(or $(shell for python in python3.11 python3.12 python3.13 python3; d
 
 # On Linux an unqualified torch brings several GB of CUDA, which is of no use without a GPU.
 LOCAL := $(if $(filter Linux,$(shell uname -s)),$(if $(wildcard /dev/nvidiactl),,+cpu))
+KILLS ?= 100
 TORCH ?= $(shell sed -n 's/^torch==.*/&/p' constraints.txt)$(LOCAL)
 
 IN_VENV := .venv/bin/
 PIP := $(IN_VENV)python -m pip --disable-pip-version-check --quiet
 BENCHMARKS := $(sort $(wildcard benchmarks/[a-z]*.py))
 
-.PHONY: help demo test test-fast test-engines test-gpu gpu torture mutate check bench screenshots docs clean
+.PHONY: help demo test test-fast test-engines test-gpu gpu torture kills mutate check bench screenshots docs clean
 .NOTPARALLEL:
 .SUFFIXES:
 # A stamp is kept although only patterns name it.
@@ -30,6 +31,7 @@ help:
 	@echo "make test-gpu   the tests of memory and copies, on a GPU, and every kernel for every GPU; says what was skipped"
 	@echo "make gpu        make test-gpu, then benchmarks/gpu.py: what a GPU is to tell, ready for benchmarks/RESULTS.md"
 	@echo "make torture    20,000 examples of the test of the whole face against a model, a million for each reader, for hours"
+	@echo "make kills      kill -9 of caches at work, 100 of each kind of tier, some 10 minutes; KILLS=500"
 	@echo "make mutate     how many faults planted in the library the tests find, for hours; PACKAGE=tiers SAMPLE=50 minutes"
 	@echo "make check      ruff, mypy, import contracts, and the wheel installed without extras"
 	@echo "make bench      every benchmark, each with its ceiling"
@@ -70,6 +72,9 @@ gpu: test-gpu
 
 torture: .venv/dev.stamp
 	$(IN_VENV)pytest tests/cache/test_model.py tests/cache/test_model_mutations.py tests/fuzz --hypothesis-profile torture --timeout 0
+
+kills: .venv/dev.stamp
+	$(IN_VENV)pytest tests/cache/test_kills.py --kills $(KILLS) --timeout 0 -rP
 
 mutate: .venv/mutate.stamp
 	nice $(IN_VENV)python .ci/mutate.py $(if $(PACKAGE),--package $(PACKAGE)) $(if $(SAMPLE),--sample $(SAMPLE)) \

@@ -29,6 +29,11 @@ hypothesis.settings.register_profile("torture", parent=hypothesis.settings.get_p
 hypothesis.settings.load_profile("tests")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--kills``: of each kind of tier."""
+    parser.addoption("--kills", type=int, default=4, help="how often test_kills ends a cache of each kind by kill -9")
+
+
 @pytest.fixture(scope="session")
 def anyio_backend() -> str:
     """The event loop of async tests and of async fixtures."""

@@ -46,9 +46,9 @@ def test_ledgers_are_what_they_always_were(golden: ModuleType, tmp_path: Path) -
     content = (DATA / "ledger-v2.bin").read_bytes()
     assert golden.golden_ledger(tmp_path / "ledger") == content
     entries, damaged = parse(content, 0)
-    names, slots, _ = entries.latest()
-    assert names.tolist() == [[5, 6, 7, 8], [9, 10, 11, 12]]
-    assert slots.tolist() == [1, 5]
+    latest, _ = entries.latest()
+    assert latest.names.tolist() == [[5, 6, 7, 8], [9, 10, 11, 12]]
+    assert latest.slots.tolist() == [1, 5]
     assert not len(damaged)
 
 

@@ -326,6 +326,19 @@ class Recovered:
     max_slots: int | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class Missing:
+    """The part of a `SlotBackend` that cannot be used for now, and has lost its blocks.
+
+    Attributes:
+        slots: ``(n,)``, of each slot whether it belongs to it; ``n`` is `Recovered.max_slots`.
+        why: In words.
+    """
+
+    slots: NDArray[np.bool_]
+    why: str
+
+
 class SlotBackend(_Tier):
     """An owned medium: numbered slots, which the cache's catalog gives and takes. No slot is in two calls at once."""
 
@@ -381,6 +394,17 @@ class SlotBackend(_Tier):
             BackendUnavailableError: The medium did not do it.
         """
         raise NotImplementedError  # whoever overrides `fit` overrides this
+
+    def missing(self, group: int) -> Missing | None:
+        """Say which slots cannot be used for now; None: all can. The same object until that changes.
+
+        Asked after calls, and once a second. No block is put there until they are not missing any more, and hold
+        nothing. Only a medium of several parts has such.
+        """
+        return None
+
+    def try_again(self) -> None:
+        """Begin to bring back what is missing, if it is time to. Returns at once; called about once a second."""
 
     def describe(self) -> dict[str, object]:
         """Facts for `stats()`, e.g. the I/O mode in use."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tiered_kv.keys import Names
-from tiered_kv_backends.nvme.ledger import ENTRY, Entries, Ledger, encode, parse
+from tiered_kv_backends.nvme.ledger import ENTRY, Entries, Ledger, Order, encode, parse
 
 FileLimit = Callable[[int], AbstractContextManager[None]]
 NUM_SLOTS = 10
@@ -34,12 +34,12 @@ def slots_of(slots: list[int]) -> NDArray[np.int64]:
 @contextmanager
 def opened(path: Path, num_slots: int = NUM_SLOTS) -> Iterator[tuple[Ledger, Found]]:
     """Open a ledger; yield it and what it says."""
-    ledger = Ledger(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+    ledger = Ledger(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), Order())
     try:
         entries, damaged = ledger.read(num_slots if ledger.num_slots else 0)
         ledger.grow(num_slots, os.posix_fallocate)
-        names, slots, _ = entries.latest()
-        yield ledger, (list(zip(slots.tolist(), names[:, 3].tolist(), strict=True)), damaged.tolist())
+        latest, _ = entries.latest()
+        yield ledger, (list(zip(latest.slots.tolist(), latest.names[:, 3].tolist(), strict=True)), damaged.tolist())
     finally:
         ledger.close()
 
@@ -63,7 +63,8 @@ def test_the_last_place_of_a_name_counts(history: list[tuple[int, int]]) -> None
         slots_of(slots),
         np.array([by_slot[slot][0] for slot in slots], np.uint64),
     )
-    names, found, replaced = entries.latest()
+    latest, replaced = entries.latest()
+    names, found = latest.names, latest.slots
     expected = sorted(by_name.items(), key=lambda item: by_slot[item[1]])
     assert list(zip(names[:, 3].tolist(), found.tolist(), strict=True)) == expected
     assert sorted(replaced.tolist()) == sorted(set(slots) - set(found.tolist()))
@@ -109,7 +110,7 @@ def test_a_sparse_file_of_any_length_is_read_as_far_as_it_counts(tmp_path: Path)
     with opened(path) as (ledger, _):
         ledger.write(names_of([1]), slots_of([1]))
     os.truncate(path, 3 << 30)
-    ledger = Ledger(os.open(path, os.O_RDWR))
+    ledger = Ledger(os.open(path, os.O_RDWR), Order())
     ledger.shrink(NUM_SLOTS)
     entries, damaged = ledger.read(NUM_SLOTS)
     ledger.close()
@@ -164,7 +165,7 @@ def test_a_million_entries(tmp_path: Path) -> None:
         ledger.write(names[ordered], slots[ordered])
         entries, damaged = ledger.read(count)
     assert not len(damaged)
-    found, found_slots, replaced = entries.latest()
+    latest, replaced = entries.latest()
     assert not len(replaced)
-    assert np.array_equal(found, names[ordered])
-    assert np.array_equal(found_slots, slots[ordered])
+    assert np.array_equal(latest.names, names[ordered])
+    assert np.array_equal(latest.slots, slots[ordered])

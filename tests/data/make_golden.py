@@ -8,7 +8,7 @@ import numpy as np
 from tiered_kv.backend import Block
 from tiered_kv.keys import BlockKey, Namespace, Shard
 from tiered_kv.record import encode
-from tiered_kv_backends.nvme.ledger import Ledger
+from tiered_kv_backends.nvme.ledger import Ledger, Order
 
 HERE = Path(__file__).parent
 PAYLOAD = bytes(range(256)) * 4 + b"the last page is not full"
@@ -29,7 +29,7 @@ def golden_record() -> bytes:
 def golden_ledger(path: Path) -> bytes:
     """Return a ledger, written to ``path``: two blocks stored, the first slot forgotten, a third block stored."""
     names = np.arange(1, 13, dtype=np.uint64).reshape(3, 4)
-    ledger = Ledger(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+    ledger = Ledger(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), Order())
     ledger.grow(8, os.posix_fallocate)
     ledger.write(names[:2], np.array([0, 1]))
     ledger.clear(np.array([0]))

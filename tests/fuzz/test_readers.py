@@ -27,7 +27,7 @@ from tiered_kv.keys import BlockKey, Namespace
 from tiered_kv.record import HEADER_BYTES, encode, examine_any, key_in, parse_record, verify
 from tiered_kv.seal import Seal
 from tiered_kv.telemetry import KVEventPublisher
-from tiered_kv_backends.nvme.ledger import ENTRY, Ledger, parse
+from tiered_kv_backends.nvme.ledger import ENTRY, Ledger, Order, parse
 from tiered_kv_backends.nvme.ledger import encode as encode_entries
 from tiered_kv_backends.resp import Connection, command
 
@@ -96,7 +96,7 @@ def test_ledgers(seed: int) -> None:
     rng = random.Random(seed)
     original, each = ledger_of(rng), ENTRY.itemsize
     file = os.memfd_create("ledger")
-    ledger = Ledger(file)
+    ledger = Ledger(file, Order())
     try:
         for data in variants(original, seed):
             num_slots = len(data) // each
@@ -107,9 +107,9 @@ def test_ledgers(seed: int) -> None:
             assert len(entries.slots) + len(damaged) == len(used)
             for slot in entries.slots.tolist():
                 assert whole[slot * each : (slot + 1) * each] == original[slot * each : (slot + 1) * each]
-            names, slots, replaced = entries.latest()
-            assert len({name.tobytes() for name in names}) == len(names)
-            assert sorted([*slots.tolist(), *replaced.tolist()]) == sorted(entries.slots.tolist())
+            latest, replaced = entries.latest()
+            assert len({name.tobytes() for name in latest.names}) == len(latest.names)
+            assert sorted([*latest.slots.tolist(), *replaced.tolist()]) == sorted(entries.slots.tolist())
             os.ftruncate(file, 0)
             os.pwrite(file, data, 0)
             ledger.num_slots = num_slots

@@ -34,7 +34,7 @@ def content_of(n: int) -> bytes:
     return np.random.default_rng(n).bytes(PAYLOAD)
 
 
-def backend_at(path: Path, **settings: object) -> NVMeBackend:
+def backend_at(path: Path | tuple[Path, ...], **settings: object) -> NVMeBackend:
     """Return a tier of 4 MiB, unless settings say otherwise."""
     return NVMeBackend(NVMeBackend.Settings.model_validate({"path": path, "capacity": 4 * MIB, **settings}))
 

@@ -124,8 +124,8 @@ def pools_of(kv: TieredKV) -> list[WorkerPool]:
     found = []
     for tier in inside(kv).chains[0].storage:
         found.append(tier._records.threads)  # noqa: SLF001 - no public call tells it
-        backend = getattr(tier, "backend", None)
-        found += [each for each in vars(backend).values() if isinstance(each, WorkerPool)]
+        disks = getattr(getattr(tier, "backend", None), "_open_disks", None)
+        found += [pool for disk in disks or () for pool in vars(disk.threads).values()]
     return found
 
 

@@ -516,7 +516,9 @@ class TierIndex(Books):
         self._states[slots] = FREE
         self._doomed -= len(slots)
         own = slots[slots < self.num_slots]
-        self._free.give(own if self._withheld is None else own[~self._withheld[own]])  # between these two lie the retired
+        self._free.give(
+            own if self._withheld is None else own[~self._withheld[own]]
+        )  # between these two lie the retired
         self._transient_free.give(slots[slots >= self.max_slots])
 
     def _is_free(self) -> NDArray[np.bool_]:

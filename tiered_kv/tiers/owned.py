@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.backend import Block, Outcome, OwnedTierSettings, SlotBackend
+from tiered_kv.backend import Block, Missing, Outcome, OwnedTierSettings, SlotBackend
 from tiered_kv.catalog.books import Change
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.leases import Lease
@@ -43,6 +43,8 @@ class OwnedTier(StorageTier, BookedTier):
         self._evicted = Tombstones()  # while the medium is not open
         self._owes_checkpoint = False
         self._resizing: asyncio.Task[Answer[None]] | None = None
+        self._missing: Missing | None = None
+        self._see_missing()
 
     @property
     def is_in_use(self) -> bool:
@@ -68,6 +70,8 @@ class OwnedTier(StorageTier, BookedTier):
         elif (names := evicted.names()) is not None:
             index.remove(names)
         index.on_change, self.index = self.index.on_change, index
+        self._missing = None
+        self._see_missing()
         if index.on_change is not None and index.statistics().ready:
             index.on_change(Change.ADDED, index.names_in_order()[0])
         if evicted:
@@ -113,6 +117,7 @@ class OwnedTier(StorageTier, BookedTier):
                     self._remove(wanted.names[broken], Change.CORRUPT)
         finally:
             give_back()
+            self._see_missing()
         return right
 
     async def write(
@@ -154,6 +159,7 @@ class OwnedTier(StorageTier, BookedTier):
                 return WriteReport(written, present, dropped)
         finally:
             give_back()
+            self._see_missing()
 
     async def _write_to(
         self,
@@ -286,6 +292,20 @@ class OwnedTier(StorageTier, BookedTier):
         """See `StorageTier.tick`."""
         if self._owes_checkpoint and not self.health.is_off("checkpoint"):
             self._tasks.spawn(self.checkpoint(sync=False), f"checkpoint {self.name} again")
+        self._see_missing()
+        if self._missing is not None:
+            self.backend.try_again()
+
+    def _see_missing(self) -> None:
+        """Put no blocks where the medium has failed, and what was there out of the books."""
+        missing = self.backend.missing(self.group)
+        if missing is self._missing:
+            return
+        self._missing = missing
+        num_lost = self.index.withhold(None if missing is None else missing.slots)
+        self.counters.failed += num_lost
+        if missing is not None:
+            self.health.emit(TierFailed(self.name, "keep", missing.why, num_lost))
 
     async def checkpoint(self, *, sync: bool) -> None:
         """Let the medium remember which blocks it holds, in order of use. Never raises for the tier.

@@ -1,141 +1,97 @@
-"""`NVMeBackend`: numbered slots in preallocated files, moved by direct, vectored I/O in threads of its own."""
+"""`NVMeBackend`: one directory, or several that blocks are spread over; each is a `Store` of its own.
+
+Slot ``n`` of the tier is slot ``n // d`` in directory ``n % d`` of ``d``, so that neighbours lie on different disks and
+are moved at once.
+"""
 
 import asyncio
-import contextlib
-import errno
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from itertools import chain
-from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, Final
 
 import numpy as np
-from pydantic import ByteSize, Field, model_validator
 
 from tiered_kv.backend import (
     BackendContext,
     Block,
+    Missing,
     Outcome,
-    OwnedTierSettings,
     RecordShape,
     Recovered,
     SlotBackend,
-    Workers,
     check_lengths,
 )
-from tiered_kv.errors import BackendUnavailableError, ClosedError, ConfigurationError, LayoutMismatchError
+from tiered_kv.errors import BackendUnavailableError, ClosedError, ConfigurationError
 from tiered_kv.keys import Names
 from tiered_kv.specs import FileLoadStoreSpec
-from tiered_kv_backends.nvme.calls import Calls
-from tiered_kv_backends.nvme.directory import HOLDER, Directory, fit
-from tiered_kv_backends.nvme.group import EMPTY, ERASING, HELD, WRITING, Group
-from tiered_kv_backends.nvme.ledger import Entries, Ledger, Slots
-from tiered_kv_backends.nvme.own_files import open_file
-from tiered_kv_backends.nvme.rebuild import rebuild
-from tiered_kv_backends.nvme.slab import Moved, Slab, probe_direct_io
+from tiered_kv_backends.nvme.directory import fit
+from tiered_kv_backends.nvme.disks import Disk, Disks
+from tiered_kv_backends.nvme.ledger import Entries, Slots
+from tiered_kv_backends.nvme.settings import NVMeSettings
+from tiered_kv_backends.nvme.store import Store
 
-T = TypeVar("T")
+_NAMED: Final = ("io", "io_reason", "last_error")
+"""Facts of a directory that are listed for all."""
 
-
-_MAX_GROWTH_BYTES = 256 << 20
-"""How far ahead of its use, at most, a slab is given its place on the disk."""
-_GONE = {errno.EBADF, errno.ENODEV, errno.ENXIO, errno.ESTALE, errno.ESHUTDOWN}
-"""What says that the whole medium is gone, not one place of it."""
-_NUM_ERASING_THREADS = 2
-"""At once for one call: the others go on writing."""
+_Call = Callable[[Store, Slots, Slots], Awaitable[list[Outcome]]]
 
 
 class NVMeBackend(SlotBackend):
-    """A directory on a local disk that one process owns and that outlives it.
+    """Directories on local disks that one process owns and that outlive it. See `Store` for what each promises."""
 
-    Blocks of neighbouring slots move in one call. A block is stored when it is in the slab and then its entry in the
-    ledger. Neither is forced to the medium: a loss of power may cost blocks. The end of this process costs only those
-    that were being written, however sudden it is.
-    """
+    Settings = NVMeSettings
 
-    class Settings(OwnedTierSettings):
-        """``{"medium": "nvme", "path": "/mnt/kv", "capacity": "1TiB"}``."""
-
-        medium: str = "nvme"
-        path: Path
-        """A directory of this process alone, made if need be."""
-        capacity: ByteSize = Field(gt=0)
-        """Limit over everything under ``path``, blocks of other models included."""
-        max_capacity: ByteSize | None = None
-        """The most that `TieredKV.resize` may make of it; the capacity if left out. Costs 100 bytes of host memory a
-        block, and no place on the disk."""
-        erase: bool = False
-        """Whether the bytes of a block that is evicted by name, or expires, are overwritten with zeros. Without it only
-        its header is."""
-        num_threads: int = Field(default=8, ge=1, le=256)
-        """Calls under way at once, in each direction: reads never queue behind writes."""
-        direct: Literal["auto", "always", "never"] = "auto"
-        """Whether to pass by the page cache (O_DIRECT). ``auto``: where the filesystem can."""
-
-        @model_validator(mode="after")
-        def _check_max_capacity(self) -> Self:
-            if self.max_capacity is not None and self.max_capacity < self.capacity:
-                raise ValueError("max_capacity is below capacity")
-            return self
-
-    def __init__(self, settings: Settings | Mapping[str, Any] | str) -> None:
-        self.settings = settings = self.Settings.of(settings)
-        self._groups: list[Group] = []
-        self._calls: Calls | None = None
-        self._last_error: OSError | None = None
-        self._num_damaged = self._num_rebuilt = 0
-        self._facts: dict[str, object] = {}
+    def __init__(self, settings: NVMeSettings | Mapping[str, Any] | str) -> None:
+        self.settings = self.Settings.of(settings)
+        self._open_disks: Disks | None = None
+        self._shapes: tuple[RecordShape, ...] = ()
 
     async def open(self, context: BackendContext) -> list[Recovered]:
-        """Take the directory and read its ledgers; where those are damaged, the headers of the records too.
+        """Take the directories and read their ledgers; where those are damaged, the headers of the records too.
+
+        Of several, one that cannot be read or written is left out. One that was left out while others were used is
+        emptied.
 
         Raises:
-            ConfigurationError: It cannot be written to, is not this user's alone, is held by another process, or is too
+            ConfigurationError: None can be used; or one is not this user's alone, is held by another process, or is too
                 small for one block.
         """
-        self._readers = context.workers(self.settings.num_threads)
-        self._writers = context.workers(self.settings.num_threads)
-        self._clerk = context.workers(1)  # the only thread that touches ledgers and the directory
-        found = await self._clerk.run(self._open, context.groups)
+        self._shapes = context.groups
+        self._open_disks = disks = Disks(self.settings, context)
         try:
-            recovered = [
-                await self._recover(*each) for each in zip(self._groups, *zip(*found, strict=True), strict=True)
+            found = await disks.open()
+            return [
+                await self._merged(n, [(disk, each[n]) for disk, each in found]) for n in range(len(context.groups))
             ]
         except BaseException:
             await self.aclose()
             raise
-        self._facts["num_recovered"] = sum(len(each.slots) for each in recovered)
-        return recovered
 
     async def locate(self, group: int, slots: Slots) -> FileLoadStoreSpec:
-        """Say which bytes of the slab are the records in these slots."""
-        shape = self._group(group, slots).slab.shape
-        path = self.settings.path.absolute() / shape.folder / "slab"
-        lengths = np.full(len(slots), shape.record_bytes)
-        return FileLoadStoreSpec(np.zeros_like(slots), (str(path),), slots * shape.stride_bytes, lengths)
+        """Say which bytes of the slabs are the records in these slots."""
+        shape, d = self._shapes[group], len(self._disks)
+        names = [str(disk.path.absolute() / shape.folder / "slab") for disk in self._disks]
+        return FileLoadStoreSpec(
+            slots % d, names, slots // d * shape.stride_bytes, np.full(len(slots), shape.record_bytes)
+        )
 
     async def read(self, group: int, slots: Slots, into: Sequence[Block]) -> list[Outcome]:
         """Fill ``into[i]`` from ``slots[i]``: HIT, MISS where nothing was ever written, or FAILED each.
 
         Raises:
-            BackendUnavailableError: The disk is gone.
+            BackendUnavailableError: The only disk is gone.
         """
-        slab = self._group(group, slots, into).slab
-        return await self._move(self._readers, slab, slab.read, slots, into)
+        check_lengths(slots, into)
+        return await self._move(slots, lambda store, at, local: store.read(group, local, [into[i] for i in at]))
 
     async def peek(self, group: int, slots: Slots, into: Sequence[Block]) -> list[Outcome]:
         """See `SlotBackend.peek`: slots that are gone by now are misses.
 
         Raises:
-            BackendUnavailableError: The disk is gone.
+            BackendUnavailableError: The only disk is gone.
         """
-        num_slots = self._group(group, slots[:0]).slab.num_slots
-        there = np.flatnonzero(slots < num_slots)
-        outcomes = [Outcome.MISS] * len(slots)
-        found = await self.read(group, slots[there], [into[i] for i in there.tolist()])
-        for i, outcome in zip(there.tolist(), found, strict=True):
-            outcomes[i] = outcome
-        return outcomes
+        check_lengths(slots, into)
+        return await self._move(slots, lambda store, at, local: store.peek(group, local, [into[i] for i in at]))
 
     async def write(self, group: int, slots: Slots, names: Names, blocks: Sequence[Block]) -> list[Outcome]:
         """Write ``blocks[i]`` to ``slots[i]`` and remember that it is ``names[i]``: STORED or FAILED each.
@@ -143,40 +99,22 @@ class NVMeBackend(SlotBackend):
         A slot whose write fails holds nothing.
 
         Raises:
-            BackendUnavailableError: The disk or the directory is gone.
+            BackendUnavailableError: The only disk, or its directory, is gone.
         """
-        files = self._group(group, slots, blocks)
+        check_lengths(slots, blocks)
         check_lengths(names, blocks)
-        await files.until_erased(slots)
-        files.mark(slots, WRITING)
-        try:
-            if len(slots) and (last := int(slots.max())) >= files.slab.num_allocated:
-                await self._run(self._clerk, self._grow, files.slab, last + 1)
-            outcomes = await self._move(self._writers, files.slab, files.slab.write, slots, blocks)
-            stored = np.array([outcome is Outcome.STORED for outcome in outcomes], np.bool_)
-            try:
-                await self._run(self._clerk, files.remember, names[stored], slots[stored], slots[~stored])
-            except OSError as error:  # written, but not to be found again
-                self._last_error = error
-                if error.errno in _GONE:
-                    raise BackendUnavailableError(f"{self.settings.path}: {error.strerror}") from error
-                return [Outcome.FAILED] * len(outcomes)
-        finally:
-            files.mark(slots, HELD)
-        return outcomes
+        sequences = self._disks.order.take(len(slots))
+        return await self._move(
+            slots, lambda store, at, local: store.write(group, local, names[at], [blocks[i] for i in at], sequences[at])
+        )
 
     async def forget(self, group: int, slots: Slots) -> None:
-        """Make sure that what these slots hold is not found after a restart.
-
-        Their headers are overwritten, so that no damage of the ledger brings them back; whole records, if the settings
-        say ``erase``. What is being written to one of them now is forgotten as far as the ledger goes.
+        """Make sure that what these slots hold is not found after a restart: see `Store.forget`.
 
         Raises:
-            BackendUnavailableError: The disk did not take it.
+            BackendUnavailableError: A disk did not take it.
         """
-        files = self._group(group, slots)
-        with _translated(f"forget {len(slots)} slots of {self.settings.path}"):
-            await self._forget(files, slots)
+        await self._on_each(slots, lambda store, _, local: store.forget(group, local))
 
     async def checkpoint(self, group: int, names: Names, slots: Slots, *, sync: bool = False) -> None:
         """Remember exactly these blocks, least recently used first; with ``sync``, survive a loss of power.
@@ -184,245 +122,159 @@ class NVMeBackend(SlotBackend):
         A block whose write begins while this is called may be remembered too.
 
         Raises:
-            BackendUnavailableError: The disk did not take it. Any of these and of those remembered before may be.
+            BackendUnavailableError: A disk did not take it. Any of these and of those remembered before may be.
         """
-        files = self._group(group, slots)
-        dropped = files.held_beside(slots)
-        with _translated(f"remember {len(slots)} blocks in {self.settings.path}"):
-            remembered = self._run(
-                self._clerk, files.remember, names, slots
-            )  # before a later write to one of the slots
-            await self._forget(files, dropped)
-            await remembered
-            if sync:
-                await self._run(self._writers, files.slab.sync)
-                await self._run(self._clerk, self._sync, files.ledger)
+        sequences = self._disks.order.take(len(slots))
+        await self._on_each(
+            slots,
+            lambda store, at, local: store.checkpoint(group, names[at], local, sequences[at], sync=sync),
+            everywhere=True,
+        )
 
     def fit(self, capacity_bytes: int) -> int:
-        """See `SlotBackend.fit`: up to ``max_capacity``."""
-        if not self._groups:
-            raise ConfigurationError(f"the NVMe tier at {self.settings.path} is not open yet: resize it later")
+        """See `SlotBackend.fit`: up to ``max_capacity``, for each directory."""
+        if self._open_disks is None:
+            raise ConfigurationError(f"the NVMe tier at {self._where} is not open yet: resize it later")
         most_bytes = self.settings.max_capacity or self.settings.capacity
         if capacity_bytes > most_bytes:
             raise ConfigurationError(
-                f"{self.settings.path} takes {most_bytes} bytes at most, got {capacity_bytes}: set max_capacity"
+                f"{self._where} takes {most_bytes} bytes at most, got {capacity_bytes}: set max_capacity"
             )
-        return fit(capacity_bytes, [files.slab.shape for files in self._groups])
+        return fit(capacity_bytes, self._shapes) * len(self._disks)
 
     async def resize(self, num_slots: int) -> None:
         """See `SlotBackend.resize`: what is given up is free on the disk when this returns.
 
         Raises:
-            BackendUnavailableError: The disk is too small, or fails.
+            BackendUnavailableError: A disk is too small, or fails.
         """
-        with _translated(f"resize {self.settings.path}"):
-            await self._run(self._clerk, self._resize, num_slots)
-        for files in self._groups:
-            files.resize_states(num_slots)
+        disks = self._disks
+        was_slots, disks.num_slots = disks.num_slots, -(-num_slots // len(disks))
+        try:
+            await _all(store.resize(disks.num_slots) for store in disks.stores())
+        except BackendUnavailableError:
+            if was_slots < disks.num_slots:  # others may have grown, for nothing
+                disks.num_slots = was_slots
+                await _all(store.resize(was_slots) for store in disks.stores())
+            raise
+
+    def missing(self, group: int) -> Missing | None:
+        """See `SlotBackend.missing`: the slots of the directories that are away."""
+        return None if self._open_disks is None else self._open_disks.missing
+
+    def try_again(self) -> None:
+        """See `SlotBackend.try_again`: what comes back is empty."""
+        self._disks.try_again()
 
     async def aclose(self) -> None:
-        """Close the files and release the directory, or leave that to the last call still under way."""
-        self._groups = []
-        if self._calls is not None:
-            self._calls.close()
+        """Close the files and release the directories, or leave that to the last call still under way."""
+        disks, self._open_disks = self._open_disks, None
+        if disks is not None:
+            await disks.aclose()
 
     def describe(self) -> dict[str, object]:
-        """Return where and how blocks are kept: ``io`` is "direct" or "buffered", ``io_reason`` says why not direct."""
-        if not self._groups:
+        """Return where and how blocks are kept: ``io`` is "direct" or "buffered", ``io_reason`` says why not direct.
+
+        Of several directories, sums; each is in ``directories``, and its ``away`` says why it is, if so.
+        """
+        if self._open_disks is None:
             return {}
-        return self._facts | {
-            "allocated_bytes": sum(files.slab.num_allocated * files.slab.shape.stride_bytes for files in self._groups),
-            "ledger_bytes": sum(Ledger.num_bytes(files.ledger.num_slots) for files in self._groups),
-            "reclaimed_fingerprints": self._directory.num_reclaimed,
-            "num_damaged": self._num_damaged,
-            "num_rebuilt": self._num_rebuilt,
-            "last_error": str(self._last_error or ""),
+        each: dict[str, dict[str, object]] = {
+            str(disk.path): disk.store.describe() if disk.store else {"away": disk.why} for disk in self._disks
         }
+        if len(each) == 1:
+            return next(iter(each.values()))
+        sums: Counter[str] = Counter()
+        texts: dict[str, dict[str, None]] = {name: {} for name in _NAMED}
+        for said in each.values():
+            sums.update({name: value for name, value in said.items() if isinstance(value, int)})
+            for name in _NAMED:
+                texts[name] |= {str(said[name]): None} if said.get(name) else {}
+        named = {name: ", ".join(all_said) for name, all_said in texts.items()}
+        return {"path": self._where, "directories": each, **sums, **named}
 
-    def _group(self, group: int, slots: Slots, blocks: Sequence[Block] | None = None) -> Group:
-        """Return the group's files, if the call makes sense for it."""
-        if not self._groups:
-            raise ClosedError(f"the NVMe tier at {self.settings.path} is not open")
-        files = self._groups[group]
-        slab = files.slab
-        if len(slots) and not 0 <= int(slots.min()) <= int(slots.max()) < slab.num_slots:
-            raise ConfigurationError(f"slots {slots.min()} to {slots.max()} of a slab of {slab.num_slots}")
-        if blocks is not None:
-            check_lengths(slots, blocks)
-            for block in blocks:
-                if len(block.padded) != slab.shape.padded_bytes:
-                    raise LayoutMismatchError(
-                        f"a block of {len(block.padded)} padded bytes for slots of {slab.shape.padded_bytes}"
-                    )
-        return files
+    @property
+    def _where(self) -> str:
+        return ", ".join(map(str, self.settings.paths))
 
-    async def _forget(self, files: Group, slots: Slots) -> None:
-        """Forget slots and overwrite what they hold, save those that are being written."""
-        await files.until_erased(slots)
-        slots = slots[slots < len(files.states)]
-        to_erase = slots[files.states[slots] != WRITING]
-        files.mark(to_erase, ERASING)
-        erased = asyncio.ensure_future(self._erase(files, slots, to_erase))
-        files.erasures.add(erased)
-        erased.add_done_callback(_look_at)
-        erased.add_done_callback(files.erasures.discard)
-        await asyncio.shield(erased)  # a write to one of these slots waits for it, whoever waits here
+    @property
+    def _disks(self) -> Disks:
+        if self._open_disks is None:
+            raise ClosedError(f"the NVMe tier at {self._where} is not open")
+        return self._open_disks
 
-    async def _erase(self, files: Group, slots: Slots, to_erase: Slots) -> None:
-        state = HELD
-        try:
-            await self._run(self._clerk, files.ledger.clear, slots)
-            shares = np.array_split(np.sort(to_erase), _NUM_ERASING_THREADS)
-            jobs = [self._run(self._writers, files.slab.erase, share.tolist(), self.settings.erase) for share in shares]
-            await asyncio.wait(jobs)
-            for job in jobs:
-                job.result()
-            state = EMPTY
-        finally:
-            files.mark(to_erase, state)
+    async def _merged(self, group: int, found: Sequence[tuple[Disk, Entries]]) -> Recovered:
+        """Return what all directories hold of one group, the last written last."""
+        disks, d = self._disks, len(self._disks)
+        latest = found[0][1]
+        if d > 1:
+            parts = [Entries(each.names, each.slots * d + disk.number, each.sequences) for disk, each in found]
+            latest, replaced = Entries.joined(*parts).latest()
+            await self.forget(group, replaced)
+        return Recovered(disks.num_slots * d, latest.names, latest.slots, disks.max_slots * d)
 
-    async def _move(
-        self,
-        workers: Workers,
-        slab: Slab,
-        function: Callable[[list[int], Sequence[Block]], Moved],
-        slots: Slots,
-        blocks: Sequence[Block],
-    ) -> list[Outcome]:
-        """Share a batch out among the threads, neighbours together; return one outcome per block, in its order."""
-        order = np.argsort(slots, kind="stable").tolist()
-        sorted_slots, sorted_blocks = slots[order].tolist(), [blocks[i] for i in order]
-        share = min(slab.call_blocks, -(-len(order) // self.settings.num_threads)) or 1
-        jobs = [
-            self._run(workers, function, sorted_slots[start : start + share], sorted_blocks[start : start + share])
-            for start in range(0, len(order), share)
-        ]
-        if jobs:
-            await asyncio.wait(jobs)  # for all, whatever one raises: the blocks are lent until this call returns
-        moved = [job.result() for job in jobs]
-        outcomes = [Outcome.FAILED] * len(order)
-        for i, outcome in zip(order, chain.from_iterable(part.outcomes for part in moved), strict=True):
-            outcomes[i] = outcome
-        if errors := [part.error for part in moved if part.error is not None]:
-            self._last_error = errors[-1]
-            if errors[-1].errno in _GONE and all(outcome is Outcome.FAILED for outcome in outcomes):
-                raise BackendUnavailableError(f"{self.settings.path}: {errors[-1].strerror}") from errors[-1]
+    def _shares(self, slots: Slots) -> list[tuple[Disk, Slots, Slots]]:
+        """Say which positions of a batch are whose, and their slots there."""
+        d = len(self._disks)
+        whose, local = slots % d, slots // d
+        shares = [(disk, np.flatnonzero(whose == disk.number)) for disk in self._disks]
+        return [(disk, at, local[at]) for disk, at in shares]
+
+    async def _move(self, slots: Slots, call: _Call) -> list[Outcome]:
+        """Read or write a batch: the blocks of a directory that is away, or fails as a whole, are FAILED."""
+        shares = self._shares(slots)
+        if len(shares) == 1 and (only := shares[0][0].store) is not None:
+            return await call(only, np.arange(len(slots)), slots)
+        outcomes = [Outcome.FAILED] * len(slots)
+
+        async def move(disk: Disk, at: Slots, local: Slots) -> None:
+            store = disk.store
+            if store is None:
+                return
+            try:
+                found = await call(store, at, local)
+            except (BackendUnavailableError, ClosedError) as error:
+                await self._disks.lose(disk, store, str(error))
+                return
+            for i, outcome in zip(at.tolist(), found, strict=True):
+                outcomes[i] = outcome
+            if all(outcome is Outcome.FAILED for outcome in found) and (problem := await store.problem()):
+                await self._disks.lose(disk, store, problem)
+
+        await _all(move(*share) for share in shares if len(share[1]))
         return outcomes
 
-    def _run(self, workers: Workers, function: Callable[..., T], *args: object) -> "asyncio.Future[T]":
-        assert self._calls is not None  # noqa: S101 - `_group` has raised before
-        future = asyncio.ensure_future(workers.run(self._calls.guarded, function, *args))
-        future.add_done_callback(_look_at)
-        return future
+    async def _on_each(
+        self,
+        slots: Slots,
+        call: Callable[[Store, Slots, Slots], Awaitable[None]],
+        *,
+        everywhere: bool = False,
+    ) -> None:
+        """Make a call that changes what is remembered; a directory that is away needs none: it will come back empty."""
 
-    def _grow(self, slab: Slab, num_slots: int) -> None:
-        """Give slots their place on the disk, some ahead of their use. Those that get none will fail to be written."""
-        if num_slots <= slab.num_allocated:
-            return
-        ahead = min(_MAX_GROWTH_BYTES // slab.shape.stride_bytes, slab.num_slots // 32)
-        for wanted in (min(slab.num_slots, num_slots + ahead), num_slots):
-            try:
-                slab.grow(wanted, self._directory.allocate)
-            except OSError as error:
-                self._last_error = error
-            else:
+        async def change(disk: Disk, at: Slots, local: Slots) -> None:
+            if (store := disk.store) is None:
+                await self._disks.until_settled()
                 return
-
-    def _resize(self, num_slots: int) -> None:
-        was_slots = self._directory.num_slots
-        self._directory.resize(num_slots)
-        try:
-            for files in self._groups:
-                files.ledger.grow(num_slots, self._directory.allocate)
-        except OSError:
-            self._directory.resize(was_slots)
-            raise
-        for files in self._groups:
-            self._directory.give_back(files.slab.resize(num_slots) + files.ledger.shrink(num_slots))
-        self._facts |= {"capacity_bytes": self._directory.capacity_bytes, "num_slots": num_slots}
-
-    def _sync(self, ledger: Ledger) -> None:
-        ledger.sync()
-        self._directory.sync()
-
-    def _most_slots(self, groups: Sequence[RecordShape]) -> int:
-        return fit(self.settings.max_capacity or self.settings.capacity, groups)
-
-    def _open(self, groups: Sequence[RecordShape]) -> list[tuple[Entries, Slots]]:
-        """Open all files; return for each group what its ledger says, and the slots of which it can say nothing."""
-        path = self.settings.path
-        with contextlib.ExitStack() as opened:
-            self._directory = directory = Directory(path, self.settings.capacity, groups)
-            opened.callback(directory.close)
-            flags, reason = probe_direct_io(directory.fd, self.settings.direct, HOLDER)
-            if reason and self.settings.direct == "always":
-                raise ConfigurationError(f"{path} has no direct I/O ({reason}): set direct='auto'")
-            self._groups, found = [], []
             try:
-                for folder_fd, shape in zip(directory.folder_fds, groups, strict=True):
-                    slab = Slab(open_file(folder_fd, "slab", flags), shape, directory.num_slots)
-                    opened.callback(slab.close)
-                    ledger = Ledger(open_file(folder_fd, "ledger"))
-                    opened.callback(ledger.close)
-                    self._groups.append(Group(slab, ledger))
-                    found.append(ledger.read(slab.num_allocated))
-                self._take_room(directory)
-            except OSError as error:
-                name = f"{path}: {error.filename}" if error.filename else f"{path}"
-                raise ConfigurationError(f"{name}: {error.strerror}") from error
-            self._facts = {
-                "path": str(path),
-                "capacity_bytes": int(self.settings.capacity),
-                "num_slots": directory.num_slots,
-                "io": "buffered" if reason else "direct",
-                "io_reason": reason,
-            }
-            self._calls = Calls(opened.pop_all().close)
-        return found
+                await call(store, at, local)
+            except (BackendUnavailableError, ClosedError):
+                if len(self._disks) > 1 and (problem := await store.problem()):
+                    await self._disks.lose(disk, store, problem)
+                    return
+                raise
 
-    def _take_room(self, directory: Directory) -> None:
-        """Have the directory count what is there, and every slot its entry in a ledger."""
-        is_known = all(files.ledger.num_slots >= directory.num_slots for files in self._groups)
-        num_bytes = 0
-        for files in self._groups:
-            files.ledger.shrink(directory.num_slots)
-            num_bytes += files.slab.num_allocated * files.slab.shape.stride_bytes
-            num_bytes += Ledger.num_bytes(files.ledger.num_slots)
-        directory.take(num_bytes, is_known=is_known)
-        for files in self._groups:
-            files.ledger.grow(directory.num_slots, directory.allocate)
-            files.resize_states(directory.num_slots)
-
-    async def _recover(self, files: Group, entries: Entries, damaged: Slots) -> Recovered:
-        """Return what a group holds; look into the slab for what the ledger cannot say, and write that down."""
-        if len(damaged):
-            rebuilt = await rebuild(files.slab, damaged, partial(self._run, self._readers))
-            self._num_damaged += len(damaged)
-            self._num_rebuilt += len(rebuilt.slots)
-            entries = Entries.joined(rebuilt, entries)
-        names, slots, replaced = entries.latest()
-        files.mark(entries.slots, HELD)
-        if len(damaged) or len(replaced):
-            is_rebuilt = np.isin(slots, damaged)
-            empty = np.concatenate([np.setdiff1d(damaged, slots), replaced])
-            try:
-                await self._run(self._clerk, files.ledger.clear, empty)
-                await self._run(self._clerk, files.ledger.write_oldest, names[is_rebuilt], slots[is_rebuilt])
-            except OSError as error:
-                self._last_error = error  # the next start finds it damaged again
-        most_slots = max(files.slab.num_slots, self._most_slots([each.slab.shape for each in self._groups]))
-        return Recovered(files.slab.num_slots, names, slots, most_slots)
+        await _all(change(*share) for share in self._shares(slots) if everywhere or len(share[1]))
 
 
-def _look_at(future: "asyncio.Future[Any]") -> None:
-    """Take note of an error, so that one whose waiter was cancelled is not logged as forgotten."""
-    if not future.cancelled():
-        future.exception()
-
-
-@contextlib.contextmanager
-def _translated(doing: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise BackendUnavailableError(f"{doing}: {error.strerror}") from error
+async def _all(calls: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Run calls at once, and wait for all of them, whatever one raises: blocks are lent until then."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    if not tasks:
+        return
+    await asyncio.wait(tasks)
+    for task in tasks:
+        task.exception()  # of all: none is logged as forgotten
+    for task in tasks:
+        task.result()

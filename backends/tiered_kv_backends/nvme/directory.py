@@ -34,6 +34,7 @@ _FIXED_BYTES = 64 << 10  # holder, probe, the directories themselves
 _FIXED_BYTES_PER_GROUP = 64 << 10
 _SLAB_BYTES_PER_METADATA_BYTE = 4096  # extents of a large file are counted as its own
 HOLDER = "holder"
+_ADVICE = "the NVMe tier needs a directory that it can write to, and nobody else"
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Directory:
         self.folder_fds: list[int] = []
         with contextlib.ExitStack() as opened:
             self.fd = opened.enter_context(taken(path))
-            with _explained(path, "is it the NVMe tier's alone?"):
+            with explained(path, "is it the NVMe tier's alone?"):
                 for shape in groups:
                     self.folder_fds.append(open_folder(self.fd, shape.folder))
                     opened.callback(os.close, self.folder_fds[-1])
@@ -205,7 +206,7 @@ def taken(path: Path) -> Iterator[int]:
         ConfigurationError: It is none, not this user's alone, not writable, or held by another process.
     """
     with contextlib.ExitStack() as opened:
-        with _explained(path, "the NVMe tier needs a directory that it can write to, and nobody else"):
+        with explained(path):
             fd = open_root(path)
             opened.callback(os.close, fd)
             opened.callback(_Lock(path, fd).release)
@@ -321,7 +322,10 @@ def _disk_usage(name: str, fd: int) -> int:
 
 
 @contextlib.contextmanager
-def _explained(path: Path, advice: str) -> Iterator[None]:
+def explained(
+    path: Path, advice: str = "the NVMe tier needs a directory that it can write to, and nobody else"
+) -> Iterator[None]:
+    """Raise `ConfigurationError` for an `OSError` about a directory or what is in it."""
     try:
         yield
     except OSError as error:

@@ -5,6 +5,7 @@ import contextlib
 import errno
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tiered_kv.keys import Names
 from tiered_kv_backends.nvme.ledger import Ledger, Slots
@@ -55,8 +56,10 @@ class Group:
         while (self.states[slots[slots < len(self.states)]] == ERASING).any():
             await asyncio.wait(self.erasures, return_when=asyncio.FIRST_COMPLETED)
 
-    def remember(self, names: Names, slots: Slots, failed: Slots = _NO_SLOTS) -> None:
-        """Enter what was written, and that slots whose write has failed hold nothing. In the ledger's thread.
+    def remember(self, names: Names, slots: Slots, sequences: NDArray[np.uint64], failed: Slots = _NO_SLOTS) -> None:
+        """Enter what was written, in which order, and that slots whose write has failed hold nothing.
+
+        In the ledger's thread.
 
         Raises:
             OSError: It cannot be, or would be in vain.
@@ -66,4 +69,4 @@ class Group:
                 self.ledger.clear(failed)
         if self.slab.is_removed or self.ledger.is_removed:
             raise OSError(errno.ESTALE, "the files of this tier were deleted")
-        self.ledger.write(names, slots)
+        self.ledger.write(names, slots, sequences)

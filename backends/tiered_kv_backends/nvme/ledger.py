@@ -11,6 +11,7 @@ Used by one thread at a time.
 """
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -59,10 +60,10 @@ class Entries:
             np.concatenate([part.sequences for part in parts]),
         )
 
-    def latest(self) -> tuple[Names, Slots, Slots]:
-        """Return names and slots, the last written last, each name once; and the slots of what a later one replaced."""
+    def latest(self) -> tuple["Entries", Slots]:
+        """Return each name once, the last written last; and the slots of what a later one replaced."""
         order = np.argsort(self.sequences, kind="stable")
-        names, slots = self.names[order], self.slots[order]
+        names, slots, sequences = self.names[order], self.slots[order], self.sequences[order]
         is_last = np.ones(len(names), np.bool_)
         by_word = np.argsort(names[:, 0], kind="stable")
         is_same = names[by_word[1:], 0] == names[by_word[:-1], 0]
@@ -70,7 +71,26 @@ class Entries:
             few = np.sort(by_word[np.append(is_same, False) | np.insert(is_same, 0, False)])
             by_name = few[np.lexsort(names[few].T)]  # stable: of equal names the last written stays last
             is_last[by_name[:-1]] = (names[by_name[1:]] != names[by_name[:-1]]).any(axis=1)
-        return names[is_last], slots[is_last], slots[~is_last]
+        return Entries(names[is_last], slots[is_last], sequences[is_last]), slots[~is_last]
+
+
+class Order:
+    """Numbers what is written, in the order of time: one for all ledgers of a tier. Any thread may use it."""
+
+    def __init__(self) -> None:
+        self._next = 1
+        self._lock = threading.Lock()
+
+    def take(self, n: int) -> NDArray[np.uint64]:
+        """Return the next ``n`` numbers."""
+        with self._lock:
+            first, self._next = self._next, self._next + n
+        return np.arange(first, first + n, dtype=np.uint64)
+
+    def go_on_after(self, sequence: int) -> None:
+        """Return greater numbers than this one from now on."""
+        with self._lock:
+            self._next = max(self._next, sequence + 1)
 
 
 class Ledger:
@@ -78,6 +98,7 @@ class Ledger:
 
     Args:
         fd: Its file, which belongs to this object from now on.
+        order: Numbers what is written here; goes on after what is found.
 
     Attributes:
         num_slots: How many slots have their entry in the file.
@@ -86,10 +107,10 @@ class Ledger:
         OSError: From everything here. What was not written to is as it was.
     """
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, order: Order) -> None:
         self._fd = fd
+        self._order = order
         self.num_slots = os.fstat(fd).st_size // ENTRY.itemsize
-        self._next = 1
 
     @staticmethod
     def num_bytes(num_slots: int) -> int:
@@ -115,13 +136,13 @@ class Ledger:
             damaged.append(broken)
         damaged.append(np.arange(self.num_slots, num_allocated))
         entries, broken = Entries.joined(*parts), np.concatenate(damaged)
-        self._next = int(entries.sequences.max(initial=0)) + 1
+        self._order.go_on_after(int(entries.sequences.max(initial=0)))
         is_here, is_broken_here = entries.slots < num_allocated, broken < num_allocated
         self.clear(np.concatenate([entries.slots[~is_here], broken[~is_broken_here]]))
         here = Entries(entries.names[is_here], entries.slots[is_here], entries.sequences[is_here])
         return here, broken[is_broken_here]
 
-    def write(self, names: Names, slots: Slots) -> None:
+    def write(self, names: Names, slots: Slots, sequences: NDArray[np.uint64] | None = None) -> None:
         """Remember that ``slots[i]`` holds ``names[i]`` from now on, used later than all that was written before.
 
         It survives the end of this process, not a loss of power.
@@ -129,10 +150,10 @@ class Ledger:
         Args:
             names: ``(n, 4)``.
             slots: ``(n,)``.
+            sequences: ``(n,)``, of the order: when else it was used. By default all are used now, one after another.
         """
-        sequences = np.arange(self._next, self._next + len(slots), dtype=np.uint64)
-        self._next += len(slots)
-        self._put(slots, lambda part: encode(names[part], slots[part], sequences[part]))
+        numbers = self._order.take(len(slots)) if sequences is None else sequences
+        self._put(slots, lambda part: encode(names[part], slots[part], numbers[part]))
 
     def write_oldest(self, names: Names, slots: Slots) -> None:
         """Remember that ``slots[i]`` holds ``names[i]``, used before all that has been or will be written."""

@@ -224,21 +224,36 @@ def probe_direct_io(folder_fd: int, mode: Literal["auto", "always", "never"], sp
     """
     if mode == "never":
         return 0, "direct='never'"
+    problem = page_problem(folder_fd, os.O_DIRECT, spare)
+    return (0, f"a page written and read: {problem}") if problem else (os.O_DIRECT, "")
+
+
+def page_problem(folder_fd: int, flags: int, spare: str) -> str:
+    """Write a page to a file of its own in a folder, read it back, and say what is wrong; empty if nothing is.
+
+    Args:
+        folder_fd: The folder.
+        flags: For `os.open`.
+        spare: A file there, which is opened instead where the disk is full: that says nothing about how it writes.
+    """
     page, back = Block.empty(PAGE_BYTES).padded, Block.empty(PAGE_BYTES).padded
     page[:] = bytes(range(256)) * (PAGE_BYTES // 256)
     try:
         try:
-            fd = open_file(folder_fd, _PROBE, os.O_DIRECT)
+            fd = open_file(folder_fd, _PROBE, flags)
             try:
-                is_whole = os.pwritev(fd, [page], 0) == os.preadv(fd, [back], 0) == PAGE_BYTES and back == page
+                num_written = os.pwritev(fd, [page], 0)
+                os.fsync(fd)  # else a page cache would answer for the disk
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                is_whole = num_written == os.preadv(fd, [back], 0) == PAGE_BYTES and back == page
             finally:
                 os.close(fd)
                 os.unlink(_PROBE, dir_fd=folder_fd)
         except OSError as error:
             if error.errno not in _FULL:
                 raise
-            os.close(open_file(folder_fd, spare, os.O_DIRECT))
-            return os.O_DIRECT, ""
+            os.close(open_file(folder_fd, spare, flags))
+            return ""
     except OSError as error:
-        return 0, f"a page written and read: {error.strerror}"
-    return (os.O_DIRECT, "") if is_whole else (0, "a page written was not read back")
+        return error.strerror or str(error)
+    return "" if is_whole else "it was not read back"

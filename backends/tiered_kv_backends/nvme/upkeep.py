@@ -13,17 +13,17 @@ from tiered_kv.backend import RecordShape
 from tiered_kv.errors import BackendUnavailableError
 from tiered_kv.keys import salt_digest
 from tiered_kv.record import HEADER_BYTES, MAGIC, key_in, payload_bytes_in
-from tiered_kv_backends.nvme.backend import NVMeBackend
 from tiered_kv_backends.nvme.directory import folders_in, taken
-from tiered_kv_backends.nvme.ledger import Ledger, Slots
+from tiered_kv_backends.nvme.ledger import Ledger, Order, Slots
 from tiered_kv_backends.nvme.own_files import open_file, open_folder
+from tiered_kv_backends.nvme.settings import NVMeSettings
 from tiered_kv_backends.nvme.slab import Slab
 
 _SLOTS_AT_ONCE: Final = 4096
 _BYTES_AT_ONCE: Final = 1 << 20
 
 
-async def delete_tenant(settings: NVMeBackend.Settings | Mapping[str, Any] | str, salt: str | bytes) -> int:
+async def delete_tenant(settings: NVMeSettings | Mapping[str, Any] | str, salt: str | bytes) -> int:
     """Delete the blocks of one salt, of every model and epoch: nothing finds them again when this returns.
 
     Reads the header of every record. Payloads are overwritten too if the settings say ``erase``.
@@ -33,18 +33,24 @@ async def delete_tenant(settings: NVMeBackend.Settings | Mapping[str, Any] | str
 
     Raises:
         ConfigurationError: No settings of this medium, or a cache has the directory open: a block may be in its memory.
-        BackendUnavailableError: The disk failed; what was deleted until then stays deleted.
+        BackendUnavailableError: A disk failed; what was deleted on the others, and until then, stays deleted.
     """
-    settings = NVMeBackend.Settings.of(settings)
-    try:
-        return await asyncio.to_thread(_delete, settings.path, salt_digest(salt), erase=settings.erase)
-    except OSError as error:
-        raise BackendUnavailableError(f"{settings.path}: could not delete a tenant: {error.strerror}") from error
+    settings, failed = NVMeSettings.of(settings), []
+    num_deleted = 0
+    is_there = [path.exists() for path in settings.paths]
+    for path in settings.paths if any(is_there) else ():
+        try:
+            num_deleted += await asyncio.to_thread(_delete, path, salt_digest(salt), erase=settings.erase)
+        except OSError as error:
+            failed.append((path, error))
+    if failed:
+        reasons = "; ".join(f"{path}: {error.strerror}" for path, error in failed)
+        raise BackendUnavailableError(f"could not delete a tenant: {reasons}") from failed[0][1]
+    return num_deleted
 
 
 def _delete(path: Path, salt: bytes, *, erase: bool) -> int:
-    if not path.exists():
-        return 0
+    path.stat()  # one of several that is away has blocks that would come back with it
     with taken(path) as root:
         return sum(_delete_in(root, folder, salt, erase=erase) for folder in folders_in(root))
 
@@ -61,7 +67,7 @@ def _delete_in(root: int, folder: str, salt: bytes, *, erase: bool) -> int:
             return 0
         slab = Slab(file, shape, num_bytes // shape.stride_bytes)
         opened.callback(slab.close)
-        ledger = Ledger(open_file(folder_fd, "ledger"))
+        ledger = Ledger(open_file(folder_fd, "ledger"), Order())
         opened.callback(ledger.close)
         num_deleted = 0
         for start in range(0, slab.num_allocated, _SLOTS_AT_ONCE):

@@ -1,0 +1,50 @@
+"""What can be set of the NVMe tier."""
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import ByteSize, Field, model_validator
+
+from tiered_kv.backend import OwnedTierSettings
+
+_MOST_DIRECTORIES = 64
+
+
+class NVMeSettings(OwnedTierSettings):
+    """``{"medium": "nvme", "path": "/mnt/kv", "capacity": "1TiB"}``, or ``"path": ["/mnt/a", "/mnt/b"]``."""
+
+    medium: str = "nvme"
+    path: Path | tuple[Path, ...]
+    """A directory of this process alone, made if need be; or one on each of several disks, over which blocks are
+    spread. One that fails, or is not there, takes only its blocks."""
+    capacity: ByteSize = Field(gt=0)
+    """Limit over everything in each directory, blocks of other models included."""
+    max_capacity: ByteSize | None = None
+    """The most that `TieredKV.resize` may make of it, for each directory; the capacity if left out. Costs 100 bytes of
+    host memory a block, and no place on the disk."""
+    erase: bool = False
+    """Whether the bytes of a block that is evicted by name, or expires, are overwritten with zeros. Without it only
+    its header is."""
+    num_threads: int = Field(default=8, ge=1, le=256)
+    """Calls under way at once, in each direction and directory: reads never queue behind writes."""
+    direct: Literal["auto", "always", "never"] = "auto"
+    """Whether to pass by the page cache (O_DIRECT). ``auto``: where the filesystem can."""
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The directories."""
+        return self.path if isinstance(self.path, tuple) else (self.path,)
+
+    @model_validator(mode="after")
+    def _check_max_capacity(self) -> Self:
+        if self.max_capacity is not None and self.max_capacity < self.capacity:
+            raise ValueError("max_capacity is below capacity")
+        return self
+
+    @model_validator(mode="after")
+    def _check_paths(self) -> Self:
+        if not 1 <= len(self.paths) <= _MOST_DIRECTORIES:
+            raise ValueError(f"path names 1 to {_MOST_DIRECTORIES} directories, got {len(self.paths)}")
+        if len({path.absolute() for path in self.paths}) < len(self.paths):
+            raise ValueError("path names a directory twice")
+        return self

@@ -1,0 +1,308 @@
+"""Several directories as one tier: one that fails, or is away, takes only its blocks, and brings none back."""
+
+import contextlib
+import os
+import shutil
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.any_layout import AnyEngine, nvme, open_any, prompt
+from tests.support.caches import Recorder, until
+from tests.support.nvme_tier import MIB, Tier, backend_at, count_up, shape_of, slab_of, slots_of
+from tiered_kv.backend import Outcome
+from tiered_kv.errors import BackendUnavailableError, ConfigurationError
+from tiered_kv.events import TierFailed
+from tiered_kv.record import MAGIC
+from tiered_kv.testing import SlotBackendTests, open_backend, open_context
+from tiered_kv_backends.nvme import NVMeBackend, delete_tenant
+from tiered_kv_backends.nvme.members import Member, next_turn, read_member, were_away, write_member
+
+HIT, MISS, FAILED, STORED = Outcome.HIT, Outcome.MISS, Outcome.FAILED, Outcome.STORED
+N = 12
+
+
+class TestSeveralDirectories(SlotBackendTests):
+    @pytest.fixture
+    async def backend(self, paths: list[Path]) -> AsyncIterator[NVMeBackend]:
+        """One over three folders."""
+        backend = NVMeBackend({"path": paths, "capacity": 32 * MIB})
+        async with open_backend(backend) as backend:
+            yield backend
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> list[Path]:
+    """Three places for directories."""
+    return [tmp_path / name for name in "abc"]
+
+
+@asynccontextmanager
+async def opened(paths: Sequence[Path], now: list[float] | None = None) -> AsyncIterator[Tier]:
+    """Yield a tier over these directories, whose clock is at ``now[0]``."""
+    backend = backend_at(tuple(paths))
+    with open_context(shape_of("a")) as context:
+        (found,) = await backend.open(replace(context, clock=lambda: now[0] if now else 0.0))
+        try:
+            yield Tier(backend, found, "a")
+        finally:
+            await backend.aclose()
+
+
+def take_away(path: Path) -> None:
+    """Have a directory be none, as a disk that is not mounted where nothing can be made."""
+    path.rename(path.with_name("elsewhere"))
+    path.touch()
+
+
+def bring_back(path: Path) -> None:
+    """Undo `take_away`."""
+    path.unlink()
+    path.with_name("elsewhere").rename(path)
+
+
+def break_disk(path: Path) -> None:
+    """Have every call on what is open below a directory fail, and the directory be gone."""
+    fail_calls(path)
+    shutil.rmtree(path)
+
+
+def fail_calls(path: Path) -> None:
+    """Have every call on a file that is open, or on those below a directory, fail."""
+    folder = os.open(path.parent, os.O_RDONLY)
+    for each in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # one that is closed by now
+            target = each.readlink()
+            if path in target.parents or (target == path and path.is_file()):
+                os.dup2(folder, int(each.name))
+    os.close(folder)
+
+
+async def until_back(backend: NVMeBackend) -> None:
+    """Wait until nothing is missing."""
+    await until(lambda: backend.missing(0) is None)
+
+
+def missing_slots(tier: Tier) -> list[int]:
+    """Return the slots that cannot be used."""
+    missing = tier.backend.missing(0)
+    return [] if missing is None else np.flatnonzero(missing.slots[:N]).tolist()
+
+
+async def test_neighbours_lie_on_different_disks(paths: list[Path]) -> None:
+    """Each has its own capacity, and the records are where `locate` says."""
+    async with opened(paths[:1]) as one:
+        num_slots = one.found.num_slots
+    async with opened(paths) as tier:
+        assert tier.found.num_slots == tier.found.max_slots == 3 * num_slots
+        assert await tier.write(count_up(N)) == [STORED] * N
+        spec = await tier.backend.locate(0, slots_of(count_up(N)))
+        assert [Path(spec.names[i]).parents[1] for i in spec.ids] == [paths[n % 3] for n in range(N)]
+        slabs = [slab_of(path).read_bytes() for path in paths]
+        assert all(slabs[i][at:].startswith(MAGIC) for i, at in zip(spec.ids, spec.offsets, strict=True))
+        facts: dict[str, Any] = tier.backend.describe()
+        assert facts["num_slots"] == 3 * num_slots
+        assert facts["capacity_bytes"] == 12 * MIB
+        assert list(facts["directories"]) == [str(path) for path in paths]
+    async with opened(paths) as tier:
+        assert tier.recovered(N) == count_up(N)
+        assert tier.found.slots.tolist() == list(range(N))
+        assert await tier.verified(count_up(N)) == [HIT] * N
+
+
+async def test_one_that_is_away_takes_only_its_blocks(paths: list[Path]) -> None:
+    """The others are served, and written; its slots are named as missing, and are no blocks."""
+    async with opened(paths) as tier:
+        await tier.write(count_up(N))
+    take_away(paths[1])
+    async with opened(paths) as tier:
+        there = {n: n for n in range(N) if n % 3 != 1}
+        assert tier.recovered(N) == there
+        assert missing_slots(tier) == [1, 4, 7, 10]
+        missing = tier.backend.missing(0)
+        assert missing is not None
+        assert str(paths[1]) in missing.why
+        assert await tier.verified(there) == [HIT] * 8
+        assert await tier.verified({1: 1, 2: 2}) == [FAILED, HIT]
+        assert await tier.write({2: 22, 4: 24}) == [STORED, FAILED]
+        await tier.backend.forget(0, slots_of({0: 0, 1: 1}))
+        facts: dict[str, Any] = tier.backend.describe()
+        assert "away" in facts["directories"][str(paths[1])]
+    bring_back(paths[1])
+    async with opened(paths) as tier:
+        assert tier.recovered(N + 24) == {slot: n for slot, n in (there | {2: 22}).items() if slot}
+        assert missing_slots(tier) == []
+
+
+async def test_what_was_evicted_while_a_disk_was_away_does_not_come_back(paths: list[Path]) -> None:
+    """One that missed a run begins empty, of every model; one that missed none has all it had."""
+    async with opened(paths[:2]) as tier:
+        await tier.write(count_up(N))
+    async with opened(paths[:2]) as tier:
+        assert tier.recovered(N) == count_up(N)
+    async with opened(paths[:1]) as tier:
+        assert len(tier.found.slots) == N // 2
+    async with opened(paths[:2]) as tier:
+        assert tier.recovered(N) == {n: n for n in range(0, N, 2)}
+    async with opened(paths) as tier:
+        assert set(tier.recovered(N).values()) == set(range(0, N, 2))
+
+
+async def test_none_is_none(paths: list[Path]) -> None:
+    """Where no directory can be used, or one for what is not its disk's fault, the tier does not open."""
+    async with opened(paths[:1]):
+        with pytest.raises(ConfigurationError, match="process"):
+            async with opened(paths[:2]):
+                pass
+    async with opened(paths[1:2]):
+        pass
+    paths[0].chmod(0o777)
+    with pytest.raises(ConfigurationError, match="others may write"):
+        async with opened(paths[:2]):
+            pass
+    paths[0].chmod(0o700)
+    for path in paths[:2]:
+        shutil.rmtree(path)
+        path.touch()
+    with pytest.raises(ConfigurationError, match=str(paths[0])):
+        async with opened(paths[:2]):
+            pass
+
+
+@pytest.mark.parametrize("finds_out", ["read", "write", "forget", "checkpoint"])
+async def test_one_that_fails_is_let_go_of(paths: list[Path], finds_out: str) -> None:
+    """Whichever call fails, at once: the others go on. It comes back empty, by itself, and is used again."""
+    now = [0.0]
+    async with opened(paths, now) as tier:
+        await tier.write(count_up(N))
+        break_disk(paths[0])
+        if finds_out == "read":
+            assert await tier.verified(count_up(N)) == [FAILED, HIT, HIT] * 4
+        elif finds_out == "write":
+            assert await tier.write(count_up(3)) == [FAILED, STORED, STORED]
+        elif finds_out == "forget":
+            await tier.backend.forget(0, slots_of({0: 0}))
+        else:
+            await tier.backend.checkpoint(0, tier.found.names, tier.found.slots, sync=True)
+        assert missing_slots(tier) == [0, 3, 6, 9]
+        if finds_out != "checkpoint":
+            assert await tier.verified({1: 1, 2: 2}) == [HIT, HIT]
+        tier.backend.try_again()
+        assert missing_slots(tier) == [0, 3, 6, 9]
+        now[0] += 6
+        tier.backend.try_again()
+        await until_back(tier.backend)
+        assert await tier.verified({0: 0, 3: 3}) == [MISS, MISS]
+        assert await tier.write({0: 30, 1: 31}) == [STORED, STORED]
+    async with opened(paths) as tier:
+        assert {0: 30, 1: 31}.items() <= tier.recovered(N + 31).items()
+        assert not {3, 6, 9}.intersection(tier.recovered(N + 31))
+
+
+async def test_a_bad_place_is_no_bad_disk(paths: list[Path]) -> None:
+    """Where a page can be written and read, only the blocks that failed are lost."""
+    async with opened(paths[:2]) as tier:
+        await tier.write(count_up(4))
+        fail_calls(slab_of(paths[0]))
+        assert await tier.verified(count_up(4)) == [FAILED, HIT] * 2
+        assert missing_slots(tier) == []
+
+
+async def test_a_block_that_is_on_two_disks_is_evicted_from_both(paths: list[Path]) -> None:
+    """A restart finds it once, and never again after it was forgotten."""
+    async with opened(paths[:2]) as tier:
+        await tier.write({0: 5, 2: 6})
+        await tier.write({1: 5})
+    async with opened(paths[:2]) as tier:
+        (slot,) = [slot for slot, n in tier.recovered(N).items() if n == 5]
+        await tier.backend.forget(0, slots_of({slot: 5}))
+    async with opened(paths[:2]) as tier:
+        assert tier.recovered(N) == {2: 6}
+
+
+async def test_all_are_resized(paths: list[Path]) -> None:
+    """One that comes back later as well; one that cannot grow has the others stay as they were."""
+    now = [0.0]
+    backend = NVMeBackend({"path": paths[:2], "capacity": 2 * MIB, "max_capacity": 4 * MIB})
+    with open_context(shape_of("a")) as context:
+        (found,) = await backend.open(replace(context, clock=lambda: now[0]))
+        assert backend.fit(4 * MIB) == found.max_slots
+        assert backend.fit(4 * MIB) > found.num_slots
+        break_disk(paths[0])
+        tier = Tier(backend, found, "a")
+        await tier.write({0: 0, 1: 1})
+        await backend.resize(backend.fit(4 * MIB))
+        now[0] += 6
+        backend.try_again()
+        await until_back(backend)
+        last = backend.fit(4 * MIB) - 1
+        assert await tier.write({last: 7, last - 1: 8}) == [STORED] * 2
+        await backend.aclose()
+
+
+async def test_a_cache_goes_on_with_the_disks_that_work(paths: list[Path]) -> None:
+    """Blocks of a disk that failed are misses, and told of; new ones all find a place, and a restart has them."""
+    engine, recorder = AnyEngine(), Recorder()
+    settings = {**nvme(paths[0]), "path": paths[:2]}
+    first, second = prompt(N), prompt(N, 1)
+    async with open_any(engine, settings) as kv:
+        await kv.store(first, engine.fill(first, range(N)))
+    async with open_any(engine, settings, emit=recorder) as kv:
+        assert (await kv.lookup(first)).num_blocks == N
+        break_disk(paths[1])
+        engine.wipe()
+        loaded = await kv.load(first, engine.spec(range(N)))
+        assert loaded.num_blocks == engine.count_right(first, range(N)) == 1
+        assert (await kv.lookup(first)).num_blocks == 1
+        assert kv.stats()["nvme"].ready == N // 2
+        await kv.store(second, engine.fill(second, range(N)))
+        await kv.flush(sync=True)
+        (lost,) = [event for event in recorder.of(TierFailed) if event.doing == "keep"]
+        assert lost.blocks == N // 2
+        assert str(paths[1]) in lost.error
+    async with open_any(engine, settings) as kv:
+        engine.wipe()
+        loaded = await kv.load(second, engine.spec(range(N)))
+        assert loaded.num_blocks == engine.count_right(second, range(N)) == N
+
+
+async def test_a_tenant_is_deleted_from_all_or_it_is_said(paths: list[Path]) -> None:
+    """One that is away would bring the tenant's blocks back: the others are done, and it is named."""
+    engine = AnyEngine()
+    settings = {**nvme(paths[0]), "path": paths[:2]}
+    keys = prompt(N, salt="ann")
+    async with open_any(engine, settings) as kv:
+        await kv.store(keys, engine.fill(keys, range(N)))
+    paths[1].rename(paths[2])
+    with pytest.raises(BackendUnavailableError, match=str(paths[1])):
+        await delete_tenant(settings, "ann")
+    paths[2].rename(paths[1])
+    assert await delete_tenant(settings, "ann") == N // 2
+    assert await delete_tenant(settings, "ann") == 0
+
+
+def test_a_path_is_given_once(paths: list[Path]) -> None:
+    """And at least one is."""
+    for wrong in ((), (paths[0], paths[0])):
+        with pytest.raises(ConfigurationError, match="path"):
+            backend_at(wrong)
+
+
+@pytest.mark.parametrize("num_written", [0, 1, 2, 3])
+def test_killed_while_it_is_noted_who_is_there(paths: list[Path], num_written: int) -> None:
+    """Whichever of them have heard of the new turn, those that were in use stay; the one that was not begins empty."""
+    old = [Member(name) for name in "abc"]
+    before = next_turn(old)
+    now = next_turn(before[:2])
+    said = [now[n] if n < min(num_written, 2) else before[n] for n in range(3)]
+    for path, member in zip(paths, said, strict=True):
+        write_member(path, member)
+    assert [read_member(path) for path in paths] == said
+    assert were_away(said) == [False, False, num_written > 0]
+    (paths[0] / "member").write_bytes(b"{")
+    assert read_member(paths[0]).turn == 0
