@@ -101,5 +101,5 @@ def test_nobody_is_sent_deeper(path: Path) -> None:
 def test_every_call_of_a_cache_says_what_it_does() -> None:
     """What a cache promises is said once, in `BlockCache`; `help` finds it in every cache that there is."""
     calls = [name for name, _ in inspect.getmembers(tiered_kv.BlockCache, callable) if not name.startswith("_")]
-    for cls in (tiered_kv.BlockCache, tiered_kv.TieredKV):
+    for cls in (tiered_kv.BlockCache, tiered_kv.ConnectedKV, tiered_kv.TieredKV):
         assert [name for name in calls if not inspect.getdoc(getattr(cls, name))] == []

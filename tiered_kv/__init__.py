@@ -67,6 +67,7 @@ from tiered_kv.events import (
 )
 from tiered_kv.groups import GroupNeed, GroupsLoad, GroupsLookup, full, window
 from tiered_kv.hashing import hash_blocks, hash_tail
+from tiered_kv.host_settings import HostSettings
 from tiered_kv.keys import BlockKey, BlockKeys, ModelIdentity, Names, Namespace, Shard, epoch_digest, salt_digest
 from tiered_kv.layout import KVGroup, KVLayout
 from tiered_kv.load_costs import LoadCost, Split
@@ -105,6 +106,8 @@ if TYPE_CHECKING:
     from tiered_kv.cache import TieredKV
     from tiered_kv.closing import Draining
     from tiered_kv.explain import Explanation
+    from tiered_kv.host.client import ConnectedKV
+    from tiered_kv.host.server import TieredKVServer
     from tiered_kv.memory.device import Device
     from tiered_kv.planner import Planner
     from tiered_kv.settings import CacheLimits, CPUTier, GPUTier, TieredKVSettings
@@ -134,7 +137,9 @@ _IMPORTED_LATER: Final = {
     "PrefetchHandle": "transfers.prefetch",
     "StoreHandle": "transfers.store",
     "StoreTicket": "transfers.submissions",
+    "ConnectedKV": "host.client",
     "TieredKV": "cache",
+    "TieredKVServer": "host.server",
     "TieredKVSettings": "settings",
     "Worker": "worker",
     "open_blocking": "blocking",
@@ -170,6 +175,7 @@ __all__ = [
     "Cleared",
     "ClosedError",
     "ConfigurationError",
+    "ConnectedKV",
     "Device",
     "DeviceFailed",
     "Draining",
@@ -187,6 +193,7 @@ __all__ = [
     "HostLease",
     "HostMemoryPageable",
     "HostMemoryReady",
+    "HostSettings",
     "Job",
     "JobResult",
     "KVGroup",
@@ -251,6 +258,7 @@ __all__ = [
     "TierTripped",
     "TieredKV",
     "TieredKVError",
+    "TieredKVServer",
     "TieredKVSettings",
     "Worker",
     "WorkerEnded",

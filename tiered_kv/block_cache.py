@@ -7,6 +7,8 @@ engine does for every request, then what threads, schedulers and operators ask f
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, suppress
+from types import TracebackType
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -431,4 +433,30 @@ class BlockCache(ABC):
 
         It is of one KV group, of one rank of those that this cache stands for, and of the weights served now: ask again
         after `advance_epoch`. Any thread may ask.
+        """
+
+    # Opening and closing.
+
+    @abstractmethod
+    async def __aenter__(self) -> Self:
+        """Open it, once.
+
+        Raises:
+            ConfigurationError: It can never work as it is set up.
+            BackendUnavailableError: Something that it needs cannot be reached.
+        """
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """End: what is being moved ends, or is given up after a while. Idempotent.
+
+        A cancellation is raised when everything has ended.
+
+        Raises:
+            ConfigurationError: Called elsewhere than on the event loop that opened it. Nothing has ended.
         """

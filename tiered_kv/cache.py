@@ -6,10 +6,11 @@ moving is the transfers'.
 
 import asyncio
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from copy import copy
 from functools import partial
-from types import TracebackType
+from importlib import import_module
 from typing import Any, NoReturn, Self
 
 import numpy as np
@@ -49,6 +50,7 @@ from tiered_kv.telemetry.page import Page
 from tiered_kv.telemetry.watch import Watch, Watcher
 from tiered_kv.tiers import upkeep
 from tiered_kv.tiers.budget import Priority
+from tiered_kv.tiers.pins import Pins
 from tiered_kv.transfers.handles import Handle, cancel_each, each_of
 from tiered_kv.transfers.load import LoadHandle
 from tiered_kv.transfers.prefetch import HostLease, Prefetch, PrefetchHandle, hold_on_host
@@ -168,6 +170,46 @@ class TieredKV(BlockCache):
             page=settings.page if page is None else page,
         )
 
+    @staticmethod
+    def connect(
+        url: str,
+        *,
+        model: ModelIdentity,
+        layout: KVLayout,
+        shard: Shard | tuple[Shard, ...] | None = None,
+        device: DeviceLike | None = None,
+        emit: Emit | Sequence[Emit] = log_event,
+        name: str = "",
+        read_only: bool = False,
+        timeout_s: float = 5.0,
+    ) -> BlockCache:
+        """Attach to the cache that a server of this host keeps: ``async with TieredKV.connect("unix:///...") as kv``.
+
+        The same calls, and the same promises. The server, ``tiered-kv serve``, decides and has the storage; copies run
+        in this process. While it is away nothing raises where an engine serves: lookups miss, loads bring 0 blocks,
+        and stores are dropped and counted. It is attached again by itself.
+
+        Args:
+            url: ``"unix://"`` and the path of the server's socket.
+            model: As for a cache of one's own. Equal models and layouts share blocks.
+            layout: The same.
+            shard: The same; replicas share one copy.
+            device: The same.
+            emit: Takes what becomes of this process's transfers; all other events are the server's.
+            name: For people, in what the server logs and says of itself.
+            read_only: Load, and change nothing.
+            timeout_s: What a call without a deadline of its own waits for an answer; and entering for a server.
+
+        Raises:
+            ConfigurationError: An argument that cannot be right.
+        """
+        # Above this module in the house, and in need of msgspec.
+        connected: Callable[..., BlockCache] = import_module("tiered_kv.host.client").ConnectedKV
+        return connected(
+            url, model=model, layout=layout, shard=shard, device=device, emit=emit,
+            name=name, read_only=read_only, timeout_s=timeout_s,
+        )  # fmt: skip
+
     # Finding and moving blocks, for every request.
 
     @override
@@ -259,7 +301,7 @@ class TieredKV(BlockCache):
         cache, step = self._open(), check_needs(needs)
         length = min(len(need.keys) * need.keys.block_size for need in needs) // step * step
         wanted = [need.at(length) for need in needs]
-        check_specs(cache, wanted, into)  # all are right before any is started
+        check_specs(cache.bindings, wanted, into)  # all are right before any is started
         handles = [self.start_load(keys, spec, after=after) for keys, spec in zip(wanted, into, strict=True)]
         task = cache.tasks.spawn(each_of(handles), f"load {len(needs)} KV groups")
         results = await Handle(task, partial(cancel_each, handles))
@@ -516,11 +558,6 @@ class TieredKV(BlockCache):
     def __exit__(self, *_: object) -> None:
         """Is here for ``with`` to get as far as `__enter__`."""
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()
-
     async def aclose(self) -> None:
         """End: what is being moved ends, or is given up after `CacheLimits.close_timeout_s`. Idempotent.
 
@@ -551,3 +588,17 @@ class TieredKV(BlockCache):
             raise ClosedError("this TieredKV is closed")
         cache.check_loop(anywhere=anywhere)
         return cache
+
+
+def seat_at(
+    cache: TieredKV, shards: Sequence[Shard], epoch: bytes, past_epochs: Sequence[bytes], pins: Pins
+) -> tuple[TieredKV, OpenCache]:
+    """Return an open cache as one of several engines that share it sees it; see `OpenCache.seat`.
+
+    Returns:
+        Its face, which is never closed: what it moves ends with the cache, and ``pins`` are for whoever made them to
+        end. And what its transfers are made with.
+    """
+    face = copy(cache)
+    seat = face._cache = cache._open().seat(shards, epoch, past_epochs, pins)  # noqa: SLF001 - its own module's
+    return face, seat

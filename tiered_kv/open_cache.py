@@ -7,6 +7,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -285,6 +286,25 @@ class OpenCache:
         batches = self.batches(keys, epoch)
         check_one_rank(batches)
         return batches[0]
+
+    def seat(self, shards: Sequence[Shard], epoch: bytes, past_epochs: Sequence[bytes], pins: Pins) -> "OpenCache":
+        """Return this cache as one of several engines sees it: tiers, tasks and books are those of all.
+
+        Args:
+            shards: Those of the cache's that the engine stands for.
+            epoch: Digest of the weights that it serves.
+            past_epochs: Of those before, the last one first.
+            pins: Its own.
+        """
+        seat = copy(self)
+        seat.chains = [
+            self.of_group(group)[self.shards.index(shard)]
+            for group in range(len(self.layout.groups))
+            for shard in shards
+        ]
+        seat.shards, seat.epoch, seat.past_epochs, seat.pins = tuple(shards), epoch, list(past_epochs), pins
+        seat.bindings, seat.swaps = Bindings(), SwapSpaces()
+        return seat
 
     # What some calls do.
 

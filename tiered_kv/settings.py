@@ -37,6 +37,7 @@ from pydantic_settings import (
 
 from tiered_kv.backend import Backend, OwnedTierSettings, SlotBackend, TierSettings
 from tiered_kv.errors import ConfigurationError
+from tiered_kv.host_settings import HostSettings
 from tiered_kv.memory.codec import CodecName
 from tiered_kv.registry import OWN_MEDIA, AnyBackend, medium_for_scheme, resolve, resolve_policy
 from tiered_kv.setting_errors import Checked, line, located, problems, problems_of
@@ -217,14 +218,15 @@ class _Arguments(TypedDict, total=False):
     codec: CodecName
     metrics: bool
     page: bool | int | str
+    host: HostSettings | Mapping[str, Any]
 
 
 class TieredKVSettings(BaseSettings):
     """All settings of a cache. Immutable and picklable.
 
     Args:
-        **arguments: ``tiers``, ``limits``, ``codec``, ``metrics``, ``page``; what is left out comes from the
-            environment, the TOML file, the default.
+        **arguments: ``tiers``, ``limits``, ``codec``, ``metrics``, ``page``, ``host``; what is left out comes
+            from the environment, the TOML file, the default.
 
     Raises:
         ConfigurationError: Something is unknown, wrong or missing: one line each, saying where and what to write.
@@ -246,6 +248,8 @@ class TieredKVSettings(BaseSettings):
     page: Annotated[str, BeforeValidator(page_address)] = ""
     """Where to serve [a page to look at](../how-to/observe.md#a-page-to-look-at) (extra ``page``): an address,
     ``"127.0.0.1:8420"``, a port of this host, ``"unix:/path/of.sock"``, or true for port 8420. Empty: nowhere."""
+    host: HostSettings = HostSettings()
+    """How a server of one cache for a host listens: see [One cache for a host](../how-to/host.md)."""
 
     def __init__(self, **arguments: Unpack[_Arguments]) -> None:
         path = _config_file.get() or os.environ.get(_CONFIG)

@@ -152,14 +152,14 @@ def check_pages(binding: Binding, keys: BlockKeys, spec: EngineBlocks) -> NDArra
     return spec.ids.reshape(-1, binding.caches.pages_per_block)
 
 
-def check_specs(cache: Cache, wanted: Sequence[BlockKeys], into: Sequence[EngineBlocks]) -> None:
+def check_specs(bindings: Bindings, wanted: Sequence[BlockKeys], into: Sequence[EngineBlocks]) -> None:
     """Raise unless there is a spec for the keys of each KV group; the error names the group."""
     if not isinstance(into, list | tuple) or len(into) != len(wanted):
         given = f"{len(into)} of them" if isinstance(into, list | tuple) else f"a {type(into).__name__}"
         raise ConfigurationError(f"{len(wanted)} KV groups need a list of as many specs, got {given}")
     for keys, spec in zip(wanted, into, strict=True):
         try:
-            check_pages(cache.bindings.find(spec, keys.group), keys, spec)
+            check_pages(bindings.find(spec, keys.group), keys, spec)
         except LayoutMismatchError as error:
             raise LayoutMismatchError(
                 f"KV group {keys.group}: {error}. Where less was found than asked for, cut what is needed first: "

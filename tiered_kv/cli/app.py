@@ -1,6 +1,7 @@
 """The commands: what they take, and what they show of the answers. What they do is in the modules beside this one."""
 
 import asyncio
+import logging
 from dataclasses import asdict
 from typing import Annotated
 
@@ -109,6 +110,20 @@ def verify(
 
 
 app.command("replay")(replay_command)
+
+
+@app.command()
+def serve(config: ConfigFile = None) -> None:
+    """Keep one cache for all engines of this host, until SIGTERM; they attach to its socket.
+
+    It is at [host] socket of the file, or $TIERED_KV_HOST__SOCKET. Exits 1 if not all was written in time at the end.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    with one_line_errors():
+        from tiered_kv.host.serve import serve as serve_until_told  # noqa: PLC0415 - needs msgspec, others do not
+
+        is_written = asyncio.run(serve_until_told(settings_of(config)))
+    raise typer.Exit(int(not is_written))
 
 
 def _age(seconds: float) -> str:

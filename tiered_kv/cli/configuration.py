@@ -13,10 +13,12 @@ from pydantic.fields import FieldInfo
 
 from tiered_kv.backend import TierSettings
 from tiered_kv.errors import ConfigurationError
+from tiered_kv.host_settings import HostSettings
 from tiered_kv.registry import OWN_MEDIA, known_media, resolve
 from tiered_kv.settings import CacheLimits, CPUTier, GPUTier, TieredKVSettings
 
 _PREFIX: Final = "TIERED_KV_"
+_NESTED: Final[Mapping[str, type[BaseModel]]] = {"limits": CacheLimits, "host": HostSettings}
 
 
 @dataclass(frozen=True)
@@ -39,12 +41,14 @@ def in_force(settings: TieredKVSettings, path: Path | None) -> list[Key]:
     values = settings.model_dump(mode="json")
     path = path or (Path(given) if (given := os.environ.get(f"{_PREFIX}CONFIG")) else None)
     file = tomllib.loads(path.read_text()) if path is not None else {}
-    limits = values.pop("limits")
+    nested = {name: values.pop(name) for name in _NESTED}
     del values["tiers"]
     found = [Key(f"tiers[{n}]", _said(tier), _source("tiers", file, path)) for n, tier in enumerate(settings.tiers)]
     found += [Key(name, json.dumps(value), _source(name, file, path)) for name, value in values.items()]
     return found + [
-        Key(f"limits.{name}", json.dumps(value), _source("limits", file, path, name)) for name, value in limits.items()
+        Key(f"{table}.{name}", json.dumps(value), _source(table, file, path, name))
+        for table, fields in nested.items()
+        for name, value in fields.items()
     ]
 
 
@@ -53,11 +57,12 @@ def all_keys() -> list[Key]:
     found = [
         Key(name, _default(field), f"{_PREFIX}{name.upper()}")
         for name, field in TieredKVSettings.model_fields.items()
-        if name != "limits"
+        if name not in _NESTED
     ]
     found += [
-        Key(f"limits.{name}", _default(field), f"{_PREFIX}LIMITS__{name.upper()}")
-        for name, field in CacheLimits.model_fields.items()
+        Key(f"{table}.{name}", _default(field), f"{_PREFIX}{table.upper()}__{name.upper()}")
+        for table, model in _NESTED.items()
+        for name, field in model.model_fields.items()
     ]
     for medium, model in _models():
         found += [

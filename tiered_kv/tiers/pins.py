@@ -63,17 +63,22 @@ class _Found:
 
 
 class Pins:
-    """All pins of one cache. For the event loop's thread."""
+    """All pins of one cache, or of one of the engines that share it. For the event loop's thread."""
 
-    def __init__(self, quota_bytes: int) -> None:
-        """Make one without pins; ``quota_bytes`` is for each salt."""
+    def __init__(self, quota_bytes: int, beside: "Pins | None" = None) -> None:
+        """Make one without pins.
+
+        Args:
+            quota_bytes: For each salt.
+            beside: Another's pins of the same tiers: no more than half of a tier is pinned by all together.
+        """
         self._quota_bytes = quota_bytes
         self._pins: dict[int, _Pin] = {}
         self._numbers = count()
         self._pin_of: dict[tuple[int, bytes], dict[bytes, int]] = {}  # by chain and salt, then by hash
         self._ends: list[tuple[float, int]] = []  # a heap; pins that have ended sooner are in it still
         self._num_bytes: Counter[bytes] = Counter()  # by salt
-        self._num_pinned: Counter[BookedTier] = Counter()
+        self._num_pinned: Counter[BookedTier] = Counter() if beside is None else beside._num_pinned  # noqa: SLF001 - its own class's
         self._timer: asyncio.TimerHandle | None = None
 
     @property

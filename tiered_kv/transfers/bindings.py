@@ -9,6 +9,7 @@ import mmap
 from abc import ABC, abstractmethod
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,14 +19,15 @@ from torch import Tensor
 from tiered_kv.backend import Block
 from tiered_kv.errors import ConfigurationError, LayoutMismatchError
 from tiered_kv.layout import PAGE_BYTES, KVCaches, KVGroup
+from tiered_kv.loop_calls import LoopCalls
 from tiered_kv.memory.caches import PagedCaches
+from tiered_kv.memory.codec import Codec
 from tiered_kv.memory.copies import gather_blocks, scatter_blocks
 from tiered_kv.memory.cpu import CPUDevice
 from tiered_kv.memory.crossover import prepare
 from tiered_kv.memory.device import After, Device
 from tiered_kv.memory.lanes import Lanes
 from tiered_kv.specs import CPULoadStoreSpec, EngineBlocks, GPULoadStoreSpec
-from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.memory import MemoryTier
 from tiered_kv.tiers.tasks import in_a_thread
 
@@ -133,6 +135,34 @@ class Binding(EngineMemory):
         scatter_blocks(rows, slots, self.caches, pages, layers=layers)
 
 
+class Reach(Protocol):
+    """What of a KV group is asked for to bind memory to it."""
+
+    @property
+    def group(self) -> KVGroup:
+        """Its blocks."""
+
+    @property
+    def codec(self) -> Codec | None:
+        """How they are kept."""
+
+    @property
+    def gpu(self) -> MemoryTier | None:
+        """Its GPU pool."""
+
+    @property
+    def h2d(self) -> Lanes:
+        """Streams into the engine's device."""
+
+    @property
+    def d2h(self) -> Lanes:
+        """Streams out of it."""
+
+    @property
+    def loop_calls(self) -> LoopCalls:
+        """Calls into the event loop."""
+
+
 class Bindings:
     """All memory that the engine has registered with one cache. Changed on the event loop, read from any thread."""
 
@@ -141,7 +171,7 @@ class Bindings:
         self._pools: dict[str, Binding] = {}
         self._lanes: tuple[Lanes, Lanes] | None = None
 
-    def register_caches(self, kv_caches: KVCaches, chain: Chain, *, group: int, axes: str | None) -> None:
+    def register_caches(self, kv_caches: KVCaches, chain: Reach, *, group: int, axes: str | None) -> None:
         """See `TieredKV.register_kv_caches`."""
         caches = PagedCaches.bind(kv_caches, chain.group, axes=axes, device=chain.h2d.device, codec=chain.codec)
         prepare(caches, chain.h2d.device)
@@ -155,7 +185,7 @@ class Bindings:
         self,
         name: str,
         buffer: KVCaches,
-        chain: Chain,
+        chain: Reach,
         stack: AsyncExitStack,
         *,
         group: int,
@@ -264,7 +294,7 @@ def _bytes_of(buffer: object) -> tuple[memoryview, int]:
     return view.cast("B"), view.shape[0] if view.ndim > 1 and view.shape else 0
 
 
-def _bind_slots(memory: memoryview, slot_bytes: int, chain: Chain, device: Device) -> PagedCaches:
+def _bind_slots(memory: memoryview, slot_bytes: int, chain: Reach, device: Device) -> PagedCaches:
     """See whole blocks, one every ``slot_bytes``, as a packed cache whose pages are blocks."""
     group = chain.group
     whole = group.in_one_page()

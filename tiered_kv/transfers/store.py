@@ -8,6 +8,7 @@ import asyncio
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,10 +30,20 @@ from tiered_kv.transfers.requests import MOST_AT_ONCE, StoreRequest, may_copy_at
 from tiered_kv.transfers.writedown import Tally, write_down
 
 
+class Storing(Protocol):
+    """What a handle asks of its store."""
+
+    def revoke(self) -> None:
+        """Stop as soon as possible."""
+
+    def store_layer(self, layer: int, after: object) -> None:
+        """See `StoreHandle.store_layer`."""
+
+
 class StoreHandle(Handle[StoreResult]):
     """A store under way. Await it for its result: the source may be reused."""
 
-    def __init__(self, ended: "asyncio.Future[StoreResult]", store: "Store") -> None:
+    def __init__(self, ended: "asyncio.Future[StoreResult]", store: Storing) -> None:
         super().__init__(ended, store.revoke)
         self._store = store
 

@@ -1,0 +1,118 @@
+"""Processes that the tests of dying start and kill: forked from one that has imported all there is, so in no time."""
+
+import asyncio
+import multiprocessing as mp
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tests.support.any_layout import MODEL, SMALL, STRIDE, AnyEngine, prompt
+from tiered_kv import BlockKeys, TieredKV, TieredKVSettings
+from tiered_kv.host.serve import serve
+from tiered_kv.memory.caches import PagedCaches
+from tiered_kv.transfers import bindings
+
+_starting = mp.get_context("forkserver")
+_starting.set_forkserver_preload([__name__])
+
+
+class Started:
+    """A process, and what it says."""
+
+    def __init__(self, process: Any, said: Connection) -> None:  # noqa: ANN401 - of the context's class
+        self._process = process
+        self._said = said
+
+    def hear(self) -> Any:  # noqa: ANN401 - whatever it says
+        """Wait for the next thing that it says."""
+        return self._said.recv()
+
+    def send(self, which: signal.Signals) -> None:
+        """Send it a signal."""
+        os.kill(self._process.pid, which)
+
+    def kill(self) -> None:
+        """Kill it, and wait for its end."""
+        self._process.kill()
+        self._process.join()
+
+    def join(self) -> int | None:
+        """Wait for its end; return its exit code."""
+        self._process.join()
+        code: int | None = self._process.exitcode
+        return code
+
+
+@contextmanager
+def started(work: Callable[..., None], *args: object) -> Iterator[Started]:
+    """Have a process do ``work(connection, *args)``; it is killed in the end."""
+    ours, theirs = _starting.Pipe()
+    process = _starting.Process(target=work, args=(theirs, *args), daemon=True)
+    process.start()
+    theirs.close()
+    one = Started(process, ours)
+    try:
+        yield one
+    finally:
+        one.kill()
+        ours.close()
+
+
+def server(tell: Connection, path: Path) -> None:
+    """Serve a CPU tier and a disk at ``path``; say when it is ready."""
+    settings = TieredKVSettings(
+        tiers=[
+            {"medium": "cpu", "capacity": 64 * STRIDE},
+            {"medium": "nvme", "path": path / "disk", "capacity": "8MiB", "num_threads": 2},
+        ],
+        limits={"window": 4 * STRIDE, "bounce": 16 * STRIDE},
+        host={"socket": path / "kv.sock"},
+    )
+    is_written = asyncio.run(serve(settings, ready=lambda: tell.send("ready")))
+    os._exit(not is_written)  # as a command does, which has no threads of a test's to wait for
+
+
+def storing_client(tell: Connection, path: Path, seed: int) -> None:
+    """Store and load prompts without end; say the seed of each that is settled."""
+    asyncio.run(_store_for_ever(tell, path, seed))
+
+
+def stuck_client(tell: Connection, path: Path, keys: BlockKeys) -> None:
+    """Store, say when half of a slot is written, and get no further."""
+
+    def gather_blocks(caches: PagedCaches, pages: object, rows: Tensor, slots: NDArray[np.int64], **_: object) -> None:
+        rows[int(slots[0]), : rows.shape[1] // 2] = -1
+        tell.send("stuck")
+        threading.Event().wait()
+
+    async def store() -> None:
+        engine = AnyEngine()
+        async with TieredKV.connect(f"unix://{path}", model=MODEL, layout=SMALL, device="cpu") as kv:
+            kv.register_kv_caches(engine.caches[0])
+            await kv.store(keys, engine.fill(keys, range(len(keys))))
+
+    vars(bindings)["gather_blocks"] = gather_blocks
+    asyncio.run(store())
+
+
+async def _store_for_ever(tell: Connection, path: Path, seed: int) -> None:
+    engine = AnyEngine()
+    async with TieredKV.connect(f"unix://{path}", model=MODEL, layout=SMALL, device="cpu") as kv:
+        kv.register_kv_caches(engine.caches[0])
+        while True:
+            keys = prompt(8, seed=seed)
+            stored = await kv.store(keys, engine.fill(keys, range(8)))
+            await stored.settled()
+            tell.send(seed)
+            loaded = await kv.load(keys, engine.spec(range(8, 16)))
+            assert loaded.num_blocks <= engine.count_right(keys, range(8, 16))
+            seed += 1

@@ -1,0 +1,179 @@
+"""Whoever dies: what was held for a client goes back when it is gone, and a client goes on without its server."""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+from anyio.lowlevel import checkpoint
+
+from tests.host.processes import Started, server, started, storing_client, stuck_client
+from tests.support.any_layout import AnyEngine, cpu, prompt
+from tests.support.serving import attached, serving
+from tiered_kv import BlockKeys, ConnectedKV
+from tiered_kv.host.serve import health
+
+FOREVER_S = 60.0
+"""For what comes at once unless something is broken."""
+
+
+@asynccontextmanager
+async def served(path: Path) -> AsyncIterator[Started]:
+    """Have a server in a process of its own."""
+    with started(server, path) as one:
+        assert await asyncio.to_thread(one.hear) == "ready"
+        yield one
+
+
+def facts(path: Path) -> dict[str, Any]:
+    """Return what a server says of itself, or nothing while there is none."""
+    try:
+        return health(path / "kv.sock", timeout_s=5.0)
+    except Exception:  # noqa: BLE001 - whatever it is: it is asked again
+        return {}
+
+
+async def until_clean(path: Path) -> None:
+    """Wait until a server holds nothing for anyone."""
+    with anyio.fail_after(FOREVER_S):
+        while True:
+            now = await asyncio.to_thread(facts, path)
+            tiers = [tier for share in now.get("shares", ()) for tier in share.get("tiers", ())]
+            if tiers and not now["clients"] and not any(tier["leased"] or tier["pending"] for tier in tiers):
+                return
+            await checkpoint()
+
+
+async def test_what_a_client_was_filling_is_a_miss_and_its_slots_go_back(tmp_path: Path) -> None:
+    """Killed in the midst of a copy: not a byte of it is served; before its end its slots are nobody's."""
+    async with served(tmp_path):
+        with started(stuck_client, tmp_path / "kv.sock", prompt(8)) as client:
+            assert await asyncio.to_thread(client.hear) == "stuck"
+            engine = AnyEngine()
+            async with attached_at(tmp_path, engine) as kv:
+                assert (await kv.lookup(prompt(8))).num_blocks == 0
+                assert kv.stats()["cpu"].pending == 8
+                assert (await kv.load(prompt(8), engine.spec(range(8)), deadline_s=0.2)).num_blocks == 0
+                for seed in range(1, 20):  # the tier is full many times over: not with these slots
+                    keys = prompt(8, seed=seed)
+                    await kv.store(keys, engine.fill(keys, range(8)))
+                    assert (await kv.load(keys, engine.spec(range(8)))).num_blocks == 8
+                    assert engine.count_right(keys, range(8)) == 8
+                assert kv.stats()["cpu"].pending == 8
+                client.kill()
+                await until_async(lambda: kv.stats()["cpu"].pending == 0)
+                assert (await kv.lookup(prompt(8))).num_blocks == 0
+                keys = prompt(8)
+                assert (await kv.store(keys, engine.fill(keys, range(8)))).num_stored == 8
+                engine.wipe()
+                assert (
+                    (await kv.load(keys, engine.spec(range(8)))).num_blocks == engine.count_right(keys, range(8)) == 8
+                )
+        await until_clean(tmp_path)
+
+
+async def test_leases_and_pins_end_with_their_client(tmp_path: Path) -> None:
+    """A client that goes without a word holds nothing any more, and what others hold stays."""
+    with serving(tmp_path, cpu(16)) as server:
+        engine = AnyEngine()
+        async with attached(server, engine) as kv:
+            keys = prompt(8)
+            await kv.store(keys, engine.fill(keys, range(8)))
+            async with attached(server) as other:
+                lease = other.lease(keys[:4])
+                assert (await lease.__aenter__()).num_blocks == 4
+                assert other.pin(keys[4:], ttl_s=600).num_blocks == 4
+                assert kv.pin(keys[4:6], ttl_s=600).num_blocks == 2
+                assert kv.stats()["cpu"].leased == 8
+            await until_async(lambda: kv.stats()["cpu"].leased == 2)
+            assert (await kv.explain(keys[4:5]))[0].is_pinned
+
+
+async def test_a_server_that_is_killed_is_missed_and_then_warm(tmp_path: Path) -> None:
+    """While it is away lookups miss, loads bring nothing, stores are dropped; then NVMe has what was settled."""
+    engine, keys = AnyEngine(), prompt(20)
+    async with served(tmp_path) as first:
+        stack = attached_at(tmp_path, engine)
+        kv = await stack.__aenter__()
+        await (await kv.store(keys, engine.fill(keys, range(20)))).settled()
+        first.kill()
+        assert (await kv.lookup(keys)).num_blocks == 0
+        assert (await kv.load(keys, engine.spec(range(20)))).num_blocks == 0
+        dropped = await kv.store(prompt(4, seed=1), engine.fill(prompt(4, seed=1), range(4)))
+        assert dropped.drop_reasons == {"server away": 4}
+        assert await dropped.settled() == ()
+        assert kv.lookup_nowait(keys).num_blocks == kv.pin(keys, ttl_s=1).num_blocks == 0
+        assert kv.stats().tiers == ()
+    async with served(tmp_path):
+        await until_found(kv, keys)
+        engine.wipe()
+        assert (await kv.load(keys, engine.spec(range(20)))).num_blocks == engine.count_right(keys, range(20)) == 20
+        await stack.__aexit__(None, None, None)
+
+
+async def test_every_call_ends_while_a_server_hangs(tmp_path: Path) -> None:
+    """A stopped server costs a call its time limit, and those after it nothing; it is used again when it goes on."""
+    engine, keys = AnyEngine(), prompt(8)
+    async with served(tmp_path) as one, attached_at(tmp_path, engine, timeout_s=2.0) as kv:
+        await kv.store(keys, engine.fill(keys, range(8)))
+        one.send(signal.SIGSTOP)
+        with anyio.fail_after(FOREVER_S):
+            loaded = await kv.load(keys, engine.spec(range(8)), deadline_s=0.2)
+            assert (loaded.num_blocks, loaded.faults[0].reason) == (0, "deadline")
+            assert (await kv.lookup(keys)).num_blocks == 0
+            assert (await kv.store(prompt(4, seed=1), engine.spec(range(4)))).num_dropped == 4
+            assert kv.membership(keys).sum() == 0
+            assert not kv.is_attached
+        one.send(signal.SIGCONT)
+        await until_found(kv, keys)
+
+
+async def test_a_rolling_restart_loses_nothing_settled(tmp_path: Path) -> None:
+    """SIGTERM drains: what was stored, though not settled yet, is there after the next start."""
+    engine, keys = AnyEngine(), prompt(20)
+    async with served(tmp_path) as first, attached_at(tmp_path, engine) as kv:
+        await kv.store(keys, engine.fill(keys, range(20)))
+        first.send(signal.SIGTERM)
+        assert await asyncio.to_thread(first.join) == 0
+        async with served(tmp_path):
+            await until_found(kv, keys)
+
+
+async def test_killed_again_and_again(tmp_path: Path) -> None:
+    """Clients and the server are killed at any moment: all that is served is right, and nothing stays held."""
+    async with served(tmp_path):
+        for turn in range(4):
+            with started(storing_client, tmp_path / "kv.sock", 1000 * turn) as client:
+                for _ in range(turn + 1):
+                    await asyncio.to_thread(client.hear)
+                client.kill()
+        await until_clean(tmp_path)
+        engine = AnyEngine()
+        async with attached_at(tmp_path, engine) as kv:
+            for turn in range(4):
+                for number in range(turn + 1):
+                    keys = prompt(8, seed=1000 * turn + number)
+                    loaded = await kv.load(keys, engine.spec(range(8)))
+                    assert loaded.num_blocks == engine.count_right(keys, range(8)) == 8
+
+
+def attached_at(path: Path, engine: AnyEngine, *, timeout_s: float = 5.0) -> AbstractAsyncContextManager[ConnectedKV]:
+    """Attach to the server at ``path``."""
+    return attached(path / "kv.sock", engine, timeout_s=timeout_s)
+
+
+async def until_async(condition: Callable[[], bool]) -> None:
+    """Wait for what another process brings about."""
+    with anyio.fail_after(FOREVER_S):
+        while not condition():
+            await checkpoint()
+
+
+async def until_found(kv: ConnectedKV, keys: BlockKeys) -> None:
+    """Wait until all of a prompt is found."""
+    with anyio.fail_after(FOREVER_S):
+        while (await kv.lookup(keys)).num_blocks < len(keys):
+            await checkpoint()

@@ -1,0 +1,244 @@
+"""Connections between a server and its clients: how one begins, and frames that come and go on it afterwards.
+
+A beginning is one message each way, on the bare socket, since descriptors of slabs come with the answer; and it is as
+long as what it says, so that nothing of what follows is read. Then an event loop's transport takes the socket over.
+"""
+
+import asyncio
+import socket
+from collections.abc import Callable, Sequence
+from typing import Final, Generic, TypeVar
+
+from tiered_kv.errors import BackendUnavailableError, ConfigurationError
+from tiered_kv.host import wire
+from tiered_kv.host.wire import Message, WireError
+
+M = TypeVar("M")
+MOST_DESCRIPTORS: Final = 253
+"""That Linux passes with one message."""
+_MESSAGES_A_TURN: Final = 64
+_READ_ON_BYTES: Final = 1 << 20
+"""What one client may have sent that is not looked at yet; of a frame that is longer, the frame."""
+_UNREAD_BYTES: Final = 8 << 20
+"""Of answers to a client that does not read them: until it does, its requests are not read either."""
+
+
+class Link(asyncio.Protocol, Generic[M]):
+    """Frames on one connection. For the event loop's thread."""
+
+    def __init__(
+        self,
+        decode: Callable[[memoryview], M],
+        take: Callable[[M], None],
+        lost: Callable[[], None],
+        *,
+        broken: Callable[[str], None],
+    ) -> None:
+        """Take each message that comes with ``take``.
+
+        Args:
+            decode: Makes a message of a frame.
+            take: Called with each, in order.
+            lost: Called once, when the other side has closed its end and all that it had sent is taken.
+            broken: Called with what was wrong, when something comes that cannot be taken. Nothing is read any more.
+        """
+        self._decode = decode
+        self._take = take
+        self._lost = lost
+        self._broken = broken
+        self._received = bytearray()
+        self._transport: asyncio.Transport | None = None
+        self._is_taking = self._is_broken = self._is_over = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether what is sent may arrive."""
+        return self._transport is not None and not self._transport.is_closing()
+
+    def send(self, message: Message) -> None:
+        """Send a message; nothing if the connection has ended."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(wire.frame(message))
+
+    def end_writing(self) -> None:
+        """Tell the other side that nothing comes any more; it goes on to be heard until it has closed its end."""
+        if self._transport is not None and self._transport.can_write_eof() and not self._transport.is_closing():
+            self._transport.write_eof()
+
+    def close(self) -> None:
+        """Close this end, after what was sent."""
+        if self._transport is not None:
+            self._transport.close()
+
+    # Called by the transport.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin."""
+        assert isinstance(transport, asyncio.Transport)  # noqa: S101 - of a stream socket
+        self._transport = transport
+        transport.set_write_buffer_limits(high=_UNREAD_BYTES)
+
+    def data_received(self, data: bytes) -> None:
+        """Take what is whole."""
+        if self._is_broken:
+            return
+        self._received += data
+        if not self._is_taking:
+            self._take_some()
+
+    def pause_writing(self) -> None:
+        """Read no requests of a side that reads no answers."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        """Go on."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End, once what has come is taken."""
+        self._is_over = True
+        if not self._is_taking:
+            self._lost()
+
+    def _take_some(self) -> None:
+        """Take the messages that are whole, a few in each turn of the loop."""
+        self._is_taking = False
+        at, size = 0, wire.LENGTH.size
+        received = memoryview(self._received)
+        try:
+            for _ in range(_MESSAGES_A_TURN):
+                if len(received) < at + size:
+                    break
+                (length,) = wire.LENGTH.unpack_from(received, at)
+                if len(received) < at + size + _checked(length):
+                    break
+                message = self._decode(received[at + size : at + size + length])
+                at += size + length
+                self._take(message)
+            else:
+                self._is_taking = True
+        except WireError as error:
+            self._is_broken = True
+            self._broken(str(error))
+        finally:
+            received.release()
+        del self._received[:at]
+        if self._is_broken:
+            self._received.clear()
+        if self._is_taking:
+            asyncio.get_running_loop().call_soon(self._take_some)
+        elif self._is_over:
+            self._lost()
+
+
+async def start(link: Link[M], connection: socket.socket) -> None:
+    """Have ``link`` take over a connection that has begun."""
+    loop = asyncio.get_running_loop()
+    await loop.create_unix_connection(lambda: link, sock=connection)
+
+
+# How a connection begins, on the side of a server.
+
+
+async def greeted(connection: socket.socket) -> int:
+    """Exchange greetings with a client; return its version, which need not be ours.
+
+    Raises:
+        WireError, OSError: It is no client.
+    """
+    loop = asyncio.get_running_loop()
+    await loop.sock_sendall(connection, wire.greeting())
+    return wire.version_in(await _receive(loop, connection, wire.GREETING_BYTES))
+
+
+async def receive_opening(connection: socket.socket) -> wire.Opening:
+    """Return the first message of a client."""
+    loop = asyncio.get_running_loop()
+    (length,) = wire.LENGTH.unpack(await _receive(loop, connection, wire.LENGTH.size))
+    return wire.opening_from(await _receive(loop, connection, _checked(length)))
+
+
+async def send_opened(connection: socket.socket, answer: Message, descriptors: Sequence[int] = ()) -> None:
+    """Answer it; whoever gets the descriptors has duplicates of them."""
+    data = wire.frame(answer)
+    sent = socket.send_fds(connection, [data], list(descriptors)) if descriptors else 0
+    await asyncio.get_running_loop().sock_sendall(connection, data[sent:])
+
+
+async def _receive(loop: asyncio.AbstractEventLoop, connection: socket.socket, num_bytes: int) -> bytes:
+    received = b""
+    while len(received) < num_bytes:
+        if not (part := await loop.sock_recv(connection, num_bytes - len(received))):
+            raise WireError("the other side has closed the connection before it began")
+        received += part
+    return received
+
+
+# And on the side of a client, who may block: it begins in a thread.
+
+
+def begin(path: str, opening: Message, timeout_s: float) -> tuple[socket.socket, wire.Opened, list[int]]:
+    """Connect, say who attaches, and return the connection, the answer, and descriptors, which are the caller's.
+
+    Raises:
+        ConfigurationError: What answers is of another version, or no server of ours.
+        BackendUnavailableError: Nothing answers, or not in time.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    descriptors: list[int] = []
+    try:
+        connection.settimeout(timeout_s)
+        connection.connect(path)
+        connection.sendall(wire.greeting())
+        version = wire.version_in(_receive_now(connection, wire.GREETING_BYTES, descriptors))
+        _check_version(path, version)
+        connection.sendall(wire.frame(opening))
+        (length,) = wire.LENGTH.unpack(_receive_now(connection, wire.LENGTH.size, descriptors))
+        answer = wire.opened_from(_receive_now(connection, _checked(length), descriptors))
+    except WireError as error:
+        give_back(connection, descriptors)
+        raise ConfigurationError(f"{path}: {error}") from error
+    except OSError as error:
+        give_back(connection, descriptors)
+        raise BackendUnavailableError(f"no server at {path}: {error.strerror or error}") from error
+    except BaseException:
+        give_back(connection, descriptors)
+        raise
+    if isinstance(answer, wire.Refused):
+        give_back(connection, descriptors)
+        raise wire.error_of(answer.kind, answer.why)
+    return connection, answer, descriptors
+
+
+def give_back(connection: socket.socket, descriptors: Sequence[int]) -> None:
+    """Close a connection and descriptors that came with its beginning."""
+    connection.close()
+    for each in descriptors:
+        socket.close(each)
+
+
+def _receive_now(connection: socket.socket, num_bytes: int, descriptors: list[int]) -> bytes:
+    received = b""
+    while len(received) < num_bytes:
+        part, came, _, _ = socket.recv_fds(connection, num_bytes - len(received), MOST_DESCRIPTORS)
+        descriptors += came
+        if not part:
+            raise WireError("the server has closed the connection before it began")
+        received += part
+    return received
+
+
+def _check_version(path: str, version: int) -> None:
+    if version != wire.VERSION:
+        raise ConfigurationError(
+            f"the server at {path} speaks version {version} of the wire format, this client version {wire.VERSION}: "
+            "both need the same version of tiered_kv"
+        )
+
+
+def _checked(length: int) -> int:
+    if length > wire.MOST_FRAME_BYTES:
+        raise WireError(f"a frame of {length} bytes, {wire.MOST_FRAME_BYTES} at most")
+    return length

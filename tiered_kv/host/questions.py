@@ -1,0 +1,85 @@
+"""What a client asks beside its transfers, and how a server answers: by the same call of the face."""
+
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from functools import partial
+from typing import Any, Final, TypeVar
+
+from tiered_kv.cache import TieredKV
+from tiered_kv.host import wire
+from tiered_kv.keys import BlockKeys
+from tiered_kv.results import LookupResult
+
+T = TypeVar("T")
+Answered = wire.Answer | Coroutine[Any, Any, wire.Answer]
+"""At once, or when it is known."""
+
+
+def answer(kv: TieredKV, request: wire.Asking) -> Answered:
+    """Answer a question about keys.
+
+    Args:
+        kv: The client's seat at the cache.
+        request: The question.
+
+    Raises:
+        TieredKVError: There is something wrong with it.
+    """
+    return _ANSWERS[type(request)](kv, request, request.keys.block_keys())
+
+
+def _lookup(kv: TieredKV, request: wire.Lookup, keys: BlockKeys) -> Answered:
+    if request.owned:
+        return _found(request.id, kv.lookup_nowait(keys))
+    return _then(kv.lookup(keys), partial(_found, request.id))
+
+
+def _membership(kv: TieredKV, request: wire.Membership, keys: BlockKeys) -> Answered:
+    return wire.States(request.id, kv.membership(keys).tobytes())
+
+
+def _pin(kv: TieredKV, request: wire.Pin, keys: BlockKeys) -> Answered:
+    return wire.Number(request.id, kv.pin(keys, ttl_s=request.ttl_s).num_blocks)
+
+
+def _prefetch(kv: TieredKV, request: wire.Prefetch, keys: BlockKeys) -> Answered:
+    return _then(
+        kv.prefetch(keys, to=request.to),
+        lambda got: wire.Prefetched(request.id, got.num_blocks, got.num_moved, got.faults),
+    )
+
+
+def _evict(kv: TieredKV, request: wire.Evict, keys: BlockKeys) -> Answered:
+    return _then(kv.evict(keys, tier=request.tier), partial(wire.Number, request.id))
+
+
+def _explain(kv: TieredKV, request: wire.Explain, keys: BlockKeys) -> Answered:
+    return _then(kv.explain(keys, ask=request.ask), lambda blocks: wire.Explained(request.id, tuple(blocks)))
+
+
+def flush(cache: TieredKV, request: wire.Flush) -> Answered:
+    """Wait until every store of every client is settled."""
+    return _then(cache.flush(sync=request.sync), lambda _: wire.Number(request.id, 0))
+
+
+def clear(cache: TieredKV, request: wire.Clear) -> Answered:
+    """Empty the tiers of all clients of the model."""
+    return _then(cache.clear(), lambda _: wire.Number(request.id, 0))
+
+
+_ANSWERS: Final[Mapping[type[wire.Message], Callable[..., Answered]]] = {
+    wire.Lookup: _lookup,
+    wire.Membership: _membership,
+    wire.Pin: _pin,
+    wire.Prefetch: _prefetch,
+    wire.Evict: _evict,
+    wire.Explain: _explain,
+}
+
+
+async def _then(answer: Awaitable[T], make: Callable[[T], wire.Answer]) -> wire.Answer:
+    return make(await answer)
+
+
+def _found(id_: int, result: LookupResult) -> wire.Found:
+    runs = tuple((run.tier, run.start, run.stop) for run in result.runs)
+    return wire.Found(id_, result.num_blocks, runs, result.num_bytes, dict(result.costs))

@@ -1,0 +1,76 @@
+"""A server as a process of its own: it says when it is ready, and drains when it is told to end."""
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+from tiered_kv.errors import ConfigurationError
+from tiered_kv.host import link, wire
+from tiered_kv.host.server import TieredKVServer
+from tiered_kv.log import log
+from tiered_kv.settings import TieredKVSettings
+
+_ENDING: Final = (signal.SIGTERM, signal.SIGINT)
+
+
+async def serve(settings: TieredKVSettings, *, ready: Callable[[], object] = lambda: None) -> bool:
+    """Serve until SIGTERM or SIGINT; then write what was stored, and end. A second one ends it at once.
+
+    Args:
+        settings: As for `TieredKVServer`.
+        ready: Called once clients may attach.
+
+    Returns:
+        Whether all was written in time.
+
+    Raises:
+        ConfigurationError: It cannot listen, or its settings cannot work.
+    """
+    loop, told = asyncio.get_running_loop(), asyncio.Event()
+
+    def tell() -> None:
+        for each in _ENDING:
+            loop.remove_signal_handler(each)
+        told.set()
+
+    async with TieredKVServer(settings) as server:
+        for each in _ENDING:
+            loop.add_signal_handler(each, tell)
+        log("info", "host.ready", path=str(server.path), pid=os.getpid())
+        _notify("READY=1")
+        ready()
+        await told.wait()
+        _notify("STOPPING=1")
+        is_written = await server.drain()
+        log("info", "host.drained", is_written=is_written)
+    return is_written
+
+
+def health(path: str | os.PathLike[str], *, timeout_s: float = 5.0) -> dict[str, Any]:
+    """Ask a server how it is: ``is_ready``, its clients, and each model's share. Blocks the thread.
+
+    Args:
+        path: Of its socket.
+        timeout_s: How long to wait.
+
+    Raises:
+        ConfigurationError: What answers is no server of this version.
+        BackendUnavailableError: Nothing answers in time.
+    """
+    connection, answer, descriptors = link.begin(os.fspath(path), wire.Health(), timeout_s)
+    link.give_back(connection, descriptors)
+    if not isinstance(answer, wire.Healthy):
+        raise ConfigurationError(f"{path} answered {type(answer).__name__} to a question about its health")
+    return answer.facts
+
+
+def _notify(state: str) -> None:
+    """Tell systemd, where it has started this."""
+    if address := os.environ.get("NOTIFY_SOCKET"):
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as connection:
+            connection.sendto(state.encode(), "\0" + address[1:] if address.startswith("@") else str(Path(address)))

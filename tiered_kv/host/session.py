@@ -1,0 +1,310 @@
+"""One client of the server: what it asks for, what is held for it, and what becomes of that when it ends.
+
+A transfer of a client is an ordinary transfer of the cache, with the engine's memory far away (`far`). The session ends
+when the client's process, or its last copy, is known to have ended: nothing held for it goes back before.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+
+from tiered_kv.cache import TieredKV, seat_at
+from tiered_kv.catalog.leases import Lease
+from tiered_kv.errors import CapacityError, ConfigurationError, TieredKVError
+from tiered_kv.host import questions, wire
+from tiered_kv.host.far import FarMemory
+from tiered_kv.host.questions import Answered
+from tiered_kv.host_settings import HostSettings
+from tiered_kv.keys import Shard
+from tiered_kv.log import log
+from tiered_kv.memory.lanes import Lane
+from tiered_kv.open_cache import OpenCache
+from tiered_kv.results import LoadResult, StoreResult, TierFault
+from tiered_kv.tiers.budget import Priority
+from tiered_kv.tiers.chain import Chain
+from tiered_kv.tiers.pins import Pins
+from tiered_kv.tiers.tasks import Tasks
+from tiered_kv.transfers.handles import Handle
+from tiered_kv.transfers.load import LoadHandle
+from tiered_kv.transfers.prefetch import bring_each, lease_prefix, start_bringing
+from tiered_kv.transfers.requests import LoadRequest, StoreRequest
+from tiered_kv.transfers.start import start_load, start_store
+from tiered_kv.transfers.store import StoreHandle
+
+_EPOCHS: Final = 16
+"""Weights that one client names by turns; of more, the first is made ready again."""
+_LAST_S: Final = 5.0
+"""What questions that are under way may take to end, once their client has."""
+
+Send = Callable[[wire.Message], None]
+
+
+class Session:
+    """One client. For the event loop's thread.
+
+    Attributes:
+        name: What the client calls itself, with its process and user as the system knows them.
+        is_read_only: Whether it may not change what is stored.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        cache: TieredKV,
+        shards: Sequence[Shard],
+        pins: Pins,
+        limits: HostSettings,
+        *,
+        is_read_only: bool,
+    ) -> None:
+        """Begin.
+
+        Args:
+            name: For people.
+            cache: The cache of its model, open.
+            shards: Which parts of the heads it stands for.
+            pins: Its own.
+            limits: What one client may have under way.
+            is_read_only: See the attribute.
+        """
+        self.name = name
+        self.is_read_only = is_read_only
+        self._cache = cache
+        self._shards = shards
+        self._pins = pins
+        self._limits = limits
+        self._seats: dict[bytes, tuple[TieredKV, OpenCache]] = {}
+        self._loads: dict[int, tuple[LoadHandle, FarMemory]] = {}
+        self._stores: dict[int, tuple[StoreHandle, FarMemory]] = {}
+        self._asked: dict[int, asyncio.Task[None]] = {}
+        self._leases: dict[int, tuple[Chain, Lease]] = {}
+        self._tasks = Tasks()
+        self._has_ended = False
+
+    def statistics(self) -> dict[str, object]:
+        """Count what is under way for it."""
+        transfers = [*self._loads.values(), *self._stores.values()]
+        return {
+            "name": self.name,
+            "is_read_only": self.is_read_only,
+            "loads": len(self._loads),
+            "stores": len(self._stores),
+            "copies": sum(far.num_copying for _, far in transfers),
+            "leases": len(self._leases),
+            "questions": len(self._asked),
+            "pinned_bytes": self._pins.num_bytes,
+        }
+
+    def take(self, request: wire.Request, send: Send) -> None:
+        """Do what the client asks; ``send`` answers on the connection on which it did.
+
+        What is wrong with a request is answered: the client raises it, or counts it.
+        """
+        if self._has_ended:
+            return
+        match request:
+            case wire.Copied():
+                self._copied(request)
+            case wire.Load():
+                self._checked(request.id, send, partial(self._load, request, send))
+            case wire.Store():
+                self._checked(request.id, send, partial(self._store, request, send))
+            case wire.StoreLayer():
+                self._checked(request.id, send, partial(self._store_layer, request))
+            case wire.Cancel() | wire.Release():
+                self._give_up(request.id)
+            case wire.Touch() | wire.Unpin():
+                self._quietly(request)
+            case wire.Bye():
+                pass  # the connection's
+            case _:
+                self._checked(request.id, send, partial(self._ask, request, send))
+
+    def end(self) -> None:
+        """The client is gone: let go of everything. Nothing of its touches a slot any more."""
+        self._has_ended = True
+        transfers: list[tuple[Handle[Any], FarMemory]] = [*self._loads.values(), *self._stores.values()]
+        for handle, far in transfers:
+            far.lose()
+            handle.cancel()
+        for task in list(self._asked.values()):
+            task.cancel()
+        for id_ in list(self._leases):
+            self._give_up(id_)
+        self._pins.close()
+
+    async def ended(self) -> None:
+        """Wait until nothing is under way for it."""
+        await self._tasks.aclose(_LAST_S)
+
+    # Transfers.
+
+    def _load(self, request: wire.Load, send: Send) -> None:
+        (_, cache), keys = self._seat(request.keys.epoch), request.keys.block_keys()
+        if len(self._loads) >= self._limits.loads_per_client:
+            fault = TierFault("host", "too many loads", len(keys))
+            send(wire.Loaded(request.id, 0, {}, 0, 0.0, (fault,), None))
+            return
+        chain, batch = cache.batch(keys)
+        far = FarMemory(request.id, chain.host.slab.name, send, chain.loop_calls)
+        handle = start_load(
+            LoadRequest(
+                chain,
+                batch,
+                far,
+                np.arange(len(keys))[:, np.newaxis],
+                Lane(far, None),
+                cache.deadline(request.deadline_s),
+                Priority(request.priority),
+                lambda: True,  # which weights are current, the client knows
+                layerwise=request.layerwise,
+                gaps=request.gaps,
+            )
+        )
+        self._loads[request.id] = handle, far
+        if request.layerwise:
+            self._tasks.spawn(self._say_admitted(request.id, handle, send), "admit")
+        handle.when_done(partial(self._loaded, request, send))
+
+    async def _say_admitted(self, id_: int, handle: LoadHandle, send: Send) -> None:
+        send(wire.Admitted(id_, await handle.admitted()))
+
+    def _loaded(self, request: wire.Load, send: Send, ended: "asyncio.Future[LoadResult]") -> None:
+        del self._loads[request.id]
+        if ended.cancelled() or ended.exception() is not None:
+            fault = TierFault("host", "failed", 0, "" if ended.cancelled() else repr(ended.exception()))
+            send(wire.Loaded(request.id, 0, {}, 0, 0.0, (fault,), None))
+            return
+        result = ended.result()
+        mask = result.mask.tobytes() if request.gaps else None
+        by_tier, seconds = dict(result.by_tier), result.seconds
+        send(wire.Loaded(request.id, result.num_blocks, by_tier, result.num_bytes, seconds, result.faults, mask))
+
+    def _store(self, request: wire.Store, send: Send) -> None:
+        (_, cache), keys = self._seat(request.keys.epoch), request.keys.block_keys()
+        why = "read only" if self.is_read_only else ""
+        if len(self._stores) >= self._limits.stores_per_client:
+            why = "too many stores"
+        if why:
+            send(wire.Stored(request.id, 0, 0, {why: len(keys)} if len(keys) else {}, 0, 0.0))
+            send(wire.Settled(request.id, ()))
+            return
+        chain, batch = cache.batch(keys)
+        far = FarMemory(request.id, chain.host.slab.name, send, chain.loop_calls)
+        positions = np.arange(len(keys))[:, np.newaxis]
+        handle = start_store(StoreRequest(chain, batch, far, positions, Lane(far, None), layerwise=request.layerwise))
+        self._stores[request.id] = handle, far
+        handle.when_done(partial(self._stored, request.id, len(keys), send))
+
+    def _stored(self, id_: int, num_keys: int, send: Send, ended: "asyncio.Future[StoreResult]") -> None:
+        del self._stores[id_]
+        if ended.cancelled() or ended.exception() is not None:
+            send(wire.Stored(id_, 0, 0, {"failed": num_keys}, 0, 0.0))
+            send(wire.Settled(id_, ()))
+            return
+        result = ended.result()
+        dropped = dict(result.drop_reasons)
+        send(wire.Stored(id_, result.num_stored, result.num_present, dropped, result.num_bytes, result.seconds))
+        self._tasks.spawn(self._say_settled(id_, result, send), "settle")
+
+    async def _say_settled(self, id_: int, result: StoreResult, send: Send) -> None:
+        send(wire.Settled(id_, await result.settled()))
+
+    def _store_layer(self, request: wire.StoreLayer) -> None:
+        if (storing := self._stores.get(request.id)) is not None:
+            storing[0].store_layer(request.layer)
+
+    def _copied(self, request: wire.Copied) -> None:
+        transfer = self._loads.get(request.id) or self._stores.get(request.id)
+        if transfer is not None:
+            transfer[1].answered(request.number, request.error)
+
+    def _give_up(self, id_: int) -> None:
+        """End a transfer, a question before it is answered, or a lease: its client does not wait for it any more."""
+        if (loading := self._loads.get(id_)) is not None:
+            loading[0].cancel()
+        elif (storing := self._stores.get(id_)) is not None:
+            storing[0].cancel()
+        elif (held := self._leases.pop(id_, None)) is not None:
+            chain, lease = held
+            chain.release(lease)
+        elif (task := self._asked.get(id_)) is not None:
+            task.cancel()
+
+    # Questions.
+
+    def _ask(self, request: wire.Question, send: Send) -> None:
+        """Answer one: at once if that needs no waiting, else when it is known."""
+        if len(self._asked) >= self._limits.questions_per_client:
+            raise CapacityError(f"{self._limits.questions_per_client} questions of this client are under way")
+        if self.is_read_only and isinstance(request, wire.Evict | wire.Clear):
+            raise ConfigurationError("a read-only client evicts nothing")
+        answered = self._answer(request)
+        if isinstance(answered, wire.Message):
+            send(answered)
+            return
+        task = self._tasks.spawn(self._say(request.id, answered, send), type(request).__name__)
+        self._asked[request.id] = task
+        task.add_done_callback(lambda _: self._asked.pop(request.id, None))
+
+    async def _say(self, id_: int, answer: Coroutine[Any, Any, wire.Answer], send: Send) -> None:
+        try:
+            send(await answer)
+        except TieredKVError as error:
+            send(wire.Failed(id_, wire.kind_of(error), str(error)))
+
+    def _answer(self, request: wire.Question) -> Answered:
+        match request:
+            case wire.Stats():
+                return wire.Counted(request.id, self._seat(b"")[1].statistics())
+            case wire.Flush():
+                return questions.flush(self._cache, request)
+            case wire.Clear():
+                return questions.clear(self._cache, request)
+            case wire.Lease():
+                return self._lease(request)
+        kv, seat = self._seat(request.keys.epoch)
+        if isinstance(request, wire.Explain):
+            seat.past_epochs = list(request.before)
+        return questions.answer(kv, request)
+
+    async def _lease(self, request: wire.Lease) -> wire.Leased:
+        chain, batch = self._seat(request.keys.epoch)[1].batch(request.keys.block_keys())
+        if len(self._leases) >= self._limits.leases_per_client:
+            raise CapacityError(f"this client holds {len(self._leases)} leases")
+        _, handles = start_bringing([(chain, batch)])
+        await bring_each(handles)
+        (lease,) = lease_prefix([(chain, batch)])
+        self._leases[request.id] = chain, lease
+        return wire.Leased(request.id, chain.host.slab.name, wire.as_bytes(lease.slots))
+
+    # What requests are about.
+
+    def _seat(self, epoch: bytes) -> tuple[TieredKV, OpenCache]:
+        """Return the cache with the weights of a request, and what transfers are made with."""
+        if (seat := self._seats.get(epoch)) is None:
+            if len(self._seats) >= _EPOCHS:
+                self._seats.clear()
+            seat = self._seats[epoch] = seat_at(self._cache, self._shards, epoch, (), self._pins)
+        return seat
+
+    def _checked(self, id_: int, send: Send, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except (TieredKVError, ValueError) as error:  # a ValueError is of an enum, e.g. a priority there is none of
+            kind = wire.kind_of(error) if isinstance(error, TieredKVError) else ConfigurationError.__name__
+            send(wire.Failed(id_, kind, str(error)))
+
+    def _quietly(self, request: wire.Touch | wire.Unpin) -> None:
+        """Do what has no answer."""
+        try:
+            (kv, _), keys = self._seat(request.keys.epoch), request.keys.block_keys()
+            if isinstance(request, wire.Touch):
+                kv.touch(keys)
+            else:
+                kv.unpin(keys)
+        except TieredKVError as error:
+            log("warning", "host.request_refused", client=self.name, error=str(error))
