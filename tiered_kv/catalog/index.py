@@ -18,21 +18,21 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.catalog.books import DOOMED, FREE, PENDING, READY, Books, Change, IndexStatistics, OnChange
+from tiered_kv.catalog.books import DOOMED, FREE, PENDING, READY, Change, OnChange
 from tiered_kv.catalog.leases import Lease, Reservation
+from tiered_kv.catalog.occupancy import NO_SLOTS, Occupancy, unique
 from tiered_kv.catalog.policies import Policy, make_policy
-from tiered_kv.catalog.slots import Expiry, FreeSlots, SlotQueue
+from tiered_kv.catalog.slots import Expiry, SlotQueue
 from tiered_kv.catalog.table import Slots, first_occurrences
-from tiered_kv.errors import CapacityError, ClosedError, ConfigurationError
+from tiered_kv.errors import ClosedError, ConfigurationError
 from tiered_kv.keys import Names
 
-_NONE: Slots = np.empty(0, dtype=np.int64)
 _RESTORE_CHUNK: Final = 1 << 16
 _LOOKED_AT: Final = 1 << 14
 """Slots, by one call of `TierIndex.ready_from`."""
 
 
-class TierIndex(Books):
+class TierIndex(Occupancy):
     """The blocks of one owned tier.
 
     Of its own slots those below ``num_slots`` are in use; `resize` moves that end. A block in a bounce slot can be read
@@ -79,21 +79,17 @@ class TierIndex(Books):
                 f"an index holds 0 to 2**31 - 2 slots, got {num_slots} own, {max_slots} at most, "
                 f"{num_transient} transient"
             )
-        super().__init__(max_slots, num_transient)
-        self.num_slots = num_slots
+        super().__init__(
+            num_slots,
+            max_slots,
+            num_transient,
+            make_policy(policy, max_slots),
+            None if ttl_s is None else Expiry(max_slots, ttl_s, clock),
+            SlotQueue(max_slots if write_back else 0),
+            on_change,
+        )
         self.ttl_s = ttl_s
-        self._policy = make_policy(policy, max_slots)
-        self._policy.resize(num_slots)
-        self._expiry = None if ttl_s is None else Expiry(max_slots, ttl_s, clock)
         self._write_back = write_back
-        self._dirty = SlotQueue(max_slots if write_back else 0)  # the oldest first; each of these is held by one lease
-        self.on_change = on_change
-        self._free = FreeSlots(max_slots, range(num_slots))
-        self._transient_free = FreeSlots(num_transient, range(max_slots, total))
-        self._num_leases = np.full(total, 0, dtype=np.int32)
-        self._was_used = np.full(total, fill_value=False)  # while leased: another's cold release must not chill it
-        self._ready = self._pending = self._doomed = self._leased = 0
-        self._withheld: NDArray[np.bool_] | None = None  # (max_slots,): not to be used for now
 
     # Reading more than `Books` does: for the owning thread alone.
 
@@ -118,28 +114,10 @@ class TierIndex(Books):
         slots = start + np.flatnonzero(self._states[start:stop] == READY)[:limit]
         return self._table.names(slots), slots, int(slots[-1]) + 1 if len(slots) == limit else stop
 
-    @property
-    def num_free(self) -> int:
-        """How many of the tier's own slots hold nothing."""
-        return len(self._free)
-
-    def statistics(self) -> IndexStatistics:
-        """Count slots by what they hold."""
-        used = self._pending + self._ready + self._doomed
-        withheld = 0 if self._withheld is None else int(np.count_nonzero(self._is_free())) - len(self._free)
-        return IndexStatistics(
-            num_slots=self.num_slots,
-            free=len(self._free),
-            ready=self._ready,
-            evictable=len(self._policy),
-            leased=self._leased,
-            pending=self._pending,
-            doomed=self._doomed,
-            transient_free=len(self._transient_free),
-            retired=self.max_slots + self.num_transient - len(self._free) - len(self._transient_free) - used - withheld,
-            withheld=withheld,
-            dirty=len(self._dirty),
-        )
+    def idle_retired(self, start: int, stop: int) -> Slots:
+        """Return those of the slots ``start <= slot < stop`` beyond the capacity that hold nothing, ascending."""
+        start, stop = max(start, self.num_slots), min(stop, self.max_slots)
+        return start + np.flatnonzero(self._states[start:stop] == FREE) if start < stop else NO_SLOTS
 
     # Using blocks.
 
@@ -148,10 +126,10 @@ class TierIndex(Books):
         slots, states = self.find(names)
         is_ready = states == READY
         if is_ready.all():
-            held = _unique(slots)
+            held = unique(slots)
         else:
             slots = np.where(is_ready, slots, -1)
-            held = _unique(slots[is_ready])
+            held = unique(slots[is_ready])
         num_leases = self._num_leases.take(held)
         idle = held if not num_leases.any() else held[num_leases == 0]
         self._policy.park(self._own(idle)[::-1])
@@ -162,7 +140,7 @@ class TierIndex(Books):
     def touch(self, names: Names) -> None:
         """Make the ready ones of these blocks the most recently used, the head of the batch most of all."""
         slots, states = self.find(names)
-        used = _unique(slots[states == READY])[::-1]
+        used = unique(slots[states == READY])[::-1]
         is_leased = self._num_leases[used] > 0
         self._was_used[used[is_leased]] = True
         idle = used[~is_leased]
@@ -190,7 +168,7 @@ class TierIndex(Books):
         wanted = absent[first_occurrences(names.take(absent, axis=0))] if len(absent) else absent
         with self.lock:
             if transient:
-                evicted, taken = self._table.names(_NONE), self._take_transient(len(wanted))
+                evicted, taken = self._table.names(NO_SLOTS), self._take_transient(len(wanted))
             else:
                 evicted, taken = self._make_room(len(wanted), keep=found[states == READY])
             self._table.insert(names.take(wanted, axis=0), taken)
@@ -216,7 +194,7 @@ class TierIndex(Books):
         and its slot is freed when its reservation closes.
         """
         found, _ = self.find(names)
-        slots = _unique(found[found >= 0])
+        slots = unique(found[found >= 0])
         self._remove(slots[::-1], why)
         return len(slots)
 
@@ -230,7 +208,7 @@ class TierIndex(Books):
             ``(n, 4)``; none where there is no ``ttl_s``.
         """
         if self._expiry is None:
-            return self._table.names(_NONE)
+            return self._table.names(NO_SLOTS)
         slots = self._expiry.overdue(self.num_slots, limit)
         return self._remove(slots[self._states[slots] == READY][::-1], Change.EXPIRED)
 
@@ -285,7 +263,7 @@ class TierIndex(Books):
         self._ready = self._pending = 0
         self._doomed = int(np.count_nonzero(states))
         if self.on_change is not None:
-            self.on_change(Change.CLEARED, self._table.names(_NONE))
+            self.on_change(Change.CLEARED, self._table.names(NO_SLOTS))
 
     def restore(self, names: Names, slots: Slots, *, ages_s: NDArray[np.float32] | None = None) -> None:
         """Enter blocks that outlived a restart. Takes time in their number, about a second a million.
@@ -303,7 +281,7 @@ class TierIndex(Books):
             raise ConfigurationError(f"slots {slots.min()} to {slots.max()} in a tier of {self.num_slots} slots")
         num_taken = int(np.count_nonzero(self._states[slots]))
         num_known = int(np.count_nonzero(self._table.find(names) >= 0))
-        num_repeats = 2 * len(slots) - len(first_occurrences(names)) - len(_unique(slots))
+        num_repeats = 2 * len(slots) - len(first_occurrences(names)) - len(unique(slots))
         if num_taken or num_known or num_repeats:
             raise ConfigurationError(
                 f"{len(slots)} blocks to restore: {num_taken} slots are not free, {num_known} names are known, "
@@ -343,7 +321,7 @@ class TierIndex(Books):
         if lease.is_released:
             raise ClosedError("mark_dirty() of a lease that is released: its slots may be another's by now")
         slots = lease.slots if slots is None else slots
-        slots = self._own(_unique(slots[slots >= 0]))
+        slots = self._own(unique(slots[slots >= 0]))
         fresh = slots[(self._states[slots] == READY) & ~self._dirty.holds(slots)]
         self._hold(fresh)
         self._dirty.push(fresh)
@@ -371,181 +349,3 @@ class TierIndex(Books):
         slots = self._dirty.head(n)
         self._dirty.remove(slots)
         return self._table.names(slots), Lease(slots, slots, partial(self._release, is_use=False))
-
-    def idle_retired(self, start: int, stop: int) -> Slots:
-        """Return those of the slots ``start <= slot < stop`` beyond the capacity that hold nothing, ascending."""
-        start, stop = max(start, self.num_slots), min(stop, self.max_slots)
-        return start + np.flatnonzero(self._states[start:stop] == FREE) if start < stop else _NONE
-
-    # What rights do when they end.
-
-    def _commit(self, slots: Slots) -> Lease:
-        """Make the pending ones of these slots, -1 where there is none, ready, and lease them."""
-        is_live = self._states.take(slots) == PENDING
-        filled = slots[is_live]
-        with self.lock:
-            self._states[filled] = READY
-        self._pending -= len(filled)
-        self._ready += len(filled)
-        own = self._own(filled)
-        names = self._table.names(own)
-        self._policy.add(own, names)
-        self._hold(filled)
-        if self._expiry is not None:
-            self._expiry.start(own)
-        self._tell(Change.ADDED, names)
-        # To be filled is not to be used: a policy that counts uses counts the second call for a block.
-        return Lease(np.where(is_live, slots, -1), filled, partial(self._release, is_use=False))
-
-    def _give_back(self, slots: Slots) -> None:
-        if not len(slots):
-            return
-        is_pending = self._states[slots] == PENDING
-        pending = slots[is_pending]
-        with self.lock:
-            self._table.remove(pending)
-            self._states[pending] = DOOMED
-        self._pending -= len(pending)
-        self._doomed += len(pending)
-        self._free_doomed(slots)
-
-    def _hold(self, slots: Slots) -> None:
-        self._leased += int(np.count_nonzero(self._num_leases[slots] == 0))
-        self._num_leases[slots] += 1
-
-    def _release(self, held: Slots, *, cold: bool, is_use: bool) -> None:
-        tail_first = held[::-1]  # of a prefix the head is the most useful: it goes last
-        own = self._own(tail_first)
-        if is_use and not cold:
-            self._policy.use(own)
-        num_leases = self._num_leases.take(tail_first) - 1
-        self._num_leases[tail_first] = num_leases
-        is_plain = not cold and len(own) == len(tail_first) and not num_leases.any()
-        if is_plain and (self._states.take(tail_first) == READY).all():  # as a rule: nobody else has them, and all stay
-            self._leased -= len(tail_first)
-            self._was_used[tail_first] = False
-            self._policy.unpark(tail_first)
-            return
-        is_last = num_leases == 0
-        if not cold:
-            self._was_used[tail_first[~is_last]] = True
-        idle = tail_first[is_last]
-        self._leased -= len(idle)
-        was_used = self._was_used[idle]
-        self._was_used[idle] = False
-        is_ready = self._states[idle] == READY
-        is_own = ~self.is_transient(idle)
-        if cold:
-            self._policy.unpark(idle[is_ready & is_own & ~was_used], cold=True)
-            self._policy.unpark(idle[is_ready & is_own & was_used])
-        else:
-            self._policy.unpark(idle[is_ready & is_own])
-        passed = idle[is_ready & ~is_own]  # transient blocks live no longer than their leases
-        if len(passed):
-            with self.lock:
-                self._table.remove(passed)
-                self._states[passed] = DOOMED
-            self._ready -= len(passed)
-            self._doomed += len(passed)
-        self._free_doomed(idle[~(is_ready & is_own)])
-
-    # Slots.
-
-    def _make_room(self, n: int, *, keep: Slots) -> tuple[Names, Slots]:
-        """Take ``n`` own slots, evicting blocks outside ``keep`` if need be; return their names and the slots."""
-        shortage = max(0, n - len(self._free))
-        if not shortage:
-            return self._table.names(_NONE), self._free.take(n)
-        keep = self._idle(keep)
-        num_evictable = len(self._policy) - len(keep)
-        if shortage > num_evictable:
-            raise CapacityError(f"{shortage} more slots needed, {num_evictable} evictable")
-        victims = self._policy.victims(shortage, keep)
-        names = self._table.names(victims)
-        self._table.remove(victims)
-        self._policy.evict(victims, names)
-        self._states[victims] = FREE
-        self._ready -= shortage
-        return names, np.sort(np.concatenate((self._free.take(n - shortage), victims)))
-
-    def _idle(self, slots: Slots) -> Slots:
-        """Return those own slots, each once, that nobody leases: without these a batch has to find its room."""
-        own = self._own(slots)
-        return _unique(own[self._num_leases[own] == 0])
-
-    def _take_transient(self, n: int) -> Slots:
-        num_free = len(self._transient_free)
-        if n > num_free:
-            raise CapacityError(f"{n - num_free} more transient slots needed, none evictable")
-        return self._transient_free.take(n)
-
-    def _remove(self, slots: Slots, change: Change) -> Names:
-        """Make the blocks in these slots unfindable, the tail first, as they lie in the policy's queues.
-
-        Returns:
-            The names of the tier's own ones that were readable.
-        """
-        is_ready = self._states[slots] == READY
-        self._policy.park(slots[is_ready & (self._num_leases[slots] == 0)])
-        self._forget_dirty(slots)
-        with self.lock:
-            self._table.remove(slots)
-            self._states[slots] = DOOMED
-        num_ready = int(np.count_nonzero(is_ready))
-        self._ready -= num_ready
-        self._pending -= len(slots) - num_ready
-        self._doomed += len(slots)
-        self._free_doomed(slots[is_ready & (self._num_leases[slots] == 0)])
-        removed = self._table.names(self._own(slots[is_ready]))
-        self._tell(change, removed)
-        return removed
-
-    def _forget_dirty(self, slots: Slots) -> None:
-        """Let go of those of these slots that are dirty. They are not put back into the order of eviction."""
-        if not len(self._dirty):
-            return
-        own = self._own(slots)
-        dirty = own[self._dirty.holds(own)]
-        self._dirty.remove(dirty)
-        self._num_leases[dirty] -= 1
-        idle = dirty[self._num_leases[dirty] == 0]
-        self._leased -= len(idle)
-        self._was_used[idle] = False
-
-    def _free_doomed(self, slots: Slots) -> None:
-        self._states[slots] = FREE
-        self._doomed -= len(slots)
-        own = slots[slots < self.num_slots]
-        self._free.give(
-            own if self._withheld is None else own[~self._withheld[own]]
-        )  # between these two lie the retired
-        self._transient_free.give(slots[slots >= self.max_slots])
-
-    def _is_free(self) -> NDArray[np.bool_]:
-        is_free: NDArray[np.bool_] = self._states[: self.num_slots] == FREE
-        return is_free
-
-    def _find_free(self) -> None:
-        """Have just those slots free that hold nothing and can be used."""
-        is_free = self._is_free()
-        if self._withheld is not None:
-            is_free &= ~self._withheld[: self.num_slots]
-        self._free.reset(np.flatnonzero(is_free))
-
-    def _own(self, slots: Slots) -> Slots:
-        return slots[slots < self.max_slots] if self.num_transient else slots
-
-    def _tell(self, change: Change, names: Names) -> None:
-        if self.on_change is not None and len(names):
-            self.on_change(change, names)
-
-
-def _unique(slots: Slots) -> Slots:
-    """Drop repeats, keep the order of first occurrences."""
-    # Not by np.unique: its first call imports numpy.ma, a pause of 7 ms.
-    ordered = np.sort(slots)
-    if not (ordered[1:] == ordered[:-1]).any():
-        return slots
-    order = np.argsort(slots, kind="stable")
-    ordered = slots[order]
-    return slots[np.sort(order[np.flatnonzero(np.diff(ordered, prepend=-1))])]
