@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.progress import Progress
 
 from tiered_kv.cli import configuration, doctoring, records
+from tiered_kv.cli.planning import plan_command
 from tiered_kv.cli.replaying import replay_command
 from tiered_kv.cli.showing import AsJSON, ConfigFile, err, one_line_errors, out, print_json, print_table, settings_of
 
@@ -110,6 +111,7 @@ def verify(
 
 
 app.command("replay")(replay_command)
+app.command("plan")(plan_command)
 
 
 @app.command()

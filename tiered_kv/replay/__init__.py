@@ -1,16 +1,26 @@
 """Replays of traces, and plans of capacity made from them: for the command line and for benchmarks."""
 
 from tiered_kv.replay.chain import SimulatedChain, TierPlan, plans_from, tier_plans
+from tiered_kv.replay.curves import Curve, lru_curve, sampled_curve
+from tiered_kv.replay.plan import Choice, Medium, PlannedTier, Prices, choices
 from tiered_kv.replay.report import ReplayReport, TierReport
 from tiered_kv.replay.simulated import BlockCost, replay
 
 __all__ = [
     "BlockCost",
+    "Choice",
+    "Curve",
+    "Medium",
+    "PlannedTier",
+    "Prices",
     "ReplayReport",
     "SimulatedChain",
     "TierPlan",
     "TierReport",
+    "choices",
+    "lru_curve",
     "plans_from",
     "replay",
+    "sampled_curve",
     "tier_plans",
 ]

@@ -1,0 +1,86 @@
+"""``tiered-kv plan``, as a shell would call it, on small traces."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from tiered_kv.cli.app import app
+
+TRACE = "synthetic:chat?num_requests=60"
+
+
+def run(*arguments: object) -> Result:
+    """Call the command line."""
+    return CliRunner().invoke(app, ["plan", *(str(each) for each in arguments)])
+
+
+def answer(*arguments: object) -> Any:  # noqa: ANN401 - what JSON is
+    """Call it with ``--json`` and return what it says."""
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_plan_says_what_to_buy_and_checks_it() -> None:
+    """Curves of every policy, the best choice of each set of media, and what a replay of the best one found."""
+    found = answer(TRACE, "--policy", "mq")
+    assert list(found["curves"]) == ["lru", "mq"]
+    gains = [each["gain_a_month"] for each in found["choices"]]
+    assert gains == sorted(gains, reverse=True)
+    assert found["checked_hit_rate"] == pytest.approx(found["choices"][0]["hit_rate"], abs=0.01)
+    text = run(TRACE).stdout
+    assert "Buy " in text
+    assert "foretold hit rate" in text
+
+
+def test_media_and_prices_are_given(tmp_path: Path) -> None:
+    """By options or a file; options go before it."""
+    file = tmp_path / "prices.toml"
+    file.write_text('[[media]]\nname = "gpu"\nprice_per_gib_month = 0\nread_bandwidth = "50GB"\n')
+    named = [each["name"] for each in answer(TRACE, "--prices", file, "--no-check")["choices"][0]["tiers"]]
+    assert named == ["gpu"]
+    media = ("--medium", "cpu=0@20GB:mq", "--engine-price", "1")
+    found = answer(TRACE, "--prices", file, *media)
+    assert [(each["name"], each["policy"]) for each in found["choices"][0]["tiers"]] == [("cpu", "mq")]
+    assert "No tier is worth its price" in run(TRACE, "--medium", "cpu=1000000@20GB").stdout
+
+
+def test_a_picture_and_a_page_are_written(tmp_path: Path) -> None:
+    """Each where it is asked for."""
+    png, html = tmp_path / "plan.png", tmp_path / "plan.html"
+    assert run(TRACE, "--png", png, "--html", html).exit_code == 0
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert html.read_text().startswith("<!doctype html>")
+
+
+def test_without_matplotlib_a_picture_names_its_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And all else goes without it."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert run(TRACE, "--no-check").exit_code == 0
+    result = run(TRACE, "--png", tmp_path / "plan.png")
+    assert result.exit_code == 2
+    assert "pip install 'tiered-kv[plan]'" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--medium", "cpu"], "write NAME=PRICE@RATE"),
+        (["--medium", "cpu=1@fast"], "write NAME=PRICE@RATE"),
+        (["--prices", "/no/such/file"], "No such file"),
+        (["--policy", "best"], "policy must be one of"),
+        (["--png", "/no/such/folder/plan.png"], "No such file"),
+    ],
+)
+def test_errors_are_one_line_with_a_remedy(arguments: list[str], why: str) -> None:
+    """No traceback, exit code 2."""
+    result = run(TRACE, *arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("tiered-kv: ")
+    assert result.stderr.count("\n") == 1
+    assert why in result.stderr

@@ -1,0 +1,146 @@
+"""``tiered-kv plan``: which tiers a trace makes worth their price."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+from rich.markup import escape
+
+from tiered_kv.cli.replaying import BlockSize, PrefillRate, TokenBytes, TraceFile, gib, progress, read, size_of
+from tiered_kv.cli.showing import AsJSON, one_line_errors, out, print_json, print_table
+from tiered_kv.errors import ConfigurationError
+from tiered_kv.replay import BlockCost, Choice, Curve, Medium, Prices, choices, lru_curve, replay, sampled_curve
+from tiered_kv.replay.pages import headline, page, picture
+from tiered_kv.traces import Trace
+
+_SHOWN: Final = (0.001, 0.01, 0.03, 0.1, 0.3, 1.0)
+"""Sizes in the table, as parts of all blocks of the trace."""
+
+Media = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--medium",
+        metavar="NAME=PRICE@RATE",
+        help="cpu=2.5@20GB: price of a GiB a month, bytes a second; fastest first.",
+    ),
+]
+
+
+def plan_command(
+    trace: TraceFile,
+    medium: Media = None,
+    *,
+    prices: Annotated[Path | None, typer.Option(help="A TOML file: engine_price_per_hour, and [[media]].")] = None,
+    engine_price: Annotated[float | None, typer.Option(min=0.0, help="Of an hour of what computes prompts.")] = None,
+    policy: Annotated[list[str] | None, typer.Option(help="Policies to compare, besides those of the media.")] = None,
+    block_size: BlockSize = None,
+    kv_bytes: TokenBytes = "128KiB",
+    prefill_rate: PrefillRate = 10_000.0,
+    check: Annotated[bool, typer.Option(help="Replay the trace on the tiers that come out best.")] = True,
+    png: Annotated[Path | None, typer.Option(help="Draw the curves into this file.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page into this file that needs nothing beside it.")] = None,
+    as_json: AsJSON = False,
+) -> None:
+    """Find the hit rate at every size, and which sizes of which tiers are worth their price.
+
+    Exact for LRU; for other policies from a sample of the blocks.
+    """
+    with one_line_errors():
+        cost = BlockCost(size_of("--token-bytes", kv_bytes), prefill_rate)
+        costs = _prices(prices, medium or [], engine_price)
+        found = read(trace, block_size)
+        policies = dict.fromkeys(["lru", *(each.policy for each in costs.media), *(policy or [])])
+        curves = _curves(found, list(policies), is_shown=not as_json)
+        options = choices(found, curves, costs, cost)
+        best, checked = options[0], None
+        if check and best.tiers:
+            with progress("checking", len(found.requests), is_shown=not as_json) as advance:
+                checked = replay(found, [each.as_tier() for each in best.tiers], cost, on_request=advance)
+        if png or html:
+            image = picture(found, curves, best, cost)
+            if png:
+                png.write_bytes(image)
+            if html:
+                html.write_text(page(found, options, costs, cost, image, checked), encoding="utf-8")
+    if as_json:
+        print_json(
+            {
+                "trace": found.name,
+                "curves": {name: _points(found, each) for name, each in curves.items()},
+                "choices": [_said(each) for each in options],
+                "checked_hit_rate": None if checked is None else checked.hit_rate,
+            }
+        )
+        return
+    _show(found, curves, options, cost)
+    told = headline(best)
+    if checked is not None:
+        told += f": foretold hit rate {best.hit_rate:.3f}, replayed {checked.hit_rate:.3f}"
+    out.print()
+    out.print(escape(told), highlight=False, soft_wrap=True)
+
+
+def _curves(trace: Trace, policies: Sequence[str], *, is_shown: bool) -> dict[str, Curve]:
+    with progress("lru", len(trace.requests), is_shown=is_shown) as advance:
+        lru = lru_curve(trace, on_request=advance)
+    curves = {"lru": lru}
+    for each in policies[1:]:
+        with progress(each, len(trace.requests), is_shown=is_shown) as advance:
+            curves[each] = sampled_curve(trace, each, lru, on_request=advance)
+    return curves
+
+
+def _prices(path: Path | None, media: Sequence[str], engine_price: float | None) -> Prices:
+    prices = Prices() if path is None else Prices.from_toml(path)
+    if media:
+        prices = prices.model_copy(update={"media": tuple(map(_medium, media))})
+    if engine_price is not None:
+        prices = prices.model_copy(update={"engine_price_per_hour": engine_price})
+    return prices
+
+
+def _medium(text: str) -> Medium:
+    name, _, rest = text.partition("=")
+    price, _, rate = rest.partition("@")
+    rate, _, policy = rate.partition(":")
+    try:
+        fields = {"name": name, "price_per_gib_month": float(price), "read_bandwidth": rate, "policy": policy or "lru"}
+        return Medium.model_validate(fields)
+    except ValueError:  # pydantic's errors are such, too
+        raise ConfigurationError(
+            f"--medium {text}: write NAME=PRICE@RATE, e.g. nvme=0.1@3GB, or nvme=0.1@3GB:lru with a policy"
+        ) from None
+
+
+def _points(trace: Trace, curve: Curve) -> list[tuple[int, float]]:
+    sizes = dict.fromkeys(round(part * trace.num_blocks) for part in _SHOWN)
+    return [(size, curve.at(size)) for size in sizes]
+
+
+def _said(choice: Choice) -> dict[str, Any]:
+    return asdict(choice) | {"gain_a_month": choice.gain_a_month}
+
+
+def _show(trace: Trace, curves: dict[str, Curve], options: Sequence[Choice], cost: BlockCost) -> None:
+    block_bytes = cost.token_bytes * trace.block_size
+    sizes = [size for size, _ in _points(trace, curves["lru"])]
+    rows = [
+        (f"{size:,}", gib(size * block_bytes), *(f"{each.at(size):.3f}" for each in curves.values())) for size in sizes
+    ]
+    print_table(("blocks", "GiB", *map(escape, curves)), rows)
+    out.print()
+    print_table(
+        ("tiers", "hit rate", "price a month", "saves", "gain"),
+        [
+            (
+                escape(" + ".join(f"{tier.name} {gib(tier.num_bytes)} GiB" for tier in each.tiers)) or "none",
+                f"{each.hit_rate:.3f}",
+                f"{each.price_a_month:,.0f}",
+                f"{each.saved_a_month:,.0f}",
+                f"{each.gain_a_month:,.0f}",
+            )
+            for each in options
+        ],
+    )
