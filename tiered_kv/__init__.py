@@ -112,7 +112,7 @@ if TYPE_CHECKING:
     from tiered_kv.planner import Planner
     from tiered_kv.settings import CacheLimits, CPUTier, GPUTier, TieredKVSettings
     from tiered_kv.transfers.jobs import Job
-    from tiered_kv.transfers.load import LoadHandle
+    from tiered_kv.transfers.load_handle import LoadHandle
     from tiered_kv.transfers.prefetch import HostLease, PrefetchHandle
     from tiered_kv.transfers.store import StoreHandle
     from tiered_kv.transfers.submissions import LoadTicket, StoreTicket
@@ -131,7 +131,7 @@ _IMPORTED_LATER: Final = {
     "GPUTier": "settings",
     "HostLease": "transfers.prefetch",
     "Job": "transfers.jobs",
-    "LoadHandle": "transfers.load",
+    "LoadHandle": "transfers.load_handle",
     "LoadTicket": "transfers.submissions",
     "Planner": "planner",
     "PrefetchHandle": "transfers.prefetch",

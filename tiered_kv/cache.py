@@ -52,7 +52,7 @@ from tiered_kv.tiers import upkeep
 from tiered_kv.tiers.budget import Priority
 from tiered_kv.tiers.pins import Pins
 from tiered_kv.transfers.handles import Handle, cancel_each, each_of
-from tiered_kv.transfers.load import LoadHandle
+from tiered_kv.transfers.load_handle import LoadHandle
 from tiered_kv.transfers.prefetch import HostLease, Prefetch, PrefetchHandle, hold_on_host
 from tiered_kv.transfers.requests import Order
 from tiered_kv.transfers.start import start_load, start_store

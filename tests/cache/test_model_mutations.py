@@ -19,7 +19,8 @@ from tiered_kv.keys import epoch_digest
 from tiered_kv.tiers.batch import Batch, Naming
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.transfers.handles import Revocable
-from tiered_kv.transfers.load import Load, LoadHandle
+from tiered_kv.transfers.load import Load
+from tiered_kv.transfers.load_handle import LoadHandle
 from tiered_kv.transfers.resident import ResidentLoad
 from tiered_kv.transfers.window import Bringer, Landed
 

@@ -53,7 +53,7 @@ from tiered_kv.tiers.budget import Priority
 from tiered_kv.tiers.tasks import Tasks, WorkerPool, in_a_thread
 from tiered_kv.transfers.bindings import Binding, Bindings
 from tiered_kv.transfers.handles import Handle, cancel_each, each_of
-from tiered_kv.transfers.load import LoadHandle
+from tiered_kv.transfers.load_handle import LoadHandle
 from tiered_kv.transfers.prefetch import HostLease, PrefetchHandle
 from tiered_kv.transfers.requests import Order
 from tiered_kv.transfers.store import StoreHandle

@@ -24,7 +24,7 @@ from tiered_kv.results import LoadResult, StoreResult, TierFault, TierStore
 from tiered_kv.tiers.base import prefix_of
 from tiered_kv.transfers.bindings import Binding
 from tiered_kv.transfers.handles import LAST_COPIES_S
-from tiered_kv.transfers.load import LoadHandle
+from tiered_kv.transfers.load_handle import LoadHandle
 
 R = TypeVar("R")
 Ids = NDArray[np.int64]

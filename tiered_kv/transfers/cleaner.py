@@ -14,7 +14,8 @@ from tiered_kv.tiers.budget import Kind
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.dirty import Waiting
 from tiered_kv.tiers.memory import MemoryTier
-from tiered_kv.transfers.writedown import Tally, WriteDown
+from tiered_kv.transfers.tally import Tally
+from tiered_kv.transfers.writedown import WriteDown
 
 _TICK_S: Final = 1.0
 """How often it looks by itself: leases, ages and tiers that are well again tell nobody."""

@@ -12,7 +12,8 @@ from tiered_kv.tiers.base import Mask
 from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.transfers.prefetch import Brought
-from tiered_kv.transfers.writedown import Tally, write_down
+from tiered_kv.transfers.tally import Tally
+from tiered_kv.transfers.writedown import write_down
 
 
 class HeldLoad:

@@ -14,7 +14,8 @@ from tiered_kv.memory.lanes import LaneCopy, RevokedError
 from tiered_kv.results import LoadResult, TierFault
 from tiered_kv.tiers.memory import MemoryTier
 from tiered_kv.transfers.handles import LAST_COPIES_S
-from tiered_kv.transfers.load import LoadHandle, check_stop, load_result, overtaken
+from tiered_kv.transfers.load import check_stop, load_result, overtaken
+from tiered_kv.transfers.load_handle import LoadHandle
 from tiered_kv.transfers.requests import MOST_AT_ONCE, LoadRequest, may_copy_at_once
 
 

@@ -4,7 +4,8 @@ from tiered_kv.transfers.back import BackLoad
 from tiered_kv.transfers.direct import DirectLoad
 from tiered_kv.transfers.gaps import GapLoad
 from tiered_kv.transfers.layerwise import LayerLoad, LayerStore
-from tiered_kv.transfers.load import Load, LoadHandle
+from tiered_kv.transfers.load import Load
+from tiered_kv.transfers.load_handle import LoadHandle
 from tiered_kv.transfers.requests import LoadRequest, StoreRequest
 from tiered_kv.transfers.resident import start_resident
 from tiered_kv.transfers.store import Store, StoreHandle

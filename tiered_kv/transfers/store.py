@@ -27,7 +27,8 @@ from tiered_kv.tiers.memory import MemoryTier
 from tiered_kv.transfers.bindings import EngineMemory
 from tiered_kv.transfers.handles import LAST_COPIES_S, Handle, Revocable
 from tiered_kv.transfers.requests import MOST_AT_ONCE, StoreRequest, may_copy_at_once
-from tiered_kv.transfers.writedown import Tally, write_down
+from tiered_kv.transfers.tally import Tally
+from tiered_kv.transfers.writedown import write_down
 
 
 class Storing(Protocol):
