@@ -64,7 +64,8 @@ _FOR_STORAGE = (
 
 class _MemoryTier(OwnedTierSettings):
     policy: str = "lru"
-    """Which blocks go first when there is no room: ``"lru"``, ``"arc"``, ``"mq"``, or ``"package.module:Class"``."""
+    """Which blocks go first when there is no room: ``"lru"``, ``"lhd"``, ``"mq"``, ``"arc"``, ``"s3-fifo"``, or a
+    class, ``"package.module:Class"``."""
 
     @field_validator("policy")
     @classmethod

@@ -7,7 +7,7 @@ from tiered_kv.catalog import Change, TierIndex
 from tiered_kv.errors import CapacityError, ClosedError, ConfigurationError
 from tiered_kv.keys import Names
 
-every_policy = pytest.mark.parametrize("policy", ["lru", "arc", "mq"])
+every_policy = pytest.mark.parametrize("policy", ["lru", "arc", "mq", "s3-fifo", "lhd"])
 
 
 def names_of(*batch: int) -> Names:

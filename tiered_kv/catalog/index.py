@@ -63,7 +63,7 @@ class TierIndex(Occupancy):
             max_slots: The most that `resize` may make of them; everything is allocated for so many. By default
                 ``num_slots``.
             num_transient: Slots whose blocks stay while they are leased.
-            policy: A policy's name, ``"lru"``, ``"arc"`` or ``"mq"``, or its class.
+            policy: A policy's name, as `make_policy` takes it, or its class.
             ttl_s: After so many seconds from its commit a block is `expire`'s to remove. Takes 4 bytes a slot.
             clock: What tells the seconds.
             write_back: Blocks may be marked dirty. Takes 8 bytes a slot.

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from tiered_kv.catalog.table import Slots
 from tiered_kv.errors import ConfigurationError
 
+_Links = tuple[NDArray[np.int32], NDArray[np.int32]]
 _ABSENT: Final = -1
 _MAX_FOUND: Final = 4096  # to remove so many blocks takes about 1 ms, to look at as many slots takes 3 us
 
@@ -59,15 +60,24 @@ class SlotQueue:
     Every batch is given and returned in the queue's own direction: the least recently used first.
     """
 
-    def __init__(self, capacity: int) -> None:
-        """Allocate for ``capacity`` slots; nothing is allocated later."""
-        self._end = capacity  # the sentinel that closes the ring: behind it the coldest slot, before it the hottest
-        self._next = np.full(capacity + 1, _ABSENT, dtype=np.int32)
-        self._previous = np.full(capacity + 1, _ABSENT, dtype=np.int32)
+    def __init__(self, capacity: int, *, links: "_Links | None" = None, number: int = 0) -> None:
+        """Allocate for ``capacity`` slots; nothing is allocated later. For several queues see `several`."""
+        self._capacity = capacity
+        self._end = capacity + number  # the sentinel that closes the ring: behind it the coldest, before it the hottest
+        self._next, self._previous = links or _links(capacity, 1)
         # Indexing a memoryview gives a plain int in a third of the time that an array takes.
         self._next_at = self._next.data
         self._previous_at = self._previous.data
         self.clear()
+
+    @classmethod
+    def several(cls, capacity: int, num_queues: int) -> "list[SlotQueue]":
+        """Make queues for slots of which each is in one of them at most. They take no more memory than one queue.
+
+        In any of them, ``in`` and `holds` tell of all; clear all or none.
+        """
+        links = _links(capacity, num_queues)
+        return [cls(capacity, links=links, number=number) for number in range(num_queues)]
 
     def __len__(self) -> int:
         """Count the slots in the queue."""
@@ -76,6 +86,11 @@ class SlotQueue:
     def __contains__(self, slot: int) -> bool:
         """Whether ``slot`` is in the queue."""
         return self._next_at[slot] != _ABSENT
+
+    @property
+    def first(self) -> int:
+        """The coldest slot, of a queue that has some."""
+        return self._next_at[self._end]
 
     def holds(self, slots: Slots) -> NDArray[np.bool_]:
         """Say of each slot whether it is in the queue."""
@@ -120,7 +135,7 @@ class SlotQueue:
 
     def clear(self) -> None:
         """Take all slots out."""
-        self._next.fill(_ABSENT)
+        self._next[: self._capacity] = _ABSENT
         self._next_at[self._end] = self._previous_at[self._end] = self._end
         self._len = 0
 
@@ -172,3 +187,9 @@ class Expiry:
         found = np.flatnonzero(self._filled_s[start:stop] <= deadline_s)[:_MAX_FOUND] + start
         self._next = int(found[-1]) + 1 if len(found) == _MAX_FOUND else stop
         return found
+
+
+def _links(capacity: int, num_queues: int) -> _Links:
+    """Allocate the links forward and back of slots, and of one sentinel for each queue."""
+    size = capacity + num_queues
+    return np.full(size, _ABSENT, dtype=np.int32), np.full(size, _ABSENT, dtype=np.int32)

@@ -10,22 +10,19 @@ hand is not remembered.
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tiered_kv.catalog.policies.base import Policy
+from tiered_kv.catalog.policies.ghosts import Ghosts, Times, at_least_as_often
 from tiered_kv.catalog.slots import SlotQueue
-from tiered_kv.catalog.table import Slots, hash_names
+from tiered_kv.catalog.table import Slots
 from tiered_kv.keys import Names
-
-Times = NDArray[np.int64]
-Uses = NDArray[np.int32]
 
 _NUM_QUEUES: Final = 8
 """For blocks used once, 2 or 3 times, 4 to 7 times, and so on."""
 _GHOSTS: Final = 4
 """Blocks that are remembered when they are gone, for each slot; the paper's number."""
 _LEAST_GHOSTS: Final = 1 << 15
-"""A small tier learns how long blocks stay away only if it remembers more of them; 13 bytes each."""
+"""A small tier learns how long blocks stay away only if it remembers more of them; 14 bytes each."""
 _QUANTILE: Final = 2 / 3
 _STEP: Final = 0.01
 
@@ -35,7 +32,7 @@ class MQPolicy(Policy):
 
     A block is in the queue of the logarithm of its uses. One that is not used for a life goes down by one queue, so
     that what was popular long ago goes in the end. A life is so long that two thirds of the blocks that come back do so
-    within one, learned as they come. What was evicted goes on counting if it comes back soon. Takes about 150 bytes a
+    within one, learned as they come. What was evicted goes on counting if it comes back soon. Takes about 100 bytes a
     slot.
 
     Attributes:
@@ -45,21 +42,21 @@ class MQPolicy(Policy):
     def __init__(self, num_slots: int) -> None:
         super().__init__(num_slots)
         self.life = float(max(1, num_slots))
-        self._queues = [SlotQueue(num_slots) for _ in range(_NUM_QUEUES)]
+        self._queues = SlotQueue.several(num_slots, _NUM_QUEUES)
         self._queue_of = np.full(num_slots, 0, dtype=np.int8)
         self._num_uses = np.full(num_slots, 0, dtype=np.int32)
         self._used_at = np.full(num_slots, 0, dtype=np.int64)
         self._queued_at = np.full(num_slots, 0, dtype=np.int64)
         self._now = 0
-        self._ghosts = _Ghosts(num_slots)
+        self._ghosts = Ghosts(max(_LEAST_GHOSTS, _GHOSTS * num_slots))
 
     def __len__(self) -> int:
         return sum(map(len, self._queues))
 
     def add(self, slots: Slots, names: Names) -> None:
         """Let those that were here before go on counting."""
-        num_uses, used_at = self._ghosts.recall(names)
-        self._num_uses[slots] = num_uses + 1
+        num_uses, used_at, _ = self._ghosts.recall(names)
+        self._num_uses[slots] = at_least_as_often(num_uses) + 1
         self._learn(used_at[num_uses > 0])
         self._used_at[slots] = self._now
 
@@ -139,36 +136,3 @@ class MQPolicy(Policy):
             self._queued_at[late] = self._now
             self._queue_of[late] = number - 1
             self._queues[number - 1].push(late)
-
-
-class _Ghosts:
-    """How often and when blocks lately evicted were used, by a hash of their names: a wrong guess costs nothing much.
-
-    Each has one place, which the next one of the same place takes over.
-    """
-
-    def __init__(self, num_slots: int) -> None:
-        bits = max(_LEAST_GHOSTS, _GHOSTS * num_slots).bit_length()
-        self._shift = np.uint64(64 - bits)
-        self._tags = np.full(1 << bits, 0, dtype=np.uint32)
-        self._num_uses = np.full(1 << bits, 0, dtype=np.uint8)
-        self._used_at = np.full(1 << bits, 0, dtype=np.int64)
-
-    def add(self, names: Names, num_uses: Uses, used_at: Times) -> None:
-        """Remember."""
-        places, tags = self._places(names)
-        self._tags[places], self._used_at[places] = tags, used_at
-        self._num_uses[places] = np.minimum(num_uses, 255)
-
-    def recall(self, names: Names) -> tuple[Uses, Times]:
-        """Return how often and when each was used: 0 times what is not remembered."""
-        places, tags = self._places(names)
-        num_uses = np.where(self._tags[places] == tags, self._num_uses[places], 0)
-        return num_uses.astype(np.int32), self._used_at[places]
-
-    def clear(self) -> None:
-        self._num_uses.fill(0)
-
-    def _places(self, names: Names) -> tuple[NDArray[np.uint64], NDArray[np.uint32]]:
-        hashes = hash_names(names)
-        return hashes >> self._shift, hashes.astype(np.uint32)

@@ -1,0 +1,195 @@
+"""Least hit density: which block promises the fewest hits for the room it takes, as learned from those before it.
+
+Sources: N. Beckmann, H. Chen and A. Cidon, "LHD: Improving Cache Hit Rate by Maximizing Hit Density", NSDI 2018, for
+the idea: blocks of one class and age are alike, and what became of them is counted; J. C. Gittins, "Bandit Processes
+and Dynamic Allocation Indices", 1979, for how long to wait for the hits that are counted on. Departures from LHD: a
+class is a number of uses; what was evicted goes on being counted, by its ghost; victims come from the ends of queues,
+not from a sample; and of two blocks of equal age the one used more often never goes first, so that the head of a
+prefix, which every use of its tail uses too, outlives the tail.
+"""
+
+from heapq import heapify, heappop, heappush
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiered_kv.catalog.policies.base import Policy
+from tiered_kv.catalog.policies.ghosts import Ghosts, Times, at_least_as_often
+from tiered_kv.catalog.policies.hit_density import NUM_AGES, age_classes, hit_densities
+from tiered_kv.catalog.slots import SlotQueue
+from tiered_kv.catalog.table import Slots
+from tiered_kv.keys import Names
+
+Classes = NDArray[np.uint8]
+
+_LEVELS: Final = np.searchsorted([2, 3, 4, 5, 7, 10, 16], np.arange(256), side="right").astype(np.uint8)
+"""By number of uses: 1, 2, 3, 4, up to 6, up to 9, up to 15, more."""
+_NUM_LEVELS: Final = 8
+_COLD: Final = _NUM_LEVELS
+"""The queue of what is to go first."""
+_GHOSTS: Final = 4
+"""Blocks that are remembered when they are gone, for each slot."""
+_LEAST_GHOSTS: Final = 1 << 15
+"""A small tier learns how long blocks stay away only if it remembers more of them; 14 bytes each."""
+_LEARN_EVERY: Final = 512
+"""Blocks used; to learn takes some 100 us."""
+_LARGEST_WEIGHT: Final = 1e6
+
+
+class LHDPolicy(Policy):
+    """Evicts the blocks with the least hit density: hits to be expected over the time until they come.
+
+    What is learned of blocks used some time ago counts half after twice as many uses as there are ghosts. Where the
+    number of uses tells nothing, all classes are alike, and what goes is what was used least recently. Takes about 80
+    bytes a slot, and 1.8 MB.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        super().__init__(num_slots)
+        self._queues = SlotQueue.several(num_slots, _NUM_LEVELS + 1)
+        self._queue_of = np.full(num_slots, 0, dtype=np.uint8)
+        self._num_uses = np.full(num_slots, 0, dtype=np.uint8)
+        self._used_at = np.full(num_slots, 0, dtype=np.int64)
+        num_ghosts = max(_LEAST_GHOSTS, _GHOSTS * num_slots)
+        self._ghosts = Ghosts(num_ghosts)
+        self._half_life = 2.0 * num_ghosts
+        self._now = 0
+        self._num_passed = 0
+        self._is_used = False
+        self._forget_learned()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._queues))
+
+    def add(self, slots: Slots, names: Names) -> None:
+        """Learn from those that were here before, and let them go on counting."""
+        self._begin_moment(is_use=False)
+        num_uses, used_at, _ = self._ghosts.recall(names)
+        known = num_uses > 0
+        self._learn(_LEVELS[num_uses[known]], used_at[known])
+        self._begin(slots, at_least_as_often(num_uses))
+
+    def use(self, slots: Slots) -> None:
+        """Learn how long it took."""
+        self._begin_moment(is_use=True)
+        num_uses = self._num_uses[slots]
+        self._learn(_LEVELS[num_uses], self._used_at[slots])
+        self._begin(slots, num_uses)
+
+    def park(self, slots: Slots) -> None:
+        """Take blocks out of their queues."""
+        for number, batch in _by_number(self._queue_of[slots], slots):
+            self._queues[number].remove(batch)
+
+    def unpark(self, slots: Slots, *, cold: bool = False) -> None:
+        """Put blocks at the hot ends of the queues of their uses; if ``cold``, at the cold end of what goes first."""
+        self._num_passed += len(slots)
+        if cold:
+            self._queue_of[slots] = _COLD
+            self._queues[_COLD].push_cold(slots)
+            return
+        numbers = _LEVELS[self._num_uses[slots]]
+        self._queue_of[slots] = numbers
+        for number, batch in _by_number(numbers, slots):
+            self._queues[number].push(batch)
+
+    def victims(self, n: int, keep: Slots) -> Slots:
+        """Choose from the queue whose first block has the least density, then from that where it is so now."""
+        chosen = [self._queues[_COLD].head(n, skip=keep)]
+        missing = n - len(chosen[0])
+        fronts: dict[int, tuple[Slots, NDArray[np.float64]]] = {}
+        waiting = [(self._density(number), number, -1) for number in range(_NUM_LEVELS) if len(self._queues[number])]
+        heapify(waiting)
+        while missing:
+            _, number, start = heappop(waiting)
+            if start < 0:  # only looked at from afar so far
+                slots = self._queues[number].head(missing, skip=keep)
+                densities = np.maximum.accumulate(
+                    self._densities[number].take(age_classes(self._now - self._used_at[slots]))
+                )
+                fronts[number] = slots, densities
+                if len(slots):
+                    heappush(waiting, (float(densities[0]), number, 0))
+                continue
+            slots, densities = fronts[number]
+            stop = len(slots)
+            if waiting:
+                density, other, _ = waiting[0]
+                stop = int(densities.searchsorted(density, side="right" if number < other else "left"))
+            stop = min(max(stop, start + 1), start + missing)
+            chosen.append(slots[start:stop])
+            missing -= stop - start
+            if stop < len(slots):
+                heappush(waiting, (float(densities[stop]), number, stop))
+        return np.concatenate(chosen)
+
+    def evict(self, slots: Slots, names: Names) -> None:
+        """Take blocks out of their queues and remember how often they were used, and when."""
+        self.park(slots)
+        self._ghosts.add(names, self._num_uses[slots].astype(np.int32), self._used_at[slots])
+
+    def order(self) -> Slots:
+        """Return what goes first, then the queues, the least used first."""
+        return np.concatenate([queue.head(len(queue)) for queue in (self._queues[_COLD], *self._queues[:_COLD])])
+
+    def clear(self) -> None:
+        """Empty the queues, and forget what was evicted and what was learned."""
+        for queue in self._queues:
+            queue.clear()
+        self._ghosts.clear()
+        self._forget_learned()
+
+    def _forget_learned(self) -> None:
+        self._weight = 1.0  # of what is seen now; it grows, so that all before it counts for less
+        self._seen = np.zeros(_NUM_LEVELS)  # by level: blocks that came to it, by weight
+        self._hits = np.zeros((_NUM_LEVELS, NUM_AGES))  # of these, by their age, those that were used again
+        self._densities = np.zeros((_NUM_LEVELS, NUM_AGES))
+        self._until_learning = _LEARN_EVERY
+
+    def _begin(self, slots: Slots, num_uses: NDArray[np.integer]) -> None:
+        """Let a life begin, of blocks that were used so often before this use."""
+        num_uses = np.minimum(num_uses, 254) + 1
+        self._num_uses[slots] = num_uses
+        self._used_at[slots] = self._now
+        self._seen += self._weight * np.bincount(_LEVELS[num_uses], minlength=_NUM_LEVELS)
+
+    def _learn(self, levels: Classes, used_at: Times) -> None:
+        """Note that blocks were used again."""
+        np.add.at(self._hits, (levels, age_classes(self._now - used_at)), self._weight)
+
+    def _begin_moment(self, *, is_use: bool) -> None:
+        """Let time go on, but not between a use and what is added after it: that is the rest of the same prompt.
+
+        Were the tail younger than its head, it would outlive it.
+        """
+        was_used, self._is_used = self._is_used, is_use
+        if is_use or not was_used:
+            self._advance(self._num_passed)
+            self._num_passed = 0
+
+    def _advance(self, num_blocks: int) -> None:
+        """Let time go on, and every now and then take into account what was noted."""
+        self._now += num_blocks
+        self._weight *= 2.0 ** (num_blocks / self._half_life)
+        if self._weight > _LARGEST_WEIGHT:
+            self._seen /= self._weight
+            self._hits /= self._weight
+            self._weight = 1.0
+        self._until_learning -= num_blocks
+        if self._until_learning <= 0:
+            self._until_learning = _LEARN_EVERY
+            densities = hit_densities(self._seen / self._weight, self._hits / self._weight)
+            self._densities = np.maximum.accumulate(densities, axis=0)
+
+    def _density(self, number: int) -> float:
+        """Return the density of a queue's first block."""
+        age = self._now - int(self._used_at[self._queues[number].first])
+        return float(self._densities[number, age_classes(np.array([age]))[0]])
+
+
+def _by_number(numbers: Classes, slots: Slots) -> list[tuple[int, Slots]]:
+    """Return the slots of each number that has some of them, in the order given."""
+    if not len(slots) or (numbers == numbers[0]).all():
+        return [(int(numbers[0]), slots)] if len(slots) else []
+    return [(number, slots[numbers == number]) for number in np.flatnonzero(np.bincount(numbers)).tolist()]
