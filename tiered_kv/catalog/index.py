@@ -22,6 +22,7 @@ from tiered_kv.catalog.books import DOOMED, FREE, PENDING, READY, Change, OnChan
 from tiered_kv.catalog.leases import Lease, Reservation
 from tiered_kv.catalog.occupancy import NO_SLOTS, Occupancy, unique
 from tiered_kv.catalog.policies import Policy, make_policy
+from tiered_kv.catalog.policies.guarded import GuardedPolicy
 from tiered_kv.catalog.slots import Expiry, SlotQueue
 from tiered_kv.catalog.table import Slots, first_occurrences
 from tiered_kv.errors import ClosedError, ConfigurationError
@@ -63,7 +64,7 @@ class TierIndex(Occupancy):
             max_slots: The most that `resize` may make of them; everything is allocated for so many. By default
                 ``num_slots``.
             num_transient: Slots whose blocks stay while they are leased.
-            policy: A policy's name, as `make_policy` takes it, or its class.
+            policy: A policy's name, as `make_policy` takes it, or a class of one's own, which is guarded.
             ttl_s: After so many seconds from its commit a block is `expire`'s to remove. Takes 4 bytes a slot.
             clock: What tells the seconds.
             write_back: Blocks may be marked dirty. Takes 8 bytes a slot.
@@ -83,7 +84,7 @@ class TierIndex(Occupancy):
             num_slots,
             max_slots,
             num_transient,
-            make_policy(policy, max_slots),
+            _policy_of(policy, max_slots),
             None if ttl_s is None else Expiry(max_slots, ttl_s, clock),
             SlotQueue(max_slots if write_back else 0),
             on_change,
@@ -349,3 +350,9 @@ class TierIndex(Occupancy):
         slots = self._dirty.head(n)
         self._dirty.remove(slots)
         return self._table.names(slots), Lease(slots, slots, partial(self._release, is_use=False))
+
+
+def _policy_of(policy: str | type[Policy], num_slots: int) -> Policy:
+    """Make a policy; one of the program's own is guarded."""
+    made = make_policy(policy, num_slots)
+    return made if isinstance(policy, str) else GuardedPolicy(made)
