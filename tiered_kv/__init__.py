@@ -63,6 +63,8 @@ from tiered_kv.events import (
     TierScrubbed,
     TierStalled,
     TierTripped,
+    TraceEnded,
+    TraceFailed,
     WorkerEnded,
 )
 from tiered_kv.groups import GroupNeed, GroupsLoad, GroupsLookup, full, window
@@ -260,6 +262,8 @@ __all__ = [
     "TieredKVError",
     "TieredKVServer",
     "TieredKVSettings",
+    "TraceEnded",
+    "TraceFailed",
     "Worker",
     "WorkerEnded",
     "Workers",

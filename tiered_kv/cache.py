@@ -5,6 +5,7 @@ moving is the transfers'.
 """
 
 import asyncio
+import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
@@ -47,6 +48,7 @@ from tiered_kv.specs import EngineBlocks, GPULoadStoreSpec
 from tiered_kv.telemetry.logs import guarded, log_event
 from tiered_kv.telemetry.metrics import Metrics
 from tiered_kv.telemetry.page import Page
+from tiered_kv.telemetry.trace_recorder import TraceRecorder
 from tiered_kv.telemetry.watch import Watch, Watcher
 from tiered_kv.tiers import upkeep
 from tiered_kv.tiers.budget import Priority
@@ -68,6 +70,7 @@ from tiered_kv.validation import (
     check_metrics,
     check_one_rank,
     check_page,
+    check_recorder,
     check_seconds,
     check_shards,
     check_specs,
@@ -96,6 +99,7 @@ class TieredKV(BlockCache):
         emit: Emit | Sequence[Emit] = log_event,
         metrics: bool | Metrics = False,
         page: bool | int | str | Page = False,
+        record_trace: str | os.PathLike[str] | TraceRecorder = "",
     ) -> None:
         """Check the parts; nothing is allocated before opening.
 
@@ -113,6 +117,8 @@ class TieredKV(BlockCache):
             metrics: Whether to tell Prometheus what happens: True, or where, `tiered_kv.telemetry.Metrics`.
             page: Whether to show it on a page: an address to serve it at, as in `TieredKVSettings`, or a
                 `tiered_kv.telemetry.Page` that the program serves itself.
+            record_trace: A file to record requests to, as in `TieredKVSettings`, or a
+                `tiered_kv.telemetry.TraceRecorder`.
 
         Raises:
             ConfigurationError: The tiers cannot make a chain, the codec cannot keep the layout's blocks, or an
@@ -131,6 +137,7 @@ class TieredKV(BlockCache):
             device=resolve(device),
             emit=guarded([*check_emit(emit), *([watch] if watch else [])]),
             watch=watch,
+            recorder=check_recorder(record_trace),
         )
         if watch is not None:
             watch.claim()
@@ -150,10 +157,11 @@ class TieredKV(BlockCache):
         emit: Emit | Sequence[Emit] = log_event,
         metrics: bool | Metrics | None = None,
         page: bool | int | str | Page | None = None,
+        record_trace: str | os.PathLike[str] | TraceRecorder | None = None,
     ) -> Self:
         """Make a cache of `TieredKVSettings`: given, as a dict too, or read from the environment.
 
-        ``metrics`` and ``page`` go before the settings of these names.
+        ``metrics``, ``page`` and ``record_trace`` go before the settings of these names.
         """
         settings = TieredKVSettings.of(settings)
         limits, codec = settings.limits, settings.codec
@@ -168,6 +176,7 @@ class TieredKV(BlockCache):
             emit=emit,
             metrics=settings.metrics if metrics is None else metrics,
             page=settings.page if page is None else page,
+            record_trace=settings.record_trace if record_trace is None else record_trace,
         )
 
     @staticmethod
@@ -216,6 +225,7 @@ class TieredKV(BlockCache):
     async def lookup(self, keys: BlockKeys, *, where: bool = False) -> LookupResult:
         cache = self._open()
         parts = cache.batches(keys)
+        cache.note("lookup", keys)
         if where:
             check_one_rank(parts)
         found = [(chain, batch, chain.locate(batch)) for chain, batch in parts]
@@ -357,7 +367,9 @@ class TieredKV(BlockCache):
 
     @override
     def lookup_nowait(self, keys: BlockKeys) -> LookupResult:
-        parts = self._open(anywhere=True).batches(keys)
+        cache = self._open(anywhere=True)
+        parts = cache.batches(keys)
+        cache.note("lookup", keys)
         return lookup_result([chain for chain, _ in parts], [owned_runs(chain, batch) for chain, batch in parts])
 
     @override

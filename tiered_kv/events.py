@@ -274,6 +274,28 @@ class WorkerEnded(Event):
 
 
 @dataclass(frozen=True)
+class TraceEnded(Event):
+    """A recording of requests ended, with the cache or by its size; ``dropped`` calls came too fast to be written."""
+
+    name: ClassVar[str] = "trace.ended"
+    level: ClassVar[Level] = "info"
+    path: str
+    requests: int
+    dropped: int
+
+
+@dataclass(frozen=True)
+class TraceFailed(Event):
+    """A recording of requests ended early: its file could not be written. The cache goes on."""
+
+    name: ClassVar[str] = "trace.failed"
+    level: ClassVar[Level] = "warning"
+    path: str
+    requests: int
+    error: str
+
+
+@dataclass(frozen=True)
 class EpochAdvanced(Event):
     """Blocks of other weights are no longer served."""
 

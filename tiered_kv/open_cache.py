@@ -28,6 +28,7 @@ from tiered_kv.memory.make import DeviceLike
 from tiered_kv.results import CacheStatistics
 from tiered_kv.settings import CacheLimits
 from tiered_kv.statistics import cache_statistics
+from tiered_kv.telemetry.trace_recorder import Call, TraceRecorder
 from tiered_kv.telemetry.watch import Watch
 from tiered_kv.tiers.batch import Batch, Naming
 from tiered_kv.tiers.chain import Chain
@@ -64,6 +65,7 @@ class CacheParts:
         device: Where the engine's tensors are, if that was said.
         emit: Takes events.
         watch: Sees what it does, if somebody is to be shown.
+        recorder: Writes down what is asked of it, if that is wanted.
     """
 
     tiers: Parts
@@ -75,6 +77,7 @@ class CacheParts:
     device: DeviceLike | None
     emit: Emit
     watch: Watch | None
+    recorder: TraceRecorder | None = None
 
 
 async def open_cache(parts: CacheParts) -> "OpenCache":
@@ -102,6 +105,9 @@ async def open_cache(parts: CacheParts) -> "OpenCache":
     if parts.watch is not None:
         cache.lifetime.push_async_callback(parts.watch.end)
         parts.watch.begin(cache)
+    if parts.recorder is not None:
+        cache.lifetime.push_async_callback(parts.recorder.end)
+        parts.recorder.begin(parts.emit)
     recovered = {tier.name: tier.index.statistics().ready for chain in chains for tier in chain.owned}
     parts.emit(CacheOpened(tuple(chains[0].names), recovered, (loop.time() - started) * 1e3))
     return cache
@@ -168,6 +174,7 @@ class OpenCache:
         tasks: Everything under way.
         callers: Who waits for something that is no transfer.
         watch: Sees what the cache does, if somebody is to be shown.
+        recorder: Writes down what is asked of it, if that is wanted.
         background: What runs as long as the cache is open, besides ``tasks``.
         cleaners: One per chain with blocks that wait for a tier.
         ledger: What became of blocks.
@@ -193,6 +200,7 @@ class OpenCache:
         self.model_name = parts.model.name
         groups = parts.layout.groups
         self.watch = parts.watch
+        self.recorder = parts.recorder
         self.block_sizes = tuple(group.block_size for group in groups)
         self.tokens_per_block = groups[0].block_size / len(parts.shards) if len(groups) == 1 else 0.0
         self.shards = parts.shards
@@ -315,6 +323,11 @@ class OpenCache:
     def statistics(self) -> CacheStatistics:
         """Count what is where now, and what has happened since opening."""
         return cache_statistics(self.chains, self.ledger, self.pins, len(self.tasks))
+
+    def note(self, call: Call, keys: BlockKeys) -> None:
+        """Have a call recorded, if that is wanted; from any thread."""
+        if self.recorder is not None:
+            self.recorder.note(call, keys)
 
     def watch_uses(self, on_use: OnUse) -> None:
         """Have each load and store say what it is about."""

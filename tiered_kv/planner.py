@@ -74,6 +74,7 @@ class Planner:
         epoch = cache.epoch  # before the keys are named by it: if it advances in between, the load is overtaken
         parts = cache.batches(keys)
         check_planned(parts[0][0], keys, into)
+        cache.note("load", keys)
         return cache.jobs.begin(JobRequest("load", keys, parts, into, lambda: cache.epoch == epoch, gaps))
 
     def plan_store(self, keys: BlockKeys, source: GPULoadStoreSpec | None = None, *, epoch: str | None = None) -> Job:
@@ -94,6 +95,7 @@ class Planner:
         cache = self._cache
         parts = cache.batches(keys, epoch)
         check_planned(parts[0][0], keys, source)
+        cache.note("store", keys)
         return cache.jobs.begin(JobRequest("store", keys, parts, source, lambda: True))
 
     def complete(self, outcomes: Outcomes) -> None:

@@ -219,6 +219,7 @@ class _Arguments(TypedDict, total=False):
     codec: CodecName
     metrics: bool
     page: bool | int | str
+    record_trace: str
     host: HostSettings | Mapping[str, Any]
 
 
@@ -226,8 +227,8 @@ class TieredKVSettings(BaseSettings):
     """All settings of a cache. Immutable and picklable.
 
     Args:
-        **arguments: ``tiers``, ``limits``, ``codec``, ``metrics``, ``page``, ``host``; what is left out comes
-            from the environment, the TOML file, the default.
+        **arguments: ``tiers``, ``limits``, ``codec``, ``metrics``, ``page``, ``record_trace``, ``host``; what is left
+            out comes from the environment, the TOML file, the default.
 
     Raises:
         ConfigurationError: Something is unknown, wrong or missing: one line each, saying where and what to write.
@@ -249,6 +250,9 @@ class TieredKVSettings(BaseSettings):
     page: Annotated[str, BeforeValidator(page_address)] = ""
     """Where to serve [a page to look at](../how-to/observe.md#a-page-to-look-at) (extra ``page``): an address,
     ``"127.0.0.1:8420"``, a port of this host, ``"unix:/path/of.sock"``, or true for port 8420. Empty: nowhere."""
+    record_trace: str = ""
+    """A file to record to which blocks are asked for, as salted hashes, for
+    [plans of capacity](../how-to/plan-capacity.md); gzip if it ends in ``.gz``. Empty: none."""
     host: HostSettings = HostSettings()
     """How a server of one cache for a host listens: see [One cache for a host](../how-to/host.md)."""
 

@@ -7,6 +7,7 @@ The rest is the event loop's.
 import asyncio
 import inspect
 import math
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, get_args
 
@@ -24,6 +25,7 @@ from tiered_kv.specs import EngineBlocks, GPULoadStoreSpec
 from tiered_kv.telemetry.metrics import Metrics
 from tiered_kv.telemetry.page import Page
 from tiered_kv.telemetry.page.address import page_address
+from tiered_kv.telemetry.trace_recorder import Call, TraceRecorder
 from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.budget import Priority
 from tiered_kv.tiers.chain import Chain
@@ -38,6 +40,9 @@ class Cache(Protocol):
 
     epoch: bytes
     bindings: Bindings
+
+    def note(self, call: Call, keys: BlockKeys) -> None:
+        """Have a call recorded, if that is wanted; from any thread."""
 
     def batch(self, keys: BlockKeys, epoch: str | None = None) -> tuple[Chain, Batch]:
         """Return the chain of the keys' KV group, and what the keys are called there."""
@@ -116,6 +121,7 @@ def load_request(
     if order == "back" and (layerwise or gaps):
         raise ConfigurationError("a load from the back has neither layers to wait for nor gaps")
     deadline = cache.deadline(deadline_s)
+    cache.note("load", keys)
     lane = binding.h2d.take(after)
     return LoadRequest(
         chain, batch, binding, pages, lane, deadline, priority, lambda: cache.epoch == epoch,
@@ -137,6 +143,7 @@ def store_request(
     binding = cache.bindings.find(source, keys.group)
     pages = check_pages(binding, keys, source)
     lane = binding.d2h.take_own(after) if layerwise else binding.d2h.take(after)
+    cache.note("store", keys)
     return StoreRequest(chain, batch, binding, pages, lane, layerwise=layerwise)
 
 
@@ -258,6 +265,15 @@ def check_page(page: bool | int | str | Page) -> list[Page]:  # noqa: FBT001 - l
     if isinstance(page, Page):
         return [page]
     return [Page(address)] if (address := page_address(page)) else []
+
+
+def check_recorder(given: str | os.PathLike[str] | TraceRecorder) -> TraceRecorder | None:
+    """Return what records requests, if that is wanted."""
+    if isinstance(given, TraceRecorder):
+        return given
+    if not isinstance(given, str | os.PathLike):
+        raise ConfigurationError(f"record_trace must be a path or a TraceRecorder, got {type(given).__name__}")
+    return TraceRecorder(given) if os.fspath(given) else None
 
 
 def check_asyncio() -> None:

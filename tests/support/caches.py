@@ -13,7 +13,7 @@ from tiered_kv import Backend, BlockKeys, CacheLimits, SlotBackend, TieredKV, Ti
 from tiered_kv.events import Emit, Event
 from tiered_kv.memory.device import Device
 from tiered_kv.open_cache import OpenCache
-from tiered_kv.telemetry import Metrics, Page
+from tiered_kv.telemetry import Metrics, Page, TraceRecorder
 from tiered_kv.testing import ScriptedDevice
 
 E = TypeVar("E", bound=Event)
@@ -44,6 +44,7 @@ async def open_cache(
     emit: Emit | Sequence[Emit] | None = None,
     metrics: Metrics | None = None,
     page: Page | int | str = "",
+    record_trace: TraceRecorder | str = "",
 ) -> AsyncIterator[TieredKV]:
     """Yield a cache of these tiers for `small_layout`, with the engine's tensors registered if there is one.
 
@@ -58,6 +59,7 @@ async def open_cache(
         emit=emit or Recorder(),
         metrics=metrics or False,
         page=page,
+        record_trace=record_trace,
     )
     async with AsyncExitStack() as stack:
         if isinstance(device, ScriptedDevice):
