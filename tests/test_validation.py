@@ -5,6 +5,7 @@ import pytest
 from tests.support.caches import inside, keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, Engine, contents, prompt
 from tiered_kv import BlockKeys, ConfigurationError, GPULoadStoreSpec, Priority, TieredKV
+from tiered_kv.telemetry.trace_recorder import Call
 from tiered_kv.testing import ScriptedDevice, ScriptedEvent
 from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.chain import Chain
@@ -31,6 +32,9 @@ class Overtaken:
         self._kv.advance_epoch("w1")
         self.epoch = self._cache.epoch
         return named
+
+    def note(self, call: Call, keys: BlockKeys) -> None:
+        """Record nothing."""
 
     def deadline(self, deadline_s: float | None) -> float:
         """Return that of the cache."""
