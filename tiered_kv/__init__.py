@@ -40,6 +40,7 @@ from tiered_kv.errors import (
 from tiered_kv.events import (
     BlocksCorrupted,
     BlocksLoaded,
+    BlocksNotEncoded,
     BlocksPrefetched,
     BlocksSettled,
     BlocksStored,
@@ -163,6 +164,7 @@ __all__ = [
     "BlockingTieredKV",
     "BlocksCorrupted",
     "BlocksLoaded",
+    "BlocksNotEncoded",
     "BlocksPrefetched",
     "BlocksSettled",
     "BlocksStored",

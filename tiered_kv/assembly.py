@@ -19,7 +19,7 @@ from tiered_kv.backend import (
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.errors import ConfigurationError
 from tiered_kv.events import DeviceFailed, Emit, Event, PageLockingDoubted
-from tiered_kv.layout import KVGroup
+from tiered_kv.layout import PAGE_BYTES, KVGroup
 from tiered_kv.loop_calls import LoopCalls
 from tiered_kv.memory.codec import Codec
 from tiered_kv.memory.device import Device
@@ -32,6 +32,7 @@ from tiered_kv.settings import CacheLimits, CPUTier, GPUTier, check_chain, check
 from tiered_kv.tiers.batch import Naming
 from tiered_kv.tiers.budget import Backlog, Bandwidth, Budget, Limits, Pace
 from tiered_kv.tiers.chain import Chain
+from tiered_kv.tiers.exponent import ExponentCodec
 from tiered_kv.tiers.ledger import Ledger, Place
 from tiered_kv.tiers.memory import HostTier, MemoryTier
 from tiered_kv.tiers.opening import Services, StorageMedium
@@ -71,6 +72,7 @@ class Kind:
     group: KVGroup
     naming: Naming
     codec: Codec | None = None
+    record_codec: ExponentCodec | None = None
 
     @property
     def name(self) -> str:
@@ -81,9 +83,19 @@ class Kind:
     def shape(self) -> RecordShape:
         """Its records."""
         fingerprint, num_bytes, shard = self.naming.fingerprint, self.group.payload_bytes, self.naming.shard.part
-        if self.codec is None:
+        if (codec := self.codec or self.record_codec) is None:
             return RecordShape(fingerprint, num_bytes, shard)
-        return RecordShape(fingerprint, self.codec.stored_bytes, shard, self.codec.name, num_bytes)
+        return RecordShape(fingerprint, codec.stored_bytes, shard, codec.name, num_bytes)
+
+    @property
+    def slot_bytes(self) -> int:
+        """What of a slot in memory a block takes."""
+        return self.codec.stored_bytes if self.codec else self.group.payload_bytes
+
+    @property
+    def slot_stride_bytes(self) -> int:
+        """From one slot to the next: whole pages."""
+        return -(-self.slot_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def parts_of(tiers: Sequence[TierSettings | Mapping[str, Any] | str | Backend | SlotBackend]) -> Parts:
@@ -170,7 +182,7 @@ def build_chains(
     if not isinstance(device, Device):
         device = make_device(device)
         stack.push_async_callback(in_a_thread, backends.services.loop_calls, device.close, 1.0)  # it joins threads
-    stride = sum(kind.shape.padded_bytes for kind in kinds)
+    stride = sum(kind.slot_stride_bytes for kind in kinds)
     host_slots = _num_slots("cpu", parts.cpu.capacity, stride) if parts.cpu.capacity else 0
     gpu_slots = _num_slots("gpu", parts.gpu.capacity, stride) if parts.gpu else 0
     bounce_slots = max(4, cache_limits.bounce // stride)
@@ -203,8 +215,8 @@ def build_chains(
     budgets = [_budget(in_flight, part.settings, clock) for part in parts.storage]
     chains = []
     for number, kind in enumerate(kinds):
-        group, stride_bytes = kind.group, kind.shape.padded_bytes
-        slab = HostSlab(most_host_slots + bounce_slots, stride_bytes, kind.shape.payload_bytes, name=kind.name)
+        group, stride_bytes = kind.group, kind.slot_stride_bytes
+        slab = HostSlab(most_host_slots + bounce_slots, stride_bytes, kind.slot_bytes, name=kind.name)
         stack.callback(slab.close)
         if most_host_slots == host_slots or device.kind != "cpu":  # getting it ready would allocate it
             device.page_lock(slab, emit=tell)
@@ -221,7 +233,8 @@ def build_chains(
         waits_in_gpu = parts.cpu.write == "back" if most_host_slots else is_written_back
         gpu = _gpu_tier(parts.gpu, device, gpu_slots, stride_bytes, clock, write_back=waits_in_gpu)
         storage = [
-            medium.tier(number, kind.shape, budget) for medium, budget in zip(backends.media, budgets, strict=True)
+            medium.tier(number, kind.shape, budget, kind.record_codec)
+            for medium, budget in zip(backends.media, budgets, strict=True)
         ]
         chain = Chain(
             group=group,

@@ -52,6 +52,7 @@ from tiered_kv.telemetry.trace_recorder import TraceRecorder
 from tiered_kv.telemetry.watch import Watch, Watcher
 from tiered_kv.tiers import upkeep
 from tiered_kv.tiers.budget import Priority
+from tiered_kv.tiers.exponent import make_record_codec
 from tiered_kv.tiers.pins import Pins
 from tiered_kv.transfers.handles import Handle, cancel_each, each_of
 from tiered_kv.transfers.load_handle import LoadHandle
@@ -132,6 +133,7 @@ class TieredKV(BlockCache):
             model=model,
             layout=layout,
             codecs=tuple(make_codec(codec, group) for group in layout.groups),
+            record_codecs=tuple(make_record_codec(codec, group) for group in layout.groups),
             shards=check_shards(shard),
             limits=check_limits(limits),
             device=resolve(device),

@@ -177,6 +177,17 @@ class RecordsRefused(Event):
 
 
 @dataclass(frozen=True)
+class BlocksNotEncoded(Event):
+    """Blocks were not written to a tier: its codec does not make them smaller. They may stay in the tiers above it."""
+
+    name: ClassVar[str] = "blocks.not_encoded"
+    level: ClassVar[Level] = "warning"
+    tier: str
+    blocks: int
+    codec: str
+
+
+@dataclass(frozen=True)
 class TierFailed(Event):
     """A call of a tier went wrong; serving went on without it."""
 

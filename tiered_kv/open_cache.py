@@ -32,6 +32,7 @@ from tiered_kv.telemetry.trace_recorder import Call, TraceRecorder
 from tiered_kv.telemetry.watch import Watch
 from tiered_kv.tiers.batch import Batch, Naming
 from tiered_kv.tiers.chain import Chain
+from tiered_kv.tiers.exponent import ExponentCodec
 from tiered_kv.tiers.ledger import Ledger, OnUse
 from tiered_kv.tiers.pins import Pins
 from tiered_kv.tiers.scrubber import scrub_for_ever
@@ -59,7 +60,8 @@ class CacheParts:
         tiers: The chain as it was asked for.
         model: Whose blocks it keeps.
         layout: What they are made of.
-        codecs: By KV group, how they are kept.
+        codecs: By KV group, how they are kept in slots.
+        record_codecs: By KV group, how they are kept in records, if that is another way than in slots.
         shards: Whose parts of them: one rank's, or all.
         limits: Bounds.
         device: Where the engine's tensors are, if that was said.
@@ -72,6 +74,7 @@ class CacheParts:
     model: ModelIdentity
     layout: KVLayout
     codecs: tuple[Codec | None, ...]
+    record_codecs: tuple[ExponentCodec | None, ...]
     shards: tuple[Shard, ...]
     limits: CacheLimits
     device: DeviceLike | None
@@ -90,9 +93,11 @@ async def open_cache(parts: CacheParts) -> "OpenCache":
     loop = asyncio.get_running_loop()
     started = loop.time()
     kinds = [
-        Kind(number, group, Naming(fingerprint(parts.model, parts.layout, number, name), shard), codec)
-        for number, (group, codec) in enumerate(zip(parts.layout.groups, parts.codecs, strict=True))
-        for name in [codec.name if codec else "none"]
+        Kind(number, group, Naming(fingerprint(parts.model, parts.layout, number, name), shard), codec, record_codec)
+        for number, (group, codec, record_codec) in enumerate(
+            zip(parts.layout.groups, parts.codecs, parts.record_codecs, strict=True)
+        )
+        for name in [kept.name if kept else "none" for kept in (codec or record_codec,)]
         for shard in parts.shards
     ]
     tasks, ledger = Tasks(), Ledger()

@@ -242,8 +242,9 @@ class TieredKVSettings(BaseSettings):
     """Fastest first: at most one ``gpu``, then at most one ``cpu``, then storage."""
     limits: CacheLimits = CacheLimits()
     codec: CodecName = "none"
-    """How blocks are kept in every tier. ``"fp8"`` keeps bf16 and fp16 in half the bytes, not exactly: see
-    [On a GPU](../explanation/gpu.md#what-is-exact) for the bound of its error."""
+    """How blocks are kept. ``"fp8"`` keeps bf16 and fp16 in half the bytes in every tier, not exactly: see
+    [On a GPU](../explanation/gpu.md#what-is-exact) for the bound of its error. ``"exponent"`` keeps bf16 bit for bit in
+    three quarters of the bytes, in storage: see [the guide](../how-to/configure.md#three-quarters-of-the-bytes)."""
     metrics: bool = False
     """Whether to tell Prometheus what happens, by prometheus_client (extra ``metrics``): see
     [Observe a cache](../how-to/observe.md)."""

@@ -218,7 +218,7 @@ def test_what_a_codec_cannot_keep_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     """Before anything is allocated, with the dtype; an unknown codec says which there are, in settings too."""
     with pytest.raises(ConfigurationError, match="bfloat16 or float16, not of int8"):
         open_fp8(KVGroup(1, 1, 8, "int8", 4), MEMORY)
-    with pytest.raises(ConfigurationError, match="one of none, fp8, got 'fp4'"):
+    with pytest.raises(ConfigurationError, match="one of none, fp8, exponent, got 'fp4'"):
         open_fp8(NHD, MEMORY, codec="fp4")  # type: ignore[arg-type]  # wrong on purpose
     with pytest.raises(ConfigurationError, match="codec"):
         TieredKVSettings(codec="fp4")  # type: ignore[arg-type]  # wrong on purpose

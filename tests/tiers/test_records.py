@@ -11,7 +11,9 @@ from tiered_kv import BlockKey, Encryption, Namespace, RecordShape
 from tiered_kv.backend import Block, Outcome
 from tiered_kv.keys import Names
 from tiered_kv.loop_calls import LoopCalls
+from tiered_kv.record import encode
 from tiered_kv.seal import Seal
+from tiered_kv.tiers.exponent import ExponentCodec
 from tiered_kv.tiers.records import Records, Staging
 from tiered_kv.tiers.tasks import WorkerPool
 
@@ -88,7 +90,7 @@ async def test_named_alone_they_are_verified_as_by_their_keys(encryption: Encryp
         await records.open(loop_calls)
         into = blocks_of(3)
         made = await records.encode(KEYS, into, into, SHAPE)
-        assert all(block.payload.readonly for block in made)
+        assert all(block is not None and block.payload.readonly for block in made)
         into[1].payload[-1] ^= 1
         names: Names = KEYS[0].namespace.names_of([KEYS[0].hash, KEYS[1].hash, KEYS[0].hash])
         hits = [Outcome.HIT] * 3
@@ -97,6 +99,26 @@ async def test_named_alone_they_are_verified_as_by_their_keys(encryption: Encryp
         found = [Outcome.FAILED, Outcome.MISS, Outcome.FAILED]
         assert (await records.verify_named(names, into, found, SHAPE))[0] == found
         assert (await records.verify(KEYS, into, found, SHAPE))[0] == found
+    finally:
+        pool.close()
+
+
+async def test_a_whole_record_that_nothing_was_encoded_as_is_corrupt() -> None:
+    """Its checksum is right, so something else made it: no bytes are served that nobody stored."""
+    loop_calls, codec = LoopCalls(asyncio.get_running_loop()), ExponentCodec(SHAPE.payload_bytes)
+    shape = RecordShape(SHAPE.fingerprint, codec.stored_bytes, codec="exponent", decoded_bytes=SHAPE.payload_bytes)
+    pool = WorkerPool("records", 1, loop_calls)
+    records = Records(pool, None)
+    try:
+        blocks, into = blocks_of(2), [Block.empty(codec.stored_bytes) for _ in range(2)]
+        made = await records.encode(KEYS[:2], blocks, into, shape, codec)
+        assert all(block is not None and block.payload.readonly for block in made)
+        into[1].payload[0] = 255  # more are listed than may be
+        encode(KEYS[1], into[1], codec="exponent", decoded_bytes=SHAPE.payload_bytes)
+        found = [Block.empty(SHAPE.payload_bytes) for _ in range(2)]
+        verdicts, _ = await records.verify(KEYS[:2], into, [Outcome.HIT] * 2, shape, codec, found)
+        assert verdicts == [Outcome.HIT, Outcome.CORRUPT]
+        assert bytes(found[0].payload) == bytes(blocks[0].payload)
     finally:
         pool.close()
 

@@ -1,7 +1,8 @@
 """How blocks are kept below the engine's cache, where not as the engine has them. Off unless a setting asks for it.
 
-What a codec makes of a block is the same bytes on every tier, and its name is part of every fingerprint: nothing stored
-under one is served under another.
+What a codec of slots makes of a block is the same bytes on every tier; ``exponent`` is one of records, see
+`tiered_kv.tiers.exponent`. The name of either is part of every fingerprint: nothing stored under one is served under
+another.
 """
 
 from abc import ABC, abstractmethod
@@ -13,7 +14,7 @@ from torch import Tensor
 from tiered_kv.errors import ConfigurationError
 from tiered_kv.layout import KVGroup
 
-CodecName = Literal["none", "fp8"]
+CodecName = Literal["none", "fp8", "exponent"]
 
 
 class Codec(ABC):
@@ -116,7 +117,7 @@ class FP8Codec(Codec):
 
 
 def make_codec(name: str, group: KVGroup) -> Codec | None:
-    """Return the codec of this name for blocks of a group; None is for ``"none"``: bytes are kept as they are.
+    """Return the codec of this name for blocks of a group; None is for those that leave slots as the engine has them.
 
     Raises:
         ConfigurationError: There is no codec of this name, or it cannot keep such blocks.

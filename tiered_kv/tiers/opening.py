@@ -17,6 +17,7 @@ from tiered_kv.events import Emit, TierResumed
 from tiered_kv.loop_calls import LoopCalls
 from tiered_kv.tiers.budget import Budget
 from tiered_kv.tiers.calls import Answer, Calls
+from tiered_kv.tiers.exponent import ExponentCodec
 from tiered_kv.tiers.health import StorageHealth
 from tiered_kv.tiers.owned import OwnedTier
 from tiered_kv.tiers.records import Records
@@ -121,10 +122,14 @@ class StorageMedium:
         self._end_pools()  # the threads of an attempt end with it
         return raised[0] if raised else BackendUnavailableError(f"{self.health.name} cannot be opened: {answer.error}")
 
-    def tier(self, group: int, shape: RecordShape, budget: Budget) -> OwnedTier | SharedTier:
+    def tier(
+        self, group: int, shape: RecordShape, budget: Budget, codec: ExponentCodec | None
+    ) -> OwnedTier | SharedTier:
         """Make the tier of one kind of block."""
         services = self._services
-        parts = TierParts(self.health, self._calls, budget, self._records, services.tasks, self._settings, group, shape)
+        parts = TierParts(
+            self.health, self._calls, budget, self._records, services.tasks, self._settings, group, shape, codec
+        )
         if isinstance(self._backend, Backend):
             return SharedTier(parts, self._backend)
         return OwnedTier(parts, self._backend, self._books[group])

@@ -106,7 +106,7 @@ class OwnedTier(StorageTier, BookedTier):
                     return right
                 there, wanted, slots = [blocks[i] for i in at], batch[at], lease.slots[at]
                 outcomes = await self._read(
-                    lambda: self.backend.read(self.group, slots, there), wanted.keys(), there, waiter, on_late
+                    lambda into: self.backend.read(self.group, slots, into), wanted.keys(), there, waiter, on_late
                 )
                 right[at] = [outcome is Outcome.HIT for outcome in outcomes]
                 broken = np.array([outcome in (Outcome.CORRUPT, Outcome.MISS) for outcome in outcomes])
@@ -170,14 +170,16 @@ class OwnedTier(StorageTier, BookedTier):
         kind: Kind,
     ) -> list[Outcome]:
         write = object()
-        async with self._encoded(batch, blocks) as (_, records):
-            self._in_write[write] = batch.names, slots
+        async with self._encoded(batch, blocks) as made:
+            names, slots = batch.names[made.at], slots[made.at]
+            self._in_write[write] = names, slots
             try:
-                return await self._write(
-                    lambda: self.backend.write(self.group, slots, batch.names, records), len(batch), kind, on_late
+                written = await self._write(
+                    lambda: self.backend.write(self.group, slots, names, made.records), len(slots), kind, on_late
                 )
             finally:
                 del self._in_write[write]
+        return made.outcomes(written)
 
     async def scrub(self, names: Names, slots: NDArray[np.int64], blocks: list[Block]) -> int:
         """Verify what is in some slots, and remove what is not what the books say; return how many blocks that were.

@@ -10,6 +10,7 @@ from tiered_kv.encryption import Encryption
 from tiered_kv.keys import BlockKey, Names
 from tiered_kv.loop_calls import LoopCalls
 from tiered_kv.record import encode, examine, examine_any
+from tiered_kv.tiers.exponent import ExponentCodec
 from tiered_kv.tiers.tasks import WorkerPool, in_a_thread
 
 if TYPE_CHECKING:  # importing it takes an extra
@@ -45,27 +46,47 @@ class Records:
         return self._seal is not None and self._seal.encrypts
 
     async def encode(
-        self, keys: Sequence[BlockKey], blocks: Sequence[Block], into: Sequence[Block], shape: RecordShape
-    ) -> list[Block]:
-        """Make records of what is in ``blocks``; return them as a backend may see them.
+        self,
+        keys: Sequence[BlockKey],
+        blocks: Sequence[Block],
+        into: Sequence[Block],
+        shape: RecordShape,
+        codec: ExponentCodec | None = None,
+    ) -> list[Block | None]:
+        """Make records of what is in ``blocks``; return them as a backend may see them, None for what does not fit one.
 
         Args:
             keys: Names the blocks.
             blocks: Their payloads, which stay as they are.
-            into: Gets the records: other memory if this encrypts, else ``blocks``.
+            into: Gets the records: other memory if this encrypts or there is a codec, else ``blocks``.
             shape: What they are.
+            codec: What makes payloads of what is in ``blocks``, if these differ.
         """
-        return await self.threads.run(_encode_all, keys, blocks, into, shape, self._seal)
+        return await self.threads.run(_encode_all, keys, blocks, into, shape, codec, self._seal)
 
     async def verify(
-        self, keys: Sequence[BlockKey], blocks: Sequence[Block], outcomes: Sequence[Outcome], shape: RecordShape
+        self,
+        keys: Sequence[BlockKey],
+        records: Sequence[Block],
+        outcomes: Sequence[Outcome],
+        shape: RecordShape,
+        codec: ExponentCodec | None = None,
+        into: Sequence[Block] = (),
     ) -> tuple[list[Outcome], Counter[str]]:
-        """Replace each HIT by what the record itself says, decrypting it in place.
+        """Replace each HIT by what the record itself says, decrypting it in place, and decode what is right.
+
+        Args:
+            keys: Name the blocks.
+            records: What was read.
+            outcomes: Of the read.
+            shape: What the records are.
+            codec: What their payloads are decoded by, if at all.
+            into: Get what they hold then; a record may be the beginning of its block.
 
         Returns:
             The outcomes, and how many whole records were refused for their seal, by the reason.
         """
-        verifying = self.threads.run(_verify_hits, keys, blocks, outcomes, shape, self._seal)
+        verifying = self.threads.run(_verify_hits, keys, records, outcomes, shape, codec, into, self._seal)
         return await _to_the_end(verifying)  # it writes to the blocks
 
     async def verify_named(
@@ -110,21 +131,42 @@ async def _to_the_end(future: "asyncio.Future[T]") -> T:
 
 
 def _encode_all(
-    keys: Sequence[BlockKey], blocks: Sequence[Block], into: Sequence[Block], shape: RecordShape, seal: "Seal | None"
-) -> list[Block]:
+    keys: Sequence[BlockKey],
+    blocks: Sequence[Block],
+    into: Sequence[Block],
+    shape: RecordShape,
+    codec: ExponentCodec | None,
+    seal: "Seal | None",
+) -> list[Block | None]:
+    made: list[Block | None] = []
     for key, block, record in zip(keys, blocks, into, strict=True):
-        encode(key, record, codec=shape.codec, decoded_bytes=shape.decoded_bytes, seal=seal, payload=block.payload)
-    return [record.read_only() for record in into]  # the payloads may be the CPU tier's own
+        payload = block.payload
+        if codec is not None:
+            if not codec.encode(payload, record.payload):
+                made.append(None)
+                continue
+            payload = record.payload
+        encode(key, record, codec=shape.codec, decoded_bytes=shape.decoded_bytes, seal=seal, payload=payload)
+        made.append(record.read_only())  # the payload may be the CPU tier's own
+    return made
 
 
 def _verify_hits(
     keys: Sequence[BlockKey],
-    blocks: Sequence[Block],
+    records: Sequence[Block],
     outcomes: Sequence[Outcome],
     shape: RecordShape,
+    codec: ExponentCodec | None,
+    into: Sequence[Block],
     seal: "Seal | None",
 ) -> tuple[list[Outcome], Counter[str]]:
-    return _verdicts(outcomes, lambda n: examine(keys[n], blocks[n], codec=shape.codec, seal=seal))
+    def verdict(n: int) -> tuple[Outcome, str]:
+        outcome, reason = examine(keys[n], records[n], codec=shape.codec, seal=seal)
+        if outcome is Outcome.HIT and codec is not None and not codec.decode(records[n].payload, into[n].payload):
+            outcome = Outcome.CORRUPT  # whole, and made by something else
+        return outcome, reason
+
+    return _verdicts(outcomes, verdict)
 
 
 def _verify_named(

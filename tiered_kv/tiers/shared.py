@@ -138,7 +138,7 @@ class SharedTier(StorageTier):
                 return right
             wanted, there = batch[at], [blocks[i] for i in at]
             keys = wanted.keys()
-            outcomes = await self._read(lambda: self.backend.read(keys, there), keys, there, waiter, on_late)
+            outcomes = await self._read(lambda into: self.backend.read(keys, into), keys, there, waiter, on_late)
             right[at] = [outcome is Outcome.HIT for outcome in outcomes]
             self.answers.doubt(batch.names[~right])
             if num_broken := outcomes.count(Outcome.CORRUPT):
@@ -169,9 +169,9 @@ class SharedTier(StorageTier):
             if len(at):
                 there, chosen, serial = [blocks[i] for i in at], batch[at], self._evicted.serial
                 with self._is_writing(chosen.names):
-                    async with self._encoded(chosen, there) as (keys, records):
-                        write = partial(self.backend.write, keys, records)
-                        outcomes = await self._write(write, len(at), kind, on_late)
+                    async with self._encoded(chosen, there) as made:
+                        write = partial(self.backend.write, made.keys, made.records)
+                        outcomes = made.outcomes(await self._write(write, len(made.at), kind, on_late))
                     written[at] = [outcome is Outcome.STORED for outcome in outcomes]
                     dropped[at] = [outcome is Outcome.REFUSED for outcome in outcomes]
                     self.suspects.wrote(batch.names[written])

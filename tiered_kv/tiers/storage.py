@@ -17,13 +17,14 @@ from numpy.typing import NDArray
 from tiered_kv.backend import Block, Outcome, RecordShape, TierSettings
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.table import hash_names
-from tiered_kv.events import RecordsRefused
+from tiered_kv.events import BlocksNotEncoded, RecordsRefused
 from tiered_kv.keys import BlockKey, Names
 from tiered_kv.specs import LoadStoreSpec
 from tiered_kv.tiers.base import Mask, Tier
 from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.budget import Budget, Give, Kind, Waiter
 from tiered_kv.tiers.calls import Calls, outcomes_problem
+from tiered_kv.tiers.exponent import ExponentCodec
 from tiered_kv.tiers.health import StorageHealth
 from tiered_kv.tiers.records import Records, Staging
 from tiered_kv.tiers.speed import ReadSpeed
@@ -47,6 +48,7 @@ class TierParts:
         settings: The tier's.
         group: Which kind of block this tier has: a KV group on one rank.
         shape: Of its records.
+        codec: What makes their payloads of what is in slots, if these differ.
     """
 
     health: StorageHealth
@@ -57,6 +59,7 @@ class TierParts:
     settings: TierSettings
     group: int
     shape: RecordShape
+    codec: ExponentCodec | None
 
 
 @dataclass
@@ -103,6 +106,7 @@ class StorageTier(Tier):
         self.shape = parts.shape
         self.budget = parts.budget
         self.speed = ReadSpeed(parts.health.clock)
+        self._codec = parts.codec
         self._records = parts.records
         self._staging = Staging(parts.shape)
         self._tasks = parts.tasks
@@ -216,16 +220,17 @@ class StorageTier(Tier):
 
     async def _read(
         self,
-        call: Callable[[], Awaitable[list[Outcome]]],
+        call: Callable[[list[Block]], Awaitable[list[Outcome]]],
         keys: list[BlockKey],
         blocks: list[Block],
         waiter: Waiter,
         on_late: Callable[[], None],
     ) -> list[Outcome]:
-        """Make a read, and replace each HIT by what the record itself says."""
+        """Read records, replace each HIT by what the record itself says, and leave in the blocks what they hold."""
         n, started = len(keys), self.health.clock()
+        records = blocks if self._codec is None else [self._codec.record_in(each) for each in blocks]
         answer = await self.calls.make(
-            "read", call, num_blocks=n, waiter=waiter, on_late=on_late,
+            "read", lambda: call(records), num_blocks=n, waiter=waiter, on_late=on_late,
             problem_of=outcomes_problem(n, READ), is_failure=all_failed,
         )  # fmt: skip
         seconds = self.health.clock() - started
@@ -238,7 +243,9 @@ class StorageTier(Tier):
         num_filled = answer.value.count(Outcome.HIT)
         self.counters.bytes_read += self._num_bytes(num_filled)
         self.counters.read_s += answer.seconds
-        verdicts, refused = await self._records.verify(keys, blocks, list(answer.value), self.shape)
+        verdicts, refused = await self._records.verify(
+            keys, records, list(answer.value), self.shape, self._codec, blocks
+        )
         self._tell_refused(refused)
         self.counters.corrupt += verdicts.count(Outcome.CORRUPT)
         self.counters.failed += verdicts.count(Outcome.FAILED)
@@ -251,6 +258,8 @@ class StorageTier(Tier):
     async def _write(
         self, call: Callable[[], Awaitable[list[Outcome]]], n: int, kind: Kind, on_late: Callable[[], None]
     ) -> list[Outcome]:
+        if not n:
+            return []
         started = self.health.clock()
         answer = await self.calls.make(
             "write", call, num_blocks=n, waiter=Waiter(kind), on_late=on_late,
@@ -265,11 +274,15 @@ class StorageTier(Tier):
         return outcomes
 
     @asynccontextmanager
-    async def _encoded(self, batch: Batch, blocks: list[Block]) -> AsyncIterator[tuple[list[BlockKey], list[Block]]]:
-        """Write the headers; lend the keys, and the records as a backend may see them, until it has let go of them."""
+    async def _encoded(self, batch: Batch, blocks: list[Block]) -> AsyncIterator["Encoded"]:
+        """Make the records; lend them until the backend has let go of them."""
         keys = batch.keys()
-        staged = self._staging.take(len(keys)) if self._records.encrypts else blocks
-        yield keys, await self._records.encode(keys, blocks, staged, self.shape)
+        staged = self._staging.take(len(keys)) if self._codec or self._records.encrypts else blocks
+        records = await self._records.encode(keys, blocks, staged, self.shape, self._codec)
+        at = np.flatnonzero([record is not None for record in records])
+        if len(at) < len(keys):
+            self.health.emit(BlocksNotEncoded(self.name, len(keys) - len(at), self.shape.codec))
+        yield Encoded(len(keys), at, [keys[i] for i in at], [record for record in records if record is not None])
         if staged is not blocks:  # and not after an error: who was cancelled cannot tell whether they are still read
             self._staging.give(staged)
 
@@ -289,6 +302,30 @@ class StorageTier(Tier):
         hashes = hash_names(names)
         while busy := [done for each, done in self._writing.values() if np.isin(hashes, each).any()]:
             await asyncio.wait(busy)
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Records of some blocks, as a backend may see them.
+
+    Attributes:
+        num_blocks: How many blocks there were.
+        at: Those whose codec keeps them, by position.
+        keys: Theirs.
+        records: Theirs.
+    """
+
+    num_blocks: int
+    at: NDArray[np.int64]
+    keys: list[BlockKey]
+    records: list[Block]
+
+    def outcomes(self, written: Sequence[Outcome]) -> list[Outcome]:
+        """Return the outcomes of all blocks; what was not encoded is refused."""
+        outcomes = [Outcome.REFUSED] * self.num_blocks
+        for at, outcome in zip(self.at.tolist(), written, strict=True):
+            outcomes[at] = outcome
+        return outcomes
 
 
 def all_failed(outcomes: Sequence[Outcome]) -> bool:
