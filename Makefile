@@ -24,6 +24,7 @@ BENCHMARKS := $(sort $(wildcard benchmarks/[a-z]*.py))
 help:
 	@echo "make demo       a chat server on a small model: cold, from GPU pool, CPU, and NVMe in a new process"
 	@echo "                ... TIERS=s3,redis: from those, see examples/chat_servers.py"
+	@echo "                ... HOST=1: two engines that share the cache of one server, see examples/chat_host.py"
 	@echo "make test       all tests"
 	@echo "make test-fast  the fast tests: no servers, no examples"
 	@echo "make test-engines  vLLM and other engines, each in an environment of its own: gigabytes once, then minutes"
@@ -53,7 +54,7 @@ help:
 	@mkdir -p $(@D) && .ci/install_servers && touch $@
 
 demo: .venv/demo.stamp
-	$(IN_VENV)python examples/chat.py $(if $(TIERS),--tiers $(TIERS))
+	$(IN_VENV)python examples/$(if $(HOST),chat_host.py,chat.py) $(if $(TIERS),--tiers $(TIERS))
 
 test: .venv/dev.stamp .venv/servers
 	$(IN_VENV)pytest -n auto --dist loadgroup

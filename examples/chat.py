@@ -42,7 +42,16 @@ from chat_engine import (
 )
 from chat_results import LABELS, RECOMPUTE, Run, describe, device_of, draw_plot, draw_table, find_faults, make_console
 from chat_servers import SERVED, serve_tiers
-from tiered_kv import GPULoadStoreSpec, KVLayout, LoadResult, ModelIdentity, TieredKV, TieredKVSettings, hash_blocks
+from tiered_kv import (
+    BlockCache,
+    GPULoadStoreSpec,
+    KVLayout,
+    LoadResult,
+    ModelIdentity,
+    TieredKV,
+    TieredKVSettings,
+    hash_blocks,
+)
 
 TIERS: dict[str, dict[str, Any]] = {
     "gpu": {"medium": "gpu", "capacity": "512MiB"},
@@ -60,9 +69,9 @@ SYSTEM_BYTES, MESSAGE_BYTES = 512, 384
 
 
 class TieredPrefix:
-    """The engine's prefix cache is a `TieredKV`. This is all of the integration."""
+    """The engine's prefix cache is a `TieredKV`, or what a server keeps. This is all of the integration."""
 
-    def __init__(self, kv: TieredKV, *, may_load: bool) -> None:
+    def __init__(self, kv: BlockCache, *, may_load: bool) -> None:
         self.kv = kv
         self.may_load = may_load
         self.loads: list[LoadResult] = []
@@ -110,7 +119,7 @@ def blocks_folder(options: argparse.Namespace) -> Path:
 
 
 async def serve(
-    engine: Engine, kv: TieredKV, source: str, options: argparse.Namespace, on_served: Callable[[], object]
+    engine: Engine, kv: BlockCache, source: str, options: argparse.Namespace, on_served: Callable[[], object]
 ) -> Run:
     """Serve all conversations at once, each turn upon the answer before; call ``on_served`` after each."""
     prefix = TieredPrefix(kv, may_load=source != RECOMPUTE)
@@ -196,7 +205,7 @@ def split(tiers: str) -> list[str]:
     return [tier for tier in tiers.split(",") if tier]
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -207,7 +216,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--dtype", choices=("bfloat16", "float32"), help="of weights and KV (whichever is faster here)")
     add("--out", type=Path, default=Path("out/chat"), help="folder for results (out/chat)")
     add("--only", choices=PERSISTENT, help=argparse.SUPPRESS)  # what the new process is told
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     options.tiers = list(dict.fromkeys(chain.from_iterable(options.tiers)))
     if unknown := [tier for tier in options.tiers if tier not in (*TIERS, *SERVED)]:
         parser.error(f"--tiers: there is no {', '.join(unknown)}")
@@ -218,11 +227,21 @@ def parse_arguments() -> argparse.Namespace:
     return options
 
 
+def quiet() -> None:
+    """Log what went wrong alone: the library logs an event per operation, and leaves the choice to the program."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+
+
+def make_progress(console: Console) -> Progress:
+    """Return a bar for each run."""
+    columns = (TextColumn("{task.description:<22}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console)
+
+
 def main() -> None:
     """Serve, compare, show; exit with 1 if anything is not as it has to be."""
     options = parse_arguments()
-    # The library logs an event per operation and leaves the choice to the program: here, what went wrong.
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    quiet()
     if options.only:
         options.served = json.load(sys.stdin)
         asyncio.run(serve_as_new_process(options))
@@ -230,12 +249,11 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(blocks_folder(options), ignore_errors=True)  # left by a demo that was stopped: they would be hits
     console = make_console()
-    columns = (TextColumn("{task.description:<18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     remote = [tier for tier in options.tiers if tier in SERVED]
     try:
         with serve_tiers(remote, blocks_folder(options)) as (options.served, notes):
             console.print(*notes, sep="\n", end="\n" if notes else "", highlight=False, markup=False)
-            with Progress(*columns, console=console) as progress:
+            with make_progress(console) as progress:
                 runs = asyncio.run(serve_from_every_tier(options, progress))
     finally:
         shutil.rmtree(blocks_folder(options), ignore_errors=True)

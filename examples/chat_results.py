@@ -72,12 +72,13 @@ class Run:
         return cls(**run)
 
 
-def find_faults(run: Run, reference: Run, *, may_pass_on: bool) -> list[str]:
+def find_faults(run: Run, reference: Run, *, may_pass_on: bool, tier: str = "") -> list[str]:
     """Return what is not as it has to be: other output than the recomputation's, or KV that came from elsewhere.
 
     Args:
         run: What was served from a tier.
         reference: The recomputation of the same conversations.
+        tier: Its name, if it is not the run's source.
         may_pass_on: Whether `PASSED_ON` counts as this tier.
     """
     faults = []
@@ -90,7 +91,7 @@ def find_faults(run: Run, reference: Run, *, may_pass_on: bool) -> list[str]:
             faults.append(f"{what}: other last logits than recomputed")
         if request.num_reused_tokens != reusable:
             faults.append(f"{what}: {request.num_reused_tokens} of {reusable} tokens loaded")
-    allowed = {run.source, PASSED_ON} if may_pass_on else {run.source}
+    allowed = {tier or run.source, *([PASSED_ON] if may_pass_on else [])}
     if elsewhere := {tier for load in run.loads for tier in load.by_tier} - allowed:
         faults.append(f"the run from {run.source} also loaded from {', '.join(sorted(elsewhere))}")
     reasons = (f"{fault.reason} {fault.detail}".rstrip() for load in run.loads for fault in load.faults)
