@@ -1,5 +1,6 @@
 """A cache with ``codec="exponent"``: three quarters of the bytes in storage, and every bit of every block."""
 
+import mmap
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,14 @@ from tests.support.caches import AnyTier, Recorder, until_idle
 from tiered_kv import (
     BlocksNotEncoded,
     ConfigurationError,
+    CPULoadStoreSpec,
     Encryption,
     GPULoadStoreSpec,
     KVGroup,
     KVLayout,
     TieredKV,
     TieredKVSettings,
+    Worker,
 )
 from tiered_kv.memory.codec import CodecName
 from tiered_kv.record import HEADER_BYTES
@@ -179,3 +182,38 @@ def test_what_it_cannot_keep_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="bfloat16, not of float16"):
         open_with(KVGroup(1, 1, 8, "float16", 4), {"medium": "memory", "capacity": "4MiB"})
     assert TieredKVSettings(codec="exponent").codec == "exponent"
+
+
+async def test_a_direct_pool_gets_blocks_as_the_engine_has_them(tmp_path: Path) -> None:
+    """What is read straight into the engine's own slots is decoded there."""
+    caches, slots = caches_of(NHD), mmap.mmap(-1, N * NHD.stride_bytes)
+    async with open_with(NHD, nvme(tmp_path)) as kv:
+        register(kv, NHD, caches)
+        kv.register_host_pool("mine", slots, slot_bytes=NHD.stride_bytes, direct=True)
+        await (await kv.store(KEYS, PAGES)).settled()
+        assert (await kv.load(KEYS, CPULoadStoreSpec(range(N), pool="mine"))).num_blocks == N
+        await until_idle(kv)
+    planes = [plane for layer in bits_of(caches) for plane in layer]
+    expected = [b"".join(plane[page].numpy().tobytes() for plane in planes) for page in PAGES.ids.tolist()]
+    assert [bytes(slots[at : at + NHD.payload_bytes]) for at in range(0, len(slots), NHD.stride_bytes)] == expected
+
+
+async def test_workers_need_not_know() -> None:
+    """Memory that they copy from and to has blocks as the engine has them."""
+    theirs, ours = caches_of(NHD), caches_of(NHD)
+    before = bits_of(ours)
+    async with open_with(NHD, {"medium": "cpu", "capacity": "1MiB"}, {"medium": "memory", "capacity": "4MiB"}) as kv:
+        register(kv, NHD, ours)
+        planner = kv.planner()
+        planner.register_worker()
+        with Worker(planner.slabs(), layout=KVLayout((NHD,)), device="cpu") as worker:
+            worker.register_kv_caches(theirs, axes="PBNHD")
+            job = planner.plan_store(KEYS, PAGES)
+            planner.complete(worker.execute(await job.planned()))
+            await job.ended()
+            await kv.flush()
+            await kv.evict(KEYS, tier="cpu")
+            for tensor in ours:
+                tensor.zero_()
+            assert (await kv.load(KEYS, PAGES)).num_blocks == N
+            assert all_equal(bits_of(ours), before)

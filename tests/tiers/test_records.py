@@ -90,7 +90,7 @@ async def test_named_alone_they_are_verified_as_by_their_keys(encryption: Encryp
         await records.open(loop_calls)
         into = blocks_of(3)
         made = await records.encode(KEYS, into, into, SHAPE)
-        assert all(block is not None and block.payload.readonly for block in made)
+        assert all(block.payload.readonly for block in made.records)
         into[1].payload[-1] ^= 1
         names: Names = KEYS[0].namespace.names_of([KEYS[0].hash, KEYS[1].hash, KEYS[0].hash])
         hits = [Outcome.HIT] * 3
@@ -112,7 +112,7 @@ async def test_a_whole_record_that_nothing_was_encoded_as_is_corrupt() -> None:
     try:
         blocks, into = blocks_of(2), [Block.empty(codec.stored_bytes) for _ in range(2)]
         made = await records.encode(KEYS[:2], blocks, into, shape, codec)
-        assert all(block is not None and block.payload.readonly for block in made)
+        assert all(block.payload.readonly for block in made.records)
         into[1].payload[0] = 255  # more are listed than may be
         encode(KEYS[1], into[1], codec="exponent", decoded_bytes=SHAPE.payload_bytes)
         found = [Block.empty(SHAPE.payload_bytes) for _ in range(2)]

@@ -25,7 +25,8 @@ from tiered_kv.tiers.base import BookedTier, Mask
 from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.budget import Kind, Priority, Waiter
 from tiered_kv.tiers.calls import Answer, outcomes_problem
-from tiered_kv.tiers.storage import READ, StorageTier, TierParts, WriteReport, all_failed
+from tiered_kv.tiers.reports import WriteReport
+from tiered_kv.tiers.storage import READ, StorageTier, TierParts, all_failed
 from tiered_kv.tiers.tombstones import Tombstones
 
 

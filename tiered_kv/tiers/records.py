@@ -3,7 +3,11 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tiered_kv.backend import Block, Outcome, RecordShape
 from tiered_kv.encryption import Encryption
@@ -17,6 +21,30 @@ if TYPE_CHECKING:  # importing it takes an extra
     from tiered_kv.seal import Seal
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Records of some blocks, as a backend may see them.
+
+    Attributes:
+        num_blocks: How many blocks there were.
+        at: Those whose codec keeps them, by position.
+        keys: Theirs.
+        records: Theirs.
+    """
+
+    num_blocks: int
+    at: NDArray[np.int64]
+    keys: list[BlockKey]
+    records: list[Block]
+
+    def outcomes(self, written: Sequence[Outcome]) -> list[Outcome]:
+        """Return the outcomes of all blocks; what was not encoded is refused."""
+        outcomes = [Outcome.REFUSED] * self.num_blocks
+        for at, outcome in zip(self.at.tolist(), written, strict=True):
+            outcomes[at] = outcome
+        return outcomes
 
 
 class Records:
@@ -52,8 +80,8 @@ class Records:
         into: Sequence[Block],
         shape: RecordShape,
         codec: ExponentCodec | None = None,
-    ) -> list[Block | None]:
-        """Make records of what is in ``blocks``; return them as a backend may see them, None for what does not fit one.
+    ) -> Encoded:
+        """Make records of what is in ``blocks``.
 
         Args:
             keys: Names the blocks.
@@ -62,7 +90,10 @@ class Records:
             shape: What they are.
             codec: What makes payloads of what is in ``blocks``, if these differ.
         """
-        return await self.threads.run(_encode_all, keys, blocks, into, shape, codec, self._seal)
+        made = await self.threads.run(_encode_all, keys, blocks, into, shape, codec, self._seal)
+        at = [number for number, record in enumerate(made) if record is not None]
+        records = [record for record in made if record is not None]
+        return Encoded(len(keys), np.array(at, np.int64), [keys[number] for number in at], records)
 
     async def verify(
         self,

@@ -15,7 +15,8 @@ from tiered_kv.tiers.base import Mask
 from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.budget import Kind, Waiter
 from tiered_kv.tiers.calls import outcomes_problem
-from tiered_kv.tiers.storage import StorageTier, TierParts, WriteReport
+from tiered_kv.tiers.reports import WriteReport
+from tiered_kv.tiers.storage import StorageTier, TierParts
 from tiered_kv.tiers.suspects import Suspects
 from tiered_kv.tiers.tombstones import Tombstones
 

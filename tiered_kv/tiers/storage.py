@@ -8,7 +8,7 @@ import asyncio
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -26,7 +26,8 @@ from tiered_kv.tiers.budget import Budget, Give, Kind, Waiter
 from tiered_kv.tiers.calls import Calls, outcomes_problem
 from tiered_kv.tiers.exponent import ExponentCodec
 from tiered_kv.tiers.health import StorageHealth
-from tiered_kv.tiers.records import Records, Staging
+from tiered_kv.tiers.records import Encoded, Records, Staging
+from tiered_kv.tiers.reports import WriteReport
 from tiered_kv.tiers.speed import ReadSpeed
 from tiered_kv.tiers.tasks import Tasks
 
@@ -60,35 +61,6 @@ class TierParts:
     group: int
     shape: RecordShape
     codec: ExponentCodec | None
-
-
-@dataclass
-class WriteReport:
-    """What became of the blocks of one write, by position. Every position is in exactly one of them."""
-
-    written: Mask
-    present: Mask
-    dropped: Mask
-    failed: Mask = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.failed = ~(self.written | self.present | self.dropped)
-
-    @classmethod
-    def nothing_of(cls, n: int) -> "WriteReport":
-        """All of ``n`` blocks dropped."""
-        nothing = np.zeros(n, np.bool_)
-        return cls(nothing, nothing, ~nothing)
-
-    @classmethod
-    def failure_of(cls, n: int) -> "WriteReport":
-        """All of ``n`` blocks failed."""
-        nothing = np.zeros(n, np.bool_)
-        return cls(nothing, nothing, nothing)
-
-    def counts(self) -> dict[str, int]:
-        """How many blocks, by what became of them."""
-        return {name: int(np.count_nonzero(mask)) for name, mask in vars(self).items()}
 
 
 class StorageTier(Tier):
@@ -274,15 +246,14 @@ class StorageTier(Tier):
         return outcomes
 
     @asynccontextmanager
-    async def _encoded(self, batch: Batch, blocks: list[Block]) -> AsyncIterator["Encoded"]:
+    async def _encoded(self, batch: Batch, blocks: list[Block]) -> AsyncIterator[Encoded]:
         """Make the records; lend them until the backend has let go of them."""
         keys = batch.keys()
         staged = self._staging.take(len(keys)) if self._codec or self._records.encrypts else blocks
-        records = await self._records.encode(keys, blocks, staged, self.shape, self._codec)
-        at = np.flatnonzero([record is not None for record in records])
-        if len(at) < len(keys):
-            self.health.emit(BlocksNotEncoded(self.name, len(keys) - len(at), self.shape.codec))
-        yield Encoded(len(keys), at, [keys[i] for i in at], [record for record in records if record is not None])
+        made = await self._records.encode(keys, blocks, staged, self.shape, self._codec)
+        if len(made.at) < len(keys):
+            self.health.emit(BlocksNotEncoded(self.name, len(keys) - len(made.at), self.shape.codec))
+        yield made
         if staged is not blocks:  # and not after an error: who was cancelled cannot tell whether they are still read
             self._staging.give(staged)
 
@@ -302,30 +273,6 @@ class StorageTier(Tier):
         hashes = hash_names(names)
         while busy := [done for each, done in self._writing.values() if np.isin(hashes, each).any()]:
             await asyncio.wait(busy)
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """Records of some blocks, as a backend may see them.
-
-    Attributes:
-        num_blocks: How many blocks there were.
-        at: Those whose codec keeps them, by position.
-        keys: Theirs.
-        records: Theirs.
-    """
-
-    num_blocks: int
-    at: NDArray[np.int64]
-    keys: list[BlockKey]
-    records: list[Block]
-
-    def outcomes(self, written: Sequence[Outcome]) -> list[Outcome]:
-        """Return the outcomes of all blocks; what was not encoded is refused."""
-        outcomes = [Outcome.REFUSED] * self.num_blocks
-        for at, outcome in zip(self.at.tolist(), written, strict=True):
-            outcomes[at] = outcome
-        return outcomes
 
 
 def all_failed(outcomes: Sequence[Outcome]) -> bool:

@@ -23,7 +23,8 @@ from tiered_kv.tiers.budget import Kind, Waiter
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.fills import Fill
 from tiered_kv.tiers.memory import MemoryTier
-from tiered_kv.tiers.storage import StorageTier, WriteReport
+from tiered_kv.tiers.reports import WriteReport
+from tiered_kv.tiers.storage import StorageTier
 from tiered_kv.transfers.tally import Tally
 
 _MOST_TRIES: Final = 3
