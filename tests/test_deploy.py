@@ -1,16 +1,22 @@
-"""What is in ``deploy/`` speaks of metrics that exist, with labels that they have."""
+"""What is in ``deploy/`` speaks of metrics, labels, settings and commands that exist."""
 
+import configparser
 import json
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
+import pytest
+import typer
+import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.caches import keep, open_cache
 from tests.support.engine import PAYLOAD_BYTES, Engine, prompt
-from tiered_kv import CPUTier
+from tiered_kv import CPUTier, TieredKVSettings
+from tiered_kv.cli.app import app
 from tiered_kv.telemetry import Metrics
 
 DASHBOARD = Path(__file__).parents[1] / "deploy" / "grafana" / "tiered-kv.json"
@@ -60,3 +66,53 @@ def test_panels_do_not_overlap() -> None:
     places = {(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in board["panels"]}
     assert len(places) == len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
     assert all(panel["title"] and panel["description"] for panel in board["panels"])
+
+
+# The server of one cache for a host.
+
+DEPLOY = DASHBOARD.parents[1]
+SOCKET = "/run/tiered-kv/kv.sock"
+
+
+def manifests() -> list[dict[str, Any]]:
+    """Return the Kubernetes objects."""
+    return list(yaml.safe_load_all((DEPLOY / "kubernetes" / "daemonset.yaml").read_text()))
+
+
+@pytest.mark.parametrize("where", ["host", "kubernetes"])
+def test_a_server_can_be_started_with_the_settings(where: str) -> None:
+    """They are settings of this version, and name the socket and the directory that all else here gives it."""
+    text = (DEPLOY / "host" / "tiered-kv.toml").read_text()
+    if where == "kubernetes":
+        text = manifests()[0]["data"]["tiered-kv.toml"]
+    settings = TieredKVSettings.of(tomllib.loads(text))
+    assert settings.host.socket == Path(SOCKET)
+    assert settings.tiers[1].path == Path("/var/lib/tiered-kv")  # type: ignore[attr-defined] # it is an NVMe tier
+
+
+def test_the_unit_starts_what_there_is() -> None:
+    """A command that exists, with directories that systemd makes, and time enough to write what was stored."""
+    unit = configparser.ConfigParser(strict=False)
+    unit.optionxform = str  # type: ignore[assignment,method-assign] # as the documentation of configparser says
+    unit.read(DEPLOY / "host" / "tiered-kv.service")
+    service = unit["Service"]
+    _, *arguments = service["ExecStart"].split()
+    assert arguments == ["serve", "--config", "/etc/tiered-kv.toml"]
+    assert "serve" in typer.main.get_command(app).commands  # type: ignore[attr-defined] # it is a group
+    assert (service["Type"], service["RuntimeDirectory"], service["StateDirectory"]) == ("notify", *["tiered-kv"] * 2)
+    assert (
+        float(service["TimeoutStopSec"])
+        > TieredKVSettings.of({"tiers": ["cpu://?capacity=1MiB"]}).limits.close_timeout_s
+    )
+
+
+def test_containers_share_the_socket_alone() -> None:
+    """What engines mount is its directory; the server has the blocks and the settings besides."""
+    services = yaml.safe_load((DEPLOY / "host" / "compose.yaml").read_text())["services"]
+    assert services["engine-one"]["volumes"] == services["engine-two"]["volumes"] == ["socket:/run/tiered-kv"]
+    assert "socket:/run/tiered-kv" in services["kv"]["volumes"]
+    pod = manifests()[1]["spec"]["template"]["spec"]
+    mounted = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
+    assert {volume["name"] for volume in pod["volumes"]} == set(mounted)
+    assert mounted["socket"] == str(Path(SOCKET).parent)
+    assert mounted["settings"] in (DEPLOY / "host" / "Containerfile").read_text()
