@@ -314,3 +314,11 @@ def test_long_prefixes_over_chunks(policy: str) -> None:
     index.remove(names_of(0))
     assert index.ready_prefix(names) == 0
     assert index.ready(names).sum() == 4_198
+
+
+def test_only_what_is_new_gets_a_slot() -> None:
+    """What is there, what another fills and what is named twice get slot -1."""
+    index = TierIndex(8)
+    store(index, 1)
+    with index.reserve(names_of(2)), index.reserve(names_of(1, 2, 3, 3)) as reservation:
+        assert [slot if slot < 0 else "a slot" for slot in reservation.slots.tolist()] == [-1, -1, "a slot", -1]

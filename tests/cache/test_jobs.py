@@ -1,0 +1,251 @@
+"""Jobs of a planner: who hears of them, in which thread, and how they end."""
+
+import asyncio
+import sys
+import threading
+from typing import Self
+
+import pytest
+from anyio.lowlevel import checkpoint
+
+from tests.support.any_layout import AnyEngine, cpu, open_any, prompt
+from tests.support.backends import ScriptedBackend
+from tests.support.caches import inside, until, until_idle
+from tests.support.planned import CPU, KEYS, PAYLOAD, WAIT_S, N, Ranks, spread
+from tiered_kv import (
+    ClosedError,
+    ConfigurationError,
+    GPULoadStoreSpec,
+    Job,
+    JobResult,
+    Outcomes,
+    Planner,
+    Shard,
+)
+
+
+async def test_closing_ends_every_job() -> None:
+    """A cache closes with jobs open: whoever waits is told, and nobody gets a slot that a worker may be writing to."""
+    async with open_any(AnyEngine(), CPU, shard=Shard.every(2)) as kv:
+        planner = kv.planner()
+        ranks = Ranks(planner)
+        ranks.compute()
+        job = planner.plan_store(KEYS, ranks.engines[0].spec(range(N)))
+        plan = await job.planned()
+        planner.complete(ranks.workers[0].execute(plan))
+    assert (await job.ended()).num_blocks == 0
+    pending = [chain.host.index.statistics().pending for chain in inside(kv).chains]  # kv.stats() is closed
+    assert pending == [0, N]
+    ranks.close()
+
+
+async def test_what_is_over_can_be_ended_again() -> None:
+    """By its last answer once more, by a cancellation, and in a cache that is closed: none of it is an error."""
+    async with open_any(AnyEngine(), CPU, shard=Shard.every(2)) as kv:
+        planner = kv.planner()
+        ranks = Ranks(planner)
+        job = planner.plan_store(KEYS, ranks.engines[0].spec(range(N)))
+        await job.planned()
+        for rank in range(2):
+            planner.complete(Outcomes(job.number, rank, N))
+        result = await job.ended()
+        planner.complete(Outcomes(job.number, 1, 0))
+        job.cancel()
+        await checkpoint()
+        assert await job.ended() is job.result is result
+        assert (await kv.lookup(KEYS)).num_blocks == N
+        ranks.close()
+        await until_idle(kv)
+    planner.complete(Outcomes(job.number, 1, 0))
+    job.cancel()
+    with pytest.raises(ClosedError):
+        planner.plan_store(KEYS, ranks.engines[0].spec(range(N)))
+
+
+async def test_a_job_that_nobody_was_sent_is_cancelled() -> None:
+    """At any time: before it is planned, while bytes are brought for it, and after. It holds nothing any more."""
+    engine, below = AnyEngine(), ScriptedBackend()
+    async with open_any(engine, cpu(32), below) as kv:
+        await (await kv.store(KEYS, engine.fill(KEYS, range(N)))).settled()
+        planner, spec = kv.planner(), engine.spec(range(N))
+        planner.register_worker()
+        jobs = [planner.plan_load(KEYS, spec), planner.plan_store(prompt(N, seed=1), spec)]
+        for job in jobs:
+            await job.planned()
+            job.cancel()
+            assert await job.ended() == JobResult(job.number, 0, ("cancelled",))
+        await until_idle(kv)
+        await kv.evict(KEYS, tier="cpu")
+        below.on_read.hold()
+        jobs = [planner.plan_load(KEYS, spec), planner.plan_load(KEYS, spec)]
+        jobs[0].cancel()
+        await until(lambda: below.on_read.num_held > 0)
+        jobs[1].cancel()
+        assert [(await job.ended()).errors for job in jobs] == [("cancelled",)] * 2
+        below.on_read.release()
+        await until_idle(kv)
+        assert (await kv.lookup(prompt(N, seed=1))).num_blocks == 0
+
+
+def ended(planner: Planner) -> list[tuple[Job, JobResult | None]]:
+    """Poll, and look at each result at once."""
+    return [(job, job.result) for job in planner.poll()]
+
+
+class CancelsItself(GPULoadStoreSpec):
+    """Ids of a job that is cancelled at the moment when they are planned with, as another thread may do."""
+
+    job: Job
+
+    def __getitem__(self, positions: slice) -> Self:
+        """Cancel the job; then be ids like any other."""
+        self.job.cancel()
+        return super().__getitem__(positions)
+
+
+async def test_the_plan_of_a_cancelled_job_is_not_polled() -> None:
+    """Its slots are going: nobody is to send it to a worker. Polled is the end, once, and it says that it is one."""
+    engine = AnyEngine()
+    async with open_any(engine, cpu(32)) as kv:
+        planner = kv.planner()
+        planner.register_worker()
+        planned = planner.plan_store(KEYS, engine.spec(range(N)))
+        await until(lambda: planned.plan is not None)
+        planned.cancel()
+        assert planner.poll() == []
+        ids = CancelsItself(range(N))
+        during = planner.plan_store(KEYS, ids)
+        object.__setattr__(ids, "job", during)
+        polled = list[tuple[Job, JobResult | None]]()
+        await until(lambda: during.result is not None, on_wait=lambda: polled.extend(ended(planner)))
+        polled += ended(planner)
+        assert polled == [(job, JobResult(job.number, 0, ("cancelled",))) for job in (planned, during)]
+        await until_idle(kv)
+
+
+async def test_a_scheduler_without_an_event_loop() -> None:
+    """A thread registers, plans, executes, completes and polls; each job is polled as planned, and as over."""
+    async with open_any(AnyEngine(), CPU, shard=Shard.every(2)) as kv:
+
+        def schedule() -> None:
+            planner = kv.planner()
+            ranks = Ranks(planner)
+            ranks.compute()
+            spec = ranks.engines[0].spec(range(N))
+            for direction in ("store", "load"):
+                job = planner.plan_store(KEYS, spec) if direction == "store" else planner.plan_load(KEYS, spec)
+                assert planner.poll(WAIT_S) == [job]
+                assert job.result is None
+                assert job.plan is not None
+                assert (job.plan.job, job.plan.direction, job.plan.num_blocks) == (job.number, direction, N)
+                for worker in ranks.workers:
+                    planner.complete(worker.execute(spread(job.plan)))
+                assert planner.poll(WAIT_S) == [job]
+                assert job.result == JobResult(job.number, N, num_bytes=N * 2 * PAYLOAD)
+                ranks.wipe() if direction == "store" else None
+            assert ranks.num_right() == [N, N]
+            empty = planner.plan_load(prompt(3, seed=9), spec[:3])
+            assert planner.poll(WAIT_S) == [empty]  # once: it is over when it is planned
+            assert empty.result == JobResult(empty.number, 0)
+            assert planner.poll(WAIT_S) == []  # at once: nothing is under way
+            ranks.close()
+
+        await asyncio.to_thread(schedule)
+        await until_idle(kv)
+
+
+async def test_nothing_waits_for_storage() -> None:
+    """A thread plans a load from a medium that hangs, and goes on with others; the plan is there when the bytes are."""
+    engine, below = AnyEngine(), ScriptedBackend()
+    async with open_any(engine, cpu(32), below) as kv:
+        await (await kv.store(KEYS, engine.fill(KEYS, range(N)))).settled()
+        await kv.evict(KEYS, tier="cpu")
+        below.on_read.hold()
+        planner, other = kv.planner(), prompt(N, seed=1)
+
+        def schedule() -> Job:
+            planner.register_worker()
+            slow = planner.plan_load(KEYS, engine.spec(range(N)))
+            fast = planner.plan_store(other, engine.spec(range(N)))
+            assert planner.poll(WAIT_S) == [fast]
+            planner.complete(Outcomes(fast.number, 0, N))
+            assert planner.poll(WAIT_S) == [fast]
+            assert planner.poll() == []
+            assert slow.plan is None
+            return slow
+
+        slow = await asyncio.to_thread(schedule)
+        below.on_read.release()
+        assert await asyncio.to_thread(planner.poll, WAIT_S) == [slow]
+        assert slow.plan is not None
+        assert slow.plan.num_blocks == N
+        slow.cancel()
+        await slow.ended()
+        assert planner.poll() == []  # whoever awaits knows
+        await until_idle(kv)
+
+
+async def test_a_job_is_awaited_on_the_loop_of_its_cache() -> None:
+    """Elsewhere the wait would have no end: it is refused, and so is blocking the loop in `poll`."""
+    async with open_any(AnyEngine(), CPU) as kv:
+        planner = kv.planner()
+        planner.register_worker()
+        job = planner.plan_store(KEYS, AnyEngine().spec(range(N)))
+        with pytest.raises(ConfigurationError, match="on the event loop that opened its cache"):
+            await asyncio.to_thread(lambda: asyncio.run(job.ended()))
+        with pytest.raises(ConfigurationError, match="must not block"):
+            planner.poll(1.0)
+        with pytest.raises(ConfigurationError, match="timeout_s"):
+            planner.poll(-1.0)
+        assert planner.poll() == [job]
+        job.cancel()
+
+
+async def test_what_a_coroutine_awaits_is_for_it_alone() -> None:
+    """A thread that waits in `poll` at that moment is not told of it, and waits on for what comes after."""
+    engine, below = AnyEngine(), ScriptedBackend()
+    async with open_any(engine, cpu(32), below) as kv:
+        await (await kv.store(KEYS, engine.fill(KEYS, range(N)))).settled()
+        await kv.evict(KEYS, tier="cpu")
+        below.on_read.hold()
+        planner, polled = kv.planner(), list[Job]()
+        planner.register_worker()
+        job = planner.plan_load(KEYS, engine.spec(range(N)))
+        awaiting = asyncio.create_task(job.planned())
+        thread = threading.Thread(target=lambda: polled.extend(planner.poll(WAIT_S)))
+        thread.start()
+        await until(lambda: is_in(thread, "wait_until"))
+        below.on_read.release()
+        assert (await awaiting).num_blocks == N
+        other = planner.plan_store(prompt(N, seed=1), engine.spec(range(N)))
+        await until(lambda: not thread.is_alive())
+        assert polled == [other]
+        for each in (job, other):
+            each.cancel()
+            await each.ended()
+        await until_idle(kv)
+
+
+async def test_whoever_awaits_a_job_and_is_cancelled_leaves_it_to_others() -> None:
+    """Even at the moment when it has an answer: somebody is told of it."""
+    async with open_any(AnyEngine(), CPU) as kv:
+        planner = kv.planner()
+        planner.register_worker()
+        job = planner.plan_store(KEYS, AnyEngine().spec(range(N)))
+        awaiting = asyncio.create_task(job.planned())
+        await until(lambda: job.plan is not None)
+        awaiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await awaiting
+        assert planner.poll() == [job]
+        job.cancel()
+        await job.ended()
+        await until_idle(kv)
+
+
+def is_in(thread: threading.Thread, function: str) -> bool:
+    """Whether a thread is in a function of this name now."""
+    frame = sys._current_frames().get(thread.ident or 0)  # noqa: SLF001 - there is no other way to see it
+    while frame is not None and frame.f_code.co_name != function:
+        frame = frame.f_back
+    return frame is not None
