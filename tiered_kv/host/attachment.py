@@ -57,7 +57,7 @@ class Attachment:
         self.transfers: dict[int, Transferring] = {}
         self.is_open = True
         self.is_silent = False
-        self._path = path
+        self._device = device
         self._connection = connection
         self._on_lost = lost
         self._last_number = 0
@@ -116,7 +116,7 @@ class Attachment:
         """`ask` from any thread, which blocks meanwhile."""
         if not self.is_open or self.is_silent:
             return None
-        return self._door.ask(make, timeout_s)
+        return self._door.ask(make, timeout_s, self._link.num_sent)
 
     # Copies, which the end of an attachment waits for.
 
@@ -141,9 +141,9 @@ class Attachment:
         self._link.send(wire.Bye())
         self._link.close()
         self._door.close()
-        for locking in self._lockings:
-            locking.stop()
         self._close_slabs()
+        for locking in self._lockings:  # else the memory of a server that is gone would stay
+            threading.Thread(target=self._device.page_unlock, args=(locking,), daemon=True).start()
 
     def _close_slabs(self) -> None:
         for slab in self.slabs.values():
@@ -187,10 +187,10 @@ class _Door:
         self._token = token
         self._lock = threading.Lock()
         self._connection: socket.socket | None = None
-        self._last_number = 0
+        self._last_number = 0  # downwards: numbers above are the other connection's
         self._is_closed = False
 
-    def ask(self, make: Callable[[int], wire.Message], timeout_s: float) -> wire.Answer | None:
+    def ask(self, make: Callable[[int], wire.Message], timeout_s: float, after: int) -> wire.Answer | None:
         until = time.monotonic() + timeout_s
         if not self._lock.acquire(timeout=timeout_s):
             return None
@@ -198,9 +198,9 @@ class _Door:
             if self._is_closed:
                 return None
             connection = self._open(until)
-            self._last_number += 1
+            self._last_number -= 1
             connection.settimeout(max(0.001, until - time.monotonic()))
-            connection.sendall(wire.frame(make(self._last_number)))
+            connection.sendall(wire.frame(wire.After(after)) + wire.frame(make(self._last_number)))
             while True:
                 (length,) = wire.LENGTH.unpack(_receive(connection, wire.LENGTH.size, until))
                 reply = wire.reply_from(_receive(connection, length, until))

@@ -24,7 +24,11 @@ _UNREAD_BYTES: Final = 8 << 20
 
 
 class Link(asyncio.Protocol, Generic[M]):
-    """Frames on one connection. For the event loop's thread."""
+    """Frames on one connection. For the event loop's thread.
+
+    Attributes:
+        num_sent: Messages; any thread may look.
+    """
 
     def __init__(
         self,
@@ -42,13 +46,15 @@ class Link(asyncio.Protocol, Generic[M]):
             lost: Called once, when the other side has closed its end and all that it had sent is taken.
             broken: Called with what was wrong, when something comes that cannot be taken. Nothing is read any more.
         """
+        self.num_sent = 0
         self._decode = decode
         self._take = take
         self._lost = lost
         self._broken = broken
         self._received = bytearray()
         self._transport: asyncio.Transport | None = None
-        self._is_taking = self._is_broken = self._is_over = False
+        self._unsent: list[bytes] = []  # what is said to messages that came together goes together
+        self._is_taking = self._is_waiting = self._is_broken = self._is_over = False
 
     @property
     def is_open(self) -> bool:
@@ -57,7 +63,10 @@ class Link(asyncio.Protocol, Generic[M]):
 
     def send(self, message: Message) -> None:
         """Send a message; nothing if the connection has ended."""
-        if self._transport is not None and not self._transport.is_closing():
+        self.num_sent += 1
+        if self._is_taking:
+            self._unsent.append(wire.frame(message))
+        elif self._transport is not None and not self._transport.is_closing():
             self._transport.write(wire.frame(message))
 
     def end_writing(self) -> None:
@@ -67,6 +76,7 @@ class Link(asyncio.Protocol, Generic[M]):
 
     def close(self) -> None:
         """Close this end, after what was sent."""
+        self._send_all()
         if self._transport is not None:
             self._transport.close()
 
@@ -83,7 +93,7 @@ class Link(asyncio.Protocol, Generic[M]):
         if self._is_broken:
             return
         self._received += data
-        if not self._is_taking:
+        if not self._is_waiting:
             self._take_some()
 
     def pause_writing(self) -> None:
@@ -99,12 +109,17 @@ class Link(asyncio.Protocol, Generic[M]):
     def connection_lost(self, exc: Exception | None) -> None:
         """End, once what has come is taken."""
         self._is_over = True
-        if not self._is_taking:
+        if not self._is_waiting:
             self._lost()
+
+    def _send_all(self) -> None:
+        if self._unsent and self._transport is not None and not self._transport.is_closing():
+            self._transport.write(b"".join(self._unsent))
+        self._unsent.clear()
 
     def _take_some(self) -> None:
         """Take the messages that are whole, a few in each turn of the loop."""
-        self._is_taking = False
+        self._is_waiting, self._is_taking = False, True
         at, size = 0, wire.LENGTH.size
         received = memoryview(self._received)
         try:
@@ -118,16 +133,18 @@ class Link(asyncio.Protocol, Generic[M]):
                 at += size + length
                 self._take(message)
             else:
-                self._is_taking = True
+                self._is_waiting = True
         except WireError as error:
             self._is_broken = True
             self._broken(str(error))
         finally:
             received.release()
+            self._is_taking = False
+            self._send_all()
         del self._received[:at]
         if self._is_broken:
             self._received.clear()
-        if self._is_taking:
+        if self._is_waiting:
             asyncio.get_running_loop().call_soon(self._take_some)
         elif self._is_over:
             self._lost()

@@ -6,7 +6,7 @@ has not begun is revoked, what has begun is waited for, and what the server asks
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final, Generic, TypeVar
 
@@ -227,6 +227,7 @@ class FarLoad(Moving[LoadResult]):
         self._admitted: asyncio.Future[int] = self._loop.create_future()
         self._layers: dict[int, LaneCopy] = {}
         self._layers_left = np.full(len(self._keys), self.num_layers)
+        self._by_tier: Mapping[str, int] = {}
 
     def handle(self) -> LoadHandle:
         """Return what the caller holds of it."""
@@ -262,6 +263,19 @@ class FarLoad(Moving[LoadResult]):
         if len(self._copies) > before and asked.parts and asked.parts[0].layers is not None:
             self._layers[asked.parts[0].layers[0]] = self._copies[-1]
 
+    def _say_copied(self, asked: wire.Copy, error: BaseException | None) -> None:
+        super()._say_copied(asked, error)
+        self._end_if_all_is_here()
+
+    def _end_if_all_is_here(self) -> None:
+        """End where the server has said how this will end, and so it did: its word would take a while yet."""
+        n = len(self._keys)
+        if self._why or self._error or sum(self._by_tier.values()) != n or not self._in_place.all():
+            return
+        num_bytes = n * self._binding.caches.payload_bytes
+        result = LoadResult(n, n, self._by_tier, num_bytes, self._seconds)
+        self._finish(result if self._is_current() else self._nothing("epoch advanced"))
+
     def _move_part(self, rows: Any, slots: Ids, pages: Ids, layers: slice | None) -> None:  # noqa: ANN401 - a Tensor
         self._binding.scatter(rows, slots, pages, layers=layers)
 
@@ -276,9 +290,11 @@ class FarLoad(Moving[LoadResult]):
 
     def _take_other(self, reply: wire.Reply) -> None:
         match reply:
-            case wire.Admitted(num_blocks=n):
+            case wire.Admitted():
                 if not self._admitted.done():
-                    self._admitted.set_result(n)
+                    self._admitted.set_result(reply.num_blocks)
+                self._by_tier = reply.by_tier
+                self._end_if_all_is_here()
             case wire.Loaded() if not self._why:
                 faults = reply.faults
                 mask = np.frombuffer(reply.mask, np.bool_) if reply.mask is not None else None

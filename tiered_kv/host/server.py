@@ -24,7 +24,7 @@ from tiered_kv.errors import BackendUnavailableError, ConfigurationError, Tiered
 from tiered_kv.events import Emit
 from tiered_kv.host import link, wire
 from tiered_kv.host.link import Link
-from tiered_kv.host.session import Session
+from tiered_kv.host.session import Send, Session
 from tiered_kv.host.shares import Share, Shares
 from tiered_kv.log import log
 from tiered_kv.settings import TieredKVSettings
@@ -272,6 +272,8 @@ class _Client:
         )
         self._ended = ended
         self._beside: list[Link[wire.Request]] = []
+        self._num_taken = 0
+        self._early: list[tuple[int, wire.Request, Send]] = []  # came on another connection before what it follows
         self._has_ended = False
         self._pidfd = _pidfd_of(connection)
         if self._pidfd >= 0:
@@ -279,11 +281,19 @@ class _Client:
 
     def beside(self) -> "Link[wire.Request]":
         """Return the link of another connection of this client."""
+        after = 0
+
+        def take(request: wire.Request) -> None:
+            nonlocal after
+            if isinstance(request, wire.After):
+                after = request.num_messages
+            elif self._num_taken >= after:
+                self.session.take(request, made.send)
+            else:
+                self._early.append((after, request, made.send))
+
         made: Link[wire.Request] = Link(
-            wire.request_from,
-            lambda request: self.session.take(request, made.send),
-            lambda: self._beside.remove(made),
-            broken=lambda _: made.close(),
+            wire.request_from, take, lambda: self._beside.remove(made), broken=lambda _: made.close()
         )
         self._beside.append(made)
         return made
@@ -303,10 +313,14 @@ class _Client:
         self._ended()
 
     def _take(self, request: wire.Request) -> None:
+        self._num_taken += 1
         if isinstance(request, wire.Bye):
             self.end()
-        else:
-            self.session.take(request, self.link.send)
+            return
+        self.session.take(request, self.link.send)
+        while self._early and self._early[0][0] <= self._num_taken:
+            _, early, send = self._early.pop(0)
+            self.session.take(early, send)
 
     def _lost(self) -> None:
         if self._pidfd < 0:
@@ -319,6 +333,8 @@ def _slabs_of(
     """Return what a client maps, and descriptors of it: those of a client that only reads cannot be written by."""
     assert share.cache is not None  # noqa: S101 - it was joined
     _, cache = seat_at(share.cache, ranks, b"", (), pins)
+    if len(cache.chains) > link.MOST_DESCRIPTORS:
+        raise ConfigurationError(f"{len(cache.chains)} slabs, of which {link.MOST_DESCRIPTORS} can be passed")
     slabs, descriptors = [], []
     for number, chain in enumerate(cache.chains):
         slab = chain.host.slab
@@ -326,8 +342,6 @@ def _slabs_of(
         slabs.append(wire.Slab(slab.name, slab.num_slots, slab.stride_bytes, slab.payload_bytes, group, rank))
         path = f"/proc/self/fd/{slab.fd}"
         descriptors.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC) if is_read_only else slab.fd)
-    if len(descriptors) > link.MOST_DESCRIPTORS:
-        raise ConfigurationError(f"{len(descriptors)} slabs, of which {link.MOST_DESCRIPTORS} can be passed")
     return tuple(slabs), descriptors
 
 

@@ -33,6 +33,7 @@ from tiered_kv.transfers.prefetch import bring_each, lease_prefix, start_bringin
 from tiered_kv.transfers.requests import LoadRequest, StoreRequest
 from tiered_kv.transfers.start import start_load, start_store
 from tiered_kv.transfers.store import StoreHandle
+from tiered_kv.validation import check_seconds
 
 _EPOCHS: Final = 16
 """Weights that one client names by turns; of more, the first is made ready again."""
@@ -77,6 +78,7 @@ class Session:
         self._pins = pins
         self._limits = limits
         self._seats: dict[bytes, tuple[TieredKV, OpenCache]] = {}
+        self._promised: set[int] = set()  # loads of which the client knows how they end once it has copied
         self._loads: dict[int, tuple[LoadHandle, FarMemory]] = {}
         self._stores: dict[int, tuple[StoreHandle, FarMemory]] = {}
         self._asked: dict[int, asyncio.Task[None]] = {}
@@ -118,7 +120,7 @@ class Session:
                 self._give_up(request.id)
             case wire.Touch() | wire.Unpin():
                 self._quietly(request)
-            case wire.Bye():
+            case wire.After() | wire.Bye():
                 pass  # the connection's
             case _:
                 self._checked(request.id, send, partial(self._ask, request, send))
@@ -143,6 +145,8 @@ class Session:
     # Transfers.
 
     def _load(self, request: wire.Load, send: Send) -> None:
+        self._new(request.id)
+        check_seconds("deadline_s", request.deadline_s)
         (_, cache), keys = self._seat(request.keys.epoch), request.keys.block_keys()
         if len(self._loads) >= self._limits.loads_per_client:
             fault = TierFault("host", "too many loads", len(keys))
@@ -165,15 +169,19 @@ class Session:
             )
         )
         self._loads[request.id] = handle, far
-        if request.layerwise:
+        if handle.is_admitted and not handle.done:  # it is in memory, and needs no task
+            self._promised.add(request.id)
+            send(wire.Admitted(request.id, len(keys), {chain.host.name: len(keys)}))
+        elif request.layerwise:
             self._tasks.spawn(self._say_admitted(request.id, handle, send), "admit")
         handle.when_done(partial(self._loaded, request, send))
 
     async def _say_admitted(self, id_: int, handle: LoadHandle, send: Send) -> None:
-        send(wire.Admitted(id_, await handle.admitted()))
+        send(wire.Admitted(id_, await handle.admitted(), {}))
 
     def _loaded(self, request: wire.Load, send: Send, ended: "asyncio.Future[LoadResult]") -> None:
         del self._loads[request.id]
+        self._promised.discard(request.id)
         if ended.cancelled() or ended.exception() is not None:
             fault = TierFault("host", "failed", 0, "" if ended.cancelled() else repr(ended.exception()))
             send(wire.Loaded(request.id, 0, {}, 0, 0.0, (fault,), None))
@@ -184,6 +192,7 @@ class Session:
         send(wire.Loaded(request.id, result.num_blocks, by_tier, result.num_bytes, seconds, result.faults, mask))
 
     def _store(self, request: wire.Store, send: Send) -> None:
+        self._new(request.id)
         (_, cache), keys = self._seat(request.keys.epoch), request.keys.block_keys()
         why = "read only" if self.is_read_only else ""
         if len(self._stores) >= self._limits.stores_per_client:
@@ -238,6 +247,7 @@ class Session:
 
     def _ask(self, request: wire.Question, send: Send) -> None:
         """Answer one: at once if that needs no waiting, else when it is known."""
+        self._new(request.id)
         if len(self._asked) >= self._limits.questions_per_client:
             raise CapacityError(f"{self._limits.questions_per_client} questions of this client are under way")
         if self.is_read_only and isinstance(request, wire.Evict | wire.Clear):
@@ -259,7 +269,7 @@ class Session:
     def _answer(self, request: wire.Question) -> Answered:
         match request:
             case wire.Stats():
-                return wire.Counted(request.id, self._seat(b"")[1].statistics())
+                return self._count(request)
             case wire.Flush():
                 return questions.flush(self._cache, request)
             case wire.Clear():
@@ -270,6 +280,13 @@ class Session:
         if isinstance(request, wire.Explain):
             seat.past_epochs = list(request.before)
         return questions.answer(kv, request)
+
+    async def _count(self, request: wire.Stats) -> wire.Counted:
+        """Count, what the client knows to have ended included: it takes a few turns more here."""
+        _, cache = self._seat(b"")
+        while any(not self._loads[id_][1].num_copying for id_ in self._promised):
+            await cache.tasks.turn()
+        return wire.Counted(request.id, cache.statistics())
 
     async def _lease(self, request: wire.Lease) -> wire.Leased:
         chain, batch = self._seat(request.keys.epoch)[1].batch(request.keys.block_keys())
@@ -290,6 +307,11 @@ class Session:
                 self._seats.clear()
             seat = self._seats[epoch] = seat_at(self._cache, self._shards, epoch, (), self._pins)
         return seat
+
+    def _new(self, id_: int) -> None:
+        """Raise unless a number is nobody's: what had it would be forgotten, and what is held for that."""
+        if id_ in self._loads or id_ in self._stores or id_ in self._asked or id_ in self._leases:
+            raise ConfigurationError(f"number {id_} is of something that has not ended")
 
     def _checked(self, id_: int, send: Send, call: Callable[[], object]) -> None:
         try:

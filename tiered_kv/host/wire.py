@@ -230,10 +230,14 @@ class Copied(Message, frozen=True, tag="copied"):
 
 
 class Admitted(Message, frozen=True, tag="admitted"):
-    """Of a layer-wise load: so many blocks will be in place; the copies of all layers have been asked for."""
+    """So many blocks of a load will be in place, from these tiers, and all their copies have been asked for.
+
+    Said of layer-wise loads, and of those that are in memory. Once its copies have ended well the load has ended so.
+    """
 
     id: int
     num_blocks: int
+    by_tier: dict[str, int]
 
 
 class Loaded(Message, frozen=True, tag="loaded"):
@@ -361,6 +365,12 @@ class Stats(Message, frozen=True, tag="stats"):
     id: int
 
 
+class After(Message, frozen=True, tag="after"):
+    """On the second connection: what comes next comes after so many messages of the first, ``attach`` not counted."""
+
+    num_messages: int
+
+
 class Bye(Message, frozen=True, tag="bye"):
     """No copy of this client touches the slabs any more, nor will."""
 
@@ -368,7 +378,7 @@ class Bye(Message, frozen=True, tag="bye"):
 Asking = Lookup | Membership | Pin | Prefetch | Evict | Explain
 """About keys."""
 Question = Asking | Lease | Flush | Clear | Stats
-Request = Load | Store | StoreLayer | Cancel | Copied | Touch | Unpin | Release | Bye | Question
+Request = Load | Store | StoreLayer | Cancel | Copied | Touch | Unpin | Release | After | Bye | Question
 
 
 class Found(Message, frozen=True, tag="found"):

@@ -116,6 +116,13 @@ class Device(ABC):
         self._page_lockings.append(locking)
         return locking
 
+    def page_unlock(self, locking: PageLocking) -> None:
+        """Undo a `page_lock` before the device is closed. No copy may use the slab any more. Blocks its thread."""
+        locking.close()
+        with self._closing:
+            if locking in self._page_lockings:
+                self._page_lockings.remove(locking)
+
     @property
     def page_locked_bytes(self) -> int:
         """Bytes page-locked by now, of all slabs."""

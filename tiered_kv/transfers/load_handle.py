@@ -59,6 +59,11 @@ class LoadHandle(Handle[LoadResult]):
         return await self._load.wait_admitted()
 
     @property
+    def is_admitted(self) -> bool:
+        """Whether `admitted` would answer at once."""
+        return self._load.is_admitted
+
+    @property
     def is_copying(self) -> bool:
         """Whether it may have begun to write to the engine's blocks."""
         return self._load.is_copying
