@@ -1,25 +1,302 @@
-"""A client of a server in this process: the face is `TieredKV`'s, and every byte comes back."""
+"""What a client of a server does beside the promises of the face: layers, threads, weights, models, rights."""
 
+import asyncio
+import os
+import socket
+import threading
 from pathlib import Path
 
-from tests.support.any_layout import AnyEngine, cpu, nvme, prompt
+import numpy as np
+import pytest
+
+from tests.support.any_layout import MODEL, SMALL, STRIDE, AnyEngine, cpu, memory, nvme, prompt
+from tests.support.caches import until
 from tests.support.serving import attached, serving
+from tiered_kv import (
+    BlockState,
+    ConfigurationError,
+    CPULoadStoreSpec,
+    KVGroup,
+    KVLayout,
+    ModelIdentity,
+    Shard,
+    TieredKV,
+    TieredKVServer,
+    TierStore,
+    full,
+    window,
+)
+from tiered_kv.host import wire
+
+KEYS = prompt(12)
 
 
-async def test_round_trip(tmp_path: Path) -> None:
-    """What one client stores another loads, byte for byte."""
+async def test_what_one_stores_another_loads(tmp_path: Path) -> None:
+    """Engines of one model share blocks, whoever has stored them, and goes."""
+    one, two = AnyEngine(), AnyEngine()
     with serving(tmp_path, cpu(24), nvme(tmp_path / "disk")) as server:
-        one, two = AnyEngine(), AnyEngine()
-        async with attached(server, one) as a, attached(server, two) as b:
+        async with attached(server, one) as kv:
+            stored = await kv.store(prompt(40), one.fill(prompt(40), range(40)))
+            assert await stored.settled() == (TierStore("cpu", written=24, dropped=16), TierStore("nvme", written=40))
+        async with attached(server, two) as kv:
+            assert (await kv.lookup(prompt(40))).num_blocks == 40
+            loaded = await kv.load(prompt(40), two.spec(range(40)))
+            assert loaded.num_blocks == two.count_right(prompt(40), range(40)) == 40
+            assert loaded.by_tier == {"cpu": 24, "nvme": 16}
+
+
+async def test_layers_come_and_go_one_by_one(tmp_path: Path) -> None:
+    """A store takes layers in any order, and a load gives them in order; each may be waited for."""
+    engine = AnyEngine()
+    with serving(tmp_path, cpu(24)) as server:
+        async with attached(server, engine) as kv:
+            storing = kv.start_store(KEYS, engine.fill(KEYS, range(12)), layerwise=True)
+            for layer in (1, 0):
+                assert (await kv.lookup(KEYS)).num_blocks == 0
+                storing.store_layer(layer)
+            assert (await storing).num_stored == 12
+            engine.wipe()
+            loading = kv.start_load(KEYS, engine.spec(range(12)), layerwise=True)
+            assert await loading.admitted() == 12
+            for layer in range(2):
+                await loading.layer(layer)
+            assert (await loading).num_blocks == engine.count_right(KEYS, range(12)) == 12
+            with pytest.raises(ConfigurationError, match="stored already"):
+                storing.store_layer(0)
+
+
+async def test_a_load_with_gaps_and_one_of_several_groups(tmp_path: Path) -> None:
+    """A mask says what is in place behind a hole; groups are loaded to the length that all have."""
+    engine = AnyEngine(KVLayout((KVGroup(2, 1, 48, "bfloat16", 4), KVGroup(1, 2, 64, "float32", 8, "HND", 4))))
+    one, two = prompt(12), prompt(6, group=1, block_size=8)
+    with serving(tmp_path, {"medium": "cpu", "capacity": "1MiB"}) as server:
+        async with attached(server, engine) as kv:
+            await kv.store(one[:5], engine.fill(one[:5], range(5)))
+            await kv.store(one[6:], engine.fill(one[6:], range(6, 12)))
+            await kv.store(two, engine.fill(two, range(6)))
+            loaded = await kv.load(one, engine.spec(range(12)), gaps=True)
+            assert loaded.num_blocks == 5
+            assert loaded.mask.tolist() == [True] * 5 + [False] + [True] * 6
+            needs = [full(one), window(two, 16)]
+            found = await kv.lookup_groups(needs)
+            assert found.num_tokens == 16
+            needs = [need.until(found.num_tokens) for need in needs]
+            specs = [engine.spec(range(4), 0), engine.spec(range(2), 1)]
+            assert (await kv.load_groups(needs, specs)).num_tokens == 16
+
+
+async def test_any_thread_submits_and_polls(tmp_path: Path) -> None:
+    """A synchronous engine submits, polls and asks from its own thread."""
+    engine = AnyEngine()
+    with serving(tmp_path, cpu(24)) as server:
+        async with attached(server, engine) as kv:
+
+            def serve() -> None:
+                ticket = kv.submit_store(KEYS, engine.fill(KEYS, range(12)))
+                assert ticket.wait(60).num_stored == 12
+                assert kv.membership(KEYS).tolist() == [BlockState.HIT] * 12
+                assert kv.lookup_nowait(KEYS).num_blocks == 12
+                kv.submit_load(KEYS, engine.spec(range(12, 24)))
+                ((_, result),) = kv.poll(60)
+                assert result.num_bytes == 12 * 1536
+
+            await asyncio.to_thread(serve)
+            assert engine.count_right(KEYS, range(12, 24)) == 12
+
+
+async def test_a_host_pool_is_memory_like_any(tmp_path: Path) -> None:
+    """Blocks are loaded into memory that the engine has bound by name."""
+    engine, pool = AnyEngine(), bytearray(16 * 1536)
+    with serving(tmp_path, cpu(24)) as server:
+        async with attached(server, engine) as kv:
+            kv.register_host_pool("pool", np.frombuffer(pool, np.uint8).reshape(16, 1536))
+            await kv.store(KEYS, engine.fill(KEYS, range(12)))
+            assert (await kv.load(KEYS, CPULoadStoreSpec(range(12), "pool"))).num_blocks == 12
+            kept = [pool[at * 1536 : (at + 1) * 1536] for at in range(12)]
+            assert kept == [engine.content(key, 0, "") for key in KEYS]
+
+
+async def test_each_engine_has_its_weights(tmp_path: Path) -> None:
+    """New weights in one engine hide its old blocks from it, and from no other."""
+    one, two = AnyEngine(), AnyEngine()
+    with serving(tmp_path, cpu(24)) as server:
+        async with attached(server, one) as kv, attached(server, two) as other:
+            await kv.store(KEYS, one.fill(KEYS, range(12)))
+            kv.advance_epoch("w1")
+            assert (await kv.lookup(KEYS)).num_blocks == 0
+            assert (await kv.explain(KEYS[:1]))[0].state == "old epoch"
+            assert (await other.lookup(KEYS)).num_blocks == 12
+            loading = other.start_load(KEYS, two.spec(range(12)))
+            other.advance_epoch("w1")
+            assert (await loading).num_blocks == 0
+            other.advance_epoch("w0")
+            assert (await other.load(KEYS, two.spec(range(12)))).num_blocks == 12
+
+
+async def test_a_sequence_is_swapped_out_and_in(tmp_path: Path) -> None:
+    """A preempted sequence is pinned until it is back."""
+    engine = AnyEngine()
+    with serving(tmp_path, cpu(24)) as server:
+        async with attached(server, engine) as kv:
+            assert (await kv.swap_out(KEYS, engine.fill(KEYS, range(12)))).num_pinned == 12
+            await kv.store(prompt(20, seed=1), engine.fill(prompt(20, seed=1), range(20)))
+            assert (await kv.swap_in(KEYS, engine.spec(range(12)))).num_blocks == 12
+            assert engine.count_right(KEYS, range(12)) == 12
+            assert kv.stats().pinned_bytes == 0
+
+
+async def test_an_event_that_never_comes_ends_at_the_deadline(tmp_path: Path) -> None:
+    """A load whose blocks are in use for good writes to none of them, and lets go of its slots."""
+    engine, never = AnyEngine(), threading.Event()
+    with serving(tmp_path, cpu(24)) as server:
+        async with attached(server, engine) as kv:
+            await kv.store(KEYS, engine.fill(KEYS, range(12)))
+            engine.wipe()
+            loaded = await kv.load(KEYS, engine.spec(range(12)), after=never, deadline_s=0.2)
+            assert loaded.num_blocks == engine.count_right(KEYS, range(12)) == 0
+            await until(lambda: kv.stats()["cpu"].leased == 0)
+            never.set()
+
+
+async def test_a_cancelled_load_touches_nothing_any_more(tmp_path: Path) -> None:
+    """Once the cancellation is raised the blocks are the caller's, whatever the server asks for later."""
+    engine = AnyEngine()
+    with serving(tmp_path, cpu(4), memory(), nvme(tmp_path / "disk")) as server:
+        async with attached(server, engine) as kv:
             keys = prompt(40)
-            stored = await a.store(keys, one.fill(keys, range(40)))
-            assert stored.num_stored == 40, stored
-            found = await b.lookup(keys)
-            assert found.num_blocks == 40
-            loaded = await b.load(keys, two.spec(range(40)))
-            assert loaded.num_blocks == 40 == two.count_right(keys, range(40))
-            two.wipe()
-            handle = b.start_load(keys[:10], two.spec(range(10)), layerwise=True)
-            assert await handle.admitted() == 10
-            await handle.layer(0)
-            assert (await handle).num_blocks == 10 == two.count_right(keys[:10], range(10))
+            await (await kv.store(keys, engine.fill(keys, range(40)))).settled()
+            for steps in range(6):
+                task = asyncio.ensure_future(kv.load(keys, engine.spec(range(40))))
+                for _ in range(steps):
+                    await asyncio.sleep(0)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+                engine.wipe()
+                await kv.lookup(keys)
+                assert engine.count_right(keys, range(40)) == 0
+            await until(lambda: kv.stats().transfers == 0)
+            assert not any(tier.leased or tier.pending for tier in kv.stats().tiers)
+
+
+async def test_models_keep_to_themselves_and_share_the_tiers(tmp_path: Path) -> None:
+    """Another model's blocks are not found, and the first one's share shrinks for it; its blocks stay on the disk."""
+    engine = AnyEngine()
+    with serving(tmp_path, cpu(32), nvme(tmp_path / "disk")) as server:
+        async with attached(server, engine) as kv:
+            await (await kv.store(KEYS, engine.fill(KEYS, range(12)))).settled()
+            assert kv.stats()["cpu"].num_slots == 32
+            async with attached(server, model=ModelIdentity("another", weights="w0")) as other:
+                assert (await other.lookup(KEYS)).num_blocks == 0
+                assert (other.stats()["cpu"].num_slots, kv.stats()["cpu"].num_slots) == (16, 16)
+                assert (await kv.lookup(KEYS)).num_blocks == 12
+
+
+async def test_ranks_have_parts_and_a_scheduler_sees_all(tmp_path: Path) -> None:
+    """A block is there for a scheduler once every rank has stored its part."""
+    engines = [AnyEngine(), AnyEngine()]
+    with serving(tmp_path, cpu(64)) as server:
+        async with (
+            attached(server, shard=Shard.every(2)) as scheduler,
+            attached(server, engines[0], shard=Shard(0, 2)) as one,
+            attached(server, engines[1], shard=Shard(1, 2)) as two,
+        ):
+            for rank, kv in enumerate((one, two)):
+                assert (await scheduler.lookup(KEYS)).num_blocks == 0
+                await kv.store(KEYS, engines[rank].fill(KEYS, range(12), f"rank {rank}"))
+            assert (await scheduler.lookup(KEYS)).num_blocks == 12
+            assert (await two.load(KEYS, engines[1].spec(range(12)))).num_blocks == 12
+            assert engines[1].count_right(KEYS, range(12), "rank 1") == 12
+            with pytest.raises(ConfigurationError, match="2 ranks"):
+                scheduler.register_kv_caches(engines[0].caches[0])
+
+
+async def test_a_reader_changes_nothing(tmp_path: Path) -> None:
+    """A read-only client loads; its stores are dropped, its evictions refused, and it cannot write the memory."""
+    engine, reading = AnyEngine(), AnyEngine()
+    with serving(tmp_path, cpu(24)) as server:
+        async with attached(server, engine) as kv, attached(server, reading, read_only=True) as reader:
+            await kv.store(KEYS, engine.fill(KEYS, range(12)))
+            assert (await reader.load(KEYS, reading.spec(range(12)))).num_blocks == 12
+            assert reading.count_right(KEYS, range(12)) == 12
+            dropped = await reader.store(prompt(2, seed=1), reading.spec(range(2)))
+            assert dropped.drop_reasons == {"read only": 2}
+            with pytest.raises(ConfigurationError, match="read-only"):
+                await reader.evict(KEYS)
+            assert (await kv.lookup(KEYS)).num_blocks == 12
+
+
+async def test_one_client_cannot_have_all(tmp_path: Path) -> None:
+    """Beyond its limits a client's loads bring nothing and its stores are dropped; others are served."""
+    engine, other = AnyEngine(), AnyEngine()
+    with serving(tmp_path, cpu(24), loads_per_client=1, stores_per_client=1, leases_per_client=1) as server:
+        async with attached(server, engine) as kv, attached(server, other) as neighbour:
+            storing = kv.start_store(KEYS, engine.fill(KEYS, range(12)), layerwise=True)
+            refused = await kv.store(prompt(1, seed=1), engine.spec([20]))
+            assert refused.drop_reasons == {"too many stores": 1}
+            assert (await neighbour.store(prompt(1, seed=1), other.spec([0]))).num_stored == 1
+            for layer in range(2):
+                storing.store_layer(layer)
+            assert (await storing).num_stored == 12
+            async with kv.lease(KEYS[:2]) as one, kv.lease(KEYS[2:4]) as two:
+                assert (one.num_blocks, two.num_blocks) == (2, 0)
+
+
+async def test_another_version_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Client and server of two versions name both, and the server goes on."""
+    with serving(tmp_path, cpu(24)) as server:
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.connect(os.fspath(server.path))
+            stranger.sendall(wire.greeting()[:6] + (7).to_bytes(2, "little"))
+            assert stranger.recv(100) == wire.greeting()
+            assert stranger.recv(100) == b""
+        monkeypatch.setattr(wire, "version_in", lambda _: 7)
+        with pytest.raises(ConfigurationError, match=r"version 7 .* version 1"):
+            async with attached(server):
+                pass
+
+
+async def test_what_cannot_be_a_message_ends_its_sender_alone(tmp_path: Path) -> None:
+    """Garbage, a frame that is too long, and silence harm nobody else."""
+    engine = AnyEngine()
+    with serving(tmp_path, cpu(24)) as server:
+        async with attached(server, engine) as kv:
+            for said in (
+                b"GET / HTTP/1.1\r\n\r\n",
+                wire.greeting() + b"\xff" * 64,
+                wire.greeting() + b"\3\0\0\0abc",
+                b"",
+            ):
+                with socket.socket(socket.AF_UNIX) as stranger:
+                    stranger.connect(os.fspath(server.path))
+                    stranger.sendall(said)
+            await kv.store(KEYS, engine.fill(KEYS, range(12)))
+            assert (await kv.load(KEYS, engine.spec(range(12)))).num_blocks == 12
+
+
+async def test_a_second_server_is_refused(tmp_path: Path) -> None:
+    """One server a socket; a socket that a dead one has left is taken over."""
+    (tmp_path / "kv.sock").touch()
+    with serving(tmp_path, cpu(24)) as server:
+        assert server.health()["is_ready"]
+        with pytest.raises(ConfigurationError, match="another server"), serving(tmp_path, cpu(24)):
+            pass
+
+
+@pytest.mark.parametrize("url", ["/run/kv.sock", "tcp://host/kv", "unix://", 7])
+def test_an_address_that_is_none(url: str) -> None:
+    """What is no address of a server is refused before anything is tried."""
+    with pytest.raises(ConfigurationError, match="unix:///run"):
+        TieredKV.connect(url, model=MODEL, layout=SMALL)
+
+
+@pytest.mark.parametrize("tier", [{"medium": "gpu", "capacity": STRIDE}, {"medium": "cpu", "capacity": 0}])
+async def test_tiers_that_a_server_cannot_have(tier: dict[str, object], tmp_path: Path) -> None:
+    """A GPU is an engine's own, and blocks pass through the CPU tier: said before it listens."""
+    settings = {
+        "tiers": [tier, *([cpu(8)] if tier["medium"] == "gpu" else [memory()])],
+        "host": {"socket": tmp_path / "s"},
+    }
+    with pytest.raises(ConfigurationError, match="a server"):
+        async with TieredKVServer(settings):
+            pass

@@ -13,8 +13,7 @@ from anyio.lowlevel import checkpoint
 from tests.host.processes import Started, server, started, storing_client, stuck_client
 from tests.support.any_layout import AnyEngine, cpu, prompt
 from tests.support.serving import attached, serving
-from tiered_kv import BlockKeys, ConnectedKV
-from tiered_kv.host.serve import health
+from tiered_kv import BlockKeys, ConnectedKV, TieredKVServer
 
 FOREVER_S = 60.0
 """For what comes at once unless something is broken."""
@@ -31,7 +30,7 @@ async def served(path: Path) -> AsyncIterator[Started]:
 def facts(path: Path) -> dict[str, Any]:
     """Return what a server says of itself, or nothing while there is none."""
     try:
-        return health(path / "kv.sock", timeout_s=5.0)
+        return TieredKVServer.health_at(path / "kv.sock", timeout_s=5.0)
     except Exception:  # noqa: BLE001 - whatever it is: it is asked again
         return {}
 

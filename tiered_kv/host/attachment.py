@@ -68,7 +68,7 @@ class Attachment:
         try:
             for slab, fd in zip(attached.slabs, descriptors, strict=True):
                 sizes = slab.num_slots, slab.stride_bytes, slab.payload_bytes
-                self.slabs[slab.name] = HostSlab.attach(fd, *sizes, name=slab.name)
+                self.slabs[slab.name] = HostSlab.attach(fd, *sizes, name=slab.name, is_read_only=attached.is_read_only)
         except BaseException:
             self._close_slabs()
             connection.close()

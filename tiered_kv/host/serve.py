@@ -7,10 +7,8 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from tiered_kv.errors import ConfigurationError
-from tiered_kv.host import link, wire
 from tiered_kv.host.server import TieredKVServer
 from tiered_kv.log import log
 from tiered_kv.settings import TieredKVSettings
@@ -49,24 +47,6 @@ async def serve(settings: TieredKVSettings, *, ready: Callable[[], object] = lam
         is_written = await server.drain()
         log("info", "host.drained", is_written=is_written)
     return is_written
-
-
-def health(path: str | os.PathLike[str], *, timeout_s: float = 5.0) -> dict[str, Any]:
-    """Ask a server how it is: ``is_ready``, its clients, and each model's share. Blocks the thread.
-
-    Args:
-        path: Of its socket.
-        timeout_s: How long to wait.
-
-    Raises:
-        ConfigurationError: What answers is no server of this version.
-        BackendUnavailableError: Nothing answers in time.
-    """
-    connection, answer, descriptors = link.begin(os.fspath(path), wire.Health(), timeout_s)
-    link.give_back(connection, descriptors)
-    if not isinstance(answer, wire.Healthy):
-        raise ConfigurationError(f"{path} answered {type(answer).__name__} to a question about its health")
-    return answer.facts
 
 
 def _notify(state: str) -> None:

@@ -26,6 +26,7 @@ from tiered_kv.host import link, wire
 from tiered_kv.host.link import Link
 from tiered_kv.host.session import Send, Session
 from tiered_kv.host.shares import Share, Shares
+from tiered_kv.host_settings import HostSettings
 from tiered_kv.log import log
 from tiered_kv.settings import TieredKVSettings
 from tiered_kv.telemetry.logs import log_event
@@ -88,6 +89,24 @@ class TieredKVServer:
             "shares": [_facts_of(share) for share in self._shares or ()],
         }
 
+    @staticmethod
+    def health_at(path: str | os.PathLike[str], *, timeout_s: float = 5.0) -> dict[str, Any]:
+        """Ask the server that listens at ``path`` for its `health`, from any process. Blocks the thread.
+
+        Args:
+            path: Of its socket.
+            timeout_s: How long to wait.
+
+        Raises:
+            ConfigurationError: What answers is no server of this version.
+            BackendUnavailableError: Nothing answers in time.
+        """
+        connection, answer, descriptors = link.begin(os.fspath(path), wire.Health(), timeout_s)
+        link.give_back(connection, descriptors)
+        if not isinstance(answer, wire.Healthy):
+            raise ConfigurationError(f"{path} answered {type(answer).__name__} to a question about its health")
+        return answer.facts
+
     async def drain(self) -> bool:
         """Take no more clients and stores, and wait until what was stored is written; loads go on until it is closed.
 
@@ -140,24 +159,17 @@ class TieredKVServer:
         if len(os.fsencode(path)) > _LONGEST_PATH:
             raise ConfigurationError(f"the path of a socket has {_LONGEST_PATH} bytes at most: {path}")
         new = path.with_name(f".{path.name}.{os.getpid()}")
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._lock_fd = _lock(path.with_name(f"{path.name}.lock"))
-            with suppress(FileNotFoundError):
-                new.unlink()
-            listener.bind(os.fspath(new))
-            new.chmod(int(host.mode, 8))
-            if host.group:
-                os.chown(new, -1, _group_id(host.group))
-            listener.listen(_BACKLOG)
-            listener.settimeout(0.0)
-            new.rename(path)  # nobody sees it before it has its mode and group
+            lock_fd = _lock(path.with_name(f"{path.name}.lock"))
+            try:
+                listener = _bound(new, path, host)
+            except BaseException:
+                os.close(lock_fd)
+                raise
+            self._lock_fd = lock_fd
+            return listener  # noqa: TRY300 - what fails before this is told alike
         except OSError as error:
-            listener.close()
-            if self._lock_fd >= 0:
-                os.close(self._lock_fd)
             raise ConfigurationError(f"cannot listen at {path}: {error.strerror or error}") from error
-        return listener
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
@@ -228,7 +240,13 @@ class TieredKVServer:
                 names = seat_at(share.cache, ranks, b"", (), pins)[1].chains[0].names
                 limits = self._settings.limits
                 answer = wire.Attached(
-                    token, slabs, self._settings.codec, tuple(names), limits.load_timeout_s, limits.store_timeout_s
+                    token,
+                    slabs,
+                    self._settings.codec,
+                    tuple(names),
+                    limits.load_timeout_s,
+                    limits.store_timeout_s,
+                    session.is_read_only,
                 )
                 await link.send_opened(connection, answer, descriptors)
             finally:
@@ -371,6 +389,25 @@ def _pidfd_of(connection: socket.socket) -> int:
     with suppress(OSError):
         return os.pidfd_open(pid) if pid > 0 else -1  # 0: of a PID namespace that is not ours
     return -1
+
+
+def _bound(new: Path, path: Path, host: HostSettings) -> socket.socket:
+    """Return a socket that listens at ``path``. It is made as ``new``: nobody sees it before it has mode and group."""
+    with suppress(FileNotFoundError):
+        new.unlink()
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(os.fspath(new))
+        new.chmod(int(host.mode, 8))
+        if host.group:
+            os.chown(new, -1, _group_id(host.group))
+        listener.listen(_BACKLOG)
+        listener.settimeout(0.0)
+        new.rename(path)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
 
 
 def _lock(path: Path) -> int:

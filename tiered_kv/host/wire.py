@@ -146,6 +146,7 @@ class Attached(Message, frozen=True, tag="attached"):
     tiers: tuple[str, ...]
     load_timeout_s: float
     store_timeout_s: float
+    is_read_only: bool
 
 
 class Joined(Message, frozen=True, tag="joined"):

@@ -50,7 +50,14 @@ class HostSlab:
     """
 
     def __init__(
-        self, num_slots: int, stride_bytes: int, payload_bytes: int, *, name: str = "slab", fd: int | None = None
+        self,
+        num_slots: int,
+        stride_bytes: int,
+        payload_bytes: int,
+        *,
+        name: str = "slab",
+        fd: int | None = None,
+        is_read_only: bool = False,
     ) -> None:
         """Map the memory. The system gives pages when they are touched: `Device.pin` sees to that in the background.
 
@@ -60,6 +67,7 @@ class HostSlab:
             payload_bytes: What a slot holds.
             name: For people.
             fd: Of a slab of these sizes; it is duplicated and stays the caller's. None makes a new slab.
+            is_read_only: Whether ``fd`` cannot be written by; what is written to the slab here nobody else sees.
 
         Raises:
             ConfigurationError: Sizes that cannot be, or ``fd`` is of another length.
@@ -75,7 +83,7 @@ class HostSlab:
         self.name = name
         self._fd = _new_memory(name, self.num_bytes) if fd is None else os.dup(fd)
         try:
-            self._memory = _map(self._fd, self.num_bytes)
+            self._memory = _map(self._fd, self.num_bytes, is_read_only=is_read_only)
         except BaseException:
             os.close(self._fd)
             raise
@@ -85,7 +93,14 @@ class HostSlab:
 
     @classmethod
     def attach(
-        cls, fd: int, num_slots: int, stride_bytes: int, payload_bytes: int, *, name: str = "slab"
+        cls,
+        fd: int,
+        num_slots: int,
+        stride_bytes: int,
+        payload_bytes: int,
+        *,
+        name: str = "slab",
+        is_read_only: bool = False,
     ) -> "HostSlab":
         """Map another process's slab by its file descriptor, inherited or received over a socket.
 
@@ -95,11 +110,12 @@ class HostSlab:
             stride_bytes: From one slot to the next.
             payload_bytes: What a slot holds.
             name: For people.
+            is_read_only: Whether ``fd`` cannot be written by.
 
         Raises:
             ConfigurationError: The memory has another length.
         """
-        return cls(num_slots, stride_bytes, payload_bytes, name=name, fd=fd)
+        return cls(num_slots, stride_bytes, payload_bytes, name=name, fd=fd, is_read_only=is_read_only)
 
     @property
     def num_bytes(self) -> int:
@@ -196,11 +212,14 @@ def _new_memory(name: str, num_bytes: int) -> int:
     return fd
 
 
-def _map(fd: int, num_bytes: int) -> memoryview:
+def _map(fd: int, num_bytes: int, *, is_read_only: bool) -> memoryview:
     """Map the memory. It is unmapped with its last view and never by force: a tensor over it does not hold it back."""
     if (found := os.fstat(fd).st_size) != num_bytes:
         raise ConfigurationError(f"the memory to attach has {found} bytes, {num_bytes} are expected")
-    return memoryview(mmap.mmap(fd, num_bytes) if num_bytes else b"")
+    if not num_bytes:
+        return memoryview(b"")
+    # Private, and so writable though it need not be: torch knows no memory that cannot be written.
+    return memoryview(mmap.mmap(fd, num_bytes, flags=mmap.MAP_PRIVATE if is_read_only else mmap.MAP_SHARED))
 
 
 @torch.inference_mode(mode=False)  # a cache opened under it is used outside of it too
