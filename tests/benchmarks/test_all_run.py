@@ -1,0 +1,66 @@
+"""Every benchmark runs, on sizes that show nothing: none is broken unnoticed until somebody needs its figures."""
+
+import importlib
+import json
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import structlog
+
+BENCHMARKS: Final = Path(__file__).parents[2] / "benchmarks"
+SMALL: Final[Mapping[str, tuple[list[str], dict[str, Any]]]] = {
+    "catalog": (["--tracked", "2000", "--policy", "lru"], {}),
+    "cpu_tier": (["--rounds", "1"], {"NUM_BLOCKS": 48, "LAYOUTS": {"small": (48, 2, 16, 8, 128)}}),
+    "event_loop": (["--seconds", "0.1", "--rounds", "1"], {}),
+    "face": (["--rounds", "1"], {"SIZES": (1, 4)}),
+    "hops": ([], {}),
+    "launches": ([], {}),
+    "nvme": (["--rounds", "1"], {"NUM_BYTES": 32 << 20}),
+    "policies": (
+        ["synthetic:chat?num_requests=20", "--sizes", "100", "--policies", "lru", "--tracked", "4096"],
+        {"BATCH": 256},
+    ),
+    "recompute": ([], {"LATENCY_S": (0.0,), "BLOCK_S": (1e-4,), "PREFILL": (8_000,)}),
+    "remote": (["shared_fs", "--rounds", "1"], {"NUM_BYTES": 16 << 20}),
+    "telemetry": (["--rounds", "1"], {}),
+}
+"""How little of each is enough: arguments, and constants of its module. `test_gpu` and
+`tests/engines` have those that are not here."""
+
+
+@pytest.fixture
+def _like_a_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Run where a benchmark may leave files, and set back what a program may set for good."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    modules, logging, on_term = set(sys.modules), structlog.get_config(), signal.getsignal(signal.SIGTERM)
+    yield
+    structlog.configure(**logging)
+    signal.signal(signal.SIGTERM, on_term)
+    for name in set(sys.modules) - modules:  # another benchmark may have a module of the same name
+        if (Path(getattr(sys.modules[name], "__file__", None) or "/").parent) == BENCHMARKS:
+            del sys.modules[name]
+
+
+def test_each_is_run() -> None:
+    """A new one says here how little of it is enough."""
+    assert {path.stem for path in BENCHMARKS.glob("[a-z]*.py")} == {*SMALL, "engines", "gpu"}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_like_a_program")
+@pytest.mark.parametrize("name", SMALL)
+def test_it_runs(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """It ends with a line of JSON, of an object."""
+    arguments, constants = SMALL[name]
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
+    module = importlib.import_module(name)
+    for constant, value in constants.items():
+        assert hasattr(module, constant), f"{name} has no {constant} any more"
+        monkeypatch.setattr(module, constant, value)
+    module.main()
+    assert isinstance(json.loads(capsys.readouterr().out.splitlines()[-1]), dict)
