@@ -58,6 +58,18 @@ async def test_what_is_there_is_loaded_around_what_is_not(tmp_path: Path) -> Non
         await until_idle(kv)
 
 
+async def test_a_shared_tier_is_asked_once() -> None:
+    """What it has said of blocks is what their load goes by: a question is a round trip."""
+    engine, shared = Engine(), ScriptedBackend()
+    async with open_cache(CPU, shared, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        await kv.evict(KEYS, tier="cpu")
+        engine.poison()
+        assert (await kv.load(KEYS, PAGES, gaps=True)).mask.all()
+        assert_right(engine, [True] * 12)
+        assert shared.on_lookup.num_calls == 1
+
+
 async def test_what_is_not_there_is_untouched() -> None:
     """Nothing is written to blocks that no tier has: the cache promises less, but it need not write there."""
     engine = Engine()

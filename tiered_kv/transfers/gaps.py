@@ -9,6 +9,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import reduce
 from typing import Final
 
 import numpy as np
@@ -19,18 +20,20 @@ from tiered_kv.tiers.base import Mask, prefix_of
 from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.memory import MemoryTier
+from tiered_kv.tiers.storage import StorageTier
 from tiered_kv.transfers.handles import each_of
 from tiered_kv.transfers.load import InTask, load_result, overtaken
 from tiered_kv.transfers.load_handle import LoadHandle
 from tiered_kv.transfers.prefetch import Brought, bring_each, start_bringing
+from tiered_kv.transfers.presence import Said, said_of
 from tiered_kv.transfers.requests import LoadRequest
 
 _ROUNDS: Final = 16
 """In which a plan looks for blocks behind one that was lost, or for which there was no room."""
 
 
-async def anywhere(chain: Chain, batch: Batch, memories: Sequence[MemoryTier]) -> Mask:
-    """Say which blocks some tier has, or is getting; what shared tiers have, they say.
+async def anywhere(chain: Chain, batch: Batch, memories: Sequence[MemoryTier]) -> tuple[NDArray[np.int64], Said]:
+    """Return which blocks some tier has, or is getting, and what the shared tiers have said of these.
 
     Args:
         chain: The tiers of storage.
@@ -38,6 +41,7 @@ async def anywhere(chain: Chain, batch: Batch, memories: Sequence[MemoryTier]) -
         memories: Those of its memory tiers that are in reach.
     """
     there: Mask = np.zeros(len(batch), np.bool_)
+    said: dict[StorageTier, NDArray[np.int8]] = {}
     for memory in memories:
         _, states = memory.index.find(batch.names)
         there |= states > 0
@@ -45,8 +49,15 @@ async def anywhere(chain: Chain, batch: Batch, memories: Sequence[MemoryTier]) -
         left = np.flatnonzero(~there)
         if not len(left):
             break
-        there[left] = await tier.find_each(batch[left])
-    return there
+        there[left] = found = await tier.find_each(batch[left])
+        if tier.is_shared:
+            said[tier] = said_of(left, found, len(batch))
+    at = np.flatnonzero(there)
+    return at, _of_each(said, at)
+
+
+def _of_each(said: Said, at: NDArray[np.int64]) -> Said:
+    return {tier: known[at] for tier, known in said.items()}
 
 
 async def bring_around_gaps(parts: Sequence[tuple[Chain, Batch]]) -> list[Brought]:
@@ -61,10 +72,12 @@ async def bring_around_gaps(parts: Sequence[tuple[Chain, Batch]]) -> list[Brough
     brought = [Brought(n) for _ in parts]
     at = np.arange(n)
     for _ in range(_ROUNDS):
-        there = [await anywhere(chain, batch[at], [chain.host]) for chain, batch in parts]
-        at = at[np.logical_and.reduce(there)]
+        found_of = [await anywhere(chain, batch[at], [chain.host]) for chain, batch in parts]
+        everywhere = reduce(np.intersect1d, [found for found, _ in found_of])
+        said = [_of_each(known, np.searchsorted(found, everywhere)) for found, known in found_of]
+        at = at[everywhere]
         wanted = [(chain, batch[at]) for chain, batch in parts]
-        found, handles = start_bringing(wanted)
+        found, handles = start_bringing(wanted, said)
         await bring_each(handles)
         for of_rank, now in zip(brought, found, strict=True):
             came = now.source >= 0
@@ -118,12 +131,15 @@ class GapLoad(InTask):
         at = np.arange(len(request.batch))
         while not self.revoked and request.is_current() and loop.time() < request.deadline:
             async with asyncio.timeout_at(request.deadline):
-                at = at[await anywhere(chain, request.batch[at], memories)]
+                found, said = await anywhere(chain, request.batch[at], memories)
+                at = at[found]
             if not len(at):
                 return
             resident = np.logical_or.reduce([memory.index.ready(request.batch.names[at]) for memory in memories])
-            parts = [part for part in (at[~resident], at[resident]) if len(part)]  # no medium delays what is in memory
-            results = await self._load_each(parts)
+            # Two of them: no medium delays what is in memory.
+            each = [where for where in (np.flatnonzero(~resident), np.flatnonzero(resident)) if len(where)]
+            parts = [at[where] for where in each]
+            results = await self._load_each(parts, [_of_each(said, where) for where in each])
             for part, result in zip(parts, results, strict=True):
                 mask[part[: result.num_blocks]] = True
                 by_tier.update(result.by_tier)
@@ -133,15 +149,13 @@ class GapLoad(InTask):
             behind = [part[result.num_blocks + 1 :] for part, result in zip(parts, results, strict=True)]
             at = np.sort(np.concatenate(behind))  # what ended these loads is lost
 
-    async def _load_each(self, parts: Sequence[NDArray[np.int64]]) -> list[LoadResult]:
+    async def _load_each(self, parts: Sequence[NDArray[np.int64]], said: Sequence[Said]) -> list[LoadResult]:
         """Load blocks side by side, those of each part as if they were a prompt; cancelled, until nothing moves."""
         request = self._request
         handles = []
-        for at in parts:
-            lane = request.lane.part()
-            part = replace(
-                request, batch=request.batch[at], pages=request.pages[at], lane=lane, gaps=False, is_part=True
-            )
+        for at, known in zip(parts, said, strict=True):
+            batch, pages, lane = request.batch[at], request.pages[at], request.lane.part()
+            part = replace(request, batch=batch, pages=pages, lane=lane, gaps=False, said=known, is_part=True)
             handles.append(self._start_part(part))
         results = await each_of(handles)
         task = asyncio.current_task()

@@ -98,7 +98,9 @@ class Load(InTask):
         self._copied: list[Copied] = []
         self._last: LaneCopy | None = None
         promote = chain.limits.promote
-        self._bringer = Bringer(chain, batch, Kind.LOAD, priority=request.priority, keep=promote, gpu=self._gpu)
+        self._bringer = Bringer(
+            chain, batch, Kind.LOAD, priority=request.priority, keep=promote, gpu=self._gpu, said=request.said
+        )
         self._may_promote = self._gpu.room_for(batch) if self._gpu and promote else 0
 
     def copy_of(self, layer: int) -> LaneCopy | None:

@@ -17,6 +17,7 @@ from tiered_kv.tiers.budget import Kind, Waiter
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.memory import MemoryTier
 from tiered_kv.transfers.handles import Handle, Revocable, cancel_each
+from tiered_kv.transfers.presence import Said
 from tiered_kv.transfers.window import Bringer, Landed
 
 PrefetchHandle = Handle[PrefetchResult]
@@ -57,13 +58,13 @@ class Brought:
 class Prefetch(Revocable):
     """Bring the longest prefix into one of the memory tiers, as far as it fits beside what is leased there."""
 
-    def __init__(self, chain: Chain, batch: Batch, target: MemoryTier) -> None:
+    def __init__(self, chain: Chain, batch: Batch, target: MemoryTier, said: Said | None = None) -> None:
         super().__init__()
         self._chain = chain
         self._batch = batch
         self._target = target
         gpu = target if target is chain.gpu else None
-        self._bringer = Bringer(chain, batch, Kind.PREFETCH, keep=True, gpu=gpu)
+        self._bringer = Bringer(chain, batch, Kind.PREFETCH, keep=True, gpu=gpu, said=said)
         self._room = target.room_for(batch)
         self._num_moved = 0
         self.brought = Brought(len(batch))
@@ -134,8 +135,14 @@ class Prefetch(Revocable):
         return landed.num_blocks
 
 
-def start_bringing(parts: Sequence[tuple[Chain, Batch]]) -> tuple[list[Brought], list[PrefetchHandle]]:
+def start_bringing(
+    parts: Sequence[tuple[Chain, Batch]], said: Sequence[Said | None] | None = None
+) -> tuple[list[Brought], list[PrefetchHandle]]:
     """Start to copy up what is below the CPU tier, as far as it fits; for several ranks at once. Holds nothing.
+
+    Args:
+        parts: By rank, the tiers and the blocks.
+        said: By rank, what shared tiers have been asked just before.
 
     Returns:
         For each rank, which tier had each block, filled in as they arrive. And what to wait for, with `bring_each`:
@@ -143,13 +150,13 @@ def start_bringing(parts: Sequence[tuple[Chain, Batch]]) -> tuple[list[Brought],
     """
     handles: list[PrefetchHandle] = []
     brought = []
-    for chain, batch in parts:
+    for (chain, batch), known in zip(parts, said or [None] * len(parts), strict=True):
         ready = chain.host.index.ready(batch.names)
         if ready.all():
             brought.append(Brought(len(batch)))
             brought[-1].source[:] = len(chain.memory) - 1
         else:
-            prefetch = Prefetch(chain, batch, chain.host)
+            prefetch = Prefetch(chain, batch, chain.host, known)
             brought.append(prefetch.brought)
             handles.append(prefetch.start(chain.tasks.spawn(prefetch.run(), f"bring {len(batch)} blocks")))
     return brought, handles

@@ -1,6 +1,6 @@
 """Which storage tier has which blocks of one transfer: each shared tier is asked once, as far as its answer reaches."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import IntEnum
 from typing import Final
 
@@ -29,16 +29,27 @@ class _Known(IntEnum):
 _UNASKED, _ABSENT, _THERE, _BEYOND = map(int, _Known)
 
 
+Said = Mapping[StorageTier, NDArray[np.int8]]
+"""What shared tiers have been asked about a transfer's blocks already: an array of `_Known`, by position, of each."""
+
+
+def said_of(asked: NDArray[np.int64], found: Mask, num_blocks: int) -> NDArray[np.int8]:
+    """Return what one tier has said, for `Said`: of the blocks ``asked`` whether they were ``found``."""
+    known = np.full(num_blocks, _UNASKED, np.int8)
+    known[asked] = np.where(found, _THERE, _ABSENT)
+    return known
+
+
 class Presence:
     """What the shared tiers have said of the blocks of one transfer. Owned ones are looked at each time, for little.
 
     An answer may be seconds old when its blocks are read: a read decides.
     """
 
-    def __init__(self, chain: Chain, batch: Batch) -> None:
+    def __init__(self, chain: Chain, batch: Batch, said: Said | None = None) -> None:
         self._chain = chain
         self._batch = batch
-        self._known: dict[StorageTier, NDArray[np.int8]] = {}
+        self._known = {tier: known.copy() for tier, known in (said or {}).items()}
 
     async def sources(
         self, at: NDArray[np.int64], are_holes: Callable[[NDArray[np.int64]], Mask], *, until: float | None = None

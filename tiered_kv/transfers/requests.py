@@ -14,6 +14,7 @@ from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.budget import Priority
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.transfers.bindings import EngineMemory
+from tiered_kv.transfers.presence import Said
 
 Order = Literal["front", "back"]
 MOST_AT_ONCE: Final = 1024
@@ -38,6 +39,7 @@ class LoadRequest:
         layerwise: Whether to copy layer by layer.
         gaps: Whether to load what is there, block by block, and not a prefix.
         order: Whether the prefix is loaded from the front, or from the back until it meets an engine that computes it.
+        said: What shared tiers have been asked just before; see `Presence`.
         is_part: Whether it is a part of another load, which counts and tells of it.
     """
 
@@ -52,6 +54,7 @@ class LoadRequest:
     layerwise: bool = False
     gaps: bool = False
     order: Order = "front"
+    said: Said | None = None
     is_part: bool = False
 
 

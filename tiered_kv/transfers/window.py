@@ -20,7 +20,7 @@ from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.fills import Fill
 from tiered_kv.tiers.memory import MemoryTier
 from tiered_kv.tiers.storage import StorageTier
-from tiered_kv.transfers.presence import Presence
+from tiered_kv.transfers.presence import Presence, Said
 
 
 @dataclass
@@ -82,6 +82,7 @@ class Bringer:
         priority: Priority | None = None,
         keep: bool,
         gpu: MemoryTier | None = None,
+        said: Said | None = None,
     ) -> None:
         """Args say where blocks end up.
 
@@ -92,6 +93,7 @@ class Bringer:
             priority: Of the reads; that of their kind by default.
             keep: Whether blocks read from storage are to stay in the CPU tier.
             gpu: The GPU pool, if a block that is there need not be on the host.
+            said: What shared tiers have been asked just before.
         """
         self.chain = chain
         self._batch = batch
@@ -100,9 +102,8 @@ class Bringer:
         self.faults: list[TierFault] = []
         # A load longer than the CPU tier must not evict its own head: past this many, blocks only pass through.
         self.may_keep = chain.host.room_for(batch) if keep else 0
-        self.presence = Presence(chain, batch)
+        self.presence = Presence(chain, batch, said)
         self._gpu = gpu
-        self._batch = batch
         self._read_from: StorageTier | None = None
 
     async def begin(self, start: int, batch: Batch, *, may_wait: bool) -> Window | None:
