@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
 from anyio import CancelScope
@@ -19,6 +20,7 @@ from tiered_kv.backend import (
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.errors import ConfigurationError
 from tiered_kv.events import DeviceFailed, Emit, Event, PageLockingDoubted
+from tiered_kv.keys import Shard
 from tiered_kv.layout import PAGE_BYTES, KVGroup
 from tiered_kv.loop_calls import LoopCalls
 from tiered_kv.memory.codec import Codec
@@ -43,6 +45,7 @@ from tiered_kv.transfers.writedown import write_admitted
 
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.5, 8.0
 _RECORD_THREADS = 2
+_RANK: Final = "{rank}"
 """Threads that hash and encrypt records: two keep up with a disk, and the loop and the copies need the other cores."""
 
 
@@ -98,13 +101,16 @@ class Kind:
         return -(-self.slot_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def parts_of(tiers: Sequence[TierSettings | Mapping[str, Any] | str | Backend | SlotBackend]) -> Parts:
+def parts_of(
+    tiers: Sequence[TierSettings | Mapping[str, Any] | str | Backend | SlotBackend], shards: Sequence[Shard]
+) -> Parts:
     """Sort tiers into parts, making the backends that settings describe. Opens nothing.
 
     Raises:
-        ConfigurationError: No tiers, a wrong order, two of one name, or what is no tier at all.
+        ConfigurationError: No tiers, a wrong order, two of one name, what is no tier at all, or ``{rank}`` where a
+            cache stands for all ranks.
     """
-    settings = check_tiers(tiers)
+    settings = [_of_rank(each, shards) if isinstance(each, TierSettings) else each for each in check_tiers(tiers)]
     named = [
         (each.medium, tier_name(each)) if isinstance(each, TierSettings) else (type(each).__name__, _name_of(each))
         for each in settings
@@ -129,6 +135,18 @@ def parts_of(tiers: Sequence[TierSettings | Mapping[str, Any] | str | Backend | 
         if part.settings.read_only and isinstance(part.backend, SlotBackend):
             raise ConfigurationError(f"tier {part.name!r} cannot be read_only: nobody else writes to its slots")
     return Parts(gpu, cpu, tuple(storage))
+
+
+def _of_rank(settings: TierSettings, shards: Sequence[Shard]) -> TierSettings:
+    """Put the rank into the texts and paths that ask for it."""
+    asking = {name: value for name, value in settings if isinstance(value, str | Path) and _RANK in str(value)}
+    if asking and len(shards) > 1:
+        raise ConfigurationError(
+            f"{_RANK} in {' and '.join(asking)} of tier {tier_name(settings)!r}: this cache stands for "
+            f"{len(shards)} ranks, whose blocks are kept apart in one place: leave it out"
+        )
+    texts = {name: type(value)(str(value).replace(_RANK, str(shards[0].rank))) for name, value in asking.items()}
+    return settings.model_copy(update=texts) if texts else settings
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,10 @@ class BlockingTieredKV:
         """See `TieredKV.register_kv_caches`."""
         self.call(self.cache.register_kv_caches, kv_caches, group=group, axes=axes)
 
+    def unregister_kv_caches(self, *, group: int = 0) -> None:
+        """See `TieredKV.unregister_kv_caches`."""
+        self.call(self.cache.unregister_kv_caches, group=group)
+
     def register_host_pool(
         self,
         name: str,

@@ -105,7 +105,8 @@ class TieredKV(BlockCache):
         """Check the parts; nothing is allocated before opening.
 
         Args:
-            tiers: Fastest first: settings, what makes them (a dict or URL), or backends of one's own.
+            tiers: Fastest first: settings, what makes them (a dict or URL), or backends of one's own. ``{rank}`` in
+                their texts and paths is the rank of ``shard``: ranks of one host need directories of their own.
             model: Which weights computed the KV.
             layout: What a block is made of.
             shard: Which part of the heads this process holds; all of them by default. A scheduler gives
@@ -129,7 +130,7 @@ class TieredKV(BlockCache):
         watchers: list[Watcher] = [*check_metrics(metrics), *check_page(page)]
         watch = Watch(watchers, self._explain) if watchers else None
         self._parts = CacheParts(
-            tiers=parts_of(tiers),
+            tiers=parts_of(tiers, check_shards(shard)),
             model=model,
             layout=layout,
             codecs=tuple(make_codec(codec, group) for group in layout.groups),
@@ -280,6 +281,16 @@ class TieredKV(BlockCache):
     def register_kv_caches(self, kv_caches: KVCaches, *, group: int = 0, axes: str | None = None) -> None:
         cache = self._open()
         cache.bindings.register_caches(kv_caches, cache.of_rank(group), group=group, axes=axes)
+
+    def unregister_kv_caches(self, *, group: int = 0) -> None:
+        """Let go of the engine's tensors of one KV group: before it sleeps, or unmaps them. Idempotent.
+
+        Loads and stores that are under way use them to their end: wait for these first. Those that come later are
+        refused with ConfigurationError, until tensors are registered again. Blocks in the tiers stay.
+        """
+        cache = self._open()
+        cache.of_rank(group)
+        cache.bindings.unregister_caches(group)
 
     @override
     def register_host_pool(

@@ -95,6 +95,10 @@ class Worker:
         prepare(caches, self._device)
         self._caches[group] = caches
 
+    def unregister_kv_caches(self, *, group: int = 0) -> None:
+        """Let go of the tensors of one KV group, as `TieredKV.unregister_kv_caches` does. Idempotent."""
+        self._caches.pop(group, None)
+
     def execute(self, plan: Plan, *, after: object = None) -> Outcomes:
         """Move this rank's part of a plan, and wait until nothing touches the engine's blocks any more."""
         return self.start(plan, after=after).result()

@@ -1,9 +1,11 @@
 """A cache for programs without an event loop: it blocks, ends, and lets go of memory as the async one does."""
 
+import gc
 import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -83,6 +85,26 @@ def test_what_a_scheduler_and_an_operator_ask_blocks_too() -> None:
         assert kv.resize("cpu", 32 * PAYLOAD_BYTES) == 32
         assert kv.drain()
         assert kv.store(prompt(1, seed=1), GPULoadStoreSpec([0])).drop_reasons == {"draining": 1}
+
+
+def test_an_engine_that_sleeps_takes_its_memory_back() -> None:
+    """What was registered is not referred to any more, calls are refused, and what is in tiers comes to new tensors."""
+    engine = Engine()
+    memory = weakref.ref(next(iter(engine.caches.values())))
+    with open_blocking(cache_of(CPU)) as kv:
+        kv.register_kv_caches(engine.caches)
+        kv.store(KEYS, engine.compute(KEYS))
+        for _ in range(2):
+            kv.unregister_kv_caches()
+        del engine
+        gc.collect()
+        assert memory() is None
+        with pytest.raises(ConfigurationError, match="register_kv_caches"):
+            kv.load(KEYS, INTO)
+        awake = Engine()
+        kv.register_kv_caches(awake.caches)
+        assert kv.load(KEYS, INTO).num_blocks == 9
+        assert awake.read(INTO) == contents(KEYS)
 
 
 def test_the_face_for_threads_is_there_too() -> None:

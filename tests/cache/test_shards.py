@@ -18,6 +18,11 @@ def shared(path: Path) -> dict[str, Any]:
     return {"medium": "shared_fs", "path": path, "capacity": "64MiB"}
 
 
+def names_in(path: Path) -> set[str]:
+    """Return what a directory holds."""
+    return {each.name for each in path.iterdir()}
+
+
 async def test_a_block_is_there_when_every_rank_has_its_part(tmp_path: Path) -> None:
     """A scheduler, which has no rank, finds the prefix that all ranks have stored; each rank loads its own bytes."""
     engines = [AnyEngine(), AnyEngine()]
@@ -92,3 +97,20 @@ async def test_two_ranks_in_one_directory_tree(tmp_path: Path) -> None:
         async with open_any(engine, nvme(tmp_path), shard=Shard(rank, 2)) as kv:
             assert (await kv.load(KEYS, engine.spec(range(N)))).num_blocks == N
             assert engine.count_right(KEYS, range(N), f"rank {rank}") == N
+
+
+async def test_ranks_of_one_host_have_directories_by_one_configuration(tmp_path: Path) -> None:
+    """``{rank}`` in a path is each one's own; a cache that stands for all of them needs no such thing, and says so."""
+    tier = nvme(tmp_path / "{rank}")
+    engines = [AnyEngine(), AnyEngine()]
+    async with (
+        open_any(engines[0], tier, shard=Shard(0, 2)) as first,
+        open_any(engines[1], tier, shard=Shard(1, 2)) as second,
+    ):
+        for rank, kv in enumerate((first, second)):
+            await kv.store(KEYS, engines[rank].fill(KEYS, range(N), f"rank {rank}"))
+            await kv.flush()
+    assert names_in(tmp_path) == {"0", "1"}
+    with pytest.raises(ConfigurationError, match="stands for 2 ranks"):
+        async with open_any(AnyEngine(), tier, shard=Shard.every(2)):
+            pass

@@ -217,6 +217,10 @@ class Bindings:
                 stack.callback(lanes.close)
         self._pools[name] = Binding(group, caches, *self._lanes, gpu=None, direct=slots)
 
+    def unregister_caches(self, group: int) -> None:
+        """See `TieredKV.unregister_kv_caches`."""
+        self._caches.pop(group, None)
+
     def forget(self) -> None:
         """Let go of all of it: the cache is closed, and the engine may unmap it."""
         self._caches.clear()
