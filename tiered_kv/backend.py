@@ -13,6 +13,7 @@ import enum
 import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar
 
@@ -22,6 +23,7 @@ from pydantic import ByteSize, Field, model_validator
 
 from tiered_kv.encryption import Encryption
 from tiered_kv.errors import ConfigurationError, LayoutMismatchError
+from tiered_kv.inventory import Inventory
 from tiered_kv.keys import BlockKey, Names, Shard
 from tiered_kv.setting_errors import Checked
 from tiered_kv.specs import LoadStoreSpec
@@ -266,6 +268,15 @@ class BackendContext:
 class _Tier(ABC):
     Settings: ClassVar[type[Any]]
     """The pydantic model of its settings, a `TierSettings`; ``Backend(settings)`` is how the registry makes one."""
+
+    @classmethod
+    def inventory(cls, settings: Any) -> AbstractAsyncContextManager[Inventory]:  # noqa: ANN401 - of the medium's model
+        """Open what lists, reads and deletes whatever lies in the medium, for operators; no cache is needed.
+
+        Raises:
+            ConfigurationError: The medium cannot list what it has.
+        """
+        raise ConfigurationError(f"medium {settings.medium!r} cannot list what it has")
 
     async def aclose(self) -> None:  # noqa: B027 -- a medium may have nothing to let go of
         """Let go of files, connections and threads. Called once, after the last call has returned or was given up."""

@@ -10,3 +10,5 @@ HASH = re.compile("[0-9a-f]{64}")
 
 NAMESPACE = (FINGERPRINT, EPOCH, SHARD, SALT)
 """The folders of a `Namespace.path`, outermost first."""
+RECORD = re.compile("/".join(f"(?:{name.pattern})" for name in (*NAMESPACE, HASH)) + r"(?:\.x(?P<size>[0-9]+))?")
+"""A block's path, or that of a pack of some."""

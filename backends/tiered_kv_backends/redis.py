@@ -8,7 +8,7 @@ import asyncio
 import ssl
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 from redis.asyncio.sentinel import MasterNotFoundError
@@ -22,8 +22,10 @@ from redis.exceptions import (
 
 from tiered_kv.backend import Backend, BackendContext, Block, Outcome, check_lengths
 from tiered_kv.errors import BackendUnavailableError, ConfigurationError, TieredKVError
+from tiered_kv.inventory import Inventory
 from tiered_kv.keys import BlockKey
 from tiered_kv.specs import RemoteLoadStoreSpec
+from tiered_kv_backends.redis_inventory import open_inventory
 from tiered_kv_backends.redis_servers import RedisSettings, Server, Servers
 from tiered_kv_backends.resp import Answer, LoginError, ProtocolError, command
 from tiered_kv_backends.secrets import all_causes
@@ -53,6 +55,11 @@ class RedisBackend(Backend):
     """
 
     Settings = RedisSettings
+
+    @classmethod
+    def inventory(cls, settings: RedisSettings) -> AbstractAsyncContextManager[Inventory]:
+        """List, read and delete what lies there, see `Backend.inventory`."""
+        return open_inventory(settings)
 
     def __init__(self, settings: RedisSettings | Mapping[str, Any] | str) -> None:
         self.settings = settings = self.Settings.of(settings)

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,9 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(*arguments: str) -> Result:
-    """Call the command line."""
-    return CliRunner().invoke(app, arguments)
+    """Call the command line, in a thread: it has an event loop of its own."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(CliRunner().invoke, app, arguments).result()
 
 
 def answer(*arguments: str, code: int = 0) -> Any:  # noqa: ANN401 - what JSON is

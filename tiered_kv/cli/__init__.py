@@ -8,9 +8,9 @@ def main() -> None:
     try:
         from tiered_kv.cli.app import app  # noqa: PLC0415 - an extra
     except ModuleNotFoundError as error:
-        if error.name not in {"typer", "rich"}:
+        if error.name not in {"httpx", "rich", "typer"}:
             raise
-        sys.exit("the command line needs typer and rich: pip install 'tiered-kv[cli]'")
+        sys.exit("the command line needs typer, rich and httpx: pip install 'tiered-kv[cli]'")
     app()
 
 

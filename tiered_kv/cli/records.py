@@ -1,34 +1,23 @@
-"""Reading the directories of nvme and shared_fs tiers, by their formats alone: ``docs/format.md``. No cache is opened.
+"""What lies in a tier's medium: counting it, verifying it, deleting some of it. No cache is opened."""
 
-Only names and files of ours are looked at, and no link is followed.
-"""
-
-import fcntl
-import os
-import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-
-from tiered_kv.backend import RecordShape
+from tiered_kv.backend import TierSettings
+from tiered_kv.cli.directories import open_directory
 from tiered_kv.errors import BlockCorruptError, ConfigurationError, LayoutMismatchError
-from tiered_kv.keys import NO_SALT, BlockKey
+from tiered_kv.inventory import Found, Inventory, Place
 from tiered_kv.record import HEADER_BYTES, key_in, parse_record, payload_bytes_in
-from tiered_kv.settings import tier_from
+from tiered_kv.registry import resolve
+from tiered_kv.settings import CPUTier, GPUTier, TieredKVSettings, tier_from, tier_name
 
-_NVME_FOLDER: Final = re.compile(r"[0-9a-f]{64}(-\d+of\d+)?")
-_SHARED_FILE: Final = re.compile(
-    r"[0-9a-f]{64}/[0-9a-f]{32}/(replicated|[0-9]+of[0-9]+)/[0-9a-f]{32}/[0-9a-f]+/[0-9a-f]{64}"
-)
-_ENTRY: Final = np.dtype(
-    [("magic", "S8"), ("name", "<u8", (4,)), ("sequence", "<u8"), ("slot", "<u8"), ("checksum", "<u8")]
-)
-_ENTRY_MAGIC: Final = b"TKVSLOT2"
+_LEAST_DIGITS: Final = 8
+OnProgress = Callable[[int], None]
+"""Told of so many records more."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +26,9 @@ class Shelf:
 
     Attributes:
         fingerprint: Of model and layout, hexadecimal, as are the next.
-        epoch: Digest of the weights.
+        epoch: How the digest of the weights begins.
         shard: Whose part of the heads.
-        salt: Digest of the tenant's salt.
+        salt: How the digest of the tenant's salt begins.
         is_unsalted: Whether there is none.
         num_blocks, num_bytes: What there is, with headers and padding.
         youngest_s: How long ago the last one was written, if that is known.
@@ -74,173 +63,133 @@ class Report:
 
 
 @dataclass(frozen=True)
-class _Lying:
-    """A record where it lies; ``name`` is what the place says that it is."""
-
-    path: Path
-    offset: int
-    num_bytes: int
-    name: bytes
-    written_at: float | None
-
-    @property
-    def where(self) -> str:
-        return f"{self.path}@{self.offset}" if self.path.name == "slab" else str(self.path)
-
-    def read(self, num_bytes: int) -> bytes:
-        with self.path.open("rb") as file:
-            return os.pread(file.fileno(), num_bytes, self.offset)
-
-    def is_named_by(self, key: BlockKey) -> bool:
-        """Whether the place says the same as the record."""
-        named = key.namespace.names_of([key.hash]).tobytes() if self.path.name == "slab" else key.hash
-        return named == self.name
-
-    def delete(self) -> None:
-        """Have nobody find it again."""
-        if self.path.name != "slab":
-            self.path.unlink()
-            return
-        slot = self.offset // self.num_bytes
-        with self.path.with_name("ledger").open("r+b") as ledger:
-            os.pwrite(ledger.fileno(), bytes(_ENTRY.itemsize), slot * _ENTRY.itemsize)
-        with self.path.open("r+b") as slab:
-            os.pwrite(slab.fileno(), bytes(HEADER_BYTES), self.offset)
-
-
-def directory_of(where: str) -> Path:
-    """Return the directory that a path or a tier's URL names.
+class Wanted:
+    """Which blocks: of a model, of weights, of a tenant, as `inspect` shows their digests; empty is any.
 
     Raises:
-        ConfigurationError: There is none.
+        ConfigurationError: One is no digest, or too little of it.
     """
-    path: object = Path(where)
+
+    model: str = ""
+    epoch: str = ""
+    tenant: str = ""
+
+    def __post_init__(self) -> None:
+        for what, digits in vars(self).items():
+            if digits and (len(digits) < _LEAST_DIGITS or set(digits) - set("0123456789abcdef")):
+                raise ConfigurationError(
+                    f"--{what} takes {_LEAST_DIGITS} or more digits of a digest, as inspect has it, got {digits!r:.80}"
+                )
+
+
+def inventory_at(
+    where: str, settings: TieredKVSettings | None = None, *, to_delete: bool = False
+) -> AbstractAsyncContextManager[Inventory]:
+    """Return the inventory of a directory, of the tier that a URL says, or of a tier of the settings by its name.
+
+    Raises:
+        ConfigurationError: There is no such tier, or its medium cannot list what it has.
+    """
+    tier = _tier_at(where, settings)
+    if tier is None:
+        return open_directory(Path(where), to_delete=to_delete)
+    if isinstance(tier, CPUTier | GPUTier):
+        raise ConfigurationError(f"a {tier.medium} tier lies in a process's memory: ask the running cache, by status")
+    if isinstance(path := getattr(tier, "path", None), Path):
+        return open_directory(path, to_delete=to_delete)
+    return resolve(tier.medium).inventory(tier)
+
+
+def _tier_at(where: str, settings: TieredKVSettings | None) -> TierSettings | None:
     if "://" in where:
-        path = getattr(tier_from(where), "path", None)
-        if not isinstance(path, Path):
-            scheme = where.partition("://")[0]
-            raise ConfigurationError(f"{scheme}:// is no directory: only those of nvme and shared_fs tiers can be read")
-    assert isinstance(path, Path)  # noqa: S101 - made here or checked
-    if not path.is_dir():
-        raise ConfigurationError(f"{path} is no directory: give the path of an nvme or shared_fs tier")
-    return path
+        return tier_from(where)
+    if settings is None:
+        return None
+    named = {tier_name(tier): tier for tier in settings.tiers}
+    if where not in named:
+        raise ConfigurationError(f"no tier {where!r} in the settings: there are {', '.join(named)}")
+    return named[where]
 
 
-def shelves_in(root: Path) -> list[Shelf]:
-    """Count what lies there, by namespace; reads the header of every record."""
-    counts: dict[tuple[str, str, str, str], list[float]] = {}
-    for each in _records_in(root):
-        key = key_in(memoryview(each.read(HEADER_BYTES)))
-        if key is None:
-            continue
-        space = key.namespace
-        of = (space.fingerprint.hex(), space.epoch.hex(), str(space.shard), space.salt.hex())
-        num_blocks, num_bytes, latest = counts.get(of, [0, 0, 0.0])
-        counts[of] = [num_blocks + 1, num_bytes + each.num_bytes, max(latest, each.written_at or 0.0)]
+async def shelves_in(inventory: Inventory, on_progress: OnProgress = lambda _: None) -> list[Shelf]:
+    """Count what lies there, by namespace."""
+    counts: dict[Place, tuple[int, int, float]] = {}
+    async for some in inventory.found():
+        for each in some:
+            num_blocks, num_bytes, latest = counts.get(each.place, (0, 0, 0.0))
+            counts[each.place] = (
+                num_blocks + each.num_blocks, num_bytes + each.num_bytes, max(latest, each.written_at or 0.0),
+            )  # fmt: skip
+        on_progress(len(some))
     now = time.time()
     return [
-        Shelf(*of, of[3] == NO_SALT.hex(), int(n), int(num_bytes), max(0.0, now - latest) if latest else None)
-        for of, (n, num_bytes, latest) in sorted(counts.items())
-    ]
+        Shelf(
+            place.fingerprint, place.epoch, place.shard, place.salt, place.is_unsalted, num_blocks, num_bytes,
+            max(0.0, now - latest) if latest else None,
+        )
+        for place, (num_blocks, num_bytes, latest) in sorted(counts.items())
+        if place.epoch
+    ]  # fmt: skip
 
 
-def verify(root: Path, *, fix: bool, on_record: Callable[[int, int], None] = lambda _done, _of: None) -> Report:
+async def verify(inventory: Inventory, *, fix: bool, on_progress: OnProgress = lambda _: None) -> Report:
     """Read every record, and check every byte of it.
 
     Args:
-        root: The directory.
-        fix: Delete what is broken.
-        on_record: Told now and then how many were read, of how many.
-
-    Raises:
-        ConfigurationError: It is to be fixed, and a cache has it open.
+        inventory: What to read.
+        fix: Delete what is broken; of several records in one object all of them.
+        on_progress: Told of what was read.
     """
     report = Report()
-    with _alone(root, needed=fix):
-        lying = list(_records_in(root))
-        for number, each in enumerate(lying):
-            if number % 64 == 0:
-                on_record(number, len(lying))
-            _look_at(each, report, fix=fix)
+    async for some in inventory.found():
+        for each in some:
+            data = await inventory.read(each)
+            if data is not None:
+                why = _look_at(each, data, report)
+                if why:
+                    report.broken.append(Broken(each.where, why))
+                if why and fix:
+                    await inventory.delete([each])
+                    report.num_fixed += 1
+            on_progress(1)
     return report
 
 
-def _look_at(lying: _Lying, report: Report, *, fix: bool) -> None:
-    try:
-        data = lying.read(lying.num_bytes)
-        header = memoryview(data)[:HEADER_BYTES]
-        if len(header) == HEADER_BYTES and key_in(header) is not None:
-            data = data[: HEADER_BYTES + payload_bytes_in(header)]
-        why = "" if lying.is_named_by(parse_record(data).key) else "it is another block's record"
-    except FileNotFoundError:
-        return  # evicted meanwhile
-    except ConfigurationError:
-        report.num_sealed += 1
-        return
-    except (BlockCorruptError, LayoutMismatchError) as error:
-        why = str(error)
-    if not why:
-        report.num_good += 1
-        return
-    report.broken.append(Broken(lying.where, why))
-    if fix:
-        lying.delete()
-        report.num_fixed += 1
+async def matching(inventory: Inventory, wanted: Wanted, on_progress: OnProgress = lambda _: None) -> list[Found]:
+    """Return all that is wanted of what lies there."""
+    matches: list[Found] = []
+    async for some in inventory.found():
+        matches += [each for each in some if each.place.epoch and each.place.is_of(**vars(wanted))]
+        on_progress(len(some))
+    return matches
 
 
-def _records_in(root: Path) -> Iterator[_Lying]:
-    for folder, folders, files in os.walk(root):
-        folders.sort()
-        here = Path(folder)
-        if "slab" in files and _NVME_FOLDER.fullmatch(here.name):
-            yield from _in_slab(here)
-            continue
-        for name in sorted(files):
-            path = here / name
-            if _SHARED_FILE.search(path.as_posix()) and not path.is_symlink():
-                status = path.stat()
-                yield _Lying(path, 0, status.st_size, bytes.fromhex(name), status.st_mtime)
-
-
-def _in_slab(folder: Path) -> Iterator[_Lying]:
-    """Yield what the ledger beside a slab says is there."""
-    slab, ledger = folder / "slab", folder / "ledger"
-    if slab.is_symlink() or ledger.is_symlink() or not ledger.is_file():
-        return
-    data = ledger.read_bytes()
-    entries = np.frombuffer(data[: len(data) // _ENTRY.itemsize * _ENTRY.itemsize], _ENTRY)
-    is_live = (entries["magic"] == _ENTRY_MAGIC) & (entries["slot"] == np.arange(len(entries)))
-    slots = np.flatnonzero(is_live).tolist()
-    if not slots or not (stride := _stride_of(slab)):
-        return
-    for slot in slots:
-        yield _Lying(slab, slot * stride, stride, entries["name"][slot].tobytes(), None)
-
-
-def _stride_of(slab: Path) -> int:
-    """Return how far apart the records of a slab are, by the first whole header in it; 0 if there is none."""
-    with slab.open("rb") as file:
-        for at in range(0, os.fstat(file.fileno()).st_size, HEADER_BYTES):
-            header = memoryview(os.pread(file.fileno(), HEADER_BYTES, at))
-            if len(header) == HEADER_BYTES and (key := key_in(header)) is not None:
-                stride = RecordShape(key.namespace.fingerprint, payload_bytes_in(header)).stride_bytes
-                if at % stride == 0:
-                    return stride
-    return 0
-
-
-@contextmanager
-def _alone(root: Path, *, needed: bool) -> Iterator[None]:
-    """Keep caches from opening an NVMe tier's directory meanwhile: they lock it."""
-    if not needed or not any(root.glob("*/slab")):
-        yield
-        return
-    file = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
-    try:
+def _look_at(found: Found, data: bytes, report: Report) -> str:
+    """Count the records of one place that are well; say what is wrong with the first that is not."""
+    num_left = found.num_blocks
+    for record in _records_of(data):
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigurationError(f"{root} is open in a cache: close that first, or verify without --fix") from error
-        yield
-    finally:
-        os.close(file)
+            if not found.is_named_by(parse_record(record).key):
+                return "it is another block's record"
+            report.num_good += 1
+        except ConfigurationError:
+            report.num_sealed += 1
+        except (BlockCorruptError, LayoutMismatchError) as error:
+            return str(error)
+        num_left -= 1
+    return f"{num_left} of {found.num_blocks} records are missing" if num_left > 0 else ""
+
+
+def _records_of(data: bytes) -> Iterator[memoryview]:
+    """Yield the records that lie one after another, as long as headers say how long they are; then what is left."""
+    left = memoryview(data)
+    while True:
+        header = left[:HEADER_BYTES]
+        if len(header) < HEADER_BYTES or key_in(header) is None:
+            yield left
+            return
+        length = HEADER_BYTES + payload_bytes_in(header)
+        yield left[:length]
+        left = left[length:]
+        if len(left) < HEADER_BYTES or not any(left[:HEADER_BYTES]):
+            return  # at the end, or padding

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import obstore
@@ -11,6 +11,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError
 
 from tiered_kv.backend import Backend, BackendContext, Block, Outcome, check_lengths
 from tiered_kv.errors import BackendUnavailableError, BlockCorruptError
+from tiered_kv.inventory import Inventory
 from tiered_kv.keys import BlockKey
 from tiered_kv.specs import ObjectLoadStoreSpec
 from tiered_kv_backends.s3.client import (
@@ -20,6 +21,7 @@ from tiered_kv_backends.s3.client import (
     translate,
     translate_opening,
 )
+from tiered_kv_backends.s3.inventory import open_inventory
 from tiered_kv_backends.s3.packing import Packing, Unit
 from tiered_kv_backends.s3.presence import Answers, count_prefix
 
@@ -36,6 +38,11 @@ class S3Backend(Backend):
     """
 
     Settings = S3Settings
+
+    @classmethod
+    def inventory(cls, settings: S3Settings) -> AbstractAsyncContextManager[Inventory]:
+        """List, read and delete what lies there, see `Backend.inventory`."""
+        return open_inventory(settings)
 
     def __init__(self, settings: S3Settings | Mapping[str, Any] | str) -> None:
         self.settings = settings = self.Settings.of(settings)

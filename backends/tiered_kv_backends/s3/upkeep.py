@@ -3,7 +3,6 @@
 Other things may lie beside the blocks: only objects whose whole path is one of ours are looked at.
 """
 
-import re
 from collections.abc import AsyncIterator, Collection, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -13,11 +12,8 @@ from obstore.exceptions import BaseError
 from obstore.store import ObjectStore
 
 from tiered_kv.keys import epoch_digest, salt_digest
-from tiered_kv_backends.paths import HASH, NAMESPACE
+from tiered_kv_backends.paths import NAMESPACE, RECORD
 from tiered_kv_backends.s3.client import S3Settings, make_store, translate
-
-_BLOCK = re.compile("/".join(f"(?:{name.pattern})" for name in (*NAMESPACE, HASH)) + r"(\.x[0-9]+)?")
-"""A block's path, or a pack's."""
 
 
 async def collect_epochs(
@@ -85,7 +81,7 @@ async def _folders(store: ObjectStore, depth: int) -> list[str]:
 async def _blocks(store: ObjectStore, folder: str) -> AsyncIterator[dict[str, datetime]]:
     """Yield the blocks and packs in a folder of ours and when each was stored, up to 1,000 at a time."""
     async for objects in obstore.list(store, folder, chunk_size=1000):
-        yield {each["path"]: each["last_modified"] for each in objects if _BLOCK.fullmatch(each["path"])}
+        yield {each["path"]: each["last_modified"] for each in objects if RECORD.fullmatch(each["path"])}
 
 
 async def _is_idle(store: ObjectStore, folder: str, before: datetime) -> bool:

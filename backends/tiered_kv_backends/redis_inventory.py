@@ -1,0 +1,84 @@
+"""What lies in Redis or Valkey, for operators: only keys with the tier's prefix whose name is one of ours."""
+
+import re
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+
+from redis.exceptions import RedisClusterException, RedisError, ResponseError
+
+from tiered_kv.errors import BackendUnavailableError
+from tiered_kv.inventory import Found, Inventory, Place
+from tiered_kv_backends.paths import RECORD
+from tiered_kv_backends.redis_servers import RedisSettings, Server, Servers
+from tiered_kv_backends.resp import command
+
+_LOOKED_AT_ONCE = 1000
+_GLOB = re.compile(rb"([][*?\\])")
+
+
+class RedisInventory(Inventory):
+    """Of one server, or of all nodes of a cluster."""
+
+    def __init__(self, servers: Servers, prefix: str) -> None:
+        self._servers, self._prefix = servers, prefix.encode()
+        self._holders: dict[str, Server] = {}
+
+    async def found(self) -> AsyncIterator[list[Found]]:
+        """Walk all keys, about a thousand at a time, and ask how long their values are."""
+        pattern = _GLOB.sub(rb"\\\1", self._prefix) + b"*"
+        with self._doing("list blocks"):
+            for server in await self._servers.all():
+                cursor = -1
+                while cursor:
+                    cursor, names = await server.client.scan(max(0, cursor), match=pattern, count=_LOOKED_AT_ONCE)
+                    paths = [bytes(name)[len(self._prefix) :].decode("latin-1") for name in names]  # type: ignore[arg-type]  # bytes: nothing is decoded
+                    paths = [path for path in paths if RECORD.fullmatch(path)]
+                    lengths = await _counts(
+                        server, [command(b"STRLEN", self._prefix + path.encode()) for path in paths]
+                    )
+                    self._holders |= dict.fromkeys(paths, server)
+                    yield [Found(path, Place.of(path), n) for path, n in zip(paths, lengths, strict=True) if n]
+
+    async def read(self, found: Found) -> bytes | None:
+        """Get one value."""
+        with self._doing("read a block"):
+            value = await self._holders[found.where].client.get(self._prefix + found.where.encode())
+            return None if value is None else bytes(value)  # type: ignore[arg-type]  # bytes: nothing is decoded
+
+    async def delete(self, found: Sequence[Found]) -> None:
+        """Unlink keys, in one round trip per server."""
+        with self._doing("delete blocks"):
+            for server in {id(each): each for each in self._holders.values()}.values():
+                names = [each.where for each in found if self._holders[each.where] is server]
+                await _counts(server, [command(b"UNLINK", self._prefix + name.encode()) for name in names])
+
+    @contextmanager
+    def _doing(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, RedisError, RedisClusterException) as error:
+            self._servers.scrub(error)
+            raise BackendUnavailableError(f"{self._servers}: could not {what}: {error}") from error
+
+
+@asynccontextmanager
+async def open_inventory(settings: RedisSettings) -> AsyncIterator[RedisInventory]:
+    """Yield the inventory of the tier's servers; they are connected to when they are asked.
+
+    Raises:
+        ConfigurationError: A certificate's file cannot be used.
+    """
+    servers = Servers(settings)
+    try:
+        yield RedisInventory(servers, settings.prefix)
+    finally:
+        await servers.aclose()
+
+
+async def _counts(server: Server, commands: Sequence[bytes]) -> list[int]:
+    counts = []
+    for count in await server.count(commands) if commands else ():
+        if isinstance(count, str):
+            raise ResponseError(count)
+        counts.append(count)
+    return counts

@@ -1,0 +1,35 @@
+"""``tiered-kv bench`` on tiers of every kind of ceiling."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.command_line import answer, run
+
+
+@pytest.mark.slow
+async def test_each_tier_is_measured_beside_its_ceiling(tmp_path: Path) -> None:
+    """Memory, a local disk, a shared one and a client; nothing is left behind, and what fails is said and exits 1."""
+    file = tmp_path / "kv.toml"
+    tiers = [
+        {"medium": "cpu", "capacity": "1MiB"},
+        {"medium": "nvme", "path": str(tmp_path / "disk"), "capacity": "1MiB"},
+        {"medium": "shared_fs", "path": str(tmp_path / "shared"), "capacity": "64MiB"},
+        {"medium": "s3", "url": f"file://{tmp_path}/objects"},
+    ]
+    file.write_text(
+        "".join("[[tiers]]\n" + "".join(f'{key} = "{value}"\n' for key, value in tier.items()) for tier in tiers)
+    )
+    few = ("--config", str(file), "--block", "64KiB", "--blocks", "8", "--rounds", "1")
+    found = await answer("bench", *few)
+    assert [(each["tier"], each["direction"]) for each in found] == [
+        (tier["medium"], direction) for tier in tiers for direction in ("store", "load")
+    ]
+    assert all(each["bytes_per_s"] > 0 and each["ratio"] > 0 and not each["problem"] for each in found)
+    assert not (tmp_path / "disk").exists()
+    assert not [each for each in (tmp_path / "objects").rglob("*") if each.is_file()]
+    assert await answer("inspect", str(tmp_path / "shared")) == []
+    file.write_text('[[tiers]]\nmedium = "redis"\nurl = "redis://127.0.0.1:1"\n')
+    failed = await answer("bench", *few, code=1)
+    assert all("127.0.0.1:1" in each["problem"] for each in failed)
+    assert "through a cache" in (await run("bench", *few)).stdout

@@ -1,0 +1,135 @@
+"""``tiered-kv inspect``, ``verify`` and ``delete`` of every kind of medium that can be listed."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from redis_server import find_binary, run_redis
+from tests.support.caches import keep, open_cache
+from tests.support.command_line import answer, run
+from tests.support.engine import BLOCK_SIZE, PAYLOAD_BYTES, Engine
+from tiered_kv import BlockKeys, CPUTier, hash_blocks
+
+CPU = CPUTier(capacity=64 * PAYLOAD_BYTES)
+NUM_BLOCKS = 20
+
+
+def of(salt: str) -> BlockKeys:
+    """Return a prompt of a tenant."""
+    return hash_blocks(range(NUM_BLOCKS * BLOCK_SIZE), block_size=BLOCK_SIZE, salt=salt)
+
+
+@pytest.fixture(params=["nvme", "shared_fs", "s3", "redis"])
+def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, Any]]:
+    """Return a tier; its objects are files, or its server runs."""
+    if request.param == "s3":
+        pytest.importorskip("obstore", reason="obstore is missing: pip install 'tiered-kv[s3]'")
+        yield {"medium": "s3", "url": f"file://{tmp_path}/objects", "pack_bytes": 4 * (4096 + PAYLOAD_BYTES)}
+    elif request.param == "redis":
+        with run_redis(find_binary("redis-server"), tmp_path / "redis") as server:
+            yield {"medium": "redis", "url": server.url}
+    else:
+        yield {"medium": request.param, "path": str(tmp_path / "kv"), "capacity": "16MiB"}
+
+
+@pytest.fixture
+def config(tier: dict[str, Any], tmp_path: Path) -> str:
+    """Write its settings, and return the file."""
+    file = tmp_path / "kv.toml"
+    file.write_text("[[tiers]]\n" + "".join(f'{name} = "{value}"\n' for name, value in tier.items()))
+    return str(file)
+
+
+async def fill(tier: dict[str, Any]) -> None:
+    """Store a prompt without a salt, and one with."""
+    engine = Engine()
+    async with open_cache(CPU, tier, engine=engine) as kv:
+        await keep(kv, engine, of(""))
+        await keep(kv, engine, of("geheim"))
+
+
+async def num_there(tier: dict[str, Any], salt: str) -> int:
+    """Count what a new cache finds."""
+    async with open_cache(CPU, tier, engine=Engine()) as kv:
+        return (await kv.lookup(of(salt))).num_blocks
+
+
+async def test_what_lies_there_is_listed_verified_and_deleted_by_tenant(tier: dict[str, Any], config: str) -> None:
+    """By the name of a tier in the settings: all blocks are there and good, and only the tenant's go."""
+    await fill(tier)
+    name = tier["medium"]
+    shelves = await answer("inspect", name, "--config", config)
+    assert [(each["num_blocks"], each["is_unsalted"]) for each in shelves] == [(NUM_BLOCKS, True), (NUM_BLOCKS, False)]
+    assert all(each["num_bytes"] >= NUM_BLOCKS * PAYLOAD_BYTES for each in shelves)
+    report = await answer("verify", name, "--config", config)
+    assert (report["num_good"], report["broken"]) == (2 * NUM_BLOCKS, [])
+    tenant = shelves[1]["salt"][:8]
+    would = await answer("delete", name, "--config", config, "--tenant", tenant, "--dry-run")
+    assert (would["num_blocks"], would["is_deleted"]) == (NUM_BLOCKS, False)
+    assert "geheim" not in str(shelves)
+    done = await answer("delete", name, "--config", config, "--tenant", tenant, "--yes")
+    assert (done["num_blocks"], done["is_deleted"]) == (NUM_BLOCKS, True)
+    assert await num_there(tier, "geheim") == 0
+    assert await num_there(tier, "") == NUM_BLOCKS
+    rest = await answer("delete", name, "--config", config, "--model", shelves[0]["fingerprint"][:12], "--yes")
+    assert rest["num_blocks"] == NUM_BLOCKS
+    assert await answer("inspect", name, "--config", config) == []
+
+
+async def test_a_tenant_and_weights_may_be_said_by_their_own_names(tier: dict[str, Any], config: str) -> None:
+    """What is said has to be true of a block together."""
+    await fill(tier)
+    name = tier["medium"]
+    none = await answer("delete", name, "--config", config, "--salt", "geheim", "--weights", "other", "--yes")
+    assert none["num_blocks"] == 0
+    some = await answer("delete", name, "--config", config, "--salt", "geheim", "--yes")
+    assert some["num_blocks"] == NUM_BLOCKS
+    assert (await answer("delete", name, "--config", config, "--tenant", "none", "--yes"))["num_blocks"] == NUM_BLOCKS
+
+
+@pytest.mark.parametrize("tier", ["s3"], indirect=True)
+async def test_what_is_broken_in_a_pack_is_found_and_deleted(tier: dict[str, Any], config: str, tmp_path: Path) -> None:
+    """A pack holds several records: one that is broken is said by its object, which goes."""
+    await fill(tier)
+    pack = next(each for each in sorted((tmp_path / "objects").rglob("*")) if each.name.endswith(".x4"))
+    data = bytearray(pack.read_bytes())
+    data[-1] ^= 1
+    pack.write_bytes(data)
+    report = await answer("verify", "s3", "--config", config, code=1)
+    assert [each["where"].endswith(pack.name) for each in report["broken"]] == [True]
+    assert report["num_good"] == 2 * NUM_BLOCKS - 1
+    assert (await answer("verify", "s3", "--config", config, "--fix"))["num_fixed"] == 1
+    assert not pack.exists()
+    assert (await answer("verify", "s3", "--config", config))["num_good"] == 2 * NUM_BLOCKS - 4
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("delete", ".", "--yes"),
+        ("delete", ".", "--tenant", "abc", "--yes"),
+        ("delete", ".", "--tenant", "zzzzzzzz", "--yes"),
+        ("delete", ".", "--tenant", "12345678", "--salt", "x", "--yes"),
+        ("inspect", "nobody"),
+        ("inspect", "mooncake://127.0.0.1:1"),
+        ("inspect", "redis://127.0.0.1:1"),
+    ],
+)
+async def test_what_cannot_be_done_is_said_in_one_line(arguments: tuple[str, ...]) -> None:
+    """Exit code 2; nothing is deleted that was not said clearly."""
+    result = await run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith("tiered-kv: ")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("tier", ["shared_fs"], indirect=True)
+async def test_nothing_is_deleted_unasked(tier: dict[str, Any], config: str) -> None:
+    """Without --yes, and with nobody at a terminal, it says what to add."""
+    await fill(tier)
+    result = await run("delete", "shared_fs", "--config", config, "--tenant", "none")
+    assert result.exit_code == 2
+    assert "--yes" in result.stderr
+    assert await num_there(tier, "") == NUM_BLOCKS

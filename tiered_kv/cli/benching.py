@@ -1,0 +1,300 @@
+"""``tiered-kv bench``: how fast each configured tier is here, beside what its medium would do without it.
+
+Each tier is measured through a whole cache of it alone, awaited; in rounds, in turns with its ceiling, since media
+drift. What is stored is deleted again. An owned tier is not opened: it is measured in a folder of its own beside it.
+"""
+
+import asyncio
+import os
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any, Final, Literal
+
+import torch
+import typer
+from pydantic import ByteSize
+from rich.markup import escape
+from rich.progress import Progress
+
+from tiered_kv.backend import Backend, BackendContext, Block, OwnedTierSettings, RecordShape, TierSettings
+from tiered_kv.cache import TieredKV
+from tiered_kv.cli.replaying import size_of
+from tiered_kv.cli.showing import AsJSON, ConfigFile, err, one_line_errors, print_json, print_table, settings_of
+from tiered_kv.errors import BackendUnavailableError, ConfigurationError, TieredKVError
+from tiered_kv.keys import BlockKey, BlockKeys, ModelIdentity, Namespace, epoch_digest, hash_blocks
+from tiered_kv.layout import KVLayout
+from tiered_kv.registry import make_backend
+from tiered_kv.settings import CPUTier, GPUTier, TieredKVSettings, tier_name
+from tiered_kv.specs import GPULoadStoreSpec
+
+_BLOCK_SIZE: Final = 16
+_THREADS: Final = 8
+_PAGE: Final = 4096
+Direction = Literal["store", "load"]
+Move = Callable[[Direction], Awaitable[float]]
+"""Moves all blocks once, and returns the seconds."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One tier in one direction; bytes a second, medians of the rounds.
+
+    Attributes:
+        tier: Its name.
+        direction: ``"store"`` or ``"load"``.
+        bytes_per_s: Through a cache, awaited.
+        ceiling_bytes_per_s: Of what it is compared with.
+        ratio: The first over the second, the median of neighbours.
+        ceiling: What it is compared with.
+        problem: Why there is no figure; empty where there is.
+    """
+
+    tier: str
+    direction: str
+    bytes_per_s: float = 0.0
+    ceiling_bytes_per_s: float = 0.0
+    ratio: float = 0.0
+    ceiling: str = ""
+    problem: str = ""
+
+
+def bench_command(
+    config: ConfigFile = None,
+    *,
+    block: Annotated[str, typer.Option(help="Bytes of a block.")] = "1MiB",
+    blocks: Annotated[int, typer.Option(min=1, help="How many are moved at once.")] = 64,
+    rounds: Annotated[int, typer.Option(min=1, help="Of each tier; medians are shown.")] = 3,
+    as_json: AsJSON = False,
+) -> None:
+    """Measure every configured tier beside its own ceiling: memory, plain files, or the medium's client alone.
+
+    Stores and loads, through a cache, and deletes what it stored. Exits 1 if a tier could not be measured.
+    """
+    with one_line_errors():
+        settings, num_bytes = settings_of(config), size_of("--block", block)
+        with Progress(console=err, transient=True, disable=as_json or not err.is_terminal) as bar:
+            task = bar.add_task("measuring", total=len(settings.tiers) * rounds)
+            found = asyncio.run(measure(settings, num_bytes, blocks, rounds, lambda: bar.advance(task)))
+    if as_json:
+        print_json([asdict(each) for each in found])
+    else:
+        rows = [
+            (escape(each.tier), each.direction, f"[red]{escape(each.problem)}[/]", "", "", "")
+            if each.problem
+            else (
+                escape(each.tier),
+                each.direction,
+                _speed(each.bytes_per_s),
+                _speed(each.ceiling_bytes_per_s),
+                f"{each.ratio:.2f}",
+                each.ceiling,
+            )
+            for each in found
+        ]
+        print_table(("tier", "", "through a cache", "its ceiling", "ratio", "which is"), rows)
+    raise typer.Exit(int(any(each.problem for each in found)))
+
+
+async def measure(
+    settings: TieredKVSettings, block_bytes: int, num_blocks: int, rounds: int, on_round: Callable[[], object]
+) -> list[Measured]:
+    """Measure each tier, one after another; go on whatever one of them does."""
+    work = _Work(block_bytes, num_blocks)
+    found: list[Measured] = []
+    for tier in settings.tiers:
+        name = tier_name(tier)
+        try:
+            found += await _measured(name, tier, work, rounds, on_round)
+        except (TieredKVError, OSError) as error:
+            found += [
+                Measured(name, direction, problem=" ".join(str(error).split())) for direction in ("store", "load")
+            ]
+    return found
+
+
+class _Work:
+    """The blocks that are moved: an engine's tensor of them, and their layout."""
+
+    def __init__(self, block_bytes: int, num_blocks: int) -> None:
+        head_dim = max(1, round(block_bytes / (2 * _BLOCK_SIZE * 8 * 2)))
+        self.caches = [torch.ones(num_blocks, 2, _BLOCK_SIZE, 8, head_dim, dtype=torch.bfloat16)]
+        self.layout = KVLayout.from_tensors(self.caches, block_size=_BLOCK_SIZE, axes="BPNHD")
+        self.num_blocks = num_blocks
+        self.num_bytes = num_blocks * self.layout.groups[0].payload_bytes
+        self.model = ModelIdentity("bench", weights="none")
+
+    def keys(self) -> BlockKeys:
+        """Name blocks that nobody has."""
+        return hash_blocks([*os.urandom(_BLOCK_SIZE)] * self.num_blocks, block_size=_BLOCK_SIZE)
+
+
+async def _measured(
+    name: str, tier: TierSettings, work: _Work, rounds: int, on_round: Callable[[], object]
+) -> list[Measured]:
+    seconds: dict[Direction, list[tuple[float, float]]] = {"store": [], "load": []}
+    with _in_a_folder_of_its_own(tier, work) as own:
+        async with _through_a_cache(own, work) as ours, _ceiling(own, work) as (what, bare):
+            for _ in range(rounds):
+                for direction, pairs in seconds.items():
+                    pairs.append((await ours(direction), await bare(direction)))
+                on_round()
+    return [
+        Measured(
+            name,
+            direction,
+            work.num_bytes / median(ours_s for ours_s, _ in pairs),
+            work.num_bytes / median(bare_s for _, bare_s in pairs),
+            median(bare_s / ours_s for ours_s, bare_s in pairs),
+            what,
+        )
+        for direction, pairs in seconds.items()
+    ]
+
+
+@contextmanager
+def _in_a_folder_of_its_own(tier: TierSettings, work: _Work) -> Iterator[TierSettings]:
+    """Yield the tier with a path and a capacity for this work: a cache may have the real one open."""
+    path = getattr(tier, "path", None)
+    room = {"capacity": 4 * work.num_bytes + work.num_blocks * 2 * _PAGE}
+    if isinstance(tier, GPUTier) and not torch.cuda.is_available():
+        raise ConfigurationError("there is no GPU here")
+    if not isinstance(tier, OwnedTierSettings) or not isinstance(path, Path):
+        yield tier.model_copy(update=room | {"max_capacity": None}) if isinstance(tier, CPUTier | GPUTier) else tier
+        return
+    there = next(each for each in (path, *path.parents) if each.exists())
+    beside = there.parent if there == path and there.parent.stat().st_dev == there.stat().st_dev else there
+    with tempfile.TemporaryDirectory(prefix=".tiered-kv-bench-", dir=beside) as folder:
+        yield tier.model_copy(update=room | {"path": Path(folder) / "tier"})
+
+
+@asynccontextmanager
+async def _through_a_cache(tier: TierSettings, work: _Work) -> AsyncIterator[Move]:
+    """Yield what stores and loads all blocks by a cache of this tier alone."""
+    if tier.read_only:
+        raise ConfigurationError("it is read_only: nothing can be stored to be measured")
+    memory = isinstance(tier, CPUTier | GPUTier)
+    chain = [tier] if memory else [CPUTier(capacity=ByteSize(0)), tier]
+    keys, pages = work.keys(), GPULoadStoreSpec(range(work.num_blocks))
+    async with TieredKV(chain, model=work.model, layout=work.layout, device=None if memory else "cpu") as kv:
+        kv.register_kv_caches(work.caches, axes="BPNHD")
+
+        async def move(direction: Direction) -> float:
+            nonlocal keys
+            started = time.perf_counter()
+            if direction == "store":
+                await kv.evict(keys)
+                keys, started = work.keys(), time.perf_counter()
+                stored = await (await kv.store(keys, pages)).settled()
+                num_moved = stored[-1].written
+            else:
+                num_moved = (await kv.load(keys, pages)).num_blocks
+            seconds = time.perf_counter() - started
+            if num_moved < work.num_blocks:
+                raise BackendUnavailableError(f"{direction} moved {num_moved} of {work.num_blocks} blocks: run doctor")
+            return seconds
+
+        try:
+            yield move
+        finally:
+            await kv.evict(keys)
+
+
+@asynccontextmanager
+async def _ceiling(tier: TierSettings, work: _Work) -> AsyncIterator[tuple[str, Move]]:
+    """Yield what moves as many bytes without the cache, and what that is."""
+    if isinstance(tier, CPUTier | GPUTier):
+        there = torch.empty_like(work.caches[0])
+
+        async def copy(_: Direction) -> float:
+            started = time.perf_counter()
+            there.copy_(work.caches[0])
+            return time.perf_counter() - started
+
+        yield "one copy in memory", copy
+    elif isinstance(path := getattr(tier, "path", None), Path):
+        with _plain_file(path, work, direct=isinstance(tier, OwnedTierSettings)) as (what, move):
+            yield what, lambda direction: asyncio.to_thread(move, direction)
+    else:
+        async with _client_alone(tier, work) as move_alone:
+            yield "its client alone", move_alone
+
+
+@contextmanager
+def _plain_file(path: Path, work: _Work, *, direct: bool) -> Iterator[tuple[str, Callable[[Direction], float]]]:
+    """Yield what writes or reads as many blocks in a plain file, each by one call, in some threads."""
+    path.mkdir(parents=True, exist_ok=True)
+    stride = _PAGE * (1 + -(-work.num_bytes // work.num_blocks // _PAGE))
+    with tempfile.NamedTemporaryFile(dir=path, prefix=".bench-") as file:
+        fd, what = -1, "a plain file"
+        if direct:
+            with suppress(OSError):  # the tier goes through the page cache there too
+                fd, what = os.open(file.name, os.O_RDWR | os.O_DIRECT), "a plain file, direct I/O"
+        fd = fd if fd >= 0 else os.open(file.name, os.O_RDWR)
+        memory = torch.empty((work.num_blocks + 1) * stride, dtype=torch.uint8).numpy()
+        aligned = memory[-memory.ctypes.data % _PAGE :][: work.num_blocks * stride].reshape(work.num_blocks, stride)
+
+        def some(first: int, call: Callable[[int, list[Any], int], int]) -> None:
+            for number in range(first, work.num_blocks, _THREADS):
+                call(fd, [aligned[number]], number * stride)
+
+        def move(direction: Direction) -> float:
+            call: Any = os.pwritev if direction == "store" else os.preadv
+            threads = [threading.Thread(target=some, args=(first, call)) for first in range(_THREADS)]
+            started = time.perf_counter()
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            return time.perf_counter() - started
+
+        try:
+            yield what, move
+        finally:
+            os.close(fd)
+
+
+@asynccontextmanager
+async def _client_alone(tier: TierSettings, work: _Work) -> AsyncIterator[Move]:
+    """Yield what writes or reads as many blocks by the medium's backend, which no cache checks or schedules."""
+    backend = make_backend(tier)
+    if not isinstance(backend, Backend):
+        raise ConfigurationError("there is nothing to compare it with")
+    shape = RecordShape(os.urandom(32), work.num_bytes // work.num_blocks)
+    blocks = [Block.empty(shape.payload_bytes) for _ in range(work.num_blocks)]
+    space = Namespace(shape.fingerprint, epoch=epoch_digest("bench"))
+    keys = [BlockKey(space, os.urandom(32), position) for position in range(work.num_blocks)]
+    await backend.open(BackendContext((shape,), _OwnThreads, time.monotonic))
+    try:
+
+        async def move(direction: Direction) -> float:
+            started = time.perf_counter()
+            await (backend.write(keys, blocks) if direction == "store" else backend.read(keys, blocks))
+            return time.perf_counter() - started
+
+        try:
+            yield move
+        finally:
+            await backend.delete(keys)
+    finally:
+        await backend.aclose()
+
+
+class _OwnThreads:
+    """`Workers` for what is no cache."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._turns = asyncio.Semaphore(num_threads)
+
+    async def run(self, function: Callable[..., Any], *args: object) -> Any:  # noqa: ANN401 - the function's
+        async with self._turns:
+            return await asyncio.to_thread(function, *args)
+
+
+def _speed(bytes_per_s: float) -> str:
+    return f"{ByteSize(round(bytes_per_s)).human_readable(separator=' ')}/s"

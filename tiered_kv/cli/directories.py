@@ -1,0 +1,198 @@
+"""The directories of nvme and shared_fs tiers, by their formats alone: ``docs/format.md``. No cache is opened.
+
+Only names and files of ours are looked at, and no link is followed.
+"""
+
+import asyncio
+import fcntl
+import os
+import re
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from tiered_kv.backend import RecordShape
+from tiered_kv.errors import BackendUnavailableError, ConfigurationError
+from tiered_kv.inventory import Found, Inventory, Place
+from tiered_kv.keys import BlockKey
+from tiered_kv.record import HEADER_BYTES, key_in, payload_bytes_in
+
+_NVME_FOLDER: Final = re.compile(r"[0-9a-f]{64}(-\d+of\d+)?")
+_SHARED_FILE: Final = re.compile(
+    r"(?P<path>[0-9a-f]{64}/[0-9a-f]{32}/(replicated|[0-9]+of[0-9]+)/[0-9a-f]{32})/[0-9a-f]+/[0-9a-f]{64}"
+)
+_ENTRY: Final = np.dtype(
+    [("magic", "S8"), ("name", "<u8", (4,)), ("sequence", "<u8"), ("slot", "<u8"), ("checksum", "<u8")]
+)
+_ENTRY_MAGIC: Final = b"TKVSLOT2"
+_AT_ONCE: Final = 256
+
+
+@dataclass(frozen=True)
+class _File(Found):
+    """A record that is a file; ``where`` is its path."""
+
+    def is_named_by(self, key: BlockKey) -> bool:
+        return self.where.endswith(f"/{key.hash.hex()}") and key.namespace.path in self.where
+
+
+@dataclass(frozen=True)
+class _Slot(Found):
+    """A record in a slab; ``name`` is what the ledger beside it says that it is."""
+
+    slab: Path = Path()
+    slot: int = 0
+    name: bytes = b""
+
+    def is_named_by(self, key: BlockKey) -> bool:
+        return key.namespace.names_of([key.hash]).tobytes() == self.name
+
+
+class DirectoryInventory(Inventory):
+    """Of one directory. Deletes in an NVMe tier's only while no cache has it open."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._lock = -1
+
+    async def found(self) -> AsyncIterator[list[Found]]:
+        """Walk it, and read the headers of an NVMe tier's records: names there tell nothing."""
+        some: list[Found] = []
+        for each in _records_in(self._root):
+            some.append(each)
+            if len(some) == _AT_ONCE:
+                yield some
+                some = []
+        yield some
+
+    async def read(self, found: Found) -> bytes | None:
+        """Read one record, with its padding."""
+        try:
+            return await asyncio.to_thread(_read, found)
+        except FileNotFoundError:
+            return None  # evicted meanwhile
+        except OSError as error:
+            raise BackendUnavailableError(f"{found.where}: {error.strerror}") from error
+
+    async def delete(self, found: Sequence[Found]) -> None:
+        """Have nobody find them again.
+
+        Raises:
+            ConfigurationError: They are an NVMe tier's, and a cache has it open.
+        """
+        if any(isinstance(each, _Slot) for each in found):
+            self.lock_out_caches()
+        await asyncio.to_thread(_delete, found)
+
+    def close(self) -> None:
+        """Let caches open it again."""
+        if self._lock >= 0:
+            os.close(self._lock)
+
+    def lock_out_caches(self) -> None:
+        """Keep caches from opening an NVMe tier's directory until this is closed.
+
+        Raises:
+            ConfigurationError: One has it open.
+        """
+        if self._lock >= 0 or not any(self._root.glob("*/slab")):
+            return
+        file = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(file)
+            raise ConfigurationError(
+                f"{self._root} is open in a cache: close that first, nothing was deleted"
+            ) from error
+        self._lock = file
+
+
+@asynccontextmanager
+async def open_directory(root: Path, *, to_delete: bool) -> AsyncIterator[DirectoryInventory]:
+    """Yield the inventory of a directory; ``to_delete``, with the right to delete from it.
+
+    Raises:
+        ConfigurationError: There is none, or a cache has an NVMe tier's open, and it is to be deleted from.
+    """
+    inventory = DirectoryInventory(_checked(root))
+    try:
+        if to_delete:
+            inventory.lock_out_caches()
+        yield inventory
+    finally:
+        inventory.close()
+
+
+def _checked(root: Path) -> Path:
+    if not root.is_dir():
+        raise ConfigurationError(f"{root} is no directory: give the path of an nvme or shared_fs tier, or a tier's URL")
+    return root
+
+
+def _read(found: Found) -> bytes:
+    if not isinstance(found, _Slot):
+        return Path(found.where).read_bytes()
+    with found.slab.open("rb") as file:
+        return os.pread(file.fileno(), found.num_bytes, found.slot * found.num_bytes)
+
+
+def _delete(found: Sequence[Found]) -> None:
+    for each in found:
+        if not isinstance(each, _Slot):
+            Path(each.where).unlink(missing_ok=True)
+            continue
+        with each.slab.with_name("ledger").open("r+b") as ledger:
+            os.pwrite(ledger.fileno(), bytes(_ENTRY.itemsize), each.slot * _ENTRY.itemsize)
+        with each.slab.open("r+b") as slab:
+            os.pwrite(slab.fileno(), bytes(HEADER_BYTES), each.slot * each.num_bytes)
+
+
+def _records_in(root: Path) -> Iterator[Found]:
+    for folder, folders, files in os.walk(root):
+        folders.sort()
+        here = Path(folder)
+        if "slab" in files and _NVME_FOLDER.fullmatch(here.name):
+            yield from _in_slab(here)
+            continue
+        for name in sorted(files):
+            path = here / name
+            if (match := _SHARED_FILE.search(path.as_posix())) and not path.is_symlink():
+                status = path.stat()
+                yield _File(str(path), Place.of(match["path"]), status.st_size, written_at=status.st_mtime)
+
+
+def _in_slab(folder: Path) -> Iterator[Found]:
+    """Yield what the ledger beside a slab says is there."""
+    slab, ledger = folder / "slab", folder / "ledger"
+    if slab.is_symlink() or ledger.is_symlink() or not ledger.is_file():
+        return
+    data = ledger.read_bytes()
+    entries = np.frombuffer(data[: len(data) // _ENTRY.itemsize * _ENTRY.itemsize], _ENTRY)
+    is_live = (entries["magic"] == _ENTRY_MAGIC) & (entries["slot"] == np.arange(len(entries)))
+    slots = np.flatnonzero(is_live).tolist()
+    if not slots or not (stride := _stride_of(slab)):
+        return
+    with slab.open("rb") as file:
+        for slot in slots:
+            header = memoryview(os.pread(file.fileno(), HEADER_BYTES, slot * stride))
+            key = key_in(header) if len(header) == HEADER_BYTES else None
+            place = Place.of(key.path) if key is not None else Place(folder.name[:64], "", "", "")
+            name = entries["name"][slot].tobytes()
+            yield _Slot(f"{slab}@{slot * stride}", place, stride, slab=slab, slot=slot, name=name)
+
+
+def _stride_of(slab: Path) -> int:
+    """Return how far apart the records of a slab are, by the first whole header in it; 0 if there is none."""
+    with slab.open("rb") as file:
+        for at in range(0, os.fstat(file.fileno()).st_size, HEADER_BYTES):
+            header = memoryview(os.pread(file.fileno(), HEADER_BYTES, at))
+            if len(header) == HEADER_BYTES and (key := key_in(header)) is not None:
+                stride = RecordShape(key.namespace.fingerprint, payload_bytes_in(header)).stride_bytes
+                if at % stride == 0:
+                    return stride
+    return 0

@@ -1,0 +1,82 @@
+"""Asking a cache that runs, by the address of its page."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+
+from tiered_kv.errors import BackendUnavailableError, ConfigurationError
+from tiered_kv.telemetry.page.address import page_address, parts_of
+
+_TIMEOUT_S: Final = 10.0
+_ADVICE: Final = "set page = true where it runs, or give its address: --at HOST:PORT, unix:/PATH or http://HOST/PATH"
+
+
+class RunningCache:
+    """One cache, asked over HTTP."""
+
+    def __init__(self, client: httpx.Client, at: str) -> None:
+        self._client = client
+        self._at = at
+
+    def state(self) -> dict[str, Any]:
+        """Return what its page shows.
+
+        Raises:
+            BackendUnavailableError: Nobody answers, or no cache is open there.
+        """
+        return self._asked("GET", "stats.json")
+
+    def explain(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Ask why blocks are there or are not.
+
+        Raises:
+            BackendUnavailableError: As `state`.
+            ConfigurationError: It is no question.
+        """
+        return self._asked("POST", "explain.json", json=question)
+
+    def _asked(self, method: str, path: str, **what: Any) -> dict[str, Any]:  # noqa: ANN401 - as httpx has it
+        try:
+            answer = self._client.request(method, path, **what)
+            said = answer.json()
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            why = str(error) or type(error).__name__
+            raise BackendUnavailableError(f"no cache answers at {self._at} ({why}): {_ADVICE}") from error
+        except ValueError:
+            said = None
+        if not isinstance(said, dict) or ("error" not in said and answer.is_error):
+            raise BackendUnavailableError(f"what answers at {self._at} is no cache's page: {_ADVICE}")
+        if "error" in said:
+            kind = BackendUnavailableError if answer.is_server_error else ConfigurationError
+            raise kind(f"{self._at} answers: {said['error']}")
+        return said
+
+
+@contextmanager
+def running_cache(at: str) -> Iterator[RunningCache]:
+    """Yield the cache whose page is there: ``host:port``, ``unix:/path``, or the URL of a page that a program serves.
+
+    Raises:
+        ConfigurationError: That is no address.
+        BackendUnavailableError: There is no such socket.
+    """
+    transport = None
+    if at.startswith(("http://", "https://")):
+        url = at.rstrip("/") + "/"
+    else:
+        address = page_address(at)
+        if not address:
+            raise ConfigurationError(f"no address is given: {_ADVICE}")
+        where = parts_of(address)
+        if isinstance(where, str):
+            if not Path(where).is_socket():  # httpx would leave one of its own open
+                raise BackendUnavailableError(f"no cache answers at {at} (there is no socket): {_ADVICE}")
+            transport, url = httpx.HTTPTransport(uds=where), "http://localhost/"
+        else:
+            url = f"http://{address}/"
+    # Proxies are for what is elsewhere: a cache is asked for directly.
+    with httpx.Client(base_url=url, transport=transport, timeout=_TIMEOUT_S, trust_env=False) as client:
+        yield RunningCache(client, at)

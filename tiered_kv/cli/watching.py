@@ -1,0 +1,202 @@
+"""``tiered-kv status``, ``top`` and ``explain``: what a cache that runs is doing, and why a prompt is not there."""
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+from pydantic import ByteSize
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from tiered_kv.cli.running import running_cache
+from tiered_kv.cli.showing import AsJSON, one_line_errors, out, print_json, print_table
+from tiered_kv.errors import ConfigurationError
+from tiered_kv.telemetry.page.address import DEFAULT
+
+_BAR: Final = 12
+_MOST_REASONS: Final = 5
+
+At = Annotated[
+    str,
+    typer.Option(
+        "--at",
+        envvar="TIERED_KV_PAGE",
+        help="Where the cache's page is: HOST:PORT, unix:/PATH, or the URL where a program has mounted it.",
+    ),
+]
+
+
+def status_command(at: At = DEFAULT, *, as_json: AsJSON = False) -> None:
+    """Show what a running cache has, and what it did in the last hour. Exits 1 if a tier is in trouble."""
+    with one_line_errors(), running_cache(at) as cache:
+        state = cache.state()
+    if as_json:
+        print_json(state)
+    else:
+        out.print(*_overview(state), sep="\n", highlight=False)
+    raise typer.Exit(int(bool(_troubled(state))))
+
+
+def top_command(
+    at: At = DEFAULT,
+    *,
+    every: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks.")] = 1.0,
+    looks: Annotated[int, typer.Option(min=0, help="End after so many looks; 0: until Ctrl-C.")] = 0,
+    as_json: AsJSON = False,
+) -> None:
+    """Watch a running cache. With --json, a line of JSON for each look."""
+    with one_line_errors(), running_cache(at) as cache:
+        state = cache.state()
+        number = 1
+        live = None if as_json else Live(Group(*_overview(state)), console=out, auto_refresh=False)
+        try:
+            if live is not None:
+                live.start(refresh=True)
+            else:
+                print_json(state)
+            while number != looks:
+                time.sleep(every)
+                before, state = state, cache.state()
+                number += 1
+                if live is not None:
+                    live.update(Group(*_overview(state, before)), refresh=True)
+                else:
+                    print_json(state)
+                    sys.stdout.flush()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            if live is not None:
+                live.stop()
+
+
+def explain_command(
+    tokens: Annotated[
+        str, typer.Argument(help="The prompt's token ids: a file with a JSON list of them, or - for stdin.")
+    ] = "",
+    at: At = DEFAULT,
+    *,
+    hashes: Annotated[
+        Path | None, typer.Option(help="A file with a JSON list of an engine's own block hashes, hexadecimal, instead.")
+    ] = None,
+    salt: Annotated[str, typer.Option(envvar="TIERED_KV_SALT", help="Of the tenant.")] = "",
+    group: Annotated[int, typer.Option(min=0, help="The KV group.")] = 0,
+    as_json: AsJSON = False,
+) -> None:
+    """Say of each block of a prompt why a running cache has it, or has not. Exits 1 if some block is missing."""
+    with one_line_errors(), running_cache(at) as cache:
+        if bool(tokens) == bool(hashes):
+            raise ConfigurationError("give the prompt's token ids, or --hashes: one of the two")
+        asked = {"hashes": _list_in(str(hashes))} if hashes else {"tokens": _list_in(tokens)}
+        said = cache.explain({**asked, "salt": salt, "group": group})
+    blocks: list[dict[str, Any]] = said["blocks"]
+    missing = next((at for at, block in enumerate(blocks) if block["state"] != "ready"), len(blocks))
+    if as_json:
+        print_json({**said, "num_ready": missing})
+        raise typer.Exit(int(missing < len(blocks)))
+    size, rows, number = said["block_size"], [], 0
+    for words, run in groupby(block["says"] for block in blocks):
+        start, number = number, number + len(list(run))
+        which = f"{start}" if number == start + 1 else f"{start}-{number - 1}"
+        rows.append((which, f"{start * size:,}-{number * size - 1:,}", escape(words)))
+    print_table(("blocks", "tokens", "what is known"), rows)
+    out.print(_conclusion(blocks, missing, size), highlight=False)
+    raise typer.Exit(int(missing < len(blocks)))
+
+
+def _conclusion(blocks: list[dict[str, Any]], missing: int, size: int) -> str:
+    if not blocks:
+        return f"No full block of {size} tokens: nothing is kept of a prompt this short."
+    if missing == len(blocks):
+        return f"All {missing} blocks can be loaded."
+    return (
+        f"{missing} of {len(blocks)} blocks can be loaded. Block {missing} cannot: {escape(blocks[missing]['says'])}."
+    )
+
+
+def _list_in(path: str) -> list[Any]:
+    text = sys.stdin.read() if path == "-" else Path(path).read_text()
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ConfigurationError(f"{path} is no JSON ({error}): write a list, [1, 2, 3]") from error
+    if not isinstance(found, list):
+        raise ConfigurationError(f"{path} holds no list: write [1, 2, 3]")
+    return found
+
+
+def _overview(state: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> list[RenderableType]:
+    hour, troubled = state["hour"], _troubled(state)
+    rate = hour["hit_rate"]
+    said = f"[red]trouble in {escape(', '.join(troubled))}[/]" if troubled else "[green]all well[/]"
+    busy = "" if state["lag_s"] < 0.9 else ", [yellow]its event loop is busy[/]"
+    head = Text.from_markup(
+        f"[bold]{escape(state['model'])}[/], {said}{busy}; hit rate of the last hour: "
+        f"[bold]{'-' if rate is None else f'{100 * rate:.0f} %'}[/]; {state['cache']['transfers']} transfers under way"
+    )
+    return [head, _tiers(state, before), *_reasons(hour)]
+
+
+def _tiers(state: Mapping[str, Any], before: Mapping[str, Any] | None) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in ("tier", "", "full", "size", "blocks", "hits", "evicted", "reads", "writes", "under way", "trouble"):
+        table.add_column(column, justify="left" if column in {"tier", "", "trouble"} else "right")
+    seconds = state["at"] - before["at"] if before else 0.0
+    then = {tier["tier"]: tier for tier in before["tiers"]} if before else {}
+    hits = sum(state["hour"]["hits"].values())
+    for tier in state["tiers"]:
+        name = tier["tier"]
+        full = tier["ready"] / tier["num_slots"] if tier["num_slots"] else None
+        speeds = [
+            _size((tier[way] - then[name][way]) / seconds) + "/s" if seconds else _size(state["hour"][way][name])
+            for way in ("bytes_read", "bytes_written")
+        ]
+        wrong = ["bypassed"] * tier["is_bypassed"] + [f"no {each}" for each in tier["open_breakers"]]
+        share = state["hour"]["hits"][name] / hits if hits else 0.0
+        table.add_row(
+            escape(name),
+            "" if full is None else "█" * round(_BAR * full) + "░" * (_BAR - round(_BAR * full)),
+            "" if full is None else f"{100 * full:.0f} %",
+            _size(tier["capacity_bytes"]) if full is not None else "shared",
+            f"{tier['ready'] if full is not None else tier['written']:,}",
+            f"{100 * share:.0f} %",
+            f"{state['hour']['evicted'][name]:,}",
+            *speeds,
+            _size(tier["in_flight_bytes"]) + (f", {tier['num_waiting']} wait" if tier["num_waiting"] else ""),
+            f"[red]{escape(', '.join(wrong))}[/]",
+        )
+    return table
+
+
+def _reasons(hour: Mapping[str, Any]) -> list[RenderableType]:
+    missed = {
+        reason: hour["missed_because"].get(reason, 0) + hour["not_found_because"].get(reason, 0)
+        for reason in [*hour["missed_because"], *hour["not_found_because"]]
+    }
+    lines = [("missed in the last hour", missed), ("dropped by stores", hour["dropped_because"])]
+    return [
+        Text(f"{what}: " + ", ".join(f"{reason} {n:,}" for reason, n in _most(counts)))
+        for what, counts in lines
+        if counts
+    ]
+
+
+def _most(counts: Mapping[str, int]) -> list[tuple[str, int]]:
+    return sorted(counts.items(), key=lambda each: -each[1])[:_MOST_REASONS]
+
+
+def _troubled(state: Mapping[str, Any]) -> list[str]:
+    away = [tier["tier"] for tier in state["tiers"] if tier["is_bypassed"] or tier["open_breakers"]]
+    return away if state["cache"]["is_device_usable"] else [*away, "the engine's device"]
+
+
+def _size(num_bytes: float) -> str:
+    return ByteSize(max(0, round(num_bytes))).human_readable(separator=" ") if num_bytes else "0"
