@@ -27,7 +27,8 @@ from tiered_kv.cache import TieredKV
 from tiered_kv.cli.replaying import size_of
 from tiered_kv.cli.showing import AsJSON, ConfigFile, err, one_line_errors, print_json, print_table, settings_of
 from tiered_kv.errors import BackendUnavailableError, ConfigurationError, TieredKVError
-from tiered_kv.keys import BlockKey, BlockKeys, ModelIdentity, Namespace, epoch_digest, hash_blocks
+from tiered_kv.hashing import hash_blocks
+from tiered_kv.keys import BlockKey, BlockKeys, ModelIdentity, Namespace, epoch_digest
 from tiered_kv.layout import KVLayout
 from tiered_kv.registry import make_backend
 from tiered_kv.settings import CPUTier, GPUTier, TieredKVSettings, tier_name
