@@ -166,7 +166,8 @@ class BlocksCorrupted(Event):
 class RecordsRefused(Event):
     """Whole records were not served for their seal: of a key that the tier lacks, or none where there should be one.
 
-    Each is a miss. An owned tier forgets them; what is shared stays until a store replaces it.
+    Each is a miss, and stays until a store replaces it, or it is evicted by name: a start that has the key serves it.
+    Of an owned tier at most an eighth is kept so.
     """
 
     name: ClassVar[str] = "records.refused"

@@ -253,6 +253,7 @@ class TierStatistics:
         open_breakers: For what its calls failed or were late: ``"reads"``, ``"writes"``, ``"deletes"``, ``"upkeep"``.
         hits: Blocks loaded that this tier had before any promotion: each block loaded counts in one tier.
         dirty: Blocks that wait here to be written below.
+        withheld: Slots that no block is put in for now: their disk is away, or no key opens the records in them.
         written, promoted, evicted, dropped, corrupt, failed, expired: Blocks, see `tiers.memory.Counters`.
         bytes_read, bytes_written: Of records that the medium brought and took, headers and padding included. 0 for
             memory tiers, whose copies are a part of each load and store.
@@ -275,6 +276,7 @@ class TierStatistics:
     pending: int = 0
     doomed: int = 0
     dirty: int = 0
+    withheld: int = 0
     is_bypassed: bool = False
     open_breakers: tuple[str, ...] = ()
     hits: int = 0

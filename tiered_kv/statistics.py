@@ -10,7 +10,7 @@ from tiered_kv.tiers.ledger import Ledger
 from tiered_kv.tiers.pins import Pins
 from tiered_kv.tiers.storage import StorageTier
 
-_SLOTS = ("num_slots", "free", "ready", "evictable", "leased", "pending", "doomed", "dirty")
+_SLOTS = ("num_slots", "free", "ready", "evictable", "leased", "pending", "doomed", "dirty", "withheld")
 
 
 def cache_statistics(chains: Sequence[Chain], ledger: Ledger, pins: Pins, num_transfers: int) -> CacheStatistics:

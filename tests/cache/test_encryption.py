@@ -74,6 +74,53 @@ async def test_only_who_has_the_key_reads(tmp_path: Path, kind: str, cipher: str
     assert all("not among the keys" in event.reason for event in refused)
 
 
+async def test_a_wrong_key_forgets_nothing(tmp_path: Path) -> None:
+    """What an owned tier can't open is a miss, and served by a later start that has the key; but for what was evicted.
+
+    What is stored meanwhile replaces it, and finds its room elsewhere.
+    """
+    engine, prefix, other = AnyEngine(), prompt(N), prompt(N, seed=1)
+    async with open_any(engine, cpu(4), medium("nvme", tmp_path, keys(OLD))) as kv:
+        await kv.store(prefix, engine.fill(prefix, range(N)))
+    for first in (0, 2):
+        async with open_any(engine, cpu(0), medium("nvme", tmp_path, keys(NEW))) as kv:
+            for n in range(first, N):
+                assert (await kv.load(prefix[n : n + 1], engine.spec([n]))).num_blocks == 0
+            assert (await kv.lookup(prefix)).num_blocks == first
+            await kv.store(other, engine.fill(other, range(N)))
+            await kv.flush(sync=True)
+            assert (await kv.load(other, engine.spec(range(N)))).num_blocks == N
+            await kv.evict(prefix[N - 1 :])
+            await kv.store(prefix[:2], engine.fill(prefix[:2], range(2)))
+            await until_idle(kv)
+    async with open_any(engine, cpu(4), medium("nvme", tmp_path, keys(OLD, NEW))) as kv:
+        engine.wipe()
+        assert (await kv.load(prefix, engine.spec(range(N)))).num_blocks == N - 1
+        assert engine.count_right(prefix, range(N)) == N - 1
+        assert (await kv.load(other, engine.spec(range(N)))).num_blocks == N
+
+
+async def test_few_of_those_that_a_key_is_lacking_for_are_kept(tmp_path: Path) -> None:
+    """An eighth of the tier: the rest takes new blocks. `clear` forgets them all."""
+    engine, prefix = AnyEngine(), prompt(60)
+    tier = {**medium("nvme", tmp_path, keys(OLD)), "capacity": "1MiB"}
+    async with open_any(engine, cpu(0), tier) as kv:
+        await kv.store(prefix, engine.fill(prefix, range(60)))
+    wrong = {**tier, "encryption": keys(NEW)}
+    async with open_any(engine, cpu(0), wrong) as kv:
+        num_slots = kv.stats()["nvme"].num_slots
+        for n in range(60):
+            await kv.load(prefix[n : n + 1], engine.spec([n]))
+        await until_idle(kv)
+        assert kv.stats()["nvme"].free == num_slots - num_slots // 8
+    async with open_any(engine, cpu(0), wrong) as kv:
+        await kv.load(prefix[:1], engine.spec([0]))
+        await kv.clear()
+        assert kv.stats()["nvme"].free == num_slots
+    async with open_any(engine, cpu(0), tier) as kv:
+        assert (await kv.lookup(prefix)).num_blocks == 0
+
+
 async def test_rotation(tmp_path: Path) -> None:
     """What the old key wrote is read until it is gone; what is written after the change needs the new key alone."""
     engine, first, second = AnyEngine(), prompt(N), prompt(N, seed=1)

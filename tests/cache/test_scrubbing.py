@@ -1,6 +1,8 @@
 """Scrubbing an NVMe tier: damage is found before anyone asks for the block, and nothing else changes."""
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +23,7 @@ from tiered_kv import (
 )
 from tiered_kv.backend import BackendContext, Block, Outcome, Recovered, SlotBackend
 from tiered_kv.catalog.index import TierIndex
+from tiered_kv.tiers.health import StorageHealth
 from tiered_kv_backends.nvme import NVMeBackend
 
 N = 12
@@ -165,16 +168,48 @@ async def test_what_opens_later_is_scrubbed_then(tmp_path: Path) -> None:
         await until_idle(kv)
 
 
-async def test_another_key_removes_what_nobody_can_read(tmp_path: Path) -> None:
-    """Records that the tier's keys do not open go, and it says why."""
+async def test_another_key_finds_nothing_broken(tmp_path: Path) -> None:
+    """Records that the tier's keys do not open are absent from then on, and it says why; the right key has them."""
     engine, keys = await filled(tmp_path, encryption=KEYS)
     events, other = Recorder(), Encryption(keys=["02" * 32])
     async with open_any(engine, scrubbed(tmp_path, encryption=other), emit=events) as kv:
         await until(lambda: bool(events.of(TierScrubbed)))
-        assert events.of(TierScrubbed)[0].removed == N
+        assert events.of(TierScrubbed)[0].removed == 0
         assert sum(event.blocks for event in events.of(RecordsRefused)) == N
         await until_idle(kv)
         assert (await kv.lookup(keys)).num_blocks == 0
+    async with open_any(engine, scrubbed(tmp_path, encryption=KEYS)) as kv:
+        assert (await kv.load(keys, engine.spec(range(N)))).num_blocks == N
+
+
+class LateOnce(NVMeBackend):
+    """A disk that is late just after something was peeked at, and soon is not."""
+
+    def __init__(self, settings: Mapping[str, object]) -> None:
+        super().__init__(settings)
+        self.health: asyncio.Future[StorageHealth] = asyncio.get_running_loop().create_future()
+        self._was_late = False
+
+    async def peek(self, group: int, slots: np.ndarray, into: Sequence[Block]) -> list[Outcome]:
+        """Fill in what is there; then have the tier bypassed for a moment."""
+        outcomes, health = await super().peek(group, slots, into), await self.health
+        if not self._was_late:
+            self._was_late = True
+            health.late("lookup", 1.0)
+            ended = partial(health.ended, "lookup", 1.0, is_late=True, has_failed=False)
+            asyncio.get_running_loop().call_later(0.5, ended)
+        return outcomes
+
+
+async def test_what_was_not_read_while_the_tier_was_bypassed_is_read_again(tmp_path: Path) -> None:
+    """A pass leaves nothing out for it."""
+    engine, _ = await filled(tmp_path)
+    flip(tmp_path, 3 * 8192 + 4096 + 700)
+    events, backend = Recorder(), LateOnce(scrubbed(tmp_path))
+    async with open_any(engine, backend, emit=events) as kv:
+        backend.health.set_result(inside(kv).chains[0].storage[0].health)
+        await until(lambda: bool(events.of(TierScrubbed)))
+        assert [(done.blocks, done.removed) for done in events.of(TierScrubbed)] == [(N, 1)]
 
 
 async def test_what_cannot_be_scrubbed_says_so(tmp_path: Path) -> None:

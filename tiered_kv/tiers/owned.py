@@ -4,7 +4,6 @@ A slot is in one call of the backend at a time: what is to be forgotten keeps it
 """
 
 import asyncio
-from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
@@ -25,6 +24,8 @@ from tiered_kv.tiers.base import BookedTier, Mask
 from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.budget import Kind, Priority, Waiter
 from tiered_kv.tiers.calls import Answer, outcomes_problem
+from tiered_kv.tiers.records import Refusals
+from tiered_kv.tiers.refused import Refused
 from tiered_kv.tiers.reports import WriteReport
 from tiered_kv.tiers.storage import READ, StorageTier, TierParts, all_failed
 from tiered_kv.tiers.tombstones import Tombstones
@@ -45,6 +46,7 @@ class OwnedTier(StorageTier, BookedTier):
         self._owes_checkpoint = False
         self._resizing: asyncio.Task[Answer[None]] | None = None
         self._missing: Missing | None = None
+        self._refused = Refused()
         self._see_missing()
 
     @property
@@ -72,6 +74,7 @@ class OwnedTier(StorageTier, BookedTier):
             index.remove(names)
         index.on_change, self.index = self.index.on_change, index
         self._missing = None
+        self._refused.clear()
         self._see_missing()
         if index.on_change is not None and index.statistics().ready:
             index.on_change(Change.ADDED, index.names_in_order()[0])
@@ -92,7 +95,7 @@ class OwnedTier(StorageTier, BookedTier):
     async def _read_blocks(
         self, batch: Batch, blocks: list[Block], waiter: Waiter, on_late: Callable[[], None]
     ) -> Mask:
-        """See `StorageTier.read`. A block that is not what the index says is removed.
+        """See `StorageTier.read`. A block that is not what the index says is removed, see `_take_out`.
 
         One that was removed while it was read may have been overwritten, and is a miss like any other.
         """
@@ -106,7 +109,7 @@ class OwnedTier(StorageTier, BookedTier):
                 if not len(at):
                     return right
                 there, wanted, slots = [blocks[i] for i in at], batch[at], lease.slots[at]
-                outcomes = await self._read(
+                outcomes, refused = await self._read(
                     lambda into: self.backend.read(self.group, slots, into), wanted.keys(), there, waiter, on_late
                 )
                 right[at] = [outcome is Outcome.HIT for outcome in outcomes]
@@ -114,8 +117,7 @@ class OwnedTier(StorageTier, BookedTier):
                 now, _ = self.index.find(wanted.names)
                 broken &= now == slots
                 if broken.any():
-                    self.health.emit(BlocksCorrupted(self.name, int(broken.sum())))
-                    self._remove(wanted.names[broken], Change.CORRUPT)
+                    self._take_out(wanted.names[broken], slots[broken], _at(refused, broken))
         finally:
             give_back()
             self._see_missing()
@@ -136,6 +138,8 @@ class OwnedTier(StorageTier, BookedTier):
         try:
             wanted = is_wanted()
             at = np.flatnonzero(wanted)
+            if len(kept := self._refused.take(batch.names[at])):
+                self._tasks.spawn(self._forget_refused(kept), f"forget {len(kept)} refused records of {self.name}")
             try:
                 reservation = self.index.reserve(batch.names[at])
             except CapacityError:
@@ -182,8 +186,10 @@ class OwnedTier(StorageTier, BookedTier):
                 del self._in_write[write]
         return made.outcomes(written)
 
-    async def scrub(self, names: Names, slots: NDArray[np.int64], blocks: list[Block]) -> int:
-        """Verify what is in some slots, and remove what is not what the books say; return how many blocks that were.
+    async def scrub(self, names: Names, slots: NDArray[np.int64], blocks: list[Block]) -> int | None:
+        """Verify what is in some slots, and remove what is not what the books say; return how many blocks are broken.
+
+        None: the tier has come to be bypassed, and they were not read.
 
         They are read without a lease, so that none counts as used. What looks wrong may have been overwritten
         meanwhile: it is read again under one.
@@ -195,25 +201,28 @@ class OwnedTier(StorageTier, BookedTier):
         """
         waiter = Waiter(Kind.PREFETCH, Priority.DEMOTE)
         if (give_back := await self._take(len(names), waiter)) is None:
-            return 0
+            return None
         try:
-            wrong, _ = await self._wrong(self.backend.peek, names, slots, blocks, waiter)
-            if not wrong.any():
-                return 0
+            seen = await self._wrong(self.backend.peek, names, slots, blocks, waiter)
+            if seen is None or not seen[0].any():
+                return None if seen is None else 0
+            wrong = seen[0]
             with self.index.lease(names[wrong]) as lease:
                 at = np.flatnonzero(wrong)[lease.slots == slots[wrong]]
                 if not len(at):
                     return 0
                 there = [blocks[i] for i in at]
-                wrong, refused = await self._wrong(self.backend.read, names[at], slots[at], there, waiter)
+                seen = await self._wrong(self.backend.read, names[at], slots[at], there, waiter)
+                if seen is None:
+                    return None
+                wrong, refused = seen
                 wrong &= self.index.find(names[at])[0] == slots[at]  # else removed, and perhaps stored anew elsewhere
-                broken = names[at][wrong]
                 self._tell_refused(refused)
-                if len(broken):
-                    self.counters.corrupt += len(broken)
-                    self.health.emit(BlocksCorrupted(self.name, len(broken)))
-                    self._remove(broken, Change.CORRUPT)
-                return len(broken)
+                if not wrong.any():
+                    return 0
+                num_broken = self._take_out(names[at][wrong], slots[at][wrong], _at(refused, wrong))
+                self.counters.corrupt += num_broken
+                return num_broken
         finally:
             give_back()
 
@@ -224,17 +233,50 @@ class OwnedTier(StorageTier, BookedTier):
         slots: NDArray[np.int64],
         blocks: list[Block],
         waiter: Waiter,
-    ) -> tuple[Mask, Counter[str]]:
-        """Say which blocks are not what they should be, as far as could be read; and why whole ones are refused."""
+    ) -> tuple[Mask, Refusals] | None:
+        """Say which blocks are not what they should be, as far as could be read; and why whole ones are refused.
+
+        None: the tier is bypassed.
+        """
         n = len(names)
         answer = await self.calls.make(
             "read", lambda: read(self.group, slots, blocks), num_blocks=n, waiter=waiter,
             problem_of=outcomes_problem(n, READ), is_failure=all_failed,
         )  # fmt: skip
+        if not answer.was_made:
+            return None
         if not answer.value:
-            return np.zeros(n, np.bool_), Counter()
+            return np.zeros(n, np.bool_), {}
         verdicts, refused = await self._records.verify_named(names, blocks, answer.value, self.shape)
         return np.array([each in (Outcome.CORRUPT, Outcome.MISS) for each in verdicts], np.bool_), refused
+
+    def _take_out(self, names: Names, slots: NDArray[np.int64], is_refused: Mask) -> int:
+        """Remove blocks that are leased and were read, and are not what they should be; return how many are broken.
+
+        Whole ones that are only refused for their seal stay on the medium, as far as `Refused` keeps them.
+        """
+        kept = np.zeros(len(names), np.bool_)
+        if is_refused.any():
+            kept[is_refused] = self._refused.keep(names[is_refused], slots[is_refused], self.index.num_slots)
+            self.index.remove(names[kept], Change.CORRUPT)
+            self._withhold()
+        if num_broken := int(np.count_nonzero(~is_refused)):
+            self.health.emit(BlocksCorrupted(self.name, num_broken))
+        self._remove(names[~kept], Change.CORRUPT)
+        return num_broken
+
+    def _withhold(self) -> int:
+        """Put no blocks where the medium has failed, or where records are kept; return how many blocks that loses."""
+        is_withheld = None if self._missing is None else self._missing.slots
+        if len(self._refused):
+            is_withheld = np.zeros(self.index.max_slots, np.bool_) if is_withheld is None else is_withheld.copy()
+            is_withheld[self._refused.all()[1]] = True
+        return self.index.withhold(is_withheld)
+
+    async def _forget_refused(self, slots: NDArray[np.int64]) -> None:
+        """Forget what was kept in some slots; then they can be used again."""
+        await self._forget_slots(slots)
+        self._withhold()
 
     def lacks(self, batch: Batch) -> Mask:
         """See `StorageTier.lacks`."""
@@ -249,11 +291,14 @@ class OwnedTier(StorageTier, BookedTier):
         if not self.health.is_open:
             self._evicted.add(batch)
         held = self._doom(batch.names, Change.REMOVED)
+        kept = self._refused.take(batch.names)
 
         async def forget() -> None:
             with held:
                 await self._until_written(batch.names)
                 await self._forget_slots(held.slots[held.slots >= 0])
+            if len(kept):
+                await self._forget_refused(kept)
 
         return forget()
 
@@ -280,6 +325,9 @@ class OwnedTier(StorageTier, BookedTier):
     def clear(self) -> Coroutine[Any, Any, None]:
         """Forget every block: at once, before this returns; what it returns ends when a restart finds none either."""
         self.index.clear()
+        if len(self._refused):
+            self._refused.clear()
+            self._withhold()
         if not self.health.is_open:
             self._evicted.add_all()
 
@@ -305,7 +353,8 @@ class OwnedTier(StorageTier, BookedTier):
         if missing is self._missing:
             return
         self._missing = missing
-        num_lost = self.index.withhold(None if missing is None else missing.slots)
+        self._refused.drop_beyond(self.index.num_slots, None if missing is None else missing.slots)
+        num_lost = self._withhold()
         self.counters.failed += num_lost
         if missing is not None:
             self.health.emit(TierFailed(self.name, "keep", missing.why, num_lost))
@@ -332,8 +381,10 @@ class OwnedTier(StorageTier, BookedTier):
                 for each, at in self._in_write.values()
                 if (still := (self.index.find(each)[0] == at) & ~self.index.ready(each)).any()
             ]
-            names = np.concatenate([names, *(each[0] for each in writing)])
-            slots = np.concatenate([slots, *(each[1] for each in writing)])
+            self._refused.drop_beyond(self.index.num_slots, None)
+            kept, kept_in = self._refused.all()
+            names = np.concatenate([kept, names, *(each[0] for each in writing)])
+            slots = np.concatenate([kept_in, slots, *(each[1] for each in writing)])
             return self.backend.checkpoint(self.group, names, slots, sync=sync)
 
         owed, self._owes_checkpoint = self._owes_checkpoint, False
@@ -403,3 +454,10 @@ class OwnedTier(StorageTier, BookedTier):
             raise raised[0]
         if not answer.is_well:
             raise BackendUnavailableError(f"{self.name} was not resized to {num_slots} slots: {answer.error}")
+
+
+def _at(refused: Refusals, positions: Mask) -> Mask:
+    """Say of each of these positions of a batch whether its record was refused."""
+    is_refused = np.zeros(len(positions), np.bool_)
+    is_refused[list(refused)] = True
+    return is_refused[positions]

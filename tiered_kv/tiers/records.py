@@ -1,8 +1,7 @@
 """Making and verifying records, in threads: their headers, their checksums, and their seals where there are keys."""
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -21,6 +20,7 @@ if TYPE_CHECKING:  # importing it takes an extra
     from tiered_kv.seal import Seal
 
 T = TypeVar("T")
+Refusals = Mapping[int, str]
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Records:
         shape: RecordShape,
         codec: ExponentCodec | None = None,
         into: Sequence[Block] = (),
-    ) -> tuple[list[Outcome], Counter[str]]:
+    ) -> tuple[list[Outcome], Refusals]:
         """Replace each HIT by what the record itself says, decrypting it in place, and decode what is right.
 
         Args:
@@ -115,14 +115,14 @@ class Records:
             into: Get what they hold then; a record may be the beginning of its block.
 
         Returns:
-            The outcomes, and how many whole records were refused for their seal, by the reason.
+            The outcomes, and which whole records were refused for their seal: the reason by position.
         """
         verifying = self.threads.run(_verify_hits, keys, records, outcomes, shape, codec, into, self._seal)
         return await _to_the_end(verifying)  # it writes to the blocks
 
     async def verify_named(
         self, names: Names, blocks: Sequence[Block], outcomes: Sequence[Outcome], shape: RecordShape
-    ) -> tuple[list[Outcome], Counter[str]]:
+    ) -> tuple[list[Outcome], Refusals]:
         """Do as `verify` does, where only the names of the blocks are known."""
         verifying = self.threads.run(_verify_named, names, blocks, outcomes, shape, self._seal)
         return await _to_the_end(verifying)
@@ -190,7 +190,7 @@ def _verify_hits(
     codec: ExponentCodec | None,
     into: Sequence[Block],
     seal: "Seal | None",
-) -> tuple[list[Outcome], Counter[str]]:
+) -> tuple[list[Outcome], Refusals]:
     def verdict(n: int) -> tuple[Outcome, str]:
         outcome, reason = examine(keys[n], records[n], codec=shape.codec, seal=seal)
         if outcome is Outcome.HIT and codec is not None and not codec.decode(records[n].payload, into[n].payload):
@@ -202,17 +202,17 @@ def _verify_hits(
 
 def _verify_named(
     names: Names, blocks: Sequence[Block], outcomes: Sequence[Outcome], shape: RecordShape, seal: "Seal | None"
-) -> tuple[list[Outcome], Counter[str]]:
+) -> tuple[list[Outcome], Refusals]:
     return _verdicts(outcomes, lambda n: examine_any(names[n].tobytes(), blocks[n], codec=shape.codec, seal=seal))
 
 
 def _verdicts(
     outcomes: Sequence[Outcome], verdict: Callable[[int], tuple[Outcome, str]]
-) -> tuple[list[Outcome], Counter[str]]:
-    verdicts, refused = list(outcomes), Counter[str]()
+) -> tuple[list[Outcome], Refusals]:
+    verdicts, refused = list(outcomes), dict[int, str]()
     for place, outcome in enumerate(outcomes):
         if outcome is Outcome.HIT:
             verdicts[place], reason = verdict(place)
             if reason:
-                refused[reason] += 1
+                refused[place] = reason
     return verdicts, refused

@@ -41,9 +41,12 @@ async def _scrub(tier: OwnedTier) -> tuple[int, int]:
         await asyncio.sleep(pace.wait_s() if tier.is_in_use else _AWAY_S)
         if not tier.is_in_use:
             continue
-        names, slots, start = tier.index.ready_from(start, num_at_once)
+        names, slots, following = tier.index.ready_from(start, num_at_once)
         if len(slots):
             pace.take(len(slots) * shape.stride_bytes)
+            if (num_broken := await tier.scrub(names, slots, blocks[: len(slots)])) is None:
+                continue  # and again, once the tier is in use
             num_blocks += len(slots)
-            num_removed += await tier.scrub(names, slots, blocks[: len(slots)])
+            num_removed += num_broken
+        start = following
     return num_blocks, num_removed

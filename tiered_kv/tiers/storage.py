@@ -6,7 +6,8 @@ tier is bypassed.
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -26,7 +27,7 @@ from tiered_kv.tiers.budget import Budget, Give, Kind, Waiter
 from tiered_kv.tiers.calls import Calls, outcomes_problem
 from tiered_kv.tiers.exponent import ExponentCodec
 from tiered_kv.tiers.health import StorageHealth
-from tiered_kv.tiers.records import Encoded, Records, Staging
+from tiered_kv.tiers.records import Encoded, Records, Refusals, Staging
 from tiered_kv.tiers.reports import WriteReport
 from tiered_kv.tiers.speed import ReadSpeed
 from tiered_kv.tiers.tasks import Tasks
@@ -197,8 +198,11 @@ class StorageTier(Tier):
         blocks: list[Block],
         waiter: Waiter,
         on_late: Callable[[], None],
-    ) -> list[Outcome]:
-        """Read records, replace each HIT by what the record itself says, and leave in the blocks what they hold."""
+    ) -> tuple[list[Outcome], Refusals]:
+        """Read records, replace each HIT by what the record itself says, and leave in the blocks what they hold.
+
+        Says also which are refused for their seal.
+        """
         n, started = len(keys), self.health.clock()
         records = blocks if self._codec is None else [self._codec.record_in(each) for each in blocks]
         answer = await self.calls.make(
@@ -211,7 +215,7 @@ class StorageTier(Tier):
             on_late()  # as bypassed as a tier can be
         if not answer.value:
             self.counters.failed += n
-            return [Outcome.FAILED] * n
+            return [Outcome.FAILED] * n, {}
         num_filled = answer.value.count(Outcome.HIT)
         self.counters.bytes_read += self._num_bytes(num_filled)
         self.counters.read_s += answer.seconds
@@ -221,10 +225,10 @@ class StorageTier(Tier):
         self._tell_refused(refused)
         self.counters.corrupt += verdicts.count(Outcome.CORRUPT)
         self.counters.failed += verdicts.count(Outcome.FAILED)
-        return verdicts
+        return verdicts, refused
 
-    def _tell_refused(self, refused: Mapping[str, int]) -> None:
-        for reason, num_blocks in refused.items():
+    def _tell_refused(self, refused: Refusals) -> None:
+        for reason, num_blocks in Counter(refused.values()).items():
             self.health.emit(RecordsRefused(self.name, num_blocks, reason))
 
     async def _write(

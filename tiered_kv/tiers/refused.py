@@ -1,0 +1,60 @@
+"""Whole records in an owned tier that its keys do not open: not found, and kept for a start that has the key.
+
+Their slots are withheld: no block is put there. At most an eighth of the tier is kept so, that of the first ones met;
+further ones are forgotten, as broken ones are.
+"""
+
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiered_kv.catalog.table import Slots
+from tiered_kv.keys import Names
+
+_MOST_PARTS: Final = 8
+
+
+class Refused:
+    """Which records those are, by name. For the event loop's thread."""
+
+    def __init__(self) -> None:
+        self._slots: dict[bytes, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def keep(self, names: Names, slots: Slots, num_slots: int) -> NDArray[np.bool_]:
+        """Keep records that have just been refused; say which.
+
+        Args:
+            names: ``(n, 4)``.
+            slots: Where they are.
+            num_slots: Of the tier.
+        """
+        room = max(0, num_slots // _MOST_PARTS - len(self._slots))
+        for name, slot in zip(names[:room], slots[:room].tolist(), strict=True):
+            self._slots[name.tobytes()] = slot
+        return np.arange(len(names)) < room
+
+    def take(self, names: Names) -> Slots:
+        """Keep these no longer; return the slots of those that were kept."""
+        if not self._slots:
+            return np.empty(0, np.int64)
+        found = [self._slots.pop(name.tobytes(), -1) for name in names]
+        return np.array([slot for slot in found if slot >= 0], np.int64)
+
+    def drop_beyond(self, num_slots: int, lost: NDArray[np.bool_] | None) -> None:
+        """Keep none in slots that the tier does not have any more, or that its medium has lost."""
+        gone = [n for n, at in self._slots.items() if at >= num_slots or (lost is not None and bool(lost[at]))]
+        for name in gone:
+            del self._slots[name]
+
+    def all(self) -> tuple[Names, Slots]:
+        """Return the names and slots of all."""
+        names = np.frombuffer(b"".join(self._slots), np.uint64).reshape(-1, 4)
+        return names, np.fromiter(self._slots.values(), np.int64, len(self._slots))
+
+    def clear(self) -> None:
+        """Keep none."""
+        self._slots.clear()
