@@ -16,6 +16,7 @@ from typing import NamedTuple, Self
 
 from tiered_kv.backend import Block, Outcome
 from tiered_kv.keys import BlockKey
+from tiered_kv_backends.no_links import Opener
 
 LOCK_NAME = "sweeper.lock"
 """Locked by whoever sweeps. It also says that the filesystem is mounted."""
@@ -24,6 +25,8 @@ FOLDER_DIGITS = 3
 FOLDER_FLAGS = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 FILE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """Opening never waits: a FIFO would have us wait for whoever writes to it."""
+_READ_FLAGS = os.O_RDONLY | FILE_FLAGS
+_OPENER = Opener(_READ_FLAGS)
 
 _GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
 """What says that a file is not there; ESTALE: another host removed or replaced it while it was open here."""
@@ -184,6 +187,13 @@ class _Folders:
             return stat.S_ISREG(status.st_mode)
         return False
 
+    def open_file(self, key: BlockKey) -> int:
+        """Open a block's file for reading."""
+        if (file := _OPENER.open(path_of(key), self._root_fd)) >= 0:
+            return file
+        with self.of(key) as folder:
+            return os.open(key.hash.hex(), _READ_FLAGS, dir_fd=folder)
+
     @contextlib.contextmanager
     def of(self, key: BlockKey, *, make: bool = False) -> Iterator[int]:
         """Yield a descriptor of the folder that a block's file is in."""
@@ -253,8 +263,7 @@ def _tried(move: _Move, folders: _Folders, work: Work) -> Moved:
 
 def _read(folders: _Folders, work: Work) -> Outcome:
     try:
-        with folders.of(work.key) as folder:
-            file = os.open(work.key.hash.hex(), os.O_RDONLY | FILE_FLAGS, dir_fd=folder)
+        file = folders.open_file(work.key)
         try:
             return _read_file(file, work)
         finally:
