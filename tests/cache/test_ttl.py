@@ -7,7 +7,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from tests.support import virtual
-from tests.support.caches import keep, open_cache, until_idle
+from tests.support.backends import ScriptedBackend
+from tests.support.caches import keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, Engine, prompt
 from tiered_kv import ConfigurationError, GPULoadStoreSpec, TieredKVSettings
 from tiered_kv.catalog.policies.lru import LRUPolicy
@@ -76,6 +77,36 @@ def test_a_block_that_waits_for_a_tier_is_not_written_once_it_expired(tmp_path: 
             await asyncio.sleep(7.0)
             await kv.flush()
             assert (kv.stats()["cpu"].dirty, kv.stats()["nvme"].ready) == (0, 0)
+            await until_idle(kv)
+
+    virtual.run(main)
+
+
+@pytest.mark.parametrize("leaves", ["expires", "is evicted from memory", "is evicted", "is cleared"])
+def test_what_leaves_memory_while_it_is_written_stays_below(leaves: str) -> None:
+    """What is written to a shared tier is its own, whatever memory does with its copy; unless it was evicted there."""
+    few = KEYS[:4]
+
+    async def main() -> None:
+        engine, device, disk = Engine(), virtual.CountingDevice(), ScriptedBackend(timeout_s=60.0)
+        cpu = {"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES, "ttl_s": 5.0}
+        async with open_cache(cpu, disk, engine=engine, device=device) as kv:
+            virtual.watch(device, virtual.pools_of(kv))
+            disk.on_write.hold()
+            await kv.store(few, engine.compute(few))
+            await until(lambda: disk.on_write.num_held > 0)
+            evicting = asyncio.create_task(kv.evict(few)) if leaves == "is evicted" else None
+            if leaves == "is evicted from memory":
+                await kv.evict(few, tier="cpu")
+            if leaves == "is cleared":
+                await kv.clear()
+            await asyncio.sleep(7.0)
+            assert kv.stats()["cpu"].ready == 0
+            disk.on_write.release()
+            await kv.flush()
+            if evicting is not None:
+                await evicting
+            assert (await kv.lookup(few)).num_blocks == disk.num_records == (0 if evicting else 4)
             await until_idle(kv)
 
     virtual.run(main)

@@ -176,12 +176,10 @@ class SharedTier(StorageTier):
                     written[at] = [outcome is Outcome.STORED for outcome in outcomes]
                     dropped[at] = [outcome is Outcome.REFUSED for outcome in outcomes]
                     self.suspects.wrote(batch.names[written])
-                    stays = written & is_wanted()
-                    self._evicted.lift(batch[stays], serial)
+                    self._evicted.lift(batch[written], serial)
                     self._asking.clear()  # what is asked from now on is not to be answered as of before
-                    self.answers.forget(batch.names[stays])
-                if (gone := written & ~stays).any():
-                    self._forget_later(batch[gone])
+                    # What was evicted here meanwhile is deleted by who did it, after this; what left memory is not.
+                    self.answers.forget(batch.names[written & ~self._evicted.holds(batch)])
             return WriteReport(written, np.zeros(n, np.bool_), dropped)
         finally:
             give_back()
