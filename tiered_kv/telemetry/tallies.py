@@ -88,7 +88,8 @@ class Tallies:
         match event:
             case BlocksLoaded():
                 self.load_seconds.saw(event.took_ms / 1e3)
-                self.load_faults.update(event.faults)
+                if event.faults:
+                    self.load_faults.update(event.faults)
             case BlocksStored():
                 self.store_seconds.saw(event.took_ms / 1e3)
             case TierFailed():
