@@ -23,6 +23,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from tiered_kv import CacheLimits, TierStatistics
+from tiered_kv.cli.configuration import all_keys
 from tiered_kv.events import Event
 
 REPOSITORY = Path(__file__).parents[1]
@@ -117,6 +118,14 @@ def test_operators_find_every_event_and_number() -> None:
     page = (DOCS / "how-to" / "operate.md").read_text()
     wanted = [event.name for event in Event.__subclasses__()] + [field.name for field in fields(TierStatistics)]
     assert [name for name in wanted if f"`{name}`" not in page] == []
+
+
+def test_the_table_of_settings_is_the_codes() -> None:
+    """All keys of every medium, with their defaults and variables: what `config --keys` says."""
+    rows = [f"| `{each.key}` | `{each.value}` | `{each.source}` |" for each in all_keys()]
+    page = (DOCS / "reference" / "settings-table.md").read_text()
+    wanted = page.partition("|---|---|---|\n")[0] + "|---|---|---|\n" + "\n".join(rows) + "\n"
+    assert page == wanted, f"docs/reference/settings-table.md is to end with:\n{wanted}"
 
 
 def test_every_limit_says_what_it_trades() -> None:
