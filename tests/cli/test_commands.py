@@ -150,6 +150,17 @@ def test_wrong_settings_are_said_as_the_library_says_them(tmp_path: Path) -> Non
     assert "window" in result.stderr
 
 
+def test_each_directory_of_a_tier_is_looked_at(tmp_path: Path) -> None:
+    """By `doctor` all of them; `inspect` and its like take one, and say so."""
+    file = tmp_path / "kv.toml"
+    file.write_text(f'[[tiers]]\nmedium = "nvme"\npath = ["{tmp_path}/a", "{tmp_path}/b"]\ncapacity = "1MiB"\n')
+    found = {each["what"]: each for each in answer("doctor", "--config", str(file))}
+    assert {f"nvme: {tmp_path}/a", f"nvme: {tmp_path}/b"} <= found.keys()
+    refused = run("inspect", "nvme", "--config", str(file))
+    assert refused.exit_code
+    assert f"{tmp_path}/b" in refused.stderr.replace("\n", "")
+
+
 def test_doctor_tries_each_tier(tmp_path: Path) -> None:
     """A shared tier is used, an owned one looked at; nothing is left behind, and what cannot work exits 1."""
     file = tmp_path / "kv.toml"

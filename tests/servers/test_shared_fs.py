@@ -18,7 +18,7 @@ from tiered_kv.errors import BackendUnavailableError, ClosedError, Configuration
 from tiered_kv.keys import BlockKey
 from tiered_kv.testing import GROUPS, BackendTests, block_key, make_block, open_backend, open_context
 from tiered_kv_backends.shared_fs import SharedFSBackend
-from tiered_kv_backends.shared_fs_upkeep import delete_tenant
+from tiered_kv_backends.shared_fs_upkeep import delete_tenant, sweep
 
 SIZE = GROUPS[0].payload_bytes
 RECORD = 4096 + SIZE
@@ -149,6 +149,25 @@ async def test_the_tail_of_a_prompt_goes_before_its_head(tmp_path: Path) -> None
         await store(backend, keys)
         await backend.sweep()
         assert await backend.lookup_prefix(keys) == 9
+
+
+async def test_a_sweep_by_command_needs_no_cache(tmp_path: Path) -> None:
+    """It does what a process of the caches would do, and not while one of them does it; nor where none has been."""
+    settings = {"path": tmp_path / "kv", "capacity": 40 * RECORD}
+    with pytest.raises(BackendUnavailableError, match="No such file"):
+        await sweep(settings)
+    async with opened(tmp_path / "kv", capacity=40 * RECORD) as backend:
+        assert await store(backend, keys_of(*range(12))) == [Outcome.STORED] * 12
+        smaller = settings | {"capacity": 10 * RECORD}
+        with (tmp_path / "kv" / "sweeper.lock").open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            assert await sweep(smaller) is None
+        swept = await sweep(smaller)
+        assert swept is not None
+        assert swept.num_deleted == 3
+        assert len(files_in(tmp_path / "kv")) == 9
+    with pytest.raises(ConfigurationError, match="read_only"):
+        await sweep(settings | {"read_only": True})
 
 
 async def test_a_process_that_writes_sweeps_by_itself(tmp_path: Path) -> None:

@@ -81,9 +81,15 @@ def _machine(settings: TieredKVSettings) -> Iterator[Finding]:
 def _of_owned(name: str, tier: OwnedTierSettings) -> Iterator[Finding]:
     if isinstance(tier, GPUTier) and not torch.cuda.is_available():
         yield Finding("bad", name, "there is no GPU", "leave the gpu tier out")
-    path, capacity = getattr(tier, "path", None), getattr(tier, "capacity", None)
-    if not isinstance(path, Path) or capacity is None:
+    given, capacity = getattr(tier, "path", ()), getattr(tier, "capacity", None)
+    paths = (given,) if isinstance(given, Path) else given
+    if not isinstance(capacity, int):
         return
+    for path in paths:
+        yield from _of_directory(name if len(paths) == 1 else f"{name}: {path}", path, capacity)
+
+
+def _of_directory(name: str, path: Path, capacity: int) -> Iterator[Finding]:
     there = next(each for each in (path, *path.parents) if each.exists())
     filesystem = _filesystem(there)
     if not os.access(there, os.W_OK | os.X_OK):

@@ -97,6 +97,9 @@ def inventory_at(
         raise ConfigurationError(f"a {tier.medium} tier lies in a process's memory: ask the running cache, by status")
     if isinstance(path := getattr(tier, "path", None), Path):
         return open_directory(path, to_delete=to_delete)
+    if isinstance(path, tuple):
+        named = ", ".join(map(str, path))
+        raise ConfigurationError(f"tier {tier_name(tier)!r} has several directories: look into each of {named}")
     return resolve(tier.medium).inventory(tier)
 
 
