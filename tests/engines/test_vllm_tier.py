@@ -61,8 +61,8 @@ def test_the_disk_holds_no_more_than_it_may(scenarios: Answer) -> None:
 
 
 def test_a_second_shutdown_does_nothing(scenarios: Answer) -> None:
-    """In the middle of work too; what was under way has ended, and vLLM can be told."""
-    assert scenarios["shut_down_twice"] == {"reported": 1}
+    """In the middle of work too; what was under way has ended, vLLM can be told, and it can unmap its memory."""
+    assert scenarios["shut_down_twice"] == {"reported": 1, "is_unmapped": True}
 
 
 def test_our_policies_decide_in_vllms_own_cpu_tier(scenarios: Answer) -> None:

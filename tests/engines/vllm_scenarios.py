@@ -170,7 +170,10 @@ def shut_down_twice(folder: pathlib.Path) -> Any:
     tiering.store(keys_of(8), range(1, 9))
     tiering.tier.shutdown()
     tiering.tier.shutdown()
-    return {"reported": len(tiering.tier.get_finished_jobs())}
+    reported = len(tiering.tier.get_finished_jobs())
+    mapped = tiering.region.mmap_obj
+    tiering.close()
+    return {"reported": reported, "is_unmapped": mapped.closed}
 
 
 class Offered:

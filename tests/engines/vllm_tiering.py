@@ -34,6 +34,7 @@ class Tiering:
         manager: vLLM's.
         tier: The one below.
         rows: vLLM's CPU tier, ``(num_chunks, chunk_bytes)``.
+        region: Its memory.
         scheduler_s: Processor time of calls of the manager, which in vLLM is the scheduler's thread's.
         tier_s: The tier's part of it.
     """
@@ -53,6 +54,7 @@ class Tiering:
         )
         spec = SimpleNamespace(config=config, blocks_per_chunk=1, kv_events_config=None)
         region = SharedOffloadRegion(config.engine_id, num_chunks, None, chunk_bytes, chunk_bytes)
+        self.region = region
         primary = CPUPrimaryTierOffloadingManager(num_chunks, region)
         view = primary.get_kv_memoryview()
         self.tier = SecondaryTierFactory.create_secondary_tier(dict(tier), view, spec)

@@ -5,6 +5,7 @@ done by the cache's event loop. Only `drain_jobs` and `shutdown` wait.
 """
 
 import asyncio
+import gc
 import hashlib
 import platform
 import time
@@ -142,6 +143,7 @@ class TieredKVTier(SecondaryTierManager):
             self._is_open = False
             self.kv.drain()
             self._stack.close()
+            gc.collect()  # tasks that have ended refer to vLLM's memory in cycles, and it is about to be unmapped
 
 
 class _Behind:
