@@ -205,12 +205,13 @@ def test_requests_at_once_with_preemption(runs: Runs, vllm: Environment, tiny_ll
 def test_what_cannot_work_is_refused_at_start(vllm: Environment, tiny_llama: pathlib.Path) -> None:
     """Who configures what would give wrong answers, or none, reads what to do about it before a request comes."""
     said = vllm.run("vllm_refusals.py", tiny_llama, variables={"HF_HUB_OFFLINE": "1"})
-    assert said["right"] == "nothing"
+    assert said["right"] == said["latents"] == "nothing"
     assert said["path"] == "/kv/3", "each data parallel replica has a directory of its own"
     for name, words in {
         "policy": 'Set it to "recompute"',
+        "hybrid": "2 KV groups (FullAttentionSpec, MambaSpec)",
         "groups": "2 KV groups (FullAttentionSpec, SlidingWindowSpec)",
-        "window": "1 KV groups (SlidingWindowSpec)",
+        "window": "--disable-hybrid-kv-cache-manager",
         "hash": "PYTHONHASHSEED",
         "weights": '"weights"',
         "unknown": "load_timeout",

@@ -17,6 +17,8 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 
@@ -33,6 +35,9 @@ TRANSFER = {
 }
 FULL = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32)
 WINDOW = SlidingWindowSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32, sliding_window=64)
+
+MLA = MLAAttentionSpec(block_size=32, num_kv_heads=1, head_size=48, dtype=torch.float32)
+STATES = MambaSpec(block_size=32, shapes=((4, 8),), dtypes=(torch.float32,))
 
 
 def kv_cache(*specs: Any) -> Any:
@@ -66,6 +71,8 @@ def main(model: str) -> None:
     os.environ.pop("PYTHONHASHSEED", None)
     cases = {
         "right": lambda: Configuration.of(right, kv_cache(FULL)),
+        "latents": lambda: Configuration.of(right, kv_cache(MLA)),
+        "hybrid": lambda: Configuration.of(right, kv_cache(FULL, STATES)),
         "policy": lambda: Configuration.of(config(transfer={"kv_load_failure_policy": "fail"}), kv_cache(FULL)),
         "groups": lambda: Configuration.of(right, kv_cache(FULL, WINDOW)),
         "window": lambda: Configuration.of(right, kv_cache(WINDOW)),
