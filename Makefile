@@ -75,7 +75,7 @@ torture: .venv/dev.stamp
 	$(IN_VENV)pytest tests/cache/test_model.py tests/cache/test_model_mutations.py tests/fuzz --hypothesis-profile torture --timeout 0
 
 kills: .venv/dev.stamp
-	$(IN_VENV)pytest tests/cache/test_kills.py --kills $(KILLS) --timeout 0 -rP
+	$(IN_VENV)pytest tests/cache/test_kills.py tests/host/test_kills.py --kills $(KILLS) --timeout 0 -rP
 
 mutate: .venv/mutate.stamp
 	nice $(IN_VENV)python .ci/mutate.py $(if $(PACKAGE),--package $(PACKAGE)) $(if $(SAMPLE),--sample $(SAMPLE)) \

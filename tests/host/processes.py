@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,14 @@ class Started:
     def hear(self) -> Any:  # noqa: ANN401 - whatever it says
         """Wait for the next thing that it says."""
         return self._said.recv()
+
+    def heard(self) -> list[Any]:
+        """Return what it has said and nobody has heard yet, also after its end."""
+        said = []
+        with suppress(EOFError):
+            while self._said.poll():
+                said.append(self._said.recv())
+        return said
 
     def send(self, which: signal.Signals) -> None:
         """Send it a signal."""
@@ -82,8 +90,13 @@ def server(tell: Connection, path: Path) -> None:
 
 
 def storing_client(tell: Connection, path: Path, seed: int) -> None:
-    """Store and load prompts without end; say the seed of each that is settled."""
+    """Store and load prompts without end; say the seed of each that is settled on the disk."""
     asyncio.run(_store_for_ever(tell, path, seed))
+
+
+def prompt_of(seed: int) -> BlockKeys:
+    """Return the keys of a prompt of 8 blocks: of as many prompts as there are numbers."""
+    return prompt(8, seed=seed % 4096, salt=str(seed // 4096))
 
 
 def stuck_client(tell: Connection, path: Path, keys: BlockKeys) -> None:
@@ -109,10 +122,10 @@ async def _store_for_ever(tell: Connection, path: Path, seed: int) -> None:
     async with TieredKV.connect(f"unix://{path}", model=MODEL, layout=SMALL, device="cpu") as kv:
         kv.register_kv_caches(engine.caches[0])
         while True:
-            keys = prompt(8, seed=seed)
+            keys = prompt_of(seed)
             stored = await kv.store(keys, engine.fill(keys, range(8)))
-            await stored.settled()
-            tell.send(seed)
+            if any(tier.tier == "nvme" and tier.written + tier.present == 8 for tier in await stored.settled()):
+                tell.send(seed)
             loaded = await kv.load(keys, engine.spec(range(8, 16)))
             assert loaded.num_blocks <= engine.count_right(keys, range(8, 16))
             seed += 1

@@ -10,7 +10,7 @@ from typing import Any
 import anyio
 from anyio.lowlevel import checkpoint
 
-from tests.host.processes import Started, server, started, storing_client, stuck_client
+from tests.host.processes import Started, prompt_of, server, started, storing_client, stuck_client
 from tests.support.any_layout import AnyEngine, cpu, prompt
 from tests.support.serving import attached, serving
 from tiered_kv import BlockKeys, ConnectedKV, TieredKVServer
@@ -154,7 +154,7 @@ async def test_killed_again_and_again(tmp_path: Path) -> None:
         async with attached_at(tmp_path, engine) as kv:
             for turn in range(4):
                 for number in range(turn + 1):
-                    keys = prompt(8, seed=1000 * turn + number)
+                    keys = prompt_of(1000 * turn + number)
                     loaded = await kv.load(keys, engine.spec(range(8)))
                     assert loaded.num_blocks == engine.count_right(keys, range(8)) == 8
 

@@ -10,8 +10,9 @@ from tiered_kv.keys import BlockKeys
 from tiered_kv.results import LookupResult
 
 T = TypeVar("T")
-Answered = wire.Answer | Coroutine[Any, Any, wire.Answer]
-"""At once, or when it is known."""
+Answering = Callable[[], Coroutine[Any, Any, wire.Answer]]
+Answered = wire.Answer | Answering
+"""At once, or what finds it out."""
 
 
 def answer(kv: TieredKV, request: wire.Asking) -> Answered:
@@ -30,7 +31,7 @@ def answer(kv: TieredKV, request: wire.Asking) -> Answered:
 def _lookup(kv: TieredKV, request: wire.Lookup, keys: BlockKeys) -> Answered:
     if request.owned:
         return _found(request.id, kv.lookup_nowait(keys))
-    return _then(kv.lookup(keys), partial(_found, request.id))
+    return _then(partial(kv.lookup, keys), partial(_found, request.id))
 
 
 def _membership(kv: TieredKV, request: wire.Membership, keys: BlockKeys) -> Answered:
@@ -43,27 +44,27 @@ def _pin(kv: TieredKV, request: wire.Pin, keys: BlockKeys) -> Answered:
 
 def _prefetch(kv: TieredKV, request: wire.Prefetch, keys: BlockKeys) -> Answered:
     return _then(
-        kv.prefetch(keys, to=request.to),
+        partial(kv.prefetch, keys, to=request.to),
         lambda got: wire.Prefetched(request.id, got.num_blocks, got.num_moved, got.faults),
     )
 
 
 def _evict(kv: TieredKV, request: wire.Evict, keys: BlockKeys) -> Answered:
-    return _then(kv.evict(keys, tier=request.tier), partial(wire.Number, request.id))
+    return _then(partial(kv.evict, keys, tier=request.tier), partial(wire.Number, request.id))
 
 
 def _explain(kv: TieredKV, request: wire.Explain, keys: BlockKeys) -> Answered:
-    return _then(kv.explain(keys, ask=request.ask), lambda blocks: wire.Explained(request.id, tuple(blocks)))
+    return _then(partial(kv.explain, keys, ask=request.ask), lambda blocks: wire.Explained(request.id, tuple(blocks)))
 
 
 def flush(cache: TieredKV, request: wire.Flush) -> Answered:
     """Wait until every store of every client is settled."""
-    return _then(cache.flush(sync=request.sync), lambda _: wire.Number(request.id, 0))
+    return _then(partial(cache.flush, sync=request.sync), lambda _: wire.Number(request.id, 0))
 
 
 def clear(cache: TieredKV, request: wire.Clear) -> Answered:
     """Empty the tiers of all clients of the model."""
-    return _then(cache.clear(), lambda _: wire.Number(request.id, 0))
+    return _then(cache.clear, lambda _: wire.Number(request.id, 0))
 
 
 _ANSWERS: Final[Mapping[type[wire.Message], Callable[..., Answered]]] = {
@@ -76,8 +77,11 @@ _ANSWERS: Final[Mapping[type[wire.Message], Callable[..., Answered]]] = {
 }
 
 
-async def _then(answer: Awaitable[T], make: Callable[[T], wire.Answer]) -> wire.Answer:
-    return make(await answer)
+def _then(ask: Callable[[], Awaitable[T]], make: Callable[[T], wire.Answer]) -> Answered:
+    async def answer() -> wire.Answer:
+        return make(await ask())
+
+    return answer
 
 
 def _found(id_: int, result: LookupResult) -> wire.Found:

@@ -5,7 +5,7 @@ when the client's process, or its last copy, is known to have ended: nothing hel
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -16,7 +16,7 @@ from tiered_kv.catalog.leases import Lease
 from tiered_kv.errors import CapacityError, ConfigurationError, TieredKVError
 from tiered_kv.host import questions, wire
 from tiered_kv.host.far import FarMemory
-from tiered_kv.host.questions import Answered
+from tiered_kv.host.questions import Answered, Answering
 from tiered_kv.host_settings import HostSettings
 from tiered_kv.keys import Shard
 from tiered_kv.log import log
@@ -260,22 +260,22 @@ class Session:
         self._asked[request.id] = task
         task.add_done_callback(lambda _: self._asked.pop(request.id, None))
 
-    async def _say(self, id_: int, answer: Coroutine[Any, Any, wire.Answer], send: Send) -> None:
+    async def _say(self, id_: int, answer: Answering, send: Send) -> None:
         try:
-            send(await answer)
+            send(await answer())
         except TieredKVError as error:
             send(wire.Failed(id_, wire.kind_of(error), str(error)))
 
     def _answer(self, request: wire.Question) -> Answered:
         match request:
             case wire.Stats():
-                return self._count(request)
+                return partial(self._count, request)
             case wire.Flush():
                 return questions.flush(self._cache, request)
             case wire.Clear():
                 return questions.clear(self._cache, request)
             case wire.Lease():
-                return self._lease(request)
+                return partial(self._lease, request)
         kv, seat = self._seat(request.keys.epoch)
         if isinstance(request, wire.Explain):
             seat.past_epochs = list(request.before)
