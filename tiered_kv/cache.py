@@ -29,7 +29,7 @@ from tiered_kv.explain import Explanation, explain
 from tiered_kv.groups import GroupNeed, GroupsLoad, check_needs, length_in_place
 from tiered_kv.keys import BlockKeys, ModelIdentity, Namespace, Shard, salt_digest
 from tiered_kv.layout import KVCaches, KVLayout
-from tiered_kv.lookups import lookup_result, owned_runs, states_of, why_not_more, with_specs
+from tiered_kv.lookups import lookup_result, owned_runs, states_of, why_not_more, with_pending, with_specs
 from tiered_kv.memory.codec import CodecName, make_codec
 from tiered_kv.memory.make import DeviceLike, resolve
 from tiered_kv.open_cache import CacheParts, OpenCache, open_cache
@@ -237,7 +237,7 @@ class TieredKV(BlockCache):
                 runs = await asyncio.gather(*(chain.locate_on(batch, runs) for chain, batch, runs in found))
         else:
             runs = [runs for _, _, runs in found]
-        result = lookup_result([chain for chain, _ in parts], runs)
+        result = with_pending(parts, lookup_result([chain for chain, _ in parts], runs))
         if cache.watch is not None:
             cache.watch.looked_up(len(keys), result.num_blocks, why_not_more(parts, runs, result.num_blocks))
         if where:

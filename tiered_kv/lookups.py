@@ -13,6 +13,7 @@ from tiered_kv.catalog.locate import locate_from_any_thread, states_from_any_thr
 from tiered_kv.load_costs import LoadCost
 from tiered_kv.results import BlockState, LookupResult, TierRun
 from tiered_kv.specs import LoadStoreSpec
+from tiered_kv.tiers.base import prefix_of
 from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.storage import StorageTier
@@ -38,6 +39,21 @@ def _cost(tier: StorageTier, num_ranks: int) -> LoadCost | None:
         return None
     stride = tier.shape.stride_bytes
     return LoadCost(now.first_s, num_ranks * stride * now.byte_s, now.num_others, now.others_bytes // stride)
+
+
+def with_pending(parts: Sequence[tuple[Chain, Batch]], found: LookupResult) -> LookupResult:
+    """Say how many blocks behind a prefix are on their way to host memory, or there, on every rank."""
+    start, num_pending = found.num_blocks, 0
+    for chain, batch in parts:
+        host = chain.host.index
+        first = host.find(batch.names[start : start + 1])[1]
+        if len(parts) == 1 and not (len(first) and first[0] == SlotState.PENDING):
+            return found  # as nearly always: that should cost nothing
+        names = batch.names[start:]
+        coming = host.find(names)[1] == int(SlotState.PENDING)
+        n = prefix_of(np.logical_or.reduce([coming, *(index.ready(names) for index in chain.indexes())]))
+        num_pending = n if chain is parts[0][0] else min(num_pending, n)
+    return replace(found, num_pending=num_pending) if num_pending else found
 
 
 def why_not_more(parts: Sequence[tuple[Chain, Batch]], found: Sequence[list[TierRun]], num_blocks: int) -> str:

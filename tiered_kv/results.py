@@ -49,6 +49,9 @@ class LookupResult:
         num_bytes: Payload bytes of the prefix, as the engine has them.
         block_size: Tokens a block.
         costs: By storage tier, what loading from it takes now; those that nothing was read from yet are left out.
+        num_pending: How many blocks right behind the prefix are there or on their way, as another call, or another
+            engine of the host, is storing or fetching them. A load that is given them too waits for them, at most until
+            its deadline: cheaper than to compute the same.
     """
 
     num_blocks: int
@@ -56,6 +59,7 @@ class LookupResult:
     num_bytes: int
     block_size: int
     costs: Mapping[str, LoadCost] = field(default_factory=dict)
+    num_pending: int = 0
 
     @property
     def by_tier(self) -> dict[str, int]:

@@ -15,6 +15,7 @@ from tests.support.serving import attached, serving
 from tiered_kv import (
     BlockState,
     ConfigurationError,
+    ConnectedKV,
     CPULoadStoreSpec,
     KVGroup,
     KVLayout,
@@ -63,6 +64,30 @@ async def test_layers_come_and_go_one_by_one(tmp_path: Path) -> None:
             assert (await loading).num_blocks == engine.count_right(KEYS, range(12)) == 12
             with pytest.raises(ConfigurationError, match="stored already"):
                 storing.store_layer(0)
+
+
+async def test_two_that_miss_the_same_compute_it_once(tmp_path: Path) -> None:
+    """A lookup says that another engine is storing what is missing, and a load waits for that engine's store."""
+    one, two = AnyEngine(), AnyEngine()
+    with serving(tmp_path, cpu(24)) as server:
+        async with attached(server, one) as kv, attached(server, two) as other:
+            await kv.store(KEYS[:4], one.fill(KEYS[:4], range(4)))
+            assert (await other.lookup(KEYS)).num_pending == 0
+            storing = kv.start_store(KEYS[4:10], one.fill(KEYS[4:10], range(4, 10)), layerwise=True)
+            await until_pending(kv, 6)
+            found = await other.lookup(KEYS)
+            assert (found.num_blocks, found.num_pending) == (4, 6)
+            loading = other.start_load(KEYS[:10], two.spec(range(10)), deadline_s=60)
+            late = await other.load(KEYS[:10], two.spec(range(20, 30)), deadline_s=0.1)
+            assert late.num_blocks == 4
+            for layer in range(2):
+                storing.store_layer(layer)
+            assert (await loading).num_blocks == two.count_right(KEYS[:10], range(10)) == 10
+
+
+async def until_pending(kv: ConnectedKV, n: int) -> None:
+    """Wait until so many slots are being filled."""
+    await until(lambda: kv.stats()["cpu"].pending == n)
 
 
 async def test_a_load_with_gaps_and_one_of_several_groups(tmp_path: Path) -> None:

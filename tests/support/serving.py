@@ -9,16 +9,29 @@ from typing import Any
 
 from tests.support.any_layout import LIMITS, MODEL, SMALL, AnyEngine
 from tests.support.caches import Recorder
-from tiered_kv import ConnectedKV, KVLayout, ModelIdentity, TieredKV, TieredKVServer, TieredKVSettings, TierSettings
+from tiered_kv import (
+    CacheLimits,
+    ConnectedKV,
+    KVLayout,
+    ModelIdentity,
+    TieredKV,
+    TieredKVServer,
+    TieredKVSettings,
+    TierSettings,
+)
 from tiered_kv.memory.codec import CodecName
 
 
 @contextmanager
 def serving(
-    path: Path, *tiers: TierSettings | Mapping[str, Any] | str, codec: CodecName = "none", **host: object
+    path: Path,
+    *tiers: TierSettings | Mapping[str, Any] | str,
+    codec: CodecName = "none",
+    limits: CacheLimits = LIMITS,
+    **host: object,
 ) -> Iterator[TieredKVServer]:
     """Have a server of these tiers listen at ``path / "kv.sock"``, on an event loop of its own."""
-    settings = TieredKVSettings(tiers=tiers, limits=LIMITS, codec=codec, host={"socket": path / "kv.sock", **host})
+    settings = TieredKVSettings(tiers=tiers, limits=limits, codec=codec, host={"socket": path / "kv.sock", **host})
     server = TieredKVServer(settings, emit=Recorder())
     began, stop = threading.Event(), asyncio.Event()
     loops: list[asyncio.AbstractEventLoop] = []

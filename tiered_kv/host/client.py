@@ -746,4 +746,4 @@ def _found(keys: BlockKeys, answer: wire.Answer | None) -> LookupResult:
     if not isinstance(answer, wire.Found):
         return LookupResult(0, (), 0, keys.block_size)
     runs = tuple(TierRun(*run) for run in answer.runs)
-    return LookupResult(answer.num_blocks, runs, answer.num_bytes, keys.block_size, answer.costs)
+    return LookupResult(answer.num_blocks, runs, answer.num_bytes, keys.block_size, answer.costs, answer.num_pending)

@@ -86,4 +86,4 @@ def _then(ask: Callable[[], Awaitable[T]], make: Callable[[T], wire.Answer]) -> 
 
 def _found(id_: int, result: LookupResult) -> wire.Found:
     runs = tuple((run.tier, run.start, run.stop) for run in result.runs)
-    return wire.Found(id_, result.num_blocks, runs, result.num_bytes, dict(result.costs))
+    return wire.Found(id_, result.num_blocks, runs, result.num_bytes, dict(result.costs), result.num_pending)

@@ -390,6 +390,7 @@ class Found(Message, frozen=True, tag="found"):
     runs: tuple[tuple[str, int, int], ...]
     num_bytes: int
     costs: dict[str, LoadCost]
+    num_pending: int
 
 
 class States(Message, frozen=True, tag="states"):
