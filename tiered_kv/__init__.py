@@ -113,6 +113,7 @@ if TYPE_CHECKING:
     from tiered_kv.host.server import TieredKVServer
     from tiered_kv.memory.device import Device
     from tiered_kv.planner import Planner
+    from tiered_kv.sessions import SessionPlanner, SessionStatistics
     from tiered_kv.settings import CacheLimits, CPUTier, GPUTier, TieredKVSettings
     from tiered_kv.transfers.jobs import Job
     from tiered_kv.transfers.load_handle import LoadHandle
@@ -138,6 +139,8 @@ _IMPORTED_LATER: Final = {
     "LoadTicket": "transfers.submissions",
     "Planner": "planner",
     "PrefetchHandle": "transfers.prefetch",
+    "SessionPlanner": "sessions",
+    "SessionStatistics": "sessions",
     "StoreHandle": "transfers.store",
     "StoreTicket": "transfers.submissions",
     "ConnectedKV": "host.client",
@@ -237,6 +240,8 @@ __all__ = [
     "RemoteLoadStoreSpec",
     "Removed",
     "SequencePreempted",
+    "SessionPlanner",
+    "SessionStatistics",
     "Shard",
     "SlabHandle",
     "SlotBackend",

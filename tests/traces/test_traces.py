@@ -18,6 +18,7 @@ from tiered_kv.traces import (
     names_of,
     open_trace,
     read_trace,
+    timers,
     write_trace,
     zipf_prompts,
 )
@@ -139,7 +140,7 @@ def test_requests_are_sorted_by_time_and_stay_in_order_where_they_came_at_once(t
     assert trace.requests[0].at_s == 0.0
 
 
-@pytest.mark.parametrize("make", [zipf_prompts, chat, agents, api_batches])
+@pytest.mark.parametrize("make", [zipf_prompts, chat, agents, api_batches, timers])
 def test_a_synthetic_trace_is_the_same_for_the_same_seed(make: Callable[..., Trace]) -> None:
     """As many requests as asked for, in order of time, each of at least one block and none twice."""
     trace, again, other = make(seed=3, num_requests=300), make(seed=3, num_requests=300), make(num_requests=300)
@@ -153,7 +154,7 @@ def test_a_synthetic_trace_is_the_same_for_the_same_seed(make: Callable[..., Tra
     assert trace.num_blocks < trace.num_references
 
 
-@pytest.mark.parametrize("make", [chat, agents])
+@pytest.mark.parametrize("make", [chat, agents, timers])
 def test_turns_continue_the_ones_before(make: Callable[..., Trace]) -> None:
     """A later request of a session begins with the whole prompt of the one before it."""
     last: dict[int | None, list[int]] = {}
@@ -170,7 +171,7 @@ def test_synthetic_traces_go_by_name() -> None:
     for name in SYNTHETIC:
         trace = open_trace(f"synthetic:{name}?num_requests=20&seed=4")
         assert (trace.name, len(trace.requests)) == (f"synthetic:{name}", 20)
-    with pytest.raises(ConfigurationError, match="there are agents, batches, chat, zipf"):
+    with pytest.raises(ConfigurationError, match="there are agents, batches, chat, timers, zipf"):
         open_trace("synthetic:nothing")
     for wrong in ("?num_requests=many", "?requests=5", "?seed"):
         with pytest.raises(ConfigurationError, match="numbers for any of seed=0"):

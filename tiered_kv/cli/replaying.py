@@ -21,7 +21,7 @@ TraceFile = Annotated[
     str,
     typer.Argument(
         metavar="TRACE",
-        help="JSON lines as Mooncake's or Bailian's, plain or gzip; or synthetic:chat, zipf, agents, batches.",
+        help="JSON lines as Mooncake's or Bailian's, plain or gzip; or synthetic:chat, zipf, ...",
     ),
 ]
 BlockSize = Annotated[int | None, typer.Option(min=1, help="Tokens a block; what the trace says if left out.")]
@@ -42,6 +42,7 @@ def replay_command(
     block_size: BlockSize = None,
     kv_bytes: TokenBytes = "128KiB",
     prefill_rate: PrefillRate = 10_000.0,
+    prefetch: Annotated[bool, typer.Option(help="Bring conversations to memory before they come back.")] = False,
     as_json: AsJSON = False,
 ) -> None:
     """Serve a trace's requests from imagined tiers: what each would hit, move and write.
@@ -53,7 +54,7 @@ def replay_command(
         plans = tier_plans(tier, policy) if tier else plans_from(settings_of(config))
         found = read(trace, block_size)
         with progress("replaying", len(found.requests), is_shown=not as_json) as advance:
-            report = replay(found, plans, cost, on_request=advance)
+            report = replay(found, plans, cost, prefetch=prefetch, on_request=advance)
     if as_json:
         print_json(asdict(report))
     else:
@@ -83,6 +84,16 @@ def show(report: ReplayReport) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    out.print(_told(report), highlight=False, soft_wrap=True)
+
+
+def _told(report: ReplayReport) -> str:
+    """Say how many loads had to wait for a slower tier."""
+    told = f"{report.loads_in_memory / max(1, report.loads):.1%} of {report.loads:,} loads found all of it in memory"
+    if report.prefetch is None:
+        return told
+    wasted = report.prefetch.wasted_blocks / max(1, report.prefetch.moved_blocks)
+    return f"{told}; {report.prefetch.moved_blocks:,} blocks were prefetched, {wasted:.1%} of them for nothing"
 
 
 def read(where: str, block_size: int | None) -> Trace:

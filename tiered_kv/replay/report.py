@@ -33,6 +33,21 @@ class TierReport:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefetchReport:
+    """What was brought to memory ahead of requests.
+
+    Attributes:
+        moved_blocks: Copied up.
+        wasted_blocks: Of these, those that no request had asked for when they left memory, or at the end.
+        wasted_bytes: The same.
+    """
+
+    moved_blocks: int
+    wasted_blocks: int
+    wasted_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class ReplayReport:
     """What a chain of tiers did for a trace.
 
@@ -46,6 +61,8 @@ class ReplayReport:
         saved_tokens: Of them, those that were not computed.
         saved_s: Seconds of prefill for these.
         trace_s: From the first request to the last.
+        loads: Requests of which some tier had something.
+        loads_in_memory: Of these, those that found all of it in memory.
         tiers: Fastest first.
         prefetch: What prefetches did, if there were any.
         wrong_blocks: Blocks whose bytes were not what was stored: 0, or a fault. Only a real cache has bytes.
@@ -60,25 +77,8 @@ class ReplayReport:
     saved_tokens: int
     saved_s: float
     trace_s: float
-    tiers: tuple[TierReport, ...]
-    prefetch: "PrefetchReport | None" = None
-    wrong_blocks: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class PrefetchReport:
-    """Whether prefetches were worth it.
-
-    Attributes:
-        loads: Requests of which some tier had something.
-        loads_in_memory: Of these, how many found all of it in memory.
-        moved_blocks: Copied up ahead of a request.
-        wasted_blocks: Of these, those that no request had asked for when they left memory, or at the end.
-        wasted_bytes: The same.
-    """
-
     loads: int
     loads_in_memory: int
-    moved_blocks: int
-    wasted_blocks: int
-    wasted_bytes: int
+    tiers: tuple[TierReport, ...]
+    prefetch: PrefetchReport | None = None
+    wrong_blocks: int = 0

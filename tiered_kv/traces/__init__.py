@@ -2,7 +2,7 @@
 
 from tiered_kv.traces.reading import BadLine, open_trace, read_trace
 from tiered_kv.traces.requests import Request, Trace, names_of
-from tiered_kv.traces.synthetic import SYNTHETIC, agents, api_batches, chat, zipf_prompts
+from tiered_kv.traces.synthetic import SYNTHETIC, agents, api_batches, chat, timers, zipf_prompts
 from tiered_kv.traces.writing import write_trace
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "names_of",
     "open_trace",
     "read_trace",
+    "timers",
     "write_trace",
     "zipf_prompts",
 ]

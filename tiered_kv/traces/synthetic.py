@@ -137,8 +137,36 @@ def api_batches(
     return Trace("synthetic:batches", sorted(requests, key=lambda each: each.at_s), _TOKENS)
 
 
+def timers(
+    *, seed: int = 0, num_requests: int = 8_000, num_sessions: int = 200, period_s: float = 60.0, jitter: float = 0.05
+) -> Trace:
+    """Make agents that wake up by a timer: each comes back after the same time, with a little more to say.
+
+    Args:
+        seed: Of the chance in it.
+        num_requests: How many turns, of all together.
+        num_sessions: At work at once. One that has grown to a hundred blocks begins anew.
+        period_s: From one turn to the next.
+        jitter: Standard deviation of that, as a part of it.
+    """
+    chance, blocks, sessions = Random(seed), _Blocks(), count()
+
+    def begin(at_s: float) -> tuple[float, int, int, list[int]]:
+        return at_s, next(sessions), 1, blocks.new(_length(chance, 8))
+
+    due = [begin(chance.uniform(0.0, period_s)) for _ in range(num_sessions)]
+    heapq.heapify(due)
+    requests: list[Request] = []
+    while len(requests) < num_requests:
+        at_s, session, turn, prompt = heapq.heappop(due)
+        requests.append(_request(at_s, prompt, chance, session, turn, "timer"))
+        at_s += max(0.1, chance.gauss(period_s, jitter * period_s))
+        heapq.heappush(due, begin(at_s) if len(prompt) > 100 else (at_s, session, turn + 1, prompt + blocks.new(1)))
+    return Trace("synthetic:timers", requests, _TOKENS)
+
+
 SYNTHETIC: Final[Mapping[str, Callable[..., Trace]]] = {
-    "agents": agents, "batches": api_batches, "chat": chat, "zipf": zipf_prompts,
+    "agents": agents, "batches": api_batches, "chat": chat, "timers": timers, "zipf": zipf_prompts,
 }  # fmt: skip
 """By the names that the command line has for them."""
 
