@@ -71,6 +71,7 @@ from tiered_kv.events import (
 from tiered_kv.groups import GroupNeed, GroupsLoad, GroupsLookup, full, window
 from tiered_kv.hashing import hash_blocks, hash_tail
 from tiered_kv.host_settings import HostSettings
+from tiered_kv.inventory import Found, Inventory, Place
 from tiered_kv.keys import BlockKey, BlockKeys, ModelIdentity, Names, Namespace, Shard, epoch_digest, salt_digest
 from tiered_kv.layout import KVGroup, KVLayout
 from tiered_kv.load_costs import LoadCost, Split
@@ -192,6 +193,7 @@ __all__ = [
     "Event",
     "Explanation",
     "FileLoadStoreSpec",
+    "Found",
     "GPULoadStoreSpec",
     "GPUTier",
     "GroupNeed",
@@ -201,6 +203,7 @@ __all__ = [
     "HostMemoryPageable",
     "HostMemoryReady",
     "HostSettings",
+    "Inventory",
     "Job",
     "JobResult",
     "KVGroup",
@@ -227,6 +230,7 @@ __all__ = [
     "PageNotServed",
     "PageServed",
     "PinResult",
+    "Place",
     "Plan",
     "Planner",
     "Policy",

@@ -5,6 +5,7 @@ from tiered_kv.telemetry.kv_events import KVEventPublisher
 from tiered_kv.telemetry.logs import log_event
 from tiered_kv.telemetry.metrics import Metrics
 from tiered_kv.telemetry.page import Page
+from tiered_kv.telemetry.spans import Spans
 from tiered_kv.telemetry.trace_recorder import TraceRecorder
 
-__all__ = ["KVEventPublisher", "KVEventStatistics", "Metrics", "Page", "TraceRecorder", "log_event"]
+__all__ = ["KVEventPublisher", "KVEventStatistics", "Metrics", "Page", "Spans", "TraceRecorder", "log_event"]
