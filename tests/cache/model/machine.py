@@ -97,6 +97,7 @@ class Machine(RuleBasedStateMachine):
         is_exclusive=st.booleans(),
         is_required=st.booleans(),
         codec=st.sampled_from(["none", "none", "fp8"]),
+        cipher=st.sampled_from(["", "", "aes-256-gcm", "aes-256-gmac"]),
         ranks=st.sampled_from(["one", "one", "parts", "replicas"]),
         admit_after=st.sampled_from([1, 1, 2]),
         low_water=st.sampled_from([0.0, 0.5, 1.0]),

@@ -49,6 +49,8 @@ class Shape:
     low_water: float = 0.5
     ttl_s: float | None = None
     codec: CodecName = "none"
+    cipher: str = ""
+    """Of storage tiers, if they are sealed."""
     ranks: str = "one"
     """``"one"``; or two, of which it is now the one and now the other: ``"parts"`` of the heads, or ``"replicas"``."""
 
@@ -65,7 +67,8 @@ class Shape:
         """When the tiers below memory are written."""
         is_back = self.writes_back and (self.has("cpu") or self.has("gpu"))
         write = "back" if is_back else "through"
-        return {"write": write, "admit_after": self.admit_after, "required": self.is_required}
+        sealed = {"encryption": {"keys": ["01" * 32], "cipher": self.cipher}} if self.cipher else {}
+        return {"write": write, "admit_after": self.admit_after, "required": self.is_required, **sealed}
 
     @property
     def disk_policy(self) -> dict[str, object]:
@@ -187,7 +190,8 @@ class VirtualWorld(World):
         self.device: ScriptedDevice = ScriptedDevice(chance=random.Random(0))
         self._stack = ExitStack()
         patch = self._stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr("tiered_kv.assembly.WorkerPool", InlineWorkers)
+        for module in ("assembly", "tiers.tasks"):
+            patch.setattr(f"tiered_kv.{module}.WorkerPool", InlineWorkers)
         patch.setattr("tiered_kv.tiers.health._JITTER", 0.0)
         self._stack.enter_context(watched(self.device))
         self._disk: Disk | None = None
