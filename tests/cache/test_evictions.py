@@ -312,3 +312,15 @@ async def test_a_tier_that_opens_late_has_nothing_if_too_much_was_evicted_before
         await until_idle(kv)
     async with open_cache(CPU, slots, engine=engine) as kv:
         assert (await kv.lookup(KEYS)).num_blocks == 0
+
+
+async def test_what_had_to_go_for_a_write_that_was_refused_is_forgotten() -> None:
+    """The medium still has it, and nobody could evict it by name any more: a restart would bring it back."""
+    engine, disk = Engine(), ScriptedSlotBackend(4)
+    async with open_cache(CPU, disk, engine=engine) as kv:
+        await keep(kv, engine, prompt(4))
+        other = prompt(2, seed=1)
+        disk.on_write.change_next(lambda outcomes: [Outcome.REFUSED] * len(outcomes))
+        await keep(kv, engine, other)
+        assert kv.stats()["slots"].ready == disk.num_records == 2
+        await until_idle(kv)

@@ -158,9 +158,11 @@ class OwnedTier(StorageTier, BookedTier):
                         written[todo] = [outcome is Outcome.STORED for outcome in outcomes]
                         dropped[todo] = [outcome is Outcome.REFUSED for outcome in outcomes]
                         with reservation.commit(written[at]) as lease:
-                            doomed = reservation.slots[written[at] & fresh & (lease.slots < 0)]
+                            doomed = written[at] & fresh & (lease.slots < 0)
+                        if len(reservation.evicted):  # of which the medium still has what was not overwritten
+                            doomed |= dropped[at] & fresh
                         # The medium remembers them now, and they must not outlive a crash: their slots are kept for it.
-                        await self._forget_slots(doomed, on_late)
+                        await self._forget_slots(reservation.slots[doomed], on_late)
                 return WriteReport(written, present, dropped)
         finally:
             give_back()
