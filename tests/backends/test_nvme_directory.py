@@ -311,3 +311,19 @@ async def test_a_running_tier_gives_back_what_it_shrinks_by(tmp_path: Path) -> N
 def _names_and_slots(num_slots: int) -> tuple[Names, NDArray[np.int64]]:
     names = np.random.default_rng(1).integers(1, 2**63, (num_slots, 4), dtype=np.uint64)
     return names, np.arange(num_slots)
+
+
+async def test_a_directory_that_is_held_costs_no_descriptor(tmp_path: Path) -> None:
+    """However often somebody tries to open it."""
+    async with open_tier(tmp_path):
+        before = num_descriptors()
+        for _ in range(3):
+            with pytest.raises(ConfigurationError, match="held by another NVMe tier"):
+                async with open_tier(tmp_path):
+                    pass
+        assert num_descriptors() == before
+
+
+def num_descriptors() -> int:
+    """Count those that this process has."""
+    return len([*Path("/proc/self/fd").iterdir()])

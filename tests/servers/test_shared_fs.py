@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 
 from tiered_kv.backend import BackendContext, Block, Outcome
 from tiered_kv.errors import BackendUnavailableError, ClosedError, ConfigurationError
-from tiered_kv.keys import BlockKey
+from tiered_kv.keys import BlockKey, salt_digest
 from tiered_kv.testing import GROUPS, BackendTests, block_key, make_block, open_backend, open_context
 from tiered_kv_backends.shared_fs import SharedFSBackend
 from tiered_kv_backends.shared_fs_upkeep import delete_tenant, sweep
@@ -503,3 +504,19 @@ async def test_reading_only_leaves_no_trace(tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match="read_only"):
             await backend.sweep()
     assert seen() == before
+
+
+async def test_a_tenant_is_deleted_and_no_other(tmp_path: Path) -> None:
+    """Those of one salt go, whatever their model; others stay."""
+    anns, bobs = ([replace_salt(key, salt) for key in keys_of(1, 2)] for salt in ("ann", "bob"))
+    async with opened(tmp_path) as backend:
+        await store(backend, [*anns, *bobs])
+        assert await delete_tenant(backend.settings, "nobody") == 0
+        assert await delete_tenant(backend.settings, "ann") == 2
+        assert await load(backend, anns) == [Outcome.MISS] * 2
+        assert await load(backend, bobs) == [Outcome.HIT] * 2
+
+
+def replace_salt(key: BlockKey, salt: str) -> BlockKey:
+    """Return the key of another tenant's block of the same hash."""
+    return BlockKey(replace(key.namespace, salt=salt_digest(salt)), key.hash, key.position)
