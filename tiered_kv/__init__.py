@@ -70,6 +70,7 @@ from tiered_kv.events import (
 )
 from tiered_kv.groups import GroupNeed, GroupsLoad, GroupsLookup, full, window
 from tiered_kv.hashing import hash_blocks, hash_tail
+from tiered_kv.hints import ReuseHint
 from tiered_kv.host_settings import HostSettings
 from tiered_kv.inventory import Found, Inventory, Place
 from tiered_kv.keys import BlockKey, BlockKeys, ModelIdentity, Names, Namespace, Shard, epoch_digest, salt_digest
@@ -243,6 +244,7 @@ __all__ = [
     "Recovered",
     "RemoteLoadStoreSpec",
     "Removed",
+    "ReuseHint",
     "SequencePreempted",
     "SessionPlanner",
     "SessionStatistics",

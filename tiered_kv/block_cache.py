@@ -17,6 +17,7 @@ from tiered_kv.changes import Changes
 from tiered_kv.errors import ClosedError
 from tiered_kv.explain import Explanation
 from tiered_kv.groups import GroupNeed, GroupsLoad, GroupsLookup, longest
+from tiered_kv.hints import ReuseHint
 from tiered_kv.keys import BlockKeys, Namespace
 from tiered_kv.layout import KVCaches
 from tiered_kv.results import (
@@ -77,10 +78,16 @@ class BlockCache(ABC):
         return await self.start_load(keys, into, after=after, deadline_s=deadline_s, priority=priority, gaps=gaps)
 
     async def store(
-        self, keys: BlockKeys, source: EngineBlocks, *, after: object = None, epoch: str | None = None
+        self,
+        keys: BlockKeys,
+        source: EngineBlocks,
+        *,
+        after: object = None,
+        epoch: str | None = None,
+        hint: ReuseHint | None = None,
     ) -> StoreResult:
         """Keep the engine's blocks; returns as soon as they may be reused. See `start_store`."""
-        return await self.start_store(keys, source, after=after, epoch=epoch)
+        return await self.start_store(keys, source, after=after, epoch=epoch, hint=hint)
 
     @abstractmethod
     def start_load(
@@ -129,6 +136,7 @@ class BlockCache(ABC):
         after: object = None,
         epoch: str | None = None,
         layerwise: bool = False,
+        hint: ReuseHint | None = None,
     ) -> StoreHandle:
         """Start to copy blocks out of the engine. Await the handle for the `StoreResult`.
 
@@ -140,6 +148,7 @@ class BlockCache(ABC):
             layerwise: Copy each layer when `StoreHandle.store_layer` says that it is computed. Slots are reserved now,
                 without waiting for any; a store of which some layer is still missing at its deadline, after
                 `CacheLimits.store_timeout_s`, is dropped.
+            hint: What is known of the future of those blocks that are new; it reaches the tier that they are copied to.
 
         Raises:
             ConfigurationError, LayoutMismatchError: Arguments that cannot be right. Nothing has moved.
@@ -287,8 +296,14 @@ class BlockCache(ABC):
     # What stays, and what must leave the engine for a while.
 
     @abstractmethod
-    def touch(self, keys: BlockKeys) -> None:
-        """Count a use of blocks in every tier that holds them: for hits in the engine's own prefix cache."""
+    def touch(self, keys: BlockKeys, *, hint: ReuseHint | None = None) -> None:
+        """Count a use of blocks in every tier that holds them: for hits in the engine's own prefix cache.
+
+        Args:
+            keys: What was used, in prompt order.
+            hint: What is known of their future; with a probability of 0 no use is counted. Leave out what other prompts
+                share.
+        """
 
     @abstractmethod
     def pin(self, keys: BlockKeys, *, ttl_s: float) -> PinResult:

@@ -22,6 +22,7 @@ from tiered_kv.cache import TieredKV
 from tiered_kv.errors import ClosedError
 from tiered_kv.explain import Explanation
 from tiered_kv.groups import GroupNeed, GroupsLoad, GroupsLookup
+from tiered_kv.hints import ReuseHint
 from tiered_kv.keys import BlockKeys
 from tiered_kv.layout import KVCaches
 from tiered_kv.results import (
@@ -182,9 +183,9 @@ class BlockingTieredKV:
         with self._open_portal().wrap_async_context_manager(lease_later) as lease:
             yield lease
 
-    def touch(self, keys: BlockKeys) -> None:
+    def touch(self, keys: BlockKeys, *, hint: ReuseHint | None = None) -> None:
         """See `TieredKV.touch`."""
-        self.call(self.cache.touch, keys)
+        self.call(self.cache.touch, keys, hint=hint)
 
     def pin(self, keys: BlockKeys, *, ttl_s: float) -> PinResult:
         """See `TieredKV.pin`."""

@@ -27,6 +27,7 @@ from tiered_kv.errors import ClosedError, ConfigurationError
 from tiered_kv.events import Emit, EpochAdvanced, SequencePreempted
 from tiered_kv.explain import Explanation, explain
 from tiered_kv.groups import GroupNeed, GroupsLoad, check_needs, length_in_place
+from tiered_kv.hints import ReuseHint, check_hint
 from tiered_kv.keys import BlockKeys, ModelIdentity, Namespace, Shard, salt_digest
 from tiered_kv.layout import KVCaches, KVLayout
 from tiered_kv.lookups import lookup_result, owned_runs, states_of, why_not_more, with_pending, with_specs
@@ -272,8 +273,9 @@ class TieredKV(BlockCache):
         after: object = None,
         epoch: str | None = None,
         layerwise: bool = False,
+        hint: ReuseHint | None = None,
     ) -> StoreHandle:
-        return start_store(store_request(self._open(), keys, source, after, epoch, layerwise=layerwise))
+        return start_store(store_request(self._open(), keys, source, after, epoch, layerwise=layerwise, hint=hint))
 
     # The memory of the engine's own.
 
@@ -392,9 +394,13 @@ class TieredKV(BlockCache):
     # What stays, and what must leave the engine for a while.
 
     @override
-    def touch(self, keys: BlockKeys) -> None:
+    def touch(self, keys: BlockKeys, *, hint: ReuseHint | None = None) -> None:
+        check_hint(hint)
         for chain, batch in self._open().batches(keys):
-            chain.touch(batch)
+            if hint is None or hint.probability > 0:
+                chain.touch(batch)
+            if hint is not None:
+                chain.hint(batch, hint)
 
     @override
     def pin(self, keys: BlockKeys, *, ttl_s: float) -> PinResult:

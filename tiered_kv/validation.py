@@ -17,6 +17,7 @@ from pydantic import ByteSize, TypeAdapter
 
 from tiered_kv.errors import ConfigurationError, LayoutMismatchError
 from tiered_kv.events import Emit
+from tiered_kv.hints import ReuseHint, check_hint
 from tiered_kv.keys import BlockKeys, ModelIdentity, Shard
 from tiered_kv.layout import KVGroup, KVLayout
 from tiered_kv.setting_errors import check_size
@@ -137,14 +138,16 @@ def store_request(
     epoch: str | None,
     *,
     layerwise: bool = False,
+    hint: ReuseHint | None = None,
 ) -> StoreRequest:
     """Check a store and enqueue its wait, in any thread; see `TieredKV.start_store`."""
+    check_hint(hint)
     chain, batch = cache.batch(keys, epoch)
     binding = cache.bindings.find(source, keys.group)
     pages = check_pages(binding, keys, source)
     lane = binding.d2h.take_own(after) if layerwise else binding.d2h.take(after)
     cache.note("store", keys)
-    return StoreRequest(chain, batch, binding, pages, lane, layerwise=layerwise)
+    return StoreRequest(chain, batch, binding, pages, lane, layerwise=layerwise, hint=hint)
 
 
 def check_pages(binding: Binding, keys: BlockKeys, spec: EngineBlocks) -> NDArray[np.int64]:

@@ -10,9 +10,10 @@ import pytest
 
 from tiered_kv.catalog import TierIndex
 from tiered_kv.catalog.policies import LRUPolicy, Policy
+from tiered_kv.hints import ReuseHint
 from tiered_kv.keys import Names
 
-METHODS = ["add", "use", "park", "unpark", "victims", "evict", "order", "clear", "resize"]
+METHODS = ["add", "use", "hint", "park", "unpark", "victims", "evict", "order", "clear", "resize"]
 
 
 def names(*numbers: int) -> Names:
@@ -53,6 +54,7 @@ def use_all(index: TierIndex) -> None:
     assert index.ready(names(1, 2, 6)).all()
     assert np.count_nonzero(index.ready(names(3, 4, 5))) == 1
     index.touch(names(1, 5))
+    index.hint(names(5), ReuseHint(0.5))
     held.release()
     assert len(index.names_in_order()[0]) == 4
     index.remove(names(6))
@@ -113,4 +115,4 @@ def test_every_method_of_a_policy_is_guarded_and_has_to_be_there() -> None:
     assert {*METHODS, "__len__"} == {
         name for name, each in vars(Policy).items() if inspect.isfunction(each) and name != "__init__"
     }
-    assert {*METHODS, "__len__"} - {"resize"} == Policy.__abstractmethods__
+    assert {*METHODS, "__len__"} - {"resize", "hint"} == Policy.__abstractmethods__

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tiered_kv.catalog import Change, Lease, Reservation, SlotState, TierIndex
 from tiered_kv.errors import CapacityError
+from tiered_kv.hints import ReuseHint
 from tiered_kv.keys import Names
 
 NUM_IDS = 14
@@ -44,6 +45,7 @@ class Block:
     num_leases: int = 0
     """A dirty block has one more than it was given."""
     was_used: bool = False
+    is_unwanted: bool = False
     ready_since_s: int = 0
 
 
@@ -187,6 +189,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert real.num_prefix == self.index.ready_prefix(names_of(batch))
         for block in ready:
             block.num_leases += 1
+            block.is_unwanted = False
             if block in self.model.order:
                 self.model.order.remove(block)
         self.leases.append(OpenLease(real, ready))
@@ -208,7 +211,7 @@ class IndexMachine(RuleBasedStateMachine):
             if block.state == SlotState.DOOMED or block.slot in self.transient:
                 self.model.free(block)
             else:
-                (hot if block.was_used else chilled).append(block)
+                (hot if block.was_used and not block.is_unwanted else chilled).append(block)
             block.was_used = False
         self.model.order = chilled + self.model.order + hot
 
@@ -217,11 +220,23 @@ class IndexMachine(RuleBasedStateMachine):
         """Use moves blocks to the hot end, tail before head, and keeps a cold release from chilling leased ones."""
         self.index.touch(names_of(batch))
         for block in reversed(self.model.ready(batch)):
+            block.is_unwanted = False
             if block.num_leases:
                 block.was_used = True
             else:
                 self.model.order.remove(block)
                 self.model.order.append(block)
+
+    @rule(batch=ids, probability=st.sampled_from([0.0, 0.2, 0.9]), category=choice)
+    def hint(self, *, batch: list[int], probability: float, category: int) -> None:
+        """What is not expected goes first, once nobody leases it and unless it is asked for; all else is recent."""
+        self.index.hint(names_of(batch), ReuseHint(probability, category=str(category % 10)))
+        told = [block for block in self.model.ready(batch)[::-1] if block.slot not in self.transient]
+        for block in told:
+            block.is_unwanted = not probability
+        idle = [block for block in told if not block.num_leases]
+        rest = [block for block in self.model.order if block not in idle]
+        self.model.order = rest + idle if probability else idle + rest
 
     @rule(batch=ids)
     def remove(self, batch: list[int]) -> None:

@@ -9,9 +9,11 @@ from hypothesis.extra.numpy import arrays
 from tiered_kv.catalog import TierIndex
 from tiered_kv.catalog.policies import LHDPolicy
 from tiered_kv.catalog.policies.hit_density import NUM_AGES, age_classes, hit_densities
+from tiered_kv.hints import ReuseHint
 from tiered_kv.traces import SYNTHETIC, names_of
 
 NONE = np.empty(0, dtype=np.int64)
+UNTOLD = np.full((2, NUM_AGES), np.nan)
 
 
 def ask(index: TierIndex, ids: list[int]) -> int:
@@ -56,7 +58,7 @@ def test_densities_are_what_is_defined(hits: np.ndarray, unused: np.ndarray) -> 
         left -= num_hits
     expected = [slow_densities(seen[n], hits[n].tolist(), shared) for n in range(2)]
     # Of what is all but certainly used before, the two differ by what is left of 64 bits.
-    np.testing.assert_allclose(hit_densities(seen, hits), expected, rtol=0.05, atol=1e-9)
+    np.testing.assert_allclose(hit_densities(seen, hits, UNTOLD[:2]), expected, rtol=0.05, atol=1e-9)
 
 
 def test_a_block_is_worth_most_just_before_its_time() -> None:
@@ -64,7 +66,7 @@ def test_a_block_is_worth_most_just_before_its_time() -> None:
     hits = np.zeros((1, NUM_AGES))
     (due,) = age_classes(np.array([1000]))
     hits[0, due] = 90
-    (densities,) = hit_densities(np.array([100.0]), hits)
+    (densities,) = hit_densities(np.array([100.0]), hits, UNTOLD[:1])
     assert (np.diff(densities[: due + 1]) > 0).all()
     assert densities[due + 1] < densities[0] / 10
 
@@ -73,7 +75,7 @@ def test_an_unknown_class_passes_for_all_together() -> None:
     """Blocks of which none was seen yet are expected to do as all others did."""
     hits = np.zeros((2, NUM_AGES))
     hits[0, 10:20] = 5
-    known, unknown = hit_densities(np.array([100.0, 0.0]), hits)
+    known, unknown = hit_densities(np.array([100.0, 0.0]), hits, UNTOLD[:2])
     np.testing.assert_allclose(unknown, known, rtol=0.05)
 
 
@@ -117,3 +119,31 @@ def test_hardly_ever_worse_than_lru(trace: str, num_slots: int) -> None:
         index = TierIndex(num_slots, policy=policy)
         rates[policy] = sum(ask(index, ids) for ids in requests) / sum(map(len, requests))
     assert rates["lhd"] > rates["lru"] - 0.01
+
+
+def test_a_hint_counts_until_experience_outweighs_it() -> None:
+    """Blocks that are expected the least go first; and a hint that proves wrong is believed less and less."""
+    index = TierIndex(100, policy="lhd")
+
+    def say(ids: list[int], hint: ReuseHint) -> None:
+        ask(index, ids)
+        index.hint(names_of(np.array(ids)), hint)
+
+    likely, unlikely = ReuseHint(0.9, category="tool call"), ReuseHint(0.1, category="question")
+    say(list(range(50)), likely)
+    say(list(range(50, 100)), unlikely)
+    ask(index, list(range(100, 140)))
+    assert index.ready(names_of(np.arange(50))).all()
+    for n in range(400):  # now tool calls never come back, and questions always do
+        say([1000 + 2 * n], likely)
+        say([10_000 + n % 40], unlikely)
+    assert index.ready(names_of(10_000 + np.arange(40))).all()
+
+
+def test_more_kinds_of_hints_than_there_is_room_for_do_no_harm() -> None:
+    """Hints beyond the seventh kind are as none."""
+    index = TierIndex(20, policy="lhd")
+    for n in range(30):
+        ask(index, [n])
+        index.hint(names_of(np.array([n])), ReuseHint(0.5, within_s=float(n + 1), category=str(n)))
+    assert ask(index, [29]) == 1

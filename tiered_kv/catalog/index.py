@@ -26,6 +26,7 @@ from tiered_kv.catalog.policies.guarded import GuardedPolicy
 from tiered_kv.catalog.slots import Expiry, SlotQueue
 from tiered_kv.catalog.table import Slots, first_occurrences
 from tiered_kv.errors import ClosedError, ConfigurationError
+from tiered_kv.hints import ReuseHint
 from tiered_kv.keys import Names
 
 _RESTORE_CHUNK: Final = 1 << 16
@@ -90,6 +91,8 @@ class TierIndex(Occupancy):
             on_change,
         )
         self.ttl_s = ttl_s
+        self._clock = clock
+        self._opened_s = clock()
         self._write_back = write_back
 
     # Reading more than `Books` does: for the owning thread alone.
@@ -133,6 +136,7 @@ class TierIndex(Occupancy):
             held = unique(slots[is_ready])
         num_leases = self._num_leases.take(held)
         idle = held if not num_leases.any() else held[num_leases == 0]
+        self._want(held)
         self._policy.park(self._own(idle)[::-1])
         self._leased += len(idle)
         self._num_leases[held] = num_leases + 1
@@ -145,9 +149,25 @@ class TierIndex(Occupancy):
         is_leased = self._num_leases[used] > 0
         self._was_used[used[is_leased]] = True
         idle = used[~is_leased]
+        self._want(used)
         self._policy.park(idle)
         self._policy.use(self._own(used))
         self._policy.unpark(idle)
+
+    def hint(self, names: Names, hint: ReuseHint) -> None:
+        """Take note of what a caller says of the ready ones of these blocks. Is no use of them.
+
+        What is not expected at all goes first, from when nobody leases it; until it is leased, touched or stored again.
+        """
+        slots, states = self.find(names)
+        told = self._own(unique(slots[states == READY])[::-1])
+        idle = told[self._num_leases[told] == 0]
+        is_unwanted = hint.probability == 0
+        self._has_unwanted |= is_unwanted
+        self._is_unwanted[told] = is_unwanted
+        self._policy.park(idle)
+        self._policy.hint(told, hint, self._clock() - self._opened_s)
+        self._policy.unpark(idle, cold=is_unwanted)
 
     # Filling and emptying slots.
 
@@ -293,6 +313,7 @@ class TierIndex(Occupancy):
             with self.lock:
                 self._table.insert(names[part], slots[part])
                 self._states[slots[part]] = READY
+            self._want(slots[part])
             self._policy.add(slots[part], names[part])
             self._policy.unpark(slots[part])
         self._ready += len(slots)

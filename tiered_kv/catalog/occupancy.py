@@ -51,6 +51,8 @@ class Occupancy(Books):
         self._transient_free = FreeSlots(num_transient, range(max_slots, total))
         self._num_leases = np.full(total, 0, dtype=np.int32)
         self._was_used = np.full(total, fill_value=False)  # while leased: another's cold release must not chill it
+        self._is_unwanted = np.full(total, fill_value=False)  # by a hint: to go first once nobody leases it
+        self._has_unwanted = False
         self._ready = self._pending = self._doomed = self._leased = 0
         self._withheld: NDArray[np.bool_] | None = None  # (max_slots,): not to be used for now
 
@@ -90,7 +92,7 @@ class Occupancy(Books):
             self._policy.use(own)
         num_leases = self._num_leases.take(tail_first) - 1
         self._num_leases[tail_first] = num_leases
-        is_plain = not cold and len(own) == len(tail_first) and not num_leases.any()
+        is_plain = not cold and len(own) == len(tail_first) and not num_leases.any() and not self._any_unwanted(own)
         if is_plain and (self._states.take(tail_first) == READY).all():  # as a rule: nobody else has them, and all stay
             self._leased -= len(tail_first)
             self._was_used[tail_first] = False
@@ -105,11 +107,9 @@ class Occupancy(Books):
         self._was_used[idle] = False
         is_ready = self._states[idle] == READY
         is_own = ~self.is_transient(idle)
-        if cold:
-            self._policy.unpark(idle[is_ready & is_own & ~was_used], cold=True)
-            self._policy.unpark(idle[is_ready & is_own & was_used])
-        else:
-            self._policy.unpark(idle[is_ready & is_own])
+        is_chilled = self._is_unwanted[idle] | (~was_used if cold else False)
+        self._policy.unpark(idle[is_ready & is_own & is_chilled], cold=True)
+        self._policy.unpark(idle[is_ready & is_own & ~is_chilled])
         passed = idle[is_ready & ~is_own]  # transient blocks live no longer than their leases
         if len(passed):
             with self.lock:
@@ -118,6 +118,14 @@ class Occupancy(Books):
             self._ready -= len(passed)
             self._doomed += len(passed)
         self._free_doomed(idle[~(is_ready & is_own)])
+
+    def _want(self, slots: Slots) -> None:
+        """Forget that blocks were not expected: they were asked for, or stored."""
+        if self._has_unwanted:
+            self._is_unwanted[slots] = False
+
+    def _any_unwanted(self, slots: Slots) -> bool:
+        return self._has_unwanted and bool(self._is_unwanted[slots].any())
 
     # Filling and emptying.
 
@@ -157,6 +165,7 @@ class Occupancy(Books):
             self._states[filled] = READY
         self._pending -= len(filled)
         self._ready += len(filled)
+        self._want(filled)
         own = self._own(filled)
         names = self._table.names(own)
         self._policy.add(own, names)

@@ -24,6 +24,7 @@ from tiered_kv.errors import BackendUnavailableError, ClosedError, Configuration
 from tiered_kv.events import BlocksLoaded, BlocksStored, Emit, EpochAdvanced, SequencePreempted
 from tiered_kv.explain import Explanation
 from tiered_kv.groups import GroupNeed, GroupsLoad, check_needs, length_in_place
+from tiered_kv.hints import ReuseHint, check_hint
 from tiered_kv.host import link, wire
 from tiered_kv.host.attachment import Attachment
 from tiered_kv.host.moving import FarLoad, FarStore
@@ -197,9 +198,11 @@ class ConnectedKV(BlockCache):
         after: object = None,
         epoch: str | None = None,
         layerwise: bool = False,
+        hint: ReuseHint | None = None,
     ) -> StoreHandle:
-        """See `BlockCache.start_store`."""
+        """See `BlockCache.start_store`; hints do not reach the host's cache."""
         self._open()
+        check_hint(hint)
         return self._prepare_store(keys, source, after, epoch, layerwise=layerwise)()
 
     def submit_load(
@@ -307,11 +310,12 @@ class ConnectedKV(BlockCache):
         finally:
             there.send(wire.Release(answer.id))
 
-    def touch(self, keys: BlockKeys) -> None:
-        """See `BlockCache.touch`."""
+    def touch(self, keys: BlockKeys, *, hint: ReuseHint | None = None) -> None:
+        """See `BlockCache.touch`; hints do not reach the host's cache."""
         self._open()
         self._checked(keys)
-        if self._there is not None:
+        check_hint(hint)
+        if self._there is not None and (hint is None or hint.probability > 0):
             self._there.send(wire.Touch(self._said(keys)))
 
     def pin(self, keys: BlockKeys, *, ttl_s: float) -> PinResult:

@@ -20,6 +20,7 @@ from tiered_kv.catalog.locate import locate
 from tiered_kv.catalog.uses import Admission
 from tiered_kv.errors import CapacityError
 from tiered_kv.events import Emit
+from tiered_kv.hints import ReuseHint
 from tiered_kv.layout import KVGroup
 from tiered_kv.loop_calls import LoopCalls
 from tiered_kv.memory.codec import Codec
@@ -171,6 +172,13 @@ class Chain:
         if fate is Fate.UNKNOWN and any(tier.health.is_bypassed for tier in self.storage):
             return "tier away"
         return said_of(fate)
+
+    def hint(self, batch: Batch, hint: ReuseHint) -> None:
+        """Tell every tier that chooses its victims itself what a caller says of the blocks that it has."""
+        for memory in self.memory:
+            memory.index.hint(batch.names, hint)
+        for storage in self.storage:
+            storage.hint(batch, hint)
 
     def touch(self, batch: Batch, *, leased: MemoryTier | None = None) -> None:
         """Count a use of the blocks in every tier that has them, so that hot heads do not rot below.

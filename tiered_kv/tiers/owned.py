@@ -18,6 +18,7 @@ from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.leases import Lease
 from tiered_kv.errors import BackendUnavailableError, CapacityError, ConfigurationError, TieredKVError
 from tiered_kv.events import BlocksCorrupted, TierFailed
+from tiered_kv.hints import ReuseHint
 from tiered_kv.keys import Names
 from tiered_kv.specs import LoadStoreSpec
 from tiered_kv.tiers.base import BookedTier, Mask
@@ -287,6 +288,10 @@ class OwnedTier(StorageTier, BookedTier):
     def touch(self, batch: Batch) -> None:
         """See `StorageTier.touch`."""
         self.index.touch(batch.names)
+
+    def hint(self, batch: Batch, hint: ReuseHint) -> None:
+        """See `StorageTier.hint`."""
+        self.index.hint(batch.names, hint)
 
     def forget(self, batch: Batch) -> Coroutine[Any, Any, None]:
         """See `StorageTier.forget`."""

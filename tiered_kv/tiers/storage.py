@@ -19,6 +19,7 @@ from tiered_kv.backend import Block, Outcome, RecordShape, TierSettings
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.table import hash_names
 from tiered_kv.events import BlocksNotEncoded, RecordsRefused
+from tiered_kv.hints import ReuseHint
 from tiered_kv.keys import BlockKey, Names
 from tiered_kv.specs import LoadStoreSpec
 from tiered_kv.tiers.base import Mask, Tier
@@ -152,6 +153,9 @@ class StorageTier(Tier):
     @abstractmethod
     def touch(self, batch: Batch) -> None:
         """Note that the blocks were used, wherever they were served from."""
+
+    def hint(self, batch: Batch, hint: ReuseHint) -> None:
+        """Note what a caller says of the blocks."""
 
     @abstractmethod
     def forget(self, batch: Batch) -> Coroutine[Any, Any, None]:

@@ -7,6 +7,7 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from tiered_kv.hints import ReuseHint
 from tiered_kv.keys import BlockKeys
 from tiered_kv.memory.lanes import Lane
 from tiered_kv.specs import GPULoadStoreSpec
@@ -69,6 +70,7 @@ class StoreRequest:
         pages: ``(n, pages_per_block)`` page ids in it, in key order.
         lane: Behind the pages' computation; released when the store has let go of them.
         layerwise: Whether layers are given one by one.
+        hint: What the caller says of the blocks' future.
     """
 
     chain: Chain
@@ -77,6 +79,7 @@ class StoreRequest:
     pages: NDArray[np.int64]
     lane: Lane
     layerwise: bool = False
+    hint: ReuseHint | None = None
 
 
 @dataclass(frozen=True)

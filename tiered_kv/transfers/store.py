@@ -303,6 +303,8 @@ class Store(Revocable):
             self._drop(batch, late if isinstance(error, RevokedError) else "copy failed")
             self._close_one()
             return
+        if self._request.hint is not None:
+            tier.index.hint(batch.names, self._request.hint)
         self._num_stored += n
         self._tally.add_above(tier, dropped=n)
         slots = lease.slots[fresh]

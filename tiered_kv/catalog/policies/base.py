@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 
 from tiered_kv.catalog.table import Slots
+from tiered_kv.hints import ReuseHint
 from tiered_kv.keys import Names
 
 
@@ -37,6 +38,17 @@ class Policy(ABC):
     @abstractmethod
     def use(self, slots: Slots) -> None:
         """These parked blocks were asked for and found. Each takes its new place when it is unparked."""
+
+    def hint(self, slots: Slots, hint: ReuseHint, elapsed_s: float) -> None:  # noqa: B027 - a policy may do without
+        """Take note of what a caller says of these parked blocks, until they are used again.
+
+        By default nothing is noted: a policy need not know hints. What is not expected at all is unparked ``cold``.
+
+        Args:
+            slots: Of the blocks.
+            hint: What is said.
+            elapsed_s: Since the tier was opened: a policy looks at no clock, and may have to turn seconds into uses.
+        """
 
     @abstractmethod
     def park(self, slots: Slots) -> None:

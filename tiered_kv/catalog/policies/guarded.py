@@ -7,6 +7,7 @@ import numpy as np
 from tiered_kv.catalog.policies.base import Policy
 from tiered_kv.catalog.policies.lru import LRUPolicy
 from tiered_kv.catalog.table import Slots
+from tiered_kv.hints import ReuseHint
 from tiered_kv.keys import Names
 from tiered_kv.log import log
 
@@ -41,6 +42,10 @@ class GuardedPolicy(Policy):
     def use(self, slots: Slots) -> None:
         """See `Policy.use`."""
         self._tell(lambda policy: policy.use(slots))
+
+    def hint(self, slots: Slots, hint: ReuseHint, elapsed_s: float) -> None:
+        """See `Policy.hint`."""
+        self._tell(lambda policy: policy.hint(slots, hint, elapsed_s))
 
     def park(self, slots: Slots) -> None:
         """See `Policy.park`."""

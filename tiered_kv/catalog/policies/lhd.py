@@ -3,30 +3,35 @@
 Sources: N. Beckmann, H. Chen and A. Cidon, "LHD: Improving Cache Hit Rate by Maximizing Hit Density", NSDI 2018, for
 the idea: blocks of one class and age are alike, and what became of them is counted; J. C. Gittins, "Bandit Processes
 and Dynamic Allocation Indices", 1979, for how long to wait for the hits that are counted on. Departures from LHD: a
-class is a number of uses; what was evicted goes on being counted, by its ghost; victims come from the ends of queues,
-not from a sample; and of two blocks of equal age the one used more often never goes first, so that the head of a
-prefix, which every use of its tail uses too, outlives the tail.
+class is a number of uses and a hint; what was evicted goes on being counted, by its ghost; victims come from the ends
+of queues, not from a sample; and of two blocks of equal age the one used more often never goes first, so that the head
+of a prefix, which every use of its tail uses too, outlives the tail.
 """
 
+import math
 from heapq import heapify, heappop, heappush
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.catalog.policies.base import Policy
 from tiered_kv.catalog.policies.ghosts import Ghosts, Times, at_least_as_often
-from tiered_kv.catalog.policies.hit_density import NUM_AGES, age_classes, hit_densities
+from tiered_kv.catalog.policies.hit_density import NUM_AGES, age_classes, hit_densities, told_hazards
 from tiered_kv.catalog.slots import SlotQueue
 from tiered_kv.catalog.table import Slots
+from tiered_kv.hints import ReuseHint
 from tiered_kv.keys import Names
 
 Classes = NDArray[np.uint8]
+_Said = tuple[str, int, int | None]
 
 _LEVELS: Final = np.searchsorted([2, 3, 4, 5, 7, 10, 16], np.arange(256), side="right").astype(np.uint8)
 """By number of uses: 1, 2, 3, 4, up to 6, up to 9, up to 15, more."""
 _NUM_LEVELS: Final = 8
-_COLD: Final = _NUM_LEVELS
+_NUM_KINDS: Final = 8
+"""Of hints; the first is none."""
+_COLD: Final = _NUM_KINDS * _NUM_LEVELS
 """The queue of what is to go first."""
 _GHOSTS: Final = 4
 """Blocks that are remembered when they are gone, for each slot."""
@@ -47,10 +52,11 @@ class LHDPolicy(Policy):
 
     def __init__(self, num_slots: int) -> None:
         super().__init__(num_slots)
-        self._queues = SlotQueue.several(num_slots, _NUM_LEVELS + 1)
+        self._queues = SlotQueue.several(num_slots, _COLD + 1)
         self._queue_of = np.full(num_slots, 0, dtype=np.uint8)
         self._num_uses = np.full(num_slots, 0, dtype=np.uint8)
         self._used_at = np.full(num_slots, 0, dtype=np.int64)
+        self._kinds = np.full(num_slots, 0, dtype=np.uint8)
         num_ghosts = max(_LEAST_GHOSTS, _GHOSTS * num_slots)
         self._ghosts = Ghosts(num_ghosts)
         self._half_life = 2.0 * num_ghosts
@@ -65,17 +71,24 @@ class LHDPolicy(Policy):
     def add(self, slots: Slots, names: Names) -> None:
         """Learn from those that were here before, and let them go on counting."""
         self._begin_moment(is_use=False)
-        num_uses, used_at, _ = self._ghosts.recall(names)
+        num_uses, used_at, kinds = self._ghosts.recall(names)
         known = num_uses > 0
-        self._learn(_LEVELS[num_uses[known]], used_at[known])
+        self._learn(_classes(kinds[known], num_uses[known]), used_at[known])
         self._begin(slots, at_least_as_often(num_uses))
 
     def use(self, slots: Slots) -> None:
         """Learn how long it took."""
         self._begin_moment(is_use=True)
         num_uses = self._num_uses[slots]
-        self._learn(_LEVELS[num_uses], self._used_at[slots])
+        self._learn(_classes(self._kinds[slots], num_uses), self._used_at[slots])
         self._begin(slots, num_uses)
+
+    def hint(self, slots: Slots, hint: ReuseHint, elapsed_s: float) -> None:
+        """Let blocks be of the hint's kind, and learn of that kind from now on."""
+        kind = self._kind_of(hint, elapsed_s)
+        self._count(slots, -self._weight)
+        self._kinds[slots] = kind
+        self._count(slots, self._weight)
 
     def park(self, slots: Slots) -> None:
         """Take blocks out of their queues."""
@@ -89,7 +102,7 @@ class LHDPolicy(Policy):
             self._queue_of[slots] = _COLD
             self._queues[_COLD].push_cold(slots)
             return
-        numbers = _LEVELS[self._num_uses[slots]]
+        numbers = _classes(self._kinds[slots], self._num_uses[slots])
         self._queue_of[slots] = numbers
         for number, batch in _by_number(numbers, slots):
             self._queues[number].push(batch)
@@ -99,7 +112,7 @@ class LHDPolicy(Policy):
         chosen = [self._queues[_COLD].head(n, skip=keep)]
         missing = n - len(chosen[0])
         fronts: dict[int, tuple[Slots, NDArray[np.float64]]] = {}
-        waiting = [(self._density(number), number, -1) for number in range(_NUM_LEVELS) if len(self._queues[number])]
+        waiting = [(self._density(number), number, -1) for number in self._class_numbers() if len(self._queues[number])]
         heapify(waiting)
         while missing:
             _, number, start = heappop(waiting)
@@ -127,7 +140,7 @@ class LHDPolicy(Policy):
     def evict(self, slots: Slots, names: Names) -> None:
         """Take blocks out of their queues and remember how often they were used, and when."""
         self.park(slots)
-        self._ghosts.add(names, self._num_uses[slots].astype(np.int32), self._used_at[slots])
+        self._ghosts.add(names, self._num_uses[slots].astype(np.int32), self._used_at[slots], self._kinds[slots])
 
     def order(self) -> Slots:
         """Return what goes first, then the queues, the least used first."""
@@ -142,21 +155,57 @@ class LHDPolicy(Policy):
 
     def _forget_learned(self) -> None:
         self._weight = 1.0  # of what is seen now; it grows, so that all before it counts for less
-        self._seen = np.zeros(_NUM_LEVELS)  # by level: blocks that came to it, by weight
-        self._hits = np.zeros((_NUM_LEVELS, NUM_AGES))  # of these, by their age, those that were used again
-        self._densities = np.zeros((_NUM_LEVELS, NUM_AGES))
+        self._seen = np.zeros(_COLD)  # by class: blocks that came to it, by weight
+        self._hits = np.zeros((_COLD, NUM_AGES))  # of these, by their age, those that were used again
+        self._densities = np.zeros((_COLD, NUM_AGES))
+        self._told = np.full((_COLD, NUM_AGES), np.nan)  # hazards, by the hints
+        self._kinds_known: dict[_Said, int] = {}
         self._until_learning = _LEARN_EVERY
+        self._learned = 0  # the kind that was learned of last
 
-    def _begin(self, slots: Slots, num_uses: NDArray[np.integer]) -> None:
+    def _begin(self, slots: Slots, num_uses: NDArray[np.integer[Any]]) -> None:
         """Let a life begin, of blocks that were used so often before this use."""
         num_uses = np.minimum(num_uses, 254) + 1
         self._num_uses[slots] = num_uses
         self._used_at[slots] = self._now
-        self._seen += self._weight * np.bincount(_LEVELS[num_uses], minlength=_NUM_LEVELS)
+        self._kinds[slots] = 0  # what was said of them was said of the time until now
+        self._count(slots, self._weight)
 
-    def _learn(self, levels: Classes, used_at: Times) -> None:
+    def _count(self, slots: Slots, weight: float) -> None:
+        """Count blocks as seen in their classes."""
+        self._seen += weight * np.bincount(_classes(self._kinds[slots], self._num_uses[slots]), minlength=_COLD)
+
+    def _learn(self, classes: Classes, used_at: Times) -> None:
         """Note that blocks were used again."""
-        np.add.at(self._hits, (levels, age_classes(self._now - used_at)), self._weight)
+        np.add.at(self._hits, (classes, age_classes(self._now - used_at)), self._weight)
+
+    def _kind_of(self, hint: ReuseHint, elapsed_s: float) -> int:
+        """Return the number of a hint's kind, a new one if there is one left, or else 0."""
+        octave = None if hint.within_s is None else round(math.log2(hint.within_s))
+        said = hint.category, round(4 * hint.probability), octave
+        kind = self._kinds_known.get(said)
+        if kind is None:
+            if len(self._kinds_known) == _NUM_KINDS - 1:
+                return 0
+            kind = self._kinds_known[said] = len(self._kinds_known) + 1
+            used_a_s = (self._now + self._num_passed) / elapsed_s if elapsed_s > 0 else 0.0
+            mean_age = max(1.0, hint.within_s * used_a_s if hint.within_s and used_a_s else float(self.num_slots))
+            of_kind = slice(kind * _NUM_LEVELS, (kind + 1) * _NUM_LEVELS)
+            self._told[of_kind] = told_hazards(hint.probability, mean_age)
+            self._compute_densities(of_kind)
+        return kind
+
+    def _class_numbers(self) -> range:
+        return range((len(self._kinds_known) + 1) * _NUM_LEVELS)
+
+    def _compute_densities(self, classes: slice) -> None:
+        """Take into account what was noted of some classes, whole kinds of them."""
+        # What nobody told of passes for all kinds together, which are all without a hint as a rule.
+        found = hit_densities(
+            self._seen[classes] / self._weight, self._hits[classes] / self._weight, self._told[classes]
+        )
+        by_kind = found.reshape(-1, _NUM_LEVELS, NUM_AGES)
+        self._densities[classes] = np.maximum.accumulate(by_kind, axis=1).reshape(-1, NUM_AGES)
 
     def _begin_moment(self, *, is_use: bool) -> None:
         """Let time go on, but not between a use and what is added after it: that is the rest of the same prompt.
@@ -179,13 +228,18 @@ class LHDPolicy(Policy):
         self._until_learning -= num_blocks
         if self._until_learning <= 0:
             self._until_learning = _LEARN_EVERY
-            densities = hit_densities(self._seen / self._weight, self._hits / self._weight)
-            self._densities = np.maximum.accumulate(densities, axis=0)
+            self._learned = (self._learned + 1) % (len(self._kinds_known) + 1)
+            self._compute_densities(slice(self._learned * _NUM_LEVELS, (self._learned + 1) * _NUM_LEVELS))
 
     def _density(self, number: int) -> float:
         """Return the density of a queue's first block."""
         age = self._now - int(self._used_at[self._queues[number].first])
         return float(self._densities[number, age_classes(np.array([age]))[0]])
+
+
+def _classes(kinds: NDArray[np.uint8], num_uses: NDArray[np.integer[Any]]) -> Classes:
+    classes: Classes = kinds * np.uint8(_NUM_LEVELS) + _LEVELS[num_uses]
+    return classes
 
 
 def _by_number(numbers: Classes, slots: Slots) -> list[tuple[int, Slots]]:
