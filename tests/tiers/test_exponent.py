@@ -87,6 +87,49 @@ def test_random_bits_do_not_fit_and_say_so() -> None:
     assert encoded(np.random.default_rng(0).integers(0, 1 << 16, 8 * CHUNK, dtype=np.uint16)) is None
 
 
+def of_exponents(counts: dict[int, int]) -> U16:
+    """Return a chunk with so many values of each exponent, in no order."""
+    exponents = np.repeat(list(counts), list(counts.values())).astype(np.uint16)
+    assert len(exponents) == CHUNK
+    return np.random.default_rng(0).permutation(exponents << np.uint16(7))
+
+
+def test_the_15_exponents_are_the_commonest_neighbours() -> None:
+    """Not 14 of them, nor 16; what is above them is listed as what is below."""
+    counts = {100: 20, 115: 5, **dict.fromkeys(range(101, 114), 100)}
+    values = of_exponents({**counts, 114: CHUNK - sum(counts.values())})
+    stored = encoded(values)
+    assert stored is not None
+    assert int.from_bytes(stored[:4], "little") == 5
+    back = decoded(stored, CHUNK)
+    assert back is not None
+    assert np.array_equal(back, values)
+
+
+def test_the_list_holds_as_many_as_it_says() -> None:
+    """And no more: of one chunk, 16."""
+    values = of_exponents({120: CHUNK - 16, 1: 16})
+    stored = encoded(values)
+    assert stored is not None
+    back = decoded(stored, CHUNK)
+    assert back is not None
+    assert np.array_equal(back, values)
+    assert encoded(of_exponents({120: CHUNK - 17, 1: 17})) is None
+    stored[0] = 17
+    assert decoded(stored, CHUNK) is None
+
+
+def test_large_blocks_come_back() -> None:
+    """Listed values are found again wherever in a block they are."""
+    values = like_kv(100 * CHUNK + 7)
+    values[[3, 70 * CHUNK + 11, 100 * CHUNK + 6]] = 0x0080, 0x7FC1, 0x8080
+    stored = encoded(values)
+    assert stored is not None
+    back = decoded(stored, len(values))
+    assert back is not None
+    assert np.array_equal(back, values)
+
+
 def test_one_infinity_does_not_spoil_its_chunk() -> None:
     """The 15 exponents are those that most values have, and not always the largest."""
     values = like_kv(8 * CHUNK)
@@ -124,7 +167,7 @@ def test_what_nothing_is_encoded_as_is_refused(data: st.DataObject) -> None:
     assert places[0] >= 2
     bases = np.frombuffer(stored, np.uint8, 2, 4 + 5 * listed)
     n = int(places[0])
-    harm = data.draw(st.sampled_from(range(7)))
+    harm = data.draw(st.sampled_from(range(8)))
     if harm == 0:
         places[0] = data.draw(st.integers(listed + 1, 2**32 - 1))
     elif harm == 1:
@@ -136,7 +179,9 @@ def test_what_nothing_is_encoded_as_is_refused(data: st.DataObject) -> None:
     elif harm == 4:
         bases[0] = data.draw(st.integers(241, 255))
     elif harm == 5:
-        places[0] -= 1
+        places[1 + n] = data.draw(st.integers(1, 2**32 - 1))
+    elif harm == 6:
+        exponents[n] = data.draw(st.integers(1, 255))
     else:
         places[1] = data.draw(st.integers(6, 100))  # which has a code
     assert decoded(stored, num_values) is None

@@ -199,10 +199,9 @@ def _best(exponents: U8) -> tuple[U8, U8]:
     """Return, for each chunk, after which exponent those 15 begin that are most of it, and its codes then."""
     n = len(exponents)
     counts = np.bincount((exponents + 256 * np.arange(n)[:, None]).ravel(), minlength=256 * n).reshape(n, 256)
-    counts[:, 0] = 0  # zero has a code of its own
     below = np.zeros((n, 257), np.int64)
     np.cumsum(counts, axis=1, out=below[:, 1:])
-    bases = np.argmax(below[:, 16:] - below[:, 1:-15], axis=1).astype(np.uint8)  # those from base + 1 to base + 15
+    bases = np.argmax(below[:, 16:] - below[:, 1:-15], axis=1).astype(np.uint8)  # base + 1 to base + 15: never 0
     above = exponents - bases[:, None]
     return bases, np.where((exponents > bases[:, None]) & (above <= 15), above, 0)
 
