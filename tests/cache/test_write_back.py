@@ -28,10 +28,10 @@ from tiered_kv import (
     TierStore,
 )
 from tiered_kv.backend import OwnedTierSettings as OwnedSettings
-from tiered_kv.catalog.policies.lru import LRUPolicy
 from tiered_kv.events import CacheClosed
 from tiered_kv.keys import Names
 from tiered_kv.testing import ScriptedDevice
+from tiered_kv.tiers.budget import Bandwidth
 from tiered_kv_backends.memory import MemoryBackend
 from tiered_kv_backends.nvme import NVMeBackend
 
@@ -478,29 +478,23 @@ def test_the_cleaner_rests_while_nothing_can_be_written() -> None:
     virtual.run(main)
 
 
-class StumblingPolicy(LRUPolicy):
-    """Raises as often as told when it is asked how much can be evicted."""
+def test_an_error_does_not_end_the_cleaner_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of ours, perhaps: it is logged, and after a pause the cleaner goes on."""
+    wait_s, left = Bandwidth.wait_s, [2]
 
-    num_errors = 0
-
-    def __len__(self) -> int:
-        if StumblingPolicy.num_errors:
-            StumblingPolicy.num_errors -= 1
+    def stumble(self: Bandwidth) -> float:
+        if left[0]:
+            left[0] -= 1
             raise ZeroDivisionError
-        return super().__len__()
-
-
-def test_an_error_does_not_end_the_cleaner_for_good() -> None:
-    """Of an eviction policy of the program's, perhaps: it is logged, and after a pause the cleaner goes on."""
+        return wait_s(self)
 
     async def main() -> None:
         engine, slots, device = Engine(), slots_back(), virtual.CountingDevice()
         limits = SMALL_LIMITS.model_copy(update={"clean_after_s": 5.0})
-        host = cpu(64, policy=f"{__name__}:StumblingPolicy")
-        async with open_cache(host, slots, engine=engine, device=device, limits=limits) as kv:
+        async with open_cache(cpu(64), slots, engine=engine, device=device, limits=limits) as kv:
             virtual.watch(device, virtual.pools_of(kv))
             await kv.store(KEYS, engine.compute(KEYS))
-            StumblingPolicy.num_errors = 2
+            monkeypatch.setattr(Bandwidth, "wait_s", stumble)
             with capture_logs() as logs:
                 await asyncio.sleep(30.0)
             assert [(entry["event"], entry["task"]) for entry in logs] == [("background.failed", "cleaner")] * 2
