@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, field_validator
+from pydantic import ByteSize, Field, field_validator
 
 from tiered_kv.setting_errors import Checked
 
@@ -25,6 +25,9 @@ class HostSettings(Checked):
     """Loads that one client has under way; one more answers 0 blocks."""
     stores_per_client: AtLeastOne = 1024
     """Stores that one client has under way; one more is dropped, as ``"too many stores"``."""
+    bytes_per_client: ByteSize | None = None
+    """Payload bytes of these loads and stores together; one that goes beyond is answered in the same way, unless it is
+    the only one. Left out, their number alone is bounded."""
     leases_per_client: AtLeastOne = 256
     """Leases that one client holds; one more holds nothing."""
     questions_per_client: AtLeastOne = 1024

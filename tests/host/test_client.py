@@ -27,11 +27,12 @@ from tiered_kv import (
     full,
     window,
 )
-from tiered_kv.host import wire
+from tiered_kv.host import link, wire
 
 KEYS = prompt(12)
 
 
+@pytest.mark.both_loops
 async def test_what_one_stores_another_loads(tmp_path: Path) -> None:
     """Engines of one model share blocks, whoever has stored them, and goes."""
     one, two = AnyEngine(), AnyEngine()
@@ -254,7 +255,8 @@ async def test_a_reader_changes_nothing(tmp_path: Path) -> None:
 async def test_one_client_cannot_have_all(tmp_path: Path) -> None:
     """Beyond its limits a client's loads bring nothing and its stores are dropped; others are served."""
     engine, other = AnyEngine(), AnyEngine()
-    with serving(tmp_path, cpu(24), loads_per_client=1, stores_per_client=1, leases_per_client=1) as server:
+    host = {"loads_per_client": 1, "stores_per_client": 2, "leases_per_client": 1, "bytes_per_client": 1}
+    with serving(tmp_path, cpu(24), host=host) as server:
         async with attached(server, engine) as kv, attached(server, other) as neighbour:
             storing = kv.start_store(KEYS, engine.fill(KEYS, range(12)), layerwise=True)
             refused = await kv.store(prompt(1, seed=1), engine.spec([20]))
@@ -263,6 +265,7 @@ async def test_one_client_cannot_have_all(tmp_path: Path) -> None:
             for layer in range(2):
                 storing.store_layer(layer)
             assert (await storing).num_stored == 12
+            assert (await kv.load(KEYS, engine.spec(range(12)))).num_blocks == 12
             async with kv.lease(KEYS[:2]) as one, kv.lease(KEYS[2:4]) as two:
                 assert (one.num_blocks, two.num_blocks) == (2, 0)
 
@@ -297,6 +300,25 @@ async def test_what_cannot_be_a_message_ends_its_sender_alone(tmp_path: Path) ->
                     stranger.sendall(said)
             await kv.store(KEYS, engine.fill(KEYS, range(12)))
             assert (await kv.load(KEYS, engine.spec(range(12)))).num_blocks == 12
+
+
+async def test_a_client_that_talks_nonsense_keeps_what_it_holds_until_it_goes(tmp_path: Path) -> None:
+    """It is told that nothing comes any more; it may be copying, so its slots wait for its goodbye or its end."""
+    engine = AnyEngine()
+    with serving(tmp_path, cpu(24)) as server:
+        async with attached(server, engine) as kv:
+            await kv.store(KEYS, engine.fill(KEYS, range(12)))
+            opening = wire.Attach.of("stranger", MODEL, SMALL, (Shard(),), is_read_only=False)
+            connection, _, descriptors = await asyncio.to_thread(link.begin, os.fspath(server.path), opening, 10.0)
+            said = wire.Keys.of(KEYS, kv.namespace().epoch)
+            connection.sendall(wire.frame(wire.Lease(1, said)))
+            await until(lambda: kv.stats()["cpu"].leased == 12)
+            connection.sendall(b"\3\0\0\0abc")
+            while await asyncio.to_thread(connection.recv, 4096):
+                pass
+            assert kv.stats()["cpu"].leased == 12
+            link.give_back(connection, descriptors)
+            assert await kv.evict(KEYS) == 12
 
 
 async def test_a_second_server_is_refused(tmp_path: Path) -> None:

@@ -28,10 +28,12 @@ def serving(
     *tiers: TierSettings | Mapping[str, Any] | str,
     codec: CodecName = "none",
     limits: CacheLimits = LIMITS,
-    **host: object,
+    host: Mapping[str, object] | None = None,
 ) -> Iterator[TieredKVServer]:
     """Have a server of these tiers listen at ``path / "kv.sock"``, on an event loop of its own."""
-    settings = TieredKVSettings(tiers=tiers, limits=limits, codec=codec, host={"socket": path / "kv.sock", **host})
+    settings = TieredKVSettings(
+        tiers=tiers, limits=limits, codec=codec, host={"socket": path / "kv.sock", **(host or {})}
+    )
     server = TieredKVServer(settings, emit=Recorder())
     began, stop = threading.Event(), asyncio.Event()
     loops: list[asyncio.AbstractEventLoop] = []

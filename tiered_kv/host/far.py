@@ -14,9 +14,9 @@ from torch import Tensor
 
 from tiered_kv.errors import ConfigurationError
 from tiered_kv.host import wire
-from tiered_kv.loop_calls import LoopCalls
 from tiered_kv.memory.device import After, Copy, Done, Stream
 from tiered_kv.memory.lanes import RevokedError
+from tiered_kv.tiers.chain import Chain
 from tiered_kv.transfers.bindings import EngineMemory
 
 Ids = NDArray[np.int64]
@@ -38,13 +38,14 @@ class FarMemory(EngineMemory, Stream):
     gpu = None
     direct = None
 
-    def __init__(self, id: int, pool: str, send: Callable[[wire.Message], None], loop_calls: LoopCalls) -> None:  # noqa: A002 - what it is
-        """Ask with ``send`` for the copies of transfer ``id``, between the engine and the slots of ``pool``."""
-        self.name = f"client-{id}"
-        self._id = id
-        self._pool = pool
+    def __init__(self, number: int, num_blocks: int, chain: Chain, send: Callable[[wire.Message], None]) -> None:
+        """Ask with ``send`` for the copies of one transfer of so many blocks, to and from host slots of ``chain``."""
+        self.name = f"client-{number}"
+        self.num_bytes = num_blocks * chain.group.payload_bytes
+        self._id = number
+        self._pool = chain.host.slab.name
         self._send = send
-        self._loop_calls = loop_calls
+        self._loop_calls = chain.loop_calls
         self._parts: list[wire.Part] = []
         self._dones: dict[int, Done] = {}
         self._num_asked = 0

@@ -7,7 +7,7 @@ long as what it says, so that nothing of what follows is read. Then an event loo
 import asyncio
 import socket
 from collections.abc import Callable, Sequence
-from typing import Final, Generic, TypeVar
+from typing import Final, Generic, TypeVar, cast
 
 from tiered_kv.errors import BackendUnavailableError, ConfigurationError
 from tiered_kv.host import wire
@@ -84,9 +84,9 @@ class Link(asyncio.Protocol, Generic[M]):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin."""
-        assert isinstance(transport, asyncio.Transport)  # noqa: S101 - of a stream socket
-        self._transport = transport
-        transport.set_write_buffer_limits(high=_UNREAD_BYTES)
+        # Of a stream socket; uvloop's are of no class of asyncio's.
+        self._transport = cast("asyncio.Transport", transport)
+        self._transport.set_write_buffer_limits(high=_UNREAD_BYTES)
 
     def data_received(self, data: bytes) -> None:
         """Take what is whole."""

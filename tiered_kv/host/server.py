@@ -285,9 +285,7 @@ class _Client:
 
     def __init__(self, session: Session, connection: socket.socket, ended: "partial[None]") -> None:
         self.session = session
-        self.link: Link[wire.Request] = Link(
-            wire.request_from, self._take, self._lost, broken=partial(log, "warning", "host.client_broken")
-        )
+        self.link: Link[wire.Request] = Link(wire.request_from, self._take, self._lost, broken=self._break)
         self._ended = ended
         self._beside: list[Link[wire.Request]] = []
         self._num_taken = 0
@@ -339,6 +337,11 @@ class _Client:
         while self._early and self._early[0][0] <= self._num_taken:
             _, early, send = self._early.pop(0)
             self.session.take(early, send)
+
+    def _break(self, why: str) -> None:
+        """Take nothing more of it. What is held for it is, until it is gone: it may be copying."""
+        log("warning", "host.client_broken", client=self.session.name, error=why)
+        self.link.end_writing()
 
     def _lost(self) -> None:
         if self._pidfd < 0:

@@ -83,6 +83,7 @@ class Session:
         self._stores: dict[int, tuple[StoreHandle, FarMemory]] = {}
         self._asked: dict[int, asyncio.Task[None]] = {}
         self._leases: dict[int, tuple[Chain, Lease]] = {}
+        self._num_bytes = 0  # of loads and stores
         self._tasks = Tasks()
         self._has_ended = False
 
@@ -148,12 +149,12 @@ class Session:
         self._new(request.id)
         check_seconds("deadline_s", request.deadline_s)
         (_, cache), keys = self._seat(request.keys.epoch), request.keys.block_keys()
-        if len(self._loads) >= self._limits.loads_per_client:
+        chain, batch = cache.batch(keys)
+        far = FarMemory(request.id, len(keys), chain, send)
+        if len(self._loads) >= self._limits.loads_per_client or not self._has_room(far):
             fault = TierFault("host", "too many loads", len(keys))
             send(wire.Loaded(request.id, 0, {}, 0, 0.0, (fault,), None))
             return
-        chain, batch = cache.batch(keys)
-        far = FarMemory(request.id, chain.host.slab.name, send, chain.loop_calls)
         handle = start_load(
             LoadRequest(
                 chain,
@@ -169,6 +170,7 @@ class Session:
             )
         )
         self._loads[request.id] = handle, far
+        self._num_bytes += far.num_bytes
         if handle.is_admitted and not handle.done:  # it is in memory, and needs no task
             self._promised.add(request.id)
             send(wire.Admitted(request.id, len(keys), {chain.host.name: len(keys)}))
@@ -180,7 +182,8 @@ class Session:
         send(wire.Admitted(id_, await handle.admitted(), {}))
 
     def _loaded(self, request: wire.Load, send: Send, ended: "asyncio.Future[LoadResult]") -> None:
-        del self._loads[request.id]
+        _, far = self._loads.pop(request.id)
+        self._num_bytes -= far.num_bytes
         self._promised.discard(request.id)
         if ended.cancelled() or ended.exception() is not None:
             fault = TierFault("host", "failed", 0, "" if ended.cancelled() else repr(ended.exception()))
@@ -194,22 +197,24 @@ class Session:
     def _store(self, request: wire.Store, send: Send) -> None:
         self._new(request.id)
         (_, cache), keys = self._seat(request.keys.epoch), request.keys.block_keys()
+        chain, batch = cache.batch(keys)
+        far = FarMemory(request.id, len(keys), chain, send)
         why = "read only" if self.is_read_only else ""
-        if len(self._stores) >= self._limits.stores_per_client:
+        if len(self._stores) >= self._limits.stores_per_client or not self._has_room(far):
             why = "too many stores"
         if why:
             send(wire.Stored(request.id, 0, 0, {why: len(keys)} if len(keys) else {}, 0, 0.0))
             send(wire.Settled(request.id, ()))
             return
-        chain, batch = cache.batch(keys)
-        far = FarMemory(request.id, chain.host.slab.name, send, chain.loop_calls)
         positions = np.arange(len(keys))[:, np.newaxis]
         handle = start_store(StoreRequest(chain, batch, far, positions, Lane(far, None), layerwise=request.layerwise))
         self._stores[request.id] = handle, far
+        self._num_bytes += far.num_bytes
         handle.when_done(partial(self._stored, request.id, len(keys), send))
 
     def _stored(self, id_: int, num_keys: int, send: Send, ended: "asyncio.Future[StoreResult]") -> None:
-        del self._stores[id_]
+        _, far = self._stores.pop(id_)
+        self._num_bytes -= far.num_bytes
         if ended.cancelled() or ended.exception() is not None:
             send(wire.Stored(id_, 0, 0, {"failed": num_keys}, 0, 0.0))
             send(wire.Settled(id_, ()))
@@ -221,6 +226,11 @@ class Session:
 
     async def _say_settled(self, id_: int, result: StoreResult, send: Send) -> None:
         send(wire.Settled(id_, await result.settled()))
+
+    def _has_room(self, far: FarMemory) -> bool:
+        """Say whether the client may have one more transfer; one alone may be of any size."""
+        most = self._limits.bytes_per_client
+        return most is None or not self._num_bytes or self._num_bytes + far.num_bytes <= most
 
     def _store_layer(self, request: wire.StoreLayer) -> None:
         if (storing := self._stores.get(request.id)) is not None:
