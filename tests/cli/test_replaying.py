@@ -44,6 +44,28 @@ def test_replay_shows_what_each_tier_would_do(trace: Path) -> None:
     assert "300 requests" in text
 
 
+def test_replay_says_what_prefetches_are_worth() -> None:
+    """How many loads found all of it in memory, with them and without."""
+    trace, tiers = "synthetic:timers?num_requests=200&num_sessions=20", ("--tier", "cpu=10GiB", "--tier", "s3")
+    without, helped = answer("replay", trace, *tiers), answer("replay", trace, *tiers, "--prefetch")
+    assert without["prefetch"] is None
+    assert helped["loads_in_memory"] > without["loads_in_memory"]
+    assert "prefetched" in run("replay", trace, *tiers, "--prefetch").stdout
+    assert run("replay", trace, "--tier", "s3", "--prefetch").exit_code == 2
+
+
+def test_an_exclusive_tier_is_refused(tmp_path: Path) -> None:
+    """What a replay would get wrong it does not answer."""
+    file = tmp_path / "kv.toml"
+    file.write_text(
+        '[[tiers]]\nmedium = "cpu"\ncapacity = "8GiB"\n[[tiers]]\nmedium = "nvme"\npath = "kv"\ncapacity = "9GiB"\n'
+        'write = "back"\nexclusive = true\n'
+    )
+    result = run("replay", "synthetic:chat?num_requests=9", "--config", file)
+    assert result.exit_code == 2
+    assert "'nvme' is exclusive" in result.stderr
+
+
 def test_replay_takes_settings_and_synthetic_traces(tmp_path: Path) -> None:
     """A file of settings says which tiers; a name makes up requests."""
     file = tmp_path / "kv.toml"

@@ -182,7 +182,7 @@ class SimulatedChain:
 
 def _plan_of(tier: TierSettings) -> TierPlan:
     if getattr(tier, "exclusive", False):
-        raise ConfigurationError(f"tier {tier_name(tier)!r} is exclusive, which is not imagined: replay it with --real")
+        raise ConfigurationError(f"tier {tier_name(tier)!r} is exclusive, which cannot be imagined: leave that out")
     capacity, policy = getattr(tier, "capacity", None), getattr(tier, "policy", "lru")
     return TierPlan(
         tier_name(tier),
