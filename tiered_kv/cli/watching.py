@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from tiered_kv.cli import hosting
 from tiered_kv.cli.running import running_cache
 from tiered_kv.cli.showing import AsJSON, one_line_errors, out, print_json, print_table
 from tiered_kv.errors import ConfigurationError
@@ -34,8 +35,26 @@ At = Annotated[
 ]
 
 
-def status_command(at: At = DEFAULT, *, as_json: AsJSON = False) -> None:
-    """Show what a running cache has, and what it did in the last hour. Exits 1 if a tier is in trouble."""
+def status_command(
+    at: At = DEFAULT,
+    *,
+    host: Annotated[
+        Path | None, typer.Option(help="Instead of a cache, the server that `tiered-kv serve` runs: its socket.")
+    ] = None,
+    as_json: AsJSON = False,
+) -> None:
+    """Show what a running cache has, and what it did in the last hour. Exits 1 if a tier is in trouble.
+
+    With --host, whether a server is ready, its models and clients; exits 1 if it is not.
+    """
+    if host is not None:
+        with one_line_errors():
+            server = hosting.state_of(host)
+        if as_json:
+            print_json(server)
+        else:
+            hosting.show(server)
+        raise typer.Exit(int(not server["is_ready"]))
     with one_line_errors(), running_cache(at) as cache:
         state = cache.state()
     if as_json:

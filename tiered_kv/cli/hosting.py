@@ -1,0 +1,46 @@
+"""What ``tiered-kv status --host`` shows: how the server of one cache for a host is, who is attached, what it keeps."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+
+from tiered_kv.cli.showing import out, print_table
+
+
+def state_of(socket: Path) -> dict[str, Any]:
+    """Ask the server that listens there.
+
+    Raises:
+        ConfigurationError, BackendUnavailableError: There is none that answers.
+    """
+    from tiered_kv.host.server import TieredKVServer  # noqa: PLC0415 - needs msgspec, others do not
+
+    return TieredKVServer.health_at(socket)
+
+
+def show(state: Mapping[str, Any]) -> None:
+    """Show what it said, as a line and two tables."""
+    how = "draining" if state["is_draining"] else "ready" if state["is_ready"] else "not ready"
+    out.print(f"{how}, for {state['up_s']:,.0f} s, process {state['pid']}; {len(state['clients'])} clients attached")
+    if state["shares"]:
+        columns = ("model", "clients", "weight", "tier", "blocks", "of", "in use", "hits")
+        print_table(columns, [row for share in state["shares"] for row in _rows_of(share)])
+    if state["clients"]:
+        columns = ("client", "loads", "stores", "copies", "leases", "questions")
+        print_table(
+            columns, [(escape(each["name"]), *(f"{each[name]}" for name in columns[1:])) for each in state["clients"]]
+        )
+
+
+def _rows_of(share: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Yield a row for each tier of a model's share; one that nobody has opened yet has none."""
+    about = (escape(share["model"]), f"{share['clients']}", f"{share['weight']:g}")
+    tiers = share.get("tiers", ())
+    if not tiers:
+        yield (*about, "", "", "", "", "")
+    for tier in tiers:
+        counts = (tier["ready"], tier["num_slots"], tier["leased"] + tier["pending"], tier["hits"])
+        yield (*about, tier["tier"], *(f"{count:,}" for count in counts))
+        about = ("", "", "")
