@@ -19,6 +19,7 @@ SMALL: Final[Mapping[str, tuple[list[str], dict[str, Any]]]] = {
     "event_loop": (["--seconds", "0.1", "--rounds", "1"], {}),
     "face": (["--rounds", "1"], {"SIZES": (1, 4)}),
     "hops": ([], {}),
+    "host": (["--rounds", "1"], {"NUM_BLOCKS": 32, "PROCESSES": (1,), "ASKING": 1}),
     "launches": ([], {}),
     "nvme": (["--rounds", "1"], {"NUM_BYTES": 32 << 20}),
     "policies": (
