@@ -17,8 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tiered_kv import BlockCache, GPULoadStoreSpec, KVLayout, ModelIdentity, TieredKV, hash_blocks
+from tiered_kv.host import wire
 
 SMALL, LARGE = (16, 2, 64, 4), (16, 8, 128, 32)
 """Tokens, heads, dimension and layers of blocks of 32 KiB and of 2 MiB."""
@@ -153,7 +154,8 @@ class Processes:
     """Some that do the same at the same time."""
 
     def __init__(self, work: Callable[[Connection, str, int], None], url: str, number: int) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["tiered_kv.host.client", "torch"])
         self._ends: list[Connection] = []
         self._processes = []
         for each in range(number):
@@ -209,29 +211,46 @@ def lookups(url: str, seconds: float) -> tuple[float, float]:
 
 
 async def costs(url: str, pid: int, rounds: int) -> dict[str, float]:
-    """Return the server's bytes on sockets and microseconds of CPU for a lookup of many blocks and a load of one."""
+    """Return the server's CPU, and the bytes through its socket, for a lookup of many blocks and a load of one."""
     caches, keys = caches_of(SMALL, 2 * NUM_BLOCKS), hash_blocks(range(NUM_BLOCKS * 16), block_size=16)
     figures = {}
-    async with attached(url, caches) as kv:
-        await kv.store(keys, GPULoadStoreSpec(range(NUM_BLOCKS)))
-        for name in ("lookup", "load"):
-            before = used(pid)
-            for _ in range(rounds):
-                if name == "lookup":
-                    await kv.lookup(keys)
-                else:
-                    await kv.load(keys[:1], GPULoadStoreSpec([NUM_BLOCKS]))
-            after = used(pid)
-            figures |= {f"{name}_{what}": (after[what] - before[what]) / rounds for what in after}
+    with counted() as numbers:
+        async with attached(url, caches) as kv:
+            await kv.store(keys, GPULoadStoreSpec(range(NUM_BLOCKS)))
+            for name in ("lookup", "load"):
+                before = numbers[0], cpu_us(pid)
+                for _ in range(rounds):
+                    if name == "lookup":
+                        await kv.lookup(keys)
+                    else:
+                        await kv.load(keys[:1], GPULoadStoreSpec([NUM_BLOCKS]))
+                figures[f"{name}_bytes"] = (numbers[0] - before[0]) / rounds
+                figures[f"{name}_cpu_us"] = (cpu_us(pid) - before[1]) / rounds
     return figures
 
 
-def used(pid: int) -> dict[str, float]:
-    """Return what a process has read and written, and its CPU time."""
-    io = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
-    ticks = Path(f"/proc/{pid}/schedstat").read_text().split()[0]
-    threads = [int(each.read_text().split()[0]) for each in Path(f"/proc/{pid}/task").glob("*/schedstat")]
-    return {"bytes": int(io["rchar"]) + int(io["wchar"]), "cpu_us": max(int(ticks), sum(threads)) / 1e3}
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """Have this process count the bytes of all frames that it sends and gets, in the list."""
+    numbers, frame, reply_from = [0], wire.frame, wire.reply_from
+
+    def sent(message: wire.Message) -> bytes:
+        data = frame(message)
+        numbers[0] += len(data)
+        return data
+
+    def got(body: bytes | memoryview) -> wire.Reply:
+        numbers[0] += len(body) + wire.LENGTH.size
+        return reply_from(body)
+
+    vars(wire).update(frame=sent, reply_from=got)
+    yield numbers
+    vars(wire).update(frame=frame, reply_from=reply_from)
+
+
+def cpu_us(pid: int) -> float:
+    """Return the CPU time of a process, all its threads together."""
+    return sum(int(each.read_text().split()[0]) for each in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e3
 
 
 def main() -> None:

@@ -347,3 +347,11 @@ async def test_tiers_that_a_server_cannot_have(tier: dict[str, object], tmp_path
     with pytest.raises(ConfigurationError, match="a server"):
         async with TieredKVServer(settings):
             pass
+
+
+async def test_an_end_that_was_wanted_is_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Who leaves has not lost the server: an operator is told of what went wrong alone."""
+    with serving(tmp_path, cpu(16)) as server:
+        async with attached(server, AnyEngine()):
+            pass
+    assert [record for record in caplog.records if record.levelname == "WARNING"] == []

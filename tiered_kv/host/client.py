@@ -562,7 +562,8 @@ class ConnectedKV(BlockCache):
         if self._there is there:
             self._there = None
             self._changed.set()
-            log("warning", "host.server_lost", path=self._path)
+            if self._closing is None:
+                log("warning", "host.server_lost", path=self._path)
 
     # What calls are made of.
 
