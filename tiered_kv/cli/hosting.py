@@ -28,10 +28,9 @@ def show(state: Mapping[str, Any]) -> None:
         columns = ("model", "clients", "weight", "tier", "blocks", "of", "in use", "hits")
         print_table(columns, [row for share in state["shares"] for row in _rows_of(share)])
     if state["clients"]:
-        columns = ("client", "loads", "stores", "copies", "leases", "questions")
-        print_table(
-            columns, [(escape(each["name"]), *(f"{each[name]}" for name in columns[1:])) for each in state["clients"]]
-        )
+        counts = ("loads", "stores", "copies", "leases", "questions")
+        rows = [(escape(each["name"]), *(f"{each[name]}" for name in counts)) for each in state["clients"]]
+        print_table(("client", *counts), rows)
 
 
 def _rows_of(share: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
