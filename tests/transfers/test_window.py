@@ -197,3 +197,26 @@ async def test_a_tier_is_not_asked_for_what_one_above_it_has() -> None:
 def every(at: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Say that each block ends the prefix."""
     return np.ones(len(at), np.bool_)
+
+
+async def test_a_transfer_that_begins_no_more_plans_no_more() -> None:
+    """Else a tier would be taken for busy, by whoever asks what it costs to read from it, for as long as it lives."""
+    medium, engine, keys = ScriptedBackend(), Engine(), prompt(16)
+    async with open_cache(medium, engine=engine, limits=UNKEPT) as kv:
+        await keep(kv, engine, keys)
+        cache = inside(kv)
+        chain = cache.chains[0]
+        batch = chain.naming.batch(keys, cache.epoch)
+        bringer = Bringer(chain, batch, Kind.LOAD, keep=False)
+        window = await bringer.begin(0, batch[:4], may_wait=True)
+        assert window is not None
+        landed = await bringer.land(window, math.inf)
+        chain.release(*landed.leases)
+        await until(lambda: kv.stats().transfers == 0)
+        before = chain.storage[0].speed.estimate()
+        bringer.close()
+        after = chain.storage[0].speed.estimate()
+        assert before is not None
+        assert after is not None
+        assert (before.others_bytes > 0, after.others_bytes) == (True, 0)
+        await until_idle(kv)
