@@ -20,7 +20,8 @@ PACKAGES = ("tiered_kv", "tiered_kv_backends")
 
 # Modules that cannot be imported without an extra, or an engine, and which.
 NEEDS_EXTRA = {
-    "tiered_kv.cli.app": "cli",
+    "tiered_kv.cli.": "cli",
+    "tiered_kv.host.": "host",
     "tiered_kv.integrations.sglang": "SGLang itself",
     "tiered_kv.integrations.transformers": "transformers",
     "tiered_kv.integrations.vllm": "vLLM",
