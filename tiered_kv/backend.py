@@ -137,6 +137,10 @@ class TierSettings(Checked):
     """Blocks a second that may be read here: each is a request, or a part of one."""
     writes_per_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Blocks a second that may be written here."""
+    max_write_bytes_per_day: ByteSize | None = Field(default=None, gt=0)
+    """Bytes that may be written here in a day, for a disk that wears out or a store that bills them; no limit if left
+    out. What would be more is dropped, and not waited for. An hour's share may be written at once, and after a restart.
+    For storage tiers."""
 
     @model_validator(mode="after")
     def _check_read_only(self) -> Self:

@@ -259,6 +259,7 @@ class TierStatistics:
         dirty: Blocks that wait here to be written below.
         withheld: Slots that no block is put in for now: their disk is away, or no key opens the records in them.
         written, promoted, evicted, dropped, corrupt, failed, expired: Blocks, see `tiers.memory.Counters`.
+        held_back: Of the dropped ones, those that `max_write_bytes_per_day` has kept from being written.
         bytes_read, bytes_written: Of records that the medium brought and took, headers and padding included. 0 for
             memory tiers, whose copies are a part of each load and store.
         read_s, write_s: How long its calls took. Calls under way side by side add up: bytes over seconds is what one of
@@ -291,6 +292,7 @@ class TierStatistics:
     corrupt: int = 0
     failed: int = 0
     expired: int = 0
+    held_back: int = 0
     bytes_read: int = 0
     read_s: float = 0.0
     read_queue_s: float = 0.0

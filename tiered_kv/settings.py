@@ -57,7 +57,7 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 _FOR_STORAGE = (
     "admit_after", "exclusive", "encryption", "scrub_bandwidth", "read_bandwidth", "write_bandwidth", "reads_per_s",
-    "writes_per_s",
+    "writes_per_s", "max_write_bytes_per_day",
 )  # fmt: skip
 """What every tier's settings have, and tiers in memory do not take."""
 

@@ -125,3 +125,30 @@ def test_memory_has_no_rates() -> None:
             TieredKVSettings(tiers=[wrong])
     with pytest.raises(ConfigurationError, match="must be positive"):
         TieredKVSettings(tiers=[CPUTier(), {"medium": "memory", "capacity": "1GiB", "reads_per_s": 0}])
+
+
+@pytest.mark.parametrize("write", ["through", "back"])
+def test_a_medium_is_not_worn_faster_than_allowed(write: str) -> None:
+    """What would be too much for the day is dropped at once, and counted; the tiers above keep it, and time helps."""
+
+    async def main() -> None:
+        engine, device, loop = Engine(), CountingDevice(), asyncio.get_running_loop()
+        worn = {"medium": "memory", "capacity": "1MiB", "write": write, "max_write_bytes_per_day": 24 * 4 * RECORD}
+        async with open_cache(
+            CPUTier(capacity=64 * PAYLOAD_BYTES), worn, engine=engine, limits=LIMITS, device=device
+        ) as kv:
+            watch(device, pools_of(kv))
+            for seed in range(4):
+                await keep(kv, engine, prompt(4, seed=seed))
+                await kv.flush()
+            tier = kv.stats()["memory"]
+            assert (tier.written, tier.held_back, tier.dropped) == (4, 12, 12)
+            assert kv.stats()["cpu"].ready == 16
+            started = loop.time()
+            await asyncio.sleep(3600)
+            await keep(kv, engine, prompt(4, seed=5))
+            await kv.flush()
+            assert loop.time() - started < 3700
+            assert kv.stats()["memory"].written == 8
+
+    run(main)

@@ -52,6 +52,7 @@ _TIER_COUNTERS: Final[Mapping[str, str]] = {
     "corrupt": "Blocks read from the tier and found broken.",
     "failed": "Blocks not read or written because the medium failed.",
     "expired": "Blocks removed because they were in the tier for too long.",
+    "held_back": "Of the dropped blocks, those that max_write_bytes_per_day has kept from being written.",
 }
 _TIER_GAUGES: Final[Mapping[str, tuple[Callable[[TierStatistics], float], str]]] = {
     "slots": (lambda of: of.num_slots, "Blocks the tier can hold; 0 for a medium that evicts for itself."),

@@ -31,6 +31,8 @@ class Counters:
     """Read and found broken."""
     failed: int = 0
     """Not read or written because the medium failed."""
+    held_back: int = 0
+    """Not written as so many bytes a day have been already; counted as dropped, too."""
     expired: int = 0
     """Removed because they were here for too long."""
     bytes_read: int = 0

@@ -24,6 +24,7 @@ from tiered_kv.tiers.records import Records
 from tiered_kv.tiers.shared import SharedTier
 from tiered_kv.tiers.storage import StorageTier, TierParts
 from tiered_kv.tiers.tasks import Tasks, WorkerPool
+from tiered_kv.tiers.wear import Wear
 
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.5, 8.0
 _NOTHING: Final = Recovered(0, np.empty((0, 4), np.uint64), np.empty(0, np.int64))
@@ -71,6 +72,7 @@ class StorageMedium:
         self._backend = backend
         self._services = services
         self._calls = Calls(self.health, services.calls)
+        self._wear = Wear(settings.max_write_bytes_per_day, clock)
         self._pools: list[WorkerPool] = []
         self._records = Records(services.records, settings.encryption)
         self._context = BackendContext(services.shapes, self._new_workers, clock)
@@ -128,8 +130,9 @@ class StorageMedium:
         """Make the tier of one kind of block."""
         services = self._services
         parts = TierParts(
-            self.health, self._calls, budget, self._records, services.tasks, self._settings, group, shape, codec
-        )
+            self.health, self._calls, budget, self._records, services.tasks, self._settings, group, shape, self._wear,
+            codec,
+        )  # fmt: skip
         if isinstance(self._backend, Backend):
             return SharedTier(parts, self._backend)
         return OwnedTier(parts, self._backend, self._books[group])

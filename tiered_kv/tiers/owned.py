@@ -124,7 +124,7 @@ class OwnedTier(StorageTier, BookedTier):
             self._see_missing()
         return right
 
-    async def write(
+    async def _write_blocks(
         self,
         batch: Batch,
         blocks: list[Block],

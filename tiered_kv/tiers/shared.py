@@ -151,7 +151,7 @@ class SharedTier(StorageTier):
             give_back()
         return right
 
-    async def write(
+    async def _write_blocks(
         self,
         batch: Batch,
         blocks: list[Block],

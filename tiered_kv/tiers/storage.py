@@ -32,6 +32,7 @@ from tiered_kv.tiers.records import Encoded, Records, Refusals, Staging
 from tiered_kv.tiers.reports import WriteReport
 from tiered_kv.tiers.speed import ReadSpeed
 from tiered_kv.tiers.tasks import Tasks
+from tiered_kv.tiers.wear import Wear
 
 READ: Final = frozenset({Outcome.HIT, Outcome.MISS, Outcome.CORRUPT, Outcome.FAILED})
 _READERS: Final = frozenset({Kind.LOAD, Kind.PREFETCH})
@@ -51,6 +52,7 @@ class TierParts:
         settings: The tier's.
         group: Which kind of block this tier has: a KV group on one rank.
         shape: Of its records.
+        wear: How much may be written.
         codec: What makes their payloads of what is in slots, if these differ.
     """
 
@@ -62,6 +64,7 @@ class TierParts:
     settings: TierSettings
     group: int
     shape: RecordShape
+    wear: Wear
     codec: ExponentCodec | None
 
 
@@ -82,6 +85,7 @@ class StorageTier(Tier):
         self.speed = ReadSpeed(parts.health.clock)
         self._codec = parts.codec
         self._records = parts.records
+        self._wear = parts.wear
         self._staging = Staging(parts.shape)
         self._tasks = parts.tasks
         self._writing: dict[object, tuple[NDArray[np.uint64], asyncio.Future[None]]] = {}
@@ -128,7 +132,6 @@ class StorageTier(Tier):
     ) -> Mask:
         """See `read`."""
 
-    @abstractmethod
     async def write(
         self,
         batch: Batch,
@@ -138,6 +141,23 @@ class StorageTier(Tier):
         kind: Kind,
     ) -> WriteReport:
         """Encode and write blocks, as long as they are wanted: checked when their turn has come, and after it."""
+        if not self._wear.may_write():
+            self.counters.held_back += len(batch)
+            return WriteReport.nothing_of(len(batch))
+        report = await self._write_blocks(batch, blocks, is_wanted, on_late, kind)
+        self._wear.wrote(self._num_bytes(int(np.count_nonzero(report.written))))
+        return report
+
+    @abstractmethod
+    async def _write_blocks(
+        self,
+        batch: Batch,
+        blocks: list[Block],
+        is_wanted: Callable[[], Mask],
+        on_late: Callable[[], None],
+        kind: Kind,
+    ) -> WriteReport:
+        """See `write`."""
 
     async def opened(self, books: Sequence[TierIndex]) -> None:
         """Begin to use a medium that has been opened later than the cache.
