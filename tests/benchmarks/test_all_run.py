@@ -2,7 +2,9 @@
 
 import importlib
 import json
+import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,7 +22,6 @@ SMALL: Final[Mapping[str, tuple[list[str], dict[str, Any]]]] = {
     "face": (["--rounds", "1"], {"SIZES": (1, 4)}),
     "hops": ([], {}),
     "host": (["--rounds", "1"], {"NUM_BLOCKS": 32, "PROCESSES": (1,), "ASKING": 1}),
-    "launches": ([], {}),
     "nvme": (["--rounds", "1"], {"NUM_BYTES": 32 << 20}),
     "policies": (
         ["synthetic:chat?num_requests=20", "--sizes", "100", "--policies", "lru", "--tracked", "4096"],
@@ -31,8 +32,8 @@ SMALL: Final[Mapping[str, tuple[list[str], dict[str, Any]]]] = {
     "telemetry": (["--rounds", "1"], {}),
 }
 """How little is enough: arguments, and constants of the module. Of those that are not here all of it is."""
-ELSEWHERE: Final = {"engines", "gpu"}
-"""`tests/engines` and `test_gpu` run these."""
+ELSEWHERE: Final = {"engines", "gpu", "launches"}
+"""`tests/engines`, `test_gpu` and the last test here run these."""
 
 
 @pytest.fixture
@@ -62,3 +63,12 @@ def test_it_runs(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         monkeypatch.setattr(module, constant, value)
     module.main()
     assert isinstance(json.loads(capsys.readouterr().out.splitlines()[-1]), dict)
+
+
+@pytest.mark.slow
+def test_launches_run() -> None:
+    """In a process of its own: once Triton's compiler is imported, its interpreter is no more to be had."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(BENCHMARKS / "launches.py")]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert isinstance(json.loads(ran.stdout.splitlines()[-1]), dict), ran.stderr

@@ -11,8 +11,8 @@ from tests.support.backends import ScriptedBackend
 from tests.support.caches import keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, Engine, prompt
 from tiered_kv import ConfigurationError, GPULoadStoreSpec, TieredKVSettings
-from tiered_kv.catalog.policies.lru import LRUPolicy
-from tiered_kv.catalog.table import Slots
+from tiered_kv.catalog.index import TierIndex
+from tiered_kv.keys import Names
 
 KEYS = prompt(8)
 INTO = GPULoadStoreSpec(range(8))
@@ -119,29 +119,23 @@ def test_no_time_is_refused() -> None:
             TieredKVSettings(tiers=[tier])
 
 
-class StumblingPolicy(LRUPolicy):
-    """Raises as often as told when blocks are taken out of the order of eviction."""
+def test_an_error_does_not_end_time_to_live_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of ours, perhaps: it is logged, and after a pause blocks expire as before."""
+    expire, left = TierIndex.expire, [2]
 
-    num_errors = 0
-
-    def park(self, slots: Slots) -> None:
-        """Raise, or do it."""
-        if StumblingPolicy.num_errors:
-            StumblingPolicy.num_errors -= 1
+    def stumble(self: TierIndex, *, limit: int) -> Names:
+        if left[0]:
+            left[0] -= 1
             raise ZeroDivisionError
-        super().park(slots)
-
-
-def test_an_error_does_not_end_time_to_live_for_good() -> None:
-    """Of an eviction policy of the program's, perhaps: it is logged, and after a pause blocks expire as before."""
+        return expire(self, limit=limit)
 
     async def main() -> None:
         engine, device = Engine(), virtual.CountingDevice()
-        cpu = {"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES, "ttl_s": 10.0, "policy": f"{__name__}:StumblingPolicy"}
+        cpu = {"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES, "ttl_s": 10.0}
         async with open_cache(cpu, engine=engine, device=device) as kv:
             virtual.watch(device, [])
             await keep(kv, engine, KEYS)
-            StumblingPolicy.num_errors = 2
+            monkeypatch.setattr(TierIndex, "expire", stumble)
             with capture_logs() as logs:
                 await asyncio.sleep(30.0)
             assert [entry["event"] for entry in logs] == ["background.failed"] * 2
