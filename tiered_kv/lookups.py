@@ -44,6 +44,8 @@ def _cost(tier: StorageTier, num_ranks: int) -> LoadCost | None:
 def with_pending(parts: Sequence[tuple[Chain, Batch]], found: LookupResult) -> LookupResult:
     """Say how many blocks behind a prefix are on their way to host memory, or there, on every rank."""
     start, num_pending = found.num_blocks, 0
+    if start == len(parts[0][1]):
+        return found
     for chain, batch in parts:
         host = chain.host.index
         first = host.find(batch.names[start : start + 1])[1]
