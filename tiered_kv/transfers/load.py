@@ -175,10 +175,12 @@ class Load(InTask):
                 self._chain.release(*landed.leases)
                 return
             self._copy(landed)
+            if landed.num_blocks:
+                retries = _RETRIES
             if landed.num_blocks < size:
                 if not landed.is_worth_another or not retries:
                     return
-                retries = _RETRIES if landed.num_blocks else retries - 1
+                retries -= 1
                 while underway:
                     self._bringer.abandon(underway.popleft())
                 begun = landed.window.start + landed.num_blocks
