@@ -40,7 +40,7 @@ class Router:
                 self._apply(event)
 
     def _apply(self, event: Any) -> None:
-        from vllm.distributed.kv_events import BlockRemoved, BlockStored  # noqa: PLC0415
+        from vllm.distributed.kv_events import BlockRemoved, BlockStored  # noqa: PLC0415 - takes seconds
 
         match event:
             case BlockStored():
@@ -60,7 +60,7 @@ class Router:
 def main(wanted: Wanted) -> None:
     """Run all rounds, listen, and print the answer."""
     from vllm import LLM, SamplingParams  # noqa: PLC0415 - takes seconds
-    from vllm.config import KVEventsConfig  # noqa: PLC0415
+    from vllm.config import KVEventsConfig  # noqa: PLC0415 - takes seconds
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

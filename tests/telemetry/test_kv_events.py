@@ -263,7 +263,7 @@ async def test_a_publisher_that_falls_behind_is_exact_afterwards(tmp_path: Path)
         joined(publisher) as router,
     ):
         assert publisher._open is not None  # noqa: SLF001 - the thread is stopped where it stands
-        publisher._open._outlet.put(lambda: [] * gate.wait(30))  # noqa: SLF001
+        publisher._open._outlet.put(lambda: [] * gate.wait(30))  # noqa: SLF001 - so that its thread is busy
         known = await drive(kv, publisher, engine, 80)
         gate.set()
         await until_exact(router, kv, known)

@@ -29,7 +29,7 @@ CPU = CPUTier(capacity=16 * PAYLOAD_BYTES)
 
 
 @asynccontextmanager
-async def asking(page: Any, base_url: str = "http://localhost") -> AsyncIterator[httpx.AsyncClient]:  # noqa: ANN401
+async def asking(page: Any, base_url: str = "http://localhost") -> AsyncIterator[httpx.AsyncClient]:  # noqa: ANN401 - any ASGI app
     """Ask an application without a server."""
     async with httpx.AsyncClient(transport=httpx.ASGITransport(page), base_url=base_url) as client:
         yield client

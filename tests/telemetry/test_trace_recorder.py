@@ -136,7 +136,7 @@ async def test_a_recorder_is_one_caches_and_wants_a_path(tmp_path: Path) -> None
     with pytest.raises(ConfigurationError, match="most_bytes"):
         TraceRecorder("x", most_bytes=0)
     with pytest.raises(ConfigurationError, match="record_trace must be a path"):
-        async with open_cache(CPU, record_trace=7):  # type: ignore[arg-type]
+        async with open_cache(CPU, record_trace=7):  # type: ignore[arg-type] # is what is refused
             pass
 
 
