@@ -1,10 +1,12 @@
 """Forecasts of conversations, and prefetches of a real cache by them, on a clock that the tests turn."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.support.caches import inside, keep, open_cache, until
-from tests.support.engine import PAYLOAD_BYTES, Engine, prompt
-from tiered_kv import ConfigurationError, CPUTier, GPULoadStoreSpec, SessionPlanner
+from tests.support.engine import MODEL, PAYLOAD_BYTES, Engine, prompt, small_layout
+from tiered_kv import CacheStatistics, ConfigurationError, CPUTier, GPULoadStoreSpec, SessionPlanner, TieredKV
 from tiered_kv.sessions import SessionForecast, SessionStatistics
 
 CPU = CPUTier(capacity=16 * PAYLOAD_BYTES)
@@ -129,3 +131,27 @@ async def test_it_runs_by_itself_and_ends_with_the_cache() -> None:
                 SessionPlanner(kv, **wrong)
         with pytest.raises(ConfigurationError, match="back_in_s"):
             planner.turn("a", prompt(2), back_in_s=0.0)
+
+
+async def test_a_server_that_is_away_ends_no_planner() -> None:
+    """Its statistics name no tier then: nothing is brought, and conversations are looked at again."""
+
+    class Away(TieredKV):
+        """A cache that can be made to know nothing, as a client of a server that is away."""
+
+        is_away = False
+
+        def stats(self) -> CacheStatistics:
+            """Say what there is, or nothing."""
+            stats = super().stats()
+            return replace(stats, tiers=()) if self.is_away else stats
+
+    clock, engine = Clock(), Engine()
+    async with Away([CPU, FAR], model=MODEL, layout=small_layout(), device="cpu") as kv:
+        kv.register_kv_caches(engine.caches)
+        planner = SessionPlanner(kv, clock=clock)
+        planner.turn("timer", prompt(4), back_in_s=100.0)
+        Away.is_away = True
+        clock.now = 95.0
+        planner.tick()
+        assert planner.statistics().prefetches == 0

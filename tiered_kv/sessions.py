@@ -286,7 +286,8 @@ class SessionPlanner:
         return books.written + books.promoted
 
     def _books(self) -> TierStatistics:
-        return next(tier for tier in self._kv.stats().tiers if tier.tier == self._to)
+        nothing = TierStatistics(self._to)  # while a host's server is away
+        return next((tier for tier in self._kv.stats().tiers if tier.tier == self._to), nothing)
 
     def _let_go(self, session: Hashable, what: str) -> None:
         """Count what a prefetch has brought."""

@@ -218,6 +218,15 @@ async def test_models_keep_to_themselves_and_share_the_tiers(tmp_path: Path) -> 
                 assert (await kv.lookup(KEYS)).num_blocks == 12
 
 
+async def test_shares_are_the_same_after_a_restart(tmp_path: Path) -> None:
+    """Models that an earlier server has left on the disk count once: what was a half is a half."""
+    disk, another = nvme(tmp_path / "disk"), ModelIdentity("another", weights="w0")
+    for _ in range(2):
+        with serving(tmp_path, cpu(32), disk) as server:
+            async with attached(server) as kv, attached(server, model=another) as other:
+                assert (kv.stats()["cpu"].num_slots, other.stats()["cpu"].num_slots) == (16, 16)
+
+
 async def test_ranks_have_parts_and_a_scheduler_sees_all(tmp_path: Path) -> None:
     """A block is there for a scheduler once every rank has stored its part."""
     engines = [AnyEngine(), AnyEngine()]

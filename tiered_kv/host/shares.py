@@ -115,7 +115,7 @@ class Shares:
                 del self._shares[share.directory]
                 log("info", "host.share_reclaimed", model=share.name, directory=share.directory)
             if unused:
-                await self._resize(1.0)
+                await self._resize(self._weights())
 
     async def aclose(self) -> None:
         """Close every cache, side by side."""
@@ -129,7 +129,7 @@ class Shares:
         weight = self._settings.host.weights.get(model.name, 1.0)
         before = self._shares.get(directory)
         others = sum(each.weight for each in self if each is not before)
-        await self._resize(others / (others + weight), weight)
+        await self._resize(others + weight)
         share = Share(directory, model.name, weight, None, Pins(0), 0.0)
         part = weight / (others + weight)
         try:
@@ -145,15 +145,17 @@ class Shares:
             )
             share.cache = await cache.__aenter__()
         except BaseException:
-            await self._resize(1.0)
+            await self._resize(self._weights())
             raise
         self._shares[directory] = share
         log("info", "host.share_opened", model=model.name, directory=directory, part=round(part, 3))
         return share
 
-    async def _resize(self, part: float, added: float = 0.0) -> None:
-        """Have the open caches share all that is owned, beside what is to be ``added`` to their weights."""
-        weights = sum(each.weight for each in self) + added
+    def _weights(self) -> float:
+        return sum(each.weight for each in self)
+
+    async def _resize(self, weights: float) -> None:
+        """Give each open cache its part of all that is owned, by its weight out of so many."""
         for share in self:
             if share.cache is None:
                 continue
