@@ -11,6 +11,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Self
@@ -298,7 +299,9 @@ class SessionPlanner:
         if not handle.done:
             handle.cancel()
             return
-        moved = handle.result().num_moved
+        moved = 0
+        with suppress(asyncio.CancelledError):  # of a prefetch that the end of the cache has ended; nobody waits here
+            moved = handle.result().num_moved
         self._counts["moved"] += moved
         self._counts[what] += moved
 

@@ -227,6 +227,19 @@ async def test_shares_are_the_same_after_a_restart(tmp_path: Path) -> None:
                 assert (kv.stats()["cpu"].num_slots, other.stats()["cpu"].num_slots) == (16, 16)
 
 
+async def test_what_others_keep_beside_the_models_is_not_touched(tmp_path: Path) -> None:
+    """A directory of theirs may have any name: it is no model's, and is never reclaimed."""
+    foreign = tmp_path / "disk" / ("0123456789abcdef" * 2)
+    foreign.mkdir(parents=True, mode=0o700)
+    (tmp_path / "disk").chmod(0o700)
+    (foreign / "theirs").write_text("kept")
+    with serving(tmp_path, cpu(32), nvme(tmp_path / "disk")) as server:
+        async with attached(server):
+            assert [share["directory"] for share in server.health()["shares"]] != [foreign.name]
+            assert len(server.health()["shares"]) == 1
+    assert (foreign / "theirs").read_text() == "kept"
+
+
 async def test_ranks_have_parts_and_a_scheduler_sees_all(tmp_path: Path) -> None:
     """A block is there for a scheduler once every rank has stored its part."""
     engines = [AnyEngine(), AnyEngine()]

@@ -26,6 +26,8 @@ from tiered_kv.tiers.pins import Pins
 from tiered_kv.tiers.tasks import in_a_thread
 
 _DIRECTORY_DIGITS: Final = 32
+_HOLDER: Final = "holder"
+"""A file that an NVMe tier keeps in its directory."""
 
 
 @dataclass(eq=False)
@@ -200,11 +202,14 @@ def _ranks_of(shards: Sequence[Shard]) -> list[Shard]:
 
 
 def _left_in(path: Path) -> list[str]:
+    """Name the directories of models, which may be deleted one day: others' are none, whatever they are called."""
     with suppress(OSError):
         return [
             each.name
             for each in path.iterdir()
-            if len(each.name) == _DIRECTORY_DIGITS and set(each.name) <= set("0123456789abcdef")
+            if len(each.name) == _DIRECTORY_DIGITS
+            and set(each.name) <= set("0123456789abcdef")
+            and (each / _HOLDER).is_file()
         ]
     return []
 
