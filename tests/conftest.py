@@ -7,10 +7,12 @@
 
 import os
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
+import structlog
 import torch
 
 if not torch.cuda.is_available():
@@ -38,6 +40,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def anyio_backend() -> str:
     """The event loop of async tests and of async fixtures."""
     return "asyncio"
+
+
+@pytest.fixture(autouse=True)
+def _structlog_is_not_configured() -> Iterator[None]:
+    """A test that configures structlog, as programs do, leaves no other test in its process a log on stdout."""
+    yield
+    structlog.reset_defaults()
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

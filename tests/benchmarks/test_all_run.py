@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-import structlog
 
 BENCHMARKS: Final = Path(__file__).parents[2] / "benchmarks"
 SMALL: Final[Mapping[str, tuple[list[str], dict[str, Any]]]] = {
@@ -41,9 +40,8 @@ def _like_a_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator
     """Run where a benchmark may leave files, and set back what a program may set for good."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    modules, logging, on_term = set(sys.modules), structlog.get_config(), signal.getsignal(signal.SIGTERM)
+    modules, on_term = set(sys.modules), signal.getsignal(signal.SIGTERM)
     yield
-    structlog.configure(**logging)
     signal.signal(signal.SIGTERM, on_term)
     for name in set(sys.modules) - modules:  # another benchmark may have a module of the same name
         if (Path(getattr(sys.modules[name], "__file__", None) or "/").parent) == BENCHMARKS:
