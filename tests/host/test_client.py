@@ -27,7 +27,8 @@ from tiered_kv import (
     full,
     window,
 )
-from tiered_kv.host import link, wire
+from tiered_kv.host import link, messages, wire
+from tiered_kv.host.opening import Attach
 
 KEYS = prompt(12)
 
@@ -330,10 +331,10 @@ async def test_a_client_that_talks_nonsense_keeps_what_it_holds_until_it_goes(tm
     with serving(tmp_path, cpu(24)) as server:
         async with attached(server, engine) as kv:
             await kv.store(KEYS, engine.fill(KEYS, range(12)))
-            opening = wire.Attach.of("stranger", MODEL, SMALL, (Shard(),), is_read_only=False)
+            opening = Attach.of("stranger", MODEL, SMALL, (Shard(),), is_read_only=False)
             connection, _, descriptors = await asyncio.to_thread(link.begin, os.fspath(server.path), opening, 10.0)
-            said = wire.Keys.of(KEYS, kv.namespace().epoch)
-            connection.sendall(wire.frame(wire.Lease(1, said)))
+            said = messages.Keys.of(KEYS, kv.namespace().epoch)
+            connection.sendall(wire.frame(messages.Lease(1, said)))
             await until(lambda: kv.stats()["cpu"].leased == 12)
             connection.sendall(b"\3\0\0\0abc")
             while await asyncio.to_thread(connection.recv, 4096):

@@ -1,5 +1,7 @@
 """One cache for a host: a server owns the tiers, and engines in other processes, or containers, attach to it.
 
-`server` listens and keeps one cache for each model; `session` serves one client; `client` gives an engine the face of
-`TieredKV`. What passes between them is in `wire`, and blocks pass through memory that both have mapped.
+In the server, `server` listens and keeps one cache for each model (`shares`); `session` serves one client, whose memory
+is `far`. In the engine's process `client` has the face of `TieredKV`, `connection` keeps it attached, by one
+`attachment` after the other, and `moving` copies. `opening` and `messages` are what passes between them over a `link`,
+in the encoding of `wire`; blocks pass through memory that both have mapped.
 """

@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from tiered_kv.host import link, wire
+from tiered_kv.host import link, messages, wire
 from tiered_kv.host.link import Link
+from tiered_kv.host.opening import Attached, Join
 from tiered_kv.log import log
 from tiered_kv.memory.device import Device
 from tiered_kv.memory.host import HostSlab
@@ -24,7 +25,7 @@ _JOIN_S: Final = 1.0
 class Transferring(Protocol):
     """A load or store of this client, as its attachment knows it."""
 
-    def take(self, reply: wire.Reply) -> None:
+    def take(self, reply: messages.Reply) -> None:
         """Take what the server says about it."""
 
     def lose(self) -> None:
@@ -46,7 +47,7 @@ class Attachment:
         self,
         path: str,
         connection: socket.socket,
-        attached: wire.Attached,
+        attached: Attached,
         descriptors: list[int],
         device: Device,
         lost: Callable[["Attachment"], None],
@@ -61,7 +62,7 @@ class Attachment:
         self._connection = connection
         self._on_lost = lost
         self._last_number = 0
-        self._waiting: dict[int, asyncio.Future[wire.Answer]] = {}
+        self._waiting: dict[int, asyncio.Future[messages.Answer]] = {}
         self._num_copying = 0
         self._is_ending = False
         self._door = _Door(path, attached.token)
@@ -77,7 +78,7 @@ class Attachment:
             for fd in descriptors:
                 os.close(fd)
         self._lockings = [device.page_lock(slab) for slab in self.slabs.values()] if device.kind != "cpu" else []
-        self._link: Link[wire.Reply] = Link(wire.reply_from, self._take, self._lose, broken=self._break)
+        self._link: Link[messages.Reply] = Link(messages.reply_from, self._take, self._lose, broken=self._break)
 
     async def start(self) -> None:
         """Let the server's messages come."""
@@ -92,12 +93,12 @@ class Attachment:
         self._last_number += 1
         return self._last_number
 
-    async def ask(self, make: Callable[[int], wire.Message], timeout_s: float) -> wire.Answer | None:
+    async def ask(self, make: Callable[[int], wire.Message], timeout_s: float) -> messages.Answer | None:
         """Ask, and return the answer; None if there is none in time. Cancellation ends the wait only."""
         if not self.is_open or self.is_silent:
             return None
         number = self.number()
-        future: asyncio.Future[wire.Answer] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[messages.Answer] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
         try:
             self._link.send(make(number))
@@ -110,9 +111,9 @@ class Attachment:
         finally:
             del self._waiting[number]
             if not future.done() or future.cancelled():
-                self._link.send(wire.Cancel(number))
+                self._link.send(messages.Cancel(number))
 
-    def ask_now(self, make: Callable[[int], wire.Message], timeout_s: float) -> wire.Answer | None:
+    def ask_now(self, make: Callable[[int], wire.Message], timeout_s: float) -> messages.Answer | None:
         """`ask` from any thread, which blocks meanwhile."""
         if not self.is_open or self.is_silent:
             return None
@@ -138,7 +139,7 @@ class Attachment:
         if not self._is_ending or self._num_copying:
             return
         self._num_copying = -1  # once
-        self._link.send(wire.Bye())
+        self._link.send(messages.Bye())
         self._link.close()
         self._door.close()
         self._close_slabs()
@@ -151,15 +152,15 @@ class Attachment:
 
     # From the server.
 
-    def _take(self, reply: wire.Reply) -> None:
+    def _take(self, reply: messages.Reply) -> None:
         self.is_silent = False
-        if isinstance(reply, wire.Answer) and (future := self._waiting.get(reply.id)) is not None:
+        if isinstance(reply, messages.Answer) and (future := self._waiting.get(reply.id)) is not None:
             if not future.done():
                 future.set_result(reply)
         elif (transfer := self.transfers.get(reply.id)) is not None:
             transfer.take(reply)
-        elif isinstance(reply, wire.Copy):  # of a transfer that is over here
-            self._link.send(wire.Copied(reply.id, reply.number, "revoked"))
+        elif isinstance(reply, messages.Copy):  # of a transfer that is over here
+            self._link.send(messages.Copied(reply.id, reply.number, "revoked"))
 
     def _break(self, why: str) -> None:
         log("error", "host.server_broken", error=why)
@@ -172,7 +173,7 @@ class Attachment:
         self.is_open = False
         for future in self._waiting.values():
             if not future.done():
-                future.set_result(wire.Failed(0, "BackendUnavailableError", "the server is gone"))
+                future.set_result(messages.Failed(0, "BackendUnavailableError", "the server is gone"))
         for transfer in list(self.transfers.values()):
             transfer.lose()
         self._on_lost(self)
@@ -190,7 +191,7 @@ class _Door:
         self._last_number = 0  # downwards: numbers above are the other connection's
         self._is_closed = False
 
-    def ask(self, make: Callable[[int], wire.Message], timeout_s: float, after: int) -> wire.Answer | None:
+    def ask(self, make: Callable[[int], wire.Message], timeout_s: float, after: int) -> messages.Answer | None:
         until = time.monotonic() + timeout_s
         if not self._lock.acquire(timeout=timeout_s):
             return None
@@ -200,11 +201,11 @@ class _Door:
             connection = self._open(until)
             self._last_number -= 1
             connection.settimeout(max(0.001, until - time.monotonic()))
-            connection.sendall(wire.frame(wire.After(after)) + wire.frame(make(self._last_number)))
+            connection.sendall(wire.frame(messages.After(after)) + wire.frame(make(self._last_number)))
             while True:
                 (length,) = wire.LENGTH.unpack(_receive(connection, wire.LENGTH.size, until))
-                reply = wire.reply_from(_receive(connection, length, until))
-                if isinstance(reply, wire.Answer) and reply.id == self._last_number:
+                reply = messages.reply_from(_receive(connection, length, until))
+                if isinstance(reply, messages.Answer) and reply.id == self._last_number:
                     return reply  # else a late one, to a question that was given up
         except Exception as error:  # noqa: BLE001 - whatever it is, the next question tries again
             log("warning", "host.question_failed", error=str(error) or type(error).__name__)
@@ -222,7 +223,7 @@ class _Door:
     def _open(self, until: float) -> socket.socket:
         if self._connection is None:
             timeout_s = min(_JOIN_S, max(0.001, until - time.monotonic()))
-            self._connection, _, _ = link.begin(self._path, wire.Join(self._token), timeout_s)
+            self._connection, _, _ = link.begin(self._path, Join(self._token), timeout_s)
         return self._connection
 
     def _drop(self) -> None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tiered_kv.errors import ConfigurationError
-from tiered_kv.host import wire
+from tiered_kv.host import messages, wire
 from tiered_kv.memory.device import After, Copy, Done, Stream
 from tiered_kv.memory.lanes import RevokedError
 from tiered_kv.tiers.chain import Chain
@@ -46,7 +46,7 @@ class FarMemory(EngineMemory, Stream):
         self._pool = chain.host.slab.name
         self._send = send
         self._loop_calls = chain.loop_calls
-        self._parts: list[wire.Part] = []
+        self._parts: list[messages.Part] = []
         self._dones: dict[int, Done] = {}
         self._num_asked = 0
         self._is_lost = False
@@ -84,7 +84,7 @@ class FarMemory(EngineMemory, Stream):
         else:
             number, self._num_asked = self._num_asked, self._num_asked + 1
             self._dones[number] = done
-            self._send(wire.Copy(self._id, number, tuple(self._parts)))
+            self._send(messages.Copy(self._id, number, tuple(self._parts)))
         return None
 
     def close(self) -> None:
@@ -115,4 +115,4 @@ class FarMemory(EngineMemory, Stream):
 
     def _ask(self, slots: Ids, positions: Ids, layers: slice | None) -> None:
         part = None if layers is None else (layers.start, layers.stop)
-        self._parts.append(wire.Part(self._pool, wire.as_bytes(slots), wire.as_bytes(positions), part))
+        self._parts.append(messages.Part(self._pool, wire.as_bytes(slots), wire.as_bytes(positions), part))

@@ -11,6 +11,7 @@ from typing import Final, Generic, TypeVar, cast
 
 from tiered_kv.errors import BackendUnavailableError, ConfigurationError
 from tiered_kv.host import wire
+from tiered_kv.host.opening import Opened, Opening, Refused, opened_from, opening_from
 from tiered_kv.host.wire import Message, WireError
 
 M = TypeVar("M")
@@ -170,11 +171,11 @@ async def greeted(connection: socket.socket) -> int:
     return wire.version_in(await _receive(loop, connection, wire.GREETING_BYTES))
 
 
-async def receive_opening(connection: socket.socket) -> wire.Opening:
+async def receive_opening(connection: socket.socket) -> Opening:
     """Return the first message of a client."""
     loop = asyncio.get_running_loop()
     (length,) = wire.LENGTH.unpack(await _receive(loop, connection, wire.LENGTH.size))
-    return wire.opening_from(await _receive(loop, connection, _checked(length)))
+    return opening_from(await _receive(loop, connection, _checked(length)))
 
 
 async def send_opened(connection: socket.socket, answer: Message, descriptors: Sequence[int] = ()) -> None:
@@ -196,7 +197,7 @@ async def _receive(loop: asyncio.AbstractEventLoop, connection: socket.socket, n
 # And on the side of a client, who may block: it begins in a thread.
 
 
-def begin(path: str, opening: Message, timeout_s: float) -> tuple[socket.socket, wire.Opened, list[int]]:
+def begin(path: str, opening: Message, timeout_s: float) -> tuple[socket.socket, Opened, list[int]]:
     """Connect, say who attaches, and return the connection, the answer, and descriptors, which are the caller's.
 
     Raises:
@@ -213,7 +214,7 @@ def begin(path: str, opening: Message, timeout_s: float) -> tuple[socket.socket,
         _check_version(path, version)
         connection.sendall(wire.frame(opening))
         (length,) = wire.LENGTH.unpack(_receive_now(connection, wire.LENGTH.size, descriptors))
-        answer = wire.opened_from(_receive_now(connection, _checked(length), descriptors))
+        answer = opened_from(_receive_now(connection, _checked(length), descriptors))
     except WireError as error:
         give_back(connection, descriptors)
         raise ConfigurationError(f"{path}: {error}") from error
@@ -223,7 +224,7 @@ def begin(path: str, opening: Message, timeout_s: float) -> tuple[socket.socket,
     except BaseException:
         give_back(connection, descriptors)
         raise
-    if isinstance(answer, wire.Refused):
+    if isinstance(answer, Refused):
         give_back(connection, descriptors)
         raise wire.error_of(answer.kind, answer.why)
     return connection, answer, descriptors

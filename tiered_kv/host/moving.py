@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.errors import ConfigurationError, TieredKVError
-from tiered_kv.host import wire
+from tiered_kv.host import messages, wire
 from tiered_kv.host.attachment import Attachment
 from tiered_kv.keys import BlockKeys
 from tiered_kv.loop_calls import LoopCalls
@@ -91,30 +91,30 @@ class Moving(Generic[R]):
         """Stop as soon as possible; on the event loop."""
         if not self._why and not self.ended.done():
             if self._there is not None:
-                self._there.send(wire.Cancel(self._number))
+                self._there.send(messages.Cancel(self._number))
             self._stop("revoked")
 
     def lose(self) -> None:
         """See `Transferring.lose`: what is being copied still comes to its end."""
         self._stop("server away", revoke=False)
 
-    def take(self, reply: wire.Reply) -> None:
+    def take(self, reply: messages.Reply) -> None:
         """See `Transferring.take`."""
         match reply:
-            case wire.Copy():
+            case messages.Copy():
                 self._copy(reply)
-            case wire.Failed(why=why):
+            case messages.Failed(why=why):
                 self._stop(why)
             case _:
                 self._take_other(reply)
 
     # Copies.
 
-    def _copy(self, asked: wire.Copy) -> None:
+    def _copy(self, asked: messages.Copy) -> None:
         there = self._there
         assert there is not None  # noqa: S101 - it was started
         if self._why:
-            there.send(wire.Copied(asked.id, asked.number, "revoked"))
+            there.send(messages.Copied(asked.id, asked.number, "revoked"))
             return
         work = partial(self._move, there, asked.parts)
         num_bytes = sum(len(part.slots) for part in asked.parts) // 8 * self._binding.caches.payload_bytes
@@ -131,7 +131,7 @@ class Moving(Generic[R]):
         except Exception as error:  # noqa: BLE001 - one that cannot be submitted has failed as any other that fails
             copy.resolve(error)
 
-    def _move(self, there: Attachment, parts: tuple[wire.Part, ...]) -> None:
+    def _move(self, there: Attachment, parts: tuple[messages.Part, ...]) -> None:
         for part in parts:
             rows, slots, positions = there.slabs[part.pool].rows, wire.as_ids(part.slots), wire.as_ids(part.positions)
             layers = None if part.layers is None else slice(*part.layers)
@@ -140,7 +140,7 @@ class Moving(Generic[R]):
     def _move_part(self, rows: Any, slots: Ids, pages: Ids, layers: slice | None) -> None:  # noqa: ANN401 - a Tensor
         raise NotImplementedError
 
-    def _copied(self, asked: wire.Copy, copy: LaneCopy, error: BaseException | None) -> None:
+    def _copied(self, asked: messages.Copy, copy: LaneCopy, error: BaseException | None) -> None:
         self._copying.discard(copy)
         self._say_copied(asked, error)
         if self._there is not None:
@@ -148,7 +148,7 @@ class Moving(Generic[R]):
         if self._why:
             self._end_if_still()
 
-    def _say_copied(self, asked: wire.Copy, error: BaseException | None) -> None:
+    def _say_copied(self, asked: messages.Copy, error: BaseException | None) -> None:
         """Answer; on a GPU the copy has ended by now, not only been enqueued."""
         said = ""
         if error is None:
@@ -161,7 +161,7 @@ class Moving(Generic[R]):
             said = "revoked" if isinstance(error, RevokedError) else f"{type(error).__name__}: {error}"
             self._error = self._error or said
         if self._there is not None:
-            self._there.send(wire.Copied(asked.id, asked.number, said))
+            self._there.send(messages.Copied(asked.id, asked.number, said))
 
     def _layer_copied(self, layer: int, positions: Ids) -> None:
         """Count one layer of blocks."""
@@ -182,7 +182,7 @@ class Moving(Generic[R]):
             return
         self._why = why
         if why == "deadline" and self._there is not None:
-            self._there.send(wire.Cancel(self._number))
+            self._there.send(messages.Cancel(self._number))
         if revoke:
             self._revoke_copies()
         self._end_if_still()
@@ -204,7 +204,7 @@ class Moving(Generic[R]):
     def _forget(self, there: Attachment) -> None:
         there.transfers.pop(self._number, None)
 
-    def _take_other(self, reply: wire.Reply) -> None:
+    def _take_other(self, reply: messages.Reply) -> None:
         raise NotImplementedError
 
     def _result_here(self) -> R:
@@ -257,13 +257,13 @@ class FarLoad(Moving[LoadResult]):
         """See `Loading.stop_before`."""
         raise ConfigurationError('stop_before() is for a load with order="back"')
 
-    def _copy(self, asked: wire.Copy) -> None:
+    def _copy(self, asked: messages.Copy) -> None:
         before = len(self._copies)
         super()._copy(asked)
         if len(self._copies) > before and asked.parts and asked.parts[0].layers is not None:
             self._layers[asked.parts[0].layers[0]] = self._copies[-1]
 
-    def _say_copied(self, asked: wire.Copy, error: BaseException | None) -> None:
+    def _say_copied(self, asked: messages.Copy, error: BaseException | None) -> None:
         super()._say_copied(asked, error)
         self._end_if_all_is_here()
 
@@ -288,14 +288,14 @@ class FarLoad(Moving[LoadResult]):
         if self._why == "revoked" or not (self._layers and self._layers[min(self._layers)].has_begun):
             super()._revoke_copies()
 
-    def _take_other(self, reply: wire.Reply) -> None:
+    def _take_other(self, reply: messages.Reply) -> None:
         match reply:
-            case wire.Admitted():
+            case messages.Admitted():
                 if not self._admitted.done():
                     self._admitted.set_result(reply.num_blocks)
                 self._by_tier = reply.by_tier
                 self._end_if_all_is_here()
-            case wire.Loaded() if not self._why:
+            case messages.Loaded() if not self._why:
                 faults = reply.faults
                 mask = np.frombuffer(reply.mask, np.bool_) if reply.mask is not None else None
                 result = LoadResult(
@@ -353,7 +353,7 @@ class FarStore(Moving[StoreResult]):
             self._lane.wait(after)
         self._missing.discard(layer)
         if self._there is not None:
-            self._there.send(wire.StoreLayer(self._number, layer))
+            self._there.send(messages.StoreLayer(self._number, layer))
 
     async def settled(self) -> tuple[TierStore, ...]:
         """See `StoreResult.settled`."""
@@ -370,9 +370,9 @@ class FarStore(Moving[StoreResult]):
     def _move_part(self, rows: Any, slots: Ids, pages: Ids, layers: slice | None) -> None:  # noqa: ANN401 - a Tensor
         self._binding.gather(pages, rows, slots, layers=layers)
 
-    def _take_other(self, reply: wire.Reply) -> None:
+    def _take_other(self, reply: messages.Reply) -> None:
         match reply:
-            case wire.Stored() if not self._why:
+            case messages.Stored() if not self._why:
                 self._finish(
                     StoreResult(
                         len(self._keys),
@@ -385,7 +385,7 @@ class FarStore(Moving[StoreResult]):
                         self.settled,
                     )
                 )
-            case wire.Settled(tiers=tiers):
+            case messages.Settled(tiers=tiers):
                 if not self._settled.done():
                     self._settled.set_result(tiers)
                 if self._there is not None:

@@ -5,17 +5,17 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from tiered_kv.cache import TieredKV
-from tiered_kv.host import wire
+from tiered_kv.host import messages, wire
 from tiered_kv.keys import BlockKeys
 from tiered_kv.results import LookupResult
 
 T = TypeVar("T")
-Answering = Callable[[], Coroutine[Any, Any, wire.Answer]]
-Answered = wire.Answer | Answering
+Answering = Callable[[], Coroutine[Any, Any, messages.Answer]]
+Answered = messages.Answer | Answering
 """At once, or what finds it out."""
 
 
-def answer(kv: TieredKV, request: wire.Asking) -> Answered:
+def answer(kv: TieredKV, request: messages.Asking) -> Answered:
     """Answer a question about keys.
 
     Args:
@@ -28,62 +28,64 @@ def answer(kv: TieredKV, request: wire.Asking) -> Answered:
     return _ANSWERS[type(request)](kv, request, request.keys.block_keys())
 
 
-def _lookup(kv: TieredKV, request: wire.Lookup, keys: BlockKeys) -> Answered:
+def _lookup(kv: TieredKV, request: messages.Lookup, keys: BlockKeys) -> Answered:
     if request.owned:
         return _found(request.id, kv.lookup_nowait(keys))
     return _then(partial(kv.lookup, keys), partial(_found, request.id))
 
 
-def _membership(kv: TieredKV, request: wire.Membership, keys: BlockKeys) -> Answered:
-    return wire.States(request.id, kv.membership(keys).tobytes())
+def _membership(kv: TieredKV, request: messages.Membership, keys: BlockKeys) -> Answered:
+    return messages.States(request.id, kv.membership(keys).tobytes())
 
 
-def _pin(kv: TieredKV, request: wire.Pin, keys: BlockKeys) -> Answered:
-    return wire.Number(request.id, kv.pin(keys, ttl_s=request.ttl_s).num_blocks)
+def _pin(kv: TieredKV, request: messages.Pin, keys: BlockKeys) -> Answered:
+    return messages.Number(request.id, kv.pin(keys, ttl_s=request.ttl_s).num_blocks)
 
 
-def _prefetch(kv: TieredKV, request: wire.Prefetch, keys: BlockKeys) -> Answered:
+def _prefetch(kv: TieredKV, request: messages.Prefetch, keys: BlockKeys) -> Answered:
     return _then(
         partial(kv.prefetch, keys, to=request.to),
-        lambda got: wire.Prefetched(request.id, got.num_blocks, got.num_moved, got.faults),
+        lambda got: messages.Prefetched(request.id, got.num_blocks, got.num_moved, got.faults),
     )
 
 
-def _evict(kv: TieredKV, request: wire.Evict, keys: BlockKeys) -> Answered:
-    return _then(partial(kv.evict, keys, tier=request.tier), partial(wire.Number, request.id))
+def _evict(kv: TieredKV, request: messages.Evict, keys: BlockKeys) -> Answered:
+    return _then(partial(kv.evict, keys, tier=request.tier), partial(messages.Number, request.id))
 
 
-def _explain(kv: TieredKV, request: wire.Explain, keys: BlockKeys) -> Answered:
-    return _then(partial(kv.explain, keys, ask=request.ask), lambda blocks: wire.Explained(request.id, tuple(blocks)))
+def _explain(kv: TieredKV, request: messages.Explain, keys: BlockKeys) -> Answered:
+    return _then(
+        partial(kv.explain, keys, ask=request.ask), lambda blocks: messages.Explained(request.id, tuple(blocks))
+    )
 
 
-def flush(cache: TieredKV, request: wire.Flush) -> Answered:
+def flush(cache: TieredKV, request: messages.Flush) -> Answered:
     """Wait until every store of every client is settled."""
-    return _then(partial(cache.flush, sync=request.sync), lambda _: wire.Number(request.id, 0))
+    return _then(partial(cache.flush, sync=request.sync), lambda _: messages.Number(request.id, 0))
 
 
-def clear(cache: TieredKV, request: wire.Clear) -> Answered:
+def clear(cache: TieredKV, request: messages.Clear) -> Answered:
     """Empty the tiers of all clients of the model."""
-    return _then(cache.clear, lambda _: wire.Number(request.id, 0))
+    return _then(cache.clear, lambda _: messages.Number(request.id, 0))
 
 
 _ANSWERS: Final[Mapping[type[wire.Message], Callable[..., Answered]]] = {
-    wire.Lookup: _lookup,
-    wire.Membership: _membership,
-    wire.Pin: _pin,
-    wire.Prefetch: _prefetch,
-    wire.Evict: _evict,
-    wire.Explain: _explain,
+    messages.Lookup: _lookup,
+    messages.Membership: _membership,
+    messages.Pin: _pin,
+    messages.Prefetch: _prefetch,
+    messages.Evict: _evict,
+    messages.Explain: _explain,
 }
 
 
-def _then(ask: Callable[[], Awaitable[T]], make: Callable[[T], wire.Answer]) -> Answered:
-    async def answer() -> wire.Answer:
+def _then(ask: Callable[[], Awaitable[T]], make: Callable[[T], messages.Answer]) -> Answered:
+    async def answer() -> messages.Answer:
         return make(await ask())
 
     return answer
 
 
-def _found(id_: int, result: LookupResult) -> wire.Found:
+def _found(id_: int, result: LookupResult) -> messages.Found:
     runs = tuple((run.tier, run.start, run.stop) for run in result.runs)
-    return wire.Found(id_, result.num_blocks, runs, result.num_bytes, dict(result.costs), result.num_pending)
+    return messages.Found(id_, result.num_blocks, runs, result.num_bytes, dict(result.costs), result.num_pending)

@@ -22,8 +22,9 @@ from typing import Any, Final, Self
 from tiered_kv.cache import seat_at
 from tiered_kv.errors import BackendUnavailableError, ConfigurationError, TieredKVError
 from tiered_kv.events import Emit
-from tiered_kv.host import link, wire
+from tiered_kv.host import link, messages, wire
 from tiered_kv.host.link import Link
+from tiered_kv.host.opening import Attach, Attached, Health, Healthy, Join, Joined, Refused, Slab
 from tiered_kv.host.session import Send, Session
 from tiered_kv.host.shares import Share, Shares
 from tiered_kv.host_settings import HostSettings
@@ -101,9 +102,9 @@ class TieredKVServer:
             ConfigurationError: What answers is no server of this version.
             BackendUnavailableError: Nothing answers in time.
         """
-        connection, answer, descriptors = link.begin(os.fspath(path), wire.Health(), timeout_s)
+        connection, answer, descriptors = link.begin(os.fspath(path), Health(), timeout_s)
         link.give_back(connection, descriptors)
-        if not isinstance(answer, wire.Healthy):
+        if not isinstance(answer, Healthy):
             raise ConfigurationError(f"{path} answered {type(answer).__name__} to a question about its health")
         return answer.facts
 
@@ -198,25 +199,25 @@ class TieredKVServer:
                     return
                 opening = await link.receive_opening(connection)
             match opening:
-                case wire.Health():
-                    await link.send_opened(connection, wire.Healthy(self.health()))
-                case wire.Join(token=token):
+                case Health():
+                    await link.send_opened(connection, Healthy(self.health()))
+                case Join(token=token):
                     is_taken = await self._join(connection, token)
-                case wire.Attach():
+                case Attach():
                     log("info", "host.attaching", client=opening.name, pid=pid, uid=uid, gid=gid, model=opening.model)
                     is_taken = await self._attach(connection, opening, who, uid)
         except TieredKVError as error:
             self._num_refused += 1
             log("warning", "host.client_refused", client=who, error=str(error))
             with suppress(OSError):
-                await link.send_opened(connection, wire.Refused(wire.kind_of(error), str(error)))
+                await link.send_opened(connection, Refused(wire.kind_of(error), str(error)))
         except (OSError, wire.WireError) as error:  # a TimeoutError included
             log("warning", "host.client_gave_up", client=who, error=str(error) or type(error).__name__)
         finally:
             if not is_taken:
                 connection.close()
 
-    async def _attach(self, connection: socket.socket, opening: wire.Attach, who: str, uid: int) -> bool:
+    async def _attach(self, connection: socket.socket, opening: Attach, who: str, uid: int) -> bool:
         host = self._settings.host
         if self._is_draining or self._shares is None:
             raise BackendUnavailableError("the server is about to end")
@@ -239,7 +240,7 @@ class TieredKVServer:
             try:
                 names = seat_at(share.cache, ranks, b"", (), pins)[1].chains[0].names
                 limits = self._settings.limits
-                answer = wire.Attached(
+                answer = Attached(
                     token,
                     slabs,
                     self._settings.codec,
@@ -266,7 +267,7 @@ class TieredKVServer:
         client = self._clients.get(token)
         if client is None:
             raise BackendUnavailableError("no client has this token: attach again")
-        await link.send_opened(connection, wire.Joined())
+        await link.send_opened(connection, Joined())
         await link.start(client.beside(), connection)
         return True
 
@@ -285,31 +286,31 @@ class _Client:
 
     def __init__(self, session: Session, connection: socket.socket, ended: "partial[None]") -> None:
         self.session = session
-        self.link: Link[wire.Request] = Link(wire.request_from, self._take, self._lost, broken=self._break)
+        self.link: Link[messages.Request] = Link(messages.request_from, self._take, self._lost, broken=self._break)
         self._ended = ended
-        self._beside: list[Link[wire.Request]] = []
+        self._beside: list[Link[messages.Request]] = []
         self._num_taken = 0
-        self._early: list[tuple[int, wire.Request, Send]] = []  # came on another connection before what it follows
+        self._early: list[tuple[int, messages.Request, Send]] = []  # came on another connection before what it follows
         self._has_ended = False
         self._pidfd = _pidfd_of(connection)
         if self._pidfd >= 0:
             asyncio.get_running_loop().add_reader(self._pidfd, self.end)
 
-    def beside(self) -> "Link[wire.Request]":
+    def beside(self) -> "Link[messages.Request]":
         """Return the link of another connection of this client."""
         after = 0
 
-        def take(request: wire.Request) -> None:
+        def take(request: messages.Request) -> None:
             nonlocal after
-            if isinstance(request, wire.After):
+            if isinstance(request, messages.After):
                 after = request.num_messages
             elif self._num_taken >= after:
                 self.session.take(request, made.send)
             else:
                 self._early.append((after, request, made.send))
 
-        made: Link[wire.Request] = Link(
-            wire.request_from, take, lambda: self._beside.remove(made), broken=lambda _: made.close()
+        made: Link[messages.Request] = Link(
+            messages.request_from, take, lambda: self._beside.remove(made), broken=lambda _: made.close()
         )
         self._beside.append(made)
         return made
@@ -328,9 +329,9 @@ class _Client:
         log("info", "host.client_ended", client=self.session.name)
         self._ended()
 
-    def _take(self, request: wire.Request) -> None:
+    def _take(self, request: messages.Request) -> None:
         self._num_taken += 1
-        if isinstance(request, wire.Bye):
+        if isinstance(request, messages.Bye):
             self.end()
             return
         self.session.take(request, self.link.send)
@@ -350,7 +351,7 @@ class _Client:
 
 def _slabs_of(
     share: Share, ranks: "list[Any]", pins: Pins, *, is_read_only: bool
-) -> tuple[tuple[wire.Slab, ...], list[int]]:
+) -> tuple[tuple[Slab, ...], list[int]]:
     """Return what a client maps, and descriptors of it: those of a client that only reads cannot be written by."""
     assert share.cache is not None  # noqa: S101 - it was joined
     _, cache = seat_at(share.cache, ranks, b"", (), pins)
@@ -360,7 +361,7 @@ def _slabs_of(
     for number, chain in enumerate(cache.chains):
         slab = chain.host.slab
         group, rank = divmod(number, len(ranks))
-        slabs.append(wire.Slab(slab.name, slab.num_slots, slab.stride_bytes, slab.payload_bytes, group, rank))
+        slabs.append(Slab(slab.name, slab.num_slots, slab.stride_bytes, slab.payload_bytes, group, rank))
         path = f"/proc/self/fd/{slab.fd}"
         descriptors.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC) if is_read_only else slab.fd)
     return tuple(slabs), descriptors

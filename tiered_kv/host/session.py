@@ -14,7 +14,7 @@ import numpy as np
 from tiered_kv.cache import TieredKV, seat_at
 from tiered_kv.catalog.leases import Lease
 from tiered_kv.errors import CapacityError, ConfigurationError, TieredKVError
-from tiered_kv.host import questions, wire
+from tiered_kv.host import messages, questions, wire
 from tiered_kv.host.far import FarMemory
 from tiered_kv.host.questions import Answered, Answering
 from tiered_kv.host_settings import HostSettings
@@ -101,7 +101,7 @@ class Session:
             "pinned_bytes": self._pins.num_bytes,
         }
 
-    def take(self, request: wire.Request, send: Send) -> None:
+    def take(self, request: messages.Request, send: Send) -> None:
         """Do what the client asks; ``send`` answers on the connection on which it did.
 
         What is wrong with a request is answered: the client raises it, or counts it.
@@ -109,19 +109,19 @@ class Session:
         if self._has_ended:
             return
         match request:
-            case wire.Copied():
+            case messages.Copied():
                 self._copied(request)
-            case wire.Load():
+            case messages.Load():
                 self._checked(request.id, send, partial(self._load, request, send))
-            case wire.Store():
+            case messages.Store():
                 self._checked(request.id, send, partial(self._store, request, send))
-            case wire.StoreLayer():
+            case messages.StoreLayer():
                 self._checked(request.id, send, partial(self._store_layer, request))
-            case wire.Cancel() | wire.Release():
+            case messages.Cancel() | messages.Release():
                 self._give_up(request.id)
-            case wire.Touch() | wire.Unpin():
+            case messages.Touch() | messages.Unpin():
                 self._quietly(request)
-            case wire.After() | wire.Bye():
+            case messages.After() | messages.Bye():
                 pass  # the connection's
             case _:
                 self._checked(request.id, send, partial(self._ask, request, send))
@@ -145,7 +145,7 @@ class Session:
 
     # Transfers.
 
-    def _load(self, request: wire.Load, send: Send) -> None:
+    def _load(self, request: messages.Load, send: Send) -> None:
         self._new(request.id)
         check_seconds("deadline_s", request.deadline_s)
         (_, cache), keys = self._seat(request.keys.epoch), request.keys.block_keys()
@@ -153,7 +153,7 @@ class Session:
         far = FarMemory(request.id, len(keys), chain, send)
         if len(self._loads) >= self._limits.loads_per_client or not self._has_room(far):
             fault = TierFault("host", "too many loads", len(keys))
-            send(wire.Loaded(request.id, 0, {}, 0, 0.0, (fault,), None))
+            send(messages.Loaded(request.id, 0, {}, 0, 0.0, (fault,), None))
             return
         handle = start_load(
             LoadRequest(
@@ -173,28 +173,28 @@ class Session:
         self._num_bytes += far.num_bytes
         if handle.is_admitted and not handle.done:  # it is in memory, and needs no task
             self._promised.add(request.id)
-            send(wire.Admitted(request.id, len(keys), {chain.host.name: len(keys)}))
+            send(messages.Admitted(request.id, len(keys), {chain.host.name: len(keys)}))
         elif request.layerwise:
             self._tasks.spawn(self._say_admitted(request.id, handle, send), "admit")
         handle.when_done(partial(self._loaded, request, send))
 
     async def _say_admitted(self, id_: int, handle: LoadHandle, send: Send) -> None:
-        send(wire.Admitted(id_, await handle.admitted(), {}))
+        send(messages.Admitted(id_, await handle.admitted(), {}))
 
-    def _loaded(self, request: wire.Load, send: Send, ended: "asyncio.Future[LoadResult]") -> None:
+    def _loaded(self, request: messages.Load, send: Send, ended: "asyncio.Future[LoadResult]") -> None:
         _, far = self._loads.pop(request.id)
         self._num_bytes -= far.num_bytes
         self._promised.discard(request.id)
         if ended.cancelled() or ended.exception() is not None:
             fault = TierFault("host", "failed", 0, "" if ended.cancelled() else repr(ended.exception()))
-            send(wire.Loaded(request.id, 0, {}, 0, 0.0, (fault,), None))
+            send(messages.Loaded(request.id, 0, {}, 0, 0.0, (fault,), None))
             return
         result = ended.result()
         mask = result.mask.tobytes() if request.gaps else None
         by_tier, seconds = dict(result.by_tier), result.seconds
-        send(wire.Loaded(request.id, result.num_blocks, by_tier, result.num_bytes, seconds, result.faults, mask))
+        send(messages.Loaded(request.id, result.num_blocks, by_tier, result.num_bytes, seconds, result.faults, mask))
 
-    def _store(self, request: wire.Store, send: Send) -> None:
+    def _store(self, request: messages.Store, send: Send) -> None:
         self._new(request.id)
         (_, cache), keys = self._seat(request.keys.epoch), request.keys.block_keys()
         chain, batch = cache.batch(keys)
@@ -203,8 +203,8 @@ class Session:
         if len(self._stores) >= self._limits.stores_per_client or not self._has_room(far):
             why = "too many stores"
         if why:
-            send(wire.Stored(request.id, 0, 0, {why: len(keys)} if len(keys) else {}, 0, 0.0))
-            send(wire.Settled(request.id, ()))
+            send(messages.Stored(request.id, 0, 0, {why: len(keys)} if len(keys) else {}, 0, 0.0))
+            send(messages.Settled(request.id, ()))
             return
         positions = np.arange(len(keys))[:, np.newaxis]
         handle = start_store(StoreRequest(chain, batch, far, positions, Lane(far, None), layerwise=request.layerwise))
@@ -216,27 +216,27 @@ class Session:
         _, far = self._stores.pop(id_)
         self._num_bytes -= far.num_bytes
         if ended.cancelled() or ended.exception() is not None:
-            send(wire.Stored(id_, 0, 0, {"failed": num_keys}, 0, 0.0))
-            send(wire.Settled(id_, ()))
+            send(messages.Stored(id_, 0, 0, {"failed": num_keys}, 0, 0.0))
+            send(messages.Settled(id_, ()))
             return
         result = ended.result()
         dropped = dict(result.drop_reasons)
-        send(wire.Stored(id_, result.num_stored, result.num_present, dropped, result.num_bytes, result.seconds))
+        send(messages.Stored(id_, result.num_stored, result.num_present, dropped, result.num_bytes, result.seconds))
         self._tasks.spawn(self._say_settled(id_, result, send), "settle")
 
     async def _say_settled(self, id_: int, result: StoreResult, send: Send) -> None:
-        send(wire.Settled(id_, await result.settled()))
+        send(messages.Settled(id_, await result.settled()))
 
     def _has_room(self, far: FarMemory) -> bool:
         """Say whether the client may have one more transfer; one alone may be of any size."""
         most = self._limits.bytes_per_client
         return most is None or not self._num_bytes or self._num_bytes + far.num_bytes <= most
 
-    def _store_layer(self, request: wire.StoreLayer) -> None:
+    def _store_layer(self, request: messages.StoreLayer) -> None:
         if (storing := self._stores.get(request.id)) is not None:
             storing[0].store_layer(request.layer)
 
-    def _copied(self, request: wire.Copied) -> None:
+    def _copied(self, request: messages.Copied) -> None:
         transfer = self._loads.get(request.id) or self._stores.get(request.id)
         if transfer is not None:
             transfer[1].answered(request.number, request.error)
@@ -255,12 +255,12 @@ class Session:
 
     # Questions.
 
-    def _ask(self, request: wire.Question, send: Send) -> None:
+    def _ask(self, request: messages.Question, send: Send) -> None:
         """Answer one: at once if that needs no waiting, else when it is known."""
         self._new(request.id)
         if len(self._asked) >= self._limits.questions_per_client:
             raise CapacityError(f"{self._limits.questions_per_client} questions of this client are under way")
-        if self.is_read_only and isinstance(request, wire.Evict | wire.Clear):
+        if self.is_read_only and isinstance(request, messages.Evict | messages.Clear):
             raise ConfigurationError("a read-only client evicts nothing")
         answered = self._answer(request)
         if isinstance(answered, wire.Message):
@@ -274,31 +274,31 @@ class Session:
         try:
             send(await answer())
         except TieredKVError as error:
-            send(wire.Failed(id_, wire.kind_of(error), str(error)))
+            send(messages.Failed(id_, wire.kind_of(error), str(error)))
 
-    def _answer(self, request: wire.Question) -> Answered:
+    def _answer(self, request: messages.Question) -> Answered:
         match request:
-            case wire.Stats():
+            case messages.Stats():
                 return partial(self._count, request)
-            case wire.Flush():
+            case messages.Flush():
                 return questions.flush(self._cache, request)
-            case wire.Clear():
+            case messages.Clear():
                 return questions.clear(self._cache, request)
-            case wire.Lease():
+            case messages.Lease():
                 return partial(self._lease, request)
         kv, seat = self._seat(request.keys.epoch)
-        if isinstance(request, wire.Explain):
+        if isinstance(request, messages.Explain):
             seat.past_epochs = list(request.before)
         return questions.answer(kv, request)
 
-    async def _count(self, request: wire.Stats) -> wire.Counted:
+    async def _count(self, request: messages.Stats) -> messages.Counted:
         """Count, what the client knows to have ended included: it takes a few turns more here."""
         _, cache = self._seat(b"")
         while any(not self._loads[id_][1].num_copying for id_ in self._promised):
             await cache.tasks.turn()
-        return wire.Counted(request.id, cache.statistics())
+        return messages.Counted(request.id, cache.statistics())
 
-    async def _lease(self, request: wire.Lease) -> wire.Leased:
+    async def _lease(self, request: messages.Lease) -> messages.Leased:
         chain, batch = self._seat(request.keys.epoch)[1].batch(request.keys.block_keys())
         if len(self._leases) >= self._limits.leases_per_client:
             raise CapacityError(f"this client holds {len(self._leases)} leases")
@@ -306,7 +306,7 @@ class Session:
         await bring_each(handles)
         (lease,) = lease_prefix([(chain, batch)])
         self._leases[request.id] = chain, lease
-        return wire.Leased(request.id, chain.host.slab.name, wire.as_bytes(lease.slots))
+        return messages.Leased(request.id, chain.host.slab.name, wire.as_bytes(lease.slots))
 
     # What requests are about.
 
@@ -328,13 +328,13 @@ class Session:
             call()
         except (TieredKVError, ValueError) as error:  # a ValueError is of an enum, e.g. a priority there is none of
             kind = wire.kind_of(error) if isinstance(error, TieredKVError) else ConfigurationError.__name__
-            send(wire.Failed(id_, kind, str(error)))
+            send(messages.Failed(id_, kind, str(error)))
 
-    def _quietly(self, request: wire.Touch | wire.Unpin) -> None:
+    def _quietly(self, request: messages.Touch | messages.Unpin) -> None:
         """Do what has no answer."""
         try:
             (kv, _), keys = self._seat(request.keys.epoch), request.keys.block_keys()
-            if isinstance(request, wire.Touch):
+            if isinstance(request, messages.Touch):
                 kv.touch(keys)
             else:
                 kv.unpin(keys)

@@ -1,0 +1,246 @@
+"""A client's way to whatever server listens on a socket: it attaches, asks, and attaches again when one is gone.
+
+While no server is there, or it does not answer in time, questions have no answer; nothing raises for that.
+"""
+
+import asyncio
+import socket
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
+from tiered_kv.errors import BackendUnavailableError, ClosedError, ConfigurationError
+from tiered_kv.host import link, wire
+from tiered_kv.host.attachment import Attachment
+from tiered_kv.host.engine_side import EngineSide
+from tiered_kv.host.messages import Answer, Failed, Stats
+from tiered_kv.host.opening import Attach, Attached, Opened
+from tiered_kv.layout import KVLayout
+from tiered_kv.log import log
+from tiered_kv.loop_calls import LoopCalls
+from tiered_kv.memory.make import DeviceLike
+from tiered_kv.tiers.tasks import Tasks, WorkerPool
+from tiered_kv.transfers.handles import Handle
+from tiered_kv.transfers.submissions import Ticket
+from tiered_kv.validation import check_asyncio
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+_PROBE_S: Final = 0.5
+"""How often a server that did not answer in time is asked whether it is there again."""
+_NOW_S: Final = 1.0
+"""What a call that blocks its thread may take at most."""
+
+Begun = tuple[socket.socket, Attached, list[int]]
+
+
+class Connection:
+    """One client's. For the event loop's thread, but for what says otherwise.
+
+    Attributes:
+        path: Of the server's socket.
+        timeout_s: What a question without a time of its own may take.
+        there: The attachment to the server that is there, if one is. Any thread may look.
+    """
+
+    def __init__(self, path: str, opening: Attach, layout: KVLayout, device: DeviceLike, timeout_s: float) -> None:
+        """Prepare it; `open` comes next.
+
+        Args:
+            path: See the attribute.
+            opening: Who attaches.
+            layout: Of the client's blocks.
+            device: Of the engine.
+            timeout_s: See the attribute.
+        """
+        self.path = path
+        self.timeout_s = timeout_s
+        self.there: Attachment | None = None
+        self._opening = opening
+        self._layout = layout
+        self._device = device
+        self._here: EngineSide | None = None
+        self._is_opening = False
+        self._closing: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+        self._tasks = Tasks()
+
+    # Questions.
+
+    def here(self, *, anywhere: bool = False) -> EngineSide:
+        """Return this process's side, to a call on its event loop, or from ``anywhere``.
+
+        Raises:
+            ClosedError: It is not open yet, or not any more.
+            ConfigurationError: This is another thread or event loop.
+        """
+        if self._here is None or (self._is_opening and self.there is None):
+            raise ClosedError("this TieredKV is not open yet: use it with 'async with'")
+        if self._closing is not None:
+            raise ClosedError("this TieredKV is closed")
+        self._here.check_loop(anywhere=anywhere)
+        return self._here
+
+    def send(self, message: wire.Message) -> None:
+        """Say what has no answer."""
+        if self.there is not None:
+            self.there.send(message)
+
+    async def ask(self, make: Callable[[int], wire.Message], timeout_s: float | None = None) -> Answer | None:
+        """Ask the server; None if it is away. What is wrong with the call raises."""
+        self.here()
+        if self.there is None:
+            return None
+        return _raised(await self.there.ask(make, self.timeout_s if timeout_s is None else timeout_s))
+
+    def ask_now(self, make: Callable[[int], wire.Message], *, anywhere: bool = False) -> Answer | None:
+        """`ask` that blocks its thread, a second at most; any thread may call it from ``anywhere``."""
+        self.here(anywhere=anywhere)
+        there = self.there
+        if there is None:
+            return None
+        answer = there.ask_now(make, min(self.timeout_s, _NOW_S))
+        if answer is None:
+            there.is_silent = True
+        return _raised(answer)
+
+    def poll(self, timeout_s: float) -> list[tuple[Ticket[Any], Any]]:
+        """Return the results of submissions that have ended, in any thread, after the end too."""
+        return self._here.submissions.poll(timeout_s) if self._here else []
+
+    # Opening and closing.
+
+    async def open(self) -> None:
+        """Attach.
+
+        Raises:
+            ConfigurationError: The server refuses this client, or is of another version.
+            BackendUnavailableError: There is none, within the time of a call.
+        """
+        if self._here is not None or self._is_opening:
+            raise ClosedError("a TieredKV is opened once; make another")
+        check_asyncio()
+        self._is_opening = True
+        loop_calls = LoopCalls(asyncio.get_running_loop())
+        self._beginning = WorkerPool("attach", 1, loop_calls)
+        try:
+            begun = await self._begin_in_time()
+            try:
+                here = self._here = EngineSide(self._device, self._layout, begun[1].codec, loop_calls)
+            except BaseException:
+                link.give_back(begun[0], begun[2])
+                raise
+            await self._attach(here, begun)
+        except BaseException:
+            self._beginning.close()
+            raise
+        finally:
+            self._is_opening = False
+        self._tasks.keep_running(partial(self._stay_attached, here), "stay attached")
+
+    async def aclose(self) -> None:
+        """Say goodbye, once no copy is under way."""
+        here = self._here
+        if here is None or (self._closing is not None and self._closing.done()):
+            return
+        here.check_loop()
+        if self._closing is None:
+            self._closing = here.loop.create_task(self._close(here), name="close")
+        await Handle(self._closing, lambda: None)
+
+    async def _close(self, here: EngineSide) -> None:
+        here.submissions.close()
+        await self._tasks.aclose(0.0)
+        self._beginning.close()
+        if self.there is not None:
+            for transfer in list(self.there.transfers.values()):
+                transfer.lose()  # what is being copied is waited for with the device
+            self.there.end()
+        await here.tasks.aclose(1.0)
+        await here.lifetime.aclose()
+
+    # Attaching.
+
+    async def _begin_in_time(self) -> Begun:
+        """Connect, to a server that has yet to come too."""
+        loop, pause_s = asyncio.get_running_loop(), _FIRST_PAUSE_S
+        deadline = loop.time() + self.timeout_s
+        while True:
+            try:
+                return await self._begin()
+            except BackendUnavailableError:
+                if loop.time() + pause_s > deadline:
+                    raise
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _begin(self) -> Begun:
+        """Connect, in a thread."""
+        began = self._beginning.run(link.begin, self.path, self._opening, self.timeout_s)
+        try:
+            connection, attached, descriptors = await asyncio.shield(began)
+        except asyncio.CancelledError:
+            began.add_done_callback(_give_back)
+            raise
+        if not isinstance(attached, Attached):
+            link.give_back(connection, descriptors)
+            raise ConfigurationError(f"the server answered {type(attached).__name__} to a client that attaches")
+        return connection, attached, descriptors
+
+    async def _attach(self, here: EngineSide, begun: Begun) -> None:
+        connection, attached, descriptors = begun
+        try:
+            here.check_server(attached)
+        except ConfigurationError:
+            link.give_back(connection, descriptors)
+            raise
+        connection.settimeout(0.0)
+        there = Attachment(self.path, connection, attached, descriptors, here.device, self._lost)
+        await there.start()
+        self.there = there
+
+    async def _stay_attached(self, here: EngineSide) -> None:
+        """Attach again whenever the server is gone, and ask one that is silent whether it is there."""
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            if self.there is None:
+                try:
+                    await self._attach(here, await self._begin())
+                    pause_s = _FIRST_PAUSE_S
+                    log("info", "host.attached_again", path=self.path)
+                except (BackendUnavailableError, ConfigurationError) as error:
+                    if isinstance(error, ConfigurationError):
+                        log("error", "host.not_attached", path=self.path, error=str(error))
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                continue
+            if self.there.is_silent:
+                self.there.send(Stats(self.there.number()))  # whatever comes ends the silence
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(_PROBE_S):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
+
+    def _lost(self, there: Attachment) -> None:
+        if self.there is there:
+            self.there = None
+            self._changed.set()
+            if self._closing is None:
+                log("warning", "host.server_lost", path=self.path)
+
+
+def _give_back(began: "asyncio.Future[tuple[socket.socket, Opened, list[int]]]") -> None:
+    if not began.cancelled() and began.exception() is None:
+        connection, _, descriptors = began.result()
+        link.give_back(connection, descriptors)
+
+
+def _raised(answer: Answer | None) -> Answer | None:
+    """Raise what the caller has done wrong; a server that cannot answer is one that is away."""
+    if isinstance(answer, Failed):
+        error = wire.error_of(answer.kind, answer.why)
+        if isinstance(error, ConfigurationError):
+            raise error
+        return None
+    return answer

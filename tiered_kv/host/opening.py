@@ -1,0 +1,104 @@
+"""The beginning of a connection: who a client is and what it wants, and what the server lets it have."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from tiered_kv.errors import ConfigurationError
+from tiered_kv.host.wire import Field, Message, decoder
+from tiered_kv.keys import ModelIdentity, Shard
+from tiered_kv.layout import KVGroup, KVLayout
+
+
+class Attach(Message, frozen=True, tag="attach"):
+    """A client, its model, and what it stands for. ``groups`` are fields of `KVGroup`."""
+
+    name: str
+    model: str
+    weights: str
+    extra: tuple[tuple[str, str], ...]
+    groups: tuple[dict[str, Any], ...]
+    shards: tuple[tuple[int, int, bool], ...]
+    is_read_only: bool
+
+    @classmethod
+    def of(
+        cls, name: str, model: ModelIdentity, layout: KVLayout, shards: Sequence[Shard], *, is_read_only: bool
+    ) -> "Attach":
+        """Say who attaches."""
+        groups = tuple(vars(group) for group in layout.groups)
+        return cls(
+            name, model.name, model.weights, model.extra, groups,
+            tuple((each.rank, each.size, each.replicated) for each in shards), is_read_only,
+        )  # fmt: skip
+
+    def parts(self) -> tuple[ModelIdentity, KVLayout, tuple[Shard, ...]]:
+        """Return the model, the layout and the shards.
+
+        Raises:
+            ConfigurationError: They cannot be.
+        """
+        try:
+            layout = KVLayout(tuple(KVGroup(**group) for group in self.groups))
+        except TypeError as error:  # a field that this version does not know
+            raise ConfigurationError(f"a KV group as no KVGroup is: {error}") from None
+        shards = tuple(Shard(*each) for each in self.shards)
+        return ModelIdentity(self.model, self.weights, self.extra), layout, shards
+
+
+class Join(Message, frozen=True, tag="join"):
+    """A second connection of a client that is attached: for calls that wait in a thread."""
+
+    token: bytes
+
+
+class Health(Message, frozen=True, tag="health"):
+    """Ask how the server is; the connection is for this alone."""
+
+
+class Slab(Field, frozen=True):
+    """A slab of host memory; its descriptor comes with the message, in the same place."""
+
+    name: str
+    num_slots: int
+    stride_bytes: int
+    payload_bytes: int
+    group: int
+    rank: int
+
+
+class Attached(Message, frozen=True, tag="attached"):
+    """The client may begin. Descriptors of ``slabs`` come with it."""
+
+    token: bytes
+    slabs: tuple[Slab, ...]
+    codec: str
+    tiers: tuple[str, ...]
+    load_timeout_s: float
+    store_timeout_s: float
+    is_read_only: bool
+
+
+class Joined(Message, frozen=True, tag="joined"):
+    """The second connection is open."""
+
+
+class Refused(Message, frozen=True, tag="refused"):
+    """The client may not begin. ``kind`` is the class of the error."""
+
+    kind: str
+    why: str
+
+
+class Healthy(Message, frozen=True, tag="healthy"):
+    """How the server is; see `tiered_kv.host.health`."""
+
+    facts: dict[str, Any]
+
+
+Opening = Attach | Join | Health
+Opened = Attached | Joined | Refused | Healthy
+
+opening_from: Final[Callable[[bytes | memoryview], Opening]] = decoder(Opening)
+"""Decode the first message of a client."""
+opened_from: Final[Callable[[bytes | memoryview], Opened]] = decoder(Opened)
+"""Decode the first message of a server."""

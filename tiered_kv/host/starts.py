@@ -1,0 +1,122 @@
+"""How a client's loads and stores begin: checked in the caller's thread, and started on the event loop."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from numpy import int64
+from numpy.typing import NDArray
+
+from tiered_kv.errors import ConfigurationError
+from tiered_kv.events import BlocksLoaded, BlocksStored, Emit
+from tiered_kv.host.connection import Connection
+from tiered_kv.host.messages import Keys, Load, Store
+from tiered_kv.host.moving import FarLoad, FarStore
+from tiered_kv.keys import BlockKeys, epoch_digest
+from tiered_kv.memory.lanes import Lane
+from tiered_kv.results import LoadResult, StoreResult
+from tiered_kv.specs import EngineBlocks
+from tiered_kv.tiers.budget import Priority
+from tiered_kv.transfers.bindings import Binding
+from tiered_kv.transfers.load_handle import LoadHandle
+from tiered_kv.transfers.store import StoreHandle
+from tiered_kv.validation import check_pages, check_priority, check_seconds
+
+
+class Starts:
+    """Of one client.
+
+    Attributes:
+        epoch: The digest of the weights that the engine serves.
+        is_draining: Whether stores are refused.
+    """
+
+    def __init__(self, connection: Connection, epoch: bytes, emit: Emit) -> None:
+        """Tell ``emit`` how transfers end."""
+        self.epoch = epoch
+        self.is_draining = False
+        self._connection = connection
+        self._emit = emit
+
+    def said(self, keys: BlockKeys, *, epoch: bytes | None = None, anywhere: bool = False) -> Keys:
+        """Check keys, in the event loop's thread or ``anywhere``, and say them, of these weights or the current."""
+        self._connection.here(anywhere=anywhere).check(keys)
+        return Keys.of(keys, self.epoch if epoch is None else epoch)
+
+    def prepare_load(
+        self,
+        keys: BlockKeys,
+        into: EngineBlocks,
+        after: object,
+        deadline_s: float | None,
+        priority: Priority,
+        *,
+        layerwise: bool = False,
+        gaps: bool = False,
+    ) -> Callable[[], LoadHandle]:
+        """Check a load and enqueue its wait, in any thread; return what starts it on the event loop."""
+        here, there = self._connection.here(anywhere=True), self._connection.there
+        epoch = self.epoch  # before the keys are named by it: if it advances in between, the load is overtaken
+        said = self.said(keys, epoch=epoch, anywhere=True)
+        binding = here.bindings.find(into, keys.group)
+        pages = check_pages(binding, keys, into)
+        check_priority(priority)
+        check_seconds("deadline_s", deadline_s)
+        if layerwise and gaps:
+            raise ConfigurationError(
+                "layers of a load with gaps cannot be waited for: it is either layerwise or has gaps"
+            )
+        if deadline_s is None:
+            deadline_s = there.attached.load_timeout_s if there is not None else 0.0
+        deadline = here.loop.time() + deadline_s
+        lane = binding.h2d.take(after)
+
+        def start() -> LoadHandle:
+            facts = self._facts(keys, binding, pages, lane, deadline)
+            load = FarLoad(*facts, is_current=lambda: self.epoch == epoch, layerwise=layerwise, gaps=gaps)
+            load.ended.add_done_callback(self._say_loaded)
+            left_s = max(0.0, deadline - here.loop.time())
+            load.start(self._connection.there, lambda id_: Load(id_, said, left_s, int(priority), layerwise, gaps))
+            here.tasks.watch(load.ended, load.revoke)
+            return load.handle()
+
+        return start
+
+    def prepare_store(
+        self, keys: BlockKeys, source: EngineBlocks, after: object, epoch: str | None, *, layerwise: bool = False
+    ) -> Callable[[], StoreHandle]:
+        """Check a store and enqueue its wait, in any thread; return what starts it on the event loop."""
+        here = self._connection.here(anywhere=True)
+        said = self.said(keys, epoch=None if epoch is None else epoch_digest(epoch), anywhere=True)
+        binding = here.bindings.find(source, keys.group)
+        pages = check_pages(binding, keys, source)
+        lane = binding.d2h.take_own(after) if layerwise else binding.d2h.take(after)
+
+        def start() -> StoreHandle:
+            there = self._connection.there
+            timeout_s = there.attached.store_timeout_s if there is not None else 0.0
+            facts = self._facts(keys, binding, pages, lane, here.loop.time() + timeout_s)
+            store = FarStore(*facts, layerwise=layerwise)
+            store.ended.add_done_callback(self._say_stored)
+            if self.is_draining:
+                store.refuse("draining")
+            else:
+                store.start(there, lambda id_: Store(id_, said, layerwise))
+            here.tasks.watch(store.ended, store.revoke)
+            return StoreHandle(store.ended, store)
+
+        return start
+
+    def _facts(self, keys: BlockKeys, binding: Binding, pages: NDArray[int64], lane: Lane, deadline: float) -> Any:  # noqa: ANN401 - arguments of `Moving`
+        return keys, binding, pages, lane, deadline, self._connection.here(anywhere=True).loop_calls
+
+    def _say_loaded(self, ended: "asyncio.Future[LoadResult]") -> None:
+        result = ended.result()
+        said = tuple(f"{fault.tier}: {fault.reason}" for fault in result.faults)
+        num_in_place = sum(result.by_tier.values())
+        self._emit(BlocksLoaded(num_in_place, result.num_requested, result.by_tier, result.seconds * 1e3, said))
+
+    def _say_stored(self, ended: "asyncio.Future[StoreResult]") -> None:
+        result = ended.result()
+        reasons, took_ms = result.drop_reasons, result.seconds * 1e3
+        self._emit(BlocksStored(result.num_stored, result.num_present, result.num_dropped, reasons, took_ms))
