@@ -123,7 +123,7 @@ def pools_of(kv: TieredKV) -> list[WorkerPool]:
     """Return the threads of an open cache: of the codec, and of NVMe tiers."""
     found = []
     for tier in inside(kv).chains[0].storage:
-        found.append(tier._records.threads)  # noqa: SLF001 - no public call tells it
+        found.append(tier.records.threads)
         disks = getattr(getattr(tier, "backend", None), "_open_disks", None)
         found += [pool for disk in disks or () for pool in vars(disk.threads).values()]
     return found

@@ -4,18 +4,18 @@ A slot is in one call of the backend at a time: what is to be forgotten keeps it
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tiered_kv.backend import Block, Missing, Outcome, OwnedTierSettings, SlotBackend
 from tiered_kv.catalog.books import Change
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.leases import Lease
+from tiered_kv.catalog.table import Slots
 from tiered_kv.errors import BackendUnavailableError, CapacityError, ConfigurationError, TieredKVError
 from tiered_kv.events import BlocksCorrupted, TierFailed
 from tiered_kv.hints import ReuseHint
@@ -23,12 +23,13 @@ from tiered_kv.keys import Names
 from tiered_kv.specs import LoadStoreSpec
 from tiered_kv.tiers.base import BookedTier, Mask
 from tiered_kv.tiers.batch import Batch
-from tiered_kv.tiers.budget import Kind, Priority, Waiter
-from tiered_kv.tiers.calls import Answer, outcomes_problem
+from tiered_kv.tiers.budget import Kind, Waiter
+from tiered_kv.tiers.calls import Answer
+from tiered_kv.tiers.journal import Journal
 from tiered_kv.tiers.records import Refusals
 from tiered_kv.tiers.refused import Refused
 from tiered_kv.tiers.reports import WriteReport
-from tiered_kv.tiers.storage import READ, StorageTier, TierParts, all_failed
+from tiered_kv.tiers.storage import StorageTier, TierParts
 from tiered_kv.tiers.tombstones import Tombstones
 
 
@@ -41,10 +42,9 @@ class OwnedTier(StorageTier, BookedTier):
         super().__init__(parts)
         self.backend = backend
         self.index = index
-        self._journal = asyncio.Lock()  # what is forgotten before a checkpoint must not come back by it
-        self._in_write: dict[object, tuple[Names, NDArray[np.int64]]] = {}
+        self._journal = Journal(parts, backend)
+        self._in_write: dict[object, tuple[Names, Slots]] = {}
         self._evicted = Tombstones()  # while the medium is not open
-        self._owes_checkpoint = False
         self._resizing: asyncio.Task[Answer[None]] | None = None
         self._missing: Missing | None = None
         self._refused = Refused()
@@ -80,7 +80,7 @@ class OwnedTier(StorageTier, BookedTier):
         if index.on_change is not None and index.statistics().ready:
             index.on_change(Change.ADDED, index.names_in_order()[0])
         if evicted:
-            self._owes_checkpoint = True
+            self._journal.owes_checkpoint = True
             await self.checkpoint(sync=False)
 
     async def find(self, batch: Batch, *, until: float | None = None) -> Mask:
@@ -96,86 +96,61 @@ class OwnedTier(StorageTier, BookedTier):
     async def _read_blocks(
         self, batch: Batch, blocks: list[Block], waiter: Waiter, on_late: Callable[[], None]
     ) -> Mask:
-        """See `StorageTier.read`. A block that is not what the index says is removed, see `_take_out`.
+        """See `StorageTier.read`. A block that is not what the index says is removed, see `take_out`.
 
         One that was removed while it was read may have been overwritten, and is a miss like any other.
         """
         right = np.zeros(len(batch), np.bool_)
-        if (give_back := await self._take(len(batch), waiter)) is None:
-            on_late()
-            return right
-        try:
-            with self.index.lease(batch.names) as lease:
-                at = np.flatnonzero(lease.slots >= 0)
-                if not len(at):
-                    return right
-                there, wanted, slots = [blocks[i] for i in at], batch[at], lease.slots[at]
-                outcomes, refused = await self._read(
-                    lambda into: self.backend.read(self.group, slots, into), wanted.keys(), there, waiter, on_late
-                )
-                right[at] = [outcome is Outcome.HIT for outcome in outcomes]
-                broken = np.array([outcome in (Outcome.CORRUPT, Outcome.MISS) for outcome in outcomes])
-                now, _ = self.index.find(wanted.names)
-                broken &= now == slots
-                if broken.any():
-                    self._take_out(wanted.names[broken], slots[broken], _at(refused, broken))
-        finally:
-            give_back()
-            self._see_missing()
+        with self.index.lease(batch.names) as lease:
+            at = np.flatnonzero(lease.slots >= 0)
+            if not len(at):
+                return right
+            there, wanted, slots = [blocks[i] for i in at], batch[at], lease.slots[at]
+            outcomes, refused = await self._read(
+                lambda into: self.backend.read(self.group, slots, into), wanted.keys(), there, waiter, on_late
+            )
+            right[at] = [outcome is Outcome.HIT for outcome in outcomes]
+            broken = np.array([outcome in (Outcome.CORRUPT, Outcome.MISS) for outcome in outcomes])
+            now, _ = self.index.find(wanted.names)
+            broken &= now == slots
+            self.take_out(wanted.names, slots, broken, refused)
+        self._see_missing()
         return right
 
     async def _write_blocks(
-        self,
-        batch: Batch,
-        blocks: list[Block],
-        is_wanted: Callable[[], Mask],
-        on_late: Callable[[], None],
-        kind: Kind,
+        self, batch: Batch, blocks: list[Block], wanted: Mask, on_late: Callable[[], None], kind: Kind
     ) -> WriteReport:
         """See `StorageTier.write`. What is removed while it is written never commits."""
-        n = len(batch)
-        if (give_back := await self._take(n, Waiter(kind))) is None:
-            return WriteReport.nothing_of(n)
+        n, at = len(batch), np.flatnonzero(wanted)
+        if len(kept := self._refused.take(batch.names[at])):
+            self._tasks.spawn(self._forget_refused(kept), f"forget {len(kept)} refused records of {self.name}")
         try:
-            wanted = is_wanted()
-            at = np.flatnonzero(wanted)
-            if len(kept := self._refused.take(batch.names[at])):
-                self._tasks.spawn(self._forget_refused(kept), f"forget {len(kept)} refused records of {self.name}")
-            try:
-                reservation = self.index.reserve(batch.names[at])
-            except CapacityError:
-                return WriteReport.nothing_of(n)
-            with reservation:
-                self.counters.evicted += len(reservation.evicted)
-                fresh = reservation.slots >= 0
-                todo = at[fresh]
-                written, present, dropped = np.zeros(n, np.bool_), np.zeros(n, np.bool_), ~wanted
-                present[at[~fresh]] = True
-                if len(todo):
-                    with self._is_writing(batch.names[todo]):
-                        outcomes = await self._write_to(
-                            batch[todo], [blocks[i] for i in todo], reservation.slots[fresh], on_late, kind
-                        )
-                        written[todo] = [outcome is Outcome.STORED for outcome in outcomes]
-                        dropped[todo] = [outcome is Outcome.REFUSED for outcome in outcomes]
-                        with reservation.commit(written[at]) as lease:
-                            doomed = written[at] & fresh & (lease.slots < 0)
-                        if len(reservation.evicted):  # of which the medium still has what was not overwritten
-                            doomed |= dropped[at] & fresh
-                        # The medium remembers them now, and they must not outlive a crash: their slots are kept for it.
-                        await self._forget_slots(reservation.slots[doomed], on_late)
-                return WriteReport(written, present, dropped)
-        finally:
-            give_back()
-            self._see_missing()
+            reservation = self.index.reserve(batch.names[at])
+        except CapacityError:
+            return WriteReport.nothing_of(n)
+        with reservation:
+            self.counters.evicted += len(reservation.evicted)
+            fresh = reservation.slots >= 0
+            todo = at[fresh]
+            written, present, dropped = np.zeros(n, np.bool_), np.zeros(n, np.bool_), ~wanted
+            present[at[~fresh]] = True
+            if len(todo):
+                with self._is_writing(batch.names[todo]):
+                    there, slots = [blocks[i] for i in todo], reservation.slots[fresh]
+                    outcomes = await self._write_to(batch[todo], there, slots, on_late, kind)
+                    written[todo] = [outcome is Outcome.STORED for outcome in outcomes]
+                    dropped[todo] = [outcome is Outcome.REFUSED for outcome in outcomes]
+                    with reservation.commit(written[at]) as lease:
+                        doomed = written[at] & fresh & (lease.slots < 0)
+                    if len(reservation.evicted):  # of which the medium still has what was not overwritten
+                        doomed |= dropped[at] & fresh
+                    # The medium remembers them now, and they must not outlive a crash: their slots are kept for it.
+                    await self._journal.forget(reservation.slots[doomed], on_late)
+        self._see_missing()
+        return WriteReport(written, present, dropped)
 
     async def _write_to(
-        self,
-        batch: Batch,
-        blocks: list[Block],
-        slots: NDArray[np.int64],
-        on_late: Callable[[], None],
-        kind: Kind,
+        self, batch: Batch, blocks: list[Block], slots: Slots, on_late: Callable[[], None], kind: Kind
     ) -> list[Outcome]:
         write = object()
         async with self._encoded(batch, blocks) as made:
@@ -189,75 +164,16 @@ class OwnedTier(StorageTier, BookedTier):
                 del self._in_write[write]
         return made.outcomes(written)
 
-    async def scrub(self, names: Names, slots: NDArray[np.int64], blocks: list[Block]) -> int | None:
-        """Verify what is in some slots, and remove what is not what the books say; return how many blocks are broken.
-
-        None: the tier has come to be bypassed, and they were not read.
-
-        They are read without a lease, so that none counts as used. What looks wrong may have been overwritten
-        meanwhile: it is read again under one.
-
-        Args:
-            names: What should be there.
-            slots: Where.
-            blocks: To read into.
-        """
-        waiter = Waiter(Kind.PREFETCH, Priority.DEMOTE)
-        if (give_back := await self._take(len(names), waiter)) is None:
-            return None
-        try:
-            seen = await self._wrong(self.backend.peek, names, slots, blocks, waiter)
-            if seen is None or not seen[0].any():
-                return None if seen is None else 0
-            wrong = seen[0]
-            with self.index.lease(names[wrong]) as lease:
-                at = np.flatnonzero(wrong)[lease.slots == slots[wrong]]
-                if not len(at):
-                    return 0
-                there = [blocks[i] for i in at]
-                seen = await self._wrong(self.backend.read, names[at], slots[at], there, waiter)
-                if seen is None:
-                    return None
-                wrong, refused = seen
-                wrong &= self.index.find(names[at])[0] == slots[at]  # else removed, and perhaps stored anew elsewhere
-                self._tell_refused(refused)
-                if not wrong.any():
-                    return 0
-                num_broken = self._take_out(names[at][wrong], slots[at][wrong], _at(refused, wrong))
-                self.counters.corrupt += num_broken
-                return num_broken
-        finally:
-            give_back()
-
-    async def _wrong(
-        self,
-        read: Callable[[int, NDArray[np.int64], Sequence[Block]], Awaitable[list[Outcome]]],
-        names: Names,
-        slots: NDArray[np.int64],
-        blocks: list[Block],
-        waiter: Waiter,
-    ) -> tuple[Mask, Refusals] | None:
-        """Say which blocks are not what they should be, as far as could be read; and why whole ones are refused.
-
-        None: the tier is bypassed.
-        """
-        n = len(names)
-        answer = await self.calls.make(
-            "read", lambda: read(self.group, slots, blocks), num_blocks=n, waiter=waiter,
-            problem_of=outcomes_problem(n, READ), is_failure=all_failed,
-        )  # fmt: skip
-        if not answer.was_made:
-            return None
-        if not answer.value:
-            return np.zeros(n, np.bool_), {}
-        verdicts, refused = await self._records.verify_named(names, blocks, answer.value, self.shape)
-        return np.array([each in (Outcome.CORRUPT, Outcome.MISS) for each in verdicts], np.bool_), refused
-
-    def _take_out(self, names: Names, slots: NDArray[np.int64], is_refused: Mask) -> int:
-        """Remove blocks that are leased and were read, and are not what they should be; return how many are broken.
+    def take_out(self, names: Names, slots: Slots, is_wrong: Mask, refused: Refusals) -> int:
+        """Remove those of the blocks, leased and read, that are not what they should be; return how many are broken.
 
         Whole ones that are only refused for their seal stay on the medium, as far as `Refused` keeps them.
         """
+        if not is_wrong.any():
+            return 0
+        is_refused = np.zeros(len(names), np.bool_)
+        is_refused[list(refused)] = True
+        names, slots, is_refused = names[is_wrong], slots[is_wrong], is_refused[is_wrong]
         kept = np.zeros(len(names), np.bool_)
         if is_refused.any():
             kept[is_refused] = self._refused.keep(names[is_refused], slots[is_refused], self.index.num_slots)
@@ -270,15 +186,12 @@ class OwnedTier(StorageTier, BookedTier):
 
     def _withhold(self) -> int:
         """Put no blocks where the medium has failed, or where records are kept; return how many blocks that loses."""
-        is_withheld = None if self._missing is None else self._missing.slots
-        if len(self._refused):
-            is_withheld = np.zeros(self.index.max_slots, np.bool_) if is_withheld is None else is_withheld.copy()
-            is_withheld[self._refused.all()[1]] = True
-        return self.index.withhold(is_withheld)
+        lost = None if self._missing is None else self._missing.slots
+        return self.index.withhold(self._refused.withheld(lost, self.index.max_slots))
 
-    async def _forget_refused(self, slots: NDArray[np.int64]) -> None:
+    async def _forget_refused(self, slots: Slots) -> None:
         """Forget what was kept in some slots; then they can be used again."""
-        await self._forget_slots(slots)
+        await self._journal.forget(slots)
         self._withhold()
 
     def lacks(self, batch: Batch) -> Mask:
@@ -303,7 +216,7 @@ class OwnedTier(StorageTier, BookedTier):
         async def forget() -> None:
             with held:
                 await self._until_written(batch.names)
-                await self._forget_slots(held.slots[held.slots >= 0])
+                await self._journal.forget(held.slots[held.slots >= 0])
             if len(kept):
                 await self._forget_refused(kept)
 
@@ -321,13 +234,7 @@ class OwnedTier(StorageTier, BookedTier):
 
     async def _forget_held(self, held: Lease) -> None:
         with held:
-            await self._forget_slots(held.slots[held.slots >= 0])
-
-    async def _forget_slots(self, slots: NDArray[np.int64], on_late: Callable[[], None] | None = None) -> None:
-        if not len(slots):
-            return
-        if not await self._note("forget", len(slots), lambda: self.backend.forget(self.group, slots), on_late):
-            self._owes_checkpoint = True  # which makes up for it: until then only a restart could bring them back
+            await self._journal.forget(held.slots[held.slots >= 0])
 
     def clear(self) -> Coroutine[Any, Any, None]:
         """Forget every block: at once, before this returns; what it returns ends when a restart finds none either."""
@@ -348,7 +255,7 @@ class OwnedTier(StorageTier, BookedTier):
 
     def tick(self) -> None:
         """See `StorageTier.tick`."""
-        if self._owes_checkpoint and not self.health.is_off("checkpoint"):
+        if self._journal.owes_checkpoint and not self.health.is_off("checkpoint"):
             self._tasks.spawn(self.checkpoint(sync=False), f"checkpoint {self.name} again")
         self._see_missing()
         if self._missing is not None:
@@ -367,60 +274,21 @@ class OwnedTier(StorageTier, BookedTier):
             self.health.emit(TierFailed(self.name, "keep", missing.why, num_lost))
 
     async def checkpoint(self, *, sync: bool) -> None:
-        """Let the medium remember which blocks it holds, in order of use. Never raises for the tier.
+        """Let the medium remember which blocks it holds, in order of use. Never raises for the tier."""
+        await self._journal.checkpoint(self._remembered, self.index.statistics().ready, sync=sync)
 
-        Nobody waits for one that is late, or whose wait is cancelled: it goes on in a task of the cache.
-        """
-        late = asyncio.get_running_loop().create_future()
-
-        def on_late() -> None:
-            late.set_result(None)
-
-        noting = self._tasks.spawn(self._checkpoint(on_late, sync=sync), f"checkpoint {self.name}")
-        await asyncio.wait({noting, late}, return_when=asyncio.FIRST_COMPLETED)
-
-    async def _checkpoint(self, on_late: Callable[[], None], *, sync: bool) -> None:
-        def write() -> Awaitable[None]:
-            names, slots = self.index.names_in_order()
-            # What is being written is listed too: it is verified when read, and a restart would lose it otherwise.
-            writing = [
-                (each[still], at[still])
-                for each, at in self._in_write.values()
-                if (still := (self.index.find(each)[0] == at) & ~self.index.ready(each)).any()
-            ]
-            self._refused.drop_beyond(self.index.num_slots, None)
-            kept, kept_in = self._refused.all()
-            names = np.concatenate([kept, names, *(each[0] for each in writing)])
-            slots = np.concatenate([kept_in, slots, *(each[1] for each in writing)])
-            return self.backend.checkpoint(self.group, names, slots, sync=sync)
-
-        owed, self._owes_checkpoint = self._owes_checkpoint, False
-        if not await self._note("checkpoint", self.index.statistics().ready, write, on_late):
-            self._owes_checkpoint |= owed
-
-    async def _note(
-        self,
-        doing: str,
-        num_blocks: int,
-        call: Callable[[], Awaitable[None]],
-        on_late: Callable[[], None] | None,
-    ) -> bool:
-        """Make a call that changes what the medium remembers, when its turn has come; say whether it went well.
-
-        It is given up if its turn does not come in time.
-        """
-        try:
-            async with asyncio.timeout(self.health.timeout_s):
-                await self._journal.acquire()
-        except TimeoutError:
-            error = f"its turn has not come within {self.health.timeout_s:g} s: another call hangs"
-            self.health.emit(TierFailed(self.name, doing, error, num_blocks))
-            return False
-        try:
-            answer = await self.calls.make(doing, call, num_blocks=num_blocks, on_late=on_late)
-        finally:
-            self._journal.release()
-        return answer.is_well
+    def _remembered(self) -> tuple[Names, Slots]:
+        """Return what is to be found after a restart, the least recently used first, and where."""
+        names, slots = self.index.names_in_order()
+        # What is being written is listed too: it is verified when read, and a restart would lose it otherwise.
+        writing = [
+            (each[still], at[still])
+            for each, at in self._in_write.values()
+            if (still := (self.index.find(each)[0] == at) & ~self.index.ready(each)).any()
+        ]
+        self._refused.drop_beyond(self.index.num_slots, None)
+        parts = [self._refused.all(), (names, slots), *writing]
+        return np.concatenate([each for each, _ in parts]), np.concatenate([at for _, at in parts])
 
     # Another capacity.
 
@@ -461,10 +329,3 @@ class OwnedTier(StorageTier, BookedTier):
             raise raised[0]
         if not answer.is_well:
             raise BackendUnavailableError(f"{self.name} was not resized to {num_slots} slots: {answer.error}")
-
-
-def _at(refused: Refusals, positions: Mask) -> Mask:
-    """Say of each of these positions of a batch whether its record was refused."""
-    is_refused = np.zeros(len(positions), np.bool_)
-    is_refused[list(refused)] = True
-    return is_refused[positions]

@@ -50,6 +50,17 @@ class Refused:
         for name in gone:
             del self._slots[name]
 
+    def withheld(self, lost: NDArray[np.bool_] | None, max_slots: int) -> NDArray[np.bool_] | None:
+        """Say of each slot whether no block is to be put there: where these are, or the medium has lost it.
+
+        None: blocks may be put everywhere.
+        """
+        if not self._slots:
+            return lost
+        is_withheld = np.zeros(max_slots, np.bool_) if lost is None else lost.copy()
+        is_withheld[list(self._slots.values())] = True
+        return is_withheld
+
     def all(self) -> tuple[Names, Slots]:
         """Return the names and slots of all."""
         names = np.frombuffer(b"".join(self._slots), np.uint64).reshape(-1, 4)

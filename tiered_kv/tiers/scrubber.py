@@ -4,11 +4,21 @@ A broken block is removed before anyone waits for it, and one that is never aske
 """
 
 import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
-from tiered_kv.backend import Block, OwnedTierSettings
+import numpy as np
+
+from tiered_kv.backend import Block, Outcome, OwnedTierSettings
+from tiered_kv.catalog.table import Slots
 from tiered_kv.events import TierScrubbed
+from tiered_kv.keys import Names
+from tiered_kv.tiers.base import Mask
+from tiered_kv.tiers.budget import Kind, Priority, Waiter
+from tiered_kv.tiers.calls import outcomes_problem
 from tiered_kv.tiers.owned import OwnedTier
+from tiered_kv.tiers.records import Refusals
+from tiered_kv.tiers.storage import READ, all_failed
 
 _BYTES_AT_ONCE: Final = 1 << 20
 """One block at least: so little that a load which comes meanwhile hardly waits for it."""
@@ -44,9 +54,73 @@ async def _scrub(tier: OwnedTier) -> tuple[int, int]:
         names, slots, following = tier.index.ready_from(start, num_at_once)
         if len(slots):
             pace.take(len(slots) * shape.stride_bytes)
-            if (num_broken := await tier.scrub(names, slots, blocks[: len(slots)])) is None:
+            if (num_broken := await _verify(tier, names, slots, blocks[: len(slots)])) is None:
                 continue  # and again, once the tier is in use
             num_blocks += len(slots)
             num_removed += num_broken
         start = following
     return num_blocks, num_removed
+
+
+async def _verify(tier: OwnedTier, names: Names, slots: Slots, blocks: list[Block]) -> int | None:
+    """Remove what is not what the books say; return how many blocks are broken.
+
+    None: the tier has come to be bypassed, and they were not read.
+
+    They are read without a lease, so that none counts as used. What looks wrong may have been overwritten meanwhile: it
+    is read again under one.
+
+    Args:
+        tier: Where they are.
+        names: What should be there.
+        slots: In which slots.
+        blocks: To read into.
+    """
+    waiter = Waiter(Kind.PREFETCH, Priority.DEMOTE)
+    if (give_back := await tier.take(len(names), waiter)) is None:
+        return None
+    try:
+        seen = await _wrong(tier, tier.backend.peek, names, slots, blocks, waiter)
+        if seen is None or not seen[0].any():
+            return None if seen is None else 0
+        with tier.index.lease(names[seen[0]]) as lease:
+            at = np.flatnonzero(seen[0])[lease.slots == slots[seen[0]]]
+            if not len(at):
+                return 0
+            names, slots = names[at], slots[at]
+            seen = await _wrong(tier, tier.backend.read, names, slots, [blocks[i] for i in at], waiter)
+            if seen is None:
+                return None
+            is_wrong, refused = seen
+            is_wrong &= tier.index.find(names)[0] == slots  # else removed, and perhaps stored anew elsewhere
+            tier.tell_refused(refused)
+            num_broken = tier.take_out(names, slots, is_wrong, refused)
+            tier.counters.corrupt += num_broken
+            return num_broken
+    finally:
+        give_back()
+
+
+async def _wrong(
+    tier: OwnedTier,
+    read: Callable[[int, Slots, Sequence[Block]], Awaitable[list[Outcome]]],
+    names: Names,
+    slots: Slots,
+    blocks: list[Block],
+    waiter: Waiter,
+) -> tuple[Mask, Refusals] | None:
+    """Say which blocks are not what they should be, as far as could be read; and why whole ones are refused.
+
+    None: the tier is bypassed.
+    """
+    n = len(names)
+    answer = await tier.calls.make(
+        "read", lambda: read(tier.group, slots, blocks), num_blocks=n, waiter=waiter,
+        problem_of=outcomes_problem(n, READ), is_failure=all_failed,
+    )  # fmt: skip
+    if not answer.was_made:
+        return None
+    if not answer.value:
+        return np.zeros(n, np.bool_), {}
+    verdicts, refused = await tier.records.verify_named(names, blocks, answer.value, tier.shape)
+    return np.array([each in (Outcome.CORRUPT, Outcome.MISS) for each in verdicts], np.bool_), refused

@@ -130,59 +130,42 @@ class SharedTier(StorageTier):
     ) -> Mask:
         """See `StorageTier.read`. A block that is broken twice is deleted; until then a store may repair it."""
         right = np.zeros(len(batch), np.bool_)
-        if (give_back := await self._take(len(batch), waiter)) is None:
-            on_late()
+        at = np.flatnonzero(~self._evicted.holds(batch))  # since the medium was asked
+        if not len(at):
             return right
-        try:
-            at = np.flatnonzero(~self._evicted.holds(batch))  # since the medium was asked
-            if not len(at):
-                return right
-            wanted, there = batch[at], [blocks[i] for i in at]
-            keys = wanted.keys()
-            outcomes, _ = await self._read(lambda into: self.backend.read(keys, into), keys, there, waiter, on_late)
-            right[at] = [outcome is Outcome.HIT for outcome in outcomes]
-            self.answers.doubt(batch.names[~right])
-            if num_broken := outcomes.count(Outcome.CORRUPT):
-                self.health.emit(BlocksCorrupted(self.name, num_broken))
-            twice = self.suspects.saw(wanted.names, outcomes)
-            if twice.any() and not self.settings.read_only:  # then others repair it, and it is looked for again
-                self._forget_later(wanted[twice])
-        finally:
-            give_back()
+        wanted, there = batch[at], [blocks[i] for i in at]
+        keys = wanted.keys()
+        outcomes, _ = await self._read(lambda into: self.backend.read(keys, into), keys, there, waiter, on_late)
+        right[at] = [outcome is Outcome.HIT for outcome in outcomes]
+        self.answers.doubt(batch.names[~right])
+        if num_broken := outcomes.count(Outcome.CORRUPT):
+            self.health.emit(BlocksCorrupted(self.name, num_broken))
+        twice = self.suspects.saw(wanted.names, outcomes)
+        if twice.any() and not self.settings.read_only:  # then others repair it, and it is looked for again
+            self._forget_later(wanted[twice])
         return right
 
     async def _write_blocks(
-        self,
-        batch: Batch,
-        blocks: list[Block],
-        is_wanted: Callable[[], Mask],
-        on_late: Callable[[], None],
-        kind: Kind,
+        self, batch: Batch, blocks: list[Block], wanted: Mask, on_late: Callable[[], None], kind: Kind
     ) -> WriteReport:
         """See `StorageTier.write`. What is being deleted is dropped: which of the two came last, nobody could tell."""
-        n = len(batch)
-        if (give_back := await self._take(n, Waiter(kind))) is None:
-            return WriteReport.nothing_of(n)
-        try:
-            wanted = is_wanted() & ~self._is_being_deleted(batch)
-            at = np.flatnonzero(wanted)
-            written, dropped = np.zeros(n, np.bool_), ~wanted
-            if len(at):
-                there, chosen, serial = [blocks[i] for i in at], batch[at], self._evicted.serial
-                with self._is_writing(chosen.names):
-                    async with self._encoded(chosen, there) as made:
-                        write = partial(self.backend.write, made.keys, made.records)
-                        outcomes = made.outcomes(await self._write(write, len(made.at), kind, on_late))
-                    written[at] = [outcome is Outcome.STORED for outcome in outcomes]
-                    dropped[at] = [outcome is Outcome.REFUSED for outcome in outcomes]
-                    self.suspects.wrote(batch.names[written])
-                    self._evicted.lift(batch[written], serial)
-                    self._asking.clear()  # what is asked from now on is not to be answered as of before
-                    # What was evicted here meanwhile is deleted by who did it, after this; what left memory is not.
-                    self.answers.forget(batch.names[written & ~self._evicted.holds(batch)])
-            return WriteReport(written, np.zeros(n, np.bool_), dropped)
-        finally:
-            give_back()
+        n, wanted = len(batch), wanted & ~self._is_being_deleted(batch)
+        at = np.flatnonzero(wanted)
+        written, dropped = np.zeros(n, np.bool_), ~wanted
+        if len(at):
+            there, chosen, serial = [blocks[i] for i in at], batch[at], self._evicted.serial
+            with self._is_writing(chosen.names):
+                async with self._encoded(chosen, there) as made:
+                    write = partial(self.backend.write, made.keys, made.records)
+                    outcomes = made.outcomes(await self._write(write, len(made.at), kind, on_late))
+                written[at] = [outcome is Outcome.STORED for outcome in outcomes]
+                dropped[at] = [outcome is Outcome.REFUSED for outcome in outcomes]
+                self.suspects.wrote(batch.names[written])
+                self._evicted.lift(batch[written], serial)
+                self._asking.clear()  # what is asked from now on is not to be answered as of before
+                # What was evicted here meanwhile is deleted by who did it, after this; what left memory is not.
+                self.answers.forget(batch.names[written & ~self._evicted.holds(batch)])
+        return WriteReport(written, np.zeros(n, np.bool_), dropped)
 
     def lacks(self, batch: Batch) -> Mask:
         """See `StorageTier.lacks`: nothing is known."""

@@ -84,7 +84,7 @@ class StorageTier(Tier):
         self.budget = parts.budget
         self.speed = ReadSpeed(parts.health.clock)
         self._codec = parts.codec
-        self._records = parts.records
+        self.records = parts.records
         self._wear = parts.wear
         self._staging = Staging(parts.shape)
         self._tasks = parts.tasks
@@ -119,11 +119,17 @@ class StorageTier(Tier):
 
     async def read(self, batch: Batch, blocks: list[Block], waiter: Waiter, on_late: Callable[[], None]) -> Mask:
         """Fill the blocks and verify them; say which are right. Returns when the medium has let go of the buffers."""
-        read, right = self.speed.begin(self._num_bytes(len(batch))), None
+        read, right = self.speed.begin(self._num_bytes(len(batch))), np.zeros(len(batch), np.bool_)
         try:
-            right = await self._read_blocks(batch, blocks, waiter, on_late)
+            if (give_back := await self.take(len(batch), waiter)) is None:
+                on_late()
+            else:
+                try:
+                    right = await self._read_blocks(batch, blocks, waiter, on_late)
+                finally:
+                    give_back()
         finally:
-            self.speed.end(read, is_well=right is not None and bool(right.all()))
+            self.speed.end(read, is_well=bool(right.all()))
         return right
 
     @abstractmethod
@@ -140,22 +146,22 @@ class StorageTier(Tier):
         on_late: Callable[[], None],
         kind: Kind,
     ) -> WriteReport:
-        """Encode and write blocks, as long as they are wanted: checked when their turn has come, and after it."""
+        """Encode and write the blocks that are still wanted when their turn has come."""
         if not self._wear.may_write():
             self.counters.held_back += len(batch)
             return WriteReport.nothing_of(len(batch))
-        report = await self._write_blocks(batch, blocks, is_wanted, on_late, kind)
+        if (give_back := await self.take(len(batch), Waiter(kind))) is None:
+            return WriteReport.nothing_of(len(batch))
+        try:
+            report = await self._write_blocks(batch, blocks, is_wanted(), on_late, kind)
+        finally:
+            give_back()
         self._wear.wrote(self._num_bytes(int(np.count_nonzero(report.written))))
         return report
 
     @abstractmethod
     async def _write_blocks(
-        self,
-        batch: Batch,
-        blocks: list[Block],
-        is_wanted: Callable[[], Mask],
-        on_late: Callable[[], None],
-        kind: Kind,
+        self, batch: Batch, blocks: list[Block], wanted: Mask, on_late: Callable[[], None], kind: Kind
     ) -> WriteReport:
         """See `write`."""
 
@@ -191,7 +197,7 @@ class StorageTier(Tier):
     def _num_bytes(self, n: int) -> int:
         return n * self.shape.stride_bytes
 
-    async def _take(self, n: int, waiter: Waiter) -> Give | None:
+    async def take(self, n: int, waiter: Waiter) -> Give | None:
         """Wait for our turn to move ``n`` blocks; None once the tier stalls: behind a hung call it might never come."""
         started = self.health.clock()
         give = await self.budget.take_unless(lambda: self._is_off(waiter), self._num_bytes(n), waiter, num_blocks=n)
@@ -243,15 +249,16 @@ class StorageTier(Tier):
         num_filled = answer.value.count(Outcome.HIT)
         self.counters.bytes_read += self._num_bytes(num_filled)
         self.counters.read_s += answer.seconds
-        verdicts, refused = await self._records.verify(
+        verdicts, refused = await self.records.verify(
             keys, records, list(answer.value), self.shape, self._codec, blocks
         )
-        self._tell_refused(refused)
+        self.tell_refused(refused)
         self.counters.corrupt += verdicts.count(Outcome.CORRUPT)
         self.counters.failed += verdicts.count(Outcome.FAILED)
         return verdicts, refused
 
-    def _tell_refused(self, refused: Refusals) -> None:
+    def tell_refused(self, refused: Refusals) -> None:
+        """Tell of whole records that were refused for their seal."""
         for reason, num_blocks in Counter(refused.values()).items():
             self.health.emit(RecordsRefused(self.name, num_blocks, reason))
 
@@ -277,8 +284,8 @@ class StorageTier(Tier):
     async def _encoded(self, batch: Batch, blocks: list[Block]) -> AsyncIterator[Encoded]:
         """Make the records; lend them until the backend has let go of them."""
         keys = batch.keys()
-        staged = self._staging.take(len(keys)) if self._codec or self._records.encrypts else blocks
-        made = await self._records.encode(keys, blocks, staged, self.shape, self._codec)
+        staged = self._staging.take(len(keys)) if self._codec or self.records.encrypts else blocks
+        made = await self.records.encode(keys, blocks, staged, self.shape, self._codec)
         if len(made.at) < len(keys):
             self.health.emit(BlocksNotEncoded(self.name, len(keys) - len(made.at), self.shape.codec))
         yield made
