@@ -35,7 +35,8 @@ def expressions() -> list[str]:
 async def scraped() -> tuple[set[str], set[str]]:
     """Return the names and labels that a cache with some traffic exports."""
     registry, engine = CollectorRegistry(), Engine()
-    async with open_cache(CPUTier(capacity=16 * PAYLOAD_BYTES), engine=engine, metrics=Metrics(registry)) as kv:
+    metrics = Metrics(registry, salts=["tenant"], prefill_tokens_per_s=1e4)
+    async with open_cache(CPUTier(capacity=16 * PAYLOAD_BYTES), engine=engine, metrics=metrics) as kv:
         await keep(kv, engine, prompt(4))
         await kv.load(prompt(8), engine.compute(prompt(8)))
         families = list(text_string_to_metric_families(generate_latest(registry).decode()))

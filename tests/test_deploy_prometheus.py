@@ -46,11 +46,12 @@ def prometheus(folder: Path, target: str) -> Iterator[str]:
 @pytest.mark.slow
 async def test_prometheus_answers_every_panel(tmp_path: Path) -> None:
     """Each expression of the dashboard is one to a real server, and those about traffic have an answer."""
-    seen, engine, registry = Recorder(), Engine(), CollectorRegistry()
+    seen, engine = Recorder(), Engine()
+    metrics = Metrics(CollectorRegistry(), salts=["tenant"], prefill_tokens_per_s=1e4)
     cpu = CPUTier(capacity=16 * PAYLOAD_BYTES)
     async with (
         AsyncExitStack() as stack,
-        open_cache(cpu, engine=engine, emit=seen, page="127.0.0.1:0", metrics=Metrics(registry)) as kv,
+        open_cache(cpu, engine=engine, emit=seen, page="127.0.0.1:0", metrics=metrics) as kv,
     ):
         target = urlsplit(seen.of(PageServed)[0].address).netloc
         with prometheus(tmp_path, target) as there:

@@ -78,6 +78,7 @@ from tiered_kv.validation import (
     check_specs,
     check_ttl,
     load_request,
+    metrics_of,
     store_request,
 )
 
@@ -178,7 +179,7 @@ class TieredKV(BlockCache):
             device=device,
             codec=codec,
             emit=emit,
-            metrics=settings.metrics if metrics is None else metrics,
+            metrics=metrics_of(settings, given=metrics),
             page=settings.page if page is None else page,
             record_trace=settings.record_trace if record_trace is None else record_trace,
         )
@@ -240,7 +241,8 @@ class TieredKV(BlockCache):
             runs = [runs for _, _, runs in found]
         result = with_pending(parts, lookup_result([chain for chain, _ in parts], runs))
         if cache.watch is not None:
-            cache.watch.looked_up(len(keys), result.num_blocks, why_not_more(parts, runs, result.num_blocks))
+            why = why_not_more(parts, runs, result.num_blocks)
+            cache.watch.looked_up(keys.salt_id, len(keys), result.num_blocks, why)
         if where:
             with cache.callers.waiting():
                 return await with_specs(*parts[0], result)

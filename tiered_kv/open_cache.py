@@ -33,7 +33,7 @@ from tiered_kv.telemetry.watch import Watch
 from tiered_kv.tiers.batch import Batch, Naming
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.exponent import ExponentCodec
-from tiered_kv.tiers.ledger import Ledger, OnUse
+from tiered_kv.tiers.ledger import Ledger, OnLoad, OnPlaceChange, OnUse
 from tiered_kv.tiers.pins import Pins
 from tiered_kv.tiers.scrubber import scrub_for_ever
 from tiered_kv.tiers.tasks import Tasks
@@ -334,9 +334,14 @@ class OpenCache:
         if self.recorder is not None:
             self.recorder.note(call, keys)
 
-    def watch_uses(self, on_use: OnUse) -> None:
-        """Have each load and store say what it is about."""
+    def watch_blocks(self, on_use: OnUse, on_change: OnPlaceChange) -> None:
+        """Have each load and store say what it is about, and each owned tier what comes to it and leaves it."""
         self.ledger.on_use = on_use
+        self.ledger.listeners.append(on_change)
+
+    def watch_loads(self, on_load: OnLoad) -> None:
+        """Have each load say whose it was, and what it brought."""
+        self.ledger.on_load = on_load
 
     def call_soon(self, function: Callable[[], object]) -> None:
         """Have the event loop call a function, from any thread."""

@@ -218,6 +218,8 @@ class _Arguments(TypedDict, total=False):
     limits: CacheLimits | Mapping[str, Any]
     codec: CodecName
     metrics: bool
+    metrics_salts: Sequence[str]
+    prefill_tokens_per_s: float
     page: bool | int | str
     record_trace: str
     host: HostSettings | Mapping[str, Any]
@@ -227,8 +229,7 @@ class TieredKVSettings(BaseSettings):
     """All settings of a cache. Immutable and picklable.
 
     Args:
-        **arguments: ``tiers``, ``limits``, ``codec``, ``metrics``, ``page``, ``record_trace``, ``host``; what is left
-            out comes from the environment, the TOML file, the default.
+        **arguments: the fields below; what is left out comes from the environment, the TOML file, the default.
 
     Raises:
         ConfigurationError: Something is unknown, wrong or missing: one line each, saying where and what to write.
@@ -248,6 +249,10 @@ class TieredKVSettings(BaseSettings):
     metrics: bool = False
     """Whether to tell Prometheus what happens, by prometheus_client (extra ``metrics``): see
     [Observe a cache](../how-to/observe.md)."""
+    metrics_salts: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Tenants whose blocks are counted one by one, in the metrics' label ``salt``: none that is secret."""
+    prefill_tokens_per_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """How fast the engine computes a prompt, for the metric ``prefill_saved_seconds``. 0: not known."""
     page: Annotated[str, BeforeValidator(page_address)] = ""
     """Where to serve [a page to look at](../how-to/observe.md#a-page-to-look-at) (extra ``page``): an address,
     ``"127.0.0.1:8420"``, a port of this host, ``"unix:/path/of.sock"``, or true for port 8420. Empty: nowhere."""

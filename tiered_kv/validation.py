@@ -263,6 +263,14 @@ def check_metrics(metrics: bool | Metrics) -> list[Metrics]:  # noqa: FBT001 - a
     return [Metrics()] if metrics else []
 
 
+def metrics_of(settings: TieredKVSettings, *, given: bool | Metrics | None) -> bool | Metrics:
+    """Return what a cache of these settings is given as ``metrics``; ``given`` goes before the setting of this name."""
+    wanted = settings.metrics if given is None else given
+    if wanted is not True:
+        return wanted
+    return Metrics(salts=settings.metrics_salts, prefill_tokens_per_s=settings.prefill_tokens_per_s)
+
+
 def check_page(page: bool | int | str | Page) -> list[Page]:  # noqa: FBT001 - likewise
     """Return the page that shows what happens, if one is wanted."""
     if isinstance(page, Page):

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from tiered_kv.keys import Names
-from tiered_kv.telemetry.ghost import SIZES, GhostCache
+from tiered_kv.telemetry.ghost import SIZES, GhostCaches
+from tiered_kv.telemetry.lives import Lives
 
 
 def names_of(blocks: Iterable[int]) -> Names:
@@ -47,18 +48,24 @@ def trace(num_requests: int) -> list[list[int]]:
     return requests
 
 
+def asked_and_hit(lives: Lives) -> tuple[int, int]:
+    """Return how many requests were counted, and what a cache of this size would have had."""
+    counts = lives.counts().ghost
+    return counts.requested, counts.hits[1.0]
+
+
 @pytest.mark.parametrize("direction", ["load", "store"])
 def test_the_curve_is_within_two_hundredths_of_an_exact_replay(direction: str) -> None:
     """At each size, from a sample that holds a fraction of the blocks."""
     requests, num_blocks = trace(4000), 2000
-    ghost = GhostCache(num_blocks, most_samples=2048)
-    assert ghost.rate < 0.3
+    lives = Lives(num_blocks, most_samples=2048)
+    assert lives.rate < 0.3
     blocks = sorted({block for prompt in requests for block in prompt})
     table = dict(zip(blocks, names_of(blocks), strict=True))
     for start in range(0, len(requests), 1000):
         for prompt in requests[start : start + 1000]:
-            ghost.use("load" if direction == "load" else "store", np.stack([table[block] for block in prompt]))
-        counts = ghost.counts()
+            lives.use("load" if direction == "load" else "store", np.stack([table[block] for block in prompt]))
+        counts = lives.counts().ghost
     for size in SIZES:
         exact = exact_hit_rate(requests, int(num_blocks * size))
         assert abs(counts.hits[size] / counts.requested - exact) <= 0.02, (size, exact)
@@ -67,36 +74,30 @@ def test_the_curve_is_within_two_hundredths_of_an_exact_replay(direction: str) -
 
 def test_what_a_load_missed_and_a_store_brought_was_asked_for_once() -> None:
     """One request of the engine counts once, however many calls it makes; what is stored unasked counts as well."""
-    ghost = GhostCache(64)
-    ghost.use("load", names_of(range(8)))
-    ghost.use("store", names_of(range(8)))
-    assert (ghost.counts().requested, ghost.counts().hits[1.0]) == (8, 0)
-    ghost.use("load", names_of(range(8)))
-    ghost.use("store", names_of(range(8, 10)))
-    assert (ghost.counts().requested, ghost.counts().hits[1.0]) == (18, 8)
+    lives = Lives(64)
+    lives.use("load", names_of(range(8)))
+    lives.use("store", names_of(range(8)))
+    assert asked_and_hit(lives) == (8, 0)
+    lives.use("load", names_of(range(8)))
+    lives.use("store", names_of(range(8, 10)))
+    assert asked_and_hit(lives) == (18, 8)
 
 
 def test_gaps_between_uses_are_seen() -> None:
     """How long a block was not used before it was used again."""
     times = iter([0.0, 50.0])
-    ghost = GhostCache(64, clock=lambda: next(times))
+    lives = Lives(64, clock=lambda: next(times))
     for _ in range(2):
-        ghost.use("load", names_of([1]))
-    assert ghost.counts().gaps_s.total == 50.0
-    assert dict(ghost.counts().gaps_s.cumulated())["100"] == 1
-    assert dict(ghost.counts().gaps_s.cumulated())["30"] == 0
+        lives.use("load", names_of([1]))
+    assert lives.counts().ghost.gaps_s.total == 50.0
+    assert dict(lives.counts().ghost.gaps_s.cumulated())["100"] == 1
+    assert dict(lives.counts().ghost.gaps_s.cumulated())["30"] == 0
 
 
 def test_memory_is_bounded() -> None:
-    """Whatever is used, however seldom anybody looks: so many blocks, and so many calls."""
-    ghost = GhostCache(1 << 20, most_samples=256)
-    chance = np.random.default_rng(0)
-    for _ in range(200):
-        ghost.use("load", chance.integers(2**64, size=(10_000, 4), dtype=np.uint64))
-    ghost.counts()
-    assert max(*(len(each) for each in ghost._held), len(ghost._asked)) <= 256  # noqa: SLF001 - no public call tells it
-    one = chance.integers(2**64, size=(1, 4), dtype=np.uint64)
-    one[:] = 0  # of the sample, whatever that is
-    for _ in range(20_000):
-        ghost.use("store", one)
-    assert len(ghost._pending) <= 1 << 14  # noqa: SLF001
+    """Whatever is used: so many blocks."""
+    ghost, chance = GhostCaches(1 << 20, most_samples=256), random.Random(0)
+    for at in range(2_000):
+        ghost.use(at, "load", [chance.randrange(2**64) for _ in range(10)])
+    held = [len(part) for part in ghost._parts]  # noqa: SLF001 - no public call tells it
+    assert sum(held) == len(ghost._asked) == 256  # noqa: SLF001

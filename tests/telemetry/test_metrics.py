@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.backends import ScriptedBackend
 from tests.support.caches import keep, open_cache, until_idle
 from tests.support.engine import BLOCK_SIZE, MODEL, PAYLOAD_BYTES, SMALL_LIMITS, Engine, prompt, small_layout
-from tiered_kv import ConfigurationError, CPUTier, TieredKV, TieredKVSettings
+from tiered_kv import ConfigurationError, CPUTier, TieredKV, TieredKVSettings, hash_blocks
 from tiered_kv.telemetry import Metrics
 
 CPU = CPUTier(capacity=16 * PAYLOAD_BYTES)
@@ -98,6 +98,49 @@ async def test_a_miss_says_what_befell_the_block() -> None:
         assert kv.stats().missed_because == {"never stored": 3, "removed": 3, "evicted": 8}
 
 
+async def test_the_salts_that_are_listed_are_counted_one_by_one() -> None:
+    """Loads and lookups of these tenants, and of no other: a label's values are the operator's choice."""
+    scraper, engine = Scraper(), Engine()
+    metrics = Metrics(scraper.registry, salts=["a", "b"])
+    async with open_cache(CPU, engine=engine, metrics=metrics) as kv:
+        for salt, num_loaded in (("a", 4), ("c", 6)):
+            keys = hash_blocks(range(6 * BLOCK_SIZE), block_size=BLOCK_SIZE, salt=salt)
+            await keep(kv, engine, keys[:num_loaded])
+            await kv.lookup(keys)
+            await kv.load(keys, engine.compute(keys))
+        found = {(name, has["salt"]): value for name, has, value in scraper.samples() if "salt" in has}
+    assert found == {
+        ("tiered_kv_salt_requested_blocks_total", "a"): 6,
+        ("tiered_kv_salt_hit_blocks_total", "a"): 4,
+        ("tiered_kv_salt_lookup_blocks_total", "a"): 6,
+        ("tiered_kv_salt_lookup_missed_blocks_total", "a"): 2,
+        **{(f"tiered_kv_salt_{what}_blocks_total", "b"): 0 for what in ("requested", "hit", "lookup", "lookup_missed")},
+    }
+
+
+async def test_seconds_of_prefill_saved_are_the_loaded_tokens_at_the_engines_rate() -> None:
+    """Of a rate that was given; nothing is said where nobody knows one."""
+    for rate, expected in ((100.0, [pytest.approx(4 * BLOCK_SIZE / 100)]), (0.0, [])):
+        scraper, engine = Scraper(), Engine()
+        async with open_cache(CPU, engine=engine, metrics=Metrics(scraper.registry, prefill_tokens_per_s=rate)) as kv:
+            await keep(kv, engine, prompt(4))
+            await kv.load(prompt(6), engine.compute(prompt(6)))
+            said = [value for name, _, value in scraper.samples() if name == "tiered_kv_prefill_saved_seconds_total"]
+            assert said == expected
+
+
+async def test_evictions_tell_how_old_blocks_were() -> None:
+    """By tier, in a histogram: as many as were evicted, of a cache so small that all are in the sample."""
+    scraper, engine = Scraper(), Engine()
+    async with open_cache(CPU, engine=engine, metrics=Metrics(scraper.registry)) as kv:
+        for seed in range(6):
+            await keep(kv, engine, prompt(8, seed=seed))
+        evicted = kv.stats()["cpu"].evicted
+        assert evicted == 32
+        assert scraper.sum_of("tier_eviction_age_seconds_count", tier="cpu") == evicted
+        assert scraper.sum_of("tier_eviction_idle_seconds_count", tier="cpu") == evicted
+
+
 async def test_faults_and_breakers_are_told_by_tier() -> None:
     """What went wrong is counted where it went wrong, and a tier that is bypassed says so."""
     scraper, engine = Scraper(), Engine()
@@ -146,6 +189,20 @@ async def test_the_setting_switches_them_on(monkeypatch: pytest.MonkeyPatch) -> 
     async with TieredKV.from_settings(settings, model=MODEL, layout=small_layout(), device="cpu"):
         assert "tiered_kv_requested_blocks_total{" in generate_latest().decode()
     assert "tiered_kv_requested_blocks_total{" not in generate_latest().decode()
+
+
+async def test_settings_name_the_salts_and_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As arguments of `Metrics` do; what cannot be right is refused."""
+    monkeypatch.setenv("TIERED_KV_METRICS_SALTS", '["a"]')
+    settings = TieredKVSettings(tiers=[CPU], limits=SMALL_LIMITS, metrics=True, prefill_tokens_per_s=10.0)
+    async with TieredKV.from_settings(settings, model=MODEL, layout=small_layout(), device="cpu"):
+        said = generate_latest().decode()
+    assert re.search(r'^tiered_kv_salt_hit_blocks_total\{.*salt="a"\} 0.0$', said, re.MULTILINE)
+    assert "tiered_kv_prefill_saved_seconds_total{" in said
+    with pytest.raises(ConfigurationError, match="a list of the salts"):
+        Metrics(CollectorRegistry(), salts="a")
+    with pytest.raises(ConfigurationError, match="tokens a second"):
+        Metrics(CollectorRegistry(), prefill_tokens_per_s=-1.0)
 
 
 def test_metrics_are_one_caches() -> None:

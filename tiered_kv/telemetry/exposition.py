@@ -1,22 +1,19 @@
 """How readings of caches are told to Prometheus: every metric's name, labels and help. Needs the extra ``metrics``.
 
-Labels are bounded: ``model`` and ``cache``, the names of tiers, and reasons and calls of a few fixed words.
+Labels are bounded: ``model`` and ``cache``, the names of tiers, reasons and calls of a few fixed words, and
+the salts that the operator has listed.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import Final, TypeVar
+from typing import Final
 
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.metrics_core import Metric
 
 from tiered_kv.results import CacheStatistics, TierStatistics
-from tiered_kv.telemetry.tallies import Histogram, Tallies
+from tiered_kv.telemetry.families import Families, Labels, Samples, by_word
+from tiered_kv.telemetry.tallies import SaltCounts
 from tiered_kv.telemetry.watch import Reading
-
-M = TypeVar("M", bound=CounterMetricFamily | GaugeMetricFamily)
-Labelled = Iterable[tuple[tuple[str, ...], float]]
-Samples = Callable[[Reading], Labelled]
-_OF_CACHE: Final = ("model", "cache")
 
 _CACHE_COUNTERS: Final[Mapping[str, tuple[Callable[[CacheStatistics], float], str]]] = {
     "requested_blocks": (
@@ -74,241 +71,190 @@ _BREAKERS: Final = ("reads", "writes", "deletes", "upkeep")
 
 def families(readings: Sequence[Reading]) -> list[Metric]:
     """Return all metrics of some caches, each once, with a sample for each cache and whatever else labels it."""
-    return [*_of_caches(readings), *_of_tiers(readings), *_of_events(readings), *_of_ghosts(readings)]
+    to = Families(readings)
+    _tell_of_caches(to)
+    _tell_of_tiers(to)
+    _tell_of_events(to)
+    _tell_of_salts(to)
+    _tell_of_lives(to)
+    return to.found
 
 
-def _of_caches(readings: Sequence[Reading]) -> list[Metric]:
-    found: list[Metric] = []
+def _tell_of_caches(to: Families) -> None:
     for name, (value_of, text) in _CACHE_COUNTERS.items():
-        found.append(_counter(name, text, (), readings, _each_cache(value_of)))
+        to.counter(name, text, (), _each_cache(value_of))
     for name, (value_of, text) in _CACHE_GAUGES.items():
-        found.append(_gauge(name, text, (), readings, _each_cache(value_of)))
-    return [
-        *found,
-        _counter(
-            "missed_blocks",
-            "Blocks that loads asked for and did not get, by what befell the first of them.",
-            ("reason",),
-            readings,
-            lambda of: _by_word(of.statistics.missed_because),
-        ),
-        _counter(
-            "lookup_blocks",
-            "Blocks that lookups asked for.",
-            (),
-            readings,
-            lambda of: [((), of.tallies.lookups().requested)],
-        ),
-        _counter(
-            "lookup_missed_blocks",
-            "Blocks that lookups asked for and did not find, by what befell the first of them.",
-            ("reason",),
-            readings,
-            lambda of: _by_word(of.tallies.lookups().missed_because),
-        ),
-        _counter(
-            "dropped_blocks",
-            "Blocks given to stores and not kept at all.",
-            ("reason",),
-            readings,
-            lambda of: _by_word(of.statistics.dropped_because),
-        ),
-        _counter(
-            "requested_tokens",
-            "Tokens of the blocks that loads asked for; not of models with several KV groups.",
-            (),
-            readings,
-            lambda of: [((), of.statistics.requested * of.tokens_per_block)] if of.tokens_per_block else [],
-        ),
-        _gauge(
-            "event_loop_lag_seconds",
-            "How long the cache's event loop took to answer this scrape; a scrape waits for 1 s at most.",
-            (),
-            readings,
-            lambda of: [((), of.lag_s)],
-        ),
-    ]
-
-
-def _of_tiers(readings: Sequence[Reading]) -> list[Metric]:
-    found: list[Metric] = [
-        _counter(
-            "hit_blocks",
-            "Blocks loaded that the tier had before any promotion: each counts in one tier.",
-            ("tier",),
-            readings,
-            _each_tier(attrgetter("hits")),
-        ),
-        _counter(
-            "hit_tokens",
-            "Tokens of the blocks loaded that the tier had; not of models with several KV groups.",
-            ("tier",),
-            readings,
-            lambda of: [
-                ((tier.tier,), tier.hits * of.tokens_per_block) for tier in of.statistics.tiers if of.tokens_per_block
-            ],
-        ),
-        _counter(
-            "tier_bytes",
-            "Bytes of records that the tier's medium brought (read) and took (write).",
-            ("tier", "direction"),
-            readings,
-            lambda of: _two_ways(of, attrgetter("bytes_read"), attrgetter("bytes_written")),
-        ),
-        _counter(
-            "tier_call_seconds",
-            "How long the medium took for calls, together; those side by side count each for itself.",
-            ("tier", "direction"),
-            readings,
-            lambda of: _two_ways(of, attrgetter("read_s"), attrgetter("write_s")),
-        ),
-        _counter(
-            "tier_queue_seconds",
-            "How long these calls waited for their turn before that, together.",
-            ("tier", "direction"),
-            readings,
-            lambda of: _two_ways(of, attrgetter("read_queue_s"), attrgetter("write_queue_s")),
-        ),
-        _gauge(
-            "tier_breaker_open",
-            "1 while the tier's calls of a kind are not made, but for a probe: they failed or were late.",
-            ("tier", "calls"),
-            readings,
-            lambda of: [
-                ((tier.tier, calls), calls in tier.open_breakers) for tier in of.statistics.tiers for calls in _BREAKERS
-            ],
-        ),
-    ]
-    for name, text in _TIER_COUNTERS.items():
-        found.append(
-            _counter(
-                f"tier_{name}_blocks",
-                text,
-                ("tier",),
-                readings,
-                _each_tier(attrgetter(name)),
-            )
-        )
-    for name, (value_of, text) in _TIER_GAUGES.items():
-        found.append(
-            _gauge(
-                f"tier_{name}",
-                text,
-                ("tier",),
-                readings,
-                _each_tier(value_of),
-            )
-        )
-    return found
-
-
-def _of_events(readings: Sequence[Reading]) -> list[Metric]:
-    calls = ("tier", "call")
-    return [
-        _histogram("load_seconds", "From each load's call to its end.", readings, lambda of: of.load_seconds),
-        _histogram(
-            "store_seconds",
-            "From each store's call until the engine's blocks were free again.",
-            readings,
-            lambda of: of.store_seconds,
-        ),
-        _counter(
-            "load_faults",
-            "Faults that shortened loads; without a tier, those of the whole load.",
-            ("tier", "reason"),
-            readings,
-            lambda of: [
-                ((tier, reason), n)
-                for said, n in of.tallies.load_faults.items()
-                for tier, _, reason in [said.rpartition(": ")]
-            ],
-        ),
-        _counter(
-            "tier_call_failures",
-            "Calls of a tier that went wrong.",
-            calls,
-            readings,
-            lambda of: of.tallies.failures.items(),
-        ),
-        _counter(
-            "tier_call_stalls",
-            "Calls of a tier that did not return in time.",
-            calls,
-            readings,
-            lambda of: of.tallies.stalls.items(),
-        ),
-        _counter(
-            "tier_trips",
-            "How often a tier was bypassed since calls failed one after another.",
-            calls,
-            readings,
-            lambda of: of.tallies.trips.items(),
-        ),
-        _counter(
-            "tier_refused_blocks",
-            "Records not served for their seal.",
-            ("tier",),
-            readings,
-            lambda of: _by_word(of.tallies.refused),
-        ),
-    ]
-
-
-def _of_ghosts(readings: Sequence[Reading]) -> list[Metric]:
-    gaps = HistogramMetricFamily(
-        "tiered_kv_reuse_gap_seconds", "Seconds between two uses of a block, of a sample.", labels=_OF_CACHE
+        to.gauge(name, text, (), _each_cache(value_of))
+    to.counter(
+        "missed_blocks",
+        "Blocks that loads asked for and did not get, by what befell the first of them.",
+        ("reason",),
+        lambda of: by_word(of.statistics.missed_because),
     )
-    for each in readings:
-        if each.ghost is not None:
-            gaps.add_metric(each.labels, each.ghost.gaps_s.cumulated(), each.ghost.gaps_s.total)
-    return [
-        gaps,
-        _counter(
-            "ghost_requested_blocks",
-            "Blocks of a sample that loads and stores were about.",
-            (),
-            readings,
-            lambda of: [((), of.ghost.requested)] if of.ghost is not None else [],
-        ),
-        _counter(
-            "ghost_hit_blocks",
-            "Of these, those that an LRU cache of so many times the size of the largest tier would have had.",
-            ("size",),
-            readings,
-            lambda of: [((f"{size:g}",), hits) for size, hits in of.ghost.hits.items()] if of.ghost is not None else [],
-        ),
-    ]
+    to.counter("lookup_blocks", "Blocks that lookups asked for.", (), lambda of: [((), of.tallies.lookups().requested)])
+    to.counter(
+        "lookup_missed_blocks",
+        "Blocks that lookups asked for and did not find, by what befell the first of them.",
+        ("reason",),
+        lambda of: by_word(of.tallies.lookups().missed_because),
+    )
+    to.counter(
+        "dropped_blocks",
+        "Blocks given to stores and not kept at all.",
+        ("reason",),
+        lambda of: by_word(of.statistics.dropped_because),
+    )
+    to.counter(
+        "requested_tokens",
+        "Tokens of the blocks that loads asked for; not of models with several KV groups.",
+        (),
+        lambda of: [((), of.statistics.requested * of.tokens_per_block)] if of.tokens_per_block else [],
+    )
+    to.counter(
+        "prefill_saved_seconds",
+        "How long the engine would have computed the tokens that loads brought, at prefill_tokens_per_s.",
+        (),
+        lambda of: [((), of.prefill_saved_s)] if of.prefill_saved_s is not None else [],
+    )
+    to.gauge(
+        "event_loop_lag_seconds",
+        "How long the cache's event loop took to answer this scrape; a scrape waits for 1 s at most.",
+        (),
+        lambda of: [((), of.lag_s)],
+    )
 
 
-def _counter(
-    name: str,
-    text: str,
-    labels: tuple[str, ...],
-    readings: Sequence[Reading],
-    samples: Samples,
-) -> CounterMetricFamily:
-    family = CounterMetricFamily(f"tiered_kv_{name}", text, labels=[*_OF_CACHE, *labels])
-    return _filled(family, readings, samples)
+def _tell_of_tiers(to: Families) -> None:
+    to.counter(
+        "hit_blocks",
+        "Blocks loaded that the tier had before any promotion: each counts in one tier.",
+        ("tier",),
+        _each_tier(attrgetter("hits")),
+    )
+    to.counter(
+        "hit_tokens",
+        "Tokens of the blocks loaded that the tier had; not of models with several KV groups.",
+        ("tier",),
+        lambda of: [
+            ((tier.tier,), tier.hits * of.tokens_per_block) for tier in of.statistics.tiers if of.tokens_per_block
+        ],
+    )
+    ways = ("tier", "direction")
+    to.counter(
+        "tier_bytes",
+        "Bytes of records that the tier's medium brought (read) and took (write).",
+        ways,
+        _two_ways(attrgetter("bytes_read"), attrgetter("bytes_written")),
+    )
+    to.counter(
+        "tier_call_seconds",
+        "How long the medium took for calls, together; those side by side count each for itself.",
+        ways,
+        _two_ways(attrgetter("read_s"), attrgetter("write_s")),
+    )
+    to.counter(
+        "tier_queue_seconds",
+        "How long these calls waited for their turn before that, together.",
+        ways,
+        _two_ways(attrgetter("read_queue_s"), attrgetter("write_queue_s")),
+    )
+    to.gauge(
+        "tier_breaker_open",
+        "1 while the tier's calls of a kind are not made, but for a probe: they failed or were late.",
+        ("tier", "calls"),
+        lambda of: [
+            ((tier.tier, calls), calls in tier.open_breakers) for tier in of.statistics.tiers for calls in _BREAKERS
+        ],
+    )
+    for name, text in _TIER_COUNTERS.items():
+        to.counter(f"tier_{name}_blocks", text, ("tier",), _each_tier(attrgetter(name)))
+    for name, (value_of, text) in _TIER_GAUGES.items():
+        to.gauge(f"tier_{name}", text, ("tier",), _each_tier(value_of))
 
 
-def _gauge(
-    name: str,
-    text: str,
-    labels: tuple[str, ...],
-    readings: Sequence[Reading],
-    samples: Samples,
-) -> GaugeMetricFamily:
-    return _filled(GaugeMetricFamily(f"tiered_kv_{name}", text, labels=[*_OF_CACHE, *labels]), readings, samples)
+def _tell_of_events(to: Families) -> None:
+    calls = ("tier", "call")
+    to.histogram("load_seconds", "From each load's call to its end.", (), lambda of: [((), of.tallies.load_seconds)])
+    to.histogram(
+        "store_seconds",
+        "From each store's call until the engine's blocks were free again.",
+        (),
+        lambda of: [((), of.tallies.store_seconds)],
+    )
+    to.counter(
+        "load_faults",
+        "Faults that shortened loads; without a tier, those of the whole load.",
+        ("tier", "reason"),
+        lambda of: [
+            ((tier, reason), n)
+            for said, n in of.tallies.load_faults.items()
+            for tier, _, reason in [said.rpartition(": ")]
+        ],
+    )
+    to.counter("tier_call_failures", "Calls of a tier that went wrong.", calls, lambda of: of.tallies.failures.items())
+    to.counter(
+        "tier_call_stalls",
+        "Calls of a tier that did not return in time.",
+        calls,
+        lambda of: of.tallies.stalls.items(),
+    )
+    to.counter(
+        "tier_trips",
+        "How often a tier was bypassed since calls failed one after another.",
+        calls,
+        lambda of: of.tallies.trips.items(),
+    )
+    to.counter(
+        "tier_refused_blocks",
+        "Records not served for their seal.",
+        ("tier",),
+        lambda of: by_word(of.tallies.refused),
+    )
 
 
-def _histogram(
-    name: str, text: str, readings: Sequence[Reading], of: Callable[[Tallies], Histogram]
-) -> HistogramMetricFamily:
-    family = HistogramMetricFamily(f"tiered_kv_{name}", text, labels=_OF_CACHE)
-    for each in readings:
-        histogram = of(each.tallies)
-        family.add_metric(each.labels, histogram.cumulated(), histogram.total)
-    return family
+def _tell_of_salts(to: Families) -> None:
+    """Tell of the tenants that the operator has listed, apart from the sums over all of them."""
+    told: Mapping[str, tuple[Callable[[SaltCounts], float], str]] = {
+        "requested": (lambda of: of.requested, "Blocks that loads asked for with one of the listed salts."),
+        "hit": (lambda of: of.hits, "Blocks that these loads brought."),
+        "lookup": (lambda of: of.looked_up, "Blocks that lookups asked for with one of the listed salts."),
+        "lookup_missed": (lambda of: of.not_found, "Blocks that these lookups did not find."),
+    }
+    for name, (value_of, text) in told.items():
+        to.counter(f"salt_{name}_blocks", text, ("salt",), _each_salt(value_of))
+
+
+def _tell_of_lives(to: Families) -> None:
+    to.histogram(
+        "reuse_gap_seconds",
+        "Seconds between two uses of a block, of a sample.",
+        (),
+        lambda of: [((), of.lives.ghost.gaps_s)] if of.lives else [],
+    )
+    to.histogram(
+        "tier_eviction_age_seconds",
+        "How long evicted blocks had been in the tier, of a sample.",
+        ("tier",),
+        lambda of: [((tier,), ages_s) for tier, ages_s in of.lives.ages_s.items()] if of.lives else [],
+    )
+    to.histogram(
+        "tier_eviction_idle_seconds",
+        "How long evicted blocks had not been used, of a sample.",
+        ("tier",),
+        lambda of: [((tier,), idle_s) for tier, idle_s in of.lives.idle_s.items()] if of.lives else [],
+    )
+    to.counter(
+        "ghost_requested_blocks",
+        "Blocks of a sample that loads and stores were about.",
+        (),
+        lambda of: [((), of.lives.ghost.requested)] if of.lives else [],
+    )
+    to.counter(
+        "ghost_hit_blocks",
+        "Of these, those that an LRU cache of so many times the size of the largest tier would have had.",
+        ("size",),
+        lambda of: [((f"{size:g}",), hits) for size, hits in of.lives.ghost.hits.items()] if of.lives else [],
+    )
 
 
 def _each_cache(value_of: Callable[[CacheStatistics], float]) -> Samples:
@@ -319,22 +265,17 @@ def _each_tier(value_of: Callable[[TierStatistics], float]) -> Samples:
     return lambda of: [((tier.tier,), value_of(tier)) for tier in of.statistics.tiers]
 
 
-def _two_ways(
-    of: Reading, read: Callable[[TierStatistics], float], write: Callable[[TierStatistics], float]
-) -> Labelled:
-    values = (("read", read), ("write", write))
-    return [((tier.tier, way), value_of(tier)) for tier in of.statistics.tiers for way, value_of in values]
+def _each_salt(value_of: Callable[[SaltCounts], float]) -> Samples:
+    return lambda of: [((salt,), value_of(counts)) for salt, counts in of.tallies.salts.items()]
 
 
-def _filled(family: M, readings: Sequence[Reading], samples: Samples) -> M:
-    for each in readings:
-        for labels, value in samples(each):
-            family.add_metric([*each.labels, *labels], float(value))
-    return family
+def _two_ways(read: Callable[[TierStatistics], float], write: Callable[[TierStatistics], float]) -> Samples:
+    def samples(of: Reading) -> Iterable[tuple[Labels, float]]:
+        for tier in of.statistics.tiers:
+            yield (tier.tier, "read"), read(tier)
+            yield (tier.tier, "write"), write(tier)
 
-
-def _by_word(counts: Mapping[str, int]) -> Labelled:
-    return [((word,), n) for word, n in counts.items()]
+    return samples
 
 
 def _part(some: int, of_all: int) -> float:

@@ -1,33 +1,23 @@
 """The ghost curve: the hit rate that a cache would have if it were smaller or larger, from a sample of its blocks.
 
-Blocks are sampled by name, so all uses of a sampled block are seen; LRU caches that are smaller by the same factor then
-hit as often as whole ones would. Source of the idea: Waldspurger et al., "Efficient MRC Construction with SHARDS",
-FAST 2015, and "Cache Modeling and Optimization using Miniature Simulations", USENIX ATC 2017.
+Of a sample of blocks, LRU caches that are smaller by the same factor hit as often as whole ones would of all. Source of
+the idea: Waldspurger et al., "Efficient MRC Construction with SHARDS", FAST 2015, and "Cache Modeling and Optimization
+using Miniature Simulations", USENIX ATC 2017.
 """
 
-import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from threading import Lock
-from typing import Final
+from itertools import accumulate, pairwise
+from typing import Final, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
-from tiered_kv.keys import Names
 from tiered_kv.telemetry.tallies import Histogram
-from tiered_kv.tiers.ledger import Direction
 
 SIZES: Final = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Of the caches that are imagined, as parts of the real one."""
 MOST_SAMPLES: Final = 1 << 14
-"""Blocks that the largest of them holds; about 3 MB for all."""
-GAPS: Final = tuple(digit * 10.0**power for power in range(-1, 5) for digit in (1, 3))
-_MOST_PENDING: Final = 1 << 14
-_NOTED_AT_ONCE: Final = 1 << 10
-_EVERYTHING: Final = 2**64 - 1
-_ODD: Final = np.uint64(0x9E3779B97F4A7C15)
+"""Blocks that the largest of them holds; 10 MB at most with all that is known of them."""
+GAPS_S: Final = tuple(digit * 10.0**power for power in range(-1, 6) for digit in (1, 3))
 
 
 @dataclass(frozen=True)
@@ -45,96 +35,65 @@ class GhostCounts:
     gaps_s: Histogram
 
 
-class GhostCache:
-    """Replays the requests for some blocks in LRU caches of several sizes.
+class GhostCaches:
+    """Replays the requests for sampled blocks in LRU caches of several sizes at once.
 
-    `use` belongs to the event loop, and only notes what was asked for; once in 1,024 blocks it samples
-    them together, so that a call of 4 blocks takes 0.6 us, where sampling each took 2.1. `counts` may be called from
-    any thread, and does the rest. Of the samples between two counts the latest 16,384 are remembered.
+    What a smaller cache holds, a larger one holds as well; so there is one list of blocks, the last used first, cut
+    where each size ends. Within a part a block has no number, so that a use moves one block for each cut it passes.
     """
 
-    def __init__(
-        self, num_blocks: int, *, most_samples: int = MOST_SAMPLES, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """Make one for a real cache of ``num_blocks``; of few blocks every one is sampled."""
+    def __init__(self, num_blocks: int, most_samples: int = MOST_SAMPLES) -> None:
+        """Imagine caches for a real one of ``num_blocks``."""
         self.rate = min(1.0, most_samples / (num_blocks * max(SIZES)))
-        self._most_samples = most_samples
-        self._clock = clock
-        self._threshold = np.uint64(min(int(self.rate * 2.0**64), _EVERYTHING))
-        self._noted: deque[tuple[float, Direction, Names]] = deque()
-        self._num_noted = 0
-        self._pending: deque[tuple[float, Direction, NDArray[np.uint64]]] = deque(maxlen=_MOST_PENDING)
-        self._caches = [(size, max(1, round(num_blocks * size * self.rate))) for size in SIZES]
-        self._held: list[OrderedDict[int, float]] = [OrderedDict() for _ in SIZES]
+        rooms = [max(1, round(num_blocks * size * self.rate)) for size in SIZES]
+        self._rooms = [stop - start for start, stop in pairwise([0, *rooms])]
+        self._parts: list[OrderedDict[int, float]] = [OrderedDict() for _ in SIZES]
+        self._most_asked = most_samples
         self._asked: OrderedDict[int, None] = OrderedDict()
         self._requested = 0
-        self._hits = dict.fromkeys(SIZES, 0)
-        self._gaps_s = Histogram(GAPS)
-        self._lock = Lock()
+        self._hits = [0] * len(SIZES)
+        self._gaps_s = Histogram(GAPS_S)
 
-    def use(self, direction: Direction, names: Names) -> None:
-        """Note that blocks were asked for by a load, or given to a store.
+    def counts(self) -> GhostCounts:
+        """Return what was counted so far."""
+        hits = dict(zip(SIZES, accumulate(self._hits), strict=True))
+        return GhostCounts(self._requested, hits, self._gaps_s.copy())
+
+    def last_use(self, block: int) -> float | None:
+        """Return when a block was used last, as far as that is remembered."""
+        return next((part[block] for part in self._parts if block in part), None)
+
+    def use(self, at: float, direction: Literal["load", "store"], blocks: Sequence[int]) -> None:
+        """Replay a use of sampled blocks.
 
         A store of what a load has asked for is no request of its own: the engine computed what it did not get.
         """
-        self._noted.append((self._clock(), direction, names))
-        self._num_noted += len(names)
-        if self._num_noted >= _NOTED_AT_ONCE:
-            self._num_noted = 0
-            self._sample()
-
-    def counts(self) -> GhostCounts:
-        """Replay what was noted, and return what was counted so far."""
-        with self._lock:
-            self._sample()
-            for _ in range(len(self._pending)):
-                self._replay(*self._pending.popleft())
-            gaps_s = self._gaps_s.copy()
-            return GhostCounts(self._requested, dict(self._hits), gaps_s)
-
-    def _sample(self) -> None:
-        """Sample what was noted. On two threads at once each takes some: popping is one step of the interpreter."""
-        noted = []
-        while self._noted:
-            try:
-                noted.append(self._noted.popleft())
-            except IndexError:  # the other thread has taken it
-                break
-        if not noted:
-            return
-        names = np.concatenate([names for _, _, names in noted])
-        mixed = np.bitwise_xor.reduce(names, axis=1) * _ODD  # an engine's own hashes may fill one word alone
-        is_sampled = mixed <= self._threshold
-        start = 0
-        for at, direction, some in noted:
-            stop = start + len(some)
-            sampled = mixed[start:stop][is_sampled[start:stop]]
-            if len(sampled):
-                self._pending.append((at, direction, sampled))
-            start = stop
-
-    def _replay(self, at: float, direction: Direction, sampled: NDArray[np.uint64]) -> None:
-        for name in sampled.tolist():
+        for block in blocks:
             is_counted = True
             if direction == "load":
-                self._asked[name] = None
-                self._asked.move_to_end(name)
-                if len(self._asked) > self._most_samples:
+                self._asked[block] = None
+                self._asked.move_to_end(block)
+                if len(self._asked) > self._most_asked:
                     self._asked.popitem(last=False)
-            elif name in self._asked:
-                del self._asked[name]
+            elif block in self._asked:
+                del self._asked[block]
                 is_counted = False
-            self._use(name, at, is_counted=is_counted)
+            self._use(block, at, is_counted=is_counted)
 
-    def _use(self, name: int, at: float, *, is_counted: bool) -> None:
+    def _use(self, block: int, at: float, *, is_counted: bool) -> None:
         self._requested += is_counted
-        last: float | None = None
-        for (size, room), held in zip(self._caches, self._held, strict=True):
-            last = held.pop(name, None)
+        found = len(self._parts)
+        for number, part in enumerate(self._parts):
+            last = part.pop(block, None)
             if last is not None:
-                self._hits[size] += is_counted
-            elif len(held) >= room:
-                held.popitem(last=False)
-            held[name] = at
-        if last is not None and is_counted:
-            self._gaps_s.saw(at - last)
+                self._hits[number] += is_counted
+                if is_counted:
+                    self._gaps_s.saw(at - last)
+                found = number
+                break
+        moved, used = block, at
+        for number, part in enumerate(self._parts):  # each part gives the next its oldest block
+            part[moved] = used
+            if number == found or len(part) <= self._rooms[number]:
+                break
+            moved, used = part.popitem(last=False)

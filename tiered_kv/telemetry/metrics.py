@@ -1,7 +1,7 @@
 """Metrics of caches for Prometheus: read when somebody scrapes. They need the extra ``metrics``."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -16,25 +16,42 @@ if TYPE_CHECKING:  # the extra "metrics" may not be installed
 class Metrics:
     """The metrics of one cache, for `TieredKV`'s argument ``metrics``.
 
-    ``TieredKV(..., metrics=True)``, or ``metrics = true`` in the settings, is the same as ``metrics=Metrics()``. Then
-    serve them, e.g. by ``prometheus_client.start_http_server(9100)``. They are there as long as the cache is open.
+    ``TieredKV(..., metrics=True)`` is the same as ``metrics=Metrics()``; ``metrics = true`` in the settings takes
+    ``metrics_salts`` and ``prefill_tokens_per_s`` from there as well. Then serve them, e.g. by
+    ``prometheus_client.start_http_server(9100)``. They are there as long as the cache is open.
     """
 
-    def __init__(self, registry: "CollectorRegistry | None" = None) -> None:
+    def __init__(
+        self,
+        registry: "CollectorRegistry | None" = None,
+        *,
+        salts: Sequence[str] = (),
+        prefill_tokens_per_s: float = 0.0,
+    ) -> None:
         """Make metrics of a cache that is not open yet.
 
         Args:
             registry: Where to be collected; prometheus_client's own by default. Caches may share one: the label
                 ``cache`` tells them apart, the lowest number that is free.
+            salts: Tenants that are counted each for itself, in the label ``salt``: it shows the salt, so list none
+                that is secret.
+            prefill_tokens_per_s: How fast the engine computes a prompt, for ``prefill_saved_seconds``; 0 if unknown.
 
         Raises:
-            ConfigurationError: The extra ``metrics`` is not installed.
+            ConfigurationError: The extra ``metrics`` is not installed, or an argument cannot be right.
         """
         try:
             from prometheus_client import REGISTRY  # noqa: PLC0415 - an extra
         except ImportError as error:
             raise ConfigurationError("metrics need prometheus_client: pip install 'tiered-kv[metrics]'") from error
+        if isinstance(salts, str) or not all(isinstance(salt, str) and salt for salt in salts):
+            raise ConfigurationError(f"salts must be a list of the salts to count, each a str, got {salts!r:.80}")
+        if not 0 <= prefill_tokens_per_s < float("inf"):
+            raise ConfigurationError(
+                f"prefill_tokens_per_s must be tokens a second, 0 if unknown, got {prefill_tokens_per_s!r:.80}"
+            )
         self._registry = REGISTRY if registry is None else registry
+        self._salts, self._prefill_tokens_per_s = tuple(salts), prefill_tokens_per_s
         self._collector: _Collector | None = None
         self._number = 0
 
@@ -52,6 +69,9 @@ class Metrics:
         """Be collected from now on; called on the event loop by the cache that has opened."""
         assert self._collector is not None  # noqa: S101 - claimed by the cache
         watch.registry = self._registry
+        watch.prefill_tokens_per_s = self._prefill_tokens_per_s
+        if self._salts:
+            watch.count_salts(self._salts)
         self._collector.add(watch)
         self._number = watch.number
 

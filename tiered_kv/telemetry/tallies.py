@@ -5,9 +5,9 @@ Plain numbers, for the event loop's thread. The work for an event does not grow 
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from copy import deepcopy
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Final, Self
 
@@ -20,6 +20,7 @@ from tiered_kv.events import (
     TierStalled,
     TierTripped,
 )
+from tiered_kv.keys import salt_digest
 
 SECONDS: Final = tuple(digit * 10.0**power for power in range(-4, 2) for digit in (1, 2.5, 5))
 """Upper bounds of a histogram's buckets; what takes longer is in one more."""
@@ -43,9 +44,11 @@ class Histogram:
         self._counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
-    def copy(self) -> Self:
+    def copy(self) -> "Histogram":
         """Return one with the same counts."""
-        return deepcopy(self)
+        copied = Histogram(self.bounds)
+        copied.total, copied._counts = self.total, self._counts.copy()
+        return copied
 
     def cumulated(self) -> list[tuple[str, float]]:
         """Return how many values were at most each bound, as Prometheus has it: the last one is ``"+Inf"``."""
@@ -62,6 +65,16 @@ class Lookups:
     missed_because: Mapping[str, int]
 
 
+@dataclass
+class SaltCounts:
+    """Blocks of one tenant's loads and lookups."""
+
+    requested: int = 0
+    hits: int = 0
+    looked_up: int = 0
+    not_found: int = 0
+
+
 class Tallies:
     """Takes events and lookups, and adds them up.
 
@@ -73,6 +86,7 @@ class Tallies:
         stalls: Calls that were late, by the same.
         trips: How often a breaker opened, by the same.
         refused: Records not served for their seal, by tier.
+        salts: Of the tenants that are counted each for itself.
     """
 
     def __init__(self) -> None:
@@ -80,6 +94,8 @@ class Tallies:
         self.load_faults = Counter[str]()
         self.failures, self.stalls, self.trips = (Counter[tuple[str, str]]() for _ in range(3))
         self.refused = Counter[str]()
+        self.salts: dict[str, SaltCounts] = {}
+        self._of_salt: dict[bytes, SaltCounts] = {}
         self._looked_up = 0
         self._not_found = Counter[str]()
 
@@ -103,11 +119,25 @@ class Tallies:
             case _:
                 pass
 
-    def looked_up(self, requested: int, found: int, because: str) -> None:
+    def count_salts(self, salts: Iterable[str]) -> None:
+        """Count these tenants each for itself from now on."""
+        self.salts = {salt: SaltCounts() for salt in salts}
+        self._of_salt = {salt_digest(salt): counts for salt, counts in self.salts.items()}
+
+    def loaded(self, salt_id: bytes, requested: int, num_blocks: int) -> None:
+        """Count a load for its tenant."""
+        if (counts := self._of_salt.get(salt_id)) is not None:
+            counts.requested += requested
+            counts.hits += num_blocks
+
+    def looked_up(self, salt_id: bytes, requested: int, found: int, because: str) -> None:
         """Count a lookup; ``because`` says what befell the first block that was not found, if one was not."""
         self._looked_up += requested
         if found < requested:
             self._not_found[because] += requested - found
+        if (counts := self._of_salt.get(salt_id)) is not None:
+            counts.looked_up += requested
+            counts.not_found += requested - found
 
     def lookups(self) -> Lookups:
         """Return what was looked up so far, for another thread."""
@@ -115,4 +145,9 @@ class Tallies:
 
     def copy(self) -> Self:
         """Return what was added up so far, for another thread."""
-        return deepcopy(self)
+        copied = copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, Histogram | Counter):
+                setattr(copied, name, value.copy())
+        copied.salts = {salt: replace(counts) for salt, counts in self.salts.items()}
+        return copied

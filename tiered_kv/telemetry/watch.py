@@ -17,10 +17,10 @@ from tiered_kv.errors import ClosedError
 from tiered_kv.events import BlocksLoaded, Emit, Event
 from tiered_kv.keys import BlockKeys
 from tiered_kv.results import CacheStatistics
-from tiered_kv.telemetry.ghost import GhostCache, GhostCounts
 from tiered_kv.telemetry.history import History
+from tiered_kv.telemetry.lives import LifeCounts, Lives
 from tiered_kv.telemetry.tallies import Tallies
-from tiered_kv.tiers.ledger import OnUse
+from tiered_kv.tiers.ledger import OnLoad, OnPlaceChange, OnUse
 
 if TYPE_CHECKING:  # the extra "metrics" may not be installed
     from prometheus_client import CollectorRegistry
@@ -52,8 +52,11 @@ class Watched(Protocol):
     def statistics(self) -> CacheStatistics:
         """Count what is where; on the event loop."""
 
-    def watch_uses(self, on_use: OnUse) -> None:
-        """Have each load and store say what it is about."""
+    def watch_blocks(self, on_use: OnUse, on_change: OnPlaceChange) -> None:
+        """Have each load and store say what it is about, and each owned tier what comes to it and leaves it."""
+
+    def watch_loads(self, on_load: OnLoad) -> None:
+        """Have each load say whose it was, and what it brought."""
 
     def call_soon(self, function: Callable[[], object]) -> None:
         """Have the event loop call a function, from any thread."""
@@ -102,7 +105,8 @@ class Reading:
         statistics: What it counts.
         tallies: What its events told.
         lag_s: How long the event loop took to answer.
-        ghost: What caches of other sizes would have had; None if no tier is the cache's own.
+        prefill_saved_s: How long the engine would have computed what loads brought; None if nobody says how fast it is.
+        lives: What became of a sample of blocks; None if no tier is the cache's own.
     """
 
     at: float
@@ -111,7 +115,8 @@ class Reading:
     statistics: CacheStatistics
     tallies: Tallies
     lag_s: float = 0.0
-    ghost: GhostCounts | None = None
+    prefill_saved_s: float | None = None
+    lives: LifeCounts | None = None
 
 
 class Watch:
@@ -120,6 +125,7 @@ class Watch:
     Attributes:
         number: Tells caches of one process apart where they are shown together.
         registry: Where Prometheus finds it, if anywhere.
+        prefill_tokens_per_s: How fast the engine computes a prompt; 0 if nobody said.
         history: Of the last hour.
         shortfalls: The lookups and loads that fell short last.
         started_at: When the cache was opened, in seconds since 1970.
@@ -129,13 +135,14 @@ class Watch:
         """Make one of a cache that is not open yet; ``explain`` is its own."""
         self.number = 0
         self.registry: CollectorRegistry | None = None
+        self.prefill_tokens_per_s = 0.0
         self.history = History()
         self.shortfalls: deque[Shortfall] = deque(maxlen=_SHORTFALLS)
         self.started_at = 0.0
         self._watchers = watchers
         self._explain = explain
         self._tallies = Tallies()
-        self._ghost: GhostCache | None = None
+        self._lives: Lives | None = None
         self._watched: Watched | None = None
         self._last: Reading | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -153,9 +160,9 @@ class Watch:
         if isinstance(event, BlocksLoaded) and event.missed_because:
             self._fell_short("load", event.requested, event.blocks, event.missed_because)
 
-    def looked_up(self, requested: int, found: int, because: str) -> None:
+    def looked_up(self, salt_id: bytes, requested: int, found: int, because: str) -> None:
         """Count a lookup; called by the cache."""
-        self._tallies.looked_up(requested, found, because)
+        self._tallies.looked_up(salt_id, requested, found, because)
         if because:
             self._fell_short("lookup", requested, found, because)
 
@@ -174,8 +181,8 @@ class Watch:
         self.started_at = time.time()
         self._last = self._take()
         if num_slots := max(tier.num_slots for tier in self._last.statistics.tiers):
-            self._ghost = GhostCache(num_slots)
-            watched.watch_uses(self._ghost.use)
+            self._lives = Lives(num_slots)
+            watched.watch_blocks(self._lives.use, self._lives.changed)
         self.history.begin(lambda: (watched.statistics(), self._tallies.lookups()))
         for watcher in self._watchers:
             watcher.begin(self)
@@ -186,6 +193,11 @@ class Watch:
         for watcher in self._watchers:
             await watcher.end()
 
+    def count_salts(self, salts: Sequence[str]) -> None:
+        """Count the loads and lookups of these tenants each for itself from now on; on the cache's event loop."""
+        self._tallies.count_salts(salts)
+        self.watched.watch_loads(self._tallies.loaded)
+
     def tell(self, event: Event) -> None:
         """Tell all receivers of events of one; on the cache's event loop."""
         self.watched.emit(event)
@@ -193,7 +205,9 @@ class Watch:
     def read(self) -> Reading:
         """Return what there is now, from any thread; what there was, if the event loop has no time for a second."""
         reading = self._read()
-        return replace(reading, ghost=self._ghost.counts()) if self._ghost is not None else reading
+        if self._lives is None:
+            return reading
+        return replace(reading, lives=self._lives.counts(is_gentle=threading.get_ident() != self._thread))
 
     async def explain(self, keys: BlockKeys) -> Sequence[object]:
         """Ask the cache why blocks are there or are not, from any event loop.
@@ -231,6 +245,17 @@ class Watch:
             return replace(self._last, lag_s=time.monotonic() - asked)
 
     def _take(self) -> Reading:
-        watched, labels = self.watched, (self.watched.model_name, str(self.number))
-        self._last = Reading(time.time(), labels, watched.tokens_per_block, watched.statistics(), self._tallies.copy())
+        watched = self.watched
+        statistics, saved_s = watched.statistics(), None
+        if self.prefill_tokens_per_s and watched.tokens_per_block:
+            num_hits = statistics.requested - statistics.missed
+            saved_s = num_hits * watched.tokens_per_block / self.prefill_tokens_per_s
+        self._last = Reading(
+            at=time.time(),
+            labels=(watched.model_name, str(self.number)),
+            tokens_per_block=watched.tokens_per_block,
+            statistics=statistics,
+            tallies=self._tallies.copy(),
+            prefill_saved_s=saved_s,
+        )
         return self._last

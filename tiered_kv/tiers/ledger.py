@@ -47,6 +47,8 @@ class HasIndex(Protocol):
 OnPlaceChange = Callable[[Place, Change, Names], None]
 Direction = Literal["load", "store"]
 OnUse = Callable[[Direction, Names], None]
+OnLoad = Callable[[bytes, int, int], None]
+"""Takes the digest of a load's salt, the blocks that it was asked for, and those that came."""
 
 
 class Ledger:
@@ -62,6 +64,7 @@ class Ledger:
         tiers: The owned tiers, by place.
         listeners: Called with every change of an owned tier.
         on_use: Called with what each load and store is about, in prompt order, if somebody wants to know.
+        on_load: Called when a load has ended, likewise.
     """
 
     def __init__(self) -> None:
@@ -70,6 +73,7 @@ class Ledger:
         self.missed_because, self.dropped_because = Counter[str](), Counter[str]()
         self.preemptions = 0
         self.on_use: OnUse | None = None
+        self.on_load: OnLoad | None = None
         self.tiers: dict[Place, HasIndex] = {}
         self.listeners: list[OnPlaceChange] = []
         self._history = History()
@@ -78,9 +82,11 @@ class Ledger:
         self._codes = np.full(_NOTED_AT_ONCE, 0, dtype=np.uint8)
         self._num_noted = 0
 
-    def count_load(self, requested: int, loaded: int, why_not_more: str) -> None:
+    def count_load(self, salt_id: bytes, requested: int, loaded: int, why_not_more: str) -> None:
         """Count the blocks of a load that has ended; those behind the first one missed are missed for its reason."""
         self.requested += requested
+        if self.on_load is not None:
+            self.on_load(salt_id, requested, loaded)
         if missed := requested - loaded:
             self.missed += missed
             self.missed_because[why_not_more] += missed

@@ -27,13 +27,19 @@ class HeldLoad:
     """
 
     def __init__(
-        self, chain: Chain, lease: Lease, brought: Brought, positions: NDArray[np.int64] | None = None
+        self,
+        chain: Chain,
+        salt_id: bytes,
+        lease: Lease,
+        brought: Brought,
+        positions: NDArray[np.int64] | None = None,
     ) -> None:
         """Take over a lease on a prefix, or on the blocks at these positions; ``brought`` is about every key."""
         self.chain = chain
         self.spec = CPULoadStoreSpec(lease.slots, chain.host.slab.name)
         self.positions = np.arange(len(lease.slots)) if positions is None else positions
         self.present: Mask = np.zeros(len(brought.source), np.bool_)
+        self._salt_id = salt_id
         self._lease = lease
         self._brought = brought
 
@@ -41,7 +47,7 @@ class HeldLoad:
         """Let go of the slots; ``moved`` is what all ranks have in place, ``wanted`` what they were asked for."""
         chain = self.chain
         source = self._source_of(moved)
-        chain.ledger.count_load(len(moved[wanted]), len(source), "not moved")
+        chain.ledger.count_load(self._salt_id, len(moved[wanted]), len(source), "not moved")
         for tier, count in zip(chain.tiers, np.bincount(source, minlength=len(chain.tiers)), strict=True):
             tier.counters.hits += int(count)
         chain.release(self._lease)

@@ -5,7 +5,6 @@ from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
-from tiered_kv.telemetry.ghost import GhostCounts
 from tiered_kv.telemetry.history import Moment, Span
 from tiered_kv.telemetry.tallies import Histogram
 from tiered_kv.telemetry.watch import Reading, Watch
@@ -35,7 +34,7 @@ def state_of(watch: Watch) -> dict[str, Any]:
         "troubles": _troubles(reading),
         "load_s": _quantiles(reading.tallies.load_seconds),
         "store_s": _quantiles(reading.tallies.store_seconds),
-        "ghost": _ghost(reading.ghost, max((tier["capacity_bytes"] for tier in tiers), default=0)),
+        "ghost": _ghost(reading, max((tier["capacity_bytes"] for tier in tiers), default=0)),
     }
 
 
@@ -66,9 +65,10 @@ def _quantiles(histogram: Histogram) -> dict[str, float]:
     return {name: bound for name, bound in found.items() if bound != float("inf")} | {"count": count}
 
 
-def _ghost(ghost: GhostCounts | None, capacity_bytes: int) -> list[Mapping[str, float]]:
-    if ghost is None or not ghost.requested:
+def _ghost(reading: Reading, capacity_bytes: int) -> list[Mapping[str, float]]:
+    if reading.lives is None or not reading.lives.ghost.requested:
         return []
+    ghost = reading.lives.ghost
     return [
         {"size": size, "capacity_bytes": int(size * capacity_bytes), "hit_rate": hits / ghost.requested}
         for size, hits in ghost.hits.items()

@@ -1,0 +1,72 @@
+"""How old blocks get, and how long they lie idle before they go."""
+
+import numpy as np
+
+from tiered_kv.catalog.books import Change
+from tiered_kv.keys import Names
+from tiered_kv.telemetry.lives import Lives
+from tiered_kv.tiers.ledger import Place
+
+CPU, NVME = Place("cpu", 0, 0), Place("nvme", 0, 0)
+
+
+def name(block: int) -> Names:
+    """Return the name of one block."""
+    return np.random.default_rng(block).integers(2**64, size=(1, 4), dtype=np.uint64)
+
+
+class Clock:
+    """Says what it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        """Return the time."""
+        return self.now
+
+
+def test_an_evicted_block_tells_its_age_and_how_long_it_was_idle() -> None:
+    """By tier: since it came there, and since it was used last."""
+    clock = Clock()
+    lives = Lives(64, clock=clock)
+    lives.use("store", name(1))
+    lives.changed(CPU, Change.ADDED, name(1))
+    clock.now = 20.0
+    lives.changed(NVME, Change.ADDED, name(1))
+    clock.now = 70.0
+    lives.use("load", name(1))
+    clock.now = 90.0
+    lives.changed(CPU, Change.EVICTED, name(1))
+    clock.now = 120.0
+    lives.changed(NVME, Change.EVICTED, name(1))
+    counts = lives.counts()
+    assert {tier: ages_s.total for tier, ages_s in counts.ages_s.items()} == {"cpu": 90.0, "nvme": 100.0}
+    assert {tier: idle_s.total for tier, idle_s in counts.idle_s.items()} == {"cpu": 20.0, "nvme": 50.0}
+
+
+def test_only_an_eviction_has_an_age() -> None:
+    """Not what was removed, nor what was there before anybody watched; a block that comes back is young again."""
+    clock = Clock()
+    lives = Lives(64, clock=clock)
+    lives.changed(CPU, Change.EVICTED, name(1))
+    for change in (Change.REMOVED, Change.EXPIRED, Change.CORRUPT, Change.LOST):
+        lives.changed(CPU, Change.ADDED, name(2))
+        lives.changed(CPU, change, name(2))
+    assert lives.counts().ages_s == {}
+    clock.now = 5.0
+    lives.changed(CPU, Change.CLEARED, name(2)[:0])
+    lives.changed(CPU, Change.ADDED, name(2))
+    clock.now = 6.0
+    lives.changed(CPU, Change.EVICTED, name(2))
+    assert lives.counts().ages_s["cpu"].total == 1.0
+
+
+def test_memory_is_bounded() -> None:
+    """Of the blocks that are there, so many are remembered."""
+    lives = Lives(1 << 20, most_samples=256)
+    for seed in range(40):
+        names = np.random.default_rng(seed).integers(2**64, size=(1 << 18, 4), dtype=np.uint64)
+        lives.changed(CPU, Change.ADDED, names)
+    lives.counts()
+    assert len(lives._since) == 256  # noqa: SLF001 - no public call tells it

@@ -1,0 +1,45 @@
+"""Which blocks are sampled, and how much is remembered of them."""
+
+import numpy as np
+
+from tiered_kv.keys import Names
+from tiered_kv.telemetry.samples import Sampler
+
+
+def some(num_blocks: int, seed: int = 0) -> Names:
+    """Return names as a hash would make them."""
+    return np.random.default_rng(seed).integers(2**64, size=(num_blocks, 4), dtype=np.uint64)
+
+
+def test_of_few_blocks_all_are_sampled_in_order() -> None:
+    """What happened, when and where, however many calls were made before somebody looks."""
+    times = iter(range(100))
+    sampler = Sampler(1.0, clock=lambda: float(next(times)))
+    for number in range(20):
+        sampler.note("added" if number % 2 else "load", f"tier {number}", some(200, number))
+    taken = sampler.take()
+    assert [at for (at, _, _), _ in taken] == list(range(20))
+    assert [tier for (_, _, tier), _ in taken] == [f"tier {number}" for number in range(20)]
+    assert [len(set(blocks)) for _, blocks in taken] == [200] * 20
+    assert sampler.take() == []
+
+
+def test_a_block_is_sampled_always_or_never() -> None:
+    """In whatever call it is; and about as many as was asked for."""
+    sampler, names = Sampler(0.1), some(10_000)
+    sampler.note("load", "", names)
+    for start in range(0, len(names), 100):
+        sampler.note("store", "", names[start : start + 100])
+    (_, first), *others = sampler.take()
+    assert [block for _, blocks in others for block in blocks] == first
+    assert 800 < len(first) < 1200
+
+
+def test_memory_is_bounded_though_nobody_looks() -> None:
+    """The latest 65,536 sampled blocks are remembered, and little besides."""
+    sampler = Sampler(1.0)
+    for number in range(200):
+        sampler.note("load", str(number), some(1000))
+    taken = sampler.take()
+    assert taken[-1][0][2] == "199"
+    assert sum(len(blocks) for _, blocks in taken) <= (1 << 16) + 2048
