@@ -10,7 +10,7 @@ from tiered_kv.testing import ScriptedDevice, ScriptedEvent
 from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.transfers.start import start_load
-from tiered_kv.validation import load_request
+from tiered_kv.validation import LoadCall, load_request
 
 KEYS = prompt(9)
 INTO = GPULoadStoreSpec(range(9))
@@ -46,7 +46,7 @@ async def test_a_load_that_weights_overtake_while_it_is_checked_says_so() -> Non
     engine = Engine()
     async with open_cache(CPU, engine=engine) as kv:
         await keep(kv, engine, KEYS)
-        request = load_request(Overtaken(kv), KEYS, INTO, None, None, Priority.LOAD)
+        request = load_request(Overtaken(kv), LoadCall(KEYS, INTO, None, None, Priority.LOAD))
         loaded = await start_load(request)
         assert (loaded.num_blocks, [fault.reason for fault in loaded.faults]) == (0, ["epoch advanced"])
         await until_idle(kv)

@@ -5,8 +5,9 @@ engine does for every request, then what threads, schedulers and operators ask f
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -14,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.changes import Changes
+from tiered_kv.engine_side import EngineSide
 from tiered_kv.errors import ClosedError
 from tiered_kv.explain import Explanation
-from tiered_kv.groups import GroupNeed, GroupsLoad, GroupsLookup, longest
+from tiered_kv.groups import GroupNeed, GroupsLoad, GroupsLookup, check_needs, length_in_place, longest
 from tiered_kv.hints import ReuseHint
 from tiered_kv.keys import BlockKeys, Namespace
 from tiered_kv.layout import KVCaches
@@ -31,13 +33,14 @@ from tiered_kv.results import (
 )
 from tiered_kv.specs import EngineBlocks, GPULoadStoreSpec
 from tiered_kv.tiers.budget import Priority
-from tiered_kv.transfers.handles import Handle
+from tiered_kv.transfers.handles import Handle, cancel_each, each_of
 from tiered_kv.transfers.load_handle import LoadHandle
 from tiered_kv.transfers.prefetch import HostLease, PrefetchHandle
 from tiered_kv.transfers.requests import Order
 from tiered_kv.transfers.store import StoreHandle
-from tiered_kv.transfers.submissions import LoadTicket, StoreTicket
+from tiered_kv.transfers.submissions import LoadTicket, StoreTicket, load_failed, store_failed
 from tiered_kv.transfers.swap import Copies, Moves
+from tiered_kv.validation import LoadCall, StoreCall, check_specs
 
 
 class BlockCache(ABC):
@@ -89,7 +92,6 @@ class BlockCache(ABC):
         """Keep the engine's blocks; returns as soon as they may be reused. See `start_store`."""
         return await self.start_store(keys, source, after=after, epoch=epoch, hint=hint)
 
-    @abstractmethod
     def start_load(
         self,
         keys: BlockKeys,
@@ -126,8 +128,8 @@ class BlockCache(ABC):
             ConfigurationError, LayoutMismatchError: Arguments that cannot be right. Nothing has moved.
             ClosedError: The cache is not open.
         """
+        return self._prepare_load(LoadCall(keys, into, after, deadline_s, priority, layerwise, gaps, order))()
 
-    @abstractmethod
     def start_store(
         self,
         keys: BlockKeys,
@@ -154,10 +156,10 @@ class BlockCache(ABC):
             ConfigurationError, LayoutMismatchError: Arguments that cannot be right. Nothing has moved.
             ClosedError: The cache is not open.
         """
+        return self._prepare_store(StoreCall(keys, source, after, epoch, layerwise, hint))()
 
     # The memory of the engine's own.
 
-    @abstractmethod
     def register_kv_caches(self, kv_caches: KVCaches, *, group: int = 0, axes: str | None = None) -> None:
         """Bind the engine's paged tensors of one KV group. A process that only stores bytes skips this.
 
@@ -171,8 +173,19 @@ class BlockCache(ABC):
         Raises:
             LayoutMismatchError: They are not what the layout says.
         """
+        side = self._open()
+        side.bindings.register_caches(kv_caches, side.of_rank(group), group=group, axes=axes)
 
-    @abstractmethod
+    def unregister_kv_caches(self, *, group: int = 0) -> None:
+        """Let go of the engine's tensors of one KV group: before it sleeps, or unmaps them. Idempotent.
+
+        Loads and stores that are under way use them to their end: wait for these first. Those that come later are
+        refused with ConfigurationError, until tensors are registered again. Blocks in the tiers stay.
+        """
+        side = self._open()
+        side.of_rank(group)
+        side.bindings.unregister_caches(group)
+
     def register_host_pool(
         self,
         name: str,
@@ -193,12 +206,18 @@ class BlockCache(ABC):
             axes: Letters for the axes of fragments; they make one tensor a paged one.
             slot_bytes: From one whole block to the next. A row by default, or of a flat buffer a block's payload.
             direct: Let storage read straight into slots, which must be page-aligned, taking no host slots. A load then
-                ends only when the medium has let go of them, whatever its deadline.
+                ends only when the medium has let go of them, whatever its deadline. Storage of a host's server never
+                does: blocks come by way of its memory.
 
         Raises:
             ConfigurationError: Memory that cannot be used so, or a name that is taken.
             LayoutMismatchError: Blocks of this group do not fit.
         """
+        side = self._open()
+        side.bindings.register_pool(
+            name, buffer, side.of_rank(group), side.lifetime,
+            group=group, axes=axes, slot_bytes=slot_bytes, direct=direct and side.reads_direct,
+        )  # fmt: skip
 
     # Models with several KV groups, and what is done ahead.
 
@@ -214,7 +233,6 @@ class BlockCache(ABC):
         num_tokens = await longest(needs, count)
         return GroupsLookup(num_tokens, tuple(need.at(num_tokens) for need in needs))
 
-    @abstractmethod
     async def load_groups(
         self, needs: Sequence[GroupNeed], into: Sequence[GPULoadStoreSpec], *, after: object = None
     ) -> GroupsLoad:
@@ -228,6 +246,14 @@ class BlockCache(ABC):
         Raises:
             ConfigurationError, LayoutMismatchError: As for `start_load`; of block ids, the group is named.
         """
+        side, step = self._open(), check_needs(needs)
+        length = min(len(need.keys) * need.keys.block_size for need in needs) // step * step
+        wanted = [need.at(length) for need in needs]
+        check_specs(side.bindings, wanted, into)  # all are right before any is started
+        handles = [self.start_load(keys, spec, after=after) for keys, spec in zip(wanted, into, strict=True)]
+        task = side.tasks.spawn(each_of(handles), f"load {len(needs)} KV groups")
+        results = await Handle(task, partial(cancel_each, handles))
+        return GroupsLoad(length_in_place(needs, wanted, results), tuple(results))
 
     @abstractmethod
     def prefetch(self, keys: BlockKeys, *, to: str = "cpu") -> PrefetchHandle:
@@ -247,7 +273,6 @@ class BlockCache(ABC):
 
     # From any thread, for engines with a synchronous loop: nothing waits for the event loop.
 
-    @abstractmethod
     def submit_load(
         self,
         keys: BlockKeys,
@@ -262,12 +287,17 @@ class BlockCache(ABC):
 
         Whatever is wrong raises here, as there. How it ends is for `poll` to say, or `Ticket.wait`.
         """
+        submissions = self._open(anywhere=True).submissions
+        start = self._prepare_load(LoadCall(keys, into, after, deadline_s, priority, gaps=gaps), anywhere=True)
+        return submissions.submit(start, partial(load_failed, len(keys)))
 
-    @abstractmethod
     def submit_store(
         self, keys: BlockKeys, source: EngineBlocks, *, after: object = None, epoch: str | None = None
     ) -> StoreTicket:
         """`start_store` from any thread, which waits for nothing; see `submit_load`."""
+        submissions = self._open(anywhere=True).submissions
+        start = self._prepare_store(StoreCall(keys, source, after, epoch), anywhere=True)
+        return submissions.submit(start, partial(store_failed, len(keys)))
 
     @abstractmethod
     def poll(self, timeout_s: float = 0.0) -> list[tuple[LoadTicket, LoadResult] | tuple[StoreTicket, StoreResult]]:
@@ -475,3 +505,26 @@ class BlockCache(ABC):
         Raises:
             ConfigurationError: Called elsewhere than on the event loop that opened it. Nothing has ended.
         """
+
+    # What differs by where the tiers are.
+
+    @abstractmethod
+    def _open(self, *, anywhere: bool = False) -> EngineSide:
+        """Return what the cache has in this process, to a call on its event loop, or from ``anywhere``.
+
+        Raises:
+            ClosedError: It is not open yet, or not any more.
+            ConfigurationError: This is another thread or event loop.
+        """
+
+    @abstractmethod
+    def _prepare_load(self, call: LoadCall, *, anywhere: bool = False) -> Callable[[], LoadHandle]:
+        """Check a load and enqueue its wait; return what starts it on the event loop.
+
+        Raises:
+            ClosedError, ConfigurationError, LayoutMismatchError: See `start_load`, and `_open`.
+        """
+
+    @abstractmethod
+    def _prepare_store(self, call: StoreCall, *, anywhere: bool = False) -> Callable[[], StoreHandle]:
+        """The same of a store."""

@@ -26,10 +26,9 @@ from tiered_kv.closing import Draining, begin_to_close, drain, draining_on
 from tiered_kv.errors import ClosedError, ConfigurationError
 from tiered_kv.events import Emit, EpochAdvanced, SequencePreempted
 from tiered_kv.explain import Explanation, explain
-from tiered_kv.groups import GroupNeed, GroupsLoad, check_needs, length_in_place
 from tiered_kv.hints import ReuseHint, check_hint
 from tiered_kv.keys import BlockKeys, ModelIdentity, Namespace, Shard, salt_digest
-from tiered_kv.layout import KVCaches, KVLayout
+from tiered_kv.layout import KVLayout
 from tiered_kv.lookups import lookup_result, owned_runs, states_of, why_not_more, with_pending, with_specs
 from tiered_kv.memory.codec import CodecName, make_codec
 from tiered_kv.memory.make import DeviceLike, resolve
@@ -45,25 +44,25 @@ from tiered_kv.results import (
     SwapResult,
 )
 from tiered_kv.settings import CacheLimits, TieredKVSettings
-from tiered_kv.specs import EngineBlocks, GPULoadStoreSpec
+from tiered_kv.specs import GPULoadStoreSpec
 from tiered_kv.telemetry.logs import guarded, log_event
 from tiered_kv.telemetry.metrics import Metrics
 from tiered_kv.telemetry.page import Page
 from tiered_kv.telemetry.trace_recorder import TraceRecorder
 from tiered_kv.telemetry.watch import Watch, Watcher
 from tiered_kv.tiers import upkeep
-from tiered_kv.tiers.budget import Priority
 from tiered_kv.tiers.exponent import make_record_codec
 from tiered_kv.tiers.pins import Pins
-from tiered_kv.transfers.handles import Handle, cancel_each, each_of
+from tiered_kv.transfers.handles import Handle
 from tiered_kv.transfers.load_handle import LoadHandle
 from tiered_kv.transfers.prefetch import HostLease, Prefetch, PrefetchHandle, hold_on_host
-from tiered_kv.transfers.requests import Order
 from tiered_kv.transfers.start import start_load, start_store
 from tiered_kv.transfers.store import StoreHandle
-from tiered_kv.transfers.submissions import LoadTicket, StoreTicket, load_failed, store_failed
+from tiered_kv.transfers.submissions import LoadTicket, StoreTicket
 from tiered_kv.transfers.swap import Copies, Moves, Swap
 from tiered_kv.validation import (
+    LoadCall,
+    StoreCall,
     check_asyncio,
     check_capacity,
     check_emit,
@@ -75,7 +74,6 @@ from tiered_kv.validation import (
     check_recorder,
     check_seconds,
     check_shards,
-    check_specs,
     check_ttl,
     load_request,
     metrics_of,
@@ -224,7 +222,7 @@ class TieredKV(BlockCache):
             name=name, read_only=read_only, timeout_s=timeout_s,
         )  # fmt: skip
 
-    # Finding and moving blocks, for every request.
+    # What is there, and what is done ahead.
 
     @override
     async def lookup(self, keys: BlockKeys, *, where: bool = False) -> LookupResult:
@@ -249,92 +247,6 @@ class TieredKV(BlockCache):
         return result
 
     @override
-    def start_load(
-        self,
-        keys: BlockKeys,
-        into: EngineBlocks,
-        *,
-        after: object = None,
-        deadline_s: float | None = None,
-        priority: Priority = Priority.LOAD,
-        layerwise: bool = False,
-        gaps: bool = False,
-        order: Order = "front",
-    ) -> LoadHandle:
-        request = load_request(
-            self._open(), keys, into, after, deadline_s, priority, layerwise=layerwise, gaps=gaps, order=order
-        )
-        return start_load(request)
-
-    @override
-    def start_store(
-        self,
-        keys: BlockKeys,
-        source: EngineBlocks,
-        *,
-        after: object = None,
-        epoch: str | None = None,
-        layerwise: bool = False,
-        hint: ReuseHint | None = None,
-    ) -> StoreHandle:
-        return start_store(store_request(self._open(), keys, source, after, epoch, layerwise=layerwise, hint=hint))
-
-    # The memory of the engine's own.
-
-    @override
-    def register_kv_caches(self, kv_caches: KVCaches, *, group: int = 0, axes: str | None = None) -> None:
-        cache = self._open()
-        cache.bindings.register_caches(kv_caches, cache.of_rank(group), group=group, axes=axes)
-
-    def unregister_kv_caches(self, *, group: int = 0) -> None:
-        """Let go of the engine's tensors of one KV group: before it sleeps, or unmaps them. Idempotent.
-
-        Loads and stores that are under way use them to their end: wait for these first. Those that come later are
-        refused with ConfigurationError, until tensors are registered again. Blocks in the tiers stay.
-        """
-        cache = self._open()
-        cache.of_rank(group)
-        cache.bindings.unregister_caches(group)
-
-    @override
-    def register_host_pool(
-        self,
-        name: str,
-        buffer: KVCaches,
-        *,
-        group: int = 0,
-        axes: str | None = None,
-        slot_bytes: int | None = None,
-        direct: bool = False,
-    ) -> None:
-        cache = self._open()
-        cache.bindings.register_pool(
-            name,
-            buffer,
-            cache.of_rank(group),
-            cache.lifetime,
-            group=group,
-            axes=axes,
-            slot_bytes=slot_bytes,
-            direct=direct,
-        )
-
-    # Models with several KV groups, and what is done ahead.
-
-    @override
-    async def load_groups(
-        self, needs: Sequence[GroupNeed], into: Sequence[GPULoadStoreSpec], *, after: object = None
-    ) -> GroupsLoad:
-        cache, step = self._open(), check_needs(needs)
-        length = min(len(need.keys) * need.keys.block_size for need in needs) // step * step
-        wanted = [need.at(length) for need in needs]
-        check_specs(cache.bindings, wanted, into)  # all are right before any is started
-        handles = [self.start_load(keys, spec, after=after) for keys, spec in zip(wanted, into, strict=True)]
-        task = cache.tasks.spawn(each_of(handles), f"load {len(needs)} KV groups")
-        results = await Handle(task, partial(cancel_each, handles))
-        return GroupsLoad(length_in_place(needs, wanted, results), tuple(results))
-
-    @override
     def prefetch(self, keys: BlockKeys, *, to: str = "cpu") -> PrefetchHandle:
         cache = self._open()
         chain, batch = cache.batch(keys)
@@ -353,29 +265,6 @@ class TieredKV(BlockCache):
         return hold_on_host(chain, batch)
 
     # From any thread, for engines with a synchronous loop: nothing waits for the event loop.
-
-    @override
-    def submit_load(
-        self,
-        keys: BlockKeys,
-        into: EngineBlocks,
-        *,
-        after: object = None,
-        deadline_s: float | None = None,
-        priority: Priority = Priority.LOAD,
-        gaps: bool = False,
-    ) -> LoadTicket:
-        cache = self._open(anywhere=True)
-        request = load_request(cache, keys, into, after, deadline_s, priority, gaps=gaps)
-        return cache.submissions.submit(partial(start_load, request), partial(load_failed, len(keys)))
-
-    @override
-    def submit_store(
-        self, keys: BlockKeys, source: EngineBlocks, *, after: object = None, epoch: str | None = None
-    ) -> StoreTicket:
-        cache = self._open(anywhere=True)
-        request = store_request(cache, keys, source, after, epoch)
-        return cache.submissions.submit(partial(start_store, request), partial(store_failed, len(keys)))
 
     @override
     def poll(self, timeout_s: float = 0.0) -> list[tuple[LoadTicket, LoadResult] | tuple[StoreTicket, StoreResult]]:
@@ -607,13 +496,8 @@ class TieredKV(BlockCache):
 
     # What every call asks first, and once.
 
+    @override
     def _open(self, *, anywhere: bool = False) -> OpenCache:
-        """Return the open cache, to a call on its event loop, or from ``anywhere``.
-
-        Raises:
-            ClosedError: It is not open yet, or not any more.
-            ConfigurationError: This is another thread or event loop.
-        """
         cache = self._cache
         if cache is None:
             raise ClosedError("this TieredKV is not open yet: use it with 'async with'")
@@ -621,6 +505,14 @@ class TieredKV(BlockCache):
             raise ClosedError("this TieredKV is closed")
         cache.check_loop(anywhere=anywhere)
         return cache
+
+    @override
+    def _prepare_load(self, call: LoadCall, *, anywhere: bool = False) -> Callable[[], LoadHandle]:
+        return partial(start_load, load_request(self._open(anywhere=anywhere), call))
+
+    @override
+    def _prepare_store(self, call: StoreCall, *, anywhere: bool = False) -> Callable[[], StoreHandle]:
+        return partial(start_store, store_request(self._open(anywhere=anywhere), call))
 
 
 def seat_at(

@@ -4,18 +4,19 @@
 """
 
 import asyncio
-import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 
 from anyio import CancelScope
+from typing_extensions import override
 
 from tiered_kv.assembly import Kind, Parts, build_chains, open_backends
 from tiered_kv.changes import Subscribers
+from tiered_kv.engine_side import EngineSide
 from tiered_kv.errors import ClosedError, ConfigurationError, TieredKVError
 from tiered_kv.events import CacheOpened, Emit, TierResized
 from tiered_kv.integers import as_int
@@ -42,7 +43,6 @@ from tiered_kv.transfers.bindings import Bindings
 from tiered_kv.transfers.cleaner import Cleaner
 from tiered_kv.transfers.jobs import Jobs
 from tiered_kv.transfers.resize import resize, slots_within
-from tiered_kv.transfers.submissions import Submissions
 from tiered_kv.transfers.swap import SwapSpaces
 from tiered_kv.validation import check_keys, check_one_rank
 
@@ -163,12 +163,11 @@ class Callers:
                     await self._changed.wait()
 
 
-class OpenCache:
+class OpenCache(EngineSide):
     """The state of an open cache, for the event loop's thread.
 
     Attributes:
         layout: What blocks are made of.
-        shards: Whose parts of them: one rank's, or all.
         limits: Bounds.
         emit: Takes events.
         chains: By KV group, then by rank.
@@ -176,7 +175,6 @@ class OpenCache:
         block_sizes: Tokens in a block, by KV group.
         tokens_per_block: Tokens that each block counted stands for; 0 where KV groups differ.
         device: Where the engine's tensors are.
-        tasks: Everything under way.
         callers: Who waits for something that is no transfer.
         watch: Sees what the cache does, if somebody is to be shown.
         recorder: Writes down what is asked of it, if that is wanted.
@@ -185,10 +183,11 @@ class OpenCache:
         ledger: What became of blocks.
         epoch: Digest of the weights that are served.
         past_epochs: Digests of weights that were served before, the last one first; a few.
-        bindings, pins, swaps, subscribers, submissions, jobs: What some of the calls keep.
-        lifetime: Closes what belongs to the cache.
+        pins, swaps, subscribers, jobs: What some of the calls keep.
         closing: Ends it, and lets no call in any more; None as long as it is open.
     """
+
+    reads_direct: ClassVar = True
 
     def __init__(
         self,
@@ -201,6 +200,7 @@ class OpenCache:
         lifetime: AsyncExitStack,
     ) -> None:
         """Made by `open_cache` only, in the thread of the event loop."""
+        super().__init__(parts.shards, tasks, loop_calls, lifetime)
         self.layout = parts.layout
         self.model_name = parts.model.name
         groups = parts.layout.groups
@@ -208,12 +208,10 @@ class OpenCache:
         self.recorder = parts.recorder
         self.block_sizes = tuple(group.block_size for group in groups)
         self.tokens_per_block = groups[0].block_size / len(parts.shards) if len(groups) == 1 else 0.0
-        self.shards = parts.shards
         self.limits = parts.limits
         self.emit = parts.emit
         self.chains = chains
         self.device = device
-        self.tasks = tasks
         self.callers = Callers()
         self.background = Tasks()
         self.cleaners = [Cleaner(chain) for chain in chains if chain.waiting]
@@ -221,18 +219,11 @@ class OpenCache:
         self.epoch = epoch_digest(parts.model.weights)
         self.past_epochs: list[bytes] = []
         self.pins = Pins(parts.limits.pin_quota)
-        self.bindings = Bindings()
-        lifetime.callback(self.bindings.forget)
         self.swaps = SwapSpaces()
         self.subscribers = Subscribers(ledger)
-        self.submissions = Submissions(loop_calls)
         self.jobs = Jobs(len(parts.shards), loop_calls, tasks, parts.emit)
-        self.lifetime = lifetime
-        self._loop = asyncio.get_running_loop()
-        self._thread = threading.get_ident()
         self.closing: asyncio.Task[None] | None = None
-        self._clock = self._loop.time
-        self._loop_calls = loop_calls
+        self._clock = self.loop.time
         self._resizing = asyncio.Lock()
         for cleaner in self.cleaners:
             self.background.keep_running(cleaner.run, "cleaner")
@@ -241,27 +232,6 @@ class OpenCache:
             for tier in chain.owned:
                 if tier.is_scrubbed:
                     self.background.keep_running(partial(scrub_for_ever, tier), f"scrub {tier.name}")
-
-    def check_loop(self, *, anywhere: bool = False) -> None:
-        """Raise unless a call comes from the event loop that opened the cache, or ``anywhere`` while that is there.
-
-        Raises:
-            ClosedError: That event loop is closed: nothing can move or end any more.
-            ConfigurationError: This is another thread, or another event loop is running.
-        """
-        if self._loop.is_closed():
-            raise ClosedError("the event loop that opened this TieredKV is closed")
-        if anywhere:
-            return
-        try:
-            is_here = asyncio.get_running_loop() is self._loop
-        except RuntimeError:  # none is running: between two runs of the loop its thread may ask
-            is_here = threading.get_ident() == self._thread
-        if not is_here:
-            raise ConfigurationError(
-                "a TieredKV is called on the event loop that opened it; other threads use submit_load, submit_store, "
-                "poll, lookup_nowait and membership"
-            )
 
     # Which chains a call is about, and what keys are called there.
 
@@ -272,6 +242,7 @@ class OpenCache:
         num_shards = len(self.shards)
         return self.chains[group * num_shards : (group + 1) * num_shards]
 
+    @override
     def of_rank(self, group: int) -> Chain:
         """Return the chain of one KV group, of the one rank that this cache is of."""
         chains = self.of_group(group)

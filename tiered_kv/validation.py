@@ -9,6 +9,7 @@ import inspect
 import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, get_args
 
 import numpy as np
@@ -96,58 +97,79 @@ def check_keys(keys: BlockKeys, group: KVGroup) -> None:
         )
 
 
-def load_request(
-    cache: Cache,
-    keys: BlockKeys,
-    into: EngineBlocks,
-    after: object,
-    deadline_s: float | None,
-    priority: Priority,
-    *,
-    layerwise: bool = False,
-    gaps: bool = False,
-    order: Order = "front",
-) -> LoadRequest:
-    """Check a load and enqueue its wait, in any thread; see `TieredKV.start_load`."""
+@dataclass(frozen=True)
+class LoadCall:
+    """A load as it is asked for; see `BlockCache.start_load`. What can be checked of it without a cache is right.
+
+    Raises:
+        ConfigurationError: It is not.
+    """
+
+    keys: BlockKeys
+    into: EngineBlocks
+    after: object
+    deadline_s: float | None
+    priority: Priority
+    layerwise: bool = False
+    gaps: bool = False
+    order: Order = "front"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.priority, Priority):
+            raise ConfigurationError(f"priority must be a Priority, got {self.priority!r:.80}")
+        check_seconds("deadline_s", self.deadline_s)
+        if self.layerwise and self.gaps:
+            raise ConfigurationError(
+                "layers of a load with gaps cannot be waited for: it is either layerwise or has gaps"
+            )
+        if self.order not in get_args(Order):
+            raise ConfigurationError(f"order must be 'front' or 'back', got {self.order!r:.80}")
+        if self.order == "back" and (self.layerwise or self.gaps):
+            raise ConfigurationError("a load from the back has neither layers to wait for nor gaps")
+
+
+@dataclass(frozen=True)
+class StoreCall:
+    """A store as it is asked for; see `BlockCache.start_store`.
+
+    Raises:
+        ConfigurationError: A hint that is none.
+    """
+
+    keys: BlockKeys
+    source: EngineBlocks
+    after: object
+    epoch: str | None
+    layerwise: bool = False
+    hint: ReuseHint | None = None
+
+    def __post_init__(self) -> None:
+        check_hint(self.hint)
+
+
+def load_request(cache: Cache, call: LoadCall) -> LoadRequest:
+    """Check a load and enqueue its wait, in any thread."""
     epoch = cache.epoch  # before the keys are named by it: if it advances in between, the load is overtaken
-    chain, batch = cache.batch(keys)
-    binding = cache.bindings.find(into, keys.group)
-    pages = check_pages(binding, keys, into)
-    check_priority(priority)
-    check_seconds("deadline_s", deadline_s)
-    if layerwise and gaps:
-        raise ConfigurationError("layers of a load with gaps cannot be waited for: it is either layerwise or has gaps")
-    if order not in get_args(Order):
-        raise ConfigurationError(f"order must be 'front' or 'back', got {order!r:.80}")
-    if order == "back" and (layerwise or gaps):
-        raise ConfigurationError("a load from the back has neither layers to wait for nor gaps")
-    deadline = cache.deadline(deadline_s)
-    cache.note("load", keys)
-    lane = binding.h2d.take(after)
+    chain, batch = cache.batch(call.keys)
+    binding = cache.bindings.find(call.into, call.keys.group)
+    pages = check_pages(binding, call.keys, call.into)
+    deadline = cache.deadline(call.deadline_s)
+    cache.note("load", call.keys)
+    lane = binding.h2d.take(call.after)
     return LoadRequest(
-        chain, batch, binding, pages, lane, deadline, priority, lambda: cache.epoch == epoch,
-        layerwise=layerwise, gaps=gaps, order=order,
+        chain, batch, binding, pages, lane, deadline, call.priority, lambda: cache.epoch == epoch,
+        layerwise=call.layerwise, gaps=call.gaps, order=call.order,
     )  # fmt: skip
 
 
-def store_request(
-    cache: Cache,
-    keys: BlockKeys,
-    source: EngineBlocks,
-    after: object,
-    epoch: str | None,
-    *,
-    layerwise: bool = False,
-    hint: ReuseHint | None = None,
-) -> StoreRequest:
-    """Check a store and enqueue its wait, in any thread; see `TieredKV.start_store`."""
-    check_hint(hint)
-    chain, batch = cache.batch(keys, epoch)
-    binding = cache.bindings.find(source, keys.group)
-    pages = check_pages(binding, keys, source)
-    lane = binding.d2h.take_own(after) if layerwise else binding.d2h.take(after)
-    cache.note("store", keys)
-    return StoreRequest(chain, batch, binding, pages, lane, layerwise=layerwise, hint=hint)
+def store_request(cache: Cache, call: StoreCall) -> StoreRequest:
+    """Check a store and enqueue its wait, in any thread."""
+    chain, batch = cache.batch(call.keys, call.epoch)
+    binding = cache.bindings.find(call.source, call.keys.group)
+    pages = check_pages(binding, call.keys, call.source)
+    lane = binding.d2h.take_own(call.after) if call.layerwise else binding.d2h.take(call.after)
+    cache.note("store", call.keys)
+    return StoreRequest(chain, batch, binding, pages, lane, layerwise=call.layerwise, hint=call.hint)
 
 
 def check_pages(binding: Binding, keys: BlockKeys, spec: EngineBlocks) -> NDArray[np.int64]:
@@ -201,12 +223,6 @@ def check_count(group: KVGroup, keys: BlockKeys, spec: EngineBlocks) -> None:
         of = f" of {_count(per_block, 'engine block')}{' each' * (len(keys) != 1)}" if per_block > 1 else ""
         needed = f"need{'s' * (len(keys) == 1)} {_count(len(keys) * per_block, 'block id')}"
         raise LayoutMismatchError(f"{_count(len(keys), 'key')}{of} {needed}, got {len(spec)}")
-
-
-def check_priority(priority: object) -> None:
-    """Raise `ConfigurationError` unless it is a `Priority`."""
-    if not isinstance(priority, Priority):
-        raise ConfigurationError(f"priority must be a Priority, got {priority!r:.80}")
 
 
 def check_ttl(ttl_s: float) -> float:

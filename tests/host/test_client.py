@@ -143,6 +143,20 @@ async def test_a_host_pool_is_memory_like_any(tmp_path: Path) -> None:
             assert kept == [engine.content(key, 0, "") for key in KEYS]
 
 
+async def test_an_engine_that_sleeps_lets_go_of_its_tensors(tmp_path: Path) -> None:
+    """Until they are registered again, transfers are refused; the blocks stay with the server."""
+    engine = AnyEngine()
+    with serving(tmp_path, cpu(24)) as server:
+        async with attached(server, engine) as kv:
+            await kv.store(KEYS, engine.fill(KEYS, range(12)))
+            kv.unregister_kv_caches()
+            with pytest.raises(ConfigurationError, match=r"register_kv_caches\(\) comes before"):
+                kv.start_load(KEYS, engine.spec(range(12)))
+            engine.wipe()
+            kv.register_kv_caches(engine.caches[0])
+            assert (await kv.load(KEYS, engine.spec(range(12)))).num_blocks == engine.count_right(KEYS, range(12)) == 12
+
+
 async def test_each_engine_has_its_weights(tmp_path: Path) -> None:
     """New weights in one engine hide its old blocks from it, and from no other."""
     one, two = AnyEngine(), AnyEngine()

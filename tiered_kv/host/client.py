@@ -8,7 +8,7 @@ as there is one. Nothing of that raises where an engine serves.
 import asyncio
 import os
 import sys
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from typing import Any, Final, NoReturn, Self
@@ -21,15 +21,14 @@ from tiered_kv.block_cache import BlockCache
 from tiered_kv.errors import BackendUnavailableError, ConfigurationError
 from tiered_kv.events import Emit, EpochAdvanced, SequencePreempted
 from tiered_kv.explain import Explanation
-from tiered_kv.groups import GroupNeed, GroupsLoad, check_needs, length_in_place
 from tiered_kv.hints import ReuseHint, check_hint
 from tiered_kv.host import messages, wire
 from tiered_kv.host.connection import Connection
-from tiered_kv.host.engine_side import FarGroup
+from tiered_kv.host.far_side import FarSide
 from tiered_kv.host.opening import Attach
 from tiered_kv.host.starts import Starts
 from tiered_kv.keys import BlockKeys, ModelIdentity, Namespace, Shard, epoch_digest, salt_digest
-from tiered_kv.layout import KVCaches, KVLayout, fingerprint
+from tiered_kv.layout import KVLayout, fingerprint
 from tiered_kv.memory.make import DeviceLike, resolve
 from tiered_kv.results import (
     BlockState,
@@ -43,21 +42,19 @@ from tiered_kv.results import (
     TierFault,
     TierRun,
 )
-from tiered_kv.specs import EngineBlocks, GPULoadStoreSpec
+from tiered_kv.specs import GPULoadStoreSpec
 from tiered_kv.telemetry.logs import guarded, log_event
-from tiered_kv.tiers.budget import Priority
-from tiered_kv.transfers.handles import Handle, cancel_each, each_of
+from tiered_kv.transfers.handles import Handle
 from tiered_kv.transfers.load_handle import LoadHandle
 from tiered_kv.transfers.prefetch import HostLease, PrefetchHandle
-from tiered_kv.transfers.requests import Order
 from tiered_kv.transfers.store import StoreHandle
-from tiered_kv.transfers.submissions import LoadTicket, StoreTicket, load_failed, store_failed
+from tiered_kv.transfers.submissions import LoadTicket, StoreTicket
 from tiered_kv.validation import (
+    LoadCall,
+    StoreCall,
     check_emit,
-    check_one_rank,
     check_seconds,
     check_shards,
-    check_specs,
     check_ttl,
 )
 
@@ -102,7 +99,7 @@ class ConnectedKV(BlockCache):
         self._emit = guarded(check_emit(emit))
         self._past_epochs: list[bytes] = []
         opening = Attach.of(name, model, layout, self._shards, is_read_only=read_only)
-        self._connection = Connection(_path_in(url), opening, layout, resolve(device), timeout_s)
+        self._connection = Connection(_path_in(url), opening, layout, self._shards, resolve(device), timeout_s)
         self._starts = Starts(self._connection, epoch_digest(model.weights), self._emit)
 
     @property
@@ -120,102 +117,23 @@ class ConnectedKV(BlockCache):
             raise ConfigurationError("where=True is for a cache in this process")
         return _found(keys, await self._connection.ask(lambda id_: messages.Lookup(id_, said)))
 
-    def start_load(
-        self,
-        keys: BlockKeys,
-        into: EngineBlocks,
-        *,
-        after: object = None,
-        deadline_s: float | None = None,
-        priority: Priority = Priority.LOAD,
-        layerwise: bool = False,
-        gaps: bool = False,
-        order: Order = "front",
-    ) -> LoadHandle:
-        """See `BlockCache.start_load`; from the back only a cache in this process loads."""
-        self._connection.here()
-        if order != "front":
+    def _open(self, *, anywhere: bool = False) -> FarSide:
+        return self._connection.here(anywhere=anywhere)
+
+    def _prepare_load(self, call: LoadCall, *, anywhere: bool = False) -> Callable[[], LoadHandle]:
+        """From the back only a cache in this process loads."""
+        if call.order != "front":
             raise ConfigurationError("order='back' is for a cache in this process")
-        return self._starts.prepare_load(keys, into, after, deadline_s, priority, layerwise=layerwise, gaps=gaps)()
+        return self._starts.prepare_load(call, anywhere=anywhere)
 
-    def start_store(
-        self,
-        keys: BlockKeys,
-        source: EngineBlocks,
-        *,
-        after: object = None,
-        epoch: str | None = None,
-        layerwise: bool = False,
-        hint: ReuseHint | None = None,
-    ) -> StoreHandle:
-        """See `BlockCache.start_store`; hints do not reach the host's cache."""
-        self._connection.here()
-        check_hint(hint)
-        return self._starts.prepare_store(keys, source, after, epoch, layerwise=layerwise)()
-
-    def submit_load(
-        self,
-        keys: BlockKeys,
-        into: EngineBlocks,
-        *,
-        after: object = None,
-        deadline_s: float | None = None,
-        priority: Priority = Priority.LOAD,
-        gaps: bool = False,
-    ) -> LoadTicket:
-        """See `BlockCache.submit_load`."""
-        here = self._connection.here(anywhere=True)
-        start = self._starts.prepare_load(keys, into, after, deadline_s, priority, gaps=gaps)
-        return here.submissions.submit(start, partial(load_failed, len(keys)))
-
-    def submit_store(
-        self, keys: BlockKeys, source: EngineBlocks, *, after: object = None, epoch: str | None = None
-    ) -> StoreTicket:
-        """See `BlockCache.submit_store`."""
-        here = self._connection.here(anywhere=True)
-        start = self._starts.prepare_store(keys, source, after, epoch)
-        return here.submissions.submit(start, partial(store_failed, len(keys)))
+    def _prepare_store(self, call: StoreCall, *, anywhere: bool = False) -> Callable[[], StoreHandle]:
+        """Hints do not reach the host's cache."""
+        return self._starts.prepare_store(call, anywhere=anywhere)
 
     def poll(self, timeout_s: float = 0.0) -> list[tuple[LoadTicket, LoadResult] | tuple[StoreTicket, StoreResult]]:
         """See `BlockCache.poll`."""
         check_seconds("timeout_s", timeout_s)
         return self._connection.poll(timeout_s)
-
-    async def load_groups(
-        self, needs: Sequence[GroupNeed], into: Sequence[GPULoadStoreSpec], *, after: object = None
-    ) -> GroupsLoad:
-        """See `BlockCache.load_groups`."""
-        here, step = self._connection.here(), check_needs(needs)
-        length = min(len(need.keys) * need.keys.block_size for need in needs) // step * step
-        wanted = [need.at(length) for need in needs]
-        check_specs(here.bindings, wanted, into)
-        handles = [self.start_load(keys, spec, after=after) for keys, spec in zip(wanted, into, strict=True)]
-        task = here.tasks.spawn(each_of(handles), f"load {len(needs)} KV groups")
-        results = await Handle(task, partial(cancel_each, handles))
-        return GroupsLoad(length_in_place(needs, wanted, results), tuple(results))
-
-    # The engine's memory, which is bound here.
-
-    def register_kv_caches(self, kv_caches: KVCaches, *, group: int = 0, axes: str | None = None) -> None:
-        """See `BlockCache.register_kv_caches`."""
-        self._connection.here().bindings.register_caches(kv_caches, self._group(group), group=group, axes=axes)
-
-    def register_host_pool(
-        self,
-        name: str,
-        buffer: KVCaches,
-        *,
-        group: int = 0,
-        axes: str | None = None,
-        slot_bytes: int | None = None,
-        direct: bool = False,
-    ) -> None:
-        """See `BlockCache.register_host_pool`; with ``direct`` too blocks come by way of the server's memory."""
-        here = self._connection.here()
-        here.bindings.register_pool(
-            name, buffer, self._group(group), here.lifetime,
-            group=group, axes=axes, slot_bytes=slot_bytes, direct=False,
-        )  # fmt: skip
 
     # What is done ahead, and what stays.
 
@@ -373,7 +291,7 @@ class ConnectedKV(BlockCache):
     def namespace(self, salt: str | bytes = b"", *, group: int = 0, rank: int = 0) -> Namespace:
         """See `BlockCache.namespace`."""
         here = self._connection.here(anywhere=True)
-        self._group(group)
+        here.of_rank(group)
         if not 0 <= rank < len(self._shards):
             raise ConfigurationError(f"rank {rank!r} of {len(self._shards)}: this cache has no such rank")
         name = fingerprint(self._model, self._layout, group, here.codec)
@@ -401,11 +319,6 @@ class ConnectedKV(BlockCache):
         if not isinstance(answer, messages.Number):
             raise BackendUnavailableError(f"the server at {self._connection.path} has not answered")
         return answer.number
-
-    def _group(self, group: int) -> FarGroup:
-        here = self._connection.here(anywhere=True)
-        check_one_rank(self._shards)
-        return here.group(group)
 
 
 def _path_in(url: str) -> str:

@@ -5,16 +5,17 @@ While no server is there, or it does not answer in time, questions have no answe
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
 from tiered_kv.errors import BackendUnavailableError, ClosedError, ConfigurationError
 from tiered_kv.host import link, wire
 from tiered_kv.host.attachment import Attachment
-from tiered_kv.host.engine_side import EngineSide
+from tiered_kv.host.far_side import FarSide
 from tiered_kv.host.messages import Answer, Failed, Stats
 from tiered_kv.host.opening import Attach, Attached, Opened
+from tiered_kv.keys import Shard
 from tiered_kv.layout import KVLayout
 from tiered_kv.log import log
 from tiered_kv.loop_calls import LoopCalls
@@ -42,13 +43,22 @@ class Connection:
         there: The attachment to the server that is there, if one is. Any thread may look.
     """
 
-    def __init__(self, path: str, opening: Attach, layout: KVLayout, device: DeviceLike, timeout_s: float) -> None:
+    def __init__(
+        self,
+        path: str,
+        opening: Attach,
+        layout: KVLayout,
+        shards: Sequence[Shard],
+        device: DeviceLike,
+        timeout_s: float,
+    ) -> None:
         """Prepare it; `open` comes next.
 
         Args:
             path: See the attribute.
             opening: Who attaches.
             layout: Of the client's blocks.
+            shards: Whose parts of them.
             device: Of the engine.
             timeout_s: See the attribute.
         """
@@ -57,8 +67,9 @@ class Connection:
         self.there: Attachment | None = None
         self._opening = opening
         self._layout = layout
+        self._shards = shards
         self._device = device
-        self._here: EngineSide | None = None
+        self._here: FarSide | None = None
         self._is_opening = False
         self._closing: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
@@ -66,7 +77,7 @@ class Connection:
 
     # Questions.
 
-    def here(self, *, anywhere: bool = False) -> EngineSide:
+    def here(self, *, anywhere: bool = False) -> FarSide:
         """Return this process's side, to a call on its event loop, or from ``anywhere``.
 
         Raises:
@@ -125,7 +136,7 @@ class Connection:
         try:
             begun = await self._begin_in_time()
             try:
-                here = self._here = EngineSide(self._device, self._layout, begun[1].codec, loop_calls)
+                here = self._here = FarSide(self._device, self._layout, self._shards, begun[1].codec, loop_calls)
             except BaseException:
                 link.give_back(begun[0], begun[2])
                 raise
@@ -147,7 +158,7 @@ class Connection:
             self._closing = here.loop.create_task(self._close(here), name="close")
         await Handle(self._closing, lambda: None)
 
-    async def _close(self, here: EngineSide) -> None:
+    async def _close(self, here: FarSide) -> None:
         here.submissions.close()
         await self._tasks.aclose(0.0)
         self._beginning.close()
@@ -186,7 +197,7 @@ class Connection:
             raise ConfigurationError(f"the server answered {type(attached).__name__} to a client that attaches")
         return connection, attached, descriptors
 
-    async def _attach(self, here: EngineSide, begun: Begun) -> None:
+    async def _attach(self, here: FarSide, begun: Begun) -> None:
         connection, attached, descriptors = begun
         try:
             here.check_server(attached)
@@ -198,7 +209,7 @@ class Connection:
         await there.start()
         self.there = there
 
-    async def _stay_attached(self, here: EngineSide) -> None:
+    async def _stay_attached(self, here: FarSide) -> None:
         """Attach again whenever the server is gone, and ask one that is silent whether it is there."""
         pause_s = _FIRST_PAUSE_S
         while True:

@@ -7,7 +7,6 @@ from typing import Any
 from numpy import int64
 from numpy.typing import NDArray
 
-from tiered_kv.errors import ConfigurationError
 from tiered_kv.events import BlocksLoaded, BlocksStored, Emit
 from tiered_kv.host.connection import Connection
 from tiered_kv.host.messages import Keys, Load, Store
@@ -15,12 +14,10 @@ from tiered_kv.host.moving import FarLoad, FarStore
 from tiered_kv.keys import BlockKeys, epoch_digest
 from tiered_kv.memory.lanes import Lane
 from tiered_kv.results import LoadResult, StoreResult
-from tiered_kv.specs import EngineBlocks
-from tiered_kv.tiers.budget import Priority
 from tiered_kv.transfers.bindings import Binding
 from tiered_kv.transfers.load_handle import LoadHandle
 from tiered_kv.transfers.store import StoreHandle
-from tiered_kv.validation import check_pages, check_priority, check_seconds
+from tiered_kv.validation import LoadCall, StoreCall, check_pages
 
 
 class Starts:
@@ -43,65 +40,51 @@ class Starts:
         self._connection.here(anywhere=anywhere).check(keys)
         return Keys.of(keys, self.epoch if epoch is None else epoch)
 
-    def prepare_load(
-        self,
-        keys: BlockKeys,
-        into: EngineBlocks,
-        after: object,
-        deadline_s: float | None,
-        priority: Priority,
-        *,
-        layerwise: bool = False,
-        gaps: bool = False,
-    ) -> Callable[[], LoadHandle]:
-        """Check a load and enqueue its wait, in any thread; return what starts it on the event loop."""
-        here, there = self._connection.here(anywhere=True), self._connection.there
+    def prepare_load(self, call: LoadCall, *, anywhere: bool) -> Callable[[], LoadHandle]:
+        """Check a load and enqueue its wait; return what starts it on the event loop."""
+        here, there = self._connection.here(anywhere=anywhere), self._connection.there
         epoch = self.epoch  # before the keys are named by it: if it advances in between, the load is overtaken
+        keys, deadline_s = call.keys, call.deadline_s
         said = self.said(keys, epoch=epoch, anywhere=True)
-        binding = here.bindings.find(into, keys.group)
-        pages = check_pages(binding, keys, into)
-        check_priority(priority)
-        check_seconds("deadline_s", deadline_s)
-        if layerwise and gaps:
-            raise ConfigurationError(
-                "layers of a load with gaps cannot be waited for: it is either layerwise or has gaps"
-            )
+        binding = here.bindings.find(call.into, keys.group)
+        pages = check_pages(binding, keys, call.into)
         if deadline_s is None:
             deadline_s = there.attached.load_timeout_s if there is not None else 0.0
         deadline = here.loop.time() + deadline_s
-        lane = binding.h2d.take(after)
+        lane = binding.h2d.take(call.after)
 
         def start() -> LoadHandle:
             facts = self._facts(keys, binding, pages, lane, deadline)
-            load = FarLoad(*facts, is_current=lambda: self.epoch == epoch, layerwise=layerwise, gaps=gaps)
+            load = FarLoad(*facts, is_current=lambda: self.epoch == epoch, layerwise=call.layerwise, gaps=call.gaps)
             load.ended.add_done_callback(self._say_loaded)
             left_s = max(0.0, deadline - here.loop.time())
-            load.start(self._connection.there, lambda id_: Load(id_, said, left_s, int(priority), layerwise, gaps))
+            load.start(
+                self._connection.there,
+                lambda id_: Load(id_, said, left_s, int(call.priority), call.layerwise, call.gaps),
+            )
             here.tasks.watch(load.ended, load.revoke)
             return load.handle()
 
         return start
 
-    def prepare_store(
-        self, keys: BlockKeys, source: EngineBlocks, after: object, epoch: str | None, *, layerwise: bool = False
-    ) -> Callable[[], StoreHandle]:
-        """Check a store and enqueue its wait, in any thread; return what starts it on the event loop."""
-        here = self._connection.here(anywhere=True)
-        said = self.said(keys, epoch=None if epoch is None else epoch_digest(epoch), anywhere=True)
-        binding = here.bindings.find(source, keys.group)
-        pages = check_pages(binding, keys, source)
-        lane = binding.d2h.take_own(after) if layerwise else binding.d2h.take(after)
+    def prepare_store(self, call: StoreCall, *, anywhere: bool) -> Callable[[], StoreHandle]:
+        """Check a store and enqueue its wait; return what starts it on the event loop."""
+        here, keys = self._connection.here(anywhere=anywhere), call.keys
+        said = self.said(keys, epoch=None if call.epoch is None else epoch_digest(call.epoch), anywhere=True)
+        binding = here.bindings.find(call.source, keys.group)
+        pages = check_pages(binding, keys, call.source)
+        lane = binding.d2h.take_own(call.after) if call.layerwise else binding.d2h.take(call.after)
 
         def start() -> StoreHandle:
             there = self._connection.there
             timeout_s = there.attached.store_timeout_s if there is not None else 0.0
             facts = self._facts(keys, binding, pages, lane, here.loop.time() + timeout_s)
-            store = FarStore(*facts, layerwise=layerwise)
+            store = FarStore(*facts, layerwise=call.layerwise)
             store.ended.add_done_callback(self._say_stored)
             if self.is_draining:
                 store.refuse("draining")
             else:
-                store.start(there, lambda id_: Store(id_, said, layerwise))
+                store.start(there, lambda id_: Store(id_, said, call.layerwise))
             here.tasks.watch(store.ended, store.revoke)
             return StoreHandle(store.ended, store)
 
