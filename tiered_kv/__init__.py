@@ -117,7 +117,7 @@ if TYPE_CHECKING:
     from tiered_kv.planner import Planner
     from tiered_kv.sessions import SessionPlanner, SessionStatistics
     from tiered_kv.settings import CacheLimits, CPUTier, GPUTier, TieredKVSettings
-    from tiered_kv.transfers.jobs import Job
+    from tiered_kv.transfers.job import Job
     from tiered_kv.transfers.load_handle import LoadHandle
     from tiered_kv.transfers.prefetch import HostLease, PrefetchHandle
     from tiered_kv.transfers.store import StoreHandle
@@ -136,7 +136,7 @@ _IMPORTED_LATER: Final = {
     "Explanation": "explain",
     "GPUTier": "settings",
     "HostLease": "transfers.prefetch",
-    "Job": "transfers.jobs",
+    "Job": "transfers.job",
     "LoadHandle": "transfers.load_handle",
     "LoadTicket": "transfers.submissions",
     "Planner": "planner",

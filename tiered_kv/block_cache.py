@@ -22,6 +22,7 @@ from tiered_kv.groups import GroupNeed, GroupsLoad, GroupsLookup, check_needs, l
 from tiered_kv.hints import ReuseHint
 from tiered_kv.keys import BlockKeys, Namespace
 from tiered_kv.layout import KVCaches
+from tiered_kv.planner import Planner
 from tiered_kv.results import (
     CacheStatistics,
     LoadResult,
@@ -478,6 +479,13 @@ class BlockCache(ABC):
 
         It is of one KV group, of one rank of those that this cache stands for, and of the weights served now: ask again
         after `advance_epoch`. Any thread may ask.
+        """
+
+    @abstractmethod
+    def planner(self) -> Planner:
+        """Return the face for an engine whose workers are other processes: plan, execute, complete. There is one.
+
+        Any thread may ask for it, and call it.
         """
 
     # Opening and closing.

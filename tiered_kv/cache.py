@@ -33,7 +33,7 @@ from tiered_kv.lookups import lookup_result, owned_runs, states_of, why_not_more
 from tiered_kv.memory.codec import CodecName, make_codec
 from tiered_kv.memory.make import DeviceLike, resolve
 from tiered_kv.open_cache import CacheParts, OpenCache, open_cache
-from tiered_kv.planner import Planner
+from tiered_kv.planner import OwnPlanner, Planner
 from tiered_kv.results import (
     CacheStatistics,
     LoadResult,
@@ -443,14 +443,11 @@ class TieredKV(BlockCache):
             raise ConfigurationError(f"rank {rank!r} of {len(chains)}: this cache has no such rank")
         return chains[rank].naming.namespace(salt_digest(salt), cache.epoch)
 
+    @override
     def planner(self) -> Planner:
-        """Return the face for an engine whose workers are other processes: plan, execute, complete. There is one.
-
-        Any thread may ask for it, and call it.
-        """
         cache = self._open(anywhere=True)
         if self._planner is None:
-            self._planner = Planner(cache, partial(self._open, anywhere=True))
+            self._planner = OwnPlanner(cache, partial(self._open, anywhere=True))
         return self._planner
 
     # Opening and closing.

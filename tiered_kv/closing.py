@@ -118,7 +118,7 @@ async def _close(cache: OpenCache) -> None:
         cache.submissions.close,
         cache.pins.close,
         cache.subscribers.close,
-        cache.jobs.close,
+        cache.close_jobs,
         lambda: _begin_no_more(cache),
         lambda: _within(limit_s, cache.settle()),
         lambda: _ended(cache.background),

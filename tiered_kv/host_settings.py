@@ -32,6 +32,8 @@ class HostSettings(Checked):
     """Leases that one client holds; one more holds nothing."""
     questions_per_client: AtLeastOne = 1024
     """Lookups and other calls that one client waits for; one more is answered as if nothing were there."""
+    jobs_per_client: AtLeastOne = 4096
+    """Loads and stores that a client's planner has under way; one more ends with nothing."""
     read_only_uids: tuple[int, ...] = ()
     """Users whose clients load, and change nothing."""
     weights: dict[str, float] = Field(default_factory=dict)

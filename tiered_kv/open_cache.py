@@ -10,6 +10,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Final, TypeVar
+from weakref import WeakSet
 
 from anyio import CancelScope
 from typing_extensions import override
@@ -221,10 +222,11 @@ class OpenCache(EngineSide):
         self.pins = Pins(parts.limits.pin_quota)
         self.swaps = SwapSpaces()
         self.subscribers = Subscribers(ledger)
-        self.jobs = Jobs(len(parts.shards), loop_calls, tasks, parts.emit)
         self.closing: asyncio.Task[None] | None = None
         self._clock = self.loop.time
         self._resizing = asyncio.Lock()
+        self._planners: WeakSet[Jobs] = WeakSet()  # what is under way keeps them
+        self.jobs = self.new_jobs(len(parts.shards))
         for cleaner in self.cleaners:
             self.background.keep_running(cleaner.run, "cleaner")
         for chain in chains:  # each by itself: an error in one must not keep the others from their turns
@@ -289,6 +291,17 @@ class OpenCache(EngineSide):
         seat.shards, seat.epoch, seat.past_epochs, seat.pins = tuple(shards), epoch, list(past_epochs), pins
         seat.bindings, seat.swaps = Bindings(), SwapSpaces()
         return seat
+
+    def new_jobs(self, num_ranks: int) -> Jobs:
+        """Return the jobs of one more planner, of so many ranks: they end with the cache."""
+        jobs = Jobs(num_ranks, self._loop_calls, self.tasks, self.emit)
+        self._planners.add(jobs)
+        return jobs
+
+    def close_jobs(self) -> None:
+        """End the jobs of every planner with nothing."""
+        for jobs in list(self._planners):
+            jobs.close()
 
     # What some calls do.
 

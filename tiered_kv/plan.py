@@ -4,6 +4,8 @@ A planner makes a `Plan`, which holds leases or reservations under its job; work
 with `Outcomes`; the planner completes the job with these, in whatever order they come.
 """
 
+import os
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -11,17 +13,15 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from tiered_kv.errors import ConfigurationError
 from tiered_kv.specs import CPULoadStoreSpec, GPULoadStoreSpec
 
 
 @dataclass(frozen=True)
-class SlabHandle:
-    """How another process of the same user attaches a slab of host memory: the path of the memory and its sizes.
+class SlabHandle(ABC):
+    """How another process attaches a slab of host memory: where that is to be had, and its sizes. Picklable.
 
     Attributes:
-        pid: The process that has made it; it can be attached as long as that lives.
-        fd: Its file descriptor there.
-        inode: Which memory that was: another's may have the number by now.
         num_slots: As the slab has it, like all that follows.
         stride_bytes: From one slot to the next.
         payload_bytes: What a slot holds.
@@ -31,16 +31,50 @@ class SlabHandle:
         codec: How they are kept.
     """
 
-    pid: int
-    fd: int
-    inode: int
     num_slots: int
     stride_bytes: int
     payload_bytes: int
     pool: str
     group: int
     rank: int
-    codec: str = "none"
+    codec: str
+
+    @abstractmethod
+    def descriptor(self) -> tuple[int, bool]:
+        """Return a file descriptor of the memory, which is the caller's, and whether it can only be read by.
+
+        Raises:
+            ConfigurationError: The memory is not there any more, or not for this process.
+        """
+
+
+@dataclass(frozen=True)
+class ProcessSlab(SlabHandle):
+    """A slab that a process of the same user has made; it can be attached as long as that lives.
+
+    Attributes:
+        pid: The process.
+        fd: The file descriptor there.
+        inode: Which memory that was: another's may have the number by now.
+    """
+
+    pid: int
+    fd: int
+    inode: int
+
+    def descriptor(self) -> tuple[int, bool]:
+        """See `SlabHandle.descriptor`."""
+        try:
+            fd = os.open(f"/proc/{self.pid}/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise ConfigurationError(
+                f"the host memory of process {self.pid} cannot be attached ({error.strerror}): it must be alive, of "
+                "the same user and in the same PID namespace"
+            ) from error
+        if os.fstat(fd).st_ino != self.inode:
+            os.close(fd)
+            raise ConfigurationError(f"the host memory that process {self.pid} had as {self.fd} is not there any more")
+        return fd, False
 
 
 @dataclass(frozen=True)

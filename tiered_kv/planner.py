@@ -8,39 +8,37 @@ scheduler without an event loop asks `Planner.poll` in each of its steps; a coro
 """
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import cached_property
+
+from typing_extensions import override
 
 from tiered_kv.keys import BlockKeys
 from tiered_kv.open_cache import OpenCache
-from tiered_kv.plan import Outcomes, SlabHandle
+from tiered_kv.plan import Outcomes, ProcessSlab, SlabHandle
 from tiered_kv.specs import GPULoadStoreSpec
-from tiered_kv.transfers.jobs import Job
+from tiered_kv.transfers.job import Job, JobBook
 from tiered_kv.transfers.requests import JobRequest
 from tiered_kv.validation import check_planned, check_seconds
 
 
-class Planner:
-    """Made by `TieredKV.planner`. Ends with the cache."""
+class Planner(ABC):
+    """What `BlockCache.planner` returns. Ends with the cache."""
 
-    def __init__(self, cache: OpenCache, check_open: Callable[[], object]) -> None:
-        """Made by `TieredKV` only; ``check_open`` raises when the cache may not be called any more."""
-        self._cache = cache
-        self._check_open = check_open
+    def __init__(self, jobs: JobBook) -> None:
+        """Made by a cache only."""
+        self._jobs = jobs
 
+    @abstractmethod
     def slabs(self) -> tuple[SlabHandle, ...]:
-        """Return what a `Worker` in another process attaches: the host memory of every KV group and rank. Picklable."""
-        self._check_open()
-        cache = self._cache
-        num_ranks, pid = len(cache.shards), os.getpid()
-        return tuple(
-            SlabHandle(
-                pid, slab.fd, os.fstat(slab.fd).st_ino,
-                slab.num_slots, slab.stride_bytes, slab.payload_bytes, slab.name,
-                group=number // num_ranks, rank=number % num_ranks, codec=codec.name if codec else "none",
-            )
-            for number, (slab, codec) in enumerate((chain.host.slab, chain.codec) for chain in cache.chains)
-        )  # fmt: skip
+        """Return what a `Worker` in another process attaches: the host memory of every KV group and rank. Picklable.
 
+        With a cache in this process always the same. With a server's they are others after that has restarted, and none
+        while it is away: compare by ``is``, and give them to `Worker.attach`.
+        """
+
+    @abstractmethod
     def register_worker(self, *, rank: int = 0, pid: int | None = None) -> None:
         """Say which process executes the plans of a rank: this one by default. Its end ends its part of every job.
 
@@ -49,9 +47,8 @@ class Planner:
         Raises:
             ConfigurationError: No such process or rank, or the rank has a worker that is alive, and may be writing.
         """
-        self._check_open()
-        self._cache.jobs.workers.register(rank, os.getpid() if pid is None else pid)
 
+    @abstractmethod
     def plan_load(self, keys: BlockKeys, into: GPULoadStoreSpec | None = None, *, gaps: bool = False) -> Job:
         """Bring a prefix to host memory and hold it there, for workers to copy into the engine's blocks.
 
@@ -69,14 +66,8 @@ class Planner:
                 worker. Nothing is held. If a worker ends before the plan is made, the job's result says so.
             ClosedError: The cache is not open any more.
         """
-        self._check_open()
-        cache = self._cache
-        epoch = cache.epoch  # before the keys are named by it: if it advances in between, the load is overtaken
-        parts = cache.batches(keys)
-        check_planned(parts[0][0], keys, into)
-        cache.note("load", keys)
-        return cache.jobs.begin(JobRequest("load", keys, parts, into, lambda: cache.epoch == epoch, gaps))
 
+    @abstractmethod
     def plan_store(self, keys: BlockKeys, source: GPULoadStoreSpec | None = None, *, epoch: str | None = None) -> Job:
         """Reserve host slots for workers to copy the engine's blocks to.
 
@@ -91,12 +82,6 @@ class Planner:
         Raises:
             ConfigurationError, LayoutMismatchError, ClosedError: As for `plan_load`.
         """
-        self._check_open()
-        cache = self._cache
-        parts = cache.batches(keys, epoch)
-        check_planned(parts[0][0], keys, source)
-        cache.note("store", keys)
-        return cache.jobs.begin(JobRequest("store", keys, parts, source, lambda: True))
 
     def complete(self, outcomes: Outcomes) -> None:
         """Take one rank's answer, in any order. The job ends, soon, with the last one that has something to move.
@@ -107,7 +92,7 @@ class Planner:
         Raises:
             ConfigurationError: They are no `Outcomes` of a rank here.
         """
-        self._cache.jobs.complete(outcomes)
+        self._jobs.complete(outcomes)
 
     def poll(self, timeout_s: float = 0.0) -> list[Job]:
         """Return the jobs that were planned or have ended since they were last returned: look at ``job.result`` first.
@@ -116,4 +101,55 @@ class Planner:
         caller only; what a coroutine awaits is not polled. Of jobs that nobody asks for, the newest 65,536 are kept.
         """
         check_seconds("timeout_s", timeout_s)
-        return self._cache.jobs.poll(timeout_s)
+        return self._jobs.poll(timeout_s)
+
+
+class OwnPlanner(Planner):
+    """The planner of a cache in this process."""
+
+    def __init__(self, cache: OpenCache, check_open: Callable[[], object]) -> None:
+        """Made by `TieredKV` only; ``check_open`` raises when the cache may not be called any more."""
+        super().__init__(cache.jobs)
+        self._cache = cache
+        self._check_open = check_open
+
+    @override
+    def slabs(self) -> tuple[SlabHandle, ...]:
+        self._check_open()
+        return self._slabs
+
+    @cached_property
+    def _slabs(self) -> tuple[SlabHandle, ...]:
+        cache = self._cache
+        num_ranks, pid = len(cache.shards), os.getpid()
+        return tuple(
+            ProcessSlab(
+                slab.num_slots, slab.stride_bytes, slab.payload_bytes, slab.name, number // num_ranks,
+                number % num_ranks, codec.name if codec else "none", pid, slab.fd, os.fstat(slab.fd).st_ino,
+            )
+            for number, (slab, codec) in enumerate((chain.host.slab, chain.codec) for chain in cache.chains)
+        )  # fmt: skip
+
+    @override
+    def register_worker(self, *, rank: int = 0, pid: int | None = None) -> None:
+        self._check_open()
+        self._cache.jobs.workers.register(rank, os.getpid() if pid is None else pid)
+
+    @override
+    def plan_load(self, keys: BlockKeys, into: GPULoadStoreSpec | None = None, *, gaps: bool = False) -> Job:
+        self._check_open()
+        cache = self._cache
+        epoch = cache.epoch  # before the keys are named by it: if it advances in between, the load is overtaken
+        parts = cache.batches(keys)
+        check_planned(parts[0][0], keys, into)
+        cache.note("load", keys)
+        return cache.jobs.begin(JobRequest("load", keys, parts, into, lambda: cache.epoch == epoch, gaps))
+
+    @override
+    def plan_store(self, keys: BlockKeys, source: GPULoadStoreSpec | None = None, *, epoch: str | None = None) -> Job:
+        self._check_open()
+        cache = self._cache
+        parts = cache.batches(keys, epoch)
+        check_planned(parts[0][0], keys, source)
+        cache.note("store", keys)
+        return cache.jobs.begin(JobRequest("store", keys, parts, source, lambda: True))

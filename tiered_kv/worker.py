@@ -12,11 +12,13 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Final, Self
 
+from torch import Tensor
+
 from tiered_kv.errors import ConfigurationError, LayoutMismatchError
 from tiered_kv.integers import as_int
 from tiered_kv.layout import KVCaches, KVLayout
 from tiered_kv.memory.caches import PagedCaches
-from tiered_kv.memory.codec import make_codec
+from tiered_kv.memory.codec import Codec, make_codec
 from tiered_kv.memory.copies import gather_blocks, scatter_blocks
 from tiered_kv.memory.crossover import prepare
 from tiered_kv.memory.device import Device
@@ -43,7 +45,7 @@ class Worker:
         """Attach the planner's host memory.
 
         Args:
-            slabs: What `TieredKV.slabs` returns there. Those of other ranks are passed over.
+            slabs: What `Planner.slabs` returns there. Those of other ranks are passed over.
             layout: As the planner has it.
             rank: Of this worker.
             device: Where the engine's tensors are; the GPU if torch has one, else the CPU. A `Device` stays the
@@ -52,34 +54,65 @@ class Worker:
         Raises:
             ConfigurationError: The planner is gone, has closed its cache, or is another user's.
             LayoutMismatchError: It has slabs of another layout.
+            BackendUnavailableError: The server whose slabs they are is gone.
         """
-        self.rank = rank = as_int("rank", rank)
+        self.rank = as_int("rank", rank)
         self._layout = layout
         self._caches: dict[int, PagedCaches] = {}
-        self._slabs: dict[str, HostSlab] = {}
-        self._lanes: dict[str, Lanes] = {}
+        self._slabs: dict[str, _Slab] = {}
         self._lock = threading.Lock()  # lanes are for one thread at a time
         self._executed: dict[int, None] = {}  # the latest jobs
         self._device = device if isinstance(device, Device) else make_device(device)
         self._owns_device = self._device is not device
-        ours = [handle for handle in slabs if handle.rank == rank]
-        self._codecs = {handle.group: make_codec(handle.codec, layout.groups[handle.group]) for handle in ours}
-        if len(ours) != len(layout.groups):
-            ranks = sorted({handle.rank for handle in slabs})
-            raise ConfigurationError(
-                f"rank {rank} needs host memory for {len(layout.groups)} KV groups, the planner has {len(ours)} slabs "
-                f"for it, and ranks {ranks}"
-            )
+        self._lanes = {"load": Lanes(self._device, "h2d"), "store": Lanes(self._device, "d2h")}
+        self._codecs: dict[int, Codec | None] = {}
         try:
-            for handle in ours:
-                self._check_layout(handle)
-                self._slabs[handle.pool] = _attach(handle)
+            handles = self._ours(slabs)
+            self._codecs = {each.group: make_codec(each.codec, layout.groups[each.group]) for each in handles}
+            self._slabs = self._attached(handles)
         except BaseException:
             self.close()
             raise
-        for slab in self._slabs.values():
-            self._device.page_lock(slab)
-        self._lanes = {"load": Lanes(self._device, "h2d"), "store": Lanes(self._device, "d2h")}
+
+    def attach(self, slabs: Sequence[SlabHandle]) -> None:
+        """Take other host memory in the place of what was attached, as `Planner.slabs` says: a server has restarted.
+
+        None of it, ``()``, lets go of what there is. Either way copies under way go on to their ends. Tensors stay.
+
+        Raises:
+            ConfigurationError, LayoutMismatchError, BackendUnavailableError: As when a worker is made. What was
+                attached is not any more.
+        """
+        self._let_go()
+        if slabs:
+            self._slabs = self._attached(self._ours(slabs))
+
+    def _ours(self, slabs: Sequence[SlabHandle]) -> list[SlabHandle]:
+        ours = [handle for handle in slabs if handle.rank == self.rank]
+        if len(ours) != len(self._layout.groups):
+            ranks = sorted({handle.rank for handle in slabs})
+            raise ConfigurationError(
+                f"rank {self.rank} needs host memory for {len(self._layout.groups)} KV groups, the planner has "
+                f"{len(ours)} slabs for it, and ranks {ranks}"
+            )
+        return ours
+
+    def _attached(self, handles: Sequence[SlabHandle]) -> "dict[str, _Slab]":
+        attached: dict[str, _Slab] = {}
+        try:
+            for handle in handles:
+                self._check_layout(handle)
+                attached[handle.pool] = _Slab(handle, self._device)
+        except BaseException:
+            for slab in attached.values():
+                slab.leave()
+            raise
+        return attached
+
+    def _let_go(self) -> None:
+        slabs, self._slabs = self._slabs, {}
+        for slab in slabs.values():
+            slab.leave()
 
     def register_kv_caches(self, kv_caches: KVCaches, *, group: int = 0, axes: str | None = None) -> None:
         """Bind this rank's paged tensors of one KV group, as for `TieredKV.register_kv_caches`.
@@ -136,15 +169,19 @@ class Worker:
         caches.check_ids(engine.ids)
         self._check_new(plan.job)
 
+        rows = slab.rows
+
         def copy() -> None:
             if plan.direction == "load":
-                scatter_blocks(slab.rows, move.host.ids, caches, engine.ids)
+                scatter_blocks(rows, move.host.ids, caches, engine.ids)
             else:
-                gather_blocks(caches, engine.ids, slab.rows, move.host.ids)
+                gather_blocks(caches, engine.ids, rows, move.host.ids)
 
         started = time.monotonic()
+        slab.copy_begins()
 
         def done(error: BaseException | None) -> None:
+            slab.copy_ended()
             moved, said = (0, f"{type(error).__name__}: {error}") if error else (len(move.host), "")
             ended.set_result(Outcomes(plan.job, self.rank, moved, said, time.monotonic() - started))
 
@@ -156,6 +193,7 @@ class Worker:
                 finally:
                     lane.release()
         except Exception:
+            slab.copy_ended()
             self._executed.pop(plan.job, None)  # nothing moves: it may be started again
             raise
         return ended
@@ -175,8 +213,7 @@ class Worker:
         else:
             for lanes in self._lanes.values():
                 lanes.close()
-        for slab in self._slabs.values():
-            slab.close()
+        self._let_go()
 
     def _check_layout(self, handle: SlabHandle) -> None:
         codec = self._codecs[handle.group]
@@ -196,19 +233,43 @@ class Worker:
         self.close()
 
 
-def _attach(handle: SlabHandle) -> HostSlab:
-    try:
-        fd = os.open(f"/proc/{handle.pid}/fd/{handle.fd}", os.O_RDWR | os.O_CLOEXEC)
-    except OSError as error:
-        raise ConfigurationError(
-            f"the host memory of process {handle.pid} cannot be attached ({error.strerror}): it must be alive, of the "
-            "same user and in the same PID namespace"
-        ) from error
-    try:
-        if os.fstat(fd).st_ino != handle.inode:
-            raise ConfigurationError(
-                f"the host memory that process {handle.pid} had as {handle.fd} is not there any more"
-            )
-        return HostSlab.attach(fd, handle.num_slots, handle.stride_bytes, handle.payload_bytes, name=handle.pool)
-    finally:
-        os.close(fd)
+class _Slab:
+    """A slab of the planner's, for as long as it is attached or a copy of ours touches it. Any thread may call."""
+
+    def __init__(self, handle: SlabHandle, device: Device) -> None:
+        fd, is_read_only = handle.descriptor()
+        try:
+            sizes = handle.num_slots, handle.stride_bytes, handle.payload_bytes
+            self._slab = HostSlab.attach(fd, *sizes, name=handle.pool, is_read_only=is_read_only)
+        finally:
+            os.close(fd)
+        self._device = device
+        self._locking = device.page_lock(self._slab)
+        self._lock = threading.Lock()
+        self._num_users = 1
+
+    @property
+    def rows(self) -> Tensor:
+        """See `HostSlab.rows`."""
+        return self._slab.rows
+
+    def copy_begins(self) -> None:
+        """Keep it until `copy_ended`."""
+        with self._lock:
+            self._num_users += 1
+
+    def copy_ended(self) -> None:
+        """Let go of it once nobody uses it."""
+        with self._lock:
+            self._num_users -= 1
+            is_left = not self._num_users
+        if not is_left:
+            return
+        self._slab.close()
+        if self._device.kind == "cpu":
+            self._device.page_unlock(self._locking)
+        else:  # it waits for the piece that is being page-locked, and whoever ends a copy must not
+            threading.Thread(target=self._device.page_unlock, args=(self._locking,), daemon=True).start()
+
+    leave = copy_ended
+    """It is attached no more."""

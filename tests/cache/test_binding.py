@@ -1,6 +1,5 @@
 """Jobs that are planned before the engine has chosen its blocks, and those that are completed key by key."""
 
-import mmap
 from dataclasses import replace
 
 import pytest
@@ -8,7 +7,7 @@ from anyio.lowlevel import checkpoint
 
 from tests.support.any_layout import SMALL, STRIDE, AnyEngine, cpu, open_any, prompt
 from tests.support.caches import until_idle
-from tests.support.planned import CPU, KEYS, PAYLOAD, N, Ranks, spread, store
+from tests.support.planned import CPU, KEYS, PAYLOAD, N, Ranks, mapped, spread, store
 from tiered_kv import (
     ConfigurationError,
     CPULoadStoreSpec,
@@ -105,7 +104,7 @@ async def test_a_store_is_completed_key_by_key() -> None:
         assert [move.positions for move in plan.moves] == [(6, 7, 8, 9)] * 2
         for rank, move in enumerate(plan.moves):
             slab = next(each for each in planner.slabs() if each.pool == move.host.pool)
-            with mmap.mmap(slab.fd, slab.num_slots * slab.stride_bytes) as memory:
+            with mapped(slab) as memory:
                 for slot, at in zip(move.host.ids.tolist(), move.positions, strict=True):
                     content = ranks.engines[rank].content(keys[at], 0, f"rank {rank}")
                     memory[slot * slab.stride_bytes : slot * slab.stride_bytes + len(content)] = content
@@ -138,5 +137,5 @@ async def test_a_store_is_completed_key_by_key() -> None:
 def read_slot(planner: Planner, spec: CPULoadStoreSpec, slot: int) -> bytes:
     """Return what is in a slot, read past the cache."""
     slab = next(each for each in planner.slabs() if each.pool == spec.pool)
-    with mmap.mmap(slab.fd, slab.num_slots * slab.stride_bytes, prot=mmap.PROT_READ) as memory:
+    with mapped(slab) as memory:
         return memory[slot * slab.stride_bytes :][: slab.payload_bytes]

@@ -197,6 +197,7 @@ async def test_a_job_is_awaited_on_the_loop_of_its_cache() -> None:
             planner.poll(1.0)
         with pytest.raises(ConfigurationError, match="timeout_s"):
             planner.poll(-1.0)
+        await until(lambda: job.plan is not None)
         assert planner.poll() == [job]
         job.cancel()
 

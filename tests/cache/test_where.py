@@ -1,7 +1,6 @@
 """A lookup that says where blocks are: run by run, in every medium, so that whoever reads there finds the bytes."""
 
 import asyncio
-import mmap
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
 from tests.support.caches import Recorder, keep, open_cache, until, until_idle
 from tests.support.engine import MODEL, PAYLOAD_BYTES, Engine, contents, prompt, small_layout
+from tests.support.planned import mapped
 from tiered_kv import (
     BlockKey,
     BlockKeys,
@@ -105,7 +105,7 @@ async def test_slots_of_memory_hold_the_bytes() -> None:
         (slab,) = kv.planner().slabs()
         assert isinstance(run.spec, CPULoadStoreSpec)
         assert run.spec.pool == slab.pool
-        with mmap.mmap(slab.fd, slab.num_slots * slab.stride_bytes, prot=mmap.PROT_READ) as memory:
+        with mapped(slab) as memory:
             starts = run.spec.ids * slab.stride_bytes
             assert [memory[at : at + slab.payload_bytes] for at in starts.tolist()] == contents(KEYS)
 

@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+import tiered_kv.worker
 from tests.support.any_layout import MODEL, SMALL, STRIDE, AnyEngine, prompt
-from tiered_kv import BlockKeys, TieredKV, TieredKVSettings
+from tiered_kv import BlockKeys, TieredKV, TieredKVSettings, Worker
 from tiered_kv.host.serve import serve
 from tiered_kv.memory.caches import PagedCaches
 from tiered_kv.transfers import bindings
@@ -35,6 +36,16 @@ class Started:
     def hear(self) -> Any:  # noqa: ANN401 - whatever it says
         """Wait for the next thing that it says."""
         return self._said.recv()
+
+    def say(self, what: object) -> None:
+        """Tell it something."""
+        self._said.send(what)
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        pid: int = self._process.pid
+        return pid
 
     def heard(self) -> list[Any]:
         """Return what it has said and nobody has heard yet, also after its end."""
@@ -61,10 +72,10 @@ class Started:
 
 
 @contextmanager
-def started(work: Callable[..., None], *args: object) -> Iterator[Started]:
-    """Have a process do ``work(connection, *args)``; it is killed in the end."""
+def started(work: Callable[..., None], *args: object, **how: object) -> Iterator[Started]:
+    """Have a process do ``work(connection, *args, **how)``; it is killed in the end."""
     ours, theirs = _starting.Pipe()
-    process = _starting.Process(target=work, args=(theirs, *args), daemon=True)
+    process = _starting.Process(target=work, args=(theirs, *args), kwargs=how, daemon=True)
     process.start()
     theirs.close()
     one = Started(process, ours)
@@ -115,6 +126,41 @@ def stuck_client(tell: Connection, path: Path, keys: BlockKeys) -> None:
 
     vars(bindings)["gather_blocks"] = gather_blocks
     asyncio.run(store())
+
+
+def planner(tell: Connection, path: Path, worker_pid: int, keys: BlockKeys) -> None:
+    """Plan a store that a worker in another process carries out; say what memory it needs and the plan, then wait."""
+
+    async def plan() -> None:
+        engine = AnyEngine()
+        async with TieredKV.connect(f"unix://{path}", model=MODEL, layout=SMALL, device="cpu") as kv:
+            kv.planner().register_worker(pid=worker_pid)
+            plan = await kv.planner().plan_store(keys, engine.spec(range(len(keys)))).planned()
+            tell.send((kv.planner().slabs(), plan))
+            await asyncio.Event().wait()
+
+    asyncio.run(plan())
+
+
+def worker(tell: Connection, keys: BlockKeys, *, gets_stuck: bool) -> None:
+    """Compute a prompt's blocks, and carry out plans; or say when half of a slot is written, and get no further."""
+
+    def gather_blocks(caches: PagedCaches, pages: object, rows: Tensor, slots: NDArray[np.int64]) -> None:
+        rows[int(slots[0]), : rows.shape[1] // 2] = -1
+        tell.send("stuck")
+        threading.Event().wait()
+
+    if gets_stuck:
+        vars(tiered_kv.worker)["gather_blocks"] = gather_blocks
+    engine = AnyEngine()
+    engine.fill(keys, range(len(keys)))
+    slabs, plan = tell.recv()
+    with Worker(slabs, layout=SMALL, device="cpu") as moving:
+        moving.register_kv_caches(engine.caches[0])
+        while True:
+            tell.send(moving.execute(plan))
+            slabs, plan = tell.recv()
+            moving.attach(slabs)
 
 
 async def _store_for_ever(tell: Connection, path: Path, seed: int) -> None:

@@ -28,6 +28,7 @@ from tiered_kv import (
     window,
 )
 from tiered_kv.host import link, messages, wire
+from tiered_kv.host.fields import Keys
 from tiered_kv.host.opening import Attach
 
 KEYS = prompt(12)
@@ -316,7 +317,7 @@ async def test_another_version_is_refused_by_name(tmp_path: Path, monkeypatch: p
             assert stranger.recv(100) == wire.greeting()
             assert stranger.recv(100) == b""
         monkeypatch.setattr(wire, "version_in", lambda _: 7)
-        with pytest.raises(ConfigurationError, match=r"version 7 .* version 1"):
+        with pytest.raises(ConfigurationError, match=r"version 7 .* version 2"):
             async with attached(server):
                 pass
 
@@ -347,7 +348,7 @@ async def test_a_client_that_talks_nonsense_keeps_what_it_holds_until_it_goes(tm
             await kv.store(KEYS, engine.fill(KEYS, range(12)))
             opening = Attach.of("stranger", MODEL, SMALL, (Shard(),), is_read_only=False)
             connection, _, descriptors = await asyncio.to_thread(link.begin, os.fspath(server.path), opening, 10.0)
-            said = messages.Keys.of(KEYS, kv.namespace().epoch)
+            said = Keys.of(KEYS, kv.namespace().epoch)
             connection.sendall(wire.frame(messages.Lease(1, said)))
             await until(lambda: kv.stats()["cpu"].leased == 12)
             connection.sendall(b"\3\0\0\0abc")

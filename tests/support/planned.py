@@ -1,11 +1,16 @@
 """Planned transfers of a small prompt by two ranks, whose workers are in this process."""
 
+import mmap
+import os
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from tests.support.any_layout import SMALL, STRIDE, AnyEngine, cpu, prompt
 from tiered_kv import (
     Plan,
     Planner,
+    SlabHandle,
     TieredKV,
     Worker,
 )
@@ -23,6 +28,17 @@ def spread(plan: Plan) -> Plan:
     """Send a plan to another process, and have it back."""
     sent: Plan = pickle.loads(pickle.dumps(plan))
     return sent
+
+
+@contextmanager
+def mapped(slab: SlabHandle) -> Iterator[mmap.mmap]:
+    """Map a slab past the cache."""
+    fd, _ = slab.descriptor()
+    try:
+        with mmap.mmap(fd, slab.num_slots * slab.stride_bytes) as memory:
+            yield memory
+    finally:
+        os.close(fd)
 
 
 class Ranks:

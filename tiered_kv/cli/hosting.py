@@ -28,7 +28,7 @@ def show(state: Mapping[str, Any]) -> None:
         columns = ("model", "clients", "weight", "tier", "blocks", "of", "in use", "hits")
         print_table(columns, [row for share in state["shares"] for row in _rows_of(share)])
     if state["clients"]:
-        counts = ("loads", "stores", "copies", "leases", "questions")
+        counts = ("loads", "stores", "jobs", "copies", "leases", "questions")
         rows = [(escape(each["name"]), *(f"{each[name]}" for name in counts)) for each in state["clients"]]
         print_table(("client", *counts), rows)
 

@@ -23,7 +23,7 @@ _JOIN_S: Final = 1.0
 
 
 class Transferring(Protocol):
-    """A load or store of this client, as its attachment knows it."""
+    """A load, a store or a job of this client, as its attachment knows it."""
 
     def take(self, reply: messages.Reply) -> None:
         """Take what the server says about it."""
@@ -36,6 +36,7 @@ class Attachment:
     """One attachment. For the event loop's thread, but for `ask_now`.
 
     Attributes:
+        path: Of the server's socket.
         attached: What the server said.
         slabs: By name.
         transfers: Those under way, by number.
@@ -53,6 +54,7 @@ class Attachment:
         lost: Callable[["Attachment"], None],
     ) -> None:
         """Map the slabs; `start` comes next. The connection is closed here, whatever happens; descriptors too."""
+        self.path = path
         self.attached = attached
         self.slabs: dict[str, HostSlab] = {}
         self.transfers: dict[int, Transferring] = {}
@@ -79,6 +81,10 @@ class Attachment:
                 os.close(fd)
         self._lockings = [device.page_lock(slab) for slab in self.slabs.values()] if device.kind != "cpu" else []
         self._link: Link[messages.Reply] = Link(messages.reply_from, self._take, self._lose, broken=self._break)
+
+    def pool_of(self, slab: str) -> str:
+        """Return what workers know a slab as: another server's has another name, and is not taken for it."""
+        return f"{slab}@{self.attached.token.hex()[:8]}"
 
     async def start(self) -> None:
         """Let the server's messages come."""

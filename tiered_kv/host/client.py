@@ -24,12 +24,16 @@ from tiered_kv.explain import Explanation
 from tiered_kv.hints import ReuseHint, check_hint
 from tiered_kv.host import messages, wire
 from tiered_kv.host.connection import Connection
+from tiered_kv.host.far_jobs import FarJobs
+from tiered_kv.host.far_planner import FarPlanner
 from tiered_kv.host.far_side import FarSide
+from tiered_kv.host.fields import Keys
 from tiered_kv.host.opening import Attach
 from tiered_kv.host.starts import Starts
 from tiered_kv.keys import BlockKeys, ModelIdentity, Namespace, Shard, epoch_digest, salt_digest
 from tiered_kv.layout import KVLayout, fingerprint
 from tiered_kv.memory.make import DeviceLike, resolve
+from tiered_kv.planner import Planner
 from tiered_kv.results import (
     BlockState,
     CacheStatistics,
@@ -101,6 +105,7 @@ class ConnectedKV(BlockCache):
         opening = Attach.of(name, model, layout, self._shards, is_read_only=read_only)
         self._connection = Connection(_path_in(url), opening, layout, self._shards, resolve(device), timeout_s)
         self._starts = Starts(self._connection, epoch_digest(model.weights), self._emit)
+        self._planner: Planner | None = None
 
     @property
     def is_attached(self) -> bool:
@@ -143,7 +148,7 @@ class ConnectedKV(BlockCache):
         task = self._connection.here().tasks.spawn(self._prefetch(said, len(keys), to), f"prefetch {len(keys)} blocks")
         return Handle(task, partial(_cancel, task))
 
-    async def _prefetch(self, said: messages.Keys, num_blocks: int, to: str) -> PrefetchResult:
+    async def _prefetch(self, said: Keys, num_blocks: int, to: str) -> PrefetchResult:
         there = self._connection.there
         timeout_s = there.attached.load_timeout_s if there else 0.0
         try:
@@ -159,7 +164,7 @@ class ConnectedKV(BlockCache):
         return self._lease(self._starts.said(keys))
 
     @asynccontextmanager
-    async def _lease(self, said: messages.Keys) -> AsyncGenerator[HostLease]:
+    async def _lease(self, said: Keys) -> AsyncGenerator[HostLease]:
         there = self._connection.there
         timeout_s = there.attached.load_timeout_s if there else 0.0
         answer = await self._connection.ask(lambda id_: messages.Lease(id_, said), timeout_s)
@@ -288,6 +293,12 @@ class ConnectedKV(BlockCache):
         """Changes are told by a cache in this process."""
         raise ConfigurationError("events() is for a cache in this process")
 
+    def planner(self) -> Planner:
+        """See `BlockCache.planner`. Workers map the server's memory; see `Planner.slabs` for what its end means."""
+        self._connection.here(anywhere=True)
+        assert self._planner is not None  # noqa: S101 - it is open
+        return self._planner
+
     def namespace(self, salt: str | bytes = b"", *, group: int = 0, rank: int = 0) -> Namespace:
         """See `BlockCache.namespace`."""
         here = self._connection.here(anywhere=True)
@@ -307,6 +318,8 @@ class ConnectedKV(BlockCache):
             BackendUnavailableError: There is none, within the time of a call.
         """
         await self._connection.open()
+        jobs = FarJobs(self._connection, len(self._shards))
+        self._planner = FarPlanner(self._connection, self._starts, jobs)
         return self
 
     async def aclose(self) -> None:

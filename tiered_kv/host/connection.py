@@ -7,7 +7,7 @@ import asyncio
 import socket
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from tiered_kv.errors import BackendUnavailableError, ClosedError, ConfigurationError
 from tiered_kv.host import link, wire
@@ -32,6 +32,16 @@ _NOW_S: Final = 1.0
 """What a call that blocks its thread may take at most."""
 
 Begun = tuple[socket.socket, Attached, list[int]]
+
+
+class Follower(Protocol):
+    """What has to do something whenever a server is there anew."""
+
+    def attached(self, there: Attachment) -> None:
+        """A server is there."""
+
+    def close(self) -> None:
+        """The client closes: what waits for a server waits no more."""
 
 
 class Connection:
@@ -74,6 +84,11 @@ class Connection:
         self._closing: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self._tasks = Tasks()
+        self._followers: list[Follower] = []
+
+    def follow(self, follower: Follower) -> None:
+        """Have it told of each server from now on; on the event loop."""
+        self._followers.append(follower)
 
     # Questions.
 
@@ -160,6 +175,8 @@ class Connection:
 
     async def _close(self, here: FarSide) -> None:
         here.submissions.close()
+        for follower in self._followers:
+            follower.close()
         await self._tasks.aclose(0.0)
         self._beginning.close()
         if self.there is not None:
@@ -208,6 +225,8 @@ class Connection:
         there = Attachment(self.path, connection, attached, descriptors, here.device, self._lost)
         await there.start()
         self.there = there
+        for follower in self._followers:
+            follower.attached(there)
 
     async def _stay_attached(self, here: FarSide) -> None:
         """Attach again whenever the server is gone, and ask one that is silent whether it is there."""

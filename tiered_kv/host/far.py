@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tiered_kv.errors import ConfigurationError
 from tiered_kv.host import messages, wire
+from tiered_kv.host.fields import Part
 from tiered_kv.memory.device import After, Copy, Done, Stream
 from tiered_kv.memory.lanes import RevokedError
 from tiered_kv.tiers.chain import Chain
@@ -46,7 +47,7 @@ class FarMemory(EngineMemory, Stream):
         self._pool = chain.host.slab.name
         self._send = send
         self._loop_calls = chain.loop_calls
-        self._parts: list[messages.Part] = []
+        self._parts: list[Part] = []
         self._dones: dict[int, Done] = {}
         self._num_asked = 0
         self._is_lost = False
@@ -115,4 +116,4 @@ class FarMemory(EngineMemory, Stream):
 
     def _ask(self, slots: Ids, positions: Ids, layers: slice | None) -> None:
         part = None if layers is None else (layers.start, layers.stop)
-        self._parts.append(messages.Part(self._pool, wire.as_bytes(slots), wire.as_bytes(positions), part))
+        self._parts.append(Part(self._pool, wire.as_bytes(slots), wire.as_bytes(positions), part))

@@ -182,7 +182,28 @@ async def send_opened(connection: socket.socket, answer: Message, descriptors: S
     """Answer it; whoever gets the descriptors has duplicates of them."""
     data = wire.frame(answer)
     sent = socket.send_fds(connection, [data], list(descriptors)) if descriptors else 0
-    await asyncio.get_running_loop().sock_sendall(connection, data[sent:])
+    if sent < len(data):  # else the other side may have closed its end, and sending nothing fails too
+        await asyncio.get_running_loop().sock_sendall(connection, data[sent:])
+
+
+async def receive_descriptors(connection: socket.socket, num: int) -> list[int]:
+    """Return so many descriptors, which come with one byte and are the caller's.
+
+    Raises:
+        WireError: It are not so many.
+    """
+    loop, readable = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(connection, readable.set)
+    try:
+        await readable.wait()
+    finally:
+        loop.remove_reader(connection)
+    _, came, _, _ = socket.recv_fds(connection, 1, MOST_DESCRIPTORS)
+    if len(came) != num:
+        for each in came:
+            socket.close(each)
+        raise WireError(f"{num} descriptors were to come, {len(came)} did")
+    return came
 
 
 async def _receive(loop: asyncio.AbstractEventLoop, connection: socket.socket, num_bytes: int) -> bytes:
@@ -195,6 +216,25 @@ async def _receive(loop: asyncio.AbstractEventLoop, connection: socket.socket, n
 
 
 # And on the side of a client, who may block: it begins in a thread.
+
+
+def hand_over(connection: socket.socket, descriptors: Sequence[int]) -> None:
+    """Send duplicates of descriptors on a connection that `begin` has returned, and wait for the answer.
+
+    Raises:
+        ConfigurationError, BackendUnavailableError: As for `begin`.
+    """
+    came: list[int] = []
+    try:
+        socket.send_fds(connection, [b"\0"], list(descriptors))
+        _answered(_receive_message(connection, came))
+    except WireError as error:
+        raise ConfigurationError(f"the server: {error}") from error
+    except OSError as error:
+        raise BackendUnavailableError(f"the server has not answered: {error.strerror or error}") from error
+    finally:
+        for each in came:
+            socket.close(each)
 
 
 def begin(path: str, opening: Message, timeout_s: float) -> tuple[socket.socket, Opened, list[int]]:
@@ -213,8 +253,7 @@ def begin(path: str, opening: Message, timeout_s: float) -> tuple[socket.socket,
         version = wire.version_in(_receive_now(connection, wire.GREETING_BYTES, descriptors))
         _check_version(path, version)
         connection.sendall(wire.frame(opening))
-        (length,) = wire.LENGTH.unpack(_receive_now(connection, wire.LENGTH.size, descriptors))
-        answer = opened_from(_receive_now(connection, _checked(length), descriptors))
+        answer = _answered(_receive_message(connection, descriptors))
     except WireError as error:
         give_back(connection, descriptors)
         raise ConfigurationError(f"{path}: {error}") from error
@@ -224,9 +263,6 @@ def begin(path: str, opening: Message, timeout_s: float) -> tuple[socket.socket,
     except BaseException:
         give_back(connection, descriptors)
         raise
-    if isinstance(answer, Refused):
-        give_back(connection, descriptors)
-        raise wire.error_of(answer.kind, answer.why)
     return connection, answer, descriptors
 
 
@@ -235,6 +271,18 @@ def give_back(connection: socket.socket, descriptors: Sequence[int]) -> None:
     connection.close()
     for each in descriptors:
         socket.close(each)
+
+
+def _receive_message(connection: socket.socket, descriptors: list[int]) -> Opened:
+    (length,) = wire.LENGTH.unpack(_receive_now(connection, wire.LENGTH.size, descriptors))
+    return opened_from(_receive_now(connection, _checked(length), descriptors))
+
+
+def _answered(answer: Opened) -> Opened:
+    """Raise what a server says that refuses."""
+    if isinstance(answer, Refused):
+        raise wire.error_of(answer.kind, answer.why)
+    return answer
 
 
 def _receive_now(connection: socket.socket, num_bytes: int, descriptors: list[int]) -> bytes:

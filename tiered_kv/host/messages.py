@@ -6,41 +6,12 @@ Ids and names of a whole batch pass as bytes: no message is about one block of a
 from collections.abc import Callable
 from typing import Final
 
-from tiered_kv.errors import ConfigurationError
 from tiered_kv.explain import Explanation
-from tiered_kv.host.wire import Field, Message, decoder
-from tiered_kv.keys import DIGEST_BYTES, BlockKeys
+from tiered_kv.host.fields import Keys, Part
+from tiered_kv.host.job_messages import AboutJob, JobEnded, JobPlanned
+from tiered_kv.host.wire import Message, decoder
 from tiered_kv.load_costs import LoadCost
 from tiered_kv.results import CacheStatistics, TierFault, TierStore
-
-
-class Keys(Field, frozen=True):
-    """A batch of block keys, with the digest of the weights that they are of."""
-
-    digests: bytes
-    start: int
-    block_size: int
-    group: int
-    salt_id: bytes
-    epoch: bytes
-
-    @classmethod
-    def of(cls, keys: BlockKeys, epoch: bytes) -> "Keys":
-        """Say keys of an engine's."""
-        return cls(keys.words.tobytes(), keys.start, keys.block_size, keys.group, keys.salt_id, epoch)
-
-    def block_keys(self) -> BlockKeys:
-        """Return them.
-
-        Raises:
-            ConfigurationError: They are none.
-        """
-        if len(self.salt_id) != DIGEST_BYTES or len(self.epoch) != DIGEST_BYTES:
-            raise ConfigurationError("a salt's and an epoch's digest have 32 bytes each")
-        return BlockKeys(
-            self.digests, block_size=self.block_size, start=self.start, group=self.group, salt_id=self.salt_id
-        )
-
 
 # Transfers. ``id`` names one of the client's transfers, in all messages about it.
 
@@ -75,15 +46,6 @@ class Cancel(Message, frozen=True, tag="cancel"):
     """Stop. Of a transfer that has ended it is passed over."""
 
     id: int
-
-
-class Part(Field, frozen=True):
-    """What one copy moves: ``slots`` of a slab, for the keys at ``positions``; both are int64, little-endian."""
-
-    pool: str
-    slots: bytes
-    positions: bytes
-    layers: tuple[int, int] | None = None
 
 
 class Copy(Message, frozen=True, tag="copy"):
@@ -251,7 +213,7 @@ class Bye(Message, frozen=True, tag="bye"):
 Asking = Lookup | Membership | Pin | Prefetch | Evict | Explain
 """About keys."""
 Question = Asking | Lease | Flush | Clear | Stats
-Request = Load | Store | StoreLayer | Cancel | Copied | Touch | Unpin | Release | After | Bye | Question
+Request = Load | Store | StoreLayer | Cancel | Copied | Touch | Unpin | Release | After | Bye | Question | AboutJob
 
 
 class Found(Message, frozen=True, tag="found"):
@@ -319,7 +281,7 @@ class Failed(Message, frozen=True, tag="failed"):
 
 
 Answer = Found | States | Number | Prefetched | Leased | Explained | Counted | Failed
-Reply = Copy | Admitted | Loaded | Stored | Settled | Answer
+Reply = Copy | Admitted | Loaded | Stored | Settled | JobPlanned | JobEnded | Answer
 
 request_from: Final[Callable[[bytes | memoryview], Request]] = decoder(Request)
 """Decode a message of a client."""

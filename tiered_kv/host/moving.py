@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from tiered_kv.errors import ConfigurationError, TieredKVError
 from tiered_kv.host import messages, wire
 from tiered_kv.host.attachment import Attachment
+from tiered_kv.host.fields import Part
 from tiered_kv.keys import BlockKeys
 from tiered_kv.loop_calls import LoopCalls
 from tiered_kv.memory.device import attempt
@@ -131,7 +132,7 @@ class Moving(Generic[R]):
         except Exception as error:  # noqa: BLE001 - one that cannot be submitted has failed as any other that fails
             copy.resolve(error)
 
-    def _move(self, there: Attachment, parts: tuple[messages.Part, ...]) -> None:
+    def _move(self, there: Attachment, parts: tuple[Part, ...]) -> None:
         for part in parts:
             rows, slots, positions = there.slabs[part.pool].rows, wire.as_ids(part.slots), wire.as_ids(part.positions)
             layers = None if part.layers is None else slice(*part.layers)

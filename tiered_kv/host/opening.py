@@ -51,6 +51,23 @@ class Join(Message, frozen=True, tag="join"):
     token: bytes
 
 
+class Introduce(Message, frozen=True, tag="introduce"):
+    """Watch the processes that work for ranks of a client's planner: ``(rank, pid)``, the number that the client knows.
+
+    The connection is for this alone. Once it is answered, one byte comes with a `pidfd` of each, in the same order.
+    """
+
+    token: bytes
+    ranks: tuple[tuple[int, int], ...]
+
+
+class MapSlab(Message, frozen=True, tag="map_slab"):
+    """Give a worker of a client a descriptor of a slab; the connection is for this alone."""
+
+    token: bytes
+    name: str
+
+
 class Health(Message, frozen=True, tag="health"):
     """Ask how the server is; the connection is for this alone."""
 
@@ -79,7 +96,13 @@ class Attached(Message, frozen=True, tag="attached"):
 
 
 class Joined(Message, frozen=True, tag="joined"):
-    """The second connection is open."""
+    """The second connection is open; or the server watches what was introduced to it, or waits for it to come."""
+
+
+class Mapped(Message, frozen=True, tag="mapped"):
+    """A slab's descriptor comes with it."""
+
+    is_read_only: bool
 
 
 class Refused(Message, frozen=True, tag="refused"):
@@ -95,8 +118,8 @@ class Healthy(Message, frozen=True, tag="healthy"):
     facts: dict[str, Any]
 
 
-Opening = Attach | Join | Health
-Opened = Attached | Joined | Refused | Healthy
+Opening = Attach | Join | Introduce | MapSlab | Health
+Opened = Attached | Joined | Mapped | Refused | Healthy
 
 opening_from: Final[Callable[[bytes | memoryview], Opening]] = decoder(Opening)
 """Decode the first message of a client."""

@@ -12,8 +12,8 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +24,19 @@ from tiered_kv.errors import BackendUnavailableError, ConfigurationError, Tiered
 from tiered_kv.events import Emit
 from tiered_kv.host import link, messages, wire
 from tiered_kv.host.link import Link
-from tiered_kv.host.opening import Attach, Attached, Health, Healthy, Join, Joined, Refused, Slab
+from tiered_kv.host.opening import (
+    Attach,
+    Attached,
+    Health,
+    Healthy,
+    Introduce,
+    Join,
+    Joined,
+    Mapped,
+    MapSlab,
+    Refused,
+    Slab,
+)
 from tiered_kv.host.session import Send, Session
 from tiered_kv.host.shares import Share, Shares
 from tiered_kv.host_settings import HostSettings
@@ -203,6 +215,10 @@ class TieredKVServer:
                     await link.send_opened(connection, Healthy(self.health()))
                 case Join(token=token):
                     is_taken = await self._join(connection, token)
+                case Introduce():
+                    await self._introduce(connection, opening)
+                case MapSlab():
+                    await self._map(connection, opening)
                 case Attach():
                     log("info", "host.attaching", client=opening.name, pid=pid, uid=uid, gid=gid, model=opening.model)
                     is_taken = await self._attach(connection, opening, who, uid)
@@ -264,12 +280,30 @@ class TieredKVServer:
         return True
 
     async def _join(self, connection: socket.socket, token: bytes) -> bool:
-        client = self._clients.get(token)
-        if client is None:
-            raise BackendUnavailableError("no client has this token: attach again")
+        client = self._client(token)
         await link.send_opened(connection, Joined())
         await link.start(client.beside(), connection)
         return True
+
+    async def _introduce(self, connection: socket.socket, opening: Introduce) -> None:
+        client = self._client(opening.token)
+        await link.send_opened(connection, Joined())
+        async with asyncio.timeout(_OPENING_S):
+            pidfds = await link.receive_descriptors(connection, len(opening.ranks))
+        client.session.jobs.watch(opening.ranks, pidfds)
+        await link.send_opened(connection, Joined())
+
+    async def _map(self, connection: socket.socket, opening: MapSlab) -> None:
+        session = self._client(opening.token).session
+        fd = session.slab(opening.name).fd
+        with _descriptor(fd, is_read_only=session.is_read_only) as given:
+            await link.send_opened(connection, Mapped(session.is_read_only), [given])
+
+    def _client(self, token: bytes) -> "_Client":
+        client = self._clients.get(token)
+        if client is None:
+            raise BackendUnavailableError("no client has this token: attach again")
+        return client
 
     def _ended(self, token: bytes, share: Share) -> None:
         self._clients.pop(token, None)
@@ -365,6 +399,19 @@ def _slabs_of(
         path = f"/proc/self/fd/{slab.fd}"
         descriptors.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC) if is_read_only else slab.fd)
     return tuple(slabs), descriptors
+
+
+@contextmanager
+def _descriptor(fd: int, *, is_read_only: bool) -> Iterator[int]:
+    """Give a descriptor of memory to pass on: one that cannot be written by, to who only reads."""
+    if not is_read_only:
+        yield fd
+        return
+    given = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield given
+    finally:
+        os.close(given)
 
 
 def _facts_of(share: Share) -> dict[str, Any]:

@@ -16,10 +16,13 @@ from tiered_kv.catalog.leases import Lease
 from tiered_kv.errors import CapacityError, ConfigurationError, TieredKVError
 from tiered_kv.host import messages, questions, wire
 from tiered_kv.host.far import FarMemory
+from tiered_kv.host.job_messages import AboutJob, BindJob, JobMoved, JobMovedKeys, PlanJob
 from tiered_kv.host.questions import Answered, Answering
+from tiered_kv.host.session_jobs import SessionJobs
 from tiered_kv.host_settings import HostSettings
 from tiered_kv.keys import Shard
 from tiered_kv.log import log
+from tiered_kv.memory.host import HostSlab
 from tiered_kv.memory.lanes import Lane
 from tiered_kv.open_cache import OpenCache
 from tiered_kv.results import LoadResult, StoreResult, TierFault
@@ -49,6 +52,7 @@ class Session:
     Attributes:
         name: What the client calls itself, with its process and user as the system knows them.
         is_read_only: Whether it may not change what is stored.
+        jobs: Those of its planner.
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class Session:
         self._leases: dict[int, tuple[Chain, Lease]] = {}
         self._num_bytes = 0  # of loads and stores
         self._tasks = Tasks()
+        self.jobs = SessionJobs(self._seat(b"")[1].new_jobs(len(shards)), self._tasks)
         self._has_ended = False
 
     def statistics(self) -> dict[str, object]:
@@ -98,6 +103,7 @@ class Session:
             "copies": sum(far.num_copying for _, far in transfers),
             "leases": len(self._leases),
             "questions": len(self._asked),
+            "jobs": len(self.jobs),
             "pinned_bytes": self._pins.num_bytes,
         }
 
@@ -117,6 +123,8 @@ class Session:
                 self._checked(request.id, send, partial(self._store, request, send))
             case messages.StoreLayer():
                 self._checked(request.id, send, partial(self._store_layer, request))
+            case PlanJob() | BindJob() | JobMoved() | JobMovedKeys():
+                self._checked(request.id, send, partial(self._about_job, request, send))
             case messages.Cancel() | messages.Release():
                 self._give_up(request.id)
             case messages.Touch() | messages.Unpin():
@@ -137,6 +145,7 @@ class Session:
             task.cancel()
         for id_ in list(self._leases):
             self._give_up(id_)
+        self.jobs.leave()
         self._pins.close()
 
     async def ended(self) -> None:
@@ -252,6 +261,19 @@ class Session:
             chain.release(lease)
         elif (task := self._asked.get(id_)) is not None:
             task.cancel()
+        elif id_ in self.jobs:
+            self.jobs.cancel(id_)
+
+    def _about_job(self, request: AboutJob, send: Send) -> None:
+        if not isinstance(request, PlanJob):
+            self.jobs.take(request)
+            return
+        self._new(request.id)
+        if request.direction == "store" and self.is_read_only:
+            raise ConfigurationError("read only")
+        if len(self.jobs) >= self._limits.jobs_per_client:
+            raise CapacityError("too many jobs")
+        self.jobs.plan(request, self._seat(request.keys.epoch)[1], send)
 
     # Questions.
 
@@ -310,6 +332,17 @@ class Session:
 
     # What requests are about.
 
+    def slab(self, name: str) -> HostSlab:
+        """Return one of the client's slabs.
+
+        Raises:
+            ConfigurationError: There is none of this name.
+        """
+        slabs = {chain.host.slab.name: chain.host.slab for chain in self._seat(b"")[1].chains}
+        if name not in slabs:
+            raise ConfigurationError(f"no slab {name!r}; there are {', '.join(slabs)}")
+        return slabs[name]
+
     def _seat(self, epoch: bytes) -> tuple[TieredKV, OpenCache]:
         """Return the cache with the weights of a request, and what transfers are made with."""
         if (seat := self._seats.get(epoch)) is None:
@@ -320,7 +353,7 @@ class Session:
 
     def _new(self, id_: int) -> None:
         """Raise unless a number is nobody's: what had it would be forgotten, and what is held for that."""
-        if id_ in self._loads or id_ in self._stores or id_ in self._asked or id_ in self._leases:
+        if any(id_ in those for those in (self._loads, self._stores, self._asked, self._leases, self.jobs)):
             raise ConfigurationError(f"number {id_} is of something that has not ended")
 
     def _checked(self, id_: int, send: Send, call: Callable[[], object]) -> None:

@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from tiered_kv.events import BlocksLoaded, BlocksStored, Emit
 from tiered_kv.host.connection import Connection
-from tiered_kv.host.messages import Keys, Load, Store
+from tiered_kv.host.fields import Keys
+from tiered_kv.host.messages import Load, Store
 from tiered_kv.host.moving import FarLoad, FarStore
 from tiered_kv.keys import BlockKeys, epoch_digest
 from tiered_kv.memory.lanes import Lane

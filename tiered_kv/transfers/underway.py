@@ -66,7 +66,8 @@ class Underway:
         num_blocks = len(moves[0].positions) if request.direction == "load" and not request.gaps else len(keys)
         plan = Plan(self._number, request.direction, num_blocks, moves)
         if request.engine is not None:
-            plan = bind(plan, request, request.engine[: num_blocks * request.pages_per_block])
+            per_block = request.pages_per_block
+            plan = bind(plan, per_block, request.engine[: num_blocks * per_block])
         self._unanswered = {move.rank: self._mask_of(move.positions) for move in moves if move.positions}
         self.plan = plan
         self._planned = self._clock()
@@ -162,14 +163,19 @@ class Underway:
         return mask
 
 
-def bind(plan: Plan, request: JobRequest, blocks: GPULoadStoreSpec, start: int = 0) -> Plan:
+def bind(plan: Plan, per_block: int, blocks: GPULoadStoreSpec, start: int = 0) -> Plan:
     """Return a plan that has no blocks of the engine with those of ``keys[start:]``, as many as there are.
+
+    Args:
+        plan: What is held.
+        per_block: Block ids of the engine per key.
+        blocks: The engine's.
+        start: Of the first key that they are for.
 
     Raises:
         ConfigurationError: It has some already.
         LayoutMismatchError: Ids for a part of a block, or for more blocks than the plan holds.
     """
-    per_block = request.pages_per_block
     num_blocks, rest = divmod(len(blocks), per_block)
     if any(move.engine is not None for move in plan.moves):
         raise ConfigurationError(f"job {plan.job} is about blocks of the engine already: it is bound once")

@@ -1,28 +1,36 @@
 """The processes that carry out jobs, one per rank. Any thread registers one; its end is noticed on the event loop.
 
-They are held by `pidfd`, so that no process that got the number of one that has ended is taken for it.
+They are held by `pidfd`, so that no process that got the number of one that has ended is taken for it; and so that
+whoever knows a process by another number, or by none, can watch it all the same.
 """
 
 import asyncio
 import os
 import select
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 
 from tiered_kv.errors import ConfigurationError
 from tiered_kv.integers import as_int
 from tiered_kv.loop_calls import LoopCalls
 
 
-class _Process:
-    """The process that works for a rank. Whoever uses ``fd`` holds the lock of `Workers`."""
+class Process:
+    """The process that works for a rank. Whoever uses ``fd`` holds the lock of `Workers`.
 
-    def __init__(self, rank: int, pid: int) -> None:
+    Attributes:
+        rank: Of its plans.
+        pid: Its number, where it was registered first.
+        fd: A `pidfd`.
+    """
+
+    def __init__(self, rank: int, pid: int, fd: int | None = None) -> None:
+        """Take over ``fd``, or open one."""
         self.rank = rank
         self.pid = pid
         self.is_forgotten = False
         try:
-            self.fd = os.pidfd_open(pid)
+            self.fd = os.pidfd_open(pid) if fd is None else fd
         except (OSError, OverflowError) as error:
             raise ConfigurationError(
                 f"process {pid} cannot be the worker of rank {rank}: {getattr(error, 'strerror', None) or error}"
@@ -44,11 +52,16 @@ class Workers:
         self._loop_calls = loop_calls
         self._on_end = on_end
         self._lock = threading.Lock()
-        self._by_rank: dict[int, _Process] = {}
+        self._by_rank: dict[int, Process] = {}
         self._is_closed = False
 
-    def register(self, rank: int, pid: int) -> None:
+    def register(self, rank: int, pid: int, fd: int | None = None) -> None:
         """Count on a process for one rank; its end ends its part of every job. Any thread may call.
+
+        Args:
+            rank: Of its plans.
+            pid: Its number.
+            fd: A `pidfd` of it, which is taken over if this does not raise; one is opened if left out.
 
         Raises:
             ConfigurationError: No such rank or process, or the rank has a worker that is alive, and may be writing.
@@ -60,7 +73,7 @@ class Workers:
             before = self._by_rank.get(rank)
             if before is not None and not before.has_ended():
                 raise ConfigurationError(f"rank {rank} has a worker already, process {before.pid}, which is alive")
-            process = self._by_rank[rank] = _Process(rank, pid)
+            process = self._by_rank[rank] = Process(rank, pid, fd)
         if before is not None:
             self._loop_calls.call(self._end, before)
         self._loop_calls.call(self._watch, process)
@@ -77,6 +90,22 @@ class Workers:
             raise ConfigurationError(f"plans need a worker of every rank: register_worker() for ranks {missing}")
         return [pids[rank] for rank in range(self._num_ranks)]
 
+    def unlike(self, known: Collection[Process]) -> list[Process]:
+        """Return those that are not among these. Any thread may call."""
+        with self._lock:
+            return [process for process in self._by_rank.values() if process not in known]
+
+    def descriptors(self, processes: Sequence[Process]) -> list[int]:
+        """Return a `pidfd` of each, which are the caller's to close. Any thread may call.
+
+        Raises:
+            ConfigurationError: One has ended, and is forgotten.
+        """
+        with self._lock:
+            if ended := [process.pid for process in processes if process.is_forgotten]:
+                raise ConfigurationError(f"processes {ended} have ended")
+            return [os.dup(process.fd) for process in processes]
+
     # On the event loop.
 
     def close(self) -> None:
@@ -85,7 +114,7 @@ class Workers:
         for process in list(self._by_rank.values()):
             self._forget(process)
 
-    def _watch(self, process: _Process) -> None:
+    def _watch(self, process: Process) -> None:
         if self._is_closed:
             self._forget(process)
         elif not process.is_forgotten:
@@ -95,16 +124,16 @@ class Workers:
                 self._end(process)  # one that nobody watches is no worker: its jobs would never end
                 raise
 
-    def _end(self, process: _Process) -> None:
+    def _end(self, process: Process) -> None:
         if not process.is_forgotten:
             self._forget(process)
             self._on_end(process.rank, process.pid)
 
-    def _forget(self, process: _Process) -> None:
+    def _forget(self, process: Process) -> None:
         if not process.is_forgotten:
-            process.is_forgotten = True
             asyncio.get_running_loop().remove_reader(process.fd)
             with self._lock:
+                process.is_forgotten = True
                 if self._by_rank.get(process.rank) is process:
                     del self._by_rank[process.rank]
                 os.close(process.fd)

@@ -25,7 +25,7 @@ from tiered_kv.keys import BlockKeys, Shard
 from tiered_kv.planner import Planner
 from tiered_kv.results import BlockState
 from tiered_kv.specs import GPULoadStoreSpec
-from tiered_kv.transfers.jobs import Job
+from tiered_kv.transfers.job import Job
 
 
 @dataclass

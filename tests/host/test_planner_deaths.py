@@ -1,0 +1,117 @@
+"""Jobs of a planner whose cache is a server's, and whoever dies: the planner, a worker, the server."""
+
+import asyncio
+import signal
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import anyio
+
+from tests.host.processes import planner, started, worker
+from tests.host.test_deaths import FOREVER_S, attached_at, served, until_async, until_clean, until_found
+from tests.support.any_layout import SMALL, AnyEngine, cpu, prompt
+from tests.support.serving import attached, serving
+from tiered_kv import ConnectedKV, Worker
+
+KEYS = prompt(8)
+
+
+async def crowd(kv: ConnectedKV, engine: AnyEngine) -> None:
+    """Store so much that every slot is used again that is anyone's to use; all of it is right."""
+    for seed in range(1, 20):
+        keys = prompt(8, seed=seed)
+        await kv.store(keys, engine.fill(keys, range(8)))
+        assert (await kv.load(keys, engine.spec(range(8)))).num_blocks == engine.count_right(keys, range(8)) == 8
+
+
+async def test_a_worker_killed_in_the_midst_of_a_copy(tmp_path: Path) -> None:
+    """Its job ends when it has; before that its slots are nobody's, and after it they are anybody's."""
+    async with served(tmp_path), attached_at(tmp_path, engine := AnyEngine()) as kv:
+        with started(worker, KEYS, gets_stuck=True) as process:
+            kv.planner().register_worker(pid=process.pid)
+            job = kv.planner().plan_store(KEYS, engine.spec(range(8)))
+            process.say((kv.planner().slabs(), await job.planned()))
+            assert await asyncio.to_thread(process.hear) == "stuck"
+            await crowd(kv, engine)
+            assert kv.stats()["cpu"].pending == 8
+            process.kill()
+            with anyio.fail_after(FOREVER_S):
+                result = await job.ended()
+            assert (result.num_blocks, "has ended" in result.errors[0]) == (0, True)
+            assert (await kv.lookup(KEYS)).num_blocks == 0
+            await until_async(lambda: kv.stats()["cpu"].pending == 0)
+
+
+async def test_a_planner_killed_while_its_worker_copies(tmp_path: Path) -> None:
+    """What the worker may be writing is nobody's as long as that lives, though nobody is left to hear of it."""
+    async with served(tmp_path):
+        with started(worker, KEYS, gets_stuck=True) as process:
+            with started(planner, tmp_path / "kv.sock", process.pid, KEYS) as planning:
+                process.say(await asyncio.to_thread(planning.hear))
+                assert await asyncio.to_thread(process.hear) == "stuck"
+            async with attached_at(tmp_path, engine := AnyEngine()) as kv:
+                await crowd(kv, engine)
+                assert kv.stats()["cpu"].pending == 8
+                process.kill()
+                await until_async(lambda: kv.stats()["cpu"].pending == 0)
+                assert (await kv.lookup(KEYS)).num_blocks == 0
+        await until_clean(tmp_path)
+
+
+async def test_a_plan_that_no_worker_has_ends_with_its_planner(tmp_path: Path) -> None:
+    """The worker lives, but was told of nothing: its slots go back at once."""
+    with serving(tmp_path, cpu(16)) as server, started(worker, KEYS, gets_stuck=False) as process:
+        async with attached(server, AnyEngine()) as other:
+            async with attached(server, AnyEngine()) as kv:
+                kv.planner().register_worker(pid=process.pid)
+                await kv.planner().plan_store(KEYS).planned()
+                assert other.stats()["cpu"].pending == 8
+            await until_async(lambda: other.stats()["cpu"].pending == 0)
+
+
+async def test_a_server_killed_under_a_plan(tmp_path: Path) -> None:
+    """Jobs end, others end at once while none is there; then workers take the memory of the next one, and go on."""
+    async with AsyncExitStack() as stack:
+        first, engine = await stack.enter_async_context(served(tmp_path)), AnyEngine()
+        kv = await stack.enter_async_context(attached_at(tmp_path, engine))
+        process = stack.enter_context(started(worker, KEYS, gets_stuck=False))
+        planning = kv.planner()
+        planning.register_worker(pid=process.pid)
+        slabs, job = planning.slabs(), planning.plan_store(KEYS, engine.spec(range(8)))
+        process.say((slabs, await job.planned()))
+        outcomes = await asyncio.to_thread(process.hear)
+        first.kill()
+        with anyio.fail_after(FOREVER_S):
+            assert (await job.ended()).errors == ("server away",)
+            assert (await planning.plan_store(KEYS).ended()).errors == ("server away",)
+        planning.complete(outcomes)
+        assert planning.slabs() == ()
+        await stack.enter_async_context(served(tmp_path))
+        await until_async(lambda: kv.is_attached)
+        assert planning.slabs()[0].pool != slabs[0].pool
+        again = planning.plan_store(KEYS, engine.spec(range(8)))
+        process.say((planning.slabs(), await again.planned()))
+        planning.complete(await asyncio.to_thread(process.hear))
+        assert (await again.ended()).num_blocks == 8
+        loaded = await kv.load(KEYS, engine.spec(range(8, 16)))
+        assert loaded.num_blocks == engine.count_right(KEYS, range(8, 16)) == 8
+
+
+async def test_jobs_end_while_a_server_hangs(tmp_path: Path) -> None:
+    """A server that stops costs a job a time; what it holds for the job goes back when it goes on."""
+    engine = AnyEngine()
+    async with served(tmp_path) as one, attached_at(tmp_path, engine, timeout_s=1.0) as kv:
+        planning = kv.planner()
+        planning.register_worker()
+        planned = planning.plan_store(KEYS, engine.fill(KEYS, range(8)))
+        plan = await planned.planned()
+        with Worker(planning.slabs(), layout=SMALL, device="cpu") as moving:
+            moving.register_kv_caches(engine.caches[0])
+            one.send(signal.SIGSTOP)
+            waiting = planning.plan_store(prompt(4, seed=1), engine.spec(range(4)))
+            with anyio.fail_after(FOREVER_S):
+                assert (await waiting.ended()).errors == (await planned.ended()).errors == ("server away",)
+            planning.complete(moving.execute(plan))
+            one.send(signal.SIGCONT)
+            await until_found(kv, KEYS)
+            await until_async(lambda: kv.stats()["cpu"].pending == 0)

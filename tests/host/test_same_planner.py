@@ -1,0 +1,62 @@
+"""The promises of a planner, kept by a client of a server as by a cache of one's own: the same tests."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from tests.cache import test_jobs, test_plans
+from tests.host.test_deaths import until_async
+from tests.support.any_layout import AnyEngine
+from tests.support.caches import AnyTier
+from tests.support.serving import attached, serving
+from tiered_kv import ConnectedKV, Shard
+
+SAME = {
+    test_plans: (
+        "test_a_round_trip_through_two_ranks",
+        "test_what_one_rank_has_not_copied_is_readable_on_none",
+        "test_fewer_than_none_moved_is_none",
+        "test_a_plan_holds_what_it_names",
+        "test_a_plan_is_executed_once",
+        "test_a_load_overtaken_by_new_weights_brings_nothing",
+        "test_what_cannot_be_waited_for_uses_up_no_job",
+        "test_an_execution_cannot_be_cancelled",
+        "test_outcomes_that_say_nothing_leave_the_job_as_it_was",
+    ),
+    test_jobs: (
+        "test_the_plan_of_a_cancelled_job_is_not_polled",
+        "test_a_scheduler_without_an_event_loop",
+        "test_a_job_is_awaited_on_the_loop_of_its_cache",
+        "test_whoever_awaits_a_job_and_is_cancelled_leaves_it_to_others",
+    ),
+}
+"""Those that need to see nothing but the face."""
+
+
+async def until_idle(kv: ConnectedKV) -> None:
+    """Wait until the server holds nothing for anyone."""
+    await until_async(lambda: not any(tier.leased or tier.pending for tier in kv.stats().tiers))
+
+
+@pytest.fixture(autouse=True)
+def far(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Have these tests open a client of a server where they would open a cache."""
+
+    @asynccontextmanager
+    async def open_far(
+        engine: AnyEngine, *tiers: AnyTier, shard: Shard | tuple[Shard, ...] | None = None
+    ) -> AsyncIterator[ConnectedKV]:
+        with serving(tmp_path_factory.mktemp("served"), *tiers) as server:  # type: ignore[arg-type]  # settings, here
+            is_one = not isinstance(shard, tuple)
+            async with attached(server, engine if is_one else None, shard=shard) as kv:
+                yield kv
+
+    for module in SAME:
+        monkeypatch.setattr(module, "open_any", open_far)
+        monkeypatch.setattr(module, "until_idle", until_idle)
+
+
+for _module, _names in SAME.items():
+    for _name in _names:
+        globals()[_name] = getattr(_module, _name)
