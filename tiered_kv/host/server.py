@@ -228,6 +228,8 @@ class TieredKVServer:
                     tuple(names),
                     limits.load_timeout_s,
                     limits.store_timeout_s,
+                    int(limits.swap_space),
+                    int(limits.window),
                     session.is_read_only,
                 )
                 await link.send_opened(connection, answer, descriptors)
