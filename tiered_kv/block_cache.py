@@ -5,7 +5,7 @@ engine does for every request, then what threads, schedulers and operators ask f
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
 from types import TracebackType
@@ -432,6 +432,33 @@ class BlockCache(ABC):
         """
 
     @abstractmethod
+    async def resize(self, tier: str, capacity: int | str) -> int:
+        """Change the capacity of the CPU tier or an NVMe tier, up to its ``max_capacity``, while it is used.
+
+        What does not fit any more is evicted, after what waits for other tiers was written. The memory or disk space is
+        the system's again when this returns, but for slots in use until then, and memory page-locked for a GPU.
+        Cancellation ends the wait only.
+
+        Args:
+            tier: Its name.
+            capacity: Bytes, or e.g. ``"8GiB"``.
+
+        Returns:
+            How many blocks it holds now, of each KV group.
+
+        Raises:
+            ConfigurationError: The tier cannot have that capacity. Nothing has changed.
+            BackendUnavailableError: The medium did not grow. Nothing has changed.
+        """
+
+    @abstractmethod
+    async def clear(self) -> None:
+        """Empty every tier that this cache owns, after a restart too. Takes time in their size.
+
+        A tier that does not answer within its time is not waited for: its blocks are unfindable here all the same.
+        """
+
+    @abstractmethod
     def advance_epoch(self, weights: str) -> None:
         """Name the weights that are served from now on. O(1).
 
@@ -447,6 +474,20 @@ class BlockCache(ABC):
 
         With ``sync`` what is written then survives a loss of power, in the order of its use. That walks the owned tiers
         on the event loop, 0.3 s a million blocks: not for every request.
+        """
+
+    @abstractmethod
+    async def drain(self, *, timeout_s: float | None = None) -> bool:
+        """Take no more stores, and wait until what was stored is written and survives a loss of power.
+
+        From now on a store drops its blocks (``"draining"``); loads and lookups go on until the cache is closed, which
+        is the next thing to do: leave the ``async with`` block.
+
+        Args:
+            timeout_s: How long to wait; `CacheLimits.close_timeout_s` by default. Cancellation ends the wait only.
+
+        Returns:
+            Whether all stores were settled, and owned tiers had noted what they hold, in time.
         """
 
     @abstractmethod
@@ -471,6 +512,14 @@ class BlockCache(ABC):
         A `Snapshot` of each place comes first. Nothing waits for a subscriber: one that falls behind by 65,536 blocks
         gets snapshots anew, each of which walks its tier on the event loop, 0.2 s a million blocks; so do all after
         `advance_epoch`. It ends with the cache.
+        """
+
+    @property
+    @abstractmethod
+    def media(self) -> Mapping[str, str]:
+        """The medium of each tier that the cache, or its server, owns: ``{"cpu": "cpu", "disk": "nvme"}``.
+
+        The fastest comes first. Any thread may look, before it is opened too; of a server nothing is known before.
         """
 
     @abstractmethod

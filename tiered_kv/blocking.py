@@ -18,7 +18,7 @@ from typing import Any, Final, ParamSpec, TypeVar, overload
 from anyio import CancelScope
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from tiered_kv.cache import TieredKV
+from tiered_kv.block_cache import BlockCache
 from tiered_kv.errors import ClosedError
 from tiered_kv.explain import Explanation
 from tiered_kv.groups import GroupNeed, GroupsLoad, GroupsLookup
@@ -46,8 +46,10 @@ _LOOK_S: Final = 0.25
 
 
 @contextmanager
-def open_blocking(cache: TieredKV) -> "Iterator[BlockingTieredKV]":
-    """Open a cache in a thread of its own, for a ``with`` block; give it as `TieredKV.from_settings` makes it.
+def open_blocking(cache: BlockCache) -> "Iterator[BlockingTieredKV]":
+    """Open a cache in a thread of its own, for a ``with`` block.
+
+    Give it as `TieredKV.from_settings` or `TieredKV.connect` makes it.
 
     It is closed when the block ends, by an exception or KeyboardInterrupt too, as `TieredKV.aclose` does it; and when
     the main thread ends, whoever has entered the block and not left it.
@@ -76,7 +78,7 @@ class BlockingTieredKV:
         cache: For the calls that any thread may make as they are, and for `call`.
     """
 
-    def __init__(self, cache: TieredKV, portal: BlockingPortal) -> None:
+    def __init__(self, cache: BlockCache, portal: BlockingPortal) -> None:
         """Made by `open_blocking` only."""
         self.cache = cache
         self.submit_load = cache.submit_load
@@ -234,7 +236,7 @@ class BlockingTieredKV:
 
 
 @contextmanager
-def _closing_at_the_end(cache: TieredKV, portal: BlockingPortal) -> Iterator[None]:
+def _closing_at_the_end(cache: BlockCache, portal: BlockingPortal) -> Iterator[None]:
     """Have a cache and its event loop end when the main thread does, if this block has not ended by then."""
     is_left = threading.Event()
 

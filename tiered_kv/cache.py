@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from tiered_kv.assembly import parts_of
-from tiered_kv.backend import Backend, SlotBackend, TierSettings
+from tiered_kv.backend import Backend, OwnedTierSettings, SlotBackend, TierSettings
 from tiered_kv.block_cache import BlockCache
 from tiered_kv.changes import Changes
 from tiered_kv.closing import Draining, begin_to_close, drain, draining_on
@@ -43,7 +43,7 @@ from tiered_kv.results import (
     SwapOutResult,
     SwapResult,
 )
-from tiered_kv.settings import CacheLimits, TieredKVSettings
+from tiered_kv.settings import CacheLimits, TieredKVSettings, tier_name
 from tiered_kv.specs import GPULoadStoreSpec
 from tiered_kv.telemetry.logs import guarded, log_event
 from tiered_kv.telemetry.metrics import Metrics
@@ -59,7 +59,7 @@ from tiered_kv.transfers.prefetch import HostLease, Prefetch, PrefetchHandle, ho
 from tiered_kv.transfers.start import start_load, start_store
 from tiered_kv.transfers.store import StoreHandle
 from tiered_kv.transfers.submissions import LoadTicket, StoreTicket
-from tiered_kv.transfers.swap import Copies, Moves, Swap, SwapSide
+from tiered_kv.transfers.swap import Copies, Moves, Swap
 from tiered_kv.validation import (
     LoadCall,
     StoreCall,
@@ -328,8 +328,7 @@ class TieredKV(BlockCache):
     ) -> Handle[SwapResult]:
         cache = self._open()
         chain, caches = cache.of_rank(group), cache.bindings.caches_of(group)
-        side = SwapSide(chain.h2d.device, chain.loop_calls, chain.emit, chain.limits.window_bytes)
-        space = cache.swaps.of(group, side, caches, int(cache.limits.swap_space), cache.lifetime)
+        space = cache.swaps.of(group, chain, caches, int(cache.limits.swap_space), cache.lifetime)
         maps = space.check(blocks_to_swap_in, blocks_to_swap_out, blocks_to_copy)
         if after is not None:
             chain.h2d.device.check(after)
@@ -350,31 +349,12 @@ class TieredKV(BlockCache):
             found = await asyncio.gather(*(upkeep.evict(chain, batch, tier) for chain, batch in parts))
         return int(np.count_nonzero(np.logical_or.reduce(found)))
 
+    @override
     async def resize(self, tier: str, capacity: int | str) -> int:
-        """Change the capacity of the CPU tier or an NVMe tier, up to its ``max_capacity``, while it is used.
-
-        What does not fit any more is evicted, after what waits for other tiers was written. The memory or disk space is
-        the system's again when this returns, but for slots in use until then, and memory page-locked for a GPU.
-        Cancellation ends the wait only.
-
-        Args:
-            tier: Its name.
-            capacity: Bytes, or e.g. ``"8GiB"``.
-
-        Returns:
-            How many blocks it holds now, of each KV group.
-
-        Raises:
-            ConfigurationError: The tier cannot have that capacity. Nothing has changed.
-            BackendUnavailableError: The medium did not grow. Nothing has changed.
-        """
         return await self._open().resize(tier, check_capacity(capacity))
 
+    @override
     async def clear(self) -> None:
-        """Empty every tier that this cache owns, after a restart too. Takes time in their size.
-
-        A tier that does not answer within its time is not waited for: its blocks are unfindable here all the same.
-        """
         cache = self._open()
         with cache.callers.waiting():
             await upkeep.clear(cache.chains)
@@ -393,18 +373,8 @@ class TieredKV(BlockCache):
         if sync:
             await cache.finish(upkeep.checkpoint(cache.chains, sync=True), "checkpoint")
 
+    @override
     async def drain(self, *, timeout_s: float | None = None) -> bool:
-        """Take no more stores, and wait until what was stored is written and survives a loss of power.
-
-        From now on a store drops its blocks (``"draining"``); loads and lookups go on until the cache is closed, which
-        is the next thing to do: leave the ``async with`` block.
-
-        Args:
-            timeout_s: How long to wait; `CacheLimits.close_timeout_s` by default. Cancellation ends the wait only.
-
-        Returns:
-            Whether all stores were settled, and owned tiers had noted what they hold, in time.
-        """
         cache = self._open()
         check_seconds("timeout_s", timeout_s)
         return await drain(cache, timeout_s)
@@ -435,6 +405,14 @@ class TieredKV(BlockCache):
     @override
     def events(self) -> Changes:
         return self._open().subscribers.subscribe()
+
+    @property
+    @override
+    def media(self) -> Mapping[str, str]:
+        parts = self._parts.tiers
+        memory = {tier_name(tier): tier.medium for tier in (parts.gpu, parts.cpu) if tier is not None and tier.capacity}
+        owned = (part for part in parts.storage if isinstance(part.settings, OwnedTierSettings))
+        return memory | {part.name: part.settings.medium for part in owned}
 
     @override
     def namespace(self, salt: str | bytes = b"", *, group: int = 0, rank: int = 0) -> Namespace:

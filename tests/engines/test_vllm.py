@@ -10,6 +10,8 @@ from typing import Any, Final
 import pytest
 
 from environments import Environment
+from tests.support.serving import serving
+from tiered_kv import CacheLimits
 
 PROMPTS: Final = [0, 1]
 HITS: Final = 2 * 9 * 32
@@ -33,7 +35,7 @@ class Runs:
         *,
         connector: str = "TieredKVConnector",
         module: str = "tiered_kv.integrations.vllm",
-        tiers: list[Any] = NVME,
+        tiers: list[Any] | None = NVME,
         extra: Mapping[str, Any] | None = None,
         **wanted: Any,
     ) -> str:
@@ -44,7 +46,7 @@ class Runs:
             "kv_connector_module_path": module,
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"tiers": tiers, **(extra or {})},
+            "kv_connector_extra_config": {**({"tiers": tiers} if tiers is not None else {}), **(extra or {})},
         }
         return json.dumps({"model": str(self._model), "prompts": PROMPTS, "transfer": transfer, **wanted})
 
@@ -191,6 +193,19 @@ def test_two_ranks_store_and_load_their_parts(runs: Runs, alone: list[list[int]]
     assert hits_of(warm) == HITS
 
 
+def test_engines_share_prefixes_by_a_server(runs: Runs, alone: list[list[int]]) -> None:
+    """By one setting: what an engine has computed another loads from the host's server, which outlives both."""
+    tiers = {"medium": "cpu", "capacity": "4MiB"}, {"medium": "nvme", "path": runs.folder / "nvme", "capacity": "16MiB"}
+    with serving(runs.folder, *tiers, limits=CacheLimits()) as server:
+        wanted: Answer = {"tiers": None, "extra": {"connect": f"unix://{server.path}"}}
+        cold = runs.run(**wanted)
+        warm = runs.run(**wanted)
+    assert cold["rounds"][0]["tokens"] == warm["rounds"][0]["tokens"] == alone[:2]
+    assert (hits_of(cold), hits_of(warm)) == (0, HITS)
+    assert warm["labelled"]["vllm:prompt_tokens_cached_by_source host"] == HITS
+    assert warm["counters"]["vllm:tiered_kv_load_blocks"] == HITS // 32
+
+
 def test_requests_at_once_with_preemption(runs: Runs, vllm: Environment, tiny_llama: pathlib.Path) -> None:
     """Eight requests that outgrow the KV cache are preempted, come back from us, and are answered right."""
     wanted: Answer = {"prompts": list(range(8)), "length": 96, "num_tokens": 160}
@@ -215,6 +230,7 @@ def test_what_cannot_work_is_refused_at_start(vllm: Environment, tiny_llama: pat
         "hash": "PYTHONHASHSEED",
         "weights": '"weights"',
         "unknown": "load_timeout",
+        "both": "leave out tiers",
         "version": "vLLM 0.32 and 0.33, and this is vLLM 0.40.1",
     }.items():
         assert words in said[name], name

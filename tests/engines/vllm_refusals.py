@@ -81,12 +81,16 @@ def main(model: str) -> None:
         "unknown": lambda: Configuration.of(
             config(transfer={"kv_connector_extra_config": {"load_timeout": 3}}), kv_cache(FULL)
         ),
+        "both": lambda: Configuration.of(
+            config(transfer={"kv_connector_extra_config": {"connect": "unix:///run/kv.sock", "tiers": ["cpu"]}}),
+            kv_cache(FULL),
+        ),
         "version": lambda: check_version("0.40.1"),
     }
     answers = {name: said(call) for name, call in cases.items()}
     right.parallel_config.data_parallel_rank = 3
-    replica: Any = Configuration.of(right, kv_cache(FULL)).cache.tiers[0]
-    answers["path"] = str(replica.path)
+    replica: Any = Configuration.of(right, kv_cache(FULL)).below.settings
+    answers["path"] = str(replica.tiers[0].path)
     print(json.dumps(answers))
 
 

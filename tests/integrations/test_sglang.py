@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.serving import serving
 from tests.support.shelf import Shelf
 from tiered_kv import BlockKeys, ConfigurationError, FileLoadStoreSpec
 
@@ -126,8 +127,16 @@ def opened() -> Iterator[Open]:
     Shelf.stalled.clear()
     storages = []
 
-    def open_storage(pool: HostPool, *tiers: object, weights: str = "w", limits: object = None, **config: Any) -> Any:  # noqa: ANN401
+    def open_storage(
+        pool: HostPool,
+        *tiers: object,
+        weights: str = "w",
+        limits: object = None,
+        connect: str = "",
+        **config: Any,  # noqa: ANN401 - fields of Config
+    ) -> Any:  # noqa: ANN401 - as `adapter` has it
         settings = {"tiers": tiers or ("cpu://?capacity=1MiB", SHELF), "limits": limits or {}}
+        settings = {"connect": connect} if connect else settings
         extra = {"interface_v1": 1, "tiered_kv": {"weights": weights, **settings}}
         storage = adapter()(Config(extra, is_mla_model=pool.is_mla, **config), {})
         storages.append(storage)
@@ -174,6 +183,24 @@ def test_what_one_layout_has_stored_another_loads(opened: Open, source: str, tar
     assert storage.batch_get_v1(KEYS, at(*pages)) == [True] * 10
     assert all(torch.equal(into.page(page), block) for page, block in zip(pages, truth, strict=True))
     assert all(bool((into.page(page) == -1).all()) for page in set(range(NUM_PAGES)) - set(pages))
+
+
+def test_engines_share_pages_by_a_server(opened: Open, tmp_path: Path) -> None:
+    """By one setting: what one process has stored another loads from the host's server, each rank its part."""
+    pool, into = HostPool("page_first"), HostPool("layer_first")
+    truth = filled(pool, range(10))
+    with serving(tmp_path, {"medium": "cpu", "capacity": "1MiB"}) as server:
+        connect = f"unix://{server.path}"
+        for rank in range(2):
+            assert opened(pool, connect=connect, tp_rank=rank, tp_size=2).batch_exists(KEYS) == 0
+        first, second = (opened(into, connect=connect, tp_rank=rank, tp_size=2) for rank in range(2))
+        writer = opened(pool, connect=connect, tp_rank=1, tp_size=2)
+        assert writer.batch_set_v1(KEYS, at(*range(10))) == [True] * 10
+        assert (first.batch_exists(KEYS), second.batch_exists(KEYS)) == (0, 10)
+        assert second.batch_get_v1(KEYS, at(*range(10, 20))) == [True] * 10
+        assert all(torch.equal(into.page(page + 10), block) for page, block in enumerate(truth))
+        for storage in (first, second, writer):
+            storage.close()
 
 
 def test_a_hole_ends_what_exists_and_what_is_loaded(opened: Open) -> None:

@@ -12,6 +12,7 @@ import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
+from tests.support.serving import serving
 from tiered_kv import BlockKeys, ConfigurationError, FileLoadStoreSpec, LookupResult, hash_blocks
 from tiered_kv.integrations.transformers import TieredModel, open_tiered
 from tiered_kv.integrations.transformers.model import identity_of
@@ -133,6 +134,17 @@ def test_a_new_process_generates_the_same_from_what_another_has_stored(
         "generate": expected,
         "loaded": [190, 140, 80],  # padded rows go on at one place, which is 110 + 80 for the third
     }
+
+
+def test_models_share_prefixes_by_a_server(model: Model, expected: list[list[int]], tmp_path: Path) -> None:
+    """By one setting: what one process has generated the next finds in the host's server."""
+    with serving(tmp_path, {"medium": "cpu", "capacity": "4MiB"}) as server:
+        connect = {"connect": f"unix://{server.path}"}
+        for is_warm in (False, True):
+            with open_tiered(model, connect, block_size=SIZE) as tiered:
+                tokens, found = generate(model, tiered)
+            assert tokens == expected
+            assert [num_tokens > 0 for num_tokens in found] == [is_warm] * len(PROMPTS)
 
 
 def test_one_prompt_is_loaded_up_to_its_last_whole_block(

@@ -9,7 +9,6 @@ from typing import Final
 from tiered_kv.explain import Explanation
 from tiered_kv.host.fields import Keys, Part
 from tiered_kv.host.job_messages import AboutJob, JobEnded, JobPlanned
-from tiered_kv.host.places import Place
 from tiered_kv.host.wire import Message, decoder
 from tiered_kv.load_costs import LoadCost
 from tiered_kv.results import CacheStatistics, TierFault, TierStore
@@ -26,14 +25,6 @@ class Load(Message, frozen=True, tag="load"):
     priority: int
     layerwise: bool
     gaps: bool
-    is_from_back: bool = False
-
-
-class StopBefore(Message, frozen=True, tag="stop_before"):
-    """The engine computes the blocks before this one of a load from the back: nothing is copied to them any more."""
-
-    id: int
-    block: int
 
 
 class Store(Message, frozen=True, tag="store"):
@@ -118,15 +109,11 @@ class Settled(Message, frozen=True, tag="settled"):
 
 
 class Lookup(Message, frozen=True, tag="lookup"):
-    """The longest prefix that could be loaded.
-
-    ``is_owned``: in the server's own tiers, at once. ``where``: with the place of each block, as far as it is known.
-    """
+    """The longest prefix that could be loaded; ``owned``: in the server's own tiers, at once."""
 
     id: int
     keys: Keys
-    is_owned: bool = False
-    where: bool = False
+    owned: bool = False
 
 
 class Membership(Message, frozen=True, tag="membership"):
@@ -226,13 +213,11 @@ class Bye(Message, frozen=True, tag="bye"):
 Asking = Lookup | Membership | Pin | Prefetch | Evict | Explain
 """About keys."""
 Question = Asking | Lease | Flush | Clear | Stats
-Steering = StopBefore | StoreLayer
-"""About a load or store that is under way."""
-Request = Load | Store | Steering | Cancel | Copied | Touch | Unpin | Release | After | Bye | Question | AboutJob
+Request = Load | Store | StoreLayer | Cancel | Copied | Touch | Unpin | Release | After | Bye | Question | AboutJob
 
 
 class Found(Message, frozen=True, tag="found"):
-    """Answers `Lookup`: runs of ``(tier, start, stop)``, and where each is if that was asked."""
+    """Answers `Lookup`: runs of ``(tier, start, stop)``."""
 
     id: int
     num_blocks: int
@@ -240,7 +225,6 @@ class Found(Message, frozen=True, tag="found"):
     num_bytes: int
     costs: dict[str, LoadCost]
     num_pending: int
-    places: tuple[Place | None, ...] = ()
 
 
 class States(Message, frozen=True, tag="states"):

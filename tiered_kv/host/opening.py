@@ -8,9 +8,6 @@ from tiered_kv.host.wire import Field, Message, decoder
 from tiered_kv.keys import ModelIdentity, Shard
 from tiered_kv.layout import KVGroup, KVLayout
 
-MOST_SLABS: Final = 253
-"""Descriptors that Linux passes with one message."""
-
 
 class Attach(Message, frozen=True, tag="attach"):
     """A client, its model, and what it stands for. ``groups`` are fields of `KVGroup`."""
@@ -40,9 +37,6 @@ class Attach(Message, frozen=True, tag="attach"):
         Raises:
             ConfigurationError: They cannot be.
         """
-        num_slabs = len(self.groups) * max((size for _, size, _ in self.shards), default=1)
-        if num_slabs > MOST_SLABS:
-            raise ConfigurationError(f"{num_slabs} KV groups of ranks, {MOST_SLABS} at most: each has memory to pass")
         try:
             layout = KVLayout(tuple(KVGroup(**group) for group in self.groups))
         except TypeError as error:  # a field that this version does not know
@@ -89,17 +83,23 @@ class Slab(Field, frozen=True):
     rank: int
 
 
+class Tier(Field, frozen=True):
+    """A tier of the server's; ``is_owned``: by it alone."""
+
+    name: str
+    medium: str
+    is_owned: bool
+
+
 class Attached(Message, frozen=True, tag="attached"):
     """The client may begin. Descriptors of ``slabs`` come with it."""
 
     token: bytes
     slabs: tuple[Slab, ...]
     codec: str
-    tiers: tuple[str, ...]
+    tiers: tuple[Tier, ...]
     load_timeout_s: float
     store_timeout_s: float
-    swap_space_bytes: int
-    window_bytes: int
     is_read_only: bool
 
 

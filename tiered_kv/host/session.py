@@ -33,10 +33,10 @@ from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.transfers.handles import Handle
 from tiered_kv.transfers.load_handle import LoadHandle
 from tiered_kv.transfers.prefetch import bring_each, lease_prefix, start_bringing
-from tiered_kv.transfers.requests import LoadRequest, Order, StoreRequest
+from tiered_kv.transfers.requests import LoadRequest, StoreRequest
 from tiered_kv.transfers.start import start_load, start_store
 from tiered_kv.transfers.store import StoreHandle
-from tiered_kv.validation import check_kind, check_seconds
+from tiered_kv.validation import check_seconds
 
 _EPOCHS: Final = 16
 """Weights that one client names by turns; of more, the first is made ready again."""
@@ -87,7 +87,6 @@ class Session:
         self._stores: dict[int, tuple[StoreHandle, FarMemory]] = {}
         self._asked: dict[int, asyncio.Task[None]] = {}
         self._leases: dict[int, tuple[Chain, Lease]] = {}
-        self._num_leasing = 0  # asked for, and being brought
         self._num_bytes = 0  # of loads and stores
         self._tasks = Tasks()
         self.jobs = SessionJobs(self._seat(b"")[1].new_jobs(len(shards)), self._tasks)
@@ -108,11 +107,6 @@ class Session:
             "pinned_bytes": self._pins.num_bytes,
         }
 
-    @property
-    def is_touching(self) -> bool:
-        """Whether the client may be reading or writing slots: by copies, or under a lease."""
-        return bool(self._leases) or any(far.num_copying for _, far in [*self._loads.values(), *self._stores.values()])
-
     def take(self, request: messages.Request, send: Send) -> None:
         """Do what the client asks; ``send`` answers on the connection on which it did.
 
@@ -127,8 +121,8 @@ class Session:
                 self._checked(request.id, send, partial(self._load, request, send))
             case messages.Store():
                 self._checked(request.id, send, partial(self._store, request, send))
-            case messages.StopBefore() | messages.StoreLayer():
-                self._checked(request.id, send, partial(self._steer, request))
+            case messages.StoreLayer():
+                self._checked(request.id, send, partial(self._store_layer, request))
             case PlanJob() | BindJob() | JobMoved() | JobMovedKeys():
                 self._checked(request.id, send, partial(self._about_job, request, send))
             case messages.Cancel() | messages.Release():
@@ -163,8 +157,6 @@ class Session:
     def _load(self, request: messages.Load, send: Send) -> None:
         self._new(request.id)
         check_seconds("deadline_s", request.deadline_s)
-        order: Order = "back" if request.is_from_back else "front"
-        check_kind(order, layerwise=request.layerwise, gaps=request.gaps)
         (_, cache), keys = self._seat(request.keys.epoch), request.keys.block_keys()
         chain, batch = cache.batch(keys)
         far = FarMemory(request.id, len(keys), chain, send)
@@ -184,7 +176,6 @@ class Session:
                 lambda: True,  # which weights are current, the client knows
                 layerwise=request.layerwise,
                 gaps=request.gaps,
-                order=order,
             )
         )
         self._loads[request.id] = handle, far
@@ -208,7 +199,7 @@ class Session:
             send(messages.Loaded(request.id, 0, {}, 0, 0.0, (fault,), None))
             return
         result = ended.result()
-        mask = result.mask.tobytes() if result.mask is not None else None
+        mask = result.mask.tobytes() if request.gaps else None
         by_tier, seconds = dict(result.by_tier), result.seconds
         send(messages.Loaded(request.id, result.num_blocks, by_tier, result.num_bytes, seconds, result.faults, mask))
 
@@ -250,11 +241,8 @@ class Session:
         most = self._limits.bytes_per_client
         return most is None or not self._num_bytes or self._num_bytes + far.num_bytes <= most
 
-    def _steer(self, request: messages.Steering) -> None:
-        """Pass on what is said of a transfer under way; of one that has ended it is passed over."""
-        if isinstance(request, messages.StopBefore) and (loading := self._loads.get(request.id)) is not None:
-            loading[0].stop_before(request.block)
-        elif isinstance(request, messages.StoreLayer) and (storing := self._stores.get(request.id)) is not None:
+    def _store_layer(self, request: messages.StoreLayer) -> None:
+        if (storing := self._stores.get(request.id)) is not None:
             storing[0].store_layer(request.layer)
 
     def _copied(self, request: messages.Copied) -> None:
@@ -334,16 +322,11 @@ class Session:
 
     async def _lease(self, request: messages.Lease) -> messages.Leased:
         chain, batch = self._seat(request.keys.epoch)[1].batch(request.keys.block_keys())
-        num_leases = len(self._leases) + self._num_leasing
-        if num_leases >= self._limits.leases_per_client:
-            raise CapacityError(f"this client holds {num_leases} leases")
-        self._num_leasing += 1
-        try:
-            _, handles = start_bringing([(chain, batch)])
-            await bring_each(handles)
-            (lease,) = lease_prefix([(chain, batch)])
-        finally:
-            self._num_leasing -= 1
+        if len(self._leases) >= self._limits.leases_per_client:
+            raise CapacityError(f"this client holds {len(self._leases)} leases")
+        _, handles = start_bringing([(chain, batch)])
+        await bring_each(handles)
+        (lease,) = lease_prefix([(chain, batch)])
         self._leases[request.id] = chain, lease
         return messages.Leased(request.id, chain.host.slab.name, wire.as_bytes(lease.slots))
 

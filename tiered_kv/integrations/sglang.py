@@ -18,13 +18,12 @@ from sglang.version import __version__ as _version
 
 from tiered_kv.backend import OwnedTierSettings
 from tiered_kv.blocking import BlockingTieredKV, open_blocking
-from tiered_kv.cache import TieredKV
 from tiered_kv.errors import ClosedError, ConfigurationError
+from tiered_kv.integrations.below import Below
 from tiered_kv.integrations.identity import checkpoint_weights
 from tiered_kv.keys import BlockKeys, ModelIdentity, Shard
 from tiered_kv.layout import KVGroup, KVLayout
 from tiered_kv.results import BlockState
-from tiered_kv.settings import TieredKVSettings
 from tiered_kv.specs import CPULoadStoreSpec
 
 _VERSION: Final = "0.5.23"
@@ -43,9 +42,10 @@ _AXES: Final = {
 class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang gives is not typed
     """A storage backend of HiCache. SGLang makes it, in each rank's process; see the guide for its configuration.
 
-    Of ``--hicache-storage-backend-extra-config`` the key ``tiered_kv`` is ours: fields of `TieredKVSettings`, and
-    ``weights``, a name of the weights where it is not to be told from the checkpoint. In all of its texts ``{rank}``
-    becomes the process's own, for directories. Without it settings come from the environment.
+    Of ``--hicache-storage-backend-extra-config`` the key ``tiered_kv`` is ours: fields of `TieredKVSettings`, or
+    ``connect``, the address of a host's server, in the place of these; and ``weights``, a name of the weights where it
+    is not to be told from the checkpoint. In all of its texts ``{rank}`` becomes the process's own, for directories.
+    Without it settings come from the environment.
 
     Attributes:
         kv: The cache below, from the registration of the host pool until `close`; else None.
@@ -65,7 +65,7 @@ class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang give
         ranks = [getattr(storage_config, f"{kind}_rank") for kind in ("dp", "pp", "attn_cp", "tp")]
         given = _in_all_texts(extra.get("tiered_kv") or {}, "{rank}", "-".join(map(str, ranks)))
         self._weights = given.pop("weights", None)
-        self._settings = TieredKVSettings.of(given or None)
+        self._below = Below.of(given or None)
         self._config = storage_config
         self.kv: BlockingTieredKV | None = None
         self._stack = ExitStack()
@@ -85,7 +85,8 @@ class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang give
         is_mla = bool(config.is_mla_model)
         group, axes = _group_of(mem_pool_host, is_mla=is_mla)
         if config.is_mla_model and config.tp_size > 1:
-            if all(isinstance(tier, OwnedTierSettings) for tier in self._settings.tiers):
+            own = self._below.settings
+            if own is not None and all(isinstance(tier, OwnedTierSettings) for tier in own.tiers):
                 raise ConfigurationError(
                     f"SGLang has one of {config.tp_size} ranks store MLA latents: the others find them in a shared "
                     "tier only (shared_fs, s3, redis, mooncake), and there is none"
@@ -93,8 +94,7 @@ class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang give
             shard = Shard()  # SGLang decides who writes; all ranks read the same blocks
         else:
             shard = Shard(config.tp_rank, config.tp_size)
-        cache = TieredKV.from_settings(
-            self._settings,
+        cache = self._below.cache(
             model=_identity(config, mem_pool_host, self._weights),
             layout=KVLayout((group,)),
             shard=shard,

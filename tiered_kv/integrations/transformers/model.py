@@ -14,8 +14,8 @@ from transformers.cache_utils import DynamicLayer
 from transformers.generation.continuous_batching.utils import find_head_dim, find_num_key_value_heads
 
 from tiered_kv.blocking import BlockingTieredKV, open_blocking
-from tiered_kv.cache import TieredKV
 from tiered_kv.errors import ConfigurationError
+from tiered_kv.integrations.below import Below
 from tiered_kv.integrations.identity import checkpoint_weights
 from tiered_kv.integrations.transformers.batching import tiered_batches
 from tiered_kv.integrations.transformers.past import Staging, TieredCache
@@ -74,7 +74,8 @@ def open_tiered(
 
     Args:
         model: As ``from_pretrained`` returned it, in one process, with full attention in all layers.
-        settings: Tiers and limits; from the environment by default.
+        settings: Tiers and limits; from the environment by default. Or ``{"connect": "unix:///..."}``: blocks are kept
+            by the server of this host that listens there.
         weights: Names the weights. By default it is told from the checkpoint that the model was loaded from (its files,
             or the hub's commit), so weights changed since, or adapters, must be named.
         salt: Keeps tenants apart: what is stored with one is not found with another.
@@ -93,9 +94,8 @@ def open_tiered(
         dtype=str(model.dtype).removeprefix("torch."),
         block_size=block_size,
     )
-    cache = TieredKV.from_settings(
-        settings, model=identity_of(model, weights), layout=KVLayout((group,)), device=model.device
-    )
+    below = Below.of(settings)
+    cache = below.cache(model=identity_of(model, weights), layout=KVLayout((group,)), device=model.device)
     with open_blocking(cache) as kv, tiered_batches(model, kv, group, salt):
         yield TieredModel(model, kv, group, salt)
 

@@ -8,17 +8,21 @@ from typing import Any, Final, Self
 from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 
 from tiered_kv.errors import ConfigurationError
+from tiered_kv.integrations.below import CONNECT, Below
 from tiered_kv.integrations.vllm.served_model import model_identity
 from tiered_kv.keys import ModelIdentity
 from tiered_kv.setting_errors import Checked
-from tiered_kv.settings import Seconds, TieredKVSettings
+from tiered_kv.settings import Seconds
 
-CACHE_SETTINGS: Final = {"tiers", "limits", "codec"}
+CACHE_SETTINGS: Final = {"tiers", "limits", "codec", CONNECT}
 """What of the settings is the cache's, and not the adapter's."""
 
 
 class ConnectorSettings(Checked):
-    """What ``kv_connector_extra_config`` may say, beside ``tiers``, ``limits`` and ``codec`` of `TieredKVSettings`."""
+    """What ``kv_connector_extra_config`` may say, beside ``tiers``, ``limits`` and ``codec`` of `TieredKVSettings`.
+
+    Or beside ``connect``, the address of a host's server that has them.
+    """
 
     weights: str | None = None
     """Names the weights; read off the checkpoint's files if left out."""
@@ -34,7 +38,7 @@ class Configuration:
 
     Attributes:
         connector: How it behaves.
-        cache: What the cache is made of.
+        below: What the cache is made of, or whose it is.
         model: Whose blocks these are.
         num_ranks: Of tensor parallelism.
         block_size: Tokens of one of vLLM's blocks, which are ours.
@@ -48,7 +52,7 @@ class Configuration:
     """
 
     connector: ConnectorSettings
-    cache: TieredKVSettings
+    below: Below
     model: ModelIdentity
     num_ranks: int
     block_size: int
@@ -81,7 +85,7 @@ class Configuration:
         block_size = group.kv_cache_spec.block_size
         return cls(
             connector=connector,
-            cache=TieredKVSettings(**{key: extra[key] for key in extra if key in CACHE_SETTINGS}),
+            below=Below.of({key: extra[key] for key in extra if key in CACHE_SETTINGS}),
             model=model_identity(vllm_config, connector.weights),
             num_ranks=vllm_config.parallel_config.tensor_parallel_size,
             block_size=block_size,

@@ -14,11 +14,10 @@ import numpy as np
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, to_event_extra_keys
 
-from tiered_kv.cache import TieredKV
+from tiered_kv.block_cache import BlockCache
 from tiered_kv.errors import ClosedError
 from tiered_kv.keys import BlockKeys
 from tiered_kv.log import log
-from tiered_kv.settings import TieredKVSettings, tier_name
 from tiered_kv.telemetry.kv_event_values import own_hashes
 from tiered_kv.telemetry.router_books import Batch, RouterBooks
 from tiered_kv.telemetry.router_feed import RouterFeed
@@ -38,11 +37,11 @@ class TierEvents:
         self._queue = queue
 
     @classmethod
-    def open(cls, cache: TieredKV, settings: TieredKVSettings) -> "TierEvents":
+    def open(cls, cache: BlockCache) -> "TierEvents":
         """Begin with what is in the tiers now; of tiers that others use too nothing is told."""
         changes = cache.events()
         storage = Medium("STORAGE", "LOCAL")
-        media = {tier_name(tier): Medium("CPU", None) for tier in settings.tiers if tier.medium == "cpu"}
+        media = {tier: Medium("CPU", None) for tier, medium in cache.media.items() if medium == "cpu"}
         books = RouterBooks(changes.places, {tier: media.get(tier, storage) for tier, _, _ in changes.places}, {})
         queue = EventQueue()
         return cls(RouterFeed(cache, changes, books, queue), queue)

@@ -56,7 +56,7 @@ class Step(KVConnectorMetadata):
     """What the workers are to do in one step of the engine.
 
     Attributes:
-        slabs: The scheduler's host memory, in the first step only.
+        slabs: The scheduler's host memory, in the first step, and when it is another or gone.
         loads: To start now.
         stores: To start after this step's computing.
         flushes: To do before this step's computing: their requests were preempted, and their blocks are others' now.
@@ -64,7 +64,7 @@ class Step(KVConnectorMetadata):
         leaving: Requests that have ended, whose blocks vLLM keeps until the workers say that their stores have ended.
     """
 
-    slabs: tuple[SlabHandle, ...] = ()
+    slabs: tuple[SlabHandle, ...] | None = None
     loads: list[LoadOrder] = field(default_factory=list)
     stores: list[StoreOrder] = field(default_factory=list)
     flushes: list[StoreOrder] = field(default_factory=list)

@@ -6,9 +6,7 @@ from typing import Any, Final, Self
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from tiered_kv.backend import OwnedTierSettings
 from tiered_kv.plan import TierShare
-from tiered_kv.settings import TieredKVSettings, tier_name
 
 COUNTERS: Final = {
     "load_requests": "Requests that waited for blocks",
@@ -107,19 +105,19 @@ class TieredKVPromMetrics(KVConnectorPromMetrics):
                 self._by_tier[counted].labels(*values, tier).inc(value)
 
 
-def hit_sources(settings: TieredKVSettings, by_tier: Mapping[str, int], num_tokens: int) -> dict[CacheHitSource, int]:
+def hit_sources(media: Mapping[str, str], by_tier: Mapping[str, int], num_tokens: int) -> dict[CacheHitSource, int]:
     """Split tokens that come from tiers by vLLM's words for where they were.
 
     Args:
-        settings: Of the tiers.
+        media: Of the tiers that are the cache's own, see `BlockCache.media`.
         by_tier: Tokens that tiers of this cache's own have; the others are a shared one's.
         num_tokens: Of all.
     """
     sources: dict[CacheHitSource, int] = {}
     left = num_tokens
-    for tier in settings.tiers:
-        if isinstance(tier, OwnedTierSettings) and (num_here := min(left, by_tier.get(tier_name(tier), 0))):
-            source = CacheHitSource.HOST if tier.medium == "cpu" else CacheHitSource.DISK
+    for tier, medium in media.items():
+        if num_here := min(left, by_tier.get(tier, 0)):
+            source = CacheHitSource.HOST if medium == "cpu" else CacheHitSource.DISK
             sources[source] = sources.get(source, 0) + num_here
             left -= num_here
     return sources | ({CacheHitSource.EXTERNAL_UNSPECIFIED: left} if left else {})

@@ -14,11 +14,12 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import group_kernel_blocks
 
-from tiered_kv.errors import LayoutMismatchError, TieredKVError
+from tiered_kv.errors import BackendUnavailableError, LayoutMismatchError, TieredKVError
 from tiered_kv.integrations.vllm.compatibility import VERSION
 from tiered_kv.integrations.vllm.configuration import Configuration
 from tiered_kv.integrations.vllm.messages import Hello, LoadOrder, Report, Step, StoreOrder
 from tiered_kv.layout import KVGroup, KVLayout
+from tiered_kv.log import log
 from tiered_kv.plan import Outcomes, Plan, SlabHandle
 from tiered_kv.worker import Worker
 
@@ -33,6 +34,7 @@ class MovingSide:
         self._pages: list[torch.Tensor] = []
         self._layout: KVLayout | None = None
         self._worker: Worker | None = None
+        self._slabs: tuple[SlabHandle, ...] | None = None  # to be attached
         self._loads: dict[str, tuple[LoadOrder, Future[Outcomes]]] = {}
         self._stores: dict[str, set[Future[Outcomes]]] = {}
         self._leaving: set[str] = set()
@@ -118,12 +120,22 @@ class MovingSide:
             self._worker.close()
             self._worker = None
 
-    def _attach(self, slabs: tuple[SlabHandle, ...]) -> None:
-        if not slabs or self._layout is None:
+    def _attach(self, slabs: tuple[SlabHandle, ...] | None) -> None:
+        """Attach other host memory, or none; if the server whose it is does not answer, in a later step."""
+        if slabs is not None:
+            self._slabs = slabs
+        if self._slabs is None or self._layout is None:
             return
-        device = self._pages[0].device
-        self._worker = Worker(slabs, layout=self._layout, rank=self._rank, device=device)
-        self._worker.register_kv_caches(self._pages)
+        try:
+            if self._worker is not None:
+                self._worker.attach(self._slabs)
+            elif self._slabs:
+                worker = Worker(self._slabs, layout=self._layout, rank=self._rank, device=self._pages[0].device)
+                worker.register_kv_caches(self._pages)
+                self._worker = worker
+            self._slabs = None
+        except BackendUnavailableError as error:
+            log("warning", "vllm.no_host_memory", error=str(error))
 
     def _store(self, order: StoreOrder, after: object) -> None:
         self._stores.setdefault(order.request_id, set()).add(self._start(order.plan, after))

@@ -15,13 +15,13 @@ from vllm.distributed.kv_events import KVCacheEvent
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tiered_kv.blocking import BlockingTieredKV, open_blocking
-from tiered_kv.cache import TieredKV
 from tiered_kv.errors import ConfigurationError
 from tiered_kv.integrations.vllm.configuration import Configuration
 from tiered_kv.integrations.vllm.events import TierEvents
 from tiered_kv.integrations.vllm.messages import Hello, LoadOrder, Report, Step, StoreOrder
 from tiered_kv.integrations.vllm.metrics import Counts, hit_sources
 from tiered_kv.keys import BlockKeys, Shard
+from tiered_kv.plan import SlabHandle
 from tiered_kv.planner import Planner
 from tiered_kv.results import BlockState
 from tiered_kv.specs import GPULoadStoreSpec
@@ -84,6 +84,7 @@ class SchedulingSide:
         self._kv: BlockingTieredKV | None = None
         self._planner: Planner | None = None
         self._events: TierEvents | None = None
+        self._slabs: tuple[SlabHandle, ...] | None = None
         self._step = Step()
         self._tracked: dict[str, _Tracked] = {}
         self._loads: dict[str, _Load] = {}
@@ -114,17 +115,15 @@ class SchedulingSide:
             raise ConfigurationError(
                 f"{wanted.num_ranks} ranks of one layout are wanted, got {sorted(hellos, key=lambda each: each.rank)!r}"
             )
-        cache = TieredKV.from_settings(
-            wanted.cache, model=wanted.model, layout=layouts.pop(), shard=Shard.every(wanted.num_ranks), device="cpu"
-        )
+        shard = Shard.every(wanted.num_ranks)
+        cache = wanted.below.cache(model=wanted.model, layout=layouts.pop(), shard=shard, device="cpu")
         self._kv = self._stack.enter_context(open_blocking(cache))
         self._planner = cache.planner()
         if wanted.tells_events:
-            self._events = self._kv.call(TierEvents.open, cache, wanted.cache)
+            self._events = self._kv.call(TierEvents.open, cache)
             self._stack.callback(self._kv.call, self._events.aclose)
         for hello in hellos:
             self._planner.register_worker(rank=hello.rank, pid=hello.pid)
-        self._step.slabs = self._planner.slabs()
 
     def find(self, request: Any, num_computed_tokens: int) -> int | None:
         """Return how many tokens can be loaded behind those that are computed; None to be asked again later."""
@@ -163,7 +162,7 @@ class SchedulingSide:
 
     def hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
         """Say where what `begin` has planned to load was, in vLLM's words."""
-        return hit_sources(self._configuration.cache, self._tracked[request.request_id].by_tier, num_external_tokens)
+        return hit_sources(self.kv.cache.media, self._tracked[request.request_id].by_tier, num_external_tokens)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Return what has changed in the tiers since the last time, where vLLM publishes that."""
@@ -173,6 +172,8 @@ class SchedulingSide:
         """Return what the workers are to do in the step that vLLM has scheduled."""
         step, self._step = self._step, Step()
         if self._planner is not None:
+            if (slabs := self._planner.slabs()) is not self._slabs:  # a server's are others once it has restarted
+                step.slabs = self._slabs = slabs
             self._hear_of_jobs(self._planner)
             self._deliver_loads(step)
             self._deliver_stores(step, set(scheduled.preempted_req_ids or ()))
