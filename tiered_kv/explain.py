@@ -96,6 +96,7 @@ def _of_rank(
         (serving if tier.is_in_use else silent)[tier.name] = has
     serving |= asked
     unknown_in = tuple(tier.name for tier in chain.shared if tier.name not in asked)
+    broken = {tier.name: tier.suspects.broken(batch.names) for tier in chain.shared}
     fates = chain.ledger.fates(batch.names)
     is_pinned = pins.is_pinned(chain, batch, keys)
     explanations = []
@@ -107,6 +108,8 @@ def _of_rank(
             state, detail = "pending", ""
         elif hidden := [name for name, has in silent.items() if has[i]]:
             state, detail = "bypassed", hidden[0]
+        elif spoiled := [name for name, is_broken in broken.items() if is_broken[i]]:
+            state, detail = said_of(Fate.CORRUPT), spoiled[0]
         else:
             fate, detail = fates[i]
             state = said_of(fate)

@@ -21,7 +21,7 @@ from tiered_kv.engine_side import EngineSide
 from tiered_kv.errors import ClosedError, ConfigurationError, TieredKVError
 from tiered_kv.events import CacheOpened, Emit, TierResized
 from tiered_kv.integers import as_int
-from tiered_kv.keys import BlockKeys, ModelIdentity, Shard, epoch_digest
+from tiered_kv.keys import NO_SALT, BlockKeys, ModelIdentity, Namespace, Shard, epoch_digest
 from tiered_kv.layout import KVLayout, fingerprint
 from tiered_kv.loop_calls import LoopCalls
 from tiered_kv.memory.codec import Codec
@@ -317,6 +317,11 @@ class OpenCache(EngineSide):
         """Have a call recorded, if that is wanted; from any thread."""
         if self.recorder is not None:
             self.recorder.note(call, keys)
+
+    def namespaces(self) -> list[Namespace]:
+        """Return what names the blocks of a prompt without a salt, by KV group; on the first rank."""
+        groups = range(len(self.layout.groups))
+        return [self.of_group(group)[0].naming.namespace(NO_SALT, self.epoch) for group in groups]
 
     def watch_blocks(self, on_use: OnUse, on_change: OnPlaceChange) -> None:
         """Have each load and store say what it is about, and each owned tier what comes to it and leaves it."""

@@ -1,4 +1,4 @@
-"""``tiered-kv status``, ``top`` and ``explain`` on caches that work."""
+"""``tiered-kv status`` and ``top`` on caches that work."""
 
 import json
 from collections.abc import AsyncIterator
@@ -63,25 +63,6 @@ async def test_top_looks_again_and_again(at: str) -> None:
         assert "cpu" in result.stdout
 
 
-async def test_explain_says_why_a_prompt_is_not_there(at: str, tmp_path: Path) -> None:
-    """Block by block, neighbours together, of token ids or of an engine's hashes; exit code 1 if some are missing."""
-    prompt, hashes = tmp_path / "prompt.json", tmp_path / "hashes.json"
-    prompt.write_text(json.dumps(TOKENS))
-    words = hash_blocks(TOKENS, block_size=BLOCK_SIZE).words
-    hashes.write_text(json.dumps([row.tobytes().hex() for row in words]))
-    async with working(at, ScriptedBackend()) as (kv, engine):
-        said = await answer("explain", str(prompt), "--at", at, code=1)
-        assert [block["state"] for block in said["blocks"]] == ["ready"] * 4 + ["removed", "ready"]
-        assert said["num_ready"] == 4
-        shown = await run("explain", "--hashes", str(hashes), "--at", at)
-        assert shown.exit_code == 1
-        assert "4 of 6 blocks can be loaded. Block 4 cannot: removed" in " ".join(shown.stdout.split())
-        said = await answer("explain", str(prompt), "--salt", "other", "--at", at, code=1)
-        assert said["num_ready"] == 0
-        await keep(kv, engine, hash_blocks(TOKENS, block_size=BLOCK_SIZE))
-        assert (await answer("explain", str(prompt), "--at", at))["num_ready"] == 6
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -99,14 +80,3 @@ async def test_what_cannot_be_asked_is_said_in_one_line(arguments: tuple[str, ..
     assert result.exit_code == 2
     assert result.stderr.startswith("tiered-kv: ")
     assert result.stderr.count("\n") == 1
-
-
-async def test_what_is_no_question_is_refused_in_words(at: str, tmp_path: Path) -> None:
-    """A file that is no list, and token ids that are none."""
-    file = tmp_path / "prompt.json"
-    async with working(at, ScriptedBackend()):
-        for text, words in (("{", "no JSON"), ("{}", "no list"), (json.dumps(["a"] * BLOCK_SIZE), "answers")):
-            file.write_text(text)
-            result = await run("explain", str(file), "--at", at)
-            assert result.exit_code == 2
-            assert words in result.stderr

@@ -10,11 +10,12 @@ from rich.markup import escape
 
 from tiered_kv.cli import configuration, doctoring
 from tiered_kv.cli.benching import bench_command
+from tiered_kv.cli.explaining import explain_command
 from tiered_kv.cli.planning import plan_command
 from tiered_kv.cli.replaying import replay_command
 from tiered_kv.cli.shelving import delete_command, inspect_command, verify_command
 from tiered_kv.cli.showing import AsJSON, ConfigFile, one_line_errors, print_json, print_table, settings_of
-from tiered_kv.cli.watching import explain_command, status_command, top_command
+from tiered_kv.cli.watching import status_command, top_command
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 

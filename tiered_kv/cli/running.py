@@ -3,12 +3,22 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import httpx
+import typer
 
 from tiered_kv.errors import BackendUnavailableError, ConfigurationError
 from tiered_kv.telemetry.page.address import page_address, parts_of
+
+At = Annotated[
+    str,
+    typer.Option(
+        "--at",
+        envvar="TIERED_KV_PAGE",
+        help="Where the cache's page is: HOST:PORT, unix:/PATH, or the URL where a program has mounted it.",
+    ),
+]
 
 _TIMEOUT_S: Final = 10.0
 _ADVICE: Final = "set page = true where it runs, or give its address: --at HOST:PORT, unix:/PATH or http://HOST/PATH"

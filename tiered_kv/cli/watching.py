@@ -1,10 +1,8 @@
-"""``tiered-kv status``, ``top`` and ``explain``: what a cache that runs is doing, and why a prompt is not there."""
+"""``tiered-kv status`` and ``top``: what a cache that runs is doing."""
 
-import json
 import sys
 import time
 from collections.abc import Mapping
-from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -17,22 +15,12 @@ from rich.table import Table
 from rich.text import Text
 
 from tiered_kv.cli import hosting
-from tiered_kv.cli.running import running_cache
-from tiered_kv.cli.showing import AsJSON, one_line_errors, out, print_json, print_table
-from tiered_kv.errors import ConfigurationError
+from tiered_kv.cli.running import At, running_cache
+from tiered_kv.cli.showing import AsJSON, one_line_errors, out, print_json
 from tiered_kv.telemetry.page.address import DEFAULT
 
 _BAR: Final = 12
 _MOST_REASONS: Final = 5
-
-At = Annotated[
-    str,
-    typer.Option(
-        "--at",
-        envvar="TIERED_KV_PAGE",
-        help="Where the cache's page is: HOST:PORT, unix:/PATH, or the URL where a program has mounted it.",
-    ),
-]
 
 
 def status_command(
@@ -97,61 +85,6 @@ def top_command(
                 live.stop()
 
 
-def explain_command(
-    tokens: Annotated[
-        str, typer.Argument(help="The prompt's token ids: a file with a JSON list of them, or - for stdin.")
-    ] = "",
-    at: At = DEFAULT,
-    *,
-    hashes: Annotated[
-        Path | None, typer.Option(help="A file with a JSON list of an engine's own block hashes, hexadecimal, instead.")
-    ] = None,
-    salt: Annotated[str, typer.Option(envvar="TIERED_KV_SALT", help="Of the tenant.")] = "",
-    group: Annotated[int, typer.Option(min=0, help="The KV group.")] = 0,
-    as_json: AsJSON = False,
-) -> None:
-    """Say of each block of a prompt why a running cache has it, or has not. Exits 1 if some block is missing."""
-    with one_line_errors(), running_cache(at) as cache:
-        if bool(tokens) == bool(hashes):
-            raise ConfigurationError("give the prompt's token ids, or --hashes: one of the two")
-        asked = {"hashes": _list_in(str(hashes))} if hashes else {"tokens": _list_in(tokens)}
-        said = cache.explain({**asked, "salt": salt, "group": group})
-    blocks: list[dict[str, Any]] = said["blocks"]
-    missing = next((at for at, block in enumerate(blocks) if block["state"] != "ready"), len(blocks))
-    if as_json:
-        print_json({**said, "num_ready": missing})
-        raise typer.Exit(int(missing < len(blocks)))
-    size, rows, number = said["block_size"], [], 0
-    for words, run in groupby(block["says"] for block in blocks):
-        start, number = number, number + len(list(run))
-        which = f"{start}" if number == start + 1 else f"{start}-{number - 1}"
-        rows.append((which, f"{start * size:,}-{number * size - 1:,}", escape(words)))
-    print_table(("blocks", "tokens", "what is known"), rows)
-    out.print(_conclusion(blocks, missing, size), highlight=False)
-    raise typer.Exit(int(missing < len(blocks)))
-
-
-def _conclusion(blocks: list[dict[str, Any]], missing: int, size: int) -> str:
-    if not blocks:
-        return f"No full block of {size} tokens: nothing is kept of a prompt this short."
-    if missing == len(blocks):
-        return f"All {missing} blocks can be loaded."
-    return (
-        f"{missing} of {len(blocks)} blocks can be loaded. Block {missing} cannot: {escape(blocks[missing]['says'])}."
-    )
-
-
-def _list_in(path: str) -> list[Any]:
-    text = sys.stdin.read() if path == "-" else Path(path).read_text()
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise ConfigurationError(f"{path} is no JSON ({error}): write a list, [1, 2, 3]") from error
-    if not isinstance(found, list):
-        raise ConfigurationError(f"{path} holds no list: write [1, 2, 3]")
-    return found
-
-
 def _overview(state: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> list[RenderableType]:
     hour, troubled = state["hour"], _troubled(state)
     rate = hour["hit_rate"]
@@ -161,7 +94,7 @@ def _overview(state: Mapping[str, Any], before: Mapping[str, Any] | None = None)
         f"[bold]{escape(state['model'])}[/], {said}{busy}; hit rate of the last hour: "
         f"[bold]{'-' if rate is None else f'{100 * rate:.0f} %'}[/]; {state['cache']['transfers']} transfers under way"
     )
-    return [head, _tiers(state, before), *_reasons(hour)]
+    return [head, _tiers(state, before), *_reasons(state)]
 
 
 def _tiers(state: Mapping[str, Any], before: Mapping[str, Any] | None) -> Table:
@@ -195,12 +128,18 @@ def _tiers(state: Mapping[str, Any], before: Mapping[str, Any] | None) -> Table:
     return table
 
 
-def _reasons(hour: Mapping[str, Any]) -> list[RenderableType]:
+def _reasons(state: Mapping[str, Any]) -> list[RenderableType]:
+    hour = state["hour"]
     missed = {
         reason: hour["missed_because"].get(reason, 0) + hour["not_found_because"].get(reason, 0)
         for reason in [*hour["missed_because"], *hour["not_found_because"]]
     }
-    lines = [("missed in the last hour", missed), ("dropped by stores", hour["dropped_because"])]
+    broken = {tier["tier"]: tier["corrupt"] for tier in state["tiers"] if tier["corrupt"]}
+    lines = [
+        ("missed in the last hour", missed),
+        ("dropped by stores", hour["dropped_because"]),
+        ("found broken since the cache was opened", broken),
+    ]
     return [
         Text(f"{what}: " + ", ".join(f"{reason} {n:,}" for reason, n in _most(counts)))
         for what, counts in lines

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from tiered_kv.errors import ClosedError
 from tiered_kv.events import BlocksLoaded, Emit, Event
-from tiered_kv.keys import BlockKeys
+from tiered_kv.keys import BlockKeys, Namespace
 from tiered_kv.results import CacheStatistics
 from tiered_kv.telemetry.history import History
 from tiered_kv.telemetry.lives import LifeCounts, Lives
@@ -48,6 +48,9 @@ class Watched(Protocol):
     @property
     def emit(self) -> Emit:
         """Takes events."""
+
+    def namespaces(self) -> list[Namespace]:
+        """Return what names blocks without a salt, by KV group; from any thread."""
 
     def statistics(self) -> CacheStatistics:
         """Count what is where; on the event loop."""

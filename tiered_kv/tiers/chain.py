@@ -168,6 +168,8 @@ class Chain:
         for tier in self.booked:
             if tier.index.find(block.names)[0][0] >= 0:
                 return "not in time" if tier.is_in_use else "tier away"  # it is there, or on its way
+        if any(tier.suspects.broken(block.names)[0] for tier in self.shared):
+            return said_of(Fate.CORRUPT)
         fate = self.ledger.fates(block.names)[0][0]
         if fate is Fate.UNKNOWN and any(tier.health.is_bypassed for tier in self.storage):
             return "tier away"

@@ -55,6 +55,13 @@ class Suspects:
         found = (self._suspects.get(name.tobytes()) for name in names)
         return np.array([each is not None and now < each.absent_until for each in found], np.bool_)
 
+    def broken(self, names: Names) -> NDArray[np.bool_]:
+        """Say which of these are absent because their bytes were not what they should be."""
+        is_broken = self.absent(names)
+        for n in np.flatnonzero(is_broken):
+            is_broken[n] = self._suspects[names[n].tobytes()].is_corrupt
+        return is_broken
+
     def saw(self, names: Names, outcomes: Sequence[Outcome]) -> NDArray[np.bool_]:
         """Take into account how reads of blocks went that the medium had said it has.
 

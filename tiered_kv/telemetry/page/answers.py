@@ -5,6 +5,7 @@ from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
+from tiered_kv.keys import NO_SALT, Namespace
 from tiered_kv.telemetry.history import Moment, Span
 from tiered_kv.telemetry.tallies import Histogram
 from tiered_kv.telemetry.watch import Reading, Watch
@@ -24,6 +25,7 @@ def state_of(watch: Watch) -> dict[str, Any]:
         "opened_at": watch.started_at,
         "lag_s": reading.lag_s,
         "block_sizes": watch.watched.block_sizes,
+        "named_by": [digests_of(each) for each in watch.watched.namespaces()],
         "tokens_per_block": reading.tokens_per_block,
         "tiers": tiers,
         "cache": statistics,
@@ -36,6 +38,12 @@ def state_of(watch: Watch) -> dict[str, Any]:
         "store_s": _quantiles(reading.tallies.store_seconds),
         "ghost": _ghost(reading, max((tier["capacity_bytes"] for tier in tiers), default=0)),
     }
+
+
+def digests_of(space: Namespace) -> dict[str, str]:
+    """Return what blocks are named by, as `tiered-kv inspect` shows it: digests, and ``"none"`` without a salt."""
+    tenant = "none" if space.salt == NO_SALT else space.salt.hex()
+    return {"model": space.fingerprint.hex(), "epoch": space.epoch.hex(), "shard": str(space.shard), "tenant": tenant}
 
 
 def _span(span: Span) -> dict[str, Any]:

@@ -7,13 +7,14 @@ loop is busy is shown as it was last.
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import replace
 from importlib.resources import files
 from typing import Any, Final
 
 from tiered_kv.errors import ConfigurationError, TieredKVError
 from tiered_kv.hashing import hash_blocks
 from tiered_kv.keys import BlockKeys
-from tiered_kv.telemetry.page.answers import state_of
+from tiered_kv.telemetry.page.answers import digests_of, state_of
 from tiered_kv.telemetry.page.server import PageServer
 from tiered_kv.telemetry.watch import Watch
 
@@ -135,6 +136,7 @@ class Page:
         return _said(
             {
                 "block_size": keys.block_size,
+                "named_by": digests_of(replace(watch.watched.namespaces()[keys.group], salt=keys.salt_id)),
                 "blocks": [vars(each) | {"says": str(each)} for each in blocks],
             }
         )
