@@ -10,7 +10,7 @@ from tiered_kv_backends.shared_fs import SharedFSBackend
 class StallingBackend(SharedFSBackend):
     """Reads nothing while there is a file ``stall`` beside it, for the seconds in it; ``stall-writes``; ``full``.
 
-    At ``stall-writes`` it never writes, at ``full`` it fails to.
+    When it has begun to stall there is a file ``stalled``. At ``stall-writes`` it never writes, at ``full`` it fails to.
     """
 
     class Settings(SharedFSBackend.Settings):
@@ -21,7 +21,9 @@ class StallingBackend(SharedFSBackend):
     async def read(self, keys: Sequence[BlockKey], into: Sequence[Block]) -> list[Outcome]:
         """Read, perhaps much later."""
         if (stall := self.settings.path.with_name("stall")).exists():
-            await asyncio.sleep(float(stall.read_text()))
+            seconds = float(stall.read_text())
+            stall.with_name("stalled").touch()
+            await asyncio.sleep(seconds)
         return await super().read(keys, into)
 
     async def write(self, keys: Sequence[BlockKey], blocks: Sequence[Block]) -> list[Outcome]:

@@ -53,6 +53,11 @@ def test_stalled_storage_is_a_miss(scenarios: Answer) -> None:
     assert scenarios["stalled"]["found"] == [0, 0]
 
 
+def test_a_load_that_stalls_holds_up_no_other(scenarios: Answer) -> None:
+    """Loads take turns, so that the first ones read early; one that takes long loses its turn, and goes on."""
+    assert scenarios["one_stalls"] == [1, 2, 3, 4, 5, 6, 7]
+
+
 def test_the_disk_holds_no_more_than_it_may(scenarios: Answer) -> None:
     """The limit of space holds, and what is found of what was stored is right."""
     assert scenarios["quota"]["wrong"] == 0

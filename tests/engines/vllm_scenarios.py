@@ -15,6 +15,7 @@ from typing import Any
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
+from tiered_kv.integrations.vllm import offload_tier
 from vllm_tiering import OURS, Tiering, keys_of
 
 KIB = 1024
@@ -141,6 +142,33 @@ def stalled(folder: pathlib.Path) -> Any:
     first = tiering.find(keys_of(8), tiering.request())
     second = tiering.find(keys_of(8), tiering.request())
     return {"found": [first, second], "seconds": time.monotonic() - started}
+
+
+@scenario
+def one_stalls(folder: pathlib.Path) -> Any:
+    """Of loads that take turns the first one stalls: the others do not wait for it."""
+    tiering = filled(folder, {**faulty(folder), "load_timeout_s": 3600}, 8)
+    was = offload_tier._READ_AHEAD_BYTES  # noqa: SLF001 - a load of so many bytes takes long to make
+    offload_tier._READ_AHEAD_BYTES = CHUNK  # noqa: SLF001
+    (folder / "stall").write_text("3600")
+
+    def load(number: int) -> None:
+        keys = keys_of(1, start=number)
+        tiering.tier.submit_load(SimpleNamespace(job_id=number, keys=keys, chunk_ids=[number], is_promotion=True))
+
+    load(0)
+    while not (folder / "stalled").exists():
+        time.sleep(0.01)
+    (folder / "stall").unlink()
+    for number in range(1, 8):
+        load(number)
+    ended: dict[int, bool] = {}
+    deadline = time.monotonic() + 120.0
+    while len(ended) < 7 and time.monotonic() < deadline:
+        ended |= {each.job_id: each.success for each in tiering.tier.get_finished_jobs()}
+        time.sleep(0.01)
+    offload_tier._READ_AHEAD_BYTES = was  # noqa: SLF001
+    return sorted(number for number, success in ended.items() if success)
 
 
 @scenario

@@ -43,6 +43,10 @@ _ANSWER_S: Final = 1.0
 _FAILED_S: Final = 10.0
 """How long what could not be loaded counts as absent: vLLM would ask for it again at once, and again."""
 _MOST_ANSWERS: Final = 1 << 17
+_READ_AHEAD_BYTES: Final = 64 << 20
+"""Of loads at once: enough for storage, and few enough that the first ones read before the last ones are prepared."""
+_SLOW_S: Final = 0.25
+"""A load that takes longer holds up no other."""
 
 
 class TieredKVTier(SecondaryTierManager):
@@ -163,6 +167,8 @@ class _Behind:
         self._cache = cache
         self._chunk = chunk
         self._load_timeout_s = load_timeout_s
+        self._waiting: deque[tuple[Any, float]] = deque()  # loads, and when they were submitted
+        self._reading: dict[int, int] = {}  # bytes, by job
         self._num_submitted = 0
         self._num_ended = 0
         self._ended = asyncio.Event()
@@ -170,7 +176,7 @@ class _Behind:
     def submit(self, job: Any) -> None:
         """Take a job, from the scheduler's thread."""
         self._num_submitted += 1
-        self.calls.call(self._begin, job, time.monotonic())
+        self.calls.call(self._queue if job.is_promotion else self._begin, job, time.monotonic())
 
     def ask(self, keys: Sequence[bytes]) -> None:
         """Find out which chunks are there."""
@@ -182,12 +188,30 @@ class _Behind:
             if state != BlockState.ASKING:  # vLLM looks it up again
                 self.answers[key] = LookupResult.HIT if state == BlockState.HIT else LookupResult.MISS, now + _ANSWER_S
 
+    def _queue(self, job: Any, begun_s: float) -> None:
+        self._waiting.append((job, begun_s))
+        self._load_more()
+
+    def _load_more(self, ended: int | None = None) -> None:
+        """Begin loads as far as they may be read at once, now that one has ended, or takes too long to wait for."""
+        if ended is not None:
+            self._reading.pop(ended, None)
+        while self._waiting:
+            num_bytes = len(self._waiting[0][0].keys) * self._chunk.payload_bytes
+            if self._reading and sum(self._reading.values()) + num_bytes > _READ_AHEAD_BYTES:
+                return
+            job, begun_s = self._waiting.popleft()
+            self._reading[job.job_id] = num_bytes
+            asyncio.get_running_loop().call_later(_SLOW_S, self._load_more, job.job_id)
+            self._begin(job, begun_s)
+
     def _begin(self, job: Any, begun_s: float) -> None:
         keys = list(job.keys)
         try:
             spec = CPULoadStoreSpec(job.chunk_ids, pool=_POOL)
             if job.is_promotion:
-                handle: Any = self._cache.start_load(self._keys(keys), spec, deadline_s=self._load_timeout_s)
+                left_s = max(0.0, begun_s + self._load_timeout_s - time.monotonic())
+                handle: Any = self._cache.start_load(self._keys(keys), spec, deadline_s=left_s)
             else:
                 handle = self._cache.start_store(self._keys(keys), spec)
         except TieredKVError:
@@ -205,6 +229,7 @@ class _Behind:
     def _end(self, job: Any, keys: list[bytes], begun_s: float, arrived: list[bytes]) -> None:
         now, is_whole = time.monotonic(), len(arrived) == len(keys)
         if job.is_promotion:
+            asyncio.get_running_loop().call_soon(self._load_more, job.job_id)
             self.answers.update(dict.fromkeys(keys[len(arrived) :], (LookupResult.MISS, now + _FAILED_S)))
         self.over.append(
             JobResult(
