@@ -324,6 +324,21 @@ class BlockCache(ABC):
         `lookup`; a load decides.
         """
 
+    @abstractmethod
+    def count_lookup(self, keys: BlockKeys, found: NDArray[np.bool_]) -> None:
+        """Count in the metrics what `membership` has answered: once for each request, when the answer is final.
+
+        `membership` is asked again and again for one request, so only its caller knows when. Any thread may call, and
+        waits for nothing.
+
+        Args:
+            keys: What was asked for, in prompt order.
+            found: Which of them the request may count on, ``(len(keys),)``.
+
+        Raises:
+            ConfigurationError: They are not as many.
+        """
+
     # What stays, and what must leave the engine for a while.
 
     @abstractmethod

@@ -86,6 +86,7 @@ class BlockingTieredKV:
         self.poll = cache.poll
         self.lookup_nowait = cache.lookup_nowait
         self.membership = cache.membership
+        self.count_lookup = cache.count_lookup
         self.planner = cache.planner
         self._portal: BlockingPortal | None = portal
 

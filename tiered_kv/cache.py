@@ -29,7 +29,15 @@ from tiered_kv.explain import Explanation, explain
 from tiered_kv.hints import ReuseHint, check_hint
 from tiered_kv.keys import BlockKeys, ModelIdentity, Namespace, Shard, salt_digest
 from tiered_kv.layout import KVLayout
-from tiered_kv.lookups import lookup_result, owned_runs, states_of, why_not_more, with_pending, with_specs
+from tiered_kv.lookups import (
+    lookup_result,
+    owned_runs,
+    states_of,
+    why_not_found,
+    why_not_more,
+    with_pending,
+    with_specs,
+)
 from tiered_kv.memory.codec import CodecName, make_codec
 from tiered_kv.memory.make import DeviceLike, resolve
 from tiered_kv.open_cache import CacheParts, OpenCache, open_cache
@@ -281,6 +289,20 @@ class TieredKV(BlockCache):
     @override
     def membership(self, keys: BlockKeys) -> NDArray[np.int8]:
         return states_of(self._open(anywhere=True).batches(keys))
+
+    @override
+    def count_lookup(self, keys: BlockKeys, found: NDArray[np.bool_]) -> None:
+        cache = self._open(anywhere=True)
+        if np.shape(found) != (len(keys),):
+            raise ConfigurationError(f"{len(keys)} keys were asked for, and found has the shape {np.shape(found)}")
+        if (watch := cache.watch) is None or not len(keys):
+            return
+        parts, num_found, first = cache.batches(keys), int(np.count_nonzero(found)), int(np.argmin(found))
+
+        def count() -> None:
+            watch.looked_up(keys.salt_id, len(keys), num_found, why_not_found(parts, num_found, first))
+
+        cache.call_soon(count)
 
     # What stays, and what must leave the engine for a while.
 

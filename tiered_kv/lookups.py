@@ -66,6 +66,15 @@ def why_not_more(parts: Sequence[tuple[Chain, Batch]], found: Sequence[list[Tier
     return ""
 
 
+def why_not_found(parts: Sequence[tuple[Chain, Batch]], num_found: int, first: int) -> str:
+    """Say what befell the block ``first``, on the rank that lacks it; nothing if all blocks were found."""
+    if num_found == len(parts[0][1]):
+        return ""
+    blocks = [(chain, batch[first : first + 1]) for chain, batch in parts]
+    chain, block = next((each for each in blocks if not each[0].locate(each[1])), blocks[0])
+    return chain.why_missing(block)
+
+
 _MISS = int(BlockState.MISS)
 _STATES = np.full(len(SlotState), _MISS, np.int8)
 _STATES[SlotState.PENDING], _STATES[SlotState.READY] = BlockState.PENDING, BlockState.HIT

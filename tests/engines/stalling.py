@@ -10,7 +10,7 @@ from tiered_kv_backends.shared_fs import SharedFSBackend
 class StallingBackend(SharedFSBackend):
     """Reads nothing while there is a file ``stall`` beside it, for the seconds in it; ``stall-writes``; ``full``.
 
-    When it has begun to stall there is a file ``stalled``. At ``stall-writes`` it never writes, at ``full`` it fails to.
+    From then on there is a file ``stalled``. At ``stall-writes`` it never writes, at ``full`` it fails to.
     """
 
     class Settings(SharedFSBackend.Settings):

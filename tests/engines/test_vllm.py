@@ -52,7 +52,8 @@ class Runs:
 
     def run(self, **wanted: Any) -> Answer:
         """Run it to its end and return what it generated and counted."""
-        answer: Answer = self._vllm.run("vllm_generate.py", self.arguments(**wanted))
+        metrics = {"TIERED_KV_METRICS": "true"}
+        answer: Answer = self._vllm.run("vllm_generate.py", self.arguments(**wanted), variables=metrics)
         return answer
 
     def run_faulty(self, connector: str, **wanted: Any) -> Answer:
@@ -83,7 +84,9 @@ def filled(
 ) -> pathlib.Path:
     """Return a folder in which a first process has stored the blocks of both prompts."""
     folder = tmp_path_factory.mktemp("filled")
-    cold, warm = Runs(vllm, tiny_llama, folder).run(rounds=2)["rounds"]
+    answer = Runs(vllm, tiny_llama, folder).run(rounds=2)
+    cold, warm = answer["rounds"]
+    assert answer["lookups"]["never stored"] == HITS // 32, "our metrics say what the first round missed, and why"
     assert cold["tokens"] == warm["tokens"] == alone[:2]
     assert sum(cold["cached"]) == 0
     assert sum(warm["cached"]) == HITS
@@ -108,6 +111,7 @@ def test_a_restarted_engine_generates_the_same_from_storage(warm: Runs, alone: l
     assert answer["rounds"][0]["tokens"] == alone[:2]
     assert hits_of(answer) == sum(answer["rounds"][0]["cached"]) == HITS
     assert answer["counters"]["vllm:tiered_kv_load_blocks"] == HITS // 32
+    assert answer["lookups"] == {"asked": HITS // 32}, "our metrics count each request once"
     by_source = {name: answer["labelled"][f"vllm:prompt_tokens_cached_by_source {name}"] for name in ("host", "disk")}
     assert by_source == {"host": 0, "disk": HITS}, "vLLM was told where they were"
     assert answer["labelled"]["vllm:tiered_kv_load_bytes nvme"] == HITS // 32 * 32 * 1024
@@ -145,6 +149,13 @@ def test_routers_hear_of_the_tiers_in_the_engines_own_events(runs: Runs, vllm: E
     assert answer["known"]["STORAGE"] == 4 * 9
     assert 0 < answer["known"]["CPU"] <= 16
     assert answer["removed"]["CPU"] >= 4 * 9 - 16
+
+
+def test_vllms_decoder_reads_what_our_own_publisher_sends(vllm: Environment, tmp_path: pathlib.Path) -> None:
+    """Of any engine's blocks: what is in which tier, what was evicted, and each block's tokens and parent."""
+    answer = vllm.run("vllm_decodes.py", tmp_path)
+    assert answer["heard"] == [{"CPU": 4, "STORAGE": 4}, {"CPU": 2, "STORAGE": 2}]
+    assert answer["is_told_right"]
 
 
 def test_a_flipped_byte_on_disk_is_computed_again(warm: Runs, alone: list[list[int]]) -> None:
@@ -227,6 +238,9 @@ def test_what_cannot_work_is_refused_at_start(vllm: Environment, tiny_llama: pat
         "hybrid": "2 KV groups (FullAttentionSpec, MambaSpec)",
         "groups": "2 KV groups (FullAttentionSpec, SlidingWindowSpec)",
         "window": "--disable-hybrid-kv-cache-manager",
+        "states": "1 KV groups (MambaSpec)",
+        "sizes": "pages of [16384, 32768] bytes",
+        "stages": "pipeline_parallel_size is 2",
         "hash": "PYTHONHASHSEED",
         "weights": '"weights"',
         "unknown": "load_timeout",

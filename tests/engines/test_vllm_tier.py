@@ -58,6 +58,13 @@ def test_a_load_that_stalls_holds_up_no_other(scenarios: Answer) -> None:
     assert scenarios["one_stalls"] == [1, 2, 3, 4, 5, 6, 7]
 
 
+def test_a_request_is_counted_once_in_our_metrics(scenarios: Answer) -> None:
+    """What it looked up, and why chunks were not found, also where vLLM asks again and again."""
+    one = {"asked": 8.0, "never stored": 4.0}
+    another = {"asked": 12.0, "never stored": 8.0}  # vLLM's own CPU tier has the others by now
+    assert scenarios["counted"] == [one, one, another]
+
+
 def test_the_disk_holds_no_more_than_it_may(scenarios: Answer) -> None:
     """The limit of space holds, and what is found of what was stored is right."""
     assert scenarios["quota"]["wrong"] == 0

@@ -11,6 +11,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from own_metrics import own_lookups
+
 ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 SEVERAL = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "OMP_NUM_THREADS": "1"}
@@ -100,9 +102,8 @@ def main(wanted: Wanted) -> None:
         for metric in llm.get_metrics()
         if "tier" in metric.labels or "source" in metric.labels
     }
-    print(
-        json.dumps({"rounds": rounds, "counters": counters, "labelled": labelled})
-    )  # and no shutdown: nothing may depend on one
+    said = {"rounds": rounds, "counters": counters, "labelled": labelled, "lookups": own_lookups()}
+    print(json.dumps(said))  # and no shutdown: nothing may depend on one
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ Runs in vLLM's environment and prints, per scenario, what came of it.
 
 import itertools
 import json
+import os
 import pathlib
 import sys
 import time
@@ -15,6 +16,7 @@ from typing import Any
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
+from own_metrics import own_lookups
 from tiered_kv.integrations.vllm import offload_tier
 from vllm_tiering import OURS, Tiering, keys_of
 
@@ -68,7 +70,7 @@ def in_flight(folder: pathlib.Path) -> Any:
     tiering = Tiering(faulty(folder), num_chunks=8, chunk_bytes=CHUNK)
     (folder / "stall-writes").touch()
     tiering.store(keys_of(8), range(1, 9))
-    at_once = [tiering.tier.lookup(key, None) is LookupResult.HIT for key in keys_of(8)]
+    at_once = [tiering.tier.lookup(key, tiering.request()) is LookupResult.HIT for key in keys_of(8)]
     tiering.settle()
     tiering.empty_primary()
     tiering.rows[:] = 0
@@ -169,6 +171,23 @@ def one_stalls(folder: pathlib.Path) -> Any:
         time.sleep(0.01)
     offload_tier._READ_AHEAD_BYTES = was  # noqa: SLF001
     return sorted(number for number, success in ended.items() if success)
+
+
+@scenario
+def counted(folder: pathlib.Path) -> Any:
+    """What requests look up is in the metrics of the cache, once for each request however often it is asked for."""
+    os.environ["TIERED_KV_METRICS"] = "true"
+    tiering = filled(folder, nvme(folder), 4)
+    del os.environ["TIERED_KV_METRICS"]
+    context = tiering.request()
+    tiering.find(keys_of(8), context)
+    first = own_lookups()
+    counts = [first]
+    for request in (context, tiering.request()):
+        tiering.tier._behind.answers.clear()  # noqa: SLF001 - they count for a second
+        tiering.find(keys_of(8), request)
+        counts.append(own_lookups())
+    return counts
 
 
 @scenario

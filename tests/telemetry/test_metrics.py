@@ -11,9 +11,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.backends import ScriptedBackend
-from tests.support.caches import keep, open_cache, until_idle
+from tests.support.caches import keep, open_cache, until, until_idle
 from tests.support.engine import BLOCK_SIZE, MODEL, PAYLOAD_BYTES, SMALL_LIMITS, Engine, prompt, small_layout
-from tiered_kv import ConfigurationError, CPUTier, TieredKV, TieredKVSettings, hash_blocks
+from tiered_kv import BlockState, ConfigurationError, CPUTier, TieredKV, TieredKVSettings, hash_blocks
 from tiered_kv.telemetry import Metrics
 
 CPU = CPUTier(capacity=16 * PAYLOAD_BYTES)
@@ -139,6 +139,24 @@ async def test_evictions_tell_how_old_blocks_were() -> None:
         assert evicted == 32
         assert scraper.sum_of("tier_eviction_age_seconds_count", tier="cpu") == evicted
         assert scraper.sum_of("tier_eviction_idle_seconds_count", tier="cpu") == evicted
+
+
+async def test_whoever_asks_for_membership_says_what_is_a_lookup() -> None:
+    """Asking counts nothing, as it is done again and again; what the caller counts is, with what befell the rest."""
+    scraper, engine = Scraper(), Engine()
+    async with open_cache(CPU, engine=engine, metrics=Metrics(scraper.registry)) as kv:
+        await keep(kv, engine, prompt(4))
+        await kv.evict(prompt(4)[2:])
+        found = kv.membership(prompt(4)) == BlockState.HIT
+        assert scraper.sum_of("lookup_blocks_total") == 0
+        await asyncio.to_thread(kv.count_lookup, prompt(4), found)
+        kv.count_lookup(prompt(2), found[:2])
+        kv.count_lookup(prompt(0), found[:0])
+        await until(lambda: scraper.sum_of("lookup_blocks_total") == 6)
+        assert scraper.sum_of("lookup_missed_blocks_total") == 2
+        assert scraper.sum_of("lookup_missed_blocks_total", reason="removed") == 2
+        with pytest.raises(ConfigurationError, match="4 keys"):
+            kv.count_lookup(prompt(4), found[:3])
 
 
 async def test_faults_and_breakers_are_told_by_tier() -> None:

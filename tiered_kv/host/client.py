@@ -236,6 +236,9 @@ class ConnectedKV(BlockCache):
             return np.frombuffer(answer.states, np.int8)
         return np.full(len(keys), BlockState.MISS, np.int8)
 
+    def count_lookup(self, keys: BlockKeys, found: NDArray[np.bool_]) -> None:
+        """Count nothing: metrics are the server's, of what it is asked."""
+
     # What goes, and why.
 
     async def evict(self, keys: BlockKeys, *, tier: str | None = None) -> int:

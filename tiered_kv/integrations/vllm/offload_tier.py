@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, Final
 
+import numpy as np
 from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
@@ -43,7 +44,9 @@ _ANSWER_S: Final = 1.0
 _FAILED_S: Final = 10.0
 """How long what could not be loaded counts as absent: vLLM would ask for it again at once, and again."""
 _MOST_ANSWERS: Final = 1 << 17
-_READ_AHEAD_BYTES: Final = 64 << 20
+_MOST_COUNTED: Final = 1 << 16
+"""Requests of which it is known that they were counted; older ones have ended."""
+_READ_AHEAD_BYTES = 64 << 20
 """Of loads at once: enough for storage, and few enough that the first ones read before the last ones are prepared."""
 _SLOW_S: Final = 0.25
 """A load that takes longer holds up no other."""
@@ -101,21 +104,21 @@ class TieredKVTier(SecondaryTierManager):
         self.kv = self._stack.enter_context(open_blocking(cache))
         self.kv.register_host_pool(_POOL, primary_kv_view, direct=direct)
         self._behind = self.kv.call(_Behind, cache, chunk, load_timeout_s)
-        self._asked: list[bytes] = []
+        self._asked: dict[str, list[bytes]] = {}  # by request
         self._is_open = True
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
         """Say whether a chunk is there; ``RETRY`` until it is known. What is being stored is not there."""
         answer = self._behind.answers.get(key)
         if answer is None or answer[1] < time.monotonic():
-            self._asked.append(key)
+            self._asked.setdefault(req_context.req_id, []).append(key)
             return LookupResult.RETRY
         return answer[0]
 
     def on_schedule_end(self, context: Any) -> None:
         """Ask for all that was looked up in this step, at once."""
         if self._asked:
-            asked, self._asked = self._asked, []
+            asked, self._asked = self._asked, {}
             self._behind.calls.call(self._behind.ask, asked)
 
     def submit_store(self, job_metadata: Any) -> None:
@@ -169,6 +172,7 @@ class _Behind:
         self._load_timeout_s = load_timeout_s
         self._waiting: deque[tuple[Any, float]] = deque()  # loads, and when they were submitted
         self._reading: dict[int, int] = {}  # bytes, by job
+        self._counted: dict[str, None] = {}
         self._num_submitted = 0
         self._num_ended = 0
         self._ended = asyncio.Event()
@@ -178,15 +182,29 @@ class _Behind:
         self._num_submitted += 1
         self.calls.call(self._queue if job.is_promotion else self._begin, job, time.monotonic())
 
-    def ask(self, keys: Sequence[bytes]) -> None:
-        """Find out which chunks are there."""
+    def ask(self, asked: Mapping[str, Sequence[bytes]]) -> None:
+        """Find out which chunks are there, for requests."""
         now = time.monotonic()
         if len(self.answers) > _MOST_ANSWERS:
             self.answers = {key: answer for key, answer in self.answers.items() if answer[1] > now}
-        asked = list(dict.fromkeys(keys))
-        for key, state in zip(asked, self._cache.membership(self._keys(asked)).tolist(), strict=True):
-            if state != BlockState.ASKING:  # vLLM looks it up again
-                self.answers[key] = LookupResult.HIT if state == BlockState.HIT else LookupResult.MISS, now + _ANSWER_S
+        for request, chunks in asked.items():
+            states = self._cache.membership(self._keys(chunks)).tolist()
+            said = [(key, state == BlockState.HIT) for key, state in zip(chunks, states, strict=True)
+                    if state != BlockState.ASKING]  # fmt: skip  # of what is left vLLM asks again
+            for key, is_hit in said:
+                self.answers[key] = LookupResult.HIT if is_hit else LookupResult.MISS, now + _ANSWER_S
+            self._count(request, said, is_final=len(said) == len(chunks))
+
+    def _count(self, request: str, said: Sequence[tuple[bytes, bool]], *, is_final: bool) -> None:
+        """Count a request in the metrics, once: a request that has to wait is asked for again and again."""
+        if request in self._counted:
+            return
+        keys, found = self._keys([key for key, _ in said]), np.array([is_hit for _, is_hit in said], np.bool_)
+        self._cache.count_lookup(keys, found)
+        if is_final:
+            self._counted[request] = None
+            if len(self._counted) > _MOST_COUNTED:
+                del self._counted[next(iter(self._counted))]
 
     def _queue(self, job: Any, begun_s: float) -> None:
         self._waiting.append((job, begun_s))

@@ -35,6 +35,7 @@ class _Tracked:
     Attributes:
         request: vLLM's.
         first_asked_s: When it first looked for blocks; None before.
+        is_counted: Whether its look-up is in the metrics.
         num_found: Blocks found behind those that are in place.
         by_tier: Tokens found, by the tier that had them, of tiers that no other cache uses.
         num_stored: How many of its first blocks are in place, and stored or being stored or not to be.
@@ -45,6 +46,7 @@ class _Tracked:
 
     request: Any
     first_asked_s: float | None = None
+    is_counted: bool = False
     num_found: int = 0
     by_tier: dict[str, int] = field(default_factory=dict)
     num_stored: int = 0
@@ -142,6 +144,9 @@ class SchedulingSide:
         is_asking = num_hits < len(keys) and states[num_hits] == BlockState.ASKING
         if is_asking and now - tracked.first_asked_s < wanted.connector.lookup_timeout_s:
             return None
+        if not tracked.is_counted:
+            tracked.is_counted = True
+            self.kv.count_lookup(keys, np.arange(len(keys)) < num_hits)
         tracked.num_found = num_hits
         return num_hits * wanted.block_size
 
