@@ -4,7 +4,8 @@ Both tiers lie below vLLM's own manager and CPU tier, have the same chunks and t
 the median over rounds of the ratios in each, since a disk drifts. Neither flushes the disk and both pass by the page
 cache; `_engines_vllm` says what else is alike, and what is not. In the same round stands what the disk gives to bare
 reads and writes of as many bytes, since nobody can be faster than that. The time until the first token is a real
-engine's on a CPU, whose model is small: the prompt computed, and its blocks loaded from NVMe by a new process.
+engine's on a CPU: the prompt computed in one thread, and its blocks loaded from NVMe by a new process. The model has
+120 million random weights, so that computing takes seconds, as a large model's does on a GPU.
 
 vLLM is in an environment of its own, which `make test-engines` builds.
 """
@@ -26,7 +27,9 @@ OURS = ("tiered_kv", "tiered_kv direct")
 BARS = {"1MiB": 1.0, "128KiB": 2.0}
 """GB/s over those of vLLM's tier; of the scheduler's time at most half."""
 UNITS = ("gb_s", "tier_ms", "manager_ms")
-PROMPT_TOKENS = 960
+PROMPT_TOKENS = 1984
+LAYERS, HIDDEN_SIZE = 12, 1024
+"""Of the model for the first token: 48 KiB of KV a token."""
 
 
 Cells = dict[str, dict[str, float]]
@@ -73,7 +76,7 @@ def ratios(rounds: list[Cells]) -> dict[str, float]:
 def first_token(vllm: Environment) -> dict[str, float]:
     """Return the seconds until the first token of a prompt, computed, and loaded by a new process."""
     with tempfile.TemporaryDirectory(dir=pathlib.Path.cwd()) as folder:
-        vllm.run("make_llama.py", f"{folder}/model", 0, 8, 512)
+        vllm.run("make_llama.py", f"{folder}/model", 0, LAYERS, HIDDEN_SIZE)
         transfer = {
             "kv_connector": "TieredKVConnector",
             "kv_connector_module_path": "tiered_kv.integrations.vllm",
@@ -81,11 +84,13 @@ def first_token(vllm: Environment) -> dict[str, float]:
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"tiers": ["cpu://?capacity=256MiB", f"file://{folder}/nvme?capacity=1GiB"]},
         }
-        wanted = {"model": f"{folder}/model", "length": PROMPT_TOKENS, "transfer": transfer, "prompts": [0]}
+        engine = {"max_model_len": 2048, "kv_cache_memory_bytes": 256 << 20}
+        prompt = {"length": PROMPT_TOKENS, "prompts": [0]}
+        wanted = {"model": f"{folder}/model", "transfer": transfer, "engine": engine, **prompt}
         seconds = {}
         for name, num_tokens in (("cold", 1), ("stored meanwhile", 16), ("warm after a restart", 1)):
             asked = json.dumps({**wanted, "num_tokens": num_tokens, "warm_up": [num_tokens]})
-            answer = vllm.run("vllm_generate.py", asked)["rounds"][0]
+            answer = vllm.run("vllm_generate.py", asked, timeout_s=900)["rounds"][0]
             if num_tokens > 1:  # blocks are stored in the steps after those that computed them
                 continue
             seconds[name] = answer["seconds"]
@@ -99,15 +104,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--smoke", action="store_true", help="a little of it, to see that it runs")
+    parser.add_argument("--only", choices=("tiers", "first-token"), help="a part of it")
     arguments = parser.parse_args()
     vllm = Environment.of("vllm")
     if not vllm.is_built:
         print("vLLM's environment is not built: make test-engines")
         print("{}")
         return
-    rounds = tiers(vllm, *((1, 16) if arguments.smoke else (arguments.rounds, 256)))
-    seconds = {} if arguments.smoke else first_token(vllm)
-    print(json.dumps({"rounds": rounds, "ratios": ratios(rounds), "first_token_s": seconds}))
+    rounds, seconds = [], {}
+    if arguments.only != "first-token":
+        rounds = tiers(vllm, *((1, 16) if arguments.smoke else (arguments.rounds, 256)))
+    if arguments.only != "tiers" and not arguments.smoke:
+        seconds = first_token(vllm)
+    print(json.dumps({"rounds": rounds, "ratios": ratios(rounds) if rounds else {}, "first_token_s": seconds}))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
 )
 
 from tiered_kv import ConfigurationError
@@ -34,9 +35,11 @@ TRANSFER = {
     "kv_connector_extra_config": {"tiers": [{"medium": "nvme", "path": "/kv/{dp_rank}", "capacity": "1GiB"}]},
 }
 FULL = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32)
+WIDE = FullAttentionSpec(block_size=32, num_kv_heads=4, head_size=32, dtype=torch.float32)
 WINDOW = SlidingWindowSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32, sliding_window=64)
 
 MLA = MLAAttentionSpec(block_size=32, num_kv_heads=1, head_size=48, dtype=torch.float32)
+UNEQUAL = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"layer0": FULL, "layer1": WIDE})
 STATES = MambaSpec(block_size=32, shapes=((4, 8),), dtypes=(torch.float32,))
 
 
@@ -68,6 +71,8 @@ def main(model: str) -> None:
     hashed = config(prefix_caching_hash_algo="xxhash")
     elsewhere = config()
     elsewhere.model_config.model = "nobody/has-this"
+    in_stages = config()
+    in_stages.parallel_config.pipeline_parallel_size = 2
     os.environ.pop("PYTHONHASHSEED", None)
     cases = {
         "right": lambda: Configuration.of(right, kv_cache(FULL)),
@@ -76,6 +81,9 @@ def main(model: str) -> None:
         "policy": lambda: Configuration.of(config(transfer={"kv_load_failure_policy": "fail"}), kv_cache(FULL)),
         "groups": lambda: Configuration.of(right, kv_cache(FULL, WINDOW)),
         "window": lambda: Configuration.of(right, kv_cache(WINDOW)),
+        "states": lambda: Configuration.of(right, kv_cache(STATES)),
+        "sizes": lambda: Configuration.of(right, kv_cache(UNEQUAL)),
+        "stages": lambda: Configuration.of(in_stages, kv_cache(FULL)),
         "hash": lambda: Configuration.of(hashed, kv_cache(FULL)),
         "weights": lambda: Configuration.of(elsewhere, kv_cache(FULL)),
         "unknown": lambda: Configuration.of(
