@@ -45,13 +45,18 @@ _SHARE: Final = {Priority.LOAD: 1.0, Priority.PREFETCH: 0.75, Priority.STORE: 0.
 
 
 class Waiter:
-    """Someone's place in line: of what kind they are, and who goes first."""
+    """Someone's place in line: of what kind they are, and who goes first.
 
-    __slots__ = ("_places", "is_given_up", "kind", "priority")
+    Attributes:
+        lends: Whether memory of the engine's own is lent to the call that they wait for, so that nothing ends it early.
+    """
 
-    def __init__(self, kind: Kind, priority: Priority | None = None) -> None:
+    __slots__ = ("_places", "is_given_up", "kind", "lends", "priority")
+
+    def __init__(self, kind: Kind, priority: Priority | None = None, *, lends: bool = False) -> None:
         """Make one; the priority is that of the kind if left out."""
         self.kind = kind
+        self.lends = lends
         self.priority = Priority(kind) if priority is None else priority
         self.is_given_up = False
         self._places: set[_Place] = set()

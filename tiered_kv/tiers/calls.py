@@ -2,7 +2,8 @@
 
 Others' code runs here, so anything may happen: an exception of any kind, a cancellation that nobody asked for, a wrong
 number of answers, an answer that comes late or never. Each call runs to its end in a task of its own, and gives back an
-`Answer`. Whoever waits may stop waiting; only the end of the cache ends a call.
+`Answer`. Whoever waits may stop waiting; only the end of the cache ends a call, and not even that one which has memory
+of the engine's own: a thread would go on to write there.
 """
 
 import asyncio
@@ -110,10 +111,11 @@ class Calls:
                 on_late()
 
         limit_s = self.health.timeout_s if timeout_s is None else timeout_s
-        making = self._tasks.spawn(
+        making = asyncio.get_running_loop().create_task(
             self._make(doing, call, num_blocks, limit_s, is_late, problem_of, is_failure),
-            f"{doing} in {self.health.name}",
+            name=f"{doing} in {self.health.name}",
         )
+        self._tasks.watch(making, _go_on if waiter is not None and waiter.lends else making.cancel)
         if turns is not None:
             making.add_done_callback(turns.give_back)
         await asyncio.wait({making, late} if until_late else {making}, return_when=asyncio.FIRST_COMPLETED)
@@ -221,6 +223,10 @@ def outcomes_problem(num_blocks: int, allowed: frozenset[Outcome]) -> Callable[[
         return ""
 
     return problem_of
+
+
+def _go_on() -> None:
+    pass
 
 
 def _is_being_cancelled() -> bool:

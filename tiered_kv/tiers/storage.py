@@ -243,7 +243,7 @@ class StorageTier(Tier):
         self.counters.read_queue_s += seconds - answer.seconds
         if not answer.was_made:
             on_late()  # as bypassed as a tier can be
-        if not answer.value:
+        if not answer.value or self.records.threads.is_closed:  # nobody verifies what comes after the cache's end
             self.counters.failed += n
             return [Outcome.FAILED] * n, {}
         num_filled = answer.value.count(Outcome.HIT)

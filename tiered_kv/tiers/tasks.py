@@ -62,6 +62,11 @@ class WorkerPool:
         """Calls queued or running."""
         return self._num_unfinished
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether no call is taken any more."""
+        return self._closed
+
     def close(self) -> None:
         """Let the threads end after the calls that are queued. Never waits: a stuck thread is left, and is a daemon."""
         self._closed = True

@@ -104,7 +104,7 @@ class DirectLoad(Load):
             right[at] = await tier.read(part[at], [blocks[i] for i in at], waiter, late)
 
         for number in np.unique(numbers).tolist():
-            waiter = Waiter(Kind.LOAD, self._request.priority)
+            waiter = Waiter(Kind.LOAD, self._request.priority, lends=True)
             waiters[asyncio.create_task(read_from(number, waiter))] = waiter
         await asyncio.wait(waiters)  # all of them, whatever one of them raises
         for task in waiters:
