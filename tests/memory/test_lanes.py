@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tiered_kv.errors import ConfigurationError
+from tiered_kv.errors import ClosedError, ConfigurationError
 from tiered_kv.memory import CPUDevice
 from tiered_kv.memory.lanes import Lane, LaneCopy, Lanes
 from tiered_kv.testing import ScriptedDevice, ScriptedEvent
@@ -194,6 +194,21 @@ def test_threads_of_a_cpu_wait_for_each_transfer_apart() -> None:
     assert not device.close(timeout_s=0.0)
     never.set()
     assert device.close(timeout_s=60)
+
+
+def test_closed_lanes_take_no_more_and_do_what_is_queued(device: ScriptedDevice) -> None:
+    """On the stream that all share, and on those of transfers of their own."""
+    lanes, copies, event = Lanes(device, "h2d"), Copies(), ScriptedEvent()
+    shared, own = lanes.take(None), lanes.take(event)
+    copies.submit(shared, "shared")
+    copies.submit(own, "own")
+    lanes.close()
+    for lane in (shared, own):
+        with pytest.raises(ClosedError):
+            copies.submit(lane, "late")
+    event.fire()
+    device.run_all()
+    assert copies.ran == ["shared", "own"]
 
 
 async def test_a_copy_that_raises_stop_iteration_ends() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from anyio import fail_after
 
 from tiered_kv.backend import BackendContext, Block, Outcome
 from tiered_kv.errors import BackendUnavailableError, ClosedError, ConfigurationError
@@ -178,6 +179,17 @@ async def test_a_process_that_writes_sweeps_by_itself(tmp_path: Path) -> None:
             await store(backend, keys_of(n))
         await backend.sweep()
     assert sum(file.stat().st_size for file in files_in(tmp_path)) <= 20 * RECORD
+
+
+async def test_a_store_that_is_refused_makes_room_for_those_after_it(tmp_path: Path) -> None:
+    """By a sweep in the background, though those before it left the directory less full than makes one due."""
+    async with opened(tmp_path, capacity=int(10.9 * RECORD)) as backend:
+        await backend.sweep()
+        assert await store(backend, keys_of(*range(10))) == [Outcome.STORED] * 10
+        with fail_after(60):
+            while await store(backend, keys_of(10)) == [Outcome.REFUSED]:  # noqa: ASYNC110 - a sweep tells nobody
+                await asyncio.sleep(0)
+        assert await load(backend, keys_of(10)) == [Outcome.HIT]
 
 
 async def test_the_limit_is_kept_at_every_moment(tmp_path: Path) -> None:
