@@ -99,6 +99,11 @@ class InlineWorkers:
     def __init__(self, name: str, num_threads: int, loop_calls: LoopCalls) -> None:
         self._loop = asyncio.get_running_loop()
 
+    @property
+    def is_closed(self) -> bool:
+        """Never: there are no threads to end."""
+        return False
+
     def run(self, function: Callable[..., T], *args: object) -> "asyncio.Future[T]":
         """Run the call in the next turn."""
         future: asyncio.Future[T] = self._loop.create_future()

@@ -96,7 +96,7 @@ class Machine(RuleBasedStateMachine):
         writes_back=st.booleans(),
         is_exclusive=st.booleans(),
         is_required=st.booleans(),
-        codec=st.sampled_from(["none", "none", "fp8"]),
+        codec=st.sampled_from(["none", "none", "fp8", "exponent"]),
         cipher=st.sampled_from(["", "", "aes-256-gcm", "aes-256-gmac"]),
         ranks=st.sampled_from(["one", "one", "parts", "replicas"]),
         admit_after=st.sampled_from([1, 1, 2]),
