@@ -272,8 +272,9 @@ def build_chains(
             ledger=ledger,
             on_admitted=write_admitted,
         )
+        rank = sum(before.number == kind.number for before in kinds[:number])  # of those that the cache stands for
         for tier in chain.booked:
-            ledger.watch(Place(tier.name, number, kind.naming.shard.rank), tier)
+            ledger.watch(Place(tier.name, kind.number, rank), tier)
         chains.append(chain)
     for number, medium in enumerate(backends.media):
         medium.open_later([chain.storage[number] for chain in chains])

@@ -12,10 +12,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.any_layout import AnyEngine, open_any
 from tests.support.backends import ScriptedSlotBackend
 from tests.support.caches import inside, keep, open_cache, until_idle
 from tests.support.engine import PAYLOAD_BYTES, Engine, prompt
-from tiered_kv import Added, BlockKeys, Cleared, Mirror, Namespace, Removed, Snapshot, TierChange, TieredKV
+from tiered_kv import (
+    Added,
+    BlockKeys,
+    Cleared,
+    KVGroup,
+    KVLayout,
+    Mirror,
+    Namespace,
+    Removed,
+    Shard,
+    Snapshot,
+    TierChange,
+    TieredKV,
+)
 from tiered_kv.changes import Changes
 from tiered_kv.keys import Names
 
@@ -84,6 +98,18 @@ async def test_what_is_evicted_for_room_says_so() -> None:
         gone = [each for each in await take(changes) if isinstance(each, Removed)]
         assert {each.why for each in gone} == {"evicted"}
         assert sum(len(each.names) for each in gone) == 2
+
+
+@pytest.mark.parametrize("shard", [Shard.every(2), Shard(1, 2)])
+async def test_places_are_what_a_namespace_is_asked_for(shard: Shard | tuple[Shard, ...]) -> None:
+    """KV group and rank are numbers of the cache: one of a single rank has rank 0, whichever that is of its engine."""
+    groups = KVLayout((KVGroup(2, 1, 48, "bfloat16", 4), KVGroup(1, 2, 64, "float32", 8)))
+    num_ranks = len(shard) if isinstance(shard, tuple) else 1
+    async with open_any(AnyEngine(groups), {"medium": "cpu", "capacity": "1MiB"}, shard=shard) as kv:
+        places = kv.events().places
+        assert places == tuple(("cpu", group, rank) for group in range(2) for rank in range(num_ranks))
+        made = {kv.namespace(group=group, rank=rank) for _, group, rank in places}
+        assert len(made) == len(places)
 
 
 async def test_leaving_the_loop_unsubscribes() -> None:
