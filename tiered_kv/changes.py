@@ -5,6 +5,7 @@ what the tiers hold (`Mirror` does that). Nobody waits for a subscriber: one tha
 """
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Final, Self
 from weakref import WeakSet
 
 import numpy as np
+from typing_extensions import override
 
 from tiered_kv.catalog.books import Change
 from tiered_kv.keys import Names
@@ -74,7 +76,7 @@ class Cleared(TierChange):
     """Nothing is in the place any more."""
 
 
-class Changes:
+class Changes(ABC):
     """The changes of one cache, for one subscriber: ``async for change in kv.events()``. For the event loop's thread.
 
     It is unsubscribed when nobody refers to it, as after the loop over it is left. Ends when the cache is closed. Where
@@ -84,8 +86,25 @@ class Changes:
         num_overflows: How often it fell behind, and began again with snapshots.
     """
 
+    num_overflows: int
+
+    @property
+    @abstractmethod
+    def places(self) -> tuple[tuple[str, int, int], ...]:
+        """What it tells of: tier, group and rank of each place, the fastest tier first."""
+
+    def __aiter__(self) -> Self:
+        return self
+
+    @abstractmethod
+    async def __anext__(self) -> TierChange: ...
+
+
+class OwnChanges(Changes):
+    """Those of a cache in this process."""
+
     def __init__(self, tiers: Mapping[Place, HasIndex], max_names: int) -> None:
-        """Made by `TieredKV.events` only."""
+        """Made by `Subscribers` only."""
         self.num_overflows = 0
         self._tiers = tiers
         self._max_names = max_names
@@ -97,13 +116,11 @@ class Changes:
         self._woken = asyncio.Event()
 
     @property
+    @override
     def places(self) -> tuple[tuple[str, int, int], ...]:
-        """What it tells of: tier, group and rank of each place, the fastest tier first."""
         return tuple((place.tier, place.group, place.rank) for place in self._tiers)
 
-    def __aiter__(self) -> Self:
-        return self
-
+    @override
     async def __anext__(self) -> TierChange:
         while not self._has_ended and not self._unseen and not self._queue:
             self._woken.clear()
@@ -161,12 +178,12 @@ class Subscribers:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._subscribers: WeakSet[Changes] = WeakSet()
+        self._subscribers: WeakSet[OwnChanges] = WeakSet()
 
-    def subscribe(self, max_names: int = _MOST_NAMES) -> Changes:
+    def subscribe(self, max_names: int = _MOST_NAMES) -> OwnChanges:
         """Return the changes from now on; about ``max_names`` names are kept for a subscriber that is slow."""
         tiers = {place: tier for place, tier in self._ledger.tiers.items() if tier.index.max_slots}
-        changes = Changes(tiers, max_names)
+        changes = OwnChanges(tiers, max_names)
         self._subscribers.add(changes)
         if self._tell not in self._ledger.listeners:
             self._ledger.listeners.append(self._tell)

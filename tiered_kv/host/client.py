@@ -18,12 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.block_cache import BlockCache
+from tiered_kv.changes import Changes
 from tiered_kv.errors import BackendUnavailableError, ConfigurationError
 from tiered_kv.events import Emit, EpochAdvanced, SequencePreempted
 from tiered_kv.explain import Explanation
 from tiered_kv.hints import ReuseHint, check_hint
 from tiered_kv.host import messages, wire
 from tiered_kv.host.connection import Connection
+from tiered_kv.host.far_changes import FarSubscribers
 from tiered_kv.host.far_jobs import FarJobs
 from tiered_kv.host.far_planner import FarPlanner
 from tiered_kv.host.far_side import FarSide
@@ -106,6 +108,7 @@ class ConnectedKV(BlockCache):
         self._connection = Connection(_path_in(url), opening, layout, self._shards, resolve(device), timeout_s)
         self._starts = Starts(self._connection, epoch_digest(model.weights), self._emit)
         self._planner: Planner | None = None
+        self._subscribers: FarSubscribers | None = None
         self._media: Mapping[str, str] = {}
 
     @property
@@ -287,6 +290,8 @@ class ConnectedKV(BlockCache):
         past = [self._starts.epoch, *self._past_epochs]
         self._past_epochs = [each for each in past if each != epoch][:_PAST_EPOCHS]
         self._starts.epoch = epoch
+        if self._subscribers is not None:
+            self._subscribers.start_over()
         self._emit(EpochAdvanced(weights))
 
     async def explain(self, keys: BlockKeys, *, ask: bool = False) -> list[Explanation]:
@@ -305,9 +310,14 @@ class ConnectedKV(BlockCache):
             answer.stats if isinstance(answer, messages.Counted) else CacheStatistics((), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
         )
 
-    def events(self) -> NoReturn:
-        """Changes are told by a cache in this process."""
-        raise ConfigurationError("events() is for a cache in this process")
+    def events(self) -> Changes:
+        """See `BlockCache.events`: of the server's tiers, whoever changes them. While none is there they are empty.
+
+        With each server they begin again with snapshots; tiers that the first one did not have are left out.
+        """
+        self._connection.here()
+        assert self._subscribers is not None  # noqa: S101 - it is open
+        return self._subscribers.subscribe()
 
     def planner(self) -> Planner:
         """See `BlockCache.planner`. Workers map the server's memory; see `Planner.slabs` for what its end means."""
@@ -336,6 +346,7 @@ class ConnectedKV(BlockCache):
         await self._connection.open()
         jobs = FarJobs(self._connection, len(self._shards))
         self._planner = FarPlanner(self._connection, self._starts, jobs)
+        self._subscribers = FarSubscribers(self._connection)
         return self
 
     async def aclose(self) -> None:

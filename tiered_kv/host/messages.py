@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 from tiered_kv.explain import Explanation
+from tiered_kv.host.change_messages import AboutChanges, Changed
 from tiered_kv.host.fields import Keys, Part
 from tiered_kv.host.job_messages import AboutJob, JobEnded, JobPlanned
 from tiered_kv.host.wire import Message, decoder
@@ -213,7 +214,8 @@ class Bye(Message, frozen=True, tag="bye"):
 Asking = Lookup | Membership | Pin | Prefetch | Evict | Explain
 """About keys."""
 Question = Asking | Lease | Flush | Clear | Stats
-Request = Load | Store | StoreLayer | Cancel | Copied | Touch | Unpin | Release | After | Bye | Question | AboutJob
+Moving = Load | Store | StoreLayer | Cancel | Copied
+Request = Moving | Touch | Unpin | Release | After | Bye | Question | AboutJob | AboutChanges
 
 
 class Found(Message, frozen=True, tag="found"):
@@ -281,7 +283,7 @@ class Failed(Message, frozen=True, tag="failed"):
 
 
 Answer = Found | States | Number | Prefetched | Leased | Explained | Counted | Failed
-Reply = Copy | Admitted | Loaded | Stored | Settled | JobPlanned | JobEnded | Answer
+Reply = Copy | Admitted | Loaded | Stored | Settled | JobPlanned | JobEnded | Changed | Answer
 
 request_from: Final[Callable[[bytes | memoryview], Request]] = decoder(Request)
 """Decode a message of a client."""

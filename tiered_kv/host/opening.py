@@ -92,12 +92,16 @@ class Tier(Field, frozen=True):
 
 
 class Attached(Message, frozen=True, tag="attached"):
-    """The client may begin. Descriptors of ``slabs`` come with it."""
+    """The client may begin. Descriptors of ``slabs`` come with it.
+
+    ``places`` are what changes are told of: tier, KV group and rank, as the client numbers its own.
+    """
 
     token: bytes
     slabs: tuple[Slab, ...]
     codec: str
     tiers: tuple[Tier, ...]
+    places: tuple[tuple[str, int, int], ...]
     load_timeout_s: float
     store_timeout_s: float
     is_read_only: bool

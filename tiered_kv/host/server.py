@@ -40,6 +40,7 @@ from tiered_kv.host.opening import (
     Tier,
 )
 from tiered_kv.host.session import Send, Session
+from tiered_kv.host.session_changes import places_of
 from tiered_kv.host.shares import Share, Shares
 from tiered_kv.host_settings import HostSettings
 from tiered_kv.log import log
@@ -265,6 +266,7 @@ class TieredKVServer:
                         Tier(tier_name(tier), tier.medium, isinstance(tier, OwnedTierSettings))
                         for tier in self._settings.tiers
                     ),
+                    places_of(seat_at(share.cache, ranks, b"", (), pins)[1]),
                     limits.load_timeout_s,
                     limits.store_timeout_s,
                     session.is_read_only,

@@ -15,9 +15,11 @@ from tiered_kv.cache import TieredKV, seat_at
 from tiered_kv.catalog.leases import Lease
 from tiered_kv.errors import CapacityError, ConfigurationError, TieredKVError
 from tiered_kv.host import messages, questions, wire
+from tiered_kv.host.change_messages import AboutChanges, Follow, Taken
 from tiered_kv.host.far import FarMemory
 from tiered_kv.host.job_messages import AboutJob, BindJob, JobMoved, JobMovedKeys, PlanJob
 from tiered_kv.host.questions import Answered, Answering
+from tiered_kv.host.session_changes import SessionChanges
 from tiered_kv.host.session_jobs import SessionJobs
 from tiered_kv.host_settings import HostSettings
 from tiered_kv.keys import Shard
@@ -90,6 +92,7 @@ class Session:
         self._num_bytes = 0  # of loads and stores
         self._tasks = Tasks()
         self.jobs = SessionJobs(self._seat(b"")[1].new_jobs(len(shards)), self._tasks)
+        self._changes = SessionChanges(self._tasks)
         self._has_ended = False
 
     def statistics(self) -> dict[str, object]:
@@ -104,6 +107,7 @@ class Session:
             "leases": len(self._leases),
             "questions": len(self._asked),
             "jobs": len(self.jobs),
+            "streams": len(self._changes),
             "pinned_bytes": self._pins.num_bytes,
         }
 
@@ -123,8 +127,8 @@ class Session:
                 self._checked(request.id, send, partial(self._store, request, send))
             case messages.StoreLayer():
                 self._checked(request.id, send, partial(self._store_layer, request))
-            case PlanJob() | BindJob() | JobMoved() | JobMovedKeys():
-                self._checked(request.id, send, partial(self._about_job, request, send))
+            case PlanJob() | BindJob() | JobMoved() | JobMovedKeys() | Follow() | Taken():
+                self._checked(request.id, send, partial(self._plan_or_follow, request, send))
             case messages.Cancel() | messages.Release():
                 self._give_up(request.id)
             case messages.Touch() | messages.Unpin():
@@ -146,6 +150,7 @@ class Session:
         for id_ in list(self._leases):
             self._give_up(id_)
         self.jobs.leave()
+        self._changes.end_all()
         self._pins.close()
 
     async def ended(self) -> None:
@@ -263,17 +268,29 @@ class Session:
             task.cancel()
         elif id_ in self.jobs:
             self.jobs.cancel(id_)
+        elif id_ in self._changes:
+            self._changes.end(id_)
 
-    def _about_job(self, request: AboutJob, send: Send) -> None:
-        if not isinstance(request, PlanJob):
-            self.jobs.take(request)
-            return
-        self._new(request.id)
-        if request.direction == "store" and self.is_read_only:
-            raise ConfigurationError("read only")
-        if len(self.jobs) >= self._limits.jobs_per_client:
-            raise CapacityError("too many jobs")
-        self.jobs.plan(request, self._seat(request.keys.epoch)[1], send)
+    # Jobs of its planner, and streams of changes.
+
+    def _plan_or_follow(self, request: AboutJob | AboutChanges, send: Send) -> None:
+        match request:
+            case PlanJob():
+                self._new(request.id)
+                if request.direction == "store" and self.is_read_only:
+                    raise ConfigurationError("read only")
+                if len(self.jobs) >= self._limits.jobs_per_client:
+                    raise CapacityError("too many jobs")
+                self.jobs.plan(request, self._seat(request.keys.epoch)[1], send)
+            case Follow():
+                self._new(request.id)
+                if len(self._changes) >= self._limits.leases_per_client:
+                    raise CapacityError(f"this client follows changes {len(self._changes)} times")
+                self._changes.follow(request.id, self._seat(b"")[1], send)
+            case Taken():
+                self._changes.taken(request.id, request.num_messages)
+            case _:
+                self.jobs.take(request)
 
     # Questions.
 
@@ -353,7 +370,8 @@ class Session:
 
     def _new(self, id_: int) -> None:
         """Raise unless a number is nobody's: what had it would be forgotten, and what is held for that."""
-        if any(id_ in those for those in (self._loads, self._stores, self._asked, self._leases, self.jobs)):
+        taken = self._loads, self._stores, self._asked, self._leases, self.jobs, self._changes
+        if any(id_ in those for those in taken):
             raise ConfigurationError(f"number {id_} is of something that has not ended")
 
     def _checked(self, id_: int, send: Send, call: Callable[[], object]) -> None:
