@@ -11,12 +11,13 @@ from rich.markup import escape
 from tiered_kv.cli.replaying import BlockSize, PrefillRate, TokenBytes, TraceFile, gib, progress, read, size_of
 from tiered_kv.cli.showing import AsJSON, one_line_errors, out, print_json, print_table
 from tiered_kv.errors import ConfigurationError
-from tiered_kv.replay import BlockCost, Choice, Curve, Medium, Prices, choices, lru_curve, replay, sampled_curve
+from tiered_kv.replay import BlockCost, Choice, Curve, Medium, Prices, Survey, choices, lru_curve, replay
 from tiered_kv.replay.pages import headline, page, picture
 from tiered_kv.traces import Trace
 
 _SHOWN: Final = (0.001, 0.01, 0.03, 0.1, 0.3, 1.0)
 """Sizes in the table, as parts of all blocks of the trace."""
+_ROUNDS: Final = 4
 
 Media = Annotated[
     list[str] | None,
@@ -52,9 +53,9 @@ def plan_command(
         costs = _prices(prices, medium or [], engine_price)
         found = read(trace, block_size)
         policies = dict.fromkeys(["lru", *(each.policy for each in costs.media), *(policy or [])])
-        curves = _curves(found, list(policies), is_shown=not as_json)
-        options = choices(found, curves, costs, cost)
-        best, checked = options[0], None
+        foretold = _Foretold(found, list(policies), is_shown=not as_json)
+        options = foretold.choices(costs, cost)
+        curves, best, checked = foretold.curves(), options[0], None
         if check and best.tiers:
             with progress("checking", len(found.requests), is_shown=not as_json) as advance:
                 checked = replay(found, [each.as_tier() for each in best.tiers], cost, on_request=advance)
@@ -82,14 +83,35 @@ def plan_command(
     out.print(escape(told), highlight=False, soft_wrap=True)
 
 
-def _curves(trace: Trace, policies: Sequence[str], *, is_shown: bool) -> dict[str, Curve]:
-    with progress("lru", len(trace.requests), is_shown=is_shown) as advance:
-        lru = lru_curve(trace, on_request=advance)
-    curves = {"lru": lru}
-    for each in policies[1:]:
-        with progress(each, len(trace.requests), is_shown=is_shown) as advance:
-            curves[each] = sampled_curve(trace, each, lru, on_request=advance)
-    return curves
+class _Foretold:
+    """The curves of all policies, and what they say is best."""
+
+    def __init__(self, trace: Trace, policies: Sequence[str], *, is_shown: bool) -> None:
+        self._trace, self._is_shown = trace, is_shown
+        with progress("lru", len(trace.requests), is_shown=is_shown) as advance:
+            self._lru = lru_curve(trace, on_request=advance)
+        self._surveys = {each: Survey(trace, each, self._lru) for each in policies if each != "lru"}
+        for name, survey in self._surveys.items():
+            with progress(name, survey.most_sizes, is_shown=is_shown) as advance:
+                survey.explore(advance)
+
+    def curves(self) -> dict[str, Curve]:
+        """Return them by policy, LRU's first."""
+        return {"lru": self._lru} | {name: each.curve for name, each in self._surveys.items()}
+
+    def choices(self, prices: Prices, cost: BlockCost) -> list[Choice]:
+        """Return what is best, once the sizes that it has were served themselves, if that goes in a few rounds."""
+        options = choices(self._trace, self.curves(), prices, cost)
+        for _ in range(_ROUNDS):
+            served = [
+                self._surveys[each.policy].serve(each.num_blocks)
+                for each in options[0].tiers
+                if each.policy in self._surveys
+            ]
+            if not any(served):
+                break
+            options = choices(self._trace, self.curves(), prices, cost)
+        return options
 
 
 def _prices(path: Path | None, media: Sequence[str], engine_price: float | None) -> Prices:

@@ -1,10 +1,11 @@
 """Replays of traces, and plans of capacity made from them: for the command line and for benchmarks."""
 
 from tiered_kv.replay.chain import SimulatedChain, TierPlan, plans_from, tier_plans
-from tiered_kv.replay.curves import Curve, lru_curve, sampled_curve
+from tiered_kv.replay.curves import Curve, lru_curve
 from tiered_kv.replay.plan import Choice, Medium, PlannedTier, Prices, choices
 from tiered_kv.replay.report import ReplayReport, TierReport
 from tiered_kv.replay.simulated import BlockCost, replay
+from tiered_kv.replay.surveys import Survey
 
 __all__ = [
     "BlockCost",
@@ -15,12 +16,12 @@ __all__ = [
     "Prices",
     "ReplayReport",
     "SimulatedChain",
+    "Survey",
     "TierPlan",
     "TierReport",
     "choices",
     "lru_curve",
     "plans_from",
     "replay",
-    "sampled_curve",
     "tier_plans",
 ]
