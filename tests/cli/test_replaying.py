@@ -54,6 +54,36 @@ def test_replay_says_what_prefetches_are_worth() -> None:
     assert run("replay", trace, "--tier", "s3", "--prefetch").exit_code == 2
 
 
+def test_a_real_cache_serves_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside what is imagined of as many blocks: the same hits; small blocks stand for large ones. Nothing is left."""
+    monkeypatch.chdir(tmp_path)
+    trace, tiers = "synthetic:chat?num_requests=30", ("--tier", "cpu=2GiB", "--tier", "nvme=8GiB")
+    options = ("--real", "--real-token-bytes", "8", "--speed", "1000")
+    found = answer("replay", trace, *tiers, *options)
+    of_tiers = [
+        [(each["name"], each["capacity_blocks"], each["hits"], each["evicted_blocks"]) for each in report["tiers"]]
+        for report in (found, found["real"])
+    ]
+    assert of_tiers[0] == of_tiers[1]
+    assert found["hit_rate"] == found["real"]["hit_rate"] > 0
+    assert (found["block_bytes"], found["real"]["block_bytes"]) == (2**26, 4096)
+    assert "0 blocks came back wrong" in run("replay", trace, *tiers, *options).stdout
+    assert list(tmp_path.iterdir()) == []
+    assert "--prefetch or --real" in run("replay", trace, *tiers, "--real", "--prefetch").stderr
+
+
+def test_a_real_cache_is_that_of_the_settings(tmp_path: Path) -> None:
+    """Their tiers and limits, in folders beside theirs."""
+    file = tmp_path / "kv.toml"
+    file.write_text(
+        '[[tiers]]\nmedium = "cpu"\ncapacity = "80KiB"\n[[tiers]]\nmedium = "nvme"\npath = "kv"\ncapacity = "1MiB"\n'
+        "[limits]\npromote = false\n"
+    )
+    found = answer("replay", "synthetic:chat?num_requests=20", "--config", file, "--token-bytes", "8", "--real")
+    assert found["real"]["tiers"][0]["promoted_blocks"] == 0
+    assert found["hit_rate"] == found["real"]["hit_rate"]
+
+
 def test_an_exclusive_tier_is_refused(tmp_path: Path) -> None:
     """What a replay would get wrong it does not answer."""
     file = tmp_path / "kv.toml"

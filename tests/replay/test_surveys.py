@@ -1,3 +1,5 @@
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -7,8 +9,12 @@ from tiered_kv.replay import BlockCost, Survey, TierPlan, lru_curve, replay
 from tiered_kv.traces import Request, Trace, agents, api_batches, chat, zipf_prompts
 
 COST = BlockCost(token_bytes=8, prefill_tokens_a_s=100.0)
-MAKERS = (chat, agents, zipf_prompts, api_batches)
-POLICIES = ("arc", "mq", "s3-fifo", "lhd")
+PAIRS: list[tuple[Callable[..., Trace], str]] = [
+    (chat, "arc"),
+    (agents, "mq"),
+    (zipf_prompts, "s3-fifo"),
+    (api_batches, "lhd"),
+]
 
 
 def replayed(trace: Trace, num_blocks: int, policy: str) -> float:
@@ -16,8 +22,8 @@ def replayed(trace: Trace, num_blocks: int, policy: str) -> float:
     return replay(trace, [TierPlan("cpu", num_blocks * 4096, policy, is_memory=True)], COST).hit_rate
 
 
-@pytest.mark.parametrize(("make", "policy"), [*zip(MAKERS, POLICIES, strict=True)])
-def test_what_is_foretold_of_a_policy_is_what_a_replay_finds(make: type, policy: str) -> None:
+@pytest.mark.parametrize(("make", "policy"), PAIRS)
+def test_what_is_foretold_of_a_policy_is_what_a_replay_finds(make: Callable[..., Trace], policy: str) -> None:
     """Within 0.01 of the catalog's own, at sizes that nobody chose: from a hundredth of the blocks to two fifths."""
     trace = make(num_requests=50)
     curve = Survey(trace, policy, lru_curve(trace)).explore()
@@ -27,7 +33,7 @@ def test_what_is_foretold_of_a_policy_is_what_a_replay_finds(make: type, policy:
 
 
 @pytest.mark.parametrize("make", [chat, zipf_prompts])
-def test_a_part_of_the_conversations_stands_for_all(make: type) -> None:
+def test_a_part_of_the_conversations_stands_for_all(make: Callable[..., Trace]) -> None:
     """Of a long trace; the more it has, the better. A half of a few hundred is within 0.03."""
     trace = make(num_requests=400)
     survey = Survey(trace, "mq", lru_curve(trace), most_blocks=trace.num_blocks // 2)

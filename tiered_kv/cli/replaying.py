@@ -1,5 +1,7 @@
 """``tiered-kv replay``: what a chain of tiers would do, or does, for a trace."""
 
+import asyncio
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -12,6 +14,8 @@ from rich.progress import Progress
 from tiered_kv.cli.showing import AsJSON, ConfigFile, err, one_line_errors, out, print_json, print_table, settings_of
 from tiered_kv.errors import ConfigurationError
 from tiered_kv.replay import BlockCost, ReplayReport, plans_from, replay, tier_plans
+from tiered_kv.replay.real import media_of, really, with_room_as
+from tiered_kv.settings import CacheLimits
 from tiered_kv.traces import BadLine, Trace, open_trace
 
 _MOST_TOLD: Final = 5
@@ -31,6 +35,15 @@ Tiers = Annotated[
     typer.Option("--tier", metavar="NAME=SIZE", help="cpu=16GiB, nvme=1TiB:lru, s3 without a bound; fastest first."),
 ]
 PrefillRate = Annotated[float, typer.Option(min=1.0, help="Tokens a second that the engine computes of a prompt.")]
+Real = Annotated[bool, typer.Option("--real", help="Serve the same from a real cache, in folders of its own.")]
+RealTokenBytes = Annotated[
+    str | None,
+    typer.Option("--real-token-bytes", help="Of one token in the real cache, whose tiers get as much smaller."),
+]
+Speed = Annotated[
+    float | None,
+    typer.Option(min=1e-3, help="Seconds of the trace in one of the real cache; else as fast as it goes."),
+]
 
 
 def replay_command(
@@ -43,22 +56,41 @@ def replay_command(
     kv_bytes: TokenBytes = "128KiB",
     prefill_rate: PrefillRate = 10_000.0,
     prefetch: Annotated[bool, typer.Option(help="Bring conversations to memory before they come back.")] = False,
+    real: Real = False,
+    real_kv_bytes: RealTokenBytes = None,
+    speed: Speed = None,
     as_json: AsJSON = False,
 ) -> None:
     """Serve a trace's requests from imagined tiers: what each would hit, move and write.
 
     The tiers are those of --tier, else of the settings. The cache's own catalog and policies decide; no bytes move.
+    With --real they do: a cache of such tiers serves the same requests, and what it loads is compared.
     """
     with one_line_errors():
         cost = BlockCost(size_of("--token-bytes", kv_bytes), prefill_rate)
-        plans = tier_plans(tier, policy) if tier else plans_from(settings_of(config))
-        found = read(trace, block_size)
+        settings = None if tier else settings_of(config)
+        plans = tier_plans(tier or [], policy) if settings is None else plans_from(settings)
+        limits = CacheLimits() if settings is None else settings.limits
+        if real and prefetch:
+            raise ConfigurationError("prefetches are imagined only: leave out --prefetch or --real")
+        found, done = read(trace, block_size), None
+        if real:
+            real_cost = BlockCost(size_of("--real-token-bytes", real_kv_bytes or kv_bytes), prefill_rate)
+            tiers = media_of(plans) if settings is None else settings.tiers
+            with progress("serving", len(found.requests), is_shown=not as_json) as advance:
+                done = asyncio.run(
+                    really(found, tiers, plans, cost, real_cost, limits, speed or math.inf, on_request=advance)
+                )
+            plans = with_room_as(done, plans, found.block_size * cost.token_bytes)
         with progress("replaying", len(found.requests), is_shown=not as_json) as advance:
-            report = replay(found, plans, cost, prefetch=prefetch, on_request=advance)
+            report = replay(found, plans, cost, promote=limits.promote, prefetch=prefetch, on_request=advance)
     if as_json:
-        print_json(asdict(report))
+        print_json(asdict(report) | ({"real": asdict(done)} if done else {}))
     else:
         show(report)
+        if done:
+            show(done)
+    raise typer.Exit(int(done is not None and done.wrong_blocks > 0))
 
 
 def show(report: ReplayReport) -> None:
@@ -89,6 +121,11 @@ def show(report: ReplayReport) -> None:
 
 def _told(report: ReplayReport) -> str:
     """Say how many loads had to wait for a slower tier."""
+    if report.is_real:
+        return (
+            f"so much was done and not imagined, by real tiers and bytes: loads took {report.load_s:,.2f} s, and "
+            f"{report.wrong_blocks:,} blocks came back wrong"
+        )
     told = f"{report.loads_in_memory / max(1, report.loads):.1%} of {report.loads:,} loads found all of it in memory"
     if report.prefetch is None:
         return told

@@ -1,6 +1,9 @@
 """What a replay found."""
 
 from dataclasses import dataclass
+from typing import Final
+
+DAY_S: Final = 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,9 @@ class ReplayReport:
         loads_in_memory: Of these, those that found all of it in memory.
         tiers: Fastest first.
         prefetch: What prefetches did, if there were any.
+        is_real: Whether it was done, and not imagined.
         wrong_blocks: Blocks whose bytes were not what was stored: 0, or a fault. Only a real cache has bytes.
+        load_s: What all loads took together. Only a real cache takes time.
     """
 
     trace: str
@@ -81,4 +86,6 @@ class ReplayReport:
     loads_in_memory: int
     tiers: tuple[TierReport, ...]
     prefetch: PrefetchReport | None = None
+    is_real: bool = False
     wrong_blocks: int = 0
+    load_s: float = 0.0

@@ -5,11 +5,9 @@ from dataclasses import dataclass
 
 from tiered_kv.errors import ConfigurationError
 from tiered_kv.replay.chain import SimulatedChain, SimulatedTier, TierPlan
-from tiered_kv.replay.report import ReplayReport, TierReport
+from tiered_kv.replay.report import DAY_S, ReplayReport, TierReport
 from tiered_kv.replay.sessions import SimulatedPlanner, sessions_of
 from tiered_kv.traces import Trace, names_of
-
-_DAY_S = 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +91,6 @@ def _report_of(tier: SimulatedTier, num_blocks: int, payload_bytes: int, seconds
         written_blocks=tier.written,
         promoted_blocks=tier.promoted,
         written_bytes=written_bytes,
-        written_bytes_a_day=written_bytes * _DAY_S / seconds if seconds else 0.0,
+        written_bytes_a_day=written_bytes * DAY_S / seconds if seconds else 0.0,
         evicted_blocks=tier.evicted,
     )

@@ -22,7 +22,7 @@ from tiered_kv.traces import Request, Trace, names_of
 
 MOST_BLOCKS: Final = 1 << 18
 """Different blocks that are looked at: of a trace with no more, all; of a longer one, about so many."""
-_MOST_SERVED: Final = 1 << 22
+_MOST_SERVED: Final = 1 << 23
 """Blocks that are asked for in all replays of one survey together, which bounds what it takes; and"""
 _MOST_SIZES: Final = 48
 _LEAST_SIZES: Final = 8
