@@ -293,11 +293,17 @@ class BlockCache(ABC):
         return submissions.submit(start, partial(load_failed, len(keys)))
 
     def submit_store(
-        self, keys: BlockKeys, source: EngineBlocks, *, after: object = None, epoch: str | None = None
+        self,
+        keys: BlockKeys,
+        source: EngineBlocks,
+        *,
+        after: object = None,
+        epoch: str | None = None,
+        hint: ReuseHint | None = None,
     ) -> StoreTicket:
         """`start_store` from any thread, which waits for nothing; see `submit_load`."""
         submissions = self._open(anywhere=True).submissions
-        start = self._prepare_store(StoreCall(keys, source, after, epoch), anywhere=True)
+        start = self._prepare_store(StoreCall(keys, source, after, epoch, hint=hint), anywhere=True)
         return submissions.submit(start, partial(store_failed, len(keys)))
 
     @abstractmethod

@@ -148,10 +148,16 @@ class BlockingTieredKV:
         return _ended(submit(keys, into, after=after, deadline_s=deadline_s, priority=priority, gaps=gaps))
 
     def store(
-        self, keys: BlockKeys, source: EngineBlocks, *, after: object = None, epoch: str | None = None
+        self,
+        keys: BlockKeys,
+        source: EngineBlocks,
+        *,
+        after: object = None,
+        epoch: str | None = None,
+        hint: ReuseHint | None = None,
     ) -> StoreResult:
         """See `TieredKV.store`. For what becomes of the blocks in the tiers below, see `flush`."""
-        return _ended(self.cache.submit_store(keys, source, after=after, epoch=epoch))
+        return _ended(self.cache.submit_store(keys, source, after=after, epoch=epoch, hint=hint))
 
     def lookup_groups(self, needs: Sequence[GroupNeed]) -> GroupsLookup:
         """See `TieredKV.lookup_groups`."""

@@ -14,6 +14,7 @@ from functools import cached_property
 
 from typing_extensions import override
 
+from tiered_kv.hints import ReuseHint, check_hint
 from tiered_kv.keys import BlockKeys
 from tiered_kv.open_cache import OpenCache
 from tiered_kv.plan import Outcomes, ProcessSlab, SlabHandle
@@ -68,7 +69,14 @@ class Planner(ABC):
         """
 
     @abstractmethod
-    def plan_store(self, keys: BlockKeys, source: GPULoadStoreSpec | None = None, *, epoch: str | None = None) -> Job:
+    def plan_store(
+        self,
+        keys: BlockKeys,
+        source: GPULoadStoreSpec | None = None,
+        *,
+        epoch: str | None = None,
+        hint: ReuseHint | None = None,
+    ) -> Job:
         """Reserve host slots for workers to copy the engine's blocks to.
 
         What is there already is left out, rank by rank. Where the CPU tier has no room for all nothing is stored.
@@ -78,6 +86,7 @@ class Planner(ABC):
             source: ``pages_per_block`` block ids per key, the same on every rank. They must not change until the
                 workers have copied them. Left out where they are not known yet: see `Job.bind`.
             epoch: The weights that computed the blocks, where they are not the current ones any more.
+            hint: What is known of the future of those blocks that are new.
 
         Raises:
             ConfigurationError, LayoutMismatchError, ClosedError: As for `plan_load`.
@@ -146,10 +155,17 @@ class OwnPlanner(Planner):
         return cache.jobs.begin(JobRequest("load", keys, parts, into, lambda: cache.epoch == epoch, gaps))
 
     @override
-    def plan_store(self, keys: BlockKeys, source: GPULoadStoreSpec | None = None, *, epoch: str | None = None) -> Job:
+    def plan_store(
+        self,
+        keys: BlockKeys,
+        source: GPULoadStoreSpec | None = None,
+        *,
+        epoch: str | None = None,
+        hint: ReuseHint | None = None,
+    ) -> Job:
         self._check_open()
         cache = self._cache
         parts = cache.batches(keys, epoch)
         check_planned(parts[0][0], keys, source)
         cache.note("store", keys)
-        return cache.jobs.begin(JobRequest("store", keys, parts, source, lambda: True))
+        return cache.jobs.begin(JobRequest("store", keys, parts, source, lambda: True, hint=check_hint(hint)))

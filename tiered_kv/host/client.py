@@ -190,11 +190,9 @@ class ConnectedKV(BlockCache):
             there.send(messages.Release(answer.id))
 
     def touch(self, keys: BlockKeys, *, hint: ReuseHint | None = None) -> None:
-        """See `BlockCache.touch`; hints do not reach the host's cache."""
+        """See `BlockCache.touch`."""
         said = self._starts.said(keys)
-        check_hint(hint)
-        if hint is None or hint.probability > 0:
-            self._connection.send(messages.Touch(said))
+        self._connection.send(messages.Touch(said, check_hint(hint)))
 
     def pin(self, keys: BlockKeys, *, ttl_s: float) -> PinResult:
         """See `BlockCache.pin`. Pins end with this process, too; others' are their own."""

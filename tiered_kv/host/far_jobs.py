@@ -12,6 +12,7 @@ from typing import Final, Literal
 import numpy as np
 
 from tiered_kv.errors import BackendUnavailableError, ConfigurationError, LayoutMismatchError, TieredKVError
+from tiered_kv.hints import ReuseHint
 from tiered_kv.host import wire
 from tiered_kv.host.attachment import Attachment
 from tiered_kv.host.connection import Connection
@@ -44,6 +45,7 @@ class FarRequest:
         per_block: Of the engine's blocks, a key.
         is_current: False once what was loaded is of other weights than are served.
         gaps: Whether to load what is there, block by block, and not a prefix.
+        hint: What the caller of a store says of the blocks' future.
     """
 
     direction: Literal["load", "store"]
@@ -53,6 +55,7 @@ class FarRequest:
     per_block: int
     is_current: Callable[[], bool]
     gaps: bool = False
+    hint: ReuseHint | None = None
 
 
 class _FarJob:
@@ -203,7 +206,7 @@ class FarJobs(JobBook):
         there.transfers[far.number] = self._sent[far.job.number] = far
         try:
             is_bound = request.engine is not None
-            there.send(PlanJob(far.number, request.direction, request.said, request.gaps, is_bound))
+            there.send(PlanJob(far.number, request.direction, request.said, request.gaps, is_bound, request.hint))
         except TieredKVError as error:  # more keys than a message may have
             self._forget(far)
             self._end(far, str(error))

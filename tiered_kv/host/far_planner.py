@@ -4,6 +4,7 @@ import os
 
 from typing_extensions import override
 
+from tiered_kv.hints import ReuseHint, check_hint
 from tiered_kv.host.connection import Connection
 from tiered_kv.host.far_jobs import FarJobs, FarRequest
 from tiered_kv.host.for_workers import ServedSlab
@@ -57,10 +58,19 @@ class FarPlanner(Planner):
         )
 
     @override
-    def plan_store(self, keys: BlockKeys, source: GPULoadStoreSpec | None = None, *, epoch: str | None = None) -> Job:
+    def plan_store(
+        self,
+        keys: BlockKeys,
+        source: GPULoadStoreSpec | None = None,
+        *,
+        epoch: str | None = None,
+        hint: ReuseHint | None = None,
+    ) -> Job:
         said = self._starts.said(keys, epoch=None if epoch is None else epoch_digest(epoch), anywhere=True)
         per_block = self._check(keys, source)
-        return self._far_jobs.begin(FarRequest("store", keys, said, source, per_block, lambda: True))
+        return self._far_jobs.begin(
+            FarRequest("store", keys, said, source, per_block, lambda: True, hint=check_hint(hint))
+        )
 
     def _check(self, keys: BlockKeys, blocks: GPULoadStoreSpec | None) -> int:
         """Raise unless blocks of the engine are as many as the keys need; return how many a key needs."""

@@ -6,6 +6,7 @@ to whoever plans, and that says it here.
 
 from typing import Literal
 
+from tiered_kv.hints import ReuseHint
 from tiered_kv.host.fields import Keys, Part
 from tiered_kv.host.wire import Field, Message
 from tiered_kv.plan import TierShare
@@ -19,6 +20,7 @@ class PlanJob(Message, frozen=True, tag="plan_job"):
     keys: Keys
     gaps: bool
     is_bound: bool
+    hint: ReuseHint | None
 
 
 class BindJob(Message, frozen=True, tag="bind_job"):

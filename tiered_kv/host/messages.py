@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 from tiered_kv.explain import Explanation
+from tiered_kv.hints import ReuseHint
 from tiered_kv.host.change_messages import AboutChanges, Changed
 from tiered_kv.host.fields import Keys, Part
 from tiered_kv.host.job_messages import AboutJob, JobEnded, JobPlanned
@@ -34,6 +35,7 @@ class Store(Message, frozen=True, tag="store"):
     id: int
     keys: Keys
     layerwise: bool
+    hint: ReuseHint | None
 
 
 class StoreLayer(Message, frozen=True, tag="store_layer"):
@@ -125,9 +127,10 @@ class Membership(Message, frozen=True, tag="membership"):
 
 
 class Touch(Message, frozen=True, tag="touch"):
-    """Count a use; nothing is answered."""
+    """Count a use, or take note of a hint; nothing is answered."""
 
     keys: Keys
+    hint: ReuseHint | None
 
 
 class Pin(Message, frozen=True, tag="pin"):

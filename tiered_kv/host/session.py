@@ -221,7 +221,9 @@ class Session:
             send(messages.Settled(request.id, ()))
             return
         positions = np.arange(len(keys))[:, np.newaxis]
-        handle = start_store(StoreRequest(chain, batch, far, positions, Lane(far, None), layerwise=request.layerwise))
+        handle = start_store(
+            StoreRequest(chain, batch, far, positions, Lane(far, None), request.layerwise, request.hint)
+        )
         self._stores[request.id] = handle, far
         self._num_bytes += far.num_bytes
         handle.when_done(partial(self._stored, request.id, len(keys), send))
@@ -386,7 +388,7 @@ class Session:
         try:
             (kv, _), keys = self._seat(request.keys.epoch), request.keys.block_keys()
             if isinstance(request, messages.Touch):
-                kv.touch(keys)
+                kv.touch(keys, hint=request.hint)
             else:
                 kv.unpin(keys)
         except TieredKVError as error:

@@ -75,7 +75,9 @@ class SessionJobs:
         per_block = parts[0][0].group.pages_per_block
         engine = _some_blocks(len(keys) * per_block, keys.group) if request.is_bound else None
         seat.note(request.direction, keys)
-        job = self._jobs.begin(JobRequest(request.direction, keys, parts, engine, lambda: True, request.gaps))
+        job = self._jobs.begin(
+            JobRequest(request.direction, keys, parts, engine, lambda: True, request.gaps, request.hint)
+        )
         self._by_id[request.id] = job, keys, per_block
         self._tasks.spawn(self._tell(request.id, job, send), f"tell of a job to {request.direction}")
 

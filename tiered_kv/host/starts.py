@@ -85,7 +85,7 @@ class Starts:
             if self.is_draining:
                 store.refuse("draining")
             else:
-                store.start(there, lambda id_: Store(id_, said, call.layerwise))
+                store.start(there, lambda id_: Store(id_, said, call.layerwise, call.hint))
             here.tasks.watch(store.ended, store.revoke)
             return StoreHandle(store.ended, store)
 

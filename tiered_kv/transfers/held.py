@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.catalog.leases import Lease, Reservation
+from tiered_kv.hints import ReuseHint
 from tiered_kv.specs import CPULoadStoreSpec
 from tiered_kv.tiers.base import Mask
 from tiered_kv.tiers.batch import Batch
@@ -81,7 +82,9 @@ class HeldStore:
         present: Which blocks of the job were there already.
     """
 
-    def __init__(self, chain: Chain, batch: Batch, reservation: Reservation, num_keys: int) -> None:
+    def __init__(
+        self, chain: Chain, batch: Batch, reservation: Reservation, num_keys: int, hint: ReuseHint | None
+    ) -> None:
         """Take over what was reserved for ``batch``: all ``num_keys`` of the job, or none where there is no room."""
         self.chain = chain
         self.positions = np.flatnonzero(reservation.slots >= 0)
@@ -90,6 +93,7 @@ class HeldStore:
         self.present[: len(batch)] = reservation.slots < 0
         self._batch = batch
         self._reservation = reservation
+        self._hint = hint
 
     def end(self, moved: Mask, wanted: slice) -> None:
         """Make readable what all ranks have copied out, give back the other slots, and write down."""
@@ -99,6 +103,8 @@ class HeldStore:
         self._reservation.close()
         chain.room.changed()
         live = lease.slots >= 0
+        if self._hint is not None:
+            chain.host.index.hint(self._batch.names[live], self._hint)
         n = int(np.count_nonzero(live))
         tally = Tally(chain.tiers)
         tally.add(chain.host, written=n, dropped=len(self.spec) - n)
@@ -133,7 +139,7 @@ class HeldStore:
 Held = HeldLoad | HeldStore
 
 
-def reserve_all(batches: Sequence[tuple[Chain, Batch]]) -> list[HeldStore]:
+def reserve_all(batches: Sequence[tuple[Chain, Batch]], hint: ReuseHint | None) -> list[HeldStore]:
     """Reserve slots for what each rank lacks, if there is room for all of it; else for nothing."""
     num_keys = len(batches[0][1])
     # Asked of all ranks first: what one would evict for its part must not be lost because another has no room.
@@ -141,7 +147,7 @@ def reserve_all(batches: Sequence[tuple[Chain, Batch]]) -> list[HeldStore]:
         batches = [(chain, batch[:0]) for chain, batch in batches]
     reservations = [chain.reserve(chain.host, batch) for chain, batch in batches]
     return [
-        HeldStore(chain, batch, reservation, num_keys)
+        HeldStore(chain, batch, reservation, num_keys, hint)
         for (chain, batch), reservation in zip(batches, reservations, strict=True)
         if reservation is not None  # it fits, as was said
     ]

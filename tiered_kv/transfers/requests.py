@@ -93,6 +93,7 @@ class JobRequest:
         engine: The engine's blocks, the same on every rank; None if they are to be bound.
         is_current: False once what was loaded is of other weights than are served.
         gaps: Whether to load what is there, block by block, and not a prefix.
+        hint: What the caller of a store says of the blocks' future.
     """
 
     direction: Literal["load", "store"]
@@ -101,6 +102,7 @@ class JobRequest:
     engine: GPULoadStoreSpec | None
     is_current: Callable[[], bool]
     gaps: bool = False
+    hint: ReuseHint | None = None
 
     @property
     def pages_per_block(self) -> int:

@@ -51,7 +51,7 @@ class Underway:
         for chain, batch in request.parts:
             chain.ledger.use(request.direction, batch.names)
         if request.direction == "store":
-            self._held = reserve_all(request.parts)
+            self._held = reserve_all(request.parts, request.hint)
         else:
             leases, at = lease_each(request.parts) if request.gaps else (lease_prefix(request.parts), None)
             self._held = [
