@@ -49,6 +49,36 @@ def test_media_and_prices_are_given(tmp_path: Path) -> None:
     assert "No tier is worth its price" in run(TRACE, "--medium", "cpu=1000000@20GB").stdout
 
 
+def test_bandwidths_are_those_that_were_measured(tmp_path: Path) -> None:
+    """By `bench`, of a file or of a pipe: instead of those that are given, and where none is."""
+    file, found = tmp_path / "kv.toml", tmp_path / "bench.json"
+    file.write_text('[[tiers]]\nmedium = "cpu"\ncapacity = "8MiB"\n')
+    bench = ("bench", "--config", str(file), "--block", "64KiB", "--blocks", "4", "--rounds", "1", "--json")
+    measured = CliRunner().invoke(app, bench)
+    assert measured.exit_code == 0, measured.output
+    found.write_text(measured.stdout)
+    (rate,) = (round(each["bytes_per_s"]) for each in json.loads(measured.stdout) if each["direction"] == "load")
+    media = ("--medium", "cpu=2.5", "--medium", "nvme=0.1@3GB")
+    prices = answer(TRACE, "--no-check", "--bench", found, *media)["prices"]
+    assert [(each["name"], each["read_bandwidth"]) for each in prices["media"]] == [("cpu", rate), ("nvme", 3 * 10**9)]
+    piped = CliRunner().invoke(app, ["plan", TRACE, "--no-check", "--bench", "-", "--json"], input=measured.stdout)
+    assert json.loads(piped.stdout)["prices"]["media"][0]["read_bandwidth"] == rate
+
+
+def test_what_was_not_measured_is_not_taken(tmp_path: Path) -> None:
+    """No figures, figures of other tiers, and tiers that gave none."""
+    file = tmp_path / "bench.json"
+    for said, why in (
+        ("{}", "not what `tiered-kv bench --json` prints"),
+        ('[{"tier": "s3", "direction": "load", "bytes_per_s": 1e9}]', "has s3, none of which is a --medium"),
+        ('[{"tier": "cpu", "direction": "load", "problem": "no room"}]', "tier 'cpu' was not measured: no room"),
+    ):
+        file.write_text(said)
+        result = run(TRACE, "--bench", file)
+        assert result.exit_code == 2
+        assert why in result.stderr
+
+
 def test_a_picture_and_a_page_are_written(tmp_path: Path) -> None:
     """Each where it is asked for."""
     png, html = tmp_path / "plan.png", tmp_path / "plan.html"

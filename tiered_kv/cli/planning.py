@@ -1,13 +1,16 @@
 """``tiered-kv plan``: which tiers a trace makes worth their price."""
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
+from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.markup import escape
 
+from tiered_kv.cli.benching import Measured
 from tiered_kv.cli.replaying import BlockSize, PrefillRate, TokenBytes, TraceFile, gib, progress, read, size_of
 from tiered_kv.cli.showing import AsJSON, one_line_errors, out, print_json, print_table
 from tiered_kv.errors import ConfigurationError
@@ -18,6 +21,7 @@ from tiered_kv.traces import Trace
 _SHOWN: Final = (0.001, 0.01, 0.03, 0.1, 0.3, 1.0)
 """Sizes in the table, as parts of all blocks of the trace."""
 _ROUNDS: Final = 4
+_BENCH: Final = TypeAdapter(list[Measured])
 
 Media = Annotated[
     list[str] | None,
@@ -27,6 +31,10 @@ Media = Annotated[
         help="cpu=2.5@20GB: price of a GiB a month, bytes a second; fastest first.",
     ),
 ]
+Bench = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="What `bench --json` printed, - for stdin: instead of RATEs."),
+]
 
 
 def plan_command(
@@ -34,6 +42,7 @@ def plan_command(
     medium: Media = None,
     *,
     prices: Annotated[Path | None, typer.Option(help="A TOML file: engine_price_per_hour, and [[media]].")] = None,
+    bench: Bench = None,
     engine_price: Annotated[float | None, typer.Option(min=0.0, help="Of an hour of what computes prompts.")] = None,
     policy: Annotated[list[str] | None, typer.Option(help="Policies to compare, besides those of the media.")] = None,
     block_size: BlockSize = None,
@@ -50,7 +59,7 @@ def plan_command(
     """
     with one_line_errors():
         cost = BlockCost(size_of("--token-bytes", kv_bytes), prefill_rate)
-        costs = _prices(prices, medium or [], engine_price)
+        costs = _prices(prices, medium or [], engine_price, _measured(bench))
         found = read(trace, block_size)
         policies = dict.fromkeys(["lru", *(each.policy for each in costs.media), *(policy or [])])
         foretold = _Foretold(found, list(policies), is_shown=not as_json)
@@ -69,6 +78,7 @@ def plan_command(
         print_json(
             {
                 "trace": found.name,
+                "prices": costs.model_dump(mode="json"),
                 "curves": {name: _points(found, each) for name, each in curves.items()},
                 "choices": [_said(each) for each in options],
                 "checked_hit_rate": None if checked is None else checked.hit_rate,
@@ -114,23 +124,52 @@ class _Foretold:
         return options
 
 
-def _prices(path: Path | None, media: Sequence[str], engine_price: float | None) -> Prices:
+def _prices(
+    path: Path | None, given: Sequence[str], engine_price: float | None, measured: Mapping[str, ByteSize]
+) -> Prices:
     prices = Prices() if path is None else Prices.from_toml(path)
-    if media:
-        prices = prices.model_copy(update={"media": tuple(map(_medium, media))})
+    media = tuple(_medium(each, measured) for each in given) or prices.media
+    if measured and not any(each.name in measured for each in media):
+        raise ConfigurationError(f"--bench has {', '.join(measured)}, none of which is a --medium")
+    media = tuple(
+        each.model_copy(update={"read_bandwidth": measured.get(each.name, each.read_bandwidth)}) for each in media
+    )
+    prices = prices.model_copy(update={"media": media})
     if engine_price is not None:
         prices = prices.model_copy(update={"engine_price_per_hour": engine_price})
     return prices
 
 
-def _medium(text: str) -> Medium:
+def _measured(path: Path | None) -> dict[str, ByteSize]:
+    """Return by tier how many bytes a second loads were measured to bring."""
+    if path is None:
+        return {}
+    try:
+        found = _BENCH.validate_json(sys.stdin.read() if str(path) == "-" else path.read_bytes())
+    except ValidationError:
+        raise ConfigurationError(f"--bench {path}: this is not what `tiered-kv bench --json` prints") from None
+    loads = [each for each in found if each.direction == "load"]
+    for each in loads:
+        if each.problem or each.bytes_per_s < 1:
+            raise ConfigurationError(
+                f"--bench {path}: tier {each.tier!r} was not measured: {each.problem or 'no bytes'}"
+            )
+    return {each.tier: ByteSize(round(each.bytes_per_s)) for each in loads}
+
+
+def _medium(text: str, measured: Mapping[str, ByteSize]) -> Medium:
     name, _, rest = text.partition("=")
     price, _, rate = rest.partition("@")
     rate, _, policy = rate.partition(":")
     try:
-        fields = {"name": name, "price_per_gib_month": float(price), "read_bandwidth": rate, "policy": policy or "lru"}
+        fields = {
+            "name": name,
+            "price_per_gib_month": float(price),
+            "read_bandwidth": rate or measured[name],
+            "policy": policy or "lru",
+        }
         return Medium.model_validate(fields)
-    except ValueError:  # pydantic's errors are such, too
+    except (ValueError, KeyError):  # pydantic's errors are such, too
         raise ConfigurationError(
             f"--medium {text}: write NAME=PRICE@RATE, e.g. nvme=0.1@3GB, or nvme=0.1@3GB:lru with a policy"
         ) from None
