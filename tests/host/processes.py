@@ -5,7 +5,7 @@ import multiprocessing as mp
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,7 +17,19 @@ from torch import Tensor
 
 import tiered_kv.worker
 from tests.support.any_layout import MODEL, SMALL, STRIDE, AnyEngine, prompt
-from tiered_kv import BlockKeys, TieredKV, TieredKVSettings, Worker
+from tiered_kv import (
+    BackendUnavailableError,
+    BlockCache,
+    BlockKeys,
+    Job,
+    JobResult,
+    Outcomes,
+    SlabHandle,
+    TieredKV,
+    TieredKVError,
+    TieredKVSettings,
+    Worker,
+)
 from tiered_kv.host.serve import serve
 from tiered_kv.memory.caches import PagedCaches
 from tiered_kv.transfers import bindings
@@ -101,7 +113,7 @@ def server(tell: Connection, path: Path) -> None:
 
 
 def storing_client(tell: Connection, path: Path, seed: int) -> None:
-    """Store and load prompts without end; say the seed of each that is settled on the disk."""
+    """Store and load prompts without end, by plans every other one; say the seed of each that is on the disk."""
     asyncio.run(_store_for_ever(tell, path, seed))
 
 
@@ -167,11 +179,56 @@ async def _store_for_ever(tell: Connection, path: Path, seed: int) -> None:
     engine = AnyEngine()
     async with TieredKV.connect(f"unix://{path}", model=MODEL, layout=SMALL, device="cpu") as kv:
         kv.register_kv_caches(engine.caches[0])
+        planned = _Planned(kv, engine)
         while True:
             keys = prompt_of(seed)
-            stored = await kv.store(keys, engine.fill(keys, range(8)))
-            if any(tier.tier == "nvme" and tier.written + tier.present == 8 for tier in await stored.settled()):
-                tell.send(seed)
-            loaded = await kv.load(keys, engine.spec(range(8, 16)))
+            if seed % 2:
+                await planned.store(keys)
+            else:
+                await kv.store(keys, engine.fill(keys, range(8)))
+            with suppress(BackendUnavailableError):
+                await kv.flush()
+                if all("nvme" in block.in_tiers for block in await kv.explain(keys)):
+                    tell.send(seed)
+            loaded = await planned.load(keys) if seed % 2 else await kv.load(keys, engine.spec(range(8, 16)))
             assert loaded.num_blocks <= engine.count_right(keys, range(8, 16))
             seed += 1
+
+
+class _Planned:
+    """Stores and loads by plans, which a worker in this process carries out; the next server's memory is attached."""
+
+    def __init__(self, kv: BlockCache, engine: AnyEngine) -> None:
+        self._planner = kv.planner()
+        self._planner.register_worker()
+        self._engine = engine
+        self._slabs: Sequence[SlabHandle] = ()
+        self._worker: Worker | None = None
+
+    async def store(self, keys: BlockKeys) -> JobResult:
+        """Store a prompt from the first blocks on."""
+        return await self._carry_out(self._planner.plan_store(keys, self._engine.fill(keys, range(8))))
+
+    async def load(self, keys: BlockKeys) -> JobResult:
+        """Load a prompt into the blocks after these."""
+        return await self._carry_out(self._planner.plan_load(keys, self._engine.spec(range(8, 16))))
+
+    async def _carry_out(self, job: Job) -> JobResult:
+        plan = await job.planned()
+        if plan.moves:
+            try:
+                outcomes = self._attached().execute(plan)
+            except TieredKVError as error:  # the server has gone, or another is there
+                outcomes = Outcomes(plan.job, 0, 0, str(error))
+            self._planner.complete(outcomes)
+        return await job.ended()
+
+    def _attached(self) -> Worker:
+        slabs = self._planner.slabs()
+        if self._worker is None:
+            self._worker = Worker(slabs, layout=SMALL, device="cpu")
+            self._worker.register_kv_caches(self._engine.caches[0])
+        elif slabs is not self._slabs:
+            self._worker.attach(slabs)
+        self._slabs = slabs
+        return self._worker

@@ -13,6 +13,7 @@ from tests.support.any_layout import MODEL, SMALL, STRIDE, AnyEngine, cpu, memor
 from tests.support.caches import until
 from tests.support.serving import attached, serving
 from tiered_kv import (
+    BackendUnavailableError,
     BlockState,
     ConfigurationError,
     ConnectedKV,
@@ -29,7 +30,7 @@ from tiered_kv import (
 )
 from tiered_kv.host import link, messages, wire
 from tiered_kv.host.fields import Keys
-from tiered_kv.host.opening import Attach
+from tiered_kv.host.opening import Attach, Health
 
 KEYS = prompt(12)
 
@@ -357,6 +358,26 @@ async def test_a_client_that_talks_nonsense_keeps_what_it_holds_until_it_goes(tm
             assert kv.stats()["cpu"].leased == 12
             link.give_back(connection, descriptors)
             assert await kv.evict(KEYS) == 12
+
+
+async def test_a_server_that_dies_as_one_attaches_is_away(tmp_path: Path) -> None:
+    """A connection that ends before it began says nothing against either side: another server may come."""
+    with socket.socket(socket.AF_UNIX) as dying:
+        dying.bind(os.fspath(tmp_path / "kv.sock"))
+        dying.listen()
+
+        def die() -> None:
+            connection, _ = dying.accept()
+            connection.sendall(wire.greeting())
+            connection.recv(wire.GREETING_BYTES)
+            connection.recv(4096)
+            connection.close()
+
+        thread = threading.Thread(target=die)
+        thread.start()
+        with pytest.raises(BackendUnavailableError, match="closed the connection"):
+            await asyncio.to_thread(link.begin, os.fspath(tmp_path / "kv.sock"), Health(), 60.0)
+        thread.join()
 
 
 async def test_a_second_server_is_refused(tmp_path: Path) -> None:

@@ -291,7 +291,7 @@ def _receive_now(connection: socket.socket, num_bytes: int, descriptors: list[in
         part, came, _, _ = socket.recv_fds(connection, num_bytes - len(received), MOST_DESCRIPTORS)
         descriptors += came
         if not part:
-            raise WireError("the server has closed the connection before it began")
+            raise ConnectionAbortedError("it has closed the connection before it began")
         received += part
     return received
 
