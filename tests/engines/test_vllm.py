@@ -1,17 +1,19 @@
 """A real vLLM on a CPU, end to end: what it generates with us below it is what it generates alone."""
 
+import contextlib
 import json
 import pathlib
 import shutil
 import signal
+import subprocess
 from collections.abc import Mapping
 from typing import Any, Final
 
 import pytest
 
-from environments import Environment
+from environments import Environment, answer_of
 from tests.support.serving import serving
-from tiered_kv import CacheLimits
+from tiered_kv import CacheLimits, TieredKVServer
 
 PROMPTS: Final = [0, 1]
 HITS: Final = 2 * 9 * 32
@@ -142,9 +144,23 @@ def test_a_prefix_longer_than_the_cpu_tier(warm: Runs, alone: list[list[int]]) -
 
 def test_routers_hear_of_the_tiers_in_the_engines_own_events(runs: Runs, vllm: Environment) -> None:
     """By vLLM's publisher and decoder: which medium has what the GPU computed, and what a tier has evicted."""
-    answer = vllm.run(
-        "vllm_events.py", runs.arguments(prompts=[0, 1, 2, 3], tiers=["cpu://?capacity=512KiB", NVME[1]], rounds=2)
+    wanted: Answer = {"prompts": [0, 1, 2, 3], "tiers": ["cpu://?capacity=512KiB", NVME[1]], "rounds": 2}
+    _check_events(vllm.run("vllm_events.py", runs.arguments(**wanted)))
+
+
+def test_routers_hear_of_a_servers_tiers_too(runs: Runs, vllm: Environment) -> None:
+    """The same of an engine whose blocks a host's server keeps."""
+    tiers = (
+        {"medium": "cpu", "capacity": "512KiB"},
+        {"medium": "nvme", "path": runs.folder / "nvme", "capacity": "16MiB"},
     )
+    with serving(runs.folder, *tiers, limits=CacheLimits()) as server:
+        wanted: Answer = {"prompts": [0, 1, 2, 3], "tiers": None, "extra": {"connect": f"unix://{server.path}"}}
+        _check_events(vllm.run("vllm_events.py", runs.arguments(**wanted, rounds=2)))
+
+
+def _check_events(answer: Answer) -> None:
+    """Check what a router knows in the end of four prompts, of which the CPU tier has room for less than two."""
     assert answer["is_told_right"]
     assert answer["known"]["STORAGE"] == 4 * 9
     assert 0 < answer["known"]["CPU"] <= 16
@@ -215,6 +231,28 @@ def test_engines_share_prefixes_by_a_server(runs: Runs, alone: list[list[int]]) 
     assert (hits_of(cold), hits_of(warm)) == (0, HITS)
     assert warm["labelled"]["vllm:prompt_tokens_cached_by_source host"] == HITS
     assert warm["counters"]["vllm:tiered_kv_load_blocks"] == HITS // 32
+
+
+def test_an_engine_outlives_its_server(runs: Runs, vllm: Environment, alone: list[list[int]]) -> None:
+    """A server that restarts under an engine costs it some blocks, and no answer; then it uses the next one."""
+    tiers = {"medium": "cpu", "capacity": "4MiB"}, {"medium": "nvme", "path": runs.folder / "nvme", "capacity": "16MiB"}
+    with serving(runs.folder, *tiers, limits=CacheLimits()) as first:
+        arguments = runs.arguments(tiers=None, extra={"connect": f"unix://{first.path}"}, rounds=100)
+        engine = vllm.start("vllm_generate.py", arguments)
+        while engine.poll() is None and not _num_hits(first):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                engine.wait(0.1)
+    with serving(runs.folder, *tiers, limits=CacheLimits()) as second:
+        output, _ = engine.communicate(timeout=300)
+        assert _num_hits(second) > 0
+    answer = answer_of(output)
+    assert [each["tokens"] for each in answer["rounds"]] == [alone[:2]] * 100
+    assert sum(answer["rounds"][-1]["cached"]) == HITS
+
+
+def _num_hits(server: TieredKVServer) -> int:
+    shares = TieredKVServer.health_at(server.path)["shares"]
+    return sum(tier["hits"] for share in shares for tier in share.get("tiers", ()))
 
 
 def test_requests_at_once_with_preemption(runs: Runs, vllm: Environment, tiny_llama: pathlib.Path) -> None:

@@ -69,6 +69,20 @@ async def test_a_plan_that_no_worker_has_ends_with_its_planner(tmp_path: Path) -
             await until_async(lambda: other.stats()["cpu"].pending == 0)
 
 
+async def test_who_drains_plans_no_store(tmp_path: Path) -> None:
+    """It ends with nothing; loads are planned until the client is closed."""
+    with serving(tmp_path, cpu(16)) as server:
+        async with attached(server, engine := AnyEngine()) as kv:
+            await kv.store(KEYS, engine.fill(KEYS, range(8)))
+            planning = kv.planner()
+            planning.register_worker()
+            assert await kv.drain()
+            assert (await planning.plan_store(prompt(4, seed=1)).ended()).errors == ("draining",)
+            job = planning.plan_load(KEYS)
+            assert (await job.planned()).num_blocks == 8
+            job.cancel()
+
+
 async def test_a_server_killed_under_a_plan(tmp_path: Path) -> None:
     """Jobs end, others end at once while none is there; then workers take the memory of the next one, and go on."""
     async with AsyncExitStack() as stack:

@@ -46,6 +46,7 @@ class FarRequest:
         is_current: False once what was loaded is of other weights than are served.
         gaps: Whether to load what is there, block by block, and not a prefix.
         hint: What the caller of a store says of the blocks' future.
+        refused: Why it ends with nothing, if it does.
     """
 
     direction: Literal["load", "store"]
@@ -56,6 +57,7 @@ class FarRequest:
     is_current: Callable[[], bool]
     gaps: bool = False
     hint: ReuseHint | None = None
+    refused: str = ""
 
 
 class _FarJob:
@@ -193,7 +195,9 @@ class FarJobs(JobBook):
 
     def _start(self, far: _FarJob) -> None:
         there = self._connection.there
-        if there is None or not there.is_open or there.is_silent:
+        if far.request.refused:
+            self._end(far, far.request.refused)
+        elif there is None or not there.is_open or there.is_silent:
             self._end(far, "server away")
         elif self._workers.unlike(self._known):
             self._waiting.append(far)

@@ -68,8 +68,9 @@ class FarPlanner(Planner):
     ) -> Job:
         said = self._starts.said(keys, epoch=None if epoch is None else epoch_digest(epoch), anywhere=True)
         per_block = self._check(keys, source)
+        refused = "draining" if self._starts.is_draining else ""
         return self._far_jobs.begin(
-            FarRequest("store", keys, said, source, per_block, lambda: True, hint=check_hint(hint))
+            FarRequest("store", keys, said, source, per_block, lambda: True, hint=check_hint(hint), refused=refused)
         )
 
     def _check(self, keys: BlockKeys, blocks: GPULoadStoreSpec | None) -> int:
