@@ -14,8 +14,10 @@ from tests.support.nvme_tier import (
     PAYLOAD,
     STRIDE,
     backend_at,
+    content_of,
     count_up,
     disk_usage,
+    key_of,
     ledger_of,
     open_tier,
     shape_of,
@@ -23,7 +25,7 @@ from tests.support.nvme_tier import (
     slots_of,
 )
 from tiered_kv.backend import Block, Outcome, RecordShape
-from tiered_kv.errors import ClosedError, ConfigurationError
+from tiered_kv.errors import ClosedError, ConfigurationError, LayoutMismatchError
 from tiered_kv.keys import BlockKey, Namespace
 from tiered_kv.testing import SlotBackendTests, block_names, make_block, open_backend, open_context
 from tiered_kv_backends.nvme import NVMeBackend
@@ -185,6 +187,16 @@ async def test_closed_is_said(tmp_path: Path) -> None:
         with pytest.raises(ClosedError):
             await backend.forget(0, np.arange(1))
         assert backend.describe() == {}
+
+
+async def test_names_are_as_many_as_blocks(tmp_path: Path) -> None:
+    """Else nobody could say which is whose: nothing is written."""
+    async with open_tier(tmp_path) as tier:
+        keys = [key_of(0), key_of(1)]
+        for names in (block_names(keys), block_names(keys[:0])):
+            with pytest.raises(LayoutMismatchError, match=f"{len(names)} keys but 1 blocks"):
+                await tier.backend.write(0, np.array([0]), names, [make_block(content_of(0), keys[0])])
+        assert await tier.verified({0: 0}) == [Outcome.MISS]
 
 
 async def test_a_slot_that_is_none(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Whose the directory is: locks, links, others' rights, removal, and the room on its disk."""
 
 import asyncio
+import errno
 import os
 import shutil
 import signal
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from tests.support.nvme_tier import (
     MIB,
     STRIDE,
+    backend_at,
     count_up,
     disk_usage,
     key_of,
@@ -28,7 +30,8 @@ from tests.support.nvme_tier import (
 from tiered_kv.backend import Outcome
 from tiered_kv.errors import BackendUnavailableError, ConfigurationError
 from tiered_kv.keys import Names
-from tiered_kv.testing import block_names
+from tiered_kv.testing import block_names, open_context
+from tiered_kv_backends.nvme.directory import Directory
 
 HOLD = """
 import fcntl, os, sys
@@ -322,6 +325,59 @@ async def test_a_directory_that_is_held_costs_no_descriptor(tmp_path: Path) -> N
                 async with open_tier(tmp_path):
                     pass
         assert num_descriptors() == before
+
+
+async def test_a_model_that_cannot_be_opened_costs_no_descriptor(tmp_path: Path) -> None:
+    """What was opened before it is closed again."""
+    (tmp_path / shape_of("b").fingerprint.hex() / "slab").mkdir(parents=True, mode=0o700)
+    backend, before = backend_at(tmp_path), num_descriptors()
+    with open_context(shape_of("a"), shape_of("b")) as context:
+        with pytest.raises(ConfigurationError, match="slab"):
+            await backend.open(context)
+        await backend.aclose()
+    assert num_descriptors() == before
+
+
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSPC])
+def test_a_filesystem_that_sets_no_room_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """One that cannot extends files without it; on one that is full no file grows."""
+
+    def fail(_fd: int, _offset: int, _num_bytes: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+    directory = Directory(tmp_path / "tier", 4 * MIB, [shape_of("a")])
+    with (tmp_path / "file").open("wb") as file:
+        file.write(bytes(100))
+        file.flush()
+        if number == errno.ENOSPC:
+            with pytest.raises(OSError, match="No space"):
+                directory.allocate(file.fileno(), 100, 900)
+        else:
+            directory.allocate(file.fileno(), 100, 900)
+    assert (tmp_path / "file").stat().st_size == (100 if number == errno.ENOSPC else 1000)
+    directory.close()
+
+
+async def test_a_directory_that_cannot_grow_is_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is full: what was there is, and no more is promised to other models."""
+
+    def full(_fd: int, _offset: int, _num_bytes: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async with open_tier(tmp_path) as tier:
+        await tier.write(count_up(4))
+        before = tier.backend.describe()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "posix_fallocate", full)
+            with pytest.raises(BackendUnavailableError, match="No space"):
+                await tier.backend.resize(100 * tier.found.num_slots)
+        now = tier.backend.describe()
+        assert (now["num_slots"], now["ledger_bytes"]) == (before["num_slots"], before["ledger_bytes"])
+        assert int(str(now["capacity_bytes"])) <= int(str(before["capacity_bytes"]))
+        assert await tier.verified(count_up(4)) == [Outcome.HIT] * 4
+        await tier.backend.resize(2 * tier.found.num_slots)
+        assert tier.backend.describe()["num_slots"] == 2 * tier.found.num_slots
 
 
 def num_descriptors() -> int:

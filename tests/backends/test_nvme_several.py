@@ -21,7 +21,7 @@ from tiered_kv.events import TierFailed
 from tiered_kv.record import MAGIC
 from tiered_kv.testing import SlotBackendTests, open_backend, open_context
 from tiered_kv_backends.nvme import NVMeBackend, delete_tenant
-from tiered_kv_backends.nvme.members import Member, next_turn, read_member, were_away, write_member
+from tiered_kv_backends.nvme.members import Member, make_empty, next_turn, read_member, were_away, write_member
 
 HIT, MISS, FAILED, STORED = Outcome.HIT, Outcome.MISS, Outcome.FAILED, Outcome.STORED
 N = 12
@@ -306,3 +306,13 @@ def test_killed_while_it_is_noted_who_is_there(paths: list[Path], num_written: i
     assert were_away(said) == [False, False, num_written > 0]
     (paths[0] / "member").write_bytes(b"{")
     assert read_member(paths[0]).turn == 0
+
+
+def test_what_is_made_empty_says_nothing_of_itself(tmp_path: Path) -> None:
+    """It is another directory from now on: who knew the former one takes it for none of theirs."""
+    said = Member(turn=3, ids=frozenset({"a" * 16}))
+    write_member(tmp_path, said)
+    assert read_member(tmp_path) == said
+    make_empty(tmp_path)
+    make_empty(tmp_path)
+    assert (read_member(tmp_path).turn, read_member(tmp_path).ids) == (0, frozenset())

@@ -88,6 +88,13 @@ def test_layers_may_lie_in_one_memory_as_long_as_they_share_no_byte() -> None:
     assert len(bind([turns[:, layer] for layer in (2, 0, 1)], axes="BPNHD").fragments) == 2
 
 
+def test_layers_of_different_strides_are_not_compared() -> None:
+    """Pages of one lie further apart than those of another, as where an engine pads some: they are bound."""
+    kv = tensors(2, B, 16, 2, 8)
+    padded = torch.zeros(2, B, 24, 2, 8).bfloat16()[:, :, :16]
+    assert len(bind([kv[0], padded, kv[2]]).fragments) == 6
+
+
 @given(st.integers(1, 4), st.integers(32, 80), st.tuples(st.integers(0, 260), st.integers(0, 260)))
 def test_layers_are_refused_exactly_if_they_share_a_byte(num_pages: int, stride: int, starts: tuple[int, int]) -> None:
     """Wherever the pages of one layer lie among those of the other: before them, behind them, between them."""

@@ -83,6 +83,25 @@ def test_layers_copied_one_after_another_are_the_block(engine: Engine, data: st.
         assert all(torch.equal(*pair) for pair in zip(engine.memory, memory, strict=True))
 
 
+@pytest.mark.parametrize("page_size", [8, 4])
+def test_large_pieces_far_from_each_other_are_copied_one_by_one(page_size: int) -> None:
+    """Too large for a temporary, and too many for a copy that holds the GIL: the same bytes as by the device's code."""
+    group = KVGroup(2, 16, 128, "float32", block_size=8, page_size=page_size)
+    ids = np.random.default_rng(0).permutation(12 * group.pages_per_block)[: 6 * group.pages_per_block]
+    slots, pages = np.array([0, 5, 2, 4, 1, 3]), ids.reshape(6, -1)
+    kv = [torch.randn(2, 12 * group.pages_per_block, page_size, 16, 128) for _layer in range(2)]
+    caches, memory = PagedCaches.bind(kv, group, device=CPUDevice()), [each.clone() for each in kv]
+    rows = torch.zeros(6, group.stride_bytes // 8, dtype=torch.int64)
+    by_device_code = rows.clone()
+    gather_blocks(caches, ids, rows, slots)
+    torch_copies.gather_blocks(caches, pages, by_device_code, slots)
+    assert torch.equal(rows, by_device_code)
+    for each in kv:
+        each[:, torch.from_numpy(ids)] = 0
+    scatter_blocks(rows, slots, caches, ids)
+    assert all(torch.equal(*pair) for pair in zip(kv, memory, strict=True))
+
+
 def test_no_layers_are_no_copy() -> None:
     """An empty range is taken, and changes nothing."""
     kv = [torch.ones(2, 4, 2, 1, 8)]

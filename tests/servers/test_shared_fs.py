@@ -192,6 +192,25 @@ async def test_a_store_that_is_refused_makes_room_for_those_after_it(tmp_path: P
         assert await load(backend, keys_of(10)) == [Outcome.HIT]
 
 
+async def test_a_sweep_that_fails_is_said_and_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Something that is no lock lies where the sweepers' lock should: the tier serves on what it has."""
+    async with opened(tmp_path, capacity=3 * RECORD) as backend:
+        await backend.sweep()
+        assert await store(backend, keys_of(0, 1, 2)) == [Outcome.STORED] * 3
+        lock = (tmp_path / "sweeper.lock").rename(tmp_path / "aside")
+        (tmp_path / "sweeper.lock").mkdir()
+        assert await store(backend, keys_of(3)) == [Outcome.REFUSED]
+        with fail_after(60):
+            while "shared_fs.sweep_failed" not in caplog.text:  # noqa: ASYNC110 - a sweep tells nobody else
+                await asyncio.sleep(0)
+        assert await load(backend, keys_of(2)) == [Outcome.HIT]
+        (tmp_path / "sweeper.lock").rmdir()
+        lock.rename(tmp_path / "sweeper.lock")
+        with fail_after(60):
+            while await store(backend, keys_of(3)) == [Outcome.REFUSED]:  # noqa: ASYNC110 - likewise
+                await asyncio.sleep(0)
+
+
 async def test_the_limit_is_kept_at_every_moment(tmp_path: Path) -> None:
     """However much is written, and whoever keeps others from sweeping, no more is there than the capacity."""
     async with opened(tmp_path, capacity=20 * RECORD) as one, opened(tmp_path, capacity=20 * RECORD) as other:
