@@ -1,5 +1,7 @@
 """The host slab: slots, headers, other processes, closing."""
 
+import fcntl
+import os
 import subprocess
 import sys
 from contextlib import suppress
@@ -62,6 +64,15 @@ def test_another_process_attaches_the_same_memory(slab: HostSlab) -> None:
     folder = str(Path(__file__).parents[2])
     subprocess.run([sys.executable, "-c", code, str(slab.fd)], pass_fds=[slab.fd], cwd=folder, check=True)
     assert bytes(slab.payload(5)[:5]) == b"HELLO"
+
+
+@pytest.mark.parametrize("num_bytes", [0, 7 * STRIDE])
+def test_who_has_the_memory_cannot_change_its_size(slab: HostSlab, num_bytes: int) -> None:
+    """One process that shrank it would end every other one by a signal; and nobody can allow it again."""
+    with pytest.raises(PermissionError):
+        os.ftruncate(slab.fd, num_bytes)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(slab.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
 
 
 def test_a_slab_of_other_sizes_is_not_attached(slab: HostSlab) -> None:
