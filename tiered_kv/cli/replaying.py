@@ -130,7 +130,10 @@ def _told(report: ReplayReport) -> str:
     if report.prefetch is None:
         return told
     wasted = report.prefetch.wasted_blocks / max(1, report.prefetch.moved_blocks)
-    return f"{told}; {report.prefetch.moved_blocks:,} blocks were prefetched, {wasted:.1%} of them for nothing"
+    return (
+        f"{told}; {report.prefetch.moved_blocks:,} blocks were prefetched, {wasted:.1%} of them "
+        f"({gib(report.prefetch.wasted_bytes)} GiB) for nothing"
+    )
 
 
 def read(where: str, block_size: int | None) -> Trace:
