@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.any_layout import AnyEngine, cpu, memory, open_any, prompt
 from tiered_kv import ConfigurationError, LookupResult, TierRun
 from tiered_kv.load_costs import LoadCost
 
@@ -129,3 +130,15 @@ def test_no_other_cut_is_faster(
     assert seconds(split.num_blocks) == pytest.approx(min(map(seconds, range(lying.num_blocks + 1))), abs=1e-9)
     assert split.total_s == pytest.approx(seconds(split.num_blocks), abs=1e-9)
     assert split.order == "front"
+
+
+async def test_tokens_from_storage_that_was_never_read_are_bounded() -> None:
+    """A tier of which nothing is known is storage all the same: the first call takes no more from it, either."""
+    engine, keys = AnyEngine(), prompt(6)
+    async with open_any(engine, cpu(8), memory()) as kv:
+        await (await kv.store(keys, engine.fill(keys, range(6)))).settled()
+        await kv.evict(keys, tier="cpu")
+        lying = await kv.lookup(keys)
+        assert lying.by_tier == {"memory": 6}
+        assert lying.split(prefill_tokens_per_s=1e9).num_blocks == 6
+        assert lying.split(prefill_tokens_per_s=1, max_storage_tokens=2 * keys.block_size).num_blocks == 2

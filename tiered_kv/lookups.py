@@ -29,14 +29,14 @@ def lookup_result(chains: Sequence[Chain], found: Sequence[list[TierRun]]) -> Lo
     runs = found[0] if len(found) == 1 else _weakest(chains[0].names, found)
     num_blocks = runs[-1].stop if runs else 0
     payload_bytes = sum(chain.group.payload_bytes for chain in chains)
-    costs = {tier.name: cost for tier in chains[0].storage if (cost := _cost(tier, len(chains))) is not None}
+    costs = {tier.name: _cost(tier, len(chains)) for tier in chains[0].storage}
     return LookupResult(num_blocks, tuple(runs), num_blocks * payload_bytes, chains[0].group.block_size, costs)
 
 
-def _cost(tier: StorageTier, num_ranks: int) -> LoadCost | None:
-    """Say what blocks cost that are read from a tier now, all ranks' parts of them; None where none was read yet."""
+def _cost(tier: StorageTier, num_ranks: int) -> LoadCost:
+    """Say what blocks cost that are read from a tier now, all ranks' parts of them; nothing where none was read yet."""
     if (now := tier.speed.estimate()) is None:
-        return None
+        return LoadCost(0.0, 0.0)
     stride = tier.shape.stride_bytes
     return LoadCost(now.first_s, num_ranks * stride * now.byte_s, now.num_others, now.others_bytes // stride)
 

@@ -48,7 +48,7 @@ class LookupResult:
         runs: Which tier each block would come from, neighbours in one tier together.
         num_bytes: Payload bytes of the prefix, as the engine has them.
         block_size: Tokens a block.
-        costs: By storage tier, what loading from it takes now; those that nothing was read from yet are left out.
+        costs: By storage tier, what loading from it takes now: no time where nothing was read from it yet.
         num_pending: How many blocks right behind the prefix are there or on their way, as another call, or another
             engine of the host, is storing or fetching them. A load that is given them too waits for them, at most until
             its deadline: cheaper than to compute the same.
@@ -71,7 +71,7 @@ class LookupResult:
 
     @property
     def estimated_load_s(self) -> float:
-        """How long loading all of it would take by now; tiers of memory, and those without a cost, count as 0."""
+        """How long loading all of it would take by now; memory counts as 0, and so does what was never read."""
         parts = [(self.costs[tier], count) for tier, count in self.by_tier.items() if tier in self.costs]
         return sum(float(cost.seconds(np.array(count))) for cost, count in parts)
 
