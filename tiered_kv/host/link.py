@@ -11,13 +11,14 @@ from typing import Final, Generic, TypeVar, cast
 
 from tiered_kv.errors import BackendUnavailableError, ConfigurationError
 from tiered_kv.host import wire
-from tiered_kv.host.opening import Opened, Opening, Refused, opened_from, opening_from
+from tiered_kv.host.opening import MOST_SLABS, Opened, Opening, Refused, opened_from, opening_from
 from tiered_kv.host.wire import Message, WireError
 
 M = TypeVar("M")
-MOST_DESCRIPTORS: Final = 253
-"""That Linux passes with one message."""
 _MESSAGES_A_TURN: Final = 64
+_MOST_OPENING_BYTES: Final = 1 << 20
+_OPENED_S: Final = 10.0
+"""What a client may take to read the answer to its first message."""
 _READ_ON_BYTES: Final = 1 << 20
 """What one client may have sent that is not looked at yet; of a frame that is longer, the frame."""
 _UNREAD_BYTES: Final = 8 << 20
@@ -38,6 +39,7 @@ class Link(asyncio.Protocol, Generic[M]):
         lost: Callable[[], None],
         *,
         broken: Callable[[str], None],
+        is_bounded: bool = False,
     ) -> None:
         """Take each message that comes with ``take``.
 
@@ -46,6 +48,8 @@ class Link(asyncio.Protocol, Generic[M]):
             take: Called with each, in order.
             lost: Called once, when the other side has closed its end and all that it had sent is taken.
             broken: Called with what was wrong, when something comes that cannot be taken. Nothing is read any more.
+            is_bounded: Whether the other side may be hostile: then no more is read than is looked at, and nothing as
+                long as it reads no answers. On one side alone: two that wait for each other do so for ever.
         """
         self.num_sent = 0
         self._decode = decode
@@ -55,7 +59,8 @@ class Link(asyncio.Protocol, Generic[M]):
         self._received = bytearray()
         self._transport: asyncio.Transport | None = None
         self._unsent: list[bytes] = []  # what is said to messages that came together goes together
-        self._is_taking = self._is_waiting = self._is_broken = self._is_over = False
+        self._is_bounded = is_bounded
+        self._is_taking = self._is_waiting = self._is_broken = self._is_over = self._is_unread = False
 
     @property
     def is_open(self) -> bool:
@@ -96,22 +101,34 @@ class Link(asyncio.Protocol, Generic[M]):
         self._received += data
         if not self._is_waiting:
             self._take_some()
+        self._read_or_wait()
 
     def pause_writing(self) -> None:
-        """Read no requests of a side that reads no answers."""
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.pause_reading()
+        """Take no requests of a side that reads no answers."""
+        self._is_unread = self._is_bounded
+        self._read_or_wait()
 
     def resume_writing(self) -> None:
         """Go on."""
-        if self._transport is not None and not self._transport.is_closing():
+        self._is_unread = False
+        if not self._is_waiting:
+            self._take_some()
+        self._read_or_wait()
+
+    def _read_or_wait(self) -> None:
+        """Read on, unless there is enough to look at already, or to be read over there."""
+        if self._transport is None or self._transport.is_closing() or not self._is_bounded:
+            return
+        if self._is_unread or (self._is_waiting and len(self._received) > _READ_ON_BYTES):
+            self._transport.pause_reading()
+        else:
             self._transport.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End, once what has come is taken."""
-        self._is_over = True
+        self._is_over, self._is_unread = True, False
         if not self._is_waiting:
-            self._lost()
+            self._take_some()
 
     def _send_all(self) -> None:
         if self._unsent and self._transport is not None and not self._transport.is_closing():
@@ -120,7 +137,10 @@ class Link(asyncio.Protocol, Generic[M]):
 
     def _take_some(self) -> None:
         """Take the messages that are whole, a few in each turn of the loop."""
-        self._is_waiting, self._is_taking = False, True
+        self._is_waiting = False
+        if self._is_unread:
+            return
+        self._is_taking = True
         at, size = 0, wire.LENGTH.size
         received = memoryview(self._received)
         try:
@@ -146,9 +166,13 @@ class Link(asyncio.Protocol, Generic[M]):
         if self._is_broken:
             self._received.clear()
         if self._is_waiting:
-            asyncio.get_running_loop().call_soon(self._take_some)
+            asyncio.get_running_loop().call_soon(self._take_more)
         elif self._is_over:
             self._lost()
+
+    def _take_more(self) -> None:
+        self._take_some()
+        self._read_or_wait()
 
 
 async def start(link: Link[M], connection: socket.socket) -> None:
@@ -175,7 +199,9 @@ async def receive_opening(connection: socket.socket) -> Opening:
     """Return the first message of a client."""
     loop = asyncio.get_running_loop()
     (length,) = wire.LENGTH.unpack(await _receive(loop, connection, wire.LENGTH.size))
-    return opening_from(await _receive(loop, connection, _checked(length)))
+    if length > _MOST_OPENING_BYTES:
+        raise WireError(f"{length} bytes to begin with, {_MOST_OPENING_BYTES} at most")
+    return opening_from(await _receive(loop, connection, length))
 
 
 async def send_opened(connection: socket.socket, answer: Message, descriptors: Sequence[int] = ()) -> None:
@@ -183,7 +209,8 @@ async def send_opened(connection: socket.socket, answer: Message, descriptors: S
     data = wire.frame(answer)
     sent = socket.send_fds(connection, [data], list(descriptors)) if descriptors else 0
     if sent < len(data):  # else the other side may have closed its end, and sending nothing fails too
-        await asyncio.get_running_loop().sock_sendall(connection, data[sent:])
+        async with asyncio.timeout(_OPENED_S):
+            await asyncio.get_running_loop().sock_sendall(connection, data[sent:])
 
 
 async def receive_descriptors(connection: socket.socket, num: int) -> list[int]:
@@ -198,7 +225,7 @@ async def receive_descriptors(connection: socket.socket, num: int) -> list[int]:
         await readable.wait()
     finally:
         loop.remove_reader(connection)
-    _, came, _, _ = socket.recv_fds(connection, 1, MOST_DESCRIPTORS)
+    _, came, _, _ = socket.recv_fds(connection, 1, MOST_SLABS)
     if len(came) != num:
         for each in came:
             socket.close(each)
@@ -288,7 +315,7 @@ def _answered(answer: Opened) -> Opened:
 def _receive_now(connection: socket.socket, num_bytes: int, descriptors: list[int]) -> bytes:
     received = b""
     while len(received) < num_bytes:
-        part, came, _, _ = socket.recv_fds(connection, num_bytes - len(received), MOST_DESCRIPTORS)
+        part, came, _, _ = socket.recv_fds(connection, num_bytes - len(received), MOST_SLABS)
         descriptors += came
         if not part:
             raise ConnectionAbortedError("it has closed the connection before it began")

@@ -8,6 +8,9 @@ from tiered_kv.host.wire import Field, Message, decoder
 from tiered_kv.keys import ModelIdentity, Shard
 from tiered_kv.layout import KVGroup, KVLayout
 
+MOST_SLABS: Final = 253
+"""Descriptors that Linux passes with one message."""
+
 
 class Attach(Message, frozen=True, tag="attach"):
     """A client, its model, and what it stands for. ``groups`` are fields of `KVGroup`."""
@@ -37,6 +40,9 @@ class Attach(Message, frozen=True, tag="attach"):
         Raises:
             ConfigurationError: They cannot be.
         """
+        num_slabs = len(self.groups) * max((size for _, size, _ in self.shards), default=1)
+        if num_slabs > MOST_SLABS:
+            raise ConfigurationError(f"{num_slabs} KV groups of ranks, {MOST_SLABS} at most: each has memory to pass")
         try:
             layout = KVLayout(tuple(KVGroup(**group) for group in self.groups))
         except TypeError as error:  # a field that this version does not know

@@ -89,6 +89,7 @@ class Session:
         self._stores: dict[int, tuple[StoreHandle, FarMemory]] = {}
         self._asked: dict[int, asyncio.Task[None]] = {}
         self._leases: dict[int, tuple[Chain, Lease]] = {}
+        self._num_leasing = 0  # asked for, and being brought
         self._num_bytes = 0  # of loads and stores
         self._tasks = Tasks()
         self.jobs = SessionJobs(self._seat(b"")[1].new_jobs(len(shards)), self._tasks)
@@ -110,6 +111,11 @@ class Session:
             "streams": len(self._changes),
             "pinned_bytes": self._pins.num_bytes,
         }
+
+    @property
+    def is_touching(self) -> bool:
+        """Whether the client may be reading or writing slots: by copies, or under a lease."""
+        return bool(self._leases) or any(far.num_copying for _, far in [*self._loads.values(), *self._stores.values()])
 
     def take(self, request: messages.Request, send: Send) -> None:
         """Do what the client asks; ``send`` answers on the connection on which it did.
@@ -341,11 +347,16 @@ class Session:
 
     async def _lease(self, request: messages.Lease) -> messages.Leased:
         chain, batch = self._seat(request.keys.epoch)[1].batch(request.keys.block_keys())
-        if len(self._leases) >= self._limits.leases_per_client:
-            raise CapacityError(f"this client holds {len(self._leases)} leases")
-        _, handles = start_bringing([(chain, batch)])
-        await bring_each(handles)
-        (lease,) = lease_prefix([(chain, batch)])
+        num_leases = len(self._leases) + self._num_leasing
+        if num_leases >= self._limits.leases_per_client:
+            raise CapacityError(f"this client holds {num_leases} leases")
+        self._num_leasing += 1
+        try:
+            _, handles = start_bringing([(chain, batch)])
+            await bring_each(handles)
+            (lease,) = lease_prefix([(chain, batch)])
+        finally:
+            self._num_leasing -= 1
         self._leases[request.id] = chain, lease
         return messages.Leased(request.id, chain.host.slab.name, wire.as_bytes(lease.slots))
 

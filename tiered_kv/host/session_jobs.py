@@ -92,6 +92,8 @@ class SessionJobs:
         job, keys, per_block = found
         match request:
             case BindJob(start=start, num_blocks=num_blocks):
+                if not 0 <= num_blocks <= len(keys):
+                    raise ConfigurationError(f"{num_blocks} blocks for a job of {len(keys)} keys")
                 job.bind(_some_blocks(num_blocks * per_block, keys.group), start=start)
             case JobMoved():
                 self._jobs.complete(

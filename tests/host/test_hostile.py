@@ -1,0 +1,227 @@
+"""What a client of ill will can do to a server: end its own connection, and no more."""
+
+import asyncio
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.any_layout import MODEL, SMALL, AnyEngine, cpu, prompt
+from tests.support.caches import until
+from tests.support.serving import attached, serving
+from tiered_kv import ConfigurationError, Shard, TieredKVError, TieredKVServer
+from tiered_kv.host import link, messages, wire
+from tiered_kv.host.link import Link
+from tiered_kv.host.opening import Attach, Attached, Join
+
+KEYS = prompt(12)
+OPENING = Attach.of("stranger", MODEL, SMALL, (Shard(),), is_read_only=False)
+UNREAD = wire.frame(messages.Stats(7)) * 1000
+
+
+class Wire(asyncio.Transport):
+    """A transport that keeps what is written, and whether it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_paused = False
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        """Of no meaning here."""
+
+    def is_closing(self) -> bool:
+        """Say that it is open."""
+        return False
+
+    def pause_reading(self) -> None:
+        """Read no more."""
+        self.is_paused = True
+
+    def resume_reading(self) -> None:
+        """Read on."""
+        self.is_paused = False
+
+
+@contextmanager
+def stranger(server: TieredKVServer, said: bytes = b"") -> Iterator[socket.socket]:
+    """Connect, say something, and stay."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(os.fspath(server.path))  # waits for its place in the queue
+        connection.settimeout(60)
+        connection.sendall(said)
+        yield connection
+
+
+@contextmanager
+def attached_stranger(server: TieredKVServer) -> Iterator[tuple[socket.socket, Attached]]:
+    """Attach, without a client's good manners."""
+    connection, answer, descriptors = link.begin(os.fspath(server.path), OPENING, 60.0)
+    try:
+        assert isinstance(answer, Attached)
+        yield connection, answer
+    finally:
+        link.give_back(connection, descriptors)
+
+
+@pytest.mark.parametrize("said", [b"", wire.greeting(), wire.greeting() + b"\xff\xff"])
+async def test_connections_that_say_nothing_are_few(said: bytes, tmp_path: Path) -> None:
+    """However many wait without a word, or with half of one: a client attaches and is served; descriptors stay few."""
+    engine = AnyEngine()
+    with serving(tmp_path, cpu(24)) as server, ExitStack() as stack:
+        before = server.health()["num_descriptors"]
+        for _ in range(300):
+            stack.enter_context(stranger(server, said))
+        async with attached(server, engine) as kv:
+            await kv.store(KEYS, engine.fill(KEYS, range(12)))
+            assert (await kv.load(KEYS, engine.spec(range(12)))).num_blocks == 12
+        # 300 are the strangers' own, in this process.
+        await until(lambda: server.health()["num_descriptors"] <= before + 300 + 70)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"groups": ({"num_layers": "x"},)},
+        {"groups": ({},)},
+        {"groups": ()},
+        {"groups": ({**vars(SMALL.groups[0]), "num_layers": 10**15},)},
+        {"groups": ({**vars(SMALL.groups[0]), "num_layers": -1},)},
+        {"groups": ({**vars(SMALL.groups[0]), "num_kv_heads": None},)},
+        {"groups": ({**vars(SMALL.groups[0]), "order": "back"},)},
+        {"groups": ({**vars(SMALL.groups[0]), "dtype": [1]},)},
+        {"groups": ({**vars(SMALL.groups[0]), "window_tokens": "x"},)},
+        {"groups": tuple({**vars(SMALL.groups[0])} for _ in range(1000))},
+        {"shards": ()},
+        {"shards": ((0, 10**9, False),)},
+        {"shards": ((-1, 2, False),)},
+        {"shards": ((0, 2, False), (0, 3, False))},
+        {"shards": tuple((n, 300, False) for n in range(300))},
+        {"model": "", "weights": ""},
+        {"name": "x" * (2 << 20)},
+    ],
+    ids=lambda changed: str(changed)[:60],
+)
+async def test_who_attaches_as_what_cannot_be_is_refused(changed: dict[str, Any], tmp_path: Path) -> None:
+    """Whatever is in the first message: an error by name, or a closed connection; nobody's share has changed."""
+    engine = AnyEngine()
+    opening = Attach(**{**{name: getattr(OPENING, name) for name in Attach.__struct_fields__}, **changed})
+    with serving(tmp_path, cpu(24)) as server:
+        async with attached(server, engine) as kv:
+            await kv.store(KEYS, engine.fill(KEYS, range(12)))
+            with pytest.raises(TieredKVError):
+                await asyncio.to_thread(link.begin, os.fspath(server.path), opening, 60.0)
+            assert kv.stats()["cpu"].num_slots == 24
+            assert (await kv.lookup(KEYS)).num_blocks == 12
+            assert len(server.health()["clients"]) == 1
+
+
+async def test_one_that_goes_without_goodbye_is_forgotten_at_once(tmp_path: Path) -> None:
+    """A process that lives on may attach again and again: a connection that it closes holds no place."""
+    with serving(tmp_path, cpu(24), host={"clients": 2}) as server:
+        for _ in range(5):
+            with attached_stranger(server) as (connection, _):
+                connection.sendall(b"\x05\0\0\0ab")  # half a message
+            await until(lambda: server.health()["clients"] == [])
+
+
+async def test_one_client_has_few_connections_and_few_questions_ahead(tmp_path: Path) -> None:
+    """A second connection is for a thread that waits: more than a few, or what can never be answered, is refused."""
+    with serving(tmp_path, cpu(24)) as server, attached_stranger(server) as (_, attached_), ExitStack() as stack:
+        for _ in range(8):
+            beside, *_rest = link.begin(os.fspath(server.path), Join(attached_.token), 60.0)
+            stack.enter_context(beside)
+        with pytest.raises(TieredKVError, match="8 connections"):
+            link.begin(os.fspath(server.path), Join(attached_.token), 60.0)
+        beside.settimeout(60)
+        beside.sendall(wire.frame(messages.After(10**9)) + wire.frame(messages.Stats(1)) * 2000)
+        assert beside.recv(100) == b""
+
+
+async def test_clients_beyond_their_number_are_refused(tmp_path: Path) -> None:
+    """Many that attach at the same moment count as well."""
+    with serving(tmp_path, cpu(24), host={"clients": 3}) as server, ExitStack() as stack:
+
+        def attach() -> bool:
+            try:
+                stack.enter_context(attached_stranger(server))
+            except ConfigurationError:
+                return False
+            return True
+
+        assert sum(await asyncio.gather(*(asyncio.to_thread(attach) for _ in range(12)))) == 3
+
+
+async def test_a_flood_is_read_as_it_is_looked_at() -> None:
+    """What has come and waits its turn is bounded, and in the end all of it is taken, in order."""
+    taken: list[int] = []
+    made: Link[Any] = Link(
+        messages.request_from, lambda asked: taken.append(asked.id), lambda: None, broken=print, is_bounded=True
+    )
+    transport = Wire()
+    made.connection_made(transport)
+    sent = 0
+    while not transport.is_paused:
+        made.data_received(b"".join(wire.frame(messages.Stats(sent + each)) for each in range(10_000)))
+        sent += 10_000
+        assert sent < 1_000_000
+    await until(lambda: len(taken) == sent and not transport.is_paused)
+    assert taken == list(range(sent))
+
+
+async def test_nothing_is_taken_of_one_that_reads_no_answers() -> None:
+    """Until it has read them it is told nothing more; the other side of a link, which trusts it, goes on."""
+    for is_bounded in (True, False):
+        taken: list[object] = []
+        made: Link[Any] = Link(messages.request_from, taken.append, lambda: None, broken=print, is_bounded=is_bounded)
+        transport = Wire()
+        made.connection_made(transport)
+        made.pause_writing()
+        made.data_received(UNREAD)
+        for _ in range(30):
+            await asyncio.sleep(0)
+        assert (len(taken), transport.is_paused) == ((0, True) if is_bounded else (1000, False))
+        made.resume_writing()
+        for _ in range(30):
+            await asyncio.sleep(0)
+        assert (len(taken), transport.is_paused) == (1000, False)
+
+
+async def test_leases_asked_for_at_once_are_counted(tmp_path: Path) -> None:
+    """A client that asks for many leases in one message after the other gets no more than it may have."""
+    engine = AnyEngine()
+    with serving(tmp_path, cpu(24), host={"leases_per_client": 2}) as server:
+        async with attached(server, engine) as kv:
+            await kv.store(KEYS, engine.fill(KEYS, range(12)))
+            said = messages.Keys.of(KEYS[:1], kv.namespace().epoch)
+            with attached_stranger(server) as (connection, _):
+                connection.sendall(b"".join(wire.frame(messages.Lease(number, said)) for number in range(50)))
+                for _ in range(50):
+                    length = int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "little")
+                    connection.recv(length, socket.MSG_WAITALL)
+                (client,) = [each for each in server.health()["clients"] if each["leases"]]
+                assert client["leases"] == 2
+                connection.sendall(wire.frame(messages.Bye()))
+            await until(lambda: kv.stats()["cpu"].leased == 0)
+
+
+async def test_a_server_without_descriptors_goes_on_when_it_has_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the system refuses for a moment is tried again soon."""
+    refused = iter([OSError(24, "Too many open files")] * 3)
+    with serving(tmp_path, cpu(24)) as server:
+        accept = asyncio.selector_events.BaseSelectorEventLoop.sock_accept
+
+        async def sometimes(self: Any, listener: socket.socket) -> Any:  # noqa: ANN401 - of asyncio's
+            for error in refused:
+                raise error
+            return await accept(self, listener)
+
+        monkeypatch.setattr(asyncio.selector_events.BaseSelectorEventLoop, "sock_accept", sometimes)
+        for _ in range(3):
+            async with attached(server) as kv:
+                assert (await kv.lookup(KEYS)).num_blocks == 0

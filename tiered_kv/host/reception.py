@@ -1,0 +1,115 @@
+"""Where connections to a server wait until they have said what they are for: not for long, and not many at once.
+
+Anyone who may write the socket may connect ten thousand times and say nothing. So of those that are silent the oldest
+goes for the newest; a client that says at once who it is goes in however many there are.
+"""
+
+import asyncio
+import errno
+import socket
+import struct
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Final, NamedTuple
+
+from tiered_kv.errors import TieredKVError
+from tiered_kv.host import link, wire
+from tiered_kv.host.opening import Opening, Refused
+from tiered_kv.log import log
+from tiered_kv.tiers.tasks import Tasks
+
+OPENING_S: Final = 10.0
+"""What a connection may take to say what it is for."""
+_MOST_SILENT: Final = 64
+_PAUSE_S: Final = 0.1
+_NO_MORE: Final = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+_PEER: Final = struct.Struct("3i")
+
+
+class Peer(NamedTuple):
+    """Whose process connects, as the system says it; a ``pid`` of 0 is of another PID namespace."""
+
+    pid: int
+    uid: int
+    gid: int
+
+    def __str__(self) -> str:
+        """For people."""
+        return f"process {self.pid}, user {self.uid}"
+
+
+Admit = Callable[[socket.socket, Opening, Peer], Awaitable[bool]]
+
+
+class Reception:
+    """Of one listening socket. For the event loop's thread.
+
+    Attributes:
+        num_refused: Clients that were told why they may not begin.
+    """
+
+    def __init__(self, listener: socket.socket, tasks: Tasks, admit: Admit) -> None:
+        """Give each connection to ``admit``, with what it is for, and close those that it does not keep.
+
+        Args:
+            listener: Non-blocking.
+            tasks: For one connection each.
+            admit: Says whether it has taken a connection over; a `TieredKVError` is told to the client.
+        """
+        self.num_refused = 0
+        self._listener = listener
+        self._tasks = tasks
+        self._admit = admit
+        self._silent: dict[socket.socket, None] = {}  # the oldest first
+
+    async def receive(self) -> None:
+        """Take connections until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(self._listener)
+            except OSError as error:
+                if error.errno not in _NO_MORE:
+                    raise
+                log("warning", "host.cannot_accept", error=error.strerror or str(error), silent=len(self._silent))
+                self._drop_oldest()
+                await asyncio.sleep(_PAUSE_S)
+                continue
+            connection.settimeout(0.0)
+            if len(self._silent) >= _MOST_SILENT:
+                self._drop_oldest()
+            self._silent[connection] = None
+            self._tasks.spawn(self._begin(connection), "begin a connection")
+            await asyncio.sleep(0)  # an accept that need not wait gives nobody else a turn
+
+    def _drop_oldest(self) -> None:
+        """Have the oldest silent connection end: its task sees that nothing comes any more."""
+        if (oldest := next(iter(self._silent), None)) is not None:
+            del self._silent[oldest]
+            with suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)
+
+    async def _begin(self, connection: socket.socket) -> None:
+        """Find out what a connection is for, and answer it; whatever goes wrong ends this connection alone."""
+        who = Peer(*_PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)))
+        is_taken = False
+        try:
+            async with asyncio.timeout(OPENING_S):
+                version = await link.greeted(connection)
+                if version != wire.VERSION:
+                    log("warning", "host.version_refused", client=str(who), theirs=version, ours=wire.VERSION)
+                    return
+                opening = await link.receive_opening(connection)
+            self._silent.pop(connection, None)
+            is_taken = await self._admit(connection, opening, who)
+        except TieredKVError as error:
+            self.num_refused += 1
+            log("warning", "host.client_refused", client=str(who), error=str(error))
+            with suppress(OSError):
+                await link.send_opened(connection, Refused(wire.kind_of(error), str(error)))
+        except (OSError, wire.WireError) as error:  # a TimeoutError included
+            log("warning", "host.client_gave_up", client=str(who), error=str(error) or type(error).__name__)
+        finally:
+            self._silent.pop(connection, None)
+            if not is_taken:
+                connection.close()
