@@ -67,7 +67,7 @@ from tiered_kv.transfers.prefetch import HostLease, Prefetch, PrefetchHandle, ho
 from tiered_kv.transfers.start import start_load, start_store
 from tiered_kv.transfers.store import StoreHandle
 from tiered_kv.transfers.submissions import LoadTicket, StoreTicket
-from tiered_kv.transfers.swap import Copies, Moves, Swap
+from tiered_kv.transfers.swap import Copies, Moves, Swap, SwapSide
 from tiered_kv.validation import (
     LoadCall,
     StoreCall,
@@ -350,7 +350,8 @@ class TieredKV(BlockCache):
     ) -> Handle[SwapResult]:
         cache = self._open()
         chain, caches = cache.of_rank(group), cache.bindings.caches_of(group)
-        space = cache.swaps.of(group, chain, caches, int(cache.limits.swap_space), cache.lifetime)
+        side = SwapSide(chain.h2d.device, chain.loop_calls, chain.emit, chain.limits.window_bytes)
+        space = cache.swaps.of(group, side, caches, int(cache.limits.swap_space), cache.lifetime)
         maps = space.check(blocks_to_swap_in, blocks_to_swap_out, blocks_to_copy)
         if after is not None:
             chain.h2d.device.check(after)

@@ -118,14 +118,17 @@ class LoadCall:
         if not isinstance(self.priority, Priority):
             raise ConfigurationError(f"priority must be a Priority, got {self.priority!r:.80}")
         check_seconds("deadline_s", self.deadline_s)
-        if self.layerwise and self.gaps:
-            raise ConfigurationError(
-                "layers of a load with gaps cannot be waited for: it is either layerwise or has gaps"
-            )
-        if self.order not in get_args(Order):
-            raise ConfigurationError(f"order must be 'front' or 'back', got {self.order!r:.80}")
-        if self.order == "back" and (self.layerwise or self.gaps):
-            raise ConfigurationError("a load from the back has neither layers to wait for nor gaps")
+        check_kind(self.order, layerwise=self.layerwise, gaps=self.gaps)
+
+
+def check_kind(order: Order, *, layerwise: bool, gaps: bool) -> None:
+    """Raise unless a load can be of these kinds at once."""
+    if layerwise and gaps:
+        raise ConfigurationError("layers of a load with gaps cannot be waited for: it is either layerwise or has gaps")
+    if order not in get_args(Order):
+        raise ConfigurationError(f"order must be 'front' or 'back', got {order!r:.80}")
+    if order == "back" and (layerwise or gaps):
+        raise ConfigurationError("a load from the back has neither layers to wait for nor gaps")
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from tests.support.caches import until
 from tests.support.serving import attached, serving
 from tiered_kv import ConfigurationError, Shard, TieredKVError, TieredKVServer
 from tiered_kv.host import link, messages, wire
+from tiered_kv.host.fields import Keys
 from tiered_kv.host.link import Link
 from tiered_kv.host.opening import Attach, Attached, Join
 
@@ -196,7 +197,7 @@ async def test_leases_asked_for_at_once_are_counted(tmp_path: Path) -> None:
     with serving(tmp_path, cpu(24), host={"leases_per_client": 2}) as server:
         async with attached(server, engine) as kv:
             await kv.store(KEYS, engine.fill(KEYS, range(12)))
-            said = messages.Keys.of(KEYS[:1], kv.namespace().epoch)
+            said = Keys.of(KEYS[:1], kv.namespace().epoch)
             with attached_stranger(server) as (connection, _):
                 connection.sendall(b"".join(wire.frame(messages.Lease(number, said)) for number in range(50)))
                 for _ in range(50):

@@ -45,6 +45,7 @@ from tiered_kv.results import (
     PrefetchResult,
     StoreResult,
     SwapOutResult,
+    SwapResult,
     TierFault,
     TierRun,
 )
@@ -55,10 +56,12 @@ from tiered_kv.transfers.load_handle import LoadHandle
 from tiered_kv.transfers.prefetch import HostLease, PrefetchHandle
 from tiered_kv.transfers.store import StoreHandle
 from tiered_kv.transfers.submissions import LoadTicket, StoreTicket
+from tiered_kv.transfers.swap import Copies, Moves, Swap, SwapSide
 from tiered_kv.validation import (
     LoadCall,
     StoreCall,
     check_emit,
+    check_one_rank,
     check_seconds,
     check_shards,
     check_ttl,
@@ -128,19 +131,16 @@ class ConnectedKV(BlockCache):
     # Finding and moving blocks.
 
     async def lookup(self, keys: BlockKeys, *, where: bool = False) -> LookupResult:
-        """See `BlockCache.lookup`; ``where`` a block is only an embedded cache says."""
+        """See `BlockCache.lookup`. ``where`` says it as the server sees it: slots and paths are the server's."""
         said = self._starts.said(keys)
         if where:
-            raise ConfigurationError("where=True is for a cache in this process")
-        return _found(keys, await self._connection.ask(lambda id_: messages.Lookup(id_, said)))
+            check_one_rank(self._shards)
+        return _found(keys, await self._connection.ask(lambda id_: messages.Lookup(id_, said, where=where)))
 
     def _open(self, *, anywhere: bool = False) -> FarSide:
         return self._connection.here(anywhere=anywhere)
 
     def _prepare_load(self, call: LoadCall, *, anywhere: bool = False) -> Callable[[], LoadHandle]:
-        """From the back only a cache in this process loads."""
-        if call.order != "front":
-            raise ConfigurationError("order='back' is for a cache in this process")
         return self._starts.prepare_load(call, anywhere=anywhere)
 
     def _prepare_store(self, call: StoreCall, *, anywhere: bool = False) -> Callable[[], StoreHandle]:
@@ -217,16 +217,36 @@ class ConnectedKV(BlockCache):
         self._emit(SequencePreempted(len(keys), stored.num_dropped, num_pinned))
         return SwapOutResult(**vars(stored), num_pinned=num_pinned)
 
-    def start_swap(self, *_: object, **__: object) -> NoReturn:
-        """Swap space by slots of the engine's own is for a cache in this process."""
-        raise ConfigurationError("swap() by slot is for a cache in this process; swap_out() and swap_in() go by name")
+    def start_swap(
+        self,
+        blocks_to_swap_in: Moves = (),
+        blocks_to_swap_out: Moves = (),
+        blocks_to_copy: Copies = (),
+        *,
+        after: object = None,
+        group: int = 0,
+        deadline_s: float | None = None,
+    ) -> Handle[SwapResult]:
+        """See `BlockCache.start_swap`. The slots are in this process's memory, and there whatever the server does."""
+        here = self._open()
+        here.of_rank(group)
+        check_seconds("deadline_s", deadline_s)
+        side = SwapSide(here.device, here.loop_calls, self._emit, here.attached.window_bytes)
+        caches, num_bytes = here.bindings.caches_of(group), here.attached.swap_space_bytes
+        space = here.swaps.of(group, side, caches, num_bytes, here.lifetime)
+        maps = space.check(blocks_to_swap_in, blocks_to_swap_out, blocks_to_copy)
+        if after is not None:
+            here.device.check(after)
+        deadline = here.loop.time() + (here.attached.load_timeout_s if deadline_s is None else deadline_s)
+        swap = Swap(space, *maps, after, deadline)
+        return swap.start(here.tasks.spawn(swap.run(), "swap"))
 
     # From any thread; these block it for the time that the server needs to answer.
 
     def lookup_nowait(self, keys: BlockKeys) -> LookupResult:
         """See `BlockCache.lookup_nowait`. It asks the server, at most for a second."""
         said = self._starts.said(keys, anywhere=True)
-        answer = self._connection.ask_now(lambda id_: messages.Lookup(id_, said, owned=True), anywhere=True)
+        answer = self._connection.ask_now(lambda id_: messages.Lookup(id_, said, is_owned=True), anywhere=True)
         return _found(keys, answer)
 
     def membership(self, keys: BlockKeys) -> NDArray[np.int8]:
@@ -329,7 +349,7 @@ class ConnectedKV(BlockCache):
         here.of_rank(group)
         if not 0 <= rank < len(self._shards):
             raise ConfigurationError(f"rank {rank!r} of {len(self._shards)}: this cache has no such rank")
-        name = fingerprint(self._model, self._layout, group, here.codec)
+        name = fingerprint(self._model, self._layout, group, here.attached.codec)
         return Namespace(name, self._starts.epoch, salt_digest(salt), self._shards[rank].part)
 
     # Opening and closing.
@@ -373,5 +393,6 @@ def _cancel(task: "asyncio.Task[Any]") -> None:
 def _found(keys: BlockKeys, answer: messages.Answer | None) -> LookupResult:
     if not isinstance(answer, messages.Found):
         return LookupResult(0, (), 0, keys.block_size)
-    runs = tuple(TierRun(*run) for run in answer.runs)
+    specs = [place.spec() if place else None for place in answer.places] or [None] * len(answer.runs)
+    runs = tuple(TierRun(*run, spec) for run, spec in zip(answer.runs, specs, strict=True))
     return LookupResult(answer.num_blocks, runs, answer.num_bytes, keys.block_size, answer.costs, answer.num_pending)

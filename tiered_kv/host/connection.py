@@ -151,7 +151,7 @@ class Connection:
         try:
             begun = await self._begin_in_time()
             try:
-                here = self._here = FarSide(self._device, self._layout, self._shards, begun[1].codec, loop_calls)
+                here = self._here = FarSide(self._device, self._layout, self._shards, begun[1], loop_calls)
             except BaseException:
                 link.give_back(begun[0], begun[2])
                 raise

@@ -18,6 +18,7 @@ from tiered_kv.memory.device import Device
 from tiered_kv.memory.lanes import Lanes
 from tiered_kv.memory.make import DeviceLike, make_device
 from tiered_kv.tiers.tasks import Tasks, in_a_thread
+from tiered_kv.transfers.swap import SwapSpaces
 from tiered_kv.validation import check_keys, check_one_rank
 
 
@@ -39,9 +40,9 @@ class FarSide(EngineSide):
     reads_direct: ClassVar = False
 
     def __init__(
-        self, device: DeviceLike, layout: KVLayout, shards: Sequence[Shard], codec: str, loop_calls: LoopCalls
+        self, device: DeviceLike, layout: KVLayout, shards: Sequence[Shard], attached: Attached, loop_calls: LoopCalls
     ) -> None:
-        """Begin, for a server that keeps blocks as ``codec`` says."""
+        """Begin, as the first server says that it keeps blocks."""
         lifetime = AsyncExitStack()
         self.device = device if isinstance(device, Device) else make_device(device)
         if self.device is not device:
@@ -50,9 +51,10 @@ class FarSide(EngineSide):
         lifetime.callback(h2d.close)
         lifetime.callback(d2h.close)
         super().__init__(shards, Tasks(), loop_calls, lifetime)
-        self.codec = codec
+        self.attached = attached
+        self.swaps = SwapSpaces()
         self.loop_calls = loop_calls
-        self.groups = [FarGroup(each, make_codec(codec, each), h2d, d2h, loop_calls) for each in layout.groups]
+        self.groups = [FarGroup(each, make_codec(attached.codec, each), h2d, d2h, loop_calls) for each in layout.groups]
 
     @override
     def of_rank(self, group: int) -> FarGroup:
@@ -79,8 +81,9 @@ class FarSide(EngineSide):
 
     def check_server(self, attached: Attached) -> None:
         """Raise unless a server keeps blocks as memory is bound for here."""
-        if attached.codec != self.codec:
-            raise ConfigurationError(f"the server keeps blocks as {attached.codec!r} now, it was {self.codec!r}")
+        now, was = attached.codec, self.attached.codec
+        if now != was:
+            raise ConfigurationError(f"the server keeps blocks as {now!r} now, it was {was!r}")
         for slab in attached.slabs:
             group = self.groups[slab.group]
             wanted = group.codec.stored_bytes if group.codec else group.group.payload_bytes

@@ -1,7 +1,7 @@
 """What messages between a server and its clients have in common: batches of keys, and where their blocks are."""
 
 from tiered_kv.errors import ConfigurationError
-from tiered_kv.host.wire import Field
+from tiered_kv.host.wire import Field, as_bytes, as_ids
 from tiered_kv.keys import DIGEST_BYTES, BlockKeys
 
 
@@ -40,3 +40,11 @@ class Part(Field, frozen=True):
     slots: bytes
     positions: bytes
     layers: tuple[int, int] | None = None
+
+    def from_position(self, first: int) -> "Part | None":
+        """Return what it has of ``first`` and all behind it; None if that is nothing."""
+        wanted = as_ids(self.positions) >= first
+        if wanted.all():
+            return self
+        slots, positions = as_ids(self.slots)[wanted], as_ids(self.positions)[wanted]
+        return Part(self.pool, as_bytes(slots), as_bytes(positions), self.layers) if len(slots) else None

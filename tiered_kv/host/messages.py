@@ -11,6 +11,7 @@ from tiered_kv.hints import ReuseHint
 from tiered_kv.host.change_messages import AboutChanges, Changed
 from tiered_kv.host.fields import Keys, Part
 from tiered_kv.host.job_messages import AboutJob, JobEnded, JobPlanned
+from tiered_kv.host.places import Place
 from tiered_kv.host.wire import Message, decoder
 from tiered_kv.load_costs import LoadCost
 from tiered_kv.results import CacheStatistics, TierFault, TierStore
@@ -27,6 +28,14 @@ class Load(Message, frozen=True, tag="load"):
     priority: int
     layerwise: bool
     gaps: bool
+    is_from_back: bool = False
+
+
+class StopBefore(Message, frozen=True, tag="stop_before"):
+    """The engine computes the blocks before this one of a load from the back: nothing is copied to them any more."""
+
+    id: int
+    block: int
 
 
 class Store(Message, frozen=True, tag="store"):
@@ -112,11 +121,15 @@ class Settled(Message, frozen=True, tag="settled"):
 
 
 class Lookup(Message, frozen=True, tag="lookup"):
-    """The longest prefix that could be loaded; ``owned``: in the server's own tiers, at once."""
+    """The longest prefix that could be loaded.
+
+    ``is_owned``: in the server's own tiers, at once. ``where``: with the place of each block, as far as it is known.
+    """
 
     id: int
     keys: Keys
-    owned: bool = False
+    is_owned: bool = False
+    where: bool = False
 
 
 class Membership(Message, frozen=True, tag="membership"):
@@ -217,12 +230,14 @@ class Bye(Message, frozen=True, tag="bye"):
 Asking = Lookup | Membership | Pin | Prefetch | Evict | Explain
 """About keys."""
 Question = Asking | Lease | Flush | Clear | Stats
-Moving = Load | Store | StoreLayer | Cancel | Copied
+Steering = StopBefore | StoreLayer
+"""About a load or store that is under way."""
+Moving = Load | Store | Steering | Cancel | Copied
 Request = Moving | Touch | Unpin | Release | After | Bye | Question | AboutJob | AboutChanges
 
 
 class Found(Message, frozen=True, tag="found"):
-    """Answers `Lookup`: runs of ``(tier, start, stop)``."""
+    """Answers `Lookup`: runs of ``(tier, start, stop)``, and where each is if that was asked."""
 
     id: int
     num_blocks: int
@@ -230,6 +245,7 @@ class Found(Message, frozen=True, tag="found"):
     num_bytes: int
     costs: dict[str, LoadCost]
     num_pending: int
+    places: tuple[Place | None, ...] = ()
 
 
 class States(Message, frozen=True, tag="states"):

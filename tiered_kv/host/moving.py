@@ -6,26 +6,23 @@ has not begun is revoked, what has begun is waited for, and what the server asks
 
 import asyncio
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.errors import ConfigurationError, TieredKVError
+from tiered_kv.errors import TieredKVError
 from tiered_kv.host import messages, wire
 from tiered_kv.host.attachment import Attachment
 from tiered_kv.host.fields import Part
 from tiered_kv.keys import BlockKeys
 from tiered_kv.loop_calls import LoopCalls
 from tiered_kv.memory.device import attempt
-from tiered_kv.memory.lanes import Lane, LaneCopy, RevokedError
-from tiered_kv.results import LoadResult, StoreResult, TierFault, TierStore
-from tiered_kv.tiers.base import prefix_of
+from tiered_kv.memory.lanes import Lane, LaneCopy, RevokedError, submit_copy
 from tiered_kv.transfers.bindings import Binding
 from tiered_kv.transfers.handles import LAST_COPIES_S
-from tiered_kv.transfers.load_handle import LoadHandle
 
 R = TypeVar("R")
 Ids = NDArray[np.int64]
@@ -122,15 +119,11 @@ class Moving(Generic[R]):
         if num_bytes <= _COPIED_AT_ONCE_BYTES and self._binding.caches.codec is None and self._lane.is_idle:
             self._say_copied(asked, attempt(work))
             return
-        copy = LaneCopy(work)
         there.copy_begins()
+        copy = submit_copy(self._lane, work, self._loop_calls)
         self._copies.append(copy)
         self._copying.add(copy)
         copy.ended.add_done_callback(lambda ended: self._copied(asked, copy, ended.exception()))
-        try:
-            copy.event = self._lane.submit(copy, lambda error: self._loop_calls.call(copy.resolve, error))
-        except Exception as error:  # noqa: BLE001 - one that cannot be submitted has failed as any other that fails
-            copy.resolve(error)
 
     def _move(self, there: Attachment, parts: tuple[Part, ...]) -> None:
         for part in parts:
@@ -215,191 +208,3 @@ class Moving(Generic[R]):
     @property
     def _seconds(self) -> float:
         return self._loop.time() - self._started
-
-
-class FarLoad(Moving[LoadResult]):
-    """A load through a server."""
-
-    def __init__(self, *args: Any, is_current: Callable[[], bool], layerwise: bool, gaps: bool) -> None:  # noqa: ANN401 - of `Moving`
-        super().__init__(*args)
-        self._is_current = is_current
-        self._layerwise = layerwise
-        self._gaps = gaps
-        self._admitted: asyncio.Future[int] = self._loop.create_future()
-        self._layers: dict[int, LaneCopy] = {}
-        self._layers_left = np.full(len(self._keys), self.num_layers)
-        self._by_tier: Mapping[str, int] = {}
-
-    def handle(self) -> LoadHandle:
-        """Return what the caller holds of it."""
-        return LoadHandle(self.ended, self)
-
-    @property
-    def is_admitted(self) -> bool:
-        """See `Loading.is_admitted`."""
-        return self._admitted.done()
-
-    async def wait_admitted(self) -> int:
-        """See `Loading.wait_admitted`."""
-        return await asyncio.shield(self._admitted)
-
-    def copy_of(self, layer: int) -> LaneCopy | None:
-        """See `Loading.copy_of`."""
-        if self._layerwise:
-            return self._layers.get(layer)
-        return self._copies[-1] if self._copies else None
-
-    @property
-    def is_copying(self) -> bool:
-        """See `Loading.is_copying`."""
-        return bool(self._copies) or bool(self._in_place.any())
-
-    def stop_before(self, block: int) -> int:
-        """See `Loading.stop_before`."""
-        raise ConfigurationError('stop_before() is for a load with order="back"')
-
-    def _copy(self, asked: messages.Copy) -> None:
-        before = len(self._copies)
-        super()._copy(asked)
-        if len(self._copies) > before and asked.parts and asked.parts[0].layers is not None:
-            self._layers[asked.parts[0].layers[0]] = self._copies[-1]
-
-    def _say_copied(self, asked: messages.Copy, error: BaseException | None) -> None:
-        super()._say_copied(asked, error)
-        self._end_if_all_is_here()
-
-    def _end_if_all_is_here(self) -> None:
-        """End where the server has said how this will end, and so it did: its word would take a while yet."""
-        n = len(self._keys)
-        if self._why or self._error or sum(self._by_tier.values()) != n or not self._in_place.all():
-            return
-        num_bytes = n * self._binding.caches.payload_bytes
-        result = LoadResult(n, n, self._by_tier, num_bytes, self._seconds)
-        self._finish(result if self._is_current() else self._nothing("epoch advanced"))
-
-    def _move_part(self, rows: Any, slots: Ids, pages: Ids, layers: slice | None) -> None:  # noqa: ANN401 - a Tensor
-        self._binding.scatter(rows, slots, pages, layers=layers)
-
-    def _layer_copied(self, layer: int, positions: Ids) -> None:
-        self._layers_left[positions] -= 1
-        self._in_place = self._layers_left == 0
-
-    def _revoke_copies(self) -> None:
-        """Let no copy begin; but what is admitted is not taken back for a deadline."""
-        if self._why == "revoked" or not (self._layers and self._layers[min(self._layers)].has_begun):
-            super()._revoke_copies()
-
-    def _take_other(self, reply: messages.Reply) -> None:
-        match reply:
-            case messages.Admitted():
-                if not self._admitted.done():
-                    self._admitted.set_result(reply.num_blocks)
-                self._by_tier = reply.by_tier
-                self._end_if_all_is_here()
-            case messages.Loaded() if not self._why:
-                faults = reply.faults
-                mask = np.frombuffer(reply.mask, np.bool_) if reply.mask is not None else None
-                result = LoadResult(
-                    reply.num_blocks, len(self._keys), reply.by_tier, reply.num_bytes, self._seconds, faults, mask
-                )
-                self._finish(result if self._is_current() else self._nothing("epoch advanced"))
-
-    def _result_here(self) -> LoadResult:
-        if not self._is_current():
-            return self._nothing("epoch advanced")
-        n = prefix_of(self._in_place)
-        num_in_place = int(np.count_nonzero(self._in_place)) if self._gaps else n
-        faults = [TierFault("", self._why, len(self._keys))] if self._why in ("deadline", "revoked") else []
-        if not faults:
-            faults = [TierFault("host", "server away", len(self._keys), self._why)]
-        if self._error and self._error != "revoked":
-            faults.append(TierFault("engine", "copy failed", len(self._keys), self._error))
-        mask = self._in_place.copy() if self._gaps else None
-        num_bytes = num_in_place * self._binding.caches.payload_bytes
-        by_tier = {"host": num_in_place} if num_in_place else {}
-        return LoadResult(n, len(self._keys), by_tier, num_bytes, self._seconds, tuple(faults), mask)
-
-    def _nothing(self, why: str) -> LoadResult:
-        mask = np.zeros(len(self._keys), np.bool_) if self._gaps else None
-        return LoadResult(0, len(self._keys), {}, 0, self._seconds, (TierFault("", why, len(self._keys)),), mask)
-
-    def _finish(self, result: LoadResult) -> None:
-        super()._finish(result)
-        if not self._admitted.done():
-            self._admitted.set_result(result.num_blocks)
-
-
-class FarStore(Moving[StoreResult]):
-    """A store through a server."""
-
-    def __init__(self, *args: Any, layerwise: bool) -> None:  # noqa: ANN401 - of `Moving`
-        super().__init__(*args)
-        self._missing = set(range(self.num_layers)) if layerwise else set()
-        self._layerwise = layerwise
-        self._settled: asyncio.Future[tuple[TierStore, ...]] = self._loop.create_future()
-
-    def store_layer(self, layer: int, after: object) -> None:
-        """See `StoreHandle.store_layer`."""
-        if not self._layerwise:
-            raise ConfigurationError("store_layer() is for start_store(..., layerwise=True)")
-        if not 0 <= layer < self.num_layers:
-            raise ConfigurationError(f"layer {layer} is not one of the KV group's {self.num_layers}")
-        if layer not in self._missing:
-            raise ConfigurationError(f"layer {layer} was stored already")
-        if after is not None:
-            self._binding.check(after)
-        if self.ended.done() or self._why:
-            return
-        if after is not None:
-            self._lane.wait(after)
-        self._missing.discard(layer)
-        if self._there is not None:
-            self._there.send(messages.StoreLayer(self._number, layer))
-
-    async def settled(self) -> tuple[TierStore, ...]:
-        """See `StoreResult.settled`."""
-        return await asyncio.shield(self._settled)
-
-    def lose(self) -> None:
-        """See `Transferring.lose`: nobody keeps what is copied from now on."""
-        if not self._settled.done():
-            self._settled.set_result(())
-        if self.ended.done():
-            return
-        self._stop("server away")
-
-    def _move_part(self, rows: Any, slots: Ids, pages: Ids, layers: slice | None) -> None:  # noqa: ANN401 - a Tensor
-        self._binding.gather(pages, rows, slots, layers=layers)
-
-    def _take_other(self, reply: messages.Reply) -> None:
-        match reply:
-            case messages.Stored() if not self._why:
-                self._finish(
-                    StoreResult(
-                        len(self._keys),
-                        reply.num_stored,
-                        reply.num_present,
-                        sum(reply.dropped.values()),
-                        reply.dropped,
-                        reply.num_bytes,
-                        self._seconds,
-                        self.settled,
-                    )
-                )
-            case messages.Settled(tiers=tiers):
-                if not self._settled.done():
-                    self._settled.set_result(tiers)
-                if self._there is not None:
-                    self._there.transfers.pop(self._number, None)
-
-    def _forget(self, there: Attachment) -> None:
-        """The server has yet to say what became of the blocks."""
-        if self._why:
-            super()._forget(there)
-
-    def _result_here(self) -> StoreResult:
-        if not self._settled.done():
-            self._settled.set_result(())
-        n = len(self._keys)
-        dropped = {self._why: n} if n else {}
-        return StoreResult(n, 0, 0, n, dropped, 0, self._seconds, self.settled)

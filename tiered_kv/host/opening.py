@@ -110,6 +110,8 @@ class Attached(Message, frozen=True, tag="attached"):
     places: tuple[tuple[str, int, int], ...]
     load_timeout_s: float
     store_timeout_s: float
+    swap_space_bytes: int
+    window_bytes: int
     is_read_only: bool
 
 

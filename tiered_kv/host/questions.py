@@ -6,6 +6,7 @@ from typing import Any, Final, TypeVar
 
 from tiered_kv.cache import TieredKV
 from tiered_kv.host import messages, wire
+from tiered_kv.host.places import Place
 from tiered_kv.keys import BlockKeys
 from tiered_kv.results import LookupResult
 
@@ -29,9 +30,9 @@ def answer(kv: TieredKV, request: messages.Asking) -> Answered:
 
 
 def _lookup(kv: TieredKV, request: messages.Lookup, keys: BlockKeys) -> Answered:
-    if request.owned:
+    if request.is_owned:
         return _found(request.id, kv.lookup_nowait(keys))
-    return _then(partial(kv.lookup, keys), partial(_found, request.id))
+    return _then(partial(kv.lookup, keys, where=request.where), partial(_found, request.id))
 
 
 def _membership(kv: TieredKV, request: messages.Membership, keys: BlockKeys) -> Answered:
@@ -88,4 +89,7 @@ def _then(ask: Callable[[], Awaitable[T]], make: Callable[[T], messages.Answer])
 
 def _found(id_: int, result: LookupResult) -> messages.Found:
     runs = tuple((run.tier, run.start, run.stop) for run in result.runs)
-    return messages.Found(id_, result.num_blocks, runs, result.num_bytes, dict(result.costs), result.num_pending)
+    places = tuple(Place.of(run.spec) for run in result.runs) if any(run.spec for run in result.runs) else ()
+    return messages.Found(
+        id_, result.num_blocks, runs, result.num_bytes, dict(result.costs), result.num_pending, places
+    )

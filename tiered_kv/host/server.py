@@ -234,6 +234,8 @@ class TieredKVServer:
                     places_of(seat_at(share.cache, ranks, b"", (), pins)[1]),
                     limits.load_timeout_s,
                     limits.store_timeout_s,
+                    int(limits.swap_space),
+                    int(limits.window),
                     session.is_read_only,
                 )
                 await link.send_opened(connection, answer, descriptors)

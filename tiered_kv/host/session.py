@@ -35,10 +35,10 @@ from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.transfers.handles import Handle
 from tiered_kv.transfers.load_handle import LoadHandle
 from tiered_kv.transfers.prefetch import bring_each, lease_prefix, start_bringing
-from tiered_kv.transfers.requests import LoadRequest, StoreRequest
+from tiered_kv.transfers.requests import LoadRequest, Order, StoreRequest
 from tiered_kv.transfers.start import start_load, start_store
 from tiered_kv.transfers.store import StoreHandle
-from tiered_kv.validation import check_seconds
+from tiered_kv.validation import check_kind, check_seconds
 
 _EPOCHS: Final = 16
 """Weights that one client names by turns; of more, the first is made ready again."""
@@ -131,8 +131,8 @@ class Session:
                 self._checked(request.id, send, partial(self._load, request, send))
             case messages.Store():
                 self._checked(request.id, send, partial(self._store, request, send))
-            case messages.StoreLayer():
-                self._checked(request.id, send, partial(self._store_layer, request))
+            case messages.StopBefore() | messages.StoreLayer():
+                self._checked(request.id, send, partial(self._steer, request))
             case PlanJob() | BindJob() | JobMoved() | JobMovedKeys() | Follow() | Taken():
                 self._checked(request.id, send, partial(self._plan_or_follow, request, send))
             case messages.Cancel() | messages.Release():
@@ -168,6 +168,8 @@ class Session:
     def _load(self, request: messages.Load, send: Send) -> None:
         self._new(request.id)
         check_seconds("deadline_s", request.deadline_s)
+        order: Order = "back" if request.is_from_back else "front"
+        check_kind(order, layerwise=request.layerwise, gaps=request.gaps)
         (_, cache), keys = self._seat(request.keys.epoch), request.keys.block_keys()
         chain, batch = cache.batch(keys)
         far = FarMemory(request.id, len(keys), chain, send)
@@ -187,6 +189,7 @@ class Session:
                 lambda: True,  # which weights are current, the client knows
                 layerwise=request.layerwise,
                 gaps=request.gaps,
+                order=order,
             )
         )
         self._loads[request.id] = handle, far
@@ -210,7 +213,7 @@ class Session:
             send(messages.Loaded(request.id, 0, {}, 0, 0.0, (fault,), None))
             return
         result = ended.result()
-        mask = result.mask.tobytes() if request.gaps else None
+        mask = result.mask.tobytes() if result.mask is not None else None
         by_tier, seconds = dict(result.by_tier), result.seconds
         send(messages.Loaded(request.id, result.num_blocks, by_tier, result.num_bytes, seconds, result.faults, mask))
 
@@ -254,8 +257,11 @@ class Session:
         most = self._limits.bytes_per_client
         return most is None or not self._num_bytes or self._num_bytes + far.num_bytes <= most
 
-    def _store_layer(self, request: messages.StoreLayer) -> None:
-        if (storing := self._stores.get(request.id)) is not None:
+    def _steer(self, request: messages.Steering) -> None:
+        """Pass on what is said of a transfer under way; of one that has ended it is passed over."""
+        if isinstance(request, messages.StopBefore) and (loading := self._loads.get(request.id)) is not None:
+            loading[0].stop_before(request.block)
+        elif isinstance(request, messages.StoreLayer) and (storing := self._stores.get(request.id)) is not None:
             storing[0].store_layer(request.layer)
 
     def _copied(self, request: messages.Copied) -> None:

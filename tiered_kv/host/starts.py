@@ -9,9 +9,10 @@ from numpy.typing import NDArray
 
 from tiered_kv.events import BlocksLoaded, BlocksStored, Emit
 from tiered_kv.host.connection import Connection
+from tiered_kv.host.far_load import FarBackLoad, FarLoad
+from tiered_kv.host.far_store import FarStore
 from tiered_kv.host.fields import Keys
 from tiered_kv.host.messages import Load, Store
-from tiered_kv.host.moving import FarLoad, FarStore
 from tiered_kv.keys import BlockKeys, epoch_digest
 from tiered_kv.memory.lanes import Lane
 from tiered_kv.results import LoadResult, StoreResult
@@ -56,12 +57,16 @@ class Starts:
 
         def start() -> LoadHandle:
             facts = self._facts(keys, binding, pages, lane, deadline)
-            load = FarLoad(*facts, is_current=lambda: self.epoch == epoch, layerwise=call.layerwise, gaps=call.gaps)
+            is_from_back = call.order == "back"
+            if is_from_back:
+                load: FarLoad = FarBackLoad(*facts, is_current=lambda: self.epoch == epoch)
+            else:
+                load = FarLoad(*facts, is_current=lambda: self.epoch == epoch, layerwise=call.layerwise, gaps=call.gaps)
             load.ended.add_done_callback(self._say_loaded)
             left_s = max(0.0, deadline - here.loop.time())
             load.start(
                 self._connection.there,
-                lambda id_: Load(id_, said, left_s, int(call.priority), call.layerwise, call.gaps),
+                lambda id_: Load(id_, said, left_s, int(call.priority), call.layerwise, call.gaps, is_from_back),
             )
             here.tasks.watch(load.ended, load.revoke)
             return load.handle()

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-from tiered_kv.loop_calls import carried
+from tiered_kv.loop_calls import LoopCalls, carried
 from tiered_kv.memory.device import After, Copy, Device, Done, Stream
 from tiered_kv.memory.waiting import LateEvent
 
@@ -214,3 +214,13 @@ class LaneCopy:
             self.ended.set_result(None)
         else:
             self.ended.set_exception(carried(error, "a copy"))
+
+
+def submit_copy(lane: Lane, work: Callable[[], None], loop_calls: LoopCalls) -> LaneCopy:
+    """Submit a copy, after what was submitted to the lane before. On the event loop."""
+    copy = LaneCopy(work)
+    try:
+        copy.event = lane.submit(copy, lambda error: loop_calls.call(copy.resolve, error))
+    except Exception as error:  # noqa: BLE001 - one that cannot be submitted has failed as any other that fails
+        copy.resolve(error)
+    return copy

@@ -24,7 +24,7 @@ from tiered_kv.hints import ReuseHint
 from tiered_kv.layout import KVGroup
 from tiered_kv.loop_calls import LoopCalls
 from tiered_kv.memory.codec import Codec
-from tiered_kv.memory.lanes import Lane, LaneCopy, Lanes
+from tiered_kv.memory.lanes import Lane, LaneCopy, Lanes, submit_copy
 from tiered_kv.results import TierRun
 from tiered_kv.tiers.base import BookedTier, Mask, Tier, prefix_of
 from tiered_kv.tiers.batch import Batch, Naming
@@ -255,12 +255,7 @@ class Chain:
 
     def copy(self, lane: Lane, work: Callable[[], None]) -> LaneCopy:
         """Submit a copy, after what was submitted to the lane before."""
-        copy = LaneCopy(work)
-        try:
-            copy.event = lane.submit(copy, lambda error: self.loop_calls.call(copy.resolve, error))
-        except Exception as error:  # noqa: BLE001 - one that cannot be submitted has failed as any other that fails
-            copy.resolve(error)
-        return copy
+        return submit_copy(lane, work, self.loop_calls)
 
 
 def _merged(runs: list[TierRun]) -> list[TierRun]:

@@ -7,6 +7,7 @@ space run on one stream, in the order of the calls, so that a slot may be filled
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -15,12 +16,14 @@ import torch
 from numpy.typing import NDArray
 
 from tiered_kv.errors import ConfigurationError
+from tiered_kv.events import Emit
+from tiered_kv.loop_calls import LoopCalls
 from tiered_kv.memory.caches import PagedCaches
 from tiered_kv.memory.copies import gather_blocks, scatter_blocks
+from tiered_kv.memory.device import Device
 from tiered_kv.memory.host import HostSlab
-from tiered_kv.memory.lanes import Lane, RevokedError
+from tiered_kv.memory.lanes import Lane, RevokedError, submit_copy
 from tiered_kv.results import SwapResult, TierFault
-from tiered_kv.tiers.chain import Chain
 from tiered_kv.transfers.handles import Revocable
 
 Moves = Mapping[int, int] | Iterable[Sequence[int]] | NDArray[np.integer[Any]]
@@ -31,6 +34,23 @@ Ids = NDArray[np.int64]
 _PARTS: Final = ("out", "in", "copy")
 
 
+@dataclass(frozen=True)
+class SwapSide:
+    """What spaces ask of whose process they are in.
+
+    Attributes:
+        device: The engine's.
+        loop_calls: Of the event loop.
+        emit: Takes what becomes of the memory.
+        window_bytes: What one copy moves at most.
+    """
+
+    device: Device
+    loop_calls: LoopCalls
+    emit: Emit
+    window_bytes: int
+
+
 class SwapSpaces:
     """The swap spaces of one cache, one per KV group, made when they are first used."""
 
@@ -38,7 +58,7 @@ class SwapSpaces:
         self._spaces: dict[int, SwapSpace] = {}
 
     def of(
-        self, group: int, chain: Chain, caches: PagedCaches | None, num_bytes: int, stack: AsyncExitStack
+        self, group: int, side: SwapSide, caches: PagedCaches | None, num_bytes: int, stack: AsyncExitStack
     ) -> "SwapSpace":
         """Return the space of a KV group, for its registered caches; ``stack`` ends with the cache.
 
@@ -58,34 +78,33 @@ class SwapSpaces:
                     num_bytes // page.stride_bytes, page.stride_bytes, page.payload_bytes, name=f"swap{group}"
                 )
                 stack.callback(slab.close)
-                device = chain.h2d.device
-                device.page_lock(slab, emit=lambda event: chain.loop_calls.call(chain.emit, event))
-                stream = device.stream(slab.name)
+                side.device.page_lock(slab, emit=lambda event: side.loop_calls.call(side.emit, event))
+                stream = side.device.stream(slab.name)
                 stack.callback(stream.close)
             else:
                 slab, stream = space.slab, space.lane.stream
-            space = self._spaces[group] = SwapSpace(chain, caches, slab, Lane(stream, None))
+            space = self._spaces[group] = SwapSpace(side, caches, slab, Lane(stream, None))
         return space
 
 
 class SwapSpace:
     """The slots of one KV group, each as large as one of the engine's pages."""
 
-    def __init__(self, chain: Chain, registered: PagedCaches, slab: HostSlab, lane: Lane) -> None:
+    def __init__(self, side: SwapSide, registered: PagedCaches, slab: HostSlab, lane: Lane) -> None:
         """Make one; see `SwapSpaces.of`.
 
         Args:
-            chain: Of the group.
+            side: Of the group.
             registered: The engine's caches.
             slab: Its slots are the engine's to number.
             lane: For these swaps alone.
         """
-        self.chain = chain
+        self.side = side
         self.registered = registered
         self.caches = registered.by_page()
         self.slab = slab
         self.lane = lane
-        self._piece = max(1, chain.limits.window_bytes // slab.stride_bytes)
+        self._piece = max(1, side.window_bytes // slab.stride_bytes)
 
     def check(self, swap_in: Moves, swap_out: Moves, copy: Copies) -> tuple[Ids, Ids, Ids]:
         """Return the three maps as ``(n, 2)`` sources and targets.
@@ -141,7 +160,7 @@ class Swap(Revocable):
         self._counts = len(swap_out), len(swap_in), len(copy)
         self._errors: dict[int, BaseException] = {}
         self._is_stopped = False
-        if (error := space.chain.h2d.device.error) is not None:
+        if (error := space.side.device.error) is not None:
             self._errors[0] = error
         self._is_unusable = error is not None
         if self._is_unusable:
@@ -159,7 +178,7 @@ class Swap(Revocable):
         ):
             for sources, targets in pieces:
                 work = partial(self._move, move, sources, targets)
-                self.watch(space.chain.copy(space.lane, work), partial(self._ended, part))
+                self.watch(submit_copy(space.lane, work, space.side.loop_calls), partial(self._ended, part))
 
     def revoke_copies(self) -> None:
         """Let no copy begin that has not begun: not one after another that does not begin either."""

@@ -1,0 +1,140 @@
+"""Loads from the back, places and swaps of a client: what a cache of one's own does, through a server."""
+
+import os
+from pathlib import Path
+
+import anyio
+import pytest
+
+from tests.support.any_layout import LIMITS, AnyEngine, cpu, nvme, prompt
+from tests.support.serving import attached, serving
+from tiered_kv import ConfigurationError, CPULoadStoreSpec, FileLoadStoreSpec, Shard
+
+KEYS = prompt(32)
+
+
+@pytest.mark.parametrize("place", ["cpu", "nvme"])
+async def test_whole_from_the_back_if_nobody_computes(place: str, tmp_path: Path) -> None:
+    """All of it comes, from memory at once or from a disk part by part."""
+    engine = AnyEngine()
+    with serving(tmp_path, cpu(64), nvme(tmp_path / "disk")) as server:
+        async with attached(server, engine) as kv:
+            await (await kv.store(KEYS, engine.fill(KEYS, range(32)))).settled()
+            if place == "nvme":
+                await kv.evict(KEYS, tier="cpu")
+            engine.wipe()
+            loaded = await kv.start_load(KEYS, engine.spec(range(32)), order="back")
+            assert (loaded.num_blocks, loaded.by_tier) == (32, {place: 32})
+            assert loaded.mask.all()
+            assert engine.count_right(KEYS, range(32)) == 32
+
+
+@pytest.mark.parametrize("place", ["cpu", "nvme"])
+async def test_what_is_claimed_is_not_touched(place: str, tmp_path: Path) -> None:
+    """Of what the engine has claimed not a byte is written, whatever the server has asked for meanwhile."""
+    engine = AnyEngine()
+    with serving(tmp_path, cpu(64), nvme(tmp_path / "disk")) as server:
+        async with attached(server, engine) as kv:
+            await (await kv.store(KEYS, engine.fill(KEYS, range(32)))).settled()
+            if place == "nvme":
+                await kv.evict(KEYS, tier="cpu")
+            engine.wipe()
+            handle = kv.start_load(KEYS, engine.spec(range(32)), order="back")
+            assert handle.stop_before(10) == 10
+            assert handle.stop_before(4) == 10
+            loaded = await handle
+            assert loaded.mask.tolist() == [False] * 10 + [True] * 22
+            assert (loaded.num_blocks, loaded.num_requested, loaded.by_tier) == (0, 32, {place: 22})
+            assert engine.right(KEYS, range(32)) == loaded.mask.tolist()
+            assert handle.stop_before(20) == 10
+            assert not any(tier.leased for tier in kv.stats().tiers)
+
+
+async def test_an_engine_and_a_load_meet(tmp_path: Path) -> None:
+    """Block by block the engine claims what it computes, until the load has what comes next; together it is all."""
+    engine = AnyEngine()
+    with serving(tmp_path, cpu(64), nvme(tmp_path / "disk")) as server:
+        async with attached(server, engine) as kv:
+            await (await kv.store(KEYS, engine.fill(KEYS, range(32)))).settled()
+            await kv.evict(KEYS, tier="cpu")
+            engine.wipe()
+            handle, computed = kv.start_load(KEYS, engine.spec(range(32)), order="back"), 0
+            while computed < 32 and handle.stop_before(computed + 1) == computed + 1:
+                engine.fill(KEYS[computed : computed + 1], [computed])
+                computed += 1
+                await kv.lookup(KEYS[:1])
+            loaded = await handle
+            assert loaded.mask[computed:].all()
+            assert engine.count_right(KEYS, range(32)) == 32
+
+
+async def test_a_load_from_the_back_ends_with_its_server(tmp_path: Path) -> None:
+    """What is in place is at the end, and all else may be claimed."""
+    engine = AnyEngine()
+    with serving(tmp_path, cpu(64)) as server:
+        async with attached(server, engine, timeout_s=0.1) as kv:
+            handle = kv.start_load(KEYS, engine.spec(range(32)), order="back", deadline_s=0.0)
+            loaded = await handle
+            assert (loaded.num_blocks, dict(loaded.by_tier)) == (0, {})
+            assert not loaded.mask.any()
+            assert handle.stop_before(32) == 32
+
+
+async def test_what_cannot_be_stopped_is_said(tmp_path: Path) -> None:
+    """Wrong calls are refused where they are made."""
+    engine = AnyEngine()
+    with serving(tmp_path, cpu(64)) as server:
+        async with attached(server, engine) as kv:
+            into = engine.spec(range(32))
+            with pytest.raises(ConfigurationError, match="only a load from the back"):
+                kv.start_load(KEYS, into).stop_before(1)
+            with pytest.raises(ConfigurationError, match="not one of the load's 32"):
+                kv.start_load(KEYS, into, order="back").stop_before(33)
+            with pytest.raises(ConfigurationError, match="neither layers"):
+                kv.start_load(KEYS, into, order="back", gaps=True)
+
+
+async def test_a_lookup_says_where_blocks_are(tmp_path: Path) -> None:
+    """Slots of the server's memory, and files on its disk, which any process on the host can read."""
+    engine, disk = AnyEngine(), tmp_path / "disk"
+    with serving(tmp_path, cpu(64), nvme(disk)) as server:
+        async with attached(server, engine) as kv, attached(server, shard=Shard.every(2)) as scheduler:
+            await (await kv.store(KEYS, engine.fill(KEYS, range(32)))).settled()
+            await kv.evict(KEYS[4:], tier="cpu")
+            memory, files = (await kv.lookup(KEYS, where=True)).runs
+            assert isinstance(memory.spec, CPULoadStoreSpec)
+            assert len(memory.spec) == 4
+            assert isinstance(files.spec, FileLoadStoreSpec)
+            for name, offset, length in files.spec.places():
+                assert name.startswith(os.fspath(disk))
+                assert (await anyio.Path(name).stat()).st_size >= offset + length
+            assert all(run.spec is None for run in (await kv.lookup(KEYS)).runs)
+            with pytest.raises(ConfigurationError, match="2 ranks"):
+                await scheduler.lookup(KEYS, where=True)
+
+
+async def test_pages_are_swapped_by_number_without_a_server_too(tmp_path: Path) -> None:
+    """The slots are the engine's own, in its own process: they outlive the server."""
+    engine, keys = AnyEngine(), prompt(6)
+    limits = LIMITS.model_copy(update={"swap_space": 1 << 20})
+    with serving(tmp_path, cpu(64), limits=limits) as server:
+        stack = attached(server, engine)
+        kv = await stack.__aenter__()
+        pages = engine.fill(keys, range(6)).ids.tolist()
+        moved = await kv.swap(blocks_to_swap_out={page: number for number, page in enumerate(pages)})
+        assert moved.num_out == len(pages)
+    engine.wipe()
+    moved = await kv.swap(dict(enumerate(pages)))
+    assert (moved.num_in, moved.fault) == (len(pages), None)
+    assert engine.count_right(keys, range(6)) == 6
+    with pytest.raises(ConfigurationError, match="blocks_to_swap_in"):
+        await kv.swap({10**6: 0})
+    await stack.__aexit__(None, None, None)
+
+
+async def test_without_swap_space_there_is_no_swap(tmp_path: Path) -> None:
+    """The server's settings say how much there is."""
+    with serving(tmp_path, cpu(64)) as server:
+        async with attached(server, AnyEngine()) as kv:
+            with pytest.raises(ConfigurationError, match="swap_space"):
+                await kv.swap(blocks_to_swap_out={0: 0})
