@@ -38,6 +38,14 @@ class HostSettings(Checked):
     """Users whose clients load, and change nothing."""
     weights: dict[str, float] = Field(default_factory=dict)
     """By a model's name, how much of every owned tier it gets, beside the others; 1 for those not named."""
+    fixed: dict[str, dict[str, ByteSize]] = Field(default_factory=dict)
+    """By a model's name and a tier's, how many bytes of that are its own, whatever others there are. Weights divide the
+    rest among the other models."""
+    models: AtLeastOne = 64
+    """Models at once, with those that an earlier server has left on a disk; one more is refused."""
+    lend_after_s: Annotated[float, Field(gt=0)] = 60.0
+    """What a model does not use that has stored nothing for so long is lent to those whose share is full. Once it
+    stores again it has it back, and they evict."""
     reclaim_after_s: Annotated[float, Field(gt=0)] = 24 * 3600.0
     """A model that no client has used for so long loses its blocks, and its share goes to the others."""
 

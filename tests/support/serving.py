@@ -29,12 +29,12 @@ def serving(
     codec: CodecName = "none",
     limits: CacheLimits = LIMITS,
     host: Mapping[str, object] | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> Iterator[TieredKVServer]:
     """Have a server of these tiers listen at ``path / "kv.sock"``, on an event loop of its own."""
-    settings = TieredKVSettings(
-        tiers=tiers, limits=limits, codec=codec, host={"socket": path / "kv.sock", **(host or {})}
-    )
-    server = TieredKVServer(settings, emit=Recorder())
+    listening = {"socket": path / "kv.sock", **(host or {})}
+    given = TieredKVSettings(tiers=tiers, limits=limits, codec=codec, host=listening, **(settings or {}))
+    server = TieredKVServer(given, emit=Recorder())
     began, stop = threading.Event(), asyncio.Event()
     loops: list[asyncio.AbstractEventLoop] = []
     errors: list[BaseException] = []

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import ByteSize
 from rich.markup import escape
 
 from tiered_kv.cli.showing import out, print_table
@@ -25,7 +26,7 @@ def show(state: Mapping[str, Any]) -> None:
     how = "draining" if state["is_draining"] else "ready" if state["is_ready"] else "not ready"
     out.print(f"{how}, for {state['up_s']:,.0f} s, process {state['pid']}; {len(state['clients'])} clients attached")
     if state["shares"]:
-        columns = ("model", "clients", "weight", "tier", "blocks", "of", "in use", "hits")
+        columns = ("model", "clients", "weight", "tier", "given", "own", "blocks", "of", "in use", "hits")
         print_table(columns, [row for share in state["shares"] for row in _rows_of(share)])
     if state["clients"]:
         counts = ("loads", "stores", "jobs", "copies", "leases", "questions")
@@ -38,8 +39,14 @@ def _rows_of(share: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     about = (escape(share["model"]), f"{share['clients']}", f"{share['weight']:g}")
     tiers = share.get("tiers", ())
     if not tiers:
-        yield (*about, "", "", "", "", "")
+        yield (*about, "", "", "", "", "", "", "")
     for tier in tiers:
         counts = (tier["ready"], tier["num_slots"], tier["leased"] + tier["pending"], tier["hits"])
-        yield (*about, tier["tier"], *(f"{count:,}" for count in counts))
+        name = tier["tier"]
+        sizes = (_size(share["given"][name]), _size(share["right"][name])) if name in share["given"] else ("", "")
+        yield (*about, name, *sizes, *(f"{count:,}" for count in counts))
         about = ("", "", "")
+
+
+def _size(num_bytes: int) -> str:
+    return ByteSize(num_bytes).human_readable()

@@ -30,9 +30,10 @@ class AttachedClient:
     the process is watched as well where the system lets us: a GPU may be copying yet when the connection is closed.
     """
 
-    def __init__(self, session: Session, connection: socket.socket, ended: Callable[[], None]) -> None:
+    def __init__(self, session: Session, model: str, connection: socket.socket, ended: Callable[[], None]) -> None:
         """Watch the process behind a connection; `link` is started by the caller, and ``ended`` called once."""
         self.session = session
+        self.model = model
         self.link: Link[messages.Request] = Link(
             messages.request_from, self._take, self._lost, broken=self._break, is_bounded=True
         )

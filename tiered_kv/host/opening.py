@@ -10,6 +10,7 @@ from tiered_kv.layout import KVGroup, KVLayout
 
 MOST_SLABS: Final = 253
 """Descriptors that Linux passes with one message."""
+_LONGEST_MODEL: Final = 1000
 
 
 class Attach(Message, frozen=True, tag="attach"):
@@ -40,6 +41,8 @@ class Attach(Message, frozen=True, tag="attach"):
         Raises:
             ConfigurationError: They cannot be.
         """
+        if len(self.model) > _LONGEST_MODEL:
+            raise ConfigurationError(f"the name of a model has {_LONGEST_MODEL} characters at most")
         num_slabs = len(self.groups) * max((size for _, size, _ in self.shards), default=1)
         if num_slabs > MOST_SLABS:
             raise ConfigurationError(f"{num_slabs} KV groups of ranks, {MOST_SLABS} at most: each has memory to pass")

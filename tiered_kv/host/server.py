@@ -41,13 +41,16 @@ from tiered_kv.host.reception import OPENING_S, Peer, Reception
 from tiered_kv.host.session import Session
 from tiered_kv.host.session_changes import places_of
 from tiered_kv.host.shares import Share, Shares
+from tiered_kv.host.showing_models import HostMetrics, Pages
 from tiered_kv.log import log
 from tiered_kv.settings import TieredKVSettings, tier_name
 from tiered_kv.telemetry.logs import log_event
+from tiered_kv.telemetry.page.server import PageServer
 from tiered_kv.tiers.pins import Pins
 from tiered_kv.tiers.tasks import Tasks
 
 _RECLAIM_EVERY_S: Final = 60.0
+_LEND_EVERY_S: Final = 1.0
 _LONGEST_NAME: Final = 200
 """Characters of what a client calls itself, in logs."""
 
@@ -76,10 +79,20 @@ class TieredKVServer:
         self._started = time.monotonic()
         self._num_attaching = 0
         self._reception: Reception | None = None
+        self._page: PageServer | None = None
+        self._metrics: HostMetrics | None = None
         self._is_draining = False
         self._shares: Shares | None = None
         self._listener: socket.socket | None = None
         self._lock_fd = -1
+
+    @property
+    def _num_refused(self) -> int:
+        return self._reception.num_refused if self._reception else 0
+
+    def _by_model(self) -> list[tuple[str, dict[str, Any]]]:
+        """Say of each client whose it is, and what it has under way."""
+        return [(client.model, client.session.statistics()) for client in list(self._clients.values())]
 
     @property
     def path(self) -> Path:
@@ -95,7 +108,7 @@ class TieredKVServer:
             "pid": os.getpid(),
             "up_s": round(time.monotonic() - self._started, 3),
             "num_descriptors": sum(1 for _ in Path("/proc/self/fd").iterdir()),
-            "num_refused": self._reception.num_refused if self._reception else 0,
+            "num_refused": self._num_refused,
             "clients": [client.session.statistics() for client in self._clients.values()],
             "shares": [_facts_of(share) for share in self._shares or ()],
         }
@@ -134,11 +147,19 @@ class TieredKVServer:
         Raises:
             ConfigurationError: Another server listens there, or the socket cannot be made.
         """
-        self._shares = Shares(self._settings, self._emit)
+        self._shares = shares = Shares(self._settings, self._emit)
+        if self._settings.page:
+            pages = Pages(lambda: list(shares), has_metrics=self._settings.metrics)
+            self._page = PageServer(pages, self._settings.page)
         self._listener, self._lock_fd = listen(self._settings.host)
+        if self._settings.metrics:
+            self._metrics = HostMetrics(self._by_model, lambda: list(shares), lambda: self._num_refused)
+        if self._page is not None:
+            self._emit(self._page.start())
         self._reception = Reception(self._listener, self._tasks, self._admit)
         self._tasks.keep_running(self._reception.receive, "receive connections")
         self._tasks.keep_running(self._reclaim, "reclaim")
+        self._tasks.keep_running(self._lend, "lend")
         return self
 
     async def __aexit__(
@@ -156,6 +177,10 @@ class TieredKVServer:
             self.path.unlink()
         await self._tasks.aclose(0.0)
         listener.close()
+        if self._metrics is not None:
+            self._metrics.close()
+        if self._page is not None:
+            await self._page.stop()
         await self._shares.aclose()
         # Only now: what a client may be writing to is nobody else's any more.
         for client in list(self._clients.values()):
@@ -172,6 +197,13 @@ class TieredKVServer:
         while True:
             await asyncio.sleep(min(_RECLAIM_EVERY_S, after_s))
             await self._shares.reclaim(after_s)
+
+    async def _lend(self) -> None:
+        assert self._shares is not None  # noqa: S101 - it is open
+        after_s = self._settings.host.lend_after_s
+        while True:
+            await asyncio.sleep(min(_LEND_EVERY_S, after_s))
+            await self._shares.lend(after_s)
 
     async def _admit(self, connection: socket.socket, opening: Opening, who: Peer) -> bool:
         """Answer what a connection is for; say whether it is a client's now."""
@@ -218,7 +250,7 @@ class TieredKVServer:
                 is_read_only=opening.is_read_only or uid in host.read_only_uids,
             )  # fmt: skip
             token = secrets.token_bytes(16)
-            client = AttachedClient(session, connection, partial(self._ended, token, share))
+            client = AttachedClient(session, share.name, connection, partial(self._ended, token, share))
             slabs, descriptors = _slabs_of(share, ranks, pins, is_read_only=session.is_read_only)
             self._clients[token] = client
             try:
@@ -323,6 +355,8 @@ def _facts_of(share: Share) -> dict[str, Any]:
         "directory": share.directory,
         "weight": share.weight,
         "clients": share.num_clients,
+        "right": dict(share.right),
+        "given": dict(share.given),
     }
     if share.cache is not None:
         with suppress(TieredKVError):  # about to be closed

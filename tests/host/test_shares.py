@@ -1,0 +1,224 @@
+"""Shares of models in a server's tiers: fixed, lent and taken back, and what is reclaimed of those that nobody uses."""
+
+import fcntl
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import anyio
+import pytest
+
+from tests.support.any_layout import STRIDE, AnyEngine, cpu, nvme, prompt
+from tests.support.caches import until
+from tests.support.serving import attached, serving
+from tiered_kv import ConfigurationError, ModelIdentity, TieredKVServer
+from tiered_kv.host.left_behind import delete, left_in
+
+ONE, TWO = ModelIdentity("one", weights="w0"), ModelIdentity("two", weights="w0")
+NAME = "0123456789abcdef" * 2
+
+
+async def test_bytes_are_fixed_for_a_model(tmp_path: Path) -> None:
+    """Its share is that, whoever else comes; weights divide the rest."""
+    host = {"fixed": {"one": {"cpu": 8 * STRIDE}}, "weights": {"two": 3.0}}
+    three = ModelIdentity("three", weights="w0")
+    with serving(tmp_path, cpu(32), host=host) as server:
+        async with attached(server, model=ONE) as one, attached(server, model=TWO) as two:
+            assert (one.stats()["cpu"].num_slots, two.stats()["cpu"].num_slots) == (8, 24)
+            async with attached(server, model=three) as last:
+                assert [kv.stats()["cpu"].num_slots for kv in (one, two, last)] == [8, 18, 6]
+        assert {share["model"]: share["given"]["cpu"] for share in server.health()["shares"]} == {
+            "one": 8 * STRIDE, "two": 18 * STRIDE, "three": 6 * STRIDE
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("fixed", [{"cpu": 100 * STRIDE}, {"disk": 1}])
+async def test_what_cannot_be_fixed_is_said_at_the_start(fixed: dict[str, int], tmp_path: Path) -> None:
+    """More than there is, or of a tier that is not there."""
+    with pytest.raises(ConfigurationError, match=r"host\.fixed"):
+        async with TieredKVServer({"tiers": [cpu(32)], "host": {"socket": tmp_path / "s", "fixed": {"m": fixed}}}):
+            pass
+
+
+async def test_a_model_without_room_changes_nothing_for_others(tmp_path: Path) -> None:
+    """It is refused before anything shrinks: not a block of the others goes."""
+    engine, keys = AnyEngine(), prompt(32)
+    with serving(tmp_path, cpu(32), host={"weights": {"two": 1e-3}, "models": 2}) as server:
+        async with attached(server, engine, model=ONE) as kv:
+            await kv.store(keys, engine.fill(keys, range(32)))
+            with pytest.raises(ConfigurationError, match="a block of it takes"):
+                async with attached(server, model=TWO):
+                    pass
+            assert (await kv.lookup(keys)).num_blocks == 32
+            assert [share["model"] for share in server.health()["shares"]] == ["one"]
+
+
+async def test_models_are_bounded(tmp_path: Path) -> None:
+    """Each model takes from the others; so one that attaches under ever new names is stopped."""
+    with serving(tmp_path, cpu(32), host={"models": 2}) as server:
+        async with attached(server, model=ONE), attached(server, model=TWO):
+            with pytest.raises(ConfigurationError, match="2 models"):
+                async with attached(server, model=ModelIdentity("three", weights="w0")):
+                    pass
+            async with attached(server, model=ONE):
+                pass
+
+
+async def test_an_idle_share_is_lent_and_taken_back(tmp_path: Path) -> None:
+    """A model whose share is full gets what another does not use, until that stores again."""
+    one, two, keys = AnyEngine(), AnyEngine(), prompt(24)
+    with serving(tmp_path, cpu(32), host={"lend_after_s": 0.2}) as server:
+        async with attached(server, two, model=TWO) as lender, attached(server, one, model=ONE) as kv:
+            await lender.store(keys[:2], two.fill(keys[:2], range(2)))
+            assert kv.stats()["cpu"].num_slots == 16
+
+            async def grown() -> bool:
+                await kv.store(keys, one.fill(keys, range(24)))
+                return kv.stats()["cpu"].num_slots > 24
+
+            await until_true(grown)
+            await kv.store(keys, one.fill(keys, range(24)))
+            assert (await kv.lookup(keys)).num_blocks == 24
+            assert (await lender.lookup(keys[:2])).num_blocks == 2
+
+            async def back() -> bool:
+                await lender.store(prompt(16, seed=7), two.fill(prompt(16, seed=7), range(16)))
+                return lender.stats()["cpu"].num_slots == kv.stats()["cpu"].num_slots == 16
+
+            await until_true(back)
+            total = sum(share["given"]["cpu"] for share in server.health()["shares"])
+            assert total <= 32 * STRIDE
+
+
+async def until_true(condition: Callable[[], object]) -> None:
+    """Do something again and again until it says yes."""
+    with anyio.fail_after(60):
+        while not await condition():  # type: ignore[misc]  # a coroutine function's
+            await anyio.lowlevel.checkpoint()
+
+
+async def test_what_nobody_uses_is_reclaimed_and_others_grow(tmp_path: Path) -> None:
+    """Its blocks and its directory go, on a disk too; who comes back finds nothing, and works."""
+    engine, keys, disk = AnyEngine(), prompt(8), tmp_path / "disk"
+    with serving(tmp_path, cpu(32), nvme(disk), host={"reclaim_after_s": 0.3}) as server:
+        async with attached(server, engine, model=ONE) as stays:
+            await (await stays.store(keys, engine.fill(keys, range(8)))).settled()
+            async with attached(server, engine, model=TWO) as kv:
+                await (await kv.store(keys, engine.fill(keys, range(8)))).settled()
+                assert stays.stats()["cpu"].num_slots == 16
+                assert len(left_in(disk)) == 2
+            await until(lambda: len(server.health()["shares"]) == 1)
+            await until(lambda: stays.stats()["cpu"].num_slots == 32)
+            assert len(left_in(disk)) == 1
+            assert (await stays.lookup(keys)).num_blocks == 8
+            async with attached(server, engine, model=TWO) as again:
+                assert (await again.lookup(keys)).num_blocks == 0
+                assert (await again.store(keys, engine.fill(keys, range(8)))).num_stored == 8
+
+
+async def test_what_an_earlier_server_has_left_is_reclaimed_too(tmp_path: Path) -> None:
+    """A model that nobody attaches for any more; one that is attached for at once is warm."""
+    engine, keys, disk = AnyEngine(), prompt(8), tmp_path / "disk"
+    with serving(tmp_path, cpu(32), nvme(disk)) as server:
+        for model in (ONE, TWO):
+            async with attached(server, engine, model=model) as kv:
+                await (await kv.store(keys, engine.fill(keys, range(8)))).settled()
+    assert len(left_in(disk)) == 2
+    with serving(tmp_path, cpu(32), nvme(disk), host={"reclaim_after_s": 2.0}) as server:
+        async with attached(server, model=ONE) as kv:
+            assert (await kv.lookup(keys)).num_blocks == 8
+            await until(lambda: len(server.health()["shares"]) == 1)
+            assert (await kv.lookup(keys)).num_blocks == 8
+    assert len(left_in(disk)) == 1
+
+
+def left_behind(path: Path) -> Path:
+    """Make a directory as an NVMe tier leaves it."""
+    made = path / NAME
+    (made / ("ab" * 32)).mkdir(parents=True, mode=0o700)
+    made.chmod(0o700)
+    (made / "holder").write_text("1\n")
+    (made / ("ab" * 32) / "slab").write_bytes(b"x" * 4096)
+    return made
+
+
+def test_a_directory_of_a_model_goes_whole(tmp_path: Path) -> None:
+    """And one that is gone already is gone."""
+    made = left_behind(tmp_path)
+    assert left_in(tmp_path) == [NAME]
+    assert delete(made)
+    assert not made.exists()
+    assert delete(made)
+
+
+def _foreign_file(made: Path) -> None:
+    (made / "notes.txt").write_text("mine")
+
+
+def _foreign_folder(made: Path) -> None:
+    (made / "results").mkdir()
+
+
+def _link_for_a_folder(made: Path) -> None:
+    (made.parent / "elsewhere").mkdir()
+    (made / ("cd" * 32)).symlink_to(made.parent / "elsewhere")
+
+
+def _no_holder(made: Path) -> None:
+    (made / "holder").unlink()
+
+
+def _link_for_the_holder(made: Path) -> None:
+    (made / "holder").unlink()
+    (made / "holder").symlink_to(made / ("ab" * 32) / "slab")
+
+
+def _for_all(made: Path) -> None:
+    made.chmod(0o777)
+
+
+@pytest.mark.parametrize(
+    "spoil", [_foreign_file, _foreign_folder, _link_for_a_folder, _no_holder, _link_for_the_holder, _for_all]
+)
+def test_a_directory_of_others_never_goes(spoil: Callable[[Path], None], tmp_path: Path) -> None:
+    """Whatever it is called: with anything in it that no tier has made nothing of it is deleted."""
+    made = left_behind(tmp_path)
+    spoil(made)
+    before = sorted(tmp_path.rglob("*"))
+    assert not delete(made)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_directory_that_a_tier_has_open_stays(tmp_path: Path) -> None:
+    """Another server's, or an engine's own: it is locked."""
+    made = left_behind(tmp_path)
+    fd = os.open(made, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    assert not delete(made)
+    os.close(fd)
+    assert delete(made)
+
+
+def test_a_link_is_no_directory(tmp_path: Path) -> None:
+    """What a link leads to is kept, and so is the link."""
+    made = left_behind(tmp_path)
+    elsewhere = made.rename(tmp_path / "elsewhere")
+    made.symlink_to(elsewhere)
+    assert left_in(tmp_path) == []
+    assert not delete(made)
+    assert (elsewhere / "holder").exists()
+
+
+async def test_two_servers_on_one_disk_do_not_delete_each_others_models(tmp_path: Path) -> None:
+    """A model that the other has open is locked: it is forgotten here, and stays."""
+    engine, keys, disk = AnyEngine(), prompt(8), tmp_path / "disk"
+    second = tmp_path / "second"
+    second.mkdir()
+    with serving(tmp_path, cpu(32), nvme(disk)) as server:
+        async with attached(server, engine, model=ONE) as kv:
+            await (await kv.store(keys, engine.fill(keys, range(8)))).settled()
+            with serving(second, cpu(32), nvme(disk), host={"reclaim_after_s": 0.1}) as other:
+                await until(lambda: other.health()["shares"] == [])
+            await kv.evict(keys, tier="cpu")
+            assert (await kv.load(keys, engine.spec(range(8)))).num_blocks == 8
+    assert len(left_in(disk)) == 1

@@ -1,0 +1,82 @@
+"""What a server shows: a page over all its models, its metrics, and its status at the command line."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.any_layout import AnyEngine, cpu, prompt
+from tests.support.serving import attached, serving
+from tiered_kv import ModelIdentity
+from tiered_kv.cli import hosting
+
+KEYS = prompt(12)
+ONE = ModelIdentity('one<script>"', weights="w0")
+
+
+async def get(socket: Path, path: str) -> httpx.Response:
+    """Ask the page of a server that shows it at a socket."""
+
+    def ask() -> httpx.Response:
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(socket))) as client:
+            return client.get(f"http://localhost{path}")
+
+    return await asyncio.to_thread(ask)
+
+
+@pytest.fixture
+def shown(tmp_path: Path) -> dict[str, Any]:
+    """Settings of a server that shows all that it can."""
+    return {"metrics": True, "page": f"unix:{tmp_path / 'page.sock'}"}
+
+
+async def test_a_page_and_metrics_over_all_models(tmp_path: Path, shown: dict[str, Any]) -> None:
+    """Models are listed with their pages; metrics have a value of ``model`` for each of them, and go with it."""
+    engine, socket = AnyEngine(), tmp_path / "page.sock"
+    with serving(tmp_path, cpu(32), settings=shown) as server:
+        async with (
+            attached(server, engine, model=ONE) as kv,
+            attached(server, model=ModelIdentity("two", weights="w0")),
+        ):
+            await kv.store(KEYS, engine.fill(KEYS, range(12)))
+            async with kv.lease(KEYS[:3]):
+                listed, metrics = (await get(socket, "/")).text, (await get(socket, "/metrics")).text
+            assert "one&lt;script&gt;&quot;" in listed
+            assert "two</a>, 1 clients" in listed
+            directory = next(each["directory"] for each in server.health()["shares"] if each["model"] != "two")
+            assert f'href="/{directory}/"' in listed
+            assert (await get(socket, f"/{directory}/")).text.startswith("<!")
+            assert (await get(socket, f"/{directory}/stats.json")).json()["model"] == ONE.name
+            assert (await get(socket, "/nobody/")).status_code == 404
+            assert 'tiered_kv_host_clients{model="two"} 1.0' in metrics
+            assert 'tiered_kv_host_leases{model="one<script>\\""} 1.0' in metrics
+            assert 'tiered_kv_host_share_bytes{model="two",tier="cpu"}' in metrics
+            assert "tiered_kv_host_refused_total 0.0" in metrics
+            assert metrics.count('model="two"') > 20  # what its cache counts
+    assert not socket.exists()
+    with serving(tmp_path, cpu(32), settings=shown) as server:
+        assert 'model="' not in (await get(socket, "/metrics")).text
+
+
+async def test_a_server_that_shows_nothing_has_no_page(tmp_path: Path) -> None:
+    """Neither page nor metrics unless they are asked for."""
+    with serving(tmp_path, cpu(32), settings={"page": f"unix:{tmp_path / 'page.sock'}"}) as server:
+        async with attached(server):
+            assert (await get(tmp_path / "page.sock", "/metrics")).status_code == 404
+
+
+async def test_status_shows_shares_clients_and_leases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What each model has and has a right to, and what each client holds."""
+    engine = AnyEngine()
+    with serving(tmp_path, cpu(32)) as server:
+        async with attached(server, engine, name="engine-1") as kv:
+            await kv.store(KEYS, engine.fill(KEYS, range(12)))
+            async with kv.lease(KEYS[:3]):
+                hosting.show(await asyncio.to_thread(hosting.state_of, server.path))
+    said = capsys.readouterr().out
+    assert "1 clients attached" in said
+    tier, client = (next(line for line in said.splitlines() if word in line).split() for word in (" cpu ", "engine-1"))
+    assert tier[-4:] == ["12", "32", "3", "0"]
+    assert client[-6:] == ["0", "0", "0", "0", "1", "0"]
