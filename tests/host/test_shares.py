@@ -65,12 +65,12 @@ async def test_models_are_bounded(tmp_path: Path) -> None:
 
 
 async def test_an_idle_share_is_lent_and_taken_back(tmp_path: Path) -> None:
-    """A model whose share is full gets what another does not use, until that stores again."""
-    one, two, keys = AnyEngine(), AnyEngine(), prompt(24)
-    with serving(tmp_path, cpu(32), host={"lend_after_s": 0.2}) as server:
-        async with attached(server, two, model=TWO) as lender, attached(server, one, model=ONE) as kv:
+    """A model whose share is full gets what another, without clients, does not use, until that stores again."""
+    one, two, keys, others = AnyEngine(), AnyEngine(), prompt(24), prompt(16, seed=7)
+    with serving(tmp_path, cpu(32)) as server:
+        async with attached(server, two, model=TWO) as lender:
             await lender.store(keys[:2], two.fill(keys[:2], range(2)))
-            assert kv.stats()["cpu"].num_slots == 16
+        async with attached(server, one, model=ONE) as kv:
 
             async def grown() -> bool:
                 await kv.store(keys, one.fill(keys, range(24)))
@@ -79,15 +79,15 @@ async def test_an_idle_share_is_lent_and_taken_back(tmp_path: Path) -> None:
             await until_true(grown)
             await kv.store(keys, one.fill(keys, range(24)))
             assert (await kv.lookup(keys)).num_blocks == 24
-            assert (await lender.lookup(keys[:2])).num_blocks == 2
+            async with attached(server, two, model=TWO) as lender:
+                assert (await lender.lookup(keys[:2])).num_blocks == 2
 
-            async def back() -> bool:
-                await lender.store(prompt(16, seed=7), two.fill(prompt(16, seed=7), range(16)))
-                return lender.stats()["cpu"].num_slots == kv.stats()["cpu"].num_slots == 16
+                async def back() -> bool:
+                    await lender.store(others, two.fill(others, range(16)))
+                    return lender.stats()["cpu"].num_slots == kv.stats()["cpu"].num_slots == 16
 
-            await until_true(back)
-            total = sum(share["given"]["cpu"] for share in server.health()["shares"])
-            assert total <= 32 * STRIDE
+                await until_true(back)
+            assert sum(share["given"]["cpu"] for share in server.health()["shares"]) <= 32 * STRIDE
 
 
 async def until_true(condition: Callable[[], object]) -> None:
