@@ -44,9 +44,20 @@ def vllm_sources(request: pytest.FixtureRequest, pytestconfig: pytest.Config) ->
     return sources_of("vllm", request.param)
 
 
+def llama_by(environment: Environment, folders: pytest.TempPathFactory) -> pathlib.Path:
+    """Make a checkpoint of a small Llama with random weights. Nothing is downloaded."""
+    folder = folders.mktemp("tiny-llama")
+    environment.run("make_llama.py", folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def sglang_llama(sglang: Environment, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Return a small checkpoint, made in SGLang's environment."""
+    return llama_by(sglang, tmp_path_factory)
+
+
 @pytest.fixture(scope="session")
 def tiny_llama(vllm: Environment, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """Make a checkpoint of a small Llama with random weights. Nothing is downloaded."""
-    folder = tmp_path_factory.mktemp("tiny-llama")
-    vllm.run("make_llama.py", folder)
-    return folder
+    """Return a small checkpoint, made in vLLM's environment."""
+    return llama_by(vllm, tmp_path_factory)

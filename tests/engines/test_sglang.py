@@ -10,12 +10,12 @@ from typing import Any, Final
 import pytest
 
 from environments import HERE, ROOT, Environment
+from folders import NVME, STALLING, flip_a_byte_in_each_record, tiers_in
 
 TWO_RANKS: Final = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}  # it counts NUMA nodes otherwise
 PAGES: Final = 2 * 18
 """Full pages of both prompts, 16 tokens each: what storage can have of them."""
 LAYOUTS: Final = ("layer_first", "page_first", "page_first_direct")
-NVME: Final = ["cpu://?capacity=4MiB", "file://{folder}/nvme?capacity=16MiB"]
 EVERYWHERE: Final = {
     "PYTHONPATH": os.pathsep.join(map(str, (HERE / "sglang_site", HERE, ROOT, ROOT / "backends"))),
     "SGLANG_USE_CPU_ENGINE": "1",
@@ -34,7 +34,6 @@ class Runs:
 
     def storage(self, name: str = "ReportingStorage", tiers: list[Any] = NVME, **limits: float) -> Answer:
         """Return the extra config of HiCache's storage."""
-        tiers = json.loads(json.dumps(tiers).replace("{folder}", str(self.folder)))
         module = "tiered_kv.integrations.sglang" if name == "TieredKVStorage" else "sglang_faults"
         return {
             "backend_name": "tiered_kv",
@@ -43,7 +42,7 @@ class Runs:
             "interface_v1": 1,
             "prefetch_threshold": 16,
             "report": str(self.folder / "report"),
-            "tiered_kv": {"tiers": tiers, "limits": limits},
+            "tiered_kv": {"tiers": tiers_in(self.folder, tiers), "limits": limits},
         }
 
     def run(self, name: str = "ReportingStorage", *, tiers: list[Any] = NVME, **wanted: Any) -> Answer:
@@ -60,35 +59,27 @@ class Runs:
 
 
 @pytest.fixture(scope="session")
-def checkpoint(sglang: Environment, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """Make a checkpoint of a small Llama with random weights. Nothing is downloaded."""
-    folder = tmp_path_factory.mktemp("tiny-llama")
-    sglang.run("make_llama.py", folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def alone(sglang: Environment, checkpoint: pathlib.Path) -> list[list[int]]:
+def alone(sglang: Environment, sglang_llama: pathlib.Path) -> list[list[int]]:
     """Return what the engine generates without us, per prompt."""
-    answer = sglang.run("sglang_generate.py", json.dumps({"model": str(checkpoint)}), variables=EVERYWHERE)
+    answer = sglang.run("sglang_generate.py", json.dumps({"model": str(sglang_llama)}), variables=EVERYWHERE)
     tokens: list[list[int]] = answer["tokens"]
     assert tokens[0] != tokens[1], "what is generated does not depend on the prompt"
     return tokens
 
 
 @pytest.fixture
-def runs(sglang: Environment, checkpoint: pathlib.Path, tmp_path: pathlib.Path) -> Runs:
+def runs(sglang: Environment, sglang_llama: pathlib.Path, tmp_path: pathlib.Path) -> Runs:
     """Return runs over an empty folder."""
-    return Runs(sglang, checkpoint, tmp_path)
+    return Runs(sglang, sglang_llama, tmp_path)
 
 
 @pytest.fixture(scope="session")
 def filled(
-    sglang: Environment, checkpoint: pathlib.Path, alone: list[list[int]], tmp_path_factory: pytest.TempPathFactory
+    sglang: Environment, sglang_llama: pathlib.Path, alone: list[list[int]], tmp_path_factory: pytest.TempPathFactory
 ) -> pathlib.Path:
     """Return a folder in which a first engine, which was killed then, has stored the pages of both prompts."""
     folder = tmp_path_factory.mktemp("filled")
-    cold = Runs(sglang, checkpoint, folder).run(num_stored=PAGES)
+    cold = Runs(sglang, sglang_llama, folder).run(num_stored=PAGES)
     assert cold == {"tokens": alone, "from_storage": [0, 0]}
     return folder
 
@@ -121,21 +112,16 @@ def test_a_page_that_is_evicted_before_its_load_is_computed(warm: Runs, alone: l
 
 def test_a_flipped_byte_on_disk_is_computed_again(warm: Runs, alone: list[list[int]]) -> None:
     """A page whose bytes have changed is never served."""
-    (slab,) = warm.folder.glob("nvme/*/slab")
-    stored = bytearray(slab.read_bytes())
-    for place in range(8192, len(stored), 8 * 1024):  # in each record: one has 16 KiB and a header
-        stored[place] ^= 1
-    slab.write_bytes(stored)
+    flip_a_byte_in_each_record(warm.folder, 16 * 1024)
     assert warm.run() == {"tokens": alone, "from_storage": [0, 0]}
 
 
 def test_stalled_storage_does_not_hold_up_the_engine(runs: Runs, alone: list[list[int]]) -> None:
     """Pages that storage says it has and does not give are computed, after as long as a load may take."""
-    tiers = ["cpu://?capacity=4MiB", {"medium": "stalling:StallingBackend", "path": "{folder}/s", "capacity": "16MiB"}]
-    assert runs.run(tiers=tiers, num_stored=PAGES)["tokens"] == alone
-    assert runs.run(tiers=tiers)["from_storage"] == [288, 288]
+    assert runs.run(tiers=STALLING, num_stored=PAGES)["tokens"] == alone
+    assert runs.run(tiers=STALLING)["from_storage"] == [288, 288]
     (runs.folder / "stall").write_text("3600")
-    assert runs.run(tiers=tiers, limits={"load_timeout_s": 0.5}) == {"tokens": alone, "from_storage": [0, 0]}
+    assert runs.run(tiers=STALLING, limits={"load_timeout_s": 0.5}) == {"tokens": alone, "from_storage": [0, 0]}
 
 
 def test_two_ranks_store_and_load_their_parts(runs: Runs, alone: list[list[int]]) -> None:

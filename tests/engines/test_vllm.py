@@ -12,13 +12,13 @@ from typing import Any, Final
 import pytest
 
 from environments import Environment, answer_of
+from folders import NVME, STALLING, flip_a_byte_in_each_record, tiers_in
 from tests.support.serving import serving
 from tiered_kv import CacheLimits, TieredKVServer
 
 PROMPTS: Final = [0, 1]
 HITS: Final = 2 * 9 * 32
 """Tokens of both prompts that are full blocks: what can be found of them."""
-NVME: Final = ["cpu://?capacity=4MiB", "file://{folder}/nvme?capacity=16MiB"]
 SEVERAL: Final = {"tensor_parallel_size": 2}
 
 Answer = dict[str, Any]
@@ -42,7 +42,7 @@ class Runs:
         **wanted: Any,
     ) -> str:
         """Return the JSON of what to run."""
-        tiers = json.loads(json.dumps(tiers).replace("{folder}", str(self.folder)))
+        tiers = tiers_in(self.folder, tiers)
         transfer = {
             "kv_connector": connector,
             "kv_connector_module_path": module,
@@ -176,11 +176,7 @@ def test_vllms_decoder_reads_what_our_own_publisher_sends(vllm: Environment, tmp
 
 def test_a_flipped_byte_on_disk_is_computed_again(warm: Runs, alone: list[list[int]]) -> None:
     """A block whose bytes have changed is never served: it, and what is behind it, is computed."""
-    (slab,) = warm.folder.glob("nvme/*/slab")
-    stored = bytearray(slab.read_bytes())
-    for place in range(8192, len(stored), 16 * 1024):  # in each record: one has 32 KiB and a header
-        stored[place] ^= 1
-    slab.write_bytes(stored)
+    flip_a_byte_in_each_record(warm.folder, 32 * 1024)
     answer = warm.run()
     assert answer["rounds"][0]["tokens"] == alone[:2]
     assert answer["counters"]["vllm:tiered_kv_load_blocks_lost"] == HITS // 32
@@ -188,13 +184,11 @@ def test_a_flipped_byte_on_disk_is_computed_again(warm: Runs, alone: list[list[i
 
 def test_stalled_storage_does_not_hold_up_the_engine(runs: Runs, alone: list[list[int]]) -> None:
     """Blocks that storage has, and gives after 30 s, are computed, after as long as the connector may wait: 5 s."""
-    stalling = {"medium": "stalling:StallingBackend", "path": "{folder}/shared", "capacity": "16MiB"}
-    tiers = ["cpu://?capacity=4MiB", stalling]
-    assert runs.run(tiers=tiers)["rounds"][0]["tokens"] == alone[:2]
-    found = runs.run(tiers=tiers)
+    assert runs.run(tiers=STALLING)["rounds"][0]["tokens"] == alone[:2]
+    found = runs.run(tiers=STALLING)
     assert hits_of(found) == HITS
     (runs.folder / "stall").write_text("30")
-    answer = runs.run(tiers=tiers)
+    answer = runs.run(tiers=STALLING)
     assert answer["rounds"][0]["tokens"] == alone[:2]
     assert answer["counters"]["vllm:tiered_kv_load_blocks_lost"] == HITS // 32
     assert answer["rounds"][0]["seconds"] < 30.0, "the engine has waited for storage"

@@ -43,6 +43,11 @@ def test_a_partial_promotion_keeps_exactly_what_succeeded(scenarios: Answer) -> 
     assert scenarios["flipped"] == {"found": 5, "values": [1, 2, 3, 4, 5]}
 
 
+def test_a_prefix_longer_than_vllms_cpu_tier_leaves_nothing_behind(scenarios: Answer) -> None:
+    """VLLM's manager evicts its head for its tail. What it is given is right, and the next prompt is served."""
+    assert scenarios["longer_than_vllms"] == {"is_right": True, "then": 3}
+
+
 def test_duplicate_keys_in_a_batch_are_harmless(scenarios: Answer) -> None:
     """Each place is filled."""
     assert scenarios["duplicates"] == {"success": True, "values": [1, 2, 2, 3]}

@@ -123,6 +123,22 @@ def flipped(folder: pathlib.Path) -> Any:
 
 
 @scenario
+def longer_than_vllms(folder: pathlib.Path) -> Any:
+    """A prefix longer than vLLM's CPU tier is asked for, and then one that fits."""
+    filled(folder, nvme(folder), 8).close()
+    tiering = Tiering(nvme(folder), num_chunks=4, chunk_bytes=CHUNK)
+    counts, values = [], []
+    for count in (8, 3):
+        context = tiering.request()
+        counts.append(tiering.find(keys_of(count), context))
+        values.append(tiering.read(keys_of(counts[-1]), context))
+        tiering.settle()
+    tiering.close()
+    is_right = all(found == list(range(1, count + 1)) for count, found in zip(counts, values, strict=True))
+    return {"is_right": is_right, "then": counts[-1]}
+
+
+@scenario
 def duplicates(folder: pathlib.Path) -> Any:
     """A batch that names a chunk twice fills both places."""
     tiering = filled(folder, nvme(folder), 4)
