@@ -36,7 +36,7 @@ help:
 	@echo "make mutate     how many faults planted in the library the tests find, for hours; PACKAGE=tiers SAMPLE=50 minutes"
 	@echo "make check      ruff, mypy, import contracts, and the wheel installed without extras"
 	@echo "make bench      every benchmark, each with its ceiling"
-	@echo "make screenshots  the pictures of the page in docs/images, in headless Chromium"
+	@echo "make screenshots  the pictures in docs/images: the page in headless Chromium, the dashboard's panels asked of Prometheus"
 	@echo "make docs       the documentation, in site/"
 	@echo "make clean      removes what these made, except .venv"
 
@@ -93,6 +93,7 @@ bench: .venv/dev.stamp
 
 screenshots: .venv/dev.stamp
 	$(IN_VENV)python .ci/screenshots.py
+	$(IN_VENV)python .ci/dashboard.py
 
 docs: .venv/docs.stamp
 	$(IN_VENV)mkdocs build --strict

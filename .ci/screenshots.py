@@ -21,9 +21,11 @@ from playwright.async_api import async_playwright
 
 from tiered_kv import GPULoadStoreSpec, KVLayout, ModelIdentity, TieredKV, hash_blocks
 from tiered_kv.events import Event, PageServed
+from tiered_kv.telemetry import Metrics
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 BLOCK_SIZE = 16
+SALTS = ("chat", "search")
 VIEWS = {"page": (1180, 900, "light"), "page-dark": (1180, 900, "dark"), "page-phone": (390, 844, "light")}
 
 
@@ -45,7 +47,7 @@ async def main(seconds: float) -> None:
 
 
 @asynccontextmanager
-async def busy_cache(page: str, *, metrics: bool = False) -> AsyncIterator[str]:
+async def busy_cache(page: str, *, metrics: Metrics | bool = False) -> AsyncIterator[str]:
     """Yield the address of the page of a cache of three tiers that prompts of some popular beginnings keep busy."""
     kv_caches = [torch.randn(2, 64, BLOCK_SIZE, 2, 64) for _layer in range(4)]
     layout, model = KVLayout.from_tensors(kv_caches, block_size=BLOCK_SIZE), ModelIdentity("llama-3.1-8b", weights="v1")
@@ -78,7 +80,7 @@ async def serve(kv: TieredKV) -> None:
     while True:
         topic, blocks = int(chance.paretovariate(0.45)) % 4000, chance.randrange(8, 48)
         tokens = [topic * 7919 % 30_000 + number for number in range(blocks * BLOCK_SIZE)]
-        keys = hash_blocks(tokens, block_size=BLOCK_SIZE)
+        keys = hash_blocks(tokens, block_size=BLOCK_SIZE, salt=SALTS[topic % 3 == 0])
         found = (await kv.lookup(keys)).num_blocks
         if found:
             await kv.load(keys[:found], GPULoadStoreSpec(range(found)))

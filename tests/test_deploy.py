@@ -69,6 +69,27 @@ def test_panels_do_not_overlap() -> None:
     assert all(panel["title"] and panel["description"] for panel in board["panels"])
 
 
+def test_the_compose_file_fits_what_is_there() -> None:
+    """What is mounted exists, the services find each other, and nobody but this host reaches them."""
+    folder = DASHBOARD.parents[1]
+    services = yaml.safe_load((folder / "compose.yaml").read_text())["services"]
+    mounts = [mount.split(":") for service in services.values() for mount in service["volumes"]]
+    assert all((folder / source).exists() for source, *_ in mounts)
+    assert {way for *_, way in mounts} == {"ro"}
+    assert all(port.startswith("127.0.0.1:") for service in services.values() for port in service["ports"])
+    assert all(re.search(r":v?\d+\.\d+\.\d+$", service["image"]) for service in services.values())
+    assert set(services["grafana"]["depends_on"]) <= set(services)
+    provisioning = folder / "grafana" / "provisioning"
+    (source,) = yaml.safe_load((provisioning / "datasources" / "prometheus.yaml").read_text())["datasources"]
+    assert source["url"] == f"http://prometheus:{services['prometheus']['ports'][0].rpartition(':')[2]}"
+    (provider,) = yaml.safe_load((provisioning / "dashboards" / "tiered-kv.yaml").read_text())["providers"]
+    (inside,) = [target for source, target, _ in mounts if source.endswith("tiered-kv.json")]
+    assert Path(inside).parent == Path(provider["options"]["path"])
+    (job,) = yaml.safe_load((folder / "prometheus.yml").read_text())["scrape_configs"]
+    (host, _, _), *_ = [target.partition(":") for target in job["static_configs"][0]["targets"]]
+    assert any(each.startswith(f"{host}:") for each in services["prometheus"]["extra_hosts"])
+
+
 # The server of one cache for a host.
 
 DEPLOY = DASHBOARD.parents[1]
