@@ -94,6 +94,7 @@ bench: .venv/dev.stamp
 screenshots: .venv/dev.stamp
 	$(IN_VENV)python .ci/screenshots.py
 	$(IN_VENV)python .ci/dashboard.py
+	$(IN_VENV)python .ci/terminal.py
 
 docs: .venv/docs.stamp
 	$(IN_VENV)mkdocs build --strict

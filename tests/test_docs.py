@@ -107,6 +107,13 @@ def test_every_test_that_is_named_exists() -> None:
     assert not missing
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_no_line_of_code_is_cut_off(page: str) -> None:
+    """On a desk 120 characters of it are seen."""
+    fences = re.findall(r"(?ms)^ *```\w.*?^ *```$", (DOCS / page).read_text())
+    assert [line for fence in fences for line in fence.splitlines() if len(line) > 120] == []
+
+
 def test_every_page_is_in_the_navigation() -> None:
     """Nothing is written that nobody finds."""
     navigation = (REPOSITORY / "mkdocs.yml").read_text()

@@ -1,12 +1,17 @@
 import re
+import tomllib
 from importlib.metadata import requires, version
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 import tiered_kv
 
-CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
+REPOSITORY = Path(__file__).parents[1]
+INDEX = REPOSITORY / "docs" / "index.md"
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+CONSTRAINTS = REPOSITORY / "constraints.txt"
 
 
 def test_the_version_is_said_once() -> None:
@@ -24,3 +29,18 @@ def test_every_requirement_is_pinned_within_its_range() -> None:
     for requirement in requirements:
         assert requirement.name in pins, f"constraints.txt does not pin {requirement.name}"
         assert requirement.specifier.contains(pins[requirement.name])
+
+
+def test_every_extra_is_explained() -> None:
+    """Whoever installs it finds all that there is in one table, and nothing that is not there."""
+    table = re.findall(r"(?m)^\| (`[^|]*)\|", INDEX.read_text().partition("## Install")[2])
+    explained = [extra for row in table for extra in re.findall(r"`(\w+)`", row)]
+    assert sorted(explained) == sorted(PROJECT["optional-dependencies"])
+
+
+def test_it_claims_what_is_true() -> None:
+    """asyncio, and no other loop; the versions of Python that it may be installed on, and no other."""
+    claims = PROJECT["classifiers"]
+    assert [claim for claim in claims if claim.startswith("Framework")] == ["Framework :: AsyncIO"]
+    pythons = SpecifierSet(PROJECT["requires-python"])
+    assert all(claim.rpartition(" ")[2] in pythons for claim in claims if re.search(r"Python :: \d\.\d+", claim))

@@ -15,6 +15,7 @@ from tiered_kv.cli.showing import AsJSON, one_line_errors, out, print_json, prin
 from tiered_kv.errors import ConfigurationError
 from tiered_kv.telemetry.page.address import DEFAULT
 
+_WIDTH: Final = 110
 _ADVICE: Final[Mapping[str, str]] = {
     "pending": "It is on its way: ask again.",
     "bypassed": "Its tier is not asked now, since it failed or was late: `tiered-kv status` and the log say more.",
@@ -69,7 +70,7 @@ def explain_command(
         which = f"{start}" if number == start + 1 else f"{start}-{number - 1}"
         rows.append((which, f"{start * size:,}-{number * size - 1:,}", escape(words)))
     print_table(("blocks", "tokens", "what is known"), rows)
-    out.print(_conclusion(said, missing), highlight=False, soft_wrap=True)
+    out.print(_conclusion(said, missing), highlight=False, width=min(out.width, _WIDTH))
     raise typer.Exit(int(missing < len(blocks)))
 
 
