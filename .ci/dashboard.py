@@ -107,7 +107,7 @@ def ask(client: httpx.Client, target: dict[str, str], start: float, stop: float)
     expression = target["expr"]
     for name, value in VARIABLES.items():
         expression = expression.replace(name, value)
-    asked = {"query": expression, "start": start, "end": stop, "step": 2}
+    asked: dict[str, str | float] = {"query": expression, "start": start, "end": stop, "step": 2}
     answer = client.get("query_range", params=asked).raise_for_status().json()
     for line in answer["data"]["result"]:
         name = target["legendFormat"]

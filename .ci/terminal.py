@@ -19,7 +19,8 @@ async def main(seconds: float) -> None:
     """Have a cache work, watch it, and keep the last of three looks."""
     async with busy_cache(page="127.0.0.1:0") as address:
         await asyncio.sleep(seconds)
-        watching.out = terminal = Console(record=True, width=112, force_terminal=True)
+        terminal = Console(record=True, width=112, force_terminal=True)
+        watching.__dict__["out"] = terminal
         await asyncio.to_thread(watching.top_command, urlsplit(address).netloc, every=1.0, looks=3)
     looks = terminal.export_text(clear=False, styles=True).split("\x1b[1mllama")  # each begins with the model's name
     last = Console(record=True, width=112, force_terminal=True)

@@ -74,7 +74,7 @@ async def _ask(chain: Chain, batch: Batch) -> dict[str, Mask]:
             part = [batch[i : i + 1] for i in range(start, min(start + _ASKED_AT_ONCE, len(batch)))]
             answers = await asyncio.gather(*(tier.find(each) for each in part))
             found[tier.name][start : start + len(part)] = np.concatenate(answers)
-    return found
+    return {tier.name: found[tier.name] for tier in others if not tier.health.is_bypassed}  # else it did not answer
 
 
 def _of_rank(
