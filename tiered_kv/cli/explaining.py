@@ -2,6 +2,7 @@
 
 import json
 import sys
+import textwrap
 from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
@@ -11,7 +12,7 @@ import typer
 from rich.markup import escape
 
 from tiered_kv.cli.running import At, running_cache
-from tiered_kv.cli.showing import AsJSON, one_line_errors, out, print_json, print_table
+from tiered_kv.cli.showing import AsJSON, one_line_errors, print_json, print_table
 from tiered_kv.errors import ConfigurationError
 from tiered_kv.telemetry.page.address import DEFAULT
 
@@ -70,7 +71,8 @@ def explain_command(
         which = f"{start}" if number == start + 1 else f"{start}-{number - 1}"
         rows.append((which, f"{start * size:,}-{number * size - 1:,}", escape(words)))
     print_table(("blocks", "tokens", "what is known"), rows)
-    out.print(_conclusion(said, missing), highlight=False, width=min(out.width, _WIDTH))
+    for line in _conclusion(said, missing).splitlines():
+        sys.stdout.write(f"{textwrap.fill(line, _WIDTH)}\n")
     raise typer.Exit(int(missing < len(blocks)))
 
 
@@ -88,7 +90,7 @@ def _conclusion(said: Mapping[str, Any], missing: int) -> str:
     if block["unknown_in"]:
         advice += f" {', '.join(block['unknown_in'])} may have it, and was not asked: `tiered-kv status` says why."
     words = f"{missing} of {len(blocks)} blocks can be loaded. Block {missing} cannot: {block['says']}.\n{advice}"
-    return escape(words.rstrip())
+    return words.rstrip()
 
 
 def _list_in(path: str) -> list[Any]:
