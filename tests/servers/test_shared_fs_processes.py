@@ -203,13 +203,13 @@ async def test_one_sweeper_at_a_time(tmp_path: Path, processes: ExitStack) -> No
 
 
 async def test_a_sweep_is_not_repeated_by_the_next_process(tmp_path: Path) -> None:
-    """Of those who are refused one sweeps, and the others find that there is room."""
+    """However many sweep one after another, as they are refused or it is due, no more goes than for one of them."""
     async with opened(tmp_path, capacity=10 * RECORD) as a, opened(tmp_path, capacity=10 * RECORD) as b:
         await store(a, list(range(10)))
         for n, backend in ((20, a), (21, b)):  # not one block twice: while it is replaced, both of it count
             while await store(backend, [n]) == [Outcome.REFUSED]:
                 await backend.sweep()
-        assert total_bytes(tmp_path) >= 9 * RECORD
+        assert total_bytes(tmp_path) >= 8 * RECORD  # after a sweep there is room for one, padded to whole pages
 
 
 async def test_a_ledger_that_others_use_is_waited_for(tmp_path: Path) -> None:
