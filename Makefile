@@ -15,7 +15,7 @@ IN_VENV := .venv/bin/
 PIP := $(IN_VENV)python -m pip --disable-pip-version-check --quiet
 BENCHMARKS := $(sort $(wildcard benchmarks/[a-z]*.py))
 
-.PHONY: help demo test test-fast test-engines test-gpu gpu torture kills mutate check bench screenshots docs clean
+.PHONY: help demo test test-fast test-engines test-gpu gpu fuzz torture kills mutate check bench screenshots docs clean
 .NOTPARALLEL:
 .SUFFIXES:
 # A stamp is kept although only patterns name it.
@@ -31,7 +31,8 @@ help:
 	@echo "                ... ENGINES='-k vllm': one of them"
 	@echo "make test-gpu   the tests of memory and copies, on a GPU, and every kernel for every GPU; says what was skipped"
 	@echo "make gpu        make test-gpu, then benchmarks/gpu.py: what a GPU is to tell, ready for benchmarks/RESULTS.md"
-	@echo "make torture    20,000 examples of the test of the whole face against a model, a million for each reader, for hours"
+	@echo "make fuzz       a million damaged inputs for each reader of what comes from outside, some 20 minutes"
+	@echo "make torture    20,000 examples of the test of the whole face against a model, for hours, and make fuzz"
 	@echo "make kills      kill -9 of caches at work, 100 of each kind of tier, some 10 minutes; KILLS=500"
 	@echo "make mutate     how many faults planted in the library the tests find, for hours; PACKAGE=tiers SAMPLE=50 minutes"
 	@echo "make check      ruff, mypy, import contracts, and the wheel installed without extras"
@@ -71,8 +72,11 @@ test-gpu: .venv/dev.stamp
 gpu: test-gpu
 	$(IN_VENV)python benchmarks/gpu.py
 
-torture: .venv/dev.stamp
-	$(IN_VENV)pytest tests/cache/test_model.py tests/cache/test_model_mutations.py tests/fuzz --hypothesis-profile torture --timeout 0
+fuzz: .venv/dev.stamp
+	$(IN_VENV)pytest tests/fuzz --hypothesis-profile torture --timeout 0 --durations 0
+
+torture: fuzz
+	$(IN_VENV)pytest tests/cache/test_model.py tests/cache/test_model_mutations.py --hypothesis-profile torture --timeout 0
 
 kills: .venv/dev.stamp
 	$(IN_VENV)pytest tests/cache/test_kills.py tests/host/test_kills.py --kills $(KILLS) --timeout 0 -rP

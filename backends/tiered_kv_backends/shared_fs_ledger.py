@@ -19,6 +19,9 @@ import uuid
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from tiered_kv_backends.shared_fs_files import check_mounted, open_own
 
@@ -35,6 +38,9 @@ _MOST_BYTES = 1 << 20
 """Of the file: of some 20,000 processes."""
 
 
+_Count = Annotated[int, Field(strict=True, gt=-(2**63), lt=2**63)]
+
+
 @dataclass(frozen=True)
 class Books:
     """What the file says.
@@ -46,10 +52,13 @@ class Books:
         writers: Of each process that writes, the bytes it has taken and perhaps not written, and when it last said so.
     """
 
-    total: int = 0
-    num_sweeps: int = 0
-    swept_ns: int = 0
-    writers: dict[str, tuple[int, int]] = field(default_factory=dict)
+    total: _Count = 0
+    num_sweeps: _Count = 0
+    swept_ns: _Count = 0
+    writers: dict[str, tuple[_Count, _Count]] = field(default_factory=dict)
+
+
+_BOOKS = TypeAdapter(Books)
 
 
 class Ledger:
@@ -197,7 +206,10 @@ def _read(file: int) -> Books | None:
     checksum, _, text = line.partition(b" ")
     if checksum != b"%08x" % zlib.crc32(text) or not text:
         return None
-    return Books(**json.loads(text))
+    try:
+        return _BOOKS.validate_json(text)
+    except ValidationError:  # whoever may write here may have made a checksum too
+        return None
 
 
 def _write(file: int, books: Books) -> None:

@@ -1,12 +1,14 @@
 """Readers of what comes from outside, given what is almost right: they say so, and nothing else happens.
 
-`make torture` gives each more than a million inputs.
+`make fuzz` gives each more than a million inputs.
 """
 
 import asyncio
 import os
 import random
 import socket
+import tempfile
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -29,7 +31,11 @@ from tiered_kv.seal import Seal
 from tiered_kv.telemetry import KVEventPublisher
 from tiered_kv_backends.nvme.ledger import ENTRY, Ledger, Order, parse
 from tiered_kv_backends.nvme.ledger import encode as encode_entries
+from tiered_kv_backends.nvme.members import are_settled, next_turn, read_member
 from tiered_kv_backends.resp import Connection, command
+from tiered_kv_backends.shared_fs_files import LOCK_NAME
+from tiered_kv_backends.shared_fs_ledger import LEDGER_NAME, Books
+from tiered_kv_backends.shared_fs_ledger import Ledger as Room
 
 seeds = st.integers(0, 2**64 - 1)
 KEY = BlockKey(Namespace(bytes([7]) * 32, epoch=bytes([8]) * 32, salt=bytes([9]) * 32), bytes([10]) * 32)
@@ -118,6 +124,43 @@ def test_ledgers(seed: int) -> None:
             assert all(slot < num_allocated for slot in [*found.slots.tolist(), *unknown.tolist()])
     finally:
         ledger.close()
+
+
+NOW_NS = 1_760_000_000 * 10**9
+
+
+@given(seeds)
+def test_room_of_a_shared_directory(seed: int) -> None:
+    """Whoever may write the books of a directory, checksum and all, at most has it be full, or room that it has not."""
+    rng = random.Random(seed)
+    original = b'{"total": 4096, "num_sweeps": 3, "swept_ns": 17, "writers": {"00ff": [512, 99]}}'
+    with tempfile.TemporaryDirectory() as root:
+        (Path(root) / LOCK_NAME).touch()
+        books = Path(root) / LEDGER_NAME
+        for data in variants(original, seed):
+            checksum = zlib.crc32(data) if rng.random() < 0.9 else 17
+            books.write_bytes(b"%08x %b\n" % (checksum, data))
+            ledger = Room(root, 10_000, lambda: NOW_NS)
+            taken = ledger.take(1000, 0)
+            assert taken is None or 0 <= taken <= 1000
+            begun = ledger.begin_sweep(lambda: 0)
+            ledger.end_sweep(begun, 2000)
+            assert isinstance(ledger.read(), Books)
+
+
+@given(seeds)
+def test_members_of_a_tier(seed: int) -> None:
+    """What a directory says of itself is taken as it is, or as nothing at all."""
+    original = b'{"id": "00ff00ff00ff00ff", "turn": 3, "ids": ["00ff00ff00ff00ff", "17"]}'
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        said = root / "member"
+        said.touch(0o600)
+        for data in variants(original, seed):
+            said.write_bytes(data)
+            member = read_member(root)
+            assert 0 <= member.turn < 2**63
+            assert are_settled(next_turn([member]))
 
 
 class Fed(Connection):

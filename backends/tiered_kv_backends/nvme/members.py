@@ -16,7 +16,9 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from tiered_kv_backends.nvme.directory import explained, folders_in, taken
 from tiered_kv_backends.nvme.own_files import open_file, open_root
@@ -36,8 +38,11 @@ class Member:
     """
 
     id: str = field(default_factory=lambda: secrets.token_hex(8))
-    turn: int = 0
+    turn: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = 0
     ids: frozenset[str] = frozenset()
+
+
+_MEMBER = TypeAdapter(Member)
 
 
 def read_member(path: Path) -> Member:
@@ -55,9 +60,8 @@ def read_member(path: Path) -> Member:
         file = open_file(root, _NAME)
         opened.callback(os.close, file)
         try:
-            said = json.loads(os.pread(file, _MAX_BYTES, 0))
-            return Member(str(said["id"]), int(said["turn"]), frozenset(map(str, said["ids"])))
-        except (ValueError, TypeError, KeyError):
+            return _MEMBER.validate_json(os.pread(file, _MAX_BYTES, 0))
+        except ValidationError:
             return Member()
 
 
