@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
+from tests.support.any_layout import AnyEngine, nvme, open_any, prompt
 from tests.support.nvme_tier import (
     PAYLOAD,
     STRIDE,
@@ -26,6 +27,7 @@ from tests.support.nvme_tier import (
 )
 from tiered_kv.backend import BackendContext, Block, Outcome
 from tiered_kv.testing import block_names, make_block
+from tiered_kv_backends.nvme import slab as slabs
 
 T = TypeVar("T")
 ENTRY_BYTES = 64
@@ -138,7 +140,7 @@ async def test_a_failed_write_leaves_nothing_of_what_was_there(tmp_path: Path) -
 @pytest.mark.parametrize("direct", ["auto", "never"])
 async def test_erase_leaves_no_byte(tmp_path: Path, direct: str) -> None:
     """With ``erase`` the payload of what is forgotten is overwritten; without, its header is, and neighbours never."""
-    for erase, path in ((True, tmp_path / "erased"), (False, tmp_path / "not")):
+    for erase, path in ((True, tmp_path / "erased"), ("punch", tmp_path / "punched"), (False, tmp_path / "not")):
         async with open_tier(path, direct=direct, erase=erase) as tier:
             await tier.write(count_up(4))
             await tier.backend.forget(0, slots_of({1: 1}))
@@ -146,8 +148,45 @@ async def test_erase_leaves_no_byte(tmp_path: Path, direct: str) -> None:
             slab = slab_of(path).read_bytes()
             for n in (1, 2):
                 assert slab[n * STRIDE : n * STRIDE + 4096] == bytes(4096)
-                assert (content_of(n) in slab) is not erase
+                assert (content_of(n) in slab) == (not erase)
             assert await tier.verified({0: 0, 3: 3}) == [Outcome.HIT] * 2
+
+
+def only_slab_in(path: Path) -> Path:
+    """Return where the records of the only model are."""
+    (slab,) = path.rglob("slab")
+    return slab
+
+
+@pytest.mark.parametrize("can_punch", [True, False])
+@pytest.mark.parametrize("erase", [True, "punch"])
+async def test_what_was_evicted_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, erase: object, *, can_punch: bool
+) -> None:
+    """After ``evict`` and ``flush(sync=True)`` no byte of the blocks is in the slab, and the others are all there."""
+    if not can_punch:  # as NFS before 4.2, and others
+        monkeypatch.setattr(slabs, "_fallocate", lambda *_: False)
+    engine, settings = AnyEngine(), {**nvme(tmp_path), "erase": erase}
+    keys, kept = prompt(8), prompt(8, 1)
+    contents = [engine.content(digest, keys.group, "") for digest in (*keys, *kept)]
+    async with open_any(engine, settings) as kv:
+        for each in (keys, kept):
+            await kv.store(each, engine.fill(each, range(8)))
+        await kv.flush(sync=True)
+        slab = only_slab_in(tmp_path)
+        there, had_blocks = slab.read_bytes(), slab.stat().st_blocks
+        assert all(content in there for content in contents)
+        await kv.evict(keys)
+        await kv.flush(sync=True)
+        there = slab.read_bytes()
+        assert [content in there for content in contents] == [False] * 8 + [True] * 8
+        assert (slab.stat().st_blocks < had_blocks) == (erase == "punch" and can_punch)
+        await kv.store(keys, engine.fill(keys, range(8)))
+    async with open_any(engine, settings) as kv:
+        for each in (keys, kept):
+            engine.wipe()
+            await kv.load(each, engine.spec(range(8)))
+            assert engine.count_right(each, range(8)) == 8
 
 
 @pytest.mark.parametrize("direct", ["auto", "never"])

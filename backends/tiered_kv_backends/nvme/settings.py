@@ -22,9 +22,9 @@ class NVMeSettings(OwnedTierSettings):
     max_capacity: ByteSize | None = None
     """The most that `TieredKV.resize` may make of it, for each directory; the capacity if left out. Costs 100 bytes of
     host memory a block, and no place on the disk."""
-    erase: bool = False
-    """Whether the bytes of a block that is evicted by name, or expires, are overwritten with zeros. Without it only
-    its header is."""
+    erase: bool | Literal["punch"] = False
+    """Whether the bytes of a block that is evicted by name, or expires, are overwritten with zeros; or with ``"punch"``
+    given back to the filesystem, which tells the disk that it may forget them. Without it only its header goes."""
     num_threads: int = Field(default=8, ge=1, le=256)
     """Calls under way at once, in each direction and directory: reads never queue behind writes."""
     direct: Literal["auto", "always", "never"] = "auto"

@@ -26,8 +26,11 @@ _MAX_HEADERS_BYTES = 256 << 10
 _MANY_SLOTS = 64
 """Neighbours whose headers are not overwritten one by one. Fewer would cut the file into many extents."""
 _PROBE = "probe"
-_FALLOC_FL_ZERO_RANGE = 0x10
+_PUNCHED, _ZEROED = 0x03, 0x10
+"""Modes of fallocate(2): a range loses its place on the disk, or keeps it; it reads as zeros either way."""
 _LIBC = ctypes.CDLL(None)
+Erase = bool | Literal["punch"]
+"""How much of a record goes: its header, all of it, or its place on the disk with it."""
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _MAX_CALL_BLOCKS = os.sysconf("SC_IOV_MAX") // 2  # a header and a payload each
 
@@ -103,19 +106,18 @@ class Slab:
         moved.outcomes += [Outcome.FAILED] * (len(slots) - num_here)
         return moved
 
-    def erase(self, slots: list[int], whole: bool) -> None:  # noqa: FBT001 - called in threads, by position
-        """Overwrite the headers of records in ascending slots with zeros, or ``whole`` records.
+    def erase(self, slots: list[int], erase: Erase) -> None:
+        """Have the headers of records in ascending slots read as zeros, or whole records.
 
-        Where many neighbours go, and not ``whole``, the filesystem is asked to have them read as zeros instead.
+        Where many headers of neighbours go, the filesystem is asked to do it. Where it cannot, or cannot punch, zeros
+        are written.
         """
-        stride, num_bytes = self.shape.stride_bytes, self.shape.stride_bytes if whole else PAGE_BYTES
+        stride, num_bytes = self.shape.stride_bytes, self.shape.stride_bytes if erase else PAGE_BYTES
         zeros = Block.empty(min(num_bytes, _MAX_CALL_BYTES)).padded
         for first, end in _runs(slots[: bisect_left(slots, self.num_allocated)], len(slots)):
-            if (
-                not whole
-                and end - first >= _MANY_SLOTS
-                and _zero_range(self._fd, first * stride, (end - first) * stride)
-            ):
+            is_asked = erase == "punch" or (not erase and end - first >= _MANY_SLOTS)
+            mode = _PUNCHED if erase else _ZEROED
+            if is_asked and _fallocate(self._fd, mode, first * stride, (end - first) * stride):
                 continue
             for slot in range(first, end):
                 at, stop = slot * stride, slot * stride + num_bytes
@@ -206,9 +208,9 @@ def _runs(ascending: list[int], most: int) -> Iterator[tuple[int, int]]:
             start = end
 
 
-def _zero_range(fd: int, offset: int, num_bytes: int) -> bool:
-    """Have the filesystem forget a range, which keeps its place on the disk; False if it cannot."""
-    return not _LIBC.fallocate(fd, _FALLOC_FL_ZERO_RANGE, ctypes.c_int64(offset), ctypes.c_int64(num_bytes))
+def _fallocate(fd: int, mode: int, offset: int, num_bytes: int) -> bool:
+    """Have the filesystem forget a range; False if it cannot."""
+    return not _LIBC.fallocate(fd, mode, ctypes.c_int64(offset), ctypes.c_int64(num_bytes))
 
 
 def probe_direct_io(folder_fd: int, mode: Literal["auto", "always", "never"], spare: str) -> tuple[int, str]:

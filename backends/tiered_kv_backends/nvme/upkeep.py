@@ -17,7 +17,7 @@ from tiered_kv_backends.nvme.directory import folders_in, taken
 from tiered_kv_backends.nvme.ledger import Ledger, Order, Slots
 from tiered_kv_backends.nvme.own_files import open_file, open_folder
 from tiered_kv_backends.nvme.settings import NVMeSettings
-from tiered_kv_backends.nvme.slab import Slab
+from tiered_kv_backends.nvme.slab import Erase, Slab
 
 _SLOTS_AT_ONCE: Final = 4096
 _BYTES_AT_ONCE: Final = 1 << 20
@@ -49,13 +49,13 @@ async def delete_tenant(settings: NVMeSettings | Mapping[str, Any] | str, salt: 
     return num_deleted
 
 
-def _delete(path: Path, salt: bytes, *, erase: bool) -> int:
+def _delete(path: Path, salt: bytes, *, erase: Erase) -> int:
     path.stat()  # one of several that is away has blocks that would come back with it
     with taken(path) as root:
         return sum(_delete_in(root, folder, salt, erase=erase) for folder in folders_in(root))
 
 
-def _delete_in(root: int, folder: str, salt: bytes, *, erase: bool) -> int:
+def _delete_in(root: int, folder: str, salt: bytes, *, erase: Erase) -> int:
     with contextlib.ExitStack() as opened:
         folder_fd = open_folder(root, folder)
         opened.callback(os.close, folder_fd)
@@ -81,7 +81,7 @@ def _delete_in(root: int, folder: str, salt: bytes, *, erase: bool) -> int:
         return num_deleted
 
 
-def _forget(slab: Slab, ledger: Ledger, slots: Slots, *, erase: bool) -> None:
+def _forget(slab: Slab, ledger: Ledger, slots: Slots, *, erase: Erase) -> None:
     ledger.clear(slots[slots < ledger.num_slots])
     slab.erase(slots.tolist(), erase)
 
