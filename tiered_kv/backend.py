@@ -421,6 +421,13 @@ class SlotBackend(_Tier):
     def try_again(self) -> None:
         """Begin to bring back what is missing, if it is time to. Returns at once; called about once a second."""
 
+    def find_hung(self) -> None:
+        """Begin to find the part that a late call hangs on, if it is one, and let go of it: then it is `missing`.
+
+        Returns at once; called once a second while a call is late. Until the call returns, its buffers stay lent, but
+        other calls are made as soon as something is missing that was not. Only a medium of several parts has such.
+        """
+
     def describe(self) -> dict[str, object]:
         """Facts for `stats()`, e.g. the I/O mode in use."""
         return {}

@@ -1,9 +1,12 @@
 """Several directories as one tier: one that fails, or is away, takes only its blocks, and brings none back."""
 
+import asyncio
 import contextlib
+import errno
 import os
 import shutil
-from collections.abc import AsyncIterator, Sequence
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from anyio.lowlevel import checkpoint
 
 from tests.support.any_layout import AnyEngine, nvme, open_any, prompt
 from tests.support.caches import Recorder, until
@@ -20,7 +24,8 @@ from tiered_kv.errors import BackendUnavailableError, ConfigurationError
 from tiered_kv.events import TierFailed
 from tiered_kv.record import MAGIC
 from tiered_kv.testing import SlotBackendTests, open_backend, open_context
-from tiered_kv_backends.nvme import NVMeBackend, delete_tenant
+from tiered_kv_backends.nvme import NVMeBackend, delete_tenant, disks
+from tiered_kv_backends.nvme import slab as slabs
 from tiered_kv_backends.nvme.members import Member, make_empty, next_turn, read_member, were_away, write_member
 
 HIT, MISS, FAILED, STORED = Outcome.HIT, Outcome.MISS, Outcome.FAILED, Outcome.STORED
@@ -211,6 +216,146 @@ async def test_a_bad_place_is_no_bad_disk(paths: list[Path]) -> None:
         fail_calls(slab_of(paths[0]))
         assert await tier.verified(count_up(4)) == [FAILED, HIT] * 2
         assert missing_slots(tier) == []
+
+
+def before_calls(monkeypatch: pytest.MonkeyPatch, path: Path, act: Callable[[int], object]) -> None:
+    """Have every call on an open file or folder at or below a path preceded by ``act(descriptor)``."""
+
+    def acting(call: Callable[..., Any]) -> Callable[..., Any]:
+        def then_call(fd: int, *args: Any) -> Any:  # noqa: ANN401 - whatever the call takes and gives
+            target = Path(f"/proc/self/fd/{fd}").readlink()
+            if path in (target, *target.parents):
+                act(fd)
+            return call(fd, *args)
+
+        return then_call
+
+    for name in ("pread", "preadv", "pwrite", "pwritev", "fsync", "ftruncate", "listdir"):
+        monkeypatch.setattr(os, name, acting(getattr(os, name)))
+    for name in ("_READ", "_WRITE"):
+        way = getattr(slabs, name)
+        monkeypatch.setattr(slabs, name, way._replace(call=acting(way.call)))
+
+
+async def test_a_full_disk_that_fails_is_let_go_of(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """That there is no room for anything new hides no failure of what is there."""
+
+    def fail(fd: int) -> None:
+        raise OSError(errno.EIO if os.fstat(fd).st_blocks else errno.ENOSPC, "it was to fail")
+
+    async with opened(paths[:2]) as tier:
+        await tier.write(count_up(4))
+        before_calls(monkeypatch, paths[0], fail)
+        assert await tier.verified(count_up(4)) == [FAILED, HIT] * 2
+        assert missing_slots(tier) == list(range(0, N, 2))
+
+
+@contextlib.contextmanager
+def hanging(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Have every call on files below a directory hang until the event is set, as on a disk that does not answer."""
+    may_go_on = threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(disks, "_ANSWER_S", 0.2)
+        before_calls(patch, path, lambda _: may_go_on.wait())
+        try:
+            yield may_go_on
+        finally:
+            may_go_on.set()
+
+
+@pytest.mark.parametrize("doing", ["read", "write", "forget", "checkpoint"])
+async def test_one_that_hangs_is_let_go_of(paths: list[Path], monkeypatch: pytest.MonkeyPatch, doing: str) -> None:
+    """Found by a page it does not write. What has buffers lent ends with the disk's call, all else at once."""
+    now = [0.0]
+    async with opened(paths, now) as tier:
+        await tier.write(count_up(N))
+        with hanging(paths[0], monkeypatch) as may_go_on:
+            everywhere: dict[str, Callable[[], Coroutine[Any, Any, object]]] = {
+                "read": lambda: tier.verified(count_up(N)),
+                "write": lambda: tier.write(count_up(N)),
+                "forget": lambda: tier.backend.forget(0, slots_of(count_up(N))),
+                "checkpoint": lambda: tier.backend.checkpoint(0, tier.found.names, tier.found.slots, sync=True),
+            }
+            stuck = asyncio.ensure_future(everywhere[doing]())
+            others = {n: n for n in range(20, 40) if n % 3}
+            assert set(await tier.write(others)) == {STORED}
+            now[0] += 11
+            tier.backend.find_hung()
+            await until(lambda: missing_slots(tier) == [0, 3, 6, 9])
+            assert set(await tier.verified(others)) == {HIT}
+            assert await tier.verified({0: 0, 20: 20}) == [FAILED, HIT]
+            if doing in {"forget", "checkpoint"}:
+                await stuck
+            tier.backend.try_again()
+            assert stuck.done() == (doing in {"forget", "checkpoint"})
+            assert missing_slots(tier) == [0, 3, 6, 9]
+            may_go_on.set()
+            answer = await stuck
+            if doing == "read":
+                assert answer == [HIT] * N
+
+        def is_back() -> bool:
+            now[0] += 6
+            tier.backend.try_again()
+            return tier.backend.missing(0) is None
+
+        await until(is_back)  # not before its calls have ended
+        assert await tier.verified({0: 0, 20: 20}) == [MISS, HIT]
+
+
+async def test_that_all_hang_is_no_disk_s_fault(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that stood still, and disks that are slow, cost no block."""
+    now = [0.0]
+    async with opened(paths[:2], now) as tier:
+        await tier.write(count_up(N))
+        with hanging(paths[0].parent, monkeypatch) as may_go_on:
+            stuck = asyncio.ensure_future(tier.verified(count_up(N)))
+            await checkpoint()
+            now[0] += 11
+            tier.backend.find_hung()
+            await asyncio.wait([task for task in asyncio.all_tasks() if task.get_name() == "find what hangs"])
+            assert missing_slots(tier) == []
+            may_go_on.set()
+            assert await stuck == [HIT] * N
+
+
+async def test_one_that_hangs_at_the_start_is_away(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are opened without it."""
+    async with opened(paths[:2]) as tier:
+        await tier.write(count_up(N))
+    backend = backend_at(tuple(paths[:2]), timeout_s=0.2)
+    with open_context(shape_of("a")) as context, hanging(paths[0], monkeypatch):
+        (found,) = await backend.open(context)
+        assert Tier(backend, found, "a").recovered(N) == {n: n for n in range(1, N, 2)}
+        assert "hangs" in str(backend.describe())
+        await backend.aclose()
+
+
+@pytest.mark.parametrize("doing", ["load", "store"])
+async def test_a_cache_goes_on_while_a_disk_hangs(
+    paths: list[Path], monkeypatch: pytest.MonkeyPatch, doing: str
+) -> None:
+    """One call is late; then the blocks of that disk are misses, and all else is loaded and stored."""
+    engine, recorder = AnyEngine(), Recorder()
+    settings = {**nvme(paths[0]), "path": paths[:2], "timeout_s": 0.5}
+    first, second, third = prompt(N), prompt(N, 1), prompt(N, 2)
+    async with open_any(engine, settings, emit=recorder) as kv:
+        await kv.store(first, engine.fill(first, range(N)))
+        await kv.flush()
+        with hanging(paths[0], monkeypatch):
+            if doing == "load":
+                engine.wipe()
+                await kv.load(first, engine.spec(range(N)))
+            else:
+                await kv.store(second, engine.fill(second, range(N)))
+            await until(lambda: bool([each for each in recorder.of(TierFailed) if "hangs" in each.error]))
+            num_loaded = 0
+            while num_loaded < N:  # at first the tier is paused, as after any late call
+                await kv.store(third, engine.fill(third, range(N)))
+                await kv.flush()
+                engine.wipe()
+                num_loaded = (await kv.load(third, engine.spec(range(N)))).num_blocks
+                assert engine.count_right(third, range(N)) == num_loaded
 
 
 async def test_a_block_that_is_on_two_disks_is_evicted_from_both(paths: list[Path]) -> None:

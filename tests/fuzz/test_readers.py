@@ -139,7 +139,7 @@ def test_room_of_a_shared_directory(seed: int) -> None:
         books = Path(root) / LEDGER_NAME
         for data in variants(original, seed):
             checksum = zlib.crc32(data) if rng.random() < 0.9 else 17
-            books.write_bytes(b"%08x %b\n" % (checksum, data))
+            books.write_bytes(b"%08x %b\n" % (checksum, bytes(data)))
             ledger = Room(root, 10_000, lambda: NOW_NS)
             taken = ledger.take(1000, 0)
             assert taken is None or 0 <= taken <= 1000

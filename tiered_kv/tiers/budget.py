@@ -258,7 +258,7 @@ class Budget:
         return sum(self._in_flight)
 
     async def take(self, num_bytes: int, waiter: Waiter, *, num_blocks: int = 1) -> Give:
-        """Wait until ``num_bytes`` more may be in flight; return what gives them back, to be called once.
+        """Wait until ``num_bytes`` more may be in flight; return what gives them back, when it is first called.
 
         They are ``num_blocks``, for the pace at which they may come.
         """
@@ -287,11 +287,12 @@ class Budget:
         if pace is not None and not pace.take(num_bytes, num_blocks, self.room.changed):
             return None
         self._in_flight[waiter.kind] += num_bytes
-        return partial(self._give, num_bytes, waiter.kind)
+        return partial(self._give, [num_bytes], waiter.kind)
 
-    def _give(self, num_bytes: int, kind: Kind) -> None:
-        self._in_flight[kind] -= num_bytes
-        self.room.changed()
+    def _give(self, taken: list[int], kind: Kind) -> None:
+        if taken:
+            self._in_flight[kind] -= taken.pop()
+            self.room.changed()
 
 
 def _nothing() -> None:

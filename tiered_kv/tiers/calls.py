@@ -59,6 +59,7 @@ class Calls:
         self.health = health
         self._tasks = tasks
         self._turns = {doing: _Turns(health, doing) for doing in _QUEUED}
+        self._late = set[_Underway]()
         health.on_stall += [turns.room.changed for turns in self._turns.values()]
 
     @property
@@ -70,6 +71,14 @@ class Calls:
     def num_waiting(self) -> int:
         """Calls of traffic that wait for their turn."""
         return sum(turns.room.num_waiting for turns in self._turns.values())
+
+    def let_go_of_late(self) -> None:
+        """Use the medium on although calls are late: the part of it that they hang on has been taken out of use."""
+        while self._late:
+            call = self._late.pop()
+            call.is_let_go = True
+            call.end_turn()
+            self.health.let_go(call.doing)
 
     async def make(
         self,
@@ -111,13 +120,13 @@ class Calls:
                 on_late()
 
         limit_s = self.health.timeout_s if timeout_s is None else timeout_s
+        underway = _Underway(doing, turns)
         making = asyncio.get_running_loop().create_task(
-            self._make(doing, call, num_blocks, limit_s, is_late, problem_of, is_failure),
+            self._make(underway, call, num_blocks, limit_s, is_late, problem_of, is_failure),
             name=f"{doing} in {self.health.name}",
         )
         self._tasks.watch(making, _go_on if waiter is not None and waiter.lends else making.cancel)
-        if turns is not None:
-            making.add_done_callback(turns.give_back)
+        making.add_done_callback(underway.end_turn)
         await asyncio.wait({making, late} if until_late else {making}, return_when=asyncio.FIRST_COMPLETED)
         if not making.done():
             return Answer(error=f"not done within {limit_s:g} s", is_late=True)
@@ -125,7 +134,7 @@ class Calls:
 
     async def _make(
         self,
-        doing: str,
+        underway: "_Underway",
         call: Callable[[], Awaitable[T]],
         num_blocks: int,
         timeout_s: float,
@@ -133,12 +142,11 @@ class Calls:
         problem_of: Callable[[T], str],
         is_failure: Callable[[T], bool],
     ) -> Answer[T]:
-        health, started = self.health, self.health.clock()
-        is_late, has_failed = False, True
+        health, doing, started = self.health, underway.doing, self.health.clock()
+        has_failed = True
 
         def late() -> None:
-            nonlocal is_late
-            is_late = True
+            self._late.add(underway)
             health.late(doing, timeout_s)
             on_late()
 
@@ -158,13 +166,35 @@ class Calls:
         finally:
             timer.cancel()
             seconds = health.clock() - started
-            if doing in self._turns:
-                self._turns[doing].saw(seconds)
-            health.ended(doing, seconds, is_late=is_late, has_failed=has_failed)
+            if not underway.is_let_go:
+                if doing in self._turns:
+                    self._turns[doing].saw(seconds)
+                health.ended(doing, seconds, is_late=underway in self._late, has_failed=has_failed)
+                self._late.discard(underway)
         answer = replace(answer, seconds=seconds)
         if not answer.is_well and not _is_being_cancelled():
             health.emit(TierFailed(health.name, doing, answer.error, num_blocks))
         return answer
+
+
+class _Underway:
+    """A call that has not returned.
+
+    Attributes:
+        doing: Which it is.
+        is_let_go: Whether nothing waits for it any more: how it ends says nothing about the medium as it is now.
+    """
+
+    def __init__(self, doing: str, turns: "_Turns | None") -> None:
+        self.doing = doing
+        self.is_let_go = False
+        self._turns = turns
+
+    def end_turn(self, _: object = None) -> None:
+        """Let another call be made, once."""
+        turns, self._turns = self._turns, None
+        if turns is not None:
+            turns.give_back()
 
 
 class _Turns:
@@ -185,7 +215,7 @@ class _Turns:
         """Wait for a turn, and take it; False, and none taken, once the tier is bypassed."""
         return await self.room.acquire(self._attempt, waiter, lambda taken: self._undo(taken=taken))
 
-    def give_back(self, _: object = None) -> None:
+    def give_back(self) -> None:
         """End a turn."""
         self.num_taken -= 1
         self.room.changed()

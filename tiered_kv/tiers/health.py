@@ -187,7 +187,7 @@ class StorageHealth:
 
     def late(self, doing: str, timeout_s: float) -> None:
         """A call has not ended within its time."""
-        if not self._num_late:
+        if not self.num_late:
             self._stalled_since = self.clock() - timeout_s
         self._breaker(doing).late(doing)
         self.emit(TierStalled(self.name, doing, timeout_s))
@@ -200,9 +200,7 @@ class StorageHealth:
         if doing == "write":
             self._write_latency.saw(seconds)
         if is_late:
-            breaker.late_returned()
-            if not self._num_late:
-                self.emit(TierResumed(self.name, self.clock() - self._stalled_since))
+            self.let_go(doing)
         was_tripped = breaker.is_tripped
         if has_failed:
             breaker.failed(doing)
@@ -216,8 +214,15 @@ class StorageHealth:
         if not breaker.is_tripped and (since := self._tripped_at.pop(breaker, None)) is not None:
             self.emit(TierResumed(self.name, self.clock() - since))
 
+    def let_go(self, doing: str) -> None:
+        """A late call is waited for no more: it has returned, or what it hangs on is not used any more."""
+        self._breaker(doing).late_returned()
+        if not self.num_late:
+            self.emit(TierResumed(self.name, self.clock() - self._stalled_since))
+
     @property
-    def _num_late(self) -> int:
+    def num_late(self) -> int:
+        """Calls that are past their time, and waited for: until they return nothing else is asked of the medium."""
         return sum(each.num_late for each in (self.reads, self.writes, self.deletes, self.upkeep))
 
     def _breaker(self, doing: str) -> Breaker:

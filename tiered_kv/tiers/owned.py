@@ -247,7 +247,7 @@ class OwnedTier(StorageTier, BookedTier):
 
         async def clear() -> None:
             if busy := [done for _, done in self._writing.values()]:
-                await asyncio.wait(busy)  # each of them has what it wrote forgotten
+                await asyncio.wait(busy, timeout=self.health.timeout_s)  # each of them has what it wrote forgotten
             if self.health.is_open:
                 await self.checkpoint(sync=False)
 
@@ -257,6 +257,8 @@ class OwnedTier(StorageTier, BookedTier):
         """See `StorageTier.tick`."""
         if self._journal.owes_checkpoint and not self.health.is_off("checkpoint"):
             self._tasks.spawn(self.checkpoint(sync=False), f"checkpoint {self.name} again")
+        if self.health.num_late:
+            self.backend.find_hung()
         self._see_missing()
         if self._missing is not None:
             self.backend.try_again()
@@ -271,6 +273,7 @@ class OwnedTier(StorageTier, BookedTier):
         num_lost = self._withhold()
         self.counters.failed += num_lost
         if missing is not None:
+            self.calls.let_go_of_late()
             self.health.emit(TierFailed(self.name, "keep", missing.why, num_lost))
 
     async def checkpoint(self, *, sync: bool) -> None:

@@ -125,7 +125,7 @@ class StorageTier(Tier):
                 on_late()
             else:
                 try:
-                    right = await self._read_blocks(batch, blocks, waiter, on_late)
+                    right = await self._read_blocks(batch, blocks, waiter, _both(give_back, on_late))
                 finally:
                     give_back()
         finally:
@@ -153,7 +153,7 @@ class StorageTier(Tier):
         if (give_back := await self.take(len(batch), Waiter(kind))) is None:
             return WriteReport.nothing_of(len(batch))
         try:
-            report = await self._write_blocks(batch, blocks, is_wanted(), on_late, kind)
+            report = await self._write_blocks(batch, blocks, is_wanted(), _both(give_back, on_late), kind)
         finally:
             give_back()
         self._wear.wrote(self._num_bytes(int(np.count_nonzero(report.written))))
@@ -308,6 +308,16 @@ class StorageTier(Tier):
         hashes = hash_names(names)
         while busy := [done for each, done in self._writing.values() if np.isin(hashes, each).any()]:
             await asyncio.wait(busy)
+
+
+def _both(give_back: Give, on_late: Callable[[], None]) -> Callable[[], None]:
+    """Return what to call when a call is late: nobody has to wait for its bytes, if the tier is used on without it."""
+
+    def late() -> None:
+        give_back()
+        on_late()
+
+    return late
 
 
 def all_failed(outcomes: Sequence[Outcome]) -> bool:

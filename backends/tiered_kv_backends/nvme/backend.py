@@ -4,9 +4,8 @@ Slot ``n`` of the tier is slot ``n // d`` in directory ``n % d`` of ``d``, so th
 are moved at once.
 """
 
-import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -150,12 +149,16 @@ class NVMeBackend(SlotBackend):
         """
         disks = self._disks
         was_slots, disks.num_slots = disks.num_slots, -(-num_slots // len(disks))
+
+        def resized(num_slots: int) -> Iterator[tuple[Disk, Coroutine[Any, Any, None]]]:
+            return ((disk, disk.store.resize(num_slots)) for disk in disks if disk.store is not None)
+
         try:
-            await _all(store.resize(disks.num_slots) for store in disks.stores())
+            await disks.each(resized(disks.num_slots))
         except BackendUnavailableError:
             if was_slots < disks.num_slots:  # others may have grown, for nothing
                 disks.num_slots = was_slots
-                await _all(store.resize(was_slots) for store in disks.stores())
+                await disks.each(resized(was_slots))
             raise
 
     def missing(self, group: int) -> Missing | None:
@@ -165,6 +168,10 @@ class NVMeBackend(SlotBackend):
     def try_again(self) -> None:
         """See `SlotBackend.try_again`: what comes back is empty."""
         self._disks.try_again()
+
+    def find_hung(self) -> None:
+        """See `SlotBackend.find_hung`: a directory that does not answer for a page either."""
+        self._disks.find_hung()
 
     async def aclose(self) -> None:
         """Close the files and release the directories, or leave that to the last call still under way."""
@@ -241,7 +248,7 @@ class NVMeBackend(SlotBackend):
             if all(outcome is Outcome.FAILED for outcome in found) and (problem := await store.problem()):
                 await self._disks.lose(disk, store, problem)
 
-        await _all(move(*share) for share in shares if len(share[1]))
+        await self._disks.each(((share[0], move(*share)) for share in shares if len(share[1])), are_lent=True)
         return outcomes
 
     async def _on_each(
@@ -265,16 +272,5 @@ class NVMeBackend(SlotBackend):
                     return
                 raise
 
-        await _all(change(*share) for share in self._shares(slots) if everywhere or len(share[1]))
-
-
-async def _all(calls: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run calls at once, and wait for all of them, whatever one raises: blocks are lent until then."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    if not tasks:
-        return
-    await asyncio.wait(tasks)
-    for task in tasks:
-        task.exception()  # of all: none is logged as forgotten
-    for task in tasks:
-        task.result()
+        shares = self._shares(slots)
+        await self._disks.each((share[0], change(*share)) for share in shares if everywhere or len(share[1]))

@@ -1,20 +1,20 @@
 """The directories of one tier, and which of them are in use. `members.py` says what that is to a restart.
 
-One that fails is let go of. It is tried again once in a while, and begins empty: what was evicted while it was away
-must not come back with it.
+One that fails or hangs is let go of. It is tried again once in a while, and begins empty: what was evicted while it was
+away must not come back with it. What hangs there may go on for ever, in threads of that disk alone.
 """
 
 import asyncio
 import errno
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
 from tiered_kv.backend import BackendContext, Missing
-from tiered_kv.errors import BackendError, ConfigurationError
+from tiered_kv.errors import BackendError, BackendUnavailableError, ConfigurationError
 from tiered_kv.log import log
 from tiered_kv_backends.nvme.directory import fit
 from tiered_kv_backends.nvme.ledger import Entries, Order
@@ -31,6 +31,8 @@ from tiered_kv_backends.nvme.settings import NVMeSettings
 from tiered_kv_backends.nvme.store import Store, Threads
 
 _TRY_AGAIN_S: Final = 5.0
+_ANSWER_S: Final = 2.0
+"""How long a disk may take for a page, or a small file, before it is taken to hang: others wait for it."""
 
 
 @dataclass(eq=False)
@@ -42,6 +44,8 @@ class Disk:
         store: What has it; None while it is away.
         why: It is.
         member: What it says of itself.
+        underway: Calls that have not ended, and since when.
+        lost: Done when it has been let go of, and no restart finds what was in it.
     """
 
     number: int
@@ -50,6 +54,20 @@ class Disk:
     store: Store | None = None
     why: str = ""
     member: Member = field(default_factory=Member)
+    underway: dict[asyncio.Future[None], float] = field(default_factory=dict)
+    lost: asyncio.Future[None] = field(default_factory=asyncio.Future)
+
+    def begin(self, call: Coroutine[Any, Any, None], now: float) -> asyncio.Future[None]:
+        """Make a call, which counts as under way until it has ended, whoever waits for it."""
+        task = asyncio.ensure_future(call)
+        self.underway[task] = now
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Future[None]) -> None:
+        del self.underway[task]
+        if not task.cancelled():
+            task.exception()  # none is logged as forgotten
 
 
 class Disks:
@@ -75,7 +93,8 @@ class Disks:
             for n, path in enumerate(settings.paths)
         ]
         self._changing = asyncio.Lock()  # which are in use
-        self._returning: asyncio.Task[None] | None = None
+        self._returning = set[asyncio.Future[None]]()
+        self._finding: asyncio.Task[None] | None = None
         self._retry_at = 0.0
         self._is_closed = False
 
@@ -110,6 +129,7 @@ class Disks:
             raise problems[0]
         for disk in self._disks:
             if disk.store is None:
+                disk.lost.set_result(None)
                 log("error", "nvme.directory_away", path=str(disk.path), error=disk.why)
         await self._join()
         return found
@@ -123,6 +143,7 @@ class Disks:
             log("error", "nvme.directory_away", path=str(disk.path), error=why)
             await store.aclose()
             await self._join()
+            disk.lost.set_result(None)
             self._retry_at = self._clock() + _TRY_AGAIN_S
 
     async def until_settled(self) -> None:
@@ -130,26 +151,88 @@ class Disks:
         async with self._changing:
             return
 
+    async def each(self, calls: Iterable[tuple[Disk, Coroutine[Any, Any, None]]], *, are_lent: bool = False) -> None:
+        """Make calls at once and wait for all of them, whatever one raises; not for those of disks that are let go of.
+
+        Args:
+            calls: Whose, and which.
+            are_lent: Buffers are lent to them: each is waited for, however long it takes.
+        """
+        now = self._clock()
+        made = [(disk.begin(call, now), disk.lost) for disk, call in calls]
+        waiting = made
+        while waiting:
+            watched = {task for task, _ in waiting} | (set() if are_lent else {lost for _, lost in waiting})
+            await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+            waiting = [(task, lost) for task, lost in waiting if not (task.done() or (lost.done() and not are_lent))]
+        for task, _ in made:
+            if task.done():
+                task.result()
+
     def try_again(self) -> None:
-        """Try to have back what is away, every five seconds, in a task that nobody waits for."""
-        is_idle = self._returning is None or self._returning.done()
-        if is_idle and not self._is_closed and self._clock() >= self._retry_at:
-            self._returning = asyncio.ensure_future(self._return())
+        """Try to have back what is away, every five seconds, in tasks that nobody waits for."""
+        if self._is_closed or self._clock() < self._retry_at:
+            return
+        self._retry_at = self._clock() + _TRY_AGAIN_S
+        for disk in self._disks:
+            if disk.store is None and not disk.underway:  # else its threads hang
+                returning = disk.begin(self._return(disk), self._clock())
+                self._returning.add(returning)
+                returning.add_done_callback(self._returning.discard)
+
+    def find_hung(self) -> None:
+        """Have those that calls have been waiting for answer for a page, and let go of those that do not."""
+        if len(self) > 1 and (self._finding is None or self._finding.done()):
+            self._finding = asyncio.create_task(self._find_hung(), name="find what hangs")
+
+    async def _find_hung(self) -> None:
+        late = self._clock() - self._settings.timeout_s / 2
+        suspects = [
+            (disk, disk.store)
+            for disk in self._disks
+            if disk.store is not None and any(since < late for since in disk.underway.values())
+        ]
+        probes = {disk.begin(self._probe(disk, store), self._clock()): (disk, store) for disk, store in suspects}
+        if not probes:
+            return
+        _, hanging = await asyncio.wait(probes, timeout=_ANSWER_S)
+        if len(hanging) == len(self.stores()):
+            return  # no part of the tier, but all of it: there is nothing to go on with
+        for probe in hanging:
+            disk, store = probes[probe]
+            await self.lose(disk, store, f"it hangs: no answer within {_ANSWER_S:g} s")
+
+    async def _probe(self, disk: Disk, store: Store) -> None:
+        if problem := await store.problem():
+            await self.lose(disk, store, problem)
 
     async def aclose(self) -> None:
         """Close the files and release the directories, or leave that to the last call still under way."""
         self._is_closed = True
         for store in self.stores():
             await store.aclose()
-        if self._returning is not None:
-            await asyncio.wait({self._returning})
+        if self._returning:
+            await asyncio.wait(self._returning, timeout=_ANSWER_S)
+        if self._finding is not None:
+            self._finding.cancel()
 
     async def _look(self, problems: list[Exception]) -> list[tuple[Disk, bool]]:
         """Read what the directories say of themselves: which of them were not in use when others were last."""
         there = []
-        for disk in self._disks:
+
+        async def look(disk: Disk) -> None:
+            disk.member = await disk.threads.clerk.run(read_member, disk.path)
+
+        looks = [(disk, disk.begin(look(disk), self._clock())) for disk in self._disks]
+        limit_s = self._settings.timeout_s if len(looks) > 1 else None
+        await asyncio.wait([looking for _, looking in looks], timeout=limit_s)
+        for disk, looking in looks:
+            if not looking.done():
+                disk.why = f"it hangs: no answer within {limit_s:g} s"
+                problems.append(BackendUnavailableError(f"{disk.path}: {disk.why}"))
+                continue
             try:
-                disk.member = await disk.threads.clerk.run(read_member, disk.path)
+                looking.result()
                 there.append(disk)
             except ConfigurationError as error:
                 disk.why = _why_away(error)
@@ -164,36 +247,40 @@ class Disks:
         """Have those that are in use say so, if they are others than before; see what is missing."""
         disks = [disk for disk in self._disks if disk.store is not None]
         if disks and not are_settled([disk.member for disk in disks]):
-            for disk, member in zip(disks, next_turn([disk.member for disk in disks]), strict=True):
-                disk.member = member
-                try:
-                    await disk.threads.clerk.run(write_member, disk.path, member)
-                except OSError as error:  # its own calls will fail too
-                    log("error", "nvme.directory_failed", path=str(disk.path), error=str(error))
+            members = next_turn([disk.member for disk in disks])
+            says = [
+                disk.begin(self._say(disk, member), self._clock()) for disk, member in zip(disks, members, strict=True)
+            ]
+            await asyncio.wait(says, timeout=_ANSWER_S)  # one that hangs too will be found to
         away = [disk for disk in self._disks if disk.store is None]
         slots = np.tile(np.isin(np.arange(len(self)), [disk.number for disk in away]), self.max_slots if away else 0)
         why = "; ".join(f"{disk.path} is away: {disk.why}" for disk in away)
         self.missing = Missing(slots, why) if away else None
 
-    async def _return(self) -> None:
-        for disk in [disk for disk in self._disks if disk.store is None]:
-            store = Store(disk.path, self._settings, disk.threads, self.order)
-            try:
-                await self._empty(disk)
-                await store.open(self._shapes)
-                await store.resize(self.num_slots)
-            except (ConfigurationError, BackendError, OSError) as error:
-                disk.why = str(error)
+    async def _say(self, disk: Disk, member: Member) -> None:
+        disk.member = member
+        try:
+            await disk.threads.clerk.run(write_member, disk.path, member)
+        except OSError as error:  # its own calls will fail too
+            log("error", "nvme.directory_failed", path=str(disk.path), error=str(error))
+
+    async def _return(self, disk: Disk) -> None:
+        store = Store(disk.path, self._settings, disk.threads, self.order)
+        try:
+            await self._empty(disk)
+            await store.open(self._shapes)
+            await store.resize(self.num_slots)
+        except (ConfigurationError, BackendError, OSError) as error:
+            disk.why = str(error)
+            await store.aclose()
+            return
+        async with self._changing:
+            if self._is_closed:
                 await store.aclose()
-                continue
-            async with self._changing:
-                if self._is_closed:
-                    await store.aclose()
-                    return
-                disk.store, disk.why = store, ""
-                await self._join()
-            log("info", "nvme.directory_back", path=str(disk.path))
-        self._retry_at = self._clock() + _TRY_AGAIN_S
+                return
+            disk.store, disk.why, disk.lost = store, "", asyncio.Future()
+            await self._join()
+        log("info", "nvme.directory_back", path=str(disk.path))
 
 
 def _why_away(error: Exception) -> str:

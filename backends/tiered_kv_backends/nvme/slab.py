@@ -4,7 +4,6 @@ Reads and writes run in many threads at once; they keep no state but their own, 
 """
 
 import ctypes
-import errno
 import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,6 @@ from numpy.typing import NDArray
 from tiered_kv.backend import Block, Outcome, RecordShape
 from tiered_kv.layout import PAGE_BYTES
 from tiered_kv.record import SIGNED_BYTES
-from tiered_kv_backends.nvme.own_files import open_file
 
 _MAX_CALL_BYTES = 8 << 20
 """Of one system call: longer ones are no faster and keep a load waiting behind a store."""
@@ -25,13 +23,11 @@ _MAX_HEADERS_BYTES = 256 << 10
 """Read at once to get the headers in it."""
 _MANY_SLOTS = 64
 """Neighbours whose headers are not overwritten one by one. Fewer would cut the file into many extents."""
-_PROBE = "probe"
 _PUNCHED, _ZEROED = 0x03, 0x10
 """Modes of fallocate(2): a range loses its place on the disk, or keeps it; it reads as zeros either way."""
 _LIBC = ctypes.CDLL(None)
 Erase = bool | Literal["punch"]
 """How much of a record goes: its header, all of it, or its place on the disk with it."""
-_FULL = {errno.ENOSPC, errno.EDQUOT}
 _MAX_CALL_BLOCKS = os.sysconf("SC_IOV_MAX") // 2  # a header and a payload each
 
 
@@ -211,51 +207,3 @@ def _runs(ascending: list[int], most: int) -> Iterator[tuple[int, int]]:
 def _fallocate(fd: int, mode: int, offset: int, num_bytes: int) -> bool:
     """Have the filesystem forget a range; False if it cannot."""
     return not _LIBC.fallocate(fd, mode, ctypes.c_int64(offset), ctypes.c_int64(num_bytes))
-
-
-def probe_direct_io(folder_fd: int, mode: Literal["auto", "always", "never"], spare: str) -> tuple[int, str]:
-    """Find out by a page written and read back whether a folder has O_DIRECT.
-
-    Args:
-        folder_fd: The folder.
-        mode: The setting.
-        spare: A file there, which is opened instead where the disk is full: that says nothing about how it writes.
-
-    Returns:
-        Flags for `os.open`, and why there are none; empty if there are.
-    """
-    if mode == "never":
-        return 0, "direct='never'"
-    problem = page_problem(folder_fd, os.O_DIRECT, spare)
-    return (0, f"a page written and read: {problem}") if problem else (os.O_DIRECT, "")
-
-
-def page_problem(folder_fd: int, flags: int, spare: str) -> str:
-    """Write a page to a file of its own in a folder, read it back, and say what is wrong; empty if nothing is.
-
-    Args:
-        folder_fd: The folder.
-        flags: For `os.open`.
-        spare: A file there, which is opened instead where the disk is full: that says nothing about how it writes.
-    """
-    page, back = Block.empty(PAGE_BYTES).padded, Block.empty(PAGE_BYTES).padded
-    page[:] = bytes(range(256)) * (PAGE_BYTES // 256)
-    try:
-        try:
-            fd = open_file(folder_fd, _PROBE, flags)
-            try:
-                num_written = os.pwritev(fd, [page], 0)
-                os.fsync(fd)  # else a page cache would answer for the disk
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-                is_whole = num_written == os.preadv(fd, [back], 0) == PAGE_BYTES and back == page
-            finally:
-                os.close(fd)
-                os.unlink(_PROBE, dir_fd=folder_fd)
-        except OSError as error:
-            if error.errno not in _FULL:
-                raise
-            os.close(open_file(folder_fd, spare, flags))
-            return ""
-    except OSError as error:
-        return error.strerror or str(error)
-    return "" if is_whole else "it was not read back"

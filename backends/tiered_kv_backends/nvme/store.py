@@ -23,9 +23,10 @@ from tiered_kv_backends.nvme.directory import HOLDER, Directory
 from tiered_kv_backends.nvme.group import EMPTY, ERASING, HELD, WRITING, Group
 from tiered_kv_backends.nvme.ledger import Entries, Ledger, Order, Slots
 from tiered_kv_backends.nvme.own_files import open_file
+from tiered_kv_backends.nvme.probe import page_problem, probe_direct_io
 from tiered_kv_backends.nvme.rebuild import rebuild
 from tiered_kv_backends.nvme.settings import NVMeSettings
-from tiered_kv_backends.nvme.slab import Moved, Slab, page_problem, probe_direct_io
+from tiered_kv_backends.nvme.slab import Moved, Slab
 
 T = TypeVar("T")
 
