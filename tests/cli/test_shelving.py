@@ -11,6 +11,7 @@ from tests.support.caches import keep, open_cache
 from tests.support.command_line import answer, run
 from tests.support.engine import BLOCK_SIZE, PAYLOAD_BYTES, Engine
 from tiered_kv import BlockKeys, CPUTier, hash_blocks
+from tiered_kv.cli import records
 
 CPU = CPUTier(capacity=64 * PAYLOAD_BYTES)
 NUM_BLOCKS = 20
@@ -105,6 +106,44 @@ async def test_what_is_broken_in_a_pack_is_found_and_deleted(tier: dict[str, Any
     assert (await answer("verify", "s3", "--config", config))["num_good"] == 2 * NUM_BLOCKS - 4
 
 
+async def test_all_directories_of_a_tier_are_looked_into(tmp_path: Path) -> None:
+    """One that is missing is named, and the others are listed and verified; but nothing is deleted without it."""
+    paths = [str(tmp_path / name) for name in "ab"]
+    config = tmp_path / "kv.toml"
+    config.write_text(f'[[tiers]]\nmedium = "nvme"\npath = {paths}\ncapacity = "16MiB"\n')
+    there = ("nvme", "--config", str(config))
+    await fill({"medium": "nvme", "path": paths, "capacity": "16MiB"})
+    assert [each["num_blocks"] for each in await answer("inspect", *there)] == [NUM_BLOCKS, NUM_BLOCKS]
+    report = await answer("verify", *there, "--rate", "1GiB")
+    assert (report["num_good"], report["missing"]) == (2 * NUM_BLOCKS, [])
+    (tmp_path / "b").rename(tmp_path / "away")
+    assert sum(each["num_blocks"] for each in await answer("inspect", *there)) == NUM_BLOCKS
+    report = await answer("verify", *there)
+    assert (report["num_good"], report["missing"]) == (NUM_BLOCKS, paths[1:])
+    assert paths[1] in (await run("inspect", *there)).stderr.replace("\n", "")
+    refused = await run("delete", *there, "--tenant", "none", "--yes")
+    assert refused.exit_code == 2
+    assert paths[1] in refused.stderr
+    (tmp_path / "away").rename(tmp_path / "b")
+    assert (await answer("delete", *there, "--tenant", "none", "--yes"))["num_blocks"] == NUM_BLOCKS
+
+
+async def test_verifying_keeps_to_a_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as it has read, so much time has passed."""
+    slept = list[float]()
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    await fill({"medium": "shared_fs", "path": str(tmp_path / "kv"), "capacity": "16MiB"})
+    monkeypatch.setattr(records.asyncio, "sleep", sleep)
+    async with records.inventory_at(str(tmp_path / "kv")) as inventory:
+        report = await records.verify(inventory, fix=False, rate=1)
+    assert report.num_good == 2 * NUM_BLOCKS
+    num_bytes = 2 * NUM_BLOCKS * (4096 + PAYLOAD_BYTES)
+    assert num_bytes - 60 < max(slept) <= num_bytes
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -112,6 +151,7 @@ async def test_what_is_broken_in_a_pack_is_found_and_deleted(tier: dict[str, Any
         ("delete", ".", "--tenant", "abc", "--yes"),
         ("delete", ".", "--tenant", "zzzzzzzz", "--yes"),
         ("delete", ".", "--tenant", "12345678", "--salt", "x", "--yes"),
+        ("verify", ".", "--rate", "fast"),
         ("inspect", "nobody"),
         ("inspect", "mooncake://127.0.0.1:1"),
         ("inspect", "redis://127.0.0.1:1"),

@@ -1,5 +1,6 @@
 """The directories of nvme and shared_fs tiers, by their formats alone: ``docs/format.md``. No cache is opened.
 
+An NVMe tier may have several, of which some may be missing: what is on the others is listed, and nothing is deleted.
 Only names and files of ours are looked at, and no link is followed.
 """
 
@@ -53,21 +54,27 @@ class _Slot(Found):
 
 
 class DirectoryInventory(Inventory):
-    """Of one directory. Deletes in an NVMe tier's only while no cache has it open."""
+    """Of one directory, or of all that are one tier. Deletes in an NVMe tier's only while no cache has it open.
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._lock = -1
+    Attributes:
+        missing: Directories that are not there.
+    """
+
+    def __init__(self, roots: Sequence[Path]) -> None:
+        self.missing = tuple(root for root in roots if not root.is_dir())
+        self._roots = [root for root in roots if root not in self.missing]
+        self._locks: dict[Path, int] = {}
 
     async def found(self) -> AsyncIterator[list[Found]]:
-        """Walk it, and read the headers of an NVMe tier's records: names there tell nothing."""
-        some: list[Found] = []
-        for each in _records_in(self._root):
-            some.append(each)
-            if len(some) == _AT_ONCE:
-                yield some
-                some = []
-        yield some
+        """Walk them, and read the headers of an NVMe tier's records: names there tell nothing."""
+        for root in self._roots:
+            some: list[Found] = []
+            for each in _records_in(root):
+                some.append(each)
+                if len(some) == _AT_ONCE:
+                    yield some
+                    some = []
+            yield some
 
     async def read(self, found: Found) -> bytes | None:
         """Read one record, with its padding."""
@@ -90,36 +97,40 @@ class DirectoryInventory(Inventory):
 
     def close(self) -> None:
         """Let caches open it again."""
-        if self._lock >= 0:
-            os.close(self._lock)
+        while self._locks:
+            os.close(self._locks.popitem()[1])
 
     def lock_out_caches(self) -> None:
-        """Keep caches from opening an NVMe tier's directory until this is closed.
+        """Keep caches from opening an NVMe tier's directories until this is closed.
 
         Raises:
-            ConfigurationError: One has it open.
+            ConfigurationError: One has one of them open, or one is missing, which would bring its blocks back.
         """
-        if self._lock >= 0 or not any(self._root.glob("*/slab")):
-            return
-        file = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(file)
-            raise ConfigurationError(
-                f"{self._root} is open in a cache: close that first, nothing was deleted"
-            ) from error
-        self._lock = file
+        if self.missing:
+            raise ConfigurationError(f"{_listed(self.missing)}: nothing was deleted, what is there would come back")
+        for root in self._roots:
+            if root in self._locks or not any(root.glob("*/slab")):
+                continue
+            file = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                os.close(file)
+                raise ConfigurationError(f"{root} is open in a cache: close that first, nothing was deleted") from error
+            self._locks[root] = file
 
 
 @asynccontextmanager
-async def open_directory(root: Path, *, to_delete: bool) -> AsyncIterator[DirectoryInventory]:
-    """Yield the inventory of a directory; ``to_delete``, with the right to delete from it.
+async def open_directories(roots: Sequence[Path], *, to_delete: bool) -> AsyncIterator[DirectoryInventory]:
+    """Yield the inventory of a tier's directories; ``to_delete``, with the right to delete from them.
 
     Raises:
-        ConfigurationError: There is none, or a cache has an NVMe tier's open, and it is to be deleted from.
+        ConfigurationError: None is there; or it is to be deleted from, and not all are, or a cache has one open.
     """
-    inventory = DirectoryInventory(_checked(root))
+    inventory = DirectoryInventory(roots)
+    if len(inventory.missing) == len(roots):
+        named = _listed(roots)
+        raise ConfigurationError(f"{named}: give the path of an nvme or shared_fs tier, or a tier's URL")
     try:
         if to_delete:
             inventory.lock_out_caches()
@@ -128,10 +139,8 @@ async def open_directory(root: Path, *, to_delete: bool) -> AsyncIterator[Direct
         inventory.close()
 
 
-def _checked(root: Path) -> Path:
-    if not root.is_dir():
-        raise ConfigurationError(f"{root} is no directory: give the path of an nvme or shared_fs tier, or a tier's URL")
-    return root
+def _listed(roots: Sequence[Path]) -> str:
+    return f"{', '.join(map(str, roots))} {'is no directory' if len(roots) == 1 else 'are no directories'}"
 
 
 def _read(found: Found) -> bytes:

@@ -1,5 +1,6 @@
 """What lies in a tier's medium: counting it, verifying it, deleting some of it. No cache is opened."""
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from tiered_kv.backend import TierSettings
-from tiered_kv.cli.directories import open_directory
+from tiered_kv.cli.directories import DirectoryInventory, open_directories
 from tiered_kv.errors import BlockCorruptError, ConfigurationError, LayoutMismatchError
 from tiered_kv.inventory import Found, Inventory, Place
 from tiered_kv.record import HEADER_BYTES, key_in, parse_record, payload_bytes_in
@@ -54,12 +55,13 @@ class Broken:
 
 @dataclass
 class Report:
-    """What was found by reading everything; ``num_sealed`` records need keys to be verified."""
+    """What was found by reading everything; ``num_sealed`` need keys to be verified, ``missing`` were not read."""
 
     num_good: int = 0
     num_sealed: int = 0
     num_fixed: int = 0
     broken: list[Broken] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -92,14 +94,11 @@ def inventory_at(
     """
     tier = _tier_at(where, settings)
     if tier is None:
-        return open_directory(Path(where), to_delete=to_delete)
+        return open_directories([Path(where)], to_delete=to_delete)
     if isinstance(tier, CPUTier | GPUTier):
         raise ConfigurationError(f"a {tier.medium} tier lies in a process's memory: ask the running cache, by status")
-    if isinstance(path := getattr(tier, "path", None), Path):
-        return open_directory(path, to_delete=to_delete)
-    if isinstance(path, tuple):
-        named = ", ".join(map(str, path))
-        raise ConfigurationError(f"tier {tier_name(tier)!r} has several directories: look into each of {named}")
+    if isinstance(path := getattr(tier, "path", None), Path | tuple):
+        return open_directories(path if isinstance(path, tuple) else [path], to_delete=to_delete)
     return resolve(tier.medium).inventory(tier)
 
 
@@ -135,18 +134,30 @@ async def shelves_in(inventory: Inventory, on_progress: OnProgress = lambda _: N
     ]  # fmt: skip
 
 
-async def verify(inventory: Inventory, *, fix: bool, on_progress: OnProgress = lambda _: None) -> Report:
+def missing_of(inventory: Inventory) -> list[str]:
+    """Name the parts of a medium that are not there."""
+    return [str(path) for path in inventory.missing] if isinstance(inventory, DirectoryInventory) else []
+
+
+async def verify(
+    inventory: Inventory, *, fix: bool, rate: int | None = None, on_progress: OnProgress = lambda _: None
+) -> Report:
     """Read every record, and check every byte of it.
 
     Args:
         inventory: What to read.
         fix: Delete what is broken; of several records in one object all of them.
+        rate: Bytes a second to read at most.
         on_progress: Told of what was read.
     """
-    report = Report()
+    report = Report(missing=missing_of(inventory))
+    started, num_bytes = time.monotonic(), 0
     async for some in inventory.found():
         for each in some:
             data = await inventory.read(each)
+            num_bytes += each.num_bytes
+            if rate is not None:
+                await asyncio.sleep(max(0.0, started + num_bytes / rate - time.monotonic()))
             if data is not None:
                 why = _look_at(each, data, report)
                 if why:

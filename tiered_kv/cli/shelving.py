@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from pydantic import ByteSize, Field, TypeAdapter, ValidationError
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -16,6 +17,7 @@ from tiered_kv.cli import records
 from tiered_kv.cli.records import OnProgress
 from tiered_kv.cli.showing import AsJSON, ConfigFile, err, one_line_errors, out, print_json, print_table, settings_of
 from tiered_kv.errors import ConfigurationError
+from tiered_kv.inventory import Inventory
 from tiered_kv.keys import epoch_digest, salt_digest
 from tiered_kv.settings import TieredKVSettings
 
@@ -30,6 +32,7 @@ def inspect_command(where: Where, config: ConfigFile = None, *, as_json: AsJSON 
 
     async def look(on_progress: OnProgress) -> list[records.Shelf]:
         async with records.inventory_at(where, _named(where, config)) as inventory:
+            _tell_missing(inventory)
             return await records.shelves_in(inventory, on_progress)
 
     with one_line_errors(), _progress("looking", is_shown=not as_json) as on_progress:
@@ -57,13 +60,16 @@ def verify_command(
     config: ConfigFile = None,
     *,
     fix: Annotated[bool, typer.Option(help="Delete what is broken; of nvme only while no cache has it open.")] = False,
+    rate: Annotated[str | None, typer.Option(help="Read so much a second at most, e.g. 50MiB: to scrub by it.")] = None,
     as_json: AsJSON = False,
 ) -> None:
     """Read every record of a tier's medium, and check every byte of it. Exits 1 if something broken is left."""
 
     async def look(on_progress: OnProgress) -> records.Report:
+        bytes_a_second = None if rate is None else _bytes_of(rate)
         async with records.inventory_at(where, _named(where, config), to_delete=fix) as inventory:
-            return await records.verify(inventory, fix=fix, on_progress=on_progress)
+            _tell_missing(inventory)
+            return await records.verify(inventory, fix=fix, rate=bytes_a_second, on_progress=on_progress)
 
     with one_line_errors(), _progress("verifying", is_shown=not as_json) as on_progress:
         report = asyncio.run(look(on_progress))
@@ -129,6 +135,18 @@ def _named(where: str, config: Path | None) -> TieredKVSettings | None:
     """Read the settings if a tier of theirs is meant: they say where it is, and with what rights."""
     is_place = "://" in where or "/" in where or Path(where).exists()
     return settings_of(config) if config is not None or not is_place else None
+
+
+def _tell_missing(inventory: Inventory) -> None:
+    for name in records.missing_of(inventory):
+        err.print(f"[red]missing[/] {escape(name)}: what is there was not looked at", highlight=False)
+
+
+def _bytes_of(text: str) -> int:
+    try:
+        return TypeAdapter(Annotated[ByteSize, Field(gt=0)]).validate_python(text)
+    except ValidationError as error:
+        raise ConfigurationError(f"--rate takes a size such as 50MiB, got {text!r:.80}") from error
 
 
 def _agreed(question: str) -> bool:
