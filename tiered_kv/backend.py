@@ -142,6 +142,16 @@ class TierSettings(Checked):
     out. What would be more is dropped, and not waited for. An hour's share may be written at once, and after a restart.
     For storage tiers."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _check_salt_quota(cls, given: Any) -> Any:  # noqa: ANN401 - as pydantic has it
+        if isinstance(given, Mapping) and "salt_quota" in given and "salt_quota" not in cls.model_fields:
+            raise ValueError(
+                "salt_quota is for shared_fs, whose sweeps count: what a salt has in any other medium takes a listing "
+                "of it all, see tiered_kv_backends.quotas.keep_quota"
+            )
+        return given
+
     @model_validator(mode="after")
     def _check_read_only(self) -> Self:
         if self.read_only and isinstance(self, OwnedTierSettings):

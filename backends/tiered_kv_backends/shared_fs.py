@@ -14,27 +14,29 @@ import asyncio
 import contextlib
 import errno
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Executor, Future
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, TypeVar
 
 import aiofiles.os
 from pydantic import ByteSize, Field
 
-from tiered_kv.backend import Backend, BackendContext, Block, Outcome, TierSettings, Workers, check_lengths
+from tiered_kv.backend import Backend, BackendContext, Block, Outcome, TierSettings, check_lengths
 from tiered_kv.errors import BackendUnavailableError, ClosedError, ConfigurationError
 from tiered_kv.keys import BlockKey
 from tiered_kv.log import log
 from tiered_kv.specs import FileLoadStoreSpec
 from tiered_kv_backends import shared_fs_files as files
+from tiered_kv_backends.paths import salt_folder
 from tiered_kv_backends.shared_fs_files import Moved, Work
-from tiered_kv_backends.shared_fs_ledger import ALLOWANCE_S, Ledger
-from tiered_kv_backends.shared_fs_sweeper import Sweeper, Swept, holds_blocks
+from tiered_kv_backends.shared_fs_ledger import Ledger
+from tiered_kv_backends.shared_fs_room import Room
+from tiered_kv_backends.shared_fs_sweeper import KEPT_FRACTION, Sweeper, Swept, holds_blocks
+from tiered_kv_backends.shared_fs_threads import Threads, each_of, look_at, text_of
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -43,9 +45,6 @@ _NEVER |= {errno.ELOOP, errno.ENOTSUP, errno.ENOSYS}
 """What opening the directory again would not change; the last two: a filesystem without locks."""
 _HEAD_START_NS = 10**6
 """How much longer ago each further block of a prompt counts as used: of a prompt used at once, the tail goes first."""
-_FREE_SPACE_AGE_S = 1.0
-_TAKEN_FRACTION, _TAKEN_BYTES = 1 / 1024, 256 << 20
-"""Of the capacity, and at most: what is taken from the ledger at once, ahead of what is written now."""
 _CLOSE_S = 1.0
 
 _read_records = aiofiles.os.wrap(files.read_records)
@@ -78,6 +77,9 @@ class SharedFSBackend(Backend):
         """Calls under way at once, in each direction: reads never queue behind writes."""
         min_free_fraction: float = Field(default=0.05, ge=0, lt=1)
         """Part of the filesystem that is left free: nothing is written, and the oldest is deleted, to keep it so."""
+        salt_quota: ByteSize | None = Field(default=None, gt=0)
+        """Bytes that the blocks of one salt may have, of every model and host; sweeps delete what is more, used
+        longest ago first. No limit if left out."""
         sweep_interval_s: float = Field(default=60.0, gt=0, allow_inf_nan=False)
         """How often each process looks whether a sweep is due, which one of them then makes."""
 
@@ -102,13 +104,13 @@ class SharedFSBackend(Backend):
             raise ConfigurationError(f"a capacity of {settings.capacity} bytes for blocks of {largest}")
         n = settings.num_threads
         readers, writers = context.workers(n), context.workers(n)
-        self._readers, self._writers, self._clerk = _Threads(readers), _Threads(writers), _Threads(context.workers(1))
+        self._readers, self._writers, self._clerk = Threads(readers), Threads(writers), Threads(context.workers(1))
         self._context, self._clock = context, context.clock
         self._ledger = Ledger(self._root, settings.capacity, self._wall_clock_ns)
-        self._taking = asyncio.Lock()
-        self._allowance, self._allowance_until = 0, float("-inf")
-        self._unwritten = 0  # taken or being taken from the ledger, and not in a file; read by the sweeping thread
-        self._free_bytes, self._free_bytes_until = 0.0, float("-inf")
+        self._room = Room(
+            self._root, self._ledger, settings.capacity, settings.min_free_fraction, self._writers, self._clock
+        )
+        self._written = Counter[str]()
         try:
             if settings.read_only:
                 probe = self._readers.run(files.probe_reading, self._root)
@@ -123,11 +125,12 @@ class SharedFSBackend(Backend):
         self._sweeper = Sweeper(
             self._root,
             self._ledger,
-            lambda: self._unwritten,
+            lambda: self._room.unwritten,
             settings.capacity,
             largest,
             settings.min_free_fraction,
             self._wall_clock_ns,
+            settings.salt_quota,
         )
         self._sweeping: asyncio.Future[None] | None = None
         self._timer = None if settings.read_only else asyncio.ensure_future(self._sweep_regularly())
@@ -140,7 +143,7 @@ class SharedFSBackend(Backend):
         """
         self._check_open()
         calls = [_which_exist(self._root, share, executor=self._readers) for share in self._shares(keys)]
-        found = self._unless_failed(await _all(calls))
+        found = self._unless_failed(await each_of(calls))
         return list(chain.from_iterable(found))
 
     async def lookup_prefix(self, keys: Sequence[BlockKey]) -> int:
@@ -175,7 +178,9 @@ class SharedFSBackend(Backend):
         """
         self._check_open()
         shares = self._shares(self._work(keys, into))
-        return self._outcomes(await _all([_read_records(self._root, each, executor=self._readers) for each in shares]))
+        return self._outcomes(
+            await each_of([_read_records(self._root, each, executor=self._readers) for each in shares])
+        )
 
     async def write(self, keys: Sequence[BlockKey], blocks: Sequence[Block]) -> list[Outcome]:
         """Write the files: STORED, REFUSED (no room, or nobody knows how much there is) or FAILED each.
@@ -185,9 +190,9 @@ class SharedFSBackend(Backend):
         """
         self._check_open()
         work = self._work(keys, blocks)
-        num_taken = await self._take_room(blocks) if await self._has_room(blocks) else 0
+        num_taken = await self._room.take(blocks, self._sweep_soon)
         writes = [asyncio.ensure_future(self._write_share(each)) for each in self._shares(work[:num_taken])]
-        outcomes = self._outcomes(await _all(writes)) + [Outcome.REFUSED] * (len(work) - num_taken)
+        outcomes = self._outcomes(await each_of(writes)) + [Outcome.REFUSED] * (len(work) - num_taken)
         if Outcome.REFUSED in outcomes:
             self._sweep_soon(is_full=True)
         return outcomes
@@ -200,7 +205,7 @@ class SharedFSBackend(Backend):
         """
         self._check_open()
         calls = [_unlink_records(self._root, share, executor=self._writers) for share in self._shares(keys)]
-        self._unless_failed(await _all(calls))
+        self._unless_failed(await each_of(calls))
 
     async def sweep(self) -> Swept | None:
         """Delete what is over the limit, and temporary files that dead writers have left; it also happens by itself.
@@ -225,11 +230,11 @@ class SharedFSBackend(Backend):
         if self._timer is None:
             return
         self._timer.cancel()
-        ending: list[asyncio.Future[None]] = [self._writers.run(self._return_room)]
+        ending: list[asyncio.Future[None]] = [self._writers.run(self._room.return_all)]
         if self._sweeping is not None:
             ending.append(self._sweeping)
         for each in ending:
-            each.add_done_callback(_look_at)
+            each.add_done_callback(look_at)
         await asyncio.wait(ending, timeout=_CLOSE_S)  # soon, if the filesystem answers
 
     def _check_open(self) -> Sweeper:
@@ -253,7 +258,7 @@ class SharedFSBackend(Backend):
     def _unless_failed(self, results: Sequence[T | Exception]) -> list[T]:
         for each in results:
             if isinstance(each, Exception):
-                raise BackendUnavailableError(f"{self._root}: {_text(each)}") from each
+                raise BackendUnavailableError(f"{self._root}: {text_of(each)}") from each
         return [each for each in results if not isinstance(each, Exception)]
 
     def _outcomes(self, results: Sequence[list[Moved] | Exception]) -> list[Outcome]:
@@ -261,7 +266,7 @@ class SharedFSBackend(Backend):
         moved = list(chain.from_iterable(self._unless_failed(results)))
         errors = [each for each in moved if not isinstance(each, Outcome)]
         if errors and len(errors) == len(moved):
-            raise BackendUnavailableError(f"{self._root}: {_text(errors[-1])}") from errors[-1]
+            raise BackendUnavailableError(f"{self._root}: {text_of(errors[-1])}") from errors[-1]
         return [each if isinstance(each, Outcome) else Outcome.FAILED for each in moved]
 
     async def _write_share(self, share: Sequence[Work]) -> list[Moved]:
@@ -273,61 +278,22 @@ class SharedFSBackend(Backend):
     def _settle_room(self, share: Sequence[Work], writing: "asyncio.Future[list[Moved]]") -> None:
         if not writing.cancelled() and writing.exception() is None:
             for work, moved in zip(share, writing.result(), strict=True):
-                if moved is Outcome.STORED:
-                    self._unwritten -= work.block.num_bytes
-                else:
-                    self._allowance += work.block.num_bytes
-
-    async def _take_room(self, blocks: Sequence[Block]) -> int:
-        """Take room for as many of the leading blocks as there is; return how many that is."""
-        needed = sum(block.num_bytes for block in blocks)
-        async with self._taking:
-            if self._clock() >= self._allowance_until:
-                self._unwritten -= self._allowance
-                self._allowance = 0
-            if self._allowance < needed:
-                ahead = min(int(self.settings.capacity * _TAKEN_FRACTION), _TAKEN_BYTES)
-                await self._take(max(needed, ahead) - self._allowance)
+                self._room.settle(work.block.num_bytes, is_written=moved is Outcome.STORED)
+                if moved is Outcome.STORED and self.settings.salt_quota is not None:
+                    self._written[salt_folder(work.key.namespace.salt)] += work.block.num_bytes
+            if self._is_over_quota():
                 self._sweep_soon()
-            num_blocks = 0
-            for block in blocks:
-                if block.num_bytes > self._allowance:
-                    break
-                self._allowance -= block.num_bytes
-                num_blocks += 1
-        return num_blocks
 
-    async def _take(self, wanted: int) -> None:
-        before = self._unwritten
-        self._unwritten += wanted  # first: a sweep may begin meanwhile
-        try:
-            taken = await self._writers.run(self._ledger.take, wanted, before) or 0
-        except OSError as error:
-            self._unwritten -= wanted
-            raise BackendUnavailableError(f"{self._root}: {_text(error)}") from error
-        self._unwritten -= wanted - taken
-        self._allowance += taken
-        self._allowance_until = self._clock() + ALLOWANCE_S
+    def _is_over_quota(self) -> bool:
+        """Say whether what was written since this process has swept last may have brought a salt over its quota.
 
-    def _return_room(self) -> None:
-        with contextlib.suppress(OSError):  # the next sweep finds that it is not used
-            self._ledger.give_back(self._allowance, self._unwritten - self._allowance)
-
-    async def _has_room(self, blocks: Sequence[Block]) -> bool:
-        """Say whether the filesystem has room above what is to be left free; asks at most once a second."""
-        if self._clock() >= self._free_bytes_until:
-            try:
-                self._free_bytes = await self._writers.run(
-                    files.free_bytes, self._root, self.settings.min_free_fraction
-                )
-            except OSError as error:
-                raise BackendUnavailableError(f"{self._root}: {_text(error)}") from error
-            self._free_bytes_until = self._clock() + _FREE_SPACE_AGE_S
-        num_bytes = sum(block.num_bytes for block in blocks)
-        if num_bytes > self._free_bytes:
+        Of one that was not counted yet it is not known what others have written for it: most of the quota, it may be.
+        """
+        quota, sweeper = self.settings.salt_quota, self._sweeper
+        if quota is None or sweeper is None:
             return False
-        self._free_bytes -= num_bytes
-        return True
+        known, unknown = sweeper.salt_bytes, int(quota * KEPT_FRACTION)
+        return any(known.get(salt, unknown) + written > quota for salt, written in self._written.items())
 
     async def _sweep_regularly(self) -> None:
         while True:
@@ -342,13 +308,18 @@ class SharedFSBackend(Backend):
     async def _sweep_and_log(self, *, is_full: bool) -> None:
         try:
             sweeper, seen = self._check_open(), self._ledger.num_sweeps
-            if not is_full and not await self._clerk.run(sweeper.is_due):
+            if self._is_over_quota():
+                swept = await self._sweep()
+                while swept is not None and self._is_over_quota():  # by what was written meanwhile
+                    swept = await self._sweep()
+            elif is_full or await self._clerk.run(sweeper.is_due):
+                swept = await self._sweep(seen)
+            else:
                 return
-            swept = await self._sweep(seen)
         except ClosedError:
             return
         except (BackendUnavailableError, OSError) as error:
-            log("warning", "shared_fs.sweep_failed", path=self._root, error=_text(error))
+            log("warning", "shared_fs.sweep_failed", path=self._root, error=text_of(error))
         else:
             if swept is not None and (swept.num_deleted or swept.num_temporaries):
                 log("info", "shared_fs.swept", path=self._root, **vars(swept))
@@ -356,59 +327,17 @@ class SharedFSBackend(Backend):
     async def _sweep(self, unless_after: int | None = None) -> Swept | None:
         sweeper = self._check_open()
         try:
+            written, self._written = self._written, Counter()
             swept = await self._clerk.run(sweeper.sweep, unless_after)
+            if swept is None:
+                self._written += written
         except OSError as error:
-            raise BackendUnavailableError(f"cannot sweep {self._root}: {_text(error)}") from error
-        self._free_bytes_until = float("-inf")
+            raise BackendUnavailableError(f"cannot sweep {self._root}: {text_of(error)}") from error
+        self._room.forget_free()
         return swept
-
-
-class _Threads(Executor):
-    """The tier's own threads, in the shape that aiofiles wants.
-
-    They are daemons: a call that is stuck on a dead server keeps neither asyncio's default threads nor the
-    interpreter's exit waiting.
-    """
-
-    def __init__(self, workers: Workers) -> None:
-        self._workers = workers
-
-    def run(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> "asyncio.Future[T]":
-        """Run ``function`` in one of the threads."""
-        return asyncio.ensure_future(self._workers.run(partial(function, *args, **kwargs)))
-
-    def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> "Future[T]":
-        """Do the same for `loop.run_in_executor`, which passes an asyncio future on as it is."""
-        return cast("Future[T]", self.run(function, *args, **kwargs))
-
-
-async def _all(calls: Sequence[Awaitable[T]]) -> list[T | Exception]:
-    """Wait for every call, and leave them running if this is cancelled: buffers are lent until the last one ends."""
-    futures = [asyncio.ensure_future(call) for call in calls]
-    for future in futures:
-        future.add_done_callback(_look_at)
-    if futures:
-        await asyncio.wait(futures)
-    results: list[T | Exception] = []
-    for future in futures:
-        error = future.exception()
-        if error is not None and not isinstance(error, Exception):
-            raise error
-        results.append(future.result() if error is None else error)
-    return results
-
-
-def _look_at(future: "asyncio.Future[T]") -> None:
-    """Have asyncio not complain of an error that nobody waited for: whoever did has given up."""
-    if not future.cancelled():
-        future.exception()
 
 
 def _probe(root: str, ledger: Ledger) -> None:
     files.probe(root)
     with contextlib.suppress(BlockingIOError):  # then it is there
         ledger.create(is_empty=not holds_blocks(root))
-
-
-def _text(error: Exception) -> str:
-    return f"{error.filename or ''} {error.strerror}".strip() if isinstance(error, OSError) else str(error)

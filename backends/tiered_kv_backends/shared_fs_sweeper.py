@@ -12,11 +12,13 @@ import re
 import stat
 import threading
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tiered_kv_backends.paths import HASH, NAMESPACE
 from tiered_kv_backends.shared_fs_files import FOLDER_DIGITS, FOLDER_FLAGS, LOCK_NAME, free_bytes, open_own
@@ -27,7 +29,7 @@ _TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.tmp")
 _DEAD_NS, _STALE_NS = 600 * 10**9, 60 * 10**9
 """Age of a temporary file at which its writer is taken to be dead; and at which it goes before any record does, where
 something has to go. A writer that was only slow drops its block."""
-_KEPT_FRACTION = 0.9
+KEPT_FRACTION = 0.9
 """Of the capacity: the rest is room for what is written until the next sweep."""
 _DUE_FRACTION = 15 / 16
 """Of the capacity: with more there is a sweep."""
@@ -47,18 +49,20 @@ class Swept:
         num_deleted: Records deleted.
         num_deleted_bytes: Their bytes.
         num_temporaries: Temporary files deleted.
+        num_over_quota: Records deleted because their salt has too many; they are among ``num_deleted``.
     """
 
     num_bytes: int
     num_deleted: int
     num_deleted_bytes: int
     num_temporaries: int
+    num_over_quota: int = 0
 
 
 class Sweeper:
     """Deletes the files used longest ago while there are too many. Used by one thread at a time, but for `stop`.
 
-    A sweep looks at each file once, and at each again if any have to go; it holds 16 bytes a file meanwhile.
+    A sweep looks at each file once, and at each again if any have to go; it holds 24 bytes a file meanwhile.
 
     Args:
         root: The directory; ``LOCK_NAME`` is in it.
@@ -68,6 +72,10 @@ class Sweeper:
         room_bytes: What must have room after a sweep, however large it is beside the capacity.
         min_free_fraction: Part of the filesystem that has to stay free.
         wall_clock_ns: What files are dated with.
+        salt_quota: Bytes that the records of one salt may have together.
+
+    Attributes:
+        salt_bytes: What each salt's records had when it last swept, by the salt's folder.
     """
 
     def __init__(
@@ -79,12 +87,15 @@ class Sweeper:
         room_bytes: int,
         min_free_fraction: float,
         wall_clock_ns: Callable[[], int],
+        salt_quota: int | None = None,
     ) -> None:
         self._root = root
         self._ledger = ledger
+        self._salt_quota = salt_quota
+        self.salt_bytes: dict[str, int] = {}
         self._unwritten = unwritten
         self._capacity = capacity
-        self._kept_bytes = min(int(capacity * _KEPT_FRACTION), capacity - room_bytes)
+        self._kept_bytes = min(int(capacity * KEPT_FRACTION), capacity - room_bytes)
         self._min_free_fraction = min_free_fraction
         self._wall_clock_ns = wall_clock_ns
         self._stopped = threading.Event()
@@ -138,12 +149,14 @@ class Sweeper:
         count = _Count(self._wall_clock_ns())
         _visit_folders(self._root, _FOLDERS, count.visit, self._stopped)
         over = max(count.num_bytes - self._kept_bytes, self._missing_free_bytes())
-        if over <= 0:
-            return Swept(count.num_bytes, 0, 0, count.num_temporaries)
-        deletion = _Deletion(over, count)
-        _visit_folders(self._root, _FOLDERS, deletion.visit, self._stopped)
+        deletion = _Deletion(over, count, self._salt_quota)
+        if deletion.is_needed:
+            _visit_folders(self._root, _FOLDERS, deletion.visit, self._stopped)
+        self.salt_bytes = {salt: count.of_salt[salt] - deletion.of_salt[salt] for salt in count.of_salt}
         num_temporaries = count.num_temporaries + deletion.num_temporaries
-        return Swept(count.num_bytes, deletion.num_records, deletion.num_bytes, num_temporaries)
+        return Swept(
+            count.num_bytes, deletion.num_records, deletion.num_bytes, num_temporaries, deletion.num_over_quota
+        )
 
     def _missing_free_bytes(self) -> int:
         status = os.statvfs(self._root)
@@ -157,15 +170,20 @@ class _Count:
     def __init__(self, now_ns: int) -> None:
         self.now_ns = now_ns
         self.num_bytes = self.num_temporaries = self.stale_bytes = 0
-        self.used_ns, self.sizes = array("q"), array("q")
+        self.used_ns, self.sizes, self.salts = array("q"), array("q"), array("l")
+        self.of_salt = Counter[str]()
+        self.numbers: dict[str, int] = {}
 
-    def visit(self, folder: int) -> bool:
+    def visit(self, folder: int, salt: str) -> bool:
         """Count one folder; say whether anything was deleted."""
         before = self.num_temporaries
+        number = self.numbers.setdefault(salt, len(self.numbers))
         for name, status in _files(folder):
             if HASH.fullmatch(name):
                 self.used_ns.append(status.st_mtime_ns)
                 self.sizes.append(status.st_size)
+                self.salts.append(number)
+                self.of_salt[salt] += status.st_size
             elif status.st_mtime_ns < self.now_ns - _DEAD_NS and _unlink(name, folder):
                 self.num_temporaries += 1
                 continue
@@ -175,32 +193,65 @@ class _Count:
         return self.num_temporaries > before
 
 
+class _Excess:
+    """So many bytes that have to go, of records used longest ago: those up to a time, until there were enough."""
+
+    def __init__(self, num_bytes: int, times: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
+        self._num_left = num_bytes
+        self._cutoff_ns = _cutoff(times, sizes, num_bytes) if num_bytes > 0 and len(times) else -1
+
+    def takes(self, status: os.stat_result) -> bool:
+        """Say whether a record has to go."""
+        return self._num_left > 0 and status.st_mtime_ns <= self._cutoff_ns
+
+    def is_gone(self, num_bytes: int) -> None:
+        """Count one that went."""
+        self._num_left -= num_bytes
+
+
 class _Deletion:
-    """Deletes at least ``over`` bytes, if there are so many: stale temporaries, then records used longest ago."""
+    """Deletes what salts have over their quota; then at least ``over`` bytes in all, if there are so many.
 
-    def __init__(self, over: int, count: _Count) -> None:
-        self._stale_ns = count.now_ns - _STALE_NS
-        self._records_over = over - count.stale_bytes
-        self._cutoff_ns = -1
-        if self._records_over > 0 and len(count.sizes):
-            self._cutoff_ns = _cutoff(count.used_ns, count.sizes, self._records_over)
-        self.num_records = self.num_temporaries = self.num_bytes = self._record_bytes = 0
+    That is stale temporaries, then records used longest ago, of whichever salt.
 
-    def visit(self, folder: int) -> bool:
+    Attributes:
+        is_needed: Whether anything has to go.
+        of_salt: Bytes of records deleted, by the salt's folder.
+    """
+
+    def __init__(self, over: int, count: _Count, quota: int | None) -> None:
+        times, sizes = np.frombuffer(count.used_ns, np.int64), np.frombuffer(count.sizes, np.int64)
+        salts = np.frombuffer(count.salts, np.int64)
+        self._of_salts: dict[str, _Excess] = {}
+        for salt, num_bytes in count.of_salt.items():
+            if quota is not None and num_bytes > quota:
+                mine = salts == count.numbers[salt]
+                excess = num_bytes - int(quota * KEPT_FRACTION)
+                self._of_salts[salt] = _Excess(excess, times[mine], sizes[mine])
+                over -= excess
+        self._stale_ns = count.now_ns - _STALE_NS if over > 0 else 0
+        self._of_all = _Excess(over - count.stale_bytes, times, sizes)
+        self.is_needed = over > 0 or bool(self._of_salts)
+        self.num_records = self.num_temporaries = self.num_bytes = self.num_over_quota = 0
+        self.of_salt = Counter[str]()
+
+    def visit(self, folder: int, salt: str) -> bool:
         """Delete what has to go from one folder; say whether anything did."""
-        before = self.num_bytes
+        before, of_salt = self.num_bytes, self._of_salts.get(salt)
         for name, status in _files(folder):
-            is_record = bool(HASH.fullmatch(name))
-            has_to_go = (
-                status.st_mtime_ns <= self._cutoff_ns and self._record_bytes < self._records_over
-                if is_record
-                else status.st_mtime_ns < self._stale_ns
-            )
-            if has_to_go and _unlink(name, folder):
+            if not HASH.fullmatch(name):
+                if status.st_mtime_ns < self._stale_ns and _unlink(name, folder):
+                    self.num_temporaries += 1
+                    self.num_bytes += status.st_size
+                continue
+            is_over_quota = of_salt is not None and of_salt.takes(status)
+            excess = of_salt if of_salt is not None and is_over_quota else self._of_all
+            if excess.takes(status) and _unlink(name, folder):
+                excess.is_gone(status.st_size)
+                self.num_over_quota += is_over_quota
+                self.num_records += 1
                 self.num_bytes += status.st_size
-                self.num_records += is_record
-                self.num_temporaries += not is_record
-                self._record_bytes += status.st_size * is_record
+                self.of_salt[salt] += status.st_size
         return self.num_bytes > before
 
 
@@ -221,7 +272,7 @@ def delete_folders(root: str, salt_folder: str) -> int:
     """
     num_deleted = 0
 
-    def visit(folder: int) -> bool:
+    def visit(folder: int, _salt: str) -> bool:
         nonlocal num_deleted
         for name, _ in _files(folder):
             num_deleted += _unlink(name, folder) and bool(HASH.fullmatch(name))
@@ -233,32 +284,32 @@ def delete_folders(root: str, salt_folder: str) -> int:
 
 
 def _visit_folders(
-    root: str, names: Sequence[re.Pattern[str]], visit: Callable[[int], bool], stopped: threading.Event
+    root: str, names: Sequence[re.Pattern[str]], visit: Callable[[int, str], bool], stopped: threading.Event
 ) -> None:
     """Visit the folders of records until told to stop, and remove those that this has emptied.
 
     Args:
         root: The directory.
         names: Of the folders, level by level.
-        visit: Called with a descriptor of each folder; says whether it deleted something.
+        visit: Called with a descriptor of each folder and the folder of its salt; says whether it deleted something.
         stopped: Says when to stop.
 
     Raises:
         OSError: The filesystem failed.
     """
 
-    def descend(folder: int, depth: int) -> bool:
-        if depth == len(names):
-            return visit(folder)
+    def descend(folder: int, path: tuple[str, ...]) -> bool:
+        if len(path) == len(names):
+            return visit(folder, path[-2])
         has_deleted = False
         for name in os.listdir(folder):
             if stopped.is_set():
                 break
-            if names[depth].fullmatch(name):
-                has_deleted |= enter(folder, name, depth + 1)
+            if names[len(path)].fullmatch(name):
+                has_deleted |= enter(folder, name, (*path, name))
         return has_deleted
 
-    def enter(parent: int, name: str, depth: int) -> bool:
+    def enter(parent: int, name: str, path: tuple[str, ...]) -> bool:
         try:
             folder = os.open(name, os.O_RDONLY | FOLDER_FLAGS, dir_fd=parent)
         except OSError as error:
@@ -266,7 +317,7 @@ def _visit_folders(
                 return False
             raise
         try:
-            has_deleted = descend(folder, depth)
+            has_deleted = descend(folder, path)
         finally:
             os.close(folder)
         if has_deleted:
@@ -276,16 +327,15 @@ def _visit_folders(
 
     top = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        descend(top, 0)
+        descend(top, ())
     finally:
         os.close(top)
 
 
-def _cutoff(used_ns: "array[int]", sizes: "array[int]", excess: int) -> int:
+def _cutoff(times: NDArray[np.int64], sizes: NDArray[np.int64], excess: int) -> int:
     """Return the time such that the files not used after it have at least ``excess`` bytes, or all there are."""
-    times = np.frombuffer(used_ns, np.int64)
     order = np.argsort(times)
-    freed = np.cumsum(np.frombuffer(sizes, np.int64)[order])
+    freed = np.cumsum(sizes[order])
     return int(times[order[min(int(np.searchsorted(freed, excess)), len(order) - 1)]])
 
 

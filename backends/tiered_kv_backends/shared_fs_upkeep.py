@@ -45,7 +45,7 @@ async def sweep(settings: SharedFSBackend.Settings | Mapping[str, Any] | str) ->
     root = str(settings.path.absolute())
     capacity, clock_ns = settings.capacity, time.time_ns
     ledger = Ledger(root, capacity, clock_ns)
-    sweeper = Sweeper(root, ledger, lambda: 0, capacity, 0, settings.min_free_fraction, clock_ns)
+    sweeper = Sweeper(root, ledger, lambda: 0, capacity, 0, settings.min_free_fraction, clock_ns, settings.salt_quota)
     try:
         return await asyncio.to_thread(sweeper.sweep)
     except OSError as error:

@@ -1,5 +1,6 @@
 """``tiered-kv inspect``, ``verify`` and ``delete`` of every kind of medium that can be listed."""
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -136,9 +137,10 @@ async def test_verifying_keeps_to_a_rate(tmp_path: Path, monkeypatch: pytest.Mon
         slept.append(seconds)
 
     await fill({"medium": "shared_fs", "path": str(tmp_path / "kv"), "capacity": "16MiB"})
-    monkeypatch.setattr(records.asyncio, "sleep", sleep)
     async with records.inventory_at(str(tmp_path / "kv")) as inventory:
-        report = await records.verify(inventory, fix=False, rate=1)
+        with monkeypatch.context() as patch:
+            patch.setattr(asyncio, "sleep", sleep)
+            report = await records.verify(inventory, fix=False, rate=1)
     assert report.num_good == 2 * NUM_BLOCKS
     num_bytes = 2 * NUM_BLOCKS * (4096 + PAYLOAD_BYTES)
     assert num_bytes - 60 < max(slept) <= num_bytes

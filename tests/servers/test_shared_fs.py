@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 from anyio import fail_after
+from anyio.lowlevel import checkpoint
 
 from tiered_kv.backend import BackendContext, Block, Outcome
 from tiered_kv.errors import BackendUnavailableError, ClosedError, ConfigurationError
 from tiered_kv.keys import BlockKey, salt_digest
+from tiered_kv.settings import tier_from
 from tiered_kv.testing import GROUPS, BackendTests, block_key, make_block, open_backend, open_context
 from tiered_kv_backends.shared_fs import SharedFSBackend
 from tiered_kv_backends.shared_fs_upkeep import delete_tenant, sweep
@@ -151,6 +153,64 @@ async def test_the_tail_of_a_prompt_goes_before_its_head(tmp_path: Path) -> None
         await store(backend, keys)
         await backend.sweep()
         assert await backend.lookup_prefix(keys) == 9
+
+
+def keys_of_salt(salt: bytes, *numbers: int) -> list[BlockKey]:
+    """Return keys of one tenant."""
+    return [BlockKey(replace(key.namespace, salt=salt * 32), key.hash) for key in keys_of(*numbers)]
+
+
+async def test_a_sweep_keeps_salts_within_their_quota(tmp_path: Path) -> None:
+    """Of one that has more, what was used longest ago goes, down to nine tenths; nobody else loses a block by it."""
+    clock = Clock()
+    ann, bob = keys_of_salt(b"a", *range(20)), keys_of_salt(b"b", *range(8))
+    async with opened(tmp_path, clock) as backend:
+        for key in (*bob, *ann):
+            clock.now_ns += 10**9
+            assert await store(backend, [key]) == [Outcome.STORED]
+    settings = {"medium": "shared_fs", "path": str(tmp_path), "capacity": "64MiB", "min_free_fraction": 0}
+    swept = await sweep({**settings, "salt_quota": 10 * RECORD})
+    assert swept is not None
+    assert (swept.num_deleted, swept.num_over_quota) == (11, 11)
+    async with opened(tmp_path, clock) as backend:
+        assert await backend.lookup(bob) == [Outcome.HIT] * 8
+        assert await backend.lookup(ann) == [Outcome.MISS] * 11 + [Outcome.HIT] * 9
+
+
+async def test_who_writes_much_for_a_salt_has_it_swept(tmp_path: Path) -> None:
+    """Nobody asks for it: what a process writes beyond a quota is deleted by itself."""
+    clock, ann = Clock(), keys_of_salt(b"a", *range(60))
+    async with opened(tmp_path, clock, salt_quota=10 * RECORD) as backend:
+        for key in ann:
+            clock.now_ns += 10**9
+            await store(backend, [key])
+        while (await backend.lookup(ann)).count(Outcome.HIT) > 10:
+            await checkpoint()
+        assert (await backend.lookup(ann))[-1] is Outcome.HIT
+
+
+@pytest.mark.parametrize("capacity", [30, 12])
+async def test_quota_and_capacity_hold_together(tmp_path: Path, capacity: int) -> None:
+    """Whichever is less: a sweep leaves no salt more than its quota, and all no more than the capacity."""
+    clock, ann, bob = Clock(), keys_of_salt(b"a", *range(20)), keys_of_salt(b"b", *range(20))
+    async with opened(tmp_path, clock) as backend:
+        for key in (*ann, *bob):
+            clock.now_ns += 10**9
+            await store(backend, [key])
+    settings = {"medium": "shared_fs", "path": str(tmp_path), "min_free_fraction": 0}
+    for _ in range(2):
+        await sweep({**settings, "capacity": capacity * RECORD, "salt_quota": 10 * RECORD})
+    async with opened(tmp_path, clock) as backend:
+        counts = [(await backend.lookup(keys)).count(Outcome.HIT) for keys in (ann, bob)]
+    assert max(counts) <= 10
+    assert sum(counts) <= capacity
+
+
+def test_a_quota_that_a_medium_cannot_keep_is_refused() -> None:
+    """With what to do instead."""
+    for given in ("redis://127.0.0.1?salt_quota=1MiB", "file:///nowhere?capacity=1GiB&salt_quota=1MiB"):
+        with pytest.raises(ConfigurationError, match="keep_quota"):
+            tier_from(given)
 
 
 async def test_a_sweep_by_command_needs_no_cache(tmp_path: Path) -> None:
