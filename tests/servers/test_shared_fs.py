@@ -281,8 +281,8 @@ async def test_the_limit_is_kept_at_every_moment(tmp_path: Path) -> None:
                 assert sum(file.stat().st_size for file in files_in(tmp_path)) <= 20 * RECORD
         assert outcomes == ([Outcome.REFUSED], [Outcome.REFUSED])
         assert len(files_in(tmp_path)) == 20
-        assert await one.sweep() is not None
-        assert await store(other, keys_of(100)) == [Outcome.STORED]
+        while await store(other, keys_of(100)) == [Outcome.REFUSED]:  # until whoever is at it has swept
+            await one.sweep()
 
 
 @pytest.mark.parametrize("text", [b"", b"00000000 {}\n", b"x" * 5000])
