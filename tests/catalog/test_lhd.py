@@ -121,6 +121,20 @@ def test_hardly_ever_worse_than_lru(trace: str, num_slots: int) -> None:
     assert rates["lhd"] > rates["lru"] - 0.01
 
 
+@pytest.mark.parametrize(
+    ("trace", "num_slots", "options"),
+    [("twice", 200, {"mean_lag": 30.0}), ("shifts", 600, {"num_documents": 30, "lasts": 200})],
+)
+def test_what_misleads_costs_little(trace: str, num_slots: int, options: dict[str, float]) -> None:
+    """Where what was learned is wrong, or has become so, it is not believed for long."""
+    requests = [each.ids.tolist() for each in SYNTHETIC[trace](num_requests=2_000, **options).requests]
+    rates = {}
+    for policy in ("lru", "lhd"):
+        index = TierIndex(num_slots, policy=policy)
+        rates[policy] = sum(ask(index, ids) for ids in requests) / sum(map(len, requests))
+    assert rates["lhd"] > rates["lru"] - 0.003
+
+
 def test_a_hint_counts_until_experience_outweighs_it() -> None:
     """Blocks that are expected the least go first; and a hint that proves wrong is believed less and less."""
     index = TierIndex(100, policy="lhd")

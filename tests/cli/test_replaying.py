@@ -121,7 +121,7 @@ def test_bad_lines_are_told_and_left_out(trace: Path, tmp_path: Path) -> None:
     ("arguments", "why"),
     [
         (["replay", "/no/such/file", "--tier", "cpu=1GiB"], "No such file"),
-        (["replay", "synthetic:none", "--tier", "cpu=1GiB"], "there are agents, batches, chat, timers, zipf"),
+        (["replay", "synthetic:none", "--tier", "cpu=1GiB"], "timers, twice, zipf"),
         (["replay", "synthetic:chat?num_requests=9", "--tier", "cpu=much"], "write NAME=SIZE"),
         (
             ["replay", "synthetic:chat?num_requests=9", "--tier", "cpu=1GiB", "--token-bytes", "0"],

@@ -2,7 +2,17 @@
 
 from tiered_kv.traces.reading import BadLine, open_trace, read_trace
 from tiered_kv.traces.requests import Request, Trace, names_of
-from tiered_kv.traces.synthetic import SYNTHETIC, agents, api_batches, chat, timers, zipf_prompts
+from tiered_kv.traces.synthetic import (
+    SYNTHETIC,
+    agents,
+    api_batches,
+    chat,
+    rounds,
+    shifts,
+    timers,
+    twice,
+    zipf_prompts,
+)
 from tiered_kv.traces.writing import write_trace
 
 __all__ = [
@@ -16,7 +26,10 @@ __all__ = [
     "names_of",
     "open_trace",
     "read_trace",
+    "rounds",
+    "shifts",
     "timers",
+    "twice",
     "write_trace",
     "zipf_prompts",
 ]

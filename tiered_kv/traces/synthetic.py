@@ -165,8 +165,73 @@ def timers(
     return Trace("synthetic:timers", requests, _TOKENS)
 
 
+def rounds(*, seed: int = 0, num_requests: int = 8_000, num_documents: int = 500) -> Trace:
+    """Make what misleads a policy: some read the same documents round and round, some read others once, some chat.
+
+    Args:
+        seed: Of the chance in it.
+        num_requests: How many: 2 of 5 of the next document of 16 blocks, 1 of 5 of something new, the others of a
+            conversation that goes on soon if it does.
+        num_documents: That are read round and round.
+    """
+    chance, blocks = Random(seed), _Blocks()
+    documents = [blocks.new(16) for _ in range(num_documents)]
+    prompts: list[list[int]] = []
+    open_ones: list[list[int]] = []
+    for number in range(num_requests):
+        kind = chance.random()
+        if kind < 0.4:
+            prompts.append(documents[number * 2 // 5 % num_documents])
+        elif kind < 0.6:
+            prompts.append(blocks.new(_length(chance, 20)))
+        else:
+            goes_on = open_ones and chance.random() < 0.75
+            before = open_ones.pop(-1 - _recent(chance, len(open_ones), 40)) if goes_on else blocks.new(8)
+            open_ones.append(before + blocks.new(1))
+            prompts.append(open_ones[-1])
+    return _evenly("rounds", prompts, chance)
+
+
+def shifts(*, seed: int = 0, num_requests: int = 8_000, num_documents: int = 120, lasts: int = 800) -> Trace:
+    """Make questions on documents that are all popular, and all exchanged at once now and then.
+
+    Args:
+        seed: Of the chance in it.
+        num_requests: How many.
+        num_documents: Of a period, of 20 blocks in the middle.
+        lasts: Requests of a period.
+    """
+    chance, blocks = Random(seed), _Blocks()
+    prompts: list[list[int]] = []
+    while len(prompts) < num_requests:
+        documents = [blocks.new(_length(chance, 20)) for _ in range(num_documents)]
+        prompts += [[*chance.choice(documents), *blocks.new(_length(chance, 2))] for _ in range(lasts)]
+    return _evenly("shifts", prompts[:num_requests], chance)
+
+
+def twice(*, seed: int = 0, num_requests: int = 8_000, mean_lag: float = 150.0) -> Trace:
+    """Make documents that are read exactly twice: what was used more often never comes back.
+
+    Args:
+        seed: Of the chance in it.
+        num_requests: How many.
+        mean_lag: Requests between the two, exponential.
+    """
+    chance, blocks = Random(seed), _Blocks()
+    due: list[tuple[float, list[int]]] = []
+    prompts: list[list[int]] = []
+    for number in range(num_requests):
+        if due and due[0][0] <= number:
+            prompts.append(heapq.heappop(due)[1])
+        else:
+            prompts.append(blocks.new(_length(chance, 12)))
+            heapq.heappush(due, (number + 1 + chance.expovariate(1 / mean_lag), prompts[-1]))
+    return _evenly("twice", prompts, chance)
+
+
 SYNTHETIC: Final[Mapping[str, Callable[..., Trace]]] = {
-    "agents": agents, "batches": api_batches, "chat": chat, "timers": timers, "zipf": zipf_prompts,
+    "agents": agents, "batches": api_batches, "chat": chat, "rounds": rounds, "shifts": shifts, "timers": timers,
+    "twice": twice, "zipf": zipf_prompts,
 }  # fmt: skip
 """By the names that the command line has for them."""
 
@@ -193,3 +258,14 @@ def _request(
 ) -> Request:
     ids = np.array(prompt, dtype=np.int64)
     return Request(at_s, ids, len(ids) * _TOKENS, chance.randint(20, 800), session, turn, category)
+
+
+def _recent(chance: Random, n: int, mean: float) -> int:
+    """Choose one of ``n``, the first ones most often."""
+    return min(n - 1, int(chance.expovariate(1 / mean)))
+
+
+def _evenly(name: str, prompts: list[list[int]], chance: Random) -> Trace:
+    """Let prompts come three a second."""
+    requests = [_request(number / 3, prompt, chance) for number, prompt in enumerate(prompts)]
+    return Trace(f"synthetic:{name}", requests, _TOKENS)

@@ -15,6 +15,7 @@ _AGES_AN_OCTAVE: Final = 2
 Counts = NDArray[np.float64]
 
 _STARTS: Final[Counts] = np.concatenate(([0.0], _YOUNGEST * 2.0 ** (np.arange(NUM_AGES) / _AGES_AN_OCTAVE)))
+_BOUNDS: Final = np.ceil(_STARTS[1:NUM_AGES]).astype(np.int64)
 _LENGTHS: Final[Counts] = np.diff(_STARTS)
 _IS_LATER: Final = np.triu(np.ones((NUM_AGES, NUM_AGES), np.bool_))
 _MOST_CERTAIN: Final = 0.999
@@ -23,9 +24,7 @@ _TOLD_COUNTS: Final = 16.0
 
 def age_classes(ages: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the class of each age, two an octave from 16 on: ``(n,)``, below `NUM_AGES`."""
-    octaves = np.log2(np.maximum(ages, 1) / _YOUNGEST)
-    classes: NDArray[np.int64] = np.clip(np.floor(octaves * _AGES_AN_OCTAVE).astype(np.int64) + 1, 0, NUM_AGES - 1)
-    return classes
+    return _BOUNDS.searchsorted(ages, side="right")
 
 
 def told_hazards(probability: float, mean_age: float) -> Counts:

@@ -4,8 +4,9 @@ Sources: N. Beckmann, H. Chen and A. Cidon, "LHD: Improving Cache Hit Rate by Ma
 the idea: blocks of one class and age are alike, and what became of them is counted; J. C. Gittins, "Bandit Processes
 and Dynamic Allocation Indices", 1979, for how long to wait for the hits that are counted on. Departures from LHD: a
 class is a number of uses and a hint; what was evicted goes on being counted, by its ghost; victims come from the ends
-of queues, not from a sample; and of two blocks of equal age the one used more often never goes first, so that the head
-of a prefix, which every use of its tail uses too, outlives the tail.
+of queues, not from a sample; of two blocks of equal age the one used more often never goes first, so that the head of a
+prefix, which every use of its tail uses too, outlives the tail; densities that are about the same count as the same,
+and then the older block goes; and where that loses hits that LRU would have, it goes by LRU for a while.
 """
 
 import math
@@ -15,6 +16,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from tiered_kv.catalog.policies.against_lru import AgainstLRU
 from tiered_kv.catalog.policies.base import Policy
 from tiered_kv.catalog.policies.ghosts import Ghosts, Times, at_least_as_often
 from tiered_kv.catalog.policies.hit_density import NUM_AGES, age_classes, hit_densities, told_hazards
@@ -40,14 +42,19 @@ _LEAST_GHOSTS: Final = 1 << 15
 _LEARN_EVERY: Final = 512
 """Blocks used; to learn takes some 100 us."""
 _LARGEST_WEIGHT: Final = 1e6
+_SAME: Final = 1.1
+"""Densities that differ by less count as the same: the age of two blocks is certain, and these are estimates."""
+_LEAST_DENSITY: Final = 1e-15
+_TIME_BITS: Final = 52
+"""Of a key by which blocks go: the rest is the density's."""
 
 
 class LHDPolicy(Policy):
     """Evicts the blocks with the least hit density: hits to be expected over the time until they come.
 
     What is learned of blocks used some time ago counts half after twice as many uses as there are ghosts. Where the
-    number of uses tells nothing, all classes are alike, and what goes is what was used least recently. Takes about 80
-    bytes a slot, and 1.8 MB.
+    number of uses tells nothing, all classes are alike, and what goes is what was used least recently; so it is too
+    while LRU would do better, see `AgainstLRU`. Takes about 80 bytes a slot, and 1.8 MB.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -65,22 +72,30 @@ class LHDPolicy(Policy):
         self._is_used = False
         self._forget_learned()
 
+    def resize(self, num_slots: int) -> None:
+        """See `Policy.resize`. What LRU would hold is counted anew."""
+        super().resize(num_slots)
+        self._against_lru = AgainstLRU(num_slots, self._now)
+
     def __len__(self) -> int:
-        return sum(map(len, self._queues))
+        return len(self._queues[_COLD]) + sum(len(self._queues[number]) for number in self._class_numbers())
 
     def add(self, slots: Slots, names: Names) -> None:
         """Learn from those that were here before, and let them go on counting."""
         self._begin_moment(is_use=False)
         num_uses, used_at, kinds = self._ghosts.recall(names)
         known = num_uses > 0
-        self._learn(_classes(kinds[known], num_uses[known]), used_at[known])
+        used_at = used_at[known]
+        self._against_lru.count(self._now, len(slots) - len(used_at), used_at, is_hit=False)
+        self._learn(_classes(kinds[known], num_uses[known]), used_at)
         self._begin(slots, at_least_as_often(num_uses))
 
     def use(self, slots: Slots) -> None:
         """Learn how long it took."""
         self._begin_moment(is_use=True)
-        num_uses = self._num_uses[slots]
-        self._learn(_classes(self._kinds[slots], num_uses), self._used_at[slots])
+        num_uses, used_at = self._num_uses[slots], self._used_at[slots]
+        self._against_lru.count(self._now, 0, used_at, is_hit=True)
+        self._learn(_classes(self._kinds[slots], num_uses), used_at)
         self._begin(slots, num_uses)
 
     def hint(self, slots: Slots, hint: ReuseHint, elapsed_s: float) -> None:
@@ -111,30 +126,30 @@ class LHDPolicy(Policy):
         """Choose from the queue whose first block has the least density, then from that where it is so now."""
         chosen = [self._queues[_COLD].head(n, skip=keep)]
         missing = n - len(chosen[0])
-        fronts: dict[int, tuple[Slots, NDArray[np.float64]]] = {}
-        waiting = [(self._density(number), number, -1) for number in self._class_numbers() if len(self._queues[number])]
+        fronts: dict[int, tuple[Slots, NDArray[np.int64]]] = {}
+        numbers = [number for number in self._class_numbers() if len(self._queues[number])]
+        firsts = self._keys(numbers, np.array([self._queues[number].first for number in numbers], np.int64))
+        waiting = [(key, number, -1) for key, number in zip(firsts.tolist(), numbers, strict=True)]
         heapify(waiting)
         while missing:
             _, number, start = heappop(waiting)
             if start < 0:  # only looked at from afar so far
                 slots = self._queues[number].head(missing, skip=keep)
-                densities = np.maximum.accumulate(
-                    self._densities[number].take(age_classes(self._now - self._used_at[slots]))
-                )
-                fronts[number] = slots, densities
+                keys = np.maximum.accumulate(self._keys(number, slots))
+                fronts[number] = slots, keys
                 if len(slots):
-                    heappush(waiting, (float(densities[0]), number, 0))
+                    heappush(waiting, (int(keys[0]), number, 0))
                 continue
-            slots, densities = fronts[number]
+            slots, keys = fronts[number]
             stop = len(slots)
             if waiting:
-                density, other, _ = waiting[0]
-                stop = int(densities.searchsorted(density, side="right" if number < other else "left"))
+                key, other, _ = waiting[0]
+                stop = int(keys.searchsorted(key, side="right" if number < other else "left"))
             stop = min(max(stop, start + 1), start + missing)
             chosen.append(slots[start:stop])
             missing -= stop - start
             if stop < len(slots):
-                heappush(waiting, (float(densities[stop]), number, stop))
+                heappush(waiting, (int(keys[stop]), number, stop))
         return np.concatenate(chosen)
 
     def evict(self, slots: Slots, names: Names) -> None:
@@ -157,11 +172,12 @@ class LHDPolicy(Policy):
         self._weight = 1.0  # of what is seen now; it grows, so that all before it counts for less
         self._seen = np.zeros(_COLD)  # by class: blocks that came to it, by weight
         self._hits = np.zeros((_COLD, NUM_AGES))  # of these, by their age, those that were used again
-        self._densities = np.zeros((_COLD, NUM_AGES))
+        self._ranks = _ranks(np.zeros((_NUM_KINDS, _NUM_LEVELS, NUM_AGES))).reshape(_COLD, NUM_AGES)
         self._told = np.full((_COLD, NUM_AGES), np.nan)  # hazards, by the hints
         self._kinds_known: dict[_Said, int] = {}
         self._until_learning = _LEARN_EVERY
         self._learned = 0  # the kind that was learned of last
+        self._against_lru = AgainstLRU(self.num_slots, self._now)
 
     def _begin(self, slots: Slots, num_uses: NDArray[np.integer[Any]]) -> None:
         """Let a life begin, of blocks that were used so often before this use."""
@@ -205,7 +221,7 @@ class LHDPolicy(Policy):
             self._seen[classes] / self._weight, self._hits[classes] / self._weight, self._told[classes]
         )
         by_kind = found.reshape(-1, _NUM_LEVELS, NUM_AGES)
-        self._densities[classes] = np.maximum.accumulate(by_kind, axis=1).reshape(-1, NUM_AGES)
+        self._ranks[classes] = _ranks(np.maximum.accumulate(by_kind, axis=1)).reshape(-1, NUM_AGES)
 
     def _begin_moment(self, *, is_use: bool) -> None:
         """Let time go on, but not between a use and what is added after it: that is the rest of the same prompt.
@@ -231,10 +247,23 @@ class LHDPolicy(Policy):
             self._learned = (self._learned + 1) % (len(self._kinds_known) + 1)
             self._compute_densities(slice(self._learned * _NUM_LEVELS, (self._learned + 1) * _NUM_LEVELS))
 
-    def _density(self, number: int) -> float:
-        """Return the density of a queue's first block."""
-        age = self._now - int(self._used_at[self._queues[number].first])
-        return float(self._densities[number, age_classes(np.array([age]))[0]])
+    def _keys(self, numbers: int | list[int], slots: Slots) -> NDArray[np.int64]:
+        """Return by what blocks of these queues go, the least first: density, and when they were used."""
+        used_at = self._used_at[slots]
+        if self._against_lru.prefers_lru:
+            return used_at
+        keys: NDArray[np.int64] = self._ranks[numbers, age_classes(self._now - used_at)] + used_at
+        return keys
+
+
+def _ranks(densities: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Return the upper bits of the keys by which blocks go, from their densities by kind, level and age.
+
+    Where no hit was ever seen what was used less goes first: so a scan longer than any before it takes little along.
+    """
+    steps = np.log(np.maximum(densities, _LEAST_DENSITY) / _LEAST_DENSITY) / math.log(_SAME) + _NUM_LEVELS
+    ranks = np.where(densities > _LEAST_DENSITY, steps, np.arange(_NUM_LEVELS)[:, None])
+    return ranks.astype(np.int64) << _TIME_BITS
 
 
 def _classes(kinds: NDArray[np.uint8], num_uses: NDArray[np.integer[Any]]) -> Classes:
