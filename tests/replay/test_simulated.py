@@ -124,3 +124,9 @@ def test_what_cannot_be_imagined_is_refused() -> None:
 def test_names_are_ids() -> None:
     """The catalog compares whole names."""
     assert len(np.unique(names_of(np.arange(5)), axis=0)) == 5
+
+
+def test_what_a_prompt_finds_behind_a_hole_counts_as_used() -> None:
+    """Its head was lost and is stored anew; the rest was there, and is as recent then as LRU would have it."""
+    trace = trace_of([1], [1, 2, 3], [9, 8], [1, 2, 3], [7], [1, 2, 3])
+    assert hits(replay(trace, [memory(4)], COST)) == [1 + 3]

@@ -172,6 +172,8 @@ class SimulatedChain:
 
     def _store(self, names: Names) -> None:
         """As a store does: blocks that the first memory tier has go no further."""
+        for tier in self.tiers:
+            tier.index.touch(names)  # what is there behind a hole
         if self.memory:
             names = names[~self.memory[0].index.ready(names)]
         for number, tier in enumerate(self.tiers):

@@ -183,6 +183,11 @@ class Chain:
             storage.hint(batch, hint)
 
     def touch(self, batch: Batch, *, leased: MemoryTier | None = None) -> None:
+        """Count a use of the blocks in every tier, see `touch_there` and `count_use`."""
+        self.touch_there(batch, leased=leased)
+        self.count_use(batch)
+
+    def touch_there(self, batch: Batch, *, leased: MemoryTier | None = None) -> None:
         """Count a use of the blocks in every tier that has them, so that hot heads do not rot below.
 
         In ``leased`` the lease that ends counts it.
@@ -192,7 +197,6 @@ class Chain:
                 memory.index.touch(batch.names)
         for storage in self.storage:
             storage.touch(batch)
-        self.count_use(batch)
 
     def count_use(self, batch: Batch) -> None:
         """Count one use of the blocks, for the tiers that want some before they take a block."""

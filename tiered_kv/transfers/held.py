@@ -108,6 +108,7 @@ class HeldStore:
         n = int(np.count_nonzero(live))
         tally = Tally(chain.tiers)
         tally.add(chain.host, written=n, dropped=len(self.spec) - n)
+        chain.touch_there(self._batch[~live & self.present[: len(live)]])
         chain.count_use(self._batch[live])
         settled = asyncio.get_running_loop().create_future()  # a flush waits for it, as for any store
         chain.settling.add(settled)

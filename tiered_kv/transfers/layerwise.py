@@ -157,6 +157,7 @@ class LayerStore(Store):
             for placed in self._placed:
                 self._copied_out(self._error, placed)
             self._close_one()
+        await self._use_present()
         return self._result(loop.time() - started)
 
     def store_layer(self, layer: int, after: object) -> None:

@@ -6,6 +6,7 @@ lower tier has written it or given it up. A full queue drops what would go below
 
 import asyncio
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -104,6 +105,7 @@ class Store(Revocable):
         # A store longer than a tier must not evict its own head: past this many, blocks go to the next tier.
         self._may_keep = {tier.name: tier.room_for(batch) for tier in self._memory}
         self._num_stored = self._num_present = 0
+        self._present: list[Batch] = []
         self._dropped: Counter[str] = Counter()
         self._settled: asyncio.Future[tuple[TierStore, ...]] = asyncio.get_running_loop().create_future()
         self._num_open = 1  # windows still on their way down, and run itself
@@ -142,6 +144,7 @@ class Store(Revocable):
         finally:
             await self.drain_copies(deadline)
             self._close_one()
+        await self._use_present()
         return self._result(loop.time() - started)
 
     def start_at_once(self) -> StoreHandle | None:
@@ -162,6 +165,8 @@ class Store(Revocable):
 
         def end(_: object = None) -> None:
             self._close_one()
+            for part in self._present:
+                chain.touch_there(part)
             request.lane.release()
             ended.set_result(self._result(loop.time() - started))
 
@@ -274,6 +279,8 @@ class Store(Revocable):
         fresh = reservation.slots >= 0
         n = int(np.count_nonzero(fresh))
         self._count_present(len(part) - n)
+        if n < len(part):
+            self._present.append(part[~fresh])
         if not n:
             reservation.close()
             return None
@@ -313,6 +320,14 @@ class Store(Revocable):
         live = slots >= 0  # the others were evicted by name while they were copied: they go no further
         self._tally.add_below(tier, dropped=n - int(np.count_nonzero(live)))
         write_down(chain, self._tally, tier, batch[live], slots[live], lease, self._close_one)
+
+    async def _use_present(self) -> None:
+        """Count a use of what was there already, a window in each turn of the loop: the tail first, as in a load."""
+        while self._present:
+            self._chain.touch_there(self._present.pop())
+            if self._present:
+                with suppress(asyncio.CancelledError):  # all of it is done
+                    await self._chain.tasks.turn()
 
     def _drop(self, batch: Batch, reason: str) -> None:
         if len(batch):
