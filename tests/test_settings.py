@@ -160,6 +160,7 @@ def test_a_cpu_tier_may_be_empty_and_a_gpu_tier_may_not() -> None:
         ([{"medium": "gpu"}], "tiers[0].capacity: must be given"),
         (["cpu://?capacity=12parsecs"], "tiers[0].capacity: '12parsecs' is no size: write bytes as an int, or e.g."),
         (["cpu://?policy=lfu"], "tiers[0].policy: policy must be one of lru, arc"),
+        (["file:///kv?capacity=1GiB&policy=lfu"], "tiers[0]: policy must be one of lru, arc"),
         (["cpu://?policy=builtins:int"], "tiers[0].policy: 'builtins:int' is no subclass"),
         (["cpu://?timeout_s=0"], "tiers[0].timeout_s: must be positive, got '0'"),
         (["cpu://", "gpu://?capacity=1"], "tiers: fastest first: at most one gpu, then at most one cpu, then storage;"),

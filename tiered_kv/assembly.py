@@ -18,6 +18,7 @@ from tiered_kv.backend import (
     TierSettings,
 )
 from tiered_kv.catalog.index import TierIndex
+from tiered_kv.catalog.policies import Policy
 from tiered_kv.errors import ConfigurationError
 from tiered_kv.events import DeviceFailed, Emit, Event, PageLockingDoubted
 from tiered_kv.keys import Shard
@@ -172,7 +173,7 @@ async def open_backends(
     stack.push_async_callback(calls.aclose, 0.0)
     media = []
     for part in parts.storage:
-        medium = StorageMedium(part.name, part.settings, part.backend, services)
+        medium = StorageMedium(part.name, part.settings, part.backend, services, _policy_of(part.settings))
         stack.push_async_callback(medium.aclose)
         await medium.open()
         media.append(medium)
@@ -285,6 +286,10 @@ def _budget(in_flight: int, settings: TierSettings, clock: Callable[[], float]) 
     reads = Pace(settings.read_bandwidth, settings.reads_per_s, clock)
     writes = Pace(settings.write_bandwidth, settings.writes_per_s, clock)
     return Budget(in_flight, reads, writes, Bandwidth(_scrub_rate(settings), clock))
+
+
+def _policy_of(settings: TierSettings) -> str | type[Policy]:
+    return resolve_policy(settings.policy) if isinstance(settings, OwnedTierSettings) else "lru"
 
 
 def _can_be_scrubbed(backend: Backend | SlotBackend) -> bool:

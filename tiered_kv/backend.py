@@ -208,6 +208,9 @@ class TierSettings(Checked):
 class OwnedTierSettings(TierSettings):
     """Base of the settings of a tier whose slots this cache gives and takes."""
 
+    policy: str = "lhd"
+    """Which blocks go first when there is no room: ``"lhd"``, ``"lru"``, ``"mq"``, ``"arc"``, ``"s3-fifo"``, or a
+    class, ``"package.module:Class"``."""
     ttl_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """For how long a block is served after it came to this tier; see the guide on write policies for how exactly."""
     exclusive: bool = False

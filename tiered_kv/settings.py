@@ -63,10 +63,6 @@ _FOR_STORAGE = (
 
 
 class _MemoryTier(OwnedTierSettings):
-    policy: str = "lru"
-    """Which blocks go first when there is no room: ``"lru"``, ``"lhd"``, ``"mq"``, ``"arc"``, ``"s3-fifo"``, or a
-    class, ``"package.module:Class"``."""
-
     @field_validator("policy")
     @classmethod
     def _find_policy(cls, policy: str) -> str:
@@ -373,8 +369,18 @@ def check_policies(tiers: Sequence[TierSettings], names: Sequence[str]) -> None:
         path = getattr(tier, "path", None) if isinstance(tier, OwnedTierSettings) else None
         if isinstance(path, Path) and (other := taken.setdefault(path.absolute(), name)) != name:
             what = f"tier {name!r} has the directory of tier {other!r}: each needs its own"
+        what = what or _policy_problem(tier)
         if what:
             raise located([(("tiers", place), what)])
+
+
+def _policy_problem(tier: TierSettings) -> str:
+    try:
+        if isinstance(tier, OwnedTierSettings):
+            resolve_policy(tier.policy)
+    except ConfigurationError as error:
+        return str(error)
+    return ""
 
 
 def _can_keep(tier: "GPUTier | CPUTier") -> bool:

@@ -135,6 +135,21 @@ def test_what_misleads_costs_little(trace: str, num_slots: int, options: dict[st
     assert rates["lhd"] > rates["lru"] - 0.003
 
 
+def test_the_order_kept_for_a_restart_is_the_order_of_eviction() -> None:
+    """What is entered anew in the order that was kept goes in it."""
+    index = TierIndex(200, policy="lhd")
+    for n in range(300):
+        ask(index, [n % 7, 50 + n % 31])
+        ask(index, [1000 + n])
+    names, slots = index.names_in_order()
+    again = TierIndex(200, policy="lhd")
+    again.restore(names, slots)
+    assert (again.names_in_order()[0] == names).all()
+    for evicts in (index, again):
+        with evicts.reserve(names_of(5000 + np.arange(60))) as reservation:
+            assert (reservation.evicted == names[:60]).all()
+
+
 def test_a_hint_counts_until_experience_outweighs_it() -> None:
     """Blocks that are expected the least go first; and a hint that proves wrong is believed less and less."""
     index = TierIndex(100, policy="lhd")

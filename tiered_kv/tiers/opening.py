@@ -11,6 +11,7 @@ import numpy as np
 from tiered_kv.backend import Backend, BackendContext, OwnedTierSettings, RecordShape, Recovered, SlotBackend
 from tiered_kv.backend import TierSettings as Settings
 from tiered_kv.catalog.index import TierIndex
+from tiered_kv.catalog.policies import Policy
 from tiered_kv.catalog.table import first_occurrences
 from tiered_kv.errors import BackendError, BackendUnavailableError, ConfigurationError
 from tiered_kv.events import Emit, TierResumed
@@ -58,7 +59,15 @@ class Services:
 class StorageMedium:
     """A backend at its place in the chain, whatever kinds of blocks are kept in it."""
 
-    def __init__(self, name: str, settings: Settings, backend: Backend | SlotBackend, services: Services) -> None:
+    def __init__(
+        self,
+        name: str,
+        settings: Settings,
+        backend: Backend | SlotBackend,
+        services: Services,
+        policy: str | type[Policy],
+    ) -> None:
+        """Take a backend that is not open yet; ``policy`` says what goes first from an owned one."""
         clock = asyncio.get_running_loop().time
         self.health = StorageHealth(
             name,
@@ -71,6 +80,7 @@ class StorageMedium:
         self._settings = settings
         self._backend = backend
         self._services = services
+        self._policy = policy
         self._calls = Calls(self.health, services.calls)
         self._wear = Wear(settings.max_write_bytes_per_day, clock)
         self._pools: list[WorkerPool] = []
@@ -180,7 +190,9 @@ class StorageMedium:
     def _index(self, found: Recovered) -> TierIndex:
         settings = self._settings
         ttl_s = settings.ttl_s if isinstance(settings, OwnedTierSettings) else None
-        index = TierIndex(found.num_slots, max_slots=found.max_slots, ttl_s=ttl_s, clock=self.health.clock)
+        index = TierIndex(
+            found.num_slots, max_slots=found.max_slots, policy=self._policy, ttl_s=ttl_s, clock=self.health.clock
+        )
         # A write that was given up may come through after the one that replaced it: the medium then has a block twice.
         last = np.sort(len(found.names) - 1 - first_occurrences(found.names[::-1]))
         index.restore(found.names[last], found.slots[last])

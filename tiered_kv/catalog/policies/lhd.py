@@ -158,8 +158,8 @@ class LHDPolicy(Policy):
         self._ghosts.add(names, self._num_uses[slots].astype(np.int32), self._used_at[slots], self._kinds[slots])
 
     def order(self) -> Slots:
-        """Return what goes first, then the queues, the least used first."""
-        return np.concatenate([queue.head(len(queue)) for queue in (self._queues[_COLD], *self._queues[:_COLD])])
+        """Return the blocks in the order in which they would go: after a restart nothing else is known of them."""
+        return self.victims(len(self), np.empty(0, np.int64))
 
     def clear(self) -> None:
         """Empty the queues, and forget what was evicted and what was learned."""

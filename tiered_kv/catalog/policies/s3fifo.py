@@ -101,8 +101,10 @@ class S3FIFOPolicy(Policy):
         self._ghosts.add(failed, np.ones(len(failed), dtype=np.int32), np.full(len(failed), self._num_evicted))
 
     def order(self) -> Slots:
-        """Return the blocks on trial, then the main queue."""
-        return np.concatenate((self._front(self._small, self.num_slots), self._front(self._main, self.num_slots)))
+        """Return the blocks on trial, those last that have passed it already, then the main queue."""
+        small = self._front(self._small, self.num_slots)
+        has_passed = self._num_uses[small] > 1
+        return np.concatenate((small[~has_passed], small[has_passed], self._front(self._main, self.num_slots)))
 
     def clear(self) -> None:
         """Empty both queues and forget what was evicted."""
