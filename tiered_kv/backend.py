@@ -442,7 +442,10 @@ class SlotBackend(_Tier):
         """
 
     def describe(self) -> dict[str, object]:
-        """Facts for `stats()`, e.g. the I/O mode in use."""
+        """Facts for `stats()`, e.g. the I/O mode in use.
+
+        ``own_bytes_written``: what it wrote beside records, for `TierStatistics.write_amplification`.
+        """
         return {}
 
 

@@ -262,6 +262,7 @@ class TierStatistics:
         held_back: Of the dropped ones, those that `max_write_bytes_per_day` has kept from being written.
         bytes_read, bytes_written: Of records that the medium brought and took, headers and padding included. 0 for
             memory tiers, whose copies are a part of each load and store.
+        block_bytes_written: Of the blocks in the records written alone, as they are in memory.
         read_s, write_s: How long its calls took. Calls under way side by side add up: bytes over seconds is what one of
             them gets.
         read_queue_s, write_queue_s: How long they waited before that: for bytes in flight, and for a turn.
@@ -297,6 +298,7 @@ class TierStatistics:
     read_s: float = 0.0
     read_queue_s: float = 0.0
     bytes_written: int = 0
+    block_bytes_written: int = 0
     write_s: float = 0.0
     write_queue_s: float = 0.0
     capacity_bytes: int = 0
@@ -305,6 +307,16 @@ class TierStatistics:
     num_calls: int = 0
     num_waiting: int = 0
     facts: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def write_amplification(self) -> float:
+        """Bytes written for each byte of the blocks stored: records, and what the backend keeps beside them.
+
+        What a disk writes for a byte that it is given is its own to say. 0 before the first write.
+        """
+        beside = self.facts.get("own_bytes_written", 0)
+        written = self.bytes_written + (beside if isinstance(beside, int) else 0)
+        return written / self.block_bytes_written if self.block_bytes_written else 0.0
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.support.any_layout import AnyEngine, cpu, nvme, open_any, prompt
@@ -15,7 +16,7 @@ class NewestFirst(LRUPolicy):
     def victims(self, n: int, keep: Slots) -> Slots:
         """See `Policy.victims`."""
         newest_first = self.order()[::-1]
-        return newest_first[~(newest_first[:, None] == keep).any(axis=1)][:n]
+        return newest_first[np.isin(newest_first, keep, invert=True)][:n]
 
 
 async def test_the_disk_asks_its_own_policy(tmp_path: Path) -> None:
@@ -29,6 +30,22 @@ async def test_the_disk_asks_its_own_policy(tmp_path: Path) -> None:
             await kv.flush()
         await kv.evict(first, tier="cpu")
         assert (await kv.lookup(first)).by_tier == {"nvme": 4}
+
+
+async def test_write_amplification_counts_all_that_is_written_for_a_block(tmp_path: Path) -> None:
+    """Each block comes with a header, padding and an entry of the ledger; memory writes nothing of the kind."""
+    engine, keys = AnyEngine(), prompt(6)
+    async with open_any(engine, cpu(16), nvme(tmp_path)) as kv:
+        assert kv.stats()["nvme"].write_amplification == 0.0
+        await kv.store(keys, engine.fill(keys, range(6)))
+        await kv.flush()
+        disk = kv.stats()["nvme"]
+        assert disk.block_bytes_written == 6 * engine.layout.groups[0].payload_bytes
+        ledger_bytes = disk.facts["own_bytes_written"]
+        assert isinstance(ledger_bytes, int)
+        assert ledger_bytes >= 6 * 64
+        assert disk.write_amplification == (disk.bytes_written + ledger_bytes) / disk.block_bytes_written > 1.0
+        assert kv.stats()["cpu"].write_amplification == 0.0
 
 
 @pytest.mark.parametrize("policy", ["lhd", "lru", "mq", "arc", "s3-fifo"])

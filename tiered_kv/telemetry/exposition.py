@@ -64,6 +64,10 @@ _TIER_GAUGES: Final[Mapping[str, tuple[Callable[[TierStatistics], float], str]]]
     "calls": (lambda of: of.num_calls, "Calls of transfers that the medium has not answered."),
     "waiting_calls": (lambda of: of.num_waiting, "Calls of transfers that wait for their turn."),
     "usage_ratio": (lambda of: _part(of.ready, of.num_slots), "Part of the tier's slots with a readable block."),
+    "write_amplification": (
+        lambda of: of.write_amplification,
+        "Bytes written to the medium for each byte of the blocks stored: headers, padding and ledger included.",
+    ),
     "bypassed": (lambda of: of.is_bypassed, "1 while loads or stores go on without the tier."),
 }
 _BREAKERS: Final = ("reads", "writes", "deletes", "upkeep")

@@ -43,6 +43,8 @@ class Counters:
     """How long reads waited for their turn before that."""
     bytes_written: int = 0
     """Of records that the medium took."""
+    block_bytes_written: int = 0
+    """Of the blocks in these records alone, as they are in slots of memory."""
     write_s: float = 0.0
     """Of these writes."""
     write_queue_s: float = 0.0

@@ -277,7 +277,9 @@ class StorageTier(Tier):
         if not answer.was_made:
             return [Outcome.REFUSED] * n
         outcomes = list(answer.value or [Outcome.FAILED] * n)
-        self.counters.bytes_written += self._num_bytes(outcomes.count(Outcome.STORED))
+        num_stored = outcomes.count(Outcome.STORED)
+        self.counters.bytes_written += self._num_bytes(num_stored)
+        self.counters.block_bytes_written += num_stored * (self.shape.decoded_bytes or self.shape.payload_bytes)
         return outcomes
 
     @asynccontextmanager

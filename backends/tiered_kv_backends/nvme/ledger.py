@@ -102,6 +102,7 @@ class Ledger:
 
     Attributes:
         num_slots: How many slots have their entry in the file.
+        bytes_written: To the file, by this object.
 
     Raises:
         OSError: From everything here. What was not written to is as it was.
@@ -110,6 +111,8 @@ class Ledger:
     def __init__(self, fd: int, order: Order) -> None:
         self._fd = fd
         self._order = order
+        self._lock = threading.Lock()
+        self.bytes_written = 0
         self.num_slots = os.fstat(fd).st_size // ENTRY.itemsize
 
     @staticmethod
@@ -190,7 +193,10 @@ class Ledger:
         order = np.argsort(slots, kind="stable")  # of a slot that is there twice the last one counts
         for run in _runs(slots[order]):
             part = order[run]
-            _write_all(self._fd, make(part).tobytes(), int(slots[part[0]]) * ENTRY.itemsize)
+            data = make(part).tobytes()
+            _write_all(self._fd, data, int(slots[part[0]]) * ENTRY.itemsize)
+            with self._lock:
+                self.bytes_written += len(data)
 
 
 _NO_ENTRIES = Entries(np.empty((0, 4), np.uint64), np.empty(0, np.int64), np.empty(0, np.uint64))

@@ -222,6 +222,7 @@ class Store:
         return self._facts | {
             "allocated_bytes": sum(files.slab.num_allocated * files.slab.shape.stride_bytes for files in self._groups),
             "ledger_bytes": sum(Ledger.num_bytes(files.ledger.num_slots) for files in self._groups),
+            "own_bytes_written": sum(files.ledger.bytes_written for files in self._groups),
             "reclaimed_fingerprints": self._directory.num_reclaimed,
             "num_damaged": self._num_damaged,
             "num_rebuilt": self._num_rebuilt,
