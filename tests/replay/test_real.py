@@ -84,10 +84,10 @@ def test_folders_are_gone_afterwards(tmp_path: Path) -> None:
 
 def test_tiers_of_the_command_line_are_media() -> None:
     """Of those that take more than a capacity, a path and a policy, settings tell."""
-    cpu, nvme, memory = media_of(tier_plans(["cpu=1MiB:mq", "nvme=2MiB", "memory=3MiB"], "lru"))
+    cpu, nvme, memory = media_of(tier_plans(["cpu=1MiB:mq", "nvme=2MiB", "memory=3MiB"], "lhd"))
     assert isinstance(cpu, CPUTier)
     assert (cpu.capacity, cpu.policy) == (2**20, "mq")
     assert (nvme.medium, memory.medium) == ("nvme", "memory")
-    for wrong in (TierPlan("s3", None), TierPlan("shelf", 9), TierPlan("nvme", 2**20, "mq")):
+    for wrong in (TierPlan("s3", None), TierPlan("shelf", 9), TierPlan("memory", 2**20, "mq")):
         with pytest.raises(ConfigurationError):
             media_of([wrong])

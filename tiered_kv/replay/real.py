@@ -36,6 +36,8 @@ from tiered_kv.traces import Trace
 from tiered_kv.traces.requests import Ids
 
 _ODD: Final = 0x1E3779B97F4A7C15
+_OF_ANY: Final = frozenset({"lru", "lhd"})
+"""Policies that nobody need have asked for: media that evict for themselves are not told of them."""
 
 
 def media_of(plans: Sequence[TierPlan]) -> list[TierSettings]:
@@ -47,7 +49,7 @@ def media_of(plans: Sequence[TierPlan]) -> list[TierSettings]:
     tiers = []
     for plan in plans:
         fields: dict[str, Any] = {"medium": plan.name, "capacity": plan.capacity_bytes}
-        if plan.is_memory or plan.policy != "lru":
+        if plan.is_memory or plan.name == "nvme" or plan.policy not in _OF_ANY:
             fields["policy"] = plan.policy
         if plan.name in {"nvme", "shared_fs"}:
             fields["path"] = Path(plan.name)
