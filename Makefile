@@ -31,7 +31,7 @@ help:
 	@echo "                ... ENGINES='-k vllm': one of them"
 	@echo "make test-gpu   the tests of memory and copies, on a GPU, and every kernel for every GPU; says what was skipped"
 	@echo "make gpu        make test-gpu, then benchmarks/gpu.py: what a GPU is to tell, ready for benchmarks/RESULTS.md"
-	@echo "make fuzz       a million damaged inputs for each reader of what comes from outside, some 20 minutes"
+	@echo "make fuzz       a million damaged inputs for each reader of what comes from outside, perhaps an hour"
 	@echo "make torture    20,000 examples of the test of the whole face against a model, for hours, and make fuzz"
 	@echo "make kills      kill -9 of caches at work, 100 of each kind of tier, some 10 minutes; KILLS=500"
 	@echo "make mutate     how many faults planted in the library the tests find, for hours; PACKAGE=tiers SAMPLE=50 minutes"
