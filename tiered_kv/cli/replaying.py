@@ -51,7 +51,7 @@ def replay_command(
     tier: Tiers = None,
     config: ConfigFile = None,
     *,
-    policy: Annotated[str, typer.Option(help="Of tiers of --tier that name none.")] = "lhd",
+    policy: Annotated[str, typer.Option(help="Of tiers of --tier that name none.")] = "lru",
     block_size: BlockSize = None,
     kv_bytes: TokenBytes = "128KiB",
     prefill_rate: PrefillRate = 10_000.0,
