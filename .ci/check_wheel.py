@@ -28,6 +28,7 @@ NEEDS_EXTRA = {
     "tiered_kv.memory.kernels": "cuda",
     "tiered_kv.seal": "encryption",
     "tiered_kv.telemetry.exposition": "metrics",
+    "tiered_kv.telemetry.families": "metrics",
     "tiered_kv.telemetry.router_": "events",
     "tiered_kv.testing.conformance": "testing",
     "tiered_kv.testing.promises": "testing",
