@@ -70,3 +70,24 @@ def test_memory_is_bounded() -> None:
         lives.changed(CPU, Change.ADDED, names)
     lives.counts()
     assert len(lives._since) == 256  # noqa: SLF001 - no public call tells it
+
+
+def test_an_event_loop_replays_a_little_at_a_time() -> None:
+    """It goes on with the rest when it asks again; other threads replay all."""
+    lives = Lives(1 << 12)
+    for seed in range(4):
+        lives.use("load", np.random.default_rng(seed).integers(2**64, size=(1 << 10, 4), dtype=np.uint64))
+    assert lives.counts(on_loop=True).ghost.requested == 1 << 10
+    assert lives.counts(on_loop=True).ghost.requested == 2 << 10
+    assert lives.counts().ghost.requested == 4 << 10
+
+
+def test_an_event_loop_waits_for_no_thread_that_replays() -> None:
+    """It gets what was counted before."""
+    lives = Lives(64)
+    lives.use("load", name(1))
+    before = lives.counts()
+    lives.use("load", name(2))
+    with lives._lock:  # noqa: SLF001 - as a thread has it while it replays
+        assert lives.counts(on_loop=True) is before
+    assert lives.counts().ghost.requested == 2

@@ -1,5 +1,7 @@
 """Which blocks are sampled, and how much is remembered of them."""
 
+import tracemalloc
+
 import numpy as np
 
 from tiered_kv.keys import Names
@@ -43,3 +45,25 @@ def test_memory_is_bounded_though_nobody_looks() -> None:
     taken = sampler.take()
     assert taken[-1][0][2] == "199"
     assert sum(len(blocks) for _, blocks in taken) <= (1 << 16) + 2048
+
+
+def test_calls_without_a_sampled_block_leave_nothing_behind() -> None:
+    """However many they are: neither those of no blocks, nor those of blocks that are not sampled."""
+    sampler, names = Sampler(1 / 1024), some(1 << 14)
+    tracemalloc.start()
+    try:
+        for n in range(len(names)):
+            sampler.note("load", "", names[n : n + 1])
+            sampler.note("load", "", names[:0])
+        kept_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept_bytes < 200_000
+
+
+def test_so_much_can_be_taken_at_once() -> None:
+    """The rest waits for the next call, in order."""
+    sampler = Sampler(1.0)
+    for number in range(4):
+        sampler.note("load", str(number), some(2000, number))
+    assert [[tier for (_, _, tier), _ in sampler.take(3000)] for _ in range(3)] == [["0", "1"], ["2", "3"], []]

@@ -17,6 +17,7 @@ from tiered_kv.tiers.ledger import Direction, Place
 _WHAT: Final[Mapping[Change, What]] = {Change.ADDED: "added", Change.EVICTED: "evicted"}
 _REPLAYED_AT_ONCE: Final = 64
 _PAUSE_S: Final = 5e-5
+_REPLAYED_ON_LOOP: Final = 1 << 10
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Lives:
         self._ages_s: dict[str, Histogram] = {}
         self._idle_s: dict[str, Histogram] = {}
         self._lock = Lock()
+        self._counted = LifeCounts(self._ghost.counts(), {}, {})
 
     @property
     def rate(self) -> float:
@@ -60,25 +62,30 @@ class Lives:
 
     def changed(self, place: Place, change: Change, names: Names) -> None:
         """Note that blocks came to a tier, or left it."""
-        if len(names):
-            self._sampler.note(_WHAT.get(change, "gone"), place.tier, names)
+        self._sampler.note(_WHAT.get(change, "gone"), place.tier, names)
 
-    def counts(self, *, is_gentle: bool = False) -> LifeCounts:
+    def counts(self, *, on_loop: bool = False) -> LifeCounts:
         """Replay what was noted, and return what was counted so far.
 
         Args:
-            is_gentle: Let other threads run all the while: a thread at work would keep an event loop waiting for 5 ms
-                whenever that wants to go on.
+            on_loop: This is the event loop's thread: replay a little, and wait for no other thread that replays.
+                Other threads replay all, and let the loop run all the while: a thread at work would keep it waiting
+                for 5 ms whenever it wants to go on.
         """
-        with self._lock:
+        if not self._lock.acquire(blocking=not on_loop):
+            return self._counted
+        try:
             num_replayed = 0
-            for noted, blocks in self._sampler.take():
+            for noted, blocks in self._sampler.take(_REPLAYED_ON_LOOP) if on_loop else self._sampler.take():
                 self._replay(*noted, blocks)
                 num_replayed += len(blocks)
-                if is_gentle and num_replayed >= _REPLAYED_AT_ONCE:
+                if not on_loop and num_replayed >= _REPLAYED_AT_ONCE:
                     num_replayed = 0
                     time.sleep(_PAUSE_S)
-            return LifeCounts(self._ghost.counts(), _copied(self._ages_s), _copied(self._idle_s))
+            self._counted = LifeCounts(self._ghost.counts(), _copied(self._ages_s), _copied(self._idle_s))
+            return self._counted
+        finally:
+            self._lock.release()
 
     def _replay(self, at: float, what: What, tier: str, blocks: Sequence[int]) -> None:
         if what == "added":

@@ -28,11 +28,10 @@ Noted = tuple[float, What, str]
 
 @dataclass(frozen=True)
 class _Batch:
-    """The sampled blocks of some calls, and where each stands among all of their blocks."""
+    """The sampled blocks of some calls, and where those of each call end. Of other calls nothing is kept."""
 
     noted: Sequence[Noted]
-    num_blocks: Sequence[int]
-    places: NDArray[np.int64]
+    stops: NDArray[np.int64]
     blocks: NDArray[np.uint64]
 
 
@@ -57,6 +56,8 @@ class Sampler:
 
     def note(self, what: What, tier: str, names: Names) -> None:
         """Note what befalls blocks now."""
+        if not len(names):
+            return
         self._noted.append(((self._clock(), what, tier), names))
         self._num_noted += len(names)
         if self._num_noted >= _NOTED_AT_ONCE:
@@ -64,16 +65,23 @@ class Sampler:
             with self._lock:
                 self._pick()
 
-    def take(self) -> list[tuple[Noted, list[int]]]:
-        """Return what was noted of sampled blocks since the last call, in order; a block is a number here."""
+    def take(self, most: int = _MOST_PENDING) -> list[tuple[Noted, list[int]]]:
+        """Return what was noted of sampled blocks since the last call, in order; a block is a number here.
+
+        Once there are ``most`` blocks, the rest is left for the next call.
+        """
+        batches, num_blocks = [], 0
         with self._lock:
             self._pick()
-            pending, self._pending, self._num_pending = self._pending, deque(), 0
-        taken = []
-        for batch in pending:
-            parts = np.split(batch.blocks, np.searchsorted(batch.places, np.cumsum(batch.num_blocks)))
-            taken += [(noted, part.tolist()) for noted, part in zip(batch.noted, parts, strict=False) if len(part)]
-        return taken
+            while self._pending and num_blocks < most:
+                batches.append(self._pending.popleft())
+                num_blocks += len(batches[-1].blocks)
+            self._num_pending -= num_blocks
+        return [
+            (noted, part.tolist())
+            for batch in batches
+            for noted, part in zip(batch.noted, np.split(batch.blocks, batch.stops[:-1]), strict=True)
+        ]
 
     def _pick(self) -> None:
         noted = [self._noted.popleft() for _ in range(len(self._noted))]  # the loop may append more meanwhile
@@ -87,8 +95,9 @@ class Sampler:
         places = np.arange(len(mixed)) if self._is_all else np.flatnonzero(mixed <= self._threshold)
         if not len(places):
             return
-        num_blocks = [len(names) for _, names in noted]
-        self._pending.append(_Batch([each for each, _ in noted], num_blocks, places, mixed[places]))
+        stops = np.searchsorted(places, np.cumsum([len(names) for _, names in noted]))
+        sampled = np.flatnonzero(np.diff(stops, prepend=0))
+        self._pending.append(_Batch([noted[n][0] for n in sampled], stops[sampled], mixed[places]))
         self._num_pending += len(places)
         while self._num_pending > _MOST_PENDING and len(self._pending) > 1:
             self._num_pending -= len(self._pending.popleft().blocks)

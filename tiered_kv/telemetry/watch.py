@@ -210,7 +210,7 @@ class Watch:
         reading = self._read()
         if self._lives is None:
             return reading
-        return replace(reading, lives=self._lives.counts(is_gentle=threading.get_ident() != self._thread))
+        return replace(reading, lives=self._lives.counts(on_loop=threading.get_ident() == self._thread))
 
     async def explain(self, keys: BlockKeys) -> Sequence[object]:
         """Ask the cache why blocks are there or are not, from any event loop.
