@@ -42,7 +42,7 @@ _ASKED_AT_ONCE: Final = 1024
 _LEAST_USES: Final = 1 << 12
 _MOST_USES: Final = 1 << 20
 """Remembered for admission: 16 to 32 bytes each."""
-_RESIDENT_WINDOWS, _MOST_RESIDENT_WINDOWS, _FEW_BLOCKS = 4, 16, 128
+_RESIDENT_WINDOWS, _MOST_RESIDENT_WINDOWS, _FEW_BLOCKS = 4, 64, 256
 """How many windows are moved as one where no storage tier takes part; more only of so few blocks."""
 
 
