@@ -159,7 +159,11 @@ class LHDPolicy(Policy):
 
     def order(self) -> Slots:
         """Return the blocks in the order in which they would go: after a restart nothing else is known of them."""
-        return self.victims(len(self), np.empty(0, np.int64))
+        queues = [(number, self._queues[number].head(len(self._queues[number]))) for number in self._class_numbers()]
+        slots = np.concatenate([slots for _, slots in queues])
+        keys = np.concatenate([np.maximum.accumulate(self._keys(number, slots)) for number, slots in queues])
+        by_key = np.argsort(keys, kind="stable")  # the queues' own orders are right, as `victims` merges them
+        return np.concatenate((self._queues[_COLD].head(len(self._queues[_COLD])), slots[by_key]))
 
     def clear(self) -> None:
         """Empty the queues, and forget what was evicted and what was learned."""
