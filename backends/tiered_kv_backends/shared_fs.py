@@ -15,7 +15,7 @@ import contextlib
 import errno
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -277,15 +277,17 @@ class SharedFSBackend(Backend):
 
     def _settle_room(self, share: Sequence[Work], writing: "asyncio.Future[list[Moved]]") -> None:
         if not writing.cancelled() and writing.exception() is None:
+            salts = set[str]()
             for work, moved in zip(share, writing.result(), strict=True):
                 self._room.settle(work.block.num_bytes, is_written=moved is Outcome.STORED)
                 if moved is Outcome.STORED and self.settings.salt_quota is not None:
-                    self._written[salt_folder(work.key.namespace.salt)] += work.block.num_bytes
-            if self._is_over_quota():
+                    salts.add(salt := salt_folder(work.key.namespace.salt))
+                    self._written[salt] += work.block.num_bytes
+            if self._is_over_quota(salts):
                 self._sweep_soon()
 
-    def _is_over_quota(self) -> bool:
-        """Say whether what was written since this process has swept last may have brought a salt over its quota.
+    def _is_over_quota(self, salts: Iterable[str]) -> bool:
+        """Say whether what was written since this process has swept last may have brought one over its quota.
 
         Of one that was not counted yet it is not known what others have written for it: most of the quota, it may be.
         """
@@ -293,7 +295,7 @@ class SharedFSBackend(Backend):
         if quota is None or sweeper is None:
             return False
         known, unknown = sweeper.salt_bytes, int(quota * KEPT_FRACTION)
-        return any(known.get(salt, unknown) + written > quota for salt, written in self._written.items())
+        return any(known.get(salt, unknown) + self._written[salt] > quota for salt in salts)
 
     async def _sweep_regularly(self) -> None:
         while True:
@@ -308,9 +310,9 @@ class SharedFSBackend(Backend):
     async def _sweep_and_log(self, *, is_full: bool) -> None:
         try:
             sweeper, seen = self._check_open(), self._ledger.num_sweeps
-            if self._is_over_quota():
+            if self._is_over_quota(self._written):
                 swept = await self._sweep()
-                while swept is not None and self._is_over_quota():  # by what was written meanwhile
+                while swept is not None and self._is_over_quota(self._written):  # by what was written meanwhile
                     swept = await self._sweep()
             elif is_full or await self._clerk.run(sweeper.is_due):
                 swept = await self._sweep(seen)
@@ -325,14 +327,15 @@ class SharedFSBackend(Backend):
                 log("info", "shared_fs.swept", path=self._root, **vars(swept))
 
     async def _sweep(self, unless_after: int | None = None) -> Swept | None:
-        sweeper = self._check_open()
+        sweeper, swept = self._check_open(), None
+        written, self._written = self._written, Counter()
         try:
-            written, self._written = self._written, Counter()
             swept = await self._clerk.run(sweeper.sweep, unless_after)
-            if swept is None:
-                self._written += written
         except OSError as error:
             raise BackendUnavailableError(f"cannot sweep {self._root}: {text_of(error)}") from error
+        finally:
+            if swept is None:
+                self._written += written
         self._room.forget_free()
         return swept
 

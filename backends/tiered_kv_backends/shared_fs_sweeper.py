@@ -198,11 +198,11 @@ class _Excess:
 
     def __init__(self, num_bytes: int, times: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
         self._num_left = num_bytes
-        self._cutoff_ns = _cutoff(times, sizes, num_bytes) if num_bytes > 0 and len(times) else -1
+        self.cutoff_ns = _cutoff(times, sizes, num_bytes) if num_bytes > 0 and len(times) else -1
 
     def takes(self, status: os.stat_result) -> bool:
         """Say whether a record has to go."""
-        return self._num_left > 0 and status.st_mtime_ns <= self._cutoff_ns
+        return self._num_left > 0 and status.st_mtime_ns <= self.cutoff_ns
 
     def is_gone(self, num_bytes: int) -> None:
         """Count one that went."""
@@ -222,15 +222,17 @@ class _Deletion:
     def __init__(self, over: int, count: _Count, quota: int | None) -> None:
         times, sizes = np.frombuffer(count.used_ns, np.int64), np.frombuffer(count.sizes, np.int64)
         salts = np.frombuffer(count.salts, np.int64)
+        others = np.ones(len(times), np.bool_)  # what no quota takes
         self._of_salts: dict[str, _Excess] = {}
         for salt, num_bytes in count.of_salt.items():
             if quota is not None and num_bytes > quota:
                 mine = salts == count.numbers[salt]
                 excess = num_bytes - int(quota * KEPT_FRACTION)
-                self._of_salts[salt] = _Excess(excess, times[mine], sizes[mine])
+                of_salt = self._of_salts[salt] = _Excess(excess, times[mine], sizes[mine])
+                others &= ~mine | (times > of_salt.cutoff_ns)
                 over -= excess
         self._stale_ns = count.now_ns - _STALE_NS if over > 0 else 0
-        self._of_all = _Excess(over - count.stale_bytes, times, sizes)
+        self._of_all = _Excess(over - count.stale_bytes, times[others], sizes[others])
         self.is_needed = over > 0 or bool(self._of_salts)
         self.num_records = self.num_temporaries = self.num_bytes = self.num_over_quota = 0
         self.of_salt = Counter[str]()

@@ -189,6 +189,25 @@ async def test_who_writes_much_for_a_salt_has_it_swept(tmp_path: Path) -> None:
         assert (await backend.lookup(ann))[-1] is Outcome.HIT
 
 
+async def test_a_sweep_that_fails_forgets_nothing_of_a_quota(tmp_path: Path) -> None:
+    """What was written before it counts after it."""
+    clock, ann = Clock(), keys_of_salt(b"a", *range(11))
+    async with opened(tmp_path, clock, salt_quota=10 * RECORD) as backend:
+        await store(backend, ann[:9])
+        await backend.sweep()
+        await store(backend, ann[9:10])
+        lock = (tmp_path / "sweeper.lock").rename(tmp_path / "aside")
+        (tmp_path / "sweeper.lock").mkdir()
+        with pytest.raises(BackendUnavailableError, match="cannot sweep"):
+            await backend.sweep()
+        (tmp_path / "sweeper.lock").rmdir()
+        lock.rename(tmp_path / "sweeper.lock")
+        await store(backend, ann[10:])
+        with fail_after(60):
+            while (await backend.lookup(ann)).count(Outcome.HIT) > 10:
+                await checkpoint()
+
+
 @pytest.mark.parametrize("capacity", [30, 12])
 async def test_quota_and_capacity_hold_together(tmp_path: Path, capacity: int) -> None:
     """Whichever is less: a sweep leaves no salt more than its quota, and all no more than the capacity."""
@@ -198,8 +217,7 @@ async def test_quota_and_capacity_hold_together(tmp_path: Path, capacity: int) -
             clock.now_ns += 10**9
             await store(backend, [key])
     settings = {"medium": "shared_fs", "path": str(tmp_path), "min_free_fraction": 0}
-    for _ in range(2):
-        await sweep({**settings, "capacity": capacity * RECORD, "salt_quota": 10 * RECORD})
+    await sweep({**settings, "capacity": capacity * RECORD, "salt_quota": 10 * RECORD})
     async with opened(tmp_path, clock) as backend:
         counts = [(await backend.lookup(keys)).count(Outcome.HIT) for keys in (ann, bob)]
     assert max(counts) <= 10
