@@ -140,16 +140,21 @@ def stuck_client(tell: Connection, path: Path, keys: BlockKeys) -> None:
     asyncio.run(store())
 
 
-def planner(tell: Connection, path: Path, worker_pid: int, keys: BlockKeys) -> None:
-    """Plan a store that a worker in another process carries out; say what memory it needs and the plan, then wait."""
+def planner(tell: Connection, path: Path, worker_pid: int, keys: BlockKeys, *, binds: bool) -> None:
+    """Plan a store that a worker in another process carries out; say what memory it needs and the plan, then wait.
+
+    If it ``binds`` the plan once that is there, the server does not come to know: what tells it has no turn any more.
+    """
 
     async def plan() -> None:
         engine = AnyEngine()
         async with TieredKV.connect(f"unix://{path}", model=MODEL, layout=SMALL, device="cpu") as kv:
             kv.planner().register_worker(pid=worker_pid)
-            plan = await kv.planner().plan_store(keys, engine.spec(range(len(keys)))).planned()
-            tell.send((kv.planner().slabs(), plan))
-            await asyncio.Event().wait()
+            blocks = engine.spec(range(len(keys)))
+            job = kv.planner().plan_store(keys, None if binds else blocks)
+            plan = await job.planned()
+            tell.send((kv.planner().slabs(), job.bind(blocks) if binds else plan))
+            threading.Event().wait()
 
     asyncio.run(plan())
 

@@ -2,16 +2,19 @@
 
 import asyncio
 import signal
+import threading
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 import anyio
+import pytest
 
 from tests.host.processes import planner, started, worker
 from tests.host.test_deaths import FOREVER_S, attached_at, served, until_async, until_clean, until_found
 from tests.support.any_layout import SMALL, AnyEngine, cpu, prompt
 from tests.support.serving import attached, serving
-from tiered_kv import ConnectedKV, Worker
+from tiered_kv import ConnectedKV, GPULoadStoreSpec, Outcomes, Shard, Worker
+from tiered_kv.events import WorkerEnded
 
 KEYS = prompt(8)
 
@@ -42,11 +45,12 @@ async def test_a_worker_killed_in_the_midst_of_a_copy(tmp_path: Path) -> None:
             await until_async(lambda: kv.stats()["cpu"].pending == 0)
 
 
-async def test_a_planner_killed_while_its_worker_copies(tmp_path: Path) -> None:
-    """What the worker may be writing is nobody's as long as that lives, though nobody is left to hear of it."""
+@pytest.mark.parametrize("binds", [False, True])
+async def test_a_planner_killed_while_its_worker_copies(tmp_path: Path, *, binds: bool) -> None:
+    """What the worker may be writing is nobody's as long as that lives, whatever the server was told before the end."""
     async with served(tmp_path):
         with started(worker, KEYS, gets_stuck=True) as process:
-            with started(planner, tmp_path / "kv.sock", process.pid, KEYS) as planning:
+            with started(planner, tmp_path / "kv.sock", process.pid, KEYS, binds=binds) as planning:
                 process.say(await asyncio.to_thread(planning.hear))
                 assert await asyncio.to_thread(process.hear) == "stuck"
             async with attached_at(tmp_path, engine := AnyEngine()) as kv:
@@ -67,6 +71,47 @@ async def test_a_plan_that_no_worker_has_ends_with_its_planner(tmp_path: Path) -
                 await kv.planner().plan_store(KEYS).planned()
                 assert other.stats()["cpu"].pending == 8
             await until_async(lambda: other.stats()["cpu"].pending == 0)
+
+
+async def test_a_plan_bound_when_a_worker_has_just_ended(tmp_path: Path) -> None:
+    """The worker of another rank has the plan, and may be writing: until it has answered, its slots are nobody's."""
+    is_lost = threading.Event()
+
+    def hear(event: object) -> None:
+        if isinstance(event, WorkerEnded):
+            is_lost.set()
+
+    with serving(tmp_path, cpu(32), emit=hear) as server, started(worker, KEYS, gets_stuck=False) as process:
+        async with attached(server, shard=(Shard(0, 2), Shard(1, 2))) as kv:
+            planning = kv.planner()
+            planning.register_worker(rank=0)
+            planning.register_worker(rank=1, pid=process.pid)
+            job = planning.plan_store(KEYS)
+            await job.planned()
+            process.kill()
+            is_lost.wait()  # and this event loop hears of nothing
+            bound = job.bind(GPULoadStoreSpec(range(8)))
+            assert kv.stats()["cpu"].pending == 16
+            planning.complete(Outcomes(bound.job, 0, 8))
+            with anyio.fail_after(FOREVER_S):
+                result = await job.ended()
+            assert (result.num_blocks, "has ended" in result.errors[0]) == (0, True)
+            await until_async(lambda: kv.stats()["cpu"].pending == 0)
+
+
+async def test_a_plan_that_nobody_has_ends_with_any_worker(tmp_path: Path) -> None:
+    """Its client ends it, and the server lets go of what it holds for every rank."""
+    with serving(tmp_path, cpu(32)) as server, started(worker, KEYS, gets_stuck=False) as process:
+        async with attached(server, shard=(Shard(0, 2), Shard(1, 2))) as kv:
+            planning = kv.planner()
+            planning.register_worker(rank=0)
+            planning.register_worker(rank=1, pid=process.pid)
+            job = planning.plan_store(KEYS)
+            await job.planned()
+            process.kill()
+            with anyio.fail_after(FOREVER_S):
+                assert "has ended" in (await job.ended()).errors[0]
+            await until_async(lambda: kv.stats()["cpu"].pending == 0)
 
 
 async def test_who_drains_plans_no_store(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from tiered_kv import (
     TieredKVSettings,
     TierSettings,
 )
+from tiered_kv.events import Emit
 from tiered_kv.memory.codec import CodecName
 
 
@@ -30,11 +31,12 @@ def serving(
     limits: CacheLimits = LIMITS,
     host: Mapping[str, object] | None = None,
     settings: Mapping[str, Any] | None = None,
+    emit: Emit | None = None,
 ) -> Iterator[TieredKVServer]:
     """Have a server of these tiers listen at ``path / "kv.sock"``, on an event loop of its own."""
     listening = {"socket": path / "kv.sock", **(host or {})}
     given = TieredKVSettings(tiers=tiers, limits=limits, codec=codec, host=listening, **(settings or {}))
-    server = TieredKVServer(given, emit=Recorder())
+    server = TieredKVServer(given, emit=emit or Recorder())
     began, stop = threading.Event(), asyncio.Event()
     loops: list[asyncio.AbstractEventLoop] = []
     errors: list[BaseException] = []

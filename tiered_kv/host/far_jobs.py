@@ -98,7 +98,7 @@ class FarJobs(JobBook):
         """Take jobs from now on. In the event loop's thread."""
         here = connection.here()
         super().__init__(num_ranks, here.loop_calls)
-        self._workers = Workers(num_ranks, here.loop_calls, lambda _rank, _pid: None)  # their ends are the server's
+        self._workers = Workers(num_ranks, here.loop_calls, lambda _rank, _pid: self._lose_unbound())
         self._connection = connection
         self._tasks = here.tasks
         self._underway: dict[Job, _FarJob] = {}
@@ -228,6 +228,14 @@ class FarJobs(JobBook):
         with self._polled.lock:
             if far.job in self._underway:  # else cancelled meanwhile
                 self._tell(far.job, plan, None)
+        self._lose_unbound()  # a worker may have ended since
+
+    def _lose_unbound(self) -> None:
+        """End what a worker that has ended was to move too, unless it is bound: then the server sees to that."""
+        for far in list(self._underway.values()):
+            for move in far.job.plan.moves if far.job.plan is not None and not far.is_bound else ():
+                if len(move.host) and not self._workers.is_watched(move.rank, move.pid):
+                    self._end(far, f"rank {move.rank}: the worker of process {move.pid} has ended", unless_bound=True)
 
     def _plan_of(self, far: _FarJob, said: JobPlan) -> Plan:
         assert far.there is not None  # noqa: S101 - it was sent there
@@ -264,8 +272,8 @@ class FarJobs(JobBook):
         far.send(Cancel(far.number))
         self._tell(far.job, far.job.plan or self._no_plan(far), self._nothing(far, "cancelled"))
 
-    def _end(self, far: _FarJob, why: str) -> None:
-        if self._take_out(far.job) is None:
+    def _end(self, far: _FarJob, why: str, *, unless_bound: bool = False) -> None:
+        if self._take_out(far.job, unless_bound=unless_bound) is None:
             return
         if not far.is_with_workers and far.job.number in self._sent:
             far.send(Cancel(far.number))
@@ -278,12 +286,14 @@ class FarJobs(JobBook):
         seconds, mask = self._loop.time() - far.begun, np.zeros(len(far.request.keys), np.bool_)
         return JobResult(far.job.number, 0, (why,), seconds=seconds, planned_s=far.planned - far.begun, mask=mask)
 
-    def _take_out(self, job: Job) -> _FarJob | None:
+    def _take_out(self, job: Job, *, unless_bound: bool = False) -> _FarJob | None:
         """Let nobody bind a job any more that is about to end, nor hear of its plan; return it. Any thread may call."""
         with self._polled.lock:
-            if (far := self._underway.pop(job, None)) is not None:
-                self._polled.forget(job)
-            return far
+            far = self._underway.get(job)
+            if far is None or (unless_bound and far.is_bound):
+                return None
+            self._polled.forget(job)
+            return self._underway.pop(job)
 
     def _forget(self, far: _FarJob) -> None:
         self._sent.pop(far.job.number, None)

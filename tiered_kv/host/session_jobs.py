@@ -76,7 +76,7 @@ class SessionJobs:
         engine = _some_blocks(len(keys) * per_block, keys.group) if request.is_bound else None
         seat.note(request.direction, keys)
         job = self._jobs.begin(
-            JobRequest(request.direction, keys, parts, engine, lambda: True, request.gaps, request.hint)
+            JobRequest(request.direction, keys, parts, engine, lambda: True, request.gaps, request.hint, is_far=True)
         )
         self._by_id[request.id] = job, keys, per_block
         self._tasks.spawn(self._tell(request.id, job, send), f"tell of a job to {request.direction}")
@@ -107,7 +107,7 @@ class SessionJobs:
                 job.complete([row.tobytes() for row in named], rank=request.rank, moved=request.moved)
 
     def cancel(self, id_: int) -> None:
-        """End a job whose plan no worker has."""
+        """End a job whose plan no worker has, as only its client knows."""
         self._by_id[id_][0].cancel()
 
     def leave(self) -> None:

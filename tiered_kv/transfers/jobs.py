@@ -72,7 +72,7 @@ class Jobs(JobBook):
             if blocks.group != request.keys.group:
                 raise LayoutMismatchError(f"keys of KV group {request.keys.group}, but block ids of {blocks.group}")
             bound = job.plan = bind(plan, request.pages_per_block, blocks, start)
-            underway.is_bound = True
+            underway.may_be_out = True
         self._soon(self._answer, job, lambda underway: underway.follow(bound, slice(start, start + bound.num_blocks)))
         return bound
 
@@ -111,7 +111,7 @@ class Jobs(JobBook):
         self._begin_no_more()
         self._is_left = True
         for job, underway in list(self._underway.items()):
-            if underway.plan is None or not underway.is_bound:
+            if underway.plan is None or not underway.may_be_out:
                 self._end_early(job, "the planner has ended")
         self._close_if_left()
 
@@ -209,11 +209,11 @@ class Jobs(JobBook):
         plan = underway.plan or Plan(job.number, underway.request.direction, 0, ())
         self._tell(job, plan, underway.give_up(why, may_be_writing=may_be_writing))
 
-    def _take_out(self, job: Job, *, unless_bound: bool = False) -> Underway | None:
+    def _take_out(self, job: Job, *, unless_out: bool = False) -> Underway | None:
         """Let nobody bind or answer a job any more that is about to end; return it. Any thread may call."""
         with self._polled.lock:
             underway = self._underway.get(job)
-            if underway is None or (unless_bound and underway.is_bound):
+            if underway is None or (unless_out and underway.may_be_out):
                 return None
             return self._underway.pop(job)
 
@@ -223,7 +223,7 @@ class Jobs(JobBook):
         self._emit(WorkerEnded(rank, pid, len(lost)))
         said = f"the worker of process {pid} has ended"
         for job in lost:
-            if (unbound := self._take_out(job, unless_bound=True)) is not None:
+            if (unbound := self._take_out(job, unless_out=True)) is not None:
                 self._give_up(job, unbound, f"rank {rank}: {said}")  # nobody has its plan, so nobody else will answer
             else:
                 self._answer(job, lambda underway: underway.take(rank, 0, said))

@@ -94,6 +94,7 @@ class JobRequest:
         is_current: False once what was loaded is of other weights than are served.
         gaps: Whether to load what is there, block by block, and not a prefix.
         hint: What the caller of a store says of the blocks' future.
+        is_far: Whether it is planned, and so bound, in another process: a worker may have the plan before that is said.
     """
 
     direction: Literal["load", "store"]
@@ -103,6 +104,7 @@ class JobRequest:
     is_current: Callable[[], bool]
     gaps: bool = False
     hint: ReuseHint | None = None
+    is_far: bool = False
 
     @property
     def pages_per_block(self) -> int:

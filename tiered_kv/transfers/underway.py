@@ -23,13 +23,14 @@ class Underway:
     Attributes:
         request: What it is about.
         plan: What ranks are to do, once it holds something.
-        is_bound: Whether the engine's blocks are said: before, no worker has its plan. Set by any thread, once.
+        may_be_out: Whether a worker may have its plan: the engine's blocks are said, or may have been where it is
+            planned. Set by any thread, once.
     """
 
     def __init__(self, number: int, request: JobRequest, clock: Callable[[], float]) -> None:
         self.request = request
         self.plan: Plan | None = None
-        self.is_bound = request.engine is not None
+        self.may_be_out = request.engine is not None or request.is_far
         self._number = number
         self._held: Sequence[Held] = ()
         self._wanted = slice(0, len(request.keys))  # of the keys; less once it is bound to less
@@ -127,7 +128,7 @@ class Underway:
         """End it with nothing; what a worker may be writing to stays reserved for good."""
         nothing: Mask = np.zeros(len(self.request.keys), np.bool_)
         for rank, held in enumerate(self._held):
-            if may_be_writing and self.is_bound and rank in self._unanswered:
+            if may_be_writing and self.may_be_out and rank in self._unanswered:
                 held.abandon(self._wanted)
             else:
                 held.end(nothing, self._wanted)

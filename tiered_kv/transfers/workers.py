@@ -90,6 +90,12 @@ class Workers:
             raise ConfigurationError(f"plans need a worker of every rank: register_worker() for ranks {missing}")
         return [pids[rank] for rank in range(self._num_ranks)]
 
+    def is_watched(self, rank: int, pid: int) -> bool:
+        """Say whether a process works for a rank, and its end is not known. Any thread may call."""
+        with self._lock:
+            process = self._by_rank.get(rank)
+            return process is not None and process.pid == pid
+
     def unlike(self, known: Collection[Process]) -> list[Process]:
         """Return those that are not among these. Any thread may call."""
         with self._lock:
