@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from tests.support.backends import Act, ScriptedBackend, ScriptedSlotBackend, only
 from tests.support.caches import Recorder, keep, open_cache, until, until_idle
 from tests.support.engine import MODEL, PAYLOAD_BYTES, Engine, contents, prompt, small_layout
+from tests.support.virtual import CountingDevice, pools_of, run, watch
 from tiered_kv import (
     BackendContext,
     BackendUnavailableError,
@@ -141,20 +142,27 @@ async def test_a_hung_tier_leaves_slots_to_the_others(kind: type[Scripted]) -> N
 
 
 @both_kinds
-async def test_a_deadline_ends_a_load_before_the_tiers_own(kind: type[Scripted]) -> None:
+def test_a_deadline_ends_a_load_before_the_tiers_own(kind: type[Scripted]) -> None:
     """A load's deadline is its own: the tier is not blamed, and what arrives later is kept for whoever asks next."""
-    engine, slow = Engine(), kind(name="slow")
-    async with open_cache(CPU, slow, engine=engine) as kv:
-        await keep(kv, engine, KEYS)
-        await kv.evict(KEYS[3:], tier="cpu")
-        slow.on_read.hold()
-        num_blocks, faults = await _load(kv, engine, deadline_s=SOON_S)
-        assert num_blocks == 3
-        assert {fault.reason for fault in faults} == {"deadline"}
-        assert not kv.stats()["slow"].is_bypassed
-        slow.on_read.release()
-        await until_idle(kv)
-        assert await _load(kv, engine) == (9, ())
+
+    async def main() -> None:
+        engine, slow, device = Engine(), kind(name="slow"), CountingDevice()
+        async with open_cache(CPU, slow, engine=engine, device=device) as kv:
+            watch(device, pools_of(kv))  # no time passes while memory is copied, however slow the machine is
+            await keep(kv, engine, KEYS)
+            await kv.evict(KEYS[3:], tier="cpu")
+            slow.on_read.hold()
+            started = asyncio.get_running_loop().time()
+            num_blocks, faults = await _load(kv, engine, deadline_s=SOON_S)
+            assert asyncio.get_running_loop().time() - started == pytest.approx(SOON_S)
+            assert num_blocks == 3
+            assert {fault.reason for fault in faults} == {"deadline"}
+            assert not kv.stats()["slow"].is_bypassed
+            slow.on_read.release()
+            await until_idle(kv)
+            assert await _load(kv, engine) == (9, ())
+
+    run(main)
 
 
 @both_kinds
