@@ -195,7 +195,7 @@ class TierSettings(Checked):
         if "@" in parts.query and not values.keys() <= cls.model_fields.keys():
             raise ConfigurationError("an '@' comes after a '?' in a tier's URL: write '?' as %3F in a password")
         if "url" in cls.model_fields:
-            values["url"] = parts._replace(query="", fragment="").geturl()
+            values["url"] = f"{parts.scheme}://{parts.netloc}{parts.path}"  # `geturl` drops slashes where no host is
         elif "path" in cls.model_fields:
             values["path"] = path_of(parts)
         elif parts.netloc or parts.path.strip("/"):

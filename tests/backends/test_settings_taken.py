@@ -37,3 +37,10 @@ def test_a_backend_takes_what_a_tier_may_be(make: Callable[[Any], Any], tmp_path
         make(tmp_path)
     with pytest.raises(ConfigurationError, match="these are settings of medium 'gpu', not of"):
         make({"medium": "gpu"})
+
+
+@pytest.mark.parametrize("url", ["memory:///", "memory:///kv", "file:///mnt/kv", "az://container/kv"])
+def test_a_url_is_taken_as_it_is(url: str) -> None:
+    """Of any store that S3 settings may name, with a host or without: as in a dict, and with fields after it."""
+    for given in (url, {"url": url}, f"{url}?connections=3"):
+        assert S3Backend(given).settings.url == url
