@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +34,7 @@ from tiered_kv.keys import Names
 from tiered_kv.testing import block_names, open_context
 from tiered_kv_backends.nvme.directory import Directory
 
+FileLimit = Callable[[int], AbstractContextManager[None]]
 HOLD = """
 import fcntl, os, sys
 fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX)
@@ -296,6 +298,18 @@ async def test_a_shrink_costs_no_later_write(tmp_path: Path) -> None:
         assert disk_usage(tmp_path) <= 4 * MIB
 
 
+async def test_a_ledger_of_any_length_is_opened_at_once(tmp_path: Path) -> None:
+    """What follows the last slot is cut off unread: a sparse file of a GiB costs no more than a short one."""
+    async with open_tier(tmp_path) as tier:
+        await tier.write(count_up(4))
+    os.truncate(ledger_of(tmp_path), 1 << 30)
+    before = num_bytes_read()
+    async with open_tier(tmp_path) as tier:
+        assert tier.recovered(4) == count_up(4)
+        assert ledger_of(tmp_path).stat().st_size == 64 * tier.found.num_slots
+    assert num_bytes_read() - before < 64 * MIB
+
+
 async def test_a_running_tier_gives_back_what_it_shrinks_by(tmp_path: Path) -> None:
     """`resize` frees slab and ledger at once, and grows both again."""
     async with open_tier(tmp_path, capacity=16 * MIB) as tier:
@@ -378,6 +392,27 @@ async def test_a_directory_that_cannot_grow_is_as_it_was(tmp_path: Path, monkeyp
         assert await tier.verified(count_up(4)) == [Outcome.HIT] * 4
         await tier.backend.resize(2 * tier.found.num_slots)
         assert tier.backend.describe()["num_slots"] == 2 * tier.found.num_slots
+
+
+async def test_a_tier_that_could_not_grow_keeps_its_limit(tmp_path: Path, files_no_longer_than: FileLimit) -> None:
+    """What a failed `resize` wanted is no room: other models still go where the tier's own blocks need theirs."""
+    async with open_tier(tmp_path, "other", capacity=8 * MIB) as tier:
+        await tier.write(count_up(tier.found.num_slots // 2))
+    async with open_tier(tmp_path, capacity=8 * MIB) as tier:
+        num_slots = tier.found.num_slots
+        with (
+            files_no_longer_than(ledger_of(tmp_path).stat().st_size),
+            pytest.raises(BackendUnavailableError, match="File too large"),
+        ):
+            await tier.backend.resize(4 * num_slots)
+        assert tier.backend.describe()["reclaimed_fingerprints"] == 0
+        assert set(await tier.write(count_up(num_slots))) == {Outcome.STORED}
+        assert disk_usage(tmp_path) <= 8 * MIB
+
+
+def num_bytes_read() -> int:
+    """Count the bytes that this process has read, from files and all else."""
+    return int(Path("/proc/self/io").read_text().split()[1])
 
 
 def num_descriptors() -> int:

@@ -196,7 +196,7 @@ class Store:
         """See `SlotBackend.resize`: what is given up is free on the disk when this returns.
 
         Raises:
-            BackendUnavailableError: The disk is too small, or fails.
+            BackendUnavailableError: The disk is too small, or fails. To be as it was it has to be resized again.
         """
         with _translated(f"resize {self.path}"):
             await self._run(self._clerk, self._resize, num_slots)
@@ -319,14 +319,9 @@ class Store:
                 return
 
     def _resize(self, num_slots: int) -> None:
-        was_slots = self._directory.num_slots
         self._directory.resize(num_slots)
-        try:
-            for files in self._groups:
-                files.ledger.grow(num_slots, self._directory.allocate)
-        except OSError:
-            self._directory.resize(was_slots)
-            raise
+        for files in self._groups:
+            files.ledger.grow(num_slots, self._directory.allocate)
         for files in self._groups:
             self._directory.give_back(files.slab.resize(num_slots) + files.ledger.shrink(num_slots))
         self._facts |= {"capacity_bytes": self._directory.capacity_bytes, "num_slots": num_slots}
@@ -355,6 +350,7 @@ class Store:
                     opened.callback(slab.close)
                     ledger = Ledger(open_file(folder_fd, "ledger"), self._order)
                     opened.callback(ledger.close)
+                    ledger.shrink(directory.num_slots)  # before it is read: a file may be of any length
                     self._groups.append(Group(slab, ledger))
                     found.append(ledger.read(slab.num_allocated))
                 self._take_room(directory)
@@ -376,7 +372,6 @@ class Store:
         is_known = all(files.ledger.num_slots >= directory.num_slots for files in self._groups)
         num_bytes = 0
         for files in self._groups:
-            files.ledger.shrink(directory.num_slots)
             num_bytes += files.slab.num_allocated * files.slab.shape.stride_bytes
             num_bytes += Ledger.num_bytes(files.ledger.num_slots)
         directory.take(num_bytes, is_known=is_known)
