@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from anyio import fail_after
 
 from tiered_kv.backend import Block, Outcome
 from tiered_kv.errors import BackendUnavailableError, ConfigurationError
@@ -304,6 +305,31 @@ async def test_a_filesystem_smaller_than_the_capacity_is_swept(small_filesystem:
                 await backend.sweep()
         assert len(await load(backend, list(range(80, 100)))) >= 18
         assert not await load(backend, list(range(50)))
+
+
+async def test_a_filesystem_that_others_fill_is_swept(small_filesystem: Path) -> None:
+    """Nobody asks for it and the tier is far below its limit: the oldest blocks go until enough is free again."""
+    status = os.statvfs(small_filesystem)
+    num_bytes = status.f_blocks * status.f_frsize
+    num_blocks = num_bytes // 2 // RECORD
+    settings: dict[str, object] = {"capacity": "1GiB", "min_free_fraction": 0.2, "sweep_interval_s": 0.01}
+    async with opened(small_filesystem, **settings) as backend:
+        for n in range(num_blocks):
+            assert await store(backend, [n]) == [Outcome.STORED]
+        (small_filesystem / "ballast").write_bytes(bytes(int(free_in(small_filesystem) - 0.1 * num_bytes)))
+        with fail_after(60):
+            while free_in(small_filesystem) < 0.2 * num_bytes:  # noqa: ASYNC110 - a sweep tells nobody
+                await asyncio.sleep(0)
+        await backend.sweep()  # after the one that is at it
+        found = await load(backend, list(range(num_blocks)))
+    assert sorted(found) == list(range(num_blocks - len(found), num_blocks))
+    assert 0.25 * num_bytes <= free_in(small_filesystem) < 0.25 * num_bytes + 2 * RECORD  # a twentieth beyond a fifth
+
+
+def free_in(path: Path) -> int:
+    """Return how many bytes a filesystem has left."""
+    status = os.statvfs(path)
+    return status.f_bavail * status.f_frsize
 
 
 async def test_a_filesystem_that_turns_read_only(small_filesystem: Path) -> None:
