@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import re
 import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -173,18 +174,36 @@ class TestOpening:
         assert "wrong-secret" not in str(error)
         assert "correct-horse" not in str(error)
 
-    @pytest.mark.parametrize("login", [{}, {"username": "kv"}, {"password": "hidden" * 40}])
+    @pytest.mark.parametrize("login", [{}, {"username": "kv"}, {"password": "hidden" * 40}, {"cluster": True}])
     async def test_a_server_that_repeats_the_password(self, tmp_path: Path, login: dict[str, object]) -> None:
         """A password is in no error nor in what led to it, where AUTH is unknown and the server says what it got."""
         with run_redis(find_binary("redis-server"), tmp_path, "--rename-command", "AUTH", "") as server:
             settings = RedisSettings.model_validate({"url": server.url, "password": "hidden-secret", **login})
             error = await why_not_open(RedisBackend(settings))
-            assert isinstance(error, ConfigurationError)
-            with pytest.raises(BackendUnavailableError) as caught:
+            with pytest.raises(BackendUnavailableError) as deleting:
                 await delete_tenant(settings, "tenant")
-        for shown in (error, caught.value):
-            assert "unknown command" in str(shown)
-            assert "hidden" not in "".join(traceback.format_exception(shown))
+            async with RedisBackend.inventory(settings) as inventory:
+                with pytest.raises(BackendUnavailableError) as listing:
+                    await anext(aiter(inventory.found()))
+        for each in (error, deleting.value, listing.value):
+            shown = "".join(traceback.format_exception(each))
+            assert "unknown command" in shown
+            assert "hidden" not in shown
+
+    async def test_a_server_that_repeats_the_password_later(self) -> None:
+        """Nor where it lets us in, and then answers each command by what it was told before."""
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            while data := await reader.read(1 << 16):
+                for name in re.findall(rb"\*\d+\r\n\$\d+\r\n(\w+)", data):
+                    writer.write(b"+OK\r\n" if name == b"AUTH" else b"-ERR no such thing, hidden-secret\r\n")
+            writer.close()
+
+        async with await asyncio.start_server(answer, "127.0.0.1") as server:
+            url = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            error = await why_not_open(RedisBackend({"url": url, "password": "hidden-secret"}))
+        assert "no such thing, ***" in str(error)
+        assert "hidden" not in "".join(traceback.format_exception(error))
 
     async def test_a_server_without_tls(self, redis: RedisServer) -> None:
         """TLS to a server that has none ends within the deadline."""
@@ -228,6 +247,25 @@ class TestOpening:
         error = await why_not_open(backend_of(cluster[0], **guarded_settings(cluster[0], certificates)))
         assert isinstance(error, ConfigurationError)
         assert "cluster = true" in str(error)
+
+    async def test_certificates_are_trusted_beside_the_systems(
+        self, guarded: RedisServer, cluster: list[RedisServer], certificates: Path, tmp_path: Path
+    ) -> None:
+        """With ``ca_file`` a server that the system's authorities vouch for is one still, for either client inside."""
+        make_certificates(tmp_path)  # another authority's
+        settings = {"ca_file": tmp_path / "ca.pem"}
+        given = [
+            guarded_settings(guarded, certificates, **settings),
+            guarded_settings(cluster[0], certificates, cluster=True, **settings),
+        ]
+        for each in given:
+            error = await why_not_open(backend_of(guarded, **each))
+            assert "CERTIFICATE_VERIFY_FAILED" in str(error)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("SSL_CERT_FILE", str(certificates / "ca.pem"))
+            for each in given:
+                async with open_backend(backend_of(guarded, **each)) as backend:
+                    assert await backend.lookup([block_key(0)]) == [Outcome.MISS]
 
     async def test_a_paused_server(self, redis: RedisServer) -> None:
         """A server that accepts and never answers is unavailable within the deadline."""

@@ -1,6 +1,7 @@
 """The S3 medium on a Ceph gateway (or a mock), on files and in memory, and what it does when the gateway fails."""
 
 import asyncio
+import contextlib
 import itertools
 import os
 import subprocess
@@ -9,6 +10,7 @@ import traceback
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,13 +21,14 @@ from obstore.store import from_url
 
 import ceph_server
 from ceph_server import CephServer
+from redis_server import make_certificates
 from s3_server import S3Server, is_ceph, s3_server
 from tiered_kv.backend import Block, Outcome
 from tiered_kv.errors import BackendUnavailableError, ConfigurationError, TieredKVError
 from tiered_kv.hashing import hash_blocks
 from tiered_kv.keys import BlockKey, Namespace, epoch_digest, salt_digest
 from tiered_kv.specs import LoadStoreSpec, ObjectLoadStoreSpec
-from tiered_kv.testing import GROUPS, BackendTests, block_key, make_block, open_backend
+from tiered_kv.testing import GROUPS, BackendTests, block_key, make_block, open_backend, open_context
 from tiered_kv_backends.s3 import S3Backend, S3Settings, collect_epochs, delete_tenant
 
 _PREFIXES = itertools.count()
@@ -362,6 +365,19 @@ async def test_tls_with_a_certificate_of_ones_own(ceph: CephServer) -> None:
             assert await read(backend, chain(2)) == [Outcome.HIT] * 2
 
 
+async def test_certificates_are_trusted_beside_the_systems(
+    ceph: CephServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ``ca_file`` a store that the system's authorities vouch for is one still."""
+    make_certificates(tmp_path)  # another authority's
+    settings = on(ceph, endpoint=ceph.tls_endpoint, ca_file=tmp_path / "ca.pem")
+    with open_context() as context, pytest.raises(ConfigurationError, match="TLS handshake"):
+        await S3Backend(settings).open(context)
+    monkeypatch.setenv("SSL_CERT_FILE", str(ceph.ca_file))
+    async with open_backend(S3Backend(settings)) as backend:
+        assert await backend.lookup(chain(1)) == [Outcome.MISS]
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
@@ -590,6 +606,30 @@ async def test_what_a_server_repeats_holds_no_secret() -> None:
         with pytest.raises(BackendUnavailableError, match="400") as caught:
             await backend.read([block_key(1)], [Block.empty(SIZE)])
     assert "hidden" not in "".join(traceback.format_exception(caught.value))
+
+
+async def test_a_host_that_is_redirected_to_gets_no_key() -> None:
+    """The client goes where a store sends it. With the session token, as is documented; with no key or signature."""
+    asked = list[bytes]()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            asked.append(await reader.readuntil(b"\r\n\r\n"))
+            writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+            await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as other:
+        port = other.sockets[0].getsockname()[1]
+        answers = itertools.repeat(f"307 Temporary Redirect\r\nLocation: http://127.0.0.1:{port}/elsewhere")
+        login: dict[str, Any] = {"secret_access_key": "hidden-key", "session_token": "a-token"}
+        async with answering(answers, access_key_id="hidden-id", **login) as (backend, server):
+            assert await backend.read([block_key(1)], [Block.empty(SIZE)]) == [Outcome.MISS]
+            assert server.num_requests
+    assert asked
+    for request in asked:
+        assert b"hidden" not in request
+        assert b"\r\nauthorization:" not in request.lower()
 
 
 @pytest.mark.slow
