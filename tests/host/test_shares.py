@@ -124,7 +124,7 @@ async def test_what_an_earlier_server_has_left_is_reclaimed_too(tmp_path: Path) 
             async with attached(server, engine, model=model) as kv:
                 await (await kv.store(keys, engine.fill(keys, range(8)))).settled()
     assert len(left_in(disk)) == 2
-    with serving(tmp_path, cpu(32), nvme(disk), host={"reclaim_after_s": 2.0}) as server:
+    with serving(tmp_path, cpu(32), nvme(disk), host={"reclaim_after_s": 5.0}) as server:  # long enough to attach
         async with attached(server, model=ONE) as kv:
             assert (await kv.lookup(keys)).num_blocks == 8
             await until(lambda: len(server.health()["shares"]) == 1)
