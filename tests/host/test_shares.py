@@ -139,6 +139,8 @@ def left_behind(path: Path) -> Path:
     made.chmod(0o700)
     (made / "holder").write_text("1\n")
     (made / ("ab" * 32) / "slab").write_bytes(b"x" * 4096)
+    for name in ("probe", "member", "member.new"):
+        (made / name).write_bytes(b"x")
     return made
 
 
@@ -157,6 +159,11 @@ def _foreign_file(made: Path) -> None:
 
 def _foreign_folder(made: Path) -> None:
     (made / "results").mkdir()
+
+
+def _folder_for_a_file(made: Path) -> None:
+    (made / "probe").unlink()
+    (made / "probe").mkdir()
 
 
 def _link_for_a_folder(made: Path) -> None:
@@ -178,7 +185,16 @@ def _for_all(made: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "spoil", [_foreign_file, _foreign_folder, _link_for_a_folder, _no_holder, _link_for_the_holder, _for_all]
+    "spoil",
+    [
+        _foreign_file,
+        _foreign_folder,
+        _folder_for_a_file,
+        _link_for_a_folder,
+        _no_holder,
+        _link_for_the_holder,
+        _for_all,
+    ],
 )
 def test_a_directory_of_others_never_goes(spoil: Callable[[Path], None], tmp_path: Path) -> None:
     """Whatever it is called: with anything in it that no tier has made nothing of it is deleted."""

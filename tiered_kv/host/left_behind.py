@@ -1,7 +1,8 @@
 """Directories of models on disks: which there are, and how one goes that nobody uses any more.
 
-What is deleted is what an NVMe tier has made and nobody holds: a directory of this user's alone, with a holder file and
-folders of blocks, and nothing else. Anything of others in it, or a tier that has it open, keeps it whole.
+What is deleted is what an NVMe tier has made and nobody holds: a directory of this user's alone, with a holder file,
+folders of blocks, the page that its disk is probed by and what it says of itself, and nothing else. Anything of others
+in it, or a tier that has it open, keeps it whole.
 """
 
 import fcntl
@@ -16,6 +17,7 @@ from typing import Final
 DIRECTORY_DIGITS: Final = 32
 _DIRECTORY: Final = re.compile(f"[0-9a-f]{{{DIRECTORY_DIGITS}}}")
 _HOLDER: Final = "holder"
+_FILES: Final = frozenset({_HOLDER, "probe", "member", "member.new"})
 _FOLDER: Final = re.compile(r"[0-9a-f]{64}(-\d+of\d+)?")
 _OTHERS_MAY_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
 
@@ -40,8 +42,10 @@ def delete(path: Path) -> bool:
         if not _is_a_models(path) or not _is_ours(fd):
             return False
         for name in os.listdir(fd):  # noqa: PTH208 - a Path has no descriptors
-            if name != _HOLDER:
+            if name not in _FILES:
                 shutil.rmtree(name, dir_fd=fd)
+            elif name != _HOLDER:
+                os.unlink(name, dir_fd=fd)
         os.unlink(_HOLDER, dir_fd=fd)  # the last: without it this would be no model's at the next start
         path.rmdir()
     except OSError:
@@ -65,6 +69,8 @@ def _is_ours(fd: int) -> bool:
         return False
     with os.scandir(fd) as entries:
         return all(
-            each.is_dir(follow_symlinks=False) if _FOLDER.fullmatch(each.name) else each.name == _HOLDER
+            each.is_dir(follow_symlinks=False)
+            if _FOLDER.fullmatch(each.name)
+            else each.name in _FILES and each.is_file(follow_symlinks=False)
             for each in entries
         )
