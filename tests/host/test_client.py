@@ -360,6 +360,21 @@ async def test_a_client_that_talks_nonsense_keeps_what_it_holds_until_it_goes(tm
             assert await kv.evict(KEYS) == 12
 
 
+async def test_what_is_too_long_to_say_is_refused_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next questions of threads that wait are answered: none waits for what never came."""
+    engine, long = AnyEngine(), prompt(24)
+    with serving(tmp_path, cpu(24)) as server:
+        async with attached(server, engine) as kv:
+            await kv.store(KEYS, engine.fill(KEYS, range(12)))
+            monkeypatch.setattr(wire, "MOST_FRAME_BYTES", 700)
+            loaded = await kv.load(long, engine.spec(range(24)))
+            assert (loaded.num_blocks, loaded.faults[0].detail) == (0, "too many keys")
+            assert kv.lookup_nowait(KEYS).num_blocks == 12
+            with pytest.raises(ConfigurationError, match="fewer keys"):
+                kv.membership(long)
+            assert kv.lookup_nowait(KEYS).num_blocks == 12
+
+
 async def test_a_server_that_dies_as_one_attaches_is_away(tmp_path: Path) -> None:
     """A connection that ends before it began says nothing against either side: another server may come."""
     with socket.socket(socket.AF_UNIX) as dying:

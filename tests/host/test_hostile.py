@@ -191,6 +191,33 @@ async def test_nothing_is_taken_of_one_that_reads_no_answers() -> None:
         assert (len(taken), transport.is_paused) == (1000, False)
 
 
+async def test_who_is_told_that_nothing_comes_any_more_is_sent_nothing() -> None:
+    """What was due before that arrives; what is said later is no error, and nothing is taken twice."""
+    taken: list[int] = []
+    lost: list[bool] = []
+
+    def take(asked: messages.Stats) -> None:
+        taken.append(asked.id)
+        made.send(messages.Number(asked.id, 0))
+
+    made: Link[Any] = Link(
+        messages.request_from, take, lambda: lost.append(True), broken=lambda _: made.end_writing(), is_bounded=True
+    )
+    ours, theirs = socket.socketpair()
+    with theirs:
+        ours.settimeout(0.0)
+        await link.start(made, ours)
+        theirs.sendall(wire.frame(messages.Stats(1)) + b"\3\0\0\0abc")
+        came = b""
+        while part := await asyncio.to_thread(theirs.recv, 4096):
+            came += part
+        assert came == wire.frame(messages.Number(1, 0))
+        made.send(messages.Number(2, 0))
+        assert not lost
+    await until(lambda: lost == [True])
+    assert taken == [1]
+
+
 async def test_leases_asked_for_at_once_are_counted(tmp_path: Path) -> None:
     """A client that asks for many leases in one message after the other gets no more than it may have."""
     engine = AnyEngine()

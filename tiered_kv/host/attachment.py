@@ -120,7 +120,11 @@ class Attachment:
                 self._link.send(messages.Cancel(number))
 
     def ask_now(self, make: Callable[[int], wire.Message], timeout_s: float) -> messages.Answer | None:
-        """`ask` from any thread, which blocks meanwhile."""
+        """`ask` from any thread, which blocks meanwhile.
+
+        Raises:
+            ConfigurationError: The question is longer than a message may be.
+        """
         if not self.is_open or self.is_silent:
             return None
         return self._door.ask(make, timeout_s, self._link.num_sent)
@@ -202,12 +206,17 @@ class _Door:
         if not self._lock.acquire(timeout=timeout_s):
             return None
         try:
-            if self._is_closed:
-                return None
-            connection = self._open(until)
             self._last_number -= 1
+            asked = wire.frame(messages.After(after)) + wire.frame(make(self._last_number))
+            return None if self._is_closed else self._answer(asked, until)
+        finally:
+            self._lock.release()
+
+    def _answer(self, asked: bytes, until: float) -> messages.Answer | None:
+        try:
+            connection = self._open(until)
             connection.settimeout(max(0.001, until - time.monotonic()))
-            connection.sendall(wire.frame(messages.After(after)) + wire.frame(make(self._last_number)))
+            connection.sendall(asked)
             while True:
                 (length,) = wire.LENGTH.unpack(_receive(connection, wire.LENGTH.size, until))
                 reply = messages.reply_from(_receive(connection, length, until))
@@ -217,8 +226,6 @@ class _Door:
             log("warning", "host.question_failed", error=str(error) or type(error).__name__)
             self._drop()
             return None
-        finally:
-            self._lock.release()
 
     def close(self) -> None:
         self._is_closed = True

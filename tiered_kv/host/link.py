@@ -61,6 +61,7 @@ class Link(asyncio.Protocol, Generic[M]):
         self._unsent: list[bytes] = []  # what is said to messages that came together goes together
         self._is_bounded = is_bounded
         self._is_taking = self._is_waiting = self._is_broken = self._is_over = self._is_unread = False
+        self._has_ended_writing = False
 
     @property
     def is_open(self) -> bool:
@@ -68,15 +69,21 @@ class Link(asyncio.Protocol, Generic[M]):
         return self._transport is not None and not self._transport.is_closing()
 
     def send(self, message: Message) -> None:
-        """Send a message; nothing if the connection has ended."""
+        """Send a message; nothing if the connection has ended.
+
+        Raises:
+            ConfigurationError: It is longer than a message may be, and is not counted: it never arrives.
+        """
+        data = wire.frame(message)
         self.num_sent += 1
-        if self._is_taking:
-            self._unsent.append(wire.frame(message))
-        elif self._transport is not None and not self._transport.is_closing():
-            self._transport.write(wire.frame(message))
+        self._unsent.append(data)
+        if not self._is_taking:
+            self._send_all()
 
     def end_writing(self) -> None:
         """Tell the other side that nothing comes any more; it goes on to be heard until it has closed its end."""
+        self._send_all()
+        self._has_ended_writing = True
         if self._transport is not None and self._transport.can_write_eof() and not self._transport.is_closing():
             self._transport.write_eof()
 
@@ -131,7 +138,8 @@ class Link(asyncio.Protocol, Generic[M]):
             self._take_some()
 
     def _send_all(self) -> None:
-        if self._unsent and self._transport is not None and not self._transport.is_closing():
+        is_open = self._transport is not None and not self._transport.is_closing() and not self._has_ended_writing
+        if self._transport is not None and is_open and self._unsent:
             self._transport.write(b"".join(self._unsent))
         self._unsent.clear()
 
@@ -160,9 +168,9 @@ class Link(asyncio.Protocol, Generic[M]):
             self._broken(str(error))
         finally:
             received.release()
+            del self._received[:at]  # whatever was raised: nothing is taken twice
             self._is_taking = False
             self._send_all()
-        del self._received[:at]
         if self._is_broken:
             self._received.clear()
         if self._is_waiting:
