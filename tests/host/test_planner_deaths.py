@@ -5,6 +5,7 @@ import signal
 import threading
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -13,8 +14,9 @@ from tests.host.processes import planner, started, worker
 from tests.host.test_deaths import FOREVER_S, attached_at, served, until_async, until_clean, until_found
 from tests.support.any_layout import SMALL, AnyEngine, cpu, prompt
 from tests.support.serving import attached, serving
-from tiered_kv import ConnectedKV, GPULoadStoreSpec, Outcomes, Shard, Worker
+from tiered_kv import BackendUnavailableError, ConnectedKV, GPULoadStoreSpec, Outcomes, Shard, Worker
 from tiered_kv.events import WorkerEnded
+from tiered_kv.host.for_workers import introduce
 
 KEYS = prompt(8)
 
@@ -163,7 +165,8 @@ async def test_jobs_end_while_a_server_hangs(tmp_path: Path) -> None:
         planning = kv.planner()
         planning.register_worker()
         planned = planning.plan_store(KEYS, engine.fill(KEYS, range(8)))
-        plan = await planned.planned()
+        plan, others = await planned.planned(), prompt(4, seed=2)
+        await (unmoved := planning.plan_store(others, engine.spec(range(8, 12)))).planned()
         with Worker(planning.slabs(), layout=SMALL, device="cpu") as moving:
             moving.register_kv_caches(engine.caches[0])
             one.send(signal.SIGSTOP)
@@ -171,6 +174,30 @@ async def test_jobs_end_while_a_server_hangs(tmp_path: Path) -> None:
             with anyio.fail_after(FOREVER_S):
                 assert (await waiting.ended()).errors == (await planned.ended()).errors == ("server away",)
             planning.complete(moving.execute(plan))
+            unmoved.complete(list(others), moved=False)
             one.send(signal.SIGCONT)
             await until_found(kv, KEYS)
             await until_async(lambda: kv.stats()["cpu"].pending == 0)
+
+
+@pytest.mark.parametrize("error", [BackendUnavailableError("late"), OSError(24, "Too many open files")])
+async def test_workers_are_introduced_again_if_that_was_not_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """A job that waits for it ends with what went wrong; the next is planned, though the server knows the worker."""
+    errors = [error]
+
+    def disturbed(*said: Any) -> None:  # noqa: ANN401 - as it was called
+        introduce(*said)
+        if errors:
+            raise errors.pop()
+
+    monkeypatch.setattr("tiered_kv.host.far_jobs.introduce", disturbed)
+    with serving(tmp_path, cpu(16)) as server:
+        async with attached(server) as kv:
+            kv.planner().register_worker()
+            with anyio.fail_after(FOREVER_S):
+                assert (await kv.planner().plan_store(KEYS).ended()).errors == (str(error),)
+                job = kv.planner().plan_store(KEYS)
+                assert (await job.planned()).num_blocks == 8
+            job.cancel()

@@ -11,7 +11,7 @@ from typing import Final, Literal
 
 import numpy as np
 
-from tiered_kv.errors import BackendUnavailableError, ConfigurationError, LayoutMismatchError, TieredKVError
+from tiered_kv.errors import ConfigurationError, LayoutMismatchError, TieredKVError
 from tiered_kv.hints import ReuseHint
 from tiered_kv.host import wire
 from tiered_kv.host.attachment import Attachment
@@ -102,7 +102,7 @@ class FarJobs(JobBook):
         self._connection = connection
         self._tasks = here.tasks
         self._underway: dict[Job, _FarJob] = {}
-        # The event loop's thread alone uses these.
+        # The event loop's thread alone changes these.
         self._sent: dict[int, _FarJob] = {}  # of which the server has more to say
         self._waiting: list[_FarJob] = []  # until the server knows the workers
         self._known: set[Process] = set()
@@ -148,7 +148,8 @@ class FarJobs(JobBook):
     def complete_keys(self, job: Job, keys: Sequence[bytes], rank: int, *, moved: bool) -> None:
         """See `Job.complete`."""
         rank = self._rank(rank)
-        if (far := self._underway.get(job)) is not None:
+        # Of one that has ended here too: the server may hold its slots until it hears of them.
+        if (far := self._underway.get(job) or self._sent.get(job.number)) is not None:
             named = set(keys)
             at = np.flatnonzero(np.array([key in named for key in far.request.keys], np.bool_))
             self._loop_calls.call(far.send, JobMovedKeys(far.number, rank, wire.as_bytes(at), moved))
@@ -328,8 +329,8 @@ class FarJobs(JobBook):
                 await in_a_thread(self._loop_calls, introduce, *said)
                 if self._connection.there is there:
                     self._known.update(strangers)
-        except (BackendUnavailableError, ConfigurationError) as error:
-            why = str(error)
+        except Exception as error:  # noqa: BLE001 - whatever it is, e.g. no descriptor is left: who waits hears of it
+            why = str(error) or type(error).__name__
             log("warning", "host.workers_refused", path=self._connection.path, error=why)
         self._introducing = None
         waiting, self._waiting = self._waiting, []

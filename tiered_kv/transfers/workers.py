@@ -61,7 +61,8 @@ class Workers:
         Args:
             rank: Of its plans.
             pid: Its number.
-            fd: A `pidfd` of it, which is taken over if this does not raise; one is opened if left out.
+            fd: A `pidfd` of it, which is taken over if this does not raise; one is opened if left out. With one the
+                same process may be said again: whoever said it may not have heard the answer.
 
         Raises:
             ConfigurationError: No such rank or process, or the rank has a worker that is alive, and may be writing.
@@ -72,6 +73,9 @@ class Workers:
         with self._lock:
             before = self._by_rank.get(rank)
             if before is not None and not before.has_ended():
+                if fd is not None and before.pid == pid:
+                    os.close(fd)
+                    return
                 raise ConfigurationError(f"rank {rank} has a worker already, process {before.pid}, which is alive")
             process = self._by_rank[rank] = Process(rank, pid, fd)
         if before is not None:
