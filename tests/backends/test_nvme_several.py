@@ -27,6 +27,7 @@ from tiered_kv.testing import SlotBackendTests, open_backend, open_context
 from tiered_kv_backends.nvme import NVMeBackend, delete_tenant, disks
 from tiered_kv_backends.nvme import slab as slabs
 from tiered_kv_backends.nvme.members import Member, make_empty, next_turn, read_member, were_away, write_member
+from tiered_kv_backends.nvme.store import Store
 
 HIT, MISS, FAILED, STORED = Outcome.HIT, Outcome.MISS, Outcome.FAILED, Outcome.STORED
 N = 12
@@ -369,6 +370,42 @@ async def test_a_block_that_is_on_two_disks_is_evicted_from_both(paths: list[Pat
         await tier.backend.forget(0, slots_of({slot: 5}))
     async with opened(paths[:2]) as tier:
         assert tier.recovered(N) == {2: 6}
+
+
+async def test_one_that_comes_back_as_all_are_resized(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has as many slots as the others, though it was made ready with another number."""
+    now = [0.0]
+    is_ready, may_go_on, resize = asyncio.Event(), asyncio.Event(), Store.resize
+
+    async def resize_and_wait(store: Store, num_slots: int) -> None:
+        await resize(store, num_slots)
+        if store.path == paths[1]:
+            is_ready.set()
+            await may_go_on.wait()
+
+    backend = backend_at(tuple(paths), max_capacity=8 * MIB)
+    paths[1].touch()
+    with open_context(shape_of("a")) as context:
+        (found,) = await backend.open(replace(context, clock=lambda: now[0]))
+        tier = Tier(backend, found, "a")
+        paths[1].unlink()
+        monkeypatch.setattr(Store, "resize", resize_and_wait)
+        backend.try_again()
+        await is_ready.wait()
+        await backend.resize(backend.fit(8 * MIB))
+        may_go_on.set()
+
+        def is_back() -> bool:
+            now[0] += 6
+            backend.try_again()
+            return backend.missing(0) is None
+
+        await until(is_back)
+        last = 3 * (backend.fit(8 * MIB) // 3) - 3
+        there = {n: n for n in range(last, last + 3)}
+        assert await tier.write(there) == [STORED] * 3
+        assert await tier.verified(there) == [HIT] * 3
+        await backend.aclose()
 
 
 async def test_all_are_resized(paths: list[Path]) -> None:

@@ -265,17 +265,17 @@ class Disks:
             log("error", "nvme.directory_failed", path=str(disk.path), error=str(error))
 
     async def _return(self, disk: Disk) -> None:
-        store = Store(disk.path, self._settings, disk.threads, self.order)
+        store, num_slots = Store(disk.path, self._settings, disk.threads, self.order), self.num_slots
         try:
             await self._empty(disk)
             await store.open(self._shapes)
-            await store.resize(self.num_slots)
+            await store.resize(num_slots)
         except (ConfigurationError, BackendError, OSError) as error:
             disk.why = str(error)
             await store.aclose()
             return
         async with self._changing:
-            if self._is_closed:
+            if self._is_closed or num_slots != self.num_slots:  # all were resized meanwhile: it is tried again
                 await store.aclose()
                 return
             disk.store, disk.why, disk.lost = store, "", asyncio.Future()
