@@ -66,6 +66,11 @@ def test_another_process_attaches_the_same_memory(slab: HostSlab) -> None:
     assert bytes(slab.payload(5)[:5]) == b"HELLO"
 
 
+def test_who_may_only_read_the_memory_cannot_open_it_to_write(slab: HostSlab) -> None:
+    """A descriptor opens the file anew, with the rights of the file: those are its user's alone."""
+    assert os.fstat(slab.fd).st_mode & 0o777 == 0o600
+
+
 @pytest.mark.parametrize("num_bytes", [0, 7 * STRIDE])
 def test_who_has_the_memory_cannot_change_its_size(slab: HostSlab, num_bytes: int) -> None:
     """One process that shrank it would end every other one by a signal; and nobody can allow it again."""

@@ -207,6 +207,7 @@ class _Headers:
 def _new_memory(name: str, num_bytes: int) -> int:
     fd = os.memfd_create(f"tiered_kv-{name}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, num_bytes)
+    os.fchmod(fd, 0o600)  # else whoever has a descriptor that only reads opens it anew, and writes
     # Sealed: a process that shrank it would kill every other one by SIGBUS.
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     return fd
