@@ -61,7 +61,7 @@ def open_blocking(cache: BlockCache) -> "Iterator[BlockingTieredKV]":
         portal.call(cache.__aenter__)
         kv = BlockingTieredKV(cache, portal)
         try:
-            with _closing_at_the_end(cache, portal):
+            with _closing_at_the_end(kv, portal):
                 yield kv
         finally:
             kv._portal = None  # noqa: SLF001 - its own module's
@@ -243,7 +243,7 @@ class BlockingTieredKV:
 
 
 @contextmanager
-def _closing_at_the_end(cache: BlockCache, portal: BlockingPortal) -> Iterator[None]:
+def _closing_at_the_end(kv: "BlockingTieredKV", portal: BlockingPortal) -> Iterator[None]:
     """Have a cache and its event loop end when the main thread does, if this block has not ended by then."""
     is_left = threading.Event()
 
@@ -252,7 +252,8 @@ def _closing_at_the_end(cache: BlockCache, portal: BlockingPortal) -> Iterator[N
             if not threading.main_thread().is_alive():
                 with suppress(RuntimeError):  # the block has just been left, and the loop has ended
                     thread = portal.call(threading.current_thread)
-                    portal.call(cache.aclose)
+                    portal.call(kv.cache.aclose)
+                    kv._portal = None  # noqa: SLF001 - its own module's
                     portal.call(portal.stop)
                     thread.join()  # a daemon, which would stop where it is
                 return

@@ -157,7 +157,7 @@ def test_it_is_closed_whatever_ends_the_block(error: type[BaseException]) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ["open", "daemon"])
+@pytest.mark.parametrize("end", ["open", "late", "daemon"])
 def test_a_program_that_ends_with_it_open_loses_nothing(tmp_path: Path, end: str) -> None:
     """What was stored is written before the process is gone, whoever forgot to leave the block; and it ends."""
     command = [sys.executable, "-m", "tests.cache.forgetful_program", str(tmp_path), end]

@@ -11,7 +11,7 @@ import platform
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, Final
 
@@ -27,7 +27,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from tiered_kv.blocking import open_blocking
 from tiered_kv.cache import TieredKV
-from tiered_kv.errors import ConfigurationError, TieredKVError
+from tiered_kv.errors import ClosedError, ConfigurationError, TieredKVError
 from tiered_kv.integrations.vllm.compatibility import VERSION
 from tiered_kv.integrations.vllm.configuration import with_rank
 from tiered_kv.integrations.vllm.served_model import weights_of
@@ -146,9 +146,10 @@ class TieredKVTier(SecondaryTierManager):
     def shutdown(self) -> None:
         """Write what has been stored, within a time, and end. Idempotent."""
         if self._is_open:
-            self.drain_jobs()
+            with suppress(ClosedError):  # the program has ended, and the cache with it
+                self.drain_jobs()
+                self.kv.drain()
             self._is_open = False
-            self.kv.drain()
             self._stack.close()
             gc.collect()  # tasks that have ended refer to vLLM's memory in cycles, and it is about to be unmapped
 

@@ -6,7 +6,7 @@ All methods are called by the scheduler's thread, and none waits: not for storag
 import time
 import uuid
 from collections.abc import Collection, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from vllm.distributed.kv_events import KVCacheEvent
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tiered_kv.blocking import BlockingTieredKV, open_blocking
-from tiered_kv.errors import ConfigurationError
+from tiered_kv.errors import ClosedError, ConfigurationError
 from tiered_kv.integrations.vllm.configuration import Configuration
 from tiered_kv.integrations.vllm.events import TierEvents
 from tiered_kv.integrations.vllm.messages import Hello, LoadOrder, Report, Step, StoreOrder
@@ -208,10 +208,12 @@ class SchedulingSide:
 
     def close(self) -> None:
         """Write what has been stored, within a time, and end. Nothing depends on it: an engine may be killed."""
-        if self._kv is not None:
-            self._kv.drain()
-            self._kv = self._planner = None
-        self._stack.close()
+        kv, self._kv, self._planner = self._kv, None, None
+        with suppress(ClosedError):  # the program has ended, and the cache with it
+            if kv is not None:
+                kv.drain()
+        with suppress(ClosedError):
+            self._stack.close()
 
     def _hear_of_jobs(self, planner: Planner) -> None:
         for job in planner.poll():
