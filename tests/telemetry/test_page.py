@@ -68,6 +68,18 @@ async def test_it_shows_what_the_cache_did() -> None:
         assert [point["size"] for point in state["ghost"]] == [0.25, 0.5, 1.0, 2.0, 4.0]
 
 
+async def test_the_hit_rate_counts_what_a_load_did_not_bring() -> None:
+    """What lookups found and a load then could not read is no hit."""
+    page, engine, backend = Page(), Engine(), ScriptedBackend()
+    async with open_cache(backend, engine=engine, page=page) as kv:
+        await keep(kv, engine, prompt(8))
+        assert (await kv.lookup(prompt(8))).num_blocks == 8
+        backend.flip_byte(2)
+        loaded = await kv.load(prompt(8), engine.compute(prompt(8)))
+        assert loaded.num_blocks == 2
+        assert (await state_of(page))["hour"]["hit_rate"] == pytest.approx(2 / 8)
+
+
 async def test_it_shows_breakers_and_what_failed() -> None:
     """A tier that is bypassed says so, and which calls went wrong how often."""
     page, engine, backend = Page(), Engine(), ScriptedBackend()

@@ -21,6 +21,7 @@ from tiered_kv.telemetry.page.address import DEFAULT
 
 _BAR: Final = 12
 _MOST_REASONS: Final = 5
+_MOST_SHORTFALLS: Final = 8
 
 
 def status_command(
@@ -88,13 +89,13 @@ def top_command(
 def _overview(state: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> list[RenderableType]:
     hour, troubled = state["hour"], _troubled(state)
     rate = hour["hit_rate"]
-    said = f"[red]trouble in {escape(', '.join(troubled))}[/]" if troubled else "[green]all well[/]"
+    said = f"[red]trouble in {escape(', '.join(troubled))}[/]" if troubled else "[green]no tier in trouble[/]"
     busy = "" if state["lag_s"] < 0.9 else ", [yellow]its event loop is busy[/]"
     head = Text.from_markup(
         f"[bold]{escape(state['model'])}[/], {said}{busy}; hit rate of the last hour: "
         f"[bold]{'-' if rate is None else f'{100 * rate:.0f} %'}[/]; {state['cache']['transfers']} transfers under way"
     )
-    return [head, _tiers(state, before), *_reasons(state)]
+    return [head, _tiers(state, before), *_reasons(state), *_shortfalls(state)]
 
 
 def _tiers(state: Mapping[str, Any], before: Mapping[str, Any] | None) -> Table:
@@ -145,6 +146,19 @@ def _reasons(state: Mapping[str, Any]) -> list[RenderableType]:
         for what, counts in lines
         if counts
     ]
+
+
+def _shortfalls(state: Mapping[str, Any]) -> list[RenderableType]:
+    last = state["shortfalls"][:_MOST_SHORTFALLS]
+    if not last:
+        return []
+    table = Table(box=None, pad_edge=False)
+    for column in ("at", "call", "blocks", "the next one was"):
+        table.add_column(column, justify="right" if column == "blocks" else "left")
+    for each in last:
+        at = time.strftime("%H:%M:%S", time.localtime(each["at"]))
+        table.add_row(at, each["call"], f"{each['found']:,} of {each['requested']:,}", escape(each["because"]))
+    return [Text("Prompts that fell short:"), table]
 
 
 def _most(counts: Mapping[str, int]) -> list[tuple[str, int]]:

@@ -63,12 +63,16 @@ class Span:
 
     @property
     def hit_rate(self) -> float | None:
-        """Part of the blocks that lookups found or, where none asked, that loads brought; None if nobody asked.
+        """Part of the blocks that lookups found and loads brought, of all that were asked for; None if nobody asked.
 
-        An engine that looks first loads what is there alone, so its lookups say what it had hoped for.
+        An engine that looks first loads what is there alone: its lookups say what it had hoped for, and what its loads
+        missed is missing as well. Of a load that asked for more than lookups had found, that much was known to miss.
         """
-        asked, missed = (self.looked_up, self.not_found) if self.looked_up else (self.requested, self.missed)
-        return 1 - missed / asked if asked else None
+        if not self.looked_up:
+            return 1 - self.missed / self.requested if self.requested else None
+        found = self.looked_up - self.not_found
+        not_brought = max(0, self.missed - max(0, self.requested - found))
+        return (found - not_brought) / self.looked_up
 
 
 class History:
