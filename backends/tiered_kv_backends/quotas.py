@@ -37,13 +37,16 @@ async def keep_quota(medium: type[Backend], settings: TierSettings | Mapping[str
         async for some in inventory.found():
             for each in some:
                 num_bytes[each.place.salt] += each.num_bytes
-        over = {salt: held - quota_bytes for salt, held in num_bytes.items() if held > quota_bytes}
-        theirs: list[Found] = []
-        if over:
-            async for some in inventory.found():
-                theirs += [each for each in some if each.place.salt in over]
+        doubtful = {salt for salt, held in num_bytes.items() if held > quota_bytes}
+        theirs: dict[str, Found] = {}
+        if doubtful:
+            async for some in inventory.found():  # Redis may name a key twice
+                theirs |= {each.where: each for each in some if each.place.salt in doubtful}
+        over = Counter(dict.fromkeys(doubtful, -quota_bytes))
+        for each in theirs.values():
+            over[each.place.salt] += each.num_bytes
         doomed = []
-        for each in sorted(theirs, key=lambda found: found.written_at or 0.0):
+        for each in sorted(theirs.values(), key=lambda found: found.written_at or 0.0):
             if over[each.place.salt] > 0:
                 over[each.place.salt] -= each.num_bytes
                 doomed.append(each)
