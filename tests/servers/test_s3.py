@@ -608,6 +608,26 @@ async def test_what_a_server_repeats_holds_no_secret() -> None:
     assert "hidden" not in "".join(traceback.format_exception(caught.value))
 
 
+async def test_what_a_server_repeats_at_opening_holds_no_secret() -> None:
+    """Whatever the first answer is, neither the error nor what it came from has a key or a token in it."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 400 Bad\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%b" % (len(head), head))
+        await writer.drain()
+        writer.close()
+
+    login = {"access_key_id": "hidden-id", "secret_access_key": "hidden-key", "session_token": "hidden-token"}
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        endpoint = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        backend = S3Backend({"url": "s3://blocks", "endpoint": endpoint, **login})
+        with open_context() as context, pytest.raises(BackendUnavailableError, match="400") as caught:
+            await backend.open(context)
+    shown = "".join(traceback.format_exception(caught.value))
+    assert "x-amz-security-token" in shown
+    assert "hidden" not in shown
+
+
 async def test_a_host_that_is_redirected_to_gets_no_key() -> None:
     """The client goes where a store sends it. With the session token, as is documented; with no key or signature."""
     asked = list[bytes]()
