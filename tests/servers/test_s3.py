@@ -678,6 +678,21 @@ for _ in range(4):
     assert ended.stdout.split() == ["0"] * 16, ended.stderr
 
 
+def test_a_process_that_made_a_client_waits_at_its_end() -> None:
+    """Once, for a moment, however many it made: what the test above shows takes luck where the client is quick."""
+    program = """
+import time
+time.sleep = lambda seconds: print("waits for", seconds)
+from tiered_kv_backends.s3 import S3Settings
+from tiered_kv_backends.s3.client import make_store
+for _ in range(2):
+    make_store(S3Settings(url="memory:///"))
+print("ends")
+"""
+    ended = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert ended.stdout.split("\n")[:-1] == ["ends", "waits for 0.3"], ended.stderr
+
+
 async def test_connections_are_bounded() -> None:
     """However many blocks are asked for at once, no more requests than ``connections`` are under way."""
     async with answering(itertools.repeat("404 Not Found"), hold_until=3, connections=3) as (backend, server):
