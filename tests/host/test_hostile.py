@@ -15,6 +15,7 @@ from tests.support.caches import until
 from tests.support.serving import attached, serving
 from tiered_kv import ConfigurationError, Shard, TieredKVError, TieredKVServer
 from tiered_kv.host import link, messages, wire
+from tiered_kv.host.change_messages import AHEAD, Follow, Taken
 from tiered_kv.host.fields import Keys
 from tiered_kv.host.link import Link
 from tiered_kv.host.opening import Attach, Attached, Join
@@ -216,6 +217,18 @@ async def test_who_is_told_that_nothing_comes_any_more_is_sent_nothing() -> None
         assert not lost
     await until(lambda: lost == [True])
     assert taken == [1]
+
+
+async def test_changes_that_were_not_sent_cannot_be_taken(tmp_path: Path) -> None:
+    """A client that says so has no more room for it: the server sends no further ahead than to others."""
+    with serving(tmp_path, cpu(24)) as server, attached_stranger(server) as (connection, _):
+        connection.settimeout(60)
+        connection.sendall(wire.frame(Follow(5)) + wire.frame(Taken(5, AHEAD)) * 2)
+        replies: list[object] = []
+        while not any(isinstance(reply, messages.Failed) for reply in replies):
+            length = int.from_bytes(await asyncio.to_thread(connection.recv, 4, socket.MSG_WAITALL), "little")
+            replies.append(messages.reply_from(connection.recv(length, socket.MSG_WAITALL)))
+        assert {reply.id for reply in replies if isinstance(reply, messages.Failed)} == {5}
 
 
 async def test_leases_asked_for_at_once_are_counted(tmp_path: Path) -> None:

@@ -396,7 +396,7 @@ class Session:
     def _checked(self, id_: int, send: Send, call: Callable[[], object]) -> None:
         try:
             call()
-        except (TieredKVError, ValueError) as error:  # a ValueError is of an enum, e.g. a priority there is none of
+        except (TieredKVError, ValueError) as error:  # a ValueError is e.g. of a priority there is none of
             kind = wire.kind_of(error) if isinstance(error, TieredKVError) else ConfigurationError.__name__
             send(messages.Failed(id_, kind, str(error)))
 

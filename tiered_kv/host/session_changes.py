@@ -24,7 +24,7 @@ class SessionChanges:
 
     def __init__(self, tasks: Tasks) -> None:
         self._tasks = tasks
-        self._streams: dict[int, tuple[asyncio.Task[None], asyncio.Semaphore]] = {}
+        self._streams: dict[int, tuple[asyncio.Task[None], asyncio.BoundedSemaphore]] = {}
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -34,14 +34,18 @@ class SessionChanges:
 
     def follow(self, id_: int, seat: OpenCache, send: Send) -> None:
         """Begin a stream."""
-        room = asyncio.Semaphore(AHEAD)
+        room = asyncio.BoundedSemaphore(AHEAD)
         changes = seat.subscribers.subscribe(_MOST_NAMES)
         task = self._tasks.spawn(_tell(id_, changes, _ranks(seat), room, send), "tell of changes")
         self._streams[id_] = task, room
         task.add_done_callback(lambda _: self._streams.pop(id_, None))
 
     def taken(self, id_: int, num_messages: int) -> None:
-        """The client has room for so many messages more; of a stream that has ended it is passed over."""
+        """The client has room for so many messages more; of a stream that has ended it is passed over.
+
+        Raises:
+            ValueError: It has taken more than were sent: what it does not read would pile up here.
+        """
         if id_ in self._streams:
             for _ in range(min(num_messages, AHEAD)):
                 self._streams[id_][1].release()
@@ -68,7 +72,7 @@ def _ranks(seat: OpenCache) -> dict[int, int]:
     return {shard.rank: number for number, shard in enumerate(seat.shards)}
 
 
-async def _tell(id_: int, changes: Changes, ranks: dict[int, int], room: asyncio.Semaphore, send: Send) -> None:
+async def _tell(id_: int, changes: Changes, ranks: dict[int, int], room: asyncio.BoundedSemaphore, send: Send) -> None:
     async for change in changes:
         if change.rank not in ranks:
             continue
