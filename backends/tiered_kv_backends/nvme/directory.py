@@ -330,4 +330,5 @@ def explained(
         yield
     except OSError as error:
         name = f"{path}" if error.filename in {None, str(path)} else f"{path}/{error.filename}"
-        raise ConfigurationError(f"{name}: {error.strerror}; {advice}") from error
+        why = "it is a file" if isinstance(error, FileExistsError) else error.strerror
+        raise ConfigurationError(f"{name}: {why}; {advice}") from error

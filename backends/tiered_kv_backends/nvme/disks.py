@@ -84,7 +84,11 @@ class Disks:
         self._settings = settings
         self._shapes = context.groups
         self._clock = context.clock
-        self.num_slots = fit(settings.capacity, self._shapes)
+        try:
+            self.num_slots = fit(settings.capacity, self._shapes)
+        except ConfigurationError as error:
+            paths = ", ".join(map(str, settings.paths))
+            raise ConfigurationError(f"the NVMe tier at {paths}: {error}") from error
         self.max_slots = fit(settings.max_capacity or settings.capacity, self._shapes)
         self.missing: Missing | None = None
         self.order = Order()
