@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from tests.support.any_layout import AnyEngine, cpu, prompt
+from tests.support.command_line import answer, run
 from tests.support.serving import attached, serving
 from tiered_kv import ModelIdentity
 from tiered_kv.cli import hosting
@@ -65,6 +66,19 @@ async def test_a_server_that_shows_nothing_has_no_page(tmp_path: Path) -> None:
     with serving(tmp_path, cpu(32), settings={"page": f"unix:{tmp_path / 'page.sock'}"}) as server:
         async with attached(server):
             assert (await get(tmp_path / "page.sock", "/metrics")).status_code == 404
+
+
+async def test_the_command_line_is_told_where_each_model_is(tmp_path: Path, shown: dict[str, Any]) -> None:
+    """The server's address shows no cache: the error lists the models' addresses, and those work."""
+    with serving(tmp_path, cpu(32), settings=shown) as server:
+        async with attached(server, model=ModelIdentity("two", weights="w0")):
+            for arguments in (("status",), ("explain", "--hashes", str(tmp_path / "hashes.json"))):
+                (tmp_path / "hashes.json").write_text("[]")
+                result = await run(*arguments, "--at", shown["page"])
+                assert result.exit_code == 2
+                address, _, name = result.stderr.partition("by --at: ")[2].strip().partition(" ")
+                assert name == "(two)"
+            assert (await answer("status", "--at", address))["model"] == "two"
 
 
 async def test_status_shows_shares_clients_and_leases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

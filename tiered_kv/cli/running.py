@@ -57,6 +57,11 @@ class RunningCache:
             raise BackendUnavailableError(f"no cache answers at {self._at} ({why}): {_ADVICE}") from error
         except ValueError:
             said = None
+        if isinstance(said, dict) and isinstance(models := said.get("models"), dict):
+            pages = ", ".join(f"{self._at}/{directory}/ ({name})" for directory, name in models.items())
+            raise ConfigurationError(
+                f"{self._at} shows a server's models, not one cache: ask one by --at: {pages or 'there is none yet'}"
+            )
         if not isinstance(said, dict) or ("error" not in said and answer.is_error):
             raise BackendUnavailableError(f"what answers at {self._at} is no cache's page: {_ADVICE}")
         if "error" in said:
@@ -69,24 +74,29 @@ class RunningCache:
 def running_cache(at: str) -> Iterator[RunningCache]:
     """Yield the cache whose page is there: ``host:port``, ``unix:/path``, or the URL of a page that a program serves.
 
+    Of a server's page at a socket, a model's is ``unix:/path/directory/``.
+
     Raises:
         ConfigurationError: That is no address.
         BackendUnavailableError: There is no such socket.
     """
     transport = None
     if at.startswith(("http://", "https://")):
-        url = at.rstrip("/") + "/"
+        at = url = at.rstrip("/")
     else:
         address = page_address(at)
         if not address:
             raise ConfigurationError(f"no address is given: {_ADVICE}")
         where = parts_of(address)
         if isinstance(where, str):
-            if not Path(where).is_socket():  # httpx would leave one of its own open
-                raise BackendUnavailableError(f"no cache answers at {at} (there is no socket): {_ADVICE}")
-            transport, url = httpx.HTTPTransport(uds=where), "http://localhost/"
+            path = Path(where)
+            socket = next((each for each in (path, *path.parents) if each.is_socket()), None)
+            if socket is None:  # httpx would leave one of its own open
+                raise BackendUnavailableError(f"no cache answers at {address} (there is no socket): {_ADVICE}")
+            transport = httpx.HTTPTransport(uds=str(socket))
+            at, url = address.rstrip("/"), "/".join(["http://localhost", *path.relative_to(socket).parts])
         else:
-            url = f"http://{address}/"
+            at = url = f"http://{address}"
     # Proxies are for what is elsewhere: a cache is asked for directly.
-    with httpx.Client(base_url=url, transport=transport, timeout=_TIMEOUT_S, trust_env=False) as client:
+    with httpx.Client(base_url=f"{url}/", transport=transport, timeout=_TIMEOUT_S, trust_env=False) as client:
         yield RunningCache(client, at)

@@ -1,6 +1,7 @@
 """What a server shows of all its models: a page that lists them, each with the page of its cache, and its metrics."""
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any, Final
@@ -38,6 +39,10 @@ class Pages:
             await _answer(send, 200, await asyncio.to_thread(_exposed), b"text/plain; version=0.0.4; charset=utf-8")
         elif scope["path"] == "/":
             await _answer(send, 200, self._listed().encode())
+        elif scope["path"] in {"/stats.json", "/explain.json"}:  # tiered-kv asks as if this were the page of a cache
+            models = {share.directory: share.name for share in self._shares() if share.page}
+            said = {"error": "a server's models are shown here, not one cache: go to /", "models": models}
+            await _answer(send, 404, json.dumps(said).encode(), b"application/json")
         else:
             await _answer(send, 404, b"there is no such page: go to /")
 
