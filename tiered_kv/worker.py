@@ -164,10 +164,11 @@ class Worker:
         caches, slab = self._caches.get(engine.group), self._slabs.get(move.host.pool)
         if caches is None:
             raise ConfigurationError("register_kv_caches() comes before a plan is executed: there are no tensors yet")
-        if slab is None:
-            raise ConfigurationError(f"{move.host.pool!r} is none of the slabs attached: {', '.join(self._slabs)}")
         caches.check_ids(engine.ids)
         self._check_new(plan.job)
+        if slab is None or not slab.copy_begins():  # another thread may have let go of it just now
+            self._executed.pop(plan.job, None)
+            raise ConfigurationError(f"{move.host.pool!r} is none of the slabs attached: {', '.join(self._slabs)}")
 
         rows = slab.rows
 
@@ -178,7 +179,6 @@ class Worker:
                 gather_blocks(caches, engine.ids, rows, move.host.ids)
 
         started = time.monotonic()
-        slab.copy_begins()
 
         def done(error: BaseException | None) -> None:
             slab.copy_ended()
@@ -253,10 +253,11 @@ class _Slab:
         """See `HostSlab.rows`."""
         return self._slab.rows
 
-    def copy_begins(self) -> None:
-        """Keep it until `copy_ended`."""
+    def copy_begins(self) -> bool:
+        """Keep it until `copy_ended`; say whether it was still there to be kept."""
         with self._lock:
-            self._num_users += 1
+            self._num_users += bool(self._num_users)
+            return bool(self._num_users)
 
     def copy_ended(self) -> None:
         """Let go of it once nobody uses it."""

@@ -179,6 +179,26 @@ async def test_a_plan_is_executed_once() -> None:
         await until_idle(kv)
 
 
+async def test_memory_that_another_thread_gives_up_is_not_copied_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan whose memory goes just as it is started is refused, and can be executed once that is attached again."""
+    async with open_any(AnyEngine(), CPU) as kv:
+        planner, engine = kv.planner(), AnyEngine()
+        planner.register_worker()
+        with Worker(planner.slabs(), layout=SMALL, device="cpu") as worker:
+            worker.register_kv_caches(engine.caches[0])
+            job = planner.plan_store(KEYS, engine.fill(KEYS, range(N)))
+            plan = await job.planned()
+            with monkeypatch.context() as meanwhile:
+                meanwhile.setattr(worker, "_check_new", lambda _: worker.attach(()))
+                with pytest.raises(ConfigurationError, match="none of the slabs"):
+                    worker.start(plan)
+            worker.attach(planner.slabs())
+            outcomes = worker.execute(plan)
+            assert (outcomes.num_moved, outcomes.error) == (N, "")
+            planner.complete(outcomes)
+            assert (await job.ended()).num_blocks == N
+
+
 async def test_a_load_overtaken_by_new_weights_brings_nothing() -> None:
     """The job's result says 0 blocks, and why, although the workers have copied."""
     async with open_any(AnyEngine(), CPU, shard=Shard.every(2)) as kv:
