@@ -28,7 +28,7 @@ SMALL: Final[Mapping[str, tuple[list[str], dict[str, Any]]]] = {
     ),
     "recompute": ([], {"LATENCY_S": (0.0,), "BLOCK_S": (1e-4,), "PREFILL": (8_000,)}),
     "remote": (["shared_fs", "--rounds", "1"], {"NUM_BYTES": 16 << 20}),
-    "telemetry": (["--rounds", "1"], {}),
+    "telemetry": (["--seconds", "0.1"], {}),
 }
 """How little is enough: arguments, and constants of the module. Of those that are not here all of it is."""
 ELSEWHERE: Final = {"engines", "gpu", "launches"}

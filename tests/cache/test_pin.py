@@ -21,8 +21,8 @@ from tiered_kv import BlockKeys, ConfigurationError, GPULoadStoreSpec, KVLayout,
 
 
 def cpu(num_blocks: int) -> dict[str, object]:
-    """A CPU tier of so many blocks."""
-    return {"medium": "cpu", "capacity": num_blocks * PAYLOAD_BYTES}
+    """A CPU tier of so many blocks, of which it is known which go first."""
+    return {"medium": "cpu", "capacity": num_blocks * PAYLOAD_BYTES, "policy": "lru"}
 
 
 def of_tenant(num_blocks: int, salt: str) -> BlockKeys:

@@ -213,7 +213,7 @@ class Session:
             send(messages.Loaded(request.id, 0, {}, 0, 0.0, (fault,), None))
             return
         result = ended.result()
-        mask = result.mask.tobytes() if result.mask is not None else None
+        mask = result.mask.tobytes() if request.gaps else None
         by_tier, seconds = dict(result.by_tier), result.seconds
         send(messages.Loaded(request.id, result.num_blocks, by_tier, result.num_bytes, seconds, result.faults, mask))
 
