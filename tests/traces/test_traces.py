@@ -171,7 +171,7 @@ def test_synthetic_traces_go_by_name() -> None:
     for name in SYNTHETIC:
         trace = open_trace(f"synthetic:{name}?num_requests=20&seed=4")
         assert (trace.name, len(trace.requests)) == (f"synthetic:{name}", 20)
-    with pytest.raises(ConfigurationError, match="there are agents, .*, shifts, timers, twice, zipf"):
+    with pytest.raises(ConfigurationError, match=r"there are agents, .*, shifts, timers, twice, zipf"):
         open_trace("synthetic:nothing")
     for wrong in ("?num_requests=many", "?requests=5", "?seed"):
         with pytest.raises(ConfigurationError, match="numbers for any of seed=0"):
