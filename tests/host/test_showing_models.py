@@ -12,6 +12,7 @@ from tests.support.command_line import answer, run
 from tests.support.serving import attached, serving
 from tiered_kv import ModelIdentity
 from tiered_kv.cli import hosting
+from tiered_kv.events import Event
 
 KEYS = prompt(12)
 ONE = ModelIdentity('one<script>"', weights="w0")
@@ -59,6 +60,19 @@ async def test_a_page_and_metrics_over_all_models(tmp_path: Path, shown: dict[st
     assert not socket.exists()
     with serving(tmp_path, cpu(32), settings=shown) as server:
         assert 'model="two"' not in (await get(socket, "/metrics")).text  # others in this process may have theirs
+
+
+async def test_a_server_that_cannot_begin_leaves_nothing_behind(tmp_path: Path, shown: dict[str, Any]) -> None:
+    """Neither its socket, nor its lock, nor its page: the next one listens there."""
+
+    def refuse(event: Event) -> None:
+        raise ZeroDivisionError(event.name)
+
+    with pytest.raises(ZeroDivisionError), serving(tmp_path, cpu(32), settings=shown, emit=refuse):
+        pass
+    assert not (tmp_path / "kv.sock").exists()
+    with serving(tmp_path, cpu(32), settings=shown):
+        assert (await get(tmp_path / "page.sock", "/")).status_code == 200
 
 
 async def test_a_server_that_shows_nothing_has_no_page(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import secrets
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -152,10 +152,14 @@ class TieredKVServer:
             pages = Pages(lambda: list(shares), has_metrics=self._settings.metrics)
             self._page = PageServer(pages, self._settings.page)
         self._listener, self._lock_fd = listen(self._settings.host)
-        if self._settings.metrics:
-            self._metrics = HostMetrics(self._by_model, lambda: list(shares), lambda: self._num_refused)
-        if self._page is not None:
-            self._emit(self._page.start())
+        try:
+            if self._settings.metrics:
+                self._metrics = HostMetrics(self._by_model, lambda: list(shares), lambda: self._num_refused)
+            if self._page is not None:
+                self._emit(self._page.start())
+        except BaseException:  # such as an address that another has: nothing of this server may stay
+            await self.aclose()
+            raise
         self._reception = Reception(self._listener, self._tasks, self._admit)
         self._tasks.keep_running(self._reception.receive, "receive connections")
         self._tasks.keep_running(self._reclaim, "reclaim")
@@ -251,10 +255,10 @@ class TieredKVServer:
             )  # fmt: skip
             token = secrets.token_bytes(16)
             client = AttachedClient(session, share.name, connection, partial(self._ended, token, share))
-            slabs, descriptors = _slabs_of(share, ranks, pins, is_read_only=session.is_read_only)
             self._clients[token] = client
-            try:
-                limits = self._settings.limits
+            limits = self._settings.limits
+            with ExitStack() as given:
+                slabs, descriptors = _slabs_of(share, ranks, pins, given, is_read_only=session.is_read_only)
                 answer = Attached(
                     token,
                     slabs,
@@ -271,10 +275,6 @@ class TieredKVServer:
                     session.is_read_only,
                 )
                 await link.send_opened(connection, answer, descriptors)
-            finally:
-                if session.is_read_only:
-                    for each in descriptors:
-                        os.close(each)
             await link.start(client.link, connection)
         except BaseException:
             if client is not None:
@@ -321,9 +321,9 @@ class TieredKVServer:
 
 
 def _slabs_of(
-    share: Share, ranks: "list[Any]", pins: Pins, *, is_read_only: bool
+    share: Share, ranks: "list[Any]", pins: Pins, given: ExitStack, *, is_read_only: bool
 ) -> tuple[tuple[Slab, ...], list[int]]:
-    """Return what a client maps, and descriptors of it: those of a client that only reads cannot be written by."""
+    """Return what a client maps, and descriptors of it, to be passed on as long as ``given`` is open."""
     assert share.cache is not None  # noqa: S101 - it was joined
     _, cache = seat_at(share.cache, ranks, b"", (), pins)
     slabs, descriptors = [], []
@@ -331,8 +331,7 @@ def _slabs_of(
         slab = chain.host.slab
         group, rank = divmod(number, len(ranks))
         slabs.append(Slab(slab.name, slab.num_slots, slab.stride_bytes, slab.payload_bytes, group, rank))
-        path = f"/proc/self/fd/{slab.fd}"
-        descriptors.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC) if is_read_only else slab.fd)
+        descriptors.append(given.enter_context(_descriptor(slab.fd, is_read_only=is_read_only)))
     return tuple(slabs), descriptors
 
 
