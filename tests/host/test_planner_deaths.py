@@ -16,6 +16,7 @@ from tests.support.any_layout import SMALL, AnyEngine, cpu, prompt
 from tests.support.serving import attached, serving
 from tiered_kv import BackendUnavailableError, ConnectedKV, GPULoadStoreSpec, Outcomes, Shard, Worker
 from tiered_kv.events import WorkerEnded
+from tiered_kv.host import wire
 from tiered_kv.host.for_workers import introduce
 
 KEYS = prompt(8)
@@ -99,6 +100,22 @@ async def test_a_plan_bound_when_a_worker_has_just_ended(tmp_path: Path) -> None
                 result = await job.ended()
             assert (result.num_blocks, "has ended" in result.errors[0]) == (0, True)
             await until_async(lambda: kv.stats()["cpu"].pending == 0)
+
+
+async def test_a_plan_that_no_message_can_say_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its job ends and says why, and no slot is held for it."""
+    with serving(tmp_path, cpu(64)) as server:
+        async with attached(server, shard=tuple(Shard(rank, 2) for rank in range(2))) as kv:
+            planning = kv.planner()
+            for rank in range(2):
+                planning.register_worker(rank=rank)
+            before = await planning.plan_store(KEYS).planned()  # the server knows the workers
+            assert before.num_blocks == 8
+            with monkeypatch.context() as patched, anyio.fail_after(FOREVER_S):
+                patched.setattr(wire, "MOST_FRAME_BYTES", 500)
+                result = await planning.plan_store(prompt(8, seed=7)).ended()
+            assert "fewer keys" in result.errors[0]
+            assert kv.stats()["cpu"].pending == 16  # those of the job before
 
 
 async def test_a_plan_that_nobody_has_ends_with_any_worker(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ holds goes back when each has answered, by way of the client, or has ended; what
 
 import os
 from collections.abc import Callable, Sequence
+from typing import Final
 
 import numpy as np
 
@@ -32,6 +33,8 @@ from tiered_kv.transfers.jobs import Jobs
 from tiered_kv.transfers.requests import JobRequest
 
 Send = Callable[[wire.Message], None]
+_SAID_BYTES: Final = 16
+"""Of a plan, for each block and rank: its position and its slot."""
 
 
 class SessionJobs:
@@ -72,6 +75,10 @@ class SessionJobs:
         """
         keys = request.keys.block_keys()
         parts = seat.batches(keys)
+        if (
+            _SAID_BYTES * len(keys) * len(parts) > wire.MOST_FRAME_BYTES // 2
+        ):  # slots would be held that nobody hears of
+            raise ConfigurationError(f"the plan of {len(keys)} keys for {len(parts)} ranks: give fewer keys to a job")
         per_block = parts[0][0].group.pages_per_block
         engine = _some_blocks(len(keys) * per_block, keys.group) if request.is_bound else None
         seat.note(request.direction, keys)
