@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 import numpy as np
+from typing_extensions import override
 
-from tiered_kv.errors import ConfigurationError, LayoutMismatchError, TieredKVError
+from tiered_kv.errors import TieredKVError
 from tiered_kv.hints import ReuseHint
 from tiered_kv.host import wire
 from tiered_kv.host.attachment import Attachment
@@ -25,7 +26,7 @@ from tiered_kv.log import log
 from tiered_kv.plan import JobResult, Move, Outcomes, Plan
 from tiered_kv.specs import CPULoadStoreSpec, GPULoadStoreSpec
 from tiered_kv.tiers.tasks import in_a_thread
-from tiered_kv.transfers.job import Job, JobBook, check_bound
+from tiered_kv.transfers.job import Job, JobBook
 from tiered_kv.transfers.underway import bind
 from tiered_kv.transfers.workers import Process, Workers
 
@@ -129,21 +130,16 @@ class FarJobs(JobBook):
         self._loop_calls.call(self._start, far)
         return job
 
-    def bind(self, job: Job, blocks: GPULoadStoreSpec, start: int) -> Plan:
-        """See `Job.bind`."""
-        start = check_bound(blocks, start)
-        with self._polled.lock:
-            far, plan = self._underway.get(job), job.plan
-            if plan is None:
-                raise ConfigurationError("job.bind() comes when the job is planned: Planner.poll() tells")
-            if far is None:
-                return replace(plan, num_blocks=0, moves=())
-            if blocks.group != far.request.keys.group:
-                raise LayoutMismatchError(f"keys of KV group {far.request.keys.group}, but block ids of {blocks.group}")
-            bound = job.plan = bind(plan, far.request.per_block, blocks, start)
-            far.is_bound = True
-        self._loop_calls.call(far.send, BindJob(far.number, start, bound.num_blocks))
-        return bound
+    @override
+    def _about(self, job: Job) -> tuple[BlockKeys, int] | None:
+        far = self._underway.get(job)
+        return None if far is None else (far.request.keys, far.request.per_block)
+
+    @override
+    def _note_bound(self, job: Job, start: int, num_blocks: int) -> None:
+        far = self._underway[job]
+        far.is_bound = True
+        self._loop_calls.call(far.send, BindJob(far.number, start, num_blocks))
 
     def complete_keys(self, job: Job, keys: Sequence[bytes], rank: int, *, moved: bool) -> None:
         """See `Job.complete`."""

@@ -7,14 +7,17 @@ import asyncio
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Final, TypeVar
 
-from tiered_kv.errors import ClosedError, ConfigurationError
+from tiered_kv.errors import ClosedError, ConfigurationError, LayoutMismatchError
 from tiered_kv.integers import as_int
+from tiered_kv.keys import BlockKeys
 from tiered_kv.loop_calls import LoopCalls
 from tiered_kv.plan import JobResult, Outcomes, Plan
 from tiered_kv.specs import GPULoadStoreSpec
 from tiered_kv.transfers.polled import Polled
+from tiered_kv.transfers.underway import bind
 
 T = TypeVar("T")
 _LEAST_INT: Final = -(1 << 63)
@@ -106,9 +109,30 @@ class JobBook(ABC):
 
     # What is asked of jobs, by any thread.
 
-    @abstractmethod
     def bind(self, job: Job, blocks: GPULoadStoreSpec, start: int) -> Plan:
         """See `Job.bind`."""
+        if not isinstance(blocks, GPULoadStoreSpec):
+            raise ConfigurationError(f"blocks of the engine are given as GPULoadStoreSpec, got {type(blocks).__name__}")
+        start = as_int("start", start)
+        with self._polled.lock:
+            if (plan := job.plan) is None:
+                raise ConfigurationError("job.bind() comes when the job is planned: Planner.poll() tells")
+            if (about := self._about(job)) is None:
+                return replace(plan, num_blocks=0, moves=())
+            keys, per_block = about
+            if blocks.group != keys.group:
+                raise LayoutMismatchError(f"keys of KV group {keys.group}, but block ids of {blocks.group}")
+            bound = job.plan = bind(plan, per_block, blocks, start)
+            self._note_bound(job, start, bound.num_blocks)
+        return bound
+
+    @abstractmethod
+    def _about(self, job: Job) -> tuple[BlockKeys, int] | None:
+        """Return what a job is to move, and how many blocks of the engine a key needs; None if it is over."""
+
+    @abstractmethod
+    def _note_bound(self, job: Job, start: int, num_blocks: int) -> None:
+        """Take into account, with the lock held, that workers may have the job's plan from now on: of these keys."""
 
     @abstractmethod
     def complete_keys(self, job: Job, keys: Sequence[bytes], rank: int, *, moved: bool) -> None:
@@ -204,13 +228,6 @@ class JobBook(ABC):
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)
-
-
-def check_bound(blocks: GPULoadStoreSpec, start: int) -> int:
-    """Raise unless a job can be bound to these blocks; return ``start`` as an int."""
-    if not isinstance(blocks, GPULoadStoreSpec):
-        raise ConfigurationError(f"blocks of the engine are given as GPULoadStoreSpec, got {type(blocks).__name__}")
-    return as_int("start", start)
 
 
 def _says_all(job: Job, answer: object) -> bool:

@@ -8,24 +8,24 @@ What one rank did not copy out does not become readable on any.
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TypeVarTuple
 
 import numpy as np
+from typing_extensions import override
 
-from tiered_kv.errors import ConfigurationError, LayoutMismatchError
+from tiered_kv.errors import ConfigurationError
 from tiered_kv.events import Emit, WorkerEnded
+from tiered_kv.keys import BlockKeys
 from tiered_kv.loop_calls import LoopCalls
 from tiered_kv.plan import Outcomes, Plan
-from tiered_kv.specs import GPULoadStoreSpec
 from tiered_kv.tiers.base import Mask
 from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.transfers.gaps import bring_around_gaps
-from tiered_kv.transfers.job import Job, JobBook, check_bound
+from tiered_kv.transfers.job import Job, JobBook
 from tiered_kv.transfers.prefetch import Brought, PrefetchHandle, bring_each, start_bringing
 from tiered_kv.transfers.requests import JobRequest
-from tiered_kv.transfers.underway import Underway, bind
+from tiered_kv.transfers.underway import Underway
 from tiered_kv.transfers.workers import Workers
 
 Ts = TypeVarTuple("Ts")
@@ -59,22 +59,17 @@ class Jobs(JobBook):
         self._soon(self._start, job)
         return job
 
-    def bind(self, job: Job, blocks: GPULoadStoreSpec, start: int) -> Plan:
-        """See `Job.bind`."""
-        start = check_bound(blocks, start)
-        with self._polled.lock:
-            underway, plan = self._underway.get(job), job.plan
-            if plan is None:
-                raise ConfigurationError("job.bind() comes when the job is planned: Planner.poll() tells")
-            if underway is None:
-                return replace(plan, num_blocks=0, moves=())
-            request = underway.request
-            if blocks.group != request.keys.group:
-                raise LayoutMismatchError(f"keys of KV group {request.keys.group}, but block ids of {blocks.group}")
-            bound = job.plan = bind(plan, request.pages_per_block, blocks, start)
-            underway.may_be_out = True
-        self._soon(self._answer, job, lambda underway: underway.follow(bound, slice(start, start + bound.num_blocks)))
-        return bound
+    @override
+    def _about(self, job: Job) -> tuple[BlockKeys, int] | None:
+        underway = self._underway.get(job)
+        return None if underway is None else (underway.request.keys, underway.request.pages_per_block)
+
+    @override
+    def _note_bound(self, job: Job, start: int, num_blocks: int) -> None:
+        bound = job.plan
+        assert bound is not None  # noqa: S101 - it was bound just now
+        self._underway[job].may_be_out = True
+        self._soon(self._answer, job, lambda underway: underway.follow(bound, slice(start, start + num_blocks)))
 
     def complete_keys(self, job: Job, keys: Sequence[bytes], rank: int, *, moved: bool) -> None:
         """See `Job.complete`."""
