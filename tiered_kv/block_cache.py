@@ -40,8 +40,8 @@ from tiered_kv.transfers.prefetch import HostLease, PrefetchHandle
 from tiered_kv.transfers.requests import Order
 from tiered_kv.transfers.store import StoreHandle
 from tiered_kv.transfers.submissions import LoadTicket, StoreTicket, load_failed, store_failed
-from tiered_kv.transfers.swap import Copies, Moves
-from tiered_kv.validation import LoadCall, StoreCall, check_specs
+from tiered_kv.transfers.swap import Copies, Moves, Swap
+from tiered_kv.validation import LoadCall, StoreCall, check_seconds, check_specs
 
 
 class BlockCache(ABC):
@@ -411,7 +411,6 @@ class BlockCache(ABC):
         maps = blocks_to_swap_in, blocks_to_swap_out, blocks_to_copy
         return await self.start_swap(*maps, after=after, group=group, deadline_s=deadline_s)
 
-    @abstractmethod
     def start_swap(
         self,
         blocks_to_swap_in: Moves = (),
@@ -441,6 +440,14 @@ class BlockCache(ABC):
             ConfigurationError: An id out of range, or two sources of one target; there is no swap space.
             ClosedError: The cache is not open.
         """
+        side = self._open()
+        check_seconds("deadline_s", deadline_s)
+        space = side.swap_space(group)
+        maps = space.check(blocks_to_swap_in, blocks_to_swap_out, blocks_to_copy)
+        if after is not None:
+            space.side.device.check(after)
+        swap = Swap(space, *maps, after, side.deadline(deadline_s))
+        return swap.start(side.tasks.spawn(swap.run(), "swap"))
 
     # What goes, what is written, and why: for operators and schedulers, now and then.
 

@@ -49,7 +49,6 @@ from tiered_kv.results import (
     PinResult,
     StoreResult,
     SwapOutResult,
-    SwapResult,
 )
 from tiered_kv.settings import CacheLimits, TieredKVSettings, tier_name
 from tiered_kv.specs import GPULoadStoreSpec
@@ -67,7 +66,6 @@ from tiered_kv.transfers.prefetch import HostLease, Prefetch, PrefetchHandle, ho
 from tiered_kv.transfers.start import start_load, start_store
 from tiered_kv.transfers.store import StoreHandle
 from tiered_kv.transfers.submissions import LoadTicket, StoreTicket
-from tiered_kv.transfers.swap import Copies, Moves, Swap, SwapSide
 from tiered_kv.validation import (
     LoadCall,
     StoreCall,
@@ -336,28 +334,6 @@ class TieredKV(BlockCache):
         cache.ledger.preemptions += 1
         cache.emit(SequencePreempted(len(keys), stored.num_dropped, pinned.num_blocks))
         return SwapOutResult(**vars(stored), num_pinned=pinned.num_blocks)
-
-    @override
-    def start_swap(
-        self,
-        blocks_to_swap_in: Moves = (),
-        blocks_to_swap_out: Moves = (),
-        blocks_to_copy: Copies = (),
-        *,
-        after: object = None,
-        group: int = 0,
-        deadline_s: float | None = None,
-    ) -> Handle[SwapResult]:
-        cache = self._open()
-        chain, caches = cache.of_rank(group), cache.bindings.caches_of(group)
-        side = SwapSide(chain.h2d.device, chain.loop_calls, chain.emit, chain.limits.window_bytes)
-        space = cache.swaps.of(group, side, caches, int(cache.limits.swap_space), cache.lifetime)
-        maps = space.check(blocks_to_swap_in, blocks_to_swap_out, blocks_to_copy)
-        if after is not None:
-            chain.h2d.device.check(after)
-        check_seconds("deadline_s", deadline_s)
-        swap = Swap(space, *maps, after, cache.deadline(deadline_s))
-        return swap.start(cache.tasks.spawn(swap.run(), "swap"))
 
     # What goes, what is written, and why: for operators and schedulers, now and then.
 

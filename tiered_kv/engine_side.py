@@ -13,6 +13,7 @@ from tiered_kv.loop_calls import LoopCalls
 from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.transfers.bindings import Bindings, Reach
 from tiered_kv.transfers.submissions import Submissions
+from tiered_kv.transfers.swap import SwapSpace
 
 
 class EngineSide(ABC):
@@ -49,6 +50,18 @@ class EngineSide(ABC):
         Raises:
             ConfigurationError: The layout has none of this number, or there are several ranks.
         """
+
+    @abstractmethod
+    def swap_space(self, group: int) -> SwapSpace:
+        """Return the slots that the engine numbers itself for pages of a KV group; made when it is first asked for.
+
+        Raises:
+            ConfigurationError: There are several ranks, no such group, no room, or no tensors to swap.
+        """
+
+    @abstractmethod
+    def deadline(self, deadline_s: float | None) -> float:
+        """Return when a load's time is up, on the loop's clock. From any thread."""
 
     def check_loop(self, *, anywhere: bool = False) -> None:
         """Raise unless a call comes from the event loop that opened the cache, or ``anywhere`` while that is there.

@@ -44,7 +44,7 @@ from tiered_kv.transfers.bindings import Bindings
 from tiered_kv.transfers.cleaner import Cleaner
 from tiered_kv.transfers.jobs import Jobs
 from tiered_kv.transfers.resize import resize, slots_within
-from tiered_kv.transfers.swap import SwapSpaces
+from tiered_kv.transfers.swap import SwapSide, SwapSpace, SwapSpaces
 from tiered_kv.validation import check_keys, check_one_rank
 
 T = TypeVar("T")
@@ -305,8 +305,14 @@ class OpenCache(EngineSide):
 
     # What some calls do.
 
+    @override
+    def swap_space(self, group: int) -> SwapSpace:
+        chain, caches = self.of_rank(group), self.bindings.caches_of(group)
+        side = SwapSide(chain.h2d.device, chain.loop_calls, chain.emit, chain.limits.window_bytes)
+        return self.swaps.of(group, side, caches, int(self.limits.swap_space), self.lifetime)
+
+    @override
     def deadline(self, deadline_s: float | None) -> float:
-        """Return when a load's time is up, on the loop's clock. From any thread."""
         return self._clock() + (self.limits.load_timeout_s if deadline_s is None else deadline_s)
 
     def statistics(self) -> CacheStatistics:

@@ -45,7 +45,6 @@ from tiered_kv.results import (
     PrefetchResult,
     StoreResult,
     SwapOutResult,
-    SwapResult,
     TierFault,
     TierRun,
 )
@@ -56,7 +55,6 @@ from tiered_kv.transfers.load_handle import LoadHandle
 from tiered_kv.transfers.prefetch import HostLease, PrefetchHandle
 from tiered_kv.transfers.store import StoreHandle
 from tiered_kv.transfers.submissions import LoadTicket, StoreTicket
-from tiered_kv.transfers.swap import Copies, Moves, Swap, SwapSide
 from tiered_kv.validation import (
     LoadCall,
     StoreCall,
@@ -108,7 +106,8 @@ class ConnectedKV(BlockCache):
         self._emit = guarded(check_emit(emit))
         self._past_epochs: list[bytes] = []
         opening = Attach.of(name, model, layout, self._shards, is_read_only=read_only)
-        self._connection = Connection(_path_in(url), opening, layout, self._shards, resolve(device), timeout_s)
+        make_side = partial(FarSide, resolve(device), layout, self._shards, self._emit)
+        self._connection = Connection(_path_in(url), opening, make_side, timeout_s)
         self._starts = Starts(self._connection, epoch_digest(model.weights), self._emit)
         self._planner: Planner | None = None
         self._subscribers: FarSubscribers | None = None
@@ -144,7 +143,6 @@ class ConnectedKV(BlockCache):
         return self._starts.prepare_load(call, anywhere=anywhere)
 
     def _prepare_store(self, call: StoreCall, *, anywhere: bool = False) -> Callable[[], StoreHandle]:
-        """Hints do not reach the host's cache."""
         return self._starts.prepare_store(call, anywhere=anywhere)
 
     def poll(self, timeout_s: float = 0.0) -> list[tuple[LoadTicket, LoadResult] | tuple[StoreTicket, StoreResult]]:
@@ -216,30 +214,6 @@ class ConnectedKV(BlockCache):
         num_pinned = answer.number if isinstance(answer, messages.Number) else 0
         self._emit(SequencePreempted(len(keys), stored.num_dropped, num_pinned))
         return SwapOutResult(**vars(stored), num_pinned=num_pinned)
-
-    def start_swap(
-        self,
-        blocks_to_swap_in: Moves = (),
-        blocks_to_swap_out: Moves = (),
-        blocks_to_copy: Copies = (),
-        *,
-        after: object = None,
-        group: int = 0,
-        deadline_s: float | None = None,
-    ) -> Handle[SwapResult]:
-        """See `BlockCache.start_swap`. The slots are in this process's memory, and there whatever the server does."""
-        here = self._open()
-        here.of_rank(group)
-        check_seconds("deadline_s", deadline_s)
-        side = SwapSide(here.device, here.loop_calls, self._emit, here.attached.window_bytes)
-        caches, num_bytes = here.bindings.caches_of(group), here.attached.swap_space_bytes
-        space = here.swaps.of(group, side, caches, num_bytes, here.lifetime)
-        maps = space.check(blocks_to_swap_in, blocks_to_swap_out, blocks_to_copy)
-        if after is not None:
-            here.device.check(after)
-        deadline = here.loop.time() + (here.attached.load_timeout_s if deadline_s is None else deadline_s)
-        swap = Swap(space, *maps, after, deadline)
-        return swap.start(here.tasks.spawn(swap.run(), "swap"))
 
     # From any thread; these block it for the time that the server needs to answer.
 

@@ -5,7 +5,7 @@ While no server is there, or it does not answer in time, questions have no answe
 
 import asyncio
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, Protocol
 
@@ -15,11 +15,8 @@ from tiered_kv.host.attachment import Attachment
 from tiered_kv.host.far_side import FarSide
 from tiered_kv.host.messages import Answer, Failed, Stats
 from tiered_kv.host.opening import Attach, Attached, Opened
-from tiered_kv.keys import Shard
-from tiered_kv.layout import KVLayout
 from tiered_kv.log import log
 from tiered_kv.loop_calls import LoopCalls
-from tiered_kv.memory.make import DeviceLike
 from tiered_kv.tiers.tasks import Tasks, WorkerPool
 from tiered_kv.transfers.handles import Handle
 from tiered_kv.transfers.submissions import Ticket
@@ -57,9 +54,7 @@ class Connection:
         self,
         path: str,
         opening: Attach,
-        layout: KVLayout,
-        shards: Sequence[Shard],
-        device: DeviceLike,
+        make_side: Callable[[Attached, LoopCalls], FarSide],
         timeout_s: float,
     ) -> None:
         """Prepare it; `open` comes next.
@@ -67,18 +62,14 @@ class Connection:
         Args:
             path: See the attribute.
             opening: Who attaches.
-            layout: Of the client's blocks.
-            shards: Whose parts of them.
-            device: Of the engine.
+            make_side: Makes what the client has in this process, when the first server says how it keeps blocks.
             timeout_s: See the attribute.
         """
         self.path = path
         self.timeout_s = timeout_s
         self.there: Attachment | None = None
         self._opening = opening
-        self._layout = layout
-        self._shards = shards
-        self._device = device
+        self._make_side = make_side
         self._here: FarSide | None = None
         self._is_opening = False
         self._closing: asyncio.Task[None] | None = None
@@ -151,7 +142,7 @@ class Connection:
         try:
             begun = await self._begin_in_time()
             try:
-                here = self._here = FarSide(self._device, self._layout, self._shards, begun[1], loop_calls)
+                here = self._here = self._make_side(begun[1], loop_calls)
             except BaseException:
                 link.give_back(begun[0], begun[2])
                 raise

@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from tiered_kv.engine_side import EngineSide
 from tiered_kv.errors import ConfigurationError, LayoutMismatchError
+from tiered_kv.events import Emit
 from tiered_kv.host.opening import Attached
 from tiered_kv.keys import BlockKeys, Shard
 from tiered_kv.layout import KVGroup, KVLayout
@@ -18,7 +19,7 @@ from tiered_kv.memory.device import Device
 from tiered_kv.memory.lanes import Lanes
 from tiered_kv.memory.make import DeviceLike, make_device
 from tiered_kv.tiers.tasks import Tasks, in_a_thread
-from tiered_kv.transfers.swap import SwapSpaces
+from tiered_kv.transfers.swap import SwapSide, SwapSpace, SwapSpaces
 from tiered_kv.validation import check_keys, check_one_rank
 
 
@@ -40,7 +41,13 @@ class FarSide(EngineSide):
     reads_direct: ClassVar = False
 
     def __init__(
-        self, device: DeviceLike, layout: KVLayout, shards: Sequence[Shard], attached: Attached, loop_calls: LoopCalls
+        self,
+        device: DeviceLike,
+        layout: KVLayout,
+        shards: Sequence[Shard],
+        emit: Emit,
+        attached: Attached,
+        loop_calls: LoopCalls,
     ) -> None:
         """Begin, as the first server says that it keeps blocks."""
         lifetime = AsyncExitStack()
@@ -54,12 +61,25 @@ class FarSide(EngineSide):
         self.attached = attached
         self.swaps = SwapSpaces()
         self.loop_calls = loop_calls
+        self._emit = emit
         self.groups = [FarGroup(each, make_codec(attached.codec, each), h2d, d2h, loop_calls) for each in layout.groups]
 
     @override
     def of_rank(self, group: int) -> FarGroup:
         check_one_rank(self.shards)
         return self.group(group)
+
+    @override
+    def swap_space(self, group: int) -> SwapSpace:
+        """The slots are in this process's memory, and there whatever the server does."""
+        self.of_rank(group)
+        side = SwapSide(self.device, self.loop_calls, self._emit, self.attached.window_bytes)
+        caches = self.bindings.caches_of(group)
+        return self.swaps.of(group, side, caches, self.attached.swap_space_bytes, self.lifetime)
+
+    @override
+    def deadline(self, deadline_s: float | None) -> float:
+        return self.loop.time() + (self.attached.load_timeout_s if deadline_s is None else deadline_s)
 
     def group(self, group: int) -> FarGroup:
         """Return a KV group.
