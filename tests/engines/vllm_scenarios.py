@@ -167,7 +167,7 @@ def one_stalls(folder: pathlib.Path) -> Any:
     """Of loads that take turns the first one stalls: the others do not wait for it."""
     tiering = filled(folder, {**faulty(folder), "load_timeout_s": 3600}, 8)
     was = offload_tier._READ_AHEAD_BYTES  # noqa: SLF001 - a load of so many bytes takes long to make
-    offload_tier._READ_AHEAD_BYTES = CHUNK  # noqa: SLF001
+    offload_tier._READ_AHEAD_BYTES = CHUNK  # noqa: SLF001 - as above
     (folder / "stall").write_text("3600")
 
     def load(number: int) -> None:
@@ -185,7 +185,7 @@ def one_stalls(folder: pathlib.Path) -> Any:
     while len(ended) < 7 and time.monotonic() < deadline:
         ended |= {each.job_id: each.success for each in tiering.tier.get_finished_jobs()}
         time.sleep(0.01)
-    offload_tier._READ_AHEAD_BYTES = was  # noqa: SLF001
+    offload_tier._READ_AHEAD_BYTES = was  # noqa: SLF001 - as it was
     return sorted(number for number, success in ended.items() if success)
 
 

@@ -100,4 +100,4 @@ def test_memory_is_bounded() -> None:
     for at in range(2_000):
         ghost.use(at, "load", [chance.randrange(2**64) for _ in range(10)])
     held = [len(part) for part in ghost._parts]  # noqa: SLF001 - no public call tells it
-    assert sum(held) == len(ghost._asked) == 256  # noqa: SLF001
+    assert sum(held) == len(ghost._asked) == 256  # noqa: SLF001 - what it holds is nowhere else to be seen
