@@ -164,8 +164,8 @@ class OwnPlanner(Planner):
         hint: ReuseHint | None = None,
     ) -> Job:
         self._check_open()
-        cache = self._cache
+        cache, known = self._cache, check_hint(hint)
         parts = cache.batches(keys, epoch)
         check_planned(parts[0][0], keys, source)
         cache.note("store", keys)
-        return cache.jobs.begin(JobRequest("store", keys, parts, source, lambda: True, hint=check_hint(hint)))
+        return cache.jobs.begin(JobRequest("store", keys, parts, source, lambda: True, hint=known))

@@ -1,78 +1,98 @@
 """Loads from the back, places and swaps of a client: what a cache of one's own does, through a server."""
 
+import asyncio
 import os
+import threading
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 import anyio
 import pytest
 
 from tests.support.any_layout import LIMITS, AnyEngine, cpu, nvme, prompt
+from tests.support.caches import until
 from tests.support.serving import attached, serving
-from tiered_kv import ConfigurationError, CPULoadStoreSpec, FileLoadStoreSpec, Shard
+from tiered_kv import ConfigurationError, ConnectedKV, CPULoadStoreSpec, FileLoadStoreSpec, Shard
 
 KEYS = prompt(32)
+
+
+@asynccontextmanager
+async def stored(tmp_path: Path, place: str) -> AsyncIterator[tuple[ConnectedKV, AnyEngine]]:
+    """Have a client of a server that has the blocks in one of its tiers, and an engine that has none of them."""
+    engine = AnyEngine()
+    with serving(tmp_path, cpu(64), nvme(tmp_path / "disk")) as server:
+        async with attached(server, engine) as kv:
+            await (await kv.store(KEYS, engine.fill(KEYS, range(32)))).settled()
+            if place == "nvme":
+                await kv.evict(KEYS, tier="cpu")
+            engine.wipe()
+            yield kv, engine
 
 
 @pytest.mark.parametrize("place", ["cpu", "nvme"])
 async def test_whole_from_the_back_if_nobody_computes(place: str, tmp_path: Path) -> None:
     """All of it comes, from memory at once or from a disk part by part."""
-    engine = AnyEngine()
-    with serving(tmp_path, cpu(64), nvme(tmp_path / "disk")) as server:
-        async with attached(server, engine) as kv:
-            await (await kv.store(KEYS, engine.fill(KEYS, range(32)))).settled()
-            if place == "nvme":
-                await kv.evict(KEYS, tier="cpu")
-            engine.wipe()
-            loaded = await kv.start_load(KEYS, engine.spec(range(32)), order="back")
-            assert (loaded.num_blocks, loaded.by_tier) == (32, {place: 32})
-            assert loaded.mask.all()
-            assert engine.count_right(KEYS, range(32)) == 32
+    async with stored(tmp_path, place) as (kv, engine):
+        loaded = await kv.start_load(KEYS, engine.spec(range(32)), order="back")
+        assert (loaded.num_blocks, loaded.by_tier) == (32, {place: 32})
+        assert loaded.mask.all()
+        assert engine.count_right(KEYS, range(32)) == 32
 
 
 @pytest.mark.parametrize("place", ["cpu", "nvme"])
 async def test_what_is_claimed_is_not_touched(place: str, tmp_path: Path) -> None:
     """Of what the engine has claimed not a byte is written, whatever the server has asked for meanwhile."""
-    engine = AnyEngine()
-    with serving(tmp_path, cpu(64), nvme(tmp_path / "disk")) as server:
-        async with attached(server, engine) as kv:
-            await (await kv.store(KEYS, engine.fill(KEYS, range(32)))).settled()
-            if place == "nvme":
-                await kv.evict(KEYS, tier="cpu")
-            engine.wipe()
-            handle = kv.start_load(KEYS, engine.spec(range(32)), order="back")
-            assert handle.stop_before(10) == 10
-            assert handle.stop_before(4) == 10
-            loaded = await handle
-            assert loaded.mask.tolist() == [False] * 10 + [True] * 22
-            assert (loaded.num_blocks, loaded.num_requested, loaded.by_tier) == (0, 32, {place: 22})
-            assert engine.right(KEYS, range(32)) == loaded.mask.tolist()
-            assert handle.stop_before(20) == 10
-            assert not any(tier.leased for tier in kv.stats().tiers)
+    async with stored(tmp_path, place) as (kv, engine):
+        handle = kv.start_load(KEYS, engine.spec(range(32)), order="back")
+        assert handle.stop_before(10) == 10
+        assert handle.stop_before(4) == 10
+        loaded = await handle
+        assert loaded.mask.tolist() == [False] * 10 + [True] * 22
+        assert (loaded.num_blocks, loaded.num_requested, loaded.by_tier) == (0, 32, {place: 22})
+        assert engine.right(KEYS, range(32)) == loaded.mask.tolist()
+        assert handle.stop_before(20) == 10
+        assert not any(tier.leased for tier in kv.stats().tiers)
 
 
 async def test_an_engine_and_a_load_meet(tmp_path: Path) -> None:
     """Block by block the engine claims what it computes, until the load has what comes next; together it is all."""
-    engine = AnyEngine()
-    with serving(tmp_path, cpu(64), nvme(tmp_path / "disk")) as server:
-        async with attached(server, engine) as kv:
-            await (await kv.store(KEYS, engine.fill(KEYS, range(32)))).settled()
-            await kv.evict(KEYS, tier="cpu")
-            engine.wipe()
-            handle, computed = kv.start_load(KEYS, engine.spec(range(32)), order="back"), 0
-            while computed < 32 and handle.stop_before(computed + 1) == computed + 1:
-                engine.fill(KEYS[computed : computed + 1], [computed])
-                computed += 1
-                await kv.lookup(KEYS[:1])
-            loaded = await handle
-            assert loaded.mask[computed:].all()
-            assert engine.count_right(KEYS, range(32)) == 32
+    async with stored(tmp_path, "nvme") as (kv, engine):
+        handle, computed = kv.start_load(KEYS, engine.spec(range(32)), order="back"), 0
+        while computed < 32 and handle.stop_before(computed + 1) == computed + 1:
+            engine.fill(KEYS[computed : computed + 1], [computed])
+            computed += 1
+            await kv.lookup(KEYS[:1])
+        loaded = await handle
+        assert loaded.mask[computed:].all()
+        assert engine.count_right(KEYS, range(32)) == 32
 
 
 async def test_a_load_from_the_back_ends_with_its_server(tmp_path: Path) -> None:
-    """What is in place is at the end, and all else may be claimed."""
+    """What was asked for already is copied, as its memory is there. What is in place is right, all else may be claimed."""
+    engine, may_begin = AnyEngine(), threading.Event()
+    with ExitStack() as running:
+        server = running.enter_context(serving(tmp_path, cpu(64)))
+        async with attached(server, engine, timeout_s=0.1) as kv:
+            await kv.store(KEYS, engine.fill(KEYS, range(32)))
+            engine.wipe()
+            handle = kv.start_load(KEYS, engine.spec(range(32)), order="back", after=may_begin)
+            await asyncio.to_thread(running.close)
+            await until(lambda: not kv.is_attached)
+            may_begin.set()
+            loaded = await handle
+            assert [fault.tier for fault in loaded.faults] == ["host"]
+            assert engine.right(KEYS, range(32)) == loaded.mask.tolist() == sorted(loaded.mask.tolist())
+            assert handle.stop_before(32) == 32 - loaded.mask.sum()
+
+
+async def test_a_load_from_the_back_that_is_late_brings_nothing(tmp_path: Path) -> None:
+    """All of it may be claimed."""
     engine = AnyEngine()
     with serving(tmp_path, cpu(64)) as server:
-        async with attached(server, engine, timeout_s=0.1) as kv:
+        async with attached(server, engine) as kv:
+            await kv.store(KEYS, engine.fill(KEYS, range(32)))
             handle = kv.start_load(KEYS, engine.spec(range(32)), order="back", deadline_s=0.0)
             loaded = await handle
             assert (loaded.num_blocks, dict(loaded.by_tier)) == (0, {})
