@@ -70,7 +70,7 @@ async def test_an_engine_and_a_load_meet(tmp_path: Path) -> None:
 
 
 async def test_a_load_from_the_back_ends_with_its_server(tmp_path: Path) -> None:
-    """What was asked for already is copied, as its memory is there. What is in place is right, all else may be claimed."""
+    """What was asked for already is copied, as its memory is there. What came is right, the rest may be claimed."""
     engine, may_begin = AnyEngine(), threading.Event()
     with ExitStack() as running:
         server = running.enter_context(serving(tmp_path, cpu(64)))
