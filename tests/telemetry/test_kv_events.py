@@ -381,7 +381,7 @@ async def test_closing_tells_routers_that_all_is_gone(first: str, tmp_path: Path
             with pytest.raises(ClosedError):
                 publisher.describe(keys, tokens_of(3))
         await publisher.aclose()
-        assert not [thread for thread in threading.enumerate() if thread.name == "tiered-kv-events"]
+        await until(lambda: "tiered-kv-events" not in {thread.name for thread in threading.enumerate()})
         if first == "publisher":
             async with KVEventPublisher(kv, f"ipc://{tmp_path}/pub"):
                 pass
