@@ -72,6 +72,7 @@ from tiered_kv.validation import (
     check_asyncio,
     check_capacity,
     check_emit,
+    check_found,
     check_identity,
     check_limits,
     check_metrics,
@@ -291,8 +292,7 @@ class TieredKV(BlockCache):
     @override
     def count_lookup(self, keys: BlockKeys, found: NDArray[np.bool_]) -> None:
         cache = self._open(anywhere=True)
-        if np.shape(found) != (len(keys),):
-            raise ConfigurationError(f"{len(keys)} keys were asked for, and found has the shape {np.shape(found)}")
+        check_found(keys, found)
         if (watch := cache.watch) is None or not len(keys):
             return
         parts, num_found, first = cache.batches(keys), int(np.count_nonzero(found)), int(np.argmin(found))

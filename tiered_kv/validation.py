@@ -97,6 +97,12 @@ def check_keys(keys: BlockKeys, group: KVGroup) -> None:
         )
 
 
+def check_found(keys: BlockKeys, found: NDArray[np.bool_]) -> None:
+    """Raise `ConfigurationError` unless it is said of each key whether it was found."""
+    if np.shape(found) != (len(keys),):
+        raise ConfigurationError(f"{len(keys)} keys were asked for, and found has the shape {np.shape(found)}")
+
+
 @dataclass(frozen=True)
 class LoadCall:
     """A load as it is asked for; see `BlockCache.start_load`. What can be checked of it without a cache is right.

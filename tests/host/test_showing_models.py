@@ -1,6 +1,7 @@
 """What a server shows: a page over all its models, its metrics, and its status at the command line."""
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from tests.support.any_layout import AnyEngine, cpu, prompt
 from tests.support.command_line import answer, run
 from tests.support.serving import attached, serving
-from tiered_kv import ModelIdentity
+from tiered_kv import BlockState, ConfigurationError, ModelIdentity
 from tiered_kv.cli import hosting
 from tiered_kv.events import Event
 
@@ -60,6 +61,29 @@ async def test_a_page_and_metrics_over_all_models(tmp_path: Path, shown: dict[st
     assert not socket.exists()
     with serving(tmp_path, cpu(32), settings=shown) as server:
         assert 'model="two"' not in (await get(socket, "/metrics")).text  # others in this process may have theirs
+
+
+async def test_what_clients_count_as_lookups_is_in_the_metrics(tmp_path: Path, shown: dict[str, Any]) -> None:
+    """As of a cache of one's own: from any thread, once for each call, with what befell the rest."""
+
+    async def counted(sample: str) -> bool:
+        return re.search(sample, (await get(tmp_path / "page.sock", "/metrics")).text) is not None
+
+    engine = AnyEngine()
+    with serving(tmp_path, cpu(32), settings=shown) as server:
+        async with attached(server, engine, model=ModelIdentity("one", weights="w0")) as kv:
+            await kv.store(KEYS, engine.fill(KEYS, range(12)))
+            await kv.evict(KEYS[8:])
+            found = kv.membership(KEYS) == BlockState.HIT
+            await asyncio.to_thread(kv.count_lookup, KEYS, found)
+            kv.count_lookup(KEYS[:2], found[:2])
+            kv.count_lookup(KEYS[:0], found[:0])
+            async with asyncio.timeout(60):
+                while not await counted(r'kv_lookup_blocks_total{.*model="one"} 14\.0'):
+                    pass
+            assert await counted(r'kv_lookup_missed_blocks_total{.*model="one",reason="removed"} 4\.0')
+            with pytest.raises(ConfigurationError, match="12 keys"):
+                kv.count_lookup(KEYS, found[:3])
 
 
 async def test_a_server_that_cannot_begin_leaves_nothing_behind(tmp_path: Path, shown: dict[str, Any]) -> None:

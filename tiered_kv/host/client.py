@@ -59,6 +59,7 @@ from tiered_kv.validation import (
     LoadCall,
     StoreCall,
     check_emit,
+    check_found,
     check_one_rank,
     check_seconds,
     check_shards,
@@ -232,7 +233,12 @@ class ConnectedKV(BlockCache):
         return np.full(len(keys), BlockState.MISS, np.int8)
 
     def count_lookup(self, keys: BlockKeys, found: NDArray[np.bool_]) -> None:
-        """Count nothing: metrics are the server's, of what it is asked."""
+        """See `BlockCache.count_lookup`: in the server's metrics. While it is away nothing is counted."""
+        said = self._starts.said(keys, anywhere=True)
+        check_found(keys, found)
+        if len(keys):
+            counted = messages.CountLookup(said, np.asarray(found, np.bool_).tobytes())
+            self._open(anywhere=True).loop_calls.call(self._connection.send, counted)
 
     # What goes, and why.
 

@@ -146,6 +146,13 @@ class Touch(Message, frozen=True, tag="touch"):
     hint: ReuseHint | None
 
 
+class CountLookup(Message, frozen=True, tag="count_lookup"):
+    """Count what `Membership` has answered; nothing is answered. ``found`` is one byte a block, 0 for a miss."""
+
+    keys: Keys
+    found: bytes
+
+
 class Pin(Message, frozen=True, tag="pin"):
     """Pin a prefix."""
 
@@ -232,8 +239,10 @@ Asking = Lookup | Membership | Pin | Prefetch | Evict | Explain
 Question = Asking | Lease | Flush | Clear | Stats
 Steering = StopBefore | StoreLayer
 """About a load or store that is under way."""
+Noting = Touch | CountLookup | Unpin
+"""What has no answer."""
 Moving = Load | Store | Steering | Cancel | Copied
-Request = Moving | Touch | Unpin | Release | After | Bye | Question | AboutJob | AboutChanges
+Request = Moving | Noting | Release | After | Bye | Question | AboutJob | AboutChanges
 
 
 class Found(Message, frozen=True, tag="found"):

@@ -137,8 +137,8 @@ class Session:
                 self._checked(request.id, send, partial(self._plan_or_follow, request, send))
             case messages.Cancel() | messages.Release():
                 self._give_up(request.id)
-            case messages.Touch() | messages.Unpin():
-                self._quietly(request)
+            case messages.Touch() | messages.CountLookup() | messages.Unpin():
+                self._note(request)
             case messages.After() | messages.Bye():
                 pass  # the connection's
             case _:
@@ -400,13 +400,16 @@ class Session:
             kind = wire.kind_of(error) if isinstance(error, TieredKVError) else ConfigurationError.__name__
             send(messages.Failed(id_, kind, str(error)))
 
-    def _quietly(self, request: messages.Touch | messages.Unpin) -> None:
+    def _note(self, request: messages.Noting) -> None:
         """Do what has no answer."""
         try:
             (kv, _), keys = self._seat(request.keys.epoch), request.keys.block_keys()
-            if isinstance(request, messages.Touch):
-                kv.touch(keys, hint=request.hint)
-            else:
-                kv.unpin(keys)
+            match request:
+                case messages.Touch():
+                    kv.touch(keys, hint=request.hint)
+                case messages.CountLookup():
+                    kv.count_lookup(keys, np.frombuffer(request.found, np.uint8) != 0)
+                case messages.Unpin():
+                    kv.unpin(keys)
         except TieredKVError as error:
             log("warning", "host.request_refused", client=self.name, error=str(error))
