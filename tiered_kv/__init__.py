@@ -117,8 +117,8 @@ if TYPE_CHECKING:
     from tiered_kv.planner import Planner
     from tiered_kv.sessions import SessionPlanner, SessionStatistics
     from tiered_kv.settings import CacheLimits, CPUTier, GPUTier, TieredKVSettings
+    from tiered_kv.transfers.handles import LoadHandle
     from tiered_kv.transfers.job import Job
-    from tiered_kv.transfers.load_handle import LoadHandle
     from tiered_kv.transfers.prefetch import HostLease, PrefetchHandle
     from tiered_kv.transfers.store import StoreHandle
     from tiered_kv.transfers.submissions import LoadTicket, StoreTicket
@@ -137,7 +137,7 @@ _IMPORTED_LATER: Final = {
     "GPUTier": "settings",
     "HostLease": "transfers.prefetch",
     "Job": "transfers.job",
-    "LoadHandle": "transfers.load_handle",
+    "LoadHandle": "transfers.handles",
     "LoadTicket": "transfers.submissions",
     "Planner": "planner",
     "PrefetchHandle": "transfers.prefetch",

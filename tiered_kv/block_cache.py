@@ -34,8 +34,7 @@ from tiered_kv.results import (
 )
 from tiered_kv.specs import EngineBlocks, GPULoadStoreSpec
 from tiered_kv.tiers.budget import Priority
-from tiered_kv.transfers.handles import Handle, cancel_each, each_of
-from tiered_kv.transfers.load_handle import LoadHandle
+from tiered_kv.transfers.handles import Handle, LoadHandle, cancel_each, each_of
 from tiered_kv.transfers.prefetch import HostLease, PrefetchHandle
 from tiered_kv.transfers.requests import Order
 from tiered_kv.transfers.store import StoreHandle

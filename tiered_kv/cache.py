@@ -60,8 +60,7 @@ from tiered_kv.telemetry.watch import Watch, Watcher
 from tiered_kv.tiers import upkeep
 from tiered_kv.tiers.exponent import make_record_codec
 from tiered_kv.tiers.pins import Pins
-from tiered_kv.transfers.handles import Handle
-from tiered_kv.transfers.load_handle import LoadHandle
+from tiered_kv.transfers.handles import Handle, LoadHandle
 from tiered_kv.transfers.prefetch import HostLease, Prefetch, PrefetchHandle, hold_on_host
 from tiered_kv.transfers.start import start_load, start_store
 from tiered_kv.transfers.store import StoreHandle

@@ -19,10 +19,9 @@ from tiered_kv.keys import epoch_digest
 from tiered_kv.tiers.batch import Batch, Naming
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.records import Records
-from tiered_kv.transfers.handles import Revocable
+from tiered_kv.transfers.handles import LoadHandle, Revocable
 from tiered_kv.transfers.load import Load
-from tiered_kv.transfers.load_handle import LoadHandle
-from tiered_kv.transfers.resident import ResidentLoad
+from tiered_kv.transfers.start import ResidentLoad
 from tiered_kv.transfers.window import Bringer, Landed
 
 MUST_FIND = settings(

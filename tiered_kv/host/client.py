@@ -50,8 +50,7 @@ from tiered_kv.results import (
 )
 from tiered_kv.specs import GPULoadStoreSpec
 from tiered_kv.telemetry.logs import guarded, log_event
-from tiered_kv.transfers.handles import Handle
-from tiered_kv.transfers.load_handle import LoadHandle
+from tiered_kv.transfers.handles import Handle, LoadHandle
 from tiered_kv.transfers.prefetch import HostLease, PrefetchHandle
 from tiered_kv.transfers.store import StoreHandle
 from tiered_kv.transfers.submissions import LoadTicket, StoreTicket

@@ -13,7 +13,7 @@ from tiered_kv.host.moving import Moving
 from tiered_kv.memory.lanes import LaneCopy
 from tiered_kv.results import LoadResult, TierFault
 from tiered_kv.tiers.base import prefix_of
-from tiered_kv.transfers.load_handle import LoadHandle
+from tiered_kv.transfers.handles import LoadHandle
 
 Ids = NDArray[np.int64]
 

@@ -32,8 +32,7 @@ from tiered_kv.tiers.budget import Priority
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.pins import Pins
 from tiered_kv.tiers.tasks import Tasks
-from tiered_kv.transfers.handles import Handle
-from tiered_kv.transfers.load_handle import LoadHandle
+from tiered_kv.transfers.handles import Handle, LoadHandle
 from tiered_kv.transfers.prefetch import bring_each, lease_prefix, start_bringing
 from tiered_kv.transfers.requests import LoadRequest, Order, StoreRequest
 from tiered_kv.transfers.start import start_load, start_store

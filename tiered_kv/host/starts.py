@@ -17,7 +17,7 @@ from tiered_kv.keys import BlockKeys, epoch_digest
 from tiered_kv.memory.lanes import Lane
 from tiered_kv.results import LoadResult, StoreResult
 from tiered_kv.transfers.bindings import Binding
-from tiered_kv.transfers.load_handle import LoadHandle
+from tiered_kv.transfers.handles import LoadHandle
 from tiered_kv.transfers.store import StoreHandle
 from tiered_kv.validation import LoadCall, StoreCall, check_pages
 

@@ -15,9 +15,8 @@ import numpy as np
 
 from tiered_kv.results import LoadResult, TierFault
 from tiered_kv.tiers.base import Mask
-from tiered_kv.transfers.handles import cancel_each, each_of
+from tiered_kv.transfers.handles import LoadHandle, cancel_each, each_of
 from tiered_kv.transfers.load import InTask, check_stop, load_result, overtaken
-from tiered_kv.transfers.load_handle import LoadHandle
 from tiered_kv.transfers.requests import LoadRequest
 
 _PACKED: Final = 16

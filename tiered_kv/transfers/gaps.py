@@ -21,9 +21,8 @@ from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.memory import MemoryTier
 from tiered_kv.tiers.storage import StorageTier
-from tiered_kv.transfers.handles import each_of
+from tiered_kv.transfers.handles import LoadHandle, each_of
 from tiered_kv.transfers.load import InTask, load_result, overtaken
-from tiered_kv.transfers.load_handle import LoadHandle
 from tiered_kv.transfers.prefetch import Brought, bring_each, start_bringing
 from tiered_kv.transfers.presence import Said, said_of
 from tiered_kv.transfers.requests import LoadRequest

@@ -23,8 +23,7 @@ from tiered_kv.memory.lanes import LaneCopy, RevokedError
 from tiered_kv.results import LoadResult, TierFault
 from tiered_kv.tiers.base import Mask
 from tiered_kv.tiers.budget import Kind
-from tiered_kv.transfers.handles import Revocable
-from tiered_kv.transfers.load_handle import LoadHandle
+from tiered_kv.transfers.handles import LoadHandle, Revocable
 from tiered_kv.transfers.requests import LoadRequest
 from tiered_kv.transfers.window import Bringer, Landed, Window
 
