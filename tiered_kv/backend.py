@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar
 
 import numpy as np
@@ -246,7 +247,7 @@ class RecordShape:
         """A name for what an owned medium keeps of these records."""
         return self.fingerprint.hex() + (f"-{self.shard}" if self.shard.size > 1 else "")
 
-    @property
+    @cached_property
     def padded_bytes(self) -> int:
         """Payload rounded up to 4 KiB: what `Block.padded` holds."""
         return -(-self.payload_bytes // _PAGE) * _PAGE
@@ -256,7 +257,7 @@ class RecordShape:
         """Header and payload: what a record has without padding."""
         return _PAGE + self.payload_bytes
 
-    @property
+    @cached_property
     def stride_bytes(self) -> int:
         """Header and padded payload: one slot of a medium."""
         return _PAGE + self.padded_bytes

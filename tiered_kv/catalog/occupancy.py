@@ -61,6 +61,18 @@ class Occupancy(Books):
         """How many of the tier's own slots hold nothing."""
         return len(self._free)
 
+    @property
+    def num_transient_free(self) -> int:
+        """How many bounce slots hold nothing."""
+        return len(self._transient_free)
+
+    def room_for(self, names: Names) -> int:
+        """How many blocks of a long batch may be added, head first, without evicting what the tier has of its head."""
+        if len(names) <= len(self._free):
+            return len(names)
+        room = len(self._free) + len(self._policy)
+        return room - int(np.count_nonzero(self.ready(names[:room])))
+
     def statistics(self) -> IndexStatistics:
         """Count slots by what they hold."""
         used = self._pending + self._ready + self._doomed

@@ -112,14 +112,6 @@ class BookedTier(Tier):
         """Return what idle slots beyond the capacity took, of this kind of block; say if none of them is in use."""
         return True
 
-    def room_for(self, batch: Batch) -> int:
-        """How many blocks of a long batch may be added, head first, without evicting what the tier has of its head."""
-        if len(batch) <= self.index.num_free:
-            return len(batch)
-        books = self.index.statistics()
-        room = books.free + books.evictable
-        return room - int(np.count_nonzero(self.index.ready(batch.names[:room])))
-
 
 def prefix_of(mask: Mask) -> int:
     """Count the leading positions of which it is true."""

@@ -237,7 +237,7 @@ class Chain:
             return reservation
         if keep and waiter.kind is Kind.PREFETCH:
             return None  # nobody waits for these blocks: passing through would be for nothing
-        free = self.host.index.statistics().transient_free
+        free = self.host.index.num_transient_free
         usable = free if waiter.priority is Priority.LOAD else free - self.host.index.num_transient // 2
         if usable < min(len(batch), self.window_blocks):
             return None

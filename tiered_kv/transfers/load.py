@@ -100,7 +100,7 @@ class Load(InTask):
         self._bringer = Bringer(
             chain, batch, Kind.LOAD, priority=request.priority, keep=promote, gpu=self._gpu, said=request.said
         )
-        self._may_promote = self._gpu.room_for(batch) if self._gpu and promote else 0
+        self._may_promote = self._gpu.index.room_for(batch.names) if self._gpu and promote else 0
 
     def copy_of(self, layer: int) -> LaneCopy | None:
         """See `Loading.copy_of`."""

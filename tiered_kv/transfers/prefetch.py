@@ -65,7 +65,7 @@ class Prefetch(Revocable):
         self._target = target
         gpu = target if target is chain.gpu else None
         self._bringer = Bringer(chain, batch, Kind.PREFETCH, keep=True, gpu=gpu, said=said)
-        self._room = target.room_for(batch)
+        self._room = target.index.room_for(batch.names)
         self._num_moved = 0
         self.brought = Brought(len(batch))
 

@@ -103,7 +103,7 @@ class Store(Revocable):
         self._takes_stores = chain.limits.takes_stores
         self._tally = Tally([*self._memory, *chain.storage])
         # A store longer than a tier must not evict its own head: past this many, blocks go to the next tier.
-        self._may_keep = {tier.name: tier.room_for(batch) for tier in self._memory}
+        self._may_keep = {tier.name: tier.index.room_for(batch.names) for tier in self._memory}
         self._num_stored = self._num_present = 0
         self._present: list[Batch] = []
         self._dropped: Counter[str] = Counter()

@@ -101,7 +101,7 @@ class Bringer:
         self._priority = Priority(kind) if priority is None else priority
         self.faults: list[TierFault] = []
         # A load longer than the CPU tier must not evict its own head: past this many, blocks only pass through.
-        self.may_keep = chain.host.room_for(batch) if keep else 0
+        self.may_keep = chain.host.index.room_for(batch.names) if keep else 0
         self.presence = Presence(chain, batch, said)
         self._gpu = gpu
         self._read_from: StorageTier | None = None
