@@ -29,6 +29,7 @@ from tiered_kv.explain import Explanation, explain
 from tiered_kv.hints import ReuseHint, check_hint
 from tiered_kv.keys import BlockKeys, ModelIdentity, Namespace, Shard, salt_digest
 from tiered_kv.layout import KVLayout
+from tiered_kv.log import guarded, log_event
 from tiered_kv.lookups import (
     lookup_result,
     owned_runs,
@@ -52,7 +53,6 @@ from tiered_kv.results import (
 )
 from tiered_kv.settings import CacheLimits, TieredKVSettings, tier_name
 from tiered_kv.specs import GPULoadStoreSpec
-from tiered_kv.telemetry.logs import guarded, log_event
 from tiered_kv.telemetry.metrics import Metrics
 from tiered_kv.telemetry.page import Page
 from tiered_kv.telemetry.trace_recorder import TraceRecorder

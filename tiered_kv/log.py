@@ -1,4 +1,4 @@
-"""Where log entries go: to structlog where the program has configured it, else to the standard library's logging.
+"""Where log entries go, and events: to structlog where the program has configured it, else to logging.
 
 The library configures neither. As long as the program does not either, warnings go to stderr by logging's last resort,
 and what is below is not printed at all. Nothing that happens to an entry reaches whoever made it: a full disk, a closed
@@ -6,9 +6,13 @@ pipe or a processor that raises costs the entry and no transfer.
 """
 
 import logging
+from collections.abc import Sequence
+from dataclasses import fields
 from typing import Final, Literal
 
 import structlog
+
+from tiered_kv.events import Emit, Event
 
 Level = Literal["debug", "info", "warning", "error"]
 _NAME: Final = "tiered_kv"
@@ -41,3 +45,24 @@ def log(level: Level, event: str, /, *, exc_info: BaseException | None = None, *
             _logging.log(_NUMBERS[level], "%s", text, exc_info=exc_info, extra=extra)
     except Exception:  # noqa: BLE001, S110 - a sink of the program's; whom could we tell?
         pass
+
+
+def log_event(event: Event) -> None:
+    """Log an event under its name, its fields as values."""
+    log(event.level, event.name, **{field.name: getattr(event, field.name) for field in fields(event)})
+
+
+def guarded(receivers: Sequence[Emit]) -> Emit:
+    """Return what gives each event to every receiver, and cannot fail.
+
+    An error in a program's own must reach neither a transfer nor another receiver.
+    """
+
+    def emit(event: Event) -> None:
+        for receiver in receivers:
+            try:
+                receiver(event)
+            except Exception as error:  # noqa: BLE001 - whatever a program's own code raises
+                log("error", "event.not_taken", exc_info=error, name=event.name)
+
+    return emit

@@ -34,6 +34,7 @@ from tiered_kv.host.opening import Attach
 from tiered_kv.host.starts import Starts
 from tiered_kv.keys import BlockKeys, ModelIdentity, Namespace, Shard, epoch_digest, salt_digest
 from tiered_kv.layout import KVLayout, fingerprint
+from tiered_kv.log import guarded, log_event
 from tiered_kv.memory.make import DeviceLike, resolve
 from tiered_kv.planner import Planner
 from tiered_kv.results import (
@@ -49,7 +50,6 @@ from tiered_kv.results import (
     TierRun,
 )
 from tiered_kv.specs import GPULoadStoreSpec
-from tiered_kv.telemetry.logs import guarded, log_event
 from tiered_kv.transfers.handles import Handle, LoadHandle
 from tiered_kv.transfers.prefetch import HostLease, PrefetchHandle
 from tiered_kv.transfers.store import StoreHandle

@@ -42,9 +42,8 @@ from tiered_kv.host.session import Session
 from tiered_kv.host.session_changes import places_of
 from tiered_kv.host.shares import Share, Shares
 from tiered_kv.host.showing_models import HostMetrics, Pages
-from tiered_kv.log import log
+from tiered_kv.log import log, log_event
 from tiered_kv.settings import TieredKVSettings, tier_name
-from tiered_kv.telemetry.logs import log_event
 from tiered_kv.telemetry.page.server import PageServer
 from tiered_kv.tiers.pins import Pins
 from tiered_kv.tiers.tasks import Tasks

@@ -1,8 +1,8 @@
 """What operators and routers see: logs and metrics, made from events, and KV events, made from changes."""
 
+from tiered_kv.log import log_event
 from tiered_kv.telemetry.kv_event_values import KVEventStatistics
 from tiered_kv.telemetry.kv_events import KVEventPublisher
-from tiered_kv.telemetry.logs import log_event
 from tiered_kv.telemetry.metrics import Metrics
 from tiered_kv.telemetry.page import Page
 from tiered_kv.telemetry.spans import Spans
