@@ -176,22 +176,33 @@ async def test_a_server_killed_under_a_plan(tmp_path: Path) -> None:
 
 
 async def test_jobs_end_while_a_server_hangs(tmp_path: Path) -> None:
-    """A server that stops costs a job a time; what it holds for the job goes back when it goes on."""
+    """A server that stops costs a job a time; what it holds for the job goes back when it goes on.
+
+    What a worker has ends by its answer. Plans that went to none are given back: by an answer or a cancellation, and
+    without a word where nobody has looked at them.
+    """
     engine = AnyEngine()
     async with served(tmp_path) as one, attached_at(tmp_path, engine, timeout_s=1.0) as kv:
         planning = kv.planner()
         planning.register_worker()
+        unseen = planning.plan_store(prompt(4, seed=3), engine.spec(range(4)))
+        await until_async(lambda: unseen in planning.poll())
         planned = planning.plan_store(KEYS, engine.fill(KEYS, range(8)))
         plan, others = await planned.planned(), prompt(4, seed=2)
         await (unmoved := planning.plan_store(others, engine.spec(range(8, 12)))).planned()
+        await (unwanted := planning.plan_store(prompt(4, seed=4), engine.spec(range(8, 12)))).planned()
         with Worker(planning.slabs(), layout=SMALL, device="cpu") as moving:
             moving.register_kv_caches(engine.caches[0])
             one.send(signal.SIGSTOP)
             waiting = planning.plan_store(prompt(4, seed=1), engine.spec(range(4)))
             with anyio.fail_after(FOREVER_S):
-                assert (await waiting.ended()).errors == (await planned.ended()).errors == ("server away",)
+                for job in (waiting, unseen, planned, unmoved, unwanted):
+                    assert (await job.ended()).errors == ("server away",)
+            assert unseen.plan is not None
+            assert unseen.plan.moves == ()
             planning.complete(moving.execute(plan))
             unmoved.complete(list(others), moved=False)
+            unwanted.cancel()
             one.send(signal.SIGCONT)
             await until_found(kv, KEYS)
             await until_async(lambda: kv.stats()["cpu"].pending == 0)

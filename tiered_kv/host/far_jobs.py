@@ -76,7 +76,7 @@ class _FarJob:
     @property
     def is_with_workers(self) -> bool:
         """Whether a worker may have its plan, and copy: who asks has taken the job out, so that none gets it yet."""
-        return self.is_bound and self.job.plan is not None
+        return self.is_bound and self.job.is_seen
 
     def send(self, message: wire.Message) -> None:
         """Tell the server, if it knows of the job."""
@@ -154,6 +154,8 @@ class FarJobs(JobBook):
         """See `Job.cancel`."""
         if (far := self._take_out(job)) is not None:
             self._loop_calls.call(self._give_up, far)
+        elif (far := self._sent.get(job.number)) is not None:  # over here, but the server may hold its slots yet
+            self._loop_calls.call(far.send, Cancel(far.number))
 
     def _take(self, outcomes: Outcomes) -> None:
         self._loop_calls.call(self._say_moved, outcomes)
@@ -230,7 +232,7 @@ class FarJobs(JobBook):
     def _lose_unbound(self) -> None:
         """End what a worker that has ended was to move too, unless it is bound: then the server sees to that."""
         for far in list(self._underway.values()):
-            for move in far.job.plan.moves if far.job.plan is not None and not far.is_bound else ():
+            for move in far.job.decided.moves if far.job.decided is not None and not far.is_bound else ():
                 if len(move.host) and not self._workers.is_watched(move.rank, move.pid):
                     self._end(far, f"rank {move.rank}: the worker of process {move.pid} has ended", unless_bound=True)
 
@@ -262,19 +264,19 @@ class FarJobs(JobBook):
             nothing = self._nothing(far, "epoch advanced")
             result = replace(result, num_blocks=0, num_bytes=0, by_tier={}, mask=nothing.mask)
             result = replace(result, errors=(*said.errors, *nothing.errors))
-        self._tell(far.job, plan or far.job.plan or self._no_plan(far), result)
+        self._tell(far.job, plan or far.job.decided or self._no_plan(far), result)
 
     def _give_up(self, far: _FarJob) -> None:
         """Tell of a job that was cancelled, and the server too, which may have nothing to do for it any more."""
         far.send(Cancel(far.number))
-        self._tell(far.job, far.job.plan or self._no_plan(far), self._nothing(far, "cancelled"))
+        self._tell(far.job, far.job.decided or self._no_plan(far), self._nothing(far, "cancelled"))
 
     def _end(self, far: _FarJob, why: str, *, unless_bound: bool = False) -> None:
         if self._take_out(far.job, unless_bound=unless_bound) is None:
             return
         if not far.is_with_workers and far.job.number in self._sent:
             far.send(Cancel(far.number))
-        self._tell(far.job, far.job.plan or self._no_plan(far), self._nothing(far, why))
+        self._tell(far.job, far.job.decided or self._no_plan(far), self._nothing(far, why))
 
     def _no_plan(self, far: _FarJob) -> Plan:
         return Plan(far.job.number, far.request.direction, 0, ())
@@ -290,6 +292,8 @@ class FarJobs(JobBook):
             if far is None or (unless_bound and far.is_bound):
                 return None
             self._polled.forget(job)
+            if not job.is_seen:
+                job.decided = None
             return self._underway.pop(job)
 
     def _forget(self, far: _FarJob) -> None:

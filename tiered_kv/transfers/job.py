@@ -29,16 +29,21 @@ class Job:
 
     Attributes:
         number: Names it, among the jobs of all planners: `Plan.job`.
-        plan: What workers are to do; None until that is decided. A job that ends before has one without moves.
         result: How it ended; None until then. It is there first where a job ends at once.
     """
 
     def __init__(self, book: "JobBook", number: int) -> None:
-        """Made by a `JobBook` only."""
+        """Made by a `JobBook` only, which changes what follows with its lock held."""
         self.number = number
-        self.plan: Plan | None = None
         self.result: JobResult | None = None
+        self.decided: Plan | None = None
+        self.is_seen = False  # whoever has looked at the plan may give it to workers
         self._book = book
+
+    @property
+    def plan(self) -> Plan | None:
+        """What workers are to do; None until that is decided. A job that ends before has one without moves."""
+        return self._book.show(self)
 
     async def planned(self) -> Plan:
         """Wait for the plan, on the cache's event loop; other threads poll. Cancellation ends the wait only."""
@@ -87,6 +92,7 @@ class Job:
         """End it with nothing, soon. Of a job that is over it is no error.
 
         Only while no worker has its plan: what a worker may execute ends by the worker's answer, as it may be writing.
+        A plan that was looked at and went to no worker, because its job had ended meanwhile, is given back so, too.
         """
         self._book.cancel(self)
 
@@ -109,6 +115,12 @@ class JobBook(ABC):
 
     # What is asked of jobs, by any thread.
 
+    def show(self, job: Job) -> Plan | None:
+        """See `Job.plan`."""
+        with self._polled.lock:
+            job.is_seen = job.is_seen or job.decided is not None
+            return job.decided
+
     def bind(self, job: Job, blocks: GPULoadStoreSpec, start: int) -> Plan:
         """See `Job.bind`."""
         if not isinstance(blocks, GPULoadStoreSpec):
@@ -122,7 +134,7 @@ class JobBook(ABC):
             keys, per_block = about
             if blocks.group != keys.group:
                 raise LayoutMismatchError(f"keys of KV group {keys.group}, but block ids of {blocks.group}")
-            bound = job.plan = bind(plan, per_block, blocks, start)
+            bound = job.decided = bind(plan, per_block, blocks, start)
             self._note_bound(job, start, bound.num_blocks)
         return bound
 
@@ -219,7 +231,7 @@ class JobBook(ABC):
             if result is not None:
                 job.result = result  # before the plan: who sees a plan of nothing must not think that it is to be done
                 del self._not_over[job.number]
-            job.plan = plan
+            job.decided = plan
             waiters = self._waiters.pop(job, {})
             if not any((said := answer()) is not None and _says_all(job, said) for answer in waiters.values()):
                 self._polled.tell(job, None)

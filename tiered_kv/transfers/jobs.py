@@ -66,7 +66,7 @@ class Jobs(JobBook):
 
     @override
     def _note_bound(self, job: Job, start: int, num_blocks: int) -> None:
-        bound = job.plan
+        bound = job.decided
         assert bound is not None  # noqa: S101 - it was bound just now
         self._underway[job].may_be_out = True
         self._soon(self._answer, job, lambda underway: underway.follow(bound, slice(start, start + num_blocks)))

@@ -240,6 +240,8 @@ class SchedulingSide:
             step.loads.append(LoadOrder(name, load.block_ids, plan if num_blocks else None))
             if num_blocks:
                 self._moving[plan.job] = load
+            else:
+                load.job.cancel()  # no worker gets its plan, for which a server may hold slots yet
             if num_blocks < len(load.block_ids):
                 load.fall_short()
             self.counts.load(len(load.block_ids), num_blocks, waited_s)
