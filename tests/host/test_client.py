@@ -28,7 +28,7 @@ from tiered_kv import (
     full,
     window,
 )
-from tiered_kv.host import link, messages, wire
+from tiered_kv.host import handshake, messages, wire
 from tiered_kv.host.fields import Keys
 from tiered_kv.host.opening import Attach, Health
 
@@ -348,7 +348,7 @@ async def test_a_client_that_talks_nonsense_keeps_what_it_holds_until_it_goes(tm
         async with attached(server, engine) as kv:
             await kv.store(KEYS, engine.fill(KEYS, range(12)))
             opening = Attach.of("stranger", MODEL, SMALL, (Shard(),), is_read_only=False)
-            connection, _, descriptors = await asyncio.to_thread(link.begin, os.fspath(server.path), opening, 10.0)
+            connection, _, descriptors = await asyncio.to_thread(handshake.begin, os.fspath(server.path), opening, 10.0)
             said = Keys.of(KEYS, kv.namespace().epoch)
             connection.sendall(wire.frame(messages.Lease(1, said)))
             await until(lambda: kv.stats()["cpu"].leased == 12)
@@ -356,7 +356,7 @@ async def test_a_client_that_talks_nonsense_keeps_what_it_holds_until_it_goes(tm
             while await asyncio.to_thread(connection.recv, 4096):
                 pass
             assert kv.stats()["cpu"].leased == 12
-            link.give_back(connection, descriptors)
+            handshake.give_back(connection, descriptors)
             assert await kv.evict(KEYS) == 12
 
 
@@ -391,7 +391,7 @@ async def test_a_server_that_dies_as_one_attaches_is_away(tmp_path: Path) -> Non
         thread = threading.Thread(target=die)
         thread.start()
         with pytest.raises(BackendUnavailableError, match="closed the connection"):
-            await asyncio.to_thread(link.begin, os.fspath(tmp_path / "kv.sock"), Health(), 60.0)
+            await asyncio.to_thread(handshake.begin, os.fspath(tmp_path / "kv.sock"), Health(), 60.0)
         thread.join()
 
 

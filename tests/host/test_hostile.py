@@ -14,7 +14,7 @@ from tests.support.any_layout import MODEL, SMALL, AnyEngine, cpu, prompt
 from tests.support.caches import until
 from tests.support.serving import attached, serving
 from tiered_kv import ConfigurationError, Shard, TieredKVError, TieredKVServer
-from tiered_kv.host import link, messages, wire
+from tiered_kv.host import handshake, link, messages, wire
 from tiered_kv.host.change_messages import AHEAD, Follow, Taken
 from tiered_kv.host.fields import Keys
 from tiered_kv.host.link import Link
@@ -61,12 +61,12 @@ def stranger(server: TieredKVServer, said: bytes = b"") -> Iterator[socket.socke
 @contextmanager
 def attached_stranger(server: TieredKVServer) -> Iterator[tuple[socket.socket, Attached]]:
     """Attach, without a client's good manners."""
-    connection, answer, descriptors = link.begin(os.fspath(server.path), OPENING, 60.0)
+    connection, answer, descriptors = handshake.begin(os.fspath(server.path), OPENING, 60.0)
     try:
         assert isinstance(answer, Attached)
         yield connection, answer
     finally:
-        link.give_back(connection, descriptors)
+        handshake.give_back(connection, descriptors)
 
 
 @pytest.mark.parametrize("said", [b"", wire.greeting(), wire.greeting() + b"\xff\xff"])
@@ -115,7 +115,7 @@ async def test_who_attaches_as_what_cannot_be_is_refused(changed: dict[str, Any]
         async with attached(server, engine) as kv:
             await kv.store(KEYS, engine.fill(KEYS, range(12)))
             with pytest.raises(TieredKVError):
-                await asyncio.to_thread(link.begin, os.fspath(server.path), opening, 60.0)
+                await asyncio.to_thread(handshake.begin, os.fspath(server.path), opening, 60.0)
             assert kv.stats()["cpu"].num_slots == 24
             assert (await kv.lookup(KEYS)).num_blocks == 12
             assert len(server.health()["clients"]) == 1
@@ -134,10 +134,10 @@ async def test_one_client_has_few_connections_and_few_questions_ahead(tmp_path: 
     """A second connection is for a thread that waits: more than a few, or what can never be answered, is refused."""
     with serving(tmp_path, cpu(24)) as server, attached_stranger(server) as (_, attached_), ExitStack() as stack:
         for _ in range(8):
-            beside, *_rest = link.begin(os.fspath(server.path), Join(attached_.token), 60.0)
+            beside, *_rest = handshake.begin(os.fspath(server.path), Join(attached_.token), 60.0)
             stack.enter_context(beside)
         with pytest.raises(TieredKVError, match="8 connections"):
-            link.begin(os.fspath(server.path), Join(attached_.token), 60.0)
+            handshake.begin(os.fspath(server.path), Join(attached_.token), 60.0)
         beside.settimeout(60)
         beside.sendall(wire.frame(messages.After(10**9)) + wire.frame(messages.Stats(1)) * 2000)
         assert beside.recv(100) == b""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from tiered_kv.host import link, messages, wire
+from tiered_kv.host import handshake, link, messages, wire
 from tiered_kv.host.link import Link
 from tiered_kv.host.opening import Attached, Join
 from tiered_kv.log import log
@@ -236,7 +236,7 @@ class _Door:
     def _open(self, until: float) -> socket.socket:
         if self._connection is None:
             timeout_s = min(_JOIN_S, max(0.001, until - time.monotonic()))
-            self._connection, _, _ = link.begin(self._path, Join(self._token), timeout_s)
+            self._connection, _, _ = handshake.begin(self._path, Join(self._token), timeout_s)
         return self._connection
 
     def _drop(self) -> None:

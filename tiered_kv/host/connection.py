@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Final, Protocol
 
 from tiered_kv.errors import BackendUnavailableError, ClosedError, ConfigurationError
-from tiered_kv.host import link, wire
+from tiered_kv.host import handshake, wire
 from tiered_kv.host.attachment import Attachment
 from tiered_kv.host.far_side import FarSide
 from tiered_kv.host.messages import Answer, Failed, Stats
@@ -144,7 +144,7 @@ class Connection:
             try:
                 here = self._here = self._make_side(begun[1], loop_calls)
             except BaseException:
-                link.give_back(begun[0], begun[2])
+                handshake.give_back(begun[0], begun[2])
                 raise
             await self._attach(here, begun)
         except BaseException:
@@ -194,14 +194,14 @@ class Connection:
 
     async def _begin(self) -> Begun:
         """Connect, in a thread."""
-        began = self._beginning.run(link.begin, self.path, self._opening, self.timeout_s)
+        began = self._beginning.run(handshake.begin, self.path, self._opening, self.timeout_s)
         try:
             connection, attached, descriptors = await asyncio.shield(began)
         except asyncio.CancelledError:
             began.add_done_callback(_give_back)
             raise
         if not isinstance(attached, Attached):
-            link.give_back(connection, descriptors)
+            handshake.give_back(connection, descriptors)
             raise ConfigurationError(f"the server answered {type(attached).__name__} to a client that attaches")
         return connection, attached, descriptors
 
@@ -210,7 +210,7 @@ class Connection:
         try:
             here.check_server(attached)
         except ConfigurationError:
-            link.give_back(connection, descriptors)
+            handshake.give_back(connection, descriptors)
             raise
         connection.settimeout(0.0)
         there = Attachment(self.path, connection, attached, descriptors, here.device, self._lost)
@@ -254,7 +254,7 @@ class Connection:
 def _give_back(began: "asyncio.Future[tuple[socket.socket, Opened, list[int]]]") -> None:
     if not began.cancelled() and began.exception() is None:
         connection, _, descriptors = began.result()
-        link.give_back(connection, descriptors)
+        handshake.give_back(connection, descriptors)
 
 
 def _raised(answer: Answer | None) -> Answer | None:

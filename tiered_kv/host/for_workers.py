@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from tiered_kv.errors import ConfigurationError
-from tiered_kv.host import link
+from tiered_kv.host import handshake
 from tiered_kv.host.opening import Introduce, Mapped, MapSlab
 from tiered_kv.plan import SlabHandle
 from tiered_kv.transfers.workers import Process, Workers
@@ -38,9 +38,9 @@ class ServedSlab(SlabHandle):
             ConfigurationError: The server has no such slab.
             BackendUnavailableError: It is away, or the client is not attached any more.
         """
-        connection, answer, descriptors = link.begin(self.path, MapSlab(self.token, self.name), _MAP_S)
+        connection, answer, descriptors = handshake.begin(self.path, MapSlab(self.token, self.name), _MAP_S)
         if not isinstance(answer, Mapped) or len(descriptors) != 1:
-            link.give_back(connection, descriptors)
+            handshake.give_back(connection, descriptors)
             raise ConfigurationError(f"the server answered {type(answer).__name__} to who wants to map a slab")
         connection.close()
         return descriptors[0], answer.is_read_only
@@ -54,12 +54,12 @@ def introduce(path: str, token: bytes, workers: Workers, processes: Sequence[Pro
         BackendUnavailableError: The server is away, or the client is not attached any more.
     """
     ranks = tuple((process.rank, process.pid) for process in processes)
-    connection, _, came = link.begin(path, Introduce(token, ranks), timeout_s)
+    connection, _, came = handshake.begin(path, Introduce(token, ranks), timeout_s)
     sent: list[int] = []
     try:
         sent = workers.descriptors(processes)
-        link.hand_over(connection, sent)
+        handshake.hand_over(connection, sent)
     finally:
-        link.give_back(connection, came)
+        handshake.give_back(connection, came)
         for each in sent:
             os.close(each)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 
 from tiered_kv.errors import TieredKVError
-from tiered_kv.host import link, wire
+from tiered_kv.host import handshake, wire
 from tiered_kv.host.opening import Opening, Refused
 from tiered_kv.log import log
 from tiered_kv.tiers.tasks import Tasks
@@ -95,18 +95,18 @@ class Reception:
         is_taken = False
         try:
             async with asyncio.timeout(OPENING_S):
-                version = await link.greeted(connection)
+                version = await handshake.greeted(connection)
                 if version != wire.VERSION:
                     log("warning", "host.version_refused", client=str(who), theirs=version, ours=wire.VERSION)
                     return
-                opening = await link.receive_opening(connection)
+                opening = await handshake.receive_opening(connection)
             self._silent.pop(connection, None)
             is_taken = await self._admit(connection, opening, who)
         except TieredKVError as error:
             self.num_refused += 1
             log("warning", "host.client_refused", client=str(who), error=str(error))
             with suppress(OSError):
-                await link.send_opened(connection, Refused(wire.kind_of(error), str(error)))
+                await handshake.send_opened(connection, Refused(wire.kind_of(error), str(error)))
         except (OSError, wire.WireError) as error:  # a TimeoutError included
             log("warning", "host.client_gave_up", client=str(who), error=str(error) or type(error).__name__)
         finally:

@@ -20,7 +20,7 @@ from tiered_kv.backend import OwnedTierSettings
 from tiered_kv.cache import seat_at
 from tiered_kv.errors import BackendUnavailableError, ConfigurationError, TieredKVError
 from tiered_kv.events import Emit
-from tiered_kv.host import link, wire
+from tiered_kv.host import handshake, link, wire
 from tiered_kv.host.attached_client import AttachedClient
 from tiered_kv.host.listening import listen
 from tiered_kv.host.opening import (
@@ -124,8 +124,8 @@ class TieredKVServer:
             ConfigurationError: What answers is no server of this version.
             BackendUnavailableError: Nothing answers in time.
         """
-        connection, answer, descriptors = link.begin(os.fspath(path), Health(), timeout_s)
-        link.give_back(connection, descriptors)
+        connection, answer, descriptors = handshake.begin(os.fspath(path), Health(), timeout_s)
+        handshake.give_back(connection, descriptors)
         if not isinstance(answer, Healthy):
             raise ConfigurationError(f"{path} answered {type(answer).__name__} to a question about its health")
         return answer.facts
@@ -212,7 +212,7 @@ class TieredKVServer:
         """Answer what a connection is for; say whether it is a client's now."""
         match opening:
             case Health():
-                await link.send_opened(connection, Healthy(self.health()))
+                await handshake.send_opened(connection, Healthy(self.health()))
                 return False
             case Join(token=token):
                 return await self._join(connection, token)
@@ -273,7 +273,7 @@ class TieredKVServer:
                     int(limits.window),
                     session.is_read_only,
                 )
-                await link.send_opened(connection, answer, descriptors)
+                await handshake.send_opened(connection, answer, descriptors)
             await link.start(client.link, connection)
         except BaseException:
             if client is not None:
@@ -286,7 +286,7 @@ class TieredKVServer:
     async def _join(self, connection: socket.socket, token: bytes) -> bool:
         beside = self._client(token).beside()
         try:
-            await link.send_opened(connection, Joined())
+            await handshake.send_opened(connection, Joined())
             await link.start(beside, connection)
         except BaseException:
             beside.connection_lost(None)
@@ -295,17 +295,17 @@ class TieredKVServer:
 
     async def _introduce(self, connection: socket.socket, opening: Introduce) -> None:
         client = self._client(opening.token)
-        await link.send_opened(connection, Joined())
+        await handshake.send_opened(connection, Joined())
         async with asyncio.timeout(OPENING_S):
-            pidfds = await link.receive_descriptors(connection, len(opening.ranks))
+            pidfds = await handshake.receive_descriptors(connection, len(opening.ranks))
         client.session.jobs.watch(opening.ranks, pidfds)
-        await link.send_opened(connection, Joined())
+        await handshake.send_opened(connection, Joined())
 
     async def _map(self, connection: socket.socket, opening: MapSlab) -> None:
         session = self._client(opening.token).session
         fd = session.slab(opening.name).fd
         with _descriptor(fd, is_read_only=session.is_read_only) as given:
-            await link.send_opened(connection, Mapped(session.is_read_only), [given])
+            await handshake.send_opened(connection, Mapped(session.is_read_only), [given])
 
     def _client(self, token: bytes) -> AttachedClient:
         client = self._clients.get(token)

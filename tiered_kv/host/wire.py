@@ -84,6 +84,17 @@ def frame(message: Message) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
+def checked(length: int) -> int:
+    """Return the length of a frame that is about to come.
+
+    Raises:
+        WireError: It is longer than one may be.
+    """
+    if length > MOST_FRAME_BYTES:
+        raise WireError(f"a frame of {length} bytes, {MOST_FRAME_BYTES} at most")
+    return length
+
+
 def decoder(messages: Any) -> Callable[[bytes | memoryview], Any]:  # noqa: ANN401 - a union of classes has no type
     """Return what decodes one of these messages.
 
