@@ -2,6 +2,6 @@
 
 In the server, `server` listens and keeps one cache for each model (`shares`); `session` serves one client, whose memory
 is `far`. In the engine's process `client` has the face of `TieredKV`, `connection` keeps it attached, by one
-`attachment` after the other, and `moving` copies. `opening` and `messages` are what passes between them in a `handshake`
-and over a `link`, in the encoding of `wire`; blocks pass through memory that both have mapped.
+`attachment` after the other, and `moving` copies. A connection begins with a `handshake` (`opening` has its messages);
+then `messages` pass over a `link`, in the encoding of `wire`, and blocks through memory that both have mapped.
 """

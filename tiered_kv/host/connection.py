@@ -4,7 +4,6 @@ While no server is there, or it does not answer in time, questions have no answe
 """
 
 import asyncio
-import socket
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, Protocol
@@ -12,23 +11,21 @@ from typing import Any, Final, Protocol
 from tiered_kv.errors import BackendUnavailableError, ClosedError, ConfigurationError
 from tiered_kv.host import handshake, wire
 from tiered_kv.host.attachment import Attachment
+from tiered_kv.host.attempts import FIRST_PAUSE_S, LONGEST_PAUSE_S, Attempts, Begun
 from tiered_kv.host.far_side import FarSide
 from tiered_kv.host.messages import Answer, Failed, Stats
-from tiered_kv.host.opening import Attach, Attached, Opened
+from tiered_kv.host.opening import Attach, Attached
 from tiered_kv.log import log
 from tiered_kv.loop_calls import LoopCalls
-from tiered_kv.tiers.tasks import Tasks, WorkerPool
+from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.transfers.handles import Handle
 from tiered_kv.transfers.submissions import Ticket
 from tiered_kv.validation import check_asyncio
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 _PROBE_S: Final = 0.5
 """How often a server that did not answer in time is asked whether it is there again."""
 _NOW_S: Final = 1.0
 """What a call that blocks its thread may take at most."""
-
-Begun = tuple[socket.socket, Attached, list[int]]
 
 
 class Follower(Protocol):
@@ -138,21 +135,24 @@ class Connection:
         check_asyncio()
         self._is_opening = True
         loop_calls = LoopCalls(asyncio.get_running_loop())
-        self._beginning = WorkerPool("attach", 1, loop_calls)
+        self._attempts = Attempts(self.path, self._opening, self.timeout_s, loop_calls)
         try:
-            begun = await self._begin_in_time()
+            begun = await self._attempts.begin_in_time()
             try:
-                here = self._here = self._make_side(begun[1], loop_calls)
+                self._here = self._make_side(begun[1], loop_calls)
             except BaseException:
                 handshake.give_back(begun[0], begun[2])
                 raise
-            await self._attach(here, begun)
+            await self._attach(self._here, begun)
         except BaseException:
-            self._beginning.close()
+            try:
+                await self._end()
+            finally:
+                self._here = self._closing = None  # it may be opened again
             raise
         finally:
             self._is_opening = False
-        self._tasks.keep_running(partial(self._stay_attached, here), "stay attached")
+        self._tasks.keep_running(partial(self._stay_attached, self._here), "stay attached")
 
     async def aclose(self) -> None:
         """Say goodbye, once no copy is under way."""
@@ -160,50 +160,31 @@ class Connection:
         if here is None or (self._closing is not None and self._closing.done()):
             return
         here.check_loop()
+        await self._end()
+
+    async def _end(self) -> None:
+        """End all that there is, in a task of its own: a cancellation is raised when that is done."""
         if self._closing is None:
-            self._closing = here.loop.create_task(self._close(here), name="close")
+            self._closing = asyncio.get_running_loop().create_task(self._close(), name="close")
         await Handle(self._closing, lambda: None)
 
-    async def _close(self, here: FarSide) -> None:
-        here.submissions.close()
+    async def _close(self) -> None:
+        here = self._here
+        if here is not None:
+            here.submissions.close()
         for follower in self._followers:
             follower.close()
         await self._tasks.aclose(0.0)
-        self._beginning.close()
+        self._attempts.close()
         if self.there is not None:
             for transfer in list(self.there.transfers.values()):
                 transfer.lose()  # what is being copied is waited for with the device
             self.there.end()
-        await here.tasks.aclose(1.0)
-        await here.lifetime.aclose()
+        if here is not None:
+            await here.tasks.aclose(1.0)
+            await here.lifetime.aclose()
 
     # Attaching.
-
-    async def _begin_in_time(self) -> Begun:
-        """Connect, to a server that has yet to come too."""
-        loop, pause_s = asyncio.get_running_loop(), _FIRST_PAUSE_S
-        deadline = loop.time() + self.timeout_s
-        while True:
-            try:
-                return await self._begin()
-            except BackendUnavailableError:
-                if loop.time() + pause_s > deadline:
-                    raise
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-
-    async def _begin(self) -> Begun:
-        """Connect, in a thread."""
-        began = self._beginning.run(handshake.begin, self.path, self._opening, self.timeout_s)
-        try:
-            connection, attached, descriptors = await asyncio.shield(began)
-        except asyncio.CancelledError:
-            began.add_done_callback(_give_back)
-            raise
-        if not isinstance(attached, Attached):
-            handshake.give_back(connection, descriptors)
-            raise ConfigurationError(f"the server answered {type(attached).__name__} to a client that attaches")
-        return connection, attached, descriptors
 
     async def _attach(self, here: FarSide, begun: Begun) -> None:
         connection, attached, descriptors = begun
@@ -221,18 +202,18 @@ class Connection:
 
     async def _stay_attached(self, here: FarSide) -> None:
         """Attach again whenever the server is gone, and ask one that is silent whether it is there."""
-        pause_s = _FIRST_PAUSE_S
+        pause_s = FIRST_PAUSE_S
         while True:
             if self.there is None:
                 try:
-                    await self._attach(here, await self._begin())
-                    pause_s = _FIRST_PAUSE_S
+                    await self._attach(here, await self._attempts.begin())
+                    pause_s = FIRST_PAUSE_S
                     log("info", "host.attached_again", path=self.path)
                 except (BackendUnavailableError, ConfigurationError) as error:
                     if isinstance(error, ConfigurationError):
                         log("error", "host.not_attached", path=self.path, error=str(error))
                     await asyncio.sleep(pause_s)
-                    pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                    pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                 continue
             if self.there.is_silent:
                 self.there.send(Stats(self.there.number()))  # whatever comes ends the silence
@@ -249,12 +230,6 @@ class Connection:
             self._changed.set()
             if self._closing is None:
                 log("warning", "host.server_lost", path=self.path)
-
-
-def _give_back(began: "asyncio.Future[tuple[socket.socket, Opened, list[int]]]") -> None:
-    if not began.cancelled() and began.exception() is None:
-        connection, _, descriptors = began.result()
-        handshake.give_back(connection, descriptors)
 
 
 def _raised(answer: Answer | None) -> Answer | None:

@@ -88,6 +88,8 @@ class Link(asyncio.Protocol, Generic[M]):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin."""
+        if self._is_over:
+            return
         # Of a stream socket; uvloop's are of no class of asyncio's.
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(high=_UNREAD_BYTES)
@@ -123,8 +125,10 @@ class Link(asyncio.Protocol, Generic[M]):
             self._transport.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End, once what has come is taken."""
-        self._is_over, self._is_unread = True, False
+        """End, once what has come is taken; a second time does nothing."""
+        if self._is_over:
+            return
+        self._is_over, self._is_unread, self._transport = True, False, None
         if not self._is_waiting:
             self._take_some()
 
@@ -176,5 +180,8 @@ class Link(asyncio.Protocol, Generic[M]):
 
 async def start(link: Link[M], connection: socket.socket) -> None:
     """Have ``link`` take over a connection that has begun."""
-    loop = asyncio.get_running_loop()
-    await loop.create_unix_connection(lambda: link, sock=connection)
+    try:
+        await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=connection)
+    except BaseException:  # cancelled: not every event loop tells the link of its end then, and uvloop's never knows it
+        link.connection_lost(None)
+        raise
