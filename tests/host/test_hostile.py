@@ -18,7 +18,7 @@ from tiered_kv.host import handshake, link, messages, wire
 from tiered_kv.host.change_messages import AHEAD, Follow, Taken
 from tiered_kv.host.fields import Keys
 from tiered_kv.host.link import Link
-from tiered_kv.host.opening import Attach, Attached, Join
+from tiered_kv.host.opening import Attach, Attached, Introduce, Join
 
 KEYS = prompt(12)
 OPENING = Attach.of("stranger", MODEL, SMALL, (Shard(),), is_read_only=False)
@@ -70,8 +70,11 @@ def attached_stranger(server: TieredKVServer) -> Iterator[tuple[socket.socket, A
 
 
 @pytest.mark.parametrize("said", [b"", wire.greeting(), wire.greeting() + b"\xff\xff"])
-async def test_connections_that_say_nothing_are_few(said: bytes, tmp_path: Path) -> None:
+async def test_connections_that_say_nothing_are_few(
+    said: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However many wait without a word, or with half of one: a client attaches and is served; descriptors stay few."""
+    monkeypatch.setattr("tiered_kv.host.reception.OPENING_S", 600.0)
     engine = AnyEngine()
     with serving(tmp_path, cpu(24)) as server, ExitStack() as stack:
         before = server.health()["num_descriptors"]
@@ -128,6 +131,23 @@ async def test_one_that_goes_without_goodbye_is_forgotten_at_once(tmp_path: Path
             with attached_stranger(server) as (connection, _):
                 connection.sendall(b"\x05\0\0\0ab")  # half a message
             await until(lambda: server.health()["clients"] == [])
+
+
+async def test_workers_that_are_announced_and_do_not_come_are_few(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often a client says that descriptors of its workers come: few wait for them, and others plan."""
+    monkeypatch.setattr("tiered_kv.host.server.OPENING_S", 600.0)
+    with serving(tmp_path, cpu(24)) as server, attached_stranger(server) as (_, attached_), ExitStack() as stack:
+        before = server.health()["num_descriptors"]
+        said = wire.greeting() + wire.frame(Introduce(attached_.token, ((0, 1),)))
+        for _ in range(300):
+            stack.enter_context(stranger(server, said))
+        async with attached(server, AnyEngine()) as kv:
+            kv.planner().register_worker()
+            assert (await kv.planner().plan_store(KEYS).planned()).num_blocks == 12
+        # 300 are the strangers' own, in this process.
+        await until(lambda: server.health()["num_descriptors"] <= before + 300 + 70)
 
 
 async def test_one_client_has_few_connections_and_few_questions_ahead(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Where connections to a server wait until they have said what they are for: not for long, and not many at once.
 
 Anyone who may write the socket may connect ten thousand times and say nothing. So of those that are silent the oldest
-goes for the newest; a client that says at once who it is goes in however many there are.
+goes for the newest; a client that says at once who it is goes in however many there are. Connections for one question
+stay among the silent until they have their answer: who asks may be slow to send what belongs to it, or to read.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ from typing import Final, NamedTuple
 
 from tiered_kv.errors import TieredKVError
 from tiered_kv.host import handshake, wire
-from tiered_kv.host.opening import Opening, Refused
+from tiered_kv.host.opening import Attach, Join, Opening, Refused
 from tiered_kv.log import log
 from tiered_kv.tiers.tasks import Tasks
 
@@ -100,7 +101,8 @@ class Reception:
                     log("warning", "host.version_refused", client=str(who), theirs=version, ours=wire.VERSION)
                     return
                 opening = await handshake.receive_opening(connection)
-            self._silent.pop(connection, None)
+            if isinstance(opening, Attach | Join):
+                self._silent.pop(connection, None)
             is_taken = await self._admit(connection, opening, who)
         except TieredKVError as error:
             self.num_refused += 1
