@@ -1,5 +1,6 @@
 """Shares of models in a server's tiers: fixed, lent and taken back, and what is reclaimed of those that nobody uses."""
 
+import asyncio
 import fcntl
 import os
 from collections.abc import Callable
@@ -8,11 +9,12 @@ from pathlib import Path
 import anyio
 import pytest
 
-from tests.support.any_layout import STRIDE, AnyEngine, cpu, nvme, prompt
-from tests.support.caches import until
+from tests.support.any_layout import LIMITS, SMALL, STRIDE, AnyEngine, cpu, nvme, prompt
+from tests.support.caches import Recorder, until
 from tests.support.serving import attached, serving
-from tiered_kv import ConfigurationError, ModelIdentity, TieredKVServer
+from tiered_kv import ConfigurationError, ModelIdentity, Shard, TieredKVServer, TieredKVSettings
 from tiered_kv.host.left_behind import delete, left_in
+from tiered_kv.host.shares import Shares
 
 ONE, TWO = ModelIdentity("one", weights="w0"), ModelIdentity("two", weights="w0")
 NAME = "0123456789abcdef" * 2
@@ -114,6 +116,23 @@ async def test_what_nobody_uses_is_reclaimed_and_others_grow(tmp_path: Path) -> 
             async with attached(server, engine, model=TWO) as again:
                 assert (await again.lookup(keys)).num_blocks == 0
                 assert (await again.store(keys, engine.fill(keys, range(8)))).num_stored == 8
+
+
+async def test_who_drains_as_a_model_is_reclaimed(tmp_path: Path) -> None:
+    """At whatever moment: nothing of that model is to be written, and all others are."""
+    settings = TieredKVSettings(tiers=[cpu(32)], limits=LIMITS, host={"socket": tmp_path / "kv.sock"})
+    shares = Shares(settings, Recorder())
+    await shares.join(ONE, SMALL, (Shard(),))
+    for steps in range(12):
+        unused, _ = await shares.join(TWO, SMALL, (Shard(),))
+        shares.leave(unused)
+        reclaiming = asyncio.ensure_future(shares.reclaim(0.0))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        assert await shares.drain()
+        await reclaiming
+        assert [share.name for share in shares] == ["one"]
+    await shares.aclose()
 
 
 async def test_what_an_earlier_server_has_left_is_reclaimed_too(tmp_path: Path) -> None:

@@ -137,8 +137,7 @@ class TieredKVServer:
             Whether all was, within `CacheLimits.close_timeout_s`.
         """
         self._is_draining = True
-        caches = [share.cache for share in self._shares or () if share.cache is not None]
-        return all(await asyncio.gather(*(cache.drain() for cache in caches)))
+        return self._shares is None or await self._shares.drain()
 
     async def __aenter__(self) -> Self:
         """Listen.
@@ -228,8 +227,7 @@ class TieredKVServer:
     async def _attach(self, connection: socket.socket, opening: Attach, who: Peer) -> bool:
         name = f"{opening.name:.{_LONGEST_NAME}} ({who})"
         log("info", "host.attaching", client=name, gid=who.gid, model=f"{opening.model:.{_LONGEST_NAME}}")
-        if self._is_draining or self._shares is None:
-            raise BackendUnavailableError("the server is about to end")
+        self._check_goes_on()
         num_clients = len(self._clients) + self._num_attaching
         if num_clients >= self._settings.host.clients:
             raise ConfigurationError(f"the server has {num_clients} clients, which is what it may have")
@@ -239,6 +237,10 @@ class TieredKVServer:
         finally:
             self._num_attaching -= 1
 
+    def _check_goes_on(self) -> None:
+        if self._is_draining or self._shares is None:
+            raise BackendUnavailableError("the server is about to end")
+
     async def _join_share(self, connection: socket.socket, opening: Attach, name: str, uid: int) -> bool:
         assert self._shares is not None  # noqa: S101 - looked at by the caller
         host = self._settings.host
@@ -246,6 +248,7 @@ class TieredKVServer:
         share, ranks = await self._shares.join(model, layout, shards)
         client = None
         try:
+            self._check_goes_on()  # while it was opened, too
             assert share.cache is not None  # noqa: S101 - it was joined
             pins = Pins(self._settings.limits.pin_quota, share.pins)
             session = Session(

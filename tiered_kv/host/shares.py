@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from tiered_kv.backend import OwnedTierSettings, TierSettings
 from tiered_kv.cache import TieredKV
-from tiered_kv.errors import ConfigurationError, TieredKVError
+from tiered_kv.errors import ClosedError, ConfigurationError, TieredKVError
 from tiered_kv.events import Emit
 from tiered_kv.host.left_behind import DIRECTORY_DIGITS, delete, left_in
 from tiered_kv.host.lending import Claim, divided
@@ -156,6 +156,10 @@ class Shares:
                 if moved > capacity * _LEAST_CHANGE or (moved and is_due):
                     await self._resize(tier, dict(zip(open_, wanted, strict=True)))
 
+    async def drain(self) -> bool:
+        """Have every cache take no more stores and write what it has; say whether all did in time."""
+        return all(await asyncio.gather(*(_drained(share.cache) for share in self if share.cache is not None)))
+
     async def aclose(self) -> None:
         """Close every cache, side by side."""
         async with self._lock:
@@ -262,6 +266,13 @@ class Shares:
     def _paths(self) -> list[Path]:
         """The directories of the tiers that have one of their own."""
         return [path for tier in self._settings.tiers for path in _directories_of(tier)]
+
+
+async def _drained(cache: TieredKV) -> bool:
+    try:
+        return await cache.drain()
+    except ClosedError:  # it is being reclaimed: nothing of it is to stay
+        return True
 
 
 def _look_at(share: Share, now: float) -> None:
