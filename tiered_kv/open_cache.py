@@ -35,7 +35,7 @@ from tiered_kv.telemetry.watch import Watch
 from tiered_kv.tiers.batch import Batch, Naming
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.exponent import ExponentCodec
-from tiered_kv.tiers.ledger import Ledger, OnLoad, OnPlaceChange, OnUse
+from tiered_kv.tiers.ledger import Ledger
 from tiered_kv.tiers.pins import Pins
 from tiered_kv.tiers.scrubber import scrub_for_ever
 from tiered_kv.tiers.tasks import Tasks
@@ -328,15 +328,6 @@ class OpenCache(EngineSide):
         """Return what names the blocks of a prompt without a salt, by KV group; on the first rank."""
         groups = range(len(self.layout.groups))
         return [self.of_group(group)[0].naming.namespace(NO_SALT, self.epoch) for group in groups]
-
-    def watch_blocks(self, on_use: OnUse, on_change: OnPlaceChange) -> None:
-        """Have each load and store say what it is about, and each owned tier what comes to it and leaves it."""
-        self.ledger.on_use = on_use
-        self.ledger.listeners.append(on_change)
-
-    def watch_loads(self, on_load: OnLoad) -> None:
-        """Have each load say whose it was, and what it brought."""
-        self.ledger.on_load = on_load
 
     def call_soon(self, function: Callable[[], object]) -> None:
         """Have the event loop call a function, from any thread."""

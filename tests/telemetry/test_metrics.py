@@ -3,17 +3,20 @@
 import asyncio
 import random
 import re
+import sys
 import threading
 from collections.abc import Iterator, Mapping
+from types import FrameType
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.backends import ScriptedBackend
-from tests.support.caches import keep, open_cache, until, until_idle
+from tests.support.caches import Recorder, keep, open_cache, until, until_idle
 from tests.support.engine import BLOCK_SIZE, MODEL, PAYLOAD_BYTES, SMALL_LIMITS, Engine, prompt, small_layout
 from tiered_kv import BlockState, ConfigurationError, CPUTier, TieredKV, TieredKVSettings, hash_blocks
+from tiered_kv.events import HostMemoryReady
 from tiered_kv.telemetry import Metrics
 
 CPU = CPUTier(capacity=16 * PAYLOAD_BYTES)
@@ -79,6 +82,28 @@ def assert_adds_up(scraper: Scraper) -> None:
             totals[match[1]] += value
     assert totals["requested"] == totals["hit"] + totals["missed"]
     assert totals["store_requested"] == totals["stored"] + totals["present"] + totals["dropped"]
+
+
+async def test_a_load_calls_two_functions_of_telemetry_whatever_its_blocks() -> None:
+    """All else is counted anyway, or at a scrape: after a large copy what is called is not in a processor's caches."""
+    engine, events, called = Engine(), Recorder(), list[str]()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_globals["__name__"].startswith("tiered_kv.telemetry"):
+            called.append(frame.f_code.co_qualname)
+
+    async with open_cache(CPU, engine=engine, emit=events, metrics=Metrics(CollectorRegistry())) as kv:
+        await keep(kv, engine, prompt(8))
+        await until(lambda: bool(events.of(HostMemoryReady)))
+        for num_blocks in (1, 8):
+            called.clear()
+            into = engine.compute(prompt(num_blocks))
+            sys.setprofile(note)
+            try:
+                await kv.load(prompt(num_blocks), into)
+            finally:
+                sys.setprofile(None)
+            assert called == ["Sampler.note", "Watch.__call__"]
 
 
 async def test_a_miss_says_what_befell_the_block() -> None:

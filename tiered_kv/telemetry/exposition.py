@@ -178,21 +178,19 @@ def _tell_of_tiers(to: Families) -> None:
 
 def _tell_of_events(to: Families) -> None:
     calls = ("tier", "call")
-    to.histogram("load_seconds", "From each load's call to its end.", (), lambda of: [((), of.tallies.load_seconds)])
+    to.histogram("load_seconds", "From each load's call to its end.", (), lambda of: [((), of.load_seconds)])
     to.histogram(
         "store_seconds",
         "From each store's call until the engine's blocks were free again.",
         (),
-        lambda of: [((), of.tallies.store_seconds)],
+        lambda of: [((), of.store_seconds)],
     )
     to.counter(
         "load_faults",
         "Faults that shortened loads; without a tier, those of the whole load.",
         ("tier", "reason"),
         lambda of: [
-            ((tier, reason), n)
-            for said, n in of.tallies.load_faults.items()
-            for tier, _, reason in [said.rpartition(": ")]
+            ((tier, reason), n) for said, n in of.load_faults.items() for tier, _, reason in [said.rpartition(": ")]
         ],
     )
     to.counter("tier_call_failures", "Calls of a tier that went wrong.", calls, lambda of: of.tallies.failures.items())

@@ -5,7 +5,7 @@ from typing import Final, TypeVar
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from tiered_kv.telemetry.tallies import Histogram
+from tiered_kv.histogram import Histogram
 from tiered_kv.telemetry.watch import Reading
 
 M = TypeVar("M", bound=CounterMetricFamily | GaugeMetricFamily)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Final, Literal
 
-from tiered_kv.telemetry.tallies import Histogram
+from tiered_kv.histogram import Histogram
 
 SIZES: Final = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Of the caches that are imagined, as parts of the real one."""

@@ -8,10 +8,10 @@ from threading import Lock
 from typing import Final
 
 from tiered_kv.catalog.books import Change
+from tiered_kv.histogram import Histogram
 from tiered_kv.keys import Names
 from tiered_kv.telemetry.ghost import GAPS_S, MOST_SAMPLES, GhostCaches, GhostCounts
 from tiered_kv.telemetry.samples import Sampler, What
-from tiered_kv.telemetry.tallies import Histogram
 from tiered_kv.tiers.ledger import Direction, Place
 
 _WHAT: Final[Mapping[Change, What]] = {Change.ADDED: "added", Change.EVICTED: "evicted"}
@@ -36,7 +36,11 @@ class LifeCounts:
 
 
 class Lives:
-    """Follows a sample of blocks. `use` and `changed` belong to the event loop; `counts` is for any thread."""
+    """Follows a sample of blocks. `use` and `changed` belong to the event loop; `counts` is for any thread.
+
+    Attributes:
+        use: Notes that blocks were asked for by a load, or given to a store.
+    """
 
     def __init__(
         self, num_blocks: int, *, most_samples: int = MOST_SAMPLES, clock: Callable[[], float] = time.monotonic
@@ -44,6 +48,7 @@ class Lives:
         """Follow the blocks of a cache whose largest tier holds ``num_blocks``."""
         self._ghost = GhostCaches(num_blocks, most_samples)
         self._sampler = Sampler(self._ghost.rate, clock)
+        self.use: Callable[[Direction, Names], None] = self._sampler.note
         self._most_samples = most_samples
         self._since: OrderedDict[tuple[str, int], float] = OrderedDict()
         self._ages_s: dict[str, Histogram] = {}
@@ -56,13 +61,9 @@ class Lives:
         """Which part of the blocks is in the sample."""
         return self._ghost.rate
 
-    def use(self, direction: Direction, names: Names) -> None:
-        """Note that blocks were asked for by a load, or given to a store."""
-        self._sampler.note(direction, "", names)
-
     def changed(self, place: Place, change: Change, names: Names) -> None:
         """Note that blocks came to a tier, or left it."""
-        self._sampler.note(_WHAT.get(change, "gone"), place.tier, names)
+        self._sampler.note(_WHAT.get(change, "gone"), names, place.tier)
 
     def counts(self, *, on_loop: bool = False) -> LifeCounts:
         """Replay what was noted, and return what was counted so far.

@@ -1,59 +1,16 @@
-"""What events tell and `stats` does not: how long loads and stores took, and how often a tier's calls went wrong.
+"""What neither `stats` nor the ledger counts: lookups, how often a tier's calls went wrong, and tenants one by one.
 
-Plain numbers, for the event loop's thread. The work for an event does not grow with its blocks.
+Plain numbers, for the event loop's thread.
 """
 
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
-from itertools import accumulate
-from typing import Final, Self
+from typing import Self
 
-from tiered_kv.events import (
-    BlocksLoaded,
-    BlocksStored,
-    Event,
-    RecordsRefused,
-    TierFailed,
-    TierStalled,
-    TierTripped,
-)
+from tiered_kv.events import Event, RecordsRefused, TierFailed, TierStalled, TierTripped
 from tiered_kv.keys import salt_digest
-
-SECONDS: Final = tuple(digit * 10.0**power for power in range(-4, 2) for digit in (1, 2.5, 5))
-"""Upper bounds of a histogram's buckets; what takes longer is in one more."""
-
-
-class Histogram:
-    """How often which of some ranges was seen.
-
-    Attributes:
-        bounds: Upper bounds of the ranges, ascending; the last range has none.
-        total: The sum of what was seen.
-    """
-
-    def __init__(self, bounds: Sequence[float] = SECONDS) -> None:
-        self.bounds = bounds
-        self.total = 0.0
-        self._counts = [0] * (len(bounds) + 1)
-
-    def saw(self, value: float) -> None:
-        """Count one value."""
-        self._counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
-
-    def copy(self) -> "Histogram":
-        """Return one with the same counts."""
-        copied = Histogram(self.bounds)
-        copied.total, copied._counts = self.total, self._counts.copy()
-        return copied
-
-    def cumulated(self) -> list[tuple[str, float]]:
-        """Return how many values were at most each bound, as Prometheus has it: the last one is ``"+Inf"``."""
-        names = [*(f"{bound:g}" for bound in self.bounds), "+Inf"]
-        return list(zip(names, map(float, accumulate(self._counts)), strict=True))
 
 
 @dataclass(frozen=True)
@@ -79,9 +36,6 @@ class Tallies:
     """Takes events and lookups, and adds them up.
 
     Attributes:
-        load_seconds: From each load's call to its end.
-        store_seconds: From each store's call until its source was free again.
-        load_faults: What shortened loads: by ``"tier: reason"``.
         failures: Calls that went wrong, by tier and what they were doing.
         stalls: Calls that were late, by the same.
         trips: How often a breaker opened, by the same.
@@ -90,8 +44,6 @@ class Tallies:
     """
 
     def __init__(self) -> None:
-        self.load_seconds, self.store_seconds = Histogram(), Histogram()
-        self.load_faults = Counter[str]()
         self.failures, self.stalls, self.trips = (Counter[tuple[str, str]]() for _ in range(3))
         self.refused = Counter[str]()
         self.salts: dict[str, SaltCounts] = {}
@@ -102,12 +54,6 @@ class Tallies:
     def __call__(self, event: Event) -> None:
         """Take one event."""
         match event:
-            case BlocksLoaded():
-                self.load_seconds.saw(event.took_ms / 1e3)
-                if event.faults:
-                    self.load_faults.update(event.faults)
-            case BlocksStored():
-                self.store_seconds.saw(event.took_ms / 1e3)
             case TierFailed():
                 self.failures[event.tier, event.doing] += 1
             case TierStalled():
@@ -147,7 +93,7 @@ class Tallies:
         """Return what was added up so far, for another thread."""
         copied = copy(self)
         for name, value in vars(self).items():
-            if isinstance(value, Histogram | Counter):
+            if isinstance(value, Counter):
                 setattr(copied, name, value.copy())
         copied.salts = {salt: replace(counts) for salt, counts in self.salts.items()}
         return copied

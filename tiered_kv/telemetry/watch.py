@@ -8,19 +8,21 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
 from tiered_kv.errors import ClosedError
-from tiered_kv.events import BlocksLoaded, Emit, Event
+from tiered_kv.events import Emit, Event
+from tiered_kv.histogram import Histogram
 from tiered_kv.keys import BlockKeys, Namespace
 from tiered_kv.results import CacheStatistics
 from tiered_kv.telemetry.history import History
 from tiered_kv.telemetry.lives import LifeCounts, Lives
 from tiered_kv.telemetry.tallies import Tallies
-from tiered_kv.tiers.ledger import OnLoad, OnPlaceChange, OnUse
+from tiered_kv.tiers.ledger import Ledger
 
 if TYPE_CHECKING:  # the extra "metrics" may not be installed
     from prometheus_client import CollectorRegistry
@@ -39,11 +41,13 @@ class Watched(Protocol):
         model_name: Whose blocks it keeps.
         block_sizes: Tokens in a block, by KV group.
         tokens_per_block: Tokens that each counted block stands for; 0 where KV groups differ.
+        ledger: What became of blocks; on the event loop.
     """
 
     model_name: str
     block_sizes: tuple[int, ...]
     tokens_per_block: float
+    ledger: Ledger
 
     @property
     def emit(self) -> Emit:
@@ -54,12 +58,6 @@ class Watched(Protocol):
 
     def statistics(self) -> CacheStatistics:
         """Count what is where; on the event loop."""
-
-    def watch_blocks(self, on_use: OnUse, on_change: OnPlaceChange) -> None:
-        """Have each load and store say what it is about, and each owned tier what comes to it and leaves it."""
-
-    def watch_loads(self, on_load: OnLoad) -> None:
-        """Have each load say whose it was, and what it brought."""
 
     def call_soon(self, function: Callable[[], object]) -> None:
         """Have the event loop call a function, from any thread."""
@@ -107,6 +105,7 @@ class Reading:
         tokens_per_block: See `Watched`.
         statistics: What it counts.
         tallies: What its events told.
+        load_seconds, store_seconds, load_faults: See `Ledger`.
         lag_s: How long the event loop took to answer.
         prefill_saved_s: How long the engine would have computed what loads brought; None if nobody says how fast it is.
         lives: What became of a sample of blocks; None if no tier is the cache's own.
@@ -117,6 +116,9 @@ class Reading:
     tokens_per_block: float
     statistics: CacheStatistics
     tallies: Tallies
+    load_seconds: Histogram
+    store_seconds: Histogram
+    load_faults: Mapping[str, int]
     lag_s: float = 0.0
     prefill_saved_s: float | None = None
     lives: LifeCounts | None = None
@@ -158,10 +160,9 @@ class Watch:
         return self._watched
 
     def __call__(self, event: Event) -> None:
-        """Take an event; called by the cache."""
-        self._tallies(event)
-        if isinstance(event, BlocksLoaded) and event.missed_because:
-            self._fell_short("load", event.requested, event.blocks, event.missed_because)
+        """Take an event; called by the cache. Those of each load and store are passed by: the ledger counts them."""
+        if event.level != "debug":
+            self._tallies(event)
 
     def looked_up(self, salt_id: bytes, requested: int, found: int, because: str) -> None:
         """Count a lookup; called by the cache."""
@@ -185,7 +186,9 @@ class Watch:
         self._last = self._take()
         if num_slots := max(tier.num_slots for tier in self._last.statistics.tiers):
             self._lives = Lives(num_slots)
-            watched.watch_blocks(self._lives.use, self._lives.changed)
+            watched.ledger.on_use = self._lives.use
+            watched.ledger.listeners.append(self._lives.changed)
+        watched.ledger.on_miss = partial(self._fell_short, "load")
         self.history.begin(lambda: (watched.statistics(), self._tallies.lookups()))
         for watcher in self._watchers:
             watcher.begin(self)
@@ -199,7 +202,7 @@ class Watch:
     def count_salts(self, salts: Sequence[str]) -> None:
         """Count the loads and lookups of these tenants each for itself from now on; on the cache's event loop."""
         self._tallies.count_salts(salts)
-        self.watched.watch_loads(self._tallies.loaded)
+        self.watched.ledger.on_load = self._tallies.loaded
 
     def tell(self, event: Event) -> None:
         """Tell all receivers of events of one; on the cache's event loop."""
@@ -248,7 +251,7 @@ class Watch:
             return replace(self._last, lag_s=time.monotonic() - asked)
 
     def _take(self) -> Reading:
-        watched = self.watched
+        watched, ledger = self.watched, self.watched.ledger
         statistics, saved_s = watched.statistics(), None
         if self.prefill_tokens_per_s and watched.tokens_per_block:
             num_hits = statistics.requested - statistics.missed
@@ -259,6 +262,9 @@ class Watch:
             tokens_per_block=watched.tokens_per_block,
             statistics=statistics,
             tallies=self._tallies.copy(),
+            load_seconds=ledger.load_seconds.copy(),
+            store_seconds=ledger.store_seconds.copy(),
+            load_faults=dict(ledger.load_faults),
             prefill_saved_s=saved_s,
         )
         return self._last

@@ -14,6 +14,7 @@ import numpy as np
 from tiered_kv.catalog.books import Change
 from tiered_kv.catalog.history import Fate, History
 from tiered_kv.catalog.index import TierIndex
+from tiered_kv.histogram import Histogram
 from tiered_kv.keys import Names
 
 _FATES: Final = 8
@@ -49,6 +50,8 @@ Direction = Literal["load", "store"]
 OnUse = Callable[[Direction, Names], None]
 OnLoad = Callable[[bytes, int, int], None]
 """Takes the digest of a load's salt, the blocks that it was asked for, and those that came."""
+OnMiss = Callable[[int, int, str], None]
+"""Takes the blocks that a load was asked for, those that came, and what befell the first of the others."""
 
 
 class Ledger:
@@ -60,20 +63,27 @@ class Ledger:
         missed_because: The same by reason; they add up to ``missed``.
         store_requested: Blocks that stores were given: each is stored, present or dropped.
         dropped_because: The dropped ones by reason.
+        load_seconds: From each load's call to its end.
+        store_seconds: From each store's call until its source was free again.
+        load_faults: What shortened loads: by ``"tier: reason"``.
         preemptions: Sequences that were swapped out.
         tiers: The owned tiers, by place.
         listeners: Called with every change of an owned tier.
         on_use: Called with what each load and store is about, in prompt order, if somebody wants to know.
         on_load: Called when a load has ended, likewise.
+        on_miss: Called when a load has ended that did not bring all, likewise.
     """
 
     def __init__(self) -> None:
         self.requested = self.missed = 0
         self.store_requested = self.stored = self.present = self.dropped = 0
         self.missed_because, self.dropped_because = Counter[str](), Counter[str]()
+        self.load_seconds, self.store_seconds = Histogram(), Histogram()
+        self.load_faults = Counter[str]()
         self.preemptions = 0
         self.on_use: OnUse | None = None
         self.on_load: OnLoad | None = None
+        self.on_miss: OnMiss | None = None
         self.tiers: dict[Place, HasIndex] = {}
         self.listeners: list[OnPlaceChange] = []
         self._history = History()
@@ -90,6 +100,8 @@ class Ledger:
         if missed := requested - loaded:
             self.missed += missed
             self.missed_because[why_not_more] += missed
+            if self.on_miss is not None:
+                self.on_miss(requested, loaded, why_not_more)
 
     def count_store(self, requested: int, *, stored: int, present: int, dropped: Mapping[str, int]) -> None:
         """Count the blocks of a store that has let go of its source; ``dropped`` by reason."""

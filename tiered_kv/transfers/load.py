@@ -313,9 +313,12 @@ def load_result(
         for tier, count in zip(chain.tiers, counts, strict=True):
             tier.counters.hits += count
         why = _why_not_more(request, num_blocks, faults) if num_in_place < num_requested else ""
-        chain.ledger.count_load(request.batch.namespace.salt, num_requested, num_in_place, why)
-        chain.ledger.use("load", request.batch.names)
         said = tuple(f"{fault.tier}: {fault.reason}" for fault in faults)
+        chain.ledger.count_load(request.batch.namespace.salt, num_requested, num_in_place, why)
+        chain.ledger.load_seconds.saw(seconds)
+        if said:
+            chain.ledger.load_faults.update(said)
+        chain.ledger.use("load", request.batch.names)
         chain.emit(BlocksLoaded(num_in_place, num_requested, by_tier, seconds * 1e3, said, why))
     num_bytes = num_in_place * chain.group.payload_bytes
     return LoadResult(num_blocks, num_requested, by_tier, num_bytes, seconds, tuple(faults), mask)

@@ -208,6 +208,7 @@ class Store(Revocable):
         self._chain.ledger.count_store(
             len(self._batch), stored=result.num_stored, present=result.num_present, dropped=result.drop_reasons
         )
+        self._chain.ledger.store_seconds.saw(seconds)
         self._chain.ledger.use("store", self._batch.names)
         self._chain.emit(
             BlocksStored(

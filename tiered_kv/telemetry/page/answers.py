@@ -5,9 +5,9 @@ from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
+from tiered_kv.histogram import Histogram
 from tiered_kv.keys import NO_SALT, Namespace
 from tiered_kv.telemetry.history import Moment, Span
-from tiered_kv.telemetry.tallies import Histogram
 from tiered_kv.telemetry.watch import Reading, Watch
 
 
@@ -34,8 +34,8 @@ def state_of(watch: Watch) -> dict[str, Any]:
         "parts": [_span(part) for part in parts],
         "shortfalls": [asdict(each) for each in reversed(tuple(watch.shortfalls))],
         "troubles": _troubles(reading),
-        "load_s": _quantiles(reading.tallies.load_seconds),
-        "store_s": _quantiles(reading.tallies.store_seconds),
+        "load_s": _quantiles(reading.load_seconds),
+        "store_s": _quantiles(reading.store_seconds),
         "ghost": _ghost(reading, max((tier["capacity_bytes"] for tier in tiers), default=0)),
     }
 
