@@ -1,44 +1,31 @@
 """What is checked and enqueued of a load before it begins, in whichever thread: it holds nothing if it is refused."""
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from tests.support.caches import inside, keep, open_cache, until, until_idle
+from tests.support.caches import keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, Engine, contents, prompt
-from tiered_kv import BlockKeys, ConfigurationError, GPULoadStoreSpec, Priority, TieredKV
-from tiered_kv.telemetry.trace_recorder import Call
+from tiered_kv import BlockKeys, ConfigurationError, GPULoadStoreSpec, TieredKV
 from tiered_kv.testing import ScriptedDevice, ScriptedEvent
-from tiered_kv.tiers.batch import Batch
-from tiered_kv.tiers.chain import Chain
-from tiered_kv.transfers.start import start_load
-from tiered_kv.validation import LoadCall, load_request
 
 KEYS = prompt(9)
 INTO = GPULoadStoreSpec(range(9))
 CPU = {"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}
 
 
-class Overtaken:
-    """A cache whose weights change at the moment when a load has named its blocks."""
+class Overtaken(BlockKeys):
+    """Keys of which the weights change at the moment when a load names its blocks."""
 
     def __init__(self, kv: TieredKV) -> None:
+        super().__init__(b"".join(KEYS), block_size=KEYS.block_size)
         self._kv = kv
-        self._cache = inside(kv)
-        self.epoch = self._cache.epoch
-        self.bindings = self._cache.bindings
 
-    def batch(self, keys: BlockKeys, epoch: str | None = None) -> tuple[Chain, Batch]:
-        """Name the blocks; then the weights change."""
-        named = self._cache.batch(keys, epoch)
+    @property
+    def words(self) -> NDArray[np.uint64]:
+        """Let the weights change."""
         self._kv.advance_epoch("w1")
-        self.epoch = self._cache.epoch
-        return named
-
-    def note(self, call: Call, keys: BlockKeys) -> None:
-        """Record nothing."""
-
-    def deadline(self, deadline_s: float | None) -> float:
-        """Return that of the cache."""
-        return self._cache.deadline(deadline_s)
+        return super().words
 
 
 async def test_a_load_that_weights_overtake_while_it_is_checked_says_so() -> None:
@@ -46,8 +33,7 @@ async def test_a_load_that_weights_overtake_while_it_is_checked_says_so() -> Non
     engine = Engine()
     async with open_cache(CPU, engine=engine) as kv:
         await keep(kv, engine, KEYS)
-        request = load_request(Overtaken(kv), LoadCall(KEYS, INTO, None, None, Priority.LOAD))
-        loaded = await start_load(request)
+        loaded = await kv.load(Overtaken(kv), INTO)
         assert (loaded.num_blocks, [fault.reason for fault in loaded.faults]) == (0, ["epoch advanced"])
         await until_idle(kv)
 

@@ -1,93 +1,55 @@
-"""TieredKV: the cache whose tiers are this process's own. It checks a call, decides what it is about, and starts it.
+"""TieredKV: the cache whose tiers are this process's own. How it is made, opened and closed.
 
-What is promised of most calls is said in `BlockCache`. What they work on is `OpenCache`, made when the cache opens; the
-moving is the transfers'.
+What it answers while it is open is in `TierCalls`.
 """
 
-import asyncio
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from copy import copy
-from functools import partial
+from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any, NoReturn, Self
 
-import numpy as np
-from numpy.typing import NDArray
 from typing_extensions import override
 
-from tiered_kv.assembly import parts_of
-from tiered_kv.backend import Backend, OwnedTierSettings, SlotBackend, TierSettings
+from tiered_kv.assembly import open_cache
+from tiered_kv.backend import Backend, SlotBackend, TierSettings
 from tiered_kv.block_cache import BlockCache
-from tiered_kv.changes import Changes
-from tiered_kv.closing import Draining, begin_to_close, drain, draining_on
+from tiered_kv.closing import Draining, begin_to_close, draining_on
 from tiered_kv.errors import ClosedError, ConfigurationError
-from tiered_kv.events import Emit, EpochAdvanced, SequencePreempted
-from tiered_kv.explain import Explanation, explain
-from tiered_kv.hints import ReuseHint, check_hint
-from tiered_kv.keys import BlockKeys, ModelIdentity, Namespace, Shard, salt_digest
+from tiered_kv.events import Emit
+from tiered_kv.explain import Explanation
+from tiered_kv.keys import BlockKeys, ModelIdentity, Shard
 from tiered_kv.layout import KVLayout
 from tiered_kv.log import guarded, log_event
-from tiered_kv.lookups import (
-    lookup_result,
-    owned_runs,
-    states_of,
-    why_not_found,
-    why_not_more,
-    with_pending,
-    with_specs,
-)
 from tiered_kv.memory.codec import CodecName, make_codec
 from tiered_kv.memory.make import DeviceLike, resolve
-from tiered_kv.open_cache import CacheParts, OpenCache, open_cache
-from tiered_kv.planner import OwnPlanner, Planner
-from tiered_kv.results import (
-    CacheStatistics,
-    LoadResult,
-    LookupResult,
-    PinResult,
-    StoreResult,
-    SwapOutResult,
-)
-from tiered_kv.settings import CacheLimits, TieredKVSettings, tier_name
-from tiered_kv.specs import GPULoadStoreSpec
+from tiered_kv.open_cache import OpenCache
+from tiered_kv.parts import CacheParts, chain_parts
+from tiered_kv.settings import CacheLimits, TieredKVSettings
 from tiered_kv.telemetry.metrics import Metrics
 from tiered_kv.telemetry.page import Page
 from tiered_kv.telemetry.trace_recorder import TraceRecorder
 from tiered_kv.telemetry.watch import Watch, Watcher
-from tiered_kv.tiers import upkeep
+from tiered_kv.tier_calls import TierCalls
 from tiered_kv.tiers.exponent import make_record_codec
 from tiered_kv.tiers.pins import Pins
-from tiered_kv.transfers.handles import Handle, LoadHandle
-from tiered_kv.transfers.prefetch import HostLease, Prefetch, PrefetchHandle, hold_on_host
-from tiered_kv.transfers.start import start_load, start_store
-from tiered_kv.transfers.store import StoreHandle
-from tiered_kv.transfers.submissions import LoadTicket, StoreTicket
+from tiered_kv.transfers.handles import Handle
 from tiered_kv.validation import (
-    LoadCall,
-    StoreCall,
     check_asyncio,
-    check_capacity,
     check_emit,
-    check_found,
     check_identity,
     check_limits,
     check_metrics,
-    check_one_rank,
     check_page,
     check_recorder,
     check_seconds,
     check_shards,
-    check_ttl,
-    load_request,
     metrics_of,
-    store_request,
 )
 
 
-class TieredKV(BlockCache):
+class TieredKV(TierCalls):
     """A KV cache over a chain of tiers, for one model on one event loop. Open it with ``async with``.
 
     Its calls are those of `BlockCache`, and what only the owner of tiers can do.
@@ -136,7 +98,7 @@ class TieredKV(BlockCache):
         watchers: list[Watcher] = [*check_metrics(metrics), *check_page(page)]
         watch = Watch(watchers, self._explain) if watchers else None
         self._parts = CacheParts(
-            tiers=parts_of(tiers, check_shards(shard)),
+            tiers=chain_parts(tiers, check_shards(shard)),
             model=model,
             layout=layout,
             codecs=tuple(make_codec(codec, group) for group in layout.groups),
@@ -150,9 +112,8 @@ class TieredKV(BlockCache):
         )
         if watch is not None:
             watch.claim()
-        self._cache: OpenCache | None = None  # for good, once it was opened
+        super().__init__(self._parts.tiers.media)
         self._is_opening = False
-        self._planner: Planner | None = None
 
     @classmethod
     def from_settings(
@@ -228,205 +189,6 @@ class TieredKV(BlockCache):
             name=name, read_only=read_only, timeout_s=timeout_s,
         )  # fmt: skip
 
-    # What is there, and what is done ahead.
-
-    @override
-    async def lookup(self, keys: BlockKeys, *, where: bool = False) -> LookupResult:
-        cache = self._open()
-        parts = cache.batches(keys)
-        cache.note("lookup", keys)
-        if where:
-            check_one_rank(parts)
-        found = [(chain, batch, chain.locate(batch)) for chain, batch in parts]
-        if any(chain.may_be_longer(batch, runs) for chain, batch, runs in found):
-            with cache.callers.waiting():
-                runs = await asyncio.gather(*(chain.locate_on(batch, runs) for chain, batch, runs in found))
-        else:
-            runs = [runs for _, _, runs in found]
-        result = with_pending(parts, lookup_result([chain for chain, _ in parts], runs))
-        if cache.watch is not None:
-            why = why_not_more(parts, runs, result.num_blocks)
-            cache.watch.looked_up(keys.salt_id, len(keys), result.num_blocks, why)
-        if where:
-            with cache.callers.waiting():
-                return await with_specs(*parts[0], result)
-        return result
-
-    @override
-    def prefetch(self, keys: BlockKeys, *, to: str = "cpu") -> PrefetchHandle:
-        cache = self._open()
-        chain, batch = cache.batch(keys)
-        target = next((tier for tier in chain.memory if tier.name == to and tier.index.num_slots), None)
-        if target is None:
-            known = ", ".join(tier.name for tier in chain.memory if tier.index.num_slots) or "none"
-            raise ConfigurationError(f"prefetch goes to a memory tier; here: {known}; not {to!r}")
-        prefetch = Prefetch(chain, batch, target)
-        return prefetch.start(cache.tasks.spawn(prefetch.run(), f"prefetch {len(keys)} blocks"))
-
-    @override
-    def lease(self, keys: BlockKeys) -> AbstractAsyncContextManager[HostLease]:
-        chain, batch = self._open().batch(keys)
-        if not chain.host.index.num_slots:
-            raise ConfigurationError("lease() holds blocks in the CPU tier, and this cache has none")
-        return hold_on_host(chain, batch)
-
-    # From any thread, for engines with a synchronous loop: nothing waits for the event loop.
-
-    @override
-    def poll(self, timeout_s: float = 0.0) -> list[tuple[LoadTicket, LoadResult] | tuple[StoreTicket, StoreResult]]:
-        check_seconds("timeout_s", timeout_s)
-        return self._cache.submissions.poll(timeout_s) if self._cache else []
-
-    @override
-    def lookup_nowait(self, keys: BlockKeys) -> LookupResult:
-        cache = self._open(anywhere=True)
-        parts = cache.batches(keys)
-        cache.note("lookup", keys)
-        return lookup_result([chain for chain, _ in parts], [owned_runs(chain, batch) for chain, batch in parts])
-
-    @override
-    def membership(self, keys: BlockKeys) -> NDArray[np.int8]:
-        return states_of(self._open(anywhere=True).batches(keys))
-
-    @override
-    def count_lookup(self, keys: BlockKeys, found: NDArray[np.bool_]) -> None:
-        cache = self._open(anywhere=True)
-        check_found(keys, found)
-        if (watch := cache.watch) is None or not len(keys):
-            return
-        parts, num_found, first = cache.batches(keys), int(np.count_nonzero(found)), int(np.argmin(found))
-
-        def count() -> None:
-            watch.looked_up(keys.salt_id, len(keys), num_found, why_not_found(parts, num_found, first))
-
-        cache.call_soon(count)
-
-    # What stays, and what must leave the engine for a while.
-
-    @override
-    def touch(self, keys: BlockKeys, *, hint: ReuseHint | None = None) -> None:
-        check_hint(hint)
-        for chain, batch in self._open().batches(keys):
-            if hint is None or hint.probability > 0:
-                chain.touch(batch)
-            if hint is not None:
-                chain.hint(batch, hint)
-
-    @override
-    def pin(self, keys: BlockKeys, *, ttl_s: float) -> PinResult:
-        cache = self._open()
-        return PinResult(cache.pins.pin(cache.batches(keys), keys, check_ttl(ttl_s)))
-
-    @override
-    def unpin(self, keys: BlockKeys) -> None:
-        cache = self._open()
-        cache.pins.unpin(cache.batches(keys), keys)
-
-    @override
-    async def swap_out(
-        self, keys: BlockKeys, source: GPULoadStoreSpec, *, after: object = None, ttl_s: float = 600.0
-    ) -> SwapOutResult:
-        cache = self._open()
-        check_ttl(ttl_s)
-        stored = await self.start_store(keys, source, after=after)
-        pinned = self.pin(keys, ttl_s=ttl_s)
-        cache.ledger.preemptions += 1
-        cache.emit(SequencePreempted(len(keys), stored.num_dropped, pinned.num_blocks))
-        return SwapOutResult(**vars(stored), num_pinned=pinned.num_blocks)
-
-    # What goes, what is written, and why: for operators and schedulers, now and then.
-
-    @override
-    async def evict(self, keys: BlockKeys, *, tier: str | None = None) -> int:
-        cache = self._open()
-        parts = cache.batches(keys)
-        names = parts[0][0].names
-        if tier is not None and tier not in names:
-            raise ConfigurationError(f"no tier {tier!r} here; there are {', '.join(names)}")
-        with cache.callers.waiting():
-            found = await asyncio.gather(*(upkeep.evict(chain, batch, tier) for chain, batch in parts))
-        return int(np.count_nonzero(np.logical_or.reduce(found)))
-
-    @override
-    async def resize(self, tier: str, capacity: int | str) -> int:
-        return await self._open().resize(tier, check_capacity(capacity))
-
-    @override
-    async def clear(self) -> None:
-        cache = self._open()
-        with cache.callers.waiting():
-            await upkeep.clear(cache.chains)
-
-    @override
-    def advance_epoch(self, weights: str) -> None:
-        cache = self._open()
-        cache.advance_epoch(weights)
-        cache.emit(EpochAdvanced(weights))
-
-    @override
-    async def flush(self, *, sync: bool = False) -> None:
-        cache = self._open()
-        with cache.callers.waiting():
-            await cache.settle()
-        if sync:
-            await cache.finish(upkeep.checkpoint(cache.chains, sync=True), "checkpoint")
-
-    @override
-    async def drain(self, *, timeout_s: float | None = None) -> bool:
-        cache = self._open()
-        check_seconds("timeout_s", timeout_s)
-        return await drain(cache, timeout_s)
-
-    def drain_on(self, *signals: signal.Signals, timeout_s: float | None = None) -> AbstractContextManager[Draining]:
-        """Drain when a signal comes: ``with kv.drain_on(signal.SIGTERM) as draining: await draining.wait()``.
-
-        A second signal does what it does by default: it ends the process. For an event loop in the main thread. While
-        the block lasts, handlers set before are not called; leaving it puts them back.
-        """
-        cache = self._open()
-        check_seconds("timeout_s", timeout_s)
-        return draining_on(cache, signals, timeout_s)
-
-    @override
-    async def explain(self, keys: BlockKeys, *, ask: bool = False) -> list[Explanation]:
-        cache = self._open()
-        with cache.callers.waiting():
-            return await explain(cache, keys, ask=ask)
-
-    async def _explain(self, keys: BlockKeys) -> list[Explanation]:
-        return await self.explain(keys, ask=True)
-
-    @override
-    def stats(self) -> CacheStatistics:
-        return self._open().statistics()
-
-    @override
-    def events(self) -> Changes:
-        return self._open().subscribers.subscribe()
-
-    @property
-    @override
-    def media(self) -> Mapping[str, str]:
-        parts = self._parts.tiers
-        memory = {tier_name(tier): tier.medium for tier in (parts.gpu, parts.cpu) if tier is not None and tier.capacity}
-        owned = (part for part in parts.storage if isinstance(part.settings, OwnedTierSettings))
-        return memory | {part.name: part.settings.medium for part in owned}
-
-    @override
-    def namespace(self, salt: str | bytes = b"", *, group: int = 0, rank: int = 0) -> Namespace:
-        cache = self._open(anywhere=True)
-        chains = cache.of_group(group)
-        if not 0 <= rank < len(chains):
-            raise ConfigurationError(f"rank {rank!r} of {len(chains)}: this cache has no such rank")
-        return chains[rank].naming.namespace(salt_digest(salt), cache.epoch)
-
-    @override
-    def planner(self) -> Planner:
-        cache = self._open(anywhere=True)
-        if self._planner is None:
-            self._planner = OwnPlanner(cache, partial(self._open, anywhere=True))
-        return self._planner
-
     # Opening and closing.
 
     async def __aenter__(self) -> Self:
@@ -468,36 +230,39 @@ class TieredKV(BlockCache):
             # A task of its own, as a shield does not hold against task.cancel().
             await Handle(begin_to_close(cache), lambda: None)
 
-    # What every call asks first, and once.
+    def drain_on(self, *signals: signal.Signals, timeout_s: float | None = None) -> AbstractContextManager[Draining]:
+        """Drain when a signal comes: ``with kv.drain_on(signal.SIGTERM) as draining: await draining.wait()``.
+
+        A second signal does what it does by default: it ends the process. For an event loop in the main thread. While
+        the block lasts, handlers set before are not called; leaving it puts them back.
+        """
+        cache = self._open()
+        check_seconds("timeout_s", timeout_s)
+        return draining_on(cache, signals, timeout_s)
+
+    async def _explain(self, keys: BlockKeys) -> list[Explanation]:
+        return await self.explain(keys, ask=True)
+
+
+class _Seat(TierCalls):
+    """An open cache as one engine of several sees it. It is never closed: what it moves ends with the cache."""
 
     @override
-    def _open(self, *, anywhere: bool = False) -> OpenCache:
-        cache = self._cache
-        if cache is None:
-            raise ClosedError("this TieredKV is not open yet: use it with 'async with'")
-        if cache.closing is not None:
-            raise ClosedError("this TieredKV is closed")
-        cache.check_loop(anywhere=anywhere)
-        return cache
+    async def __aenter__(self) -> Self:
+        return self
 
     @override
-    def _prepare_load(self, call: LoadCall, *, anywhere: bool = False) -> Callable[[], LoadHandle]:
-        return partial(start_load, load_request(self._open(anywhere=anywhere), call))
-
-    @override
-    def _prepare_store(self, call: StoreCall, *, anywhere: bool = False) -> Callable[[], StoreHandle]:
-        return partial(start_store, store_request(self._open(anywhere=anywhere), call))
+    async def aclose(self) -> None:
+        pass
 
 
 def seat_at(
-    cache: TieredKV, shards: Sequence[Shard], epoch: bytes, past_epochs: Sequence[bytes], pins: Pins
-) -> tuple[TieredKV, OpenCache]:
+    cache: TierCalls, shards: Sequence[Shard], epoch: bytes, past_epochs: Sequence[bytes], pins: Pins
+) -> tuple[TierCalls, OpenCache]:
     """Return an open cache as one of several engines that share it sees it; see `OpenCache.seat`.
 
     Returns:
-        Its face, which is never closed: what it moves ends with the cache, and ``pins`` are for whoever made them to
-        end. And what its transfers are made with.
+        Its calls, and what its transfers are made with. ``pins`` are for whoever made them to end.
     """
-    face = copy(cache)
-    seat = face._cache = cache._open().seat(shards, epoch, past_epochs, pins)  # noqa: SLF001 - its own module's
-    return face, seat
+    seat = cache._open().seat(shards, epoch, past_epochs, pins)  # noqa: SLF001 - its own module's
+    return _Seat(cache.media, seat), seat

@@ -1,40 +1,34 @@
 """A cache while it is open: its chains, its tasks, the weights that it serves, and what some of its calls keep.
 
-`open_cache` makes it, complete; `tiered_kv.closing` ends it. Who may call it, and when, is for `TieredKV` to say.
+`tiered_kv.assembly` makes it, complete; `tiered_kv.closing` ends it. Who may call it, and when, is for `TierCalls` to
+say.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager, suppress
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
 from copy import copy
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Final, TypeVar
 from weakref import WeakSet
 
-from anyio import CancelScope
 from typing_extensions import override
 
-from tiered_kv.assembly import Kind, Parts, build_chains, open_backends
+from tiered_kv.callers import Callers
 from tiered_kv.changes import Subscribers
 from tiered_kv.engine_side import EngineSide
 from tiered_kv.errors import ClosedError, ConfigurationError, TieredKVError
-from tiered_kv.events import CacheOpened, Emit, TierResized
+from tiered_kv.events import TierResized
 from tiered_kv.integers import as_int
-from tiered_kv.keys import NO_SALT, BlockKeys, ModelIdentity, Namespace, Shard, epoch_digest
-from tiered_kv.layout import KVLayout, fingerprint
+from tiered_kv.keys import NO_SALT, BlockKeys, Namespace, Shard, epoch_digest
 from tiered_kv.loop_calls import LoopCalls
-from tiered_kv.memory.codec import Codec
 from tiered_kv.memory.device import Device
-from tiered_kv.memory.make import DeviceLike
+from tiered_kv.parts import CacheParts
 from tiered_kv.results import CacheStatistics
-from tiered_kv.settings import CacheLimits
 from tiered_kv.statistics import cache_statistics
-from tiered_kv.telemetry.trace_recorder import Call, TraceRecorder
-from tiered_kv.telemetry.watch import Watch
-from tiered_kv.tiers.batch import Batch, Naming
+from tiered_kv.telemetry.trace_recorder import Call
+from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.chain import Chain
-from tiered_kv.tiers.exponent import ExponentCodec
 from tiered_kv.tiers.ledger import Ledger
 from tiered_kv.tiers.pins import Pins
 from tiered_kv.tiers.scrubber import scrub_for_ever
@@ -43,125 +37,13 @@ from tiered_kv.tiers.upkeep import keep_up
 from tiered_kv.transfers.bindings import Bindings
 from tiered_kv.transfers.cleaner import Cleaner
 from tiered_kv.transfers.jobs import Jobs
+from tiered_kv.transfers.requests import LoadRequest, StoreRequest
 from tiered_kv.transfers.resize import resize, slots_within
 from tiered_kv.transfers.swap import SwapSide, SwapSpace, SwapSpaces
-from tiered_kv.validation import check_keys, check_one_rank
+from tiered_kv.validation import LoadCall, StoreCall, check_keys, check_one_rank, check_pages
 
 T = TypeVar("T")
 _PAST_EPOCHS: Final = 8
-_LAST_STEPS_S: Final = 1.0
-"""What a call that is told of the closing may take to end."""
-
-
-@dataclass(frozen=True)
-class CacheParts:
-    """What a cache is to be made of; all of it has been checked.
-
-    Attributes:
-        tiers: The chain as it was asked for.
-        model: Whose blocks it keeps.
-        layout: What they are made of.
-        codecs: By KV group, how they are kept in slots.
-        record_codecs: By KV group, how they are kept in records, if that is another way than in slots.
-        shards: Whose parts of them: one rank's, or all.
-        limits: Bounds.
-        device: Where the engine's tensors are, if that was said.
-        emit: Takes events.
-        watch: Sees what it does, if somebody is to be shown.
-        recorder: Writes down what is asked of it, if that is wanted.
-    """
-
-    tiers: Parts
-    model: ModelIdentity
-    layout: KVLayout
-    codecs: tuple[Codec | None, ...]
-    record_codecs: tuple[ExponentCodec | None, ...]
-    shards: tuple[Shard, ...]
-    limits: CacheLimits
-    device: DeviceLike | None
-    emit: Emit
-    watch: Watch | None
-    recorder: TraceRecorder | None = None
-
-
-async def open_cache(parts: CacheParts) -> "OpenCache":
-    """Open every tier, in the order of the chain; what was opened is closed again if one of them fails.
-
-    Raises:
-        ConfigurationError: A tier can never work as it is set up, or the machine lacks the memory.
-        BackendUnavailableError: A tier cannot be reached.
-    """
-    loop = asyncio.get_running_loop()
-    started = loop.time()
-    kinds = [
-        Kind(number, group, Naming(fingerprint(parts.model, parts.layout, number, name), shard), codec, record_codec)
-        for number, (group, codec, record_codec) in enumerate(
-            zip(parts.layout.groups, parts.codecs, parts.record_codecs, strict=True)
-        )
-        for name in [kept.name if kept else "none" for kept in (codec or record_codec,)]
-        for shard in parts.shards
-    ]
-    tasks, ledger = Tasks(), Ledger()
-    async with AsyncExitStack() as stack:
-        backends = await open_backends(stack, parts.tiers, kinds, parts.limits, tasks, parts.emit)
-        chains, device = build_chains(
-            stack, parts.tiers, backends, kinds, parts.limits, parts.device, tasks, parts.emit, ledger
-        )
-        cache = OpenCache(parts, chains, device, tasks, ledger, backends.services.loop_calls, stack.pop_all())
-    if parts.watch is not None:
-        cache.lifetime.push_async_callback(parts.watch.end)
-        parts.watch.begin(cache)
-    if parts.recorder is not None:
-        cache.lifetime.push_async_callback(parts.recorder.end)
-        parts.recorder.begin(parts.emit)
-    recovered = {tier.name: tier.index.statistics().ready for chain in chains for tier in chain.owned}
-    parts.emit(CacheOpened(tuple(chains[0].names), recovered, (loop.time() - started) * 1e3))
-    return cache
-
-
-class Callers:
-    """Calls that wait in the tasks of their callers: the end of the cache ends their wait.
-
-    Transfers end by themselves, with results, and need none of this.
-    """
-
-    def __init__(self) -> None:
-        self._scopes: dict[CancelScope, bool] = {}
-        self._changed = asyncio.Event()
-
-    @contextmanager
-    def waiting(self, *, for_the_program: bool = False) -> Iterator[None]:
-        """Wait in this block; raise `ClosedError` from it if the cache is closed before the wait is over.
-
-        ``for_the_program``: it is not the cache that will end the wait, so closing gives it no time.
-        """
-        with CancelScope() as scope:
-            self._scopes[scope] = for_the_program
-            try:
-                yield
-            finally:
-                del self._scopes[scope]
-                self._changed.set()
-        if scope.cancelled_caught:
-            raise ClosedError("this TieredKV was closed before the call was done")
-
-    async def aclose(self, timeout_s: float) -> None:
-        """Give the calls so long to end; then end them."""
-        for scope, is_for_the_program in self._scopes.items():
-            if is_for_the_program:
-                scope.cancel()
-        await self._left(timeout_s)
-        for scope in self._scopes:
-            scope.cancel()
-        await self._left(_LAST_STEPS_S)
-
-    async def _left(self, timeout_s: float) -> None:
-        """Wait until no call is under way, for a limited time."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while self._scopes:
-                    self._changed.clear()
-                    await self._changed.wait()
 
 
 class OpenCache(EngineSide):
@@ -200,7 +82,7 @@ class OpenCache(EngineSide):
         loop_calls: LoopCalls,
         lifetime: AsyncExitStack,
     ) -> None:
-        """Made by `open_cache` only, in the thread of the event loop."""
+        """Made by `assembly.open_cache` only, in the thread of the event loop."""
         super().__init__(parts.shards, tasks, loop_calls, lifetime)
         self.layout = parts.layout
         self.model_name = parts.model.name
@@ -303,6 +185,31 @@ class OpenCache(EngineSide):
         for jobs in list(self._planners):
             jobs.close()
 
+    # Loads and stores, once each argument was looked at: from any thread, the rest is the event loop's.
+
+    def load_request(self, call: LoadCall) -> LoadRequest:
+        """Check a load and enqueue its wait."""
+        epoch = self.epoch  # before the keys are named by it: if it advances in between, the load is overtaken
+        chain, batch = self.batch(call.keys)
+        binding = self.bindings.find(call.into, call.keys.group)
+        pages = check_pages(binding, call.keys, call.into)
+        deadline = self.deadline(call.deadline_s)
+        self.note("load", call.keys)
+        lane = binding.h2d.take(call.after)
+        return LoadRequest(
+            chain, batch, binding, pages, lane, deadline, call.priority, lambda: self.epoch == epoch,
+            layerwise=call.layerwise, gaps=call.gaps, order=call.order,
+        )  # fmt: skip
+
+    def store_request(self, call: StoreCall) -> StoreRequest:
+        """Check a store and enqueue its wait."""
+        chain, batch = self.batch(call.keys, call.epoch)
+        binding = self.bindings.find(call.source, call.keys.group)
+        pages = check_pages(binding, call.keys, call.source)
+        lane = binding.d2h.take_own(call.after) if call.layerwise else binding.d2h.take(call.after)
+        self.note("store", call.keys)
+        return StoreRequest(chain, batch, binding, pages, lane, layerwise=call.layerwise, hint=call.hint)
+
     # What some calls do.
 
     @override
@@ -324,10 +231,16 @@ class OpenCache(EngineSide):
         if self.recorder is not None:
             self.recorder.note(call, keys)
 
+    def namespace(self, salt_id: bytes, *, group: int, rank: int) -> Namespace:
+        """Return what names the blocks of a tenant, by a digest of its salt; from any thread."""
+        chains = self.of_group(group)
+        if not 0 <= rank < len(chains):
+            raise ConfigurationError(f"rank {rank!r} of {len(chains)}: this cache has no such rank")
+        return chains[rank].naming.namespace(salt_id, self.epoch)
+
     def namespaces(self) -> list[Namespace]:
         """Return what names the blocks of a prompt without a salt, by KV group; on the first rank."""
-        groups = range(len(self.layout.groups))
-        return [self.of_group(group)[0].naming.namespace(NO_SALT, self.epoch) for group in groups]
+        return [self.namespace(NO_SALT, group=group, rank=0) for group in range(len(self.layout.groups))]
 
     def call_soon(self, function: Callable[[], object]) -> None:
         """Have the event loop call a function, from any thread."""

@@ -1,8 +1,4 @@
-"""The checks of `TieredKV`'s arguments: each says what was wrong, with numbers, before anything moves.
-
-`load_request` and `store_request` are what any thread may do of a load or store: check it once, and enqueue its wait.
-The rest is the event loop's.
-"""
+"""The checks of `TieredKV`'s arguments: each says what was wrong, with numbers, before anything moves."""
 
 import asyncio
 import inspect
@@ -10,7 +6,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,30 +23,13 @@ from tiered_kv.specs import EngineBlocks, GPULoadStoreSpec
 from tiered_kv.telemetry.metrics import Metrics
 from tiered_kv.telemetry.page import Page
 from tiered_kv.telemetry.page.address import page_address
-from tiered_kv.telemetry.trace_recorder import Call, TraceRecorder
-from tiered_kv.tiers.batch import Batch
+from tiered_kv.telemetry.trace_recorder import TraceRecorder
 from tiered_kv.tiers.budget import Priority
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.transfers.bindings import Binding, Bindings
-from tiered_kv.transfers.requests import LoadRequest, Order, StoreRequest
+from tiered_kv.transfers.requests import Order
 
 _SIZE = TypeAdapter(ByteSize)
-
-
-class Cache(Protocol):
-    """What a request is made from."""
-
-    epoch: bytes
-    bindings: Bindings
-
-    def note(self, call: Call, keys: BlockKeys) -> None:
-        """Have a call recorded, if that is wanted; from any thread."""
-
-    def batch(self, keys: BlockKeys, epoch: str | None = None) -> tuple[Chain, Batch]:
-        """Return the chain of the keys' KV group, and what the keys are called there."""
-
-    def deadline(self, deadline_s: float | None) -> float:
-        """Return when a load's time is up, on the loop's clock."""
 
 
 def check_identity(tiers: object, model: object, layout: object) -> None:
@@ -154,31 +133,6 @@ class StoreCall:
 
     def __post_init__(self) -> None:
         check_hint(self.hint)
-
-
-def load_request(cache: Cache, call: LoadCall) -> LoadRequest:
-    """Check a load and enqueue its wait, in any thread."""
-    epoch = cache.epoch  # before the keys are named by it: if it advances in between, the load is overtaken
-    chain, batch = cache.batch(call.keys)
-    binding = cache.bindings.find(call.into, call.keys.group)
-    pages = check_pages(binding, call.keys, call.into)
-    deadline = cache.deadline(call.deadline_s)
-    cache.note("load", call.keys)
-    lane = binding.h2d.take(call.after)
-    return LoadRequest(
-        chain, batch, binding, pages, lane, deadline, call.priority, lambda: cache.epoch == epoch,
-        layerwise=call.layerwise, gaps=call.gaps, order=call.order,
-    )  # fmt: skip
-
-
-def store_request(cache: Cache, call: StoreCall) -> StoreRequest:
-    """Check a store and enqueue its wait, in any thread."""
-    chain, batch = cache.batch(call.keys, call.epoch)
-    binding = cache.bindings.find(call.source, call.keys.group)
-    pages = check_pages(binding, call.keys, call.source)
-    lane = binding.d2h.take_own(call.after) if call.layerwise else binding.d2h.take(call.after)
-    cache.note("store", call.keys)
-    return StoreRequest(chain, batch, binding, pages, lane, layerwise=call.layerwise, hint=call.hint)
 
 
 def check_pages(binding: Binding, keys: BlockKeys, spec: EngineBlocks) -> NDArray[np.int64]:

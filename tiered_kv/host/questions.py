@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from tiered_kv.cache import TieredKV
+from tiered_kv.block_cache import BlockCache
 from tiered_kv.host import messages, wire
 from tiered_kv.host.places import Place
 from tiered_kv.keys import BlockKeys
@@ -16,7 +16,7 @@ Answered = messages.Answer | Answering
 """At once, or what finds it out."""
 
 
-def answer(kv: TieredKV, request: messages.Asking) -> Answered:
+def answer(kv: BlockCache, request: messages.Asking) -> Answered:
     """Answer a question about keys.
 
     Args:
@@ -29,43 +29,43 @@ def answer(kv: TieredKV, request: messages.Asking) -> Answered:
     return _ANSWERS[type(request)](kv, request, request.keys.block_keys())
 
 
-def _lookup(kv: TieredKV, request: messages.Lookup, keys: BlockKeys) -> Answered:
+def _lookup(kv: BlockCache, request: messages.Lookup, keys: BlockKeys) -> Answered:
     if request.is_owned:
         return _found(request.id, kv.lookup_nowait(keys))
     return _then(partial(kv.lookup, keys, where=request.where), partial(_found, request.id))
 
 
-def _membership(kv: TieredKV, request: messages.Membership, keys: BlockKeys) -> Answered:
+def _membership(kv: BlockCache, request: messages.Membership, keys: BlockKeys) -> Answered:
     return messages.States(request.id, kv.membership(keys).tobytes())
 
 
-def _pin(kv: TieredKV, request: messages.Pin, keys: BlockKeys) -> Answered:
+def _pin(kv: BlockCache, request: messages.Pin, keys: BlockKeys) -> Answered:
     return messages.Number(request.id, kv.pin(keys, ttl_s=request.ttl_s).num_blocks)
 
 
-def _prefetch(kv: TieredKV, request: messages.Prefetch, keys: BlockKeys) -> Answered:
+def _prefetch(kv: BlockCache, request: messages.Prefetch, keys: BlockKeys) -> Answered:
     return _then(
         partial(kv.prefetch, keys, to=request.to),
         lambda got: messages.Prefetched(request.id, got.num_blocks, got.num_moved, got.faults),
     )
 
 
-def _evict(kv: TieredKV, request: messages.Evict, keys: BlockKeys) -> Answered:
+def _evict(kv: BlockCache, request: messages.Evict, keys: BlockKeys) -> Answered:
     return _then(partial(kv.evict, keys, tier=request.tier), partial(messages.Number, request.id))
 
 
-def _explain(kv: TieredKV, request: messages.Explain, keys: BlockKeys) -> Answered:
+def _explain(kv: BlockCache, request: messages.Explain, keys: BlockKeys) -> Answered:
     return _then(
         partial(kv.explain, keys, ask=request.ask), lambda blocks: messages.Explained(request.id, tuple(blocks))
     )
 
 
-def flush(cache: TieredKV, request: messages.Flush) -> Answered:
+def flush(cache: BlockCache, request: messages.Flush) -> Answered:
     """Wait until every store of every client is settled."""
     return _then(partial(cache.flush, sync=request.sync), lambda _: messages.Number(request.id, 0))
 
 
-def clear(cache: TieredKV, request: messages.Clear) -> Answered:
+def clear(cache: BlockCache, request: messages.Clear) -> Answered:
     """Empty the tiers of all clients of the model."""
     return _then(cache.clear, lambda _: messages.Number(request.id, 0))
 

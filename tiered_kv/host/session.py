@@ -28,6 +28,7 @@ from tiered_kv.memory.host import HostSlab
 from tiered_kv.memory.lanes import Lane
 from tiered_kv.open_cache import OpenCache
 from tiered_kv.results import LoadResult, StoreResult, TierFault
+from tiered_kv.tier_calls import TierCalls
 from tiered_kv.tiers.budget import Priority
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.pins import Pins
@@ -82,7 +83,7 @@ class Session:
         self._shards = shards
         self._pins = pins
         self._limits = limits
-        self._seats: dict[bytes, tuple[TieredKV, OpenCache]] = {}
+        self._seats: dict[bytes, tuple[TierCalls, OpenCache]] = {}
         self._promised: set[int] = set()  # loads of which the client knows how they end once it has copied
         self._loads: dict[int, tuple[LoadHandle, FarMemory]] = {}
         self._stores: dict[int, tuple[StoreHandle, FarMemory]] = {}
@@ -378,7 +379,7 @@ class Session:
             raise ConfigurationError(f"no slab {name!r}; there are {', '.join(slabs)}")
         return slabs[name]
 
-    def _seat(self, epoch: bytes) -> tuple[TieredKV, OpenCache]:
+    def _seat(self, epoch: bytes) -> tuple[TierCalls, OpenCache]:
         """Return the cache with the weights of a request, and what transfers are made with."""
         if (seat := self._seats.get(epoch)) is None:
             if len(self._seats) >= _EPOCHS:

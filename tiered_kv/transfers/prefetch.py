@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.catalog.leases import Lease
+from tiered_kv.errors import ConfigurationError
 from tiered_kv.events import BlocksPrefetched
 from tiered_kv.memory.copies import copy_rows
 from tiered_kv.results import PrefetchResult
@@ -133,6 +134,20 @@ class Prefetch(Revocable):
             self._num_moved += len(slots)
             gpu.counters.promoted += len(slots)
         return landed.num_blocks
+
+
+def start_prefetch(chain: Chain, batch: Batch, to: str) -> PrefetchHandle:
+    """Start to copy blocks up to the memory tier of this name.
+
+    Raises:
+        ConfigurationError: There is none that keeps any.
+    """
+    target = next((tier for tier in chain.memory if tier.name == to and tier.index.num_slots), None)
+    if target is None:
+        known = ", ".join(tier.name for tier in chain.memory if tier.index.num_slots) or "none"
+        raise ConfigurationError(f"prefetch goes to a memory tier; here: {known}; not {to!r}")
+    prefetch = Prefetch(chain, batch, target)
+    return prefetch.start(chain.tasks.spawn(prefetch.run(), f"prefetch {len(batch)} blocks"))
 
 
 def start_bringing(
