@@ -1,6 +1,8 @@
 """Whether LRU would do better, as told from when blocks were used last."""
 
 import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tiered_kv.catalog.policies.against_lru import AgainstLRU
 
@@ -78,3 +80,21 @@ def test_time_that_passes_without_uses_does_no_harm() -> None:
     now += 10**9
     miss(against, now, [10**9 + 5] * NUM_SLOTS)
     assert not against.prefers_lru
+
+
+@given(
+    uses=st.lists(
+        st.tuples(st.integers(0, 300), st.integers(0, 40), st.lists(st.integers(1, 3000), max_size=40), st.booleans()),
+        max_size=60,
+    )
+)
+def test_it_judges_the_same_however_seldom_it_is_asked(uses: list[tuple[int, int, list[int], bool]]) -> None:
+    """What is noted together is counted as if each batch had been counted by itself."""
+    often, seldom = AgainstLRU(100, 0), AgainstLRU(100, 0)
+    now = 5000
+    for passed, num_new, ages, is_hit in uses:
+        now += passed
+        for each in (often, seldom):
+            each.count(now, num_new, np.maximum(now - np.array(ages, np.int64), 0), is_hit=is_hit)
+        was_preferred = often.prefers_lru
+    assert not uses or seldom.prefers_lru == was_preferred

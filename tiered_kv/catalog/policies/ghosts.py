@@ -35,16 +35,16 @@ class Ghosts:
     def recall(self, names: Names) -> tuple[Uses, Times, NDArray[np.uint8]]:
         """Return what `add` was told of each: 0 uses of what is not remembered."""
         places, tags = self._places(names)
-        num_uses = np.where(self._tags[places] == tags, self._num_uses[places], 0)
-        return num_uses.astype(np.int32), self._used_at[places], self._kinds[places]
+        num_uses = self._num_uses.take(places) * (self._tags.take(places) == tags)
+        return num_uses.astype(np.int32), self._used_at.take(places), self._kinds.take(places)
 
     def clear(self) -> None:
         """Forget all."""
         self._num_uses.fill(0)
 
-    def _places(self, names: Names) -> tuple[NDArray[np.uint64], NDArray[np.uint32]]:
+    def _places(self, names: Names) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
         hashes = hash_names(names)
-        return hashes >> self._shift, hashes.astype(np.uint32)
+        return (hashes >> self._shift).view(np.int64), hashes.astype(np.uint32)
 
 
 def at_least_as_often(num_uses: Uses) -> Uses:

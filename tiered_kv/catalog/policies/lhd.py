@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 
 from tiered_kv.catalog.policies.against_lru import AgainstLRU
 from tiered_kv.catalog.policies.base import Policy
-from tiered_kv.catalog.policies.ghosts import Ghosts, Times, at_least_as_often
+from tiered_kv.catalog.policies.ghosts import Ghosts, at_least_as_often
 from tiered_kv.catalog.policies.hit_density import NUM_AGES, age_classes, hit_densities, told_hazards
+from tiered_kv.catalog.policies.lives import Classes, Lives
 from tiered_kv.catalog.slots import SlotQueue
 from tiered_kv.catalog.table import Slots
 from tiered_kv.hints import ReuseHint
 from tiered_kv.keys import Names
 
-Classes = NDArray[np.uint8]
 _Said = tuple[str, int, int | None]
 
 _LEVELS: Final = np.searchsorted([2, 3, 4, 5, 7, 10, 16], np.arange(256), side="right").astype(np.uint8)
@@ -41,7 +41,6 @@ _LEAST_GHOSTS: Final = 1 << 15
 """A small tier learns how long blocks stay away only if it remembers more of them; 14 bytes each."""
 _LEARN_EVERY: Final = 512
 """Blocks used; to learn takes some 100 us."""
-_LARGEST_WEIGHT: Final = 1e6
 _SAME: Final = 1.1
 """Densities that differ by less count as the same: the age of two blocks is certain, and these are estimates."""
 _LEAST_DENSITY: Final = 1e-15
@@ -69,6 +68,7 @@ class LHDPolicy(Policy):
         self._half_life = 2.0 * num_ghosts
         self._now = 0
         self._num_passed = 0
+        self._num_evictable = 0
         self._is_used = False
         self._forget_learned()
 
@@ -78,46 +78,52 @@ class LHDPolicy(Policy):
         self._against_lru = AgainstLRU(num_slots, self._now)
 
     def __len__(self) -> int:
-        return len(self._queues[_COLD]) + sum(len(self._queues[number]) for number in self._class_numbers())
+        return self._num_evictable
 
     def add(self, slots: Slots, names: Names) -> None:
         """Learn from those that were here before, and let them go on counting."""
         self._begin_moment(is_use=False)
         num_uses, used_at, kinds = self._ghosts.recall(names)
-        known = num_uses > 0
-        used_at = used_at[known]
+        if num_uses.any():
+            known = np.flatnonzero(num_uses)
+            ended, used_at = self._classes(kinds[known], num_uses[known]), used_at[known]
+            self._lives.end(ended, self._now - used_at)
+            num_uses = at_least_as_often(num_uses)
+        else:
+            used_at = used_at[:0]
         self._against_lru.count(self._now, len(slots) - len(used_at), used_at, is_hit=False)
-        self._learn(_classes(kinds[known], num_uses[known]), used_at)
-        self._begin(slots, at_least_as_often(num_uses))
+        self._begin(slots, num_uses)
 
     def use(self, slots: Slots) -> None:
         """Learn how long it took."""
         self._begin_moment(is_use=True)
-        num_uses, used_at = self._num_uses[slots], self._used_at[slots]
+        num_uses, used_at = self._num_uses.take(slots), self._used_at.take(slots)
         self._against_lru.count(self._now, 0, used_at, is_hit=True)
-        self._learn(_classes(self._kinds[slots], num_uses), used_at)
+        self._lives.end(self._classes(self._kinds_of(slots), num_uses), self._now - used_at)
         self._begin(slots, num_uses)
 
     def hint(self, slots: Slots, hint: ReuseHint, elapsed_s: float) -> None:
         """Let blocks be of the hint's kind, and learn of that kind from now on."""
-        kind = self._kind_of(hint, elapsed_s)
-        self._count(slots, -self._weight)
+        kind, num_uses = self._kind_of(hint, elapsed_s), self._num_uses[slots]
+        self._lives.begin(self._classes(self._kinds[slots], num_uses), -1)
         self._kinds[slots] = kind
-        self._count(slots, self._weight)
+        self._lives.begin(self._classes(self._kinds[slots], num_uses))
 
     def park(self, slots: Slots) -> None:
         """Take blocks out of their queues."""
-        for number, batch in _by_number(self._queue_of[slots], slots):
+        self._num_evictable -= len(slots)
+        for number, batch in _by_number(self._queue_of.take(slots), slots):
             self._queues[number].remove(batch)
 
     def unpark(self, slots: Slots, *, cold: bool = False) -> None:
         """Put blocks at the hot ends of the queues of their uses; if ``cold``, at the cold end of what goes first."""
         self._num_passed += len(slots)
+        self._num_evictable += len(slots)
         if cold:
             self._queue_of[slots] = _COLD
             self._queues[_COLD].push_cold(slots)
             return
-        numbers = _classes(self._kinds[slots], self._num_uses[slots])
+        numbers = self._classes(self._kinds_of(slots), self._num_uses.take(slots))
         self._queue_of[slots] = numbers
         for number, batch in _by_number(numbers, slots):
             self._queues[number].push(batch)
@@ -128,6 +134,8 @@ class LHDPolicy(Policy):
         missing = n - len(chosen[0])
         fronts: dict[int, tuple[Slots, NDArray[np.int64]]] = {}
         numbers = [number for number in self._class_numbers() if len(self._queues[number])]
+        if len(numbers) == 1:
+            return np.concatenate((chosen[0], self._queues[numbers[0]].head(missing, skip=keep)))
         firsts = self._keys(numbers, np.array([self._queues[number].first for number in numbers], np.int64))
         waiting = [(key, number, -1) for key, number in zip(firsts.tolist(), numbers, strict=True)]
         heapify(waiting)
@@ -169,13 +177,12 @@ class LHDPolicy(Policy):
         """Empty the queues, and forget what was evicted and what was learned."""
         for queue in self._queues:
             queue.clear()
+        self._num_evictable = 0
         self._ghosts.clear()
         self._forget_learned()
 
     def _forget_learned(self) -> None:
-        self._weight = 1.0  # of what is seen now; it grows, so that all before it counts for less
-        self._seen = np.zeros(_COLD)  # by class: blocks that came to it, by weight
-        self._hits = np.zeros((_COLD, NUM_AGES))  # of these, by their age, those that were used again
+        self._lives = Lives(_COLD, self._half_life)
         self._ranks = _ranks(np.zeros((_NUM_KINDS, _NUM_LEVELS, NUM_AGES))).reshape(_COLD, NUM_AGES)
         self._told = np.full((_COLD, NUM_AGES), np.nan)  # hazards, by the hints
         self._kinds_known: dict[_Said, int] = {}
@@ -188,16 +195,17 @@ class LHDPolicy(Policy):
         num_uses = np.minimum(num_uses, 254) + 1
         self._num_uses[slots] = num_uses
         self._used_at[slots] = self._now
-        self._kinds[slots] = 0  # what was said of them was said of the time until now
-        self._count(slots, self._weight)
+        if self._kinds_known:
+            self._kinds[slots] = 0  # what was said of them was said of the time until now
+        self._lives.begin(_LEVELS.take(num_uses))
 
-    def _count(self, slots: Slots, weight: float) -> None:
-        """Count blocks as seen in their classes."""
-        self._seen += weight * np.bincount(_classes(self._kinds[slots], self._num_uses[slots]), minlength=_COLD)
+    def _kinds_of(self, slots: Slots) -> NDArray[np.uint8] | None:
+        """Return the kinds of blocks; None where nothing was ever said of any, as nearly always."""
+        return self._kinds.take(slots) if self._kinds_known else None
 
-    def _learn(self, classes: Classes, used_at: Times) -> None:
-        """Note that blocks were used again."""
-        np.add.at(self._hits, (classes, age_classes(self._now - used_at)), self._weight)
+    def _classes(self, kinds: NDArray[np.uint8] | None, num_uses: NDArray[np.integer[Any]]) -> Classes:
+        levels: Classes = _LEVELS.take(num_uses)
+        return levels if kinds is None else kinds * np.uint8(_NUM_LEVELS) + levels
 
     def _kind_of(self, hint: ReuseHint, elapsed_s: float) -> int:
         """Return the number of a hint's kind, a new one if there is one left, or else 0."""
@@ -221,9 +229,7 @@ class LHDPolicy(Policy):
     def _compute_densities(self, classes: slice) -> None:
         """Take into account what was noted of some classes, whole kinds of them."""
         # What nobody told of passes for all kinds together, which are all without a hint as a rule.
-        found = hit_densities(
-            self._seen[classes] / self._weight, self._hits[classes] / self._weight, self._told[classes]
-        )
+        found = hit_densities(*self._lives.of(classes), self._told[classes])
         by_kind = found.reshape(-1, _NUM_LEVELS, NUM_AGES)
         self._ranks[classes] = _ranks(np.maximum.accumulate(by_kind, axis=1)).reshape(-1, NUM_AGES)
 
@@ -240,11 +246,7 @@ class LHDPolicy(Policy):
     def _advance(self, num_blocks: int) -> None:
         """Let time go on, and every now and then take into account what was noted."""
         self._now += num_blocks
-        self._weight *= 2.0 ** (num_blocks / self._half_life)
-        if self._weight > _LARGEST_WEIGHT:
-            self._seen /= self._weight
-            self._hits /= self._weight
-            self._weight = 1.0
+        self._lives.advance(num_blocks)
         self._until_learning -= num_blocks
         if self._until_learning <= 0:
             self._until_learning = _LEARN_EVERY
@@ -270,13 +272,10 @@ def _ranks(densities: NDArray[np.float64]) -> NDArray[np.int64]:
     return ranks.astype(np.int64) << _TIME_BITS
 
 
-def _classes(kinds: NDArray[np.uint8], num_uses: NDArray[np.integer[Any]]) -> Classes:
-    classes: Classes = kinds * np.uint8(_NUM_LEVELS) + _LEVELS[num_uses]
-    return classes
-
-
 def _by_number(numbers: Classes, slots: Slots) -> list[tuple[int, Slots]]:
     """Return the slots of each number that has some of them, in the order given."""
-    if not len(slots) or (numbers == numbers[0]).all():
-        return [(int(numbers[0]), slots)] if len(slots) else []
+    if not len(slots):
+        return []
+    if len(slots) == 1 or (numbers == numbers[0]).all():
+        return [(int(numbers[0]), slots)]
     return [(number, slots[numbers == number]) for number in np.flatnonzero(np.bincount(numbers)).tolist()]
