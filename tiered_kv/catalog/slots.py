@@ -14,6 +14,8 @@ from tiered_kv.errors import ConfigurationError
 
 _Links = tuple[NDArray[np.int32], NDArray[np.int32]]
 _ABSENT: Final = -1
+_FEW: Final = 32
+"""So many slots are linked one by one sooner than numpy begins: 1 us instead of 7 for four."""
 _MAX_FOUND: Final = 4096  # to remove so many blocks takes about 1 ms, to look at as many slots takes 3 us
 
 
@@ -55,7 +57,7 @@ class SlotQueue:
 
     A doubly linked list threaded through two arrays. Blocks are used in chains, so the slots of a batch are mostly
     neighbours in it already: they are linked and unlinked by the run, and a batch costs a few array operations,
-    whatever the number of slots in the list.
+    whatever the number of slots in the list. Few slots are dealt with one by one.
 
     Every batch is given and returned in the queue's own direction: the least recently used first.
     """
@@ -107,18 +109,21 @@ class SlotQueue:
 
     def remove(self, slots: Slots) -> None:
         """Take slots out, each of them in the queue and none twice. Runs of neighbours cost as much as one slot."""
-        if not len(slots):
+        following, preceding = self._next_at, self._previous_at
+        self._len -= len(slots)
+        if len(slots) <= _FEW:
+            for slot in slots.tolist():
+                before, behind = preceding[slot], following[slot]
+                following[before], preceding[behind], following[slot] = behind, before, _ABSENT
             return
         breaks = np.flatnonzero(self._next.take(slots[:-1]) != slots[1:])
         firsts = slots[np.concatenate(([0], breaks + 1))].tolist()
         lasts = slots[np.concatenate((breaks, [len(slots) - 1]))].tolist()
-        following, preceding = self._next_at, self._previous_at
         for first, last in zip(firsts, lasts, strict=True):
             before, behind = preceding[first], following[last]
             following[before] = behind
             preceding[behind] = before
         self._next[slots] = _ABSENT
-        self._len -= len(slots)
 
     def head(self, n: int, *, skip: Slots | None = None) -> Slots:
         """Return the ``n`` coldest slots that are not in ``skip``, or all if there are fewer. Takes nothing out."""
@@ -140,15 +145,17 @@ class SlotQueue:
         self._len = 0
 
     def _link(self, before: int, slots: Slots) -> None:
-        if not len(slots):
-            return
-        behind = self._next_at[before]
-        first, last = int(slots[0]), int(slots[-1])
-        self._next[slots[:-1]] = slots[1:]
-        self._previous[slots[1:]] = slots[:-1]
-        self._next_at[before], self._previous_at[first] = first, before
-        self._next_at[last], self._previous_at[behind] = behind, last
+        following, preceding, behind = self._next_at, self._previous_at, self._next_at[before]
         self._len += len(slots)
+        if len(slots) <= _FEW:
+            for slot in slots.tolist():
+                following[before], preceding[slot], before = slot, before, slot
+        else:
+            first, last = int(slots[0]), int(slots[-1])
+            self._next[slots[:-1]] = slots[1:]
+            self._previous[slots[1:]] = slots[:-1]
+            following[before], preceding[first], before = first, before, last
+        following[before], preceding[behind] = behind, before
 
 
 class Expiry:

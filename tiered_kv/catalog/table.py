@@ -22,6 +22,8 @@ Slots = NDArray[np.int64]
 
 _WAYS: Final = 8
 _ROW: Final = np.dtype("V32")  # numpy copies an opaque row with one memcpy, which `take` and `put` of four words do not
+_FEW: Final = 32
+"""Of so many names Python finds repeats sooner than numpy begins."""
 _SLOT_BITS: Final = np.uint64(32)
 _SLOT_LIMIT: Final = np.uint64(1 << 32)
 _LANE_BITS: Final = 3
@@ -43,8 +45,8 @@ def hash_names(names: Names) -> NDArray[np.uint64]:
 
 def first_occurrences(names: Names) -> Slots:
     """Positions in the batch, ascending, at which a name appears for the first time."""
-    if len(names) == 1:
-        return np.zeros(1, dtype=np.int64)
+    if len(names) <= _FEW and len(set(_rows(names).tolist())) == len(names):
+        return np.arange(len(names))
     hashes = np.sort(hash_names(names))
     if not (hashes[1:] == hashes[:-1]).any():
         return np.arange(len(names))
