@@ -7,7 +7,6 @@ pipe or a processor that raises costs the entry and no transfer.
 
 import logging
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Final, Literal
 
 import structlog
@@ -49,7 +48,7 @@ def log(level: Level, event: str, /, *, exc_info: BaseException | None = None, *
 
 def log_event(event: Event) -> None:
     """Log an event under its name, its fields as values."""
-    log(event.level, event.name, **{field.name: getattr(event, field.name) for field in fields(event)})
+    log(event.level, event.name, **vars(event))
 
 
 def guarded(receivers: Sequence[Emit]) -> Emit:
