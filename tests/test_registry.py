@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.backend import TierSettings
 from tiered_kv.catalog.policies.lru import LRUPolicy
 from tiered_kv.errors import ConfigurationError
 from tiered_kv.registry import known_media, make_backend, medium_for_scheme, resolve, resolve_policy
+from tiered_kv.tier_settings import TierSettings
 from tiered_kv_backends.memory import MemoryBackend
 
 FAKE = """
-    from tiered_kv.backend import Backend, TierSettings
+    from tiered_kv.backend import Backend
+    from tiered_kv.tier_settings import TierSettings
 
     class Tape(Backend):
         schemes = ("tape+tcp",)

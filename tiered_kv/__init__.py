@@ -15,13 +15,10 @@ from tiered_kv.backend import (
     Block,
     Missing,
     Outcome,
-    OwnedTierSettings,
     RecordShape,
     Recovered,
     SlotBackend,
-    TierSettings,
     Workers,
-    WritePolicy,
     check_lengths,
 )
 from tiered_kv.catalog.policies import Policy
@@ -103,12 +100,14 @@ from tiered_kv.specs import (
     ObjectLoadStoreSpec,
     RemoteLoadStoreSpec,
 )
+from tiered_kv.tier_settings import OwnedTierSettings, TierSettings, WritePolicy
 from tiered_kv.tiers.budget import Priority
 
 if TYPE_CHECKING:
     from tiered_kv.block_cache import BlockCache
     from tiered_kv.blocking import BlockingTieredKV, open_blocking
     from tiered_kv.cache import TieredKV
+    from tiered_kv.chain_settings import CPUTier, GPUTier
     from tiered_kv.closing import Draining
     from tiered_kv.explain import Explanation
     from tiered_kv.host.client import ConnectedKV
@@ -116,7 +115,7 @@ if TYPE_CHECKING:
     from tiered_kv.memory.device import Device
     from tiered_kv.planner import Planner
     from tiered_kv.sessions import SessionPlanner, SessionStatistics
-    from tiered_kv.settings import CacheLimits, CPUTier, GPUTier, TieredKVSettings
+    from tiered_kv.settings import CacheLimits, TieredKVSettings
     from tiered_kv.transfers.handles import LoadHandle
     from tiered_kv.transfers.job import Job
     from tiered_kv.transfers.prefetch import HostLease, PrefetchHandle
@@ -129,12 +128,12 @@ __version__ = "0.1.0"
 _IMPORTED_LATER: Final = {
     "BlockCache": "block_cache",
     "BlockingTieredKV": "blocking",
-    "CPUTier": "settings",
+    "CPUTier": "chain_settings",
     "CacheLimits": "settings",
     "Device": "memory.device",
     "Draining": "closing",
     "Explanation": "explain",
-    "GPUTier": "settings",
+    "GPUTier": "chain_settings",
     "HostLease": "transfers.prefetch",
     "Job": "transfers.job",
     "LoadHandle": "transfers.handles",

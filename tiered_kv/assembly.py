@@ -10,6 +10,7 @@ import numpy as np
 from anyio import CancelScope
 
 from tiered_kv.catalog.index import TierIndex
+from tiered_kv.chain_settings import GPUTier, tier_name
 from tiered_kv.errors import ConfigurationError
 from tiered_kv.events import CacheOpened, DeviceFailed, Emit, Event, PageLockingDoubted
 from tiered_kv.loop_calls import LoopCalls
@@ -21,7 +22,6 @@ from tiered_kv.open_cache import OpenCache
 from tiered_kv.parts import CacheParts, Kind, StoragePart
 from tiered_kv.preflight import check_host_memory, doubt_of_page_locking
 from tiered_kv.registry import resolve_policy
-from tiered_kv.settings import GPUTier, tier_name
 from tiered_kv.tiers.budget import Backlog, Bandwidth, Budget, Limits, Pace
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.ledger import Ledger, Place

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, Self
 from typing_extensions import override
 
 from tiered_kv.assembly import open_cache
-from tiered_kv.backend import Backend, SlotBackend, TierSettings
+from tiered_kv.backend import Backend, SlotBackend
 from tiered_kv.block_cache import BlockCache
 from tiered_kv.closing import Draining, begin_to_close, draining_on
 from tiered_kv.errors import ClosedError, ConfigurationError
@@ -32,6 +32,7 @@ from tiered_kv.telemetry.page import Page
 from tiered_kv.telemetry.trace_recorder import TraceRecorder
 from tiered_kv.telemetry.watch import Watch, Watcher
 from tiered_kv.tier_calls import TierCalls
+from tiered_kv.tier_settings import TierSettings
 from tiered_kv.tiers.exponent import make_record_codec
 from tiered_kv.tiers.pins import Pins
 from tiered_kv.transfers.handles import Handle

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from tiered_kv.backend import Backend, OwnedTierSettings, RecordShape, SlotBackend, TierSettings
+from tiered_kv.backend import Backend, RecordShape, SlotBackend
 from tiered_kv.catalog.policies import Policy
+from tiered_kv.chain_settings import CPUTier, GPUTier, check_chain, check_policies, check_tiers, tier_name
 from tiered_kv.errors import ConfigurationError
 from tiered_kv.events import Emit
 from tiered_kv.keys import ModelIdentity, Shard
@@ -14,9 +15,10 @@ from tiered_kv.layout import PAGE_BYTES, KVGroup, KVLayout, fingerprint
 from tiered_kv.memory.codec import Codec
 from tiered_kv.memory.make import DeviceLike
 from tiered_kv.registry import make_backend, resolve_policy
-from tiered_kv.settings import CacheLimits, CPUTier, GPUTier, check_chain, check_policies, check_tiers, tier_name
+from tiered_kv.settings import CacheLimits
 from tiered_kv.telemetry.trace_recorder import TraceRecorder
 from tiered_kv.telemetry.watch import Watch
+from tiered_kv.tier_settings import OwnedTierSettings, TierSettings
 from tiered_kv.tiers.batch import Naming
 from tiered_kv.tiers.exponent import ExponentCodec
 

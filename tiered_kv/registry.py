@@ -10,11 +10,12 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final, TypeVar, cast
 
-from tiered_kv.backend import Backend, SlotBackend, TierSettings
+from tiered_kv.backend import Backend, SlotBackend
 from tiered_kv.catalog.policies.base import Policy
 from tiered_kv.catalog.policies.make import make_policy
 from tiered_kv.errors import ConfigurationError
 from tiered_kv.setting_errors import hint
+from tiered_kv.tier_settings import TierSettings
 
 T = TypeVar("T")
 AnyBackend = Backend | SlotBackend

@@ -22,10 +22,11 @@ import numpy as np
 from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 from pydantic import ByteSize, Field, field_validator
 
-from tiered_kv.backend import Backend, BackendContext, Block, Outcome, TierSettings, check_lengths
+from tiered_kv.backend import Backend, BackendContext, Block, Outcome, check_lengths
 from tiered_kv.errors import BackendUnavailableError, ClosedError
 from tiered_kv.keys import BlockKey, salt_digest
 from tiered_kv.specs import RemoteLoadStoreSpec
+from tiered_kv.tier_settings import TierSettings
 from tiered_kv.urls import split_url
 
 T = TypeVar("T")

@@ -8,9 +8,10 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from tiered_kv.backend import Backend, TierSettings
+from tiered_kv.backend import Backend
 from tiered_kv.errors import ConfigurationError
 from tiered_kv.inventory import Found
+from tiered_kv.tier_settings import TierSettings
 
 
 async def keep_quota(medium: type[Backend], settings: TierSettings | Mapping[str, Any] | str, quota_bytes: int) -> int:

@@ -17,8 +17,8 @@ from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisClusterException, RedisError
 
-from tiered_kv.backend import TierSettings
 from tiered_kv.errors import ConfigurationError
+from tiered_kv.tier_settings import TierSettings
 from tiered_kv.urls import split_url
 from tiered_kv_backends.resp import Address, Login, Pool
 from tiered_kv_backends.secrets import scrub

@@ -24,11 +24,12 @@ from typing import Any, TypeVar
 import aiofiles.os
 from pydantic import ByteSize, Field
 
-from tiered_kv.backend import Backend, BackendContext, Block, Outcome, TierSettings, check_lengths
+from tiered_kv.backend import Backend, BackendContext, Block, Outcome, check_lengths
 from tiered_kv.errors import BackendUnavailableError, ClosedError, ConfigurationError
 from tiered_kv.keys import BlockKey
 from tiered_kv.log import log
 from tiered_kv.specs import FileLoadStoreSpec
+from tiered_kv.tier_settings import TierSettings
 from tiered_kv_backends import shared_fs_files as files
 from tiered_kv_backends.paths import salt_folder
 from tiered_kv_backends.shared_fs_files import Moved, Work

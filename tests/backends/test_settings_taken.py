@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tiered_kv.backend import Backend, SlotBackend
+from tiered_kv.chain_settings import tier_from
 from tiered_kv.errors import ConfigurationError
-from tiered_kv.settings import tier_from
 from tiered_kv_backends.memory import MemoryBackend
 from tiered_kv_backends.mooncake import MooncakeBackend
 from tiered_kv_backends.nvme import NVMeBackend

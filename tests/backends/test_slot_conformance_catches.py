@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tiered_kv.backend import BackendContext, Block, Outcome, Recovered, SlotBackend, TierSettings, check_lengths
+from tiered_kv.backend import BackendContext, Block, Outcome, Recovered, SlotBackend, check_lengths
 from tiered_kv.errors import ConfigurationError, LayoutMismatchError
 from tiered_kv.keys import Names
 from tiered_kv.specs import FileLoadStoreSpec
 from tiered_kv.testing import SlotBackendTests, open_backend
+from tiered_kv.tier_settings import TierSettings
 
 Slots = NDArray[np.int64]
 

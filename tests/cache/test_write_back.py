@@ -27,10 +27,10 @@ from tiered_kv import (
     TierSettings,
     TierStore,
 )
-from tiered_kv.backend import OwnedTierSettings as OwnedSettings
 from tiered_kv.events import CacheClosed
 from tiered_kv.keys import Names
 from tiered_kv.testing import ScriptedDevice
+from tiered_kv.tier_settings import OwnedTierSettings as OwnedSettings
 from tiered_kv.tiers.budget import Bandwidth
 from tiered_kv_backends.memory import MemoryBackend
 from tiered_kv_backends.nvme import NVMeBackend

@@ -24,8 +24,8 @@ from redis_server import (
     tls_arguments,
 )
 from tiered_kv.backend import Block, Outcome
+from tiered_kv.chain_settings import tier_from
 from tiered_kv.errors import BackendUnavailableError, ConfigurationError, TieredKVError
-from tiered_kv.settings import tier_from
 from tiered_kv.testing import block_key, make_block, open_backend, open_context
 from tiered_kv_backends.redis import RedisBackend
 from tiered_kv_backends.redis_servers import RedisSettings

@@ -17,9 +17,9 @@ from anyio import fail_after
 from anyio.lowlevel import checkpoint
 
 from tiered_kv.backend import BackendContext, Block, Outcome
+from tiered_kv.chain_settings import tier_from
 from tiered_kv.errors import BackendUnavailableError, ClosedError, ConfigurationError
 from tiered_kv.keys import BlockKey, salt_digest
-from tiered_kv.settings import tier_from
 from tiered_kv.testing import GROUPS, BackendTests, block_key, make_block, open_backend, open_context
 from tiered_kv_backends.shared_fs import SharedFSBackend
 from tiered_kv_backends.shared_fs_upkeep import delete_tenant, sweep

@@ -11,11 +11,12 @@ from typing import Any, Final
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from tiered_kv.backend import TierSettings
+from tiered_kv.chain_settings import CPUTier, GPUTier
 from tiered_kv.errors import ConfigurationError
 from tiered_kv.host_settings import HostSettings
 from tiered_kv.registry import OWN_MEDIA, known_media, resolve
-from tiered_kv.settings import CacheLimits, CPUTier, GPUTier, TieredKVSettings
+from tiered_kv.settings import CacheLimits, TieredKVSettings
+from tiered_kv.tier_settings import TierSettings
 
 _PREFIX: Final = "TIERED_KV_"
 _NESTED: Final[Mapping[str, type[BaseModel]]] = {"limits": CacheLimits, "host": HostSettings}

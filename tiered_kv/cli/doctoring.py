@@ -13,16 +13,17 @@ import torch
 from pydantic import ByteSize
 
 from tiered_kv import preflight
-from tiered_kv.backend import OwnedTierSettings, TierSettings
 from tiered_kv.cache import TieredKV
+from tiered_kv.chain_settings import CPUTier, GPUTier, tier_name
 from tiered_kv.errors import ConfigurationError, TieredKVError
 from tiered_kv.events import Event, TierFailed, TierStalled
 from tiered_kv.hashing import hash_blocks
 from tiered_kv.keys import ModelIdentity
 from tiered_kv.layout import KVLayout
 from tiered_kv.registry import resolve
-from tiered_kv.settings import CPUTier, GPUTier, TieredKVSettings, tier_name
+from tiered_kv.settings import TieredKVSettings
 from tiered_kv.specs import GPULoadStoreSpec
+from tiered_kv.tier_settings import OwnedTierSettings, TierSettings
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from tiered_kv.backend import TierSettings
+from tiered_kv.chain_settings import CPUTier, GPUTier, tier_from, tier_name
 from tiered_kv.cli.directories import DirectoryInventory, open_directories
 from tiered_kv.errors import BlockCorruptError, ConfigurationError, LayoutMismatchError
 from tiered_kv.inventory import Found, Inventory, Place
 from tiered_kv.record import HEADER_BYTES, key_in, parse_record, payload_bytes_in
 from tiered_kv.registry import resolve
-from tiered_kv.settings import CPUTier, GPUTier, TieredKVSettings, tier_from, tier_name
+from tiered_kv.settings import TieredKVSettings
+from tiered_kv.tier_settings import TierSettings
 
 _LEAST_DIGITS: Final = 8
 OnProgress = Callable[[int], None]

@@ -16,8 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
-from tiered_kv.backend import OwnedTierSettings
 from tiered_kv.cache import seat_at
+from tiered_kv.chain_settings import tier_name
 from tiered_kv.errors import BackendUnavailableError, ConfigurationError, TieredKVError
 from tiered_kv.events import Emit
 from tiered_kv.host import handshake, link, wire
@@ -43,8 +43,9 @@ from tiered_kv.host.session_changes import places_of
 from tiered_kv.host.shares import Share, Shares
 from tiered_kv.host.showing_models import HostMetrics, Pages
 from tiered_kv.log import log, log_event
-from tiered_kv.settings import TieredKVSettings, tier_name
+from tiered_kv.settings import TieredKVSettings
 from tiered_kv.telemetry.page.server import PageServer
+from tiered_kv.tier_settings import OwnedTierSettings
 from tiered_kv.tiers.pins import Pins
 from tiered_kv.tiers.tasks import Tasks
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from tiered_kv.backend import OwnedTierSettings, TierSettings
 from tiered_kv.cache import TieredKV
+from tiered_kv.chain_settings import CPUTier, GPUTier, tier_name
 from tiered_kv.errors import ClosedError, ConfigurationError, TieredKVError
 from tiered_kv.events import Emit
 from tiered_kv.host.left_behind import DIRECTORY_DIGITS, delete, left_in
@@ -22,8 +22,9 @@ from tiered_kv.keys import ModelIdentity, Shard
 from tiered_kv.layout import KVLayout, fingerprint
 from tiered_kv.log import log
 from tiered_kv.loop_calls import LoopCalls
-from tiered_kv.settings import CPUTier, GPUTier, TieredKVSettings, tier_name
+from tiered_kv.settings import TieredKVSettings
 from tiered_kv.telemetry.page import Page
+from tiered_kv.tier_settings import OwnedTierSettings, TierSettings
 from tiered_kv.tiers.pins import Pins
 from tiered_kv.tiers.tasks import in_a_thread
 from tiered_kv.validation import metrics_of

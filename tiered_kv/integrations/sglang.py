@@ -16,7 +16,6 @@ from typing import Any, Final
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 from sglang.version import __version__ as _version
 
-from tiered_kv.backend import OwnedTierSettings
 from tiered_kv.blocking import BlockingTieredKV, open_blocking
 from tiered_kv.errors import ClosedError, ConfigurationError
 from tiered_kv.integrations.below import Below
@@ -25,6 +24,7 @@ from tiered_kv.keys import BlockKeys, ModelIdentity, Shard
 from tiered_kv.layout import KVGroup, KVLayout
 from tiered_kv.results import BlockState
 from tiered_kv.specs import CPULoadStoreSpec
+from tiered_kv.tier_settings import OwnedTierSettings
 
 _VERSION: Final = "0.5.23"
 _POOL: Final = "hicache"

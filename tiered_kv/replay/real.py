@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from pydantic import ByteSize
 
-from tiered_kv.backend import OwnedTierSettings, TierSettings
 from tiered_kv.cache import TieredKV
+from tiered_kv.chain_settings import tier_from
 from tiered_kv.errors import ConfigurationError
 from tiered_kv.events import Event
 from tiered_kv.keys import BlockKeys, ModelIdentity
@@ -30,8 +30,9 @@ from tiered_kv.replay.chain import TierPlan
 from tiered_kv.replay.report import DAY_S, ReplayReport, TierReport
 from tiered_kv.replay.simulated import BlockCost
 from tiered_kv.results import TierStatistics
-from tiered_kv.settings import CacheLimits, tier_from
+from tiered_kv.settings import CacheLimits
 from tiered_kv.specs import GPULoadStoreSpec
+from tiered_kv.tier_settings import OwnedTierSettings, TierSettings
 from tiered_kv.traces import Trace
 from tiered_kv.traces.requests import Ids
 

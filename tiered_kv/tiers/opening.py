@@ -8,14 +8,15 @@ from typing import Final
 
 import numpy as np
 
-from tiered_kv.backend import Backend, BackendContext, OwnedTierSettings, RecordShape, Recovered, SlotBackend
-from tiered_kv.backend import TierSettings as Settings
+from tiered_kv.backend import Backend, BackendContext, RecordShape, Recovered, SlotBackend
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.policies import Policy
 from tiered_kv.catalog.table import first_occurrences
 from tiered_kv.errors import BackendError, BackendUnavailableError, ConfigurationError
 from tiered_kv.events import Emit, TierResumed
 from tiered_kv.loop_calls import LoopCalls
+from tiered_kv.tier_settings import OwnedTierSettings
+from tiered_kv.tier_settings import TierSettings as Settings
 from tiered_kv.tiers.budget import Budget
 from tiered_kv.tiers.calls import Answer, Calls
 from tiered_kv.tiers.exponent import ExponentCodec

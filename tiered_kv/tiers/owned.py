@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tiered_kv.backend import Block, Missing, Outcome, OwnedTierSettings, SlotBackend
+from tiered_kv.backend import Block, Missing, Outcome, SlotBackend
 from tiered_kv.catalog.books import Change
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.leases import Lease
@@ -21,6 +21,7 @@ from tiered_kv.events import BlocksCorrupted, TierFailed
 from tiered_kv.hints import ReuseHint
 from tiered_kv.keys import Names
 from tiered_kv.specs import LoadStoreSpec
+from tiered_kv.tier_settings import OwnedTierSettings
 from tiered_kv.tiers.base import BookedTier, Mask
 from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.budget import Kind, Waiter

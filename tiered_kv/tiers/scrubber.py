@@ -9,10 +9,11 @@ from typing import Final
 
 import numpy as np
 
-from tiered_kv.backend import Block, Outcome, OwnedTierSettings
+from tiered_kv.backend import Block, Outcome
 from tiered_kv.catalog.table import Slots
 from tiered_kv.events import TierScrubbed
 from tiered_kv.keys import Names
+from tiered_kv.tier_settings import OwnedTierSettings
 from tiered_kv.tiers.base import Mask
 from tiered_kv.tiers.budget import Kind, Priority, Waiter
 from tiered_kv.tiers.calls import outcomes_problem

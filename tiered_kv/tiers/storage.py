@@ -15,13 +15,14 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.backend import Block, Outcome, RecordShape, TierSettings
+from tiered_kv.backend import Block, Outcome, RecordShape
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.table import hash_names
 from tiered_kv.events import BlocksNotEncoded, RecordsRefused
 from tiered_kv.hints import ReuseHint
 from tiered_kv.keys import BlockKey, Names
 from tiered_kv.specs import LoadStoreSpec
+from tiered_kv.tier_settings import TierSettings
 from tiered_kv.tiers.base import Mask, Tier
 from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.budget import Budget, Give, Kind, Waiter

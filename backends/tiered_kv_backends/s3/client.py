@@ -14,7 +14,6 @@ from obstore.exceptions import BaseError, PermissionDeniedError, Unauthenticated
 from obstore.store import ObjectStore, from_url
 from pydantic import ByteSize, Field, SecretStr, field_validator
 
-from tiered_kv.backend import TierSettings
 from tiered_kv.errors import (
     BackendError,
     BackendUnavailableError,
@@ -22,6 +21,7 @@ from tiered_kv.errors import (
     ConfigurationError,
     TieredKVError,
 )
+from tiered_kv.tier_settings import TierSettings
 from tiered_kv.urls import split_url
 from tiered_kv_backends.secrets import scrub
 
