@@ -241,6 +241,7 @@ class BlockCache(TransferCalls):
         Args:
             keys: The blocks; those behind a hole are explained too.
             ask: Whether to ask the tiers that this cache does not own, block by block; else what they have is unknown.
+                Then a few blocks of its own storage tiers are read too: for other weights that have these blocks.
         """
 
     @abstractmethod

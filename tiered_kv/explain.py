@@ -6,20 +6,28 @@ Names carry the digest of their salt, so what is told of a tenant's keys is abou
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
 
+from tiered_kv.backend import Block, Outcome
 from tiered_kv.catalog.books import SlotState
 from tiered_kv.catalog.history import Fate, said_of
 from tiered_kv.keys import BlockKeys
 from tiered_kv.open_cache import OpenCache
+from tiered_kv.record import key_in
 from tiered_kv.tiers.base import Mask
 from tiered_kv.tiers.batch import Batch
+from tiered_kv.tiers.budget import Kind, Priority, Waiter
+from tiered_kv.tiers.calls import outcomes_problem
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.pins import Pins
+from tiered_kv.tiers.storage import READ, all_failed
 
 _ASKED_AT_ONCE: Final = 32
+_SAMPLED: Final = 16
+"""Blocks of a tier whose headers are read."""
 _PENDING: Final = int(SlotState.PENDING)
 
 
@@ -58,9 +66,10 @@ async def explain(cache: OpenCache, keys: BlockKeys, *, ask: bool) -> list[Expla
     """Explain each block; of several ranks, one that lacks it speaks. See `TieredKV.explain`."""
     parts = cache.batches(keys)
     asked = [await _ask(chain, batch) if ask else {} for chain, batch in parts]
+    others = [[*cache.past_epochs, *(await _epochs_in(chain, batch) if ask else [])] for chain, batch in parts]
     of_ranks = [
-        _of_rank(chain, batch, keys, _weights_before(cache, chain, keys), cache.pins, found)
-        for (chain, batch), found in zip(parts, asked, strict=True)
+        _of_rank(chain, batch, keys, _weights_of(chain, keys, epochs), cache.pins, found)
+        for (chain, batch), epochs, found in zip(parts, others, asked, strict=True)
     ]
     return [next((each for each in block if each.state != "ready"), block[0]) for block in zip(*of_ranks, strict=True)]
 
@@ -121,10 +130,35 @@ def _of_rank(
     return explanations
 
 
-def _weights_before(cache: OpenCache, chain: Chain, keys: BlockKeys) -> list[str]:
-    """Say of each block of which other weights served lately it is there, the last ones first, or an empty string."""
+async def _epochs_in(chain: Chain, batch: Batch) -> list[bytes]:
+    """Return of which other weights storage tiers hold blocks: an earlier start may have served them.
+
+    The headers of a few say it, read one by one from all over a tier, unless all blocks asked for are here.
+    """
+    epochs = dict[bytes, None]()
+    if np.logical_or.reduce([index.ready(batch.names) for index in chain.indexes()]).all():
+        return []
+    for tier in chain.owned:
+        index, block = tier.index, Block.empty(tier.shape.payload_bytes)
+        for start in range(0, index.num_slots, max(1, index.num_slots // _SAMPLED)):
+            names, slots, _ = index.ready_from(start, 1)
+            if not len(names) or not tier.is_in_use:
+                continue
+            with index.lease(names):
+                read = partial(tier.backend.read, tier.group, slots, [block])
+                answer = await tier.calls.make(
+                    "read", read, num_blocks=1, waiter=Waiter(Kind.PREFETCH, Priority.DEMOTE),
+                    problem_of=outcomes_problem(1, READ), is_failure=all_failed,
+                )  # fmt: skip
+            if answer.value == [Outcome.HIT] and (key := key_in(block.header)) is not None:
+                epochs[key.namespace.epoch] = None
+    return [epoch for epoch in epochs if epoch != batch.namespace.epoch]
+
+
+def _weights_of(chain: Chain, keys: BlockKeys, epochs: Sequence[bytes]) -> list[str]:
+    """Say of each block of which of these other weights it is there, the first one, or an empty string."""
     before = [""] * len(keys)
-    for epoch in cache.past_epochs:
+    for epoch in epochs:
         batch = chain.naming.batch(keys, epoch)
         has = np.logical_or.reduce([index.ready(batch.names) for index in chain.indexes()])
         before = [each or (epoch.hex()[:8] if there else "") for each, there in zip(before, has, strict=True)]

@@ -1,14 +1,17 @@
 """Why a block is there or not: for each thing that can befall it, the word that says so, and to its tenant alone."""
 
 import asyncio
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.support.any_layout import AnyEngine, nvme, open_any
+from tests.support.any_layout import prompt as any_prompt
 from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
 from tests.support.caches import Recorder, inside, keep, open_cache, until, until_idle
 from tests.support.engine import BLOCK_SIZE, MODEL, PAYLOAD_BYTES, SMALL_LIMITS, Engine, prompt, small_layout
-from tiered_kv import BlockKeys, Explanation, GPULoadStoreSpec, Shard, TieredKV, hash_blocks
+from tiered_kv import BlockKeys, Explanation, GPULoadStoreSpec, ModelIdentity, Shard, TieredKV, hash_blocks
 from tiered_kv.catalog.books import Change
 from tiered_kv.catalog.history import Fate
 from tiered_kv.keys import epoch_digest
@@ -108,6 +111,20 @@ async def test_what_is_of_other_weights_says_of_which() -> None:
         assert await words(kv, KEYS) == ["never stored"] * 4
         kv.advance_epoch("w0")
         assert await words(kv, KEYS) == ["ready, in cpu"] * 4
+
+
+async def test_weights_that_an_earlier_start_served_are_found_on_the_disk(tmp_path: Path) -> None:
+    """If it may be read: some of what lies there says of which they are. Of another salt nothing is told by it."""
+    engine, keys = AnyEngine(), any_prompt(6)
+    async with open_any(engine, nvme(tmp_path)) as kv:
+        await kv.store(keys, engine.fill(keys, range(6)))
+        await kv.flush()
+    async with open_any(engine, nvme(tmp_path), model=ModelIdentity("model", weights="w1")) as kv:
+        assert await words(kv, keys) == ["never stored"] * 6
+        old = [Explanation("old epoch", epoch_digest("w0").hex()[:8])] * 6
+        assert await kv.explain(keys, ask=True) == old
+        theirs = BlockKeys.from_hashes(list(keys), block_size=keys.block_size, salt="theirs")
+        assert [each.state for each in await kv.explain(theirs, ask=True)] == ["never stored"] * 6
 
 
 async def test_what_is_held_says_so() -> None:

@@ -334,7 +334,9 @@ async def test_a_flipped_bit_is_a_miss_and_is_repaired(kind: type[Scripted], k: 
         medium.flip_byte(k)
         assert (await _load(kv, engine))[0] == k
         await until_idle(kv)
-        assert [(event.tier, event.blocks) for event in emit.of(BlocksCorrupted)] == [("medium", 1)]
+        path = kv.namespace().keys(KEYS)[k].path
+        assert emit.of(BlocksCorrupted) == [BlocksCorrupted("medium", 1, (path,))]
+        assert path.endswith(KEYS[k].hex())
         assert kv.stats()["medium"].corrupt == 1
         assert (await kv.lookup(KEYS)).num_blocks == k
         stored = await kv.store(KEYS, engine.compute(KEYS))

@@ -65,7 +65,8 @@ async def test_damage_is_found_before_a_load(tmp_path: Path, settings: dict[str,
             await until(lambda: bool(events.of(TierScrubbed)))
             done = events.of(TierScrubbed)[0]
             assert (done.tier, done.removed) == ("nvme", removed)
-            assert len(events.of(BlocksCorrupted)) == removed
+            broken = kv.namespace().names(keys)[3].tobytes().hex()
+            assert events.of(BlocksCorrupted) == [BlocksCorrupted("nvme", 1, (broken,))] * removed
             await until_idle(kv)
             assert (await kv.lookup(keys)).num_blocks == (3 if num_broken else N)
             assert (await kv.lookup(keys[4:])).num_blocks == N - 4

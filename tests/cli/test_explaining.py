@@ -105,15 +105,6 @@ async def test_a_prompt_of_other_weights(at: str, tmp_path: Path) -> None:
         assert f"weights {kv.namespace().epoch.hex()[:8]}" in said
 
 
-async def test_a_prompt_of_weights_that_an_earlier_start_served(at: str, tmp_path: Path) -> None:
-    """Its names are not known any more: the answer says that it was not looked for, and what shows it."""
-    async with working(at, CPU):
-        said = await told(at, tmp_path, TOKENS[::-1])
-        assert (
-            "or of weights that only an earlier start served, have others, and are not looked for: `tiered-kv" in said
-        )
-
-
 async def test_a_prompt_that_was_evicted(at: str, tmp_path: Path) -> None:
     """By the tier, with what helps."""
     async with working(at, CPU) as (kv, engine):

@@ -29,8 +29,8 @@ _ADVICE: Final[Mapping[str, str]] = {
     "dropped": "A store did not keep it, for want of room or time: `tiered-kv status` counts how many, and why.",
     "not admitted": "It was not used often enough for the tier's admit_after.",
     "never stored": "No prompt that begins so was stored since the cache was opened, by these names: {names}. Prompts "
-    "of another salt or layout, or of weights that only an earlier start served, have others, and are not looked for: "
-    "`tiered-kv inspect` shows those that lie in a directory or a store.",
+    "of another salt or layout have others, and are not looked for, nor are those of weights of which the cache knows "
+    "nothing: `tiered-kv inspect` shows those that lie in a directory or a store.",
 }
 _DIFFERS: Final = (
     "A prompt with the same first {token} tokens was stored, and none that goes on like this one: compare the tokens "

@@ -17,7 +17,7 @@ from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.leases import Lease
 from tiered_kv.catalog.table import Slots
 from tiered_kv.errors import BackendUnavailableError, CapacityError, ConfigurationError, TieredKVError
-from tiered_kv.events import BlocksCorrupted, TierFailed
+from tiered_kv.events import TierFailed
 from tiered_kv.hints import ReuseHint
 from tiered_kv.keys import Names
 from tiered_kv.specs import LoadStoreSpec
@@ -114,7 +114,7 @@ class OwnedTier(StorageTier, BookedTier):
             broken = np.array([outcome in (Outcome.CORRUPT, Outcome.MISS) for outcome in outcomes])
             now, _ = self.index.find(wanted.names)
             broken &= now == slots
-            self.take_out(wanted.names, slots, broken, refused)
+            self.take_out(wanted.names, slots, broken, refused, wanted)
         self._see_missing()
         return right
 
@@ -165,25 +165,29 @@ class OwnedTier(StorageTier, BookedTier):
                 del self._in_write[write]
         return made.outcomes(written)
 
-    def take_out(self, names: Names, slots: Slots, is_wrong: Mask, refused: Refusals) -> int:
+    def take_out(
+        self, names: Names, slots: Slots, is_wrong: Mask, refused: Refusals, batch: Batch | None = None
+    ) -> int:
         """Remove those of the blocks, leased and read, that are not what they should be; return how many are broken.
 
-        Whole ones that are only refused for their seal stay on the medium, as far as `Refused` keeps them.
+        Whole ones that are only refused for their seal stay on the medium, as far as `Refused` keeps them. ``batch``
+        says what keys they are of, if that is known.
         """
         if not is_wrong.any():
             return 0
         is_refused = np.zeros(len(names), np.bool_)
         is_refused[list(refused)] = True
+        if len(broken := np.flatnonzero(is_wrong & ~is_refused)):
+            keys = batch[broken].keys() if batch else []
+            self.tell_corrupted([key.path for key in keys] or [name.tobytes().hex() for name in names[broken]])
         names, slots, is_refused = names[is_wrong], slots[is_wrong], is_refused[is_wrong]
         kept = np.zeros(len(names), np.bool_)
         if is_refused.any():
             kept[is_refused] = self._refused.keep(names[is_refused], slots[is_refused], self.index.num_slots)
             self.index.remove(names[kept], Change.CORRUPT)
             self._withhold()
-        if num_broken := int(np.count_nonzero(~is_refused)):
-            self.health.emit(BlocksCorrupted(self.name, num_broken))
         self._remove(names[~kept], Change.CORRUPT)
-        return num_broken
+        return len(broken)
 
     def _withhold(self) -> int:
         """Put no blocks where the medium has failed, or where records are kept; return how many blocks that loses."""

@@ -8,7 +8,6 @@ from typing import Any, Final
 import numpy as np
 
 from tiered_kv.backend import Backend, Block, Outcome
-from tiered_kv.events import BlocksCorrupted
 from tiered_kv.specs import LoadStoreSpec
 from tiered_kv.tiers.answers import Answers
 from tiered_kv.tiers.base import Mask
@@ -138,8 +137,8 @@ class SharedTier(StorageTier):
         outcomes, _ = await self._read(lambda into: self.backend.read(keys, into), keys, there, waiter, on_late)
         right[at] = [outcome is Outcome.HIT for outcome in outcomes]
         self.answers.doubt(batch.names[~right])
-        if num_broken := outcomes.count(Outcome.CORRUPT):
-            self.health.emit(BlocksCorrupted(self.name, num_broken))
+        if broken := [key.path for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.CORRUPT]:
+            self.tell_corrupted(broken)
         twice = self.suspects.saw(wanted.names, outcomes)
         if twice.any() and not self.settings.read_only:  # then others repair it, and it is looked for again
             self._forget_later(wanted[twice])

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tiered_kv.backend import Block, Outcome, RecordShape
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.table import hash_names
-from tiered_kv.events import BlocksNotEncoded, RecordsRefused
+from tiered_kv.events import BlocksCorrupted, BlocksNotEncoded, RecordsRefused
 from tiered_kv.hints import ReuseHint
 from tiered_kv.keys import BlockKey, Names
 from tiered_kv.specs import LoadStoreSpec
@@ -36,6 +36,8 @@ from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.tiers.wear import Wear
 
 READ: Final = frozenset({Outcome.HIT, Outcome.MISS, Outcome.CORRUPT, Outcome.FAILED})
+_KEYS_TOLD: Final = 8
+"""Of broken blocks, in an event."""
 _READERS: Final = frozenset({Kind.LOAD, Kind.PREFETCH})
 _WRITTEN: Final = frozenset({Outcome.STORED, Outcome.REFUSED, Outcome.FAILED})
 
@@ -257,6 +259,10 @@ class StorageTier(Tier):
         self.counters.corrupt += verdicts.count(Outcome.CORRUPT)
         self.counters.failed += verdicts.count(Outcome.FAILED)
         return verdicts, refused
+
+    def tell_corrupted(self, keys: Sequence[str]) -> None:
+        """Tell of blocks that were not what they should be; see `BlocksCorrupted`."""
+        self.health.emit(BlocksCorrupted(self.name, len(keys), tuple(keys[:_KEYS_TOLD])))
 
     def tell_refused(self, refused: Refusals) -> None:
         """Tell of whole records that were refused for their seal."""
