@@ -1,49 +1,36 @@
 """Change the library one line at a time, and see whether a test notices: `make mutate`, see docs/how-to/mutate.md.
 
 Everything happens in a copy of the tree. A line is changed by one operator of Cosmic Ray, or left out, and the tests
-that `tests/mutation.toml` names for its module run until one fails. They run in a fork of a process that has imported
-the libraries: starting Python and torch anew would take longer than most tests.
+that run it, of those that `tests/mutation.toml` names for its package, run until one fails.
 """
 
 import argparse
 import compileall
-import contextlib
-import os
 import pathlib
 import random
-import signal
 import subprocess
 import sys
 import tempfile
-import time
 import tomllib
-import traceback
+import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from py_compile import PycInvalidationMode
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
-import anyio
 import cosmic_ray.plugins
-import hypothesis
 import parso
-import pydantic_settings
-import pytest
-import torch
 from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
+from mutate_tests import Suite
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CONFIG = pathlib.Path("tests/mutation.toml")
-PRELOADED = anyio, hypothesis, pydantic_settings, torch
-SECONDS_PER_TEST = 60
-LEAST_SECONDS = 60
 UNFIT = ("core/VariableReplacer", "core/VariableInserter")  # want arguments
-PYTEST = (
-    *("-x", "-q", "-m", "not slow", "--no-header", "-p", "no:cacheprovider", f"--timeout={SECONDS_PER_TEST}"),
-    *("-W", "ignore::pytest.PytestAssertRewriteWarning"),  # of what is imported here already
-)
+ASSERTED = ("frozen", "slots", "strict")
+
+T = TypeVar("T")
 
 
 class LeaveOut:
@@ -67,6 +54,14 @@ class LeaveOut:
         return nothing
 
 
+class _Change(NamedTuple):
+    operator: str
+    occurrence: int
+    """The how many-th change of the module by this operator."""
+    lines: range
+    """See `Mutant`."""
+
+
 @dataclass(frozen=True)
 class Mutant:
     """One changed line.
@@ -74,7 +69,7 @@ class Mutant:
     Attributes:
         module: Path in the tree.
         line: Its number.
-        operator: What changed it.
+        lines: Those that run when it does; of what runs as the module is imported, all.
         before: The line.
         after: What it became.
         source: The module with it.
@@ -82,7 +77,7 @@ class Mutant:
 
     module: str
     line: int
-    operator: str
+    lines: range
     before: str
     after: str
     source: str
@@ -95,28 +90,27 @@ def main() -> None:
     """Mutate what the arguments say, and print what survived."""
     config = tomllib.loads((ROOT / CONFIG).read_text())
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--package", choices=list(config["packages"]), help="only this one")
+    parser.add_argument("--package", nargs="+", choices=list(config["packages"]), help="only these")
     parser.add_argument("--sample", type=int, help="so many lines of each package; all by default")
     parser.add_argument("--seed", type=int, default=0, help="chooses the lines, and what is done to each")
     given = parser.parse_args()
     known = _known_equivalent(config)
+    packages = {name: settings for name, settings in config["packages"].items() if name in (given.package or [name])}
     rows = []
     with tempfile.TemporaryDirectory(prefix="tiered-kv-mutants-") as folder:
         tree = pathlib.Path(folder)
         _copy(tree)
-        for package, settings in config["packages"].items():
-            if given.package in {None, package}:
-                mutants = _mutants_of(settings["modules"], given.sample, given.seed)
-                print(f"{package}: {len(mutants)} lines", flush=True)
-                rows.append((package, _judge(tree, mutants, settings, known)))
-    print(f"\n{'package':12}{'mutants':>9}{'killed':>9}{'survived':>9}{'equivalent':>12}{'found':>8}")
+        tests = dict.fromkeys(test for settings in packages.values() for test in settings["tests"])
+        suite = Suite.recorded(tree, list(tests))
+        for package, settings in packages.items():
+            mutants = _mutants_of(settings["modules"], given.sample, given.seed)
+            print(f"\n{package}: {len(mutants)} lines", flush=True)
+            rows.append((package, _judge(suite, mutants, known)))
+    print(f"\n{'package':12}{'changes':>9}{'equivalent':>12}{'found':>8}")
     for package, counts in rows:
-        fair = counts["killed"] + counts["survived"]
-        found = f"{counts['killed'] / fair:.0%}" if fair else "-"
-        print(
-            f"{package:12}{counts.total():>9}{counts['killed']:>9}{counts['survived']:>9}{counts['equivalent']:>12}"
-            f"{found:>8}"
-        )
+        fair = counts["found"] + counts["missed"]
+        print(f"{package:12}{counts.total():>9}{counts['equivalent']:>12}{counts['found']:>5} of {fair}", end="")
+        print(f"{counts['found'] / fair:>7.0%}" if fair else "")
 
 
 def _known_equivalent(config: dict[str, Any]) -> set[tuple[str, str, str]]:
@@ -155,18 +149,35 @@ def _mutants_of(modules: list[str], sample: int | None, seed: int) -> list[Mutan
         before = source.splitlines()[line - 1].strip()
         rng = random.Random(f"{seed} {module} {before}")  # the same for a line wherever it moves
         kinds = choices[module, line]
-        operator, occurrence = rng.choice(kinds[rng.choice(sorted(kinds))])
-        changed = mutate_code(source, _operator(operator), occurrence)
+        drawn = [each for kind in _shuffled(rng, kinds) for each in _shuffled(rng, kinds[kind])]
+        changed, change = next(
+            (changed, each)
+            for each in drawn
+            if _is_python(changed := mutate_code(source, _operator(each.operator), each.occurrence))
+        )
         after = next(
             (new for old, new in zip(source.splitlines(), changed.splitlines(), strict=False) if old != new), ""
         )
-        mutants.append(Mutant(module, line, operator, before, after.strip(), changed))
+        mutants.append(Mutant(module, line, change.lines, before, after.strip(), changed))
     return mutants
 
 
-def _changes(path: pathlib.Path) -> dict[int, dict[str, list[tuple[str, int]]]]:
-    """Return by line, then by kind of operator, which operator can change it, and the how many-th change that is."""
-    found: defaultdict[int, defaultdict[str, list[tuple[str, int]]]] = defaultdict(lambda: defaultdict(list))
+def _shuffled(rng: random.Random, items: Collection[T]) -> list[T]:
+    return rng.sample(list(items), len(items))
+
+
+def _is_python(source: str) -> bool:
+    with warnings.catch_warnings(action="ignore"):  # of what is odd
+        try:
+            compile(source, "changed", "exec")
+        except SyntaxError:
+            return False
+    return True
+
+
+def _changes(path: pathlib.Path) -> dict[int, dict[str, list[_Change]]]:
+    """Return by line, then by kind of operator, what can be done to it."""
+    found: defaultdict[int, defaultdict[str, list[_Change]]] = defaultdict(lambda: defaultdict(list))
     nodes = list(ast_nodes(get_ast(path.read_text())))
     fit = [_is_code(node) for node in nodes]
     for name in (LeaveOut.name, *cosmic_ray.plugins.operator_names()):
@@ -177,7 +188,7 @@ def _changes(path: pathlib.Path) -> dict[int, dict[str, list[tuple[str, int]]]]:
             for start, _ in operator.mutation_positions(node):
                 occurrence += 1
                 if is_fit:
-                    found[start[0]][name.split("_")[0]].append((name, occurrence))
+                    found[start[0]][name.split("_")[0]].append(_Change(name, occurrence, _run_with(node)))
     return {line: dict(found[line]) for line in sorted(found)}
 
 
@@ -186,10 +197,18 @@ def _operator(name: str) -> Any:  # noqa: ANN401 - of Cosmic Ray
 
 
 def _is_code(node: Any) -> bool:  # noqa: ANN401 - of parso
-    """Say whether a node does something when the program runs: type annotations only fail to be read."""
+    """Say whether a node does something when the program runs.
+
+    Type annotations do not, nor a ``*`` among parameters, nor ``strict``, ``frozen`` and ``slots``, which forbid what
+    is never done.
+    """
+    if node.type == "operator" and node.parent.type == "parameters":
+        return False
+    if node.type == "keyword" and node.parent.type == "argument" and node.parent.children[0].value in ASSERTED:
+        return False
     while node.parent is not None:
         outer, at = node.parent, node.parent.children.index(node)
-        is_type = outer.type in {"annassign", "tfpdef"} and at == 1
+        is_type = (outer.type, at) in {("annassign", 1), ("tfpdef", 2)}
         is_return_type = outer.type == "funcdef" and outer.children[at - 1] == "->"
         if is_type or is_return_type:
             return False
@@ -197,79 +216,36 @@ def _is_code(node: Any) -> bool:  # noqa: ANN401 - of parso
     return True
 
 
-def _judge(
-    tree: pathlib.Path, mutants: list[Mutant], settings: dict[str, Any], known: set[tuple[str, str, str]]
-) -> Counter[str]:
+def _run_with(node: Any) -> range:  # noqa: ANN401 - of parso
+    """Return the lines of a node's statement, or of its part of a compound one; all, outside of functions."""
+    part, is_in_function = node, False
+    while (outer := node.parent) is not None:
+        if outer.type == "simple_stmt" and not is_in_function:
+            part = outer
+        is_in_function |= outer.type in {"funcdef", "lambdef"} and node is outer.children[-1]
+        node = outer
+    first, last = (part.start_pos[0], part.end_pos[0]) if is_in_function else (1, node.end_pos[0])
+    return range(first, last + 1)
+
+
+def _judge(suite: Suite, mutants: list[Mutant], known: set[tuple[str, str, str]]) -> Counter[str]:
     """Run the tests of each mutant; print and count what becomes of it."""
     counts: Counter[str] = Counter()
-    first = settings.get("first", {})
-    every = dict.fromkeys([*settings["tests"], *(test for tests in first.values() for test in tests)])
-    limit_s = _time_limit(tree, tuple(every))
     for mutant in mutants:
         if (mutant.module, mutant.before, mutant.after) in known:
             counts["equivalent"] += 1
             continue
-        tests = tuple(dict.fromkeys([*first.get(pathlib.Path(mutant.module).stem, ()), *settings["tests"]]))
-        path = tree / mutant.module
+        tests = suite.running(mutant.module, mutant.lines)
+        path = suite.tree / mutant.module
         original = path.read_text()
         path.write_text(mutant.source)
-        is_killed = _run(tree, tests, limit_s)
+        is_found = suite.finds(tests)
         path.write_text(original)
-        counts["killed" if is_killed else "survived"] += 1
-        print("." if is_killed else f"\nsurvived: {mutant}", end="" if is_killed else "\n", flush=True)
+        counts["found" if is_found else "missed"] += 1
+        print(
+            "." if is_found else f"\nmissed by {len(tests)} tests: {mutant}", end="" if is_found else "\n", flush=True
+        )
     return counts
-
-
-def _time_limit(tree: pathlib.Path, tests: tuple[str, ...]) -> float:
-    """Run tests on what is not mutated; return how long they may take on what is."""
-    started = time.monotonic()
-    if _run(tree, tests, float("inf"), writes_bytecode=True):
-        sys.exit(f"The tests fail without a mutant, see above: pytest {' '.join(tests)}")
-    return LEAST_SECONDS + 2 * (time.monotonic() - started)
-
-
-def _run(tree: pathlib.Path, tests: tuple[str, ...], timeout_s: float, *, writes_bytecode: bool = False) -> bool:
-    """Run tests in a fork of this process; say whether one failed, or they did not end in time."""
-    child = os.fork()
-    if not child:
-        os.setsid()
-        _be_tested(tree, tests, writes_bytecode=writes_bytecode)
-    ends = time.monotonic() + timeout_s
-    status = None
-    while status is None:
-        ended, code = os.waitpid(child, os.WNOHANG)
-        if ended:
-            status = code
-        elif time.monotonic() > ends:
-            status = -1
-        else:
-            time.sleep(0.02)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)  # processes that a test started and did not end
-    if status == -1:
-        os.waitpid(child, 0)
-    return status != 0
-
-
-def _be_tested(tree: pathlib.Path, tests: tuple[str, ...], *, writes_bytecode: bool) -> None:
-    """Become the process that runs the tests in the copied tree; does not return."""
-    code = 1
-    try:
-        os.chdir(tree)
-        path = [str(tree), str(tree / "backends")]
-        os.environ |= {"PYTHONPATH": os.pathsep.join(path), "PYTHONDONTWRITEBYTECODE": "" if writes_bytecode else "1"}
-        sys.path[:0] = path
-        sys.dont_write_bytecode = not writes_bytecode
-        log = os.open(tree / "mutate.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        if not writes_bytecode:
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-        code = int(pytest.main([*PYTEST, *tests]))
-    except BaseException:  # noqa: BLE001 - nobody is above this
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        os._exit(code)
 
 
 if __name__ == "__main__":
