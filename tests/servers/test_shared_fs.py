@@ -4,9 +4,10 @@ import fcntl
 import gc
 import hashlib
 import os
+import shutil
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +17,15 @@ import pytest
 from anyio import fail_after
 from anyio.lowlevel import checkpoint
 
+from tests.support.caches import until
 from tiered_kv.backend import BackendContext, Block, Outcome
 from tiered_kv.chain_settings import tier_from
 from tiered_kv.errors import BackendUnavailableError, ClosedError, ConfigurationError
 from tiered_kv.keys import BlockKey, salt_digest
 from tiered_kv.testing import GROUPS, BackendTests, block_key, make_block, open_backend, open_context
 from tiered_kv_backends.shared_fs import SharedFSBackend
+from tiered_kv_backends.shared_fs_files import Work, probe, write_records
+from tiered_kv_backends.shared_fs_ledger import Ledger
 from tiered_kv_backends.shared_fs_upkeep import delete_tenant, sweep
 
 SIZE = GROUPS[0].payload_bytes
@@ -274,13 +278,14 @@ async def test_a_sweep_that_fails_is_said_and_made_again(tmp_path: Path, caplog:
     """Something that is no lock lies where the sweepers' lock should: the tier serves on what it has."""
     async with opened(tmp_path, capacity=3 * RECORD) as backend:
         await backend.sweep()
-        assert await store(backend, keys_of(0, 1, 2)) == [Outcome.STORED] * 3
-        lock = (tmp_path / "sweeper.lock").rename(tmp_path / "aside")
-        (tmp_path / "sweeper.lock").mkdir()
-        assert await store(backend, keys_of(3)) == [Outcome.REFUSED]
-        with fail_after(60):
-            while "shared_fs.sweep_failed" not in caplog.text:  # noqa: ASYNC110 - a sweep tells nobody else
-                await asyncio.sleep(0)
+        with (tmp_path / "sweeper.lock").open("r+") as held:  # a sweep that begins meanwhile makes no room
+            fcntl.flock(held, fcntl.LOCK_EX)
+            assert await store(backend, keys_of(0, 1, 2)) == [Outcome.STORED] * 3
+            lock = (tmp_path / "sweeper.lock").rename(tmp_path / "aside")
+            (tmp_path / "sweeper.lock").mkdir()
+            with fail_after(60):
+                while "shared_fs.sweep_failed" not in caplog.text:  # a sweep tells nobody else
+                    assert await store(backend, keys_of(3)) == [Outcome.REFUSED]
         assert await load(backend, keys_of(2)) == [Outcome.HIT]
         (tmp_path / "sweeper.lock").rmdir()
         lock.rename(tmp_path / "sweeper.lock")
@@ -514,6 +519,114 @@ async def test_space_is_left_free(tmp_path: Path) -> None:
     async with opened(tmp_path, min_free_fraction=0.999_999) as backend:
         assert await store(backend, keys_of(1, 2)) == [Outcome.REFUSED] * 2
         assert not files_in(tmp_path)
+
+
+async def test_a_prefix_costs_few_questions(tmp_path: Path) -> None:
+    """Of a thousand keys at most 45 are looked at, in three rounds."""
+    asked = list[int]()
+
+    class Counting(SharedFSBackend):
+        async def lookup(self, keys: Sequence[BlockKey]) -> list[Outcome]:
+            asked.append(len(keys))
+            return await super().lookup(keys)
+
+    async with open_backend(Counting({"path": tmp_path, "capacity": "1GiB", "min_free_fraction": 0})) as backend:
+        keys = keys_of(*range(1000))
+        await store(backend, keys[:10])
+        assert await backend.lookup_prefix(keys) == 10
+        assert sum(asked) <= 45
+        assert len(asked) == 3
+
+
+async def test_what_is_moved_in_parts_is_moved_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A filesystem may take or give less than it is asked for at once."""
+    readv = os.readv
+    monkeypatch.setattr(os, "writev", lambda file, parts: os.write(file, parts[0][:5000]))
+    monkeypatch.setattr(os, "readv", lambda file, parts: readv(file, [parts[0][:3000]]))
+    async with opened(tmp_path) as backend:
+        (key,) = keys_of(1)
+        block, into = make_block(os.urandom(SIZE), key), Block.empty(SIZE)
+        assert await backend.write([key], [block]) == [Outcome.STORED]
+        assert file_of(tmp_path, key).read_bytes() == bytes(block)
+        assert await backend.read([key], [into]) == [Outcome.HIT]
+        assert bytes(into) == bytes(block)
+
+
+async def test_a_folder_that_goes_between_two_blocks_is_made_again(tmp_path: Path) -> None:
+    """A sweep may remove what a call has open: of the first block, here, with all that was in it."""
+    first, second = keys_of(1, 2)
+    probe(str(tmp_path))
+
+    class Swept(list[Work]):
+        def __iter__(self) -> Iterator[Work]:
+            for work in super().__iter__():
+                yield work
+                shutil.rmtree(tmp_path / first.namespace.path)
+
+    share = Swept(Work(key, make_block(bytes(SIZE), key), 1) for key in (first, second, second))
+    assert write_records(str(tmp_path), share) == [Outcome.STORED] * 3
+    assert not files_in(tmp_path)
+
+
+def num_descriptors() -> int:
+    """Count those that this process has."""
+    return len([*Path("/proc/self/fd").iterdir()])
+
+
+async def test_every_call_gives_back_what_it_opens(tmp_path: Path) -> None:
+    """Files, and folders of several tenants, whether they are there or not, or are what they should not be."""
+    settings = {"path": tmp_path, "capacity": 20 * RECORD, "min_free_fraction": 0}
+    keys = [*keys_of_salt(b"a", *range(4)), *keys_of_salt(b"b", *range(4))]
+    async with opened(tmp_path, capacity=20 * RECORD, num_threads=1) as backend:
+        before = -1
+        for _ in range(3):
+            await store(backend, keys)
+            file_of(tmp_path, keys[0]).unlink()
+            file_of(tmp_path, keys[1]).write_bytes(b"short")
+            file_of(tmp_path, keys[2]).unlink()
+            file_of(tmp_path, keys[2]).mkdir()
+            outcomes = await load(backend, [*keys, *keys_of(7)])
+            assert outcomes[:3] == [Outcome.MISS, Outcome.CORRUPT, Outcome.FAILED]
+            await backend.lookup(keys)
+            await store(backend, keys)
+            await backend.sweep()
+            await backend.delete([*keys[:2], *keys[3:]])
+            await sweep(settings)
+            await delete_tenant(settings, "nobody")
+            file_of(tmp_path, keys[2]).rmdir()
+            now = num_descriptors()
+            assert before in {now, -1}
+            before = now
+
+
+async def test_closing_gives_back_what_was_not_written(tmp_path: Path) -> None:
+    """The ledger then says just what is there, and nothing of the tier runs on."""
+    tasks = asyncio.all_tasks()
+    async with opened(tmp_path, capacity=2000 * RECORD) as backend:
+        await store(backend, keys_of(1, 2, 3))
+    books = Ledger(str(tmp_path), 1, time.time_ns).read()
+    assert books is not None
+    assert books.total == 3 * RECORD
+    assert [num_bytes for num_bytes, _ in books.writers.values()] == [0]
+    await until(lambda: asyncio.all_tasks() <= tasks)
+
+
+async def test_a_directory_that_is_no_more(tmp_path: Path) -> None:
+    """There is nothing in it; and nothing is stored, which is said."""
+    path = tmp_path / "kv"
+    async with opened(path) as backend:
+        await store(backend, keys_of(1))
+        shutil.rmtree(path)
+        assert await load(backend, keys_of(1)) == [Outcome.MISS]
+        assert await backend.lookup(keys_of(1)) == [Outcome.MISS]
+        await backend.delete(keys_of(1))
+        with pytest.raises(BackendUnavailableError, match="is the filesystem mounted"):
+            await store(backend, keys_of(2))
+        with pytest.raises(BackendUnavailableError, match="No such file"):
+            await backend.sweep()
+        with pytest.raises(BackendUnavailableError, match="could not delete a tenant: No such file"):
+            await delete_tenant(backend.settings, "ann")
+    assert not path.exists()
 
 
 async def test_a_directory_that_is_gone_is_not_made_anew(tmp_path: Path) -> None:

@@ -1,0 +1,303 @@
+"""What a shared directory may still take: all processes' ledger, one's room in it, and when a sweep is due."""
+
+import asyncio
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiered_kv.backend import Block
+from tiered_kv.errors import BackendUnavailableError
+from tiered_kv.keys import BlockKey, Namespace
+from tiered_kv_backends.shared_fs_files import probe
+from tiered_kv_backends.shared_fs_ledger import Books, Ledger
+from tiered_kv_backends.shared_fs_room import Room
+from tiered_kv_backends.shared_fs_sweeper import Sweeper, Swept
+from tiered_kv_backends.shared_fs_threads import Threads
+
+CAPACITY = 1000 * 8192
+BLOCK = 8192
+MINUTE_NS = 60 * 10**9
+
+
+class Clock:
+    """Both clocks, which a test turns."""
+
+    def __init__(self) -> None:
+        self.now_ns = 10**9 * 1_700_000_000
+
+    def ns(self) -> int:
+        """Return the wall clock's time."""
+        return self.now_ns
+
+    def s(self) -> float:
+        """Return the monotonic one's."""
+        return self.now_ns / 10**9
+
+
+@pytest.fixture
+def clock() -> Clock:
+    """One that stands still."""
+    return Clock()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> str:
+    """A directory that a cache has opened."""
+    probe(str(tmp_path))
+    return str(tmp_path)
+
+
+def ledger_in(root: str, clock: Clock, capacity: int = CAPACITY) -> Ledger:
+    """Return the hand of one more process."""
+    ledger = Ledger(root, capacity, clock.ns)
+    ledger.create(is_empty=True)
+    return ledger
+
+
+def books_of(ledger: Ledger) -> Books:
+    """Return what it says."""
+    books = ledger.read()
+    assert books is not None
+    return books
+
+
+def test_no_more_is_taken_than_there_is(root: str, clock: Clock) -> None:
+    """By however many processes; what one gives back another may take."""
+    one, other = ledger_in(root, clock), ledger_in(root, clock)
+    assert one.take(CAPACITY - 100, 0) == CAPACITY - 100
+    assert other.take(300, 0) == 100
+    assert other.take(300, 100) == 0
+    one.give_back(50, CAPACITY - 150)
+    assert other.take(300, 100) == 50
+    assert books_of(one).total == CAPACITY
+    assert sorted(unwritten for unwritten, _ in books_of(one).writers.values()) == [150, CAPACITY - 150]
+
+
+def test_who_may_have_less_takes_none_away(root: str, clock: Clock) -> None:
+    """A process with a smaller capacity than what is there gets nothing, and the sum stays right."""
+    large, small = ledger_in(root, clock), ledger_in(root, clock, CAPACITY // 2)
+    assert large.take(CAPACITY, 0) == CAPACITY
+    assert small.take(1, 0) == 0
+    assert books_of(small).total == CAPACITY
+
+
+def test_a_sweep_counts_what_is_still_to_be_written(root: str, clock: Clock) -> None:
+    """What others had taken when it began, and what they took since; of those that are dead, nothing."""
+    writing, dead, sweeping = (ledger_in(root, clock) for _ in range(3))
+    dead.take(7000, 0)
+    clock.now_ns += 11 * MINUTE_NS
+    writing.take(500, 0)
+    begun = sweeping.begin_sweep(lambda: 30)
+    assert sorted(unwritten for unwritten, _ in begun.writers.values()) == [30, 500]
+    writing.take(60, 500)
+    clock.now_ns += 1
+    sweeping.end_sweep(begun, 4000)
+    books = books_of(sweeping)
+    assert (books.total, books.num_sweeps, books.swept_ns) == (4000 + 500 + 30 + 60, 1, clock.now_ns)
+    assert Path(root, "ledger").read_bytes().count(b"\n") == 1
+
+
+def test_who_has_written_all_is_no_longer_named(root: str, clock: Clock) -> None:
+    """Else the file would grow with every process that ever wrote."""
+    for _ in range(20):
+        one = ledger_in(root, clock)
+        one.take(100, 0)
+        one.give_back(100, 0)
+    longest = Path(root, "ledger").stat().st_size
+    assert books_of(one).total == 0
+    assert not one.begin_sweep(lambda: 0).writers
+    assert Path(root, "ledger").stat().st_size < longest // 4
+
+
+def test_what_cannot_be_known_is_full_until_it_is_counted(root: str, clock: Clock) -> None:
+    """A ledger that was damaged gives nothing; nor does one that is damaged again as it is counted."""
+    ledger, path = ledger_in(root, clock), Path(root, "ledger")
+    path.write_bytes(b"rubbish")
+    assert ledger.read() is None
+    assert ledger.take(1, 0) is None
+    begun = ledger.begin_sweep(lambda: 0)
+    assert ledger.take(1, 0) == 0
+    path.write_bytes(b"rubbish")
+    ledger.end_sweep(begun, 0)
+    assert ledger.read() is None
+    ledger.end_sweep(ledger.begin_sweep(lambda: 0), CAPACITY - 5)
+    assert ledger.take(10, 0) == 5
+    assert ledger.num_sweeps == 1
+
+
+class AtOnce:
+    """Workers that run a call where it is made, having let a test see it."""
+
+    def __init__(self) -> None:
+        self.seen: Callable[[], object] = lambda: None
+
+    def run(self, function: Callable[..., Any], *args: object) -> "asyncio.Future[Any]":
+        """Run a call."""
+        future = asyncio.get_running_loop().create_future()
+        self.seen()
+        try:
+            future.set_result(function(*args))
+        except OSError as error:
+            future.set_exception(error)
+        return future
+
+
+def room_in(root: str, clock: Clock, ledger: Ledger, workers: AtOnce | None = None) -> Room:
+    """Return a process's room, of which it takes eight blocks ahead."""
+    return Room(root, ledger, 1024 * 8 * BLOCK, 0.0, Threads(workers or AtOnce()), clock.s)
+
+
+def blocks(n: int) -> list[Block]:
+    """Return blocks of 8 KiB with their headers."""
+    return [Block.empty(BLOCK - 4096) for _ in range(n)]
+
+
+async def test_room_is_taken_ahead_and_used_again(root: str, clock: Clock) -> None:
+    """Few writes ask the ledger; what was not written is written later, and is given back in the end."""
+    ledger, times = ledger_in(root, clock), [0]
+
+    def count() -> None:
+        times[0] += 1
+
+    room = room_in(root, clock, ledger)
+    for num_times in (1, 1, 1, 1, 2):
+        assert await room.take(blocks(2), count) == 2
+        room.settle(BLOCK, is_written=True)
+        room.settle(BLOCK, is_written=False)
+        room.settle(-BLOCK, is_written=False)  # as if the second had been written later on
+        room.settle(BLOCK, is_written=True)
+        assert times == [num_times]
+    assert books_of(ledger).total == 16 * BLOCK
+    assert room.unwritten == 6 * BLOCK
+    room.return_all()
+    assert books_of(ledger).total == 10 * BLOCK
+    assert [unwritten for unwritten, _ in books_of(ledger).writers.values()] == [0]
+
+
+async def test_room_that_lies_unused_is_taken_anew(root: str, clock: Clock) -> None:
+    """After a minute others may take this process for dead, and a sweep no longer counts what it had taken."""
+    ledger = ledger_in(root, clock)
+    room = room_in(root, clock, ledger)
+    assert await room.take(blocks(1), lambda: None) == 1
+    assert books_of(ledger).total == room.unwritten == 8 * BLOCK
+    clock.now_ns += MINUTE_NS - 10**6
+    assert await room.take(blocks(1), lambda: None) == 1
+    assert books_of(ledger).total == room.unwritten == 8 * BLOCK
+    clock.now_ns += 10**6
+    assert await room.take(blocks(1), lambda: None) == 1
+    assert books_of(ledger).total == 16 * BLOCK
+    assert room.unwritten == 10 * BLOCK  # two that are being written, and what was taken now
+
+
+async def test_room_being_taken_is_seen_by_a_sweep(root: str, clock: Clock) -> None:
+    """It may begin before the answer is here; of a call that failed nothing is kept."""
+    ledger, workers, seen = ledger_in(root, clock), AtOnce(), list[int]()
+    room = room_in(root, clock, ledger, workers)
+    await room.take([], lambda: None)  # it knows how much is free
+    workers.seen = lambda: seen.append(room.unwritten)
+    assert await room.take(blocks(9), lambda: None) == 9
+    assert seen == [9 * BLOCK]
+    shutil.rmtree(root)
+    with pytest.raises(BackendUnavailableError, match="is the filesystem mounted"):
+        await room.take(blocks(1), lambda: None)
+    assert room.unwritten == 9 * BLOCK
+
+
+async def test_as_many_leading_blocks_as_there_is_room_for(root: str, clock: Clock) -> None:
+    """What does not fit is refused, and what is left serves smaller ones."""
+    ledger = ledger_in(root, clock, 3 * BLOCK)
+    room = room_in(root, clock, ledger)
+    assert await room.take(blocks(5), lambda: None) == 3
+    assert await room.take(blocks(1), lambda: None) == 0
+    room.settle(BLOCK, is_written=False)
+    assert await room.take(blocks(2), lambda: None) == 1
+
+
+@pytest.mark.parametrize(("num_free", "num_blocks"), [(4, 4), (3, 0)])
+async def test_what_is_to_be_left_free_is(
+    root: str, clock: Clock, monkeypatch: pytest.MonkeyPatch, num_free: int, num_blocks: int
+) -> None:
+    """It is asked of the filesystem once a second, and counted down meanwhile; after a sweep at once."""
+    asked = list[str]()
+
+    def statvfs(path: str) -> os.statvfs_result:
+        asked.append(path)
+        return os.statvfs_result((BLOCK, BLOCK, 100, 0, num_free + 10, 0, 0, 0, 0, 255))
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    room = Room(root, ledger_in(root, clock), CAPACITY, 0.1, Threads(AtOnce()), clock.s)
+    assert await room.take(blocks(4), lambda: None) == num_blocks
+    assert await room.take(blocks(4), lambda: None) == 0
+    assert asked == [root]
+    clock.now_ns += 10**9
+    assert await room.take(blocks(4), lambda: None) == num_blocks
+    room.forget_free()
+    assert await room.take(blocks(4), lambda: None) == num_blocks
+    assert asked == [root] * 3
+
+
+async def test_a_filesystem_that_does_not_say_is_written_to(
+    root: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some network filesystems know of no size: there the tier's own capacity is the limit."""
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result((BLOCK, BLOCK, 0, 0, 0, 0, 0, 0, 0, 255)))
+    room = Room(root, ledger_in(root, clock), CAPACITY, 0.5, Threads(AtOnce()), clock.s)
+    assert await room.take(blocks(2), lambda: None) == 2
+
+
+def sweeper_in(root: str, clock: Clock, ledger: Ledger, min_free_fraction: float = 0.0) -> Sweeper:
+    """Return one of the directory."""
+    return Sweeper(root, ledger, lambda: 0, CAPACITY, BLOCK, min_free_fraction, clock.ns)
+
+
+def test_a_sweep_is_due_when_there_is_something_to_do(root: str, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Little room, a ledger that says nothing, too little free space, or an hour since anybody looked."""
+    ledger = ledger_in(root, clock)
+    sweeper = sweeper_in(root, clock, ledger)
+    assert not sweeper.is_due()
+    clock.now_ns += 60 * MINUTE_NS
+    assert not sweeper.is_due()
+    clock.now_ns += 1
+    assert sweeper.is_due()
+    assert sweeper.sweep() == Swept(0, 0, 0, 0)
+    assert not sweeper.is_due()
+    ledger.take(CAPACITY * 15 // 16, 0)
+    assert not sweeper.is_due()
+    ledger.take(1, 0)
+    assert sweeper.is_due()
+    ledger.give_back(2, 0)
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result((BLOCK, BLOCK, 100, 0, 10, 0, 0, 0, 0, 255)))
+    assert not sweeper_in(root, clock, ledger, 0.1).is_due()
+    assert sweeper_in(root, clock, ledger, 0.11).is_due()
+    Path(root, "ledger").unlink()
+    assert sweeper.is_due()
+
+
+def test_a_sweep_that_is_stopped_sets_nothing_right(root: str, clock: Clock) -> None:
+    """It has not counted all: what it did is said, and the ledger goes on with what it had."""
+    ledger = ledger_in(root, clock)
+    ledger.take(5000, 0)
+    sweeper = sweeper_in(root, clock, ledger)
+    sweeper.stop()
+    assert sweeper.sweep() == Swept(0, 0, 0, 0)
+    assert (books_of(ledger).total, books_of(ledger).num_sweeps) == (5000, 0)
+
+
+def test_a_sweep_knows_what_it_leaves_of_each_tenant(root: str, clock: Clock) -> None:
+    """By that the process which swept tells whether what it writes next is over a quota."""
+    for salt, num_there in ((1, 10), (2, 3)):
+        for n in range(num_there):
+            key = BlockKey(Namespace(bytes(32), bytes(32), bytes([salt] * 32)), bytes([n] * 32))
+            file = Path(root, key.namespace.path, key.hash.hex()[:3], key.hash.hex())
+            file.parent.mkdir(parents=True)
+            file.write_bytes(bytes(BLOCK))
+            os.utime(file, ns=(0, n))
+    ledger = ledger_in(root, clock)
+    sweeper = Sweeper(root, ledger, lambda: 0, CAPACITY, BLOCK, 0.0, clock.ns, 5 * BLOCK)
+    assert sweeper.sweep() == Swept(13 * BLOCK, 6, 6 * BLOCK, 0, 6)
+    assert sorted(sweeper.salt_bytes.values()) == [3 * BLOCK, 4 * BLOCK]
+    assert books_of(ledger).total == 7 * BLOCK
