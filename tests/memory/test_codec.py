@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.memory.engines import NUM_SLOTS, ORDERS, Engine, engines, places
 from tiered_kv.errors import ConfigurationError, LayoutMismatchError
 from tiered_kv.layout import KVGroup, Order
-from tiered_kv.memory import CPUDevice, PagedCaches, gather_blocks, scatter_blocks
+from tiered_kv.memory import CPUDevice, PagedCaches, gather_blocks, scatter_blocks, staging
 from tiered_kv.memory.codec import FP8Codec, make_codec
 
 NHD = KVGroup(2, 3, 8, "bfloat16", 4)
@@ -187,3 +187,23 @@ def test_a_slot_of_the_payloads_half_is_enough() -> None:
     gather_blocks(caches, np.array([1]), torch.zeros(1, 2049, dtype=torch.int64), np.array([0]))
     with pytest.raises(LayoutMismatchError, match="a block of 16392 bytes does not fit a slot of 16384"):
         gather_blocks(caches, np.array([1]), torch.zeros(1, 2048, dtype=torch.int64), np.array([0]))
+
+
+def test_more_blocks_than_a_buffer_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are encoded piece by piece, to the same bytes, and come back by pieces too."""
+    kv = [torch.randn(2, 13, 4, 3, 8, dtype=torch.bfloat16) for _layer in range(2)]
+    caches = PagedCaches.bind(kv, NHD, device=CPUDevice(), codec=FP8Codec(NHD))
+    at_once, in_pieces = rows_for(caches), rows_for(caches)
+    pages, slots = np.array([3, 12, 0, 7, 5]), np.array([6, 0, 4, 1, 2])
+    gather_blocks(caches, pages, at_once, slots)
+    scatter_blocks(at_once, slots, caches, pages)
+    expected = [each.clone() for each in kv]
+    monkeypatch.setattr(staging, "PIECE_BYTES", 2 * NHD.payload_bytes)
+    gather_blocks(caches, pages, in_pieces, slots)
+    for each in kv:
+        each[:, torch.from_numpy(pages)] = 0
+    scatter_blocks(at_once, slots, caches, pages)
+    assert all(torch.equal(*pair) for pair in zip(kv, expected, strict=True))
+    gather_blocks(caches, pages, at_once, slots)
+    scatter_blocks(in_pieces, slots, caches, pages)
+    assert all(torch.allclose(*pair, rtol=0.2, atol=0.1) for pair in zip(kv, expected, strict=True))

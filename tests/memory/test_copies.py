@@ -83,18 +83,24 @@ def test_layers_copied_one_after_another_are_the_block(engine: Engine, data: st.
         assert all(torch.equal(*pair) for pair in zip(engine.memory, memory, strict=True))
 
 
-@pytest.mark.parametrize("page_size", [8, 4])
-def test_large_pieces_far_from_each_other_are_copied_one_by_one(page_size: int) -> None:
-    """Too large for a temporary, and too many for a copy that holds the GIL: the same bytes as by the device's code."""
-    group = KVGroup(2, 16, 128, "float32", block_size=8, page_size=page_size)
-    ids = np.random.default_rng(0).permutation(12 * group.pages_per_block)[: 6 * group.pages_per_block]
-    slots, pages = np.array([0, 5, 2, 4, 1, 3]), ids.reshape(6, -1)
-    kv = [torch.randn(2, 12 * group.pages_per_block, page_size, 16, 128) for _layer in range(2)]
+@pytest.mark.parametrize("are_neighbours", [False, True])
+@pytest.mark.parametrize(("num_blocks", "num_heads", "page_size"), [(6, 16, 8), (6, 16, 4), (80, 1, 4), (80, 1, 8)])
+def test_many_pieces_are_copied_as_the_device_s_code_does(
+    num_blocks: int, num_heads: int, page_size: int, *, are_neighbours: bool
+) -> None:
+    """Large ones and small, far from each other and side by side: all are too many for a copy that holds the GIL."""
+    group = KVGroup(2, num_heads, 128, "float32", block_size=8, page_size=page_size)
+    num_pages = 2 * num_blocks * group.pages_per_block
+    ids = np.random.default_rng(0).permutation(num_pages)[: num_pages // 2]
+    slots = np.random.default_rng(1).permutation(num_blocks)
+    if are_neighbours:
+        ids, slots = np.arange(3, 3 + num_pages // 2), np.arange(num_blocks)
+    kv = [torch.randn(2, num_pages, page_size, num_heads, 128) for _layer in range(2)]
     caches, memory = PagedCaches.bind(kv, group, device=CPUDevice()), [each.clone() for each in kv]
-    rows = torch.zeros(6, group.stride_bytes // 8, dtype=torch.int64)
+    rows = torch.zeros(num_blocks, group.stride_bytes // 8, dtype=torch.int64)
     by_device_code = rows.clone()
     gather_blocks(caches, ids, rows, slots)
-    torch_copies.gather_blocks(caches, pages, by_device_code, slots)
+    torch_copies.gather_blocks(caches, ids.reshape(num_blocks, -1), by_device_code, slots)
     assert torch.equal(rows, by_device_code)
     for each in kv:
         each[:, torch.from_numpy(ids)] = 0

@@ -1,6 +1,9 @@
 """Two steps a piece on two streams: no step begins before what it needs is done, however the streams are scheduled."""
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from typing import Any
@@ -184,3 +187,18 @@ def test_pieces_are_bounded_and_leave_nothing_out(monkeypatch: pytest.MonkeyPatc
         assert all(
             piece.stop - piece.start == 1 or (piece.stop - piece.start) * block_bytes <= 8192 for piece in pieces
         )
+
+
+def test_a_buffer_is_given_back() -> None:
+    """When nothing is on its way any more: the engine may want the memory. The next copy takes one anew."""
+    staging, kept = Staging(None, lambda: None, nullcontext), list[weakref.ref[Any]]()
+
+    def note(_piece: slice, buffer: Tensor) -> None:
+        kept.append(weakref.ref(buffer._base))  # noqa: SLF001 - torch's name for what a view is of
+
+    for _ in range(2):
+        staging.run("gather", [slice(0, 1)], 1, torch.device("cpu"), note, note)
+        assert kept[-1]() is kept[-2]()
+        staging.free()
+        gc.collect()
+        assert not any(buffer() is not None for buffer in kept)
