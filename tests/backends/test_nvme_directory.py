@@ -231,6 +231,9 @@ async def test_links_in_a_foreign_folder_lead_nowhere(tmp_path: Path) -> None:
     async with open_tier(path, "other") as tier:
         await tier.write(count_up(20))
     (slab_of(path, "other").parent / "link").symlink_to(elsewhere)
+    (slab_of(path, "other").parent / "file").symlink_to(elsewhere / "precious")
+    async with open_tier(path) as tier:
+        assert tier.backend.describe()["reclaimed_fingerprints"] == 0
     async with open_tier(path, capacity=2 * MIB) as tier:
         await tier.write(count_up(20))
         assert tier.backend.describe()["reclaimed_fingerprints"] == 1

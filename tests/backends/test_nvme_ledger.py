@@ -155,6 +155,16 @@ def test_a_failed_write_harms_no_other(tmp_path: Path, files_no_longer_than: Fil
     assert content_of(path) == ([(1, 1), (8, 2), (4, 3)], [5])
 
 
+def test_what_is_written_in_parts_is_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A filesystem may take less than it is given."""
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[:50], at))
+    with opened(tmp_path / "ledger") as (ledger, _):
+        ledger.write(names_of([1, 2, 3]), slots_of([2, 3, 4]))
+        assert ledger.bytes_written == 3 * ENTRY.itemsize
+    assert content_of(tmp_path / "ledger") == ([(2, 1), (3, 2), (4, 3)], [])
+
+
 def test_a_million_entries(tmp_path: Path) -> None:
     """As many as there are come back whole and in order, by as many calls as it takes."""
     count = 1_000_000

@@ -81,15 +81,12 @@ class Directory:
                     self.folder_fds.append(open_folder(self.fd, shape.folder))
                     opened.callback(os.close, self.folder_fds[-1])
                     _drop_old_format(self.folder_fds[-1])
-                    os.utime(self.folder_fds[-1])
+                    os.utime(self.folder_fds[-1])  # the folder last used is the last to make room for others
                 self._foreign = _find_foreign(self.fd, {shape.folder for shape in groups})
             self._close_all = opened.pop_all()
 
     def close(self) -> None:
         """Let other processes take the directory."""
-        with contextlib.suppress(OSError):
-            for fd in self.folder_fds:
-                os.utime(fd)  # the folder last used is the last to make room for others
         self._close_all.close()
 
     def take(self, num_bytes: int, *, is_known: bool) -> None:
@@ -227,10 +224,7 @@ def fit(capacity_bytes: int, groups: Sequence[RecordShape]) -> int:
             f"capacity={_size(capacity_bytes)} holds no block: one of each KV group, with what is kept about them, "
             f"takes {_size(one)}"
         )
-    num_slots = (capacity_bytes - fixed) // (one - fixed)
-    while _needed(num_slots, groups) > capacity_bytes:  # by rounding
-        num_slots -= 1
-    return num_slots
+    return (capacity_bytes - fixed) // (one - fixed)
 
 
 class _Lock:

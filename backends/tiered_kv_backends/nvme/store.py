@@ -397,7 +397,7 @@ class Store:
                     self._clerk, files.ledger.write_oldest, latest.names[is_rebuilt], latest.slots[is_rebuilt]
                 )
             except OSError as error:
-                self._last_error = error  # the next start finds it damaged again
+                self._last_error = error  # what is damaged in the file is found again at the next start
         return latest
 
 
