@@ -51,6 +51,12 @@ def test_neighbours_of_other_prompts_share_no_pack() -> None:
     assert seen.units([keys[0], keys[1], other[2]]) == [Unit(0, 2, pack_of(keys[3]), 0, 4), Unit(2, 3)]
 
 
+def test_blocks_of_no_group_of_the_cache_are_single() -> None:
+    """Nobody knows how long they are, and so how many a pack would hold."""
+    keys = Namespace(b"g" * 32, epoch_digest("w")).keys(hash_blocks([0] * 4, block_size=1))
+    assert new_packing().units(keys) == [Unit(n, n + 1) for n in range(4)]
+
+
 def test_holes_and_duplicates_are_no_whole_group() -> None:
     """Positions must follow each other for keys to be written as a pack."""
     keys = chain(4)

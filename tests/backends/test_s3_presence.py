@@ -71,7 +71,7 @@ def test_answers_bound_a_prefix() -> None:
 
 def test_answers_are_short_lived() -> None:
     """An answer is believed for its time, and not at all if that is zero."""
-    for ttl_s, bounds in ((2.0, (3, 8)), (0.0, (0, 8))):
+    for ttl_s, bounds in ((2.0, (3, 8)), (0.5, (3, 8)), (0.0, (0, 8))):
         known, clock = answers(ttl_s)
         known.put(KEYS[2], is_there=True)
         assert known.bounds(KEYS) == bounds

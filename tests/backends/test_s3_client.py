@@ -1,0 +1,50 @@
+"""What the client of an object store is told: how long each request may take, and how often it is tried."""
+
+from typing import Any, cast
+
+import pytest
+
+pytest.importorskip("obstore", reason="obstore is missing: pip install 'tiered-kv[s3]'")
+
+from tiered_kv_backends.s3.client import S3Settings, make_store
+
+
+def made(*, is_probe: bool = False, **settings: object) -> Any:  # noqa: ANN401 - obstore has a class a medium
+    """Return a client of a server that nobody asks."""
+    given = {"url": "s3://bucket/prefix", "endpoint": "http://127.0.0.1:9", "timeout_s": 8, **settings}
+    return cast("Any", make_store(S3Settings.model_validate(given), is_probe=is_probe))
+
+
+def test_opening_and_requests_have_their_own_limits() -> None:
+    """The one is over within ``connect_timeout_s``, tried once; a request has part of the time, and is repeated."""
+    probe, store = made(is_probe=True, connect_timeout_s=1.5), made(connect_timeout_s=1.5)
+    assert probe.client_options["timeout"] == probe.client_options["connect_timeout"] == "1s 500ms"
+    assert probe.retry_config["max_retries"] == 0
+    assert store.client_options["timeout"] == "2s 400ms"
+    assert store.client_options["connect_timeout"] == "1s 500ms"
+    assert store.retry_config["max_retries"] == 2
+    assert store.retry_config["retry_timeout"].total_seconds() == pytest.approx(1.2)
+    assert made(connect_timeout_s=5).client_options["connect_timeout"] == "2s 400ms"
+
+
+def test_bodies_are_signed_where_it_is_asked_for() -> None:
+    """By default they are not: records carry checksums of their own."""
+    assert made().config["unsigned_payload"] == "true"
+    assert made(sign_payload=True).config["unsigned_payload"] == "false"
+
+
+@pytest.mark.parametrize(("endpoint", "is_allowed"), [("http://127.0.0.1:9", True), ("https://127.0.0.1:9", False)])
+def test_nothing_goes_unencrypted_where_it_was_not_asked_for(endpoint: str, *, is_allowed: bool) -> None:
+    """Only an endpoint that says http:// has its requests sent so, whatever a server redirects to."""
+    assert made(endpoint=endpoint).client_options["allow_http"] == str(is_allowed).lower()
+
+
+def test_as_many_connections_are_kept_as_may_be_in_use() -> None:
+    """In both directions."""
+    assert made(connections=5).client_options["pool_max_idle_per_host"] == "10"
+
+
+def test_an_option_goes_before_what_is_said_otherwise() -> None:
+    """Options are obstore's own, for what this tier has no setting for."""
+    assert made(options={"virtual_hosted_style_request": "true"}).config["virtual_hosted_style_request"] == "true"
+    assert made().config["virtual_hosted_style_request"] == "false"
