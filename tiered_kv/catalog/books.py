@@ -75,8 +75,16 @@ class Books:
         is_ready: NDArray[np.bool_] = states == READY
         return is_ready
 
+    def unready_prefix(self, names: Names) -> int:
+        """Count the leading names whose blocks cannot be read."""
+        is_ready = self._states.take(self._table.find(names)) == READY
+        first = int(is_ready.argmax())
+        return first if is_ready[first] else len(names)
+
     def ready_prefix(self, names: Names) -> int:
         """Count the leading names whose blocks can be read."""
+        if len(names) == 1:
+            return int(self._states[self._table.find_one(names)] == READY)
         done, run = 0, _LONG_RUN
         while run >= _LONG_RUN and done < len(names):
             _, run = self._ready_run(names[done:])

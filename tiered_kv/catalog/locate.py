@@ -100,14 +100,9 @@ def _leading_run(indexes: Sequence[Books], names: Names) -> tuple[int, int]:
         num_blocks = index.ready_prefix(names if tier == 0 else names[:_CHUNK])
         if num_blocks:
             for faster in indexes[:tier]:
-                num_blocks = _until(faster.ready(names[:num_blocks]))
+                num_blocks = faster.unready_prefix(names[:num_blocks])
             return tier, num_blocks
     return 0, 0
-
-
-def _until(ready: NDArray[np.bool_]) -> int:
-    first = int(ready.argmax())
-    return first if ready[first] else len(ready)
 
 
 def _tiers(indexes: Sequence[Books], names: Names) -> NDArray[np.int64]:

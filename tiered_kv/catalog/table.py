@@ -82,7 +82,8 @@ class NameTable:
         hashes = hash_names(names)
         buckets = self._bucket_of(hashes)
         entries = self._buckets.take(buckets, axis=0)
-        entries ^= (hashes << _SLOT_BITS)[:, None]  # where the tag agrees, the slot (plus one) is all that is left
+        tags = np.repeat(hashes << _SLOT_BITS, _WAYS).reshape(entries.shape)  # numpy is slow to spread so few columns
+        entries ^= tags  # where the tag agrees, the slot (plus one) is all that is left
         matches = np.flatnonzero(entries < _SLOT_LIMIT)
         slots = entries.reshape(-1).take(matches).view(np.int64)
         slots -= 1
@@ -165,13 +166,13 @@ class NameTable:
     def _settle(self, names: Names, buckets: Slots, rows: Slots, candidates: Slots) -> Slots:
         """Compare each candidate with the name of its row; look for the rest among the spilled."""
         slots = np.full(len(names), -1, dtype=np.int64)
-        held = self._names.take(candidates).view(np.uint64).reshape(-1, 4)
-        same = (held == names.take(rows, axis=0)).all(axis=1)
-        same &= candidates >= 0  # an empty entry looks like a match to a name whose tag is 0
-        slots[rows[same]] = candidates[same]
-        if self._stash:
-            absent = np.flatnonzero(slots < 0)
-            for row in absent[self._spilled[buckets[absent]] > 0].tolist():
+        if len(candidates):
+            held = self._names.take(candidates).view(np.uint64).reshape(-1, 4)
+            same = (held == names.take(rows, axis=0)).all(axis=1)
+            same &= candidates >= 0  # an empty entry looks like a match to a name whose tag is 0
+            slots[rows[same]] = candidates[same]
+        if self._stash and (spilled := self._spilled.take(buckets)).any():
+            for row in np.flatnonzero((slots < 0) & (spilled > 0)).tolist():
                 slots[row] = self._stash.get(names[row].tobytes(), -1)
         return slots
 
