@@ -92,6 +92,7 @@ def probe_reading(root: str) -> None:
     Raises:
         OSError: It cannot, or no cache has written to it yet.
     """
+    _check_folder(root)
     check_mounted(root)
     if not os.access(root, os.R_OK | os.X_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), root)
@@ -105,6 +106,7 @@ def probe(root: str) -> None:
     """
     with contextlib.suppress(FileExistsError):
         Path(root).mkdir(0o700)
+    _check_folder(root)
     os.close(open_own(root, LOCK_NAME, os.O_CREAT))
     if not os.access(root, os.W_OK | os.X_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), root)
@@ -131,6 +133,13 @@ def check_mounted(root: str) -> None:
         os.stat(path)
     except FileNotFoundError as error:
         raise FileNotFoundError(errno.ENOENT, "is missing: is the filesystem mounted?", path) from error
+
+
+def _check_folder(root: str) -> None:
+    """Raise if something else than a directory is there."""
+    path = Path(root)
+    if path.exists() and not path.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "it is no directory, which a shared_fs tier needs for its own", root)
 
 
 def path_of(key: BlockKey) -> str:

@@ -685,7 +685,9 @@ async def test_a_closed_tier_says_so(tmp_path: Path) -> None:
     ("folder", "settings", "message"),
     [
         ("no/such", {}, "No such file"),
-        ("file", {}, "Not a directory"),
+        ("file", {}, "/file: it is no directory"),
+        ("file", {"read_only": True}, "/file: it is no directory"),
+        ("file/kv", {}, "/file/kv: Not a directory"),
         ("kv", {"capacity": 5000}, "5000 bytes for blocks of 106496"),
     ],
 )
