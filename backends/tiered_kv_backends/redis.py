@@ -27,7 +27,8 @@ from tiered_kv.keys import BlockKey
 from tiered_kv.specs import RemoteLoadStoreSpec
 from tiered_kv_backends.redis_inventory import open_inventory
 from tiered_kv_backends.redis_servers import RedisSettings, Server, Servers
-from tiered_kv_backends.resp import Answer, LoginError, ProtocolError, command
+from tiered_kv_backends.resp import Answer, ProtocolError, command
+from tiered_kv_backends.resp_pool import LoginError
 from tiered_kv_backends.secrets import all_causes
 
 Ask = Callable[[Server, list[int]], Awaitable[list[Answer]]]

@@ -20,7 +20,8 @@ from redis.exceptions import RedisClusterException, RedisError
 from tiered_kv.errors import ConfigurationError
 from tiered_kv.tier_settings import TierSettings
 from tiered_kv.urls import split_url
-from tiered_kv_backends.resp import Address, Login, Pool
+from tiered_kv_backends.resp_pool import Login, Pool
+from tiered_kv_backends.resp_socket import Address
 from tiered_kv_backends.secrets import scrub
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 3.0

@@ -1,29 +1,15 @@
 """Block bodies over the Redis protocol (RESP2), between a socket and our buffers with no copy in between.
 
 Only what blocks need: GET, SET and questions that a number answers, in pipelines. All else goes through redis-py,
-beside it. One way serves TCP and TLS: a non-blocking socket that is tried first and waited for only when it would
-block. Whatever a server sends, no more of it is kept than a block and a line; and the event loop gets its turn.
-
-A connection whose call did not end (cancelled, late, lost), or that has said more than it was asked, is closed and
-never lent again: its next reply would be another call's.
+beside it. Whatever a server sends, no more of it is kept than a block and a line; and the event loop gets its turn.
 """
 
 import asyncio
-import copy
-import socket
-import ssl
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple, Self, TypeVar
-
-from pydantic import SecretStr
+from collections.abc import AsyncIterator, Iterator, Sequence
 
 from tiered_kv.backend import Block, Outcome
-from tiered_kv_backends.secrets import scrubbed
+from tiered_kv_backends.resp_socket import Socket
 
-T = TypeVar("T")
 Answer = Outcome | str
 """What became of one block, or the server's error, e.g. ``"OOM command not allowed ..."``."""
 
@@ -36,44 +22,6 @@ _ANSWERS_A_TURN = 128
 """So many short answers are taken before the event loop gets its turn."""
 _SKIPPED_BYTES = 1 << 16
 """Likewise, of a body that nobody wants."""
-
-
-class Address(NamedTuple):
-    """Where a server listens."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-
-@dataclass(frozen=True)
-class Login:
-    """What a new connection says first."""
-
-    username: str | None = None
-    password: SecretStr | None = None
-    database: int = 0
-    tls: ssl.SSLContext | None = None
-
-    def commands(self) -> list[bytes]:
-        """AUTH and SELECT, as far as they are needed."""
-        commands = []
-        if self.password is not None:
-            user = [self.username.encode()] if self.username else []
-            commands.append(command(b"AUTH", *user, self.password.get_secret_value().encode()))
-        if self.database:
-            commands.append(command(b"SELECT", b"%d" % self.database))
-        return commands
-
-    def secrets(self) -> list[str]:
-        """What must not be repeated, whatever a server says."""
-        return [self.password.get_secret_value()] if self.password is not None else []
-
-
-class LoginError(ConnectionError):
-    """The server did not accept a login; its own words are the message."""
 
 
 class ProtocolError(ConnectionError):
@@ -95,53 +43,28 @@ class Connection:
         is_asking: Whether each command is preceded by ASKING: the node is getting the slot, and has not got it whole.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, connected: Socket) -> None:
         self.is_asking = False
-        self._socket = sock
-        self._loop = asyncio.get_running_loop()
+        self._socket = connected
         self._ahead = bytearray(_AHEAD_BYTES)
         self._start = self._end = 0  # of what was read ahead and is not yet used
-        self._waiting: asyncio.Future[None] | None = None
-
-    @classmethod
-    async def open(cls, address: Address, login: Login) -> Self:
-        """Connect, start TLS and log in.
-
-        Raises:
-            OSError: Not reachable, or TLS failed (`ssl.SSLError`), or a `LoginError`.
-        """
-        connection = cls(await _connect(address))
-        try:
-            if login.tls is not None:
-                await connection._start_tls(login.tls, address.host)
-            await connection._log_in(login)
-        except BaseException:
-            connection.close()
-            raise
-        return connection
-
-    def fileno(self) -> int:
-        """Return the socket's number, to wait for it."""
-        return self._socket.fileno()
 
     def is_clean(self) -> bool:
         """Say whether the server has said nothing since the last call ended, and has not left."""
-        if self._start != self._end:
-            return False
-        try:
-            self._socket.recv(1)
-        except (BlockingIOError, ssl.SSLWantReadError):
-            return True
-        except OSError:
-            return False
-        return False
+        return self._start == self._end and self._socket.is_silent()
 
     def close(self) -> None:
         """Drop it at once. Nothing is read into anyone's buffers from here on."""
-        self._unwatch()
         self._socket.close()
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_exception(ConnectionAbortedError("closed meanwhile"))
+
+    async def say(self, what: bytes) -> str:
+        """Send a command; return the line that it is answered by.
+
+        Raises:
+            OSError: The connection is lost.
+        """
+        await self._socket.send([what])
+        return (await self._line()).decode(errors="replace")
 
     async def get(self, commands: Sequence[bytes], into: Sequence[Block]) -> list[Answer]:
         """Read one record per command straight into the blocks.
@@ -158,7 +81,7 @@ class Connection:
         for block in into:
             if asked - len(answers) <= ahead // 2:
                 more = commands[asked : len(answers) + ahead]
-                await self._send([b"".join(self._asked(more))])
+                await self._socket.send([b"".join(self._asked(more))])
                 asked += len(more)
             answers.append(await self._body(block))
             if len(answers) < len(into):
@@ -176,7 +99,7 @@ class Connection:
         Raises:
             OSError: The connection is lost.
         """
-        await self._send(_sets(names, blocks, options, _ASKING if self.is_asking else b""))
+        await self._socket.send(_sets(names, blocks, options, _ASKING if self.is_asking else b""))
         answers: list[Answer] = []
         async for line in self._lines(len(names)):
             if line[:1] not in {b"+", b"-"}:
@@ -190,7 +113,7 @@ class Connection:
         Raises:
             OSError: The connection is lost.
         """
-        await self._send([b"".join(self._asked(commands))])
+        await self._socket.send([b"".join(self._asked(commands))])
         answers: list[int | str] = []
         async for line in self._lines(len(commands)):
             if line[:1] == b":" and line[1:].isdigit():
@@ -251,7 +174,7 @@ class Connection:
         rest = self._ahead[self._start : self._end]
         self._ahead[: len(rest)] = rest
         self._start, self._end = 0, len(rest)
-        self._end += await self._receive(memoryview(self._ahead)[self._end :])
+        self._end += await self._socket.receive(memoryview(self._ahead)[self._end :])
 
     async def _fill(self, into: memoryview) -> None:
         """Take exactly ``len(into)`` bytes: what was read ahead, then the socket's, without a copy."""
@@ -259,145 +182,15 @@ class Connection:
         into[:have] = memoryview(self._ahead)[self._start : self._start + have]
         self._start += have
         while have < len(into):
-            have += await self._receive(into[have:])
+            have += await self._socket.receive(into[have:])
 
     async def _skip(self, num_bytes: int) -> None:
         have = min(num_bytes, self._end - self._start)
         self._start += have
         nowhere = memoryview(bytearray(min(num_bytes - have, _SKIPPED_BYTES)))
         while have < num_bytes:
-            have += await self._receive(nowhere[: num_bytes - have])
+            have += await self._socket.receive(nowhere[: num_bytes - have])
             await asyncio.sleep(0)
-
-    async def _receive(self, into: memoryview) -> int:
-        num_bytes = await self._when_ready(lambda: self._socket.recv_into(into), self._loop.add_reader)
-        if not num_bytes:
-            raise ConnectionResetError("the server closed the connection")
-        return num_bytes
-
-    async def _send(self, pieces: Iterable[bytes | memoryview]) -> None:
-        for piece in pieces:
-            rest = memoryview(piece)
-            while rest:
-                rest = rest[await self._when_ready(partial(self._socket.send, rest), self._loop.add_writer) :]
-
-    async def _log_in(self, login: Login) -> None:
-        commands = login.commands()
-        await self._send([b"".join(commands)])
-        for _ in commands:
-            if (reply := await self._line())[:1] != b"+":
-                said = scrubbed(_text(reply), login.secrets())
-                raise LoginError(said) if reply[:1] == b"-" else ProtocolError(f"it says {said[:80]!r}")
-
-    async def _start_tls(self, context: ssl.SSLContext, host: str) -> None:
-        wrapped = context.wrap_socket(self._socket, server_hostname=host, do_handshake_on_connect=False)
-        self._socket = wrapped
-        await self._when_ready(wrapped.do_handshake, self._loop.add_reader)
-
-    async def _when_ready(self, call: Callable[[], T], watch: Callable[..., object]) -> T:
-        """Make a call of the socket that does not block, again whenever the socket is ready for it."""
-        while True:
-            try:
-                return call()
-            except BlockingIOError:
-                await self._ready(watch)
-            except ssl.SSLWantReadError:
-                await self._ready(self._loop.add_reader)
-            except ssl.SSLWantWriteError:
-                await self._ready(self._loop.add_writer)
-
-    async def _ready(self, watch: Callable[..., object]) -> None:
-        self._waiting = self._loop.create_future()
-        watch(self._socket.fileno(), _settle, self._waiting)
-        try:
-            await self._waiting
-        finally:
-            self._unwatch()
-
-    def _unwatch(self) -> None:
-        if (fd := self._socket.fileno()) >= 0:  # closed: its number may be another socket's by now
-            self._loop.remove_reader(fd)
-            self._loop.remove_writer(fd)
-
-
-class Pool:
-    """At most ``size`` connections to one server: lent one call each, kept while they are whole."""
-
-    def __init__(self, address: Address, login: Login, size: int, connect_timeout_s: float) -> None:
-        self.address = address
-        self._is_asking = False
-        self._login = login
-        self._connect_timeout_s = connect_timeout_s
-        self._room = asyncio.Semaphore(size)
-        self._idle: list[Connection] = []
-        self._lent: set[Connection] = set()
-
-    @asynccontextmanager
-    async def connection(self) -> AsyncIterator[Connection]:
-        """Lend a connection; whatever is raised inside, cancellation included, closes it.
-
-        Raises:
-            OSError: As `Connection.open`; also `TimeoutError`.
-        """
-        async with self._room:
-            connection = self._take_idle()
-            if connection is None:
-                async with asyncio.timeout(self._connect_timeout_s):
-                    connection = await Connection.open(self.address, self._login)
-            connection.is_asking = self._is_asking
-            self._lent.add(connection)
-            try:
-                yield connection
-            except BaseException:
-                connection.close()
-                raise
-            finally:
-                self._lent.discard(connection)
-            self._idle.append(connection)
-
-    def asking(self) -> "Pool":
-        """Return the same connections, for what a node is just getting."""
-        other = copy.copy(self)
-        other._is_asking = True  # noqa: SLF001 - of the same class
-        return other
-
-    def _take_idle(self) -> Connection | None:
-        while self._idle:
-            connection = self._idle.pop()
-            if connection.is_clean():
-                return connection
-            connection.close()
-        return None
-
-    def drop_idle(self) -> None:
-        """Close those that nobody uses: the next call makes a new one."""
-        while self._idle:
-            self._idle.pop().close()
-
-    def close(self) -> None:
-        """Close all, those in use too: their calls end with an error."""
-        self.drop_idle()
-        for connection in self._lent:
-            connection.close()
-
-
-async def _connect(address: Address) -> socket.socket:
-    loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(*address, type=socket.SOCK_STREAM)
-    for n, (family, kind, protocol, _, where) in enumerate(found, 1):
-        sock = socket.socket(family, kind, protocol)
-        try:
-            sock.setblocking(False)  # noqa: FBT003 - the name of the method says what it is
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            await loop.sock_connect(sock, where)
-        except BaseException as error:
-            sock.close()
-            if n == len(found) or not isinstance(error, OSError):
-                raise
-        else:
-            return sock
-    raise OSError(f"{address.host} has no address")
 
 
 def _sets(
@@ -413,11 +206,6 @@ def _sets(
         yield block.payload
         between = behind
     yield between
-
-
-def _settle(waiting: "asyncio.Future[None]") -> None:
-    if not waiting.done():
-        waiting.set_result(None)
 
 
 def _shown(line: bytes) -> str:

@@ -1,5 +1,4 @@
 import asyncio
-import select
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterable, Iterator
@@ -8,9 +7,12 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 import pytest
 from typing_extensions import Buffer
 
+from tests.support.caches import until
 from tiered_kv.backend import Block, Outcome
 from tiered_kv.testing import make_block
-from tiered_kv_backends.resp import Address, Connection, Login, Pool, ProtocolError, command
+from tiered_kv_backends.resp import Connection, ProtocolError, command
+from tiered_kv_backends.resp_pool import Login, Pool, log_in
+from tiered_kv_backends.resp_socket import Address, Socket
 
 BLOCK = make_block(bytes(range(256)) * 20)
 BULK = b"$%d\r\n%b\r\n" % (BLOCK.num_bytes, bytes(BLOCK))
@@ -48,7 +50,7 @@ def serving(pieces: Iterable[bytes], *, then_ends: bool = True) -> Iterator[Addr
 async def answering(pieces: Iterable[bytes]) -> AsyncIterator[Connection]:
     """Yield a connection to a server that says these pieces, and no more."""
     with serving(pieces) as address:
-        connection = await Connection.open(address, Login())
+        connection = await log_in(address, Login())
         try:
             yield connection
         finally:
@@ -110,7 +112,7 @@ class EndlessSocket(socket.socket):
 
 async def test_a_body_without_end_does_not_keep_the_event_loop() -> None:
     """However much more than the block a server sends, others run meanwhile, and the call can be given up."""
-    connection = Connection(EndlessSocket(b"$999999999999999\r\n"))
+    connection = Connection(Socket(EndlessSocket(b"$999999999999999\r\n")))
     reading = asyncio.ensure_future(connection.get([command(b"GET", b"k")], [Block.empty(1)]))
     for _ in range(1000):
         await asyncio.sleep(0)
@@ -146,14 +148,9 @@ async def test_a_connection_that_said_more_is_not_used_again(said: list[bytes]) 
             async with pool.connection() as connection:
                 used.append(connection)
                 assert await connection.set([b"k"], [BLOCK]) == [Outcome.STORED]
-            await asyncio.get_running_loop().run_in_executor(None, wait_until_said, connection)
+            await until(lambda: not connection.is_clean())
         pool.close()
     assert len(set(used)) == 3
-
-
-def wait_until_said(connection: Connection) -> None:
-    """Wait until a server has said something, or closed."""
-    select.select([connection.fileno()], [], [], 5)
 
 
 async def test_a_failed_call_closes_its_connection() -> None:
