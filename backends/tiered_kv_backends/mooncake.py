@@ -22,7 +22,7 @@ import numpy as np
 from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 from pydantic import ByteSize, Field, field_validator
 
-from tiered_kv.backend import Backend, BackendContext, Block, Outcome, check_lengths
+from tiered_kv.backend import Backend, BackendContext, Block, Outcome, Workers, check_lengths
 from tiered_kv.errors import BackendUnavailableError, ClosedError
 from tiered_kv.keys import BlockKey, salt_digest
 from tiered_kv.specs import RemoteLoadStoreSpec
@@ -69,7 +69,7 @@ class MooncakeBackend(Backend):
         num_replicas: int = Field(default=1, ge=1)
         """Hosts that keep a copy of each block."""
         num_threads: int = Field(default=4, ge=1, le=64)
-        """Calls under way at once."""
+        """Calls under way at once. Over TCP one at a time moves blocks, in each direction."""
 
         @field_validator("url")
         @classmethod
@@ -100,6 +100,9 @@ class MooncakeBackend(Backend):
             reason = error.strerror or f"no answer within {settings.timeout_s} s"
             raise BackendUnavailableError(f"Mooncake's master at {host}:{port}: {reason}") from error
         self._threads = context.workers(settings.num_threads)
+        # one call moves its blocks in parallel: over TCP, two at once wait for each other on the processors
+        num_moving = 1 if settings.protocol == "tcp" else settings.num_threads
+        self._readers, self._writers = context.workers(num_moving), context.workers(num_moving)
         self._config = ReplicateConfig()
         self._config.replica_num = settings.num_replicas
         store = MooncakeDistributedStore()
@@ -125,7 +128,7 @@ class MooncakeBackend(Backend):
         store = self._check_open()
         if not keys:
             return []
-        codes = await self._call(store.batch_is_exist, [key.path for key in keys])
+        codes = await self._call(self._threads, store.batch_is_exist, [key.path for key in keys])
         if errors := [code for code in codes if code < _NOT_THERE]:
             raise self._unavailable(f"{len(errors)} of {len(keys)} keys could not be asked for", errors[0])
         return [Outcome.HIT if code == _THERE else Outcome.MISS for code in codes]
@@ -149,7 +152,7 @@ class MooncakeBackend(Backend):
                     codes[i] = max(stored, code)
             return codes
 
-        codes = await self._move(get, keys, into)
+        codes = await self._move(self._readers, get, keys, into)
         return self._outcomes([_of_read(code, block) for code, block in zip(codes, into, strict=True)], codes)
 
     async def write(self, keys: Sequence[BlockKey], blocks: Sequence[Block]) -> list[Outcome]:
@@ -167,7 +170,7 @@ class MooncakeBackend(Backend):
             codes: list[int] = store.batch_put_from_multi_buffers(paths, pointers, sizes, self._config)
             return codes
 
-        codes = await self._move(put, keys, blocks)
+        codes = await self._move(self._writers, put, keys, blocks)
         return self._outcomes([_of_write(code) for code in codes], codes)
 
     async def delete(self, keys: Sequence[BlockKey]) -> None:
@@ -178,7 +181,7 @@ class MooncakeBackend(Backend):
         """
         store = self._check_open()
         if keys:
-            codes = await self._call(store.batch_remove, [key.path for key in keys], True)  # noqa: FBT003 - force; it has no keyword
+            codes = await self._call(self._threads, store.batch_remove, [key.path for key in keys], True)  # noqa: FBT003 - force; it has no keyword
             if errors := [code for code in codes if code < 0 and code not in _NOT_READABLE]:
                 raise self._unavailable(f"{len(errors)} of {len(keys)} keys could not be removed", errors[0])
 
@@ -205,7 +208,9 @@ class MooncakeBackend(Backend):
             raise ClosedError(f"the Mooncake tier at {self.settings.url} is not open")
         return self._store
 
-    async def _move(self, move: _Move, keys: Sequence[BlockKey], blocks: Sequence[Block]) -> list[int]:
+    async def _move(
+        self, workers: Workers, move: _Move, keys: Sequence[BlockKey], blocks: Sequence[Block]
+    ) -> list[int]:
         """Move blocks some at a time; return the client's code for each. Ends when every call has."""
         check_lengths(keys, blocks)
         largest = max((block.num_bytes for block in blocks), default=1)
@@ -216,7 +221,7 @@ class MooncakeBackend(Backend):
             pointers = [[_pointer(segment) for segment in each] for each in segments]
             sizes = [[len(segment) for segment in each] for each in segments]
             paths = [key.path for key in keys[start : start + share]]
-            calls.append(self._call(self._registering(move), paths, pointers, sizes))
+            calls.append(self._call(workers, self._registering(move), paths, pointers, sizes))
         if calls:
             await asyncio.wait(calls)  # for all of them, whatever one raises: the blocks are lent until this returns
         return list(chain.from_iterable(call.result() for call in calls))
@@ -235,8 +240,8 @@ class MooncakeBackend(Backend):
 
         return registered
 
-    def _call(self, function: Callable[..., list[int]], *args: object) -> "asyncio.Future[list[int]]":
-        call = asyncio.ensure_future(self._threads.run(function, *args))
+    def _call(self, workers: Workers, function: Callable[..., list[int]], *args: object) -> "asyncio.Future[list[int]]":
+        call = asyncio.ensure_future(workers.run(function, *args))
         self._running.add(call)
         call.add_done_callback(self._running.discard)
         return call
