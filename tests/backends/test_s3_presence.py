@@ -1,3 +1,5 @@
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,7 +9,9 @@ from tiered_kv.keys import BlockKey, Namespace, epoch_digest
 
 pytest.importorskip("obstore", reason="obstore is missing: pip install 'tiered-kv[s3]'")
 
+from tiered_kv.backend import RecordShape
 from tiered_kv_backends.s3 import presence
+from tiered_kv_backends.s3.packing import Packing
 
 KEYS = Namespace(b"f" * 32, epoch_digest("w")).keys(hash_blocks(range(8), block_size=1))
 
@@ -50,6 +54,51 @@ async def test_a_thousand_blocks_need_twelve_questions() -> None:
 
         assert await presence.count_prefix(0, 1000, is_there) == num_there
         assert len(asked) <= 12
+
+
+PACKED = RecordShape(b"f" * 32, 4096)
+PROMPT: list[BlockKey] = Namespace(PACKED.fingerprint, epoch_digest("w")).keys(hash_blocks(range(1000), block_size=1))
+
+
+async def count(num_stored: int, in_parts: Callable[[int], bool], num_known: int = 0) -> tuple[int, int]:
+    """Store so many blocks, 8 to a pack but for groups in parts; count them as a stranger does, and the questions."""
+    units = Packing([PACKED], 8 * 8192).units(PROMPT)
+    stored = set[str]()
+    for number, unit in enumerate(units):
+        if unit.stop <= num_stored and not in_parts(number):
+            stored.add(str(unit.pack))
+        else:
+            stored.update(key.path for key in PROMPT[unit.start : min(unit.stop, num_stored)])
+    asked: list[str] = []
+
+    async def exists(name: str) -> bool:
+        asked.append(name)
+        return name in stored
+
+    counted = await presence.count_blocks(PROMPT, units, num_known, exists, lambda _: False)
+    return counted, len(asked)
+
+
+@given(st.integers(0, 1000), st.data())
+async def test_a_prefix_of_packs_is_counted_by_few_questions(num_stored: int, data: st.DataObject) -> None:
+    """What one store has left takes 2 questions if it is all, 4 if it is nothing, else 14 at most, most often fewer."""
+    num_known = data.draw(st.integers(0, min(num_stored, 999)))
+    counted, num_asked = await count(num_stored, lambda _: False, num_known)
+    assert counted == num_stored
+    assert num_asked <= (2 if num_stored == 1000 else 14 if num_stored else 4)
+
+
+async def test_a_prefix_that_ends_between_packs_is_counted_by_fewer() -> None:
+    """Where a prompt leaves what is stored, as most do, between two groups: 11 at most."""
+    for num_stored in range(0, 1001, 8):
+        assert (await count(num_stored, lambda _: False))[1] <= 11
+
+
+@given(st.integers(0, 1000), st.sets(st.integers(0, 124)))
+async def test_groups_in_parts_are_counted(num_stored: int, in_parts: set[int]) -> None:
+    """Whichever groups of a prefix were stored block by block, it is counted to its end."""
+    counted, _ = await count(num_stored, in_parts.__contains__)
+    assert counted == num_stored
 
 
 def answers(ttl_s: float = 2.0) -> tuple[presence.Answers, Clock]:

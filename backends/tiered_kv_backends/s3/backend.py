@@ -23,7 +23,7 @@ from tiered_kv_backends.s3.client import (
 )
 from tiered_kv_backends.s3.inventory import open_inventory
 from tiered_kv_backends.s3.packing import Packing, Unit
-from tiered_kv_backends.s3.presence import Answers, count_prefix
+from tiered_kv_backends.s3.presence import Answers, count_blocks
 
 if TYPE_CHECKING:  # it is in the client's type stubs alone
     from obstore import BytesStream
@@ -92,18 +92,9 @@ class S3Backend(Backend):
         if num_known == limit:
             return limit
         units, deadline = self._packing.units(keys), self._deadline()
-
-        async def has_unit(number: int) -> bool:
-            unit = units[number]
-            names = [keys[unit.stop - 1].path, *([unit.pack] if unit.pack else [])]
-            return any(await asyncio.gather(*(self._exists(name, deadline) for name in names)))
-
-        first = next(number for number, unit in enumerate(units) if unit.stop > num_known)
-        num_units = await count_prefix(first, len(units), has_unit)
-        n = units[num_units - 1].stop if num_units else 0
-        if num_units < len(units):  # of this group the head may be there, block by block
-            head = keys[n : units[num_units].stop - 1]
-            n += await count_prefix(max(0, num_known - n), len(head), lambda at: self._exists(head[at].path, deadline))
+        n = await count_blocks(
+            keys, units, num_known, lambda name: self._exists(name, deadline), self._packing.is_single
+        )
         if n:
             self._answers.put(keys[n - 1], is_there=True)
         if n < len(keys):

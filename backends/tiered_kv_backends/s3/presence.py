@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from tiered_kv.keys import BlockKey, Namespace
+from tiered_kv_backends.s3.packing import Unit
 
 _MAX_ANSWERS = 1 << 16
 
@@ -65,21 +66,71 @@ class Answers:
             self.put(key, is_there=False)
 
 
-async def count_prefix(first: int, num_items: int, is_there: Callable[[int], Awaitable[bool]]) -> int:
+async def count_blocks(
+    keys: Sequence[BlockKey],
+    units: Sequence[Unit],
+    num_known: int,
+    exists: Callable[[str], Awaitable[bool]],
+    is_single: Callable[[Sequence[BlockKey]], bool],
+) -> int:
+    """Count the leading keys that are there, the first ``num_known`` and no others being known to be.
+
+    Groups are asked for as packs, which most are; where that ends, block by block. A group that is there in parts may
+    be followed by others, so from there on both are asked for.
+
+    Args:
+        keys: Of one namespace.
+        units: Cut from the keys.
+        num_known: Fewer than there are keys.
+        exists: Asks for one object.
+        is_single: Whether keys lay singly lately.
+    """
+    in_parts = False
+
+    async def has_unit(number: int) -> bool:
+        unit = units[number]
+        names = [] if unit.pack is None else [unit.pack]
+        if not names or in_parts or is_single(keys[unit.start : unit.stop]):
+            names.append(keys[unit.stop - 1].path)
+        return any(await gather(*map(exists, names)))
+
+    first = next(number for number, unit in enumerate(units) if unit.stop > num_known)
+    while (num_units := await count_prefix(first, len(units), has_unit)) < len(units):
+        unit = units[num_units]
+        if unit.pack is None:
+            return unit.start
+        start = max(unit.start, num_known)
+        middle = (start + unit.stop - 1) // 2  # mostly none of them is there, or the few last blocks of a prompt
+        n = await count_prefix(start, unit.stop, lambda at: exists(keys[at].path), with_first=middle)
+        if n < unit.stop:
+            return n
+        first, in_parts = num_units + 1, True
+    return len(keys)
+
+
+async def count_prefix(
+    first: int, num_items: int, is_there: Callable[[int], Awaitable[bool]], *, with_first: int | None = None
+) -> int:
     """Count the leading items that are there, the first ``first`` being known to be.
 
-    Asks about the two ends at once, for most prefixes are there whole or not at all, then bisects: at most
-    ``2 + log2(num_items)`` questions.
+    Asks about two at once, then bisects: at most ``2 + log2(num_items)`` questions.
+
+    Args:
+        first: The first item that may not be there.
+        num_items: How many there may be.
+        is_there: Asks about one.
+        with_first: Which to ask about together with ``first``; the last if left out, for most prefixes are there whole
+            or not at all.
     """
     if first >= num_items:
         return first
-    last = num_items - 1
-    has_first, has_last = await gather(is_there(first), is_there(last)) if first < last else [await is_there(last)] * 2
-    if not has_first:
-        return first
-    if has_last:
-        return num_items
-    present, absent = first, last
+    present, absent = first - 1, num_items
+    both = sorted({first, num_items - 1 if with_first is None else with_first})
+    for number, found in zip(both, await gather(*map(is_there, both)), strict=True):
+        if not found:
+            absent = number
+            break
+        present = number
     while absent - present > 1:
         middle = (present + absent) // 2
         if await is_there(middle):
