@@ -302,8 +302,8 @@ async def test_the_limit_is_kept_at_every_moment(tmp_path: Path) -> None:
             for n in range(30):
                 outcomes = await store(one, keys_of(2 * n)), await store(other, keys_of(2 * n + 1))
                 assert sum(file.stat().st_size for file in files_in(tmp_path)) <= 20 * RECORD
-        assert outcomes == ([Outcome.REFUSED], [Outcome.REFUSED])
-        assert len(files_in(tmp_path)) == 20
+            assert outcomes == ([Outcome.REFUSED], [Outcome.REFUSED])
+            assert len(files_in(tmp_path)) == 20  # while nobody can sweep
         while await store(other, keys_of(100)) == [Outcome.REFUSED]:  # until whoever is at it has swept
             await one.sweep()
 
