@@ -13,6 +13,8 @@ from tests.support.nvme_tier import (
     MIB,
     PAYLOAD,
     STRIDE,
+    AdversePools,
+    Tier,
     backend_at,
     content_of,
     count_up,
@@ -57,6 +59,22 @@ async def test_a_flipped_byte_is_never_a_hit(tmp_path: Path, offset: int) -> Non
         assert (first, last) == (Outcome.HIT, Outcome.HIT)
         # The unused rest of a header is covered by no checksum: nothing there is ever read.
         assert flipped is (Outcome.HIT if offset == 4090 else Outcome.CORRUPT)
+
+
+async def test_a_batch_is_shared_among_the_threads_that_are_free(tmp_path: Path) -> None:
+    """All of them where nothing is under way; while none is free, a batch of neighbours waits as one long call."""
+    threads, backend = AdversePools(), backend_at(tmp_path, num_threads=4)
+    ((found,),) = await threads.end(backend.open(threads.context()))
+    tier = Tier(backend, found, "a")
+    await threads.end(tier.write(count_up(48)))
+    parts = [{n: n for n in range(start, start + 16)} for start in (0, 16, 32)]
+    begun = [await threads.begin(tier.verified(part)) for part in parts[:2]]
+    assert [num_calls for _, num_calls in begun] == [4, 1]
+    assert await threads.end(*(task for task, _ in begun)) == [[Outcome.HIT] * 16] * 2
+    last, num_calls = await threads.begin(tier.verified(parts[2]))
+    assert num_calls == 4
+    assert await threads.end(last) == [[Outcome.HIT] * 16]
+    await threads.end(backend.aclose())
 
 
 async def test_a_truncated_slab_loses_what_was_cut_off(tmp_path: Path) -> None:

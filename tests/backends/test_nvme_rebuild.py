@@ -1,10 +1,8 @@
 """Damage of a ledger is repaired from the records, said aloud, and brings nothing back that was evicted."""
 
-import asyncio
-import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -14,6 +12,7 @@ from tests.support.any_layout import AnyEngine, nvme, open_any, prompt
 from tests.support.nvme_tier import (
     PAYLOAD,
     STRIDE,
+    AdversePools,
     Tier,
     backend_at,
     content_of,
@@ -21,11 +20,10 @@ from tests.support.nvme_tier import (
     key_of,
     ledger_of,
     open_tier,
-    shape_of,
     slab_of,
     slots_of,
 )
-from tiered_kv.backend import BackendContext, Block, Outcome
+from tiered_kv.backend import Block, Outcome
 from tiered_kv.testing import block_names, make_block
 from tiered_kv_backends.nvme import slab as slabs
 
@@ -203,55 +201,19 @@ async def test_many_neighbours_go_at_once(tmp_path: Path, direct: str) -> None:
         assert tier.recovered(200) == {n: n for n in range(200) if not 20 <= n < 195}
 
 
-class AdverseThreads:
-    """`Workers` that run calls when the test says so: of several threads' calls the last one first."""
-
-    def __init__(self, num_threads: int) -> None:
-        self._num_threads = num_threads
-        self._calls: list[tuple[Callable[[], Any], asyncio.Future[Any]]] = []
-
-    def run(self, function: Callable[..., T], *args: object) -> "asyncio.Future[T]":
-        """Remember the call."""
-        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._calls.append((lambda: function(*args), future))
-        return future
-
-    def step(self) -> None:
-        """Make one call, if there is one."""
-        if self._calls:
-            call, future = self._calls.pop(0 if self._num_threads == 1 else -1)
-            future.set_result(call())
-
-
 async def test_a_write_waits_for_the_erasure_of_what_was_there(tmp_path: Path) -> None:
     """A slot that is given to another block while it is forgotten, by name or by a checkpoint, holds that block."""
-    pools: list[AdverseThreads] = []
-
-    def workers(num_threads: int) -> AdverseThreads:
-        pools.append(AdverseThreads(num_threads))
-        return pools[-1]
-
-    async def end(*calls: Coroutine[Any, Any, Any]) -> list[Any]:
-        tasks = []
-        for call in calls:
-            tasks.append(asyncio.ensure_future(call))
-            await asyncio.sleep(0)
-        while not all(task.done() for task in tasks):
-            for pool in pools:
-                pool.step()
-            await asyncio.sleep(0)
-        return [task.result() for task in tasks]
-
+    threads = AdversePools()
     backend = backend_at(tmp_path)
-    ((found,),) = await end(backend.open(BackendContext((shape_of("a"),), workers, time.monotonic)))
+    ((found,),) = await threads.end(backend.open(threads.context()))
     tier = Tier(backend, found, "a")
-    await end(tier.write(count_up(4)))
+    await threads.end(tier.write(count_up(4)))
     forgetting = backend.forget(0, slots_of({0: 0, 1: 1}))
     checkpoint = backend.checkpoint(0, block_names([key_of(3)]), np.array([3]))
-    _, _, stored = await end(forgetting, checkpoint, tier.write({0: 10, 1: 11, 2: 12}))
+    _, _, stored = await threads.end(forgetting, checkpoint, tier.write({0: 10, 1: 11, 2: 12}))
     assert stored == [Outcome.STORED] * 3
     blocks = {0: 10, 1: 11, 2: 12, 3: 3}
-    assert await end(tier.verified(blocks)) == [[Outcome.HIT] * 4]
-    await end(backend.aclose())
+    assert await threads.end(tier.verified(blocks)) == [[Outcome.HIT] * 4]
+    await threads.end(backend.aclose())
     async with open_tier(tmp_path) as tier:
         assert tier.recovered(13) == blocks

@@ -268,6 +268,18 @@ async def test_a_direct_read_waits_for_the_event_that_was_given() -> None:
         assert pool.read(SLOTS) == contents(KEYS)
 
 
+async def test_a_direct_read_without_an_event_waits_for_no_copy() -> None:
+    """Nobody uses the slots: storage reads at once, whatever else is to be copied first."""
+    device, engine, pool, slots = ScriptedDevice(), Engine(), Pool(), ScriptedSlotBackend()
+    async with open_cache(slots, engine=engine, device=device) as kv:
+        kv.register_host_pool("swap", pool.memory, direct=True)
+        kv.start_store(KEYS, engine.compute(KEYS))
+        await until(lambda: slots.num_records == 9 and kv.stats().transfers == 0, on_wait=device.run_all)
+        loading = kv.start_load(KEYS, CPULoadStoreSpec(SLOTS, pool="swap"))
+        await until(lambda: loading.done)
+        assert pool.read(SLOTS) == contents(KEYS)
+
+
 @pytest.mark.parametrize("end", ["deadline", "cancel"])
 async def test_a_direct_load_ends_when_the_medium_has_let_go(end: str) -> None:
     """Neither a deadline nor a cancellation gives the slots back while a medium may write to them."""

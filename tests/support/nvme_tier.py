@@ -1,19 +1,23 @@
 """An open NVMe tier of one model, with blocks by number: what the tests of this backend are written with."""
 
+import asyncio
 import hashlib
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.backend import Block, Outcome, RecordShape, Recovered
+from tiered_kv.backend import BackendContext, Block, Outcome, RecordShape, Recovered
 from tiered_kv.keys import BlockKey, Namespace
 from tiered_kv.record import verify
 from tiered_kv.testing import block_names, make_block, open_context
 from tiered_kv_backends.nvme import NVMeBackend
 
+T = TypeVar("T")
 PAYLOAD = 60_000
 STRIDE = RecordShape(b"", PAYLOAD).stride_bytes
 MIB = 1 << 20
@@ -105,3 +109,61 @@ def count_up(num_blocks: int) -> dict[int, int]:
 def ledger_of(path: Path, model: str = "a") -> Path:
     """Return where it is written down which record is where."""
     return slab_of(path, model).with_name("ledger")
+
+
+class AdverseThreads:
+    """`Workers` that run calls when the test says so: of several threads' calls the last one first."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+        self.calls: list[tuple[Callable[[], Any], asyncio.Future[Any]]] = []
+
+    def run(self, function: Callable[..., T], *args: object) -> "asyncio.Future[T]":
+        """Remember the call."""
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self.calls.append((lambda: function(*args), future))
+        return future
+
+    def step(self) -> None:
+        """Make one call, if there is one."""
+        if self.calls:
+            call, future = self.calls.pop(0 if self._num_threads == 1 else -1)
+            future.set_result(call())
+
+
+class AdversePools:
+    """All threads of a tier."""
+
+    def __init__(self) -> None:
+        self._pools: list[AdverseThreads] = []
+
+    def context(self) -> BackendContext:
+        """Return what to open a tier with."""
+
+        def workers(num_threads: int) -> AdverseThreads:
+            self._pools.append(AdverseThreads(num_threads))
+            return self._pools[-1]
+
+        return BackendContext((shape_of("a"),), workers, time.monotonic)
+
+    async def begin(self, call: Coroutine[Any, Any, T]) -> "tuple[asyncio.Task[T], int]":
+        """Begin a call; return it, and how many calls threads have to make for it."""
+        before = self._num_calls()
+        task = asyncio.ensure_future(call)
+        await asyncio.sleep(0)
+        return task, self._num_calls() - before
+
+    async def end(self, *calls: Coroutine[Any, Any, Any] | asyncio.Task[Any]) -> list[Any]:
+        """Begin calls in this order, and make those of threads until all have ended."""
+        tasks = []
+        for call in calls:
+            tasks.append(asyncio.ensure_future(call))
+            await asyncio.sleep(0)
+        while not all(task.done() for task in tasks):
+            for pool in self._pools:
+                pool.step()
+            await asyncio.sleep(0)
+        return [task.result() for task in tasks]
+
+    def _num_calls(self) -> int:
+        return sum(len(pool.calls) for pool in self._pools)

@@ -144,6 +144,11 @@ class Lane:
         """See `Stream.is_idle`; a lane with events of its own is not."""
         return self._side is None and self.stream.is_idle
 
+    @property
+    def has_events(self) -> bool:
+        """Whether it has events of its own to wait for, which may have come by now."""
+        return self._side is not None
+
     def part(self) -> "Lane":
         """Return a lane of the same order for a part of the transfer, to be released by itself."""
         return Lane(self.stream, self._side)

@@ -54,7 +54,9 @@ class DirectLoad(Load):
                 return
 
     async def _is_free(self) -> bool:
-        """Wait until nobody else uses the pages: until the lane is past the caller's event."""
+        """Wait until nobody else uses the pages: until the lane is past the caller's event, if there is one."""
+        if not self._request.lane.has_events:
+            return True
         copy = self._chain.copy(self._request.lane, _nothing)
         errors: list[BaseException | None] = []
         self.watch(copy, errors.append)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import errno
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -71,6 +72,7 @@ class Store:
         self.settings = settings
         self._order = order
         self._readers, self._writers, self._clerk = threads.readers, threads.writers, threads.clerk
+        self._num_moving = Counter[Workers]()  # calls queued or running
         self._groups: list[Group] = []
         self._calls: Calls | None = None
         self._last_error: OSError | None = None
@@ -279,14 +281,22 @@ class Store:
         slots: Slots,
         blocks: Sequence[Block],
     ) -> list[Outcome]:
-        """Share a batch out among the threads, neighbours together; return one outcome per block, in its order."""
+        """Share a batch out among the threads, neighbours together; return one outcome per block, in its order.
+
+        Threads that are free get equal shares. While none is, calls are as long as they may be: a disk is as busy with
+        few long ones, and each costs a thread's turn at the interpreter.
+        """
         order = np.argsort(slots, kind="stable").tolist()
         sorted_slots, sorted_blocks = slots[order].tolist(), [blocks[i] for i in order]
-        share = min(slab.call_blocks, -(-len(order) // self.settings.num_threads)) or 1
+        num_free = max(1, self.settings.num_threads - self._num_moving[workers])
+        share = min(slab.call_blocks, -(-len(order) // num_free)) or 1
         jobs = [
             self._run(workers, function, sorted_slots[start : start + share], sorted_blocks[start : start + share])
             for start in range(0, len(order), share)
         ]
+        self._num_moving[workers] += len(jobs)
+        for job in jobs:
+            job.add_done_callback(partial(self._moved, workers))
         if jobs:
             await asyncio.wait(jobs)  # for all, whatever one raises: the blocks are lent until this call returns
         moved = [job.result() for job in jobs]
@@ -298,6 +308,9 @@ class Store:
             if errors[-1].errno in _GONE and all(outcome is Outcome.FAILED for outcome in outcomes):
                 raise BackendUnavailableError(f"{self.path}: {errors[-1].strerror}") from errors[-1]
         return outcomes
+
+    def _moved(self, workers: Workers, _: "asyncio.Future[Moved]") -> None:
+        self._num_moving[workers] -= 1
 
     def _run(self, workers: Workers, function: Callable[..., T], *args: object) -> "asyncio.Future[T]":
         assert self._calls is not None  # noqa: S101 - `_group` has raised before
