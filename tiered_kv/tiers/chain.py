@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tiered_kv.catalog.history import Fate, said_of
 from tiered_kv.catalog.index import TierIndex
@@ -138,30 +137,17 @@ class Chain:
             numbers = np.full(len(part), -1, np.int8)
             for number, memory in enumerate(self.memory):
                 numbers[(numbers < 0) & memory.index.ready(part.names)] = number
-            left = np.flatnonzero(numbers < 0)
-            numbers[left] = await self.sources(part[left])
+            for number, tier in enumerate(self.storage, start=len(self.memory)):
+                left = np.flatnonzero(numbers < 0)
+                if not len(left):
+                    break
+                numbers[left[await tier.find(part[left])]] = number
             num_blocks = prefix_of(numbers >= 0)
             runs += [TierRun(self.names[numbers[i]], start + i, start + i + 1) for i in range(num_blocks)]
             start += num_blocks
             if num_blocks < len(part):
                 break
         return _merged(runs)
-
-    async def sources(self, batch: Batch, *, until: float | None = None) -> NDArray[np.int8]:
-        """Say which storage tier, by its number in the chain, to read each block from; -1 for nowhere.
-
-        Args:
-            batch: The blocks.
-            until: How long to wait for shared tiers, on the loop's clock; the tier's time limit if left out.
-        """
-        numbers = np.full(len(batch), -1, np.int8)
-        for position, tier in enumerate(self.storage, start=len(self.memory)):
-            left = np.flatnonzero(numbers < 0)
-            if not len(left):
-                break
-            found = await tier.find(batch[left], until=until)
-            numbers[left[found]] = position
-        return numbers
 
     def why_missing(self, block: Batch) -> str:
         """Say in a few fixed words why one block could not be read just now."""

@@ -84,7 +84,7 @@ class OwnedTier(StorageTier, BookedTier):
             self._journal.owes_checkpoint = True
             await self.checkpoint(sync=False)
 
-    async def find(self, batch: Batch, *, until: float | None = None) -> Mask:
+    async def find(self, batch: Batch) -> Mask:
         """See `StorageTier.find`; exact, and does not wait."""
         return np.zeros(len(batch), np.bool_) if self.health.is_bypassed else self.index.ready(batch.names)
 

@@ -42,7 +42,7 @@ class SharedTier(StorageTier):
         self._deleting: dict[object, Batch] = {}
         self._asking: dict[bytes, asyncio.Task[Mask]] = {}
 
-    async def find(self, batch: Batch, *, until: float | None = None) -> Mask:
+    async def find(self, batch: Batch) -> Mask:
         """See `StorageTier.find`. What was evicted, or could not be read lately, is absent.
 
         Equal questions that are under way at the same time are asked once, if nothing was written or evicted between.
@@ -57,8 +57,7 @@ class SharedTier(StorageTier):
         if asking is None:
             asking = self._asking[name] = self._tasks.spawn(self._ask(question), f"lookup in {self.name}")
             asking.add_done_callback(partial(self._asked, name))
-        timeout_s = self.health.timeout_s if until is None else max(0.0, until - self.health.clock())
-        await asyncio.wait({asking}, timeout=timeout_s)
+        await asyncio.wait({asking}, timeout=self.health.timeout_s)
         if asking.done() and not asking.cancelled():
             found[asked] = asking.result()
         self.answers.doubt(batch.names[~found])

@@ -110,10 +110,10 @@ class StorageTier(Tier):
         return False
 
     @abstractmethod
-    async def find(self, batch: Batch, *, until: float | None = None) -> Mask:
-        """Say which blocks can be read, as far as is known by ``until``: in a shared tier, a prefix at most.
+    async def find(self, batch: Batch) -> Mask:
+        """Say which blocks can be read: in a shared tier, a prefix at most.
 
-        Waits for the tier's time limit at most where ``until`` is left out. In an owned tier it does not wait.
+        Waits for the tier's time limit at most; in an owned tier it does not wait.
         """
 
     async def find_each(self, batch: Batch) -> Mask:

@@ -51,19 +51,16 @@ class Presence:
         self._batch = batch
         self._known = {tier: known.copy() for tier, known in (said or {}).items()}
 
-    async def sources(
-        self, at: NDArray[np.int64], are_holes: Callable[[NDArray[np.int64]], Mask], *, until: float | None = None
-    ) -> NDArray[np.int8]:
+    async def sources(self, at: NDArray[np.int64], are_holes: Callable[[NDArray[np.int64]], Mask]) -> NDArray[np.int8]:
         """Say which storage tier, by its number in the chain, to read blocks from; -1 for nowhere.
 
         Args:
             at: Positions in the transfer, ascending.
             are_holes: Asked of positions that are in no storage tier, which of them end the prefix: others may be on
                 their way already.
-            until: How long to wait for shared tiers, on the loop's clock; the tier's time limit if left out.
         """
         while True:
-            numbers = await self._sources(at, until)
+            numbers = await self._sources(at)
             nowhere = at[numbers < 0]
             holes = nowhere[are_holes(nowhere)] if len(nowhere) else nowhere
             if not len(holes):
@@ -75,26 +72,26 @@ class Presence:
             for known in unsaid:
                 known[known == _BEYOND] = _UNASKED
 
-    async def _sources(self, at: NDArray[np.int64], until: float | None) -> NDArray[np.int8]:
+    async def _sources(self, at: NDArray[np.int64]) -> NDArray[np.int8]:
         numbers = np.full(len(at), -1, np.int8)
         for number, tier in enumerate(self._chain.storage, start=len(self._chain.memory)):
             left = np.flatnonzero(numbers < 0)
             if not len(left):
                 break
             if not tier.is_shared:
-                has = await tier.find(self._batch[at[left]], until=until)
+                has = await tier.find(self._batch[at[left]])
             elif tier.health.is_bypassed:
                 continue
             else:
                 known = self._known.setdefault(tier, np.full(len(self._batch), _UNASKED, np.int8))
                 unasked = np.flatnonzero(known[at[left]] == _UNASKED)
                 if len(unasked):
-                    await self._ask(tier, known, int(at[left[unasked[0]]]), until)
+                    await self._ask(tier, known, int(at[left[unasked[0]]]))
                 has = known[at[left]] == _THERE
             numbers[left[has]] = number
         return numbers
 
-    async def _ask(self, tier: StorageTier, known: NDArray[np.int8], first: int, until: float | None) -> None:
+    async def _ask(self, tier: StorageTier, known: NDArray[np.int8], first: int) -> None:
         """Ask a tier for a block and all behind it of which nothing is known, here or in the tiers above."""
         span = np.arange(first, min(first + _ASKED_AT_ONCE, len(self._batch)))
         names = self._batch.names[span]
@@ -106,7 +103,7 @@ class Presence:
                 wanted &= said[span] != _THERE
         wanted[0] = True
         question = span[wanted]
-        found = await tier.find(self._batch[question], until=until)
+        found = await tier.find(self._batch[question])
         known[question] = np.where(found, _THERE, _ABSENT)
         if not found.all():
             known[question[np.argmin(found) + 1 :]] = _BEYOND
