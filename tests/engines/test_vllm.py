@@ -268,8 +268,8 @@ def test_what_cannot_work_is_refused_at_start(vllm: Environment, tiny_llama: pat
     for name, words in {
         "policy": 'Set it to "recompute"',
         "hybrid": "2 KV groups (FullAttentionSpec, MambaSpec)",
-        "groups": "2 KV groups (FullAttentionSpec, SlidingWindowSpec)",
-        "window": "--disable-hybrid-kv-cache-manager",
+        "groups": "With --disable-hybrid-kv-cache-manager",
+        "window": "Serve this model without this connector",
         "states": "1 KV groups (MambaSpec)",
         "sizes": "pages of [16384, 32768] bytes",
         "stages": "pipeline_parallel_size is 2",

@@ -119,11 +119,17 @@ def _only_group(kv_cache_config: Any) -> Any:
     specs = [group.kv_cache_spec for group in groups]
     kinds = ", ".join(type(spec).__name__ for spec in specs)
     first = specs[0].first_spec if isinstance(specs[0], UniformTypeKVCacheSpecs) else specs[0]
-    if len(groups) > 1 or not isinstance(first, FullAttentionSpec):
+    refusal = f"this model has {len(groups)} KV groups ({kinds}), and tiered_kv keeps one of full attention or MLA: "
+    if len(groups) > 1:
         raise ConfigurationError(
-            f"this model has {len(groups)} KV groups ({kinds}), and tiered_kv keeps one of full attention or MLA: "
-            "models with sliding windows are served with --disable-hybrid-kv-cache-manager, those with state spaces "
-            "are not"
+            f"{refusal}vLLM gives and takes the blocks of each at times of its own. With "
+            "--disable-hybrid-kv-cache-manager, which it sets by itself for this connector, full attention and sliding "
+            "windows are one; a model with state spaces is served without this connector"
+        )
+    if not isinstance(first, FullAttentionSpec):
+        raise ConfigurationError(
+            f"{refusal}of all others vLLM keeps no block for each token of a prefix. Serve this model without this "
+            "connector"
         )
     return groups[0]
 
