@@ -7,7 +7,8 @@ import pytest
 from tests.support.caches import inside, keep, open_cache, until
 from tests.support.engine import MODEL, PAYLOAD_BYTES, Engine, prompt, small_layout
 from tiered_kv import CacheStatistics, ConfigurationError, CPUTier, GPULoadStoreSpec, SessionPlanner, TieredKV
-from tiered_kv.sessions import SessionForecast, SessionStatistics
+from tiered_kv.forecast import SessionForecast
+from tiered_kv.sessions import SessionStatistics
 
 CPU = CPUTier(capacity=16 * PAYLOAD_BYTES)
 FAR = {"medium": "memory", "capacity": "1MiB"}
