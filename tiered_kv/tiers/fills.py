@@ -19,7 +19,6 @@ from tiered_kv.tiers.storage import StorageTier
 from tiered_kv.tiers.tasks import Tasks
 
 _PENDING: Final = int(SlotState.PENDING)
-_NOTHING: Final = None, -1
 
 
 class Fill:
@@ -101,7 +100,9 @@ class Fills:
         self._waiting = waiting
         self._room = room
         self._tasks = tasks
-        self._pending: dict[int, tuple[Fill, int]] = {}  # by slot, its fill and the tier it is read from, or -1
+        self._pending: dict[int, Fill] = {}  # by slot
+        # By slot, the tier that it is read from, or -1. The last one answers for slot -1.
+        self._sources = np.full(host.index.max_slots + host.index.num_transient + 1, -1, np.int8)
         self._is_closing = False
 
     def __len__(self) -> int:
@@ -111,9 +112,8 @@ class Fills:
     def of(self, batch: Batch, kind: Kind, priority: Priority) -> list[Fill]:
         """The fills under way that pending blocks of the batch belong to; joining one hurries it."""
         slots, states = self._host.index.find(batch.names)
-        fills = {
-            id(fill): fill for slot in slots[states == _PENDING] if (fill := self._pending.get(int(slot), _NOTHING)[0])
-        }
+        pending = slots[states == _PENDING].tolist()
+        fills = {id(fill): fill for slot in pending if (fill := self._pending.get(slot)) is not None}
         for fill in fills.values():
             fill.waiter.hurry(kind, priority)
         return list(fills.values())
@@ -121,26 +121,29 @@ class Fills:
     def coming_from(self, batch: Batch) -> NDArray[np.int8]:
         """By position, the number of the storage tier that a pending block is being read from; -1 for none."""
         slots, _ = self._host.index.find(batch.names)
-        return np.array([self._pending.get(slot, _NOTHING)[1] for slot in slots.tolist()], np.int8)
+        return self._sources.take(slots)
 
     def announce(self, fill: Fill, reservation: Reservation) -> None:
         """Let others find and join a fill of host slots."""
-        for slot, source in zip(reservation.slots.tolist(), fill.source.tolist(), strict=True):
-            if slot >= 0:
-                self._pending[slot] = fill, source
+        is_filled = reservation.slots >= 0
+        slots = reservation.slots[is_filled]
+        self._pending.update(dict.fromkeys(slots.tolist(), fill))
+        self._sources[slots] = fill.source[is_filled]
 
     def close(self) -> None:
         """From now on begin no read that nobody waits for: its turn may come late where a tier has a rate."""
         self._is_closing = True
-        for fill in {id(fill): fill for fill, _ in self._pending.values()}.values():
+        for fill in {id(fill): fill for fill in self._pending.values()}.values():
             fill.ends_unwanted = True
             if not fill.is_wanted:
                 fill.waiter.give_up()
 
     def conclude(self, fill: Fill, reservation: Reservation) -> None:
         """End a fill: give back what did not arrive, wake who joined."""
-        for slot in reservation.slots[reservation.slots >= 0]:
-            self._pending.pop(int(slot), None)
+        slots = reservation.slots[reservation.slots >= 0]
+        for slot in slots.tolist():
+            self._pending.pop(slot, None)
+        self._sources[slots] = -1
         reservation.close()
         fill.finish()
         self._room.changed()

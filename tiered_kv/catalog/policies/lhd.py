@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tiered_kv.catalog.policies.against_lru import AgainstLRU
 from tiered_kv.catalog.policies.base import Policy
 from tiered_kv.catalog.policies.ghosts import Ghosts, at_least_as_often
-from tiered_kv.catalog.policies.hit_density import NUM_AGES, age_classes, hit_densities, told_hazards
+from tiered_kv.catalog.policies.hit_density import NUM_AGES, Counts, age_classes, hit_densities, told_hazards
 from tiered_kv.catalog.policies.lives import Classes, Lives
 from tiered_kv.catalog.slots import SlotQueue
 from tiered_kv.catalog.table import Slots
@@ -40,7 +40,7 @@ _GHOSTS: Final = 4
 _LEAST_GHOSTS: Final = 1 << 15
 """A small tier learns how long blocks stay away only if it remembers more of them; 14 bytes each."""
 _LEARN_EVERY: Final = 512
-"""Blocks used; to learn takes some 100 us."""
+"""Blocks used; to compute densities takes some 100 us."""
 _SAME: Final = 1.1
 """Densities that differ by less count as the same: the age of two blocks is certain, and these are estimates."""
 _LEAST_DENSITY: Final = 1e-15
@@ -188,6 +188,7 @@ class LHDPolicy(Policy):
         self._kinds_known: dict[_Said, int] = {}
         self._until_learning = _LEARN_EVERY
         self._learned = 0  # the kind that was learned of last
+        self._due: dict[int, tuple[Counts, Counts]] = {}  # by kind, what was counted when it was learned of last
         self._against_lru = AgainstLRU(self.num_slots, self._now)
 
     def _begin(self, slots: Slots, num_uses: NDArray[np.integer[Any]]) -> None:
@@ -218,20 +219,20 @@ class LHDPolicy(Policy):
             kind = self._kinds_known[said] = len(self._kinds_known) + 1
             used_a_s = (self._now + self._num_passed) / elapsed_s if elapsed_s > 0 else 0.0
             mean_age = max(1.0, hint.within_s * used_a_s if hint.within_s and used_a_s else float(self.num_slots))
-            of_kind = slice(kind * _NUM_LEVELS, (kind + 1) * _NUM_LEVELS)
-            self._told[of_kind] = told_hazards(hint.probability, mean_age)
-            self._compute_densities(of_kind)
+            self._told[_of_kind(kind)] = told_hazards(hint.probability, mean_age)
+            self._due[kind] = self._lives.of(_of_kind(kind))
         return kind
 
     def _class_numbers(self) -> range:
         return range((len(self._kinds_known) + 1) * _NUM_LEVELS)
 
-    def _compute_densities(self, classes: slice) -> None:
-        """Take into account what was noted of some classes, whole kinds of them."""
-        # What nobody told of passes for all kinds together, which are all without a hint as a rule.
-        found = hit_densities(*self._lives.of(classes), self._told[classes])
-        by_kind = found.reshape(-1, _NUM_LEVELS, NUM_AGES)
-        self._ranks[classes] = _ranks(np.maximum.accumulate(by_kind, axis=1)).reshape(-1, NUM_AGES)
+    def _compute_densities(self) -> None:
+        """Take into account what was learned of, where something has to go: what only hits needs no order."""
+        for kind, (seen, hits) in self._due.items():
+            # What nobody told of passes for all kinds together, which are all without a hint as a rule.
+            found = hit_densities(seen, hits, self._told[_of_kind(kind)])
+            self._ranks[_of_kind(kind)] = _ranks(np.maximum.accumulate(found))
+        self._due.clear()
 
     def _begin_moment(self, *, is_use: bool) -> None:
         """Let time go on, but not between a use and what is added after it: that is the rest of the same prompt.
@@ -251,10 +252,11 @@ class LHDPolicy(Policy):
         if self._until_learning <= 0:
             self._until_learning = _LEARN_EVERY
             self._learned = (self._learned + 1) % (len(self._kinds_known) + 1)
-            self._compute_densities(slice(self._learned * _NUM_LEVELS, (self._learned + 1) * _NUM_LEVELS))
+            self._due[self._learned] = self._lives.of(_of_kind(self._learned))
 
     def _keys(self, numbers: int | list[int], slots: Slots) -> NDArray[np.int64]:
         """Return by what blocks of these queues go, the least first: density, and when they were used."""
+        self._compute_densities()
         used_at = self._used_at[slots]
         if self._against_lru.prefers_lru:
             return used_at
@@ -262,8 +264,12 @@ class LHDPolicy(Policy):
         return keys
 
 
+def _of_kind(kind: int) -> slice:
+    return slice(kind * _NUM_LEVELS, (kind + 1) * _NUM_LEVELS)
+
+
 def _ranks(densities: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Return the upper bits of the keys by which blocks go, from their densities by kind, level and age.
+    """Return the upper bits of the keys by which blocks go, from their densities by level and age, also of many kinds.
 
     Where no hit was ever seen what was used less goes first: so a scan longer than any before it takes little along.
     """
