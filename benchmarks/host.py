@@ -38,6 +38,8 @@ NUM_BLOCKS: Final = 1000
 PROCESSES: Final = (1, 2, 4)
 LARGE_BLOCKS: Final = 64
 """Of each process: 128 MiB."""
+AT_ONCE: Final = 16
+"""Loads of each process between two words with the one that measures."""
 ASKING: Final = 8
 CONFIG = """
 [[tiers]]
@@ -194,7 +196,7 @@ def throughput(url: str, rounds: int) -> dict[int, float]:
     ratios = {}
     for number in PROCESSES:
         ours, bare = Processes(load_large, url, number), Processes(load_large, "", number)
-        pairs = [(ours.do(4)[0], bare.do(4)[0]) for _ in range(rounds)]
+        pairs = [(ours.do(AT_ONCE)[0], bare.do(AT_ONCE)[0]) for _ in range(rounds)]
         ours.close()
         bare.close()
         ratios[number] = median(copied / loaded for loaded, copied in pairs)

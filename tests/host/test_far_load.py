@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 import threading
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
@@ -10,10 +11,13 @@ from pathlib import Path
 import anyio
 import pytest
 
+from tests.host.test_hostile import attached_stranger
 from tests.support.any_layout import LIMITS, AnyEngine, cpu, nvme, prompt
 from tests.support.caches import until
 from tests.support.serving import attached, serving
 from tiered_kv import ConfigurationError, ConnectedKV, CPULoadStoreSpec, FileLoadStoreSpec, Shard
+from tiered_kv.host import messages, wire
+from tiered_kv.host.fields import Keys
 
 KEYS = prompt(32)
 
@@ -67,6 +71,32 @@ async def test_an_engine_and_a_load_meet(tmp_path: Path) -> None:
         loaded = await handle
         assert loaded.mask[computed:].all()
         assert engine.count_right(KEYS, range(32)) == 32
+
+
+async def test_how_a_load_ends_is_said_once(tmp_path: Path) -> None:
+    """Of one that is in memory it is said at the beginning; at the end only if it came to less."""
+    engine = AnyEngine()
+    with serving(tmp_path, cpu(64)) as server:
+        async with attached(server, engine) as kv:
+            await kv.store(KEYS, engine.fill(KEYS, range(32)))
+            said = Keys.of(KEYS, kv.namespace().epoch)
+            with attached_stranger(server) as (connection, _):
+                for number, error in ((1, ""), (2, "failed")):
+                    connection.sendall(wire.frame(messages.Load(number, said, 60.0, 0, layerwise=False, gaps=False)))
+                    copy, admitted = hear(connection), hear(connection)
+                    assert isinstance(copy, messages.Copy)
+                    assert admitted == messages.Admitted(number, 32, {"cpu": 32})
+                    connection.sendall(wire.frame(messages.Copied(number, copy.number, error)))
+                loaded = hear(connection)
+                assert isinstance(loaded, messages.Loaded)
+                assert (loaded.id, loaded.num_blocks, loaded.faults[0].reason) == (2, 0, "copy failed")
+                connection.sendall(wire.frame(messages.Bye()))
+
+
+def hear(connection: socket.socket) -> object:
+    """Return the next message of a server."""
+    length = int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "little")
+    return messages.reply_from(connection.recv(length, socket.MSG_WAITALL))
 
 
 async def test_a_load_from_the_back_ends_with_its_server(tmp_path: Path) -> None:

@@ -79,7 +79,8 @@ class Copied(Message, frozen=True, tag="copied"):
 class Admitted(Message, frozen=True, tag="admitted"):
     """So many blocks of a load will be in place, from these tiers, and all their copies have been asked for.
 
-    Said of layer-wise loads, and of those that are in memory. Once its copies have ended well the load has ended so.
+    Said of layer-wise loads, and of those that are in memory: these have ended so once their copies have ended well,
+    and then nothing more is said, unless they are from the back.
     """
 
     id: int

@@ -7,7 +7,7 @@ when the client's process, or its last copy, is known to have ended: nothing hel
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -16,29 +16,21 @@ from tiered_kv.catalog.leases import Lease
 from tiered_kv.errors import CapacityError, ConfigurationError, TieredKVError
 from tiered_kv.host import messages, questions, wire
 from tiered_kv.host.change_messages import AboutChanges, Follow, Taken
-from tiered_kv.host.far import FarMemory
 from tiered_kv.host.job_messages import AboutJob, BindJob, JobMoved, JobMovedKeys, PlanJob
 from tiered_kv.host.questions import Answered, Answering
 from tiered_kv.host.session_changes import SessionChanges
 from tiered_kv.host.session_jobs import SessionJobs
+from tiered_kv.host.session_transfers import SessionTransfers
 from tiered_kv.host_settings import HostSettings
 from tiered_kv.keys import Shard
 from tiered_kv.log import log
 from tiered_kv.memory.host import HostSlab
-from tiered_kv.memory.lanes import Lane
 from tiered_kv.open_cache import OpenCache
-from tiered_kv.results import LoadResult, StoreResult, TierFault
 from tiered_kv.tier_calls import TierCalls
-from tiered_kv.tiers.budget import Priority
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.pins import Pins
 from tiered_kv.tiers.tasks import Tasks
-from tiered_kv.transfers.handles import Handle, LoadHandle
 from tiered_kv.transfers.prefetch import bring_each, lease_prefix, start_bringing
-from tiered_kv.transfers.requests import LoadRequest, Order, StoreRequest
-from tiered_kv.transfers.start import start_load, start_store
-from tiered_kv.transfers.store import StoreHandle
-from tiered_kv.validation import check_kind, check_seconds
 
 _EPOCHS: Final = 16
 """Weights that one client names by turns; of more, the first is made ready again."""
@@ -84,27 +76,21 @@ class Session:
         self._pins = pins
         self._limits = limits
         self._seats: dict[bytes, tuple[TierCalls, OpenCache]] = {}
-        self._promised: set[int] = set()  # loads of which the client knows how they end once it has copied
-        self._loads: dict[int, tuple[LoadHandle, FarMemory]] = {}
-        self._stores: dict[int, tuple[StoreHandle, FarMemory]] = {}
         self._asked: dict[int, asyncio.Task[None]] = {}
         self._leases: dict[int, tuple[Chain, Lease]] = {}
         self._num_leasing = 0  # asked for, and being brought
-        self._num_bytes = 0  # of loads and stores
         self._tasks = Tasks()
+        self._transfers = SessionTransfers(limits, self._tasks, is_read_only=is_read_only)
         self.jobs = SessionJobs(self._seat(b"")[1].new_jobs(len(shards)), self._tasks)
         self._changes = SessionChanges(self._tasks)
         self._has_ended = False
 
     def statistics(self) -> dict[str, object]:
         """Count what is under way for it."""
-        transfers = [*self._loads.values(), *self._stores.values()]
         return {
             "name": self.name,
             "is_read_only": self.is_read_only,
-            "loads": len(self._loads),
-            "stores": len(self._stores),
-            "copies": sum(far.num_copying for _, far in transfers),
+            **self._transfers.statistics(),
             "leases": len(self._leases),
             "questions": len(self._asked),
             "jobs": len(self.jobs),
@@ -115,7 +101,7 @@ class Session:
     @property
     def is_touching(self) -> bool:
         """Whether the client may be reading or writing slots: by copies, or under a lease."""
-        return bool(self._leases) or any(far.num_copying for _, far in [*self._loads.values(), *self._stores.values()])
+        return bool(self._leases) or self._transfers.is_touching
 
     def take(self, request: messages.Request, send: Send) -> None:
         """Do what the client asks; ``send`` answers on the connection on which it did.
@@ -126,13 +112,11 @@ class Session:
             return
         match request:
             case messages.Copied():
-                self._copied(request)
-            case messages.Load():
-                self._checked(request.id, send, partial(self._load, request, send))
-            case messages.Store():
-                self._checked(request.id, send, partial(self._store, request, send))
+                self._transfers.copied(request)
+            case messages.Load() | messages.Store():
+                self._checked(request.id, send, partial(self._move, request, send))
             case messages.StopBefore() | messages.StoreLayer():
-                self._checked(request.id, send, partial(self._steer, request))
+                self._checked(request.id, send, partial(self._transfers.steer, request))
             case PlanJob() | BindJob() | JobMoved() | JobMovedKeys() | Follow() | Taken():
                 self._checked(request.id, send, partial(self._plan_or_follow, request, send))
             case messages.Cancel() | messages.Release():
@@ -147,10 +131,7 @@ class Session:
     def end(self) -> None:
         """The client is gone: let go of everything. Nothing of its touches a slot any more."""
         self._has_ended = True
-        transfers: list[tuple[Handle[Any], FarMemory]] = [*self._loads.values(), *self._stores.values()]
-        for handle, far in transfers:
-            far.lose()
-            handle.cancel()
+        self._transfers.end()
         for task in list(self._asked.values()):
             task.cancel()
         for id_ in list(self._leases):
@@ -163,118 +144,18 @@ class Session:
         """Wait until nothing is under way for it."""
         await self._tasks.aclose(_LAST_S)
 
-    # Transfers.
-
-    def _load(self, request: messages.Load, send: Send) -> None:
+    def _move(self, request: messages.Load | messages.Store, send: Send) -> None:
         self._new(request.id)
-        check_seconds("deadline_s", request.deadline_s)
-        order: Order = "back" if request.is_from_back else "front"
-        check_kind(order, layerwise=request.layerwise, gaps=request.gaps)
-        (_, cache), keys = self._seat(request.keys.epoch), request.keys.block_keys()
-        chain, batch = cache.batch(keys)
-        far = FarMemory(request.id, len(keys), chain, send)
-        if len(self._loads) >= self._limits.loads_per_client or not self._has_room(far):
-            fault = TierFault("host", "too many loads", len(keys))
-            send(messages.Loaded(request.id, 0, {}, 0, 0.0, (fault,), None))
-            return
-        handle = start_load(
-            LoadRequest(
-                chain,
-                batch,
-                far,
-                np.arange(len(keys))[:, np.newaxis],
-                Lane(far, None),
-                cache.deadline(request.deadline_s),
-                Priority(request.priority),
-                lambda: True,  # which weights are current, the client knows
-                layerwise=request.layerwise,
-                gaps=request.gaps,
-                order=order,
-            )
-        )
-        self._loads[request.id] = handle, far
-        self._num_bytes += far.num_bytes
-        if handle.is_admitted and not handle.done:  # it is in memory, and needs no task
-            self._promised.add(request.id)
-            send(messages.Admitted(request.id, len(keys), {chain.host.name: len(keys)}))
-        elif request.layerwise:
-            self._tasks.spawn(self._say_admitted(request.id, handle, send), "admit")
-        handle.when_done(partial(self._loaded, request, send))
-
-    async def _say_admitted(self, id_: int, handle: LoadHandle, send: Send) -> None:
-        send(messages.Admitted(id_, await handle.admitted(), {}))
-
-    def _loaded(self, request: messages.Load, send: Send, ended: "asyncio.Future[LoadResult]") -> None:
-        _, far = self._loads.pop(request.id)
-        self._num_bytes -= far.num_bytes
-        self._promised.discard(request.id)
-        if ended.cancelled() or ended.exception() is not None:
-            fault = TierFault("host", "failed", 0, "" if ended.cancelled() else repr(ended.exception()))
-            send(messages.Loaded(request.id, 0, {}, 0, 0.0, (fault,), None))
-            return
-        result = ended.result()
-        mask = result.mask.tobytes() if request.gaps else None
-        by_tier, seconds = dict(result.by_tier), result.seconds
-        send(messages.Loaded(request.id, result.num_blocks, by_tier, result.num_bytes, seconds, result.faults, mask))
-
-    def _store(self, request: messages.Store, send: Send) -> None:
-        self._new(request.id)
-        (_, cache), keys = self._seat(request.keys.epoch), request.keys.block_keys()
-        chain, batch = cache.batch(keys)
-        far = FarMemory(request.id, len(keys), chain, send)
-        why = "read only" if self.is_read_only else ""
-        if len(self._stores) >= self._limits.stores_per_client or not self._has_room(far):
-            why = "too many stores"
-        if why:
-            send(messages.Stored(request.id, 0, 0, {why: len(keys)} if len(keys) else {}, 0, 0.0))
-            send(messages.Settled(request.id, ()))
-            return
-        positions = np.arange(len(keys))[:, np.newaxis]
-        handle = start_store(
-            StoreRequest(chain, batch, far, positions, Lane(far, None), request.layerwise, request.hint)
-        )
-        self._stores[request.id] = handle, far
-        self._num_bytes += far.num_bytes
-        handle.when_done(partial(self._stored, request.id, len(keys), send))
-
-    def _stored(self, id_: int, num_keys: int, send: Send, ended: "asyncio.Future[StoreResult]") -> None:
-        _, far = self._stores.pop(id_)
-        self._num_bytes -= far.num_bytes
-        if ended.cancelled() or ended.exception() is not None:
-            send(messages.Stored(id_, 0, 0, {"failed": num_keys}, 0, 0.0))
-            send(messages.Settled(id_, ()))
-            return
-        result = ended.result()
-        dropped = dict(result.drop_reasons)
-        send(messages.Stored(id_, result.num_stored, result.num_present, dropped, result.num_bytes, result.seconds))
-        self._tasks.spawn(self._say_settled(id_, result, send), "settle")
-
-    async def _say_settled(self, id_: int, result: StoreResult, send: Send) -> None:
-        send(messages.Settled(id_, await result.settled()))
-
-    def _has_room(self, far: FarMemory) -> bool:
-        """Say whether the client may have one more transfer; one alone may be of any size."""
-        most = self._limits.bytes_per_client
-        return most is None or not self._num_bytes or self._num_bytes + far.num_bytes <= most
-
-    def _steer(self, request: messages.Steering) -> None:
-        """Pass on what is said of a transfer under way; of one that has ended it is passed over."""
-        if isinstance(request, messages.StopBefore) and (loading := self._loads.get(request.id)) is not None:
-            loading[0].stop_before(request.block)
-        elif isinstance(request, messages.StoreLayer) and (storing := self._stores.get(request.id)) is not None:
-            storing[0].store_layer(request.layer)
-
-    def _copied(self, request: messages.Copied) -> None:
-        transfer = self._loads.get(request.id) or self._stores.get(request.id)
-        if transfer is not None:
-            transfer[1].answered(request.number, request.error)
+        _, cache = self._seat(request.keys.epoch)
+        if isinstance(request, messages.Load):
+            self._transfers.load(request, cache, send)
+        else:
+            self._transfers.store(request, cache, send)
 
     def _give_up(self, id_: int) -> None:
         """End a transfer, a question before it is answered, or a lease: its client does not wait for it any more."""
-        if (loading := self._loads.get(id_)) is not None:
-            loading[0].cancel()
-        elif (storing := self._stores.get(id_)) is not None:
-            storing[0].cancel()
+        if id_ in self._transfers:
+            self._transfers.cancel(id_)
         elif (held := self._leases.pop(id_, None)) is not None:
             chain, lease = held
             chain.release(lease)
@@ -347,7 +228,7 @@ class Session:
     async def _count(self, request: messages.Stats) -> messages.Counted:
         """Count, what the client knows to have ended included: it takes a few turns more here."""
         _, cache = self._seat(b"")
-        while any(not self._loads[id_][1].num_copying for id_ in self._promised):
+        while self._transfers.is_behind:
             await cache.tasks.turn()
         return messages.Counted(request.id, cache.statistics())
 
@@ -389,7 +270,7 @@ class Session:
 
     def _new(self, id_: int) -> None:
         """Raise unless a number is nobody's: what had it would be forgotten, and what is held for that."""
-        taken = self._loads, self._stores, self._asked, self._leases, self.jobs, self._changes
+        taken = self._transfers, self._asked, self._leases, self.jobs, self._changes
         if any(id_ in those for those in taken):
             raise ConfigurationError(f"number {id_} is of something that has not ended")
 

@@ -1,0 +1,197 @@
+"""The loads and stores of one client, in the server: ordinary ones of the cache, with the engine's memory far away."""
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from tiered_kv.host import messages, wire
+from tiered_kv.host.far import FarMemory
+from tiered_kv.host_settings import HostSettings
+from tiered_kv.memory.lanes import Lane
+from tiered_kv.open_cache import OpenCache
+from tiered_kv.results import LoadResult, StoreResult, TierFault
+from tiered_kv.tiers.budget import Priority
+from tiered_kv.tiers.tasks import Tasks
+from tiered_kv.transfers.handles import Handle, LoadHandle
+from tiered_kv.transfers.requests import LoadRequest, Order, StoreRequest
+from tiered_kv.transfers.start import start_load, start_store
+from tiered_kv.transfers.store import StoreHandle
+from tiered_kv.validation import check_kind, check_seconds
+
+Send = Callable[[wire.Message], None]
+Transfer = tuple[Handle[Any], FarMemory]
+
+
+class SessionTransfers:
+    """Those of one client. For the event loop's thread."""
+
+    def __init__(self, limits: HostSettings, tasks: Tasks, *, is_read_only: bool) -> None:
+        """Have so many under way at most; tell of them in ``tasks``. Who only reads stores nothing."""
+        self._limits = limits
+        self._tasks = tasks
+        self._is_read_only = is_read_only
+        self._loads: dict[int, tuple[LoadHandle, FarMemory]] = {}
+        self._stores: dict[int, tuple[StoreHandle, FarMemory]] = {}
+        self._promised: set[int] = set()  # loads of which the client knows how they end once it has copied
+        self._num_bytes = 0
+
+    def __contains__(self, id_: int) -> bool:
+        return id_ in self._loads or id_ in self._stores
+
+    def statistics(self) -> dict[str, int]:
+        """Count what is under way."""
+        return {"loads": len(self._loads), "stores": len(self._stores), "copies": sum(map(_num_copying, self._all()))}
+
+    @property
+    def is_touching(self) -> bool:
+        """Whether the client may be copying to or from slots."""
+        return any(map(_num_copying, self._all()))
+
+    def load(self, request: messages.Load, cache: OpenCache, send: Send) -> None:
+        """Start a load, and tell of its end.
+
+        Raises:
+            TieredKVError: It cannot be.
+        """
+        check_seconds("deadline_s", request.deadline_s)
+        order: Order = "back" if request.is_from_back else "front"
+        check_kind(order, layerwise=request.layerwise, gaps=request.gaps)
+        keys = request.keys.block_keys()
+        chain, batch = cache.batch(keys)
+        far = FarMemory(request.id, len(keys), chain, send)
+        if len(self._loads) >= self._limits.loads_per_client or not self._has_room(far):
+            send(_not_loaded(request, TierFault("host", "too many loads", len(keys))))
+            return
+        handle = start_load(
+            LoadRequest(
+                chain,
+                batch,
+                far,
+                np.arange(len(keys))[:, np.newaxis],
+                Lane(far, None),
+                cache.deadline(request.deadline_s),
+                Priority(request.priority),
+                lambda: True,  # which weights are current, the client knows
+                layerwise=request.layerwise,
+                gaps=request.gaps,
+                order=order,
+            )
+        )
+        self._loads[request.id] = handle, far
+        self._num_bytes += far.num_bytes
+        if handle.is_admitted and not handle.done:  # it is in memory, and needs no task
+            self._promised.add(request.id)
+            send(messages.Admitted(request.id, len(keys), {chain.host.name: len(keys)}))
+        elif request.layerwise:
+            self._tasks.spawn(self._say_admitted(request.id, handle, send), "admit")
+        handle.when_done(partial(self._loaded, request, len(keys), send))
+
+    def store(self, request: messages.Store, cache: OpenCache, send: Send) -> None:
+        """Start a store, and tell of its end and of what becomes of the blocks.
+
+        Raises:
+            TieredKVError: It cannot be.
+        """
+        keys = request.keys.block_keys()
+        chain, batch = cache.batch(keys)
+        far = FarMemory(request.id, len(keys), chain, send)
+        why = "read only" if self._is_read_only else ""
+        if len(self._stores) >= self._limits.stores_per_client or not self._has_room(far):
+            why = "too many stores"
+        if why:
+            _say_not_stored(request.id, len(keys), why, send)
+            return
+        positions = np.arange(len(keys))[:, np.newaxis]
+        handle = start_store(
+            StoreRequest(chain, batch, far, positions, Lane(far, None), request.layerwise, request.hint)
+        )
+        self._stores[request.id] = handle, far
+        self._num_bytes += far.num_bytes
+        handle.when_done(partial(self._stored, request.id, len(keys), send))
+
+    def steer(self, request: messages.Steering) -> None:
+        """Pass on what is said of a transfer under way; of one that has ended it is passed over."""
+        if isinstance(request, messages.StopBefore) and (loading := self._loads.get(request.id)) is not None:
+            loading[0].stop_before(request.block)
+        elif isinstance(request, messages.StoreLayer) and (storing := self._stores.get(request.id)) is not None:
+            storing[0].store_layer(request.layer)
+
+    def copied(self, request: messages.Copied) -> None:
+        """Take the client's answer to a copy that it was asked for."""
+        transfer = self._loads.get(request.id) or self._stores.get(request.id)
+        if transfer is not None:
+            transfer[1].answered(request.number, request.error)
+
+    def cancel(self, id_: int) -> None:
+        """Stop one: its client does not wait for it any more."""
+        transfer: Transfer | None = self._loads.get(id_) or self._stores.get(id_)
+        if transfer is not None:
+            transfer[0].cancel()
+
+    def end(self) -> None:
+        """The client is gone: let go of everything. Nothing of its touches a slot any more."""
+        for handle, far in self._all():
+            far.lose()
+            handle.cancel()
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the client knows of a load's end that is not counted here yet: that takes a few turns more."""
+        return any(not _num_copying(self._loads[id_]) for id_ in self._promised)
+
+    async def _say_admitted(self, id_: int, handle: LoadHandle, send: Send) -> None:
+        send(messages.Admitted(id_, await handle.admitted(), {}))
+
+    def _loaded(self, request: messages.Load, num_keys: int, send: Send, ended: "asyncio.Future[LoadResult]") -> None:
+        _, far = self._loads.pop(request.id)
+        self._num_bytes -= far.num_bytes
+        is_known = request.id in self._promised and not request.is_from_back  # of that the client may have claimed some
+        self._promised.discard(request.id)
+        if ended.cancelled() or ended.exception() is not None:
+            why = "" if ended.cancelled() else repr(ended.exception())
+            send(_not_loaded(request, TierFault("host", "failed", 0, why)))
+            return
+        result = ended.result()
+        if is_known and result.num_blocks == num_keys:
+            return  # as was promised: it knows
+        mask = result.mask.tobytes() if request.gaps else None
+        by_tier, seconds = dict(result.by_tier), result.seconds
+        send(messages.Loaded(request.id, result.num_blocks, by_tier, result.num_bytes, seconds, result.faults, mask))
+
+    def _stored(self, id_: int, num_keys: int, send: Send, ended: "asyncio.Future[StoreResult]") -> None:
+        _, far = self._stores.pop(id_)
+        self._num_bytes -= far.num_bytes
+        if ended.cancelled() or ended.exception() is not None:
+            _say_not_stored(id_, num_keys, "failed", send)
+            return
+        result = ended.result()
+        dropped = dict(result.drop_reasons)
+        send(messages.Stored(id_, result.num_stored, result.num_present, dropped, result.num_bytes, result.seconds))
+        self._tasks.spawn(self._say_settled(id_, result, send), "settle")
+
+    async def _say_settled(self, id_: int, result: StoreResult, send: Send) -> None:
+        send(messages.Settled(id_, await result.settled()))
+
+    def _all(self) -> list[Transfer]:
+        return [*self._loads.values(), *self._stores.values()]
+
+    def _has_room(self, far: FarMemory) -> bool:
+        """Say whether the client may have one more transfer; one alone may be of any size."""
+        most = self._limits.bytes_per_client
+        return most is None or not self._num_bytes or self._num_bytes + far.num_bytes <= most
+
+
+def _num_copying(transfer: Transfer) -> int:
+    return transfer[1].num_copying
+
+
+def _not_loaded(request: messages.Load, fault: TierFault) -> messages.Loaded:
+    return messages.Loaded(request.id, 0, {}, 0, 0.0, (fault,), None)
+
+
+def _say_not_stored(id_: int, num_keys: int, why: str, send: Send) -> None:
+    send(messages.Stored(id_, 0, 0, {why: num_keys} if num_keys else {}, 0, 0.0))
+    send(messages.Settled(id_, ()))
