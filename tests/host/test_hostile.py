@@ -137,7 +137,7 @@ async def test_workers_that_are_announced_and_do_not_come_are_few(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However often a client says that descriptors of its workers come: few wait for them, and others plan."""
-    monkeypatch.setattr("tiered_kv.host.server.OPENING_S", 600.0)
+    monkeypatch.setattr("tiered_kv.host.admission.OPENING_S", 600.0)
     with serving(tmp_path, cpu(24)) as server, attached_stranger(server) as (_, attached_), ExitStack() as stack:
         before = server.health()["num_descriptors"]
         said = wire.greeting() + wire.frame(Introduce(attached_.token, ((0, 1),)))

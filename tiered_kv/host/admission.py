@@ -1,0 +1,204 @@
+"""Who comes to a server, and what for: clients, which stay, and connections for one question.
+
+Who may attach is decided by the socket's mode, owner and group; whose process it is, the system says.
+"""
+
+import asyncio
+import os
+import secrets
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, Final
+
+from tiered_kv.cache import seat_at
+from tiered_kv.chain_settings import tier_name
+from tiered_kv.errors import BackendUnavailableError, ConfigurationError
+from tiered_kv.host import handshake, link
+from tiered_kv.host.attached_client import AttachedClient
+from tiered_kv.host.opening import (
+    Attach,
+    Attached,
+    Health,
+    Healthy,
+    Introduce,
+    Join,
+    Joined,
+    Mapped,
+    MapSlab,
+    Opening,
+    Slab,
+    Tier,
+)
+from tiered_kv.host.reception import OPENING_S, Peer
+from tiered_kv.host.session import Session
+from tiered_kv.host.session_changes import places_of
+from tiered_kv.host.shares import Share, Shares
+from tiered_kv.log import log
+from tiered_kv.open_cache import OpenCache
+from tiered_kv.settings import TieredKVSettings
+from tiered_kv.tier_settings import OwnedTierSettings
+from tiered_kv.tiers.pins import Pins
+
+_LONGEST_NAME: Final = 200
+"""Characters of what a client calls itself, in logs."""
+
+
+class Admission:
+    """Of one server. For the event loop's thread.
+
+    Attributes:
+        clients: Those that are attached, by token.
+        is_draining: Whether no more may attach.
+    """
+
+    def __init__(self, settings: TieredKVSettings, shares: Shares, health: Callable[[], dict[str, Any]]) -> None:
+        """Admit clients to ``shares``; ``health`` is told to whoever asks."""
+        self.clients: dict[bytes, AttachedClient] = {}
+        self.is_draining = False
+        self._settings = settings
+        self._shares = shares
+        self._health = health
+        self._num_attaching = 0
+
+    async def admit(self, connection: socket.socket, opening: Opening, who: Peer) -> bool:
+        """Answer what a connection is for; say whether it is a client's now."""
+        match opening:
+            case Health():
+                await handshake.send_opened(connection, Healthy(self._health()))
+                return False
+            case Join(token=token):
+                return await self._join(connection, token)
+            case Introduce():
+                await self._introduce(connection, opening)
+                return False
+            case MapSlab():
+                await self._map(connection, opening)
+                return False
+            case Attach():
+                return await self._attach(connection, opening, who)
+
+    async def _attach(self, connection: socket.socket, opening: Attach, who: Peer) -> bool:
+        name = f"{opening.name:.{_LONGEST_NAME}} ({who})"
+        log("info", "host.attaching", client=name, gid=who.gid, model=f"{opening.model:.{_LONGEST_NAME}}")
+        self._check_goes_on()
+        num_clients = len(self.clients) + self._num_attaching
+        if num_clients >= self._settings.host.clients:
+            raise ConfigurationError(f"the server has {num_clients} clients, which is what it may have")
+        self._num_attaching += 1
+        try:
+            return await self._join_share(connection, opening, name, who.uid)
+        finally:
+            self._num_attaching -= 1
+
+    def _check_goes_on(self) -> None:
+        if self.is_draining:
+            raise BackendUnavailableError("the server is about to end")
+
+    async def _join_share(self, connection: socket.socket, opening: Attach, name: str, uid: int) -> bool:
+        host = self._settings.host
+        model, layout, shards = opening.parts()
+        share, ranks = await self._shares.join(model, layout, shards)
+        client = None
+        try:
+            self._check_goes_on()  # while it was opened, too
+            assert share.cache is not None  # noqa: S101 - it was joined
+            pins = Pins(self._settings.limits.pin_quota, share.pins)
+            session = Session(
+                name, share.cache, ranks, pins, host,
+                is_read_only=opening.is_read_only or uid in host.read_only_uids,
+            )  # fmt: skip
+            token = secrets.token_bytes(16)
+            client = AttachedClient(session, share.name, connection, partial(self._ended, token, share))
+            self.clients[token] = client
+            with ExitStack() as given:
+                _, seat = seat_at(share.cache, ranks, b"", (), pins)
+                slabs, descriptors = _slabs_of(seat, len(ranks), given, is_read_only=session.is_read_only)
+                answer = self._attached(token, slabs, places_of(seat), is_read_only=session.is_read_only)
+                await handshake.send_opened(connection, answer, descriptors)
+            await link.start(client.link, connection)
+        except BaseException:
+            if client is not None:
+                client.end()  # nothing was asked for yet
+            else:
+                self._shares.leave(share)
+            raise
+        return True
+
+    def _attached(
+        self, token: bytes, slabs: tuple[Slab, ...], places: tuple[tuple[str, int, int], ...], *, is_read_only: bool
+    ) -> Attached:
+        settings, limits = self._settings, self._settings.limits
+        tiers = (Tier(tier_name(tier), tier.medium, isinstance(tier, OwnedTierSettings)) for tier in settings.tiers)
+        return Attached(
+            token, slabs, settings.codec, tuple(tiers), places, limits.load_timeout_s, limits.store_timeout_s,
+            int(limits.swap_space), int(limits.window), is_read_only,
+        )  # fmt: skip
+
+    async def _join(self, connection: socket.socket, token: bytes) -> bool:
+        beside = self._client(token).beside()
+        try:
+            await handshake.send_opened(connection, Joined())
+            await link.start(beside, connection)
+        except BaseException:
+            beside.connection_lost(None)
+            raise
+        return True
+
+    async def _introduce(self, connection: socket.socket, opening: Introduce) -> None:
+        client = self._client(opening.token)
+        await handshake.send_opened(connection, Joined())
+        async with asyncio.timeout(OPENING_S):
+            pidfds = await handshake.receive_descriptors(connection, len(opening.ranks))
+        client.session.jobs.watch(opening.ranks, pidfds)
+        await handshake.send_opened(connection, Joined())
+
+    async def _map(self, connection: socket.socket, opening: MapSlab) -> None:
+        session = self._client(opening.token).session
+        fd = session.slab(opening.name).fd
+        with _descriptor(fd, is_read_only=session.is_read_only) as given:
+            await handshake.send_opened(connection, Mapped(session.is_read_only), [given])
+
+    async def end_all(self) -> None:
+        """End all clients: nobody else uses any more what one of them may be writing to."""
+        for client in list(self.clients.values()):
+            client.link.close()
+            client.end()
+            await client.session.ended()
+
+    def _client(self, token: bytes) -> AttachedClient:
+        client = self.clients.get(token)
+        if client is None:
+            raise BackendUnavailableError("no client has this token: attach again")
+        return client
+
+    def _ended(self, token: bytes, share: Share) -> None:
+        self.clients.pop(token, None)
+        self._shares.leave(share)
+
+
+def _slabs_of(
+    seat: OpenCache, num_ranks: int, given: ExitStack, *, is_read_only: bool
+) -> tuple[tuple[Slab, ...], list[int]]:
+    """Return what a client maps, and descriptors of it, to be passed on as long as ``given`` is open."""
+    slabs, descriptors = [], []
+    for number, chain in enumerate(seat.chains):
+        slab = chain.host.slab
+        group, rank = divmod(number, num_ranks)
+        slabs.append(Slab(slab.name, slab.num_slots, slab.stride_bytes, slab.payload_bytes, group, rank))
+        descriptors.append(given.enter_context(_descriptor(slab.fd, is_read_only=is_read_only)))
+    return tuple(slabs), descriptors
+
+
+@contextmanager
+def _descriptor(fd: int, *, is_read_only: bool) -> Iterator[int]:
+    """Give a descriptor of memory to pass on: one that cannot be written by, to who only reads."""
+    if not is_read_only:
+        yield fd
+        return
+    given = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield given
+    finally:
+        os.close(given)
