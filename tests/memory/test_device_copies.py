@@ -85,6 +85,10 @@ def test_slots_that_are_neighbours_cross_in_one_copy() -> None:
     assert list(runs(np.array([], dtype=np.int64), np.array([], dtype=np.int64))) == []
 
 
+WAYS_AND_SECONDS = [("slow", (3,), (3,)), ("quick out", (1,), (2,)), ("quick back", (2,), (1,))]
+"""Names of ways, and how long they take out of the pages and into them."""
+
+
 class TestCrossover:
     """Which way is taken."""
 
@@ -129,6 +133,32 @@ class TestCrossover:
         names = [self.way(caches, n) for n in (1, 2, 3, 4, 99)]
         assert names == ["staging", "directly", "directly", "staging", "staging"]
         assert self.way(caches, 1, to_rows=False) == "directly"
+
+    def test_what_is_timed_is_the_copy(self) -> None:
+        """Of each way and direction, until all of it has arrived."""
+        now = [0.0]
+
+        def copy(seconds: float, *_: object) -> None:
+            now[0] += seconds
+
+        ways = [crossover.Way(name, partial(copy, *out), partial(copy, *back)) for name, out, back in WAYS_AND_SECONDS]
+        with fake_cuda(), CUDADevice("cuda:0").here(), torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]  # of torch
+            found = crossover.measure(torch.device("cuda", 0), 100, 1, ways, clock=lambda: now[0])
+        assert {way.name for _, way in found[True]} == {"quick out"}
+        assert {way.name for _, way in found[False]} == {"quick back"}
+
+    def test_what_was_measured_is_said(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """By direction: d2h is out of the engine's pages."""
+        found = {True: ((1, crossover.STAGING),), False: ((1, crossover.DIRECTLY), (16, crossover.STAGING))}
+        monkeypatch.setattr(crossover, "measure", lambda *_: found)
+        here = self.caches(64)
+        with fake_cuda(), capture_logs() as logs:
+            caches = PagedCaches(here.group, None, torch.device("cuda", 0), 2, here.fragments, here.layers)
+            crossover.prepare(caches, CUDADevice("cuda:0"))
+            crossover.prepare(caches, CUDADevice("cuda:0"))
+            assert len(crossover.measured()) == 2
+        said = [(each["direction"], each["fragment_bytes"], each["ways"]) for each in logs]
+        assert said == [("d2h", 64, {1: "staging"}), ("h2d", 64, {1: "directly", 16: "staging"})]
 
     def test_a_cpu_is_not_measured(self) -> None:
         """There nothing crosses a bus."""
