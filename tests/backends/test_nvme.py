@@ -171,6 +171,7 @@ async def test_other_models_make_room_when_it_is_needed(tmp_path: Path) -> None:
         assert disk_usage(tmp_path) <= used + MIB
     async with open_tier(tmp_path, "older", capacity=used + MIB) as tier:
         assert tier.recovered(20) == count_up(20)
+        assert tier.backend.describe()["reclaimed_fingerprints"] == 0
         assert await tier.verified(count_up(20)) == [Outcome.HIT] * 20
 
 

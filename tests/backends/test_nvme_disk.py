@@ -73,6 +73,8 @@ async def test_a_deletion_survives_a_loss_of_power(tmp_path: Path, forced: set[P
     forced.clear()
     assert await delete_tenant({"path": tmp_path, "capacity": 4 * MIB}, "") == 2
     assert forced == {slab_of(tmp_path), ledger_of(tmp_path)}
+    async with open_tier(tmp_path) as tier:
+        assert tier.recovered(2) == {}
 
 
 async def test_what_was_opened_is_closed(tmp_path: Path) -> None:

@@ -122,6 +122,17 @@ async def test_of_two_records_of_a_block_the_later_counts_for_good(tmp_path: Pat
         assert tier.recovered(8) == {}
 
 
+async def test_an_earlier_record_is_gone_before_the_later_one_is(tmp_path: Path) -> None:
+    """From the start on that found both: evicting the later one is enough, whatever becomes of the process."""
+    async with open_tier(tmp_path) as tier:
+        await tier.write({3: 7})
+        await tier.write({1: 7})
+    async with open_tier(tmp_path) as tier:
+        await tier.backend.forget(0, slots_of({1: 7}))
+    async with open_tier(tmp_path) as tier:
+        assert tier.recovered(8) == {}
+
+
 async def test_a_failed_write_leaves_nothing_of_what_was_there(tmp_path: Path) -> None:
     """The block that had the slot before was evicted for it: it is not found after a restart, though it is whole."""
     async with open_tier(tmp_path) as tier:
