@@ -1,8 +1,11 @@
 """What the client of an object store is told: how long each request may take, and how often it is tried."""
 
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
+
+from tiered_kv.errors import ConfigurationError
 
 pytest.importorskip("obstore", reason="obstore is missing: pip install 'tiered-kv[s3]'")
 
@@ -48,3 +51,25 @@ def test_an_option_goes_before_what_is_said_otherwise() -> None:
     """Options are obstore's own, for what this tier has no setting for."""
     assert made(options={"virtual_hosted_style_request": "true"}).config["virtual_hosted_style_request"] == "true"
     assert made().config["virtual_hosted_style_request"] == "false"
+
+
+def test_what_is_not_said_is_as_documented() -> None:
+    """Blocks are packed to 4 MiB, and an answer is believed for two seconds."""
+    settings = S3Settings(url="s3://bucket")
+    assert (settings.pack_bytes, settings.answer_ttl_s) == (4 << 20, 2.0)
+    assert (settings.connections, settings.max_retries, settings.create_only) == (32, 2, False)
+
+
+@pytest.mark.parametrize("endpoint", ["ftp://127.0.0.1", "http://", "127.0.0.1:9000", "https:///bucket"])
+def test_an_endpoint_is_a_server_s_address(endpoint: str) -> None:
+    """Anything else is refused before the client, whose panic is no error of Python's, is asked."""
+    with pytest.raises(ConfigurationError, match="must be http"):
+        S3Settings.of({"url": "s3://bucket", "endpoint": endpoint})
+
+
+def test_a_folder_is_made(tmp_path: Path) -> None:
+    """Where objects are files; a store of a process's own memory is private to it, and no other is."""
+    make_store(S3Settings(url=f"file://{tmp_path}/a/b"))
+    assert (tmp_path / "a" / "b").is_dir()
+    assert S3Settings(url="memory:///").is_private is True
+    assert S3Settings(url=f"file://{tmp_path}").is_private is False
