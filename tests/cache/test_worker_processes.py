@@ -7,9 +7,10 @@ import resource
 import subprocess
 import sys
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import anyio
 import pytest
@@ -156,6 +157,27 @@ async def test_a_worker_killed_in_the_middle(processes: list[Process]) -> None:
         processes[2].tell("compute")
         assert await both(planner, [processes[0], processes[2]], planner.plan_store(KEYS, spec)) == N - N // 2
         await until_idle(kv)
+
+
+async def test_a_worker_that_ended_is_watched_no_more() -> None:
+    """A planner that sees many come and go has as many descriptors as workers."""
+    recorder, before = Recorder(), num_watched()
+    async with open_any(AnyEngine(), cpu(32), emit=recorder) as kv:
+        planner = kv.planner()
+        for n in range(3):
+            with idle_process() as process:
+                planner.register_worker(pid=process.pid)
+            await until(lambda n=n: len(recorder.of(WorkerEnded)) > n)  # type: ignore[misc]  # mypy knows no default of a lambda
+            assert num_watched() <= before
+
+
+def num_watched() -> int:
+    """Count the processes that this one watches."""
+    num_watched = 0
+    for each in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed by now
+            num_watched += "pidfd" in str(each.readlink())
+    return num_watched
 
 
 async def test_a_worker_that_ends_while_its_plan_is_made() -> None:
