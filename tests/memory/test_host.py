@@ -12,6 +12,7 @@ import torch
 
 from tiered_kv.errors import ClosedError, ConfigurationError
 from tiered_kv.memory import HostSlab
+from tiered_kv.memory.host import touch
 
 STRIDE = 8192
 PAYLOAD = 5000
@@ -122,3 +123,30 @@ def test_a_slot_beyond_either_end_is_refused(slab: HostSlab, slot: int) -> None:
     """Memory that is counted from the end would be another block's."""
     with pytest.raises(ConfigurationError, match=f"slot {slot} is not one of the 6"):
         slab.padded(slot)
+
+
+def test_pages_come_when_they_are_touched_and_go_when_given_back() -> None:
+    """Of these slots alone; as the system counts them. What is given back reads as zeros."""
+    stride = 64 << 10
+    fd = os.memfd_create("test")
+    os.ftruncate(fd, 8 * stride)
+    slab = HostSlab(8, stride, stride, fd=fd)
+
+    def num_slots_there() -> float:
+        return os.fstat(fd).st_blocks * 512 / stride
+
+    try:
+        assert num_slots_there() == 0
+        touch(slab.rows[2:6])
+        if not num_slots_there():
+            pytest.skip("no MADV_POPULATE_WRITE: Linux 5.14 or later")
+        assert num_slots_there() == 4
+        slab.rows.fill_(7)
+        assert num_slots_there() == 8
+        slab.give_back(1, 4)
+        slab.give_back(5, 5)
+        assert num_slots_there() == 5
+        assert slab.rows[:, 0].tolist() == [7, 0, 0, 0, 7, 7, 7, 7]
+    finally:
+        slab.close()
+        os.close(fd)
