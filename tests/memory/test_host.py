@@ -136,17 +136,14 @@ def test_pages_come_when_they_are_touched_and_go_when_given_back() -> None:
         return os.fstat(fd).st_blocks * 512 / stride
 
     try:
-        assert num_slots_there() == 0
-        touch(slab.rows[2:6])
-        if not num_slots_there():
-            pytest.skip("no MADV_POPULATE_WRITE: Linux 5.14 or later")
-        assert num_slots_there() == 4
         slab.rows.fill_(7)
-        assert num_slots_there() == 8
         slab.give_back(1, 4)
         slab.give_back(5, 5)
         assert num_slots_there() == 5
-        assert slab.rows[:, 0].tolist() == [7, 0, 0, 0, 7, 7, 7, 7]
+        assert slab.rows[[0, 4, 5, 6, 7]].eq(7).all()
+        touch(slab.rows[2:4])
+        assert num_slots_there() in {5, 7}  # before Linux 5.14 they come when they are written to
+        assert not slab.rows[1:4].any()
     finally:
         slab.close()
         os.close(fd)

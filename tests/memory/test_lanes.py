@@ -1,13 +1,16 @@
 """Streams of one direction: a transfer that waits holds up itself alone."""
 
+import asyncio
 import threading
 from collections.abc import Iterator
+from typing import cast
 
 import pytest
 
 from tiered_kv.errors import ClosedError, ConfigurationError
+from tiered_kv.loop_calls import LoopCalls
 from tiered_kv.memory import CPUDevice
-from tiered_kv.memory.lanes import Lane, LaneCopy, Lanes
+from tiered_kv.memory.lanes import Lane, LaneCopy, Lanes, submit_copy
 from tiered_kv.testing import ScriptedDevice, ScriptedEvent
 
 
@@ -228,3 +231,16 @@ def test_only_a_lane_that_waits_for_nothing_is_idle() -> None:
     assert not lanes.take(event).is_idle
     event.set()
     device.close()
+
+
+async def test_what_cannot_be_submitted_has_failed() -> None:
+    """Whoever waits for the copy hears of it, as of one that failed on its way."""
+
+    class Broken:
+        def submit(self, *_: object) -> None:
+            raise ClosedError("the device is closed")
+
+    copy = submit_copy(cast("Lane", Broken()), lambda: None, LoopCalls(asyncio.get_running_loop()))
+    assert copy.ended.done()
+    with pytest.raises(ClosedError, match="the device is closed"):
+        await copy.ended

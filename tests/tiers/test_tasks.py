@@ -8,6 +8,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from tests.support import virtual
+from tests.support.caches import until
 from tiered_kv.loop_calls import LoopCalls
 from tiered_kv.tiers.tasks import Tasks, WorkerPool
 
@@ -179,3 +180,21 @@ async def test_many_that_may_go_on_do_so_in_many_turns() -> None:
     await asyncio.wait(steps)
     assert sum(turns) == 200
     assert max(turns) <= 16
+
+
+async def test_a_pool_that_gets_no_more_threads_keeps_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that did start end: nobody would ever give them anything to do."""
+    start, started = threading.Thread.start, list[threading.Thread]()
+
+    def start_two(thread: threading.Thread) -> None:
+        if len(started) == 2:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+        started.append(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start_two)
+        with pytest.raises(RuntimeError, match="new thread"):
+            WorkerPool("few", 3, LoopCalls(asyncio.get_running_loop()))
+    await until(lambda: not any(thread.is_alive() for thread in started))
+    assert len(started) == 2
