@@ -220,7 +220,7 @@ async def test_workers_are_introduced_again_if_that_was_not_heard(
         if errors:
             raise errors.pop()
 
-    monkeypatch.setattr("tiered_kv.host.far_jobs.introduce", disturbed)
+    monkeypatch.setattr("tiered_kv.host.for_workers.introduce", disturbed)
     with serving(tmp_path, cpu(16)) as server:
         async with attached(server) as kv:
             kv.planner().register_worker()

@@ -66,11 +66,6 @@ from tiered_kv.validation import (
 )
 
 _SCHEME: Final = "unix"
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
-_PROBE_S: Final = 0.5
-"""How often a server that did not answer in time is asked whether it is there again."""
-_NOW_S: Final = 1.0
-"""What a call that blocks its thread may take at most."""
 _LONG_S: Final = 60.0
 """What calls for operators may take: `flush`, `clear`, `evict`."""
 _PAST_EPOCHS: Final = 8

@@ -18,17 +18,15 @@ from tiered_kv.host import wire
 from tiered_kv.host.attachment import Attachment
 from tiered_kv.host.connection import Connection
 from tiered_kv.host.fields import Keys
-from tiered_kv.host.for_workers import introduce
+from tiered_kv.host.for_workers import Introductions
 from tiered_kv.host.job_messages import BindJob, JobEnded, JobMoved, JobMovedKeys, JobPlan, JobPlanned, PlanJob
 from tiered_kv.host.messages import Cancel, Failed, Reply, Stats
 from tiered_kv.keys import BlockKeys
-from tiered_kv.log import log
 from tiered_kv.plan import JobResult, Move, Outcomes, Plan
 from tiered_kv.specs import CPULoadStoreSpec, GPULoadStoreSpec
-from tiered_kv.tiers.tasks import in_a_thread
 from tiered_kv.transfers.job import Job, JobBook
 from tiered_kv.transfers.underway import bind
-from tiered_kv.transfers.workers import Process, Workers
+from tiered_kv.transfers.workers import Workers
 
 _LOOK_S: Final = 1.0
 """How often it is looked whether a server answers that jobs wait for."""
@@ -106,15 +104,14 @@ class FarJobs(JobBook):
         # The event loop's thread alone changes these.
         self._sent: dict[int, _FarJob] = {}  # of which the server has more to say
         self._waiting: list[_FarJob] = []  # until the server knows the workers
-        self._known: set[Process] = set()
-        self._introducing: asyncio.Task[None] | None = None
+        self._introductions = Introductions(connection, self._workers, here, self._introduced)
         self._watching: asyncio.Task[None] | None = None
         connection.follow(self)
 
     def register(self, rank: int, pid: int) -> None:
         """See `Planner.register_worker`."""
         self._workers.register(rank, pid)
-        self._loop_calls.call(self._introduce_soon)
+        self._loop_calls.call(self._introductions.soon)
 
     def begin(self, request: FarRequest) -> Job:
         """Begin a job. The server is told of it on the event loop, in the order of calls.
@@ -164,8 +161,7 @@ class FarJobs(JobBook):
 
     def attached(self, there: Attachment) -> None:
         """See `Follower.attached`."""
-        self._known = set()
-        self._introduce_soon()
+        self._introductions.start_over()
 
     def close(self) -> None:
         """See `Follower.close`: end every job with nothing, and watch no worker any more."""
@@ -173,6 +169,7 @@ class FarJobs(JobBook):
             self._is_open = False
         for far in list(self._underway.values()):
             self._end(far, "closed")
+        self._introductions.close()
         self._workers.close()
 
     def hear(self, far: _FarJob, reply: Reply) -> None:
@@ -198,9 +195,9 @@ class FarJobs(JobBook):
             self._end(far, far.request.refused)
         elif there is None or not there.is_open or there.is_silent:
             self._end(far, "server away")
-        elif self._workers.unlike(self._known):
+        elif self._introductions.are_due:
             self._waiting.append(far)
-            self._introduce_soon()
+            self._introductions.soon()
         elif far.job in self._underway:  # else cancelled meanwhile
             self._send(far, there)
 
@@ -301,7 +298,7 @@ class FarJobs(JobBook):
         if far.there is not None:
             far.there.transfers.pop(far.number, None)
 
-    # The server, and the workers that it has to know.
+    # The server.
 
     async def _watch(self) -> None:
         """As long as jobs are under way, see to it that they end if the server does not answer any more."""
@@ -316,23 +313,8 @@ class FarJobs(JobBook):
         finally:
             self._watching = None
 
-    def _introduce_soon(self) -> None:
-        if self._introducing is None and self._connection.there is not None and self._is_open:
-            self._introducing = self._tasks.spawn(self._introduce(), "introduce workers")
-
-    async def _introduce(self) -> None:
-        """Have the server watch the workers that it does not know; then tell it of the jobs that wait for that."""
-        why, workers = "", self._workers
-        try:
-            while (there := self._connection.there) is not None and (strangers := workers.unlike(self._known)):
-                said = there.path, there.attached.token, workers, strangers, self._connection.timeout_s
-                await in_a_thread(self._loop_calls, introduce, *said)
-                if self._connection.there is there:
-                    self._known.update(strangers)
-        except Exception as error:  # noqa: BLE001 - whatever it is, e.g. no descriptor is left: who waits hears of it
-            why = str(error) or type(error).__name__
-            log("warning", "host.workers_refused", path=self._connection.path, error=why)
-        self._introducing = None
+    def _introduced(self, why: str) -> None:
+        """Tell the server of the jobs that have waited until it knows the workers, or end them."""
         waiting, self._waiting = self._waiting, []
         for far in waiting:
             if why:
