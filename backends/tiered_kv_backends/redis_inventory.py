@@ -6,8 +6,10 @@ from contextlib import asynccontextmanager, contextmanager
 
 from redis.exceptions import RedisClusterException, RedisError, ResponseError
 
+from tiered_kv.backend import Block, Outcome
 from tiered_kv.errors import BackendUnavailableError
 from tiered_kv.inventory import Found, Inventory, Place
+from tiered_kv.record import HEADER_BYTES
 from tiered_kv_backends.paths import RECORD
 from tiered_kv_backends.redis_servers import RedisSettings, Server, Servers
 from tiered_kv_backends.resp import command
@@ -40,10 +42,15 @@ class RedisInventory(Inventory):
                     yield [Found(path, Place.of(path), n) for path, n in zip(paths, lengths, strict=True) if n]
 
     async def read(self, found: Found) -> bytes | None:
-        """Get one value."""
+        """Get one value, if it is still as long as it was."""
+        name, value = self._prefix + found.where.encode(), memoryview(bytearray(found.num_bytes))
+        into = Block(value[:HEADER_BYTES], value[HEADER_BYTES:], len(value[HEADER_BYTES:]))
         with self._doing("read a block"):
-            value = await self._holders[found.where].client.get(self._prefix + found.where.encode())
-            return None if value is None else bytes(value)  # type: ignore[arg-type]  # bytes: nothing is decoded
+            async with self._holders[found.where].bodies.connection() as connection:
+                (answer,) = await connection.get([command(b"GET", name)], [into])
+            if isinstance(answer, str):
+                raise ResponseError(answer)
+        return bytes(value) if answer is Outcome.HIT else None
 
     async def delete(self, found: Sequence[Found]) -> None:
         """Unlink keys, in one round trip per server."""

@@ -20,6 +20,7 @@ from redis.exceptions import RedisClusterException, RedisError
 from tiered_kv.errors import ConfigurationError
 from tiered_kv.tier_settings import TierSettings
 from tiered_kv.urls import split_url
+from tiered_kv_backends.redis_replies import bound
 from tiered_kv_backends.resp_pool import Login, Pool
 from tiered_kv_backends.resp_socket import Address
 from tiered_kv_backends.secrets import scrub
@@ -290,6 +291,7 @@ class Servers:
         settings, login = self._settings, self._login
         options = self._options(login.username, login.password)
         client = Redis(host=address.host, port=address.port, db=login.database, **options)
+        bound(client.connection_pool.connection_kwargs)
         bodies, questions = (Pool(address, login, settings.connections, settings.connect_timeout_s) for _ in range(2))
         return Server(address, client, bodies, questions)
 
@@ -301,11 +303,16 @@ class Servers:
             "socket_connect_timeout": min(limit_s, self._settings.connect_timeout_s),
         }
         nodes = [ClusterNode(*host) for host in {*self._hosts, *self._servers}]
-        return RedisCluster(startup_nodes=nodes, require_full_coverage=False, **options)
+        cluster = RedisCluster(startup_nodes=nodes, require_full_coverage=False, **options)
+        known = cluster.nodes_manager.startup_nodes.values()
+        bound(cluster.connection_kwargs, *(node.connection_kwargs for node in known))
+        return cluster
 
     def _make_sentinel(self) -> Sentinel:
         options = self._options(self._settings.sentinel_username, self._settings.sentinel_password)
-        return Sentinel(self._hosts, sentinel_kwargs=options)  # type: ignore[no-untyped-call]  # redis-py's is not
+        sentinel = Sentinel(self._hosts, sentinel_kwargs=options)  # type: ignore[no-untyped-call]  # redis-py's is not
+        bound(*(each.connection_pool.connection_kwargs for each in sentinel.sentinels))
+        return sentinel
 
     def _options(self, username: str | None, password: SecretStr | None) -> dict[str, Any]:
         """Return what each of redis-py's clients is made with."""
