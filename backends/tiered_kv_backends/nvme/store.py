@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import errno
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,11 +19,9 @@ from tiered_kv.errors import BackendUnavailableError, ClosedError, Configuration
 from tiered_kv.keys import Names
 from tiered_kv.specs import FileLoadStoreSpec
 from tiered_kv_backends.nvme.calls import Calls
-from tiered_kv_backends.nvme.directory import HOLDER, Directory
-from tiered_kv_backends.nvme.group import EMPTY, ERASING, HELD, WRITING, Group
-from tiered_kv_backends.nvme.ledger import Entries, Ledger, Order, Slots
-from tiered_kv_backends.nvme.own_files import open_file
-from tiered_kv_backends.nvme.probe import page_problem, probe_direct_io
+from tiered_kv_backends.nvme.files import Files
+from tiered_kv_backends.nvme.group import HELD, WRITING, Group
+from tiered_kv_backends.nvme.ledger import Entries, Order, Slots
 from tiered_kv_backends.nvme.rebuild import rebuild
 from tiered_kv_backends.nvme.settings import NVMeSettings
 from tiered_kv_backends.nvme.slab import Moved, Slab
@@ -32,12 +29,8 @@ from tiered_kv_backends.nvme.slab import Moved, Slab
 T = TypeVar("T")
 
 
-_MAX_GROWTH_BYTES = 256 << 20
-"""How far ahead of its use, at most, a slab is given its place on the disk."""
 _GONE = {errno.EBADF, errno.ENODEV, errno.ENXIO, errno.ESTALE, errno.ESHUTDOWN}
 """What says that the whole medium is gone, not one place of it."""
-_NUM_ERASING_THREADS = 2
-"""At once for one call: the others go on writing."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +69,7 @@ class Store:
         self._groups: list[Group] = []
         self._calls: Calls | None = None
         self._last_error: OSError | None = None
-        self._num_damaged = self._num_rebuilt = 0
-        self._facts: dict[str, object] = {}
+        self._num_recovered = self._num_damaged = self._num_rebuilt = 0
 
     async def open(self, groups: Sequence[RecordShape]) -> list[Entries]:
         """Take the directory; return what it holds of each group, each name once, the last written last.
@@ -88,15 +80,15 @@ class Store:
             ConfigurationError: It cannot be written to, is not this user's alone, is held by another process, or is too
                 small for one block.
         """
-        found = await self._clerk.run(self._open, groups)
+        files = await self._clerk.run(self._open, groups)
         try:
             recovered = [
-                await self._recover(*each) for each in zip(self._groups, *zip(*found, strict=True), strict=True)
+                await self._recover(each, *found) for each, found in zip(files.groups, files.found, strict=True)
             ]
         except BaseException:
             await self.aclose()
             raise
-        self._facts["num_recovered"] = sum(len(each.slots) for each in recovered)
+        self._num_recovered = sum(len(each.slots) for each in recovered)
         return recovered
 
     async def locate(self, group: int, slots: Slots) -> FileLoadStoreSpec:
@@ -145,7 +137,8 @@ class Store:
         files.mark(slots, WRITING)
         try:
             if len(slots) and (last := int(slots.max())) >= files.slab.num_allocated:
-                await self._run(self._clerk, self._grow, files.slab, last + 1)
+                problem = await self._run(self._clerk, self._files.grow, files.slab, last + 1)
+                self._last_error = problem or self._last_error
             outcomes = await self._move(self._writers, files.slab, files.slab.write, slots, blocks)
             stored = np.array([outcome is Outcome.STORED for outcome in outcomes], np.bool_)
             try:
@@ -192,7 +185,7 @@ class Store:
             await remembered
             if sync:
                 await self._run(self._writers, files.slab.sync)
-                await self._run(self._clerk, self._sync, files.ledger)
+                await self._run(self._clerk, self._files.sync, files.ledger)
 
     async def resize(self, num_slots: int) -> None:
         """See `SlotBackend.resize`: what is given up is free on the disk when this returns.
@@ -201,14 +194,14 @@ class Store:
             BackendUnavailableError: The disk is too small, or fails. To be as it was it has to be resized again.
         """
         with _translated(f"resize {self.path}"):
-            await self._run(self._clerk, self._resize, num_slots)
+            await self._run(self._clerk, self._files.resize, num_slots)
         for files in self._groups:
             files.resize_states(num_slots)
 
     async def problem(self) -> str:
         """Say why the disk does not work at all, by a page written and read back; empty if it does."""
         with contextlib.suppress(BackendUnavailableError):
-            return await self._run(self._clerk, self._problem)
+            return await self._run(self._clerk, self._files.problem)
         return "it was closed"
 
     async def aclose(self) -> None:
@@ -221,11 +214,8 @@ class Store:
         """Return where and how blocks are kept: ``io`` is "direct" or "buffered", ``io_reason`` says why not direct."""
         if not self._groups:
             return {}
-        return self._facts | {
-            "allocated_bytes": sum(files.slab.num_allocated * files.slab.shape.stride_bytes for files in self._groups),
-            "ledger_bytes": sum(Ledger.num_bytes(files.ledger.num_slots) for files in self._groups),
-            "own_bytes_written": sum(files.ledger.bytes_written for files in self._groups),
-            "reclaimed_fingerprints": self._directory.num_reclaimed,
+        return self._files.describe() | {
+            "num_recovered": self._num_recovered,
             "num_damaged": self._num_damaged,
             "num_rebuilt": self._num_rebuilt,
             "last_error": str(self._last_error or ""),
@@ -249,29 +239,8 @@ class Store:
         return files
 
     async def _forget(self, files: Group, slots: Slots) -> None:
-        """Forget slots and overwrite what they hold, save those that are being written."""
-        await files.until_erased(slots)
-        slots = slots[slots < len(files.states)]
-        to_erase = slots[files.states[slots] != WRITING]
-        files.mark(to_erase, ERASING)
-        erased = asyncio.ensure_future(self._erase(files, slots, to_erase))
-        files.erasures.add(erased)
-        erased.add_done_callback(_look_at)
-        erased.add_done_callback(files.erasures.discard)
-        await asyncio.shield(erased)  # a write to one of these slots waits for it, whoever waits here
-
-    async def _erase(self, files: Group, slots: Slots, to_erase: Slots) -> None:
-        state = HELD
-        try:
-            await self._run(self._clerk, files.ledger.clear, slots)
-            shares = np.array_split(np.sort(to_erase), _NUM_ERASING_THREADS)
-            jobs = [self._run(self._writers, files.slab.erase, share.tolist(), self.settings.erase) for share in shares]
-            await asyncio.wait(jobs)
-            for job in jobs:
-                job.result()
-            state = EMPTY
-        finally:
-            files.mark(to_erase, state)
+        in_clerk, in_writers = partial(self._run, self._clerk), partial(self._run, self._writers)
+        await files.forget(slots, self.settings.erase, in_clerk, in_writers)
 
     async def _move(
         self,
@@ -318,79 +287,12 @@ class Store:
         future.add_done_callback(_look_at)
         return future
 
-    def _grow(self, slab: Slab, num_slots: int) -> None:
-        """Give slots their place on the disk, some ahead of their use. Those that get none will fail to be written."""
-        if num_slots <= slab.num_allocated:
-            return
-        ahead = min(_MAX_GROWTH_BYTES // slab.shape.stride_bytes, slab.num_slots // 32)
-        for wanted in (min(slab.num_slots, num_slots + ahead), num_slots):
-            try:
-                slab.grow(wanted, self._directory.allocate)
-            except OSError as error:
-                self._last_error = error
-            else:
-                return
-
-    def _resize(self, num_slots: int) -> None:
-        self._directory.resize(num_slots)
-        for files in self._groups:
-            files.ledger.grow(num_slots, self._directory.allocate)
-        for files in self._groups:
-            self._directory.give_back(files.slab.resize(num_slots) + files.ledger.shrink(num_slots))
-        self._facts |= {"capacity_bytes": self._directory.capacity_bytes, "num_slots": num_slots}
-
-    def _problem(self) -> str:
-        flags = os.O_DIRECT if self._facts["io"] == "direct" else 0
-        return page_problem(self._directory.fd, flags, HOLDER)
-
-    def _sync(self, ledger: Ledger) -> None:
-        ledger.sync()
-        self._directory.sync()
-
-    def _open(self, groups: Sequence[RecordShape]) -> list[tuple[Entries, Slots]]:
-        """Open all files; return for each group what its ledger says, and the slots of which it can say nothing."""
-        path = self.path
-        with contextlib.ExitStack() as opened:
-            self._directory = directory = Directory(path, self.settings.capacity, groups)
-            opened.callback(directory.close)
-            flags, reason = probe_direct_io(directory.fd, self.settings.direct, HOLDER)
-            if reason and self.settings.direct == "always":
-                raise ConfigurationError(f"{path} has no direct I/O ({reason}): set direct='auto'")
-            self._groups, found = [], []
-            try:
-                for folder_fd, shape in zip(directory.folder_fds, groups, strict=True):
-                    slab = Slab(open_file(folder_fd, "slab", flags), shape, directory.num_slots)
-                    opened.callback(slab.close)
-                    ledger = Ledger(open_file(folder_fd, "ledger"), self._order)
-                    opened.callback(ledger.close)
-                    ledger.shrink(directory.num_slots)  # before it is read: a file may be of any length
-                    self._groups.append(Group(slab, ledger))
-                    found.append(ledger.read(slab.num_allocated))
-                self._take_room(directory)
-            except OSError as error:
-                name = f"{path}: {error.filename}" if error.filename else f"{path}"
-                raise ConfigurationError(f"{name}: {error.strerror}") from error
-            self._facts = {
-                "path": str(path),
-                "capacity_bytes": int(self.settings.capacity),
-                "num_slots": directory.num_slots,
-                "io": "buffered" if reason else "direct",
-                "io_reason": reason,
-            }
-            self._calls = Calls(opened.pop_all().close)
-        return found
-
-    def _take_room(self, directory: Directory) -> None:
-        """Have the directory count what is there, and every slot its entry in a ledger."""
-        is_known = all(files.ledger.num_slots >= directory.num_slots for files in self._groups)
-        num_bytes = 0
-        for files in self._groups:
-            num_bytes += files.slab.num_allocated * files.slab.shape.stride_bytes
-            num_bytes += Ledger.num_bytes(files.ledger.num_slots)
-        directory.take(num_bytes, is_known=is_known)
-        for files in self._groups:
-            files.ledger.grow(directory.num_slots, directory.allocate)
-            files.resize_states(directory.num_slots)
+    def _open(self, groups: Sequence[RecordShape]) -> Files:
+        """Open all files. In the clerk's thread, which leaves them here even if nobody waits for it any more."""
+        self._files = files = Files(self.path, self.settings, groups, self._order)
+        self._calls = Calls(files.close)
+        self._groups = files.groups
+        return files
 
     async def _recover(self, files: Group, entries: Entries, damaged: Slots) -> Entries:
         """Return what a group holds; look into the slab for what the ledger cannot say, and write that down."""
