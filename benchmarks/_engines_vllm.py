@@ -3,10 +3,10 @@
 vLLM's own manager and CPU tier; chunks are stored by 8 MiB a request, one request a step, and a step is 2 ms long. Down
 means that storage has them, up that vLLM's CPU tier has. What is measured has been done once before with other chunks.
 
-Neither tier has a disk flush what it was given, and both pass by the page cache where the filesystem can. Ours has
-checksums, made and verified, and a limit of space, which is reached before it is measured: so it evicts, and writes
-where it has written before, as a tier of its size does for all of its life but the first hour. vLLM's never evicts, and
-writes new files for all of its life. The other settings are the defaults.
+Neither tier has a disk flush what it was given, and both pass by the page cache, which is checked: so nothing is read
+from memory. Ours has checksums, made and verified, and a limit of space, which is reached before it is measured: so it
+evicts, and writes where it has written before, as a tier of its size does for all of its life but the first hour.
+vLLM's never evicts, and writes new files for all of its life. The other settings are the defaults.
 """
 
 import json
@@ -31,10 +31,19 @@ FOUND = {LookupResult.HIT, LookupResult.HIT_PENDING}
 def measure(tier: dict[str, Any], chunk_bytes: int, num_bytes: int) -> dict[str, float]:
     """Return GB/s and the scheduler's milliseconds per 1,000 chunks, of the tier and with vLLM's manager."""
     tiering = Tiering(tier, num_chunks=num_bytes // chunk_bytes, chunk_bytes=chunk_bytes)
+    if not passes_by_the_page_cache(tiering):
+        sys.exit(f"{tier['type']} would be read from memory: run this in a folder whose filesystem has direct I/O")
     down_and_up(tiering, chunk_bytes, first=1 << 20)
     figures = down_and_up(tiering, chunk_bytes, first=0)
     tiering.close()
     return figures
+
+
+def passes_by_the_page_cache(tiering: Tiering) -> bool:
+    """Say whether the tier found that it can read and write directly."""
+    if hasattr(tiering.tier, "kv"):
+        return bool(tiering.tier.kv.stats().tiers[-1].facts["io"] == "direct")
+    return bool(tiering.tier._use_o_direct)  # noqa: SLF001 - vLLM says it nowhere else
 
 
 def down_and_up(tiering: Tiering, chunk_bytes: int, first: int) -> dict[str, float]:
