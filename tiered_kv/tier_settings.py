@@ -1,7 +1,7 @@
 """What every tier can be told. The settings of each medium are a class that derives from one of these."""
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
 
 from pydantic import ByteSize, Field, model_validator
 
@@ -9,6 +9,9 @@ from tiered_kv.encryption import Encryption
 from tiered_kv.errors import ConfigurationError
 from tiered_kv.setting_errors import Checked
 from tiered_kv.urls import path_of, split_tier_url
+
+DEFAULT_POLICY: Final = "lhd"
+"""Of eviction, in tiers that the cache owns."""
 
 WritePolicy = Literal["through", "back"]
 
@@ -117,7 +120,7 @@ class TierSettings(Checked):
 class OwnedTierSettings(TierSettings):
     """Base of the settings of a tier whose slots this cache gives and takes."""
 
-    policy: str = "lhd"
+    policy: str = DEFAULT_POLICY
     """Which blocks go first when there is no room: ``"lhd"``, ``"lru"``, ``"mq"``, ``"arc"``, ``"s3-fifo"``, or a
     class, ``"package.module:Class"``."""
     ttl_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)

@@ -16,6 +16,7 @@ from tiered_kv.errors import ConfigurationError
 from tiered_kv.replay import BlockCost, ReplayReport, plans_from, replay, tier_plans
 from tiered_kv.replay.real import media_of, really, with_room_as
 from tiered_kv.settings import CacheLimits
+from tiered_kv.tier_settings import DEFAULT_POLICY
 from tiered_kv.traces import BadLine, Trace, open_trace
 
 _MOST_TOLD: Final = 5
@@ -51,7 +52,7 @@ def replay_command(
     tier: Tiers = None,
     config: ConfigFile = None,
     *,
-    policy: Annotated[str, typer.Option(help="Of tiers of --tier that name none.")] = "lru",
+    policy: Annotated[str, typer.Option(help="Of tiers of --tier that name none.")] = DEFAULT_POLICY,
     block_size: BlockSize = None,
     kv_bytes: TokenBytes = "128KiB",
     prefill_rate: PrefillRate = 10_000.0,
@@ -98,16 +99,20 @@ def show(report: ReplayReport) -> None:
     rows = [
         (
             each.name,
+            each.policy,
             f"{each.capacity_blocks:,}",
             f"{each.hit_rate:.3f}",
             gib(each.read_bytes),
             gib(each.written_bytes),
+            f"{each.write_amplification:.2f}",
             gib(each.written_bytes_a_day),
             f"{each.evicted_blocks:,}",
         )
         for each in report.tiers
     ]
-    print_table(("tier", "blocks", "hit rate", "GiB read", "GiB written", "GiB a day", "evicted"), rows)
+    print_table(
+        ("tier", "policy", "blocks", "hit rate", "GiB read", "GiB written", "amplified", "GiB a day", "evicted"), rows
+    )
     saved = report.saved_tokens / max(1, report.input_tokens)
     out.print(
         f"{report.num_requests:,} requests of {report.num_blocks:,} blocks in {report.trace_s:,.0f} s: "

@@ -47,6 +47,11 @@ class TierPlan:
     admit_after: int = 1
     ttl_s: float | None = None
 
+    @property
+    def policy_name(self) -> str:
+        """What results call the policy."""
+        return self.policy if isinstance(self.policy, str) else self.policy.__name__
+
     def block_bytes(self, payload_bytes: int) -> int:
         """Return what a block takes here."""
         shape = RecordShape(b"", payload_bytes)

@@ -97,7 +97,8 @@ def headline(best: Choice) -> str:
     """Say in a line what to buy."""
     if not best.tiers:
         return "No tier is worth its price"
-    return "Buy " + " and ".join(f"{each.num_bytes / _GIB:,.0f} GiB of {each.name}" for each in best.tiers)
+    tiers = (f"{each.num_bytes / _GIB:,.0f} GiB of {each.name} ({each.policy})" for each in best.tiers)
+    return f"Buy {' and '.join(tiers)}"
 
 
 def _verdict(best: Choice, prices: Prices) -> str:

@@ -104,7 +104,7 @@ async def really(
                     await asyncio.sleep(max(0.0, started + request.at_s / speed - time.monotonic()))
                     await engine.serve(kv, request.ids, request.input_tokens)
                     on_request(number)
-                return engine.report(kv.stats().tiers)
+                return engine.report(kv.stats().tiers, plans)
             finally:
                 if not all(isinstance(tier, OwnedTierSettings) for tier in own):
                     for request in trace.requests:
@@ -191,7 +191,7 @@ class _Engine:
             stored = await kv.store(keys[start:], GPULoadStoreSpec(range(start, len(ids))))
             await stored.settled()
 
-    def report(self, books: Sequence[TierStatistics]) -> ReplayReport:
+    def report(self, books: Sequence[TierStatistics], plans: Sequence[TierPlan]) -> ReplayReport:
         """Say what became of all requests."""
         trace, num_blocks = self._trace, self._trace.num_references
         saved_tokens = self._counts["saved tokens"]
@@ -207,18 +207,19 @@ class _Engine:
             trace_s=trace.seconds,
             loads=self._counts["loads"],
             loads_in_memory=self._counts["in memory"],
-            tiers=tuple(map(self._report_of, books)),
+            tiers=tuple(map(self._report_of, books, plans)),
             is_real=True,
             wrong_blocks=self._counts["wrong"],
             load_s=self._load_s,
         )
 
-    def _report_of(self, tier: TierStatistics) -> TierReport:
+    def _report_of(self, tier: TierStatistics, plan: TierPlan) -> TierReport:
         hits, seconds = self._by_tier[tier.tier], self._trace.seconds
-        block_bytes = TierPlan(tier.tier, None, is_memory=tier.tier in OWN_MEDIA).block_bytes(self._payload_bytes)
-        written_bytes = tier.bytes_written or (tier.written + tier.promoted) * block_bytes
+        payload_bytes = (tier.written + tier.promoted) * self._payload_bytes
+        written_bytes = tier.bytes_written or (tier.written + tier.promoted) * plan.block_bytes(self._payload_bytes)
         return TierReport(
             name=tier.tier,
+            policy=plan.policy_name,
             capacity_blocks=tier.num_slots,
             hits=hits,
             hit_rate=hits / max(1, self._trace.num_references),
@@ -226,6 +227,7 @@ class _Engine:
             written_blocks=tier.written,
             promoted_blocks=tier.promoted,
             written_bytes=written_bytes,
+            write_amplification=tier.write_amplification or written_bytes / max(1, payload_bytes),
             written_bytes_a_day=written_bytes * DAY_S / seconds if seconds else 0.0,
             evicted_blocks=tier.evicted,
         )

@@ -12,6 +12,7 @@ class TierReport:
 
     Attributes:
         name: The tier.
+        policy: Of eviction there.
         capacity_blocks: How many it holds.
         hits: Blocks that loads had from it.
         hit_rate: The same of all blocks asked for.
@@ -19,11 +20,13 @@ class TierReport:
         written_blocks: Blocks that stores wrote to it.
         promoted_blocks: Blocks copied up to it.
         written_bytes: Both, with what a record adds.
+        write_amplification: The same for each byte of those blocks; 0 before the first.
         written_bytes_a_day: At the pace of the trace; 0 if all requests came at once.
         evicted_blocks: Gone for want of room.
     """
 
     name: str
+    policy: str
     capacity_blocks: int
     hits: int
     hit_rate: float
@@ -31,6 +34,7 @@ class TierReport:
     written_blocks: int
     promoted_blocks: int
     written_bytes: int
+    write_amplification: float
     written_bytes_a_day: float
     evicted_blocks: int
 

@@ -81,9 +81,11 @@ def replay(
 
 
 def _report_of(tier: SimulatedTier, num_blocks: int, payload_bytes: int, seconds: float) -> TierReport:
-    written_bytes = (tier.written + tier.promoted) * tier.plan.block_bytes(payload_bytes)
+    num_written, block_bytes = tier.written + tier.promoted, tier.plan.block_bytes(payload_bytes)
+    written_bytes = num_written * block_bytes
     return TierReport(
         name=tier.plan.name,
+        policy=tier.plan.policy_name,
         capacity_blocks=tier.index.num_slots,
         hits=tier.hits,
         hit_rate=tier.hits / max(1, num_blocks),
@@ -91,6 +93,7 @@ def _report_of(tier: SimulatedTier, num_blocks: int, payload_bytes: int, seconds
         written_blocks=tier.written,
         promoted_blocks=tier.promoted,
         written_bytes=written_bytes,
+        write_amplification=block_bytes / payload_bytes if num_written else 0.0,
         written_bytes_a_day=written_bytes * DAY_S / seconds if seconds else 0.0,
         evicted_blocks=tier.evicted,
     )
