@@ -1,5 +1,7 @@
 """Least hit density: what it computes from what was counted, and what comes of it."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -176,3 +178,33 @@ def test_more_kinds_of_hints_than_there_is_room_for_do_no_harm() -> None:
         ask(index, [n])
         index.hint(names_of(np.array([n])), ReuseHint(0.5, within_s=float(n + 1), category=str(n)))
     assert ask(index, [29]) == 1
+
+
+def test_what_was_said_before_a_clear_is_forgotten() -> None:
+    """Slots that held blocks of hints hold others by then, which can be evicted whatever is said of them."""
+    index, names = TierIndex(8, policy="lhd"), names_of(np.arange(8))
+    ask(index, list(range(8)))
+    for category in ("one", "two", "three"):
+        index.hint(names, ReuseHint(0.5, category=category))
+    index.clear()
+    with index.reserve(names) as reservation:
+        lease = reservation.commit()
+    index.hint(names[:1], ReuseHint(0.5))
+    lease.release()
+    with index.reserve(names_of(np.arange(100, 108))) as reservation:
+        assert len(reservation.evicted) == len(reservation.slots) == 8
+
+
+def test_uses_of_no_block_take_no_memory() -> None:
+    """However often blocks are asked for or touched of which a tier has none."""
+    index, absent = TierIndex(8, policy="lhd"), names_of(np.arange(4))
+    index.touch(absent)
+    tracemalloc.start()
+    try:
+        for _ in range(3000):
+            index.touch(absent)
+            index.lease(absent).release()
+        grown, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert grown < 100_000

@@ -179,6 +179,7 @@ class LHDPolicy(Policy):
             queue.clear()
         self._num_evictable = 0
         self._ghosts.clear()
+        self._kinds.fill(0)  # those of before mean nothing now
         self._forget_learned()
 
     def _forget_learned(self) -> None:

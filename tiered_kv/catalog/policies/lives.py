@@ -45,8 +45,7 @@ class Lives:
 
     def end(self, classes: Classes, ages: NDArray[np.int64]) -> None:
         """Note that blocks of these classes were used again, at these ages."""
-        if len(classes):
-            self._note(self._weight, classes, ages)
+        self._note(self._weight, classes, ages)
 
     def of(self, classes: slice) -> tuple[Counts, Counts]:
         """Return of some classes how many lives began, ``(n,)``, and ended in a use, ``(n, NUM_AGES)``, as of now."""
@@ -54,6 +53,8 @@ class Lives:
         return self._seen[classes] / self._weight, self._hits[classes] / self._weight
 
     def _note(self, weight: float, classes: Classes, ages: NDArray[np.int64] | None) -> None:
+        if not len(classes):
+            return  # or what is noted would grow without being counted
         self._noted.append((weight, classes, ages))
         self._num_noted += len(classes)
         if self._num_noted >= _SETTLE_AT:
