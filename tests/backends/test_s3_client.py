@@ -5,11 +5,12 @@ from typing import Any, cast
 
 import pytest
 
-from tiered_kv.errors import ConfigurationError
+from tiered_kv.errors import BackendUnavailableError, ConfigurationError
 
 pytest.importorskip("obstore", reason="obstore is missing: pip install 'tiered-kv[s3]'")
 
 from tiered_kv_backends.s3.client import S3Settings, make_store
+from tiered_kv_backends.s3.upkeep import collect_epochs, delete_tenant
 
 
 def made(*, is_probe: bool = False, **settings: object) -> Any:  # noqa: ANN401 - obstore has a class a medium
@@ -73,3 +74,13 @@ def test_a_folder_is_made(tmp_path: Path) -> None:
     assert (tmp_path / "a" / "b").is_dir()
     assert S3Settings(url="memory:///").is_private is True
     assert S3Settings(url=f"file://{tmp_path}").is_private is False
+
+
+async def test_jobs_say_that_a_store_does_not_answer() -> None:
+    """In the cache's own words, as a cache would be told."""
+    settings = {"url": "s3://bucket", "endpoint": "http://127.0.0.1:9", "max_retries": 0, "timeout_s": 8}
+    keys = {"access_key_id": "id", "secret_access_key": "secret"}
+    with pytest.raises(BackendUnavailableError, match="collect epochs"):
+        await collect_epochs(settings | keys, keep_weights=[], idle_s=0)
+    with pytest.raises(BackendUnavailableError, match="delete a tenant"):
+        await delete_tenant(settings | keys, "ann")

@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 from tests.support import virtual
 from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
 from tests.support.caches import AnyTier, Recorder, inside, open_cache, until, until_idle
-from tests.support.engine import MODEL, PAYLOAD_BYTES, SMALL_LIMITS, Engine, contents, prompt, small_layout
+from tests.support.engine import BLOCK_SIZE, MODEL, PAYLOAD_BYTES, SMALL_LIMITS, Engine, contents, prompt, small_layout
 from tiered_kv import (
     BackendUnavailableError,
     Block,
@@ -26,6 +26,7 @@ from tiered_kv import (
     TieredKV,
     TierSettings,
     TierStore,
+    hash_blocks,
 )
 from tiered_kv.events import CacheClosed
 from tiered_kv.keys import Names
@@ -84,6 +85,26 @@ async def test_a_store_leaves_its_blocks_waiting_and_flush_writes_them() -> None
         engine.poison()
         assert (await kv.load(KEYS, INTO)).by_tier == {"slots": 8}
         assert engine.read(INTO) == contents(KEYS)
+        await until_idle(kv)
+
+
+async def test_what_waits_of_several_tenants_is_written_for_each() -> None:
+    """One after another, in the order they came, under their own names."""
+    engine, slots = Engine(), slots_back()
+    tokens = np.arange(3 * BLOCK_SIZE)
+    salts = ("ann", "bob", "ann", "", "bob")
+    batches = [hash_blocks(tokens + 1000 * n, block_size=BLOCK_SIZE, salt=salt) for n, salt in enumerate(salts)]
+    async with open_cache(cpu(16), slots, engine=engine, limits=LAZY) as kv:
+        for keys in batches:
+            await kv.store(keys, engine.compute(keys))
+        assert (dirty(kv), slots.num_records) == (15, 0)
+        await kv.flush()
+        assert (dirty(kv), slots.num_records) == (0, 15)
+        for keys in batches:
+            await kv.evict(keys, tier="cpu")
+            engine.poison()
+            assert (await kv.load(keys, INTO[:3])).by_tier == {"slots": 3}
+            assert engine.read(INTO[:3]) == contents(keys)
         await until_idle(kv)
 
 

@@ -132,6 +132,11 @@ class TestSettings:
         with pytest.raises(ConfigurationError):
             RedisSettings.model_validate(wrong)
 
+    def test_blocks_expire_after_a_day_unless_it_is_said_otherwise(self) -> None:
+        """One server, whose memory others may need too."""
+        settings = RedisSettings.model_validate({"url": "redis://a"})
+        assert (settings.ttl_s, settings.cluster) == (86_400, False)
+
     def test_a_url_is_a_tier(self) -> None:
         """A tier can be written as one URL, of either scheme."""
         tier = tier_from("rediss://kv:p%40ss@[::1]:7000,b:7001?cluster=true&ttl_s=60")
