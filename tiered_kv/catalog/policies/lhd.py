@@ -41,6 +41,8 @@ _LEAST_GHOSTS: Final = 1 << 15
 """A small tier learns how long blocks stay away only if it remembers more of them; 14 bytes each."""
 _LEARN_EVERY: Final = 512
 """Blocks used; to compute densities takes some 100 us."""
+_FEW: Final = 32
+"""So many slots are told apart one by one sooner than numpy begins."""
 _SAME: Final = 1.1
 """Densities that differ by less count as the same: the age of two blocks is certain, and these are estimates."""
 _LEAST_DENSITY: Final = 1e-15
@@ -285,4 +287,9 @@ def _by_number(numbers: Classes, slots: Slots) -> list[tuple[int, Slots]]:
         return []
     if len(slots) == 1 or (numbers == numbers[0]).all():
         return [(int(numbers[0]), slots)]
+    if len(slots) <= _FEW:
+        batches: dict[int, list[int]] = {}
+        for number, slot in zip(numbers.tolist(), slots.tolist(), strict=True):
+            batches.setdefault(number, []).append(slot)
+        return [(number, np.array(batch)) for number, batch in batches.items()]
     return [(number, slots[numbers == number]) for number in np.flatnonzero(np.bincount(numbers)).tolist()]
