@@ -6,7 +6,8 @@ means that storage has them, up that vLLM's CPU tier has. What is measured has b
 Neither tier has a disk flush what it was given, and both pass by the page cache, which is checked: so nothing is read
 from memory. Ours has checksums, made and verified, and a limit of space, which is reached before it is measured: so it
 evicts, and writes where it has written before, as a tier of its size does for all of its life but the first hour.
-vLLM's never evicts, and writes new files for all of its life. The other settings are the defaults.
+vLLM's never evicts, and writes new files for all of its life. The other settings are the defaults, but for the policy:
+ours goes by LRU, as what is measured must be there, and `lhd` keeps some of the chunks that were used before instead.
 """
 
 import json
@@ -80,6 +81,8 @@ def down_and_up(tiering: Tiering, chunk_bytes: int, first: int) -> dict[str, flo
     while waiting:
         answers = [{tiering.call(tiering.manager.lookup, key, context) for key in keys} for keys, context in waiting]
         tiering.step()
+        if any(LookupResult.MISS in found for found in answers):
+            sys.exit("chunks are gone that were stored")
         waiting = [each for each, found in zip(waiting, answers, strict=True) if not found <= FOUND]
         time.sleep(STEP_S)
     settle(tiering)
@@ -120,12 +123,12 @@ def settle(tiering: Tiering) -> None:
 def main(folder: pathlib.Path, num_mib: int = 256) -> None:
     """Print a round's figures."""
     found: dict[str, dict[str, float]] = {}
-    capacity = f"capacity={num_mib + num_mib // 8 + 2}MiB"
+    options = f"capacity={num_mib + num_mib // 8 + 2}MiB&policy=lru"
     for size, chunk_bytes in SIZES.items():
         tiers: dict[str, dict[str, Any]] = {
             "vllm fs": {"type": "fs", "root_dir": str(folder / f"fs-{size}")},
-            "tiered_kv": {**OURS, "tiers": [f"file://{folder}/nvme-{size}?{capacity}"]},
-            "tiered_kv direct": {**OURS, "tiers": [f"file://{folder}/direct-{size}?{capacity}"], "direct": True},
+            "tiered_kv": {**OURS, "tiers": [f"file://{folder}/nvme-{size}?{options}"]},
+            "tiered_kv direct": {**OURS, "tiers": [f"file://{folder}/direct-{size}?{options}"], "direct": True},
         }
         found[f"bare disk {size}"] = bare(folder, num_mib << 20)
         found |= {f"{name} {size}": measure(tier, chunk_bytes, num_mib << 20) for name, tier in tiers.items()}
