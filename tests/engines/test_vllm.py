@@ -214,11 +214,12 @@ def test_two_ranks_store_and_load_their_parts(runs: Runs, alone: list[list[int]]
     assert hits_of(warm) == HITS
 
 
-def test_engines_share_prefixes_by_a_server(runs: Runs, alone: list[list[int]]) -> None:
+@pytest.mark.parametrize("engine", [{}, SEVERAL], ids=["one rank", "two ranks"])
+def test_engines_share_prefixes_by_a_server(engine: Answer, runs: Runs, alone: list[list[int]]) -> None:
     """By one setting: what an engine has computed another loads from the host's server, which outlives both."""
     tiers = {"medium": "cpu", "capacity": "4MiB"}, {"medium": "nvme", "path": runs.folder / "nvme", "capacity": "16MiB"}
     with serving(runs.folder, *tiers, limits=CacheLimits()) as server:
-        wanted: Answer = {"tiers": None, "extra": {"connect": f"unix://{server.path}"}}
+        wanted: Answer = {"engine": engine, "tiers": None, "extra": {"connect": f"unix://{server.path}"}}
         cold = runs.run(**wanted)
         warm = runs.run(**wanted)
     assert cold["rounds"][0]["tokens"] == warm["rounds"][0]["tokens"] == alone[:2]
