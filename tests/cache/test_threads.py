@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from tests.support.backends import ScriptedBackend
-from tests.support.caches import keep, open_cache, until, until_idle
+from tests.support.caches import inside, keep, open_cache, until, until_idle
 from tests.support.engine import MODEL, PAYLOAD_BYTES, Engine, contents, prompt, small_layout
 from tiered_kv import (
     CacheLimits,
     ClosedError,
     ConfigurationError,
+    CPULoadStoreSpec,
     GPULoadStoreSpec,
     LayoutMismatchError,
     LoadResult,
@@ -274,6 +275,17 @@ async def test_one_poller_hears_of_what_all_threads_submit() -> None:
         await in_threads([poll, *(partial(submit, number) for number in range(3))])
         assert len(polled) == len(set(polled)) == num_wanted
         assert set(polled) == {ticket for each in submitted for ticket in each}
+
+
+@pytest.mark.parametrize(
+    "spec", [GPULoadStoreSpec(range(1)), CPULoadStoreSpec(range(1), pool="pool")], ids=["caches", "pool"]
+)
+async def test_a_thread_that_closing_overtakes_is_told_so(spec: GPULoadStoreSpec | CPULoadStoreSpec) -> None:
+    """Not that nothing was registered, though the engine's memory was let go of by then."""
+    async with open_cache(CPU, engine=Engine()) as kv:
+        bindings = inside(kv).bindings
+    with pytest.raises(ClosedError):
+        bindings.find(spec, 0)
 
 
 async def test_closing_while_threads_submit() -> None:

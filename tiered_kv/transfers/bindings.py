@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tiered_kv.errors import ConfigurationError, LayoutMismatchError
+from tiered_kv.errors import ClosedError, ConfigurationError, LayoutMismatchError
 from tiered_kv.layout import KVCaches, KVGroup
 from tiered_kv.loop_calls import LoopCalls
 from tiered_kv.memory.caches import PagedCaches
@@ -134,6 +134,7 @@ class Bindings:
         self._caches: dict[int, Binding] = {}
         self._pools: dict[str, Binding] = {}
         self._lanes: tuple[Lanes, Lanes] | None = None
+        self._is_closed = False
 
     def register_caches(self, kv_caches: KVCaches, chain: Reach, *, group: int, axes: str | None) -> None:
         """See `TieredKV.register_kv_caches`."""
@@ -187,6 +188,7 @@ class Bindings:
 
     def forget(self) -> None:
         """Let go of all of it: the cache is closed, and the engine may unmap it."""
+        self._is_closed = True  # first: a thread that finds nothing asks why
         self._caches.clear()
         self._pools.clear()
 
@@ -196,10 +198,12 @@ class Bindings:
         Raises:
             ConfigurationError: It is no spec, there is no such pool, or no caches are registered yet.
             LayoutMismatchError: It is one of another KV group.
+            ClosedError: The cache was closed meanwhile.
         """
         if isinstance(spec, CPULoadStoreSpec):
             pool = self._pools.get(spec.pool)
             if pool is None:
+                self._check_open()
                 known = ", ".join(map(repr, self._pools)) or "none"
                 advice = "" if spec.pool else "; tensors that were registered are GPULoadStoreSpec, on a CPU too"
                 raise ConfigurationError(
@@ -219,5 +223,10 @@ class Bindings:
             raise LayoutMismatchError(f"keys of KV group {group}, block ids of group {spec.group}")
         binding = self._caches.get(group)
         if binding is None:
+            self._check_open()
             raise ConfigurationError("register_kv_caches() comes before load and store: the cache has no tensors yet")
         return binding
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError("this TieredKV is closed")
