@@ -159,7 +159,7 @@ def _in_a_fork(
         elif time.monotonic() > ends:
             code = -1
         else:
-            time.sleep(0.02)
+            time.sleep(0.02)  # waitpid has no time limit of its own
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)  # processes that a test started and did not end
     if not ended:

@@ -56,7 +56,7 @@ async def log_in(address: Address, login: Login) -> Connection:
     try:
         for each in login.commands():
             _check(await connection.say(each), login)
-    except BaseException:
+    except BaseException:  # cancelled, too: nobody else knows of the connection
         connection.close()
         raise
     return connection
@@ -96,7 +96,7 @@ class Pool:
             self._lent.add(connection)
             try:
                 yield connection
-            except BaseException:
+            except BaseException:  # cancelled, too: half of an answer may be left in it
                 connection.close()
                 raise
             finally:

@@ -39,7 +39,7 @@ class Socket:
         if tls is not None:
             try:
                 await connected._start_tls(tls, address.host)
-            except BaseException:
+            except BaseException:  # cancelled, too: nobody else knows of the socket
                 connected.close()
                 raise
         return connected
@@ -124,7 +124,7 @@ async def _connect(address: Address) -> socket.socket:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             await loop.sock_connect(sock, where)
-        except BaseException as error:
+        except BaseException as error:  # cancelled, too; only what the address refuses leads to the next one
             sock.close()
             if n == len(found) or not isinstance(error, OSError):
                 raise

@@ -118,7 +118,7 @@ class Admission:
                 answer = self._attached(token, slabs, places_of(seat), is_read_only=session.is_read_only)
                 await handshake.send_opened(connection, answer, descriptors)
             await link.start(client.link, connection)
-        except BaseException:
+        except BaseException:  # cancelled, too: what was taken for a client that is none goes back
             if client is not None:
                 client.end()  # nothing was asked for yet
             else:
@@ -141,7 +141,7 @@ class Admission:
         try:
             await handshake.send_opened(connection, Joined())
             await link.start(beside, connection)
-        except BaseException:
+        except BaseException:  # cancelled, too: it counts among the client's connections no more
             beside.connection_lost(None)
             raise
         return True

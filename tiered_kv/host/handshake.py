@@ -124,7 +124,7 @@ def begin(path: str, opening: Message, timeout_s: float) -> tuple[socket.socket,
     except OSError as error:
         give_back(connection, descriptors)
         raise BackendUnavailableError(f"no server at {path}: {error.strerror or error}") from error
-    except BaseException:
+    except BaseException:  # a Ctrl-C, too: descriptors that came are closed by nobody else
         give_back(connection, descriptors)
         raise
     return connection, answer, descriptors
