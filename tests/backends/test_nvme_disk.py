@@ -1,7 +1,6 @@
 """What an NVMe tier forces to its disk, takes of it, and gives back."""
 
 import asyncio
-import contextlib
 import errno
 import gc
 import os
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.support.caches import until
+from tests.support.descriptors import num_open_in
 from tests.support.nvme_tier import (
     MIB,
     STRIDE,
@@ -302,12 +302,3 @@ def test_what_says_nothing_readable_is_new(tmp_path: Path) -> None:
     """Each time another, so that no two directories are taken for one."""
     assert read_member(tmp_path).id != read_member(tmp_path).id
     assert len(read_member(tmp_path).id) == 16
-
-
-def num_open_in(path: Path) -> int:
-    """Count the descriptors that this process has of a folder and what is in it."""
-    num_open = 0
-    for each in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # closed by now
-            num_open += str(each.readlink()).startswith(str(path))
-    return num_open

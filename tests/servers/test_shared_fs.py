@@ -18,6 +18,7 @@ from anyio import fail_after
 from anyio.lowlevel import checkpoint
 
 from tests.support.caches import until
+from tests.support.descriptors import num_open_in
 from tiered_kv.backend import BackendContext, Block, Outcome
 from tiered_kv.chain_settings import tier_from
 from tiered_kv.errors import BackendUnavailableError, ClosedError, ConfigurationError
@@ -566,15 +567,6 @@ async def test_a_folder_that_goes_between_two_blocks_is_made_again(tmp_path: Pat
     share = Swept(Work(key, make_block(bytes(SIZE), key), 1) for key in (first, second, second))
     assert write_records(str(tmp_path), share) == [Outcome.STORED] * 3
     assert not files_in(tmp_path)
-
-
-def num_open_in(path: Path) -> int:
-    """Count the descriptors that this process has of a folder and what is in it."""
-    num_open = 0
-    for each in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # closed by now
-            num_open += str(each.readlink()).startswith(str(path))
-    return num_open
 
 
 async def test_every_call_gives_back_what_it_opens(tmp_path: Path) -> None:
