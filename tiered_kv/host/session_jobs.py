@@ -75,9 +75,8 @@ class SessionJobs:
         """
         keys = request.keys.block_keys()
         parts = seat.batches(keys)
-        if (
-            _SAID_BYTES * len(keys) * len(parts) > wire.MOST_FRAME_BYTES // 2
-        ):  # slots would be held that nobody hears of
+        # Else slots would be held that nobody hears of.
+        if _SAID_BYTES * len(keys) * len(parts) > wire.MOST_FRAME_BYTES // 2:
             raise ConfigurationError(f"the plan of {len(keys)} keys for {len(parts)} ranks: give fewer keys to a job")
         per_block = parts[0][0].group.pages_per_block
         engine = _some_blocks(len(keys) * per_block, keys.group) if request.is_bound else None
