@@ -13,7 +13,15 @@ from anyio.lowlevel import checkpoint
 from tests.host.processes import Started, prompt_of, server, started, storing_client, stuck_client
 from tests.support.any_layout import AnyEngine, cpu, prompt
 from tests.support.serving import attached, serving
-from tiered_kv import BlockKeys, ConnectedKV, TieredKVServer
+from tiered_kv import (
+    BackendUnavailableError,
+    BlockKeys,
+    ConnectedKV,
+    Explanation,
+    PrefetchResult,
+    TieredKVServer,
+    TierFault,
+)
 
 FOREVER_S = 60.0
 """For what comes at once unless something is broken."""
@@ -128,6 +136,24 @@ async def test_every_call_ends_while_a_server_hangs(tmp_path: Path) -> None:
             assert not kv.is_attached
         one.send(signal.SIGCONT)
         await until_found(kv, keys)
+
+
+async def test_calls_that_may_take_long_do_not_wait_for_a_server_that_hangs(tmp_path: Path) -> None:
+    """What has a minute where a server works ends after the time of any other call where none says a word."""
+    engine, keys = AnyEngine(), prompt(8)
+    async with served(tmp_path) as one, attached_at(tmp_path, engine, timeout_s=1.0) as kv:
+        await kv.store(keys, engine.fill(keys, range(8)))
+        one.send(signal.SIGSTOP)
+        with anyio.fail_after(FOREVER_S / 2):  # half of what they may take
+            asked = kv.evict(keys), kv.clear(), kv.flush(), kv.drain(), kv.explain(keys, ask=True), kv.prefetch(keys)
+            *unknown, drained, explained, prefetched = await asyncio.gather(*asked, return_exceptions=True)
+        assert [type(error) for error in unknown] == [BackendUnavailableError] * 3
+        assert drained is False
+        assert explained == [Explanation("server away")] * 8
+        assert prefetched == PrefetchResult(0, 0, (TierFault("host", "server away", 8),))
+        one.send(signal.SIGCONT)
+        await until_async(lambda: kv.is_attached)
+        await kv.flush()
 
 
 async def test_a_rolling_restart_loses_nothing_settled(tmp_path: Path) -> None:

@@ -52,8 +52,12 @@ class Attachment:
         descriptors: list[int],
         device: Device,
         lost: Callable[["Attachment"], None],
+        patience_s: float,
     ) -> None:
-        """Map the slabs; `start` comes next. The connection is closed here, whatever happens; descriptors too."""
+        """Map the slabs; `start` comes next. The connection is closed here, whatever happens; descriptors too.
+
+        ``patience_s`` is how long a server that is asked may say nothing at all.
+        """
         self.path = path
         self.attached = attached
         self.slabs: dict[str, HostSlab] = {}
@@ -63,6 +67,8 @@ class Attachment:
         self._device = device
         self._connection = connection
         self._on_lost = lost
+        self._patience_s = patience_s
+        self._num_heard = 0
         self._last_number = 0
         self._waiting: dict[int, asyncio.Future[messages.Answer]] = {}
         self._num_copying = 0
@@ -109,8 +115,9 @@ class Attachment:
         try:
             self._link.send(make(number))
             async with asyncio.timeout(timeout_s):
-                await future
-                return future.result()
+                if timeout_s > self._patience_s:
+                    await self._while_it_speaks(future)
+                return await future
         except TimeoutError:
             self.is_silent = self.is_open
             return None
@@ -128,6 +135,15 @@ class Attachment:
         if not self.is_open or self.is_silent:
             return None
         return self._door.ask(make, timeout_s, self._link.num_sent)
+
+    async def _while_it_speaks(self, future: asyncio.Future[messages.Answer]) -> None:
+        """Wait for an answer that may take long, but not for a server that hangs: that says nothing to any question."""
+        while not future.done():
+            num_heard = self._num_heard
+            self._link.send(messages.Stats(self.number()))
+            await asyncio.wait([future], timeout=self._patience_s)
+            if not future.done() and self._num_heard == num_heard:
+                raise TimeoutError
 
     # Copies, which the end of an attachment waits for.
 
@@ -164,6 +180,7 @@ class Attachment:
 
     def _take(self, reply: messages.Reply) -> None:
         self.is_silent = False
+        self._num_heard += 1
         if isinstance(reply, messages.Answer) and (future := self._waiting.get(reply.id)) is not None:
             if not future.done():
                 future.set_result(reply)

@@ -194,7 +194,7 @@ class Connection:
             handshake.give_back(connection, descriptors)
             raise
         connection.settimeout(0.0)
-        there = Attachment(self.path, connection, attached, descriptors, here.device, self._lost)
+        there = Attachment(self.path, connection, attached, descriptors, here.device, self._lost, self.timeout_s)
         await there.start()
         self.there = there
         for follower in self._followers:
