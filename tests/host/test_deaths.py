@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -121,6 +122,25 @@ async def test_a_server_that_is_killed_is_missed_and_then_warm(tmp_path: Path) -
         await stack.__aexit__(None, None, None)
 
 
+async def test_a_load_under_way_ends_with_what_is_in_place(tmp_path: Path) -> None:
+    """Its server is killed after it has asked for a copy: that ends, the rest of the prefix never comes."""
+    engine, keys, may_begin = AnyEngine(), prompt(32), threading.Event()
+    async with served(tmp_path) as one, attached_at(tmp_path, engine) as kv:
+        stored = await kv.store(keys, engine.fill(keys, range(32)))
+        await stored.settled()
+        await kv.evict(keys[8:], tier="cpu")
+        engine.wipe()
+        loading = kv.start_load(keys, engine.spec(range(32)), after=may_begin)
+        await until_async(lambda: facts(tmp_path)["clients"][0]["copies"] > 0)
+        one.kill()
+        await until_async(lambda: not kv.is_attached)
+        assert not loading.done
+        may_begin.set()
+        loaded = await loading
+        assert 0 < loaded.num_blocks == engine.count_right(keys, range(32)) < 32
+        assert loaded.faults[0].reason == "server away"
+
+
 async def test_every_call_ends_while_a_server_hangs(tmp_path: Path) -> None:
     """A stopped server costs a call its time limit, and those after it nothing; it is used again when it goes on."""
     engine, keys = AnyEngine(), prompt(8)
@@ -165,6 +185,24 @@ async def test_a_rolling_restart_loses_nothing_settled(tmp_path: Path) -> None:
         assert await asyncio.to_thread(first.join) == 0
         async with served(tmp_path):
             await until_found(kv, keys)
+
+
+async def test_rolling_restarts_under_traffic_lose_nothing_settled(tmp_path: Path) -> None:
+    """An engine stores and loads all the time; each server drains, and the engine goes on with the next one."""
+    said: list[int] = []
+    with started(storing_client, tmp_path / "kv.sock", 0) as client:
+        for _ in range(3):
+            async with served(tmp_path) as one:
+                said += [await asyncio.to_thread(client.hear) for _ in range(3)]
+                one.send(signal.SIGTERM)
+                assert await asyncio.to_thread(one.join) == 0
+        client.kill()
+        said += client.heard()
+    engine = AnyEngine()
+    async with served(tmp_path), attached_at(tmp_path, engine) as kv:
+        for seed in said[-128:]:  # the disk has room for twice as many
+            loaded = await kv.load(prompt_of(seed), engine.spec(range(8)))
+            assert loaded.num_blocks == engine.count_right(prompt_of(seed), range(8)) == 8, f"prompt {seed}"
 
 
 async def test_killed_again_and_again(tmp_path: Path) -> None:

@@ -1,13 +1,15 @@
 """kill -9 of clients and of the server, at random moments under traffic; `make kills` does it 200 and 50 times.
 
 Two clients store prompts and load them again, byte by byte, and say what is settled on the disk. After each death all
-that is said has to be there, right, and at the end the server holds nothing for anyone.
+that is said has to be there, right. The first server outlives half of the clients, and the last one is there at the
+end: each then holds nothing for anyone, whatever has died.
 """
 
 import asyncio
 import signal
 import sys
 from collections import deque
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -19,7 +21,8 @@ from tests.host.test_deaths import attached_at, facts, until_clean, until_found
 from tests.support.any_layout import AnyEngine
 from tests.support.caches import until
 
-CLIENTS_A_SERVER = 4
+CLIENTS_A_SERVER = 2
+"""Of the second half, that are killed before the server is."""
 REMEMBERED = 32
 """Prompts that were settled last: the disk has room for many more."""
 
@@ -33,6 +36,7 @@ class Traffic:
         self.num_settled = 0
         self._stack = stack
         self._num_started = 0
+        self._num_descriptors = 0  # of a server that holds nothing for anyone
 
     async def serve(self) -> Started:
         """Start a server."""
@@ -52,6 +56,17 @@ class Traffic:
         seeds = [*said, *one.heard()]
         self.settled.extend(seeds)
         self.num_settled += len(seeds)
+
+    async def attach_anew(self, clients: Sequence[Started]) -> list[Started]:
+        """Kill these, see that the server holds no more for them than after the first kill, and attach two."""
+        for one in clients:
+            one.kill()
+            self.listen(one)
+        if clients:
+            await until_clean(self.path)
+            self._num_descriptors = self._num_descriptors or facts(self.path)["num_descriptors"]
+            await until(lambda: facts(self.path)["num_descriptors"] <= self._num_descriptors)
+        return [await self.attach() for _ in range(2)]
 
     async def check(self) -> None:
         """Load all that was settled lately, byte by byte."""
@@ -73,14 +88,13 @@ async def test_kills_at_random_moments(tmp_path: Path, request: pytest.FixtureRe
     with ExitStack() as stack:
         traffic = Traffic(tmp_path, stack)
         serving = await traffic.serve()
-        clients = [await traffic.attach() for _ in range(2)]
-        num_descriptors = facts(tmp_path)["num_descriptors"]
+        clients = await traffic.attach_anew(await traffic.attach_anew([]))
         for number in range(1, num_kills + 1):
             at = int(rng.integers(2))
             traffic.listen(clients[at], await asyncio.to_thread(clients[at].hear))
             await asyncio.sleep(rng.uniform(0.0, 0.1))  # at any moment of what it does
             clients[at].kill()
-            if number % CLIENTS_A_SERVER == 0:
+            if number > num_kills // 2 and number % CLIENTS_A_SERVER == 0:
                 serving.kill()
                 serving = await traffic.serve()
             clients[1 - at].send(signal.SIGSTOP)  # else it would store until the disk evicts what is looked for
@@ -89,10 +103,8 @@ async def test_kills_at_random_moments(tmp_path: Path, request: pytest.FixtureRe
             await traffic.check()
             clients[1 - at].send(signal.SIGCONT)
             clients[at] = await traffic.attach()
-        assert facts(tmp_path)["num_descriptors"] <= num_descriptors
-        for one in clients:
-            one.kill()
-        await until_clean(tmp_path)
-        await until(lambda: facts(tmp_path)["num_descriptors"] < num_descriptors)
-    num_servers = num_kills // CLIENTS_A_SERVER
+            if number == num_kills // 2:
+                clients = await traffic.attach_anew(clients)
+        await traffic.attach_anew(clients)
+    num_servers = num_kills // 2 // CLIENTS_A_SERVER
     sys.stdout.write(f"{num_kills} clients and {num_servers} servers killed; {traffic.num_settled} prompts settled\n")
