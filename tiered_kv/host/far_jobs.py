@@ -171,6 +171,8 @@ class FarJobs(JobBook):
             self._end(far, "closed")
         self._introductions.close()
         self._workers.close()
+        if self._watching is not None:
+            self._watching.cancel()  # else closing would wait for its next look
 
     def hear(self, far: _FarJob, reply: Reply) -> None:
         """Take what the server says of a job."""
