@@ -1,0 +1,136 @@
+"""Who may attach, what the server knows of them, and what one of them may have: as the documentation says."""
+
+import asyncio
+import fcntl
+import logging
+import os
+import socket
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.support.any_layout import MODEL, SMALL, AnyEngine, cpu, prompt
+from tests.support.caches import until
+from tests.support.serving import attached, serving
+from tiered_kv import CacheLimits, Shard
+from tiered_kv.host import handshake, messages, wire
+from tiered_kv.host.fields import Keys
+from tiered_kv.host.opening import Attach, Attached, MapSlab
+
+KEYS = prompt(8)
+
+
+async def test_the_socket_has_the_mode_and_the_group_that_were_asked_for(tmp_path: Path) -> None:
+    """They decide who may attach; nobody sees the socket before it has them."""
+    group = 4711 if os.geteuid() == 0 else os.getgid()
+    with serving(tmp_path, cpu(8), host={"mode": "620", "group": str(group)}) as server:
+        about = server.path.stat()
+        assert stat.S_IMODE(about.st_mode) == 0o620
+        assert about.st_gid == group
+
+
+async def test_whose_process_attaches_is_logged_and_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As the system says it, beside what the client calls itself."""
+    caplog.set_level(logging.INFO, "tiered_kv")
+    name = f"engine (process {os.getpid()}, user {os.getuid()})"
+    with serving(tmp_path, cpu(8)) as server:
+        async with attached(server, name="engine"):
+            assert [each["name"] for each in server.health()["clients"]] == [name]
+    (said,) = [each.getMessage() for each in caplog.records if each.getMessage().startswith("host.attaching")]
+    assert name in said
+    assert f"gid={os.getgid()}" in said
+
+
+async def test_a_user_may_be_one_who_reads(tmp_path: Path) -> None:
+    """By the server's settings, whatever its engine asks for."""
+    engine = AnyEngine()
+    with serving(tmp_path, cpu(8), host={"read_only_uids": [os.getuid()]}) as server:
+        async with attached(server, engine) as kv:
+            dropped = await kv.store(KEYS, engine.fill(KEYS, range(8)))
+            assert dropped.drop_reasons == {"read only": 8}
+            kv.planner().register_worker()
+            assert (await kv.planner().plan_store(KEYS).ended()).errors == ("read only",)
+            assert server.health()["clients"][0]["is_read_only"]
+
+
+async def test_who_reads_gets_memory_that_cannot_be_written(tmp_path: Path) -> None:
+    """Neither it nor a worker of it, by the descriptors that they get."""
+    opening = Attach.of("reader", MODEL, SMALL, (Shard(),), is_read_only=True)
+    with serving(tmp_path, cpu(8)) as server:
+        path = os.fspath(server.path)
+        connection, answer, descriptors = await asyncio.to_thread(handshake.begin, path, opening, 60.0)
+        assert isinstance(answer, Attached)
+        asked = MapSlab(answer.token, answer.slabs[0].name)
+        beside, _, mapped = await asyncio.to_thread(handshake.begin, path, asked, 60.0)
+        for fd in (*descriptors, *mapped):
+            assert fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+        handshake.give_back(connection, descriptors)
+        handshake.give_back(beside, mapped)
+
+
+async def test_one_client_has_so_much_under_way(tmp_path: Path) -> None:
+    """One load, one store or one job more brings nothing, by itself or by its bytes; others are served."""
+    engine, other, may_begin = AnyEngine(), AnyEngine(), threading.Event()
+    host = {"loads_per_client": 1, "stores_per_client": 1, "jobs_per_client": 1}
+    with serving(tmp_path, cpu(24), host=host) as server:
+        async with attached(server, engine) as kv, attached(server, other) as neighbour:
+            await kv.store(KEYS, engine.fill(KEYS, range(8)))
+            loading = kv.start_load(KEYS, engine.spec(range(8)), after=may_begin)
+            await until(lambda: server.health()["clients"][0]["loads"] == 1)
+            refused = await kv.load(KEYS, engine.spec(range(8, 16)))
+            assert (refused.num_blocks, refused.faults[0].reason) == (0, "too many loads")
+            assert (await neighbour.load(KEYS, other.spec(range(8)))).num_blocks == 8
+            may_begin.set()
+            assert (await loading).num_blocks == 8
+            kv.planner().register_worker()
+            await (planned := kv.planner().plan_load(KEYS)).planned()
+            assert (await kv.planner().plan_load(KEYS).ended()).errors == ("too many jobs",)
+            planned.cancel()
+
+
+async def test_one_client_asks_so_much_at_once(tmp_path: Path) -> None:
+    """Of questions that come together as many are answered as there may be; to the others the answer is that."""
+    opening = Attach.of("curious", MODEL, SMALL, (Shard(),), is_read_only=False)
+    with serving(tmp_path, cpu(8), host={"questions_per_client": 2}) as server:
+        connection, _, descriptors = await asyncio.to_thread(handshake.begin, os.fspath(server.path), opening, 60.0)
+        said = Keys.of(KEYS, bytes(32))
+        connection.sendall(b"".join(wire.frame(messages.Lookup(number, said)) for number in range(5)))
+        answers = []
+        for _ in range(5):
+            length = int.from_bytes(await asyncio.to_thread(connection.recv, 4, socket.MSG_WAITALL), "little")
+            answers.append(messages.reply_from(connection.recv(length, socket.MSG_WAITALL)))
+        assert sorted(each.id for each in answers if isinstance(each, messages.Found)) == [0, 1]
+        assert {each.kind for each in answers if isinstance(each, messages.Failed)} == {"CapacityError"}
+        handshake.give_back(connection, descriptors)
+
+
+async def test_a_message_is_never_about_one_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many blocks a call is about, client and server say as much: of 4 as of 40."""
+    engine, said = AnyEngine(), list[str]()
+    frame = wire.frame
+
+    def counted(message: wire.Message) -> bytes:
+        said.append(type(message).__name__)
+        return frame(message)
+
+    with serving(tmp_path, cpu(64), limits=CacheLimits()) as server:
+        async with attached(server, engine) as kv:
+            kv.pin(KEYS, ttl_s=60.0)  # opens the connection of questions that block
+            monkeypatch.setattr(wire, "frame", counted)
+            by_size = []
+            for size in (4, 40):
+                keys, blocks = prompt(size, seed=size), range(size)
+                said.clear()
+                await (await kv.store(keys, engine.fill(keys, blocks))).settled()
+                await kv.lookup(keys)
+                await kv.load(keys, engine.spec(blocks))
+                await kv.prefetch(keys)
+                kv.pin(keys, ttl_s=60.0)
+                kv.unpin(keys)
+                await kv.explain(keys)
+                await kv.evict(keys)
+                by_size.append(sorted(said))
+            assert by_size[0] == by_size[1]
+            assert len(by_size[0]) > 16
