@@ -261,6 +261,35 @@ def test_requests_at_once_with_preemption(runs: Runs, vllm: Environment, tiny_ll
     assert answer["counters"]["vllm:tiered_kv_load_blocks"] > 8 * 2, "requests that were preempted came back from us"
 
 
+ROOMY: Final = ["cpu://?capacity=16MiB"]
+
+
+def test_requests_that_end_at_any_step_leave_nothing_behind(
+    runs: Runs, vllm: Environment, alone: list[list[int]]
+) -> None:
+    """Before their look-up, while they load, compute and store: all blocks come back, and others are answered right."""
+    wanted: Answer = {"way": "aborted", "tiers": ROOMY, "rounds": 8}
+    assert vllm.run("vllm_steps.py", runs.arguments(**wanted)) == {"tokens": alone[:2], "left": {}}
+
+
+def test_a_preempted_request_is_stored_before_its_blocks_are_anothers(
+    runs: Runs, vllm: Environment, alone: list[list[int]]
+) -> None:
+    """After each number of steps: what was computed is read first, and after the device has computed it."""
+    answer = vllm.run("vllm_steps.py", runs.arguments(way="preempted", tiers=ROOMY, rounds=8))
+    assert answer["tokens"] == [alone[:2]] * 16
+    assert answer["flushed"] > 0
+    assert answer["waited"], "a copy began without waiting for what the device was given before"
+    assert answer["hits"] >= 8 * HITS // 32
+    assert answer["left"] == {}
+
+
+def test_what_vllms_own_cache_serves_is_not_forgotten_below(runs: Runs, vllm: Environment) -> None:
+    """A prompt that vLLM never has to load stays in a tier that is too small for all that comes beside it."""
+    answer = vllm.run("vllm_steps.py", runs.arguments(way="hot", tiers=["cpu://?capacity=1MiB"], rounds=6))
+    assert answer == {"is_there": True, "left": {}}
+
+
 def test_what_cannot_work_is_refused_at_start(vllm: Environment, tiny_llama: pathlib.Path) -> None:
     """Who configures what would give wrong answers, or none, reads what to do about it before a request comes."""
     said = vllm.run("vllm_refusals.py", tiny_llama, variables={"HF_HUB_OFFLINE": "1"})

@@ -96,7 +96,7 @@ def main(model: str) -> None:
         "version": lambda: check_version("0.40.1"),
     }
     answers = {name: said(call) for name, call in cases.items()}
-    right.parallel_config.data_parallel_rank = 3
+    right.parallel_config.data_parallel_index = 3  # of a dense model every replica has data_parallel_rank 0
     replica: Any = Configuration.of(right, kv_cache(FULL)).below.settings
     answers["path"] = str(replica.tiers[0].path)
     print(json.dumps(answers))

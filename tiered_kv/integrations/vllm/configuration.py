@@ -80,7 +80,7 @@ class Configuration:
         _check_parallel(vllm_config.parallel_config)
         _check_hashes(vllm_config.cache_config)
         group = _only_group(kv_cache_config)
-        extra = with_rank(dict(transfer.kv_connector_extra_config), vllm_config.parallel_config.data_parallel_rank)
+        extra = with_rank(dict(transfer.kv_connector_extra_config), vllm_config.parallel_config.data_parallel_index)
         connector = ConnectorSettings(**{key: extra[key] for key in extra if key not in CACHE_SETTINGS})
         block_size = group.kv_cache_spec.block_size
         return cls(

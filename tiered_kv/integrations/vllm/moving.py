@@ -66,8 +66,9 @@ class MovingSide:
     def before_computing(self, step: Step) -> None:
         """Wait until nothing reads the blocks of requests that were preempted: they are others' from now on."""
         self._attach(step.slabs)
+        after = self._event() if step.flushes else None  # a device may be computing the step before yet
         for order in step.flushes:
-            self._store(order, None)
+            self._store(order, after)
         ending = [future for name in step.preempted for future in self._stores.pop(name, ())]
         wait(ending)
         self._outcomes += [future.result() for future in ending]

@@ -7,7 +7,6 @@ import time
 import uuid
 from collections.abc import Collection, Iterable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,60 +19,13 @@ from tiered_kv.integrations.vllm.configuration import Configuration
 from tiered_kv.integrations.vllm.events import TierEvents
 from tiered_kv.integrations.vllm.messages import Hello, LoadOrder, Report, Step, StoreOrder
 from tiered_kv.integrations.vllm.metrics import Counts, hit_sources
+from tiered_kv.integrations.vllm.tracking import Load, Store, Tracked
 from tiered_kv.keys import BlockKeys, Shard
 from tiered_kv.plan import SlabHandle
 from tiered_kv.planner import Planner
 from tiered_kv.results import BlockState
 from tiered_kv.specs import GPULoadStoreSpec
 from tiered_kv.transfers.job import Job
-
-
-@dataclass
-class _Tracked:
-    """One request of vLLM's, from its first look-up to its end.
-
-    Attributes:
-        request: vLLM's.
-        first_asked_s: When it first looked for blocks; None before.
-        is_counted: Whether its look-up is in the metrics.
-        num_found: Blocks found behind those that are in place.
-        by_tier: Tokens found, by the tier that had them, of tiers that no other cache uses.
-        num_stored: How many of its first blocks are in place, and stored or being stored or not to be.
-        may_load: False once a load brought less than was found: it would find the same again, and again.
-        stores: Its stores that the workers have not been told of.
-        is_storing: Whether a store of it was planned since it got its blocks.
-    """
-
-    request: Any
-    first_asked_s: float | None = None
-    is_counted: bool = False
-    num_found: int = 0
-    by_tier: dict[str, int] = field(default_factory=dict)
-    num_stored: int = 0
-    may_load: bool = True
-    stores: set[Job] = field(default_factory=set)
-    is_storing: bool = False
-
-
-@dataclass
-class _Load:
-    job: Job
-    tracked: _Tracked
-    first: int
-    block_ids: tuple[int, ...]
-    begun_s: float
-    is_given_up: bool = False
-
-    def fall_short(self) -> None:
-        """The request computes what did not come; that is stored, like all that it computes."""
-        self.tracked.may_load = False
-        self.tracked.num_stored = min(self.tracked.num_stored, self.first)
-
-
-@dataclass(frozen=True)
-class _Store:
-    tracked: _Tracked
-    num_blocks: int
 
 
 class SchedulingSide:
@@ -88,11 +40,11 @@ class SchedulingSide:
         self._events: TierEvents | None = None
         self._slabs: tuple[SlabHandle, ...] | None = None
         self._step = Step()
-        self._tracked: dict[str, _Tracked] = {}
-        self._loads: dict[str, _Load] = {}
-        self._moving: dict[int, _Load] = {}
-        self._stores: dict[Job, _Store] = {}
-        self._leaving: dict[str, _Tracked] = {}
+        self._tracked: dict[str, Tracked] = {}
+        self._loads: dict[str, Load] = {}
+        self._moving: dict[int, Load] = {}
+        self._stores: dict[Job, Store] = {}
+        self._leaving: dict[str, Tracked] = {}
 
     @property
     def kv(self) -> BlockingTieredKV:
@@ -130,11 +82,13 @@ class SchedulingSide:
     def find(self, request: Any, num_computed_tokens: int) -> int | None:
         """Return how many tokens can be loaded behind those that are computed; None to be asked again later."""
         wanted = self._configuration
-        tracked = self._tracked.setdefault(request.request_id, _Tracked(request))
-        first = tracked.num_stored = num_computed_tokens // wanted.block_size
+        tracked = self._tracked.setdefault(request.request_id, Tracked(request))
+        first = tracked.num_here = tracked.num_stored = num_computed_tokens // wanted.block_size
         tracked.num_found = 0
+        if request.skip_reading_prefix_cache or not wanted.loads or not tracked.may_load:
+            return 0
         keys = self._keys(request, first, (request.num_tokens - 1) // wanted.block_size)
-        if not keys or not wanted.loads or not tracked.may_load:
+        if not keys:
             return 0
         now = time.monotonic()
         if tracked.first_asked_s is None:
@@ -162,7 +116,7 @@ class SchedulingSide:
         by_tier = self.kv.lookup_nowait(keys).by_tier
         tracked.by_tier = {tier: n * self._configuration.block_size for tier, n in by_tier.items()}
         job = self._open_planner().plan_load(keys, GPULoadStoreSpec(ids))
-        self._loads[request.request_id] = _Load(job, tracked, first, ids, time.monotonic())
+        self._loads[request.request_id] = Load(job, tracked, first, ids, time.monotonic())
         tracked.num_stored = stop
 
     def hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
@@ -260,32 +214,36 @@ class SchedulingSide:
                     continue
                 tracked.stores.discard(job)
             if name in preempted:
-                tracked.is_storing = False
+                tracked.is_storing, tracked.first_asked_s = False, None
         for name in [name for name, tracked in self._leaving.items() if not tracked.stores]:
             del self._leaving[name]
             step.leaving.add(name)  # the workers know by now what to wait for
 
     def _plan_stores(self, planner: Planner, scheduled: Any) -> None:
-        """Plan to store the blocks that are full after the step, of tokens that are known: with the next one."""
+        """Plan to store the blocks that are full after the step, of tokens that are known: with the next one.
+
+        So are those that vLLM's own cache had: what of them is in the tiers is only used there, and does not grow old.
+        """
         if not self._configuration.stores:
             return
-        block_size = self._configuration.block_size
         for name, num_tokens in scheduled.num_scheduled_tokens.items():
-            tracked = self._tracked.get(name)
-            if tracked is None:
+            if (tracked := self._tracked.get(name)) is None:
                 continue
-            first = tracked.num_stored
-            num_full = (tracked.request.num_computed_tokens + num_tokens) // block_size
-            keys = self._keys(tracked.request, first, num_full)
-            blocks = scheduled.kv_connector_block_state.get_block_ids(name) if keys else None
-            if not blocks:
-                continue
-            self._describe(tracked.request, keys)
-            job = planner.plan_store(keys, GPULoadStoreSpec(blocks[0][first : first + len(keys)]))
-            self._stores[job] = _Store(tracked, len(keys))
-            tracked.stores.add(job)
-            tracked.is_storing = True
-            tracked.num_stored = first + len(keys)
+            num_computed, size = tracked.request.num_computed_tokens, self._configuration.block_size
+            num_here, num_full = min(tracked.num_here, num_computed // size), (num_computed + num_tokens) // size
+            for first, stop in ((0, num_here), (tracked.num_stored, num_full)):
+                if not (keys := self._keys(tracked.request, first, stop)):
+                    continue
+                blocks = scheduled.kv_connector_block_state.get_block_ids(name)
+                if not blocks:
+                    break
+                self._describe(tracked.request, keys)
+                job = planner.plan_store(keys, GPULoadStoreSpec(blocks[0][first : first + len(keys)]))
+                self._stores[job] = Store(tracked, len(keys))
+                tracked.stores.add(job)
+                tracked.is_storing = True
+                tracked.num_stored = max(tracked.num_stored, first + len(keys))
+            tracked.num_here = 0
 
     def _keys(self, request: Any, first: int, stop: int) -> BlockKeys:
         """Name a request's blocks, as far as its tokens are known. Its LoRA and images are in vLLM's hashes."""

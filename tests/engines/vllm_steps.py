@@ -1,0 +1,155 @@
+"""A real vLLM, step by step, whose requests are ended, preempted and stalled at each step: ``vllm_steps.py JSON``.
+
+Runs in vLLM's environment, in one process. The JSON is that of `vllm_generate`, and ``way``, which of the ways below.
+"""
+
+import itertools
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from vllm_generate import ONE_PROCESS, QUIET, Wanted, engine_arguments, prompt
+
+
+class Stepped:
+    """An engine that steps when it is told to.
+
+    Attributes:
+        tokens: What each request has generated, by name.
+        scheduler: vLLM's.
+        scheduling: The scheduler's side of our connector.
+    """
+
+    def __init__(self, wanted: Wanted) -> None:
+        from vllm import LLM  # noqa: PLC0415 - takes seconds, and the environment is set first
+
+        self.tokens: dict[str, list[int]] = {}
+        self._wanted = wanted
+        self._engine: Any = LLM(**engine_arguments(wanted)).llm_engine
+        self.scheduler: Any = self._engine.engine_core.engine_core.scheduler
+        self.scheduling: Any = self.scheduler.connector._in_scheduler()  # noqa: SLF001 - there is no other way
+        self._pool = self.scheduler.kv_cache_manager.block_pool
+        self._num_free = self._pool.get_num_free_blocks()
+        self._names = itertools.count()
+
+    def ask(self, number: int, num_tokens: int | None = None) -> str:
+        """Add a request for a prompt; return its name."""
+        from vllm import SamplingParams  # noqa: PLC0415 - as above
+
+        name = f"r{next(self._names)}"
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=num_tokens or self._wanted.num_tokens, ignore_eos=True, detokenize=False
+        )
+        tokens = {"prompt_token_ids": prompt(number, self._wanted.length)}
+        self._engine.add_request(name, tokens, sampling)
+        return name
+
+    def step(self, count: int = 1) -> None:
+        """Do so many steps of the engine."""
+        for _ in range(count):
+            for answer in self._engine.step():
+                if answer.finished:
+                    self.tokens[answer.request_id] = list(answer.outputs[0].token_ids)
+
+    def abort(self, *names: str) -> None:
+        """End requests, as a client that goes away does."""
+        self._engine.abort_request(list(names))
+
+    def settle(self) -> None:
+        """Step until nothing is left to do."""
+        while self.scheduler.has_requests():
+            self.step()
+
+    def answer(self, *numbers: int) -> list[list[int]]:
+        """Return what is generated for prompts."""
+        names = [self.ask(number) for number in numbers]
+        self.settle()
+        return [self.tokens[name] for name in names]
+
+    def left(self) -> dict[str, int]:
+        """Say what is held when nothing is left to do: nothing."""
+        side = self.scheduling
+        kept = {name: len(getattr(side, name)) for name in ("_tracked", "_loads", "_moving", "_leaving")}
+        self.scheduler.reset_prefix_cache()
+        return {
+            **{name: count for name, count in kept.items() if count},
+            **({"blocks": held} if (held := self._num_free - self._pool.get_num_free_blocks()) else {}),
+        }
+
+
+def aborted(engine: Stepped, wanted: Wanted) -> Any:
+    """Requests end after each number of steps: before their look-up, while they load, compute, and store."""
+    engine.answer(*wanted.prompts)
+    for cold, count in itertools.product((True, False), range(wanted.rounds)):
+        engine.scheduler.reset_prefix_cache()
+        names = [engine.ask(number + 100 * (count + 1) if cold else number) for number in wanted.prompts]
+        engine.step(count)
+        engine.abort(*names)
+        if count % 2:
+            engine.settle()
+    engine.settle()
+    return {"tokens": engine.answer(*wanted.prompts), "left": engine.left()}
+
+
+def preempted(engine: Stepped, wanted: Wanted) -> Any:
+    """All requests are preempted after each number of steps, and go on; then what they have stored is loaded."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group  # noqa: PLC0415 - takes seconds
+
+    moving: Any = get_kv_transfer_group()._moving  # noqa: SLF001 - ours
+    started: list[bool] = []
+    flushed: list[int] = []
+    start, before_computing = moving._start, moving.before_computing  # noqa: SLF001 - as above
+
+    def start_noted(plan: Any, after: object) -> Any:
+        started.append(plan is None or after is not None)
+        return start(plan, None)
+
+    def before_computing_noted(step: Any) -> None:
+        flushed.append(len(step.flushes))
+        before_computing(step)
+
+    moving._start, moving.before_computing = start_noted, before_computing_noted  # noqa: SLF001 - as above
+    moving._event = object  # noqa: SLF001 - as on a device that works behind its engine
+    tokens = []
+    for count in range(wanted.rounds):
+        engine.scheduling.kv.clear()
+        names = [engine.ask(number) for number in wanted.prompts]
+        engine.step(count)
+        engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+        engine.settle()
+        tokens.append([engine.tokens[name] for name in names])
+        engine.scheduler.reset_prefix_cache()
+        tokens.append(engine.answer(*wanted.prompts))
+        engine.scheduler.reset_prefix_cache()
+    hits = engine.scheduling.kv.stats()["cpu"].hits
+    return {
+        "tokens": tokens, "left": engine.left(), "flushed": sum(flushed), "waited": all(started), "hits": hits,
+    }  # fmt: skip
+
+
+def hot(engine: Stepped, wanted: Wanted) -> Any:
+    """One prompt comes again and again, always found in vLLM's own cache, between others that come once."""
+    for count in range(wanted.rounds):
+        engine.answer(0, 100 + count)
+        engine.scheduling.kv.flush()
+    engine.scheduler.reset_prefix_cache()
+    before = engine.scheduling.kv.stats().stored
+    engine.ask(0)
+    engine.settle()
+    return {"is_there": engine.scheduling.kv.stats().stored == before, "left": engine.left()}
+
+
+WAYS: dict[str, Callable[[Stepped, Wanted], Any]] = {each.__name__: each for each in (aborted, preempted, hot)}
+
+
+def main(way: str, **wanted: Any) -> None:
+    """Go one of the ways and print what came of it."""
+    said = Wanted(**wanted)
+    print(json.dumps(WAYS[way](Stepped(said), said)))
+
+
+if __name__ == "__main__":
+    os.environ.update({**QUIET, **ONE_PROCESS})
+    main(**json.loads(sys.argv[1]))
