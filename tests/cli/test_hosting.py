@@ -1,11 +1,17 @@
 """``tiered-kv status --host``: how a server is, as an operator or a readiness probe asks."""
 
+import asyncio
 import json
+import os
+import signal
+import socket
+import sys
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
-from tests.support.any_layout import AnyEngine, cpu, prompt
+from tests.support.any_layout import AnyEngine, cpu, nvme, prompt
 from tests.support.serving import attached, serving
 from tiered_kv.cli.app import app
 
@@ -30,3 +36,34 @@ def test_no_server_is_one_line_and_exit_2(tmp_path: Path) -> None:
     asked = CliRunner().invoke(app, ["status", "--host", str(tmp_path / "none.sock")])
     assert asked.exit_code == 2
     assert asked.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+async def test_a_server_runs_as_its_environment_says_and_drains_at_sigterm(tmp_path: Path) -> None:
+    """It tells systemd when engines may attach and when it ends; what was stored is written, and it exits with 0."""
+    engine, keys, path = AnyEngine(), prompt(8), tmp_path / "kv.sock"
+    environment = os.environ | {
+        "TIERED_KV_TIERS": json.dumps([cpu(16), nvme(tmp_path / "disk")], default=str),
+        "TIERED_KV_HOST__SOCKET": str(path),
+        "NOTIFY_SOCKET": str(tmp_path / "notify"),
+    }
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(environment["NOTIFY_SOCKET"])
+        command = [sys.executable, "-m", "tiered_kv.cli", "serve"]
+        serving_process = await asyncio.create_subprocess_exec(*command, env=environment)
+        try:
+            assert await asyncio.to_thread(systemd.recv, 100) == b"READY=1"
+            shown = await asyncio.to_thread(CliRunner().invoke, app, ["status", "--host", str(path)])
+            assert (shown.exit_code, shown.stdout.split(",")[0]) == (0, "ready")
+            async with attached(path, engine) as kv:
+                await kv.store(keys, engine.fill(keys, range(8)))
+                serving_process.send_signal(signal.SIGTERM)
+                assert await serving_process.wait() == 0
+            assert systemd.recv(100) == b"STOPPING=1"
+        finally:
+            if serving_process.returncode is None:
+                serving_process.kill()
+                await serving_process.wait()
+    with serving(tmp_path, cpu(16), nvme(tmp_path / "disk")) as server:
+        async with attached(server, engine) as kv:
+            assert (await kv.lookup(keys)).by_tier == {"nvme": 8}

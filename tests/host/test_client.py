@@ -4,6 +4,7 @@ import asyncio
 import os
 import socket
 import threading
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import numpy as np
@@ -233,6 +234,22 @@ async def test_models_keep_to_themselves_and_share_the_tiers(tmp_path: Path) -> 
                 assert (await other.lookup(KEYS)).num_blocks == 0
                 assert (other.stats()["cpu"].num_slots, kv.stats()["cpu"].num_slots) == (16, 16)
                 assert (await kv.lookup(KEYS)).num_blocks == 12
+
+
+async def test_layouts_of_one_model_keep_to_themselves(tmp_path: Path) -> None:
+    """Engines of other block sizes or data types attach at once; each finds its own blocks, and no other."""
+    bytes_of = KVLayout((KVGroup(2, 1, 48, "float32", 4),)), KVLayout((KVGroup(2, 1, 48, "bfloat16", 8),))
+    engines = [AnyEngine(), *map(AnyEngine, bytes_of)]
+    with serving(tmp_path, {"medium": "cpu", "capacity": "1MiB"}) as server:
+        async with AsyncExitStack() as stack:
+            for number, engine in enumerate(engines):
+                kv = await stack.enter_async_context(attached(server, engine))
+                keys = prompt(6, block_size=engine.layout.groups[0].block_size)
+                assert (await kv.lookup(keys)).num_blocks == 0
+                await kv.store(keys, engine.fill(keys, range(6), f"{number}"))
+                assert (await kv.load(keys, engine.spec(range(6, 12)))).num_blocks == 6
+                assert engine.count_right(keys, range(6, 12), f"{number}") == 6
+        assert len(server.health()["shares"]) == 3
 
 
 async def test_shares_are_the_same_after_a_restart(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import pytest
 from anyio.lowlevel import checkpoint
 
 from tests.host.processes import Started, prompt_of, server, started, storing_client, stuck_client
@@ -185,6 +186,24 @@ async def test_a_rolling_restart_loses_nothing_settled(tmp_path: Path) -> None:
         assert await asyncio.to_thread(first.join) == 0
         async with served(tmp_path):
             await until_found(kv, keys)
+
+
+async def test_a_second_sigterm_ends_a_server_that_cannot_drain(tmp_path: Path) -> None:
+    """It waits for a store that never ends, takes no other and no client, and is told again."""
+    engine, keys = AnyEngine(), prompt(8)
+    async with served(tmp_path) as one, attached_at(tmp_path, engine) as kv:
+        storing = kv.start_store(keys, engine.fill(keys, range(8)), layerwise=True)
+        await until_async(lambda: kv.stats()["cpu"].pending == 8)
+        one.send(signal.SIGTERM)
+        await until_async(lambda: facts(tmp_path)["is_draining"])
+        refused = await kv.store(prompt(4, seed=1), engine.fill(prompt(4, seed=1), range(8, 12)))
+        assert refused.drop_reasons == {"draining": 4}
+        with pytest.raises(BackendUnavailableError, match="about to end"):
+            async with attached_at(tmp_path, engine, timeout_s=0.1):
+                pass
+        one.send(signal.SIGTERM)
+        assert await asyncio.to_thread(one.join) == -signal.SIGTERM
+        assert (await storing).num_stored == 0
 
 
 async def test_rolling_restarts_under_traffic_lose_nothing_settled(tmp_path: Path) -> None:
