@@ -66,30 +66,55 @@ async def test_models_are_bounded(tmp_path: Path) -> None:
                 pass
 
 
-async def test_an_idle_share_is_lent_and_taken_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+async def test_an_idle_share_is_lent_and_taken_back(tier: str, tmp_path: Path) -> None:
     """A model whose share is full gets what another, without clients, does not use, until that stores again."""
-    one, two, keys, others = AnyEngine(), AnyEngine(), prompt(24), prompt(16, seed=7)
-    with serving(tmp_path, cpu(32)) as server:
+    one, two = AnyEngine(num_blocks=300), AnyEngine(num_blocks=300)
+    divided = cpu(64) if tier == "cpu" else nvme(tmp_path / "disk", 3 << 20)
+    with serving(tmp_path, *([divided] if tier == "cpu" else [cpu(600), divided])) as server:
         async with attached(server, two, model=TWO) as lender:
-            await lender.store(keys[:2], two.fill(keys[:2], range(2)))
+            await lender.store(prompt(2), two.fill(prompt(2), range(2)))
         async with attached(server, one, model=ONE) as kv:
+            half = kv.stats()[tier].num_slots
+            keys, others = prompt(half * 5 // 4), prompt(half * 5 // 4, seed=7)
 
             async def grown() -> bool:
-                await kv.store(keys, one.fill(keys, range(24)))
-                return kv.stats()["cpu"].num_slots > 24
+                await kv.store(keys, one.fill(keys, range(len(keys))))
+                return kv.stats()[tier].num_slots > len(keys)
 
             await until_true(grown)
-            await kv.store(keys, one.fill(keys, range(24)))
-            assert (await kv.lookup(keys)).num_blocks == 24
+            await kv.evict(keys)
+            await (await kv.store(keys, one.fill(keys, range(len(keys))))).settled()
+            assert kv.stats()[tier].ready == len(keys)
             async with attached(server, two, model=TWO) as lender:
-                assert (await lender.lookup(keys[:2])).num_blocks == 2
+                assert (await lender.lookup(prompt(2))).num_blocks == 2
 
                 async def back() -> bool:
-                    await lender.store(others, two.fill(others, range(16)))
-                    return lender.stats()["cpu"].num_slots == kv.stats()["cpu"].num_slots == 16
+                    await lender.store(others, two.fill(others, range(len(others))))
+                    return lender.stats()[tier].num_slots == kv.stats()[tier].num_slots == half
 
                 await until_true(back)
-            assert sum(share["given"]["cpu"] for share in server.health()["shares"]) <= 32 * STRIDE
+            assert sum(share["given"][tier] for share in server.health()["shares"]) <= divided["capacity"]
+
+
+async def test_a_share_that_cannot_be_smaller_is_asked_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a tier in which its part would hold no block an idle model lends nothing, and nobody is warned again."""
+    engine, keys, tiers = AnyEngine(), prompt(60), [cpu(128), nvme(tmp_path / "disk", "480KiB")]
+    settings = TieredKVSettings(tiers=tiers, limits=LIMITS, host={"socket": tmp_path / "kv.sock"})
+    shares = Shares(settings, Recorder())
+    one, _ = await shares.join(ONE, SMALL, (Shard(),))
+    idle, _ = await shares.join(TWO, SMALL, (Shard(),))
+    shares.leave(idle)
+    before = dict(idle.given)
+    assert one.cache is not None
+    one.cache.register_kv_caches(engine.caches[0])
+    for _ in range(3):
+        await one.cache.evict(keys)
+        await (await one.cache.store(keys, engine.fill(keys, range(60)))).settled()
+        await shares.lend(0.0)
+    assert idle.given["nvme"] == before["nvme"]
+    assert [each.getMessage().split()[0] for each in caplog.records].count("host.resize_failed") == 1
+    await shares.aclose()
 
 
 async def until_true(condition: Callable[[], object]) -> None:
@@ -147,8 +172,8 @@ async def test_what_an_earlier_server_has_left_is_reclaimed_too(tmp_path: Path) 
         async with attached(server, model=ONE) as kv:
             assert (await kv.lookup(keys)).num_blocks == 8
             await until(lambda: len(server.health()["shares"]) == 1)
+            await until(lambda: len(left_in(disk)) == 1)
             assert (await kv.lookup(keys)).num_blocks == 8
-    assert len(left_in(disk)) == 1
 
 
 def left_behind(path: Path) -> Path:

@@ -34,7 +34,8 @@ from tiered_kv.host.opening import (
 from tiered_kv.host.reception import OPENING_S, Peer
 from tiered_kv.host.session import Session
 from tiered_kv.host.session_changes import places_of
-from tiered_kv.host.shares import Share, Shares
+from tiered_kv.host.share import Share
+from tiered_kv.host.shares import Shares
 from tiered_kv.log import log
 from tiered_kv.open_cache import OpenCache
 from tiered_kv.settings import TieredKVSettings

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from tiered_kv.errors import ConfigurationError
+
 _FULL: Final = 7 / 8
 _ROOM: Final = 5 / 4
 """Of what a lender uses it keeps so much."""
@@ -25,6 +27,7 @@ class Claim:
         used: How much of that holds blocks.
         weight: Beside others that want more.
         is_idle: Whether nothing was stored for it lately.
+        least: What it keeps at least, if it is idle: in less it could hold nothing.
     """
 
     right: int
@@ -32,11 +35,27 @@ class Claim:
     used: int
     weight: float
     is_idle: bool
+    least: int = 0
 
     @property
     def is_wanting(self) -> bool:
         """Whether it would use more."""
         return not self.is_idle and self.used >= _FULL * self.given
+
+
+def rights(tier: str, capacity: int, fixed: Sequence[int | None], weights: Sequence[float]) -> list[int]:
+    """Return what each has a right to: what is fixed for it, or its weight in what that leaves.
+
+    Raises:
+        ConfigurationError: More is fixed than ``tier`` has.
+    """
+    left = capacity - sum(each for each in fixed if each is not None)
+    if left < 0:
+        raise ConfigurationError(f"{capacity - left} bytes of tier {tier!r} are fixed for models, it has {capacity}")
+    together = sum(weight for weight, each in zip(weights, fixed, strict=True) if each is None)
+    return [
+        int(left * weight / together) if each is None else each for weight, each in zip(weights, fixed, strict=True)
+    ]
 
 
 def divided(capacity: int, claims: Sequence[Claim]) -> list[int]:
@@ -56,7 +75,7 @@ def divided(capacity: int, claims: Sequence[Claim]) -> list[int]:
 
 
 def _room(claim: Claim) -> int:
-    return min(claim.right, max(int(claim.used * _ROOM), int(claim.right * _KEPT)))
+    return min(claim.right, max(int(claim.used * _ROOM), int(claim.right * _KEPT), claim.least))
 
 
 def _lent(capacity: int, claims: Sequence[Claim], borrowing: Sequence[int], least: list[int]) -> list[int]:

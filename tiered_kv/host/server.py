@@ -14,14 +14,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
-from tiered_kv.errors import ConfigurationError, TieredKVError
+from tiered_kv.errors import ConfigurationError
 from tiered_kv.events import Emit
 from tiered_kv.host import handshake, wire
 from tiered_kv.host.admission import Admission
 from tiered_kv.host.listening import listen
 from tiered_kv.host.opening import Health, Healthy
 from tiered_kv.host.reception import Reception
-from tiered_kv.host.shares import Share, Shares
+from tiered_kv.host.shares import Shares
 from tiered_kv.host.showing_models import HostMetrics, Pages
 from tiered_kv.log import log_event
 from tiered_kv.settings import TieredKVSettings
@@ -78,7 +78,7 @@ class TieredKVServer:
             "num_descriptors": sum(1 for _ in Path("/proc/self/fd").iterdir()),
             "num_refused": self._num_refused(),
             "clients": [counts for _, counts in self._by_model()],
-            "shares": [_facts_of(share) for share in self._shares or ()],
+            "shares": [share.facts() for share in self._shares or ()],
         }
 
     @staticmethod
@@ -174,23 +174,3 @@ async def _repeat(work: Callable[[float], Awaitable[None]], after_s: float, most
     while True:
         await asyncio.sleep(min(most_s, after_s))
         await work(after_s)
-
-
-def _facts_of(share: Share) -> dict[str, Any]:
-    facts: dict[str, Any] = {
-        "model": share.name,
-        "directory": share.directory,
-        "weight": share.weight,
-        "clients": share.num_clients,
-        "right": dict(share.right),
-        "given": dict(share.given),
-    }
-    if share.cache is not None:
-        with suppress(TieredKVError):  # about to be closed
-            stats = share.cache.stats()
-            facts["transfers"] = stats.transfers
-            facts["tiers"] = [
-                {name: getattr(tier, name) for name in ("tier", "num_slots", "ready", "leased", "pending", "hits")}
-                for tier in stats.tiers
-            ]
-    return facts

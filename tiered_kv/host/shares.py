@@ -8,62 +8,26 @@ by resizing the others, lent as `lending` says, and the others' again once it is
 import asyncio
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from tiered_kv.cache import TieredKV
-from tiered_kv.chain_settings import CPUTier, GPUTier, tier_name
-from tiered_kv.errors import ClosedError, ConfigurationError, TieredKVError
+from tiered_kv.errors import ConfigurationError
 from tiered_kv.events import Emit
 from tiered_kv.host.left_behind import DIRECTORY_DIGITS, delete, left_in
-from tiered_kv.host.lending import Claim, divided
+from tiered_kv.host.lending import divided, rights
+from tiered_kv.host.share import Share
+from tiered_kv.host.tier_parts import tiers_in
 from tiered_kv.keys import ModelIdentity, Shard
 from tiered_kv.layout import KVLayout, fingerprint
 from tiered_kv.log import log
 from tiered_kv.loop_calls import LoopCalls
 from tiered_kv.settings import TieredKVSettings
 from tiered_kv.telemetry.page import Page
-from tiered_kv.tier_settings import OwnedTierSettings, TierSettings
-from tiered_kv.tiers.pins import Pins
 from tiered_kv.tiers.tasks import in_a_thread
 from tiered_kv.validation import metrics_of
 
 _LEAST_CHANGE: Final = 1 / 32
 """Of a tier; less is not moved for a model that has its right: each change evicts, or takes memory."""
-
-
-@dataclass(eq=False)
-class Share:
-    """One model's cache, and who uses it.
-
-    Attributes:
-        directory: Its name on disks; what equal models have in common.
-        name: The model's.
-        weight: Beside those of other models.
-        cache: Open, or None of what an earlier server has left.
-        page: What shows it, if the server has a page.
-        pins: None of its own: what the pins of all clients are counted with.
-        unused_since: On the loop's clock; of no meaning while there are clients.
-        num_clients: That are attached.
-        num_stored: How many blocks were stored for it when that was looked at last.
-        given: By owned tier, the bytes that it has now.
-        right: By owned tier, the bytes that are its own.
-        stored_at: When something was stored for it last, on the loop's clock, as far as was seen.
-    """
-
-    directory: str
-    name: str
-    weight: float
-    cache: TieredKV | None
-    pins: Pins
-    unused_since: float
-    page: Page | None = None
-    num_clients: int = 0
-    given: dict[str, int] = field(default_factory=dict)
-    right: dict[str, int] = field(default_factory=dict)
-    stored_at: float = 0.0
-    num_stored: int = 0
 
 
 class Shares:
@@ -75,26 +39,19 @@ class Shares:
         Raises:
             ConfigurationError: A tier cannot be a server's, or what is fixed for models is more than there is.
         """
-        if any(isinstance(tier, GPUTier) for tier in settings.tiers):
-            raise ConfigurationError("a server has no gpu tier: each engine's GPU is its own")
-        cpu = next((tier for tier in settings.tiers if isinstance(tier, CPUTier)), None)
-        if cpu is None or not cpu.capacity:
-            raise ConfigurationError("a server needs a cpu tier: blocks pass to and from its clients through it")
         self._settings = settings
-        self._owned = {
-            tier_name(tier): _capacity_of(tier) for tier in settings.tiers if isinstance(tier, OwnedTierSettings)
-        }
-        _check_fixed(settings.host.fixed, self._owned)
         self._emit = emit
+        self._tiers = tiers_in(settings)
+        self._owned = [tier for tier in self._tiers if tier.capacity]
+        self._paths = [path for tier in self._tiers for path in tier.paths]
         self._lock = asyncio.Lock()
         self._shares: dict[str, Share] = {}
         now = asyncio.get_running_loop().time()
-        for path in self._paths():
+        for path in self._paths:
             for directory in left_in(path):
-                self._shares.setdefault(directory, Share(directory, "", 1.0, None, Pins(0), now))
-        for tier in self._owned:
-            for share, right in self._rights(tier, list(self)).items():
-                share.right[tier] = right
+                self._shares.setdefault(directory, Share(directory, unused_since=now))
+        for share, right in self._rights(list(self)).items():
+            share.right = right
 
     def __iter__(self) -> Iterator[Share]:
         return iter(list(self._shares.values()))
@@ -132,7 +89,7 @@ class Shares:
                 if share.cache is not None:
                     await share.cache.aclose()
                 del self._shares[share.directory]
-                for path in self._paths():
+                for path in self._paths:
                     is_gone = await in_a_thread(LoopCalls(asyncio.get_running_loop()), delete, path / share.directory)
                     if not is_gone:
                         log("warning", "host.directory_kept", path=str(path / share.directory))
@@ -146,20 +103,20 @@ class Shares:
         async with self._lock:
             open_ = [share for share in self if share.cache is not None and share.given]
             for share in open_:
-                _look_at(share, now)
-            on_disk = {tier_name(tier) for tier in self._settings.tiers if _directories_of(tier)}
-            for tier, capacity in self._owned.items():
-                kept = sum(each.right[tier] for each in self if each.cache is None) if tier in on_disk else 0
-                claims = [_claim_of(share, tier, now - after_s) for share in open_]
-                wanted = divided(capacity - kept, claims)
+                share.look(now)
+            for tier in self._owned:
+                # What an earlier server has left in memory is nothing, on a disk it is there.
+                kept = sum(each.right[tier.name] for each in self if each.cache is None) if tier.paths else 0
+                claims = [share.claim(tier.name, now - after_s) for share in open_]
+                wanted = divided(tier.capacity - kept, claims)
                 moved = max((abs(to - claim.given) for to, claim in zip(wanted, claims, strict=True)), default=0)
                 is_due = any(claim.is_wanting and claim.given < claim.right for claim in claims)
-                if moved > capacity * _LEAST_CHANGE or (moved and is_due):
-                    await self._resize(tier, dict(zip(open_, wanted, strict=True)))
+                if moved > tier.capacity * _LEAST_CHANGE or (moved and is_due):
+                    await _resize(tier.name, dict(zip(open_, wanted, strict=True)))
 
     async def drain(self) -> bool:
         """Have every cache take no more stores and write what it has; say whether all did in time."""
-        return all(await asyncio.gather(*(_drained(share.cache) for share in self if share.cache is not None)))
+        return all(await asyncio.gather(*(share.drain() for share in self)))
 
     async def aclose(self) -> None:
         """Close every cache, side by side."""
@@ -174,10 +131,9 @@ class Shares:
         host, before = self._settings.host, self._shares.get(directory)
         if before is None and len(self._shares) >= host.models:
             raise ConfigurationError(f"the server has {len(self._shares)} models, which is what it may have")
-        share = Share(directory, model.name, host.weights.get(model.name, 1.0), None, Pins(0), 0.0)
+        share = Share(directory, model.name, host.weights.get(model.name, 1.0))
         share.page = Page() if self._settings.page else None
-        known = [share, *(each for each in self if each is not before)]
-        share.right = {tier: self._rights(tier, known)[share] for tier in self._owned}
+        share.right = self._rights([share, *(each for each in self if each is not before)])[share]
         cache = self._made(share, model, layout, shards)
         self._shares[directory] = share
         try:
@@ -208,7 +164,7 @@ class Shares:
             )
         settings = self._settings
         return TieredKV(
-            [self._part_of(tier, share) for tier in settings.tiers],
+            [tier.part(share.directory, share.right.get(tier.name, 0)) for tier in self._tiers],
             model=model,
             layout=layout,
             shard=tuple(shards) if len(shards) > 1 else shards[0],
@@ -220,96 +176,32 @@ class Shares:
             page=share.page or False,
         )
 
-    def _rights(self, tier: str, shares: Sequence[Share]) -> dict[Share, int]:
-        """Return what is each model's own of a tier.
+    def _rights(self, shares: Sequence[Share]) -> Mapping[Share, dict[str, int]]:
+        """Return what is each model's own of every tier.
 
         Raises:
-            ConfigurationError: More is fixed than there is.
+            ConfigurationError: More is fixed than there is: equal names of other layouts have as much each.
         """
-        capacity, fixed = self._owned[tier], self._settings.host.fixed
-        rights = {share: int(fixed[share.name][tier]) for share in shares if tier in fixed.get(share.name, {})}
-        left = capacity - sum(rights.values())
-        if left < 0:
-            raise ConfigurationError(
-                f"{capacity - left} bytes of tier {tier!r} are fixed for models, it has {capacity}"
-            )
-        weights = sum(share.weight for share in shares if share not in rights)
-        return rights | {share: int(left * share.weight / weights) for share in shares if share not in rights}
+        all_: dict[Share, dict[str, int]] = {share: {} for share in shares}
+        weights = [share.weight for share in shares]
+        for tier in self._owned:
+            fixed = [self._settings.host.fixed.get(share.name, {}).get(tier.name) for share in shares]
+            for share, right in zip(shares, rights(tier.name, tier.capacity, fixed, weights), strict=True):
+                all_[share][tier.name] = right
+        return all_
 
     async def _divide_by_right(self) -> None:
+        for share, right in self._rights(list(self)).items():
+            share.right = right
         for tier in self._owned:
-            rights = self._rights(tier, list(self))
-            for share, right in rights.items():
-                share.right[tier] = right
-            await self._resize(tier, rights)
-
-    async def _resize(self, tier: str, wanted: dict[Share, int]) -> None:
-        """Give models so much of a tier: first those that shrink, and the others only if they all did."""
-        for share, capacity in sorted(wanted.items(), key=lambda item: item[1] - item[0].given.get(tier, 0)):
-            if share.cache is None or capacity == share.given.get(tier):
-                continue
-            try:
-                await share.cache.resize(tier, capacity)
-            except TieredKVError as error:
-                log("warning", "host.resize_failed", tier=tier, model=share.name, error=str(error))
-                return
-            share.given[tier] = capacity
-
-    def _part_of(self, tier: TierSettings, share: Share) -> TierSettings:
-        """Return the settings of one model's part of a tier."""
-        if not isinstance(tier, OwnedTierSettings):
-            return tier
-        changed: dict[str, Any] = {"capacity": share.right[tier_name(tier)], "max_capacity": _capacity_of(tier)}
-        if paths := _directories_of(tier):
-            changed["path"] = tuple(path / share.directory for path in paths)
-        return type(tier).model_validate({**dict(tier), **changed})
-
-    def _paths(self) -> list[Path]:
-        """The directories of the tiers that have one of their own."""
-        return [path for tier in self._settings.tiers for path in _directories_of(tier)]
+            await _resize(tier.name, {share: share.right[tier.name] for share in self})
 
 
-async def _drained(cache: TieredKV) -> bool:
-    try:
-        return await cache.drain()
-    except ClosedError:  # it is being reclaimed: nothing of it is to stay
-        return True
-
-
-def _look_at(share: Share, now: float) -> None:
-    """See whether something was stored for a model since the last time."""
-    assert share.cache is not None  # noqa: S101 - its caller's
-    if (num_stored := share.cache.stats().stored) != share.num_stored:
-        share.num_stored, share.stored_at = num_stored, now
-
-
-def _claim_of(share: Share, tier: str, since: float) -> Claim:
-    assert share.cache is not None  # noqa: S101 - its caller's
-    slots, given = share.cache.stats()[tier], share.given[tier]
-    used = given * (slots.ready + slots.pending) // max(1, slots.num_slots)
-    is_idle = not share.num_clients or share.stored_at < since
-    return Claim(share.right[tier], given, used, share.weight, is_idle)
-
-
-def _check_fixed(fixed: Mapping[str, Mapping[str, int]], owned: Mapping[str, int]) -> None:
-    for model, parts in fixed.items():
-        if unknown := [tier for tier in parts if tier not in owned]:
-            raise ConfigurationError(
-                f"host.fixed of {model!r}: no tier {unknown[0]!r} of the server's own; there are {', '.join(owned)}"
-            )
-    for tier, capacity in owned.items():
-        if (total := sum(parts.get(tier, 0) for parts in fixed.values())) > capacity:
-            raise ConfigurationError(f"host.fixed: {total} bytes of tier {tier!r}, which has {capacity}")
-
-
-def _directories_of(tier: TierSettings) -> list[Path]:
-    path = getattr(tier, "path", ()) if isinstance(tier, OwnedTierSettings) else ()
-    return [each for each in (path if isinstance(path, tuple) else (path,)) if isinstance(each, Path)]
-
-
-def _capacity_of(tier: OwnedTierSettings) -> int:
-    capacity: int = tier.capacity  # type: ignore[attr-defined]  # every owned medium of ours has one
-    return capacity
+async def _resize(tier: str, wanted: Mapping[Share, int]) -> None:
+    """Give models so much of a tier: first those that shrink, and the others only if they all did."""
+    for share, capacity in sorted(wanted.items(), key=lambda item: item[1] - item[0].given.get(tier, 0)):
+        if not await share.resize(tier, capacity):
+            return
 
 
 def _ranks_of(shards: Sequence[Shard]) -> list[Shard]:

@@ -7,7 +7,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any, Final
 
 from tiered_kv.errors import ConfigurationError
-from tiered_kv.host.shares import Share
+from tiered_kv.host.share import Share
 from tiered_kv.telemetry.page.app import Receive, Scope, Send
 
 if TYPE_CHECKING:  # the extra "metrics" may not be installed
