@@ -13,7 +13,7 @@ from tests.support.any_layout import AnyEngine, open_any
 from tests.support.any_layout import cpu as any_cpu
 from tests.support.any_layout import prompt as any_prompt
 from tests.support.backends import ScriptedSlotBackend
-from tests.support.caches import inside, keep, open_cache, until_idle
+from tests.support.caches import inside, keep, open_cache, until, until_idle
 from tests.support.engine import BLOCK_SIZE, MODEL, PAYLOAD_BYTES, SMALL_LIMITS, Engine, contents, prompt
 from tests.support.virtual import advance
 from tests.support.work import num_calls
@@ -65,6 +65,19 @@ def test_what_is_pinned_stays_until_its_time_is_up() -> None:
             await until_idle(kv)
 
     virtual.run(program)
+
+
+@pytest.mark.both_loops
+async def test_a_pin_that_ends_at_once_holds_up_no_other() -> None:
+    """On any event loop: one whose time is up in less than its clock tells has no timer there, but is called soon."""
+    engine, keys = Engine(), prompt(8)
+    async with open_cache(cpu(16), engine=engine) as kv:
+        await keep(kv, engine, keys)
+        assert kv.pin(keys[:4], ttl_s=1e-6).num_blocks == 4
+        assert kv.pin(keys[4:], ttl_s=60).num_blocks == 4
+        kv.unpin(keys[4:])
+        await until(lambda: kv.stats()["cpu"].leased == 0)
+        await until_idle(kv)
 
 
 def test_pinned_again_a_block_stays_for_the_longer_time() -> None:

@@ -79,7 +79,8 @@ class Pins:
         self._ends: list[tuple[float, int]] = []  # a heap; pins that have ended sooner are in it still
         self._num_bytes: Counter[bytes] = Counter()  # by salt
         self._num_pinned: Counter[BookedTier] = Counter() if beside is None else beside._num_pinned  # noqa: SLF001 - its own class's
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        self._timer_ends = 0.0  # on the loop's clock: not every loop's handle says for when it is
 
     @property
     def num_bytes(self) -> int:
@@ -222,10 +223,13 @@ class Pins:
         while self._ends and self._ends[0][1] not in self._pins:
             heappop(self._ends)
         if self._timer is not None:
-            if self._ends and self._timer.when() == self._ends[0][0]:
+            if self._ends and self._timer_ends == self._ends[0][0]:
                 return
             self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_at(self._ends[0][0], self._end_due) if self._ends else None
+            self._timer = None
+        if self._ends:
+            self._timer_ends = self._ends[0][0]
+            self._timer = asyncio.get_running_loop().call_at(self._timer_ends, self._end_due)
 
     def _end_due(self) -> None:
         now, self._timer = asyncio.get_running_loop().time(), None
