@@ -253,6 +253,25 @@ async def test_demotion_through_a_cpu_tier_smaller_than_a_window() -> None:
         await until_idle(kv)
 
 
+async def test_demotion_past_a_full_cpu_tier_to_a_tier_that_fails() -> None:
+    """What only passes through host memory waits there for no other try: it counts as failed, and holds nothing."""
+    engine, through = Engine(), ScriptedBackend()
+    gpu = {"medium": "gpu", "capacity": 8 * PAYLOAD_BYTES}
+    async with open_cache(gpu, cpu(4, write="back"), through, slots_back(), engine=engine, limits=LAZY) as kv:
+        held = prompt(4, seed=1)
+        await kv.store(held, engine.compute(held))
+        await kv.flush()
+        await kv.evict(held, tier="gpu")
+        async with kv.lease(held):
+            await kv.store(KEYS, engine.compute(KEYS))
+            for _ in KEYS:
+                through.on_write.fail_next(BackendUnavailableError("not now"))
+            async with asyncio.timeout(60):
+                await kv.flush()
+        assert (dirty(kv, "gpu"), dirty(kv), through.num_records) == (0, 0, 4)
+        await until_idle(kv)
+
+
 async def test_the_gpu_pool_is_cleaned_before_it_is_full() -> None:
     """Long streams of stores go down the chain by themselves, block for block."""
     engine, slots = Engine(), slots_back(256)

@@ -229,8 +229,9 @@ class WriteDown:
         return settled
 
     def _settle(self, storage: StorageTier, batch: Batch, slots: NDArray[np.int64], report: WriteReport) -> None:
-        """Count what became of the blocks in one tier; what waited and failed waits again."""
-        waiting = self._chain.waiting.get(self._tier) if self._kind is Kind.CLEAN else None
+        """Count what became of the blocks in one tier; what waited for it and failed waits again."""
+        has_waited = self._kind is Kind.CLEAN and storage.is_written_back  # else it only passes by, from the GPU pool
+        waiting = self._chain.waiting.get(self._tier) if has_waited else None
         num_again = 0
         if waiting is not None:
             again = waiting.again(batch[report.failed], slots[report.failed], self._lease, most_tries=_MOST_TRIES)
