@@ -246,7 +246,11 @@ class Missing:
 
 
 class SlotBackend(_Tier):
-    """An owned medium: numbered slots, which the cache's catalog gives and takes. No slot is in two calls at once."""
+    """An owned medium: numbered slots, which the cache's catalog gives and takes.
+
+    While a slot is written it is in no other call. It may be read by several at once, and forgotten while it is read:
+    those may get anything, which is verified.
+    """
 
     @abstractmethod
     async def open(self, context: BackendContext) -> list[Recovered]:

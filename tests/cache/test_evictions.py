@@ -256,7 +256,24 @@ async def test_a_forget_that_fails_is_made_up_for() -> None:
         await until(lambda: slots.num_records == 0)
 
 
-async def test_a_slot_is_in_one_call_at_a_time() -> None:
+async def test_what_is_being_read_is_forgotten_all_the_same() -> None:
+    """Nobody waits for a read that may hang, as a restart would bring the block back; what is read is a miss."""
+    slots, engine = ScriptedSlotBackend(16), Engine()
+    async with open_cache(CPU, slots, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        await kv.evict(KEYS, tier="cpu")
+        slots.on_read.hold()
+        load = kv.start_load(KEYS, INTO)
+        await until(lambda: slots.on_read.num_held == 1)
+        await kv.evict(KEYS)
+        assert slots.num_records == 0
+        slots.on_read.release()
+        assert (await load).num_blocks == 0
+        assert slots.clashes == []
+        await until_idle(kv)
+
+
+async def test_a_slot_that_is_forgotten_is_not_written() -> None:
     """What is being forgotten keeps its slots: a store has to wait for them, and loses nothing by the forgetting."""
     slots, engine, others = ScriptedSlotBackend(4), Engine(), prompt(4, seed=1)
     async with open_cache(slots, engine=engine) as kv:

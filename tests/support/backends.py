@@ -17,6 +17,8 @@ from tiered_kv.tier_settings import OwnedTierSettings
 from tiered_kv_backends.memory import MemoryBackend
 
 T = TypeVar("T")
+_HARMLESS = {("read", "read"), ("read", "forget"), ("forget", "read")}
+"""What `SlotBackend` allows: whoever reads what is being forgotten verifies it."""
 
 
 class Act:
@@ -130,7 +132,7 @@ class ScriptedSlotBackend(SlotBackend):
 
     Attributes:
         records: By KV group and slot: the block's name and its record.
-        clashes: Slots that were in two calls at once, and in which: there must be none.
+        clashes: Slots that were in two calls at once of which one may change them, and in which: there must be none.
     """
 
     Settings = TierSettings
@@ -143,7 +145,7 @@ class ScriptedSlotBackend(SlotBackend):
         self.clashes: list[tuple[int, str, str]] = []
         self.on_open, self.on_read, self.on_write, self.on_forget = (Act() for _ in range(4))
         self.on_checkpoint, self.on_resize, self.on_close = (Act() for _ in range(3))
-        self._busy: dict[tuple[int, int], str] = {}
+        self._busy: dict[tuple[int, int], list[str]] = {}
 
     async def open(self, context: BackendContext) -> list[Recovered]:
         """Go through `on_open`; find what is there, of each KV group."""
@@ -193,14 +195,15 @@ class ScriptedSlotBackend(SlotBackend):
     @contextmanager
     def _in_call(self, doing: str, group: int, slots: NDArray[np.int64]) -> Iterator[None]:
         taken = [(group, slot) for slot in slots.tolist()]
-        self.clashes += [(at[1], self._busy[at], doing) for at in taken if at in self._busy]
-        free = [at for at in taken if at not in self._busy]
-        self._busy |= dict.fromkeys(free, doing)
+        for at in taken:
+            busy = self._busy.setdefault(at, [])
+            self.clashes += [(at[1], other, doing) for other in busy if (other, doing) not in _HARMLESS]
+            busy.append(doing)
         try:
             yield
         finally:
-            for at in free:
-                del self._busy[at]
+            for at in taken:
+                self._busy[at].remove(doing)
 
     async def _open(self, groups: range) -> list[Recovered]:
         found = []

@@ -1,6 +1,7 @@
 """A tier that the cache owns alone: a medium of numbered slots, and the index that says which block is in which.
 
-A slot is in one call of the backend at a time: what is to be forgotten keeps its slots until the medium has.
+What is to be forgotten keeps its slots until the medium has forgotten it: nothing is written there before. Who reads it
+is not waited for, as a restart in between would bring it back.
 """
 
 import asyncio

@@ -254,7 +254,7 @@ class VirtualWorld(World):
     def check(self) -> None:
         """See `World.check`."""
         super().check()
-        assert self._disk is None or not self._disk.clashes, "a slot is in one call at a time"
+        assert self._disk is None or not self._disk.clashes, "a slot that is written is in no other call"
 
     def step(self) -> None:
         """See `World.step`."""
