@@ -3,7 +3,6 @@
 import json
 import os
 import pathlib
-import re
 import shutil
 from typing import Any, Final
 
@@ -150,18 +149,3 @@ def test_the_controller_alone_stores_and_loads_every_layout(
     assert cold == {"found": 0, "loaded": 0, "is_right": False, "stored": 320}
     warm = sglang.run("sglang_controller.py", wanted, variables=EVERYWHERE)
     assert warm == {"found": 320, "loaded": 320, "is_right": True, "stored": 0}
-
-
-def test_the_configuration_of_the_guide_works(runs: Runs, alone: list[list[int]]) -> None:
-    """As it is printed there, but for the path and the wait for what is stored."""
-    guide = (ROOT / "docs" / "how-to" / "sglang.md").read_text()
-    found = re.search(r'^```json title="tiered_kv.json"\n(.*?)^```', guide, re.DOTALL | re.MULTILINE)
-    assert found
-    printed = json.loads(found[1].replace("/mnt/kv", str(runs.folder)))
-    reporting = {
-        "module_path": "sglang_faults",
-        "class_name": "ReportingStorage",
-        "report": str(runs.folder / "report"),
-    }
-    assert runs.run(storage={**printed, **reporting}, num_stored=PAGES)["tokens"] == alone
-    assert runs.run(storage=printed) == {"tokens": alone, "from_storage": [288, 288]}

@@ -72,6 +72,7 @@ class Config:
     attn_cp_rank: int = 0
     attn_cp_size: int = 1
     dp_rank: int = 0
+    dcp_size: int = 1
     is_mla_model: bool = False
     model_name: str | None = "a-model"
 
@@ -319,6 +320,26 @@ def test_after_closing_nothing_is_there(opened: Open) -> None:
     assert storage.batch_set_v1(KEYS[:1], at(0)) == [False]
 
 
+def test_closing_overtakes_a_call(opened: Open) -> None:
+    """SGLang closes in another thread than those that ask: whoever is asking at that moment is told no, too."""
+
+    class Closing(list[str]):
+        def __iter__(self) -> Iterator[str]:
+            storage.close()
+            return super().__iter__()
+
+    pool = HostPool("layer_first")
+    for call, answer in {
+        "batch_exists": 0,
+        "batch_get_v1": [False] * 2,
+        "batch_set_v1": [False] * 2,
+    }.items():
+        storage = opened(pool)
+        storage.batch_set_v1(KEYS[:2], at(0, 1))
+        arguments = (Closing(KEYS[:2]), *([at(0, 1)] if call != "batch_exists" else []))
+        assert getattr(storage, call)(*arguments) == answer, call
+
+
 def test_what_is_dropped_is_said_page_by_page(opened: Open) -> None:
     """A cache that takes no stores any more keeps what it has."""
     pool = HostPool("layer_first")
@@ -349,6 +370,8 @@ def test_what_cannot_be_served_is_refused_at_once(opened: Open) -> None:
         opened(HostPool("page_head"))
     with pytest.raises(ConfigurationError, match="keys of 8 and values of 4"):
         opened(HostPool("layer_first", v_head_dim=4))
+    with pytest.raises(ConfigurationError, match="context parallelism over 2 ranks"):
+        opened(HostPool("layer_first", is_mla=True), tp_size=2, dcp_size=2)
     with pytest.raises(ConfigurationError, match="'mamba' beside their KV"):
         opened(pool := HostPool("layer_first")).register_mem_host_pool_v2(SimpleNamespace(), "mamba")
     opened(pool).register_mem_host_pool_v2(pool, "kv")  # the same one, by another name

@@ -9,7 +9,7 @@ them for a tier: what does not arrive, or find room, is answered with False, and
 
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -60,6 +60,10 @@ class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang give
         if _version != _VERSION:
             raise ConfigurationError(f"this adapter is made for SGLang {_VERSION}, and this is SGLang {_version}")
         extra = dict(storage_config.extra_config or {})
+        if storage_config.dcp_size > 1:
+            raise ConfigurationError(
+                f"decode context parallelism over {storage_config.dcp_size} ranks is not served: a page is in pieces"
+            )
         if not extra.get("interface_v1"):
             raise ConfigurationError('this adapter has interface v1: add "interface_v1": 1 to the extra config')
         ranks = [getattr(storage_config, f"{kind}_rank") for kind in ("dp", "pp", "attn_cp", "tp")]
@@ -123,10 +127,10 @@ class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang give
 
     def batch_exists(self, keys: Sequence[str], extra_info: object = None) -> int:
         """Count the leading pages that can be loaded."""
-        if self.kv is None:
+        if (kv := self.kv) is None:
             return 0
         try:
-            return self.kv.lookup(self._keys(keys, extra_info)).num_blocks
+            return kv.lookup(self._keys(keys, extra_info)).num_blocks
         except ClosedError:
             return 0
 
@@ -139,31 +143,30 @@ class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang give
             extra_info: What SGLang says of the pages before these.
         """
         num_blocks = 0
-        if self.kv is not None:
-            try:
-                num_blocks = self.kv.load(self._keys(keys, extra_info), self._spec(host_indices)).num_blocks
-            except ClosedError:
-                num_blocks = 0
+        if (kv := self.kv) is not None:
+            with suppress(ClosedError):
+                num_blocks = kv.load(self._keys(keys, extra_info), self._spec(host_indices)).num_blocks
         return [number < num_blocks for number in range(len(keys))]
 
     def batch_set_v1(self, keys: Sequence[str], host_indices: Any, extra_info: object = None) -> list[bool]:  # noqa: ANN401 - a tensor
         """Store pages of SGLang's host pool; say which are kept. The pages are free again when this returns."""
-        if self.kv is None:
+        if (kv := self.kv) is None:
             return [False] * len(keys)
         if not self._config.is_storage_writer:
             return [True] * len(keys)  # another rank writes them, for all
         named = self._keys(keys, extra_info)
         try:
-            if not self.kv.store(named, self._spec(host_indices)).num_dropped:
+            if not kv.store(named, self._spec(host_indices)).num_dropped:
                 return [True] * len(keys)
-            return [bool(state >= BlockState.PENDING) for state in self.kv.membership(named)]
+            return [bool(state >= BlockState.PENDING) for state in kv.membership(named)]
         except ClosedError:
             return [False] * len(keys)
 
     def clear(self) -> None:
         """Empty the tiers that this process owns."""
-        if self.kv is not None:
-            self.kv.clear()
+        if (kv := self.kv) is not None:
+            with suppress(ClosedError):
+                kv.clear()
 
     def close(self) -> None:
         """End: what is being written is, within `CacheLimits.close_timeout_s`. Any thread may call, and again."""
