@@ -13,6 +13,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, Mistra
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from tests.support.serving import serving
+from tests.support.shelf import Shelf
 from tiered_kv import BlockKeys, ConfigurationError, FileLoadStoreSpec, LookupResult, hash_blocks
 from tiered_kv.integrations.transformers import TieredModel, open_tiered
 from tiered_kv.integrations.transformers.model import identity_of
@@ -238,6 +239,44 @@ def test_a_block_evicted_between_lookup_and_load_is_computed(
         assert hits(tiered)["nvme"] == 2 * len(PROMPTS)
         # The run before has stored the third block again. The first row has two blocks, so nobody goes on behind them.
         assert generate(model, tiered) == (expected, [32, 0, 0])
+
+
+@pytest.mark.parametrize("way", ["batch", "generate"])
+def test_storage_that_stalls_is_not_waited_for(model: Model, expected: list[list[int]], way: str) -> None:
+    """What it has and does not give is computed, after as long as a load may take; then it is not asked any more."""
+    Shelf.shelf.clear()
+    shelf = {"medium": "tests.support.shelf:Shelf", "capacity": "4MiB"}
+    limits = {"load_timeout_s": 0.3, "close_timeout_s": 0.3}
+    settings = {"tiers": ["cpu://?capacity=4MiB", shelf], "limits": limits}
+    with open_tiered(model, settings, block_size=SIZE) as tiered:
+        batch(model)
+        tiered.kv.flush()
+    Shelf.stalled.update(key.hash[:8] for key in Shelf.shelf)
+    try:
+        with open_tiered(model, settings, block_size=SIZE) as tiered:
+            assert tiered.kv.lookup(hash_blocks(PROMPTS[0], block_size=SIZE)).num_blocks > 0
+            assert (batch(model) if way == "batch" else generate(model, tiered)[0]) == expected
+            assert set(hits(tiered).values()) == {0}
+    finally:
+        Shelf.stalled.clear()
+        Shelf.shelf.clear()
+
+
+def test_what_its_own_pages_serve_is_not_forgotten_below(model: Model) -> None:
+    """A prompt that is never loaded stays in a tier that is too small for all that comes beside it."""
+    tier = {"medium": "cpu", "capacity": "160KiB", "policy": "lru"}  # 20 blocks
+    config = ContinuousBatchingConfig(page_size=SIZE, num_blocks=192, max_batch_tokens=256)
+    keys = hash_blocks(PROMPTS[2], block_size=SIZE)
+    with open_tiered(model, {"tiers": [tier]}, block_size=SIZE) as tiered:
+        for number in range(2):
+            other = [3 + (i * 11 + number * 17) % 250 for i in range(180)]
+            for prompt in (PROMPTS[2], other):
+                model.generate_batch(
+                    [prompt], generation_config=GREEDY, continuous_batching_config=config, persistent_manager=True
+                )
+        assert tiered.kv.lookup(keys).num_blocks == len(keys)
+        assert hits(tiered) == {"cpu": 0}
+    model.destroy_cached_continuous_batching_manager()
 
 
 def test_memory_that_is_short_is_shared_with_stores(model: Model, expected: list[list[int]], tmp_path: Path) -> None:

@@ -113,15 +113,20 @@ class TieredBlocks:
     # What the generation loop calls instead of the cache's own.
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
-        """Bring what tiers have of a prompt beyond what is here; then share it with the request."""
+        """Bring what tiers have of a prompt beyond what is here; then share it with the request.
+
+        What is here is stored again: where a tier has it that is a use of it, so that it does not grow old there.
+        """
         self.let_go()
         here = self._allocator.match_prefix_blocks(prompt_ids)
+        keys = self._keys(prompt_ids[:-1])  # one token at least is left to compute: the next one is sampled from it
         try:
-            # One token at least is left to compute: it is what the next one is sampled from.
-            self._bring(self._keys(prompt_ids[:-1])[len(here) :], prompt_ids, here)
+            self._bring(keys[len(here) :], prompt_ids, here)
         except ClosedError:
             self.release()
-        return int(self._search(request_id, prompt_ids))
+        found = int(self._search(request_id, prompt_ids))
+        self._store(keys[: len(here)], self._allocator.block_table.get(request_id, [])[: len(here)])
+        return found
 
     def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:  # noqa: ANN401 - a RequestState
         """Have the cache name the blocks that a step has completed, and store them."""
@@ -131,15 +136,7 @@ class TieredBlocks:
         after = self._num_named(state.request_id)
         if after > before:
             keys = self._keys((state.initial_tokens + state.generated_tokens)[: after * self._group.block_size])
-            blocks = self._allocator.block_table[state.request_id][before:after]
-            try:
-                ticket = self._kv.submit_store(keys[before:], GPULoadStoreSpec(blocks), after=self._event())
-            except ClosedError:
-                self.release()
-                return
-            for block in blocks:
-                self._allocator.ledger.acquire(block)
-            self._storing.append((ticket, blocks))
+            self._store(keys[before:], self._allocator.block_table[state.request_id][before:after])
 
     def evict_cached_blocks(self) -> bool:
         """Wait for stores, whose blocks can't be had otherwise, then give up what nobody uses."""
@@ -147,6 +144,21 @@ class TieredBlocks:
         return bool(self._evict()) or freed
 
     # What they do.
+
+    def _store(self, keys: BlockKeys, blocks: list[int]) -> None:
+        """Begin to store as many as there are both keys and blocks of, which have a reference until it has ended."""
+        num_blocks = min(len(keys), len(blocks))
+        if not num_blocks:
+            return
+        try:
+            spec = GPULoadStoreSpec(blocks[:num_blocks])
+            ticket = self._kv.submit_store(keys[:num_blocks], spec, after=self._event())
+        except ClosedError:
+            self.release()
+            return
+        for block in blocks[:num_blocks]:
+            self._allocator.ledger.acquire(block)
+        self._storing.append((ticket, blocks[:num_blocks]))
 
     def _keys(self, tokens: list[int]) -> BlockKeys:
         return hash_blocks(tokens, block_size=self._group.block_size, salt=self._salt)
