@@ -16,7 +16,7 @@ from tests.support.any_layout import MODEL, SMALL, AnyEngine, cpu, prompt
 from tests.support.caches import until
 from tests.support.serving import attached, serving
 from tiered_kv import ClosedError, TieredKV
-from tiered_kv.host import wire
+from tiered_kv.host import messages, wire
 from tiered_kv.host.opening import Attached, Slab
 
 KEYS = prompt(4)
@@ -153,3 +153,27 @@ async def test_who_could_not_attach_may_try_again(tmp_path: Path) -> None:
                 await asyncio.ensure_future(as_task(CancelledAt(client.__aenter__(), step)))
         async with client:
             assert (await client.lookup(KEYS)).num_blocks == 0
+
+
+async def test_who_is_cancelled_as_the_answer_comes_holds_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lease that is granted to nobody any more ends at once, not with the client."""
+    engine, asking = AnyEngine(), list[asyncio.Task[Any]]()
+    decode = messages.reply_from
+
+    def cancelling(body: bytes | memoryview) -> Any:  # noqa: ANN401 - any reply
+        reply = decode(body)
+        if isinstance(reply, messages.Leased):
+            asking[0].get_loop().call_soon(asking[0].cancel)  # before it is woken
+        return reply
+
+    monkeypatch.setattr(messages, "reply_from", cancelling)
+    with serving(tmp_path, cpu(16)) as server:
+        async with attached(server, engine) as kv:
+            await kv.store(KEYS, engine.fill(KEYS, range(4)))
+            asking.append(asyncio.ensure_future(kv.lease(KEYS).__aenter__()))
+            with pytest.raises(asyncio.CancelledError):
+                await asking[0]
+            await until(lambda: server.health()["clients"][0]["leases"] == 0)
+            assert kv.stats()["cpu"].leased == 0

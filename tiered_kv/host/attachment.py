@@ -112,19 +112,20 @@ class Attachment:
         number = self.number()
         future: asyncio.Future[messages.Answer] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
+        answer: messages.Answer | None = None
         try:
             self._link.send(make(number))
             async with asyncio.timeout(timeout_s):
                 if timeout_s > self._patience_s:
                     await self._while_it_speaks(future)
-                return await future
+                answer = await future
         except TimeoutError:
             self.is_silent = self.is_open
-            return None
         finally:
             del self._waiting[number]
-            if not future.done() or future.cancelled():
+            if answer is None:  # it may have come by now: what it granted is nobody's
                 self._link.send(messages.Cancel(number))
+        return answer
 
     def ask_now(self, make: Callable[[int], wire.Message], timeout_s: float) -> messages.Answer | None:
         """`ask` from any thread, which blocks meanwhile.
