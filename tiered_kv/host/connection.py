@@ -78,6 +78,15 @@ class Connection:
         """Have it told of each server from now on; on the event loop."""
         self._followers.append(follower)
 
+    @property
+    def load_timeout_s(self) -> float:
+        """What a load may take that has no time of its own, as the server says; nothing while none is there.
+
+        Any thread may ask.
+        """
+        there = self.there  # which the event loop may change meanwhile
+        return there.attached.load_timeout_s if there is not None else 0.0
+
     # Questions.
 
     def here(self, *, anywhere: bool = False) -> FarSide:

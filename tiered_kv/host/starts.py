@@ -44,15 +44,13 @@ class Starts:
 
     def prepare_load(self, call: LoadCall, *, anywhere: bool) -> Callable[[], LoadHandle]:
         """Check a load and enqueue its wait; return what starts it on the event loop."""
-        here, there = self._connection.here(anywhere=anywhere), self._connection.there
+        here = self._connection.here(anywhere=anywhere)
         epoch = self.epoch  # before the keys are named by it: if it advances in between, the load is overtaken
-        keys, deadline_s = call.keys, call.deadline_s
+        keys = call.keys
         said = self.said(keys, epoch=epoch, anywhere=True)
         binding = here.bindings.find(call.into, keys.group)
         pages = check_pages(binding, keys, call.into)
-        if deadline_s is None:
-            deadline_s = there.attached.load_timeout_s if there is not None else 0.0
-        deadline = here.loop.time() + deadline_s
+        deadline = here.loop.time() + (self._connection.load_timeout_s if call.deadline_s is None else call.deadline_s)
         lane = binding.h2d.take(call.after)
 
         def start() -> LoadHandle:
