@@ -16,7 +16,7 @@ from tests.support.any_layout import MODEL, SMALL, AnyEngine, cpu, prompt
 from tests.support.caches import until
 from tests.support.serving import attached, serving
 from tiered_kv import ClosedError, TieredKV
-from tiered_kv.host import messages, wire
+from tiered_kv.host import messages, questions, wire
 from tiered_kv.host.opening import Attached, Slab
 
 KEYS = prompt(4)
@@ -164,7 +164,7 @@ async def test_who_is_cancelled_as_the_answer_comes_holds_nothing(
 
     def cancelling(body: bytes | memoryview) -> Any:  # noqa: ANN401 - any reply
         reply = decode(body)
-        if isinstance(reply, messages.Leased):
+        if isinstance(reply, questions.Leased):
             asking[0].get_loop().call_soon(asking[0].cancel)  # before it is woken
         return reply
 

@@ -14,7 +14,7 @@ from tests.support.any_layout import MODEL, SMALL, AnyEngine, cpu, prompt
 from tests.support.caches import until
 from tests.support.serving import attached, serving
 from tiered_kv import ConfigurationError, Shard, TieredKVError, TieredKVServer
-from tiered_kv.host import handshake, link, messages, wire
+from tiered_kv.host import handshake, link, messages, questions, wire
 from tiered_kv.host.change_messages import AHEAD, Follow, Taken
 from tiered_kv.host.fields import Keys
 from tiered_kv.host.link import Link
@@ -22,7 +22,7 @@ from tiered_kv.host.opening import Attach, Attached, Introduce, Join
 
 KEYS = prompt(12)
 OPENING = Attach.of("stranger", MODEL, SMALL, (Shard(),), is_read_only=False)
-UNREAD = wire.frame(messages.Stats(7)) * 1000
+UNREAD = wire.frame(questions.Stats(7)) * 1000
 
 
 class Wire(asyncio.Transport):
@@ -159,7 +159,7 @@ async def test_one_client_has_few_connections_and_few_questions_ahead(tmp_path: 
         with pytest.raises(TieredKVError, match="8 connections"):
             handshake.begin(os.fspath(server.path), Join(attached_.token), 60.0)
         beside.settimeout(60)
-        beside.sendall(wire.frame(messages.After(10**9)) + wire.frame(messages.Stats(1)) * 2000)
+        beside.sendall(wire.frame(messages.After(10**9)) + wire.frame(questions.Stats(1)) * 2000)
         assert beside.recv(100) == b""
 
 
@@ -187,7 +187,7 @@ async def test_a_flood_is_read_as_it_is_looked_at() -> None:
     made.connection_made(transport)
     sent = 0
     while not transport.is_paused:
-        made.data_received(b"".join(wire.frame(messages.Stats(sent + each)) for each in range(10_000)))
+        made.data_received(b"".join(wire.frame(questions.Stats(sent + each)) for each in range(10_000)))
         sent += 10_000
         assert sent < 1_000_000
     await until(lambda: len(taken) == sent and not transport.is_paused)
@@ -217,9 +217,9 @@ async def test_who_is_told_that_nothing_comes_any_more_is_sent_nothing() -> None
     taken: list[int] = []
     lost: list[bool] = []
 
-    def take(asked: messages.Stats) -> None:
+    def take(asked: questions.Stats) -> None:
         taken.append(asked.id)
-        made.send(messages.Number(asked.id, 0))
+        made.send(questions.Number(asked.id, 0))
 
     made: Link[Any] = Link(
         messages.request_from, take, lambda: lost.append(True), broken=lambda _: made.end_writing(), is_bounded=True
@@ -228,12 +228,12 @@ async def test_who_is_told_that_nothing_comes_any_more_is_sent_nothing() -> None
     with theirs:
         ours.settimeout(0.0)
         await link.start(made, ours)
-        theirs.sendall(wire.frame(messages.Stats(1)) + b"\3\0\0\0abc")
+        theirs.sendall(wire.frame(questions.Stats(1)) + b"\3\0\0\0abc")
         came = b""
         while part := await asyncio.to_thread(theirs.recv, 4096):
             came += part
-        assert came == wire.frame(messages.Number(1, 0))
-        made.send(messages.Number(2, 0))
+        assert came == wire.frame(questions.Number(1, 0))
+        made.send(questions.Number(2, 0))
         assert not lost
     await until(lambda: lost == [True])
     assert taken == [1]
@@ -245,10 +245,10 @@ async def test_changes_that_were_not_sent_cannot_be_taken(tmp_path: Path) -> Non
         connection.settimeout(60)
         connection.sendall(wire.frame(Follow(5)) + wire.frame(Taken(5, AHEAD)) * 2)
         replies: list[object] = []
-        while not any(isinstance(reply, messages.Failed) for reply in replies):
+        while not any(isinstance(reply, questions.Failed) for reply in replies):
             length = int.from_bytes(await asyncio.to_thread(connection.recv, 4, socket.MSG_WAITALL), "little")
             replies.append(messages.reply_from(connection.recv(length, socket.MSG_WAITALL)))
-        assert {reply.id for reply in replies if isinstance(reply, messages.Failed)} == {5}
+        assert {reply.id for reply in replies if isinstance(reply, questions.Failed)} == {5}
 
 
 async def test_leases_asked_for_at_once_are_counted(tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ async def test_leases_asked_for_at_once_are_counted(tmp_path: Path) -> None:
             await kv.store(KEYS, engine.fill(KEYS, range(12)))
             said = Keys.of(KEYS[:1], kv.namespace().epoch)
             with attached_stranger(server) as (connection, _):
-                connection.sendall(b"".join(wire.frame(messages.Lease(number, said)) for number in range(50)))
+                connection.sendall(b"".join(wire.frame(questions.Lease(number, said)) for number in range(50)))
                 for _ in range(50):
                     length = int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "little")
                     connection.recv(length, socket.MSG_WAITALL)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from tiered_kv.host import handshake, link, messages, wire
+from tiered_kv.host import handshake, link, messages, questions, wire
 from tiered_kv.host.link import Link
 from tiered_kv.host.opening import Attached, Join
 from tiered_kv.log import log
@@ -70,7 +70,7 @@ class Attachment:
         self._patience_s = patience_s
         self._num_heard = 0
         self._last_number = 0
-        self._waiting: dict[int, asyncio.Future[messages.Answer]] = {}
+        self._waiting: dict[int, asyncio.Future[questions.Answer]] = {}
         self._num_copying = 0
         self._is_ending = False
         self._door = _Door(path, attached.token)
@@ -105,14 +105,14 @@ class Attachment:
         self._last_number += 1
         return self._last_number
 
-    async def ask(self, make: Callable[[int], wire.Message], timeout_s: float) -> messages.Answer | None:
+    async def ask(self, make: Callable[[int], wire.Message], timeout_s: float) -> questions.Answer | None:
         """Ask, and return the answer; None if there is none in time. Cancellation ends the wait only."""
         if not self.is_open or self.is_silent:
             return None
         number = self.number()
-        future: asyncio.Future[messages.Answer] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[questions.Answer] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
-        answer: messages.Answer | None = None
+        answer: questions.Answer | None = None
         try:
             self._link.send(make(number))
             async with asyncio.timeout(timeout_s):
@@ -127,7 +127,7 @@ class Attachment:
                 self._link.send(messages.Cancel(number))
         return answer
 
-    def ask_now(self, make: Callable[[int], wire.Message], timeout_s: float) -> messages.Answer | None:
+    def ask_now(self, make: Callable[[int], wire.Message], timeout_s: float) -> questions.Answer | None:
         """`ask` from any thread, which blocks meanwhile.
 
         Raises:
@@ -137,11 +137,11 @@ class Attachment:
             return None
         return self._door.ask(make, timeout_s, self._link.num_sent)
 
-    async def _while_it_speaks(self, future: asyncio.Future[messages.Answer]) -> None:
+    async def _while_it_speaks(self, future: asyncio.Future[questions.Answer]) -> None:
         """Wait for an answer that may take long, but not for a server that hangs: that says nothing to any question."""
         while not future.done():
             num_heard = self._num_heard
-            self._link.send(messages.Stats(self.number()))
+            self._link.send(questions.Stats(self.number()))
             await asyncio.wait([future], timeout=self._patience_s)
             if not future.done() and self._num_heard == num_heard:
                 raise TimeoutError
@@ -182,7 +182,7 @@ class Attachment:
     def _take(self, reply: messages.Reply) -> None:
         self.is_silent = False
         self._num_heard += 1
-        if isinstance(reply, messages.Answer) and (future := self._waiting.get(reply.id)) is not None:
+        if isinstance(reply, questions.Answer) and (future := self._waiting.get(reply.id)) is not None:
             if not future.done():
                 future.set_result(reply)
         elif (transfer := self.transfers.get(reply.id)) is not None:
@@ -201,7 +201,7 @@ class Attachment:
         self.is_open = False
         for future in self._waiting.values():
             if not future.done():
-                future.set_result(messages.Failed(0, "BackendUnavailableError", "the server is gone"))
+                future.set_result(questions.Failed(0, "BackendUnavailableError", "the server is gone"))
         for transfer in list(self.transfers.values()):
             transfer.lose()
         self._on_lost(self)
@@ -219,7 +219,7 @@ class _Door:
         self._last_number = 0  # downwards: numbers above are the other connection's
         self._is_closed = False
 
-    def ask(self, make: Callable[[int], wire.Message], timeout_s: float, after: int) -> messages.Answer | None:
+    def ask(self, make: Callable[[int], wire.Message], timeout_s: float, after: int) -> questions.Answer | None:
         until = time.monotonic() + timeout_s
         if not self._lock.acquire(timeout=timeout_s):
             return None
@@ -230,7 +230,7 @@ class _Door:
         finally:
             self._lock.release()
 
-    def _answer(self, asked: bytes, until: float) -> messages.Answer | None:
+    def _answer(self, asked: bytes, until: float) -> questions.Answer | None:
         try:
             connection = self._open(until)
             connection.settimeout(max(0.001, until - time.monotonic()))
@@ -238,7 +238,7 @@ class _Door:
             while True:
                 (length,) = wire.LENGTH.unpack(_receive(connection, wire.LENGTH.size, until))
                 reply = messages.reply_from(_receive(connection, length, until))
-                if isinstance(reply, messages.Answer) and reply.id == self._last_number:
+                if isinstance(reply, questions.Answer) and reply.id == self._last_number:
                     return reply  # else a late one, to a question that was given up
         except Exception as error:  # noqa: BLE001 - whatever it is, the next question tries again
             log("warning", "host.question_failed", error=str(error) or type(error).__name__)

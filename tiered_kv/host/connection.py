@@ -13,8 +13,8 @@ from tiered_kv.host import handshake, wire
 from tiered_kv.host.attachment import Attachment
 from tiered_kv.host.attempts import FIRST_PAUSE_S, LONGEST_PAUSE_S, Attempts, Begun
 from tiered_kv.host.far_side import FarSide
-from tiered_kv.host.messages import Answer, Failed, Stats
 from tiered_kv.host.opening import Attach, Attached
+from tiered_kv.host.questions import Answer, Failed, Stats
 from tiered_kv.log import log
 from tiered_kv.loop_calls import LoopCalls
 from tiered_kv.tiers.tasks import Tasks

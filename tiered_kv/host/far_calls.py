@@ -19,7 +19,7 @@ from tiered_kv.errors import BackendUnavailableError, ConfigurationError
 from tiered_kv.events import Emit, EpochAdvanced, SequencePreempted
 from tiered_kv.explain import Explanation
 from tiered_kv.hints import ReuseHint, check_hint
-from tiered_kv.host import messages, wire
+from tiered_kv.host import messages, questions, wire
 from tiered_kv.host.connection import Connection
 from tiered_kv.host.far_changes import FarSubscribers
 from tiered_kv.host.far_side import FarSide
@@ -86,7 +86,7 @@ class FarCalls(BlockCache):
         said = self._starts.said(keys)
         if where:
             check_one_rank(self._shards)
-        return _found(keys, await self._connection.ask(lambda id_: messages.Lookup(id_, said, where=where)))
+        return _found(keys, await self._connection.ask(lambda id_: questions.Lookup(id_, said, where=where)))
 
     def _open(self, *, anywhere: bool = False) -> FarSide:
         return self._connection.here(anywhere=anywhere)
@@ -113,10 +113,10 @@ class FarCalls(BlockCache):
     async def _prefetch(self, said: Keys, num_blocks: int, to: str) -> PrefetchResult:
         timeout_s = self._connection.load_timeout_s
         try:
-            answer = await self._connection.ask(lambda id_: messages.Prefetch(id_, said, to), timeout_s)
+            answer = await self._connection.ask(lambda id_: questions.Prefetch(id_, said, to), timeout_s)
         except asyncio.CancelledError:
             return PrefetchResult(0, 0)
-        if isinstance(answer, messages.Prefetched):
+        if isinstance(answer, questions.Prefetched):
             return PrefetchResult(answer.num_blocks, answer.num_moved, answer.faults)
         return PrefetchResult(0, 0, (TierFault("host", "server away", num_blocks),))
 
@@ -127,8 +127,8 @@ class FarCalls(BlockCache):
     @asynccontextmanager
     async def _lease(self, said: Keys) -> AsyncGenerator[HostLease]:
         there, timeout_s = self._connection.there, self._connection.load_timeout_s
-        answer = await self._connection.ask(lambda id_: messages.Lease(id_, said), timeout_s)
-        if there is None or not isinstance(answer, messages.Leased):
+        answer = await self._connection.ask(lambda id_: questions.Lease(id_, said), timeout_s)
+        if there is None or not isinstance(answer, questions.Leased):
             yield HostLease([])
             return
         slab = there.slabs[answer.pool]
@@ -140,18 +140,18 @@ class FarCalls(BlockCache):
     def touch(self, keys: BlockKeys, *, hint: ReuseHint | None = None) -> None:
         """See `BlockCache.touch`."""
         said = self._starts.said(keys)
-        self._connection.send(messages.Touch(said, check_hint(hint)))
+        self._connection.send(questions.Touch(said, check_hint(hint)))
 
     def pin(self, keys: BlockKeys, *, ttl_s: float) -> PinResult:
         """See `BlockCache.pin`. Pins end with this process, too; others' are their own."""
         said = self._starts.said(keys)
         check_ttl(ttl_s)
-        answer = self._connection.ask_now(lambda id_: messages.Pin(id_, said, ttl_s))
-        return PinResult(answer.number if isinstance(answer, messages.Number) else 0)
+        answer = self._connection.ask_now(lambda id_: questions.Pin(id_, said, ttl_s))
+        return PinResult(answer.number if isinstance(answer, questions.Number) else 0)
 
     def unpin(self, keys: BlockKeys) -> None:
         """See `BlockCache.unpin`: of the pins of this process."""
-        self._connection.send(messages.Unpin(self._starts.said(keys)))
+        self._connection.send(questions.Unpin(self._starts.said(keys)))
 
     async def swap_out(
         self, keys: BlockKeys, source: GPULoadStoreSpec, *, after: object = None, ttl_s: float = 600.0
@@ -160,8 +160,8 @@ class FarCalls(BlockCache):
         check_ttl(ttl_s)
         stored = await self.start_store(keys, source, after=after)
         said = self._starts.said(keys)
-        answer = await self._connection.ask(lambda id_: messages.Pin(id_, said, ttl_s))
-        num_pinned = answer.number if isinstance(answer, messages.Number) else 0
+        answer = await self._connection.ask(lambda id_: questions.Pin(id_, said, ttl_s))
+        num_pinned = answer.number if isinstance(answer, questions.Number) else 0
         self._emit(SequencePreempted(len(keys), stored.num_dropped, num_pinned))
         return SwapOutResult(**vars(stored), num_pinned=num_pinned)
 
@@ -170,14 +170,14 @@ class FarCalls(BlockCache):
     def lookup_nowait(self, keys: BlockKeys) -> LookupResult:
         """See `BlockCache.lookup_nowait`. It asks the server, at most for a second."""
         said = self._starts.said(keys, anywhere=True)
-        answer = self._connection.ask_now(lambda id_: messages.Lookup(id_, said, is_owned=True), anywhere=True)
+        answer = self._connection.ask_now(lambda id_: questions.Lookup(id_, said, is_owned=True), anywhere=True)
         return _found(keys, answer)
 
     def membership(self, keys: BlockKeys) -> NDArray[np.int8]:
         """See `BlockCache.membership`. It asks the server, at most for a second."""
         said = self._starts.said(keys, anywhere=True)
-        answer = self._connection.ask_now(lambda id_: messages.Membership(id_, said), anywhere=True)
-        if isinstance(answer, messages.States):
+        answer = self._connection.ask_now(lambda id_: questions.Membership(id_, said), anywhere=True)
+        if isinstance(answer, questions.States):
             return np.frombuffer(answer.states, np.int8)
         return np.full(len(keys), BlockState.MISS, np.int8)
 
@@ -186,7 +186,7 @@ class FarCalls(BlockCache):
         said = self._starts.said(keys, anywhere=True)
         check_found(keys, found)
         if len(keys):
-            counted = messages.CountLookup(said, np.asarray(found, np.bool_).tobytes())
+            counted = questions.CountLookup(said, np.asarray(found, np.bool_).tobytes())
             self._open(anywhere=True).loop_calls.call(self._connection.send, counted)
 
     # What goes, and why.
@@ -198,7 +198,7 @@ class FarCalls(BlockCache):
             BackendUnavailableError: The server has not answered: they may be there.
         """
         said = self._starts.said(keys)
-        return self._number_in(await self._connection.ask(lambda id_: messages.Evict(id_, said, tier), _LONG_S))
+        return self._number_in(await self._connection.ask(lambda id_: questions.Evict(id_, said, tier), _LONG_S))
 
     async def resize(self, tier: str, capacity: int | str) -> NoReturn:
         """Tiers are the server's: whoever runs it sets their sizes."""
@@ -210,7 +210,7 @@ class FarCalls(BlockCache):
         Raises:
             BackendUnavailableError: The server has not answered.
         """
-        self._number_in(await self._connection.ask(messages.Clear, _LONG_S))
+        self._number_in(await self._connection.ask(questions.Clear, _LONG_S))
 
     async def flush(self, *, sync: bool = False) -> None:
         """See `BlockCache.flush`; of all engines that share these blocks.
@@ -218,7 +218,7 @@ class FarCalls(BlockCache):
         Raises:
             BackendUnavailableError: The server has not answered.
         """
-        self._number_in(await self._connection.ask(lambda id_: messages.Flush(id_, sync), _LONG_S))
+        self._number_in(await self._connection.ask(lambda id_: questions.Flush(id_, sync), _LONG_S))
 
     async def drain(self, *, timeout_s: float | None = None) -> bool:
         """Take no more stores, and wait until all that were made are settled; say whether they were in time."""
@@ -226,9 +226,9 @@ class FarCalls(BlockCache):
         check_seconds("timeout_s", timeout_s)
         self._starts.is_draining = True
         answer = await self._connection.ask(
-            lambda id_: messages.Flush(id_, sync=True), _LONG_S if timeout_s is None else timeout_s
+            lambda id_: questions.Flush(id_, sync=True), _LONG_S if timeout_s is None else timeout_s
         )
-        return isinstance(answer, messages.Number)
+        return isinstance(answer, questions.Number)
 
     def advance_epoch(self, weights: str) -> None:
         """See `BlockCache.advance_epoch`; of this engine alone: others go on with the weights that they serve."""
@@ -245,15 +245,15 @@ class FarCalls(BlockCache):
         """See `BlockCache.explain`; ``"server away"`` is a state, too."""
         said, before = self._starts.said(keys), tuple(self._past_epochs)
         timeout_s = _LONG_S if ask else None
-        answer = await self._connection.ask(lambda id_: messages.Explain(id_, said, ask, before), timeout_s)
-        if isinstance(answer, messages.Explained):
+        answer = await self._connection.ask(lambda id_: questions.Explain(id_, said, ask, before), timeout_s)
+        if isinstance(answer, questions.Explained):
             return list(answer.blocks)
         return [Explanation("server away")] * len(keys)
 
     def stats(self) -> CacheStatistics:
         """See `BlockCache.stats`: of the model's cache in the server; without tiers while that is away."""
-        answer = self._connection.ask_now(messages.Stats)
-        return answer.stats if isinstance(answer, messages.Counted) else _NO_STATISTICS
+        answer = self._connection.ask_now(questions.Stats)
+        return answer.stats if isinstance(answer, questions.Counted) else _NO_STATISTICS
 
     def events(self) -> Changes:
         """See `BlockCache.events`: of the server's tiers, whoever changes them. While none is there they are empty.
@@ -279,8 +279,8 @@ class FarCalls(BlockCache):
         name = fingerprint(self._model, self._layout, group, here.attached.codec)
         return Namespace(name, self._starts.epoch, salt_digest(salt), self._shards[rank].part)
 
-    def _number_in(self, answer: messages.Answer | None) -> int:
-        if not isinstance(answer, messages.Number):
+    def _number_in(self, answer: questions.Answer | None) -> int:
+        if not isinstance(answer, questions.Number):
             raise BackendUnavailableError(f"the server at {self._connection.path} has not answered")
         return answer.number
 
@@ -289,8 +289,8 @@ def _cancel(task: "asyncio.Task[Any]") -> None:
     task.cancel()
 
 
-def _found(keys: BlockKeys, answer: messages.Answer | None) -> LookupResult:
-    if not isinstance(answer, messages.Found):
+def _found(keys: BlockKeys, answer: questions.Answer | None) -> LookupResult:
+    if not isinstance(answer, questions.Found):
         return LookupResult(0, (), 0, keys.block_size)
     specs = [place.spec() if place else None for place in answer.places] or [None] * len(answer.runs)
     runs = tuple(TierRun(*run, spec) for run, spec in zip(answer.runs, specs, strict=True))

@@ -20,7 +20,8 @@ from tiered_kv.host.connection import Connection
 from tiered_kv.host.fields import Keys
 from tiered_kv.host.for_workers import Introductions
 from tiered_kv.host.job_messages import BindJob, JobEnded, JobMoved, JobMovedKeys, JobPlan, JobPlanned, PlanJob
-from tiered_kv.host.messages import Cancel, Failed, Reply, Stats
+from tiered_kv.host.messages import Cancel, Reply
+from tiered_kv.host.questions import Failed, Stats
 from tiered_kv.keys import BlockKeys
 from tiered_kv.plan import JobResult, Move, Outcomes, Plan
 from tiered_kv.specs import CPULoadStoreSpec, GPULoadStoreSpec

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.errors import TieredKVError
-from tiered_kv.host import messages, wire
+from tiered_kv.host import messages, questions, wire
 from tiered_kv.host.attachment import Attachment
 from tiered_kv.host.fields import Part
 from tiered_kv.keys import BlockKeys
@@ -101,7 +101,7 @@ class Moving(Generic[R]):
         match reply:
             case messages.Copy():
                 self._copy(reply)
-            case messages.Failed(why=why):
+            case questions.Failed(why=why):
                 self._stop(why)
             case _:
                 self._take_other(reply)

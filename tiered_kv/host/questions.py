@@ -1,95 +1,186 @@
-"""What a client asks beside its transfers, and how a server answers: by the same call of the face."""
+"""What a client asks beside its transfers, and what a server answers. ``id`` names a question, as a transfer.
 
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from functools import partial
-from typing import Any, Final, TypeVar
+Each question has one `Answer`. What is said here without a number has none.
+"""
 
-from tiered_kv.block_cache import BlockCache
-from tiered_kv.host import messages, wire
+from tiered_kv.explain import Explanation
+from tiered_kv.hints import ReuseHint
+from tiered_kv.host.fields import Keys
 from tiered_kv.host.places import Place
-from tiered_kv.keys import BlockKeys
-from tiered_kv.results import LookupResult
-
-T = TypeVar("T")
-Answering = Callable[[], Coroutine[Any, Any, messages.Answer]]
-Answered = messages.Answer | Answering
-"""At once, or what finds it out."""
+from tiered_kv.host.wire import Message
+from tiered_kv.load_costs import LoadCost
+from tiered_kv.results import CacheStatistics, TierFault
 
 
-def answer(kv: BlockCache, request: messages.Asking) -> Answered:
-    """Answer a question about keys.
+class Lookup(Message, frozen=True, tag="lookup"):
+    """The longest prefix that could be loaded.
 
-    Args:
-        kv: The client's seat at the cache.
-        request: The question.
-
-    Raises:
-        TieredKVError: There is something wrong with it.
+    ``is_owned``: in the server's own tiers, at once. ``where``: with the place of each block, as far as it is known.
     """
-    return _ANSWERS[type(request)](kv, request, request.keys.block_keys())
+
+    id: int
+    keys: Keys
+    is_owned: bool = False
+    where: bool = False
 
 
-def _lookup(kv: BlockCache, request: messages.Lookup, keys: BlockKeys) -> Answered:
-    if request.is_owned:
-        return _found(request.id, kv.lookup_nowait(keys))
-    return _then(partial(kv.lookup, keys, where=request.where), partial(_found, request.id))
+class Membership(Message, frozen=True, tag="membership"):
+    """What is known of each block."""
+
+    id: int
+    keys: Keys
 
 
-def _membership(kv: BlockCache, request: messages.Membership, keys: BlockKeys) -> Answered:
-    return messages.States(request.id, kv.membership(keys).tobytes())
+class Pin(Message, frozen=True, tag="pin"):
+    """Pin a prefix."""
+
+    id: int
+    keys: Keys
+    ttl_s: float
 
 
-def _pin(kv: BlockCache, request: messages.Pin, keys: BlockKeys) -> Answered:
-    return messages.Number(request.id, kv.pin(keys, ttl_s=request.ttl_s).num_blocks)
+class Prefetch(Message, frozen=True, tag="prefetch"):
+    """Copy a prefix up."""
+
+    id: int
+    keys: Keys
+    to: str
 
 
-def _prefetch(kv: BlockCache, request: messages.Prefetch, keys: BlockKeys) -> Answered:
-    return _then(
-        partial(kv.prefetch, keys, to=request.to),
-        lambda got: messages.Prefetched(request.id, got.num_blocks, got.num_moved, got.faults),
-    )
+class Lease(Message, frozen=True, tag="lease"):
+    """Hold a prefix in host memory, until `messages.Cancel`."""
+
+    id: int
+    keys: Keys
 
 
-def _evict(kv: BlockCache, request: messages.Evict, keys: BlockKeys) -> Answered:
-    return _then(partial(kv.evict, keys, tier=request.tier), partial(messages.Number, request.id))
+class Evict(Message, frozen=True, tag="evict"):
+    """Make blocks unfindable."""
+
+    id: int
+    keys: Keys
+    tier: str | None
 
 
-def _explain(kv: BlockCache, request: messages.Explain, keys: BlockKeys) -> Answered:
-    return _then(
-        partial(kv.explain, keys, ask=request.ask), lambda blocks: messages.Explained(request.id, tuple(blocks))
-    )
+class Explain(Message, frozen=True, tag="explain"):
+    """Say why each block is there, or not. ``before``: digests of weights that the client served before."""
+
+    id: int
+    keys: Keys
+    ask: bool
+    before: tuple[bytes, ...]
 
 
-def flush(cache: BlockCache, request: messages.Flush) -> Answered:
-    """Wait until every store of every client is settled."""
-    return _then(partial(cache.flush, sync=request.sync), lambda _: messages.Number(request.id, 0))
+class Flush(Message, frozen=True, tag="flush"):
+    """Wait until every store so far is settled."""
+
+    id: int
+    sync: bool
 
 
-def clear(cache: BlockCache, request: messages.Clear) -> Answered:
-    """Empty the tiers of all clients of the model."""
-    return _then(cache.clear, lambda _: messages.Number(request.id, 0))
+class Clear(Message, frozen=True, tag="clear"):
+    """Empty the tiers that the server owns, of this model's blocks."""
+
+    id: int
 
 
-_ANSWERS: Final[Mapping[type[wire.Message], Callable[..., Answered]]] = {
-    messages.Lookup: _lookup,
-    messages.Membership: _membership,
-    messages.Pin: _pin,
-    messages.Prefetch: _prefetch,
-    messages.Evict: _evict,
-    messages.Explain: _explain,
-}
+class Stats(Message, frozen=True, tag="stats"):
+    """Count what is where."""
+
+    id: int
 
 
-def _then(ask: Callable[[], Awaitable[T]], make: Callable[[T], messages.Answer]) -> Answered:
-    async def answer() -> messages.Answer:
-        return make(await ask())
-
-    return answer
+Asking = Lookup | Membership | Pin | Prefetch | Evict | Explain
+"""About keys."""
+Question = Asking | Lease | Flush | Clear | Stats
 
 
-def _found(id_: int, result: LookupResult) -> messages.Found:
-    runs = tuple((run.tier, run.start, run.stop) for run in result.runs)
-    places = tuple(Place.of(run.spec) for run in result.runs) if any(run.spec for run in result.runs) else ()
-    return messages.Found(
-        id_, result.num_blocks, runs, result.num_bytes, dict(result.costs), result.num_pending, places
-    )
+class Touch(Message, frozen=True, tag="touch"):
+    """Count a use, or take note of a hint; nothing is answered."""
+
+    keys: Keys
+    hint: ReuseHint | None
+
+
+class CountLookup(Message, frozen=True, tag="count_lookup"):
+    """Count what `Membership` has answered; nothing is answered. ``found`` is one byte a block, 0 for a miss."""
+
+    keys: Keys
+    found: bytes
+
+
+class Unpin(Message, frozen=True, tag="unpin"):
+    """End this client's pins; nothing is answered."""
+
+    keys: Keys
+
+
+Noting = Touch | CountLookup | Unpin
+
+
+class Found(Message, frozen=True, tag="found"):
+    """Answers `Lookup`: runs of ``(tier, start, stop)``, and where each is if that was asked."""
+
+    id: int
+    num_blocks: int
+    runs: tuple[tuple[str, int, int], ...]
+    num_bytes: int
+    costs: dict[str, LoadCost]
+    num_pending: int
+    places: tuple[Place | None, ...] = ()
+
+
+class States(Message, frozen=True, tag="states"):
+    """Answers `Membership`: one `BlockState` a byte."""
+
+    id: int
+    states: bytes
+
+
+class Number(Message, frozen=True, tag="number"):
+    """Answers `Pin`, `Evict`, `Flush` and `Clear`."""
+
+    id: int
+    number: int
+
+
+class Prefetched(Message, frozen=True, tag="prefetched"):
+    """Answers `Prefetch`."""
+
+    id: int
+    num_blocks: int
+    num_moved: int
+    faults: tuple[TierFault, ...]
+
+
+class Leased(Message, frozen=True, tag="leased"):
+    """Answers `Lease`: the slots of the prefix that is held."""
+
+    id: int
+    pool: str
+    slots: bytes
+
+
+class Explained(Message, frozen=True, tag="explained"):
+    """Answers `Explain`."""
+
+    id: int
+    blocks: tuple[Explanation, ...]
+
+
+class Counted(Message, frozen=True, tag="counted"):
+    """Answers `Stats`."""
+
+    id: int
+    stats: CacheStatistics
+
+
+class Failed(Message, frozen=True, tag="failed"):
+    """A question or a transfer that the server could not take: an error, by its class."""
+
+    id: int
+    kind: str
+    why: str
+
+
+Answer = Found | States | Number | Prefetched | Leased | Explained | Counted | Failed

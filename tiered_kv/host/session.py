@@ -14,10 +14,10 @@ import numpy as np
 from tiered_kv.cache import TieredKV, seat_at
 from tiered_kv.catalog.leases import Lease
 from tiered_kv.errors import CapacityError, ConfigurationError, TieredKVError
-from tiered_kv.host import messages, questions, wire
+from tiered_kv.host import answering, messages, questions, wire
+from tiered_kv.host.answering import Answered, Answering
 from tiered_kv.host.change_messages import AboutChanges, Follow, Taken
 from tiered_kv.host.job_messages import AboutJob, BindJob, JobMoved, JobMovedKeys, PlanJob
-from tiered_kv.host.questions import Answered, Answering
 from tiered_kv.host.session_changes import SessionChanges
 from tiered_kv.host.session_jobs import SessionJobs
 from tiered_kv.host.session_transfers import SessionTransfers
@@ -119,9 +119,9 @@ class Session:
                 self._checked(request.id, send, partial(self._transfers.steer, request))
             case PlanJob() | BindJob() | JobMoved() | JobMovedKeys() | Follow() | Taken():
                 self._checked(request.id, send, partial(self._plan_or_follow, request, send))
-            case messages.Cancel() | messages.Release():
+            case messages.Cancel():
                 self._give_up(request.id)
-            case messages.Touch() | messages.CountLookup() | messages.Unpin():
+            case questions.Touch() | questions.CountLookup() | questions.Unpin():
                 self._note(request)
             case messages.After() | messages.Bye():
                 pass  # the connection's
@@ -189,12 +189,12 @@ class Session:
 
     # Questions.
 
-    def _ask(self, request: messages.Question, send: Send) -> None:
+    def _ask(self, request: questions.Question, send: Send) -> None:
         """Answer one: at once if that needs no waiting, else when it is known."""
         self._new(request.id)
         if len(self._asked) >= self._limits.questions_per_client:
             raise CapacityError(f"{self._limits.questions_per_client} questions of this client are under way")
-        if self.is_read_only and isinstance(request, messages.Evict | messages.Clear):
+        if self.is_read_only and isinstance(request, questions.Evict | questions.Clear):
             raise ConfigurationError("a read-only client evicts nothing")
         answered = self._answer(request)
         if isinstance(answered, wire.Message):
@@ -208,31 +208,31 @@ class Session:
         try:
             send(await answer())
         except TieredKVError as error:
-            send(messages.Failed(id_, wire.kind_of(error), str(error)))
+            send(questions.Failed(id_, wire.kind_of(error), str(error)))
 
-    def _answer(self, request: messages.Question) -> Answered:
+    def _answer(self, request: questions.Question) -> Answered:
         match request:
-            case messages.Stats():
+            case questions.Stats():
                 return partial(self._count, request)
-            case messages.Flush():
-                return questions.flush(self._cache, request)
-            case messages.Clear():
-                return questions.clear(self._cache, request)
-            case messages.Lease():
+            case questions.Flush():
+                return answering.flush(self._cache, request)
+            case questions.Clear():
+                return answering.clear(self._cache, request)
+            case questions.Lease():
                 return partial(self._lease, request)
         kv, seat = self._seat(request.keys.epoch)
-        if isinstance(request, messages.Explain):
+        if isinstance(request, questions.Explain):
             seat.past_epochs = list(request.before)
-        return questions.answer(kv, request)
+        return answering.answer(kv, request)
 
-    async def _count(self, request: messages.Stats) -> messages.Counted:
+    async def _count(self, request: questions.Stats) -> questions.Counted:
         """Count, what the client knows to have ended included: it takes a few turns more here."""
         _, cache = self._seat(b"")
         while self._transfers.is_behind:
             await cache.tasks.turn()
-        return messages.Counted(request.id, cache.statistics())
+        return questions.Counted(request.id, cache.statistics())
 
-    async def _lease(self, request: messages.Lease) -> messages.Leased:
+    async def _lease(self, request: questions.Lease) -> questions.Leased:
         chain, batch = self._seat(request.keys.epoch)[1].batch(request.keys.block_keys())
         num_leases = len(self._leases) + self._num_leasing
         if num_leases >= self._limits.leases_per_client:
@@ -245,7 +245,7 @@ class Session:
         finally:
             self._num_leasing -= 1
         self._leases[request.id] = chain, lease
-        return messages.Leased(request.id, chain.host.slab.name, wire.as_bytes(lease.slots))
+        return questions.Leased(request.id, chain.host.slab.name, wire.as_bytes(lease.slots))
 
     # What requests are about.
 
@@ -279,18 +279,18 @@ class Session:
             call()
         except (TieredKVError, ValueError) as error:  # a ValueError is e.g. of a priority there is none of
             kind = wire.kind_of(error) if isinstance(error, TieredKVError) else ConfigurationError.__name__
-            send(messages.Failed(id_, kind, str(error)))
+            send(questions.Failed(id_, kind, str(error)))
 
-    def _note(self, request: messages.Noting) -> None:
+    def _note(self, request: questions.Noting) -> None:
         """Do what has no answer."""
         try:
             (kv, _), keys = self._seat(request.keys.epoch), request.keys.block_keys()
             match request:
-                case messages.Touch():
+                case questions.Touch():
                     kv.touch(keys, hint=request.hint)
-                case messages.CountLookup():
+                case questions.CountLookup():
                     kv.count_lookup(keys, np.frombuffer(request.found, np.uint8) != 0)
-                case messages.Unpin():
+                case questions.Unpin():
                     kv.unpin(keys)
         except TieredKVError as error:
             log("warning", "host.request_refused", client=self.name, error=str(error))
