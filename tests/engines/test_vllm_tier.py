@@ -43,6 +43,11 @@ def test_a_partial_promotion_keeps_exactly_what_succeeded(scenarios: Answer) -> 
     assert scenarios["flipped"] == {"found": 5, "values": [1, 2, 3, 4, 5]}
 
 
+def test_jobs_that_are_loaded_together_come_short_alone(scenarios: Answer) -> None:
+    """Loads that wait are made as one; a flipped bit in one job costs that chunk, and vLLM keeps all the others."""
+    assert scenarios["together"] == {"whole": [0, 2], "kept": [3, 4, 6], "values": [1, 2, 3, 4, 5, 7, 8]}
+
+
 def test_a_prefix_longer_than_vllms_cpu_tier_leaves_nothing_behind(scenarios: Answer) -> None:
     """VLLM's manager evicts its head for its tail. What it is given is right, and the next prompt is served."""
     assert scenarios["longer_than_vllms"] == {"is_right": True, "then": 3}

@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
 from own_metrics import own_lookups
-from tiered_kv.integrations.vllm import offload_tier
+from tiered_kv.integrations.vllm import offload_jobs
 from vllm_tiering import OURS, Tiering, keys_of
 
 KIB = 1024
@@ -50,6 +50,15 @@ def filled(folder: pathlib.Path, tier: dict[str, Any], count: int) -> Tiering:
     tiering.tier.kv.flush()
     tiering.empty_primary()
     return tiering
+
+
+def flip(folder: pathlib.Path, value: int) -> None:
+    """Flip a bit on the disk, of the chunk that is filled with a value."""
+    (slab,) = (folder / "nvme").glob("*/slab")
+    stored = bytearray(slab.read_bytes())
+    at = next(at for at in range(4096, len(stored), 4096) if stored[at : at + 4096] == bytes([value]) * 4096)
+    stored[at + 17] ^= 1
+    slab.write_bytes(stored)
 
 
 @scenario
@@ -109,11 +118,7 @@ def store_fails(folder: pathlib.Path) -> Any:
 def flipped(folder: pathlib.Path) -> Any:
     """A promotion that meets a flipped bit keeps exactly what came before it, and nobody is given wrong bytes."""
     filled(folder, nvme(folder), 8).close()
-    (slab,) = (folder / "nvme").glob("*/slab")
-    stored = bytearray(slab.read_bytes())
-    at = next(at for at in range(4096, len(stored), 4096) if stored[at : at + 4096] == bytes([6]) * 4096)
-    stored[at + 17] ^= 1
-    slab.write_bytes(stored)
+    flip(folder, 6)
     tiering = Tiering(nvme(folder), num_chunks=8, chunk_bytes=CHUNK)
     context = tiering.request()
     found = tiering.find(keys_of(8), context)
@@ -152,6 +157,28 @@ def duplicates(folder: pathlib.Path) -> Any:
 
 
 @scenario
+def together(folder: pathlib.Path) -> Any:
+    """Jobs that are given together are loaded together; what one of them lacks is lacking in none of the others."""
+    filled(folder, nvme(folder), 8).close()
+    flip(folder, 6)
+    tiering = Tiering(nvme(folder), num_chunks=8, chunk_bytes=CHUNK)
+    tiering.rows[:] = 0
+    for number, chunks in enumerate(([0, 1, 2], [3, 4, 5, 6], [7])):
+        keys = [keys_of(8)[chunk] for chunk in chunks]
+        tiering.tier.submit_load(SimpleNamespace(job_id=number, keys=keys, chunk_ids=chunks, is_promotion=True))
+    tiering.tier.drain_jobs()
+    ended = {each.job_id: each for each in tiering.tier.get_finished_jobs()}
+    kept = [keys_of(8).index(key) for key in ended[1].successful_keys]
+    answer = {
+        "whole": [number for number, each in sorted(ended.items()) if each.success],
+        "kept": kept,
+        "values": [int(tiering.rows[chunk][0]) for chunk in (0, 1, 2, *kept, 7)],
+    }
+    tiering.close()
+    return answer
+
+
+@scenario
 def stalled(folder: pathlib.Path) -> Any:
     """Storage that does not answer is a miss after a while, for this request and the next."""
     tiering = filled(folder, faulty(folder), 8)
@@ -166,8 +193,8 @@ def stalled(folder: pathlib.Path) -> Any:
 def one_stalls(folder: pathlib.Path) -> Any:
     """Of loads that take turns the first one stalls: the others do not wait for it."""
     tiering = filled(folder, {**faulty(folder), "load_timeout_s": 3600}, 8)
-    was = offload_tier._READ_AHEAD_BYTES  # noqa: SLF001 - a load of so many bytes takes long to make
-    offload_tier._READ_AHEAD_BYTES = CHUNK  # noqa: SLF001 - as above
+    was = offload_jobs._READ_AHEAD_BYTES  # noqa: SLF001 - a load of so many bytes takes long to make
+    offload_jobs._READ_AHEAD_BYTES = CHUNK  # noqa: SLF001 - as above
     (folder / "stall").write_text("3600")
 
     def load(number: int) -> None:
@@ -185,7 +212,7 @@ def one_stalls(folder: pathlib.Path) -> Any:
     while len(ended) < 7 and time.monotonic() < deadline:
         ended |= {each.job_id: each.success for each in tiering.tier.get_finished_jobs()}
         time.sleep(0.01)
-    offload_tier._READ_AHEAD_BYTES = was  # noqa: SLF001 - as it was
+    offload_jobs._READ_AHEAD_BYTES = was  # noqa: SLF001 - as it was
     return sorted(number for number, success in ended.items() if success)
 
 
@@ -200,7 +227,7 @@ def counted(folder: pathlib.Path) -> Any:
     first = own_lookups()
     counts = [first]
     for request in (context, tiering.request()):
-        tiering.tier._behind.answers.clear()  # noqa: SLF001 - they count for a second
+        tiering.tier._jobs.answers.clear()  # noqa: SLF001 - they count for a second
         tiering.find(keys_of(8), request)
         counts.append(own_lookups())
     return counts

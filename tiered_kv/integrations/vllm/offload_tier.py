@@ -4,52 +4,29 @@ vLLM calls from its scheduler's thread, which all requests wait for: what it ask
 done by the cache's event loop. Only `drain_jobs` and `shutdown` wait.
 """
 
-import asyncio
 import gc
 import hashlib
 import platform
 import time
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from functools import partial
 from typing import Any, Final
 
-import numpy as np
-from vllm.v1.kv_offload.base import (
-    LookupResult,
-    Medium,
-    RequestOffloadingContext,
-    get_offload_block_hash,
-    get_offload_group_idx,
-)
-from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+from vllm.v1.kv_offload.base import LookupResult, Medium, RequestOffloadingContext
+from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
 from tiered_kv.blocking import open_blocking
 from tiered_kv.cache import TieredKV
-from tiered_kv.errors import ClosedError, ConfigurationError, TieredKVError
+from tiered_kv.errors import ClosedError, ConfigurationError
 from tiered_kv.integrations.vllm.compatibility import VERSION
 from tiered_kv.integrations.vllm.configuration import with_rank
+from tiered_kv.integrations.vllm.offload_jobs import Jobs
 from tiered_kv.integrations.vllm.served_model import weights_of
-from tiered_kv.keys import BlockKeys, ModelIdentity
+from tiered_kv.keys import ModelIdentity
 from tiered_kv.layout import KVGroup, KVLayout
-from tiered_kv.loop_calls import LoopCalls
-from tiered_kv.results import BlockState, LoadResult
 from tiered_kv.settings import TieredKVSettings
-from tiered_kv.specs import CPULoadStoreSpec
 
 _POOL: Final = "vllm"
-_ANSWER_S: Final = 1.0
-"""How long it counts what was said of a chunk."""
-_FAILED_S: Final = 10.0
-"""How long what could not be loaded counts as absent: vLLM would ask for it again at once, and again."""
-_MOST_ANSWERS: Final = 1 << 17
-_MOST_COUNTED: Final = 1 << 16
-"""Requests of which it is known that they were counted; older ones have ended."""
-_READ_AHEAD_BYTES = 64 << 20
-"""Of loads at once: enough for storage, and few enough that the first ones read before the last ones are prepared."""
-_SLOW_S: Final = 0.25
-"""A load that takes longer holds up no other."""
 
 
 class TieredKVTier(SecondaryTierManager):
@@ -103,13 +80,13 @@ class TieredKVTier(SecondaryTierManager):
         self._stack = ExitStack()
         self.kv = self._stack.enter_context(open_blocking(cache))
         self.kv.register_host_pool(_POOL, primary_kv_view, direct=direct)
-        self._behind = self.kv.call(_Behind, cache, chunk, load_timeout_s)
+        self._jobs = self.kv.call(Jobs, cache, chunk, _POOL, load_timeout_s)
         self._asked: dict[str, list[bytes]] = {}  # by request
         self._is_open = True
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
         """Say whether a chunk is there; ``RETRY`` until it is known. What is being stored is not there."""
-        answer = self._behind.answers.get(key)
+        answer = self._jobs.answers.get(key)
         if answer is None or answer[1] < time.monotonic():
             self._asked.setdefault(req_context.req_id, []).append(key)
             return LookupResult.RETRY
@@ -119,19 +96,19 @@ class TieredKVTier(SecondaryTierManager):
         """Ask for all that was looked up in this step, at once."""
         if self._asked:
             asked, self._asked = self._asked, {}
-            self._behind.calls.call(self._behind.ask, asked)
+            self._jobs.calls.call(self._jobs.ask, asked)
 
     def submit_store(self, job_metadata: Any) -> None:
         """Begin to store chunks; what is there already is passed over."""
-        self._behind.submit(job_metadata)
+        self._jobs.submit(job_metadata)
 
     def submit_load(self, job_metadata: Any) -> None:
         """Begin to load chunks into vLLM's CPU tier."""
-        self._behind.submit(job_metadata)
+        self._jobs.submit(job_metadata)
 
     def get_finished_jobs(self) -> Iterable[Any]:
         """Return what has ended. Of a load that came short it names the chunks that are in place."""
-        over = self._behind.over
+        over = self._jobs.over
         return [over.popleft() for _ in range(len(over))]
 
     def on_new_request(self, req_context: Any) -> Any:
@@ -141,7 +118,7 @@ class TieredKVTier(SecondaryTierManager):
     def drain_jobs(self) -> None:
         """Wait until nothing touches vLLM's memory; what ended is for `get_finished_jobs` to say."""
         if self._is_open:
-            self.kv.call(self._behind.drain)
+            self.kv.call(self._jobs.drain)
 
     def shutdown(self) -> None:
         """Write what has been stored, within a time, and end. Idempotent."""
@@ -152,130 +129,6 @@ class TieredKVTier(SecondaryTierManager):
             self._is_open = False
             self._stack.close()
             gc.collect()  # tasks that have ended refer to vLLM's memory in cycles, and it is about to be unmapped
-
-
-class _Behind:
-    """What the tier does on the cache's event loop, where nobody waits for it."""
-
-    def __init__(self, cache: TieredKV, chunk: KVGroup, load_timeout_s: float) -> None:
-        """Begin, on the event loop.
-
-        Attributes:
-            calls: From the scheduler's thread to here.
-            over: Jobs that have ended, for the scheduler's thread.
-            answers: What is known of chunks, and until when that counts.
-        """
-        self.calls = LoopCalls(asyncio.get_running_loop())
-        self.over: deque[Any] = deque()
-        self.answers: dict[bytes, tuple[Any, float]] = {}
-        self._cache = cache
-        self._chunk = chunk
-        self._load_timeout_s = load_timeout_s
-        self._waiting: deque[tuple[Any, float]] = deque()  # loads, and when they were submitted
-        self._reading: dict[int, int] = {}  # bytes, by job
-        self._counted: dict[str, None] = {}
-        self._num_submitted = 0
-        self._num_ended = 0
-        self._ended = asyncio.Event()
-
-    def submit(self, job: Any) -> None:
-        """Take a job, from the scheduler's thread."""
-        self._num_submitted += 1
-        self.calls.call(self._queue if job.is_promotion else self._begin, job, time.monotonic())
-
-    def ask(self, asked: Mapping[str, Sequence[bytes]]) -> None:
-        """Find out which chunks are there, for requests."""
-        now = time.monotonic()
-        if len(self.answers) > _MOST_ANSWERS:
-            self.answers = {key: answer for key, answer in self.answers.items() if answer[1] > now}
-        for request, chunks in asked.items():
-            states = self._cache.membership(self._keys(chunks)).tolist()
-            said = [(key, state == BlockState.HIT) for key, state in zip(chunks, states, strict=True)
-                    if state != BlockState.ASKING]  # fmt: skip  # of what is left vLLM asks again
-            for key, is_hit in said:
-                self.answers[key] = LookupResult.HIT if is_hit else LookupResult.MISS, now + _ANSWER_S
-            self._count(request, said, is_final=len(said) == len(chunks))
-
-    def _count(self, request: str, said: Sequence[tuple[bytes, bool]], *, is_final: bool) -> None:
-        """Count a request in the metrics, once: a request that has to wait is asked for again and again."""
-        if request in self._counted:
-            return
-        keys, found = self._keys([key for key, _ in said]), np.array([is_hit for _, is_hit in said], np.bool_)
-        self._cache.count_lookup(keys, found)
-        if is_final:
-            self._counted[request] = None
-            if len(self._counted) > _MOST_COUNTED:
-                del self._counted[next(iter(self._counted))]
-
-    def _queue(self, job: Any, begun_s: float) -> None:
-        self._waiting.append((job, begun_s))
-        self._load_more()
-
-    def _load_more(self, ended: int | None = None) -> None:
-        """Begin loads as far as they may be read at once, now that one has ended, or takes too long to wait for."""
-        if ended is not None:
-            self._reading.pop(ended, None)
-        while self._waiting:
-            num_bytes = len(self._waiting[0][0].keys) * self._chunk.payload_bytes
-            if self._reading and sum(self._reading.values()) + num_bytes > _READ_AHEAD_BYTES:
-                return
-            job, begun_s = self._waiting.popleft()
-            self._reading[job.job_id] = num_bytes
-            asyncio.get_running_loop().call_later(_SLOW_S, self._load_more, job.job_id)
-            self._begin(job, begun_s)
-
-    def _begin(self, job: Any, begun_s: float) -> None:
-        keys = list(job.keys)
-        try:
-            spec = CPULoadStoreSpec(job.chunk_ids, pool=_POOL)
-            if job.is_promotion:
-                left_s = max(0.0, begun_s + self._load_timeout_s - time.monotonic())
-                handle: Any = self._cache.start_load(self._keys(keys), spec, deadline_s=left_s)
-            else:
-                handle = self._cache.start_store(self._keys(keys), spec)
-        except TieredKVError:
-            self._end(job, keys, begun_s, [])
-            raise  # for the log
-        handle.when_done(partial(self._take, job, keys, begun_s))
-
-    def _take(self, job: Any, keys: list[bytes], begun_s: float, ended: "asyncio.Future[Any]") -> None:
-        result = None if ended.cancelled() or ended.exception() else ended.result()
-        if isinstance(result, LoadResult):
-            self._end(job, keys, begun_s, keys[: result.num_blocks])
-        else:
-            self._end(job, keys, begun_s, keys if result is not None and not result.num_dropped else [])
-
-    def _end(self, job: Any, keys: list[bytes], begun_s: float, arrived: list[bytes]) -> None:
-        now, is_whole = time.monotonic(), len(arrived) == len(keys)
-        if job.is_promotion:
-            asyncio.get_running_loop().call_soon(self._load_more, job.job_id)
-            self.answers.update(dict.fromkeys(keys[len(arrived) :], (LookupResult.MISS, now + _FAILED_S)))
-        self.over.append(
-            JobResult(
-                job_id=job.job_id,
-                success=is_whole,
-                successful_keys=None if is_whole or not arrived else tuple(arrived),
-                transfer_time=now - begun_s,
-                transfer_bytes=len(arrived) * self._chunk.payload_bytes,
-            )
-        )
-        self._num_ended += 1
-        self._ended.set()
-
-    def _keys(self, keys: Sequence[bytes]) -> BlockKeys:
-        return BlockKeys.from_hashes([_name(key) for key in keys], block_size=self._chunk.block_size)
-
-    async def drain(self) -> None:
-        """Wait until all that was submitted has ended."""
-        while self._num_ended < self._num_submitted:
-            self._ended.clear()
-            await self._ended.wait()
-
-
-def _name(key: Any) -> bytes:
-    """Name a chunk: vLLM's hash, and the KV group where it is not the first."""
-    digest: bytes = get_offload_block_hash(key)
-    return digest if not get_offload_group_idx(key) else hashlib.sha256(key).digest()
 
 
 def _blocks(config: Any) -> int:

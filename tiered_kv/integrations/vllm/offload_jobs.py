@@ -1,0 +1,238 @@
+"""What vLLM's secondary tier is asked for, done by the cache's event loop, where nobody waits for it.
+
+Loads that wait are made together, a window's worth at once: each costs the interpreter as much, however long it is, and
+vLLM's scheduler needs the interpreter too.
+"""
+
+import asyncio
+import hashlib
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, compress, pairwise
+from operator import not_
+from typing import Any, Final, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from vllm.v1.kv_offload.base import LookupResult, get_offload_block_hash, get_offload_group_idx
+from vllm.v1.kv_offload.tiering.base import JobResult
+
+from tiered_kv.cache import TieredKV
+from tiered_kv.errors import TieredKVError
+from tiered_kv.keys import BlockKeys
+from tiered_kv.layout import KVGroup
+from tiered_kv.loop_calls import LoopCalls
+from tiered_kv.results import BlockState, LoadResult, StoreResult
+from tiered_kv.specs import CPULoadStoreSpec
+
+T = TypeVar("T")
+_ANSWER_S: Final = 1.0
+"""How long it counts what was said of a chunk."""
+_FAILED_S: Final = 10.0
+"""How long what could not be loaded counts as absent: vLLM would ask for it again at once, and again."""
+_MOST_ANSWERS: Final = 1 << 17
+_MOST_COUNTED: Final = 1 << 16
+"""Requests of which it is known that they were counted; older ones have ended."""
+_TOGETHER_BYTES: Final = 16 << 20
+"""Of jobs that one load is made of, if they are waiting anyway: a window."""
+_READ_AHEAD_BYTES = 64 << 20
+"""Of loads at once: enough for storage, and few enough that the first ones read before the last ones are prepared."""
+_SLOW_S: Final = 0.25
+"""A load that takes longer holds up no other."""
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A job of vLLM's.
+
+    Attributes:
+        job: It.
+        keys: Its chunks.
+        begun_s: When vLLM gave it.
+    """
+
+    job: Any
+    keys: list[bytes]
+    begun_s: float
+
+
+class Jobs:
+    """What is known of chunks, and what moves them. Its attributes may be read, and it be told, by any thread."""
+
+    def __init__(self, cache: TieredKV, chunk: KVGroup, pool: str, load_timeout_s: float) -> None:
+        """Begin, on the event loop.
+
+        Args:
+            cache: Open.
+            chunk: What is stored.
+            pool: vLLM's CPU tier, as it was registered.
+            load_timeout_s: How long a load may take.
+
+        Attributes:
+            calls: From the scheduler's thread to here.
+            over: Jobs that have ended, for the scheduler's thread.
+            answers: What is known of chunks, and until when that counts.
+        """
+        self.calls = LoopCalls(asyncio.get_running_loop())
+        self.over: deque[Any] = deque()
+        self.answers: dict[bytes, tuple[Any, float]] = {}
+        self._cache = cache
+        self._chunk = chunk
+        self._pool = pool
+        self._load_timeout_s = load_timeout_s
+        self._waiting: deque[_Asked] = deque()  # loads
+        self._is_gathering = False
+        self._reading: dict[object, int] = {}  # bytes, by load
+        self._counted: dict[str, None] = {}
+        self._num_submitted = 0
+        self._num_ended = 0
+        self._ended = asyncio.Event()
+
+    def submit(self, job: Any) -> None:
+        """Take a job, from the scheduler's thread."""
+        self._num_submitted += 1
+        asked = _Asked(job, list(job.keys), time.monotonic())
+        self.calls.call(self._gather if job.is_promotion else self._store, asked)
+
+    def ask(self, asked: Mapping[str, Sequence[bytes]]) -> None:
+        """Find out which chunks are there, for requests: all of them at once."""
+        now = time.monotonic()
+        if len(self.answers) > _MOST_ANSWERS:
+            self.answers = {key: answer for key, answer in self.answers.items() if answer[1] > now}
+        chunks = [key for each in asked.values() for key in each]
+        keys = self._keys(chunks)
+        states = self._cache.membership(keys)
+        until, said = now + _ANSWER_S, {BlockState.HIT: LookupResult.HIT, BlockState.ASKING: None}
+        for key, state in zip(chunks, states.tolist(), strict=True):
+            if (answer := said.get(state, LookupResult.MISS)) is not None:  # of what is left vLLM asks again
+                self.answers[key] = answer, until
+        for (request, each), part in zip(asked.items(), _parts(asked.values()), strict=True):
+            self._count(request, keys[part], each, states[part])
+
+    def _count(self, request: str, keys: BlockKeys, chunks: Sequence[bytes], states: NDArray[np.int8]) -> None:
+        """Count a request in the metrics, once: a request that has to wait is asked for again and again."""
+        if request in self._counted:
+            return
+        if (is_asking := states == BlockState.ASKING).any():  # what is known is not asked for again, and counts now
+            known = np.flatnonzero(~is_asking)
+            keys, states = self._keys([chunks[at] for at in known.tolist()]), states[known]
+        else:
+            self._counted[request] = None
+            if len(self._counted) > _MOST_COUNTED:
+                del self._counted[next(iter(self._counted))]
+        self._cache.count_lookup(keys, states == BlockState.HIT)
+
+    def _gather(self, asked: _Asked) -> None:
+        """Let a load wait for those that are given at the same time."""
+        self._waiting.append(asked)
+        if not self._is_gathering:
+            self._is_gathering = True
+            asyncio.get_running_loop().call_soon(self._load_more)
+
+    def _load_more(self, ended: object = None) -> None:
+        """Begin loads as far as they may be read at once, now that one has ended, or takes too long to wait for."""
+        self._is_gathering = False
+        self._reading.pop(ended, None)
+        while self._waiting:
+            room = _READ_AHEAD_BYTES - sum(self._reading.values())
+            together = self._take(min(room, _TOGETHER_BYTES), is_any=not self._reading)
+            if not together:
+                return
+            load = object()
+            self._reading[load] = sum(map(self._num_bytes, together))
+            asyncio.get_running_loop().call_later(_SLOW_S, self._load_more, load)
+            self._load(load, together)
+
+    def _take(self, most_bytes: int, *, is_any: bool) -> list[_Asked]:
+        """Take the jobs that have waited longest, up to so many bytes; the first however long it is, if ``is_any``."""
+        taken: list[_Asked] = []
+        while self._waiting:
+            most_bytes -= self._num_bytes(self._waiting[0])
+            if most_bytes < 0 and not (is_any and not taken):
+                break
+            taken.append(self._waiting.popleft())
+        return taken
+
+    def _load(self, load: object, together: list[_Asked]) -> None:
+        """Load the chunks of several jobs as if they were one, with gaps: what one of them lacks keeps no other."""
+        keys = self._keys([key for asked in together for key in asked.keys])
+        slots = np.concatenate([asked.job.chunk_ids for asked in together])
+        left_s = max(0.0, together[0].begun_s + self._load_timeout_s - time.monotonic())
+        try:
+            into = CPULoadStoreSpec(slots, pool=self._pool)
+            handle = self._cache.start_load(keys, into, deadline_s=left_s, gaps=len(together) > 1)
+        except TieredKVError:
+            self._end_load(load, together, None)
+            raise  # for the log
+        handle.when_done(lambda ended: self._end_load(load, together, _result_of(ended)))
+
+    def _end_load(self, load: object, together: list[_Asked], result: LoadResult | None) -> None:
+        asyncio.get_running_loop().call_soon(self._load_more, load)
+        until = time.monotonic() + _FAILED_S
+        for asked, part in zip(together, _parts([asked.keys for asked in together]), strict=True):
+            if result is None:
+                arrived, lost = [], asked.keys
+            elif result.mask[part].all():
+                arrived, lost = asked.keys, []
+            else:
+                mask = result.mask[part].tolist()
+                arrived, lost = list(compress(asked.keys, mask)), list(compress(asked.keys, map(not_, mask)))
+            self.answers.update(dict.fromkeys(lost, (LookupResult.MISS, until)))
+            self._end(asked, arrived)
+
+    def _store(self, asked: _Asked) -> None:
+        try:
+            source = CPULoadStoreSpec(asked.job.chunk_ids, pool=self._pool)
+            handle = self._cache.start_store(self._keys(asked.keys), source)
+        except TieredKVError:
+            self._end(asked, [])
+            raise  # for the log
+        handle.when_done(lambda ended: self._end_store(asked, _result_of(ended)))
+
+    def _end_store(self, asked: _Asked, result: StoreResult | None) -> None:
+        self._end(asked, [] if result is None or result.num_dropped else asked.keys)
+
+    def _end(self, asked: _Asked, arrived: list[bytes]) -> None:
+        """Tell vLLM. Of a job that came short it is told which chunks are in place."""
+        is_whole = len(arrived) == len(asked.keys)
+        self.over.append(
+            JobResult(
+                job_id=asked.job.job_id,
+                success=is_whole,
+                successful_keys=None if is_whole or not arrived else tuple(arrived),
+                transfer_time=time.monotonic() - asked.begun_s,
+                transfer_bytes=len(arrived) * self._chunk.payload_bytes,
+            )
+        )
+        self._num_ended += 1
+        self._ended.set()
+
+    def _num_bytes(self, asked: _Asked) -> int:
+        return len(asked.keys) * self._chunk.payload_bytes
+
+    def _keys(self, chunks: Sequence[bytes]) -> BlockKeys:
+        return BlockKeys.from_hashes([_name(key) for key in chunks], block_size=self._chunk.block_size)
+
+    async def drain(self) -> None:
+        """Wait until all that was submitted has ended."""
+        while self._num_ended < self._num_submitted:
+            self._ended.clear()
+            await self._ended.wait()
+
+
+def _result_of(ended: "asyncio.Future[T]") -> T | None:
+    return None if ended.cancelled() or ended.exception() else ended.result()
+
+
+def _parts(lengths_of: Iterable[Sequence[object]]) -> list[slice]:
+    """Say where each of some sequences lies in all of them, one behind the other."""
+    ends = accumulate(map(len, lengths_of), initial=0)
+    return [slice(start, stop) for start, stop in pairwise(ends)]
+
+
+def _name(key: Any) -> bytes:
+    """Name a chunk: vLLM's hash, and the KV group where it is not the first."""
+    digest: bytes = get_offload_block_hash(key)
+    return digest if not get_offload_group_idx(key) else hashlib.sha256(key).digest()
