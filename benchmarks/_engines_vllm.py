@@ -1,7 +1,9 @@
-"""One round of engines.py in vLLM's environment: ``_engines_vllm.py FOLDER [MIB]``. Chunks down and up again.
+"""Rounds of engines.py in vLLM's environment: ``_engines_vllm.py FOLDER ROUNDS [MIB]``. Chunks down and up again.
 
 vLLM's own manager and CPU tier; chunks are stored by 8 MiB a request, one request a step, and a step is 2 ms long. Down
 means that storage has them, up that vLLM's CPU tier has. What is measured has been done once before with other chunks.
+In each round all tiers take their turn, with chunks that are new to them. What was made before the first round is kept
+from the garbage collector, as vLLM's engine does once it has started: else it stops one tier or another for 0.4 s.
 
 Neither tier has a disk flush what it was given, and both pass by the page cache, which is checked: so nothing is read
 from memory. Ours has checksums, made and verified, and a limit of space, which is reached before it is measured: so it
@@ -10,6 +12,7 @@ vLLM's never evicts, and writes new files for all of its life. The other setting
 ours goes by LRU, as what is measured must be there, and `lhd` keeps some of the chunks that were used before instead.
 """
 
+import gc
 import json
 import mmap
 import os
@@ -29,15 +32,13 @@ STEP_S = 0.002
 FOUND = {LookupResult.HIT, LookupResult.HIT_PENDING}
 
 
-def measure(tier: dict[str, Any], chunk_bytes: int, num_bytes: int) -> dict[str, float]:
-    """Return GB/s and the scheduler's milliseconds per 1,000 chunks, of the tier and with vLLM's manager."""
+def opened(tier: dict[str, Any], chunk_bytes: int, num_bytes: int) -> Tiering:
+    """Return a tier below vLLM's, with files of the size that they will have."""
     tiering = Tiering(tier, num_chunks=num_bytes // chunk_bytes, chunk_bytes=chunk_bytes)
     if not passes_by_the_page_cache(tiering):
         sys.exit(f"{tier['type']} would be read from memory: run this in a folder whose filesystem has direct I/O")
-    down_and_up(tiering, chunk_bytes, first=1 << 20)
-    figures = down_and_up(tiering, chunk_bytes, first=0)
-    tiering.close()
-    return figures
+    down_and_up(tiering, chunk_bytes, first=0)
+    return tiering
 
 
 def passes_by_the_page_cache(tiering: Tiering) -> bool:
@@ -120,9 +121,9 @@ def settle(tiering: Tiering) -> None:
         tiering.tier.kv.flush()  # vLLM's own says that a store has ended when it is written
 
 
-def main(folder: pathlib.Path, num_mib: int = 256) -> None:
-    """Print a round's figures."""
-    found: dict[str, dict[str, float]] = {}
+def main(folder: pathlib.Path, num_rounds: int, num_mib: int = 256) -> None:
+    """Print the figures of each round."""
+    rounds: list[dict[str, dict[str, float]]] = [{} for _ in range(num_rounds)]
     options = f"capacity={num_mib + num_mib // 8 + 2}MiB&policy=lru"
     for size, chunk_bytes in SIZES.items():
         tiers: dict[str, dict[str, Any]] = {
@@ -130,9 +131,16 @@ def main(folder: pathlib.Path, num_mib: int = 256) -> None:
             "tiered_kv": {**OURS, "tiers": [f"file://{folder}/nvme-{size}?{options}"]},
             "tiered_kv direct": {**OURS, "tiers": [f"file://{folder}/direct-{size}?{options}"], "direct": True},
         }
-        found[f"bare disk {size}"] = bare(folder, num_mib << 20)
-        found |= {f"{name} {size}": measure(tier, chunk_bytes, num_mib << 20) for name, tier in tiers.items()}
-    print(json.dumps(found))
+        tierings = {name: opened(tier, chunk_bytes, num_mib << 20) for name, tier in tiers.items()}
+        gc.collect()
+        gc.freeze()
+        for number, found in enumerate(rounds):
+            found[f"bare disk {size}"] = bare(folder, num_mib << 20)
+            for name, tiering in tierings.items():
+                found[f"{name} {size}"] = down_and_up(tiering, chunk_bytes, first=(number + 1) << 20)
+        for tiering in tierings.values():
+            tiering.close()
+    print(json.dumps(rounds))
 
 
 if __name__ == "__main__":

@@ -37,10 +37,8 @@ Cells = dict[str, dict[str, float]]
 
 def tiers(vllm: Environment, num_rounds: int, num_mib: int) -> list[Cells]:
     """Return the figures per tier and size of each round, and print their medians."""
-    rounds: list[Cells] = []
-    for _ in range(num_rounds):
-        with tempfile.TemporaryDirectory(dir=pathlib.Path.cwd()) as folder:
-            rounds.append(vllm.run(str(HERE / "_engines_vllm.py"), folder, num_mib))
+    with tempfile.TemporaryDirectory(dir=pathlib.Path.cwd()) as folder:
+        rounds: list[Cells] = vllm.run(str(HERE / "_engines_vllm.py"), folder, num_rounds, num_mib)
     print(f"{'':26}{'store':>22}{'promote':>32}")
     print(f"{'':26}{'GB/s':>8}{'ms':>8}{'all ms':>8}{'GB/s':>14}{'ms':>8}{'all ms':>8}   per 1,000 chunks")
     for name in rounds[0]:
