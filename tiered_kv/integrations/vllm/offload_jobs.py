@@ -1,7 +1,7 @@
 """What vLLM's secondary tier is asked for, done by the cache's event loop, where nobody waits for it.
 
-Loads that wait are made together, a window's worth at once: each costs the interpreter as much, however long it is, and
-vLLM's scheduler needs the interpreter too.
+Jobs that wait are done together, a window's worth at once: each transfer costs the interpreter as much, however long it
+is, and vLLM's scheduler needs the interpreter too.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ _MOST_ANSWERS: Final = 1 << 17
 _MOST_COUNTED: Final = 1 << 16
 """Requests of which it is known that they were counted; older ones have ended."""
 _TOGETHER_BYTES: Final = 16 << 20
-"""Of jobs that one load is made of, if they are waiting anyway: a window."""
+"""Of jobs that one transfer is made of, if they are waiting anyway: a window."""
 _READ_AHEAD_BYTES = 64 << 20
 """Of loads at once: enough for storage, and few enough that the first ones read before the last ones are prepared."""
 _SLOW_S: Final = 0.25
@@ -82,7 +82,8 @@ class Jobs:
         self._chunk = chunk
         self._pool = pool
         self._load_timeout_s = load_timeout_s
-        self._waiting: deque[_Asked] = deque()  # loads
+        self._loads: deque[_Asked] = deque()  # that wait
+        self._stores: deque[_Asked] = deque()
         self._is_gathering = False
         self._reading: dict[object, int] = {}  # bytes, by load
         self._counted: dict[str, None] = {}
@@ -93,8 +94,7 @@ class Jobs:
     def submit(self, job: Any) -> None:
         """Take a job, from the scheduler's thread."""
         self._num_submitted += 1
-        asked = _Asked(job, list(job.keys), time.monotonic())
-        self.calls.call(self._gather if job.is_promotion else self._store, asked)
+        self.calls.call(self._gather, _Asked(job, list(job.keys), time.monotonic()))
 
     def ask(self, asked: Mapping[str, Sequence[bytes]]) -> None:
         """Find out which chunks are there, for requests: all of them at once."""
@@ -125,43 +125,36 @@ class Jobs:
         self._cache.count_lookup(keys, states == BlockState.HIT)
 
     def _gather(self, asked: _Asked) -> None:
-        """Let a load wait for those that are given at the same time."""
-        self._waiting.append(asked)
+        """Let a job wait for those that are given at the same time."""
+        (self._loads if asked.job.is_promotion else self._stores).append(asked)
         if not self._is_gathering:
             self._is_gathering = True
-            asyncio.get_running_loop().call_soon(self._load_more)
+            asyncio.get_running_loop().call_soon(self._begin)
+
+    def _begin(self) -> None:
+        self._is_gathering = False
+        self._load_more()
+        while self._stores:
+            self._store(_take(self._stores, _TOGETHER_BYTES // self._chunk.payload_bytes, is_any=True))
 
     def _load_more(self, ended: object = None) -> None:
         """Begin loads as far as they may be read at once, now that one has ended, or takes too long to wait for."""
-        self._is_gathering = False
         self._reading.pop(ended, None)
-        while self._waiting:
-            room = _READ_AHEAD_BYTES - sum(self._reading.values())
-            together = self._take(min(room, _TOGETHER_BYTES), is_any=not self._reading)
+        while self._loads:
+            most_bytes = min(_READ_AHEAD_BYTES - sum(self._reading.values()), _TOGETHER_BYTES)
+            together = _take(self._loads, most_bytes // self._chunk.payload_bytes, is_any=not self._reading)
             if not together:
                 return
             load = object()
-            self._reading[load] = sum(map(self._num_bytes, together))
+            self._reading[load] = sum(len(asked.keys) for asked in together) * self._chunk.payload_bytes
             asyncio.get_running_loop().call_later(_SLOW_S, self._load_more, load)
             self._load(load, together)
 
-    def _take(self, most_bytes: int, *, is_any: bool) -> list[_Asked]:
-        """Take the jobs that have waited longest, up to so many bytes; the first however long it is, if ``is_any``."""
-        taken: list[_Asked] = []
-        while self._waiting:
-            most_bytes -= self._num_bytes(self._waiting[0])
-            if most_bytes < 0 and not (is_any and not taken):
-                break
-            taken.append(self._waiting.popleft())
-        return taken
-
     def _load(self, load: object, together: list[_Asked]) -> None:
         """Load the chunks of several jobs as if they were one, with gaps: what one of them lacks keeps no other."""
-        keys = self._keys([key for asked in together for key in asked.keys])
-        slots = np.concatenate([asked.job.chunk_ids for asked in together])
         left_s = max(0.0, together[0].begun_s + self._load_timeout_s - time.monotonic())
         try:
-            into = CPULoadStoreSpec(slots, pool=self._pool)
+            keys, into = self._all_of(together)
             handle = self._cache.start_load(keys, into, deadline_s=left_s, gaps=len(together) > 1)
         except TieredKVError:
             self._end_load(load, together, None)
@@ -182,17 +175,18 @@ class Jobs:
             self.answers.update(dict.fromkeys(lost, (LookupResult.MISS, until)))
             self._end(asked, arrived)
 
-    def _store(self, asked: _Asked) -> None:
+    def _store(self, together: list[_Asked]) -> None:
         try:
-            source = CPULoadStoreSpec(asked.job.chunk_ids, pool=self._pool)
-            handle = self._cache.start_store(self._keys(asked.keys), source)
+            handle = self._cache.start_store(*self._all_of(together))
         except TieredKVError:
-            self._end(asked, [])
+            self._end_store(together, None)
             raise  # for the log
-        handle.when_done(lambda ended: self._end_store(asked, _result_of(ended)))
+        handle.when_done(lambda ended: self._end_store(together, _result_of(ended)))
 
-    def _end_store(self, asked: _Asked, result: StoreResult | None) -> None:
-        self._end(asked, [] if result is None or result.num_dropped else asked.keys)
+    def _end_store(self, together: list[_Asked], result: StoreResult | None) -> None:
+        is_whole = result is not None and not result.num_dropped
+        for asked in together:  # where some of it was dropped, a lookup finds the rest
+            self._end(asked, asked.keys if is_whole else [])
 
     def _end(self, asked: _Asked, arrived: list[bytes]) -> None:
         """Tell vLLM. Of a job that came short it is told which chunks are in place."""
@@ -209,8 +203,9 @@ class Jobs:
         self._num_ended += 1
         self._ended.set()
 
-    def _num_bytes(self, asked: _Asked) -> int:
-        return len(asked.keys) * self._chunk.payload_bytes
+    def _all_of(self, together: Sequence[_Asked]) -> tuple[BlockKeys, CPULoadStoreSpec]:
+        keys = self._keys([key for asked in together for key in asked.keys])
+        return keys, CPULoadStoreSpec(np.concatenate([asked.job.chunk_ids for asked in together]), pool=self._pool)
 
     def _keys(self, chunks: Sequence[bytes]) -> BlockKeys:
         return BlockKeys.from_hashes([_name(key) for key in chunks], block_size=self._chunk.block_size)
@@ -220,6 +215,17 @@ class Jobs:
         while self._num_ended < self._num_submitted:
             self._ended.clear()
             await self._ended.wait()
+
+
+def _take(waiting: deque[_Asked], most_chunks: int, *, is_any: bool) -> list[_Asked]:
+    """Take the jobs that have waited longest, up to so many chunks; the first however long it is, if ``is_any``."""
+    taken: list[_Asked] = []
+    while waiting:
+        most_chunks -= len(waiting[0].keys)
+        if most_chunks < 0 and (taken or not is_any):
+            break
+        taken.append(waiting.popleft())
+    return taken
 
 
 def _result_of(ended: "asyncio.Future[T]") -> T | None:
