@@ -72,7 +72,7 @@ async def test_a_job_that_nobody_was_sent_is_cancelled() -> None:
         jobs = [planner.plan_load(KEYS, spec), planner.plan_store(prompt(N, seed=1), spec)]
         for job in jobs:
             await job.planned()
-            job.cancel()
+            job.cancel(undelivered=True)
             assert await job.ended() == JobResult(job.number, 0, ("cancelled",))
         await until_idle(kv)
         await kv.evict(KEYS, tier="cpu")
@@ -85,6 +85,26 @@ async def test_a_job_that_nobody_was_sent_is_cancelled() -> None:
         below.on_read.release()
         await until_idle(kv)
         assert (await kv.lookup(prompt(N, seed=1))).num_blocks == 0
+
+
+async def test_what_a_worker_may_have_is_not_cancelled() -> None:
+    """It may be writing: its slots are another's only once it has answered. Bound later, it is no different."""
+    async with open_any(AnyEngine(), cpu(32)) as kv:
+        planner, spec = kv.planner(), AnyEngine().spec(range(N))
+        planner.register_worker()
+        jobs = [planner.plan_store(KEYS, spec), planner.plan_store(prompt(N, seed=1))]
+        for job in jobs:
+            await job.planned()
+        jobs[1].bind(spec)
+        for job in jobs:
+            with pytest.raises(ConfigurationError, match="a worker may have its plan"):
+                job.cancel()
+        await asyncio.sleep(0)
+        assert kv.stats()["cpu"].pending == 2 * N
+        for job in jobs:
+            planner.complete(Outcomes(job.number, 0, N))
+            assert (await job.ended()).num_blocks == N
+        await until_idle(kv)
 
 
 def ended(planner: Planner) -> list[tuple[Job, JobResult | None]]:
@@ -111,7 +131,7 @@ async def test_the_plan_of_a_cancelled_job_is_not_polled() -> None:
         planner.register_worker()
         planned = planner.plan_store(KEYS, engine.spec(range(N)))
         await until(lambda: planned.plan is not None)
-        planned.cancel()
+        planned.cancel(undelivered=True)
         assert planner.poll() == []
         ids = CancelsItself(range(N))
         during = planner.plan_store(KEYS, ids)
@@ -179,7 +199,7 @@ async def test_nothing_waits_for_storage() -> None:
         assert await asyncio.to_thread(planner.poll, WAIT_S) == [slow]
         assert slow.plan is not None
         assert slow.plan.num_blocks == N
-        slow.cancel()
+        slow.cancel(undelivered=True)
         await slow.ended()
         assert planner.poll() == []  # whoever awaits knows
         await until_idle(kv)
@@ -199,7 +219,7 @@ async def test_a_job_is_awaited_on_the_loop_of_its_cache() -> None:
             planner.poll(-1.0)
         await until(lambda: job.plan is not None)
         assert planner.poll() == [job]
-        job.cancel()
+        job.cancel(undelivered=True)
 
 
 async def test_what_a_coroutine_awaits_is_for_it_alone() -> None:
@@ -222,7 +242,7 @@ async def test_what_a_coroutine_awaits_is_for_it_alone() -> None:
         await until(lambda: not thread.is_alive())
         assert polled == [other]
         for each in (job, other):
-            each.cancel()
+            each.cancel(undelivered=True)
             await each.ended()
         await until_idle(kv)
 
@@ -239,7 +259,7 @@ async def test_whoever_awaits_a_job_and_is_cancelled_leaves_it_to_others() -> No
         with pytest.raises(asyncio.CancelledError):
             await awaiting
         assert planner.poll() == [job]
-        job.cancel()
+        job.cancel(undelivered=True)
         await job.ended()
         await until_idle(kv)
 

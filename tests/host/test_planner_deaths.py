@@ -202,7 +202,7 @@ async def test_jobs_end_while_a_server_hangs(tmp_path: Path) -> None:
             assert unseen.plan.moves == ()
             planning.complete(moving.execute(plan))
             unmoved.complete(list(others), moved=False)
-            unwanted.cancel()
+            unwanted.cancel(undelivered=True)
             one.send(signal.SIGCONT)
             await until_found(kv, KEYS)
             await until_async(lambda: kv.stats()["cpu"].pending == 0)

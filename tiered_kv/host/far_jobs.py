@@ -25,7 +25,7 @@ from tiered_kv.host.questions import Failed, Stats
 from tiered_kv.keys import BlockKeys
 from tiered_kv.plan import JobResult, Move, Outcomes, Plan
 from tiered_kv.specs import CPULoadStoreSpec, GPULoadStoreSpec
-from tiered_kv.transfers.job import Job, JobBook
+from tiered_kv.transfers.job import Job, JobBook, with_a_worker
 from tiered_kv.transfers.underway import bind
 from tiered_kv.transfers.workers import Workers
 
@@ -148,11 +148,17 @@ class FarJobs(JobBook):
             at = np.flatnonzero(np.array([key in named for key in far.request.keys], np.bool_))
             self._loop_calls.call(far.send, JobMovedKeys(far.number, rank, wire.as_bytes(at), moved))
 
-    def cancel(self, job: Job) -> None:
+    def cancel(self, job: Job, *, undelivered: bool) -> None:
         """See `Job.cancel`."""
-        if (far := self._take_out(job)) is not None:
+        with self._polled.lock:
+            far = self._underway.get(job) or self._sent.get(job.number)
+            may_be_out = far is not None and far.is_with_workers and not undelivered
+            if may_be_out and job in self._underway:
+                raise with_a_worker(job)
+            is_over = self._take_out(job) is None
+        if far is not None and not is_over:
             self._loop_calls.call(self._give_up, far)
-        elif (far := self._sent.get(job.number)) is not None:  # over here, but the server may hold its slots yet
+        elif far is not None and not may_be_out:  # over here, but the server may hold its slots yet
             self._loop_calls.call(far.send, Cancel(far.number))
 
     def _take(self, outcomes: Outcomes) -> None:

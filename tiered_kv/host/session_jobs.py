@@ -114,7 +114,7 @@ class SessionJobs:
 
     def cancel(self, id_: int) -> None:
         """End a job whose plan no worker has, as only its client knows."""
-        self._by_id[id_][0].cancel()
+        self._by_id[id_][0].cancel(undelivered=True)
 
     def leave(self) -> None:
         """The client is gone."""

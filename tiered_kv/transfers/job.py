@@ -88,13 +88,20 @@ class Job:
         """
         self._book.complete_keys(self, keys, rank, moved=moved)
 
-    def cancel(self) -> None:
+    def cancel(self, *, undelivered: bool = False) -> None:
         """End it with nothing, soon. Of a job that is over it is no error.
 
-        Only while no worker has its plan: what a worker may execute ends by the worker's answer, as it may be writing.
-        A plan that was looked at and went to no worker, because its job had ended meanwhile, is given back so, too.
+        What a worker may execute ends by the worker's answer, as it may be writing: a plan that was looked at, and says
+        the engine's blocks.
+
+        Args:
+            undelivered: No worker has such a plan, or will get it. A server lets go of what it holds for it, also where
+                the job has ended meanwhile.
+
+        Raises:
+            ConfigurationError: A worker may have its plan, and nobody says that none has. Nothing has changed.
         """
-        self._book.cancel(self)
+        self._book.cancel(self, undelivered=undelivered)
 
 
 class JobBook(ABC):
@@ -151,7 +158,7 @@ class JobBook(ABC):
         """See `Job.complete`."""
 
     @abstractmethod
-    def cancel(self, job: Job) -> None:
+    def cancel(self, job: Job, *, undelivered: bool) -> None:
         """See `Job.cancel`."""
 
     def complete(self, outcomes: Outcomes) -> None:
@@ -240,6 +247,14 @@ class JobBook(ABC):
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)
+
+
+def with_a_worker(job: Job) -> ConfigurationError:
+    """Say why a job is not cancelled."""
+    return ConfigurationError(
+        f"job {job.number}: a worker may have its plan, and be writing. It ends by planner.complete(); if no worker "
+        "has it, say job.cancel(undelivered=True)"
+    )
 
 
 def _says_all(job: Job, answer: object) -> bool:

@@ -22,7 +22,7 @@ from tiered_kv.plan import Outcomes, Plan
 from tiered_kv.tiers.base import Mask
 from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.transfers.gaps import bring_around_gaps
-from tiered_kv.transfers.job import Job, JobBook
+from tiered_kv.transfers.job import Job, JobBook, with_a_worker
 from tiered_kv.transfers.prefetch import Brought, PrefetchHandle, bring_each, start_bringing
 from tiered_kv.transfers.requests import JobRequest
 from tiered_kv.transfers.underway import Underway
@@ -79,9 +79,11 @@ class Jobs(JobBook):
             answered: Mask = np.array([key in named for key in underway.request.keys], np.bool_)
             self._soon(self._answer, job, lambda underway: underway.take_keys(rank, answered, moved=moved))
 
-    def cancel(self, job: Job) -> None:
+    def cancel(self, job: Job, *, undelivered: bool) -> None:
         """See `Job.cancel`."""
         with self._polled.lock:
+            if job.is_seen and not undelivered and job in self._underway and self._underway[job].may_be_out:
+                raise with_a_worker(job)
             if (underway := self._take_out(job)) is not None:  # now: it cannot be bound any more
                 self._polled.forget(job)  # nor may anyone be told of its plan, whose slots are about to go
                 self._soon(self._give_up, job, underway, "cancelled")

@@ -195,7 +195,7 @@ class SchedulingSide:
             if num_blocks:
                 self._moving[plan.job] = load
             else:
-                load.job.cancel()  # no worker gets its plan, for which a server may hold slots yet
+                load.job.cancel(undelivered=True)  # a server may hold slots for its plan yet
             if num_blocks < len(load.block_ids):
                 load.fall_short()
             self.counts.load(len(load.block_ids), num_blocks, waited_s)
