@@ -4,6 +4,7 @@ import asyncio
 import multiprocessing as mp
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -157,6 +158,15 @@ def planner(tell: Connection, path: Path, worker_pid: int, keys: BlockKeys, *, b
             threading.Event().wait()
 
     asyncio.run(plan())
+
+
+def flooding(tell: Connection, path: Path, num_connections: int) -> None:
+    """Connect to a server so often, without a word; say when that is done, and stay."""
+    connections = [socket.socket(socket.AF_UNIX) for _ in range(num_connections)]
+    for each in connections:
+        each.connect(os.fspath(path))
+    tell.send("connected")
+    threading.Event().wait()
 
 
 def worker(tell: Connection, keys: BlockKeys, *, gets_stuck: bool) -> None:

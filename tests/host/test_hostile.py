@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.host.processes import flooding, started
 from tests.support.any_layout import MODEL, SMALL, AnyEngine, cpu, prompt
 from tests.support.caches import until
 from tests.support.serving import attached, serving
@@ -148,6 +149,21 @@ async def test_workers_that_are_announced_and_do_not_come_are_few(
             assert (await kv.planner().plan_store(KEYS).planned()).num_blocks == 12
         # 300 are the strangers' own, in this process.
         await until(lambda: server.health()["num_descriptors"] <= before + 300 + 70)
+
+
+async def test_who_says_nothing_a_hundred_times_pushes_out_no_other(tmp_path: Path) -> None:
+    """Of silent connections those of the process that has most of them go: a worker is made known however many come."""
+    with serving(tmp_path, cpu(24)) as server, attached_stranger(server) as (_, attached_as):
+        path, introduction = os.fspath(server.path), Introduce(attached_as.token, ((0, os.getpid()),))
+        connection, _, _ = await asyncio.to_thread(handshake.begin, path, introduction, 60.0)
+        with connection, started(flooding, server.path, 100) as flood:
+            await asyncio.to_thread(flood.hear)
+            await asyncio.to_thread(TieredKVServer.health_at, path)  # accepted after all of those
+            pidfd = os.pidfd_open(os.getpid())
+            try:
+                await asyncio.to_thread(handshake.hand_over, connection, [pidfd])
+            finally:
+                os.close(pidfd)
 
 
 async def test_one_client_has_few_connections_and_few_questions_ahead(tmp_path: Path) -> None:

@@ -1,14 +1,16 @@
 """Where connections to a server wait until they have said what they are for: not for long, and not many at once.
 
-Anyone who may write the socket may connect ten thousand times and say nothing. So of those that are silent the oldest
-goes for the newest; a client that says at once who it is goes in however many there are. Connections for one question
-stay among the silent until they have their answer: who asks may be slow to send what belongs to it, or to read.
+Anyone who may write the socket may connect ten thousand times and say nothing. So for the newest one the oldest goes of
+the process that has most of those that are silent; a client that says at once who it is goes in however many there are.
+Connections for one question stay among the silent until they have their answer: who asks may be slow to send what
+belongs to it, or to read.
 """
 
 import asyncio
 import errno
 import socket
 import struct
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Final, NamedTuple
@@ -61,7 +63,7 @@ class Reception:
         self._listener = listener
         self._tasks = tasks
         self._admit = admit
-        self._silent: dict[socket.socket, None] = {}  # the oldest first
+        self._silent: dict[socket.socket, Peer] = {}  # the oldest first
 
     async def receive(self) -> None:
         """Take connections until cancelled."""
@@ -79,20 +81,21 @@ class Reception:
             connection.settimeout(0.0)
             if len(self._silent) >= _MOST_SILENT:
                 self._drop_oldest()
-            self._silent[connection] = None
-            self._tasks.spawn(self._begin(connection), "begin a connection")
+            who = Peer(*_PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)))
+            self._silent[connection] = who
+            self._tasks.spawn(self._begin(connection, who), "begin a connection")
             await asyncio.sleep(0)  # an accept that need not wait gives nobody else a turn
 
     def _drop_oldest(self) -> None:
-        """Have the oldest silent connection end: its task sees that nothing comes any more."""
-        if (oldest := next(iter(self._silent), None)) is not None:
+        """Have one silent connection end, of whoever has most: its task sees that nothing comes any more."""
+        for most, _ in Counter(self._silent.values()).most_common(1):
+            oldest = next(connection for connection, who in self._silent.items() if who == most)
             del self._silent[oldest]
             with suppress(OSError):
                 oldest.shutdown(socket.SHUT_RDWR)
 
-    async def _begin(self, connection: socket.socket) -> None:
+    async def _begin(self, connection: socket.socket, who: Peer) -> None:
         """Find out what a connection is for, and answer it; whatever goes wrong ends this connection alone."""
-        who = Peer(*_PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)))
         is_taken = False
         try:
             async with asyncio.timeout(OPENING_S):
