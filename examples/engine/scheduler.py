@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Literal
 
@@ -132,14 +133,16 @@ class Steps:
         self._model = model
         self._waiting: list[tuple[Work, asyncio.Future[int]]] = []
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="model")
-        self._running: asyncio.Task[None] | None = None
+        self._is_running = False
 
     async def compute(self, work: Work) -> int:
         """Have it computed, and return the next token. Cancelled, it ends when no step uses the blocks any more."""
-        token: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        token: asyncio.Future[int] = loop.create_future()
         self._waiting.append((work, token))
-        if self._running is None:
-            self._running = asyncio.create_task(self._run())
+        if not self._is_running:
+            self._is_running = True
+            loop.call_soon(self._begin, loop)
         cancelled = False
         while not token.done():
             try:
@@ -150,20 +153,28 @@ class Steps:
             raise asyncio.CancelledError
         return token.result()
 
-    async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
-        while self._waiting:
-            batch, self._waiting = self._waiting, []
-            try:
-                said = await loop.run_in_executor(self._thread, self._model.compute, [work for work, _ in batch])
-            except Exception as error:  # noqa: BLE001 - each of them has to hear of it
-                for _, token in batch:
-                    token.set_exception(error)
-            else:
-                for (_, token), next_token in zip(batch, said, strict=True):
-                    token.set_result(next_token)
-            await asyncio.sleep(0)  # who got a token asks for its next one: that is one step again
-        self._running = None
+    # No task: what a loop that ends cancels could not say how the step has ended.
+
+    def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
+        batch, self._waiting = self._waiting, []
+        self._is_running = bool(batch)
+        if batch:
+            step = loop.run_in_executor(self._thread, self._model.compute, [work for work, _ in batch])
+            step.add_done_callback(partial(self._ended, loop, [token for _, token in batch]))
+
+    def _ended(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        tokens: Sequence["asyncio.Future[int]"],
+        step: "asyncio.Future[Sequence[int]]",
+    ) -> None:
+        if (error := step.exception()) is not None:
+            for token in tokens:
+                token.set_exception(error)  # each of them has to hear of it
+        else:
+            for token, said in zip(tokens, step.result(), strict=True):
+                token.set_result(said)
+        loop.call_soon(self._begin, loop)  # who got a token asks for its next one: that is one step again
 
 
 class Engine:

@@ -15,7 +15,7 @@ from anyio.lowlevel import checkpoint
 from openai import AsyncOpenAI, BadRequestError
 
 from openai_server import MODEL, make_app
-from scheduler import Engine
+from scheduler import Engine, Generation
 
 SYSTEM = "You are a paged engine. " * 20  # 30 full blocks, shared by all
 QUESTIONS = [f"Question {number}: {'why ' * (number + 1)}?" for number in range(6)]
@@ -137,6 +137,24 @@ async def test_a_client_that_goes_away_ends_its_request() -> None:
         await everything_is_free(server.engine)
         answer = await server.client.completions.create(model=MODEL, prompt="Still there?", max_tokens=5)
         assert len(answer.choices[0].text) == 5
+
+
+def test_a_program_that_ends_meanwhile_is_not_held_up() -> None:
+    """Its event loop cancels everything at once: requests end when the step that uses their blocks has ended."""
+
+    async def leave_in_the_middle() -> Engine:
+        app = make_app({"tiers": (CPU,)})
+        lifespan = app.router.lifespan_context(app)
+        await lifespan.__aenter__()
+        engine: Engine = app.state.engine
+        asking = asyncio.create_task(anext(engine.generate(Generation([1] * 900), 1000)))
+        while engine.pages.num_free == engine.pages.num_blocks:
+            await checkpoint()
+        await asyncio.wait({asking})
+        return engine
+
+    engine = asyncio.run(leave_in_the_middle())
+    assert engine.pages.num_free == engine.pages.num_blocks
 
 
 async def test_what_can_never_fit_is_refused() -> None:
