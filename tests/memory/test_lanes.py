@@ -3,7 +3,6 @@
 import asyncio
 import threading
 from collections.abc import Iterator
-from typing import cast
 
 import pytest
 
@@ -235,12 +234,12 @@ def test_only_a_lane_that_waits_for_nothing_is_idle() -> None:
 
 async def test_what_cannot_be_submitted_has_failed() -> None:
     """Whoever waits for the copy hears of it, as of one that failed on its way."""
-
-    class Broken:
-        def submit(self, *_: object) -> None:
-            raise ClosedError("the device is closed")
-
-    copy = submit_copy(cast("Lane", Broken()), lambda: None, LoopCalls(asyncio.get_running_loop()))
+    device = CPUDevice()
+    lanes = Lanes(device, "h2d")
+    lane = lanes.take(None)
+    lanes.close()
+    copy = submit_copy(lane, lambda: None, LoopCalls(asyncio.get_running_loop()))
     assert copy.ended.done()
-    with pytest.raises(ClosedError, match="the device is closed"):
+    with pytest.raises(ClosedError, match="the stream 'h2d' is closed"):
         await copy.ended
+    device.close()

@@ -38,6 +38,7 @@ class FarMemory(EngineMemory, Stream):
 
     gpu = None
     direct = None
+    is_on_loop = True
 
     def __init__(self, number: int, num_blocks: int, chain: Chain, send: Callable[[wire.Message], None]) -> None:
         """Ask with ``send`` for the copies of one transfer of so many blocks, to and from host slots of ``chain``."""

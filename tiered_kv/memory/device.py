@@ -8,7 +8,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,9 +26,15 @@ Done = Callable[[BaseException | None], None]
 
 
 class Stream(ABC):
-    """A queue of copies that run one after another, in the order of the calls. Any thread may call."""
+    """A queue of copies that run one after another, in the order of the calls. Any thread may call.
+
+    Attributes:
+        name: For people.
+        is_on_loop: Whether all of it is of the event loop's thread, ``done`` too.
+    """
 
     name: str
+    is_on_loop: ClassVar[bool] = False
 
     @abstractmethod
     def wait(self, after: After) -> None:
@@ -48,8 +54,8 @@ class Stream(ABC):
 
         Args:
             copy: Does it, or on a GPU enqueues it. What it refers to is kept until it is done.
-            done: Called exactly once, with the error or None, when the memory of the copy is free again: from some
-                other thread and never inside this call. It must return soon and must not raise.
+            done: Called exactly once, with the error or None, when the memory of the copy is free again: never inside
+                this call, and from some other thread, or see `is_on_loop`. It must return soon and must not raise.
 
         Returns:
             An event after the copy, whether it goes well or not, for another stream to wait for; None on a device that

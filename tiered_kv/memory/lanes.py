@@ -224,8 +224,9 @@ class LaneCopy:
 def submit_copy(lane: Lane, work: Callable[[], None], loop_calls: LoopCalls) -> LaneCopy:
     """Submit a copy, after what was submitted to the lane before. On the event loop."""
     copy = LaneCopy(work)
+    done = copy.resolve if lane.stream.is_on_loop else lambda error: loop_calls.call(copy.resolve, error)
     try:
-        copy.event = lane.submit(copy, lambda error: loop_calls.call(copy.resolve, error))
+        copy.event = lane.submit(copy, done)
     except Exception as error:  # noqa: BLE001 - one that cannot be submitted has failed as any other that fails
         copy.resolve(error)
     return copy
