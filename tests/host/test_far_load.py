@@ -74,7 +74,7 @@ async def test_an_engine_and_a_load_meet(tmp_path: Path) -> None:
 
 
 async def test_how_a_load_ends_is_said_once(tmp_path: Path) -> None:
-    """Of one that is in memory it is said at the beginning; at the end only if it came to less."""
+    """Of one that is in memory it is said with its copy; at the end only if it came to less."""
     engine = AnyEngine()
     with serving(tmp_path, cpu(64)) as server:
         async with attached(server, engine) as kv:
@@ -83,9 +83,9 @@ async def test_how_a_load_ends_is_said_once(tmp_path: Path) -> None:
             with attached_stranger(server) as (connection, _):
                 for number, error in ((1, ""), (2, "failed")):
                     connection.sendall(wire.frame(messages.Load(number, said, 60.0, 0, layerwise=False, gaps=False)))
-                    copy, admitted = hear(connection), hear(connection)
+                    copy = hear(connection)
                     assert isinstance(copy, messages.Copy)
-                    assert admitted == messages.Admitted(number, 32, {"cpu": 32})
+                    assert (copy.id, copy.by_tier) == (number, {"cpu": 32})
                     connection.sendall(wire.frame(messages.Copied(number, copy.number, error)))
                 loaded = hear(connection)
                 assert isinstance(loaded, messages.Loaded)

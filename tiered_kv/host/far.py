@@ -51,6 +51,7 @@ class FarMemory(EngineMemory, Stream):
         self._parts: list[Part] = []
         self._dones: dict[int, Done] = {}
         self._num_asked = 0
+        self._unsaid: list[messages.Copy] | None = []  # until `begin`
         self._is_lost = False
 
     # For transfers.
@@ -86,7 +87,7 @@ class FarMemory(EngineMemory, Stream):
         else:
             number, self._num_asked = self._num_asked, self._num_asked + 1
             self._dones[number] = done
-            self._send(messages.Copy(self._id, number, tuple(self._parts)))
+            self._say(messages.Copy(self._id, number, tuple(self._parts), {}))
         return None
 
     def close(self) -> None:
@@ -97,6 +98,12 @@ class FarMemory(EngineMemory, Stream):
         return True
 
     # For the session.
+
+    def begin(self, by_tier: dict[str, int]) -> None:
+        """Send what was asked for when the transfer began, with how it ends if that is known already."""
+        unsaid, self._unsaid = self._unsaid or [], None
+        for each in unsaid:
+            self._send(messages.Copy(each.id, each.number, each.parts, by_tier))
 
     @property
     def num_copying(self) -> int:
@@ -114,6 +121,12 @@ class FarMemory(EngineMemory, Stream):
         while self._dones:
             _, done = self._dones.popitem()
             done(ClientGoneError())
+
+    def _say(self, copy: messages.Copy) -> None:
+        if self._unsaid is None:
+            self._send(copy)
+        else:
+            self._unsaid.append(copy)
 
     def _ask(self, slots: Ids, positions: Ids, layers: slice | None) -> None:
         part = None if layers is None else (layers.start, layers.stop)

@@ -28,7 +28,7 @@ class FarLoad(Moving[LoadResult]):
         self._gaps = gaps
         self._admitted: asyncio.Future[int] = self._loop.create_future()
         self._layers: dict[int, LaneCopy] = {}
-        self._layers_left = np.full(len(self._keys), self.num_layers)
+        self._num_copied = np.zeros(len(self._keys), np.int64)  # layers of each block
         self._by_tier: Mapping[str, int] = {}
 
     def handle(self) -> LoadHandle:
@@ -60,6 +60,9 @@ class FarLoad(Moving[LoadResult]):
         raise ConfigurationError("only a load from the back can be stopped before a block: start_load(order='back')")
 
     def _copy(self, asked: messages.Copy) -> None:
+        if asked.by_tier:
+            self._by_tier = asked.by_tier
+            self._settle(len(self._keys))
         before = len(self._copies)
         super()._copy(asked)
         if len(self._copies) > before and asked.parts and asked.parts[0].layers is not None:
@@ -71,9 +74,9 @@ class FarLoad(Moving[LoadResult]):
 
     def _end_if_all_is_here(self) -> None:
         """End where the server has said how this will end, and so it did: its word would take a while yet."""
-        n = len(self._keys)
-        if self._why or self._error or sum(self._by_tier.values()) != n or not self._in_place.all():
+        if self._why or self._error or not self._by_tier or not self._in_place.all():
             return
+        n = len(self._keys)
         num_bytes = n * self._binding.caches.payload_bytes
         result = LoadResult(n, n, self._by_tier, num_bytes, self._seconds)
         self._finish(result if self._is_current() else self._nothing("epoch advanced"))
@@ -82,8 +85,8 @@ class FarLoad(Moving[LoadResult]):
         self._binding.scatter(rows, slots, pages, layers=layers)
 
     def _layer_copied(self, layer: int, positions: Ids) -> None:
-        self._layers_left[positions] -= 1
-        self._in_place = self._layers_left == 0
+        self._num_copied[positions] += 1
+        self._in_place = self._num_copied == self.num_layers
 
     def _revoke_copies(self) -> None:
         """Let no copy begin; but what is admitted is not taken back for a deadline."""
@@ -93,10 +96,7 @@ class FarLoad(Moving[LoadResult]):
     def _take_other(self, reply: messages.Reply) -> None:
         match reply:
             case messages.Admitted():
-                if not self._admitted.done():
-                    self._admitted.set_result(reply.num_blocks)
-                self._by_tier = reply.by_tier
-                self._end_if_all_is_here()
+                self._settle(reply.num_blocks)
             case messages.Loaded() if not self._why:
                 self._finish(self._result_of(reply) if self._is_current() else self._nothing("epoch advanced"))
 
@@ -133,8 +133,11 @@ class FarLoad(Moving[LoadResult]):
 
     def _finish(self, result: LoadResult) -> None:
         super()._finish(result)
+        self._settle(result.num_blocks)
+
+    def _settle(self, num_blocks: int) -> None:
         if not self._admitted.done():
-            self._admitted.set_result(result.num_blocks)
+            self._admitted.set_result(num_blocks)
 
 
 class FarBackLoad(FarLoad):
@@ -164,7 +167,7 @@ class FarBackLoad(FarLoad):
         parts = tuple(part for each in asked.parts if (part := each.from_position(self._claimed)) is not None)
         if parts and not self._why:
             self._first = min(self._first, *(int(wire.as_ids(part.positions).min()) for part in parts))
-        super()._copy(messages.Copy(asked.id, asked.number, parts))
+        super()._copy(messages.Copy(asked.id, asked.number, parts, asked.by_tier))
 
     def _result_of(self, said: messages.Loaded) -> LoadResult:
         return self._brought(said.by_tier, said.faults)

@@ -59,11 +59,16 @@ class Cancel(Message, frozen=True, tag="cancel"):
 
 
 class Copy(Message, frozen=True, tag="copy"):
-    """Do copy ``number`` of a transfer; the slots are held until `Copied` says that it has ended, or the client has."""
+    """Do copy ``number`` of a transfer; the slots are held until `Copied` says that it has ended, or the client has.
+
+    ``by_tier``: of a load of what is in memory. If this copy ends well the load has ended so, and nothing more is said,
+    unless it is from the back.
+    """
 
     id: int
     number: int
     parts: tuple[Part, ...]
+    by_tier: dict[str, int]
 
 
 class Copied(Message, frozen=True, tag="copied"):
@@ -75,15 +80,10 @@ class Copied(Message, frozen=True, tag="copied"):
 
 
 class Admitted(Message, frozen=True, tag="admitted"):
-    """So many blocks of a load will be in place, from these tiers, and all their copies have been asked for.
-
-    Said of layer-wise loads, and of those that are in memory: these have ended so once their copies have ended well,
-    and then nothing more is said, unless they are from the back.
-    """
+    """So many blocks of a layer-wise load will be in place, and all their copies have been asked for."""
 
     id: int
     num_blocks: int
-    by_tier: dict[str, int]
 
 
 class Loaded(Message, frozen=True, tag="loaded"):

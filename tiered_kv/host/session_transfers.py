@@ -82,10 +82,11 @@ class SessionTransfers:
         )
         self._loads[request.id] = handle, far
         self._num_bytes += far.num_bytes
-        if handle.is_admitted and not handle.done:  # it is in memory, and needs no task
+        is_resident = handle.is_admitted and not handle.done  # it needs no task
+        if is_resident:
             self._promised.add(request.id)
-            send(messages.Admitted(request.id, len(keys), {chain.host.name: len(keys)}))
-        elif request.layerwise:
+        far.begin({chain.host.name: len(keys)} if is_resident else {})
+        if request.layerwise:
             self._tasks.spawn(self._say_admitted(request.id, handle, send), "admit")
         handle.when_done(partial(self._loaded, request, len(keys), send))
 
@@ -110,6 +111,7 @@ class SessionTransfers:
         )
         self._stores[request.id] = handle, far
         self._num_bytes += far.num_bytes
+        far.begin({})
         handle.when_done(partial(self._stored, request.id, len(keys), send))
 
     def steer(self, request: messages.Steering) -> None:
@@ -143,7 +145,7 @@ class SessionTransfers:
         return any(not _num_copying(self._loads[id_]) for id_ in self._promised)
 
     async def _say_admitted(self, id_: int, handle: LoadHandle, send: Send) -> None:
-        send(messages.Admitted(id_, await handle.admitted(), {}))
+        send(messages.Admitted(id_, await handle.admitted()))
 
     def _loaded(self, request: messages.Load, num_keys: int, send: Send, ended: "asyncio.Future[LoadResult]") -> None:
         _, far = self._loads.pop(request.id)
