@@ -191,13 +191,14 @@ class BlockKeys(Sequence[bytes]):
     so that ``keys[n:]`` is still the tail of the same prompt.
 
     Attributes:
+        digests: All hashes, one after another.
         start: Position of the first block in the prompt, in blocks.
         block_size: Tokens per block.
         group: The KV group (`KVLayout.groups`) these blocks belong to.
         salt_id: Digest of the salt they were made with; keys of another salt never meet these.
     """
 
-    __slots__ = ("_digests", "_words", "block_size", "group", "salt_id", "start")
+    __slots__ = ("_words", "block_size", "digests", "group", "salt_id", "start")
 
     def __init__(
         self, digests: bytes, *, block_size: int, start: int = 0, group: int = 0, salt_id: bytes = NO_SALT
@@ -207,7 +208,7 @@ class BlockKeys(Sequence[bytes]):
                 "BlockKeys are made by hash_blocks(token_ids, block_size=16), or of an engine's own hashes by "
                 f"BlockKeys.from_hashes(); 32 bytes for each block may be given too, not {_described(digests)}"
             )
-        self._digests = digests
+        self.digests = digests
         self._words: NDArray[np.uint64] | None = None
         self.start = as_int("start", start)
         self.block_size = _check_block_size(block_size)
@@ -241,11 +242,11 @@ class BlockKeys(Sequence[bytes]):
     def words(self) -> NDArray[np.uint64]:
         """The hashes as ``(n, 4)`` uint64, read-only."""
         if self._words is None:
-            self._words = np.frombuffer(self._digests, np.uint64).reshape(-1, 4)
+            self._words = np.frombuffer(self.digests, np.uint64).reshape(-1, 4)
         return self._words
 
     def __len__(self) -> int:
-        return len(self._digests) // DIGEST_BYTES
+        return len(self.digests) // DIGEST_BYTES
 
     @overload
     def __getitem__(self, at: int) -> bytes: ...
@@ -258,7 +259,7 @@ class BlockKeys(Sequence[bytes]):
                 msg = f"BlockKeys are runs of a prompt: slice them with step 1, not {step}"
                 raise ConfigurationError(msg)
             stop = max(start, stop)
-            digests = self._digests[start * DIGEST_BYTES : stop * DIGEST_BYTES]
+            digests = self.digests[start * DIGEST_BYTES : stop * DIGEST_BYTES]
             return _rebuild_keys(digests, self.block_size, self.start + start, self.group, self.salt_id)
         try:
             index = range(len(self))[at]
@@ -266,7 +267,7 @@ class BlockKeys(Sequence[bytes]):
             raise TypeError(f"BlockKeys take an int or a slice in [], not {type(at).__name__}") from None
         except IndexError:
             raise IndexError(f"block {at} of {len(self)}: BlockKeys count blocks, not tokens") from None
-        return self._digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
+        return self.digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
 
     def __add__(self, other: "BlockKeys") -> "BlockKeys":
         """Return these keys and those of the blocks that follow them in the same prompt.
@@ -288,7 +289,7 @@ class BlockKeys(Sequence[bytes]):
                 f"keys are joined in the order of their prompt: here block {stop} comes next, the others begin with "
                 f"block {other.start}; keys of another prompt go into a call of their own"
             )
-        return _rebuild_keys(self._digests + other._digests, self.block_size, self.start, self.group, self.salt_id)
+        return _rebuild_keys(self.digests + other.digests, self.block_size, self.start, self.group, self.salt_id)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, BlockKeys) and self._identity() == other._identity()
@@ -297,15 +298,15 @@ class BlockKeys(Sequence[bytes]):
         return hash(self._identity())
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild_keys, (self._digests, self.block_size, self.start, self.group, self.salt_id)
+        return _rebuild_keys, (self.digests, self.block_size, self.start, self.group, self.salt_id)
 
     def __repr__(self) -> str:
-        first = self._digests[:4].hex()
+        first = self.digests[:4].hex()
         where = f"{len(self)} blocks from {self.start}, block_size={self.block_size}, group={self.group}"
         return f"BlockKeys({where}, first={first}..)"
 
     def _identity(self) -> tuple[bytes, int, int, int, bytes]:
-        return self._digests, self.block_size, self.start, self.group, self.salt_id
+        return self.digests, self.block_size, self.start, self.group, self.salt_id
 
 
 def salt_digest(salt: str | bytes) -> bytes:
@@ -328,7 +329,7 @@ def epoch_digest(weights: str) -> bytes:
 def _rebuild_keys(digests: bytes, block_size: int, start: int, group: int, salt_id: bytes) -> BlockKeys:
     """Make keys of what has been checked: a part of others, or what was pickled."""
     keys = object.__new__(BlockKeys)
-    keys._digests, keys._words = digests, None
+    keys.digests, keys._words = digests, None
     keys.start, keys.block_size, keys.group, keys.salt_id = start, block_size, group, salt_id
     return keys
 

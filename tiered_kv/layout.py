@@ -152,7 +152,7 @@ class KVGroup:
         """Bytes of one page of one plane of one layer."""
         return self.opaque_bytes or self.page_size * self.num_kv_heads * self.head_dim * self.item_bytes
 
-    @property
+    @cached_property
     def payload_bytes(self) -> int:
         """Bytes of one block."""
         return self.fragment_bytes * self.num_layers * self.num_planes * self.pages_per_block

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Final, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,7 @@ from tiered_kv.transfers.bindings import Binding, Bindings
 from tiered_kv.transfers.requests import Order
 
 _SIZE = TypeAdapter(ByteSize)
+_ORDERS: Final = get_args(Order)
 
 
 def check_identity(tiers: object, model: object, layout: object) -> None:
@@ -110,7 +111,7 @@ def check_kind(order: Order, *, layerwise: bool, gaps: bool) -> None:
     """Raise unless a load can be of these kinds at once."""
     if layerwise and gaps:
         raise ConfigurationError("layers of a load with gaps cannot be waited for: it is either layerwise or has gaps")
-    if order not in get_args(Order):
+    if order not in _ORDERS:
         raise ConfigurationError(f"order must be 'front' or 'back', got {order!r:.80}")
     if order == "back" and (layerwise or gaps):
         raise ConfigurationError("a load from the back has neither layers to wait for nor gaps")

@@ -5,6 +5,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -94,13 +95,13 @@ async def test_connections_that_say_nothing_are_few(
         {"groups": ({"num_layers": "x"},)},
         {"groups": ({},)},
         {"groups": ()},
-        {"groups": ({**vars(SMALL.groups[0]), "num_layers": 10**15},)},
-        {"groups": ({**vars(SMALL.groups[0]), "num_layers": -1},)},
-        {"groups": ({**vars(SMALL.groups[0]), "num_kv_heads": None},)},
-        {"groups": ({**vars(SMALL.groups[0]), "order": "back"},)},
-        {"groups": ({**vars(SMALL.groups[0]), "dtype": [1]},)},
-        {"groups": ({**vars(SMALL.groups[0]), "window_tokens": "x"},)},
-        {"groups": tuple({**vars(SMALL.groups[0])} for _ in range(1000))},
+        {"groups": ({**asdict(SMALL.groups[0]), "num_layers": 10**15},)},
+        {"groups": ({**asdict(SMALL.groups[0]), "num_layers": -1},)},
+        {"groups": ({**asdict(SMALL.groups[0]), "num_kv_heads": None},)},
+        {"groups": ({**asdict(SMALL.groups[0]), "order": "back"},)},
+        {"groups": ({**asdict(SMALL.groups[0]), "dtype": [1]},)},
+        {"groups": ({**asdict(SMALL.groups[0]), "window_tokens": "x"},)},
+        {"groups": tuple({**asdict(SMALL.groups[0])} for _ in range(1000))},
         {"shards": ()},
         {"shards": ((0, 10**9, False),)},
         {"shards": ((-1, 2, False),)},

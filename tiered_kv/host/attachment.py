@@ -182,11 +182,11 @@ class Attachment:
     def _take(self, reply: messages.Reply) -> None:
         self.is_silent = False
         self._num_heard += 1
-        if isinstance(reply, questions.Answer) and (future := self._waiting.get(reply.id)) is not None:
+        if (transfer := self.transfers.get(reply.id)) is not None:
+            transfer.take(reply)
+        elif isinstance(reply, questions.Answer) and (future := self._waiting.get(reply.id)) is not None:
             if not future.done():
                 future.set_result(reply)
-        elif (transfer := self.transfers.get(reply.id)) is not None:
-            transfer.take(reply)
         elif isinstance(reply, messages.Copy):  # of a transfer that is over here
             self._link.send(messages.Copied(reply.id, reply.number, "revoked"))
 

@@ -18,7 +18,7 @@ class Keys(Field, frozen=True):
     @classmethod
     def of(cls, keys: BlockKeys, epoch: bytes) -> "Keys":
         """Say keys of an engine's."""
-        return cls(keys.words.tobytes(), keys.start, keys.block_size, keys.group, keys.salt_id, epoch)
+        return cls(keys.digests, keys.start, keys.block_size, keys.group, keys.salt_id, epoch)
 
     def block_keys(self) -> BlockKeys:
         """Return them.

@@ -117,7 +117,7 @@ class Link(asyncio.Protocol, Generic[M]):
 
     def _read_or_wait(self) -> None:
         """Read on, unless there is enough to look at already, or to be read over there."""
-        if self._transport is None or self._transport.is_closing() or not self._is_bounded:
+        if not self._is_bounded or self._transport is None or self._transport.is_closing():
             return
         if self._is_unread or (self._is_waiting and len(self._received) > _READ_ON_BYTES):
             self._transport.pause_reading()

@@ -1,6 +1,7 @@
 """The beginning of a connection: who a client is and what it wants, and what the server lets it have."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any, Final
 
 from tiered_kv.errors import ConfigurationError
@@ -29,7 +30,7 @@ class Attach(Message, frozen=True, tag="attach"):
         cls, name: str, model: ModelIdentity, layout: KVLayout, shards: Sequence[Shard], *, is_read_only: bool
     ) -> "Attach":
         """Say who attaches."""
-        groups = tuple(vars(group) for group in layout.groups)
+        groups = tuple(asdict(group) for group in layout.groups)
         return cls(
             name, model.name, model.weights, model.extra, groups,
             tuple((each.rank, each.size, each.replicated) for each in shards), is_read_only,

@@ -270,9 +270,9 @@ class Session:
 
     def _new(self, id_: int) -> None:
         """Raise unless a number is nobody's: what had it would be forgotten, and what is held for that."""
-        taken = self._transfers, self._asked, self._leases, self.jobs, self._changes
-        if any(id_ in those for those in taken):
-            raise ConfigurationError(f"number {id_} is of something that has not ended")
+        for those in (self._transfers, self._asked, self._leases, self.jobs, self._changes):
+            if id_ in those:
+                raise ConfigurationError(f"number {id_} is of something that has not ended")
 
     def _checked(self, id_: int, send: Send, call: Callable[[], object]) -> None:
         try:

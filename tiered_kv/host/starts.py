@@ -4,9 +4,6 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from numpy import int64
-from numpy.typing import NDArray
-
 from tiered_kv.events import BlocksLoaded, BlocksStored, Emit
 from tiered_kv.host.connection import Connection
 from tiered_kv.host.far_load import FarBackLoad, FarLoad
@@ -14,9 +11,7 @@ from tiered_kv.host.far_store import FarStore
 from tiered_kv.host.fields import Keys
 from tiered_kv.host.messages import Load, Store
 from tiered_kv.keys import BlockKeys, epoch_digest
-from tiered_kv.memory.lanes import Lane
 from tiered_kv.results import LoadResult, StoreResult
-from tiered_kv.transfers.bindings import Binding
 from tiered_kv.transfers.handles import LoadHandle
 from tiered_kv.transfers.store import StoreHandle
 from tiered_kv.validation import LoadCall, StoreCall, check_pages
@@ -47,14 +42,15 @@ class Starts:
         here = self._connection.here(anywhere=anywhere)
         epoch = self.epoch  # before the keys are named by it: if it advances in between, the load is overtaken
         keys = call.keys
-        said = self.said(keys, epoch=epoch, anywhere=True)
+        here.check(keys)
+        said = Keys.of(keys, epoch)
         binding = here.bindings.find(call.into, keys.group)
         pages = check_pages(binding, keys, call.into)
         deadline = here.loop.time() + (self._connection.load_timeout_s if call.deadline_s is None else call.deadline_s)
         lane = binding.h2d.take(call.after)
 
         def start() -> LoadHandle:
-            facts = self._facts(keys, binding, pages, lane, deadline)
+            facts: Any = keys, binding, pages, lane, deadline, here.loop_calls
             is_from_back = call.order == "back"
             if is_from_back:
                 load: FarLoad = FarBackLoad(*facts, is_current=lambda: self.epoch == epoch)
@@ -74,7 +70,8 @@ class Starts:
     def prepare_store(self, call: StoreCall, *, anywhere: bool) -> Callable[[], StoreHandle]:
         """Check a store and enqueue its wait; return what starts it on the event loop."""
         here, keys = self._connection.here(anywhere=anywhere), call.keys
-        said = self.said(keys, epoch=None if call.epoch is None else epoch_digest(call.epoch), anywhere=True)
+        here.check(keys)
+        said = Keys.of(keys, self.epoch if call.epoch is None else epoch_digest(call.epoch))
         binding = here.bindings.find(call.source, keys.group)
         pages = check_pages(binding, keys, call.source)
         lane = binding.d2h.take_own(call.after) if call.layerwise else binding.d2h.take(call.after)
@@ -82,7 +79,7 @@ class Starts:
         def start() -> StoreHandle:
             there = self._connection.there
             timeout_s = there.attached.store_timeout_s if there is not None else 0.0
-            facts = self._facts(keys, binding, pages, lane, here.loop.time() + timeout_s)
+            facts: Any = keys, binding, pages, lane, here.loop.time() + timeout_s, here.loop_calls
             store = FarStore(*facts, layerwise=call.layerwise)
             store.ended.add_done_callback(self._say_stored)
             if self.is_draining:
@@ -93,9 +90,6 @@ class Starts:
             return StoreHandle(store.ended, store)
 
         return start
-
-    def _facts(self, keys: BlockKeys, binding: Binding, pages: NDArray[int64], lane: Lane, deadline: float) -> Any:  # noqa: ANN401 - arguments of `Moving`
-        return keys, binding, pages, lane, deadline, self._connection.here(anywhere=True).loop_calls
 
     def _say_loaded(self, ended: "asyncio.Future[LoadResult]") -> None:
         result = ended.result()
