@@ -133,4 +133,5 @@ async def test_a_message_is_never_about_one_block(tmp_path: Path, monkeypatch: p
                 await kv.evict(keys)
                 by_size.append(sorted(said))
             assert by_size[0] == by_size[1]
+            assert "Stats" not in by_size[0]  # nor is a server that answers asked whether it is there
             assert len(by_size[0]) > 16

@@ -139,11 +139,11 @@ class Attachment:
 
     async def _while_it_speaks(self, future: asyncio.Future[questions.Answer]) -> None:
         """Wait for an answer that may take long, but not for a server that hangs: that says nothing to any question."""
-        while not future.done():
+        half_s = self._patience_s / 2
+        while not (await asyncio.wait([future], timeout=half_s))[0]:
             num_heard = self._num_heard
             self._link.send(questions.Stats(self.number()))
-            await asyncio.wait([future], timeout=self._patience_s)
-            if not future.done() and self._num_heard == num_heard:
+            if not (await asyncio.wait([future], timeout=half_s))[0] and self._num_heard == num_heard:
                 raise TimeoutError
 
     # Copies, which the end of an attachment waits for.
