@@ -31,7 +31,7 @@ from tiered_kv import (
     TieredKVSettings,
     Worker,
 )
-from tiered_kv.host.serve import serve
+from tiered_kv.host.serve import run
 from tiered_kv.memory.caches import PagedCaches
 from tiered_kv.transfers import bindings
 
@@ -109,7 +109,7 @@ def server(tell: Connection, path: Path) -> None:
         limits={"window": 4 * STRIDE, "bounce": 16 * STRIDE},
         host={"socket": path / "kv.sock"},
     )
-    is_written = asyncio.run(serve(settings, ready=lambda: tell.send("ready")))
+    is_written = run(settings, ready=lambda: tell.send("ready"))
     os._exit(not is_written)  # as a command does, which has no threads of a test's to wait for
 
 

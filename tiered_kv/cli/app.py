@@ -82,7 +82,7 @@ def serve(config: ConfigFile = None) -> None:
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     with one_line_errors():
-        from tiered_kv.host.serve import serve as serve_until_told  # noqa: PLC0415 - needs msgspec, others do not
+        from tiered_kv.host import serve as serving  # noqa: PLC0415 - needs msgspec and uvloop, others do not
 
-        is_written = asyncio.run(serve_until_told(settings_of(config)))
+        is_written = serving.run(settings_of(config))
     raise typer.Exit(int(not is_written))

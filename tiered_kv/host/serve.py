@@ -9,11 +9,22 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from tiered_kv.errors import ConfigurationError
 from tiered_kv.host.server import TieredKVServer
 from tiered_kv.log import log
 from tiered_kv.settings import TieredKVSettings
 
+try:
+    import uvloop
+except ModuleNotFoundError as missing:
+    raise ConfigurationError("a server needs uvloop: pip install 'tiered-kv[host]'") from missing
+
 _ENDING: Final = (signal.SIGTERM, signal.SIGINT)
+
+
+def run(settings: TieredKVSettings, *, ready: Callable[[], object] = lambda: None) -> bool:
+    """`serve` on an event loop of its own: uvloop's, which answers sooner than asyncio's."""
+    return uvloop.run(serve(settings, ready=ready))
 
 
 async def serve(settings: TieredKVSettings, *, ready: Callable[[], object] = lambda: None) -> bool:
