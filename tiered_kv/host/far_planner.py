@@ -6,7 +6,8 @@ from typing_extensions import override
 
 from tiered_kv.hints import ReuseHint, check_hint
 from tiered_kv.host.connection import Connection
-from tiered_kv.host.far_jobs import FarJobs, FarRequest
+from tiered_kv.host.far_job import FarRequest
+from tiered_kv.host.far_jobs import FarJobs
 from tiered_kv.host.for_workers import ServedSlab
 from tiered_kv.host.starts import Starts
 from tiered_kv.keys import BlockKeys, epoch_digest
