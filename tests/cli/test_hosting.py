@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -36,6 +37,14 @@ def test_no_server_is_one_line_and_exit_2(tmp_path: Path) -> None:
     asked = CliRunner().invoke(app, ["status", "--host", str(tmp_path / "none.sock")])
     assert asked.exit_code == 2
     assert asked.stderr.count("\n") == 1
+
+
+def test_who_asks_for_the_status_imports_no_torch(tmp_path: Path) -> None:
+    """A readiness probe asks every few seconds: it is done before torch would be there."""
+    code = "import sys; from tiered_kv.cli.app import app; app(standalone_mode=False); sys.exit('torch' in sys.modules)"
+    command = [sys.executable, "-c", code, "status", "--host", str(tmp_path / "none.sock")]
+    asked = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (asked.returncode, asked.stderr.startswith("tiered-kv: no server at")) == (0, True)
 
 
 @pytest.mark.slow

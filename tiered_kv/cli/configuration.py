@@ -4,14 +4,17 @@ import json
 import os
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
+import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from rich.markup import escape
 
 from tiered_kv.chain_settings import CPUTier, GPUTier
+from tiered_kv.cli.showing import AsJSON, ConfigFile, one_line_errors, print_json, print_table, settings_of
 from tiered_kv.errors import ConfigurationError
 from tiered_kv.host_settings import HostSettings
 from tiered_kv.registry import OWN_MEDIA, known_media, resolve
@@ -35,6 +38,26 @@ class Key:
     key: str
     value: str
     source: str
+
+
+def config_command(
+    config: ConfigFile = None,
+    *,
+    keys: Annotated[bool, typer.Option(help="All keys there are, of every medium.")] = False,
+    schema: Annotated[bool, typer.Option(help="The JSON schema of the settings, and of each medium's.")] = False,
+    as_json: AsJSON = False,
+) -> None:
+    """Show the settings that are in force, and where each comes from; no secrets."""
+    with one_line_errors():
+        if schema:
+            print_json(settings_schema())
+            return
+        found = all_keys() if keys else in_force(settings_of(config), config)
+    if as_json:
+        print_json([asdict(each) for each in found])
+        return
+    columns = ("key", "default", "environment") if keys else ("key", "value", "from")
+    print_table(columns, [tuple(map(escape, (each.key, each.value, each.source))) for each in found])
 
 
 def in_force(settings: TieredKVSettings, path: Path | None) -> list[Key]:
@@ -74,7 +97,7 @@ def all_keys() -> list[Key]:
     return found
 
 
-def schema() -> dict[str, Any]:
+def settings_schema() -> dict[str, Any]:
     """Return the JSON schema of the settings, and of each medium's tiers."""
     media = {medium: model.model_json_schema() for medium, model in _models()}
     return {"settings": TieredKVSettings.model_json_schema(), "tiers": media}

@@ -1,20 +1,24 @@
 """What may keep a cache from working, or make it slow: of the machine, and of each tier that is configured."""
 
+import asyncio
 import os
 import platform
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
+import typer
 from pydantic import ByteSize
+from rich.markup import escape
 
 from tiered_kv import preflight
 from tiered_kv.cache import TieredKV
 from tiered_kv.chain_settings import CPUTier, GPUTier, tier_name
+from tiered_kv.cli.showing import AsJSON, ConfigFile, one_line_errors, print_json, print_table, settings_of
 from tiered_kv.errors import ConfigurationError, TieredKVError
 from tiered_kv.events import Event, TierFailed, TierStalled
 from tiered_kv.hashing import hash_blocks
@@ -41,6 +45,22 @@ class Finding:
     what: str
     found: str
     advice: str = ""
+
+
+def doctor_command(config: ConfigFile = None, *, as_json: AsJSON = False) -> None:
+    """See whether this machine, and the tiers that are configured, will do; say what to change.
+
+    Of shared tiers one small block is stored, loaded and deleted. Exits 1 if a cache would not work.
+    """
+    with one_line_errors():
+        found = asyncio.run(examine(settings_of(config)))
+    if as_json:
+        print_json([asdict(each) for each in found])
+    else:
+        marks = {"ok": "[green]ok[/]", "slow": "[yellow]slow[/]", "bad": "[red]bad[/]"}
+        rows = [(marks[each.state], escape(each.what), escape(each.found), escape(each.advice)) for each in found]
+        print_table(("", "what", "found", "what to change"), rows)
+    raise typer.Exit(int(any(each.state == "bad" for each in found)))
 
 
 async def examine(settings: TieredKVSettings) -> list[Finding]:

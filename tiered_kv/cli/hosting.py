@@ -1,13 +1,28 @@
-"""What ``tiered-kv status --host`` shows: how the server of one cache for a host is, who is attached, what it keeps."""
+"""``tiered-kv serve``, and what ``status --host`` shows: how such a server is, who is attached, what it keeps."""
 
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import typer
 from pydantic import ByteSize
 from rich.markup import escape
 
-from tiered_kv.cli.showing import out, print_table
+from tiered_kv.cli.showing import ConfigFile, one_line_errors, out, print_table, settings_of
+
+
+def serve_command(config: ConfigFile = None) -> None:
+    """Keep one cache for all engines of this host, until SIGTERM; they attach to its socket.
+
+    It is at [host] socket of the file, or $TIERED_KV_HOST__SOCKET. Exits 1 if not all was written in time at the end.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    with one_line_errors():
+        from tiered_kv.host import serve  # noqa: PLC0415 - needs msgspec, uvloop and torch; who asks for the state not
+
+        is_written = serve.run(settings_of(config))
+    raise typer.Exit(int(not is_written))
 
 
 def state_of(socket: Path) -> dict[str, Any]:
@@ -16,9 +31,9 @@ def state_of(socket: Path) -> dict[str, Any]:
     Raises:
         ConfigurationError, BackendUnavailableError: There is none that answers.
     """
-    from tiered_kv.host.server import TieredKVServer  # noqa: PLC0415 - needs msgspec, others do not
+    from tiered_kv.host.health import health_at  # noqa: PLC0415 - needs msgspec, others do not
 
-    return TieredKVServer.health_at(socket)
+    return health_at(socket)
 
 
 def show(state: Mapping[str, Any]) -> None:

@@ -8,14 +8,16 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Final, NoReturn
+from typing import TYPE_CHECKING, Annotated, Final, NoReturn
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from tiered_kv.errors import TieredKVError
-from tiered_kv.settings import TieredKVSettings
+
+if TYPE_CHECKING:
+    from tiered_kv.settings import TieredKVSettings
 
 _WIDTH: Final = 160
 """Of tables that go to a file or another program."""
@@ -29,8 +31,10 @@ out = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
 err = Console(stderr=True)
 
 
-def settings_of(config: Path | None) -> TieredKVSettings:
+def settings_of(config: Path | None) -> "TieredKVSettings":
     """Read the settings of a file, or of the environment."""
+    from tiered_kv.settings import TieredKVSettings  # noqa: PLC0415 - brings torch, which who only asks does without
+
     return TieredKVSettings() if config is None else TieredKVSettings.from_toml(config)
 
 

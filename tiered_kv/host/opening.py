@@ -137,7 +137,7 @@ class Refused(Message, frozen=True, tag="refused"):
 
 
 class Healthy(Message, frozen=True, tag="healthy"):
-    """How the server is; see `tiered_kv.host.health`."""
+    """How the server is; see `TieredKVServer.health`."""
 
     facts: dict[str, Any]
 

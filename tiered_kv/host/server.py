@@ -14,12 +14,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
-from tiered_kv.errors import ConfigurationError
 from tiered_kv.events import Emit
-from tiered_kv.host import handshake, wire
+from tiered_kv.host import wire
 from tiered_kv.host.admission import Admission
+from tiered_kv.host.health import health_at
 from tiered_kv.host.listening import listen
-from tiered_kv.host.opening import Health, Healthy
 from tiered_kv.host.reception import Reception
 from tiered_kv.host.shares import Shares
 from tiered_kv.host.showing_models import HostMetrics, Pages
@@ -93,11 +92,7 @@ class TieredKVServer:
             ConfigurationError: What answers is no server of this version.
             BackendUnavailableError: Nothing answers in time.
         """
-        connection, answer, descriptors = handshake.begin(os.fspath(path), Health(), timeout_s)
-        handshake.give_back(connection, descriptors)
-        if not isinstance(answer, Healthy):
-            raise ConfigurationError(f"{path} answered {type(answer).__name__} to a question about its health")
-        return answer.facts
+        return health_at(path, timeout_s=timeout_s)
 
     async def drain(self) -> bool:
         """Take no more clients and stores, and wait until what was stored is written; loads go on until it is closed.
