@@ -3,6 +3,9 @@
 import configparser
 import json
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -120,7 +123,7 @@ def test_the_unit_starts_what_there_is() -> None:
     service = unit["Service"]
     _, *arguments = service["ExecStart"].split()
     assert arguments == ["serve", "--config", "/etc/tiered-kv.toml"]
-    assert "serve" in typer.main.get_command(app).commands  # type: ignore[attr-defined] # it is a group
+    assert typer.main.get_command(app).get_command(None, "serve")  # type: ignore[attr-defined] # it is a group
     assert (service["Type"], service["RuntimeDirectory"], service["StateDirectory"]) == ("notify", *["tiered-kv"] * 2)
     assert (
         float(service["TimeoutStopSec"])
@@ -138,3 +141,56 @@ def test_containers_share_the_socket_alone() -> None:
     assert {volume["name"] for volume in pod["volumes"]} == set(mounted)
     assert mounted["socket"] == str(Path(SOCKET).parent)
     assert mounted["settings"] in (DEPLOY / "host" / "Containerfile").read_text()
+
+
+def test_whoever_asks_whether_a_server_is_ready_asks_the_command_line() -> None:
+    """Both probes are one command that exists, at the socket; engines are started once a server is ready."""
+    services = yaml.safe_load((DEPLOY / "host" / "compose.yaml").read_text())["services"]
+    asked = manifests()[1]["spec"]["template"]["spec"]["containers"][0]["readinessProbe"]["exec"]["command"]
+    assert services["kv"]["healthcheck"]["test"] == ["CMD", *asked]
+    assert services["engine-one"]["depends_on"] == {"kv": {"condition": "service_healthy"}}
+    assert asked == ["tiered-kv", "status", "--host", SOCKET]
+    command = typer.main.get_command(app).get_command(None, "status")  # type: ignore[attr-defined] # it is a group
+    assert "--host" in [option for each in command.params for option in each.opts]
+
+
+def test_an_image_is_built_of_the_package_alone() -> None:
+    """All that the wheel is made of is sent to the builder, and nothing else: no virtual environment, no repository."""
+    root = DEPLOY.parent
+    lines = [line for line in (root / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
+    sent = {line[1:] for line in lines if line.startswith("!")}
+    assert lines[0] == "*"
+    assert all((root / each).exists() for each in sent)
+    project = tomllib.loads((root / "pyproject.toml").read_text())
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    needed = {"pyproject.toml", "constraints.txt", project["project"]["readme"], *project["project"]["license-files"]}
+    assert sent == needed | {each.partition("/")[0] for each in wheel}
+
+
+def test_the_image_has_what_the_manifests_count_on() -> None:
+    """The user and group of that number, the extras of these tiers and commands, and the pinned build of torch."""
+    file = (DEPLOY / "host" / "Containerfile").read_text()
+    pod = manifests()[1]["spec"]["template"]["spec"]
+    (uid,) = re.findall(r"useradd --system --uid (\d+) tiered-kv", file)
+    assert {pod["securityContext"][each] for each in ("runAsUser", "runAsGroup", "fsGroup")} == {int(uid)}
+    services = yaml.safe_load((DEPLOY / "host" / "compose.yaml").read_text())["services"]
+    assert services["engine-one"]["group_add"] == [uid]
+    (torch,) = re.findall(r'"torch==(\S+)\+cpu"', file)
+    assert f"torch=={torch}\n" in (DEPLOY.parent / "constraints.txt").read_text()
+    (extras,) = re.findall(r"/src\[(\S+)\]", file)
+    assert {"cli", "host"} <= set(extras.split(","))
+    assert set(extras.split(",")) <= set(
+        tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    )
+
+
+def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+    """Every key and value in it is one of systemd's."""
+    if (verify := shutil.which("systemd-analyze")) is None:
+        pytest.skip("systemd-analyze is missing: apt-get install systemd")
+    text = (DEPLOY / "host" / "tiered-kv.service").read_text()
+    (unit := tmp_path / "tiered-kv.service").write_text(text.replace("/opt/tiered-kv/bin/tiered-kv", sys.executable))
+    said = subprocess.run([verify, "verify", unit], capture_output=True, text=True, check=False)
+    if "Failed to" in said.stderr and "tiered-kv.service" not in said.stderr:
+        pytest.skip(f"systemd-analyze cannot work here ({said.stderr.strip()[:80]}): run it on a host with systemd")
+    assert (said.returncode, [line for line in said.stderr.splitlines() if "tiered-kv.service" in line]) == (0, [])
