@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.support.any_layout import MODEL, SMALL, STRIDE, AnyEngine, cpu, memory, nvme, prompt
-from tests.support.caches import until
+from tests.support.caches import Recorder, until
 from tests.support.serving import attached, serving
 from tiered_kv import (
     BackendUnavailableError,
@@ -438,6 +438,24 @@ async def test_tiers_that_a_server_cannot_have(tier: dict[str, object], tmp_path
     with pytest.raises(ConfigurationError, match="a server"):
         async with TieredKVServer(settings):
             pass
+
+
+async def test_a_server_that_ends_begins_nothing_more(tmp_path: Path) -> None:
+    """While it waits for what is under way it answers that it is about to end: nothing is moved in what is closed."""
+    engine, computed = AnyEngine(), threading.Event()
+    settings = {"tiers": [cpu(24)], "host": {"socket": tmp_path / "kv.sock"}}
+    async with TieredKVServer(settings, emit=Recorder()) as server, attached(server, engine) as kv:
+        await kv.store(KEYS, engine.fill(KEYS, range(12)))
+        storing = kv.start_store(prompt(4, seed=1), engine.spec(range(12, 16)), after=computed)
+        await until(lambda: server.health()["clients"][0]["copies"] == 1)
+        closing = asyncio.create_task(server.aclose())
+        await until(lambda: not server.health()["is_ready"])
+        loaded = await kv.load(KEYS, engine.spec(range(16, 28)))
+        assert [fault.detail for fault in loaded.faults] == ["the server is about to end"]
+        assert kv.is_attached
+        computed.set()
+        await storing
+        await closing
 
 
 async def test_an_end_that_was_wanted_is_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -161,6 +161,12 @@ class Admission:
         with _descriptor(fd, is_read_only=session.is_read_only) as given:
             await handshake.send_opened(connection, Mapped(session.is_read_only), [given])
 
+    def begin_no_more(self) -> None:
+        """Admit nobody, and begin nothing more for any client: the caches are about to be closed."""
+        self.is_draining = True
+        for client in self.clients.values():
+            client.session.is_ending = True
+
     async def end_all(self) -> None:
         """End all clients: nobody else uses any more what one of them may be writing to."""
         for client in list(self.clients.values()):

@@ -142,7 +142,7 @@ class TieredKVServer:
         if self._listener is None or self._shares is None or self._admission is None:
             return
         listener, self._listener = self._listener, None
-        self._admission.is_draining = True
+        self._admission.begin_no_more()
         with suppress(OSError):
             self.path.unlink()
         await self._tasks.aclose(0.0)

@@ -13,7 +13,7 @@ import numpy as np
 
 from tiered_kv.cache import TieredKV, seat_at
 from tiered_kv.catalog.leases import Lease
-from tiered_kv.errors import CapacityError, ConfigurationError, TieredKVError
+from tiered_kv.errors import BackendUnavailableError, CapacityError, ConfigurationError, TieredKVError
 from tiered_kv.host import answering, messages, questions, wire
 from tiered_kv.host.answering import Answered, Answering
 from tiered_kv.host.change_messages import AboutChanges, Follow, Taken
@@ -46,6 +46,7 @@ class Session:
     Attributes:
         name: What the client calls itself, with its process and user as the system knows them.
         is_read_only: Whether it may not change what is stored.
+        is_ending: Whether nothing is begun for it any more: the server is about to end.
         jobs: Those of its planner.
     """
 
@@ -71,6 +72,7 @@ class Session:
         """
         self.name = name
         self.is_read_only = is_read_only
+        self.is_ending = False
         self._cache = cache
         self._shards = shards
         self._pins = pins
@@ -270,6 +272,8 @@ class Session:
 
     def _new(self, id_: int) -> None:
         """Raise unless a number is nobody's: what had it would be forgotten, and what is held for that."""
+        if self.is_ending:
+            raise BackendUnavailableError("the server is about to end")
         for those in (self._transfers, self._asked, self._leases, self.jobs, self._changes):
             if id_ in those:
                 raise ConfigurationError(f"number {id_} is of something that has not ended")
