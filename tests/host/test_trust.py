@@ -14,7 +14,7 @@ import pytest
 from tests.support.any_layout import MODEL, SMALL, AnyEngine, cpu, prompt
 from tests.support.caches import until
 from tests.support.serving import attached, serving
-from tiered_kv import CacheLimits, Shard
+from tiered_kv import CacheLimits, Shard, Worker
 from tiered_kv.host import handshake, messages, questions, wire
 from tiered_kv.host.fields import Keys
 from tiered_kv.host.opening import Attach, Attached, MapSlab
@@ -68,6 +68,23 @@ async def test_who_reads_gets_memory_that_cannot_be_written(tmp_path: Path) -> N
             assert fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
         handshake.give_back(connection, descriptors)
         handshake.give_back(beside, mapped)
+
+
+async def test_a_worker_of_who_reads_gets_what_is_stored_after_it_came(tmp_path: Path) -> None:
+    """Its memory is the server's, and not what that was when it was mapped."""
+    engine, reading = AnyEngine(), AnyEngine()
+    with serving(tmp_path, cpu(8)) as server:
+        async with attached(server, engine) as kv, attached(server, reading, read_only=True) as reader:
+            planning = reader.planner()
+            planning.register_worker()
+            with Worker(planning.slabs(), layout=SMALL, device="cpu") as worker:
+                worker.register_kv_caches(reading.caches[0])
+                preparing = f"tiered_kv-pin-{planning.slabs()[0].pool}"
+                await until(lambda: preparing not in [each.name for each in threading.enumerate()])
+                await kv.store(KEYS, engine.fill(KEYS, range(8)))
+                job = planning.plan_load(KEYS, reading.spec(range(8)))
+                planning.complete(worker.execute(await job.planned()))
+                assert (await job.ended()).num_blocks == reading.count_right(KEYS, range(8)) == 8
 
 
 async def test_one_client_has_so_much_under_way(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Getting memory ready in the background."""
 
 import ctypes
+import os
 import platform
 import threading
 from pathlib import Path
@@ -50,6 +51,23 @@ def test_memory_is_locked_in_pieces_of_whole_slots() -> None:
     locking.close()
     assert sorted(unlocked) == sorted(locked)
     assert locking.state is PageLockState.PAGEABLE
+
+
+def test_memory_that_is_only_read_shows_what_is_stored_later() -> None:
+    """It is neither touched nor page-locked, which would copy its pages: a GPU gets it as pageable memory."""
+    locked: dict[int, int] = {}
+    events: list[Event] = []
+    slab = HostSlab(4, STRIDE, STRIDE)
+    fd = os.open(f"/proc/self/fd/{slab.fd}", os.O_RDONLY)
+    reading = HostSlab.attach(fd, 4, STRIDE, STRIDE, is_read_only=True)
+    os.close(fd)
+    locking = PageLocking(reading, lock=locked.__setitem__, emit=events.append)
+    assert locking.wait() is PageLockState.PAGEABLE
+    slab.rows.fill_(7)
+    assert reading.rows.eq(7).all()
+    assert (locked, locking.is_slow, locking.reason) == ({}, True, "it is only read here")
+    assert [type(event) for event in events] == [HostMemoryPageable, HostMemoryReady]
+    locking.close()
 
 
 def test_a_failure_is_said_once_and_the_slab_serves_on() -> None:

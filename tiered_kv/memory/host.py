@@ -45,6 +45,8 @@ class HostSlab:
         stride_bytes: From one slot to the next; a multiple of 4096.
         payload_bytes: What a slot holds, at most the stride.
         name: Shown by the system in ``/proc/<pid>/maps``, and in logs.
+        is_read_only: Whether it is another process's, and only read here. A page that is written all the same, or
+            page-locked, is this process's own from then on: it shows nothing of what the other one stores.
         rows: ``(num_slots, stride_bytes // 8)`` int64 over the memory. It keeps the mapping alive: after `close` it is
             still safe to touch.
     """
@@ -67,7 +69,7 @@ class HostSlab:
             payload_bytes: What a slot holds.
             name: For people.
             fd: Of a slab of these sizes; it is duplicated and stays the caller's. None makes a new slab.
-            is_read_only: Whether ``fd`` cannot be written by; what is written to the slab here nobody else sees.
+            is_read_only: See the attribute: ``fd`` cannot be written by.
 
         Raises:
             ConfigurationError: Sizes that cannot be, or ``fd`` is of another length.
@@ -81,6 +83,7 @@ class HostSlab:
         self.stride_bytes = stride_bytes
         self.payload_bytes = payload_bytes
         self.name = name
+        self.is_read_only = is_read_only
         self._fd = _new_memory(name, self.num_bytes) if fd is None else os.dup(fd)
         try:
             self._memory = _map(self._fd, self.num_bytes, is_read_only=is_read_only)

@@ -67,7 +67,7 @@ class PageLocking:
         """Start it.
 
         Args:
-            slab: Its mapping lives until this is closed.
+            slab: Its mapping lives until this is closed. One that is only read is neither touched nor page-locked.
             lock: Page-locks ``(address, num_bytes)`` or raises, `TryAgainError` to be called again in a while; None
                 leaves the memory pageable.
             unlock: Undoes it for an address.
@@ -85,6 +85,9 @@ class PageLocking:
         self.is_slow = False
         self._emit = emit
         self._is_wanted = is_wanted or lock is not None
+        self._is_read_only = slab.is_read_only
+        if slab.is_read_only:  # either would give this process pages of its own: see `HostSlab.is_read_only`
+            lock, self.reason = None, "it is only read here"
         self._node = node
         self._name = slab.name
         self._rows = slab.rows
@@ -126,7 +129,8 @@ class PageLocking:
                 if self._stop.is_set():
                     self.state = PageLockState.PAGEABLE
                     return
-                touch(part)
+                if not self._is_read_only:
+                    touch(part)
                 self.ready_bytes += part.nbytes
             self._try_to_lock(piece)
         is_locked = self._lock is not None and self.page_locked_bytes == self.num_bytes
