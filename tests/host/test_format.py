@@ -1,0 +1,26 @@
+"""The page about formats says what is said: every message of a server and its clients, field by field."""
+
+import typing
+from pathlib import Path
+
+import msgspec
+
+from tiered_kv.host import messages, opening, wire
+
+PAGE = Path(__file__).parents[2] / "docs" / "format.md"
+
+
+def declared(union: object) -> str:
+    """Return a line for each message: its tag, and its fields in their order."""
+    kinds: tuple[type[wire.Message], ...] = typing.get_args(union)
+    infos = sorted((str(kind.__struct_config__.tag), kind) for kind in kinds)
+    fields = {tag: " ".join(each.name for each in msgspec.structs.fields(kind)) for tag, kind in infos}
+    return "".join(f"{tag:<15}{names}".rstrip() + "\n" for tag, names in fields.items())
+
+
+def test_the_page_lists_every_message_and_its_fields() -> None:
+    """Whoever changes one changes the page, and the version: sides of two versions must not take one for the other."""
+    page = PAGE.read_text()
+    for union in (opening.Opening, opening.Opened, messages.Request, messages.Reply):
+        assert f"```text\n{declared(union)}```" in page, f"docs/format.md is to say:\n{declared(union)}"
+    assert f"on a Unix socket. Version {wire.VERSION}." in page
