@@ -1,4 +1,7 @@
-"""Engines in containers of their own: other processes and mounts, nothing in common but the directory of the socket."""
+"""Engines in containers of their own: each sees its processes and shared memory alone, and what it installed.
+
+Of what others write it sees the directory of the socket, and nothing else.
+"""
 
 import os
 import shutil
@@ -42,29 +45,35 @@ async def main(what, url):
 
 asyncio.run(main(*sys.argv[1:]))
 """
-CONFIG = """
-[[tiers]]
-medium = "cpu"
-capacity = "4MiB"
-[host]
-socket = "{}"
+APART = ["unshare", "--pid", "--mount", "--ipc", "--fork", "--kill-child", "--mount-proc", "sh", "-ec"]
+HIDDEN = """
+shared=$1; hidden=$2; shift 2
+mount --bind "$shared" /mnt
+mount -t tmpfs none "$hidden"
+mkdir -p "$shared"
+mount --move /mnt "$shared"
+mount -t tmpfs none /dev/shm
+exec "$@"
 """
-APART = ["unshare", "--pid", "--mount", "--ipc", "--fork", "--kill-child", "--mount-proc", "sh", "-c"]
-HIDDEN = 'mount -t tmpfs none /dev/shm && exec "$@"'
 
 
-def may_unshare() -> bool:
-    """Say whether this process may make namespaces."""
+def may_unshare(shared: Path) -> bool:
+    """Say whether this process may make namespaces, and mount in them."""
     if shutil.which("unshare") is None:
         return False
-    return subprocess.run([*APART, HIDDEN, "sh", "true"], capture_output=True, check=False).returncode == 0
+    command = [*APART, HIDDEN, "sh", shared, shared.parent, "true"]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 @contextmanager
-def contained(*arguments: str | Path) -> Iterator["subprocess.Popen[str]"]:
-    """Run Python with these arguments, where it sees no other process and no shared memory; it is killed in the end."""
-    command = [*APART, HIDDEN, "sh", sys.executable, *map(str, arguments)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+def contained(shared: Path, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
+    """Run Python with these arguments, where of all that tests write it sees one folder; it is killed in the end."""
+    command = [*APART, HIDDEN, "sh", str(shared), str(shared.parent), sys.executable, *arguments]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "TIERED_KV_TIERS": '["cpu://?capacity=4MiB"]',
+        "TIERED_KV_HOST__SOCKET": str(shared / "kv.sock"),
+    }
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield process
@@ -75,21 +84,23 @@ def contained(*arguments: str | Path) -> Iterator["subprocess.Popen[str]"]:
 @pytest.mark.slow
 async def test_containers_share_blocks_by_the_socket_alone(tmp_path: Path) -> None:
     """One stores, another loads the same bytes; what a third holds ends when it is killed."""
-    if not may_unshare():
+    (shared := tmp_path / "shared").mkdir()
+    (tmp_path / "secret").touch()
+    if not may_unshare(shared):
         pytest.skip("namespaces cannot be made here: run as root, with unshare of util-linux")
-    socket, config, engine = tmp_path / "kv.sock", tmp_path / "kv.toml", tmp_path / "engine.py"
-    config.write_text(CONFIG.format(socket))
-    engine.write_text(ENGINE)
-    with contained("-m", "tiered_kv.cli", "serve", "--config", config):
+    url = f"unix://{shared}/kv.sock"
+    with contained(shared, "-c", f"import os; print(os.listdir({str(tmp_path)!r}), os.getpid())") as process:
+        assert await anyio.to_thread.run_sync(process.communicate) == ("['shared'] 1\n", None)
+    with contained(shared, "-m", "tiered_kv.cli", "serve"):
         with anyio.fail_after(60):
-            while not facts(tmp_path).get("is_ready"):
+            while not facts(shared).get("is_ready"):
                 await checkpoint()
         for what in ("store", "load"):
-            with contained(engine, what, f"unix://{socket}") as process:
+            with contained(shared, "-c", ENGINE, what, url) as process:
                 said, _ = await anyio.to_thread.run_sync(process.communicate)
             assert said == "8\n", what
-        with contained(engine, "hold", f"unix://{socket}") as holding:
+        with contained(shared, "-c", ENGINE, "hold", url) as holding:
             assert holding.stdout is not None
             assert await anyio.to_thread.run_sync(holding.stdout.readline) == "8\n"
-            assert facts(tmp_path)["clients"][0]["leases"] == 1
-        await until_clean(tmp_path)
+            assert facts(shared)["clients"][0]["leases"] == 1
+        await until_clean(shared)
