@@ -1,5 +1,6 @@
 """Tiers with ``encryption``: what lies on the medium, and who may read it, on the full path."""
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -7,7 +8,8 @@ import numpy as np
 import pytest
 
 from tests.support.any_layout import AnyEngine, cpu, nvme, open_any, prompt
-from tests.support.caches import Recorder, open_cache, until_idle
+from tests.support.backends import ScriptedSlotBackend
+from tests.support.caches import Recorder, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, Engine
 from tests.support.engine import prompt as small_prompt
 from tiered_kv import (
@@ -119,6 +121,29 @@ async def test_few_of_those_that_a_key_is_lacking_for_are_kept(tmp_path: Path) -
         assert kv.stats()["nvme"].free == num_slots
     async with open_any(engine, cpu(0), tier) as kv:
         assert (await kv.lookup(prefix)).num_blocks == 0
+
+
+async def test_a_record_that_a_key_is_lacking_for_keeps_its_slot_until_it_is_forgotten() -> None:
+    """Whatever else is refused meanwhile: nothing is written where the medium is about to forget something."""
+    before, slots = ScriptedSlotBackend(16, encryption=keys(OLD)), ScriptedSlotBackend(16, encryption=keys(NEW))
+    engine, prefix, others = AnyEngine(), prompt(N), prompt(8, seed=1)
+    async with open_any(engine, cpu(16), before) as kv:
+        await kv.store(prefix, engine.fill(prefix, range(N)))
+        await kv.flush()
+    slots.records = before.records
+    async with open_any(engine, cpu(16), slots) as kv:
+        assert (await kv.load(prefix[:1], engine.spec([0]))).num_blocks == 0
+        slots.on_forget.hold()
+        evicting = asyncio.create_task(kv.evict(prefix[:1]))
+        await until(lambda: slots.on_forget.num_held == 1)
+        assert (await kv.load(prefix[1:2], engine.spec([0]))).num_blocks == 0
+        await (await kv.store(others, engine.fill(others, range(8)))).settled()
+        slots.on_forget.release()
+        await evicting
+        await until_idle(kv)
+        assert slots.clashes == []
+        await kv.evict(others, tier="cpu")
+        assert (await kv.load(others, engine.spec(range(8, 16)))).num_blocks == 8
 
 
 async def test_rotation(tmp_path: Path) -> None:

@@ -198,6 +198,7 @@ class OwnedTier(StorageTier, BookedTier):
     async def _forget_refused(self, slots: Slots) -> None:
         """Forget what was kept in some slots; then they can be used again."""
         await self._journal.forget(slots)
+        self._refused.forgotten(slots)
         self._withhold()
 
     def lacks(self, batch: Batch) -> Mask:

@@ -20,6 +20,7 @@ class Refused:
 
     def __init__(self) -> None:
         self._slots: dict[bytes, int] = {}
+        self._being_forgotten: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -38,11 +39,16 @@ class Refused:
         return np.arange(len(names)) < room
 
     def take(self, names: Names) -> Slots:
-        """Keep these no longer; return the slots of those that were kept."""
+        """Keep these no longer; return the slots of those that were kept, which are withheld until `forgotten`."""
         if not self._slots:
             return np.empty(0, np.int64)
-        found = [self._slots.pop(name.tobytes(), -1) for name in names]
-        return np.array([slot for slot in found if slot >= 0], np.int64)
+        found = [slot for name in names if (slot := self._slots.pop(name.tobytes(), -1)) >= 0]
+        self._being_forgotten.update(found)
+        return np.array(found, np.int64)
+
+    def forgotten(self, slots: Slots) -> None:
+        """Withhold slots of `take` no longer."""
+        self._being_forgotten.difference_update(slots.tolist())
 
     def drop_beyond(self, num_slots: int, lost: NDArray[np.bool_] | None) -> None:
         """Keep none in slots that the tier does not have any more, or that its medium has lost."""
@@ -55,10 +61,10 @@ class Refused:
 
         None: blocks may be put everywhere.
         """
-        if not self._slots:
+        if not self._slots and not self._being_forgotten:
             return lost
         is_withheld = np.zeros(max_slots, np.bool_) if lost is None else lost.copy()
-        is_withheld[list(self._slots.values())] = True
+        is_withheld[[*self._slots.values(), *self._being_forgotten]] = True
         return is_withheld
 
     def all(self) -> tuple[Names, Slots]:
