@@ -66,7 +66,11 @@ async def explain(cache: OpenCache, keys: BlockKeys, *, ask: bool) -> list[Expla
     """Explain each block; of several ranks, one that lacks it speaks. See `TieredKV.explain`."""
     parts = cache.batches(keys)
     asked = [await _ask(chain, batch) if ask else {} for chain, batch in parts]
-    others = [[*cache.past_epochs, *(await _epochs_in(chain, batch) if ask else [])] for chain, batch in parts]
+    # To its end, whoever waits: what is being read must not be overwritten.
+    others = [
+        [*cache.past_epochs, *(await cache.finish(_epochs_in(chain, batch), "explain") if ask else [])]
+        for chain, batch in parts
+    ]
     of_ranks = [
         _of_rank(chain, batch, keys, _weights_of(chain, keys, epochs), cache.pins, found)
         for (chain, batch), epochs, found in zip(parts, others, asked, strict=True)

@@ -226,6 +226,22 @@ async def test_few_blocks_are_explained_too(n: int) -> None:
         assert [each.state for each in await kv.explain(KEYS[:n], ask=True)] == ["never stored"] * n
 
 
+async def test_whoever_asks_and_is_cancelled_leaves_what_is_being_read_in_its_place() -> None:
+    """Nothing is written where a medium reads yet, though nobody waits for it any more."""
+    engine, disk, others = Engine(), ScriptedSlotBackend(4), prompt(4, seed=2)
+    async with open_cache(cpu(16), disk, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        disk.on_read.hold()
+        asking = asyncio.create_task(kv.explain(prompt(4, seed=1), ask=True))
+        await until(lambda: disk.on_read.num_held == 1)
+        asking.cancel()
+        await asyncio.wait({asking})
+        await (await kv.store(others, engine.compute(others))).settled()
+        disk.on_read.release()
+        await until_idle(kv)
+        assert disk.clashes == []
+
+
 async def test_what_waits_to_be_written_below_says_so() -> None:
     """It is kept in memory until then."""
     engine, disk = Engine(), ScriptedSlotBackend(name="disk")
