@@ -326,7 +326,9 @@ async def test_one_client_cannot_have_all(tmp_path: Path) -> None:
                 assert (one.num_blocks, two.num_blocks) == (2, 0)
 
 
-async def test_another_version_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_another_version_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Client and server of two versions name both, and the server goes on."""
     with serving(tmp_path, cpu(24)) as server:
         with socket.socket(socket.AF_UNIX) as stranger:
@@ -334,6 +336,8 @@ async def test_another_version_is_refused_by_name(tmp_path: Path, monkeypatch: p
             stranger.sendall(wire.greeting()[:6] + (7).to_bytes(2, "little"))
             assert stranger.recv(100) == wire.greeting()
             assert stranger.recv(100) == b""
+        said = [each.getMessage() for each in caplog.records if each.getMessage().startswith("host.version_refused")]
+        assert [each.endswith(f"theirs=7 ours={wire.VERSION}") for each in said] == [True]
         monkeypatch.setattr(wire, "version_in", lambda _: 7)
         with pytest.raises(ConfigurationError, match=rf"version 7 .* version {wire.VERSION}"):
             async with attached(server):
