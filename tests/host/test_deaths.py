@@ -11,6 +11,7 @@ from typing import Any
 import anyio
 import pytest
 from anyio.lowlevel import checkpoint
+from typer.testing import CliRunner
 
 from tests.host.processes import Started, prompt_of, server, started, storing_client, stuck_client
 from tests.support.any_layout import AnyEngine, cpu, prompt
@@ -24,6 +25,7 @@ from tiered_kv import (
     TieredKVServer,
     TierFault,
 )
+from tiered_kv.cli.app import app
 
 FOREVER_S = 60.0
 """For what comes at once unless something is broken."""
@@ -196,6 +198,8 @@ async def test_a_second_sigterm_ends_a_server_that_cannot_drain(tmp_path: Path) 
         await until_async(lambda: kv.stats()["cpu"].pending == 8)
         one.send(signal.SIGTERM)
         await until_async(lambda: facts(tmp_path)["is_draining"])
+        status = await asyncio.to_thread(CliRunner().invoke, app, ["status", "--host", str(tmp_path / "kv.sock")])
+        assert (status.exit_code, status.stdout.split(",")[0]) == (1, "draining")
         refused = await kv.store(prompt(4, seed=1), engine.fill(prompt(4, seed=1), range(8, 12)))
         assert refused.drop_reasons == {"draining": 4}
         with pytest.raises(BackendUnavailableError, match="about to end"):
