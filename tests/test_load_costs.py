@@ -88,6 +88,14 @@ def test_both_ends_at_once_where_that_is_faster() -> None:
     assert few.order == "front"
 
 
+def test_an_engine_whose_steps_are_shorter_than_a_block() -> None:
+    """It goes on to the last block: where loading takes for ever all is computed, and of nothing nothing is loaded."""
+    slow = found(("nvme", 10), nvme=(0.0, 1000.0)).split(prefill_tokens_per_s=16, chunk_tokens=8)
+    assert (slow.order, slow.num_blocks) == ("front", 0)
+    assert slow.total_s == pytest.approx(10.0)
+    assert found(("nvme", 0)).split(prefill_tokens_per_s=16, chunk_tokens=8).num_blocks == 0
+
+
 def test_a_load_takes_turns_with_others() -> None:
     """Two that read at once take twice as long, until the shorter one has all it wants."""
     cost = LoadCost(0.5, 0.01, num_others=2, others_blocks=100)
@@ -100,6 +108,7 @@ def test_a_load_takes_turns_with_others() -> None:
         {"prefill_tokens_per_s": 0},
         {"prefill_tokens_per_s": 1, "queue_s": -1},
         {"prefill_tokens_per_s": 1, "chunk_tokens": 0},
+        {"prefill_tokens_per_s": 1, "chunk_tokens": 64.5},
     ],
 )
 def test_wrong_numbers_are_told(wrong: dict[str, float]) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.errors import ConfigurationError
+from tiered_kv.integers import as_int
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,8 @@ def split(
     total = (np.maximum(load_s, queue_s) + left * block_s)[: most + 1]
     best = most - int(np.argmin(total[::-1]))  # of equals the longest: it computes least
     if chunk_tokens is not None and most == n:
-        computed = np.minimum(np.arange(0, n + chunk_tokens // block_size, max(1, chunk_tokens // block_size)), n)
+        chunk = max(1, chunk_tokens // block_size)
+        computed = np.minimum(np.arange(0, n + chunk, chunk), n)
         have_computed = queue_s + computed * block_s
         have_loaded = _seconds(runs[::-1], costs)[n - computed]
         meets = int(np.argmax(_MARGIN * have_loaded <= have_computed))  # when all is computed, at the latest
@@ -121,8 +123,8 @@ def _check(prefill_tokens_per_s: float, queue_s: float, chunk_tokens: int | None
         raise ConfigurationError(f"prefill_tokens_per_s must be positive, got {prefill_tokens_per_s!r:.80}")
     if not queue_s >= 0:
         raise ConfigurationError(f"queue_s must be a number of seconds, 0 or more, got {queue_s!r:.80}")
-    if chunk_tokens is not None and not chunk_tokens > 0:
-        raise ConfigurationError(f"chunk_tokens must be positive, got {chunk_tokens!r:.80}")
+    if chunk_tokens is not None:
+        as_int("chunk_tokens", chunk_tokens, least=1)
 
 
 _NOTHING: Final = LoadCost(0.0, 0.0)
