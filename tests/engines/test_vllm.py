@@ -293,7 +293,7 @@ def test_what_vllms_own_cache_serves_is_not_forgotten_below(runs: Runs, vllm: En
 def test_what_cannot_work_is_refused_at_start(vllm: Environment, tiny_llama: pathlib.Path) -> None:
     """Who configures what would give wrong answers, or none, reads what to do about it before a request comes."""
     said = vllm.run("vllm_refusals.py", tiny_llama, variables={"HF_HUB_OFFLINE": "1"})
-    assert said["right"] == said["latents"] == "nothing"
+    assert said["right"] == said["latents"] == said["in chunks"] == "nothing"
     assert said["path"] == "/kv/3", "each data parallel replica has a directory of its own"
     for name, words in {
         "policy": 'Set it to "recompute"',
@@ -304,6 +304,7 @@ def test_what_cannot_work_is_refused_at_start(vllm: Environment, tiny_llama: pat
         "sizes": "pages of [16384, 32768] bytes",
         "stages": "pipeline_parallel_size is 2",
         "hash": "PYTHONHASHSEED",
+        "in one piece": "prefix caching and chunked prefill are both off",
         "weights": '"weights"',
         "unknown": "load_timeout",
         "both": "leave out tiers",

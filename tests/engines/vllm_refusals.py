@@ -69,6 +69,8 @@ def main(model: str) -> None:
 
     right = config()
     hashed = config(prefix_caching_hash_algo="xxhash")
+    in_one_piece, in_chunks = config(enable_prefix_caching=False), config(enable_prefix_caching=False)
+    in_one_piece.scheduler_config.enable_chunked_prefill = False  # as vLLM does it, whatever was asked for
     elsewhere = config()
     elsewhere.model_config.model = "nobody/has-this"
     in_stages = config()
@@ -85,6 +87,8 @@ def main(model: str) -> None:
         "sizes": lambda: Configuration.of(right, kv_cache(UNEQUAL)),
         "stages": lambda: Configuration.of(in_stages, kv_cache(FULL)),
         "hash": lambda: Configuration.of(hashed, kv_cache(FULL)),
+        "in one piece": lambda: Configuration.of(in_one_piece, kv_cache(MLA)),
+        "in chunks": lambda: Configuration.of(in_chunks, kv_cache(FULL)),
         "weights": lambda: Configuration.of(elsewhere, kv_cache(FULL)),
         "unknown": lambda: Configuration.of(
             config(transfer={"kv_connector_extra_config": {"load_timeout": 3}}), kv_cache(FULL)

@@ -79,6 +79,7 @@ class Configuration:
             )
         _check_parallel(vllm_config.parallel_config)
         _check_hashes(vllm_config.cache_config)
+        _check_prefixes(vllm_config)
         group = _only_group(kv_cache_config)
         extra = with_rank(dict(transfer.kv_connector_extra_config), vllm_config.parallel_config.data_parallel_index)
         connector = ConnectorSettings(**{key: extra[key] for key in extra if key not in CACHE_SETTINGS})
@@ -111,6 +112,15 @@ def _check_hashes(cache: Any) -> None:
         raise ConfigurationError(
             f"prefix_caching_hash_algo is {algorithm!r}: without PYTHONHASHSEED it names blocks anew in each process, "
             'so that nothing is found after a restart. Set it to "sha256"'
+        )
+
+
+def _check_prefixes(vllm_config: Any) -> None:
+    if not vllm_config.cache_config.enable_prefix_caching and not vllm_config.scheduler_config.enable_chunked_prefill:
+        raise ConfigurationError(
+            "prefix caching and chunked prefill are both off: vLLM turns them off where it computes a prompt in one "
+            "piece only (MLA on a CPU, layers that are not causal), and would answer wrongly after a prefix that was "
+            "loaded. If it was you, turn one of them on; else serve this model without this connector"
         )
 
 
