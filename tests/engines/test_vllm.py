@@ -250,6 +250,17 @@ def _num_hits(server: TieredKVServer) -> int:
     return sum(tier["hits"] for share in shares for tier in share.get("tiers", ()))
 
 
+def test_windows_beside_full_attention(vllm: Environment, tmp_path: pathlib.Path) -> None:
+    """A model whose layers are of both kinds is served after a restart too, with what it says alone."""
+    model = tmp_path / "model"
+    vllm.run("make_windows.py", model)
+    alone = vllm.run("vllm_generate.py", json.dumps({"model": str(model), "prompts": PROMPTS}))["rounds"][0]["tokens"]
+    assert alone[0] != alone[1], "what is generated does not depend on the prompt"
+    cold, warm = (Runs(vllm, model, tmp_path).run() for _ in range(2))
+    assert cold["rounds"][0]["tokens"] == warm["rounds"][0]["tokens"] == alone
+    assert (hits_of(cold), hits_of(warm)) == (0, HITS)
+
+
 def test_requests_at_once_with_preemption(runs: Runs, vllm: Environment, tiny_llama: pathlib.Path) -> None:
     """Eight requests that outgrow the KV cache are preempted, come back from us, and are answered right."""
     wanted: Answer = {"prompts": list(range(8)), "length": 96, "num_tokens": 160}
