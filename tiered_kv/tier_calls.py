@@ -4,7 +4,7 @@ Each call checks what it is given and decides on the spot, over the `OpenCache`;
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 
@@ -31,9 +31,11 @@ from tiered_kv.lookups import (
 )
 from tiered_kv.open_cache import OpenCache
 from tiered_kv.planner import OwnPlanner, Planner
-from tiered_kv.results import CacheStatistics, LoadResult, LookupResult, PinResult, StoreResult, SwapOutResult
+from tiered_kv.results import CacheStatistics, LoadResult, LookupResult, PinResult, StoreResult, SwapOutResult, TierRun
 from tiered_kv.specs import GPULoadStoreSpec
 from tiered_kv.tiers import upkeep
+from tiered_kv.tiers.batch import Batch
+from tiered_kv.tiers.chain import Chain
 from tiered_kv.transfers.handles import LoadHandle
 from tiered_kv.transfers.prefetch import HostLease, PrefetchHandle, hold_on_host, start_prefetch
 from tiered_kv.transfers.start import start_load, start_store
@@ -79,14 +81,20 @@ class TierCalls(BlockCache):
                 runs = await asyncio.gather(*(chain.locate_on(batch, runs) for chain, batch, runs in found))
         else:
             runs = [runs for _, _, runs in found]
-        result = with_pending(parts, lookup_result([chain for chain, _ in parts], runs))
-        if cache.watch is not None:
-            why = why_not_more(parts, runs, result.num_blocks)
-            cache.watch.looked_up(keys.salt_id, len(keys), result.num_blocks, why)
+        result = _looked_up(cache, keys, parts, runs)
         if where:
             with cache.callers.waiting():
                 return await with_specs(*parts[0], result)
         return result
+
+    def lookup_at_once(self, keys: BlockKeys) -> LookupResult | None:
+        """`lookup` if nobody has to be waited for; None if there are tiers to ask. For the event loop's thread."""
+        cache = self._open()
+        parts = cache.batches(keys)
+        if any(chain.shared for chain, _ in parts):
+            return None
+        cache.note("lookup", keys)
+        return _looked_up(cache, keys, parts, [chain.locate(batch) for chain, batch in parts])
 
     @override
     def prefetch(self, keys: BlockKeys, *, to: str = "cpu") -> PrefetchHandle:
@@ -250,3 +258,14 @@ class TierCalls(BlockCache):
     @override
     def _prepare_store(self, call: StoreCall, *, anywhere: bool = False) -> Callable[[], StoreHandle]:
         return partial(start_store, self._open(anywhere=anywhere).store_request(call))
+
+
+def _looked_up(
+    cache: OpenCache, keys: BlockKeys, parts: Sequence[tuple[Chain, Batch]], runs: Sequence[list[TierRun]]
+) -> LookupResult:
+    """Say what was found, and show it to whoever watches."""
+    result = with_pending(parts, lookup_result([chain for chain, _ in parts], runs))
+    if cache.watch is not None:
+        why = why_not_more(parts, runs, result.num_blocks)
+        cache.watch.looked_up(keys.salt_id, len(keys), result.num_blocks, why)
+    return result

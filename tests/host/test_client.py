@@ -468,3 +468,15 @@ async def test_an_end_that_was_wanted_is_no_warning(tmp_path: Path, caplog: pyte
         async with attached(server, AnyEngine()):
             pass
     assert [record for record in caplog.records if record.levelname == "WARNING"] == []
+
+
+async def test_a_lookup_asks_what_the_server_does_not_own(tmp_path: Path) -> None:
+    """What is in none of its own tiers is found in another, though that has to be waited for."""
+    engine, keys = AnyEngine(), prompt(8)
+    with serving(tmp_path, cpu(64), memory()) as server:
+        async with attached(server, engine) as kv:
+            await (await kv.store(keys, engine.fill(keys, range(8)))).settled()
+            await kv.evict(keys, tier="cpu")
+            found = await kv.lookup(keys)
+            assert [(run.tier, run.start, run.stop) for run in found.runs] == [("memory", 0, 8)]
+            assert kv.lookup_nowait(keys).num_blocks == 0

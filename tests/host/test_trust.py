@@ -16,7 +16,6 @@ from tests.support.caches import until
 from tests.support.serving import attached, serving
 from tiered_kv import CacheLimits, Shard, Worker
 from tiered_kv.host import handshake, messages, questions, wire
-from tiered_kv.host.fields import Keys
 from tiered_kv.host.opening import Attach, Attached, MapSlab
 
 KEYS = prompt(8)
@@ -112,13 +111,12 @@ async def test_one_client_asks_so_much_at_once(tmp_path: Path) -> None:
     opening = Attach.of("curious", MODEL, SMALL, (Shard(),), is_read_only=False)
     with serving(tmp_path, cpu(8), host={"questions_per_client": 2}) as server:
         connection, _, descriptors = await asyncio.to_thread(handshake.begin, os.fspath(server.path), opening, 60.0)
-        said = Keys.of(KEYS, bytes(32))
-        connection.sendall(b"".join(wire.frame(questions.Lookup(number, said)) for number in range(5)))
+        connection.sendall(b"".join(wire.frame(questions.Stats(number)) for number in range(5)))
         answers = []
         for _ in range(5):
             length = int.from_bytes(await asyncio.to_thread(connection.recv, 4, socket.MSG_WAITALL), "little")
             answers.append(messages.reply_from(connection.recv(length, socket.MSG_WAITALL)))
-        assert sorted(each.id for each in answers if isinstance(each, questions.Found)) == [0, 1]
+        assert sorted(each.id for each in answers if isinstance(each, questions.Counted)) == [0, 1]
         assert {each.kind for each in answers if isinstance(each, questions.Failed)} == {"CapacityError"}
         handshake.give_back(connection, descriptors)
 

@@ -9,6 +9,7 @@ from tiered_kv.host import questions, wire
 from tiered_kv.host.places import Place
 from tiered_kv.keys import BlockKeys
 from tiered_kv.results import LookupResult
+from tiered_kv.tier_calls import TierCalls
 
 T = TypeVar("T")
 Answering = Callable[[], Coroutine[Any, Any, questions.Answer]]
@@ -16,7 +17,7 @@ Answered = questions.Answer | Answering
 """At once, or what finds it out."""
 
 
-def answer(kv: BlockCache, request: questions.Asking) -> Answered:
+def answer(kv: TierCalls, request: questions.Asking) -> Answered:
     """Answer a question about keys.
 
     Args:
@@ -29,9 +30,11 @@ def answer(kv: BlockCache, request: questions.Asking) -> Answered:
     return _ANSWERS[type(request)](kv, request, request.keys.block_keys())
 
 
-def _lookup(kv: BlockCache, request: questions.Lookup, keys: BlockKeys) -> Answered:
+def _lookup(kv: TierCalls, request: questions.Lookup, keys: BlockKeys) -> Answered:
     if request.is_owned:
         return _found(request.id, kv.lookup_nowait(keys))
+    if not request.where and (found := kv.lookup_at_once(keys)) is not None:
+        return _found(request.id, found)
     return _then(partial(kv.lookup, keys, where=request.where), partial(_found, request.id))
 
 
