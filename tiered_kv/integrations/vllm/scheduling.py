@@ -222,7 +222,7 @@ class SchedulingSide:
     def _plan_stores(self, planner: Planner, scheduled: Any) -> None:
         """Plan to store the blocks that are full after the step, of tokens that are known: with the next one.
 
-        So are those that vLLM's own cache had: what of them is in the tiers is only used there, and does not grow old.
+        So are those that vLLM's own cache had, and the tiers have lost.
         """
         if not self._configuration.stores:
             return
@@ -231,7 +231,7 @@ class SchedulingSide:
                 continue
             num_computed, size = tracked.request.num_computed_tokens, self._configuration.block_size
             num_here, num_full = min(tracked.num_here, num_computed // size), (num_computed + num_tokens) // size
-            for first, stop in ((0, num_here), (tracked.num_stored, num_full)):
+            for first, stop in ((self._use(tracked.request, num_here), num_here), (tracked.num_stored, num_full)):
                 if not (keys := self._keys(tracked.request, first, stop)):
                     continue
                 blocks = scheduled.kv_connector_block_state.get_block_ids(name)
@@ -244,6 +244,18 @@ class SchedulingSide:
                 tracked.is_storing = True
                 tracked.num_stored = max(tracked.num_stored, first + len(keys))
             tracked.num_here = 0
+
+    def _use(self, request: Any, num_blocks: int) -> int:
+        """Have the tiers know that vLLM's own cache has served these; return how many of the first they have.
+
+        They are not stored anew: a store holds its blocks until vLLM's next step, and vLLM resets no cache meanwhile.
+        """
+        if not (keys := self._keys(request, 0, num_blocks)):
+            return 0
+        self._describe(request, keys)
+        num_kept = int(np.argmin(np.append(self.kv.membership(keys) == BlockState.HIT, [False])))
+        self.kv.touch(keys[:num_kept])
+        return num_kept
 
     def _keys(self, request: Any, first: int, stop: int) -> BlockKeys:
         """Name a request's blocks, as far as its tokens are known. Its LoRA and images are in vLLM's hashes."""
