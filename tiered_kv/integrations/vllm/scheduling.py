@@ -150,7 +150,7 @@ class SchedulingSide:
     def end(self, request: Any) -> bool:
         """Take note that a request has ended; return whether vLLM has to keep its blocks until the workers say so."""
         tracked = self._tracked.pop(request.request_id, None)
-        if tracked is None or not tracked.is_storing:
+        if tracked is None or not (tracked.is_storing or tracked.stores):
             return False
         self._leaving[request.request_id] = tracked
         return True
@@ -205,9 +205,12 @@ class SchedulingSide:
         step.preempted = preempted
         for name, tracked in [*self._tracked.items(), *self._leaving.items()]:
             for job in list(tracked.stores):
-                if job.plan is not None:
+                if job.result is not None:
+                    pass  # all is there already: nobody has to be told, and vLLM need not keep the blocks
+                elif job.plan is not None:
                     orders = step.flushes if name in preempted else step.stores
                     orders.append(StoreOrder(name, job.plan))
+                    tracked.is_storing = True
                 elif name in preempted:
                     job.cancel()
                 else:
@@ -241,7 +244,6 @@ class SchedulingSide:
                 job = planner.plan_store(keys, GPULoadStoreSpec(blocks[0][first : first + len(keys)]))
                 self._stores[job] = Store(tracked, len(keys))
                 tracked.stores.add(job)
-                tracked.is_storing = True
                 tracked.num_stored = max(tracked.num_stored, first + len(keys))
             tracked.num_here = 0
 

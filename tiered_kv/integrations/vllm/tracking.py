@@ -20,7 +20,7 @@ class Tracked:
         num_stored: How many of its first blocks are in place, and stored or being stored or not to be.
         may_load: False once a load brought less than was found: it would find the same again, and again.
         stores: Its stores that the workers have not been told of.
-        is_storing: Whether a store of it was planned since it got its blocks.
+        is_storing: Whether the workers were told of a store of it since it got its blocks.
     """
 
     request: Any
