@@ -21,6 +21,7 @@ POLICIES = ["lru", "arc", "mq", "s3-fifo", "lhd"]
         {"probability": float("nan")},
         {"probability": "0.5"},
         {"probability": True},
+        {"probability": 10**400},
         {"probability": 0.5, "within_s": 0},
         {"probability": 0.5, "category": 7},
     ],
