@@ -3,10 +3,12 @@
 Runs in vLLM's environment, in one process. The JSON is that of `vllm_generate`, and ``way``, which of the ways below.
 """
 
+import asyncio
 import itertools
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -134,11 +136,30 @@ def hot(engine: Stepped, wanted: Wanted) -> Any:
     for count in range(wanted.rounds):
         engine.answer(0, 100 + count)
         engine.scheduling.kv.flush()
+    has_waited = waited_for(engine.scheduling.kv.call(asyncio.get_running_loop), lambda: engine.answer(0))
     engine.scheduler.reset_prefix_cache()
     before = engine.scheduling.kv.stats().stored
     engine.ask(0)
     engine.settle()
-    return {"is_there": engine.scheduling.kv.stats().stored == before, "left": engine.left()}
+    is_there = engine.scheduling.kv.stats().stored == before
+    return {"has_waited": has_waited, "is_there": is_there, "left": engine.left()}
+
+
+def waited_for(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> bool:
+    """Make a call while an event loop is busy; say whether it ended only when the loop was free again."""
+    is_busy, is_over, is_free, in_time = threading.Event(), threading.Event(), threading.Event(), list[bool]()
+
+    def busy() -> None:
+        is_busy.set()
+        in_time.append(is_over.wait(20.0))
+        is_free.set()
+
+    loop.call_soon_threadsafe(busy)
+    is_busy.wait()
+    call()
+    is_over.set()
+    is_free.wait()
+    return not in_time[0]
 
 
 WAYS: dict[str, Callable[[Stepped, Wanted], Any]] = {each.__name__: each for each in (aborted, preempted, hot)}

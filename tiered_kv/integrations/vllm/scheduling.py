@@ -3,6 +3,7 @@
 All methods are called by the scheduler's thread, and none waits: not for storage, nor for the cache's event loop.
 """
 
+import asyncio
 import time
 import uuid
 from collections.abc import Collection, Iterable
@@ -21,6 +22,7 @@ from tiered_kv.integrations.vllm.messages import Hello, LoadOrder, Report, Step,
 from tiered_kv.integrations.vllm.metrics import Counts, hit_sources
 from tiered_kv.integrations.vllm.tracking import Load, Store, Tracked
 from tiered_kv.keys import BlockKeys, Shard
+from tiered_kv.loop_calls import LoopCalls
 from tiered_kv.plan import SlabHandle
 from tiered_kv.planner import Planner
 from tiered_kv.results import BlockState
@@ -37,6 +39,7 @@ class SchedulingSide:
         self._stack = ExitStack()
         self._kv: BlockingTieredKV | None = None
         self._planner: Planner | None = None
+        self._loop_calls: LoopCalls  # once it is open
         self._events: TierEvents | None = None
         self._slabs: tuple[SlabHandle, ...] | None = None
         self._step = Step()
@@ -73,6 +76,7 @@ class SchedulingSide:
         cache = wanted.below.cache(model=wanted.model, layout=layouts.pop(), shard=shard, device="cpu")
         self._kv = self._stack.enter_context(open_blocking(cache))
         self._planner = cache.planner()
+        self._loop_calls = LoopCalls(self._kv.call(asyncio.get_running_loop))
         if wanted.tells_events:
             self._events = self._kv.call(TierEvents.open, cache)
             self._stack.callback(self._kv.call, self._events.aclose)
@@ -256,7 +260,7 @@ class SchedulingSide:
             return 0
         self._describe(request, keys)
         num_kept = int(np.argmin(np.append(self.kv.membership(keys) == BlockState.HIT, [False])))
-        self.kv.touch(keys[:num_kept])
+        self._loop_calls.call(self.kv.cache.touch, keys[:num_kept])  # a step waits for no event loop
         return num_kept
 
     def _keys(self, request: Any, first: int, stop: int) -> BlockKeys:
