@@ -418,11 +418,23 @@ async def test_a_server_that_dies_as_one_attaches_is_away(tmp_path: Path) -> Non
 
 async def test_a_second_server_is_refused(tmp_path: Path) -> None:
     """One server a socket; a socket that a dead one has left is taken over."""
-    (tmp_path / "kv.sock").touch()
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(os.fspath(tmp_path / "kv.sock"))
     with serving(tmp_path, cpu(24)) as server:
         assert server.health()["is_ready"]
         with pytest.raises(ConfigurationError, match="another server"), serving(tmp_path, cpu(24)):
             pass
+
+
+async def test_nothing_but_a_socket_is_replaced(tmp_path: Path) -> None:
+    """A file at the socket's path is refused, and stays as it is; so is a path without a directory."""
+    precious = tmp_path / "kv.sock"
+    precious.write_text("mine")
+    with pytest.raises(ConfigurationError, match="something else than a socket"), serving(tmp_path, cpu(24)):
+        pass
+    assert precious.read_text() == "mine"
+    with pytest.raises(ConfigurationError, match="there is no directory"), serving(tmp_path / "none", cpu(24)):
+        pass
 
 
 @pytest.mark.parametrize("url", ["/run/kv.sock", "tcp://host/kv", "unix://", 7])

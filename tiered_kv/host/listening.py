@@ -4,6 +4,7 @@ import fcntl
 import grp
 import os
 import socket
+import stat
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -19,12 +20,14 @@ def listen(host: HostSettings) -> tuple[socket.socket, int]:
     """Return a socket that listens at ``host.socket``, and a descriptor: until it is closed no other server listens.
 
     Raises:
-        ConfigurationError: Another server listens there, or the socket cannot be made.
+        ConfigurationError: Another server listens there, something else than a socket lies there, or the socket cannot
+            be made.
     """
     path = host.socket
     if len(os.fsencode(path)) > _LONGEST_PATH:
         raise ConfigurationError(f"the path of a socket has {_LONGEST_PATH} bytes at most: {path}")
     try:
+        _check_place(path)
         lock_fd = _lock(path.with_name(f"{path.name}.lock"))
         try:
             return _bound(path, host), lock_fd
@@ -33,6 +36,15 @@ def listen(host: HostSettings) -> tuple[socket.socket, int]:
             raise
     except OSError as error:
         raise ConfigurationError(f"cannot listen at {path}: {error.strerror or error}") from error
+
+
+def _check_place(path: Path) -> None:
+    """Raise unless there is a directory, and in it nothing, or a socket that another server has left."""
+    if not path.parent.is_dir():
+        raise ConfigurationError(f"cannot listen at {path}: there is no directory {path.parent}, make it first")
+    with suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise ConfigurationError(f"cannot listen at {path}: something else than a socket is there, which stays")
 
 
 def _lock(path: Path) -> int:
