@@ -37,6 +37,7 @@ def test_no_server_is_one_line_and_exit_2(tmp_path: Path) -> None:
     asked = CliRunner().invoke(app, ["status", "--host", str(tmp_path / "none.sock")])
     assert asked.exit_code == 2
     assert asked.stderr.count("\n") == 1
+    assert "none.sock: No such file or directory: 'tiered-kv serve' starts one" in asked.stderr
 
 
 def test_who_asks_for_the_status_imports_no_torch(tmp_path: Path) -> None:

@@ -416,6 +416,26 @@ async def test_a_server_that_dies_as_one_attaches_is_away(tmp_path: Path) -> Non
         thread.join()
 
 
+@pytest.mark.parametrize(
+    ("there", "said"),
+    [
+        ("nothing", "No such file or directory: 'tiered-kv serve' starts one"),
+        ("a file", "Connection refused: it is no socket"),
+        ("a dead server's socket", "Connection refused: 'tiered-kv serve' starts one"),
+    ],
+)
+def test_where_nobody_listens_it_says_what_to_do(there: str, said: str, tmp_path: Path) -> None:
+    """Whatever is at the path that a client was given."""
+    path = tmp_path / "kv.sock"
+    if there == "a file":
+        path.touch()
+    elif there == "a dead server's socket":
+        with socket.socket(socket.AF_UNIX) as dead:
+            dead.bind(os.fspath(path))
+    with pytest.raises(BackendUnavailableError, match=f"^no server at .*kv.sock: {said}$"):
+        TieredKVServer.health_at(path)
+
+
 async def test_a_second_server_is_refused(tmp_path: Path) -> None:
     """One server a socket; a socket that a dead one has left is taken over."""
     with socket.socket(socket.AF_UNIX) as dead:

@@ -7,6 +7,7 @@ read: then a `Link` takes the socket over.
 import asyncio
 import socket
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 from tiered_kv.errors import BackendUnavailableError, ConfigurationError
@@ -15,6 +16,7 @@ from tiered_kv.host.opening import MOST_SLABS, Opened, Opening, Refused, opened_
 from tiered_kv.host.wire import Message, WireError
 
 _MOST_OPENING_BYTES: Final = 1 << 20
+_NOBODY_LISTENS: Final = (FileNotFoundError, ConnectionRefusedError)
 _OPENED_S: Final = 10.0
 """What a client may take to read the answer to its first message."""
 
@@ -123,7 +125,7 @@ def begin(path: str, opening: Message, timeout_s: float) -> tuple[socket.socket,
         raise ConfigurationError(f"{path}: {error}") from error
     except OSError as error:
         give_back(connection, descriptors)
-        raise BackendUnavailableError(f"no server at {path}: {error.strerror or error}") from error
+        raise BackendUnavailableError(f"no server at {path}: {_why(path, error)}") from error
     except BaseException:  # a Ctrl-C, too: descriptors that came are closed by nobody else
         give_back(connection, descriptors)
         raise
@@ -135,6 +137,14 @@ def give_back(connection: socket.socket, descriptors: Sequence[int]) -> None:
     connection.close()
     for each in descriptors:
         socket.close(each)
+
+
+def _why(path: str, error: OSError) -> str:
+    """Say why nobody answers there, and what to do where nobody listens."""
+    told = error.strerror or str(error)
+    if isinstance(error, ConnectionRefusedError) and not Path(path).is_socket():
+        return f"{told}: it is no socket"
+    return f"{told}: 'tiered-kv serve' starts one" if isinstance(error, _NOBODY_LISTENS) else told
 
 
 def _receive_message(connection: socket.socket, descriptors: list[int]) -> Opened:
