@@ -169,7 +169,7 @@ def test_a_cpu_tier_may_be_empty_and_a_gpu_tier_may_not() -> None:
         (["memory://?capacity=1", "cpu://"], "then storage; got memory, cpu"),
         (["memory://?capacity=1"] * 2, "tiers[1]: is called 'memory' like tiers[0]: give it a name of its own"),
         (["memory://?capacity=1", "memory://?capacity=1&name=memory"], "e.g. name='memory-2'"),
-        (["cpu://?capacity=0"], "tiers: can keep nothing: give the cpu tier a capacity, or add a storage tier"),
+        (["cpu://?capacity=0"], "tiers: capacity=0 can keep nothing: give the cpu tier some, or add a storage tier"),
         (["cpu://?write=back"], "tiers[0]: tier 'cpu' is the first: it gets blocks at once"),
         (["file:///kv?capacity=1GiB&write=back"], "tiers[0]: tier 'nvme' has write='back', but there is no gpu or cpu"),
         (["cpu://", "file:///kv?capacity=1GiB&exclusive=1"], "tiers[1]: tier 'nvme' cannot be exclusive: it needs"),

@@ -147,7 +147,7 @@ def check_policies(tiers: Sequence[TierSettings], names: Sequence[str]) -> None:
     memory = [each for each in tiers if isinstance(each, GPUTier | CPUTier) and _can_keep(each)]
     has_cpu = any(isinstance(each, CPUTier) and each.capacity for each in memory)
     if not memory and all(isinstance(each, CPUTier) for each in tiers):
-        raise located([(("tiers",), "can keep nothing: give the cpu tier a capacity, or add a storage tier")])
+        raise located([(("tiers",), "capacity=0 can keep nothing: give the cpu tier some, or add a storage tier")])
     if memory and memory[0].write == "back":
         place = tiers.index(memory[0])
         what = f"tier {names[place]!r} is the first: it gets blocks at once, not with write='back'"
