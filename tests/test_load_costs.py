@@ -1,6 +1,8 @@
 """Load or recompute: how many leading blocks it pays to load."""
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -109,12 +111,32 @@ def test_a_load_takes_turns_with_others() -> None:
         {"prefill_tokens_per_s": 1, "queue_s": -1},
         {"prefill_tokens_per_s": 1, "chunk_tokens": 0},
         {"prefill_tokens_per_s": 1, "chunk_tokens": 64.5},
+        {"prefill_tokens_per_s": "8"},
+        {"prefill_tokens_per_s": None},
+        {"prefill_tokens_per_s": 10**400},
+        {"prefill_tokens_per_s": float("nan")},
+        {"prefill_tokens_per_s": 1, "queue_s": "soon"},
+        {"prefill_tokens_per_s": 1, "queue_s": 10**400},
+        {"prefill_tokens_per_s": 1, "max_storage_tokens": 16.5},
+        {"prefill_tokens_per_s": 1, "max_storage_tokens": float("nan")},
+        {"prefill_tokens_per_s": 1, "max_storage_tokens": "16"},
     ],
 )
-def test_wrong_numbers_are_told(wrong: dict[str, float]) -> None:
-    """Before anything is computed of them."""
-    with pytest.raises(ConfigurationError, match="must be"):
-        found(("cpu", 1)).split(**wrong)  # type: ignore[arg-type] # some are floats where an int is meant
+def test_wrong_numbers_are_told(wrong: dict[str, Any]) -> None:
+    """By name and with what was given, before anything is computed of them."""
+    name, value = list(wrong.items())[-1]
+    with pytest.raises(ConfigurationError, match=f"^{name} must be .*, got {value!r:.80}$"):
+        found(("nvme", 1), nvme=(0.0, 0.0)).split(**wrong)
+
+
+@pytest.mark.parametrize("number", [np.float32, np.int64, float, int])
+def test_numbers_may_be_of_any_library(number: Callable[[int], Any]) -> None:
+    """As an engine has them; it may also wait for ever, compute in no time, or have used up more than its budget."""
+    lying = found(("nvme", 4), nvme=(0.0, 0.0))
+    assert lying.split(prefill_tokens_per_s=number(1), queue_s=number(1)).num_blocks == 4
+    assert lying.split(prefill_tokens_per_s=float("inf"), queue_s=float("inf")).num_blocks == 4
+    assert lying.split(prefill_tokens_per_s=1, max_storage_tokens=-1).num_blocks == 0
+    assert lying.split(prefill_tokens_per_s=1, max_storage_tokens=np.int64(2 * BLOCK)).num_blocks == 2  # type: ignore[arg-type]  # of numpy
 
 
 @given(

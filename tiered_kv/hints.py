@@ -2,9 +2,9 @@
 
 import math
 from dataclasses import dataclass
-from numbers import Real
 
 from tiered_kv.errors import ConfigurationError
+from tiered_kv.integers import is_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,9 @@ class ReuseHint:
     category: str = ""
 
     def __post_init__(self) -> None:
-        if not _is_number(self.probability) or not 0 <= self.probability <= 1:
+        if not is_number(self.probability) or not 0 <= self.probability <= 1:
             raise ConfigurationError(f"a hint's probability must be a number from 0 to 1, got {self.probability!r:.80}")
-        if self.within_s is not None and not (_is_number(self.within_s) and self.within_s > 0):
+        if self.within_s is not None and not (is_number(self.within_s) and 0 < self.within_s < math.inf):
             raise ConfigurationError(f"a hint's within_s must be a positive number or None, got {self.within_s!r:.80}")
         if not isinstance(self.category, str):
             raise ConfigurationError(f"a hint's category must be a str, got {type(self.category).__name__}")
@@ -48,10 +48,3 @@ def check_hint(hint: object) -> ReuseHint | None:
     if hint is None or isinstance(hint, ReuseHint):
         return hint
     raise ConfigurationError(f"hint must be a ReuseHint or None, got {type(hint).__name__}")
-
-
-def _is_number(value: object) -> bool:
-    try:
-        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # an int beyond all floats
-        return False

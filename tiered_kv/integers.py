@@ -1,7 +1,9 @@
 """Ints as callers have them, of Python, numpy or torch. What is none is refused in words, with what was given."""
 
+import math
 import operator
-from typing import Any
+from numbers import Real
+from typing import Any, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,11 +11,11 @@ from numpy.typing import NDArray
 from tiered_kv.errors import ConfigurationError
 
 
-def as_int(name: str, value: object, *, least: int = 0) -> int:
+def as_int(name: str, value: object, *, least: int | None = 0) -> int:
     """Return an int of any library as Python's.
 
     Raises:
-        ConfigurationError: It is none, a bool, or below ``least``.
+        ConfigurationError: It is none, a bool, or below ``least``, if there is one.
     """
     number = value
     if type(number) is not int:
@@ -21,8 +23,8 @@ def as_int(name: str, value: object, *, least: int = 0) -> int:
             number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]  # is asked
         except TypeError:
             number = None
-    if number is None or number < least:
-        wanted = "a positive int" if least == 1 else f"an int, {least} or more"
+    if number is None or (least is not None and number < least):
+        wanted = {None: "an int", 1: "a positive int"}.get(least, f"an int, {least} or more")
         raise ConfigurationError(f"{name} must be {wanted}, got {value!r:.80}")
     return number
 
@@ -42,6 +44,14 @@ def as_ints(name: str, values: object) -> NDArray[np.integer[Any]]:
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ConfigurationError(f"{name} must be a flat sequence of ints, got {_described(values, array)}")
     return array
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether it is a number that a float can hold: infinity is one, NaN and a bool are none."""
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
+    except OverflowError:  # an int beyond all floats
+        return False
 
 
 def _described(values: object, array: NDArray[Any]) -> str:

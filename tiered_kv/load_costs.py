@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.errors import ConfigurationError
-from tiered_kv.integers import as_int
+from tiered_kv.integers import as_int, is_number
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,9 @@ def _most(
 ) -> int:
     """Return how many leading blocks there are of which no more than so many tokens come from tiers with a cost."""
     n = 0
-    left = sum(count for _, count in runs) if max_tokens is None else max(0, max_tokens) // block_size
+    left = sum(count for _, count in runs)
+    if max_tokens is not None:
+        left = max(0, as_int("max_storage_tokens", max_tokens, least=None)) // block_size
     for tier, num_blocks in runs:
         taken = min(num_blocks, left) if tier in costs else num_blocks
         n += taken
@@ -119,9 +121,9 @@ def _most(
 
 
 def _check(prefill_tokens_per_s: float, queue_s: float, chunk_tokens: int | None) -> None:
-    if not prefill_tokens_per_s > 0:
-        raise ConfigurationError(f"prefill_tokens_per_s must be positive, got {prefill_tokens_per_s!r:.80}")
-    if not queue_s >= 0:
+    if not (is_number(prefill_tokens_per_s) and prefill_tokens_per_s > 0):
+        raise ConfigurationError(f"prefill_tokens_per_s must be a positive number, got {prefill_tokens_per_s!r:.80}")
+    if not (is_number(queue_s) and queue_s >= 0):
         raise ConfigurationError(f"queue_s must be a number of seconds, 0 or more, got {queue_s!r:.80}")
     if chunk_tokens is not None:
         as_int("chunk_tokens", chunk_tokens, least=1)

@@ -93,10 +93,10 @@ class LookupResult:
             queue_s: How long this request waits for the engine anyway: loading takes nothing in that time.
             chunk_tokens: How many tokens the engine computes at once, if it can load and compute at the same time: then
                 ``order="back"`` may be the answer.
-            max_storage_tokens: How many tokens may come from storage; any number if left out.
+            max_storage_tokens: How many tokens may come from storage, none if below 0; any number if left out.
 
         Raises:
-            ConfigurationError: A speed that is not positive, or a time below 0.
+            ConfigurationError: A speed that is not positive, a time below 0, or tokens that are no int.
         """
         return split(
             [(run.tier, run.stop - run.start) for run in self.runs],

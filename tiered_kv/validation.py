@@ -15,6 +15,7 @@ from pydantic import ByteSize, TypeAdapter
 from tiered_kv.errors import ConfigurationError, LayoutMismatchError
 from tiered_kv.events import Emit
 from tiered_kv.hints import ReuseHint, check_hint
+from tiered_kv.integers import is_number
 from tiered_kv.keys import BlockKeys, ModelIdentity, Shard
 from tiered_kv.layout import KVGroup, KVLayout
 from tiered_kv.setting_errors import check_size
@@ -191,7 +192,7 @@ def check_count(group: KVGroup, keys: BlockKeys, spec: EngineBlocks) -> None:
 
 def check_ttl(ttl_s: float) -> float:
     """Return it; raise `ConfigurationError` unless it is a positive number of seconds."""
-    if not isinstance(ttl_s, int | float) or not 0 < ttl_s < math.inf:
+    if not (isinstance(ttl_s, int | float) and is_number(ttl_s) and 0 < ttl_s < math.inf):
         raise ConfigurationError(f"ttl_s must be a positive number of seconds, got {ttl_s!r:.80}")
     return ttl_s
 
@@ -207,7 +208,7 @@ def check_capacity(capacity: object) -> int:
 
 def check_seconds(name: str, seconds: float | None) -> None:
     """Raise `ConfigurationError` unless an argument of this name is a number of seconds from now, or None."""
-    if not (seconds is None or (isinstance(seconds, int | float) and seconds >= 0)):
+    if not (seconds is None or (isinstance(seconds, int | float) and is_number(seconds) and seconds >= 0)):
         raise ConfigurationError(f"{name} must be a number of seconds, 0 or more, got {seconds!r:.80}")
 
 

@@ -430,12 +430,26 @@ async def test_a_part_of_a_size_is_none(cache: Cache) -> None:
 
 
 async def test_times_that_are_past(cache: Cache) -> None:
-    """Nobody can wait for less than no time."""
+    """Nobody can wait for less than no time, or for a time that no float can hold."""
     kv, _ = cache
     with pytest.raises(ConfigurationError, match="timeout_s must be a number of seconds, 0 or more, got -1"):
         kv.poll(timeout_s=-1)
+    with pytest.raises(ConfigurationError, match="timeout_s must be a number of seconds, 0 or more, got 1000"):
+        kv.poll(timeout_s=10**400)
+    with pytest.raises(ConfigurationError, match="deadline_s must be a number of seconds, 0 or more, got 1000"):
+        await kv.load(KEYS, IDS, deadline_s=10**400)
     with pytest.raises(ConfigurationError, match="timeout_s must be a number of seconds, 0 or more, got 'soon'"):
         await kv.drain(timeout_s="soon")  # type: ignore[arg-type]  # wrong on purpose
+
+
+@pytest.mark.parametrize(
+    "ttl_s", [0, float("nan"), float("inf"), 10**400, "1"], ids=["no time", "nan", "for ever", "no float", "text"]
+)
+async def test_a_pin_ends(cache: Cache, ttl_s: Any) -> None:  # noqa: ANN401 - anything
+    """A pin is for a time that can be counted."""
+    kv, _ = cache
+    with pytest.raises(ConfigurationError, match="ttl_s must be a positive number of seconds, got "):
+        kv.pin(KEYS, ttl_s=ttl_s)
 
 
 async def test_a_gpu_pool_on_a_cpu(tmp_path: Path) -> None:
