@@ -50,9 +50,8 @@ class Guide:
         Raises:
             EngineFailedError: One of them has failed.
         """
-        # A shell that somebody types in goes on where a job was killed, and its user sees where a server did not start.
+        # A shell that somebody types in goes on where a job was killed.
         script = "".join(self.commands[1:]).replace("kill %1 && wait\n", "kill %% && wait || true\n")
-        script = script.replace("do sleep 1;", "do kill -0 $!; sleep 1;")
         script = f"set -e -o pipefail -m\ntrap 'kill $(jobs -p) 2>/dev/null || true' EXIT\n{script}"
         path = os.pathsep.join([str(self._folder), str(environment.python.parent), os.environ["PATH"]])
         done = subprocess.run(
@@ -92,7 +91,7 @@ def test_vllms_guide_leads_to_a_hit_after_a_restart(
     """Who does what it says is answered the same after a restart, by blocks from NVMe."""
     here = {"8000": ports[0], "/mnt/nvme/kv": f"{tmp_path}/kv", "1TiB": "64MiB", "32GiB": "16MiB"}
     guide = Guide("vllm", "kv.json", tmp_path, here)
-    assert guide.commands[0] == "pip install vllm tiered-kv\n"
+    assert guide.commands[0] == "pip install 'vllm==0.32.*' .\n"
     # The `vllm` of the CPU's build asks for a distribution of that name, which its own has not.
     server = f'shift\nexec {vllm.python} -m vllm.entrypoints.openai.api_server --enforce-eager --model "$@"'
     guide.has_program("vllm", server)
