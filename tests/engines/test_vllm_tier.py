@@ -48,6 +48,11 @@ def test_jobs_that_are_loaded_together_come_short_alone(scenarios: Answer) -> No
     assert scenarios["together"] == {"whole": [0, 2], "kept": [3, 4, 6], "values": [1, 2, 3, 4, 5, 7, 8]}
 
 
+def test_a_job_that_cannot_be_done_ends_and_holds_up_no_other(scenarios: Answer) -> None:
+    """What vLLM gave together with it fails with it, as it is one load; stores are made all the same."""
+    assert scenarios["one_is_wrong"] == [[0, False], [1, False], [2, True]]
+
+
 def test_a_prefix_longer_than_vllms_cpu_tier_leaves_nothing_behind(scenarios: Answer) -> None:
     """VLLM's manager evicts its head for its tail. What it is given is right, and the next prompt is served."""
     assert scenarios["longer_than_vllms"] == {"is_right": True, "then": 3}

@@ -179,6 +179,24 @@ def together(folder: pathlib.Path) -> Any:
 
 
 @scenario
+def one_is_wrong(folder: pathlib.Path) -> Any:
+    """Of jobs that are given at once one names a place that vLLM's CPU tier does not have: the others go on."""
+    tiering = filled(folder, nvme(folder), 8)
+    tiering.rows[:] = 0
+    for number, (chunk, is_promotion) in enumerate([(99, True), (0, True), (1, False)]):
+        keys = keys_of(1, start=number)
+        job = SimpleNamespace(job_id=number, keys=keys, chunk_ids=[chunk], is_promotion=is_promotion)
+        if is_promotion:
+            tiering.tier.submit_load(job)
+        else:
+            tiering.tier.submit_store(job)
+    tiering.tier.drain_jobs()
+    ended = {each.job_id: each.success for each in tiering.tier.get_finished_jobs()}
+    tiering.close()
+    return sorted(ended.items())
+
+
+@scenario
 def stalled(folder: pathlib.Path) -> Any:
     """Storage that does not answer is a miss after a while, for this request and the next."""
     tiering = filled(folder, faulty(folder), 8)
@@ -222,13 +240,12 @@ def counted(folder: pathlib.Path) -> Any:
     os.environ["TIERED_KV_METRICS"] = "true"
     tiering = filled(folder, nvme(folder), 4)
     del os.environ["TIERED_KV_METRICS"]
-    context = tiering.request()
-    tiering.find(keys_of(8), context)
-    first = own_lookups()
-    counts = [first]
-    for request in (context, tiering.request()):
+    context, counts = tiering.request(), []
+    for request in (context, context, tiering.request()):
         tiering.tier._jobs.answers.clear()  # noqa: SLF001 - they count for a second
         tiering.find(keys_of(8), request)
+        for _ in range(2):  # turns of the event loop: an answer is known, then counted, and then in the metrics
+            tiering.tier.kv.stats()
         counts.append(own_lookups())
     return counts
 

@@ -132,10 +132,12 @@ class Jobs:
             asyncio.get_running_loop().call_soon(self._begin)
 
     def _begin(self) -> None:
+        """Begin what waits, each transfer in a call of the loop's own: one that cannot be keeps no other from it."""
         self._is_gathering = False
         self._load_more()
         while self._stores:
-            self._store(_take(self._stores, _TOGETHER_BYTES // self._chunk.payload_bytes, is_any=True))
+            together = _take(self._stores, _TOGETHER_BYTES // self._chunk.payload_bytes, is_any=True)
+            asyncio.get_running_loop().call_soon(self._store, together)
 
     def _load_more(self, ended: object = None) -> None:
         """Begin loads as far as they may be read at once, now that one has ended, or takes too long to wait for."""
@@ -148,7 +150,7 @@ class Jobs:
             load = object()
             self._reading[load] = sum(len(asked.keys) for asked in together) * self._chunk.payload_bytes
             asyncio.get_running_loop().call_later(_SLOW_S, self._load_more, load)
-            self._load(load, together)
+            asyncio.get_running_loop().call_soon(self._load, load, together)
 
     def _load(self, load: object, together: list[_Asked]) -> None:
         """Load the chunks of several jobs as if they were one, with gaps: what one of them lacks keeps no other."""
