@@ -1,4 +1,7 @@
-"""Ints as callers have them, of Python, numpy or torch. What is none is refused in words, with what was given."""
+"""Ints and other numbers as callers have them, of Python, numpy or torch.
+
+What is no int is refused in words, with what was given.
+"""
 
 import math
 import operator

@@ -99,7 +99,7 @@ async def test_what_a_worker_may_have_is_not_cancelled() -> None:
         for job in jobs:
             with pytest.raises(ConfigurationError, match="a worker may have its plan"):
                 job.cancel()
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # the turn in which a job that is cancelled gives its slots back
         assert kv.stats()["cpu"].pending == 2 * N
         for job in jobs:
             planner.complete(Outcomes(job.number, 0, N))

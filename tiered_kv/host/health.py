@@ -9,16 +9,7 @@ from tiered_kv.host.opening import Health, Healthy
 
 
 def health_at(path: str | os.PathLike[str], *, timeout_s: float = 5.0) -> dict[str, Any]:
-    """Ask the server that listens at ``path`` for its health. Blocks the thread.
-
-    Args:
-        path: Of its socket.
-        timeout_s: How long to wait.
-
-    Raises:
-        ConfigurationError: What answers is no server of this version.
-        BackendUnavailableError: Nothing answers in time.
-    """
+    """See `TieredKVServer.health_at`."""
     connection, answer, descriptors = handshake.begin(os.fspath(path), Health(), timeout_s)
     handshake.give_back(connection, descriptors)
     if not isinstance(answer, Healthy):
