@@ -1,7 +1,6 @@
 """What a cache has in the engine's own process while it is open, wherever its tiers are: memory, transfers, a loop."""
 
 import asyncio
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -10,6 +9,7 @@ from typing import ClassVar
 from tiered_kv.errors import ClosedError, ConfigurationError
 from tiered_kv.keys import Shard
 from tiered_kv.loop_calls import LoopCalls
+from tiered_kv.system import system
 from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.transfers.bindings import Bindings, Reach
 from tiered_kv.transfers.submissions import Submissions
@@ -41,7 +41,7 @@ class EngineSide(ABC):
         lifetime.callback(self.bindings.forget)
         self._loop_calls = loop_calls
         self.loop = asyncio.get_running_loop()
-        self._thread = threading.get_ident()
+        self._thread = system().get_ident()
 
     @abstractmethod
     def of_rank(self, group: int) -> Reach:
@@ -77,7 +77,7 @@ class EngineSide(ABC):
         try:
             is_here = asyncio.get_running_loop() is self.loop
         except RuntimeError:  # none is running: between two runs of the loop its thread may ask
-            is_here = threading.get_ident() == self._thread
+            is_here = system().get_ident() == self._thread
         if not is_here:
             raise ConfigurationError(
                 "a TieredKV is called on the event loop that opened it; other threads use submit_load, submit_store, "

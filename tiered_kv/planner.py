@@ -19,6 +19,7 @@ from tiered_kv.keys import BlockKeys
 from tiered_kv.open_cache import OpenCache
 from tiered_kv.plan import Outcomes, ProcessSlab, SlabHandle
 from tiered_kv.specs import GPULoadStoreSpec
+from tiered_kv.system import system
 from tiered_kv.transfers.job import Job, JobBook
 from tiered_kv.transfers.requests import JobRequest
 from tiered_kv.validation import check_planned, check_seconds
@@ -142,7 +143,7 @@ class OwnPlanner(Planner):
     @override
     def register_worker(self, *, rank: int = 0, pid: int | None = None) -> None:
         self._check_open()
-        self._cache.jobs.workers.register(rank, os.getpid() if pid is None else pid)
+        self._cache.jobs.workers.register(rank, system().getpid() if pid is None else pid)
 
     @override
     def plan_load(self, keys: BlockKeys, into: GPULoadStoreSpec | None = None, *, gaps: bool = False) -> Job:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from tiered_kv.errors import ConfigurationError
+from tiered_kv.system import files
 
 _GIB: Final = 1024**3
 _CAP_IPC_LOCK: Final = 1 << 14
@@ -50,7 +51,7 @@ def doubt_of_page_locking(num_bytes: int, *, root: Path = Path("/")) -> str:
 
 
 def _available(meminfo: Path) -> float:
-    for line in _lines(meminfo):
+    for line in files().lines(meminfo):
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return float("inf")
@@ -58,15 +59,15 @@ def _available(meminfo: Path) -> float:
 
 def _cgroups(root: Path) -> Iterator[tuple[str, float, int]]:
     """Yield path, limit and use of every limited control group from the process's own up to the root."""
-    for line in _lines(root / "proc/self/cgroup"):
+    for line in files().lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            mount, files = "sys/fs/cgroup", ("memory.max", "memory.current", "")
+            mount, names = "sys/fs/cgroup", ("memory.max", "memory.current", "")
         elif "memory" in controllers.split(","):
-            mount, files = "sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+            mount, names = "sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
         else:
             continue
-        limit_file, use_file, prefix = files
+        limit_file, use_file, prefix = names
         # A container may see the host's path here and only its own group there: what is absent is passed over.
         group = Path(path.lstrip("/"))
         for each in (group, *group.parents):
@@ -79,15 +80,15 @@ def _cgroups(root: Path) -> Iterator[tuple[str, float, int]]:
 def _page_cache(stat: Path, prefix: str) -> int:
     """Return the bytes that the kernel drops before it refuses memory: files that were read or written."""
     counted = (f"{prefix}inactive_file", f"{prefix}active_file")
-    pairs = (line.split() for line in _lines(stat))
+    pairs = (line.split() for line in files().lines(stat))
     return sum(int(value) for name, value in pairs if name in counted)
 
 
 def _memlock(process: Path) -> float:
-    for line in _lines(process / "status"):
+    for line in files().lines(process / "status"):
         if line.startswith("CapEff:") and int(line.split()[1], 16) & _CAP_IPC_LOCK:
             return float("inf")  # the limit does not hold for a process with this capability
-    for line in _lines(process / "limits"):
+    for line in files().lines(process / "limits"):
         if line.startswith("Max locked memory"):
             soft = line.split()[3]
             return float("inf") if soft == "unlimited" else int(soft)
@@ -96,15 +97,8 @@ def _memlock(process: Path) -> float:
 
 def _number(path: Path) -> int | None:
     """Return the number in a file; None for ``max`` and for no file."""
-    text = next(iter(_lines(path)), "").strip()
+    text = next(iter(files().lines(path)), "").strip()
     return int(text) if text.isdigit() else None
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []
 
 
 def _gib(num_bytes: float) -> str:

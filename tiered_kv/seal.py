@@ -6,7 +6,6 @@ header is authenticated with the payload: what was changed, swapped, or made wit
 ``encryption``.
 """
 
-import os
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final
@@ -19,6 +18,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF, HKDFExpand
 
 from tiered_kv.encryption import KEY_BYTES, Cipher
+from tiered_kv.system import system
 
 _ID_BYTES: Final = 16
 _RANDOM_BYTES: Final = 16
@@ -55,7 +55,7 @@ class Seal:
     @staticmethod
     def nonce() -> bytes:
         """Return 16 random bytes, for one record."""
-        return os.urandom(_RANDOM_BYTES)
+        return system().token_bytes(_RANDOM_BYTES)
 
     def close(self, salt: bytes, nonce: bytes, header: bytes, payload: memoryview, into: memoryview) -> bytes:
         """Seal a payload.

@@ -6,7 +6,6 @@ slots until the worker has answered or has ended.
 
 import os
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from types import TracebackType
@@ -26,6 +25,7 @@ from tiered_kv.memory.host import HostSlab
 from tiered_kv.memory.lanes import Lanes
 from tiered_kv.memory.make import DeviceLike, make_device
 from tiered_kv.plan import Outcomes, Plan, SlabHandle
+from tiered_kv.system import system
 
 _REMEMBERED: Final = 4096
 """Jobs of which a second delivery is noticed."""
@@ -60,7 +60,7 @@ class Worker:
         self._layout = layout
         self._caches: dict[int, PagedCaches] = {}
         self._slabs: dict[str, _Slab] = {}
-        self._lock = threading.Lock()  # lanes are for one thread at a time
+        self._lock = system().lock()  # lanes are for one thread at a time
         self._executed: dict[int, None] = {}  # the latest jobs
         self._device = device if isinstance(device, Device) else make_device(device)
         self._owns_device = self._device is not device
@@ -154,9 +154,9 @@ class Worker:
         if move is None or not len(move.host):
             ended.set_result(Outcomes(plan.job, self.rank, 0))
             return ended
-        if move.pid != os.getpid():
+        if move.pid != (pid := system().getpid()):
             raise ConfigurationError(
-                f"job {plan.job} is for process {move.pid}, this is {os.getpid()}: its slots may be another's by now"
+                f"job {plan.job} is for process {move.pid}, this is {pid}: its slots may be another's by now"
             )
         engine = move.engine
         if engine is None:
@@ -178,12 +178,12 @@ class Worker:
             else:
                 gather_blocks(caches, engine.ids, rows, move.host.ids)
 
-        started = time.monotonic()
+        started = system().monotonic()
 
         def done(error: BaseException | None) -> None:
             slab.copy_ended()
             moved, said = (0, f"{type(error).__name__}: {error}") if error else (len(move.host), "")
-            ended.set_result(Outcomes(plan.job, self.rank, moved, said, time.monotonic() - started))
+            ended.set_result(Outcomes(plan.job, self.rank, moved, said, system().monotonic() - started))
 
         try:
             with self._lock:
@@ -245,7 +245,7 @@ class _Slab:
             os.close(fd)
         self._device = device
         self._locking = device.page_lock(self._slab)
-        self._lock = threading.Lock()
+        self._lock = system().lock()
         self._num_users = 1
 
     @property

@@ -24,8 +24,8 @@ from tests.support.nvme_tier import (
     slots_of,
 )
 from tiered_kv.backend import Block, Outcome
+from tiered_kv.system import Files
 from tiered_kv.testing import block_names, make_block
-from tiered_kv_backends.nvme import slab as slabs
 
 T = TypeVar("T")
 ENTRY_BYTES = 64
@@ -174,7 +174,7 @@ async def test_what_was_evicted_is_gone(
 ) -> None:
     """After ``evict`` and ``flush(sync=True)`` no byte of the blocks is in the slab, and the others are all there."""
     if not can_punch:  # as NFS before 4.2, and others
-        monkeypatch.setattr(slabs, "_fallocate", lambda *_: False)
+        monkeypatch.setattr(Files, "fallocate", lambda *_: False)
     engine, settings = AnyEngine(), {**nvme(tmp_path), "erase": erase}
     keys, kept = prompt(8), prompt(8, 1)
     contents = [engine.content(digest, keys.group, "") for digest in (*keys, *kept)]

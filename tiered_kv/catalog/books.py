@@ -10,7 +10,6 @@ read them too, inside ``with books.lock``, which the owner takes only while what
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
-from threading import RLock
 from typing import Final
 
 import numpy as np
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 
 from tiered_kv.catalog.table import NameTable, Slots
 from tiered_kv.keys import Names
+from tiered_kv.system import system
 
 _CHUNK: Final = 1024  # names hashed at once: the fixed cost of a batch vanishes, and little is lost at an early miss
 _LONG_RUN: Final = 64  # names in neighbouring slots that make it worth to look for another such run
@@ -53,7 +53,10 @@ class Books:
         total = max_slots + num_transient
         self.max_slots = max_slots
         self.num_transient = num_transient
-        self.lock = RLock()  # re-entrant: a signal's handler that reads, on the owning thread, must not wait for itself
+        # Re-entrant: a signal's handler that reads, on the owning thread, must not wait for itself.
+        self.lock = (
+            system().rlock()
+        )  # re-entrant: a signal's handler that reads, on the owning thread, must not wait for itself
         self._table = NameTable(total)
         self._states = np.full(total + 1, FREE, dtype=np.uint8)  # the last one answers for slot -1: FREE, always
 

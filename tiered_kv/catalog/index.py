@@ -10,7 +10,6 @@ All calls take batches of names and decide at once. No call's time grows with th
 One thread owns an index, the event loop's. Others may read what `Books` says they may.
 """
 
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Final
@@ -28,6 +27,7 @@ from tiered_kv.catalog.table import Slots, first_occurrences
 from tiered_kv.errors import ClosedError, ConfigurationError
 from tiered_kv.hints import ReuseHint
 from tiered_kv.keys import Names
+from tiered_kv.system import system
 
 _RESTORE_CHUNK: Final = 1 << 16
 _LOOKED_AT: Final = 1 << 14
@@ -54,7 +54,7 @@ class TierIndex(Occupancy):
         num_transient: int = 0,
         policy: str | type[Policy] = "lru",
         ttl_s: float | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] | None = None,
         write_back: bool = False,
         on_change: OnChange | None = None,
     ) -> None:
@@ -67,7 +67,7 @@ class TierIndex(Occupancy):
             num_transient: Slots whose blocks stay while they are leased.
             policy: A policy's name, as `make_policy` takes it, or a class of one's own, which is guarded.
             ttl_s: After so many seconds from its commit a block is `expire`'s to remove. Takes 4 bytes a slot.
-            clock: What tells the seconds.
+            clock: What tells the seconds; the system's by default.
             write_back: Blocks may be marked dirty. Takes 8 bytes a slot.
             on_change: See the attribute.
 
@@ -81,6 +81,7 @@ class TierIndex(Occupancy):
                 f"an index holds 0 to 2**31 - 2 slots, got {num_slots} own, {max_slots} at most, "
                 f"{num_transient} transient"
             )
+        clock = clock or system().monotonic
         super().__init__(
             num_slots,
             max_slots,

@@ -4,7 +4,6 @@ Any thread may look: what is not known is to be asked, by whoever is told so fir
 second, and as soon as something happens that it does not know of.
 """
 
-import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 
 from tiered_kv.keys import Names
 from tiered_kv.results import BlockState
+from tiered_kv.system import system
 from tiered_kv.tiers.base import Mask
 
 _KEPT_S: Final = 1.0
@@ -30,7 +30,7 @@ class Answers:
         self._asking_s = asking_s
         self._most_names = most_names
         self._said: OrderedDict[bytes, tuple[int, float, object]] = OrderedDict()  # the state, until when, the question
-        self._lock = threading.RLock()  # re-entrant: a signal's handler may look while its thread does
+        self._lock = system().rlock()  # re-entrant: a signal's handler may look while its thread does
 
     def look(self, names: Names) -> tuple[NDArray[np.int8], Mask]:
         """Say what is known, a `BlockState` each (MISS, ASKING or HIT), and which blocks the caller is to ask for."""

@@ -1,7 +1,6 @@
 """A backend from opening to closing: in calls of its own with time limits, and later if it is not there yet."""
 
 import asyncio
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -15,6 +14,7 @@ from tiered_kv.catalog.table import first_occurrences
 from tiered_kv.errors import BackendError, BackendUnavailableError, ConfigurationError
 from tiered_kv.events import Emit, TierResumed
 from tiered_kv.loop_calls import LoopCalls
+from tiered_kv.system import system
 from tiered_kv.tier_settings import OwnedTierSettings
 from tiered_kv.tier_settings import TierSettings as Settings
 from tiered_kv.tiers.budget import Budget
@@ -75,7 +75,7 @@ class StorageMedium:
             settings.timeout_s,
             services.emit,
             clock=clock,
-            rng=random.Random(),  # noqa: S311 - spreads probes over time
+            rng=system().random(),
             shed_stores_after_s=settings.shed_stores_after_s,
         )
         self._settings = settings

@@ -6,14 +6,13 @@ serves all calls that ended meanwhile.
 """
 
 import asyncio
-import queue
-import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from tiered_kv.log import log
 from tiered_kv.loop_calls import LoopCalls, carried
+from tiered_kv.system import Queue, system
 
 T = TypeVar("T")
 _Call = tuple[Callable[..., Any], tuple[object, ...], "asyncio.Future[Any]"]
@@ -29,16 +28,14 @@ class WorkerPool:
     def __init__(self, name: str, num_threads: int, loop_calls: LoopCalls) -> None:
         self.name = name
         self._loop_calls = loop_calls
-        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._calls: Queue[_Call | None] = system().queue()
         self._num_unfinished = 0
         self._closed = False
-        self._threads = [
-            threading.Thread(target=self._serve, name=f"tiered_kv-{name}-{number}", daemon=True)
-            for number in range(num_threads)
-        ]
+        self._num_threads = 0
         try:
-            for thread in self._threads:
-                thread.start()
+            for number in range(num_threads):
+                system().start_thread(self._serve, f"tiered_kv-{name}-{number}")
+                self._num_threads += 1
         except BaseException:  # the system gives no more: those that did start must not wait for good
             self.close()
             raise
@@ -70,7 +67,7 @@ class WorkerPool:
     def close(self) -> None:
         """Let the threads end after the calls that are queued. Never waits: a stuck thread is left, and is a daemon."""
         self._closed = True
-        for _ in self._threads:
+        for _ in range(self._num_threads):
             self._calls.put(None)
 
     def _serve(self) -> None:

@@ -7,7 +7,6 @@ caller's memory, and only then lets the cancellation through.
 
 import asyncio
 import math
-import threading
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Final, Generic, Protocol, TypeVar
 
@@ -17,6 +16,7 @@ from tiered_kv.errors import ClosedError, ConfigurationError
 from tiered_kv.memory.lanes import Lane, LaneCopy
 from tiered_kv.memory.waiting import wait_in
 from tiered_kv.results import LoadResult
+from tiered_kv.system import system
 
 T = TypeVar("T")
 LAST_COPIES_S: Final = 0.1
@@ -187,7 +187,7 @@ class LoadHandle(Handle[LoadResult]):
             wait_in(stream, copy.event)
 
     def _block(self, layer: int) -> None:
-        if threading.get_ident() == self._load.thread:
+        if system().get_ident() == self._load.thread:
             raise ConfigurationError("wait_layer() without a stream would block the event loop: await handle.layer()")
         asyncio.run_coroutine_threadsafe(self.layer(layer), self._loop).result()
 

@@ -4,7 +4,6 @@ Any thread may use a job and ask for news of all. Of each piece of news one is t
 """
 
 import asyncio
-import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,6 +15,7 @@ from tiered_kv.keys import BlockKeys
 from tiered_kv.loop_calls import LoopCalls
 from tiered_kv.plan import JobResult, Outcomes, Plan
 from tiered_kv.specs import GPULoadStoreSpec
+from tiered_kv.system import system
 from tiered_kv.transfers.polled import Polled
 from tiered_kv.transfers.underway import bind
 
@@ -116,7 +116,7 @@ class JobBook(ABC):
         self._not_over: dict[int, Job] = {}
         self._is_open = True
         # Begins anywhere: what workers still answer to a planner before this one must end no job of this one.
-        self._last_number = secrets.randbits(62)
+        self._last_number = int.from_bytes(system().token_bytes(7))
         # The event loop's thread alone uses this; of who waits, what for.
         self._waiters: dict[Job, dict[asyncio.Future[None], Callable[[], object]]] = {}
 

@@ -5,7 +5,6 @@ behind it go on as fills of the cache, and are there for whoever asks next.
 """
 
 import asyncio
-import threading
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,6 +20,7 @@ from tiered_kv.events import BlocksLoaded
 from tiered_kv.memory.copies import copy_rows
 from tiered_kv.memory.lanes import LaneCopy, RevokedError
 from tiered_kv.results import LoadResult, TierFault
+from tiered_kv.system import system
 from tiered_kv.tiers.base import Mask
 from tiered_kv.tiers.budget import Kind
 from tiered_kv.transfers.handles import LoadHandle, Revocable
@@ -48,7 +48,7 @@ class InTask(Revocable):
         super().__init__()
         self._request = request
         self.num_layers = request.chain.group.num_layers
-        self.thread = threading.get_ident()
+        self.thread = system().get_ident()
         self._admitted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     def start_load(self, task: "asyncio.Task[LoadResult]") -> LoadHandle:

@@ -5,13 +5,12 @@ and each step inside it is one operation of the interpreter.
 """
 
 import math
-import threading
-import time
 from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 
 from tiered_kv.errors import ClosedError, ConfigurationError
 from tiered_kv.loop_calls import LoopCalls
+from tiered_kv.system import system
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -31,11 +30,11 @@ class Polled(Generic[K, V]):
 
     def __init__(self, loop_calls: LoopCalls, most_kept: int = MOST_KEPT) -> None:
         """Keep so many news that nobody has asked for. In the event loop's thread."""
-        self.lock = threading.Condition()
+        self.lock = system().condition()
         self._news: dict[K, V] = {}
         self._most_kept = most_kept
         self._loop_calls = loop_calls
-        self._loop_thread = threading.get_ident()
+        self._loop_thread = system().get_ident()
 
     def tell(self, about: K, news: V) -> None:
         """Have it polled, and wake who waits; with the lock held."""
@@ -63,16 +62,16 @@ class Polled(Generic[K, V]):
 
     def wait_until(self, is_over: Callable[[], bool], timeout_s: float | None) -> None:
         """Wait until ``is_over()``, at most so long, and not for an event loop that is closed; with the lock held."""
-        deadline = time.monotonic() + timeout_s if timeout_s is not None else math.inf
+        deadline = system().monotonic() + timeout_s if timeout_s is not None else math.inf
         while not is_over():
             if self._loop_calls.is_closed:
                 raise ClosedError("the event loop of this TieredKV was closed before the cache: no transfer will end")
-            left_s = deadline - time.monotonic()
+            left_s = deadline - system().monotonic()
             if left_s <= 0:
                 return
             self.lock.wait(min(left_s, _LOOK_AGAIN_S))
 
     def check_may_block(self) -> None:
         """Raise `ConfigurationError` in the event loop's thread."""
-        if threading.get_ident() == self._loop_thread:
+        if system().get_ident() == self._loop_thread:
             raise ConfigurationError("the event loop's thread must not block: await what was started there instead")

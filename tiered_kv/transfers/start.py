@@ -5,7 +5,6 @@ and copied by a thread anyway, is copied at once: to hand it over would take lon
 """
 
 import asyncio
-import threading
 from collections.abc import Sequence
 from functools import partial
 
@@ -13,6 +12,7 @@ from tiered_kv.catalog.leases import Lease
 from tiered_kv.memory.device import attempt, raise_the_programs
 from tiered_kv.memory.lanes import LaneCopy, RevokedError
 from tiered_kv.results import LoadResult, TierFault
+from tiered_kv.system import system
 from tiered_kv.tiers.memory import MemoryTier
 from tiered_kv.transfers.back import BackLoad
 from tiered_kv.transfers.direct import DirectLoad
@@ -76,7 +76,7 @@ class ResidentLoad:
     def __init__(self, request: LoadRequest, tier: MemoryTier, lease: Lease, started: float) -> None:
         """Take over ``lease``, which holds all blocks in ``tier``."""
         self.num_layers = request.chain.group.num_layers
-        self.thread = threading.get_ident()
+        self.thread = system().get_ident()
         self._request = request
         self._tier = tier
         self._lease = lease

@@ -5,14 +5,12 @@ whoever knows a process by another number, or by none, can watch it all the same
 """
 
 import asyncio
-import os
-import select
-import threading
 from collections.abc import Callable, Collection, Sequence
 
 from tiered_kv.errors import ConfigurationError
 from tiered_kv.integers import as_int
 from tiered_kv.loop_calls import LoopCalls
+from tiered_kv.system import files, system
 
 
 class Process:
@@ -30,7 +28,7 @@ class Process:
         self.pid = pid
         self.is_forgotten = False
         try:
-            self.fd = os.pidfd_open(pid) if fd is None else fd
+            self.fd = system().pidfd_open(pid) if fd is None else fd
         except (OSError, OverflowError) as error:
             raise ConfigurationError(
                 f"process {pid} cannot be the worker of rank {rank}: {getattr(error, 'strerror', None) or error}"
@@ -38,9 +36,7 @@ class Process:
 
     def has_ended(self) -> bool:
         """Say whether it has, as far as the system says so now."""
-        ended = select.poll()  # select() takes no descriptor above 1,023
-        ended.register(self.fd, select.POLLIN)
-        return bool(ended.poll(0))
+        return system().has_ended(self.fd)
 
 
 class Workers:
@@ -51,7 +47,7 @@ class Workers:
         self._num_ranks = num_ranks
         self._loop_calls = loop_calls
         self._on_end = on_end
-        self._lock = threading.Lock()
+        self._lock = system().lock()
         self._by_rank: dict[int, Process] = {}
         self._is_closed = False
 
@@ -74,7 +70,7 @@ class Workers:
             before = self._by_rank.get(rank)
             if before is not None and not before.has_ended():
                 if fd is not None and before.pid == pid:
-                    os.close(fd)
+                    files().close(fd)
                     return
                 raise ConfigurationError(f"rank {rank} has a worker already, process {before.pid}, which is alive")
             process = self._by_rank[rank] = Process(rank, pid, fd)
@@ -114,7 +110,7 @@ class Workers:
         with self._lock:
             if ended := [process.pid for process in processes if process.is_forgotten]:
                 raise ConfigurationError(f"processes {ended} have ended")
-            return [os.dup(process.fd) for process in processes]
+            return [files().dup(process.fd) for process in processes]
 
     # On the event loop.
 
@@ -146,4 +142,4 @@ class Workers:
                 process.is_forgotten = True
                 if self._by_rank.get(process.rank) is process:
                     del self._by_rank[process.rank]
-                os.close(process.fd)
+                files().close(process.fd)

@@ -1,10 +1,10 @@
 """The calls that are under way in threads: files stay open until the last of them has ended."""
 
-import threading
 from collections.abc import Callable
 from typing import TypeVar
 
 from tiered_kv.errors import BackendUnavailableError
+from tiered_kv.system import system
 
 T = TypeVar("T")
 
@@ -14,7 +14,7 @@ class Calls:
 
     def __init__(self, close_files: Callable[[], None]) -> None:
         self._close_files = close_files
-        self._lock = threading.Lock()
+        self._lock = system().lock()
         self._num_running = 0
         self._closed = False
 

@@ -16,7 +16,6 @@ import errno
 import fcntl
 import os
 import re
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from pydantic import ByteSize
 
 from tiered_kv.backend import RecordShape
 from tiered_kv.errors import ConfigurationError
+from tiered_kv.system import files
 from tiered_kv_backends.nvme.ledger import Ledger
 from tiered_kv_backends.nvme.own_files import open_file, open_folder, open_root
 
@@ -79,9 +79,9 @@ class Directory:
             with explained(path, "is it the NVMe tier's alone?"):
                 for shape in groups:
                     self.folder_fds.append(open_folder(self.fd, shape.folder))
-                    opened.callback(os.close, self.folder_fds[-1])
+                    opened.callback(files().close, self.folder_fds[-1])
                     _drop_old_format(self.folder_fds[-1])
-                    os.utime(self.folder_fds[-1])  # the folder last used is the last to make room for others
+                    files().utime(self.folder_fds[-1])  # the folder last used is the last to make room for others
                 self._foreign = _find_foreign(self.fd, {shape.folder for shape in groups})
             self._close_all = opened.pop_all()
 
@@ -141,14 +141,14 @@ class Directory:
         self._reclaim_for(num_bytes)
         while True:
             try:
-                os.posix_fallocate(fd, offset, num_bytes)
+                files().posix_fallocate(fd, offset, num_bytes)
                 break
             except OSError as error:
                 if error.errno in {errno.EOPNOTSUPP, errno.EINVAL}:
-                    os.ftruncate(fd, offset + num_bytes)  # a filesystem that cannot preallocate
+                    files().ftruncate(fd, offset + num_bytes)  # a filesystem that cannot preallocate
                     break
                 if error.errno != errno.ENOSPC or not self._foreign:
-                    os.ftruncate(fd, offset)
+                    files().ftruncate(fd, offset)
                     raise
                 self._reclaim_oldest()
         self._allocated_bytes += num_bytes
@@ -156,12 +156,11 @@ class Directory:
     def sync(self) -> None:
         """Return when the names of all files survive a loss of power."""
         for fd in (*self.folder_fds, self.fd):
-            os.fsync(fd)
+            files().fsync(fd)
 
     def _free_bytes(self) -> int:
         """What the filesystem has, and would have without foreign folders."""
-        stats = os.statvfs(self.fd)
-        return stats.f_bavail * stats.f_frsize + sum(foreign.num_bytes for foreign in self._foreign)
+        return files().free_bytes(self.fd) + sum(foreign.num_bytes for foreign in self._foreign)
 
     def _reserved_for(self, num_slots: int) -> int:
         """Bytes for everything but slabs and ledgers."""
@@ -173,7 +172,7 @@ class Directory:
             self._reclaim_oldest()
 
     def _reclaim_oldest(self) -> None:
-        shutil.rmtree(self._foreign.pop(0).name, ignore_errors=True, dir_fd=self.fd)
+        files().remove_tree(self._foreign.pop(0).name, ignore_errors=True, dir_fd=self.fd)
         self.num_reclaimed += 1
 
 
@@ -205,7 +204,7 @@ def taken(path: Path) -> Iterator[int]:
     with contextlib.ExitStack() as opened:
         with explained(path):
             fd = open_root(path)
-            opened.callback(os.close, fd)
+            opened.callback(files().close, fd)
             opened.callback(_Lock(path, fd).release)
             _name_holder(fd)
         yield fd
@@ -213,7 +212,7 @@ def taken(path: Path) -> Iterator[int]:
 
 def folders_in(fd: int) -> list[str]:
     """Name the folders of a directory that hold blocks, of whichever model."""
-    return sorted(name for name in os.listdir(fd) if _FINGERPRINT.fullmatch(name))
+    return sorted(each.name for each in files().entries(fd) if _FINGERPRINT.fullmatch(each.name))
 
 
 def fit(capacity_bytes: int, groups: Sequence[RecordShape]) -> int:
@@ -237,10 +236,10 @@ class _Lock:
     _held: ClassVar[set["_Lock"]] = set()
 
     def __init__(self, path: Path, fd: int) -> None:
-        self._fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=fd)
+        self._fd = files().open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=fd)
         self._held.add(self)
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            files().flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.release()
             raise ConfigurationError(
@@ -254,7 +253,7 @@ class _Lock:
         """Let go of the directory, once."""
         if self in self._held:
             self._held.remove(self)
-            os.close(self._fd)
+            files().close(self._fd)
 
     @classmethod
     def after_fork(cls) -> None:
@@ -270,10 +269,10 @@ def _name_holder(fd: int) -> None:
     holder_fd = open_file(fd, HOLDER)
     try:
         with contextlib.suppress(OSError):  # on a full disk: the name is for messages only
-            os.ftruncate(holder_fd, 0)
-            os.pwrite(holder_fd, f"{os.getpid()}\n".encode(), 0)
+            files().ftruncate(holder_fd, 0)
+            files().pwrite(holder_fd, f"{os.getpid()}\n".encode(), 0)
     finally:
-        os.close(holder_fd)
+        files().close(holder_fd)
 
 
 def _holder(fd: int) -> str:
@@ -282,37 +281,26 @@ def _holder(fd: int) -> str:
     except OSError:
         return "unknown"
     try:
-        return os.pread(holder_fd, 32, 0).decode(errors="replace").strip() or "unknown"
+        return files().pread(holder_fd, 32, 0).decode(errors="replace").strip() or "unknown"
     finally:
-        os.close(holder_fd)
+        files().close(holder_fd)
 
 
 def _drop_old_format(folder_fd: int) -> None:
     """Begin anew where an earlier version kept a journal: nothing says which of its records were evicted."""
-    if "journal" in (there := set(os.listdir(folder_fd))):
+    if "journal" in (there := {each.name for each in files().entries(folder_fd)}):
         for name in sorted(there & {"journal.new", "slab", "journal"}, reverse=True):  # the journal last
-            os.unlink(name, dir_fd=folder_fd)
+            files().unlink(name, dir_fd=folder_fd)
 
 
 def _find_foreign(fd: int, ours: set[str]) -> list[_Foreign]:
     """Return the folders of other fingerprints, the one used least recently first."""
-    found = []
-    with os.scandir(fd) as entries:
-        for entry in entries:
-            if entry.name not in ours and _FINGERPRINT.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
-                used_ns = entry.stat(follow_symlinks=False).st_mtime_ns
-                found.append(_Foreign(entry.name, used_ns, _disk_usage(entry.name, fd)))
+    found = [
+        _Foreign(entry.name, entry.used_ns, files().disk_usage(entry.name, dir_fd=fd))
+        for entry in files().entries(fd)
+        if entry.name not in ours and _FINGERPRINT.fullmatch(entry.name) and entry.is_folder
+    ]
     return sorted(found, key=lambda foreign: foreign.used_ns)
-
-
-def _disk_usage(name: str, fd: int) -> int:
-    """Return what lies in a folder, in bytes on the disk."""
-    num_blocks = 0
-    for _, _, files, folder_fd in os.fwalk(name, dir_fd=fd):
-        num_blocks += os.fstat(folder_fd).st_blocks
-        for file in files:
-            num_blocks += os.stat(file, dir_fd=folder_fd, follow_symlinks=False).st_blocks
-    return num_blocks * 512
 
 
 @contextlib.contextmanager

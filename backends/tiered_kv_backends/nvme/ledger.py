@@ -10,8 +10,6 @@ that survived a loss of power better than its slab did, costs misses and nothing
 Used by one thread at a time.
 """
 
-import os
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,6 +20,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from tiered_kv.keys import Names
+from tiered_kv.system import files, system
 
 ENTRY: Final = np.dtype(
     [("magic", "S8"), ("name", "<u8", (4,)), ("sequence", "<u8"), ("slot", "<u8"), ("checksum", "<u8")]
@@ -79,7 +78,7 @@ class Order:
 
     def __init__(self) -> None:
         self._next = 1
-        self._lock = threading.Lock()
+        self._lock = system().lock()
 
     def take(self, n: int) -> NDArray[np.uint64]:
         """Return the next ``n`` numbers."""
@@ -111,9 +110,9 @@ class Ledger:
     def __init__(self, fd: int, order: Order) -> None:
         self._fd = fd
         self._order = order
-        self._lock = threading.Lock()
+        self._lock = system().lock()
         self.bytes_written = 0
-        self.num_slots = os.fstat(fd).st_size // ENTRY.itemsize
+        self.num_slots = files().fstat(fd).st_size // ENTRY.itemsize
 
     @staticmethod
     def num_bytes(num_slots: int) -> int:
@@ -123,7 +122,7 @@ class Ledger:
     @property
     def is_removed(self) -> bool:
         """Whether somebody has deleted the file."""
-        return not os.fstat(self._fd).st_nlink
+        return not files().fstat(self._fd).st_nlink
 
     def read(self, num_allocated: int) -> tuple[Entries, Slots]:
         """Return what the first so many slots hold, and which of them have an entry that cannot be read.
@@ -133,7 +132,7 @@ class Ledger:
         parts, damaged = [_NO_ENTRIES], [np.empty(0, np.int64)]
         for start in range(0, self.num_slots, _CHUNK):
             num_bytes = self.num_bytes(min(_CHUNK, self.num_slots - start))
-            data = os.pread(self._fd, num_bytes, self.num_bytes(start))
+            data = files().pread(self._fd, num_bytes, self.num_bytes(start))
             entries, broken = parse(data.ljust(num_bytes, b"\0"), start)
             parts.append(entries)
             damaged.append(broken)
@@ -177,16 +176,16 @@ class Ledger:
         """Drop the entries of the slots from ``num_slots`` on; return how many bytes that frees."""
         num_dropped = max(0, self.num_slots - num_slots)
         self.num_slots -= num_dropped
-        os.ftruncate(self._fd, self.num_bytes(self.num_slots))
+        files().ftruncate(self._fd, self.num_bytes(self.num_slots))
         return self.num_bytes(num_dropped)
 
     def sync(self) -> None:
         """Return when all that was written survives a loss of power."""
-        os.fsync(self._fd)
+        files().fsync(self._fd)
 
     def close(self) -> None:
         """Close the file."""
-        os.close(self._fd)
+        files().close(self._fd)
 
     def _put(self, slots: Slots, make: Callable[[Slots], NDArray[np.void]]) -> None:
         """Write ``make(part)`` to the places of ``slots[part]``, neighbours by one call."""
@@ -240,5 +239,5 @@ def _runs(ascending: Slots) -> Iterator[slice]:
 def _write_all(fd: int, data: bytes, at: int) -> None:
     view = memoryview(data)
     while view:
-        num_written = os.pwrite(fd, view, at)
+        num_written = files().pwrite(fd, view, at)
         view, at = view[num_written:], at + num_written

@@ -11,8 +11,6 @@ the others, whether they have it yet or not.
 import contextlib
 import json
 import os
-import secrets
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +18,7 @@ from typing import Annotated, Final
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from tiered_kv.system import files, system
 from tiered_kv_backends.nvme.directory import explained, folders_in, taken
 from tiered_kv_backends.nvme.own_files import open_file, open_root
 
@@ -37,7 +36,7 @@ class Member:
         ids: Of those in use since.
     """
 
-    id: str = field(default_factory=lambda: secrets.token_hex(8))
+    id: str = field(default_factory=lambda: system().token_bytes(8).hex())
     turn: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = 0
     ids: frozenset[str] = frozenset()
 
@@ -53,14 +52,13 @@ def read_member(path: Path) -> Member:
     """
     with explained(path), contextlib.ExitStack() as opened:
         root = open_root(path)
-        opened.callback(os.close, root)
-        with os.scandir(root) as entries:
-            if _NAME not in {entry.name for entry in entries}:
-                return Member()
+        opened.callback(files().close, root)
+        if _NAME not in {entry.name for entry in files().entries(root)}:
+            return Member()
         file = open_file(root, _NAME)
-        opened.callback(os.close, file)
+        opened.callback(files().close, file)
         try:
-            return _MEMBER.validate_json(os.pread(file, _MAX_BYTES, 0))
+            return _MEMBER.validate_json(files().pread(file, _MAX_BYTES, 0))
         except ValidationError:
             return Member()
 
@@ -73,13 +71,13 @@ def write_member(path: Path, member: Member) -> None:
     """
     with contextlib.ExitStack() as opened:
         root = open_root(path)
-        opened.callback(os.close, root)
+        opened.callback(files().close, root)
         file = open_file(root, f"{_NAME}.new", os.O_TRUNC)
-        opened.callback(os.close, file)
+        opened.callback(files().close, file)
         said = {"id": member.id, "turn": member.turn, "ids": sorted(member.ids)}
-        os.pwrite(file, json.dumps(said).encode(), 0)
-        os.fsync(file)
-        os.rename(f"{_NAME}.new", _NAME, src_dir_fd=root, dst_dir_fd=root)
+        files().pwrite(file, json.dumps(said).encode(), 0)
+        files().fsync(file)
+        files().rename(f"{_NAME}.new", _NAME, dir_fd=root)
 
 
 def are_settled(members: Sequence[Member]) -> bool:
@@ -116,6 +114,6 @@ def make_empty(path: Path) -> None:
     """
     with taken(path) as root:
         for folder in folders_in(root):
-            shutil.rmtree(folder, dir_fd=root)
+            files().remove_tree(folder, dir_fd=root)
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(_NAME, dir_fd=root)
+            files().unlink(_NAME, dir_fd=root)

@@ -10,6 +10,8 @@ import os
 import stat
 from pathlib import Path
 
+from tiered_kv.system import files
+
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -19,8 +21,8 @@ def open_root(path: Path) -> int:
     Raises:
         OSError: It cannot be opened, is another user's, or others may write to it.
     """
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return _ours(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), str(path))
+    files().make_folders(path, 0o700)
+    return _ours(files().open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), str(path))
 
 
 def open_folder(parent_fd: int, name: str) -> int:
@@ -30,9 +32,9 @@ def open_folder(parent_fd: int, name: str) -> int:
         OSError: It cannot be opened, is a symbolic link or another user's, or others may write to it.
     """
     with contextlib.suppress(FileExistsError):
-        os.mkdir(name, 0o700, dir_fd=parent_fd)
+        files().mkdir(name, 0o700, dir_fd=parent_fd)
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-    return _ours(os.open(name, flags, dir_fd=parent_fd), name)
+    return _ours(files().open(name, flags, dir_fd=parent_fd), name)
 
 
 def open_file(parent_fd: int, name: str, flags: int = 0) -> int:
@@ -48,25 +50,25 @@ def open_file(parent_fd: int, name: str, flags: int = 0) -> int:
     """
     flags |= os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO would hang without it
     try:
-        fd = os.open(name, flags, 0o600, dir_fd=parent_fd)
+        fd = files().open(name, flags, 0o600, dir_fd=parent_fd)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise _refused(name, "is a symbolic link") from error
         raise
-    status = os.fstat(fd)
+    status = files().fstat(fd)
     if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
-        os.close(fd)
+        files().close(fd)
         raise _refused(name, "is no regular file" if status.st_nlink <= 1 else "has another name elsewhere")
     return _ours(fd, name)
 
 
 def _ours(fd: int, name: str) -> int:
-    status = os.fstat(fd)
-    if status.st_uid != os.geteuid():
-        os.close(fd)
-        raise _refused(name, f"belongs to user {status.st_uid}, not to user {os.geteuid()}")
+    status = files().fstat(fd)
+    if status.st_uid != files().geteuid():
+        files().close(fd)
+        raise _refused(name, f"belongs to user {status.st_uid}, not to user {files().geteuid()}")
     if status.st_mode & _OTHERS_MAY_WRITE:
-        os.close(fd)
+        files().close(fd)
         raise _refused(name, f"has mode {stat.S_IMODE(status.st_mode):04o}, others may write to it")
     return fd
 

@@ -6,6 +6,7 @@ from typing import Final, Literal
 
 from tiered_kv.backend import Block
 from tiered_kv.layout import PAGE_BYTES
+from tiered_kv.system import files
 from tiered_kv_backends.nvme.own_files import open_file
 
 _PROBE: Final = "probe"
@@ -45,12 +46,12 @@ def page_problem(folder_fd: int, flags: int, spare: str) -> str:
         try:
             fd = open_file(folder_fd, _PROBE, flags)
             try:
-                num_written = os.pwritev(fd, [page], 0)
-                os.fsync(fd)  # else a page cache would answer for the disk
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-                is_whole = num_written == os.preadv(fd, [back], 0) == PAGE_BYTES and back == page
+                num_written = files().pwritev(fd, [page], 0)
+                files().fsync(fd)  # else a page cache would answer for the disk
+                files().forget_cached(fd)
+                is_whole = num_written == files().preadv(fd, [back], 0) == PAGE_BYTES and back == page
             finally:
-                os.close(fd)
+                files().close(fd)
         except OSError as error:
             if error.errno not in _FULL:
                 raise
@@ -64,8 +65,8 @@ def _read_problem(folder_fd: int, flags: int, name: str) -> str:
     """Read the first page of a file that is there already, and say what is wrong."""
     fd = open_file(folder_fd, name, flags)
     try:
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.preadv(fd, [Block.empty(PAGE_BYTES).padded], 0)
+        files().forget_cached(fd)
+        files().preadv(fd, [Block.empty(PAGE_BYTES).padded], 0)
     finally:
-        os.close(fd)
+        files().close(fd)
     return ""

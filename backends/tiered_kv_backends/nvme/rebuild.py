@@ -1,13 +1,13 @@
 """What a slab holds, read from the headers of its records: for slots whose entry in the ledger cannot be read."""
 
 import asyncio
-import time
 from collections.abc import Callable
 
 import numpy as np
 
 from tiered_kv.log import log
 from tiered_kv.record import key_in
+from tiered_kv.system import system
 from tiered_kv_backends.nvme.ledger import Entries, Slots
 from tiered_kv_backends.nvme.slab import Slab
 
@@ -22,7 +22,7 @@ async def rebuild(slab: Slab, damaged: Slots, run: Callable[..., "asyncio.Future
         damaged: Slots of which nothing else is known.
         run: Runs a function in a thread that may read.
     """
-    started = time.monotonic()
+    started = system().monotonic()
     starts = range(0, len(damaged), _SLOTS_PER_JOB)
     jobs = [run(_entries_in, slab, damaged[start : start + _SLOTS_PER_JOB].tolist()) for start in starts]
     await asyncio.wait(jobs)
@@ -33,7 +33,7 @@ async def rebuild(slab: Slab, damaged: Slots, run: Callable[..., "asyncio.Future
         folder=slab.shape.folder,
         damaged=len(damaged),
         rebuilt=len(rebuilt.slots),
-        took_ms=round(1000 * (time.monotonic() - started), 1),
+        took_ms=round(1000 * (system().monotonic() - started), 1),
     )
     return rebuilt
 

@@ -3,7 +3,6 @@
 Reads and writes run in many threads at once; they keep no state but their own, and no slot is in two writes.
 """
 
-import ctypes
 import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 from tiered_kv.backend import Block, Outcome, RecordShape
 from tiered_kv.layout import PAGE_BYTES
 from tiered_kv.record import SIGNED_BYTES
+from tiered_kv.system import files
 
 _MAX_CALL_BYTES = 8 << 20
 """Of one system call: longer ones are no faster and keep a load waiting behind a store."""
@@ -25,7 +25,6 @@ _MANY_SLOTS = 64
 """Neighbours whose headers are not overwritten one by one. Fewer would cut the file into many extents."""
 _PUNCHED, _ZEROED = 0x03, 0x10
 """Modes of fallocate(2): a range loses its place on the disk, or keeps it; it reads as zeros either way."""
-_LIBC = ctypes.CDLL(None)
 Erase = bool | Literal["punch"]
 """How much of a record goes: its header, all of it, or its place on the disk with it."""
 _MAX_CALL_BLOCKS = os.sysconf("SC_IOV_MAX") // 2  # a header and a payload each
@@ -38,8 +37,8 @@ class _Way(NamedTuple):
     """Of a block that the call ends within: the file ends there, or the disk is full."""
 
 
-_READ = _Way(os.preadv, Outcome.HIT, Outcome.MISS)
-_WRITE = _Way(os.pwritev, Outcome.STORED, Outcome.FAILED)
+_READ = _Way(lambda *args: files().preadv(*args), Outcome.HIT, Outcome.MISS)
+_WRITE = _Way(lambda *args: files().pwritev(*args), Outcome.STORED, Outcome.FAILED)
 
 
 @dataclass
@@ -67,14 +66,14 @@ class Slab:
         self.num_slots = num_slots
         self.call_blocks = max(1, min(_MAX_CALL_BYTES // shape.stride_bytes, _MAX_CALL_BLOCKS))
         self._fd = fd
-        num_whole = os.fstat(fd).st_size // shape.stride_bytes
+        num_whole = files().fstat(fd).st_size // shape.stride_bytes
         self.num_allocated = min(num_whole, num_slots)
-        os.ftruncate(fd, self.num_allocated * shape.stride_bytes)
+        files().ftruncate(fd, self.num_allocated * shape.stride_bytes)
 
     @property
     def is_removed(self) -> bool:
         """Whether somebody has deleted the file: what is written goes nowhere that a restart would look."""
-        return not os.fstat(self._fd).st_nlink
+        return not files().fstat(self._fd).st_nlink
 
     def grow(self, num_slots: int, allocate: Callable[[int, int, int], None]) -> None:
         """Give the first ``num_slots`` slots their place by ``allocate(fd, offset, num_bytes)``."""
@@ -88,7 +87,7 @@ class Slab:
         num_freed = max(0, self.num_allocated - num_slots)
         self.num_allocated -= num_freed
         if num_freed:
-            os.ftruncate(self._fd, num_slots * self.shape.stride_bytes)
+            files().ftruncate(self._fd, num_slots * self.shape.stride_bytes)
         return num_freed * self.shape.stride_bytes
 
     def read(self, slots: list[int], into: Sequence[Block]) -> Moved:
@@ -113,12 +112,12 @@ class Slab:
         for first, end in _runs(slots[: bisect_left(slots, self.num_allocated)], len(slots)):
             is_asked = erase == "punch" or (not erase and end - first >= _MANY_SLOTS)
             mode = _PUNCHED if erase else _ZEROED
-            if is_asked and _fallocate(self._fd, mode, first * stride, (end - first) * stride):
+            if is_asked and files().fallocate(self._fd, mode, first * stride, (end - first) * stride):
                 continue
             for slot in range(first, end):
                 at, stop = slot * stride, slot * stride + num_bytes
                 while at < stop:
-                    at += os.pwrite(self._fd, zeros[: stop - at], at)
+                    at += files().pwrite(self._fd, zeros[: stop - at], at)
 
     def headers(self, slots: list[int]) -> NDArray[np.uint8]:
         """Return the headers in ascending slots, ``(n, 512)``; zeros where one cannot be read.
@@ -143,17 +142,17 @@ class Slab:
 
     def _reads_whole(self, offset: int, into: memoryview) -> bool:
         try:
-            return os.preadv(self._fd, [into], offset) == len(into)
+            return files().preadv(self._fd, [into], offset) == len(into)
         except OSError:
             return False
 
     def sync(self) -> None:
         """Return when all that was written survives a loss of power."""
-        os.fsync(self._fd)
+        files().fsync(self._fd)
 
     def close(self) -> None:
         """Close the file. No call may be running."""
-        os.close(self._fd)
+        files().close(self._fd)
 
     def _move(self, way: _Way, slots: list[int], blocks: Sequence[Block]) -> Moved:
         """Move runs of neighbouring slots by one call each."""
@@ -202,8 +201,3 @@ def _runs(ascending: list[int], most: int) -> Iterator[tuple[int, int]]:
         if end == len(ascending) or ascending[end] != ascending[end - 1] + 1 or end - start == most:
             yield ascending[start], ascending[end - 1] + 1
             start = end
-
-
-def _fallocate(fd: int, mode: int, offset: int, num_bytes: int) -> bool:
-    """Have the filesystem forget a range; False if it cannot."""
-    return not _LIBC.fallocate(fd, mode, ctypes.c_int64(offset), ctypes.c_int64(num_bytes))

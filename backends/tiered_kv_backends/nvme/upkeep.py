@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -13,6 +12,7 @@ from tiered_kv.backend import RecordShape
 from tiered_kv.errors import BackendUnavailableError
 from tiered_kv.keys import salt_digest
 from tiered_kv.record import HEADER_BYTES, MAGIC, key_in, payload_bytes_in
+from tiered_kv.system import files
 from tiered_kv_backends.nvme.directory import folders_in, taken
 from tiered_kv_backends.nvme.ledger import Ledger, Order, Slots
 from tiered_kv_backends.nvme.own_files import open_file, open_folder
@@ -37,7 +37,7 @@ async def delete_tenant(settings: NVMeSettings | Mapping[str, Any] | str, salt: 
     """
     settings, failed = NVMeSettings.of(settings), []
     num_deleted = 0
-    is_there = [path.exists() for path in settings.paths]
+    is_there = [files().exists(path) for path in settings.paths]
     for path in settings.paths if any(is_there) else ():
         try:
             num_deleted += await asyncio.to_thread(_delete, path, salt_digest(salt), erase=settings.erase)
@@ -58,12 +58,12 @@ def _delete(path: Path, salt: bytes, *, erase: Erase) -> int:
 def _delete_in(root: int, folder: str, salt: bytes, *, erase: Erase) -> int:
     with contextlib.ExitStack() as opened:
         folder_fd = open_folder(root, folder)
-        opened.callback(os.close, folder_fd)
+        opened.callback(files().close, folder_fd)
         file = open_file(folder_fd, "slab")
-        num_bytes, fingerprint = os.fstat(file).st_size, bytes.fromhex(folder[:64])
+        num_bytes, fingerprint = files().fstat(file).st_size, bytes.fromhex(folder[:64])
         shape = _shape_in(file, num_bytes, fingerprint)
         if shape is None:
-            os.close(file)
+            files().close(file)
             return 0
         slab = Slab(file, shape, num_bytes // shape.stride_bytes)
         opened.callback(slab.close)
@@ -94,7 +94,7 @@ def _is_of(header: memoryview, salt: bytes) -> bool:
 def _shape_in(file: int, num_bytes: int, fingerprint: bytes) -> RecordShape | None:
     """Return how long the records of a slab are, by the first one there; None if there is none."""
     for start in range(0, num_bytes, _BYTES_AT_ONCE):
-        data = memoryview(os.pread(file, _BYTES_AT_ONCE, start))
+        data = memoryview(files().pread(file, _BYTES_AT_ONCE, start))
         for at in range(0, len(data) - HEADER_BYTES + 1, HEADER_BYTES):
             header = data[at : at + HEADER_BYTES]
             if header[: len(MAGIC)] != MAGIC or (key := key_in(header)) is None:
