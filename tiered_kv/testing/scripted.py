@@ -121,6 +121,10 @@ class ScriptedDevice(Device):
         stream.run_next(self.error or (self._failures.popleft() if self._failures else None))
         return True
 
+    def is_any_ready(self) -> bool:
+        """Say whether `step` would run one."""
+        return any(stream.is_ready() for stream in self._scripted)
+
     def run_all(self) -> int:
         """Step until nothing can go on; return how many copies ran."""
         steps = 0

@@ -1,0 +1,1 @@
+"""A deterministic simulation of caches in virtual time: see `tiered_kv.testing.simulation.run`."""

@@ -1,0 +1,565 @@
+"""Disks under the real calls about files: slow, full, failing, and without what was not synced after a loss of power.
+
+A `Disk` is what outlives processes: folders, files, what of them is on the medium for good, and a journal of names as
+ext4 keeps one. `SimulatedFiles` are the calls of the kernel, by any process, over all disks. Each call takes its time,
+others go on meanwhile, and a process that is killed leaves half of what it wrote.
+"""
+
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from tiered_kv.system import Files, FolderEntry
+from tiered_kv.testing.simulation.tape import Tape
+from tiered_kv.testing.simulation.threads import Process, Turns
+
+_SECTOR: Final = 512
+"""What a medium writes whole or not at all."""
+_BLOCK: Final = 4096
+_MOST_UNSYNCED: Final = 2048
+"""Writes of one file that the kernel keeps to itself; older ones have got to the medium."""
+_FIRST_FD: Final = 1 << 20
+
+
+@dataclass
+class DiskFaults:
+    """How often something goes wrong, for each call; and how slow the disk is.
+
+    Attributes:
+        error: The call raises EIO.
+        short: Of a read or write, only a part is moved.
+        stall: It takes seconds.
+        latency_s: What each call takes.
+        bytes_per_s: How fast bytes are moved.
+    """
+
+    error: float = 0.0
+    short: float = 0.0
+    stall: float = 0.0
+    latency_s: float = 1e-4
+    bytes_per_s: float = 1e9
+
+
+@dataclass(eq=False)
+class _Node:
+    """A file, or a folder where ``entries`` is not None.
+
+    Attributes:
+        data: What reads return.
+        durable: What is on the medium for good.
+        unsynced: What happened since: ``(offset, bytes)``, or ``(length, None)`` for another length.
+        num_names: How many folders have it.
+        allocated: Bytes that have a place on the disk.
+        locked_by: The open file that holds its flock.
+    """
+
+    number: int
+    entries: "dict[str, _Node] | None" = None
+    data: bytearray = field(default_factory=bytearray)
+    durable: bytearray = field(default_factory=bytearray)
+    unsynced: list[tuple[int, bytes | None]] = field(default_factory=list)
+    num_names: int = 1
+    allocated: int = 0
+    used_ns: int = 0
+    locked_by: "_Open | None" = None
+
+    def change(self, offset: int, data: bytes | None) -> None:
+        """Write, or have another length."""
+        _apply(self.data, offset, data)
+        self.unsynced.append((offset, data))
+        if len(self.unsynced) > _MOST_UNSYNCED:
+            _apply(self.durable, *self.unsynced.pop(0))
+
+    def sync(self) -> None:
+        """Have everything on the medium for good."""
+        for offset, data in self.unsynced:
+            _apply(self.durable, offset, data)
+        self.unsynced.clear()
+
+
+@dataclass(eq=False)
+class _Open:
+    """An open file."""
+
+    disk: "Disk"
+    node: _Node
+    process: Process
+
+
+class Disk:
+    """One filesystem, which outlives processes and losses of power.
+
+    Attributes:
+        path: Where it is mounted.
+        faults: What may go wrong.
+        capacity_bytes: What fits.
+        gone: An errno that every call raises while the disk is away; 0 while it is there.
+    """
+
+    def __init__(self, path: Path, capacity_bytes: int, tape: Tape, turns: Turns) -> None:
+        self.path = path
+        self.faults = DiskFaults()
+        self.capacity_bytes = capacity_bytes
+        self.gone = 0
+        self._tape = tape
+        self._turns = turns
+        self._num_nodes = 1
+        self.root = _Node(1, {})
+        self._names: list[tuple[_Node, str, _Node | None, _Node | None]] = []
+        """Of names that changed and may be lost: whose folder, which, what it was and is."""
+
+    @property
+    def used_bytes(self) -> int:
+        """What files have taken."""
+        return sum(node.allocated for node in self._all())
+
+    def new_node(self, *, is_folder: bool) -> _Node:
+        """Make a file or folder, which no folder has yet."""
+        self._num_nodes += 1
+        return _Node(self._num_nodes, {} if is_folder else None, used_ns=self._now_ns())
+
+    def name(self, folder: _Node, name: str, node: _Node | None) -> None:
+        """Have a name in a folder mean something else, or nothing."""
+        assert folder.entries is not None
+        before = folder.entries.get(name)
+        self._names.append((folder, name, before, node))
+        _set(folder, name, node)
+        for each, change in ((before, -1), (node, 1)):
+            if each is not None:
+                each.num_names += change
+        folder.used_ns = self._now_ns()
+
+    def sync(self, node: _Node) -> None:
+        """Have a file on the medium for good, and with it every name, as a journal does."""
+        node.sync()
+        self._names.clear()
+
+    def lose_power(self) -> None:
+        """Keep of what was not synced any part: names in their order, sectors of files in none."""
+        tape, num_kept = self._tape, self._tape.draw("faults", len(self._names) + 1)
+        for folder, name, before, _ in reversed(self._names[num_kept:]):
+            _set(folder, name, before)
+        self._names.clear()
+        for node in self._all():
+            for offset, data in node.unsynced:
+                if not tape.chance("faults", 0.5):
+                    continue
+                if data is not None and len(data) > _SECTOR and tape.chance("faults", 0.3):  # torn
+                    start = _SECTOR * tape.draw("faults", len(data) // _SECTOR)
+                    stop = start + _SECTOR * (1 + tape.draw("faults", len(data) // _SECTOR))
+                    offset, data = offset + start, data[start:stop]  # noqa: PLW2901 - the part that is kept
+                _apply(node.durable, offset, data)
+            node.unsynced.clear()
+            node.data = bytearray(node.durable)
+            node.allocated = min(node.allocated, _whole(len(node.data)))
+            node.locked_by = None
+
+    def rot(self) -> None:
+        """Change one bit somewhere."""
+        if files := [node for node in self._all() if len(node.data)]:
+            node = self._tape.pick("faults", files)
+            at = self._tape.draw("faults", len(node.data))
+            bit = bytes([node.data[at] ^ 1 << self._tape.draw("faults", 8)])
+            _apply(node.data, at, bit)
+            _apply(node.durable, at, bit)
+
+    def snapshot(self) -> Callable[[], None]:
+        """Return what makes the disk what it is now."""
+        saved = _copy(self.root)
+
+        def restore() -> None:
+            self.root = _copy(saved)
+            self._names.clear()
+
+        return restore
+
+    def spend(self, num_bytes: int = 0) -> None:
+        """Let a call take its time, and fail if it is to.
+
+        Raises:
+            OSError: EIO, or what says that the disk is away.
+        """
+        faults, turns = self.faults, self._turns
+        seconds = faults.latency_s + num_bytes / faults.bytes_per_s
+        if self._tape.fault(faults.stall):
+            seconds += self._tape.pick("faults", (0.3, 1.2, 4.0, 20.0))
+            turns.tell(f"{self.path} stalls for {seconds:.1f} s")
+        turns.sleep(seconds)
+        if self.gone:
+            raise OSError(self.gone, os.strerror(self.gone))
+        if self._tape.fault(faults.error):
+            turns.tell(f"{self.path} fails")
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def part(self, num_bytes: int) -> int:
+        """Say how much of a read or write is moved: all, or less."""
+        if num_bytes > 1 and self._tape.fault(self.faults.short):
+            unit = self._tape.pick("faults", (_BLOCK, _SECTOR, 1))
+            return min(num_bytes, unit * self._tape.draw("faults", max(1, num_bytes // unit)))
+        return num_bytes
+
+    def check_room(self, node: _Node, end: int) -> None:
+        """Give a file its place up to ``end``.
+
+        Raises:
+            OSError: ENOSPC.
+        """
+        wanted = _whole(end)
+        if wanted > node.allocated:
+            if self.used_bytes + wanted - node.allocated > self.capacity_bytes:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            node.allocated = wanted
+
+    def _now_ns(self) -> int:
+        return int(self._turns.now * 1e9)
+
+    def _all(self) -> list[_Node]:
+        found, todo = [], [self.root]
+        while todo:
+            node = todo.pop()
+            found.append(node)
+            todo += (node.entries or {}).values()
+        return found
+
+
+class SimulatedFiles(Files):
+    """The calls of the kernel, by whichever process's thread makes them."""
+
+    def __init__(self, turns: Turns, tape: Tape) -> None:
+        self._turns = turns
+        self._tape = tape
+        self._disks: list[Disk] = []
+        self._open: dict[int, _Open] = {}
+        self._next_fd = _FIRST_FD
+        self.pids: dict[int, Process] = {}
+        """Processes that can be watched by a descriptor."""
+        self._pidfds: dict[int, Process] = {}
+
+    def mount(self, disk: Disk) -> None:
+        """Have a disk at its path."""
+        self._disks.append(disk)
+
+    def close_all_of(self, process: Process) -> None:
+        """Close what a process that has ended had open, which lets go of its locks."""
+        for fd in [fd for fd, each in self._open.items() if each.process is process]:
+            self._close(fd)
+
+    def num_open(self, process: Process) -> int:
+        """Count what a process has open."""
+        return sum(each.process is process for each in self._open.values())
+
+    # Processes by descriptor.
+
+    def pidfd_open(self, pid: int) -> int:
+        """See `tiered_kv.system.System.pidfd_open`."""
+        process = self.pids.get(pid)
+        if process is None or process.is_dead:
+            raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
+        fd = self._number()
+        self._pidfds[fd] = process
+        return fd
+
+    def has_ended(self, pidfd: int) -> bool:
+        """See `tiered_kv.system.System.has_ended`."""
+        return pidfd in self._pidfds and self._pidfds[pidfd].is_dead
+
+    def dup(self, fd: int) -> int:
+        """See `os.dup`."""
+        new = self._number()
+        if fd in self._pidfds:
+            self._pidfds[new] = self._pidfds[fd]
+        else:
+            self._open[new] = self._of(fd)
+        return new
+
+    # Paths and folders.
+
+    def lines(self, path: Path) -> list[str]:
+        """Say nothing of the machine."""
+        return []
+
+    def geteuid(self) -> int:
+        """Return the number of the only user."""
+        return 0
+
+    def exists(self, path: Path) -> bool:
+        """Whether there is anything at a path."""
+        disk, parts = self._disk(path)
+        disk.spend()
+        return self._walk(disk.root, parts) is not None
+
+    def make_folders(self, path: Path, mode: int) -> None:
+        """See `Files.make_folders`."""
+        disk, parts = self._disk(path)
+        disk.spend()
+        node = disk.root
+        for part in parts:
+            if node.entries is None:
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+            if part not in node.entries:
+                disk.name(node, part, disk.new_node(is_folder=True))
+            node = node.entries[part]
+
+    def mkdir(self, name: str, mode: int, *, dir_fd: int) -> None:
+        """See `os.mkdir`."""
+        disk, folder = self._folder(dir_fd)
+        disk.spend()
+        if name in (folder.entries or {}):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name)
+        disk.name(folder, name, disk.new_node(is_folder=True))
+
+    def open(self, path: str | Path, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        """See `os.open`."""
+        if dir_fd is None:
+            disk, parts = self._disk(Path(path))
+            folder = disk.root
+        else:
+            disk, folder = self._folder(dir_fd)
+            parts = [] if str(path) == "." else [str(path)]
+        disk.spend()
+        node = self._walk(folder, parts)
+        if node is None:
+            parent = self._walk(folder, parts[:-1])
+            if not flags & os.O_CREAT or parent is None or parent.entries is None:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+            node = disk.new_node(is_folder=False)
+            node.num_names = 0
+            disk.name(parent, parts[-1], node)
+        if flags & os.O_TRUNC:
+            node.change(0, None)
+        fd = self._number()
+        self._open[fd] = _Open(disk, node, self._turns.current.process)
+        return fd
+
+    def close(self, fd: int) -> None:
+        """See `os.close`."""
+        if fd in self._pidfds:
+            del self._pidfds[fd]
+            return
+        self._of(fd)
+        self._close(fd)
+
+    def fstat(self, fd: int) -> os.stat_result:
+        """See `os.fstat`."""
+        each = self._of(fd)
+        each.disk.spend()
+        kind = stat.S_IFREG | 0o600 if each.node.entries is None else stat.S_IFDIR | 0o700
+        return os.stat_result((kind, each.node.number, 1, each.node.num_names, 0, 0, len(each.node.data), 0, 0, 0))
+
+    def entries(self, fd: int) -> list[FolderEntry]:
+        """See `Files.entries`."""
+        disk, folder = self._folder(fd)
+        disk.spend()
+        found = (folder.entries or {}).items()
+        return [FolderEntry(name, node.entries is not None, node.used_ns) for name, node in found]
+
+    def disk_usage(self, name: str, *, dir_fd: int) -> int:
+        """See `Files.disk_usage`."""
+        disk, folder = self._folder(dir_fd)
+        disk.spend()
+        node = (folder.entries or {}).get(name)
+        return 0 if node is None else sum(each.allocated for each in (node, *(node.entries or {}).values()))
+
+    def utime(self, fd: int) -> None:
+        """See `Files.utime`."""
+        each = self._of(fd)
+        each.disk.spend()
+        each.node.used_ns = int(self._turns.now * 1e9)
+
+    def unlink(self, name: str, *, dir_fd: int) -> None:
+        """See `os.unlink`."""
+        disk, folder = self._folder(dir_fd)
+        disk.spend()
+        if name not in (folder.entries or {}):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+        disk.name(folder, name, None)
+
+    def rename(self, name: str, other: str, *, dir_fd: int) -> None:
+        """See `Files.rename`."""
+        disk, folder = self._folder(dir_fd)
+        disk.spend()
+        node = (folder.entries or {}).get(name)
+        if node is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+        disk.name(folder, other, node)
+        disk.name(folder, name, None)
+
+    def remove_tree(self, name: str, *, dir_fd: int, ignore_errors: bool = False) -> None:
+        """See `Files.remove_tree`."""
+        disk, folder = self._folder(dir_fd)
+        try:
+            disk.spend()
+            node = (folder.entries or {}).get(name)
+            for each in list(node.entries or {}) if node is not None else ():
+                disk.spend()  # killed here, a part is left
+                disk.name(node, each, None)  # type: ignore[arg-type]  # not None, as was just seen
+            disk.name(folder, name, None)
+        except OSError:
+            if not ignore_errors:
+                raise
+
+    def flock(self, fd: int, operation: int) -> None:
+        """See `fcntl.flock`; only without waiting."""
+        each = self._of(fd)
+        each.disk.spend()
+        if each.node.locked_by not in (None, each):
+            raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK))
+        each.node.locked_by = each if operation & fcntl.LOCK_EX else None
+
+    def free_bytes(self, fd: int) -> int:
+        """See `Files.free_bytes`."""
+        disk = self._of(fd).disk
+        disk.spend()
+        return disk.capacity_bytes - disk.used_bytes
+
+    # Files.
+
+    def ftruncate(self, fd: int, length: int) -> None:
+        """See `os.ftruncate`."""
+        each = self._of(fd)
+        each.disk.spend()
+        if length != len(each.node.data):
+            each.node.change(length, None)
+            each.node.allocated = min(each.node.allocated, _whole(length))
+
+    def posix_fallocate(self, fd: int, offset: int, length: int) -> None:
+        """See `os.posix_fallocate`."""
+        each = self._of(fd)
+        each.disk.spend()
+        each.disk.check_room(each.node, offset + length)
+        if offset + length > len(each.node.data):
+            each.node.change(offset + length, None)
+
+    def fallocate(self, fd: int, mode: int, offset: int, length: int) -> bool:
+        """See `Files.fallocate`: the range reads as zeros, and keeps its place."""
+        each = self._of(fd)
+        try:
+            each.disk.spend()
+        except OSError:
+            return False
+        end = min(offset + length, len(each.node.data))
+        if end > offset:
+            each.node.change(offset, bytes(end - offset))
+        return True
+
+    def forget_cached(self, fd: int) -> None:
+        """Nothing lies about the medium here but the medium itself."""
+
+    def fsync(self, fd: int) -> None:
+        """See `os.fsync`."""
+        each = self._of(fd)
+        each.disk.spend()
+        each.disk.sync(each.node)
+
+    def pread(self, fd: int, length: int, offset: int) -> bytes:
+        """See `os.pread`."""
+        buffer = bytearray(length)
+        return bytes(buffer[: self.preadv(fd, [memoryview(buffer)], offset)])
+
+    def pwrite(self, fd: int, data: bytes | memoryview, offset: int) -> int:
+        """See `os.pwrite`."""
+        return self.pwritev(fd, [memoryview(data)], offset)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """See `os.preadv`. The buffers are filled one after another, and others may run between them."""
+        each, wanted = self._of(fd), sum(map(len, buffers))
+        each.disk.spend(wanted)
+        left = each.disk.part(max(0, min(wanted, len(each.node.data) - offset)))
+        moved = 0
+        for buffer in buffers:
+            n = min(len(buffer), left)
+            if not n:
+                break
+            buffer[:n] = each.node.data[offset : offset + n]
+            offset, left, moved = offset + n, left - n, moved + n
+            self._turns.pause(0.1)
+        return moved
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """See `os.pwritev`. Who is killed meanwhile leaves a part."""
+        each, wanted = self._of(fd), sum(map(len, buffers))
+        each.disk.spend(wanted)
+        left = each.disk.part(wanted)
+        moved = 0
+        for buffer in buffers:
+            n = min(len(buffer), left)
+            if not n:
+                break
+            each.disk.check_room(each.node, offset + n)
+            each.node.change(offset, bytes(buffer[:n]))
+            offset, left, moved = offset + n, left - n, moved + n
+            self._turns.pause(0.1)
+        return moved
+
+    def _number(self) -> int:
+        self._next_fd += 1
+        return self._next_fd
+
+    def _of(self, fd: int) -> _Open:
+        each = self._open.get(fd)
+        if each is None:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        return each
+
+    def _close(self, fd: int) -> None:
+        each = self._open.pop(fd)
+        if each.node.locked_by is each and each not in self._open.values():
+            each.node.locked_by = None
+
+    def _folder(self, fd: int) -> tuple[Disk, _Node]:
+        each = self._of(fd)
+        if each.node.entries is None:
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        return each.disk, each.node
+
+    def _disk(self, path: Path) -> tuple[Disk, list[str]]:
+        for disk in self._disks:
+            if path.is_relative_to(disk.path):
+                return disk, list(path.relative_to(disk.path).parts)
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+
+    @staticmethod
+    def _walk(node: _Node, parts: Sequence[str]) -> _Node | None:
+        for part in parts:
+            found = (node.entries or {}).get(part)
+            if found is None:
+                return None
+            node = found
+        return node
+
+
+def _apply(data: bytearray, offset: int, change: bytes | None) -> None:
+    if change is None:
+        if offset < len(data):
+            del data[offset:]
+        else:
+            data.extend(bytes(offset - len(data)))
+        return
+    if offset > len(data):
+        data.extend(bytes(offset - len(data)))
+    data[offset : offset + len(change)] = change
+
+
+def _set(folder: _Node, name: str, node: _Node | None) -> None:
+    assert folder.entries is not None
+    if node is None:
+        folder.entries.pop(name, None)
+    else:
+        folder.entries[name] = node
+
+
+def _whole(num_bytes: int) -> int:
+    return -(-num_bytes // _BLOCK) * _BLOCK
+
+
+def _copy(node: _Node) -> _Node:
+    entries = None if node.entries is None else {name: _copy(each) for name, each in node.entries.items()}
+    return _Node(
+        node.number, entries, bytearray(node.data), bytearray(node.data), [], node.num_names, node.allocated,
+        node.used_ns,
+    )  # fmt: skip

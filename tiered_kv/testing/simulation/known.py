@@ -1,0 +1,185 @@
+"""The model: which blocks could be served. A cache may forget any of them at any time, and may know nothing else."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiered_kv.keys import BlockKeys
+
+Name = tuple[str, int, bytes]
+"""Of a block: its version (weights and tenant), KV group and hash."""
+
+
+class WrongAnswer(AssertionError):  # noqa: N818 - what a run finds is a finding
+    """The code under test has broken a promise.
+
+    Attributes:
+        what: Which promise, in one word: failures of one kind are counted together.
+    """
+
+    def __init__(self, what: str, words: str) -> None:
+        super().__init__(f"{what}: {words}")
+        self.what = what
+
+
+@dataclass(slots=True)
+class _Block:
+    """What was done with a block.
+
+    Attributes:
+        num_storing: Stores of it that are under way.
+        stored_at: When the last one ended; -inf: none ever began.
+        gone_at: When it had gone for good, if nothing stored it since.
+        gone_why: By which call.
+        is_gone_weakly: A restart may bring it back: the medium could not be told.
+        kept: It was promised to survive the end of the process.
+        used: When it was last asked for.
+        num_uses: Stores and loads that had it.
+    """
+
+    num_storing: int = 0
+    stored_at: float = -math.inf
+    gone_at: float = math.inf
+    gone_why: str = ""
+    is_gone_weakly: bool = False
+    kept: str = ""
+    used: float = -math.inf
+    num_uses: int = 0
+
+    @property
+    def is_gone(self) -> bool:
+        return self.gone_at < math.inf
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What was known when a load or lookup began.
+
+    Attributes:
+        names: Of its blocks.
+        gone: Why it must not find each; empty where it may.
+        at: When it began.
+    """
+
+    names: list[Name]
+    gone: list[str]
+    at: float
+    kept: list[str] = field(default_factory=list)
+
+
+def names_of(keys: BlockKeys, weights: str) -> list[Name]:
+    """Name blocks as computed by these weights."""
+    version = f"{weights} {keys.salt_id.hex()}"
+    return [(version, keys.group, digest) for digest in keys]
+
+
+class Known:
+    """What could be there, in all processes of one cache's media."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[Name, _Block] = {}
+
+    def _of(self, name: Name) -> _Block:
+        return self._blocks.setdefault(name, _Block())
+
+    def store_begins(self, names: Sequence[Name], now: float) -> None:
+        """Blocks are being stored: from now on they may be served."""
+        for block in map(self._of, names):
+            block.num_storing += 1
+            block.gone_at, block.gone_why, block.is_gone_weakly = math.inf, "", False
+            block.used = now
+            block.stored_at = max(block.stored_at, now)
+
+    def store_ends(self, names: Sequence[Name], now: float) -> None:
+        """Their store has returned, or was cancelled."""
+        for block in map(self._of, names):
+            block.num_storing -= 1
+            block.stored_at = block.used = now
+            block.num_uses += 1
+
+    def used(self, names: Iterable[Name], now: float) -> None:
+        """Blocks were asked for, so that their time to live may have begun anew."""
+        for name in names:
+            self._of(name).used = now
+
+    def loaded(self, names: Iterable[Name]) -> None:
+        """Blocks were loaded: a use."""
+        for name in names:
+            self._of(name).num_uses += 1
+
+    def removed(self, names: Iterable[Name], since: float, now: float, why: str, *, weakly: bool) -> None:
+        """A call that takes blocks away, begun at ``since``, has returned."""
+        for block in map(self._of, names):
+            block.kept = ""
+            if not block.num_storing and block.stored_at < since:
+                block.gone_at, block.gone_why, block.is_gone_weakly = now, why, weakly
+
+    def all_names(self) -> list[Name]:
+        """Name all blocks that were ever stored."""
+        return list(self._blocks)
+
+    def forget_kept(self, names: Iterable[Name] | None = None) -> None:
+        """Nothing was promised of these blocks, or of any."""
+        for name in self._blocks if names is None else names:
+            self._of(name).kept = ""
+
+    def keep(self, names: Iterable[Name], before: float, why: str) -> None:
+        """What of these blocks was stored by then is promised to survive the end of the process."""
+        for block in map(self._of, names):
+            if block.stored_at <= before and not block.num_storing and not block.is_gone:
+                block.kept = why
+
+    def restarted(self, *, lost_power: bool) -> None:
+        """A process has ended suddenly."""
+        for block in self._blocks.values():
+            if block.num_storing:
+                block.num_storing = 0
+            if block.is_gone and (block.is_gone_weakly or lost_power):
+                block.gone_at = math.inf
+            if lost_power and block.kept != "synced":
+                block.kept = ""
+
+    def expire(self, idle_s: float, now: float, *, weakly: bool) -> None:
+        """What nobody asked for in so long is too old to be served."""
+        for block in self._blocks.values():
+            if not block.num_storing and block.used < now - idle_s and not block.is_gone:
+                block.kept = ""
+                block.gone_at, block.gone_why, block.is_gone_weakly = now, "expired", weakly
+
+    def told(self) -> None:
+        """The media have been told of all that has gone: no restart brings it back."""
+        for block in self._blocks.values():
+            block.is_gone_weakly = False
+
+    def ask(self, names: Sequence[Name], now: float) -> Asked:
+        """Note what must not be found from now on."""
+        gone, kept = [], []
+        for name in names:
+            block = self._blocks.get(name)
+            kept.append("" if block is None else block.kept)
+            if block is None or block.stored_at == -math.inf:
+                gone.append("was never stored")
+            elif block.is_gone:
+                gone.append(f"{block.gone_why} at {block.gone_at:.3f}")
+            else:
+                gone.append("")
+        return Asked(list(names), gone, now, kept)
+
+    def check(self, asked: Asked, found: NDArray[np.bool_], what: str) -> None:
+        """Raise if something was found that had gone before the call, and was not stored again since."""
+        for i in np.flatnonzero(found).tolist():
+            block = self._blocks.get(asked.names[i])
+            is_still = block is None or block.is_gone or block.stored_at == -math.inf
+            if asked.gone[i] and is_still:
+                raise WrongAnswer("came back", f"{what} found block {i}, which {asked.gone[i]}")
+
+    def kept_of(self, names: Sequence[Name]) -> list[str]:
+        """Say of each block what was promised of it, if anything."""
+        return [self._of(name).kept for name in names]
+
+    def uses_of(self, names: Sequence[Name]) -> list[int]:
+        """Count the uses of each block."""
+        return [self._of(name).num_uses for name in names]

@@ -1,0 +1,183 @@
+"""A store that several processes share, as a `Backend` sees one: slow, full, hanging, failing, lying."""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ByteSize, Field
+
+from tiered_kv.backend import Backend, BackendContext, Block, Outcome, check_lengths
+from tiered_kv.errors import BackendUnavailableError
+from tiered_kv.keys import BlockKey
+from tiered_kv.specs import LoadStoreSpec
+from tiered_kv.testing.simulation.tape import Tape
+from tiered_kv.testing.simulation.threads import Turns
+from tiered_kv.tier_settings import TierSettings
+
+
+@dataclass
+class StoreFaults:
+    """How often something goes wrong, for each call; and how slow the store is.
+
+    Attributes:
+        error: The call raises: an error of ours, or whatever a client library may raise.
+        false: It answers something else than the truth.
+        stall: It takes seconds.
+        broken_methods: Methods that always raise.
+        lookup_s: What a question takes.
+        latency_s: What every other call takes.
+        most_calls: How many are served at once; others wait.
+    """
+
+    error: float = 0.0
+    false: float = 0.0
+    stall: float = 0.0
+    broken_methods: tuple[str, ...] = ()
+    lookup_s: float = 1e-3
+    latency_s: float = 2e-3
+    most_calls: int = 64
+
+
+class Store:
+    """What outlives the processes that use it.
+
+    Attributes:
+        records: By path, the least recently used first.
+        num_bytes: Of all of them.
+        bytes_written: Ever.
+    """
+
+    def __init__(self, capacity_bytes: int, tape: Tape, turns: Turns) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.faults = StoreFaults()
+        self.records: OrderedDict[str, bytes] = OrderedDict()
+        self.num_bytes = 0
+        self.bytes_written = 0
+        self.tape = tape
+        self.turns = turns
+        self.num_calls = 0
+
+    def put(self, path: str, record: bytes) -> None:
+        """Keep one; those used least go where there is no room."""
+        self.bytes_written += len(record)
+        self.num_bytes += len(record) - len(self.records.pop(path, b""))
+        self.records[path] = record
+        while self.num_bytes > self.capacity_bytes:
+            self.num_bytes -= len(self.records.popitem(last=False)[1])
+
+    def drop(self, path: str) -> None:
+        """Forget one."""
+        self.num_bytes -= len(self.records.pop(path, b""))
+
+    def rot(self) -> None:
+        """Change one bit somewhere."""
+        if self.records:
+            path = self.tape.pick("faults", list(self.records))
+            record = bytearray(self.records[path])
+            record[self.tape.draw("faults", len(record))] ^= 1 << self.tape.draw("faults", 8)
+            self.records[path] = bytes(record)
+
+
+class _Strange(BaseException):
+    """What a client library may raise that is no Exception."""
+
+
+class StoreClient(Backend):
+    """One process's client of a `Store`."""
+
+    class Settings(TierSettings):
+        """Nothing but what every medium has."""
+
+        medium: str = "simulated"
+        capacity: ByteSize = Field(default=ByteSize(1 << 30), gt=0)
+
+    def __init__(self, store: Store, **fields: Any) -> None:  # noqa: ANN401 - of the settings
+        self.settings = self.Settings.model_validate(fields)
+        self._store = store
+
+    async def open(self, context: BackendContext) -> None:
+        """Connect."""
+        await self._reach("open", 1e-3)
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> list[Outcome]:
+        """See `Backend.lookup`."""
+        records = self._store.records
+        await self._reach("lookup", self._store.faults.lookup_s)
+        return self._said([Outcome.HIT if key.path in records else Outcome.MISS for key in keys])
+
+    async def locate(self, keys: Sequence[BlockKey]) -> LoadStoreSpec | None:
+        """See `Backend.locate`."""
+        await self._reach("locate", self._store.faults.lookup_s)
+        return None
+
+    async def read(self, keys: Sequence[BlockKey], into: Sequence[Block]) -> list[Outcome]:
+        """See `Backend.read`."""
+        check_lengths(keys, into)
+        await self._reach("read", self._store.faults.latency_s)
+        outcomes = []
+        for key, block in zip(keys, into, strict=True):
+            record = self._store.records.get(key.path)
+            if record is None:
+                outcomes.append(Outcome.MISS)
+                continue
+            self._store.records.move_to_end(key.path)
+            if self._store.tape.fault(self._store.faults.false):  # half of it came
+                block.payload[: len(block.payload) // 2] = record[-len(block.payload) :][: len(block.payload) // 2]
+                outcomes.append(Outcome.HIT)
+                continue
+            outcomes.append(Outcome.HIT if block.fill(record) else Outcome.CORRUPT)
+            await asyncio.sleep(0)  # others go on, and the blocks are still lent
+        return self._said(outcomes)
+
+    async def write(self, keys: Sequence[BlockKey], blocks: Sequence[Block]) -> list[Outcome]:
+        """See `Backend.write`. Who fails half-way has written half."""
+        check_lengths(keys, blocks)
+        is_first = self._store.tape.chance("faults", 0.5)  # answers are lost on their way, too
+        for key, block in zip(keys, blocks, strict=True) if is_first else ():
+            self._store.put(key.path, bytes(block))
+        await self._reach("write", self._store.faults.latency_s)
+        for key, block in zip(keys, blocks, strict=True) if not is_first else ():
+            self._store.put(key.path, bytes(block))
+        return self._said([Outcome.STORED] * len(blocks))
+
+    async def delete(self, keys: Sequence[BlockKey]) -> None:
+        """See `Backend.delete`."""
+        await self._reach("delete", self._store.faults.latency_s)
+        for key in keys:
+            self._store.drop(key.path)
+
+    def describe(self) -> dict[str, object]:
+        """See `SlotBackend.describe`."""
+        if "describe" in self._store.faults.broken_methods:
+            raise KeyError("describe")
+        return {}
+
+    async def _reach(self, doing: str, seconds: float) -> None:
+        store, faults, tape = self._store, self._store.faults, self._store.tape
+        if doing in faults.broken_methods:
+            store.tape.num_faults += 1
+            raise KeyError(doing)
+        while store.num_calls >= faults.most_calls:  # noqa: ASYNC110 - a server tells nobody that it is free
+            await asyncio.sleep(0.01)
+        store.num_calls += 1
+        try:
+            if tape.fault(faults.stall):
+                seconds += tape.pick("faults", (0.4, 1.5, 6.0, 30.0))
+                store.turns.tell(f"the store stalls {doing} for {seconds:.1f} s")
+            await asyncio.sleep(seconds)
+        finally:
+            store.num_calls -= 1
+        if tape.fault(faults.error):
+            store.turns.tell(f"the store fails {doing}")
+            raise tape.pick(
+                "faults",
+                (BackendUnavailableError("down"), KeyError("a bug"), _Strange("a panic"), asyncio.CancelledError()),
+            )
+
+    def _said(self, outcomes: list[Outcome]) -> list[Outcome]:
+        tape = self._store.tape
+        if outcomes and tape.fault(self._store.faults.false):
+            return tape.pick("faults", ([], outcomes[:-1], [Outcome.FAILED] * len(outcomes), [*outcomes, Outcome.HIT]))
+        return outcomes

@@ -1,0 +1,134 @@
+"""Engines whose workers are other processes: they plan, lose plans, cancel them, and their workers die."""
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tiered_kv.errors import ClosedError, ConfigurationError
+from tiered_kv.plan import Outcomes, Plan
+from tiered_kv.specs import GPULoadStoreSpec
+from tiered_kv.system import Queue, system
+from tiered_kv.testing.simulation.engine import LAYOUT, span
+from tiered_kv.testing.simulation.known import WrongAnswer, names_of
+from tiered_kv.testing.simulation.threads import Process
+from tiered_kv.testing.simulation.world import LONGEST_S
+from tiered_kv.worker import Worker
+
+if TYPE_CHECKING:
+    from tiered_kv.testing.simulation.workload import Requests
+
+
+class Planning:
+    """The planner of one process's cache, and a worker process that carries out what is planned."""
+
+    def __init__(self, requests: "Requests") -> None:
+        self._requests = requests
+        self._planner = requests.kv.planner()
+        self._worker: Process | None = None
+        self._plans: Queue[Plan | None] = system().queue()
+        self._answers: Queue[Outcomes | None] = system().queue()
+        self._num_workers = 0
+        requests.world.start_thread(requests.process, self._take_answers, f"{requests.process.name}: answers")
+
+    async def one(self, numbers: tuple[int, int, int, int]) -> None:
+        """Plan one load or store."""
+        requests = self._requests
+        if self._worker is None or self._worker.is_dead:
+            self._start_worker()
+        region = requests.memory.take()
+        if region is None:
+            return
+        try:
+            await self._job(region, numbers)
+        except (ConfigurationError, ClosedError) as error:
+            is_known = isinstance(error, ClosedError) or "worker" in str(error)
+            if not requests.ending and not (is_known and (self._worker is None or self._worker.is_dead)):
+                raise
+        finally:
+            requests.memory.give(region)
+
+    async def _job(self, region: int, numbers: tuple[int, int, int, int]) -> None:  # noqa: C901 - one life of a job
+        requests, known = self._requests, self._requests.world.known
+        keys, weights, is_load = span(numbers), requests.weights, numbers[3] % 2 == 0
+        names = names_of(keys, weights)
+        asked = known.ask(names, requests.now)
+        how = numbers[2] % 8
+        into = requests.memory.at(keys, region)
+        assert isinstance(into, GPULoadStoreSpec)
+        known.used(names, requests.now)
+        if is_load:
+            job = self._planner.plan_load(keys, into, gaps=numbers[1] % 5 == 0)
+        else:
+            requests.memory.fill(keys, weights, region)
+            known.store_begins(names, requests.now)
+            job = self._planner.plan_store(keys, into)
+        is_sure = how > 3
+        requests.count_asked("load" if is_load else "store", len(keys), is_sure=is_sure)
+        try:
+            is_cancelled = False
+            if how in (0, 1):  # cancelled before anybody has looked, at once or in a while
+                for _ in range(numbers[1] % 12):
+                    await asyncio.sleep(0)
+                job.cancel()
+                is_cancelled = True
+            plan = await requests.within(LONGEST_S, "planned()", job.planned())
+            if is_cancelled and any(len(move.host) for move in plan.moves):
+                raise WrongAnswer("cancelled plan", "a plan with slots was given out after it was cancelled")
+            if how == 2:
+                job.cancel(undelivered=True)
+            elif how == 3 and self._worker is not None:
+                self._plans.put(plan)
+                await asyncio.sleep(0)
+                requests.world.tell("the worker is killed")
+                requests.world.turns.kill(self._worker)
+            elif plan.moves:
+                self._plans.put(plan)
+            result = await requests.within(LONGEST_S, "the end of a job", job.ended())
+        finally:
+            if not is_load:
+                known.store_ends(names, requests.now)
+                requests.has_partial(names)
+        if is_load:
+            right = requests.memory.are_right(keys, weights, region)
+            mask = result.mask if len(result.mask) else np.zeros(len(keys), np.bool_)
+            if (wrong := np.flatnonzero(mask & ~right)).size:
+                raise WrongAnswer("wrong bytes", f"blocks {wrong.tolist()} of a planned load")
+            known.check(asked, mask, "a planned load")
+            known.used(names, requests.now)
+            known.loaded(name for name, is_there in zip(names, mask, strict=True) if is_there)
+
+    async def end(self) -> None:
+        """End the worker."""
+        if self._worker is not None and not self._worker.is_dead:
+            self._plans.put(None)
+        self._answers.put(None)
+
+    def _start_worker(self) -> None:
+        requests, world = self._requests, self._requests.world
+        self._num_workers += 1
+        plans: Queue[Plan | None] = system().queue()
+        self._plans = plans
+        process = world.new_process(f"worker {self._num_workers}")
+        self._worker = process
+        slabs, memory, answers = self._planner.slabs(), requests.memory, self._answers
+
+        def work() -> None:
+            device = world.device(process)
+            worker = Worker(slabs, layout=LAYOUT, device=device)
+            world.bury(worker, device)
+            for group, caches in enumerate(memory.caches):
+                worker.register_kv_caches(caches, group=group)
+            while (plan := plans.get()) is not None:
+                started: list[Any] = []
+                worker.start(plan).add_done_callback(lambda future, got=started: got.append(future.result()))  # type: ignore[misc]
+                world.turns.wait(lambda got=started: bool(got), what="a worker's copies")  # type: ignore[misc]
+                answers.put(started[0])
+            process.has_ended = True
+
+        world.start_thread(process, work, process.name)
+        self._planner.register_worker(pid=process.pid)
+
+    def _take_answers(self) -> None:
+        while (outcomes := self._answers.get()) is not None:
+            self._planner.complete(outcomes)

@@ -1,0 +1,187 @@
+"""Runs of a simulation: one seed, many of them, and the plainest tape of a failure.
+
+report = simulate(7, num_steps=200)      # the whole of seed 7
+report.failures, report.timeline
+shrink(report)                           # "first come, first served, but at choice 36"
+"""
+
+import asyncio
+import time
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from tiered_kv.testing.simulation.engine import Memory
+from tiered_kv.testing.simulation.known import WrongAnswer
+from tiered_kv.testing.simulation.tape import Numbers, Tape, Track
+from tiered_kv.testing.simulation.threads import Process, Stuck
+from tiered_kv.testing.simulation.workload import End, Requests
+from tiered_kv.testing.simulation.world import Shape, World
+
+_MOST_LIVES: Final = 6
+STEPS_A_SEED: Final = 120
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of one run.
+
+    Attributes:
+        seed: Where its numbers came from.
+        num_steps: Calls of engines and changes of the world.
+        num_faults: How often something was made to go wrong.
+        failure: What was found first, in words; empty if nothing was.
+        kind: The same in one word.
+        digest: Of the whole timeline: two runs of one tape have the same.
+        tape: All numbers.
+        timeline: What happened, where it was asked for.
+        seconds: Of real time.
+    """
+
+    seed: int
+    num_steps: int
+    num_faults: int
+    failure: str
+    kind: str
+    digest: str
+    tape: Numbers
+    timeline: tuple[str, ...] = ()
+    seconds: float = field(default=0.0, compare=False)
+
+
+def simulate(
+    seed: int, num_steps: int = STEPS_A_SEED, *, tape: Numbers | None = None, keeps_timeline: bool = False
+) -> Report:
+    """Run one seed, or the numbers of a run before."""
+    started = time.perf_counter()
+    numbers = Tape(seed, tape)
+    world = World(numbers, num_steps, keeps_timeline=keeps_timeline)
+    with world.begun():
+        try:
+            _direct(world)
+        except Stuck as error:
+            world.fail(error)
+    failure = world.failures[0] if world.failures else None
+    return Report(
+        seed,
+        world.num_steps,
+        numbers.num_faults,
+        "" if failure is None else f"{type(failure).__name__}: {failure}",
+        "" if failure is None else getattr(failure, "what", type(failure).__name__),
+        f"{world.num_lines}-{world.hash:08x}",
+        numbers.drawn,
+        tuple(world.timeline),
+        time.perf_counter() - started,
+    )
+
+
+def _direct(world: World) -> None:  # noqa: C901 - one life after another
+    """Begin a process, end it or have it killed, and begin another on what it has left behind."""
+    shape, turns, tape = world.shape, world.turns, world.tape
+    weights = "w0"
+    for life in range(_MOST_LIVES):
+        if life:
+            shape = _changed(world, shape)
+        ends: list[End] = []
+        memory, name = Memory(), f"engine {life + 1}"
+        requests: list[Requests] = []
+
+        async def main(
+            process: Process,
+            shape: Shape = shape,
+            memory: Memory = memory,
+            ends: list[End] = ends,
+            requests: list[Requests] = requests,
+            weights: str = weights,
+        ) -> None:
+            device = world.device(process)
+            requests.append(Requests(world, process, shape, memory, device, weights))
+            world.bury(device, asyncio.current_task())
+            ends.append(await requests[0].serve(tape.pick("plan", (3, 1, 2, 5))))
+
+        world.die_at = None
+        world.tell(f"{name} begins: {shape}")
+        process = world.start_process(name, main)
+        while not turns.wait(
+            lambda process=process: process.has_ended or _is_to_die(world) or bool(world.failures),  # type: ignore[misc]
+            600.0,
+            "the engine",
+        ):
+            if world.is_over:
+                world.fail(WrongAnswer("never ends", f"{name} does not end"))
+        if world.failures:
+            return
+        lost_power = world.trouble.lost_power and not process.has_ended
+        if process.has_ended:
+            turns.kill(process)
+        else:
+            world.tell(f"{name} is killed" + (", and power is lost" if lost_power else ""))
+            turns.kill(process)
+            if lost_power:
+                for disk in world.disks:
+                    disk.lose_power()
+            world.store.num_calls = world.other.num_calls = 0
+            world.known.restarted(lost_power=lost_power)
+        world.trouble.lost_power = False
+        for worker in list(world.files.pids.values()):
+            turns.kill(worker)
+        if requests:
+            weights = requests[0].weights
+        if world.is_over:
+            return
+
+
+def _is_to_die(world: World) -> bool:
+    return world.die_at is not None and world.turns.num_turns >= world.die_at
+
+
+def _changed(world: World, shape: Shape) -> Shape:
+    """Return the settings of the next life: mostly the same."""
+    tape = world.tape
+    world.end_trouble()
+    if tape.chance("plan", 0.3):
+        world.known.forget_kept()
+        return replace(
+            shape,
+            cpu_slots=tape.pick("plan", (12, 6, 40)),
+            writes_back=bool(tape.draw("plan", 2)),
+            disk_slots=tape.pick("plan", (shape.disk_slots, 160, 24)),
+            policy=tape.pick("plan", ("lru", "lhd")),
+        )
+    return shape
+
+
+def shrink(report: Report, num_steps: int = STEPS_A_SEED, most_runs: int = 200) -> Report:
+    """Return the plainest run that fails in the same way: as many numbers as can be are 0."""
+    best, num_runs = report, 0
+
+    def still_fails(tape: dict[Track, list[int]]) -> bool:
+        nonlocal best, num_runs
+        num_runs += 1
+        tried = simulate(report.seed, num_steps, tape=tape)
+        if tried.kind != report.kind:
+            return False
+        best = tried
+        return True
+
+    for track in ("turns", "faults", "plan"):
+        size = max(1, len(best.tape[track]))
+        while size and num_runs < most_runs:
+            at = 0
+            while at < len(best.tape[track]) and num_runs < most_runs:
+                part = best.tape[track][at : at + size]
+                if any(part):
+                    tape = {each: list(numbers) for each, numbers in best.tape.items()}
+                    tape[track][at : at + size] = [0] * len(part)
+                    still_fails(tape)
+                at += size
+            size //= 2
+    return best
+
+
+def in_words(tape: Numbers) -> str:
+    """Say what a tape does otherwise than first come, first served."""
+    others = [i for i, number in enumerate(tape["turns"]) if number]
+    if not others:
+        return "first come, first served"
+    said = ", ".join(map(str, others[:12])) + (", ..." if len(others) > 12 else "")
+    return f"first come, first served, but at {'choice' if len(others) == 1 else 'choices'} {said}"

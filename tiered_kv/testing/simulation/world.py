@@ -1,0 +1,447 @@
+"""The world of a simulation: disks and stores, processes that open caches on them, and what befalls both."""
+
+import gc
+import logging
+import random
+import sys
+import zlib
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+from tiered_kv.cache import TieredKV
+from tiered_kv.events import Event
+from tiered_kv.keys import ModelIdentity
+from tiered_kv.results import CacheStatistics
+from tiered_kv.settings import CacheLimits
+from tiered_kv.system import running_in
+from tiered_kv.testing.scripted import ScriptedDevice
+from tiered_kv.testing.simulation.disk import Disk, DiskFaults, SimulatedFiles
+from tiered_kv.testing.simulation.engine import LAYOUT, STRIDE
+from tiered_kv.testing.simulation.known import Known, WrongAnswer
+from tiered_kv.testing.simulation.media import Store, StoreClient, StoreFaults
+from tiered_kv.testing.simulation.system import SimulatedLoop, SimulatedSystem
+from tiered_kv.testing.simulation.tape import Tape
+from tiered_kv.testing.simulation.threads import Process, ProcessEnded, SimulatedThread, Turns
+
+TIMEOUT_S: Final = 1.0
+"""Of a storage tier."""
+LONGEST_S: Final = 90.0
+"""What any call may take that waits for others, on media that are slow and not at fault."""
+LIMITS: Final = CacheLimits(
+    window=2 * STRIDE,
+    bounce=16 * STRIDE,
+    load_timeout_s=3.0,
+    store_timeout_s=2.0,
+    open_timeout_s=20.0,
+    close_timeout_s=3.0,
+    clean_after_s=2.0,
+)
+_DISK_SLOT: Final = 16_500
+"""Bytes of an NVMe tier's capacity for a slot of both groups."""
+_NUM_ALL: Final = 160
+"""More slots than there are blocks."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Which tiers a cache has, and how they are used."""
+
+    chain: tuple[str, ...] = ("cpu", "nvme")
+    cpu_slots: int = 12
+    disk_slots: int = _NUM_ALL
+    writes_back: bool = False
+    admit_after: int = 1
+    ttl_s: float | None = None
+    low_water: float = 0.5
+    cipher: str = ""
+    codec: str = "none"
+    policy: str = "lru"
+    promote: bool = True
+    store_bytes: int = 1 << 30
+    is_paced: bool = False
+    """Whether reads of the store are held to a few blocks a second."""
+    num_disks: int = 1
+
+    @property
+    def is_roomy(self) -> bool:
+        """Whether the disk has room for every block there is, so that none has to go for want of it."""
+        return "nvme" in self.chain and self.disk_slots >= _NUM_ALL
+
+    @property
+    def is_owned(self) -> bool:
+        """Whether all tiers are this cache's alone."""
+        return not {"store", "other"} & set(self.chain)
+
+    def has(self, medium: str) -> bool:
+        """Whether there is such a tier."""
+        return medium in self.chain
+
+
+def drawn_shape(tape: Tape) -> Shape:
+    """Draw which tiers there are."""
+    chain = tape.pick(
+        "plan",
+        (
+            ("cpu", "nvme"),
+            ("cpu", "nvme", "store"),
+            ("nvme",),
+            ("cpu", "store"),
+            ("gpu", "cpu", "nvme"),
+            ("nvme", "store"),
+            ("store",),
+            ("store", "other"),
+        ),
+    )
+    return Shape(
+        chain,
+        cpu_slots=tape.pick("plan", (12, 6, 40, _NUM_ALL)),
+        disk_slots=tape.pick("plan", (_NUM_ALL, _NUM_ALL, 24, 10)),
+        writes_back=bool(tape.draw("plan", 2)),
+        admit_after=tape.pick("plan", (1, 1, 2)),
+        ttl_s=tape.pick("plan", (None, None, None, 4.0)),
+        low_water=tape.pick("plan", (0.5, 0.0, 1.0)),
+        cipher=tape.pick("plan", ("", "", "", "aes-256-gcm", "aes-256-gmac")),
+        codec=tape.pick("plan", ("none", "none", "none", "exponent")),
+        policy=tape.pick("plan", ("lru", "lhd", "lru", "mq", "arc")),
+        promote=not tape.chance("plan", 0.2),
+        store_bytes=tape.pick("plan", (1 << 30, 1 << 30, 300_000)),
+        is_paced=tape.chance("plan", 0.2),
+        num_disks=tape.pick("plan", (1, 1, 1, 2)),
+    )
+
+
+@dataclass(eq=False)
+class Trouble:
+    """What is wrong with the media now, as the world knows.
+
+    Attributes:
+        is_on: Whether anything may go wrong.
+        since_told: Whether anything has since the media were last told all that they are to remember.
+        ended: When it was switched off last.
+    """
+
+    is_on: bool = False
+    since_told: bool = False
+    ended: float = 0.0
+    lost_power: bool = False
+
+
+class World:
+    """All that there is.
+
+    Attributes:
+        known: What could be served.
+        trouble: What is wrong.
+        timeline: What happened, if it is kept.
+        digest_of: Hashes the timeline, kept or not.
+        num_steps: Calls of engines and changes of the world, so far.
+    """
+
+    def __init__(self, tape: Tape, num_steps: int, *, keeps_timeline: bool = False) -> None:
+        self.tape = tape
+        depth = tape.pick("plan", (None, None, None, 3, 10))
+        self.turns = Turns(tape, pct_depth=depth)
+        self.files = SimulatedFiles(self.turns, tape)
+        self.system = SimulatedSystem(self.turns, tape, self.files)
+        self.known = Known()
+        self.trouble = Trouble()
+        self.shape = drawn_shape(tape)
+        self.timeline: list[str] = []
+        self.num_lines = 0
+        self.hash = 0
+        self._keeps_timeline = keeps_timeline
+        self.turns.tell = self.tell
+        self.num_steps = 0
+        self.most_steps = num_steps
+        self.failures: list[BaseException] = []
+        self.disks = [self._disk(f"/sim/disk{n}") for n in range(2)]
+        self.store = Store(self.shape.store_bytes, tape, self.turns)
+        self.other = Store(1 << 30, tape, self.turns)
+        self.other.faults = StoreFaults(lookup_s=tape.pick("plan", (0.002, 0.2, 0.4)), latency_s=0.3, most_calls=2)
+        self.die_at: int | None = None
+        self._graveyard: list[object] = []
+        self._num_processes = 0
+
+    def _disk(self, path: str) -> Disk:
+        disk = Disk(Path(path), 64 << 20, self.tape, self.turns)
+        self.files.mount(disk)
+        return disk
+
+    def tell(self, what: str) -> None:
+        """Note what happened."""
+        line = f"{self.turns.now:10.4f} {self.turns.current.name:<24} {what}"
+        self.hash = hash_line(self.hash, line)
+        self.num_lines += 1
+        if self._keeps_timeline:
+            self.timeline.append(line)
+
+    def fail(self, error: BaseException) -> None:
+        """Note what was found; the first counts."""
+        self.tell(f"FOUND {error}")
+        self.failures.append(error)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more is to be begun."""
+        return bool(self.failures) or self.num_steps >= self.most_steps
+
+    @property
+    def may_be_wrong(self) -> bool:
+        """Whether anything may go wrong now, or did a moment ago: then blocks may be missing, and calls late."""
+        return self.trouble.is_on or self.turns.now < self.trouble.ended + 12.0
+
+    def tiers(self, shape: Shape) -> list[object]:
+        """Make the tiers of a cache."""
+        write = "back" if shape.writes_back and ("cpu" in shape.chain or "gpu" in shape.chain) else "through"
+        sealed = {"encryption": {"keys": ["01" * 32], "cipher": shape.cipher}} if shape.cipher else {}
+        storage: dict[str, Any] = {
+            "write": write, "admit_after": shape.admit_after, "timeout_s": TIMEOUT_S, **sealed,
+        }  # fmt: skip
+        found: list[object] = []
+        for name in shape.chain:
+            if name == "gpu":
+                found.append({"medium": "gpu", "capacity": 6 * STRIDE, "ttl_s": shape.ttl_s, "policy": shape.policy})
+            elif name == "cpu":
+                size = {"capacity": shape.cpu_slots * STRIDE, "max_capacity": 2 * _NUM_ALL * STRIDE}
+                found.append({"medium": "cpu", "ttl_s": shape.ttl_s, "policy": shape.policy, **size})
+            elif name == "nvme":
+                paths = [str(disk.path / "kv") for disk in self.disks[: shape.num_disks]]
+                found.append(
+                    {
+                        "medium": "nvme", "path": paths if len(paths) > 1 else paths[0], "num_threads": 2,
+                        "capacity": self.disk_bytes(shape.disk_slots // shape.num_disks),
+                        "max_capacity": self.disk_bytes(2 * _NUM_ALL), "ttl_s": shape.ttl_s, "policy": shape.policy,
+                        **storage,
+                    }
+                )  # fmt: skip
+            else:
+                pace = {"read_bandwidth": 40 * 8192} if shape.is_paced and name == "store" else {}
+                store = self.store if name == "store" else self.other
+                found.append(StoreClient(store, name=name, **storage, **pace))
+        return found
+
+    @staticmethod
+    def disk_bytes(num_slots: int) -> int:
+        """Return a capacity of the NVMe tier for so many slots of each group."""
+        return 300_000 + num_slots * _DISK_SLOT
+
+    def begin_trouble(self, number: int) -> str:
+        """Have something go wrong from now on; return what."""
+        tape, trouble = self.tape, self.trouble
+        disk, store = self.disks[number % len(self.disks)].faults, self.store.faults
+        kind = tape.pick(
+            "plan", ("errors", "short", "disk stalls", "store errors", "store lies", "store stalls", "store is broken")
+        )
+        odds = tape.pick("plan", (0.03, 0.2, 0.6))
+        if kind == "errors":
+            disk.error = odds
+        elif kind == "short":
+            disk.short = odds
+        elif kind == "disk stalls":
+            disk.stall = odds / 4
+        elif kind == "store errors":
+            store.error = odds
+        elif kind == "store lies":
+            store.false = odds
+        elif kind == "store stalls":
+            store.stall = odds / 2
+        else:
+            store.broken_methods = (tape.pick("plan", ("locate", "describe", "lookup", "delete", "write")),)
+        trouble.is_on = trouble.since_told = True
+        return f"{kind} {odds}"
+
+    def end_trouble(self) -> None:
+        """Have nothing go wrong any more."""
+        if not self.trouble.is_on:
+            return
+        for disk in self.disks:
+            disk.faults = DiskFaults()
+        self.store.faults = replace(StoreFaults(), lookup_s=self.store.faults.lookup_s)
+        self.trouble.is_on = False
+        self.trouble.ended = self.turns.now
+
+    def check(self) -> None:
+        """Raise `WrongAnswer` unless every limit holds."""
+        if self.shape.has("nvme"):
+            for disk in self.disks:
+                most = self.disk_bytes(2 * _NUM_ALL) + (1 << 20)
+                if disk.used_bytes > most:
+                    raise WrongAnswer("limit", f"{disk.path} has {disk.used_bytes} bytes, {most} at most")
+
+    # Processes.
+
+    def start_process(self, name: str, main: Callable[[Process], Coroutine[Any, Any, None]]) -> Process:
+        """Start a process with an event loop, which ends with ``main``."""
+        process = self.new_process(name)
+        loop = SimulatedLoop(self.turns, self.files.has_ended)
+        loop.set_exception_handler(lambda _, context: self._crashed(process, context))
+        self._graveyard.append(loop)
+
+        def run() -> None:
+            try:
+                loop.run_until_complete(main(process))
+            except ProcessEnded:
+                raise
+            except BaseException as error:  # noqa: BLE001 - whatever it is, it was found
+                self.fail(error)
+            process.has_ended = True
+
+        self.turns.start(process, run, name)
+        return process
+
+    def new_process(self, name: str) -> Process:
+        """Make a process without threads yet."""
+        self._num_processes += 1
+        process = Process(name, 100 + self._num_processes)
+        self.files.pids[process.pid] = process
+        process.on_end.append(lambda: self.files.close_all_of(process))
+        return process
+
+    def start_thread(self, process: Process, target: Callable[[], object], name: str) -> SimulatedThread:
+        """Start a thread of a process; what it raises was found."""
+
+        def run() -> None:
+            try:
+                target()
+            except ProcessEnded:
+                raise
+            except BaseException as error:  # noqa: BLE001 - the same
+                self.fail(error)
+
+        return self.turns.start(process, run, name)
+
+    def device(self, process: Process) -> ScriptedDevice:
+        """Make a GPU of a process: its copies run in some order of those that are allowed, some time."""
+        device = ScriptedDevice(chance=_TapeRandom(self.tape))
+
+        def work() -> None:
+            while True:
+                self.turns.wait(device.is_any_ready, what="copies")
+                device.step()
+                self.turns.pause()
+
+        self.turns.start(process, work, f"{process.name}: GPU")
+        return device
+
+    def emit_of(self, process: Process) -> Callable[[Event], None]:
+        """Return what takes the events of a process's cache."""
+
+        def emit(event: Event) -> None:
+            if not process.is_dead:
+                self.tell(f"event {type(event).__name__}")
+
+        return emit
+
+    def new_cache(self, process: Process, shape: Shape, device: ScriptedDevice, weights: str) -> TieredKV:
+        """Make a cache of a process, not open yet."""
+        return TieredKV(
+            self.tiers(shape),  # type: ignore[arg-type]  # a list of what it takes
+            model=ModelIdentity("model", weights=weights),
+            layout=LAYOUT,
+            limits=LIMITS.model_copy(update={"low_water": shape.low_water, "promote": shape.promote}),
+            device=device,
+            codec=shape.codec,  # type: ignore[arg-type]  # one of those that there are
+            emit=self.emit_of(process),
+        )
+
+    def bury(self, *what: object) -> None:
+        """Keep what belonged to a process until the end: what it would do when it is collected must not be done."""
+        self._graveyard += what
+
+    def _crashed(self, process: Process, context: dict[str, Any]) -> None:
+        if not process.is_dead:
+            error = context.get("exception")
+            self.fail(WrongAnswer("crashed", f"{context.get('message')}: {error!r}"))
+
+    @contextmanager
+    def begun(self) -> Iterator[None]:
+        """Run the code under test in this world."""
+        gc_was_on = gc.isenabled()
+        gc.disable()  # what it would collect, and when, no seed says
+        log = _Log(self)
+        logger = logging.getLogger("tiered_kv")
+        logger.addHandler(log)
+        propagates, logger.propagate = logger.propagate, False
+        try:
+            with running_in(self.system):
+                try:
+                    yield
+                finally:
+                    self.turns.end()
+        finally:
+            logger.removeHandler(log)
+            logger.propagate = propagates
+            self._collect()
+            if gc_was_on:
+                gc.enable()
+
+    def _collect(self) -> None:
+        """Let go of what dead processes had; nobody hears of it."""
+        hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+        asyncio_log = logging.getLogger("asyncio")
+        was_disabled, asyncio_log.disabled = asyncio_log.disabled, True
+        try:
+            with running_in(self.system):
+                self.turns.bury()
+                self._graveyard.clear()
+                gc.collect()
+        finally:
+            sys.unraisablehook = hook
+            asyncio_log.disabled = was_disabled
+
+
+class _Log(logging.Handler):
+    """Errors that the code under test logs were found, but for those of media that are at fault."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(logging.ERROR)
+        self._world = world
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Note one."""
+        said = record.getMessage()
+        is_crash = "transfer.crashed" in said or "background.failed" in said
+        if is_crash and not self._world.turns.current.process.is_dead:
+            self._world.fail(WrongAnswer("crashed", self.format(record)))
+
+
+class _TapeRandom(random.Random):
+    """Chooses by the tape."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__(0)
+        self._tape = tape
+
+    def choice(self, seq: Sequence[Any]) -> Any:  # type: ignore[override]  # noqa: ANN401 - of whatever there is
+        """Choose one."""
+        return seq[self._tape.draw("turns", len(seq), 0.3)]
+
+
+@dataclass
+class Held:
+    """What statistics say is held."""
+
+    what: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, stats: CacheStatistics) -> "Held":
+        """Look at a cache in which nothing moves."""
+        held = cls()
+        for tier in stats.tiers:
+            if tier.leased or tier.pending:
+                held.what.append(f"{tier.tier}: {tier.leased} leased, {tier.pending} pending")
+            if tier.num_slots and tier.free + tier.ready + tier.withheld != tier.num_slots:
+                held.what.append(f"{tier.tier}: {tier.free} free, {tier.ready} ready of {tier.num_slots} slots")
+        if stats.bounce_free != stats.bounce_slots:
+            held.what.append(f"{stats.bounce_slots - stats.bounce_free} bounce slots")
+        if stats.store_queue_bytes:
+            held.what.append(f"{stats.store_queue_bytes} bytes in the store queue")
+        return held
+
+
+def hash_line(before: int, line: str) -> int:
+    """Hash a line after those before, the same in every process."""
+    return zlib.crc32(line.encode(), before)
