@@ -18,7 +18,7 @@ from tiered_kv.errors import ConfigurationError
 from tiered_kv.events import Emit, WorkerEnded
 from tiered_kv.keys import BlockKeys
 from tiered_kv.loop_calls import LoopCalls
-from tiered_kv.plan import Outcomes, Plan
+from tiered_kv.plan import Outcomes
 from tiered_kv.tiers.base import Mask
 from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.transfers.gaps import bring_around_gaps
@@ -54,7 +54,7 @@ class Jobs(JobBook):
         """
         self.workers.pids()
         with self._polled.lock:
-            job = self._new()
+            job = self._new(request.direction)
             self._underway[job] = Underway(job.number, request, self._loop.time)
         self._soon(self._start, job)
         return job
@@ -84,8 +84,7 @@ class Jobs(JobBook):
         with self._polled.lock:
             if job.is_seen and not undelivered and job in self._underway and self._underway[job].may_be_out:
                 raise with_a_worker(job)
-            if (underway := self._take_out(job)) is not None:  # now: it cannot be bound any more
-                self._polled.forget(job)  # nor may anyone be told of its plan, whose slots are about to go
+            if (underway := self._take_out(job)) is not None:  # now, with the look: a plan that is handed out is not
                 self._soon(self._give_up, job, underway, "cancelled")
 
     def _take(self, outcomes: Outcomes) -> None:
@@ -190,7 +189,9 @@ class Jobs(JobBook):
                 self._end(job)
 
     def _end(self, job: Job) -> None:
-        if (underway := self._take_out(job)) is not None:
+        with self._polled.lock:
+            underway = self._underway.pop(job, None)
+        if underway is not None:
             assert underway.plan is not None  # noqa: S101 - what is not planned waits for no answer
             self._tell(job, underway.plan, underway.end())
             self._close_if_left()
@@ -203,15 +204,15 @@ class Jobs(JobBook):
         """End a job that was taken out, with nothing."""
         if (task := self._bringing.get(job)) is not None and task is not asyncio.current_task():
             task.cancel()
-        plan = underway.plan or Plan(job.number, underway.request.direction, 0, ())
-        self._tell(job, plan, underway.give_up(why, may_be_writing=may_be_writing))
+        self._tell(job, None, underway.give_up(why, may_be_writing=may_be_writing))
 
     def _take_out(self, job: Job, *, unless_out: bool = False) -> Underway | None:
-        """Let nobody bind or answer a job any more that is about to end; return it. Any thread may call."""
+        """Let nobody see, bind or answer a job any more that is about to end early; return it. Any thread may call."""
         with self._polled.lock:
             underway = self._underway.get(job)
             if underway is None or (unless_out and underway.may_be_out):
                 return None
+            self._withdraw(job)
             return self._underway.pop(job)
 
     def _lose(self, rank: int, pid: int) -> None:
