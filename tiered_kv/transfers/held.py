@@ -25,7 +25,10 @@ class HeldLoad:
         spec: Where they are.
         positions: Which of the job's keys they are.
         present: Which blocks of the job need no move: none.
+        settling: What a flush waits for: nothing.
     """
+
+    settling: "tuple[asyncio.Future[None], ...]" = ()
 
     def __init__(
         self,
@@ -80,6 +83,8 @@ class HeldStore:
         spec: Where it goes.
         positions: Which of the job's keys go there.
         present: Which blocks of the job were there already.
+        settling: What a flush waits for, if a worker may be copying: done when what was copied is in every tier or
+            given up, cancelled if the cache was closed before the worker had answered.
     """
 
     def __init__(
@@ -94,6 +99,8 @@ class HeldStore:
         self._batch = batch
         self._reservation = reservation
         self._hint = hint
+        self._settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.settling = (self._settled,)
 
     def end(self, moved: Mask, wanted: slice) -> None:
         """Make readable what all ranks have copied out, give back the other slots, and write down."""
@@ -110,18 +117,18 @@ class HeldStore:
         tally.add(chain.host, written=n, dropped=len(self.spec) - n)
         chain.touch_there(self._batch[~live & self.present[: len(live)]])
         chain.count_use(self._batch[live])
-        settled = asyncio.get_running_loop().create_future()  # a flush waits for it, as for any store
-        chain.settling.add(settled)
+        chain.settling.add(self._settled)  # a flush waits for it, as for any store
 
         def ended() -> None:
-            chain.settling.discard(settled)
-            settled.set_result(None)
+            chain.settling.discard(self._settled)
+            self._settled.set_result(None)
 
         write_down(chain, tally, chain.host, self._batch[live], lease.slots[live], lease, ended)
 
     def abandon(self, wanted: slice) -> None:
         """End it while a worker may be writing to the slots yet: nobody gets them any more."""
         self._count(np.zeros_like(self.present), wanted)
+        self._settled.cancel()
 
     def shares(self, moved: Mask, now: float) -> Iterator[tuple[str, int, float]]:
         """Yield the host's name, how many blocks it has got, and when."""

@@ -68,7 +68,7 @@ class Jobs(JobBook):
     def _note_bound(self, job: Job, start: int, num_blocks: int) -> None:
         bound = job.decided
         assert bound is not None  # noqa: S101 - it was bound just now
-        self._underway[job].may_be_out = True
+        self._underway[job].is_bound = True
         self._soon(self._answer, job, lambda underway: underway.follow(bound, slice(start, start + num_blocks)))
 
     def complete_keys(self, job: Job, keys: Sequence[bytes], rank: int, *, moved: bool) -> None:
@@ -101,6 +101,18 @@ class Jobs(JobBook):
     def _call_next(self) -> None:
         if self._calls:  # else `close` has made the call
             self._calls.popleft()()
+
+    def settling(self) -> "list[asyncio.Future[None]]":
+        """Return what is done when each store that a worker may have is settled, cancelled if it was closed over.
+
+        Those are bound, and somebody was handed the plan: others nobody copies out yet, and may never.
+        """
+        return [
+            each
+            for job, underway in list(self._underway.items())
+            if underway.is_bound and job.is_seen
+            for each in underway.settling
+        ]
 
     def leave(self) -> None:
         """Who planned is gone: end what no worker has the plan of. The rest ends with the workers' processes."""
