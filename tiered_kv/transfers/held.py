@@ -12,6 +12,7 @@ from tiered_kv.specs import CPULoadStoreSpec
 from tiered_kv.tiers.base import Mask
 from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.chain import Chain
+from tiered_kv.transfers.load import count_uses
 from tiered_kv.transfers.prefetch import Brought
 from tiered_kv.transfers.tally import Tally
 from tiered_kv.transfers.writedown import write_down
@@ -33,17 +34,17 @@ class HeldLoad:
     def __init__(
         self,
         chain: Chain,
-        salt_id: bytes,
+        batch: Batch,
         lease: Lease,
         brought: Brought,
         positions: NDArray[np.int64] | None = None,
     ) -> None:
-        """Take over a lease on a prefix, or on the blocks at these positions; ``brought`` is about every key."""
+        """Take over a lease on a prefix of ``batch``, or on its blocks at these positions; ``brought`` is about all."""
         self.chain = chain
         self.spec = CPULoadStoreSpec(lease.slots, chain.host.slab.name)
         self.positions = np.arange(len(lease.slots)) if positions is None else positions
         self.present: Mask = np.zeros(len(brought.source), np.bool_)
-        self._salt_id = salt_id
+        self._batch = batch
         self._lease = lease
         self._brought = brought
 
@@ -51,10 +52,12 @@ class HeldLoad:
         """Let go of the slots; ``moved`` is what all ranks have in place, ``wanted`` what they were asked for."""
         chain = self.chain
         source = self._source_of(moved)
-        chain.ledger.count_load(self._salt_id, len(moved[wanted]), len(source), "not moved")
+        chain.ledger.count_load(self._batch.namespace.salt, len(moved[wanted]), len(source), "not moved")
         for tier, count in zip(chain.tiers, np.bincount(source, minlength=len(chain.tiers)), strict=True):
             tier.counters.hits += int(count)
         chain.release(self._lease)
+        if len(used := self._batch[moved]):
+            chain.tasks.spawn(count_uses(chain, used), f"count uses of {len(used)} blocks")
 
     def shares(self, moved: Mask, now: float) -> Iterator[tuple[str, int, float]]:
         """Yield the tiers that had what has moved: their names, how many blocks, when these were on the host."""
@@ -115,8 +118,9 @@ class HeldStore:
         n = int(np.count_nonzero(live))
         tally = Tally(chain.tiers)
         tally.add(chain.host, written=n, dropped=len(self.spec) - n)
-        chain.touch_there(self._batch[~live & self.present[: len(live)]])
-        chain.count_use(self._batch[live])
+        present = self.present[: len(live)]
+        chain.touch_there(self._batch[~live & present])
+        chain.count_use(self._batch[live | present])
         chain.settling.add(self._settled)  # a flush waits for it, as for any store
 
         def ended() -> None:

@@ -56,8 +56,8 @@ class Underway:
         else:
             leases, at = lease_each(request.parts) if request.gaps else (lease_prefix(request.parts), None)
             self._held = [
-                HeldLoad(chain, request.keys.salt_id, lease, of_rank, at)
-                for (chain, _), lease, of_rank in zip(request.parts, leases, brought, strict=True)
+                HeldLoad(chain, batch, lease, of_rank, at)
+                for (chain, batch), lease, of_rank in zip(request.parts, leases, brought, strict=True)
             ]
         self._moved = [held.present.copy() for held in self._held]
         moves = tuple(
