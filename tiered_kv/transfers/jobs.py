@@ -147,7 +147,9 @@ class Jobs(JobBook):
             if request.gaps:
                 self._bringing[job] = self._tasks.spawn(self._bring_around_gaps(job), "bring blocks for a plan")
                 return
-            brought, handles = start_bringing(request.parts) if request.direction == "load" else ([], [])
+            brought, handles = (
+                start_bringing(request.parts, deadline=request.deadline) if request.direction == "load" else ([], [])
+            )
             if handles:
                 self._bringing[job] = self._tasks.spawn(self._bring(job, brought, handles), "bring blocks for a plan")
             else:
@@ -169,7 +171,7 @@ class Jobs(JobBook):
     async def _bring_around_gaps(self, job: Job) -> None:
         try:
             if (underway := self._underway.get(job)) is not None:
-                self._plan(job, await bring_around_gaps(underway.request.parts))
+                self._plan(job, await bring_around_gaps(underway.request.parts, underway.request.deadline))
         except Exception as error:
             self._end_early(job, repr(error))
             raise
