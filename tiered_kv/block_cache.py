@@ -212,6 +212,9 @@ class BlockCache(TransferCalls):
     async def flush(self, *, sync: bool = False) -> None:
         """Wait until every store so far is in every tier or given up, those with ``write="back"`` included.
 
+        A planned store is one from when somebody was handed its plan for a worker, and is waited for until that has
+        answered, or has ended.
+
         A tier that is bypassed is not waited for: blocks go on waiting for it.
 
         With ``sync`` what is written then survives a loss of power, in the order of its use. That walks the owned tiers

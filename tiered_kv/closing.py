@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from anyio import move_on_after
 
-from tiered_kv.errors import ConfigurationError
+from tiered_kv.errors import ClosedError, ConfigurationError
 from tiered_kv.events import CacheClosed
 from tiered_kv.open_cache import OpenCache
 from tiered_kv.tiers import upkeep
@@ -59,14 +59,19 @@ async def drain(cache: OpenCache, timeout_s: float | None) -> bool:
     writing = cache.tasks.spawn(_write_all(cache), "drain")
     try:
         await asyncio.wait({writing}, timeout=cache.limits.close_timeout_s if timeout_s is None else timeout_s)
-        return writing.done() and not writing.cancelled()
+        return writing.done() and not writing.cancelled() and writing.result()
     finally:
         writing.cancel()  # it only waits: what it waits for goes on
 
 
-async def _write_all(cache: OpenCache) -> None:
-    await cache.settle()
+async def _write_all(cache: OpenCache) -> bool:
+    """Do it; say whether all was."""
+    try:
+        await cache.settle()
+    except ClosedError:
+        return False
     await upkeep.checkpoint(cache.chains, sync=True)
+    return True
 
 
 @contextmanager

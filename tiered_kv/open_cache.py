@@ -270,9 +270,16 @@ class OpenCache(EngineSide):
         """Wait until every store so far is in every tier or given up, and what waits for a tier is written there.
 
         What a tier does not take now goes on waiting. Cancellation ends the wait only.
+
+        Raises:
+            ClosedError: The cache was closed while a worker was copying out.
         """
-        if settling := {future for chain in self.chains for future in chain.settling}:
+        settling = {future for chain in self.chains for future in chain.settling}
+        settling |= {future for jobs in list(self._planners) for future in jobs.settling()}
+        if settling:
             await asyncio.wait(settling)
+        if any(future.cancelled() for future in settling):
+            raise ClosedError("this TieredKV was closed before a worker had copied out what it was to store")
         for cleaner in self.cleaners:
             await cleaner.drain()
 

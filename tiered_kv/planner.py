@@ -7,6 +7,7 @@ Every method may be called from any thread, and waits for nothing: not for stora
 scheduler without an event loop asks `Planner.poll` in each of its steps; a coroutine awaits the `Job`.
 """
 
+import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -54,7 +55,8 @@ class Planner(ABC):
     def plan_load(self, keys: BlockKeys, into: GPULoadStoreSpec | None = None, *, gaps: bool = False) -> Job:
         """Bring a prefix to host memory and hold it there, for workers to copy into the engine's blocks.
 
-        The plan is there when the bytes are; its ``num_blocks`` is the prefix that is held for every rank.
+        The plan is there when the bytes are, or after `CacheLimits.load_timeout_s`, with what is there by then; its
+        ``num_blocks`` is the prefix that is held for every rank, shorter where the CPU tier has no room for more.
 
         Args:
             keys: What to load, in prompt order.
@@ -153,7 +155,8 @@ class OwnPlanner(Planner):
         parts = cache.batches(keys)
         check_planned(parts[0][0], keys, into)
         cache.note("load", keys)
-        return cache.jobs.begin(JobRequest("load", keys, parts, into, lambda: cache.epoch == epoch, gaps))
+        deadline = cache.deadline(None)
+        return cache.jobs.begin(JobRequest("load", keys, parts, into, lambda: cache.epoch == epoch, deadline, gaps))
 
     @override
     def plan_store(
@@ -169,4 +172,4 @@ class OwnPlanner(Planner):
         parts = cache.batches(keys, epoch)
         check_planned(parts[0][0], keys, source)
         cache.note("store", keys)
-        return cache.jobs.begin(JobRequest("store", keys, parts, source, lambda: True, hint=known))
+        return cache.jobs.begin(JobRequest("store", keys, parts, source, lambda: True, math.inf, hint=known))

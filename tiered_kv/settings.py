@@ -53,7 +53,8 @@ class CacheLimits(Checked):
     """What bounds a cache in time, memory and work, whatever its tiers are."""
 
     load_timeout_s: Seconds = 30.0
-    """How long a load may take unless the call says otherwise; then it answers with the prefix that is in place."""
+    """How long a load may take unless the call says otherwise; then it answers with the prefix that is in place. One
+    that is planned is planned by then, with what is in host memory."""
     store_timeout_s: Seconds = 5.0
     """How long a store may keep its caller waiting for its blocks to be copied; what is not copied then is dropped."""
     window: Bytes = ByteSize(16 * _MIB)

@@ -7,7 +7,7 @@ import pytest
 from tests.support.backends import ScriptedSlotBackend
 from tests.support.caches import keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, Engine, prompt
-from tiered_kv import GPULoadStoreSpec, TierSettings, TierStore
+from tiered_kv import GPULoadStoreSpec, Outcomes, TierSettings, TierStore
 from tiered_kv.tiers.chain import Chain
 
 KEYS = prompt(8)
@@ -94,4 +94,48 @@ async def test_a_store_that_raises_as_it_begins_holds_up_no_flush(monkeypatch: p
                 await kv.store(KEYS, engine.compute(KEYS))
         async with asyncio.timeout(30):
             await kv.flush()
+        await until_idle(kv)
+
+
+@pytest.mark.parametrize("num_blocks", [8, 600])
+@pytest.mark.parametrize("direction", ["load", "store"])
+async def test_a_planned_transfer_is_a_use(direction: str, num_blocks: int) -> None:
+    """A load of what workers have moved, and a store of what is there, count as those without a plan do."""
+    engine, slots, keys = Engine(num_blocks), picky(2), prompt(num_blocks)
+    slots.num_slots = num_blocks
+    async with open_cache({"medium": "cpu", "capacity": num_blocks * PAYLOAD_BYTES}, slots, engine=engine) as kv:
+        await keep(kv, engine, keys)
+        planner, blocks = kv.planner(), GPULoadStoreSpec(range(num_blocks))
+        planner.register_worker()
+        if direction == "load":
+            unmoved = planner.plan_load(keys, blocks)
+            planner.complete(Outcomes((await unmoved.planned()).job, 0, 0))
+            await unmoved.ended()
+            await until_idle(kv)
+            assert slots.num_records == 0
+            job = planner.plan_load(keys, blocks)
+            planner.complete(Outcomes((await job.planned()).job, 0, num_blocks))
+        else:
+            job = planner.plan_store(keys, blocks)
+        await job.ended()
+        await until_idle(kv)
+        assert slots.num_records == num_blocks
+
+
+async def test_a_planned_load_keeps_its_blocks_below() -> None:
+    """It is served from memory, and hot heads do not rot below."""
+    engine, disk = Engine(), ScriptedSlotBackend(16, policy="lru")
+    async with open_cache({"medium": "cpu", "capacity": 32 * PAYLOAD_BYTES}, disk, engine=engine) as kv:
+        hot, cold, new = (prompt(8, seed=seed) for seed in range(3))
+        await keep(kv, engine, hot)
+        await keep(kv, engine, cold)
+        planner = kv.planner()
+        planner.register_worker()
+        job = planner.plan_load(hot, GPULoadStoreSpec(range(8)))
+        planner.complete(Outcomes((await job.planned()).job, 0, 8))
+        await job.ended()
+        await keep(kv, engine, new)
+        for keys in (hot, cold, new):
+            await kv.evict(keys, tier="cpu")
+        assert [(await kv.lookup(keys)).num_blocks for keys in (hot, cold, new)] == [8, 0, 8]
         await until_idle(kv)

@@ -6,18 +6,22 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from anyio.lowlevel import checkpoint
 
 from tests.support import virtual
 from tests.support.any_layout import AnyEngine, cpu, nvme, open_any, prompt
-from tests.support.backends import ScriptedSlotBackend
+from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
 from tests.support.caches import keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine
 from tests.support.engine import prompt as small_prompt
+from tests.support.planned import WAIT_S
 from tests.support.virtual import advance
-from tiered_kv import ConfigurationError, GPULoadStoreSpec, TieredKV
+from tiered_kv import ClosedError, ConfigurationError, GPULoadStoreSpec, Outcomes, TieredKV
 
 KEYS = small_prompt(4)
 INTO = GPULoadStoreSpec(range(4))
@@ -80,6 +84,89 @@ def test_a_drain_is_bounded() -> None:
             await until_idle(kv)
 
     virtual.run(program)
+
+
+async def test_flush_and_drain_wait_for_what_workers_copy_out() -> None:
+    """A planned store that somebody was handed is a store: it ends by its answer, or by the end of its worker."""
+    engine, below = AnyEngine(), ScriptedBackend()
+    async with open_any(engine, cpu(32), below) as kv:
+        planner, spec = kv.planner(), engine.spec(range(8))
+        with idle_process() as process:
+            planner.register_worker(pid=process.pid)
+            unseen, unbound = planner.plan_store(prompt(8, 1), spec), planner.plan_store(prompt(8, 2))
+            await unbound.planned()
+            await kv.flush()  # nobody copies these
+            with_worker = [planner.plan_store(prompt(4, seed), spec[:4]) for seed in (3, 4)]
+            for job in with_worker:
+                await job.planned()
+            waiting = [asyncio.create_task(kv.flush()), asyncio.create_task(kv.drain(timeout_s=WAIT_S))]
+            await until_quiet()
+            assert not any(each.done() for each in waiting)
+            planner.complete(Outcomes(with_worker[0].number, 0, 4))
+            await with_worker[0].ended()
+            await until_quiet()
+            assert not any(each.done() for each in waiting)
+            process.kill()
+            assert await asyncio.gather(*waiting) == [None, True]
+        assert below.num_records == 4
+        unseen.cancel(undelivered=True)
+        await unseen.ended()
+        await until_idle(kv)
+
+
+@contextmanager
+def idle_process() -> Iterator["subprocess.Popen[bytes]"]:
+    """Start a process that does nothing until it is killed."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+async def until_quiet() -> None:
+    """Let everything go on that does not wait for anything else."""
+    for _ in range(50):
+        await checkpoint()
+
+
+def test_a_drain_does_not_wait_for_ever_for_a_worker() -> None:
+    """Its time is its own: what a worker may be writing to goes on, and the answer is that not all is written."""
+
+    async def program() -> None:
+        engine = Engine()
+        async with open_cache(CPU, engine=engine) as kv:
+            planner = kv.planner()
+            planner.register_worker()
+            job = planner.plan_store(KEYS, engine.compute(KEYS))
+            await job.planned()
+            draining = asyncio.create_task(kv.drain(timeout_s=3.0))
+            await advance(0)
+            await advance(2.9)
+            assert not draining.done()
+            await advance(0.2)
+            assert not await draining
+            planner.complete(Outcomes(job.number, 0, 4))
+            assert (await job.ended()).num_blocks == 4
+            await until_idle(kv)
+
+    virtual.run(program)
+
+
+async def test_closing_ends_the_wait_for_a_worker() -> None:
+    """At once, and nobody is told that what the worker was copying is written."""
+    async with open_any(AnyEngine(), cpu(32)) as kv:
+        planner = kv.planner()
+        planner.register_worker()
+        await planner.plan_store(prompt(8), AnyEngine().spec(range(8))).planned()
+        flushing, draining = asyncio.create_task(kv.flush()), asyncio.create_task(kv.drain(timeout_s=WAIT_S))
+        await until_quiet()
+        closing = asyncio.create_task(kv.aclose())
+        with pytest.raises(ClosedError):
+            await flushing
+        assert not await draining
+        await closing
 
 
 @pytest.mark.both_loops

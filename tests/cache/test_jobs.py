@@ -3,6 +3,7 @@
 import asyncio
 import sys
 import threading
+from collections.abc import Callable
 from typing import Self
 
 import pytest
@@ -19,6 +20,7 @@ from tiered_kv import (
     Job,
     JobResult,
     Outcomes,
+    Plan,
     Planner,
     Shard,
 )
@@ -104,6 +106,98 @@ async def test_what_a_worker_may_have_is_not_cancelled() -> None:
         for job in jobs:
             planner.complete(Outcomes(job.number, 0, N))
             assert (await job.ended()).num_blocks == N
+        await until_idle(kv)
+
+
+async def planned_unseen(planner: Planner, blocks: GPULoadStoreSpec | None, seed: int) -> Job:
+    """Return a store that is planned, and whose plan nobody has looked at."""
+    job, polled = planner.plan_store(prompt(N, seed), blocks), list[Job]()
+    await until(lambda: bool(polled), on_wait=lambda: polled.extend(planner.poll()))
+    assert polled == [job]
+    return job
+
+
+async def test_after_a_cancellation_nobody_is_handed_what_was_to_be_moved() -> None:
+    """Its slots are about to be another's: who looks, awaits or binds gets a plan without moves."""
+    async with open_any(AnyEngine(), cpu(32)) as kv:
+        planner, spec = kv.planner(), AnyEngine().spec(range(N))
+        planner.register_worker()
+        for seed, blocks in enumerate((spec, None)):
+            job = await planned_unseen(planner, blocks, seed)
+            job.cancel()
+            bound = job.bind(spec) if blocks is None else job.plan
+            for plan in (job.plan, bound, await job.planned()):
+                assert plan == Plan(job.number, "store", 0, ())
+            assert job.result == JobResult(job.number, 0, ("cancelled",))  # `planned` has waited for it
+            assert await job.ended() is job.result
+            assert job.plan == Plan(job.number, "store", 0, ())
+        await until_idle(kv)
+
+
+def is_cancelled(job: Job) -> bool:
+    """Cancel a job if that is not refused; say whether it was."""
+    try:
+        job.cancel()
+    except ConfigurationError:
+        return False
+    return True
+
+
+def has_moves(job: Job) -> bool:
+    """Say whether a plan is handed out that workers would execute."""
+    return job.plan is not None and job.plan.moves != ()
+
+
+async def test_a_plan_is_handed_out_or_its_job_is_cancelled() -> None:
+    """Never both, and one of them: in either order, and by threads that come to it at once."""
+    async with open_any(AnyEngine(), cpu(32)) as kv:
+        planner, spec = kv.planner(), AnyEngine().spec(range(N))
+        planner.register_worker()
+        seen = await planned_unseen(planner, spec, 0)
+        assert (has_moves(seen), is_cancelled(seen), has_moves(seen)) == (True, False, True)
+        seen.cancel(undelivered=True)
+        assert not has_moves(seen)
+        await seen.ended()
+        cancelled = await planned_unseen(planner, spec, 1)
+        assert (is_cancelled(cancelled), has_moves(cancelled)) == (True, False)
+        await cancelled.ended()
+        for seed in range(20):
+            job, said = await planned_unseen(planner, spec, seed), dict[Callable[[Job], bool], bool]()
+            threads = [
+                threading.Thread(target=lambda ask=ask, job=job, said=said: said.update({ask: ask(job)}))
+                for ask in (is_cancelled, has_moves)
+            ]
+            with planner._jobs._polled.lock:  # noqa: SLF001 - both wait for it, and go on at once
+                for thread in threads:
+                    thread.start()
+                await until(lambda threads=threads: all(is_in(thread, "__enter__") for thread in threads))  # type: ignore[misc]
+            for thread in threads:
+                thread.join()
+            assert said[is_cancelled] is not said[has_moves]
+            job.cancel(undelivered=True)
+            await job.ended()
+        await until_idle(kv)
+
+
+async def test_a_plan_that_is_awaited_is_handed_over_or_its_job_is_cancelled() -> None:
+    """Whenever the cancellation comes: between the plan and the wake-up of who awaits it, too."""
+    async with open_any(AnyEngine(), cpu(32)) as kv:
+        planner, spec = kv.planner(), AnyEngine().spec(range(N))
+        planner.register_worker()
+        outcomes = list[bool]()
+        for num_turns in range(20):
+            job = planner.plan_store(KEYS, spec)
+            awaiting = asyncio.create_task(job.planned())
+            for _ in range(num_turns):
+                await checkpoint()
+            outcomes.append(is_cancelled(job))
+            plan = await awaiting
+            assert bool(plan.moves) is not outcomes[-1]
+            assert (job.result is not None) is outcomes[-1]
+            job.cancel(undelivered=True)
+            await job.ended()
+        assert outcomes == sorted(outcomes, reverse=True)
+        assert set(outcomes) == {True, False}
         await until_idle(kv)
 
 

@@ -6,12 +6,15 @@ from collections.abc import Sequence
 import pytest
 from anyio.lowlevel import checkpoint
 
+from tests.support import virtual
 from tests.support.backends import ScriptedBackend
 from tests.support.caches import inside, keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, Engine, prompt
+from tests.support.virtual import advance
 from tiered_kv import Block, BlockKey, CacheLimits, GPULoadStoreSpec, Outcome, Priority
 
 CPU = {"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}
+ROOMY = {"medium": "cpu", "capacity": 64 * PAYLOAD_BYTES}
 LIMITS = CacheLimits(window=4 * PAYLOAD_BYTES, bounce=512 * PAYLOAD_BYTES, close_timeout_s=0.5)
 
 
@@ -87,4 +90,83 @@ async def test_a_load_of_low_priority_passes_through_a_full_tier() -> None:
             assert lease.num_blocks == 16
             loaded = await kv.load(wanted, GPULoadStoreSpec(range(4)), priority=Priority.PREFETCH)
         assert loaded.num_blocks == 4
+        await until_idle(kv)
+
+
+@pytest.mark.parametrize("gaps", [False, True])
+async def test_a_planned_load_does_not_wait_behind_guesses(*, gaps: bool) -> None:
+    """Neither for their quota nor in the line of a tier: somebody waits for it, as for any load."""
+    medium, engine = ScriptedBackend(), Engine()
+    wanted, *guesses = (prompt(4, seed=seed) for seed in range(6))
+    for quota, limit in ((4, 64), (64, 4)):
+        limits = LIMITS.model_copy(update={"prefetch_quota": quota * PAYLOAD_BYTES})
+        async with open_cache(ROOMY, medium, engine=engine, limits=limits) as kv:
+            for keys in (wanted, *guesses):
+                await keep(kv, engine, keys)
+                await kv.evict(keys, tier="cpu")
+            tier = inside(kv).chains[0].storage[0]
+            tier.budget.limit = limit * tier.shape.stride_bytes
+            planner = kv.planner()
+            planner.register_worker()
+            medium.on_read.hold()
+            prefetches = [kv.prefetch(keys) for keys in guesses]
+            await until(lambda: medium.on_read.num_held == 1)
+            job = planner.plan_load(wanted, GPULoadStoreSpec(range(4)), gaps=gaps)
+            await until(lambda: medium.on_read.num_held == 2)
+            medium.on_read.release()
+            assert [len(move.host) for move in (await job.planned()).moves] == [4]
+            job.cancel(undelivered=True)
+            assert [(await each).num_blocks for each in prefetches] == [4] * 5
+            await until_idle(kv)
+
+
+@pytest.mark.parametrize("gaps", [False, True])
+def test_a_planned_load_has_the_time_of_a_load(*, gaps: bool) -> None:
+    """Then it is planned with what is there, whatever its medium does; the job can be cancelled, and holds nothing."""
+
+    async def program() -> None:
+        medium, engine, keys = ScriptedBackend(timeout_s=100.0), Engine(), prompt(12)
+        limits = LIMITS.model_copy(update={"load_timeout_s": 5.0})
+        async with open_cache(ROOMY, medium, engine=engine, limits=limits) as kv:
+            await keep(kv, engine, keys)
+            await kv.evict(keys[4:], tier="cpu")
+            planner = kv.planner()
+            planner.register_worker()
+            medium.on_read.hold()
+            job = planner.plan_load(keys, GPULoadStoreSpec(range(12)), gaps=gaps)
+            await until(lambda: medium.on_read.num_held == 1)
+            await advance(4.9)
+            assert job.plan is None
+            await advance(0.2)
+            await until(lambda: job.plan is not None)
+            assert job.plan is not None
+            assert [move.positions for move in job.plan.moves] == [(0, 1, 2, 3)]
+            job.cancel(undelivered=True)
+            await job.ended()
+            medium.on_read.release()
+            await until_idle(kv)
+
+    virtual.run(program)
+
+
+async def test_a_planned_load_takes_no_slots_that_blocks_only_pass_through() -> None:
+    """What has no room to stay is left out of the plan at once: nothing would be held of it."""
+    medium, engine = ScriptedBackend(), Engine()
+    held, wanted = prompt(14), prompt(4, seed=1)
+    async with open_cache(CPU, medium, engine=engine, limits=LIMITS) as kv:
+        await keep(kv, engine, wanted)
+        await kv.evict(wanted, tier="cpu")
+        await keep(kv, engine, held)
+        planner = kv.planner()
+        planner.register_worker()
+        async with kv.lease(held) as lease:
+            assert lease.num_blocks == 14
+            medium.on_read.hold()
+            job = planner.plan_load(wanted, GPULoadStoreSpec(range(4)))
+            await until(lambda: medium.on_read.num_held > 0)
+            assert kv.stats().bounce_free == kv.stats().bounce_slots
+            medium.on_read.release()
+            assert (await job.planned()).num_blocks == 2
+            job.cancel(undelivered=True)
+            await job.ended()
         await until_idle(kv)

@@ -147,6 +147,29 @@ async def test_who_drains_plans_no_store(tmp_path: Path) -> None:
             job.cancel()
 
 
+async def test_a_flush_waits_for_what_a_clients_worker_copies_out(tmp_path: Path) -> None:
+    """As for any store, whichever client asks; a plan that is not bound is at no worker."""
+    with serving(tmp_path, cpu(32)) as server:
+        async with attached(server, engine := AnyEngine()) as kv, attached(server) as other:
+            planning = kv.planner()
+            planning.register_worker()
+            unbound = planning.plan_store(prompt(8, seed=1))
+            await unbound.planned()
+            await other.flush()
+            job = planning.plan_store(KEYS, engine.spec(range(8)))
+            await job.planned()
+            flushing = [asyncio.create_task(each.flush()) for each in (kv, other)]
+            for _ in range(20):
+                assert (await kv.lookup(KEYS)).num_blocks == (await other.lookup(KEYS)).num_blocks == 0
+            assert not any(each.done() for each in flushing)
+            planning.complete(Outcomes(job.number, 0, 8))
+            with anyio.fail_after(FOREVER_S):
+                await asyncio.gather(*flushing)
+            assert (await kv.lookup(KEYS)).num_blocks == 8
+            unbound.cancel()
+            await unbound.ended()
+
+
 async def test_a_server_killed_under_a_plan(tmp_path: Path) -> None:
     """Jobs end, others end at once while none is there; then workers take the memory of the next one, and go on."""
     async with AsyncExitStack() as stack:

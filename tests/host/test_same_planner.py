@@ -25,6 +25,8 @@ SAME = {
         "test_outcomes_that_say_nothing_leave_the_job_as_it_was",
     ),
     test_jobs: (
+        "test_after_a_cancellation_nobody_is_handed_what_was_to_be_moved",
+        "test_a_plan_is_handed_out_or_its_job_is_cancelled",
         "test_the_plan_of_a_cancelled_job_is_not_polled",
         "test_a_scheduler_without_an_event_loop",
         "test_a_job_is_awaited_on_the_loop_of_its_cache",

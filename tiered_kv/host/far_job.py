@@ -95,11 +95,6 @@ class FarJob:
         """See `Transferring.lose`."""
         self._book.lose(self)
 
-    @property
-    def plan(self) -> Plan:
-        """As far as it is decided; else that of nothing."""
-        return self.job.decided or Plan(self.job.number, self.request.direction, 0, ())
-
     def take_plan(self, said: JobPlan) -> Plan:
         """Return the plan that the server has made."""
         assert self.there is not None  # noqa: S101 - it was sent there

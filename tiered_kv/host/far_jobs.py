@@ -61,7 +61,7 @@ class FarJobs(JobBook):
         """
         self._workers.pids()
         with self._polled.lock:
-            job = self._new()
+            job = self._new(request.direction)
             far = self._underway[job] = FarJob(self, job, request, self._loop.time)
         self._loop_calls.call(self._start, far)
         return job
@@ -175,36 +175,37 @@ class FarJobs(JobBook):
     def _lose_unbound(self) -> None:
         """End what a worker that has ended was to move too, unless it is bound: then the server sees to that."""
         for far in list(self._underway.values()):
-            for move in far.plan.moves:
+            for move in far.job.decided.moves if far.job.decided is not None else ():
                 if not far.is_bound and len(move.host) and not self._workers.is_watched(move.rank, move.pid):
                     self._end(far, f"rank {move.rank}: the worker of process {move.pid} has ended", unless_bound=True)
 
     def _ended(self, far: FarJob, said: JobEnded) -> None:
         plan = far.take_plan(said.plan) if said.plan is not None else None
-        if self._take_out(far.job) is not None:
-            self._tell(far.job, plan or far.plan, far.result(said))
+        with self._polled.lock:
+            if self._underway.pop(far.job, None) is not None:
+                if not far.job.is_seen:
+                    self._withdraw(far.job)
+                self._tell(far.job, plan, far.result(said))
 
     def _give_up(self, far: FarJob) -> None:
         """Tell of a job that was cancelled, and the server too, which may have nothing to do for it any more."""
         far.send(Cancel(far.number))
-        self._tell(far.job, far.plan, far.nothing("cancelled"))
+        self._tell(far.job, None, far.nothing("cancelled"))
 
     def _end(self, far: FarJob, why: str, *, unless_bound: bool = False) -> None:
         if self._take_out(far.job, unless_bound=unless_bound) is None:
             return
         if not far.is_with_workers and far.job.number in self._sent:
             far.send(Cancel(far.number))
-        self._tell(far.job, far.plan, far.nothing(why))
+        self._tell(far.job, None, far.nothing(why))
 
     def _take_out(self, job: Job, *, unless_bound: bool = False) -> FarJob | None:
-        """Let nobody bind a job any more that is about to end, nor hear of its plan; return it. Any thread may call."""
+        """Let nobody see or bind a job any more that is about to end early; return it. Any thread may call."""
         with self._polled.lock:
             far = self._underway.get(job)
             if far is None or (unless_bound and far.is_bound):
                 return None
-            self._polled.forget(job)
-            if not job.is_seen:
-                job.decided = None
+            self._withdraw(job)
             return self._underway.pop(job)
 
     def _forget(self, far: FarJob) -> None:

@@ -82,8 +82,11 @@ class SessionJobs:
         engine = _some_blocks(len(keys) * per_block, keys.group) if request.is_bound else None
         seat.note(request.direction, keys)
         job = self._jobs.begin(
-            JobRequest(request.direction, keys, parts, engine, lambda: True, request.gaps, request.hint, is_far=True)
-        )
+            JobRequest(
+                request.direction, keys, parts, engine, lambda: True, seat.deadline(None), request.gaps, request.hint,
+                is_far=True,
+            )
+        )  # fmt: skip
         self._by_id[request.id] = job, keys, per_block
         self._tasks.spawn(self._tell(request.id, job, send), f"tell of a job to {request.direction}")
 

@@ -27,7 +27,7 @@ from tiered_kv.memory.lanes import Lane, LaneCopy, Lanes, submit_copy
 from tiered_kv.results import TierRun
 from tiered_kv.tiers.base import BookedTier, Mask, Tier, prefix_of
 from tiered_kv.tiers.batch import Batch, Naming
-from tiered_kv.tiers.budget import Kind, Limits, Priority, Room, Waiter
+from tiered_kv.tiers.budget import Limits, Priority, Room, Waiter
 from tiered_kv.tiers.dirty import Waiting
 from tiered_kv.tiers.fills import Fills
 from tiered_kv.tiers.ledger import Ledger
@@ -214,15 +214,18 @@ class Chain:
         tier.counters.evicted += len(reservation.evicted)
         return reservation
 
-    def reserve_host_now(self, batch: Batch, waiter: Waiter, *, keep: bool) -> Reservation | None:
+    def reserve_host_now(
+        self, batch: Batch, waiter: Waiter, *, keep: bool, may_pass: bool = True
+    ) -> Reservation | None:
         """Reserve host slots: own ones if the blocks are to stay and there is room, else transient ones, or None.
 
-        Only what has the priority of loads may take the last half of the transient slots.
+        Only what has the priority of loads may take the last half of the transient slots. What is to stay takes none,
+        without ``may_pass``: else it may have them where there is no room.
         """
         if keep and (reservation := self.reserve(self.host, batch)) is not None:
             return reservation
-        if keep and waiter.kind is Kind.PREFETCH:
-            return None  # nobody waits for these blocks: passing through would be for nothing
+        if keep and not may_pass:
+            return None
         free = self.host.index.num_transient_free
         usable = free if waiter.priority is Priority.LOAD else free - self.host.index.num_transient // 2
         if usable < min(len(batch), self.window_blocks):

@@ -59,8 +59,8 @@ def _of_each(said: Said, at: NDArray[np.int64]) -> Said:
     return {tier: known[at] for tier, known in said.items()}
 
 
-async def bring_around_gaps(parts: Sequence[tuple[Chain, Batch]]) -> list[Brought]:
-    """Copy up to host memory what every rank has, as far as it fits. Holds nothing.
+async def bring_around_gaps(parts: Sequence[tuple[Chain, Batch]], deadline: float) -> list[Brought]:
+    """Copy up to host memory what every rank has, as far as it fits, until ``deadline``. Holds nothing.
 
     Where blocks are lost on their way it goes on behind them, a few times.
 
@@ -71,12 +71,16 @@ async def bring_around_gaps(parts: Sequence[tuple[Chain, Batch]]) -> list[Brough
     brought = [Brought(n) for _ in parts]
     at = np.arange(n)
     for _ in range(_ROUNDS):
-        found_of = [await anywhere(chain, batch[at], [chain.host]) for chain, batch in parts]
+        try:
+            async with asyncio.timeout_at(deadline):
+                found_of = [await anywhere(chain, batch[at], [chain.host]) for chain, batch in parts]
+        except TimeoutError:
+            break
         everywhere = reduce(np.intersect1d, [found for found, _ in found_of])
         said = [_of_each(known, np.searchsorted(found, everywhere)) for found, known in found_of]
         at = at[everywhere]
         wanted = [(chain, batch[at]) for chain, batch in parts]
-        found, handles = start_bringing(wanted, said)
+        found, handles = start_bringing(wanted, said, deadline)
         await bring_each(handles)
         for of_rank, now in zip(brought, found, strict=True):
             came = now.source >= 0

@@ -12,6 +12,7 @@ from tiered_kv.specs import CPULoadStoreSpec
 from tiered_kv.tiers.base import Mask
 from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.chain import Chain
+from tiered_kv.transfers.load import count_uses
 from tiered_kv.transfers.prefetch import Brought
 from tiered_kv.transfers.tally import Tally
 from tiered_kv.transfers.writedown import write_down
@@ -25,22 +26,25 @@ class HeldLoad:
         spec: Where they are.
         positions: Which of the job's keys they are.
         present: Which blocks of the job need no move: none.
+        settling: What a flush waits for: nothing.
     """
+
+    settling: "tuple[asyncio.Future[None], ...]" = ()
 
     def __init__(
         self,
         chain: Chain,
-        salt_id: bytes,
+        batch: Batch,
         lease: Lease,
         brought: Brought,
         positions: NDArray[np.int64] | None = None,
     ) -> None:
-        """Take over a lease on a prefix, or on the blocks at these positions; ``brought`` is about every key."""
+        """Take over a lease on a prefix of ``batch``, or on its blocks at these positions; ``brought`` is about all."""
         self.chain = chain
         self.spec = CPULoadStoreSpec(lease.slots, chain.host.slab.name)
         self.positions = np.arange(len(lease.slots)) if positions is None else positions
         self.present: Mask = np.zeros(len(brought.source), np.bool_)
-        self._salt_id = salt_id
+        self._batch = batch
         self._lease = lease
         self._brought = brought
 
@@ -48,10 +52,12 @@ class HeldLoad:
         """Let go of the slots; ``moved`` is what all ranks have in place, ``wanted`` what they were asked for."""
         chain = self.chain
         source = self._source_of(moved)
-        chain.ledger.count_load(self._salt_id, len(moved[wanted]), len(source), "not moved")
+        chain.ledger.count_load(self._batch.namespace.salt, len(moved[wanted]), len(source), "not moved")
         for tier, count in zip(chain.tiers, np.bincount(source, minlength=len(chain.tiers)), strict=True):
             tier.counters.hits += int(count)
         chain.release(self._lease)
+        if len(used := self._batch[moved]):
+            chain.tasks.spawn(count_uses(chain, used), f"count uses of {len(used)} blocks")
 
     def shares(self, moved: Mask, now: float) -> Iterator[tuple[str, int, float]]:
         """Yield the tiers that had what has moved: their names, how many blocks, when these were on the host."""
@@ -80,6 +86,8 @@ class HeldStore:
         spec: Where it goes.
         positions: Which of the job's keys go there.
         present: Which blocks of the job were there already.
+        settling: What a flush waits for, if a worker may be copying: done when what was copied is in every tier or
+            given up, cancelled if the cache was closed before the worker had answered.
     """
 
     def __init__(
@@ -94,6 +102,8 @@ class HeldStore:
         self._batch = batch
         self._reservation = reservation
         self._hint = hint
+        self._settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.settling = (self._settled,)
 
     def end(self, moved: Mask, wanted: slice) -> None:
         """Make readable what all ranks have copied out, give back the other slots, and write down."""
@@ -108,20 +118,21 @@ class HeldStore:
         n = int(np.count_nonzero(live))
         tally = Tally(chain.tiers)
         tally.add(chain.host, written=n, dropped=len(self.spec) - n)
-        chain.touch_there(self._batch[~live & self.present[: len(live)]])
-        chain.count_use(self._batch[live])
-        settled = asyncio.get_running_loop().create_future()  # a flush waits for it, as for any store
-        chain.settling.add(settled)
+        present = self.present[: len(live)]
+        chain.touch_there(self._batch[~live & present])
+        chain.count_use(self._batch[live | present])
+        chain.settling.add(self._settled)  # a flush waits for it, as for any store
 
         def ended() -> None:
-            chain.settling.discard(settled)
-            settled.set_result(None)
+            chain.settling.discard(self._settled)
+            self._settled.set_result(None)
 
         write_down(chain, tally, chain.host, self._batch[live], lease.slots[live], lease, ended)
 
     def abandon(self, wanted: slice) -> None:
         """End it while a worker may be writing to the slots yet: nobody gets them any more."""
         self._count(np.zeros_like(self.present), wanted)
+        self._settled.cancel()
 
     def shares(self, moved: Mask, now: float) -> Iterator[tuple[str, int, float]]:
         """Yield the host's name, how many blocks it has got, and when."""

@@ -7,7 +7,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Final, TypeVar
+from typing import Final, Literal, TypeVar
 
 from tiered_kv.errors import ClosedError, ConfigurationError, LayoutMismatchError
 from tiered_kv.integers import as_int
@@ -29,29 +29,34 @@ class Job:
 
     Attributes:
         number: Names it, among the jobs of all planners: `Plan.job`.
+        direction: Of the bytes.
         result: How it ended; None until then. It is there first where a job ends at once.
     """
 
-    def __init__(self, book: "JobBook", number: int) -> None:
+    def __init__(self, book: "JobBook", number: int, direction: Literal["load", "store"]) -> None:
         """Made by a `JobBook` only, which changes what follows with its lock held."""
         self.number = number
+        self.direction = direction
         self.result: JobResult | None = None
         self.decided: Plan | None = None
-        self.is_seen = False  # whoever has looked at the plan may give it to workers
+        self.is_seen = False  # whoever was handed a plan with moves may give it to workers
         self._book = book
 
     @property
     def plan(self) -> Plan | None:
-        """What workers are to do; None until that is decided. A job that ends before has one without moves."""
+        """What workers are to do; None until that is decided.
+
+        A job that ends before has one without moves. So has one that was cancelled, as soon as `cancel` returns.
+        """
         return self._book.show(self)
 
     async def planned(self) -> Plan:
         """Wait for the plan, on the cache's event loop; other threads poll. Cancellation ends the wait only."""
-        return await self._book.wait(self, lambda: self.plan)
+        return await self._book.wait(self, self._plan_or_end, is_for_end=False)
 
     async def ended(self) -> JobResult:
         """Wait for the end, on the cache's event loop; other threads poll. Cancellation ends the wait only."""
-        return await self._book.wait(self, lambda: self.result)
+        return await self._book.wait(self, lambda: self.result, is_for_end=True)
 
     def bind(self, blocks: GPULoadStoreSpec, *, start: int = 0) -> Plan:
         """Say which blocks of the engine a job is about that was planned without; return the plan for the workers.
@@ -91,8 +96,8 @@ class Job:
     def cancel(self, *, undelivered: bool = False) -> None:
         """End it with nothing, soon. Of a job that is over it is no error.
 
-        What a worker may execute ends by the worker's answer, as it may be writing: a plan that was looked at, and says
-        the engine's blocks.
+        When this returns nobody is handed a plan with moves any more, in whatever thread. Once somebody was, and it
+        says the engine's blocks, the job ends by the worker's answer, as that may be writing.
 
         Args:
             undelivered: No worker has such a plan, or will get it. A server lets go of what it holds for it, also where
@@ -102,6 +107,11 @@ class Job:
             ConfigurationError: A worker may have its plan, and nobody says that none has. Nothing has changed.
         """
         self._book.cancel(self, undelivered=undelivered)
+
+    def _plan_or_end(self) -> Plan | None:
+        """Return the plan; of a job that was cancelled once its result is there, too: there is nothing to be done."""
+        plan = self.plan
+        return plan if plan is not None and (plan.moves or self.result is not None) else None
 
 
 class JobBook(ABC):
@@ -117,16 +127,17 @@ class JobBook(ABC):
         self._is_open = True
         # Begins anywhere: what workers still answer to a planner before this one must end no job of this one.
         self._last_number = int.from_bytes(system().token_bytes(7))
-        # The event loop's thread alone uses this; of who waits, what for.
-        self._waiters: dict[Job, dict[asyncio.Future[None], Callable[[], object]]] = {}
+        # The event loop's thread alone uses this; of who waits, whether it is for the end.
+        self._waiters: dict[Job, dict[asyncio.Future[None], bool]] = {}
 
     # What is asked of jobs, by any thread.
 
     def show(self, job: Job) -> Plan | None:
         """See `Job.plan`."""
         with self._polled.lock:
-            job.is_seen = job.is_seen or job.decided is not None
-            return job.decided
+            plan = job.decided
+            job.is_seen = job.is_seen or (plan is not None and plan.moves != ())
+            return plan
 
     def bind(self, job: Job, blocks: GPULoadStoreSpec, start: int) -> Plan:
         """See `Job.bind`."""
@@ -187,7 +198,7 @@ class JobBook(ABC):
         """
         return [job for job, _ in self._polled.poll(timeout_s, lambda: bool(self._not_over))]
 
-    async def wait(self, job: Job, answer: Callable[[], T | None]) -> T:
+    async def wait(self, job: Job, answer: Callable[[], T | None], *, is_for_end: bool) -> T:
         """Wait until a job has an answer, on the event loop. Nobody is polled for it any more.
 
         Raises:
@@ -198,7 +209,7 @@ class JobBook(ABC):
         while (answered := answer()) is None:
             waiter = self._loop.create_future()
             waiters = self._waiters.setdefault(job, {})
-            waiters[waiter] = answer
+            waiters[waiter] = is_for_end
             try:
                 await waiter
             except asyncio.CancelledError:
@@ -220,7 +231,7 @@ class JobBook(ABC):
             raise ConfigurationError(f"rank {number} of {self._num_ranks}: this cache has no such rank")
         return number
 
-    def _new(self) -> Job:
+    def _new(self, direction: Literal["load", "store"]) -> Job:
         """Return a new job; with the lock of ``_polled`` held. Any thread may call.
 
         Raises:
@@ -229,18 +240,26 @@ class JobBook(ABC):
         if not self._is_open:
             raise ClosedError("this TieredKV is closed")
         self._last_number += 1
-        job = self._not_over[self._last_number] = Job(self, self._last_number)
+        job = self._not_over[self._last_number] = Job(self, self._last_number, direction)
         return job
 
-    def _tell(self, job: Job, plan: Plan, result: JobResult | None) -> None:
-        """Have who waits or polls hear of a plan, and of the end if it is there; on the event loop."""
+    def _withdraw(self, job: Job) -> None:
+        """Have nobody be handed anything to do for a job that is about to end with nothing; with the lock held."""
+        job.decided = Plan(job.number, job.direction, 0, ())
+        self._polled.forget(job)
+
+    def _tell(self, job: Job, plan: Plan | None, result: JobResult | None) -> None:
+        """Have who waits or polls hear of a plan, and of the end if it is there; on the event loop.
+
+        Without a plan it stays what it is: that of a job that was withdrawn.
+        """
         with self._polled.lock:
             if result is not None:
                 job.result = result  # before the plan: who sees a plan of nothing must not think that it is to be done
                 del self._not_over[job.number]
-            job.decided = plan
+            job.decided = plan or job.decided
             waiters = self._waiters.pop(job, {})
-            if not any((said := answer()) is not None and _says_all(job, said) for answer in waiters.values()):
+            if (result is not None) not in waiters.values():  # nobody awaits the latest that there is to know
                 self._polled.tell(job, None)
             else:  # whoever awaits it is to have it; who polls looks whether anything else is coming
                 self._polled.lock.notify_all()

@@ -18,7 +18,7 @@ from tiered_kv.errors import ConfigurationError
 from tiered_kv.events import Emit, WorkerEnded
 from tiered_kv.keys import BlockKeys
 from tiered_kv.loop_calls import LoopCalls
-from tiered_kv.plan import Outcomes, Plan
+from tiered_kv.plan import Outcomes
 from tiered_kv.tiers.base import Mask
 from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.transfers.gaps import bring_around_gaps
@@ -54,7 +54,7 @@ class Jobs(JobBook):
         """
         self.workers.pids()
         with self._polled.lock:
-            job = self._new()
+            job = self._new(request.direction)
             self._underway[job] = Underway(job.number, request, self._loop.time)
         self._soon(self._start, job)
         return job
@@ -68,7 +68,7 @@ class Jobs(JobBook):
     def _note_bound(self, job: Job, start: int, num_blocks: int) -> None:
         bound = job.decided
         assert bound is not None  # noqa: S101 - it was bound just now
-        self._underway[job].may_be_out = True
+        self._underway[job].is_bound = True
         self._soon(self._answer, job, lambda underway: underway.follow(bound, slice(start, start + num_blocks)))
 
     def complete_keys(self, job: Job, keys: Sequence[bytes], rank: int, *, moved: bool) -> None:
@@ -84,8 +84,7 @@ class Jobs(JobBook):
         with self._polled.lock:
             if job.is_seen and not undelivered and job in self._underway and self._underway[job].may_be_out:
                 raise with_a_worker(job)
-            if (underway := self._take_out(job)) is not None:  # now: it cannot be bound any more
-                self._polled.forget(job)  # nor may anyone be told of its plan, whose slots are about to go
+            if (underway := self._take_out(job)) is not None:  # now, with the look: a plan that is handed out is not
                 self._soon(self._give_up, job, underway, "cancelled")
 
     def _take(self, outcomes: Outcomes) -> None:
@@ -102,6 +101,18 @@ class Jobs(JobBook):
     def _call_next(self) -> None:
         if self._calls:  # else `close` has made the call
             self._calls.popleft()()
+
+    def settling(self) -> "list[asyncio.Future[None]]":
+        """Return what is done when each store that a worker may have is settled, cancelled if it was closed over.
+
+        Those are bound, and somebody was handed the plan: others nobody copies out yet, and may never.
+        """
+        return [
+            each
+            for job, underway in list(self._underway.items())
+            if underway.is_bound and job.is_seen
+            for each in underway.settling
+        ]
 
     def leave(self) -> None:
         """Who planned is gone: end what no worker has the plan of. The rest ends with the workers' processes."""
@@ -136,7 +147,9 @@ class Jobs(JobBook):
             if request.gaps:
                 self._bringing[job] = self._tasks.spawn(self._bring_around_gaps(job), "bring blocks for a plan")
                 return
-            brought, handles = start_bringing(request.parts) if request.direction == "load" else ([], [])
+            brought, handles = (
+                start_bringing(request.parts, deadline=request.deadline) if request.direction == "load" else ([], [])
+            )
             if handles:
                 self._bringing[job] = self._tasks.spawn(self._bring(job, brought, handles), "bring blocks for a plan")
             else:
@@ -158,7 +171,7 @@ class Jobs(JobBook):
     async def _bring_around_gaps(self, job: Job) -> None:
         try:
             if (underway := self._underway.get(job)) is not None:
-                self._plan(job, await bring_around_gaps(underway.request.parts))
+                self._plan(job, await bring_around_gaps(underway.request.parts, underway.request.deadline))
         except Exception as error:
             self._end_early(job, repr(error))
             raise
@@ -190,7 +203,9 @@ class Jobs(JobBook):
                 self._end(job)
 
     def _end(self, job: Job) -> None:
-        if (underway := self._take_out(job)) is not None:
+        with self._polled.lock:
+            underway = self._underway.pop(job, None)
+        if underway is not None:
             assert underway.plan is not None  # noqa: S101 - what is not planned waits for no answer
             self._tell(job, underway.plan, underway.end())
             self._close_if_left()
@@ -203,15 +218,15 @@ class Jobs(JobBook):
         """End a job that was taken out, with nothing."""
         if (task := self._bringing.get(job)) is not None and task is not asyncio.current_task():
             task.cancel()
-        plan = underway.plan or Plan(job.number, underway.request.direction, 0, ())
-        self._tell(job, plan, underway.give_up(why, may_be_writing=may_be_writing))
+        self._tell(job, None, underway.give_up(why, may_be_writing=may_be_writing))
 
     def _take_out(self, job: Job, *, unless_out: bool = False) -> Underway | None:
-        """Let nobody bind or answer a job any more that is about to end; return it. Any thread may call."""
+        """Let nobody see, bind or answer a job any more that is about to end early; return it. Any thread may call."""
         with self._polled.lock:
             underway = self._underway.get(job)
             if underway is None or (unless_out and underway.may_be_out):
                 return None
+            self._withdraw(job)
             return self._underway.pop(job)
 
     def _lose(self, rank: int, pid: int) -> None:

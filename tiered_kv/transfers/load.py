@@ -22,7 +22,9 @@ from tiered_kv.memory.lanes import LaneCopy, RevokedError
 from tiered_kv.results import LoadResult, TierFault
 from tiered_kv.system import system
 from tiered_kv.tiers.base import Mask
+from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.budget import Kind
+from tiered_kv.tiers.chain import Chain
 from tiered_kv.transfers.handles import LoadHandle, Revocable
 from tiered_kv.transfers.requests import LoadRequest
 from tiered_kv.transfers.window import Bringer, Landed, Window
@@ -138,16 +140,8 @@ class Load(InTask):
             self._bringer.faults.append(TierFault("", "deadline", len(self._batch)))
         num_blocks, counts = self._count_loaded()
         self._settle(num_blocks)
-        await self._count_uses(num_blocks)
+        await count_uses(self._chain, self._batch[:num_blocks])
         return load_result(self._request, num_blocks, counts, self._bringer.faults, loop.time() - started)
-
-    async def _count_uses(self, num_blocks: int) -> None:
-        """Count the use of what was loaded, a part in each turn of the loop: the tail first, as the head goes last."""
-        for stop in range(num_blocks, 0, -_TOUCHED_AT_ONCE):
-            self._chain.touch(self._batch[max(0, stop - _TOUCHED_AT_ONCE) : stop])
-            if stop > _TOUCHED_AT_ONCE:
-                with suppress(asyncio.CancelledError):  # all of it is in place
-                    await self._chain.tasks.turn()
 
     async def _move(self, underway: deque[Window], begun: int = 0, end: int | None = None) -> None:
         """Begin windows ahead of the one that is landed, as many as may be read ahead and find slots."""
@@ -274,6 +268,15 @@ class Load(InTask):
             num_blocks, numbers = 0, numbers[:0]
             self._bringer.faults.append(overtaken(self._request))
         return num_blocks, np.bincount(numbers, minlength=len(self._chain.tiers)).tolist()
+
+
+async def count_uses(chain: Chain, batch: Batch) -> None:
+    """Count the use of what was loaded, a part in each turn of the loop: the tail first, as the head goes last."""
+    for stop in range(len(batch), 0, -_TOUCHED_AT_ONCE):
+        chain.touch(batch[max(0, stop - _TOUCHED_AT_ONCE) : stop])
+        if stop > _TOUCHED_AT_ONCE:
+            with suppress(asyncio.CancelledError):  # all of it is in place
+                await chain.tasks.turn()
 
 
 def check_stop(request: LoadRequest, block: int) -> None:

@@ -1,9 +1,13 @@
-"""Prefetches: blocks copied up before anyone waits for them, with a quota, never through transient slots."""
+"""Prefetches: blocks copied up before anyone waits for them, with a quota, never through transient slots.
+
+What a plan is to load is copied up in the same way; as somebody waits for it, without the quota and until a deadline.
+"""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +16,7 @@ from tiered_kv.catalog.leases import Lease
 from tiered_kv.errors import ConfigurationError
 from tiered_kv.events import BlocksPrefetched
 from tiered_kv.memory.copies import copy_rows
-from tiered_kv.results import PrefetchResult
+from tiered_kv.results import PrefetchResult, TierFault
 from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.budget import Kind, Waiter
 from tiered_kv.tiers.chain import Chain
@@ -21,6 +25,8 @@ from tiered_kv.transfers.handles import Handle, Revocable, cancel_each
 from tiered_kv.transfers.presence import Said
 from tiered_kv.transfers.window import Bringer, Landed
 
+_LONG_S: Final = 3600.0
+"""What a window may take that nobody waits for; its tiers have time limits of their own."""
 PrefetchHandle = Handle[PrefetchResult]
 
 
@@ -59,13 +65,23 @@ class Brought:
 class Prefetch(Revocable):
     """Bring the longest prefix into one of the memory tiers, as far as it fits beside what is leased there."""
 
-    def __init__(self, chain: Chain, batch: Batch, target: MemoryTier, said: Said | None = None) -> None:
+    def __init__(
+        self,
+        chain: Chain,
+        batch: Batch,
+        target: MemoryTier,
+        said: Said | None = None,
+        deadline: float | None = None,
+    ) -> None:
+        """Prepare one; with a deadline, on the loop's clock, somebody waits for it until then, as for a load."""
         super().__init__()
         self._chain = chain
         self._batch = batch
         self._target = target
         gpu = target if target is chain.gpu else None
-        self._bringer = Bringer(chain, batch, Kind.PREFETCH, keep=True, gpu=gpu, said=said)
+        self._deadline = deadline
+        kind = Kind.PREFETCH if deadline is None else Kind.LOAD
+        self._bringer = Bringer(chain, batch, kind, keep=True, may_pass=False, gpu=gpu, said=said)
         self._room = target.index.room_for(batch.names)
         self._num_moved = 0
         self.brought = Brought(len(batch))
@@ -80,6 +96,8 @@ class Prefetch(Revocable):
                 done += arrived
                 if arrived < len(part):
                     break
+        except TimeoutError:
+            self._bringer.faults.append(TierFault("", "deadline", len(self._batch)))
         except asyncio.CancelledError:
             self.revoked = True
         finally:
@@ -99,14 +117,16 @@ class Prefetch(Revocable):
         if not len(part):
             return 0
         with ExitStack() as stack:
-            quota = chain.limits.prefetches
-            stack.callback(await quota.take(len(part) * chain.stride_bytes, Waiter(Kind.LOAD)))
-            window = await self._bringer.begin(start, part, may_wait=False)
+            if self._deadline is None:
+                quota = chain.limits.prefetches
+                stack.callback(await quota.take(len(part) * chain.stride_bytes, Waiter(Kind.LOAD)))
+            async with asyncio.timeout_at(self._deadline):
+                window = await self._bringer.begin(start, part, may_wait=False)
             if window is None:
                 return 0
             stack.callback(self._bringer.abandon, window)
             num_filled = int(np.count_nonzero(window.own.source >= 0)) if window.own else 0
-            landed = await self._bringer.land(window, asyncio.get_running_loop().time() + 3600.0)
+            landed = await self._bringer.land(window, self._deadline or asyncio.get_running_loop().time() + _LONG_S)
             stack.callback(chain.release, *landed.leases)
             self.brought.note(slice(start, start + landed.num_blocks), landed.window.source[: landed.num_blocks])
             if self._target is chain.gpu:
@@ -151,13 +171,14 @@ def start_prefetch(chain: Chain, batch: Batch, to: str) -> PrefetchHandle:
 
 
 def start_bringing(
-    parts: Sequence[tuple[Chain, Batch]], said: Sequence[Said | None] | None = None
+    parts: Sequence[tuple[Chain, Batch]], said: Sequence[Said | None] | None = None, deadline: float | None = None
 ) -> tuple[list[Brought], list[PrefetchHandle]]:
     """Start to copy up what is below the CPU tier, as far as it fits; for several ranks at once. Holds nothing.
 
     Args:
         parts: By rank, the tiers and the blocks.
         said: By rank, what shared tiers have been asked just before.
+        deadline: As for `Prefetch`.
 
     Returns:
         For each rank, which tier had each block, filled in as they arrive. And what to wait for, with `bring_each`:
@@ -171,7 +192,7 @@ def start_bringing(
             brought.append(Brought(len(batch)))
             brought[-1].source[:] = len(chain.memory) - 1
         else:
-            prefetch = Prefetch(chain, batch, chain.host, known)
+            prefetch = Prefetch(chain, batch, chain.host, known, deadline)
             brought.append(prefetch.brought)
             handles.append(prefetch.start(chain.tasks.spawn(prefetch.run(), f"bring {len(batch)} blocks")))
     return brought, handles

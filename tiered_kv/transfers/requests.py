@@ -92,6 +92,7 @@ class JobRequest:
         parts: By rank, the tiers and the blocks.
         engine: The engine's blocks, the same on every rank; None if they are to be bound.
         is_current: False once what was loaded is of other weights than are served.
+        deadline: On the loop's clock: then a load is planned with what is in host memory.
         gaps: Whether to load what is there, block by block, and not a prefix.
         hint: What the caller of a store says of the blocks' future.
         is_far: Whether it is planned, and so bound, in another process: a worker may have the plan before that is said.
@@ -102,6 +103,7 @@ class JobRequest:
     parts: Sequence[tuple[Chain, Batch]]
     engine: GPULoadStoreSpec | None
     is_current: Callable[[], bool]
+    deadline: float
     gaps: bool = False
     hint: ReuseHint | None = None
     is_far: bool = False

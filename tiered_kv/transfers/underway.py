@@ -3,6 +3,7 @@
 It decides and waits for nothing; when which of it happens is for `jobs.Jobs` to say.
 """
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -23,14 +24,13 @@ class Underway:
     Attributes:
         request: What it is about.
         plan: What ranks are to do, once it holds something.
-        may_be_out: Whether a worker may have its plan: the engine's blocks are said, or may have been where it is
-            planned. Set by any thread, once.
+        is_bound: Whether the engine's blocks are said. Set by any thread, once.
     """
 
     def __init__(self, number: int, request: JobRequest, clock: Callable[[], float]) -> None:
         self.request = request
         self.plan: Plan | None = None
-        self.may_be_out = request.engine is not None or request.is_far
+        self.is_bound = request.engine is not None
         self._number = number
         self._held: Sequence[Held] = ()
         self._wanted = slice(0, len(request.keys))  # of the keys; less once it is bound to less
@@ -56,8 +56,8 @@ class Underway:
         else:
             leases, at = lease_each(request.parts) if request.gaps else (lease_prefix(request.parts), None)
             self._held = [
-                HeldLoad(chain, request.keys.salt_id, lease, of_rank, at)
-                for (chain, _), lease, of_rank in zip(request.parts, leases, brought, strict=True)
+                HeldLoad(chain, batch, lease, of_rank, at)
+                for (chain, batch), lease, of_rank in zip(request.parts, leases, brought, strict=True)
             ]
         self._moved = [held.present.copy() for held in self._held]
         moves = tuple(
@@ -79,6 +79,16 @@ class Underway:
         self.plan, self._wanted = plan, wanted
         for move in plan.moves:
             self.take_keys(move.rank, ~self._mask_of(move.positions), moved=False)
+
+    @property
+    def may_be_out(self) -> bool:
+        """Whether a worker may have its plan: it is bound, or may have been where it is planned."""
+        return self.is_bound or self.request.is_far
+
+    @property
+    def settling(self) -> "list[asyncio.Future[None]]":
+        """What a flush waits for once workers have its plan."""
+        return [each for held in self._held for each in held.settling]
 
     @property
     def is_over(self) -> bool:

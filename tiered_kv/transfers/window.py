@@ -81,6 +81,7 @@ class Bringer:
         *,
         priority: Priority | None = None,
         keep: bool,
+        may_pass: bool = True,
         gpu: MemoryTier | None = None,
         said: Said | None = None,
     ) -> None:
@@ -92,6 +93,7 @@ class Bringer:
             kind: Of the reads.
             priority: Of the reads; that of their kind by default.
             keep: Whether blocks read from storage are to stay in the CPU tier.
+            may_pass: Whether blocks that are to stay, and find no room, may pass through.
             gpu: The GPU pool, if a block that is there need not be on the host.
             said: What shared tiers have been asked just before.
         """
@@ -103,6 +105,7 @@ class Bringer:
         # A load longer than the CPU tier must not evict its own head: past this many, blocks only pass through.
         self.may_keep = chain.host.index.room_for(batch.names) if keep else 0
         self.presence = Presence(chain, batch, said)
+        self._may_pass = may_pass
         self._gpu = gpu
         self._read_from: StorageTier | None = None
 
@@ -182,7 +185,9 @@ class Bringer:
         if not keep:
             self.may_keep = 0  # what stays is the head, without gaps
         waiter = Waiter(self._kind, self._priority)
-        reservation = chain.reserve_host_now(batch, waiter, keep=keep) if not chain.room.num_waiting else None
+        reservation = None
+        if not chain.room.num_waiting:
+            reservation = chain.reserve_host_now(batch, waiter, keep=keep, may_pass=self._may_pass)
         if reservation is None:
             if not may_wait:
                 return False
