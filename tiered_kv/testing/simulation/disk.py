@@ -16,7 +16,7 @@ from typing import Final
 
 from tiered_kv.system import Files, FolderEntry
 from tiered_kv.testing.simulation.tape import Tape
-from tiered_kv.testing.simulation.threads import Process, Turns
+from tiered_kv.testing.simulation.threads import Process, ProcessEnded, Turns
 
 _SECTOR: Final = 512
 """What a medium writes whole or not at all."""
@@ -501,6 +501,8 @@ class SimulatedFiles(Files):
         return self._next_fd
 
     def _of(self, fd: int) -> _Open:
+        if self._turns.current.process.is_dead:
+            raise ProcessEnded
         each = self._open.get(fd)
         if each is None:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))

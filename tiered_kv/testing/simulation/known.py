@@ -31,20 +31,22 @@ class _Block:
 
     Attributes:
         num_storing: Stores of it that are under way.
-        stored_at: When the last one ended; -inf: none ever began.
+        stored_at: At which moment the last one began or ended; 0: none ever began.
         gone_at: When it had gone for good, if nothing stored it since.
         gone_why: By which call.
         is_gone_weakly: A restart may bring it back: the medium could not be told.
+        is_whole: The last store of it said that it was kept.
         kept: It was promised to survive the end of the process.
         used: When it was last asked for.
         num_uses: Stores and loads that had it.
     """
 
     num_storing: int = 0
-    stored_at: float = -math.inf
+    stored_at: int = 0
     gone_at: float = math.inf
     gone_why: str = ""
     is_gone_weakly: bool = False
+    is_whole: bool = False
     kept: str = ""
     used: float = -math.inf
     num_uses: int = 0
@@ -81,6 +83,12 @@ class Known:
 
     def __init__(self) -> None:
         self._blocks: dict[Name, _Block] = {}
+        self._moment = 0
+
+    def moment(self) -> int:
+        """Return a number greater than all before: virtual time may stand still between two calls."""
+        self._moment += 1
+        return self._moment
 
     def _of(self, name: Name) -> _Block:
         return self._blocks.setdefault(name, _Block())
@@ -89,15 +97,19 @@ class Known:
         """Blocks are being stored: from now on they may be served."""
         for block in map(self._of, names):
             block.num_storing += 1
+            block.is_whole = False
             block.gone_at, block.gone_why, block.is_gone_weakly = math.inf, "", False
             block.used = now
-            block.stored_at = max(block.stored_at, now)
+            block.stored_at = self.moment()
 
-    def store_ends(self, names: Sequence[Name], now: float) -> None:
-        """Their store has returned, or was cancelled."""
+    def store_ends(self, names: Sequence[Name], now: float, *, is_whole: bool) -> None:
+        """Their store has returned, and says whether all are kept; or was cancelled."""
         for block in map(self._of, names):
             block.num_storing -= 1
-            block.stored_at = block.used = now
+            block.is_whole = is_whole
+            if not is_whole:
+                block.kept = ""
+            block.stored_at, block.used = self.moment(), now
             block.num_uses += 1
 
     def used(self, names: Iterable[Name], now: float) -> None:
@@ -110,8 +122,8 @@ class Known:
         for name in names:
             self._of(name).num_uses += 1
 
-    def removed(self, names: Iterable[Name], since: float, now: float, why: str, *, weakly: bool) -> None:
-        """A call that takes blocks away, begun at ``since``, has returned."""
+    def removed(self, names: Iterable[Name], since: int, now: float, why: str, *, weakly: bool) -> None:
+        """A call that takes blocks away, begun at the moment ``since``, has returned."""
         for block in map(self._of, names):
             block.kept = ""
             if not block.num_storing and block.stored_at < since:
@@ -126,10 +138,10 @@ class Known:
         for name in self._blocks if names is None else names:
             self._of(name).kept = ""
 
-    def keep(self, names: Iterable[Name], before: float, why: str) -> None:
-        """What of these blocks was stored by then is promised to survive the end of the process."""
+    def keep(self, names: Iterable[Name], before: int, why: str) -> None:
+        """What of these blocks was stored by that moment is promised to survive the end of the process."""
         for block in map(self._of, names):
-            if block.stored_at <= before and not block.num_storing and not block.is_gone:
+            if block.stored_at <= before and block.is_whole and not block.num_storing and not block.is_gone:
                 block.kept = why
 
     def restarted(self, *, lost_power: bool) -> None:
@@ -137,6 +149,7 @@ class Known:
         for block in self._blocks.values():
             if block.num_storing:
                 block.num_storing = 0
+                block.is_whole = False
             if block.is_gone and (block.is_gone_weakly or lost_power):
                 block.gone_at = math.inf
             if lost_power and block.kept != "synced":
@@ -160,7 +173,7 @@ class Known:
         for name in names:
             block = self._blocks.get(name)
             kept.append("" if block is None else block.kept)
-            if block is None or block.stored_at == -math.inf:
+            if block is None or not block.stored_at:
                 gone.append("was never stored")
             elif block.is_gone:
                 gone.append(f"{block.gone_why} at {block.gone_at:.3f}")
@@ -172,7 +185,7 @@ class Known:
         """Raise if something was found that had gone before the call, and was not stored again since."""
         for i in np.flatnonzero(found).tolist():
             block = self._blocks.get(asked.names[i])
-            is_still = block is None or block.is_gone or block.stored_at == -math.inf
+            is_still = block is None or block.is_gone or not block.stored_at
             if asked.gone[i] and is_still:
                 raise WrongAnswer("came back", f"{what} found block {i}, which {asked.gone[i]}")
 

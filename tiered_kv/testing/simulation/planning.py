@@ -87,8 +87,7 @@ class Planning:
             result = await requests.within(LONGEST_S, "the end of a job", job.ended())
         finally:
             if not is_load:
-                known.store_ends(names, requests.now)
-                requests.has_partial(names)
+                known.store_ends(names, requests.now, is_whole=False)
         if is_load:
             right = requests.memory.are_right(keys, weights, region)
             mask = result.mask if len(result.mask) else np.zeros(len(keys), np.bool_)

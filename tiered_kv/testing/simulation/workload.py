@@ -34,24 +34,24 @@ _OPS: Final = (
     ("plan", 8),
     ("prefetch", 3),
     ("touch", 3),
-    ("pin", 3),
+    ("pin", 4),
     ("unpin", 2),
     ("lease", 2),
     ("swap_out", 2),
-    ("evict", 6),
+    ("evict", 8),
     ("clear", 1),
-    ("resize", 2),
+    ("resize", 3),
     ("flush", 4),
     ("explain", 1),
     ("stats", 1),
     ("epoch", 1),
-    ("wait", 9),
+    ("wait", 11),
     ("trouble", 3),
     ("calm", 2),
     ("rot", 1),
     ("drain", 1),
     ("reopen", 1),
-    ("die", 1),
+    ("die", 2),
     ("power", 1),
 )
 _NAMES: Final = tuple(name for name, weight in _OPS for _ in range(weight))
@@ -80,7 +80,6 @@ class Requests:
         self.kv: TieredKV = world.new_cache(process, shape, device, weights)
         self.ending = ""
         self.is_small = False
-        self._partial: set[Name] = set()
         self._asked = {"load": 0, "store": 0}
         self._perhaps = {"load": 0, "store": 0}
         self._planning: Planning | None = None
@@ -307,6 +306,7 @@ class Requests:
         source = self.memory.fill(keys, weights, region, in_pool=in_pool)
         self._asked["store"] += len(keys)
         known.store_begins(names, self.now)
+        is_whole = False
         try:
             hint = ReuseHint(0.0) if numbers[2] % 13 == 0 else None
             handle = self.kv.start_store(keys, source, after=event, layerwise=is_layerwise, hint=hint)
@@ -314,21 +314,15 @@ class Requests:
                 handle.store_layer(layer)
                 await asyncio.sleep(0)
             result = await handle
+            is_whole = result.num_dropped == 0
         finally:
-            known.store_ends(names, self.now)
+            known.store_ends(names, self.now, is_whole=is_whole)
         self._check_store(result, len(keys), self.now - started)
-        is_whole = result.num_dropped == 0
         if numbers[2] % 3 == 0:
             settled = await self.within(LONGEST_S, "settled()", _awaited(result.settled))
             for tier in settled:
                 if tier.written + tier.present + tier.deferred + tier.dropped + tier.failed != len(keys):
                     raise WrongAnswer("counts", f"{tier} of {len(keys)} blocks")
-        if not is_whole:
-            known.forget_kept(names)
-            for name in names:
-                self._partial.add(name)
-        else:
-            self._partial -= set(names)
 
     def _check_store(self, result: StoreResult, num_keys: int, took_s: float) -> None:
         if result.num_stored + result.num_present + result.num_dropped != num_keys:
@@ -376,8 +370,7 @@ class Requests:
                 raise
         finally:
             if not is_load:
-                known.store_ends(names, self.now)
-                self._partial |= set(names)
+                known.store_ends(names, self.now, is_whole=False)
             self.memory.give(region)
 
     def count_asked(self, what: str, num_blocks: int, *, is_sure: bool) -> None:
@@ -386,10 +379,6 @@ class Requests:
             self._asked[what] += num_blocks
         else:
             self._perhaps[what] += num_blocks
-
-    def has_partial(self, names: list[Name]) -> None:
-        """Note that of these blocks perhaps not all were stored."""
-        self._partial |= set(names)
 
     async def _plan(self, numbers: Numbers) -> None:
         """Have a worker load or store what is planned here."""
@@ -467,15 +456,14 @@ class Requests:
             source = self.memory.fill(keys, self.weights, region)
             await self.within(LONGEST_S, "swap_out", self.kv.swap_out(keys, source, ttl_s=3.0))  # type: ignore[arg-type]  # pages
         finally:
-            known.store_ends(names, self.now)
-            self._partial |= set(names)
+            known.store_ends(names, self.now, is_whole=False)
             self.memory.give(region)
 
     # What goes.
 
     async def _evict(self, numbers: Numbers) -> None:
         keys, known = span(numbers), self.world.known
-        names, since = names_of(keys, self.weights), self.now
+        names, since = names_of(keys, self.weights), known.moment()
         tier = self.shape.chain[numbers[3] % len(self.shape.chain)] if numbers[3] % 4 == 0 else None
         known.forget_kept(names)
         await self.within(LONGEST_S, "evict", self.kv.evict(keys, tier=tier))
@@ -485,7 +473,7 @@ class Requests:
     async def _clear(self, numbers: Numbers) -> None:
         if numbers[3] % 3:
             return
-        known, since = self.world.known, self.now
+        known, since = self.world.known, self.world.known.moment()
         known.forget_kept()
         await self.within(LONGEST_S, "clear", self.kv.clear())
         if self.shape.is_owned:
@@ -512,16 +500,18 @@ class Requests:
     # What is written, and what is told.
 
     async def _flush(self, numbers: Numbers) -> None:
-        world, since, sync = self.world, self.now, numbers[3] % 2 == 0
+        world, since, sync = self.world, self.world.known.moment(), numbers[3] % 2 == 0
         was_wrong = world.may_be_wrong
         await self.within(LONGEST_S, "flush", self.kv.flush(sync=sync))
         shape = self.shape
-        if was_wrong or world.may_be_wrong or not shape.is_roomy or self.is_small or shape.ttl_s is not None:
+        if sync and not was_wrong and not world.may_be_wrong:
+            world.trouble.since_told = False
+            world.known.told()
+        if was_wrong or world.may_be_wrong or not (shape.is_roomy ) or self.is_small or shape.ttl_s is not None:
             return
         if shape.admit_after > 1 or shape.codec != "none" or world.trouble.since_told:
             return
-        names = [name for name in world.known.all_names() if name not in self._partial]
-        world.known.keep(names, since, "synced" if sync else "flushed")
+        world.known.keep(world.known.all_names(), since, "synced" if sync else "flushed")
 
     async def _drain(self, numbers: Numbers) -> None:
         if self.ending or numbers[3] % 2:

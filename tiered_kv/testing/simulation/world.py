@@ -101,7 +101,7 @@ def drawn_shape(tape: Tape) -> Shape:
         disk_slots=tape.pick("plan", (_NUM_ALL, _NUM_ALL, 24, 10)),
         writes_back=bool(tape.draw("plan", 2)),
         admit_after=tape.pick("plan", (1, 1, 2)),
-        ttl_s=tape.pick("plan", (None, None, None, 4.0)),
+        ttl_s=tape.pick("plan", (None, None, 1.0)),
         low_water=tape.pick("plan", (0.5, 0.0, 1.0)),
         cipher=tape.pick("plan", ("", "", "", "aes-256-gcm", "aes-256-gmac")),
         codec=tape.pick("plan", ("none", "none", "none", "exponent")),
