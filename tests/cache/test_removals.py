@@ -1,15 +1,17 @@
 """What leaves the books of an owned tier is gone from its medium too, or owed: no sudden end brings it back."""
 
 import asyncio
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from tests.support import virtual
 from tests.support.backends import ScriptedSlotBackend
 from tests.support.caches import keep, open_cache, until, until_idle
-from tests.support.engine import Engine, prompt
-from tiered_kv import BackendUnavailableError, Outcome
+from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine, prompt
+from tiered_kv import BackendUnavailableError, BlockKeys, Outcome, TieredKV
 
 KEYS = prompt(4)
 OTHERS = prompt(4, seed=1)
@@ -199,4 +201,44 @@ async def test_evicting_what_was_cleared_ends_when_it_is_forgotten(how: str) -> 
         await evicting
         assert disk.num_records == 0
         await clearing
+        await until_idle(kv)
+
+
+# By another capacity.
+
+
+def _nvme(path: Path) -> dict[str, object]:
+    return {"medium": "nvme", "path": path, "capacity": "2MiB", "max_capacity": "2MiB"}
+
+
+def _num_found(kv: TieredKV, keys: BlockKeys) -> int:
+    return sum(kv.lookup_nowait(keys[n : n + 1]).num_blocks for n in range(len(keys)))
+
+
+async def _found_after_a_kill(path: Path, keys: BlockKeys) -> int:
+    """Say how many blocks are found by a start on what is on the disk now."""
+    copied = path.with_name("copied")
+    shutil.copytree(path, copied)
+    async with open_cache(_nvme(copied)) as kv:
+        return _num_found(kv, keys)
+
+
+async def test_a_disk_made_smaller_beside_a_pin_forgets_what_went(tmp_path: Path) -> None:
+    """Though its file cannot be cut yet; once the pin has ended it is."""
+    engine, path = Engine(), tmp_path / "disk"
+    limits = SMALL_LIMITS.model_copy(update={"store_timeout_s": 0.1})
+    async with open_cache(_nvme(path), engine=engine, limits=limits) as kv:
+        keys = prompt(16)
+        await keep(kv, engine, keys)
+        assert kv.pin(keys, ttl_s=600).num_blocks == 16  # those with slots that go among them
+        (slab,) = path.glob("*/slab")
+        before = slab.stat().st_size
+        num_slots = await kv.resize("nvme", "150KiB")
+        assert 0 < num_slots < 16
+        assert slab.stat().st_size == before
+        assert _num_found(kv, keys) == num_slots
+        await kv.evict(keys)
+        assert await _found_after_a_kill(path, keys) == 0
+        kv.unpin(keys)
+        await until(lambda: slab.stat().st_size <= num_slots * 2 * PAYLOAD_BYTES)
         await until_idle(kv)
