@@ -53,20 +53,20 @@ class Draining:
 
 
 async def drain(cache: OpenCache, timeout_s: float | None) -> bool:
-    """Take no more stores, write what there is; say whether that took no longer than ``timeout_s``."""
+    """Take no more stores, write what there is; say whether that went well, and took no longer than ``timeout_s``."""
     for chain in cache.chains:
         chain.limits.takes_stores = False
     writing = cache.tasks.spawn(_write_all(cache), "drain")
     try:
         await asyncio.wait({writing}, timeout=cache.limits.close_timeout_s if timeout_s is None else timeout_s)
-        return writing.done() and not writing.cancelled()
+        return writing.done() and not writing.cancelled() and writing.result()
     finally:
         writing.cancel()  # it only waits: what it waits for goes on
 
 
-async def _write_all(cache: OpenCache) -> None:
+async def _write_all(cache: OpenCache) -> bool:
     await cache.settle()
-    await upkeep.checkpoint(cache.chains, sync=True)
+    return await upkeep.checkpoint(cache.chains, sync=True)
 
 
 @contextmanager
@@ -144,7 +144,7 @@ def _begin_no_more(cache: OpenCache) -> None:
         chain.fills.close()
 
 
-async def _within(limit_s: float, waiting: Awaitable[None]) -> None:
+async def _within(limit_s: float, waiting: Awaitable[object]) -> None:
     with move_on_after(limit_s):
         await waiting
 
