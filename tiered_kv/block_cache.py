@@ -178,8 +178,8 @@ class BlockCache(TransferCalls):
         """Change the capacity of the CPU tier or an NVMe tier, up to its ``max_capacity``, while it is used.
 
         What does not fit any more is evicted, after what waits for other tiers was written. The memory or disk space is
-        the system's again when this returns, but for slots in use until then, and memory page-locked for a GPU.
-        Cancellation ends the wait only.
+        the system's again when this returns, but for memory page-locked for a GPU; where slots that go are in use for
+        long, soon after they are not. Cancellation ends the wait only.
 
         Args:
             tier: Its name.

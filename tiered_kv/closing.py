@@ -53,7 +53,7 @@ class Draining:
 
 
 async def drain(cache: OpenCache, timeout_s: float | None) -> bool:
-    """Take no more stores, write what there is; say whether that took no longer than ``timeout_s``."""
+    """Take no more stores, write what there is; say whether that went well, and took no longer than ``timeout_s``."""
     for chain in cache.chains:
         chain.limits.takes_stores = False
     writing = cache.tasks.spawn(_write_all(cache), "drain")
@@ -70,8 +70,7 @@ async def _write_all(cache: OpenCache) -> bool:
         await cache.settle()
     except ClosedError:
         return False
-    await upkeep.checkpoint(cache.chains, sync=True)
-    return True
+    return await upkeep.checkpoint(cache.chains, sync=True)
 
 
 @contextmanager
@@ -149,7 +148,7 @@ def _begin_no_more(cache: OpenCache) -> None:
         chain.fills.close()
 
 
-async def _within(limit_s: float, waiting: Awaitable[None]) -> None:
+async def _within(limit_s: float, waiting: Awaitable[object]) -> None:
     with move_on_after(limit_s):
         await waiting
 

@@ -38,12 +38,14 @@ from tiered_kv.transfers.bindings import Bindings
 from tiered_kv.transfers.cleaner import Cleaner
 from tiered_kv.transfers.jobs import Jobs
 from tiered_kv.transfers.requests import LoadRequest, StoreRequest
-from tiered_kv.transfers.resize import resize, slots_within
+from tiered_kv.transfers.resize import GivenUp, resize, slots_within
 from tiered_kv.transfers.swap import SwapSide, SwapSpace, SwapSpaces
 from tiered_kv.validation import LoadCall, StoreCall, check_keys, check_one_rank, check_pages
 
 T = TypeVar("T")
 _PAST_EPOCHS: Final = 8
+_LOOK_AGAIN_S: Final = 1.0
+"""How often, whether slots that a tier gave up are in use."""
 
 
 class OpenCache(EngineSide):
@@ -299,8 +301,18 @@ class OpenCache(EngineSide):
         async with self._resizing:
             try:
                 number = self.chains[0].names.index(name)
-                before, num_evicted = await resize(self.chains, self.cleaners, number, num_slots)
+                before, num_evicted, given_up = await resize(self.chains, self.cleaners, number, num_slots)
             except TieredKVError as error:
                 return error
+        if given_up is not None:
+            self.background.spawn(self._give_back_later(given_up), f"give back what {name} took")
         self.emit(TierResized(name, num_slots, before, num_evicted))
         return None
+
+    async def _give_back_later(self, given_up: GivenUp) -> None:
+        """Give back what is beyond a tier's capacity, whatever that is by then, once nobody uses it."""
+        while True:
+            await asyncio.sleep(_LOOK_AGAIN_S)
+            async with self._resizing:
+                if given_up.is_idle:
+                    return await given_up.give_back()

@@ -21,7 +21,14 @@ from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine
 from tests.support.engine import prompt as small_prompt
 from tests.support.planned import WAIT_S
 from tests.support.virtual import advance
-from tiered_kv import ClosedError, ConfigurationError, GPULoadStoreSpec, Outcomes, TieredKV
+from tiered_kv import (
+    BackendUnavailableError,
+    ClosedError,
+    ConfigurationError,
+    GPULoadStoreSpec,
+    Outcomes,
+    TieredKV,
+)
 
 KEYS = small_prompt(4)
 INTO = GPULoadStoreSpec(range(4))
@@ -167,6 +174,36 @@ async def test_closing_ends_the_wait_for_a_worker() -> None:
             await flushing
         assert not await draining
         await closing
+
+
+@pytest.mark.parametrize("how", ["fails", "hangs"])
+async def test_a_drain_whose_checkpoint_does_not_go_well_says_so(how: str) -> None:
+    """What was stored may not survive a loss of power."""
+    engine, disk = Engine(), ScriptedSlotBackend(name="disk", timeout_s=0.05)
+    async with open_cache(CPU, disk, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        if how == "fails":
+            disk.on_checkpoint.fail_next(BackendUnavailableError("full"))
+        else:
+            disk.on_checkpoint.hold()
+        assert not await kv.drain()
+        disk.on_checkpoint.release()
+        await until_idle(kv)
+        assert await kv.drain()
+
+
+async def test_a_drain_past_a_tier_that_is_bypassed_says_so() -> None:
+    """It has noted nothing."""
+    engine, disk = Engine(), ScriptedSlotBackend(name="disk", timeout_s=0.05)
+    async with open_cache(CPU, disk, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        await kv.evict(KEYS, tier="cpu")
+        disk.on_read.hold()
+        await kv.load(KEYS, INTO)
+        assert kv.stats()["disk"].is_bypassed
+        assert not await kv.drain()
+        disk.on_read.release()
+        await until_idle(kv)
 
 
 @pytest.mark.both_loops

@@ -81,6 +81,20 @@ async def test_what_is_leased_stays_until_it_is_released() -> None:
         await until_idle(kv)
 
 
+async def test_memory_goes_back_once_what_was_pinned_for_long_is_not() -> None:
+    """Longer than the call waits; of whatever capacity the tier has by then."""
+    engine, limits = Engine(), SMALL_LIMITS.model_copy(update={"store_timeout_s": 0.05})
+    async with open_cache(cpu(16, 16), engine=engine, limits=limits) as kv:
+        await keep(kv, engine, KEYS)
+        before = slab_bytes(kv)
+        async with kv.lease(KEYS):
+            assert await kv.resize("cpu", 8 * PAYLOAD_BYTES) == 8
+            assert await kv.resize("cpu", 2 * PAYLOAD_BYTES) == 2
+            assert slab_bytes(kv) == before
+        await until(lambda: slab_bytes(kv) == before - 14 * PAYLOAD_BYTES)
+        await until_idle(kv)
+
+
 async def test_waiting_blocks_are_written_before_their_memory_goes() -> None:
     """Shrinking a tier loses nothing that a tier below takes."""
     engine, slots = Engine(), ScriptedSlotBackend()

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tiered_kv.catalog import Change, TierIndex
+from tiered_kv.catalog.leases import Lease
 from tiered_kv.errors import CapacityError, ClosedError, ConfigurationError
 from tiered_kv.keys import Names
 
@@ -46,6 +47,40 @@ def test_shrinking_gives_up_slots_at_their_last_release(policy: str) -> None:
     assert store(index, 5) == [1]
     with pytest.raises(CapacityError):
         index.reserve(names_of(6, 7))
+
+
+def test_what_leaves_is_handed_over_with_its_slots() -> None:
+    """By name, by age, by another capacity: nothing is put there until they are let go of, whoever reads it."""
+    now, left = [0.0], list[tuple[list[int], Lease]]()
+    index = TierIndex(6, ttl_s=5.0, clock=lambda: now[0])
+    index.on_left = lambda names, lease: left.append((sorted(ids_of(names)), lease))
+    store(index, 1, 2, 3)
+    now[0] = 3.0
+    store(index, 4, 5, 6)
+    reader = index.lease(names_of(1))
+    index.remove(names_of(1, 7))
+    now[0] = 6.0
+    index.expire()
+    index.resize(5)
+    assert [ids for ids, _ in left] == [[1], [2, 3], [6]]
+    assert (index.statistics().free, index.statistics().doomed, index.statistics().retired) == (0, 4, 0)
+    for _, lease in left:
+        lease.release()
+    assert (index.statistics().free, index.statistics().doomed, index.statistics().retired) == (2, 1, 1)
+    reader.release()
+    assert (index.statistics().free, index.statistics().doomed, index.statistics().leased) == (3, 0, 0)
+
+
+def test_what_stays_or_is_lost_is_not_handed_over() -> None:
+    """A record that is kept for another start, and one whose medium is away. What is evicted is filled at once."""
+    index = TierIndex(2)
+    index.on_left = lambda names, _: pytest.fail(f"{names} were handed over")
+    store(index, 1, 2)
+    store(index, 3)
+    index.remove(names_of(1, 2, 3), has_left=False)
+    store(index, 4, 5)
+    assert index.withhold(np.ones(2, np.bool_)) == 2
+    assert (index.statistics().withheld, index.statistics().doomed) == (2, 0)
 
 
 @every_policy

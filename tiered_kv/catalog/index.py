@@ -44,6 +44,7 @@ class TierIndex(Occupancy):
         num_slots: The present capacity; may be 0: then every block passes through bounce slots.
         ttl_s: For how long a block is kept, or None.
         on_change: Is told whatever changes of the tier's own readable blocks, if not None.
+        on_left: Takes over the slots of blocks that leave, if not None; see `Occupancy`.
     """
 
     def __init__(
@@ -209,15 +210,20 @@ class TierIndex(Occupancy):
         num_evictable = len(self._policy) - len(self._idle(found[states == READY]))
         return num_wanted <= len(self._free) + num_evictable
 
-    def remove(self, names: Names, why: Change = Change.REMOVED) -> int:
-        """Make blocks unfindable at once; return how many were there. ``why`` is what ``on_change`` is told.
+    def remove(self, names: Names, why: Change = Change.REMOVED, *, has_left: bool = True) -> int:
+        """Make blocks unfindable at once; return how many were there.
 
         The slot of a leased block is freed by its last release. A pending block becomes doomed: it is never committed,
         and its slot is freed when its reservation closes.
+
+        Args:
+            names: Of the blocks; others and repeats are harmless.
+            why: What ``on_change`` is told.
+            has_left: Whether ``on_left`` takes over the slots: not if what is there is to stay.
         """
         found, _ = self.find(names)
         slots = unique(found[found >= 0])
-        self._remove(slots[::-1], why)
+        self._remove(slots[::-1], why, has_left=has_left)
         return len(slots)
 
     def expire(self, *, limit: int = 1 << 16) -> Names:
@@ -257,7 +263,8 @@ class TierIndex(Occupancy):
     def withhold(self, is_withheld: NDArray[np.bool_] | None) -> int:
         """Put no blocks into some slots any more, until this is called again; return how many blocks that loses.
 
-        Blocks in them are removed as by `remove`. Takes time in the size of the tier: some 5 ms a million slots.
+        Blocks in them are removed as by `remove`; ``on_left`` is not called, as nothing of them is left. Takes time in
+        the size of the tier: some 5 ms a million slots.
 
         Args:
             is_withheld: ``(max_slots,)``, which ones; None: all can be used.
@@ -267,7 +274,7 @@ class TierIndex(Occupancy):
         if is_withheld is not None:
             states = self._states[: self.num_slots]
             held = np.flatnonzero(is_withheld[: self.num_slots] & ((states == READY) | (states == PENDING)))
-            lost = len(self._remove(held[::-1], Change.LOST))
+            lost = len(self._remove(held[::-1], Change.LOST, has_left=False))
         self._find_free()
         return lost
 

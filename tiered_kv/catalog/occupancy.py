@@ -4,6 +4,7 @@ Each step keeps all that belongs to it in agreement: names and states, leases, t
 slots and counts. `TierIndex` says what the steps are for.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Final
 
@@ -21,6 +22,9 @@ from tiered_kv.keys import Names
 NO_SLOTS: Slots = np.empty(0, dtype=np.int64)
 _FEW: Final = 64
 """Of so many slots Python finds repeats sooner than numpy begins."""
+OnLeft = Callable[[Names, Lease], None]
+"""Is called on the owning thread once blocks of the tier's own that were readable have left the books, with their names
+and a lease that keeps their slots: it is the callee's to release. Must not raise, and must not change the index."""
 
 
 class Occupancy(Books):
@@ -29,6 +33,9 @@ class Occupancy(Books):
     Attributes:
         num_slots: The present capacity; may be 0: then every block passes through bounce slots.
         on_change: Is told whatever changes of the tier's own readable blocks, if not None.
+        on_left: Takes over the slots of blocks that leave, if not None, whatever they leave for: until it has let go of
+            them nothing is put there. Not of those that make room for others, whose slots are filled at once, nor of
+            all that `TierIndex.clear` removes.
     """
 
     def __init__(
@@ -46,6 +53,7 @@ class Occupancy(Books):
         total = max_slots + num_transient
         self.num_slots = num_slots
         self.on_change = on_change
+        self.on_left: OnLeft | None = None
         self._policy = policy
         self._policy.resize(num_slots)
         self._expiry = expiry
@@ -203,8 +211,13 @@ class Occupancy(Books):
         self._doomed += len(pending)
         self._free_doomed(slots)
 
-    def _remove(self, slots: Slots, change: Change) -> Names:
+    def _remove(self, slots: Slots, change: Change, *, has_left: bool = True) -> Names:
         """Make the blocks in these slots unfindable, the tail first, as they lie in the policy's queues.
+
+        Args:
+            slots: Each once.
+            change: What ``on_change`` is told.
+            has_left: Whether ``on_left`` takes over the slots.
 
         Returns:
             The names of the tier's own ones that were readable.
@@ -212,6 +225,9 @@ class Occupancy(Books):
         is_ready = self._states[slots] == READY
         self._policy.park(slots[is_ready & (self._num_leases[slots] == 0)])
         self._forget_dirty(slots)
+        on_left, left = self.on_left if has_left else None, self._own(slots[is_ready])
+        if on_left is not None:
+            self._hold(left)
         with self.lock:
             self._table.remove(slots)
             self._states[slots] = DOOMED
@@ -220,8 +236,10 @@ class Occupancy(Books):
         self._pending -= len(slots) - num_ready
         self._doomed += len(slots)
         self._free_doomed(slots[is_ready & (self._num_leases[slots] == 0)])
-        removed = self._table.names(self._own(slots[is_ready]))
+        removed = self._table.names(left)
         self._tell(change, removed)
+        if on_left is not None and len(left):
+            on_left(removed, Lease(left, left, partial(self._release, is_use=False)))
         return removed
 
     def _forget_dirty(self, slots: Slots) -> None:

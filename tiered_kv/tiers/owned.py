@@ -1,7 +1,9 @@
 """A tier that the cache owns alone: a medium of numbered slots, and the index that says which block is in which.
 
-What is to be forgotten keeps its slots until the medium has forgotten it: nothing is written there before. Who reads it
-is not waited for, as a restart in between would bring it back.
+Nothing leaves the books without the medium being told, or that being owed. What is removed, by name, age, another
+capacity or damage, the index hands over, and it keeps its slots until the medium has forgotten it: nothing is written
+there before. Who reads it is not waited for, as a restart in between would bring it back. What makes room for a write
+is written over by it, and forgotten if that fails. What is cleared is owed until a checkpoint. `forget` waits for each.
 """
 
 import asyncio
@@ -16,7 +18,7 @@ from tiered_kv.backend import Block, Missing, Outcome, SlotBackend
 from tiered_kv.catalog.books import Change
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.leases import Lease
-from tiered_kv.catalog.table import Slots
+from tiered_kv.catalog.table import Slots, hash_names
 from tiered_kv.errors import BackendUnavailableError, CapacityError, ConfigurationError, TieredKVError
 from tiered_kv.events import TierFailed
 from tiered_kv.hints import ReuseHint
@@ -50,6 +52,8 @@ class OwnedTier(StorageTier, BookedTier):
         self._resizing: asyncio.Task[Answer[None]] | None = None
         self._missing: Missing | None = None
         self._refused = Refused()
+        self._paying: asyncio.Task[bool] | None = None
+        self.index.on_left = self._left
         self._see_missing()
 
     @property
@@ -75,14 +79,14 @@ class OwnedTier(StorageTier, BookedTier):
             index.clear()
         elif (names := evicted.names()) is not None:
             index.remove(names)
-        index.on_change, self.index = self.index.on_change, index
+        index.on_change, index.on_left, self.index = self.index.on_change, self._left, index
         self._missing = None
         self._refused.clear()
         self._see_missing()
         if index.on_change is not None and index.statistics().ready:
             index.on_change(Change.ADDED, index.names_in_order()[0])
         if evicted:
-            self._journal.owes_checkpoint = True
+            self._journal.owe()
             await self.checkpoint(sync=False)
 
     async def find(self, batch: Batch) -> Mask:
@@ -125,7 +129,8 @@ class OwnedTier(StorageTier, BookedTier):
         """See `StorageTier.write`. What is removed while it is written never commits."""
         n, at = len(batch), np.flatnonzero(wanted)
         if len(kept := self._refused.take(batch.names[at])):
-            self._tasks.spawn(self._forget_refused(kept), f"forget {len(kept)} refused records of {self.name}")
+            forgetting = self._forget_refused(batch.names[at], kept)
+            self._tasks.spawn(forgetting, f"forget {len(kept)} refused records of {self.name}")
         try:
             reservation = self.index.reserve(batch.names[at])
         except CapacityError:
@@ -137,13 +142,19 @@ class OwnedTier(StorageTier, BookedTier):
             written, present, dropped = np.zeros(n, np.bool_), np.zeros(n, np.bool_), ~wanted
             present[at[~fresh]] = True
             if len(todo):
-                with self._is_writing(batch.names[todo]):
+                # Who evicts what has to go waits too: it is there until it is written over, or forgotten.
+                with self._is_writing(np.concatenate((batch.names[todo], reservation.evicted))):
                     there, slots = [blocks[i] for i in todo], reservation.slots[fresh]
-                    outcomes = await self._write_to(batch[todo], there, slots, on_late, kind)
+                    try:
+                        outcomes = await self._write_to(batch[todo], there, slots, on_late, kind)
+                    except BaseException:
+                        self._journal.owe()  # nobody knows what is there now
+                        raise
                     written[todo] = [outcome is Outcome.STORED for outcome in outcomes]
                     dropped[todo] = [outcome is Outcome.REFUSED for outcome in outcomes]
                     with reservation.commit(written[at]) as lease:
                         doomed = written[at] & fresh & (lease.slots < 0)
+                    doomed |= fresh & ~written[at] & ~dropped[at]  # there may be anything
                     if len(reservation.evicted):  # of which the medium still has what was not overwritten
                         doomed |= dropped[at] & fresh
                     # The medium remembers them now, and they must not outlive a crash: their slots are kept for it.
@@ -185,9 +196,9 @@ class OwnedTier(StorageTier, BookedTier):
         kept = np.zeros(len(names), np.bool_)
         if is_refused.any():
             kept[is_refused] = self._refused.keep(names[is_refused], slots[is_refused], self.index.num_slots)
-            self.index.remove(names[kept], Change.CORRUPT)
+            self.index.remove(names[kept], Change.CORRUPT, has_left=False)
             self._withhold()
-        self._remove(names[~kept], Change.CORRUPT)
+        self.index.remove(names[~kept], Change.CORRUPT)
         return len(broken)
 
     def _withhold(self) -> int:
@@ -195,9 +206,10 @@ class OwnedTier(StorageTier, BookedTier):
         lost = None if self._missing is None else self._missing.slots
         return self.index.withhold(self._refused.withheld(lost, self.index.max_slots))
 
-    async def _forget_refused(self, slots: Slots) -> None:
-        """Forget what was kept in some slots; then they can be used again."""
-        await self._journal.forget(slots)
+    async def _forget_refused(self, names: Names, slots: Slots) -> None:
+        """Forget what was kept of some blocks in some slots; then they can be used again."""
+        with self._is_writing(names):
+            await self._journal.forget(slots)
         self._refused.forgotten(slots)
         self._withhold()
 
@@ -214,38 +226,46 @@ class OwnedTier(StorageTier, BookedTier):
         self.index.hint(batch.names, hint)
 
     def forget(self, batch: Batch) -> Coroutine[Any, Any, None]:
-        """See `StorageTier.forget`."""
+        """See `StorageTier.forget`. Of what is in no books the medium may know as well: see what is owed."""
         if not self.health.is_open:
             self._evicted.add(batch)
-        held = self._doom(batch.names, Change.REMOVED)
+        is_all_known = bool(self.index.ready(batch.names).all())
+        self.index.remove(batch.names)
         kept = self._refused.take(batch.names)
 
         async def forget() -> None:
-            with held:
-                await self._until_written(batch.names)
-                await self._journal.forget(held.slots[held.slots >= 0])
+            await self._until_written(batch.names)  # and until what has left is forgotten
             if len(kept):
-                await self._forget_refused(kept)
+                await self._forget_refused(batch.names, kept)
+            if not is_all_known:
+                await self._pay()
 
         return forget()
 
-    def _doom(self, names: Names, why: Change) -> Lease:
-        """Make blocks unfindable, and keep their slots until the lease ends."""
-        held = self.index.lease(names)
-        self.index.remove(names, why)
-        return held
+    def _left(self, names: Names, left: Lease) -> None:
+        """Have the medium forget what has left the books; `forget` waits for it."""
+        told = self._journal.tell(left)
+        self._writing[told] = hash_names(names), told
+        told.add_done_callback(self._writing.pop)
 
-    def _remove(self, names: Names, why: Change) -> None:
-        if len(names):
-            self._tasks.spawn(self._forget_held(self._doom(names, why)), f"forget {len(names)} blocks of {self.name}")
+    async def _pay(self) -> None:
+        """Return when the medium remembers nothing that it should not have until now, or cannot be told."""
+        num_owed = self._journal.num_owed
+        while self._journal.num_paid < num_owed and not self.health.is_off("checkpoint"):
+            paying = self._begin_to_pay()
+            await asyncio.wait({paying})
+            if paying.cancelled() or not paying.result():
+                return
 
-    async def _forget_held(self, held: Lease) -> None:
-        with held:
-            await self._journal.forget(held.slots[held.slots >= 0])
+    def _begin_to_pay(self) -> "asyncio.Task[bool]":
+        if self._paying is None or self._paying.done():
+            self._paying = self._tasks.spawn(self.checkpoint(sync=False), f"checkpoint {self.name} again")
+        return self._paying
 
     def clear(self) -> Coroutine[Any, Any, None]:
         """Forget every block: at once, before this returns; what it returns ends when a restart finds none either."""
         self.index.clear()
+        self._journal.owe()
         if len(self._refused):
             self._refused.clear()
             self._withhold()
@@ -262,8 +282,8 @@ class OwnedTier(StorageTier, BookedTier):
 
     def tick(self) -> None:
         """See `StorageTier.tick`."""
-        if self._journal.owes_checkpoint and not self.health.is_off("checkpoint"):
-            self._tasks.spawn(self.checkpoint(sync=False), f"checkpoint {self.name} again")
+        if self._journal.is_owing and not self.health.is_off("checkpoint"):
+            self._begin_to_pay()
         if self.health.num_late:
             self.backend.find_hung()
         self._see_missing()
@@ -283,9 +303,9 @@ class OwnedTier(StorageTier, BookedTier):
             self.calls.let_go_of_late()
             self.health.emit(TierFailed(self.name, "keep", missing.why, num_lost))
 
-    async def checkpoint(self, *, sync: bool) -> None:
-        """Let the medium remember which blocks it holds, in order of use. Never raises for the tier."""
-        await self._journal.checkpoint(self._remembered, self.index.statistics().ready, sync=sync)
+    async def checkpoint(self, *, sync: bool) -> bool:
+        """Let the medium remember which blocks it holds, in order of use; say whether it does. Never raises for it."""
+        return await self._journal.checkpoint(self._remembered, self.index.statistics().ready, sync=sync)
 
     def _remembered(self) -> tuple[Names, Slots]:
         """Return what is to be found after a restart, the least recently used first, and where."""

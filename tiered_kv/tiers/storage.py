@@ -303,7 +303,7 @@ class StorageTier(Tier):
 
     @contextmanager
     def _is_writing(self, names: Names) -> Iterator[None]:
-        """Let `forget` wait for a write of these blocks."""
+        """Let `forget` wait for what is done with these blocks on the medium."""
         write, done = object(), asyncio.get_running_loop().create_future()
         self._writing[write] = hash_names(names), done
         try:
@@ -313,7 +313,7 @@ class StorageTier(Tier):
             done.set_result(None)
 
     async def _until_written(self, names: Names) -> None:
-        """Wait until no write is under way that may be of these blocks."""
+        """Wait until nothing is under way on the medium that may be about these blocks."""
         hashes = hash_names(names)
         while busy := [done for each, done in self._writing.values() if np.isin(hashes, each).any()]:
             await asyncio.wait(busy)

@@ -68,9 +68,17 @@ async def clear(chains: Sequence[Chain]) -> None:
         await asyncio.wait(clearing, timeout=timeout_s)
 
 
-async def checkpoint(chains: Sequence[Chain], *, sync: bool) -> None:
-    """Let the owned tiers remember what they hold, in order of use; with ``sync`` through a loss of power."""
+async def checkpoint(chains: Sequence[Chain], *, sync: bool) -> bool:
+    """Let the owned tiers remember what they hold, in order of use; with ``sync`` through a loss of power.
+
+    Returns:
+        Whether all do that hold something: those that are open.
+    """
+    is_well = True
     for chain in chains:
         for tier in chain.owned:
             if tier.is_in_use:
-                await tier.checkpoint(sync=sync)
+                is_well &= await tier.checkpoint(sync=sync)
+            else:
+                is_well &= not tier.health.is_open
+    return is_well

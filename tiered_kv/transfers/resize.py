@@ -16,6 +16,41 @@ _STEP_BYTES: Final = 4 << 20
 _LOOK_AGAIN_S: Final = 0.05
 
 
+class GivenUp:
+    """What the slots of a tier beyond its capacity still take, as somebody uses some of them."""
+
+    def __init__(self, chains: Sequence[Chain], tiers: Sequence[BookedTier]) -> None:
+        """Take the tier, in each of the cache's chains."""
+        self._parts = tuple(zip(chains, tiers, strict=True))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody uses these slots any more."""
+        indices = [tier.index for _, tier in self._parts]
+        return all(index.statistics().retired >= index.max_slots - index.num_slots for index in indices)
+
+    async def until_idle(self, timeout_s: float) -> bool:
+        """Wait until nobody uses them, for a limited time; say whether that is so."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while not self.is_idle:
+            if loop.time() >= deadline:
+                return False
+            await asyncio.sleep(_LOOK_AGAIN_S)
+        return True
+
+    async def give_back(self, *, of_memory: bool = True) -> None:
+        """Give back what they take; nobody uses them, and the tier is not resized meanwhile."""
+        for chain, tier in self._parts if of_memory else ():
+            if _gives_back(chain):
+                step, most = _step_of(chain), tier.index.max_slots
+                for start in range(tier.index.num_slots, most, step):
+                    tier.give_back(start, min(start + step, most))
+                    await asyncio.sleep(0)
+        _, first = self._parts[0]
+        await first.shrink(first.index.num_slots)
+
+
 def slots_within(chains: Sequence[Chain], number: int, capacity_bytes: int) -> int:
     """Say how many blocks of each KV group a tier would hold within a capacity.
 
@@ -35,11 +70,13 @@ def slots_within(chains: Sequence[Chain], number: int, capacity_bytes: int) -> i
     return tier.slots_within(capacity_bytes, sum(chain.stride_bytes for chain in chains))
 
 
-async def resize(chains: Sequence[Chain], cleaners: Sequence[Cleaner], number: int, num_slots: int) -> tuple[int, int]:
+async def resize(
+    chains: Sequence[Chain], cleaners: Sequence[Cleaner], number: int, num_slots: int
+) -> tuple[int, int, GivenUp | None]:
     """Have a tier hold ``num_slots`` blocks in each chain.
 
     Returns:
-        How many it held before, and how many blocks had to go, in all chains.
+        How many it held before, how many blocks had to go, in all chains, and what is to be given back later.
 
     Raises:
         ConfigurationError: The machine lacks the memory.
@@ -53,47 +90,46 @@ async def resize(chains: Sequence[Chain], cleaners: Sequence[Cleaner], number: i
         await tiers[0].grow(num_slots, (num_slots - before) * stride_bytes if _gives_back(chains[0]) else 0)
     for cleaner in cleaners if num_slots < before else ():
         await cleaner.drain()  # what waits in slots that are given up would be lost
-    num_evicted = 0
+    num_evicted, is_given_back = 0, True
     for chain, tier in zip(chains, tiers, strict=True):
-        num_evicted += await _resize_index(chain, tier, num_slots)
-    if num_slots < before and await _are_idle(tiers, chains[0].limits.store_timeout_s):
-        await tiers[0].shrink(num_slots)
-    return before, num_evicted
+        evicted, is_all = await _resize_index(chain, tier, num_slots)
+        num_evicted += evicted
+        is_given_back &= is_all
+    if num_slots >= before:
+        return before, num_evicted, None
+    given_up = GivenUp(chains, tiers)
+    if not await given_up.until_idle(chains[0].limits.store_timeout_s):
+        return before, num_evicted, given_up
+    await given_up.give_back(of_memory=not is_given_back)
+    return before, num_evicted, None
 
 
-async def _resize_index(chain: Chain, tier: BookedTier, num_slots: int) -> int:
-    """Change the books step by step, and give back host memory as it becomes free."""
-    index, num_evicted = tier.index, 0
-    step = max(1, min(_STEP_SLOTS, _STEP_BYTES // chain.stride_bytes))
+async def _resize_index(chain: Chain, tier: BookedTier, num_slots: int) -> tuple[int, bool]:
+    """Change the books step by step, and give back host memory that is free.
+
+    Returns:
+        How many blocks had to go, and whether all that memory was free.
+    """
+    index, num_evicted, is_all = tier.index, 0, True
+    step = _step_of(chain)
     sizes = [index.num_slots, *range(index.num_slots - step, num_slots, -step), num_slots]
     is_given_back = _gives_back(chain)
-    held: list[tuple[int, int]] = []
     for larger, smaller in pairwise(sizes):
         evicted = len(index.resize(smaller))
         num_evicted += evicted
         tier.counters.evicted += evicted
         chain.room.changed()
-        if is_given_back and not tier.give_back(smaller, larger):
-            held.append((smaller, larger))
+        if is_given_back:
+            is_all &= tier.give_back(smaller, larger)
         await asyncio.sleep(0)
-    if held and await _are_idle([tier], chain.limits.store_timeout_s):
-        for smaller, larger in held:
-            tier.give_back(smaller, larger)
-            await asyncio.sleep(0)
-    return num_evicted
+    return num_evicted, is_all
+
+
+def _step_of(chain: Chain) -> int:
+    """How many slots are given up, or back, at once."""
+    return max(1, min(_STEP_SLOTS, _STEP_BYTES // chain.stride_bytes))
 
 
 def _gives_back(chain: Chain) -> bool:
     """Whether host memory is taken from the system, and given back, by the slot: what is page-locked stays."""
     return chain.h2d.device.kind == "cpu"
-
-
-async def _are_idle(tiers: Sequence[BookedTier], timeout_s: float) -> bool:
-    """Wait until nobody uses the slots given up, for a limited time; say whether that is so."""
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + timeout_s
-    while any(tier.index.statistics().retired < tier.index.max_slots - tier.index.num_slots for tier in tiers):
-        if loop.time() >= deadline:
-            return False
-        await asyncio.sleep(_LOOK_AGAIN_S)
-    return True

@@ -507,7 +507,13 @@ class Requests:
         if sync and not was_wrong and not world.may_be_wrong:
             world.trouble.since_told = False
             world.known.told()
-        if was_wrong or world.may_be_wrong or not (shape.is_roomy ) or self.is_small or shape.ttl_s is not None:
+        if (
+            was_wrong
+            or world.may_be_wrong
+            or not (shape.is_roomy and shape.is_owned)
+            or self.is_small
+            or shape.ttl_s is not None
+        ):
             return
         if shape.admit_after > 1 or shape.codec != "none" or world.trouble.since_told:
             return

@@ -1,0 +1,244 @@
+"""What leaves the books of an owned tier is gone from its medium too, or owed: no sudden end brings it back."""
+
+import asyncio
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support import virtual
+from tests.support.backends import ScriptedSlotBackend
+from tests.support.caches import keep, open_cache, until, until_idle
+from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine, prompt
+from tiered_kv import BackendUnavailableError, BlockKeys, Outcome, TieredKV
+
+KEYS = prompt(4)
+OTHERS = prompt(4, seed=1)
+
+
+async def _ended(task: "asyncio.Task[int]") -> bool:
+    """Let everything run for a while; say whether the task has ended."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+    return task.done()
+
+
+# By age.
+
+
+def test_what_expires_is_forgotten() -> None:
+    """No eviction by name could have that done later: the books do not know it any more."""
+
+    async def main() -> None:
+        engine, disk, device = Engine(), ScriptedSlotBackend(16, ttl_s=5.0), virtual.CountingDevice()
+        async with open_cache(disk, engine=engine, device=device) as kv:
+            virtual.watch(device, virtual.pools_of(kv))
+            await keep(kv, engine, KEYS)
+            await asyncio.sleep(7.0)
+            assert kv.stats()["slots"].expired == 4
+            await until_idle(kv)
+            assert disk.num_records == 0
+
+    virtual.run(main)
+
+
+@pytest.mark.parametrize("how", ["hangs", "fails"])
+def test_evicting_what_has_expired_ends_when_it_is_forgotten(how: str) -> None:
+    """The medium is busy with forgetting it, or could not: a sudden end after the eviction finds nothing either way."""
+
+    async def main() -> None:
+        engine, disk, device = Engine(), ScriptedSlotBackend(16, ttl_s=5.0), virtual.CountingDevice()
+        async with open_cache(disk, engine=engine, device=device) as kv:
+            virtual.watch(device, virtual.pools_of(kv))
+            await keep(kv, engine, KEYS)
+            if how == "hangs":
+                disk.on_forget.hold()
+            else:
+                disk.on_forget.fail_next(BackendUnavailableError("busy"))
+                disk.on_checkpoint.hold()
+            await asyncio.sleep(7.0)
+            assert disk.on_forget.num_calls == 1
+            evicting = asyncio.create_task(kv.evict(KEYS))
+            assert not await _ended(evicting)
+            disk.on_forget.release()
+            disk.on_checkpoint.release()
+            assert await evicting == 0
+            assert disk.num_records == 0
+            await until_idle(kv)
+
+    virtual.run(main)
+
+
+async def test_what_leaves_while_the_medium_is_busy_is_forgotten_by_one_call() -> None:
+    """Not by one each: however often something leaves, little is asked of a slow medium."""
+    engine, disk = Engine(), ScriptedSlotBackend(16)
+    async with open_cache(disk, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        disk.on_forget.hold()
+        evicting = [asyncio.create_task(kv.evict(KEYS[n : n + 1])) for n in range(4)]
+        assert not await _ended(evicting[0])
+        disk.on_forget.release()
+        assert await asyncio.gather(*evicting) == [1] * 4
+        assert disk.num_records == 0
+        assert (disk.on_forget.num_calls, disk.on_forget.num_blocks) == (1, 4)
+        await until_idle(kv)
+
+
+# For want of room.
+
+
+def _has_failed(outcomes: list[Outcome]) -> list[Outcome]:
+    return [Outcome.FAILED] * len(outcomes)
+
+
+def _is_refused(outcomes: list[Outcome]) -> list[Outcome]:
+    return [Outcome.REFUSED] * len(outcomes)
+
+
+class NothingWritten(ScriptedSlotBackend):
+    """Answers as it is told, and keeps what was in the slots."""
+
+    answer: Callable[[list[Outcome]], list[Outcome]] | None = None
+
+    async def _write(self, *args: object) -> list[Outcome]:
+        if self.answer is None:
+            return await super()._write(*args)  # type: ignore[arg-type]
+        return self.answer([Outcome.STORED] * len(args[3]))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("answer", [_has_failed, _is_refused, None])
+async def test_what_had_to_go_for_a_write_that_failed_is_forgotten(
+    answer: Callable[[list[Outcome]], list[Outcome]] | None,
+) -> None:
+    """Its record is still there, as nothing was written over it. However the write failed: None is an error."""
+    engine, disk = Engine(), NothingWritten(4)
+    async with open_cache(disk, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        if answer is None:
+            disk.on_write.fail_next(BackendUnavailableError("broken"))
+        disk.answer = answer
+        await (await kv.store(OTHERS, engine.compute(OTHERS))).settled()
+        assert await kv.evict(KEYS) == 0
+        assert disk.num_records == 0
+        await until_idle(kv)
+
+
+async def test_what_had_to_go_for_a_write_that_failed_is_owed_if_it_cannot_be_forgotten() -> None:
+    """An eviction by name ends when the medium has made up for it."""
+    engine, disk = Engine(), ScriptedSlotBackend(4)
+    async with open_cache(disk, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        disk.on_write.fail_next(BackendUnavailableError("broken"))
+        disk.on_forget.fail_next(BackendUnavailableError("broken"))
+        await (await kv.store(OTHERS, engine.compute(OTHERS))).settled()
+        assert disk.num_records == 4
+        await kv.evict(KEYS)
+        assert disk.num_records == 0
+        await until_idle(kv)
+
+
+async def test_evicting_what_has_to_go_for_a_write_waits_for_the_write() -> None:
+    """Until its slot is written over, its record is there."""
+    engine, disk = Engine(), ScriptedSlotBackend(4)
+    async with open_cache(disk, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        disk.on_write.hold()
+        stored = await kv.store(OTHERS, engine.compute(OTHERS))
+        await until(lambda: disk.on_write.num_held == 1)
+        names = {name for name, _ in disk.records.values()}
+        evicting = asyncio.create_task(kv.evict(KEYS))
+        assert not await _ended(evicting)
+        disk.on_write.release()
+        await evicting
+        assert not names & {name for name, _ in disk.records.values()}
+        await stored.settled()
+        await until_idle(kv)
+
+
+async def test_what_was_written_and_said_to_have_failed_is_forgotten() -> None:
+    """It is in no books, and perhaps on the medium."""
+    engine, disk = Engine(), ScriptedSlotBackend(16)
+    async with open_cache(disk, engine=engine) as kv:
+        disk.on_write.change_next(_has_failed)
+        await (await kv.store(KEYS, engine.compute(KEYS))).settled()
+        assert await kv.evict(KEYS) == 0
+        assert disk.num_records == 0
+        await until_idle(kv)
+
+
+# All at once.
+
+
+async def test_a_clear_whose_checkpoint_fails_is_made_up_for() -> None:
+    """The medium is told again what it holds, without being asked."""
+    engine, disk = Engine(), ScriptedSlotBackend(16)
+    async with open_cache(disk, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        disk.on_checkpoint.fail_next(BackendUnavailableError("busy"))
+        await kv.clear()
+        assert (await kv.lookup(KEYS)).num_blocks == 0
+        await until(lambda: disk.num_records == 0)
+        await until_idle(kv)
+
+
+@pytest.mark.parametrize("how", ["hangs", "fails"])
+async def test_evicting_what_was_cleared_ends_when_it_is_forgotten(how: str) -> None:
+    """Whether the checkpoint that tells the medium is under way, or has failed."""
+    engine, disk = Engine(), ScriptedSlotBackend(16)
+    async with open_cache(disk, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        if how == "hangs":
+            disk.on_checkpoint.hold()
+        else:
+            disk.on_checkpoint.fail_next(BackendUnavailableError("busy"))
+        clearing = asyncio.create_task(kv.clear())
+        await until(lambda: disk.on_checkpoint.num_calls == 1)
+        evicting = asyncio.create_task(kv.evict(KEYS))
+        if how == "hangs":
+            assert not await _ended(evicting)
+            disk.on_checkpoint.release()
+        await evicting
+        assert disk.num_records == 0
+        await clearing
+        await until_idle(kv)
+
+
+# By another capacity.
+
+
+def _nvme(path: Path) -> dict[str, object]:
+    return {"medium": "nvme", "path": path, "capacity": "2MiB", "max_capacity": "2MiB"}
+
+
+def _num_found(kv: TieredKV, keys: BlockKeys) -> int:
+    return sum(kv.lookup_nowait(keys[n : n + 1]).num_blocks for n in range(len(keys)))
+
+
+async def _found_after_a_kill(path: Path, keys: BlockKeys) -> int:
+    """Say how many blocks are found by a start on what is on the disk now."""
+    copied = path.with_name("copied")
+    shutil.copytree(path, copied)
+    async with open_cache(_nvme(copied)) as kv:
+        return _num_found(kv, keys)
+
+
+async def test_a_disk_made_smaller_beside_a_pin_forgets_what_went(tmp_path: Path) -> None:
+    """Though its file cannot be cut yet; once the pin has ended it is."""
+    engine, path = Engine(), tmp_path / "disk"
+    limits = SMALL_LIMITS.model_copy(update={"store_timeout_s": 0.1})
+    async with open_cache(_nvme(path), engine=engine, limits=limits) as kv:
+        keys = prompt(16)
+        await keep(kv, engine, keys)
+        assert kv.pin(keys, ttl_s=600).num_blocks == 16  # those with slots that go among them
+        (slab,) = path.glob("*/slab")
+        before = slab.stat().st_size
+        num_slots = await kv.resize("nvme", "150KiB")
+        assert 0 < num_slots < 16
+        assert slab.stat().st_size == before
+        assert _num_found(kv, keys) == num_slots
+        await kv.evict(keys)
+        assert await _found_after_a_kill(path, keys) == 0
+        kv.unpin(keys)
+        await until(lambda: slab.stat().st_size <= num_slots * 2 * PAYLOAD_BYTES)
+        await until_idle(kv)
