@@ -5,7 +5,7 @@ is not waited for, as a restart in between would bring it back.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -50,7 +50,8 @@ class OwnedTier(StorageTier, BookedTier):
         self._resizing: asyncio.Task[Answer[None]] | None = None
         self._missing: Missing | None = None
         self._refused = Refused()
-        self._see_missing()
+        if self.health.is_open:  # else `opened` comes first
+            self._see_missing()
 
     @property
     def is_in_use(self) -> bool:
@@ -265,14 +266,17 @@ class OwnedTier(StorageTier, BookedTier):
         if self._journal.owes_checkpoint and not self.health.is_off("checkpoint"):
             self._tasks.spawn(self.checkpoint(sync=False), f"checkpoint {self.name} again")
         if self.health.num_late:
-            self.backend.find_hung()
-        self._see_missing()
+            self.calls.ask("find_hung", self.backend.find_hung, None)
+        if self.health.is_open:
+            self._see_missing()
         if self._missing is not None:
-            self.backend.try_again()
+            self.calls.ask("try_again", self.backend.try_again, None)
 
     def _see_missing(self) -> None:
         """Put no blocks where the medium has failed, and what was there out of the books."""
-        missing = self.backend.missing(self.group)
+        missing = self.calls.ask(
+            "missing", lambda: self.backend.missing(self.group), self._missing, problem_of=self._problem_of
+        )
         if missing is self._missing:
             return
         self._missing = missing
@@ -282,6 +286,20 @@ class OwnedTier(StorageTier, BookedTier):
         if missing is not None:
             self.calls.let_go_of_late()
             self.health.emit(TierFailed(self.name, "keep", missing.why, num_lost))
+
+    def _problem_of(self, missing: Missing | None) -> str:
+        """Say what is wrong with what the medium calls missing."""
+        if missing is None:
+            return ""
+        if not isinstance(missing, Missing):
+            return f"neither Missing nor None: {missing!r:.80}"
+        slots, n = missing.slots, self.index.max_slots
+        is_right = slots.shape == (n,) and slots.dtype == np.bool_
+        return "" if is_right else f"not {n} truth values, but {slots.dtype} of shape {slots.shape}"
+
+    def describe(self) -> Mapping[str, object]:
+        """Return what the medium says of itself."""
+        return self.calls.ask("describe", self.backend.describe, {}, problem_of=_problem_of_facts)
 
     async def checkpoint(self, *, sync: bool) -> None:
         """Let the medium remember which blocks it holds, in order of use. Never raises for the tier."""
@@ -339,3 +357,7 @@ class OwnedTier(StorageTier, BookedTier):
             raise raised[0]
         if not answer.is_well:
             raise BackendUnavailableError(f"{self.name} was not resized to {num_slots} slots: {answer.error}")
+
+
+def _problem_of_facts(facts: Mapping[str, object]) -> str:
+    return "" if isinstance(facts, dict) else f"no dict: {facts!r:.80}"

@@ -7,7 +7,7 @@ tier is bypassed.
 import asyncio
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -167,6 +167,10 @@ class StorageTier(Tier):
         self, batch: Batch, blocks: list[Block], wanted: Mask, on_late: Callable[[], None], kind: Kind
     ) -> WriteReport:
         """See `write`."""
+
+    def describe(self) -> Mapping[str, object]:
+        """Return what the medium says of itself, for statistics."""
+        return {}
 
     async def opened(self, books: Sequence[TierIndex]) -> None:
         """Begin to use a medium that has been opened later than the cache.
