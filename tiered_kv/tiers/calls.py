@@ -22,7 +22,7 @@ T = TypeVar("T")
 _FIRST_CALLS: Final = 16
 _FEWEST_CALLS: Final = 2
 _MOST_CALLS: Final = 64
-_QUEUED: Final = frozenset({"lookup", "delete", "read", "write"})
+_QUEUED: Final = frozenset({"lookup", "locate", "delete", "read", "write"})
 """Calls that traffic makes, as many as it likes. All others are made one at a time by whoever makes them."""
 _SILENT_S: Final = 60.0
 """A method that answers at once may be asked for every block, and fail each time: it is told once in so long."""
