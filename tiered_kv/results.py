@@ -254,7 +254,8 @@ class TierStatistics:
         num_slots: 0 for a tier that the cache does not own.
         free, ready, evictable, leased, pending, doomed: Slots, see `catalog.index.IndexStatistics`.
         is_bypassed: Whether loads and stores go on without it now.
-        open_breakers: For what its calls failed or were late: ``"reads"``, ``"writes"``, ``"deletes"``, ``"upkeep"``.
+        open_breakers: For what its calls failed or were late: ``"reads"``, ``"writes"``, ``"deletes"``, ``"upkeep"``,
+            ``"locates"``.
         hits: Blocks loaded that this tier had before any promotion: each block loaded counts in one tier.
         dirty: Blocks that wait here to be written below.
         withheld: Slots that no block is put in for now: their disk is away, or no key opens the records in them.

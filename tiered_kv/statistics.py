@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-from tiered_kv.backend import SlotBackend
 from tiered_kv.results import CacheStatistics, TierStatistics
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.ledger import Ledger
@@ -52,7 +51,7 @@ def _tier_statistics(chains: Sequence[Chain], number: int) -> TierStatistics:
             }
         values = {each: values.get(each, 0) + count for each, count in counts.items()}
     tier = chains[0].tiers[number]
-    health, backend = getattr(tier, "health", None), getattr(tier, "backend", None)
+    health = getattr(tier, "health", None)
     if isinstance(tier, StorageTier):
         calls, budget = tier.calls, tier.budget
         values |= {
@@ -64,6 +63,6 @@ def _tier_statistics(chains: Sequence[Chain], number: int) -> TierStatistics:
         tier=tier.name,
         is_bypassed=health is not None and (health.is_bypassed or health.is_shedding),
         open_breakers=health.open_breakers() if health is not None else (),
-        facts=backend.describe() if isinstance(backend, SlotBackend) else {},
+        facts=tier.describe() if isinstance(tier, StorageTier) else {},
         **values,
     )

@@ -5,18 +5,22 @@ import pickle
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
 from tests.support.caches import Recorder, keep, open_cache, until, until_idle
 from tests.support.engine import MODEL, PAYLOAD_BYTES, Engine, contents, prompt, small_layout
 from tests.support.planned import mapped
+from tests.support.virtual import CountingDevice, pools_of, run, watch
 from tiered_kv import (
     BlockKey,
     BlockKeys,
     ConfigurationError,
     CPULoadStoreSpec,
     FileLoadStoreSpec,
+    GPULoadStoreSpec,
     LoadStoreSpec,
     Shard,
     TieredKV,
@@ -58,19 +62,37 @@ def assert_there(kv: TieredKV, keys: BlockKeys, spec: LoadStoreSpec | None) -> N
         assert bytes(record.payload) == content
 
 
-class Locates(ScriptedBackend):
-    """A keyed backend that answers what a test says."""
-
+class _Answering:
     answer: object = None
     hangs_until: asyncio.Event | None = None
+    num_located = 0
 
-    async def locate(self, keys: Sequence[BlockKey]) -> LoadStoreSpec | None:
-        """Say it, or raise it."""
+    async def _say(self) -> LoadStoreSpec | None:
+        self.num_located += 1
         if self.hangs_until is not None:
             await self.hangs_until.wait()
         if isinstance(self.answer, BaseException):
             raise self.answer
         return self.answer  # type: ignore[return-value]  # a backend may say anything
+
+
+class Locates(_Answering, ScriptedBackend):
+    """A keyed backend that answers what a test says, or raises it."""
+
+    async def locate(self, keys: Sequence[BlockKey]) -> LoadStoreSpec | None:
+        """Say it."""
+        return await self._say()
+
+
+class LocatesSlots(_Answering, ScriptedSlotBackend):
+    """An owned medium that does the same."""
+
+    async def locate(self, group: int, slots: NDArray[np.int64]) -> LoadStoreSpec | None:
+        """Say it."""
+        return await self._say()
+
+
+both_kinds = pytest.mark.parametrize("kind", [Locates, LocatesSlots])
 
 
 async def test_each_run_says_where_its_blocks_are(tmp_path: Path) -> None:
@@ -148,6 +170,49 @@ async def test_a_medium_that_hangs_is_not_waited_for() -> None:
         assert [run.spec for run in (await kv.lookup(KEYS, where=True)).runs] == [None]
         backend.hangs_until.set()
         await until_idle(kv)
+
+
+@both_kinds
+async def test_a_medium_that_cannot_say_where_blocks_are_serves_them(kind: type[Locates | LocatesSlots]) -> None:
+    """However often that fails: blocks are found and loaded, and where they are is asked a few times, not for ever."""
+    engine, backend = Engine(), kind(name="below")
+    async with open_cache(cpu(0), backend, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        await kv.flush()
+        backend.answer = KeyError("no such column")
+        for _ in range(5):
+            assert [(run.tier, run.spec) for run in (await kv.lookup(KEYS, where=True)).runs] == [("below", None)]
+        stats = kv.stats()["below"]
+        assert (stats.is_bypassed, stats.open_breakers) == (False, ("locates",))
+        assert backend.num_located == 3, "then it is a probe's turn, after a pause"
+        assert (await kv.load(KEYS, GPULoadStoreSpec(range(6)))).num_blocks == 6
+        await keep(kv, engine, prompt(2, seed=1))
+        assert kv.stats()["below"].written == 8
+        await until_idle(kv)
+
+
+@both_kinds
+def test_a_medium_that_hangs_over_where_blocks_are_serves_them(kind: type[Locates | LocatesSlots]) -> None:
+    """Also while the question has no answer; once it has one, it is in use again for that too."""
+
+    async def main() -> None:
+        engine, device, backend = Engine(), CountingDevice(), kind(name="below", timeout_s=0.5)
+        async with open_cache(cpu(0), backend, engine=engine, device=device) as kv:
+            watch(device, pools_of(kv))
+            await keep(kv, engine, KEYS)
+            await kv.flush()
+            backend.hangs_until = asyncio.Event()
+            for _ in range(3):
+                assert [(run.tier, run.spec) for run in (await kv.lookup(KEYS, where=True)).runs] == [("below", None)]
+            stats = kv.stats()["below"]
+            assert (stats.is_bypassed, stats.open_breakers) == (False, ("locates",))
+            assert backend.num_located == 1
+            assert (await kv.load(KEYS, GPULoadStoreSpec(range(6)))).num_blocks == 6
+            backend.hangs_until.set()
+            await until(lambda: not kv.stats()["below"].open_breakers)
+            await until_idle(kv)
+
+    run(main)
 
 
 async def test_a_block_that_leaves_meanwhile_is_nowhere(tmp_path: Path) -> None:

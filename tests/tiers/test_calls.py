@@ -3,7 +3,10 @@
 import asyncio
 import random
 
+import pytest
+
 from tests.support.caches import until
+from tiered_kv.events import Event, TierFailed
 from tiered_kv.tiers.calls import Calls
 from tiered_kv.tiers.health import StorageHealth
 from tiered_kv.tiers.tasks import Tasks
@@ -23,3 +26,33 @@ async def test_who_waits_for_a_turn_is_told_when_a_call_is_late() -> None:
     assert not any(each.done() for each in hanging)
     gate.set()
     assert all([(await each).was_made for each in hanging])
+
+
+async def test_a_method_that_fails_over_and_over_is_told_once_a_minute() -> None:
+    """Who asks goes on with the default; the next one that is told says how many were not; each method by itself."""
+    now, told = 0.0, list[Event]()
+    calls = Calls(StorageHealth("medium", 0.2, told.append, clock=lambda: now, rng=random.Random(1)), Tasks())
+
+    def fail() -> int:
+        raise RuntimeError("no")
+
+    assert [calls.ask("describe", fail, 7) for _ in range(5)] == [7] * 5
+    assert calls.ask("missing", lambda: -1, 8, problem_of=lambda value: f"{value} slots") == 8
+    assert calls.ask("describe", lambda: 9, 7) == 9
+    assert told == [
+        TierFailed("medium", "describe", "RuntimeError: no", 0), TierFailed("medium", "missing", "-1 slots", 0)
+    ]  # fmt: skip
+    now = 60.0
+    assert calls.ask("describe", fail, 7) == 7
+    assert told[2:] == [TierFailed("medium", "describe", "RuntimeError: no (and 4 times since it was last told)", 0)]
+
+
+async def test_an_interrupt_is_the_programs_own() -> None:
+    """Whoever presses Ctrl-C while a method of a backend runs means the program."""
+    calls = Calls(StorageHealth("medium", 0.2, lambda _: None, clock=lambda: 0.0, rng=random.Random(1)), Tasks())
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        calls.ask("describe", interrupted, None)

@@ -70,7 +70,7 @@ _TIER_GAUGES: Final[Mapping[str, tuple[Callable[[TierStatistics], float], str]]]
     ),
     "bypassed": (lambda of: of.is_bypassed, "1 while loads or stores go on without the tier."),
 }
-_BREAKERS: Final = ("reads", "writes", "deletes", "upkeep")
+_BREAKERS: Final = ("reads", "writes", "deletes", "upkeep", "locates")
 
 
 def families(readings: Sequence[Reading]) -> list[Metric]:

@@ -3,10 +3,11 @@
 Others' code runs here, so anything may happen: an exception of any kind, a cancellation that nobody asked for, a wrong
 number of answers, an answer that comes late or never. Each call runs to its end in a task of its own, and gives back an
 `Answer`. Whoever waits may stop waiting; only the end of the cache ends a call, and not even that one which has memory
-of the engine's own: a thread would go on to write there.
+of the engine's own: a thread would go on to write there. Methods that answer at once are asked by `Calls.ask`.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final, Generic, TypeVar, cast
@@ -21,8 +22,10 @@ T = TypeVar("T")
 _FIRST_CALLS: Final = 16
 _FEWEST_CALLS: Final = 2
 _MOST_CALLS: Final = 64
-_QUEUED: Final = frozenset({"lookup", "delete", "read", "write"})
+_QUEUED: Final = frozenset({"lookup", "locate", "delete", "read", "write"})
 """Calls that traffic makes, as many as it likes. All others are made one at a time by whoever makes them."""
+_SILENT_S: Final = 60.0
+"""A method that answers at once may be asked for every block, and fail each time: it is told once in so long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,8 @@ class Calls:
         self._tasks = tasks
         self._turns = {doing: _Turns(health, doing) for doing in _QUEUED}
         self._late = set[_Underway]()
+        self._told_at: dict[str, float] = {}
+        self._untold = Counter[str]()
         health.on_stall += [turns.room.changed for turns in self._turns.values()]
 
     @property
@@ -79,6 +84,37 @@ class Calls:
             call.is_let_go = True
             call.end_turn()
             self.health.let_go(call.doing)
+
+    def ask(
+        self, doing: str, method: Callable[[], T], default: T, *, problem_of: Callable[[T], str] = lambda _: ""
+    ) -> T:
+        """Return what a method says that answers at once; ``default`` where it fails. Never raises.
+
+        A failure is told as `TierFailed`, at most once a minute for each ``doing``: the next one counts those between.
+
+        Args:
+            doing: Which method it is, in events. It has no part in the breakers.
+            method: Calls it.
+            default: What to go on with where it raises, or says what is wrong.
+            problem_of: Says what is wrong with a value that was returned; what it raises is wrong as well.
+        """
+        try:
+            value = method()
+            if not (error := problem_of(value)):
+                return value
+        except KeyboardInterrupt:
+            raise  # the program's own, which happened to come while a backend ran
+        except BaseException as caught:  # noqa: BLE001 - whatever a medium raises, serving goes on without its answer
+            error = _in_words(caught)
+        now = self.health.clock()
+        if now - self._told_at.get(doing, -_SILENT_S) < _SILENT_S:
+            self._untold[doing] += 1
+            return default
+        self._told_at[doing] = now
+        if num_untold := self._untold.pop(doing, 0):
+            error = f"{error} (and {num_untold} times since it was last told)"
+        self.health.emit(TierFailed(self.health.name, doing, error, 0))
+        return default
 
     async def make(
         self,

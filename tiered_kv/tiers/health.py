@@ -127,6 +127,7 @@ class StorageHealth:
         writes: Breaker of writes.
         deletes: Breaker of deletions: what is not deleted is unfindable all the same, and the tier is read on.
         upkeep: Breaker of what a medium is to remember or to make of itself. While it fails in that it is read on.
+        locates: Breaker of questions where blocks are: nothing else depends on the answers.
         on_stall: Called when a call is late: whoever waits for this tier should look again.
     """
 
@@ -149,6 +150,7 @@ class StorageHealth:
         self.writes = Breaker(clock, rng)
         self.deletes = Breaker(clock, rng)
         self.upkeep = Breaker(clock, rng)
+        self.locates = Breaker(clock, rng)
         self.clock = clock
         self._write_latency = LatencyAverage(clock)
         self._shed_after_s = shed_stores_after_s
@@ -166,8 +168,14 @@ class StorageHealth:
         return not self.is_open or self.writes.is_open or self._write_latency.now() > self._shed_after_s
 
     def open_breakers(self) -> tuple[str, ...]:
-        """Name what is bypassed now: ``"reads"``, ``"writes"``, ``"deletes"``, ``"upkeep"``."""
-        breakers = {"reads": self.reads, "writes": self.writes, "deletes": self.deletes, "upkeep": self.upkeep}
+        """Name what is bypassed now: ``"reads"``, ``"writes"``, ``"deletes"``, ``"upkeep"``, ``"locates"``."""
+        breakers = {
+            "reads": self.reads,
+            "writes": self.writes,
+            "deletes": self.deletes,
+            "upkeep": self.upkeep,
+            "locates": self.locates,
+        }
         return tuple(name for name, breaker in breakers.items() if breaker.is_open or breaker.is_tripped)
 
     def is_off(self, doing: str) -> bool:
@@ -223,9 +231,9 @@ class StorageHealth:
     @property
     def num_late(self) -> int:
         """Calls that are past their time, and waited for: until they return nothing else is asked of the medium."""
-        return sum(each.num_late for each in (self.reads, self.writes, self.deletes, self.upkeep))
+        return sum(each.num_late for each in (self.reads, self.writes, self.deletes, self.upkeep, self.locates))
 
     def _breaker(self, doing: str) -> Breaker:
         if doing in _UPKEEP:
             return self.upkeep
-        return {"write": self.writes, "delete": self.deletes}.get(doing, self.reads)
+        return {"write": self.writes, "delete": self.deletes, "locate": self.locates}.get(doing, self.reads)

@@ -7,7 +7,7 @@ is written over by it, and forgotten if that fails. What is cleared is owed unti
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -54,7 +54,8 @@ class OwnedTier(StorageTier, BookedTier):
         self._refused = Refused()
         self._paying: asyncio.Task[bool] | None = None
         self.index.on_left = self._left
-        self._see_missing()
+        if self.health.is_open:  # else `opened` comes first
+            self._see_missing()
 
     @property
     def is_in_use(self) -> bool:
@@ -285,14 +286,17 @@ class OwnedTier(StorageTier, BookedTier):
         if self._journal.is_owing and not self.health.is_off("checkpoint"):
             self._begin_to_pay()
         if self.health.num_late:
-            self.backend.find_hung()
-        self._see_missing()
+            self.calls.ask("find_hung", self.backend.find_hung, None)
+        if self.health.is_open:
+            self._see_missing()
         if self._missing is not None:
-            self.backend.try_again()
+            self.calls.ask("try_again", self.backend.try_again, None)
 
     def _see_missing(self) -> None:
         """Put no blocks where the medium has failed, and what was there out of the books."""
-        missing = self.backend.missing(self.group)
+        missing = self.calls.ask(
+            "missing", lambda: self.backend.missing(self.group), self._missing, problem_of=self._problem_of
+        )
         if missing is self._missing:
             return
         self._missing = missing
@@ -302,6 +306,20 @@ class OwnedTier(StorageTier, BookedTier):
         if missing is not None:
             self.calls.let_go_of_late()
             self.health.emit(TierFailed(self.name, "keep", missing.why, num_lost))
+
+    def _problem_of(self, missing: Missing | None) -> str:
+        """Say what is wrong with what the medium calls missing."""
+        if missing is None:
+            return ""
+        if not isinstance(missing, Missing):
+            return f"neither Missing nor None: {missing!r:.80}"
+        slots, n = missing.slots, self.index.max_slots
+        is_right = slots.shape == (n,) and slots.dtype == np.bool_
+        return "" if is_right else f"not {n} truth values, but {slots.dtype} of shape {slots.shape}"
+
+    def describe(self) -> Mapping[str, object]:
+        """Return what the medium says of itself."""
+        return self.calls.ask("describe", self.backend.describe, {}, problem_of=_problem_of_facts)
 
     async def checkpoint(self, *, sync: bool) -> bool:
         """Let the medium remember which blocks it holds, in order of use; say whether it does. Never raises for it."""
@@ -359,3 +377,7 @@ class OwnedTier(StorageTier, BookedTier):
             raise raised[0]
         if not answer.is_well:
             raise BackendUnavailableError(f"{self.name} was not resized to {num_slots} slots: {answer.error}")
+
+
+def _problem_of_facts(facts: Mapping[str, object]) -> str:
+    return "" if isinstance(facts, dict) else f"no dict: {facts!r:.80}"

@@ -7,7 +7,7 @@ tier is bypassed.
 import asyncio
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -168,6 +168,10 @@ class StorageTier(Tier):
     ) -> WriteReport:
         """See `write`."""
 
+    def describe(self) -> Mapping[str, object]:
+        """Return what the medium says of itself, for statistics."""
+        return {}
+
     async def opened(self, books: Sequence[TierIndex]) -> None:
         """Begin to use a medium that has been opened later than the cache.
 
@@ -215,13 +219,13 @@ class StorageTier(Tier):
         return self.health.is_bypassed if waiter.kind in _READERS else self.health.is_shedding
 
     async def _locate(self, call: Callable[[], Awaitable[LoadStoreSpec | None]], n: int) -> LoadStoreSpec | None:
-        """Ask the medium, which counts as a lookup."""
+        """Ask the medium. Where it fails there is no spec, and lookups and reads go on as before."""
 
         def problem_of(spec: LoadStoreSpec | None) -> str:
             is_right = spec is None or (isinstance(spec, LoadStoreSpec) and len(spec) == n)
             return "" if is_right else f"no spec of {n} blocks: {spec!r:.80}"
 
-        answer = await self.calls.make("lookup", call, num_blocks=n, until_late=True, problem_of=problem_of)
+        answer = await self.calls.make("locate", call, num_blocks=n, until_late=True, problem_of=problem_of)
         return answer.value if answer.is_well else None
 
     async def _read(

@@ -233,8 +233,7 @@ class Bringer:
         from_storage = joined & (window.coming >= 0)
         window.source[joined] = len(chain.memory) - 1  # stored by the engine meanwhile: on the host
         window.source[from_storage] = window.coming[from_storage]
-        # That of another transfer may have been given up, e.g. a store whose event was late: storage may have the block.
-        ended = all(fill.done.done() and (fill is not window.own or fill.done.result()) for fill in window.fills)
+        ended = all(fill.done.done() and fill.done.result() for fill in window.fills)
         is_worth_another = num_blocks < n and ended and window.source[num_blocks] < 0
         leases = [*window.held, lease]
         window.held = []

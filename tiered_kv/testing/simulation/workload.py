@@ -515,7 +515,7 @@ class Requests:
             or shape.ttl_s is not None
         ):
             return
-        if shape.admit_after > 1 or shape.codec != "none" or world.trouble.since_told:
+        if world.trouble.since_told:
             return
         world.known.keep(world.known.all_names(), since, "synced" if sync else "flushed")
 

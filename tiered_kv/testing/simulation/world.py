@@ -71,6 +71,12 @@ class Shape:
         return "nvme" in self.chain and self.disk_slots >= _NUM_ALL
 
     @property
+    def keeps_all(self) -> bool:
+        """Whether whatever is stored whole is on the disk once it is flushed, and stays there."""
+        is_plain = self.ttl_s is None and self.admit_after == 1 and self.codec == "none"
+        return self.is_roomy and self.is_owned and is_plain
+
+    @property
     def is_owned(self) -> bool:
         """Whether all tiers are this cache's alone."""
         return not {"store", "other"} & set(self.chain)
