@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import pytest
 from anyio.lowlevel import checkpoint
 
-from tests.support.backends import ScriptedBackend
+from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
 from tests.support.caches import inside, keep, open_cache, until, until_idle
-from tests.support.engine import PAYLOAD_BYTES, Engine, prompt
+from tests.support.engine import PAYLOAD_BYTES, Engine, contents, prompt
 from tiered_kv import Block, BlockKey, CacheLimits, GPULoadStoreSpec, Outcome, Priority
 
 CPU = {"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}
@@ -87,4 +87,18 @@ async def test_a_load_of_low_priority_passes_through_a_full_tier() -> None:
             assert lease.num_blocks == 16
             loaded = await kv.load(wanted, GPULoadStoreSpec(range(4)), priority=Priority.PREFETCH)
         assert loaded.num_blocks == 4
+        await until_idle(kv)
+
+
+async def test_a_load_does_not_wait_behind_stores_for_its_turns() -> None:
+    """Of a thousand stores begun before it that only find their blocks there already, most end after it."""
+    medium, engine = ScriptedSlotBackend(), Engine()
+    keys = prompt(4)
+    async with open_cache(medium, engine=engine, limits=LIMITS) as kv:
+        await keep(kv, engine, keys)
+        stores = [kv.start_store(keys, GPULoadStoreSpec(range(4))) for _ in range(1000)]
+        loaded = await kv.load(keys, GPULoadStoreSpec(range(4, 8)))
+        assert (loaded.num_blocks, engine.read(range(4, 8))) == (4, contents(keys))
+        assert sum(each.done for each in stores) < 500
+        assert [(await each).num_present for each in stores] == [4] * 1000
         await until_idle(kv)

@@ -147,7 +147,7 @@ class Load(InTask):
             self._chain.touch(self._batch[max(0, stop - _TOUCHED_AT_ONCE) : stop])
             if stop > _TOUCHED_AT_ONCE:
                 with suppress(asyncio.CancelledError):  # all of it is in place
-                    await self._chain.tasks.turn()
+                    await self._chain.tasks.turn(self._request.priority)
 
     async def _move(self, underway: deque[Window], begun: int = 0, end: int | None = None) -> None:
         """Begin windows ahead of the one that is landed, as many as may be read ahead and find slots."""
@@ -156,7 +156,8 @@ class Load(InTask):
             while begun < n and len(underway) <= self._chain.limits.reads_in_flight:
                 stop = min(begun + self._window(begun), n)
                 async with asyncio.timeout_at(self._request.deadline):
-                    await self._chain.tasks.turn()  # what is resident never waits: let others run between windows
+                    # What is resident never waits: let others run between windows.
+                    await self._chain.tasks.turn(self._request.priority)
                     window = await self._bringer.begin(
                         begun, self._batch[begun:stop], may_wait=self._may_wait(underway)
                     )
