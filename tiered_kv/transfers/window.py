@@ -142,6 +142,7 @@ class Bringer:
         if len(nowhere) and len(nowhere := nowhere[self._are_holes(window.start + nowhere)]):
             self._cut(window, int(nowhere[0]))
             window.is_last = True
+            self.faults += self.presence.silent
             keep = missing < nowhere[0]
             missing, numbers = missing[keep], numbers[keep]
         if not len(missing):
