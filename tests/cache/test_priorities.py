@@ -7,9 +7,9 @@ import pytest
 from anyio.lowlevel import checkpoint
 
 from tests.support import virtual
-from tests.support.backends import ScriptedBackend
+from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
 from tests.support.caches import inside, keep, open_cache, until, until_idle
-from tests.support.engine import PAYLOAD_BYTES, Engine, prompt
+from tests.support.engine import PAYLOAD_BYTES, Engine, contents, prompt
 from tests.support.virtual import advance
 from tiered_kv import Block, BlockKey, CacheLimits, GPULoadStoreSpec, Outcome, Priority
 
@@ -169,4 +169,18 @@ async def test_a_planned_load_takes_no_slots_that_blocks_only_pass_through() -> 
             assert (await job.planned()).num_blocks == 2
             job.cancel(undelivered=True)
             await job.ended()
+            await until_idle(kv)
+
+
+async def test_a_load_does_not_wait_behind_stores_for_its_turns() -> None:
+    """Of a thousand stores begun before it that only find their blocks there already, most end after it."""
+    medium, engine = ScriptedSlotBackend(), Engine()
+    keys = prompt(4)
+    async with open_cache(medium, engine=engine, limits=LIMITS) as kv:
+        await keep(kv, engine, keys)
+        stores = [kv.start_store(keys, GPULoadStoreSpec(range(4))) for _ in range(1000)]
+        loaded = await kv.load(keys, GPULoadStoreSpec(range(4, 8)))
+        assert (loaded.num_blocks, engine.read(range(4, 8))) == (4, contents(keys))
+        assert sum(each.done for each in stores) < 500
+        assert [(await each).num_present for each in stores] == [4] * 1000
         await until_idle(kv)

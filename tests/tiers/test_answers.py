@@ -45,7 +45,18 @@ def test_one_asks_and_all_are_told() -> None:
     assert answers.look(names(1, 2))[1].all()
 
 
-def test_a_question_without_an_answer_is_asked_again() -> None:
+def test_a_question_under_way_is_waited_for() -> None:
+    """However long its turn takes to come: whoever looks then asks nothing, and gets its answer."""
+    clock = Clock()
+    answers = Answers(clock, 5.0)
+    question = answers.ask(names(1))
+    clock.now += 1000.0
+    assert not answers.look(names(1))[1].any()
+    answers.take(names(1), np.array([True]), question)
+    assert answers.look(names(1))[0].tolist() == [HIT]
+
+
+def test_what_nobody_began_to_ask_is_asked_by_another() -> None:
     """Nothing that gets lost keeps a block from ever being found."""
     clock = Clock()
     answers = Answers(clock, 5.0)

@@ -10,6 +10,7 @@ from structlog.testing import capture_logs
 from tests.support import virtual
 from tests.support.caches import until
 from tiered_kv.loop_calls import LoopCalls
+from tiered_kv.tiers.budget import Priority
 from tiered_kv.tiers.tasks import Tasks, WorkerPool
 
 
@@ -159,7 +160,8 @@ async def test_work_that_is_cancelled_is_not_begun_again() -> None:
     assert begun == [1]
 
 
-async def test_many_that_may_go_on_do_so_in_many_turns() -> None:
+@pytest.mark.parametrize("priority", Priority)
+async def test_many_that_may_go_on_do_so_in_many_turns(priority: Priority) -> None:
     """A thousand tasks that wait for one thing leave the loop its turns; who is cancelled takes none."""
     loop, tasks, turns = asyncio.get_running_loop(), Tasks(), [0]
 
@@ -169,7 +171,7 @@ async def test_many_that_may_go_on_do_so_in_many_turns() -> None:
             loop.call_soon(count)
 
     async def step() -> None:
-        await tasks.turn()
+        await tasks.turn(priority)
         turns[-1] += 1
 
     steps = [asyncio.ensure_future(step()) for _ in range(1000)]
@@ -180,6 +182,40 @@ async def test_many_that_may_go_on_do_so_in_many_turns() -> None:
     await asyncio.wait(steps)
     assert sum(turns) == 200
     assert max(turns) <= 16
+
+
+async def test_loads_take_their_turn_before_whoever_waited_longer() -> None:
+    """A load goes on before hundreds that are less urgent, whatever came first, and each of these in its order."""
+    tasks, order = Tasks(), list[Priority]()
+
+    async def step(priority: Priority) -> None:
+        await tasks.turn(priority)
+        order.append(priority)
+
+    arrivals = [Priority.DEMOTE, *[Priority.STORE] * 500, *[Priority.PREFETCH] * 500, Priority.LOAD]
+    await asyncio.gather(*map(step, arrivals))
+    assert Priority.LOAD in order[:16]
+    rest = [each for each in order[16:] if each is not Priority.LOAD]
+    assert rest.index(Priority.PREFETCH) < 16
+    assert rest[-1] is Priority.STORE
+    assert len(order) == len(arrivals)
+
+
+async def test_no_turn_is_for_loads_alone() -> None:
+    """However many loads there are, one of everything else goes on in each turn of the loop."""
+    tasks, is_done = Tasks(), asyncio.Event()
+
+    async def load() -> None:
+        while not is_done.is_set():
+            await tasks.turn(Priority.LOAD)
+
+    loads = [asyncio.ensure_future(load()) for _ in range(100)]
+    await asyncio.sleep(0)
+    async with asyncio.timeout(30):
+        for priority in Priority:
+            await tasks.turn(priority)
+    is_done.set()
+    await asyncio.wait(loads)
 
 
 async def test_a_pool_that_gets_no_more_threads_keeps_none(monkeypatch: pytest.MonkeyPatch) -> None:

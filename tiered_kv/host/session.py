@@ -27,6 +27,7 @@ from tiered_kv.log import log
 from tiered_kv.memory.host import HostSlab
 from tiered_kv.open_cache import OpenCache
 from tiered_kv.tier_calls import TierCalls
+from tiered_kv.tiers.budget import Priority
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.pins import Pins
 from tiered_kv.tiers.tasks import Tasks
@@ -231,7 +232,7 @@ class Session:
         """Count, what the client knows to have ended included: it takes a few turns more here."""
         _, cache = self._seat(b"")
         while self._transfers.is_behind:
-            await cache.tasks.turn()
+            await cache.tasks.turn(Priority.STORE)
         return questions.Counted(request.id, cache.statistics())
 
     async def _lease(self, request: questions.Lease) -> questions.Leased:

@@ -4,6 +4,7 @@ Any thread may look: what is not known is to be asked, by whoever is told so fir
 second, and as soon as something happens that it does not know of.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final
@@ -25,7 +26,7 @@ class Answers:
     """What one tier has said, of at most ``most_names`` blocks: the oldest answers go first."""
 
     def __init__(self, clock: Callable[[], float], asking_s: float, *, most_names: int = _MOST_NAMES) -> None:
-        """Know nothing; a question that has no answer after ``asking_s`` is asked again."""
+        """Know nothing; what whoever looked has not begun to ask after ``asking_s``, the next one is to ask."""
         self._clock = clock
         self._asking_s = asking_s
         self._most_names = most_names
@@ -47,11 +48,11 @@ class Answers:
         return states, to_ask
 
     def ask(self, names: Names) -> object:
-        """Note that these are being asked for; return the question, for `take`."""
-        question, until = object(), self._clock() + self._asking_s
+        """Note that these are being asked for, however long it takes; return the question, for `take`."""
+        question = object()
         with self._lock:
             for name in names:
-                self._say(name.tobytes(), _ASKING, until, question)
+                self._say(name.tobytes(), _ASKING, math.inf, question)
         return question
 
     def take(self, names: Names, is_there: Mask, question: object) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Final, Generic, TypeVar, cast
 
 from tiered_kv.backend import Outcome
 from tiered_kv.events import TierFailed
+from tiered_kv.results import TierFault
 from tiered_kv.tiers.budget import Kind, Room, Waiter
 from tiered_kv.tiers.health import StorageHealth
 from tiered_kv.tiers.tasks import Tasks
@@ -50,6 +51,11 @@ class Answer(Generic[T]):
     def is_well(self) -> bool:
         """Whether there is a value."""
         return not self.error
+
+    def fault(self, tier: str, num_blocks: int) -> TierFault:
+        """Name what kept a tier from saying which of some blocks it has, of an answer that is not well."""
+        reason = "timeout" if self.is_late else "unreadable" if self.was_made else "tier away"
+        return TierFault(tier, reason, num_blocks, self.error)
 
 
 NOT_MADE: Final[Answer[Any]] = Answer(error="the tier is bypassed", was_made=False)

@@ -23,6 +23,7 @@ from tiered_kv.errors import BackendUnavailableError, CapacityError, Configurati
 from tiered_kv.events import TierFailed
 from tiered_kv.hints import ReuseHint
 from tiered_kv.keys import Names
+from tiered_kv.results import TierFault
 from tiered_kv.specs import LoadStoreSpec
 from tiered_kv.tier_settings import OwnedTierSettings
 from tiered_kv.tiers.base import BookedTier, Mask
@@ -90,7 +91,7 @@ class OwnedTier(StorageTier, BookedTier):
             self._journal.owe()
             await self.checkpoint(sync=False)
 
-    async def find(self, batch: Batch) -> Mask:
+    async def find(self, batch: Batch, faults: list[TierFault] | None = None) -> Mask:
         """See `StorageTier.find`; exact, and does not wait."""
         return np.zeros(len(batch), np.bool_) if self.health.is_bypassed else self.index.ready(batch.names)
 

@@ -2,18 +2,20 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
 from tiered_kv.backend import Backend, Block, Outcome
+from tiered_kv.results import TierFault
 from tiered_kv.specs import LoadStoreSpec
 from tiered_kv.tiers.answers import Answers
 from tiered_kv.tiers.base import Mask
 from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.budget import Kind, Waiter
-from tiered_kv.tiers.calls import outcomes_problem
+from tiered_kv.tiers.calls import Answer, outcomes_problem
 from tiered_kv.tiers.reports import WriteReport
 from tiered_kv.tiers.storage import StorageTier, TierParts
 from tiered_kv.tiers.suspects import Suspects
@@ -22,6 +24,14 @@ from tiered_kv.tiers.tombstones import Tombstones
 _DELETED_AT_ONCE: Final = 1024
 _ASKED_AT_ONCE: Final = 1024
 _LOOKED_UP: Final = frozenset({Outcome.HIT, Outcome.MISS})
+
+
+@dataclass(eq=False)
+class _Question:
+    """One under way, and how many wait for its answer."""
+
+    task: "asyncio.Task[Answer[int]]"
+    num_waiting: int = 0
 
 
 class SharedTier(StorageTier):
@@ -40,12 +50,13 @@ class SharedTier(StorageTier):
         self.answers = Answers(parts.health.clock, 2 * parts.health.timeout_s)
         self._evicted = Tombstones()
         self._deleting: dict[object, Batch] = {}
-        self._asking: dict[bytes, asyncio.Task[Mask]] = {}
+        self._asking: dict[bytes, _Question] = {}
 
-    async def find(self, batch: Batch) -> Mask:
+    async def find(self, batch: Batch, faults: list[TierFault] | None = None) -> Mask:
         """See `StorageTier.find`. What was evicted, or could not be read lately, is absent.
 
         Equal questions that are under way at the same time are asked once, if nothing was written or evicted between.
+        One for whose answer nobody waits any more is not asked if its turn has not come.
         """
         found = np.zeros(len(batch), np.bool_)
         asked = np.flatnonzero(~(self.suspects.absent(batch.names) | self._evicted.holds(batch)))
@@ -55,29 +66,39 @@ class SharedTier(StorageTier):
         name = question.names.tobytes()
         asking = self._asking.get(name)
         if asking is None:
-            asking = self._asking[name] = self._tasks.spawn(self._ask(question), f"lookup in {self.name}")
-            asking.add_done_callback(partial(self._asked, name))
-        await asyncio.wait({asking}, timeout=self.health.timeout_s)
-        if asking.done() and not asking.cancelled():
-            found[asked] = asking.result()
+            asking = _Question(self._tasks.spawn(self._ask(question), f"lookup in {self.name}"))
+            self._asking[name] = asking
+            asking.task.add_done_callback(partial(self._asked, name, asking))
+        asking.num_waiting += 1
+        try:
+            await asyncio.wait({asking.task})
+        finally:
+            asking.num_waiting -= 1
+            if not asking.num_waiting:
+                self._asked(name, asking)
+                asking.task.cancel()  # it may wait for its turn; a call that has been made goes on
+        if not asking.task.cancelled():
+            answer = asking.task.result()
+            found[asked] = np.arange(len(asked)) < (answer.value or 0)
+            if faults is not None and not answer.is_well:
+                faults.append(answer.fault(self.name, len(asked)))
         self.answers.doubt(batch.names[~found])
         return found
 
-    def _asked(self, name: bytes, asking: "asyncio.Task[Mask]") -> None:
+    def _asked(self, name: bytes, asking: "_Question", _: object = None) -> None:
         if self._asking.get(name) is asking:
             del self._asking[name]
 
-    async def _ask(self, batch: Batch) -> Mask:
+    async def _ask(self, batch: Batch) -> Answer[int]:
         n, keys = len(batch), batch.keys()
 
         def problem_of(num_found: int) -> str:
             is_count = isinstance(num_found, int) and not isinstance(num_found, bool)
             return "" if is_count and 0 <= num_found <= n else f"a prefix of {num_found!r} of {n} blocks"
 
-        answer = await self.calls.make(
+        return await self.calls.make(
             "lookup", lambda: self.backend.lookup_prefix(keys), num_blocks=n, until_late=True, problem_of=problem_of
         )
-        return np.arange(n) < (answer.value if answer.is_well and answer.value else 0)
 
     def ask_later(self, batch: Batch) -> None:
         """Ask for blocks in a task of the cache: `answers` has what comes of it."""
@@ -85,28 +106,31 @@ class SharedTier(StorageTier):
             part = batch[start : start + _ASKED_AT_ONCE]
             self._tasks.spawn(self._answer(part), f"ask {self.name} for {len(part)} blocks")
 
-    async def find_each(self, batch: Batch) -> Mask:
+    async def find_each(self, batch: Batch, faults: list[TierFault] | None = None) -> Mask:
         """See `StorageTier.find_each`: ask for the longest prefix, and block by block for what is behind its end."""
         found = np.zeros(len(batch), np.bool_)
         for start in range(0, len(batch), _ASKED_AT_ONCE):
             part = batch[start : start + _ASKED_AT_ONCE]
-            found[start : start + len(part)] = await self._find_each(part)
+            found[start : start + len(part)] = await self._find_each(part, faults)
         return found
 
-    async def _find_each(self, batch: Batch) -> Mask:
-        found = await self.find(batch)
-        if not found.all():
+    async def _find_each(self, batch: Batch, faults: list[TierFault] | None) -> Mask:
+        silent: list[TierFault] = []
+        found = await self.find(batch, silent)
+        if not silent and not found.all():
             behind = np.arange(int(np.argmin(found)) + 1, len(batch))
             behind = behind[~(found[behind] | self.suspects.absent(batch.names[behind]))]
             if len(behind):
-                found[behind] = await self._ask_each(batch[behind])
+                found[behind] = await self._ask_each(batch[behind], silent)
+        if faults is not None:
+            faults += silent
         return found & ~self._evicted.holds(batch)
 
     async def _answer(self, batch: Batch) -> None:
         question = self.answers.ask(batch.names)
-        self.answers.take(batch.names, await self._find_each(batch), question)
+        self.answers.take(batch.names, await self._find_each(batch, None), question)
 
-    async def _ask_each(self, batch: Batch) -> Mask:
+    async def _ask_each(self, batch: Batch, faults: list[TierFault]) -> Mask:
         n, keys = len(batch), batch.keys()
         answer = await self.calls.make(
             "lookup",
@@ -115,7 +139,9 @@ class SharedTier(StorageTier):
             until_late=True,
             problem_of=outcomes_problem(n, _LOOKED_UP),
         )
-        if not (answer.is_well and answer.value):
+        if not answer.is_well:
+            faults.append(answer.fault(self.name, n))
+        if not answer.value:
             return np.zeros(n, np.bool_)
         return np.array([outcome is Outcome.HIT for outcome in answer.value], np.bool_)
 

@@ -21,6 +21,7 @@ from tiered_kv.catalog.table import hash_names
 from tiered_kv.events import BlocksCorrupted, BlocksNotEncoded, RecordsRefused
 from tiered_kv.hints import ReuseHint
 from tiered_kv.keys import BlockKey, Names
+from tiered_kv.results import TierFault
 from tiered_kv.specs import LoadStoreSpec
 from tiered_kv.tier_settings import TierSettings
 from tiered_kv.tiers.base import Mask, Tier
@@ -110,15 +111,20 @@ class StorageTier(Tier):
         return False
 
     @abstractmethod
-    async def find(self, batch: Batch) -> Mask:
+    async def find(self, batch: Batch, faults: list[TierFault] | None = None) -> Mask:
         """Say which blocks can be read: in a shared tier, a prefix at most.
 
-        Waits for the tier's time limit at most; in an owned tier it does not wait.
+        In an owned tier it does not wait. In a shared one it waits for the turn to ask, as long as the caller does, and
+        then for the tier's time limit at most.
+
+        Args:
+            batch: The blocks.
+            faults: Told, by one more, what kept the tier from answering: then none is found.
         """
 
-    async def find_each(self, batch: Batch) -> Mask:
-        """Say which blocks can be read, also behind a hole. Waits for the tier's time limit at most."""
-        return await self.find(batch)
+    async def find_each(self, batch: Batch, faults: list[TierFault] | None = None) -> Mask:
+        """Say which blocks can be read, also behind a hole; otherwise as `find`."""
+        return await self.find(batch, faults)
 
     async def read(self, batch: Batch, blocks: list[Block], waiter: Waiter, on_late: Callable[[], None]) -> Mask:
         """Fill the blocks and verify them; say which are right. Returns when the medium has let go of the buffers."""

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from tiered_kv.log import log
 from tiered_kv.loop_calls import LoopCalls, carried
 from tiered_kv.system import Queue, system
+from tiered_kv.tiers.budget import Priority
 
 T = TypeVar("T")
 _Call = tuple[Callable[..., Any], tuple[object, ...], "asyncio.Future[Any]"]
@@ -105,8 +106,9 @@ class Tasks:
     def __init__(self) -> None:
         self._tasks: dict[asyncio.Future[Any], Callable[[], object]] = {}
         """What is under way, and how to stop it."""
-        self._waiting: deque[asyncio.Future[None]] = deque()
-        """Who waits for a turn."""
+        self._waiting: tuple[deque[asyncio.Future[None]], ...] = tuple(deque() for _ in Priority)
+        """Who waits for a turn, by priority."""
+        self._is_turn_coming = False
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -130,26 +132,29 @@ class Tasks:
         """
         self.spawn(_persistent(work, name), name)
 
-    async def turn(self) -> None:
+    async def turn(self, priority: Priority) -> None:
         """Let others run, and of many tasks that may go on now let a few do so in each turn of the loop.
 
-        A step of a load takes up to a millisecond, and thousands may wait for the same block.
+        A step of a load takes up to a millisecond, and thousands may wait for the same block. Who is of a higher
+        priority goes first; but in each turn of the loop one of every priority goes on, so that none starves.
         """
         mine = asyncio.get_running_loop().create_future()
-        self._waiting.append(mine)
-        if len(self._waiting) == 1:
-            mine.get_loop().call_soon(self._begin_turn)
+        self._waiting[priority].append(mine)
+        self._begin_turn_soon()
         await mine
 
-    def _begin_turn(self) -> None:
-        left = _STEPS_A_TURN
-        while self._waiting and left:
-            if not (one := self._waiting[0]).done():  # else cancelled meanwhile
-                one.set_result(None)
-                left -= 1
-            self._waiting.popleft()
-        if self._waiting:
+    def _begin_turn_soon(self) -> None:
+        if not self._is_turn_coming:
+            self._is_turn_coming = True
             asyncio.get_running_loop().call_soon(self._begin_turn)
+
+    def _begin_turn(self) -> None:
+        self._is_turn_coming = False
+        left = _STEPS_A_TURN - sum(_let_go_on(line, 1) for line in self._waiting)
+        for line in self._waiting:
+            left -= _let_go_on(line, left)
+        if any(self._waiting):
+            self._begin_turn_soon()
 
     async def aclose(self, timeout_s: float) -> int:
         """Wait for the tasks to end, then cancel what is left; return how many had to be."""
@@ -176,6 +181,16 @@ class Tasks:
         if not ended.cancelled() and (error := ended.exception()) is not None:
             name = ended.get_name() if isinstance(ended, asyncio.Task) else "resident"
             log("error", "transfer.crashed", exc_info=error, task=name)
+
+
+def _let_go_on(line: deque[asyncio.Future[None]], most: int) -> int:
+    """Let the first in a line go on, ``most`` of them; return how many did."""
+    left = most
+    while line and left:
+        if not (one := line.popleft()).done():  # else cancelled meanwhile
+            one.set_result(None)
+            left -= 1
+    return most - left
 
 
 async def _persistent(work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:

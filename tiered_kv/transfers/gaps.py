@@ -31,16 +31,20 @@ _ROUNDS: Final = 16
 """In which a plan looks for blocks behind one that was lost, or for which there was no room."""
 
 
-async def anywhere(chain: Chain, batch: Batch, memories: Sequence[MemoryTier]) -> tuple[NDArray[np.int64], Said]:
+async def anywhere(
+    chain: Chain, batch: Batch, memories: Sequence[MemoryTier], faults: list[TierFault] | None = None
+) -> tuple[NDArray[np.int64], Said]:
     """Return which blocks some tier has, or is getting, and what the shared tiers have said of these.
 
     Args:
         chain: The tiers of storage.
         batch: The blocks.
         memories: Those of its memory tiers that are in reach.
+        faults: Told what kept tiers from answering that may have blocks which no other has.
     """
     there: Mask = np.zeros(len(batch), np.bool_)
     said: dict[StorageTier, NDArray[np.int8]] = {}
+    silent: list[TierFault] = []
     for memory in memories:
         _, states = memory.index.find(batch.names)
         there |= states > 0
@@ -48,10 +52,12 @@ async def anywhere(chain: Chain, batch: Batch, memories: Sequence[MemoryTier]) -
         left = np.flatnonzero(~there)
         if not len(left):
             break
-        there[left] = found = await tier.find_each(batch[left])
+        there[left] = found = await tier.find_each(batch[left], silent)
         if tier.is_shared:
             said[tier] = said_of(left, found, len(batch))
     at = np.flatnonzero(there)
+    if faults is not None and len(at) < len(batch):
+        faults += silent
     return at, _of_each(said, at)
 
 
@@ -134,7 +140,7 @@ class GapLoad(InTask):
         at = np.arange(len(request.batch))
         while not self.revoked and request.is_current() and loop.time() < request.deadline:
             async with asyncio.timeout_at(request.deadline):
-                found, said = await anywhere(chain, request.batch[at], memories)
+                found, said = await anywhere(chain, request.batch[at], memories, faults)
                 at = at[found]
             if not len(at):
                 return

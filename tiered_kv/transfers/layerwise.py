@@ -74,7 +74,7 @@ class LayerLoad(Load):
             a_turn = layers_a_turn(len(host))
             for layer in range(self.num_layers):
                 if layer and not layer % a_turn:
-                    await self._chain.tasks.turn()
+                    await self._chain.tasks.turn(self._request.priority)
                 scatter = partial(self._scatter, gpu, host, slice(layer, layer + 1))
                 self._layers.append(self._chain.copy(self._request.lane, scatter))
                 self.watch(self._layers[-1], self._end_layer)

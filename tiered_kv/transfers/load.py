@@ -23,7 +23,7 @@ from tiered_kv.results import LoadResult, TierFault
 from tiered_kv.system import system
 from tiered_kv.tiers.base import Mask
 from tiered_kv.tiers.batch import Batch
-from tiered_kv.tiers.budget import Kind
+from tiered_kv.tiers.budget import Kind, Priority
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.transfers.handles import LoadHandle, Revocable
 from tiered_kv.transfers.requests import LoadRequest
@@ -140,7 +140,7 @@ class Load(InTask):
             self._bringer.faults.append(TierFault("", "deadline", len(self._batch)))
         num_blocks, counts = self._count_loaded()
         self._settle(num_blocks)
-        await count_uses(self._chain, self._batch[:num_blocks])
+        await count_uses(self._chain, self._batch[:num_blocks], self._request.priority)
         return load_result(self._request, num_blocks, counts, self._bringer.faults, loop.time() - started)
 
     async def _move(self, underway: deque[Window], begun: int = 0, end: int | None = None) -> None:
@@ -150,7 +150,8 @@ class Load(InTask):
             while begun < n and len(underway) <= self._chain.limits.reads_in_flight:
                 stop = min(begun + self._window(begun), n)
                 async with asyncio.timeout_at(self._request.deadline):
-                    await self._chain.tasks.turn()  # what is resident never waits: let others run between windows
+                    # What is resident never waits: let others run between windows.
+                    await self._chain.tasks.turn(self._request.priority)
                     window = await self._bringer.begin(
                         begun, self._batch[begun:stop], may_wait=self._may_wait(underway)
                     )
@@ -270,13 +271,13 @@ class Load(InTask):
         return num_blocks, np.bincount(numbers, minlength=len(self._chain.tiers)).tolist()
 
 
-async def count_uses(chain: Chain, batch: Batch) -> None:
+async def count_uses(chain: Chain, batch: Batch, priority: Priority = Priority.LOAD) -> None:
     """Count the use of what was loaded, a part in each turn of the loop: the tail first, as the head goes last."""
     for stop in range(len(batch), 0, -_TOUCHED_AT_ONCE):
         chain.touch(batch[max(0, stop - _TOUCHED_AT_ONCE) : stop])
         if stop > _TOUCHED_AT_ONCE:
             with suppress(asyncio.CancelledError):  # all of it is in place
-                await chain.tasks.turn()
+                await chain.tasks.turn(priority)
 
 
 def check_stop(request: LoadRequest, block: int) -> None:

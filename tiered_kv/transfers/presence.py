@@ -7,6 +7,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from tiered_kv.results import TierFault
 from tiered_kv.tiers.base import Mask
 from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.chain import Chain
@@ -44,12 +45,16 @@ class Presence:
     """What the shared tiers have said of the blocks of one transfer. Owned ones are looked at each time, for little.
 
     An answer may be seconds old when its blocks are read: a read decides.
+
+    Attributes:
+        silent: What kept tiers from answering: they may have what was found nowhere.
     """
 
     def __init__(self, chain: Chain, batch: Batch, said: Said | None = None) -> None:
         self._chain = chain
         self._batch = batch
         self._known = {tier: known.copy() for tier, known in (said or {}).items()}
+        self.silent: list[TierFault] = []
 
     async def sources(self, at: NDArray[np.int64], are_holes: Callable[[NDArray[np.int64]], Mask]) -> NDArray[np.int8]:
         """Say which storage tier, by its number in the chain, to read blocks from; -1 for nowhere.
@@ -103,7 +108,7 @@ class Presence:
                 wanted &= said[span] != _THERE
         wanted[0] = True
         question = span[wanted]
-        found = await tier.find(self._batch[question])
+        found = await tier.find(self._batch[question], self.silent)
         known[question] = np.where(found, _THERE, _ABSENT)
         if not found.all():
             known[question[np.argmin(found) + 1 :]] = _BEYOND

@@ -22,7 +22,7 @@ from tiered_kv.memory.device import attempt, raise_the_programs
 from tiered_kv.memory.lanes import LaneCopy, RevokedError
 from tiered_kv.results import StoreResult, TierStore
 from tiered_kv.tiers.batch import Batch
-from tiered_kv.tiers.budget import Kind, Waiter
+from tiered_kv.tiers.budget import Kind, Priority, Waiter
 from tiered_kv.tiers.fills import Fill
 from tiered_kv.tiers.memory import MemoryTier
 from tiered_kv.transfers.bindings import EngineMemory
@@ -123,7 +123,8 @@ class Store(Revocable):
             while done < len(self._batch):
                 stop = done + self._window()
                 part, pages = self._batch[done:stop], self._request.pages[done:stop]
-                await self._chain.tasks.turn()  # where there is room nothing waits: let others run between windows
+                # Where there is room nothing waits: let others run between windows.
+                await self._chain.tasks.turn(Priority.STORE)
                 async with asyncio.timeout_at(deadline):
                     if not self._keeps:
                         known = await self._known_below(part)
@@ -328,7 +329,7 @@ class Store(Revocable):
             self._chain.touch_there(self._present.pop())
             if self._present:
                 with suppress(asyncio.CancelledError):  # all of it is done
-                    await self._chain.tasks.turn()
+                    await self._chain.tasks.turn(Priority.STORE)
 
     def _drop(self, batch: Batch, reason: str) -> None:
         if len(batch):

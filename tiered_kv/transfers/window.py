@@ -139,12 +139,13 @@ class Bringer:
         if not len(missing):
             return True
         chain = self.chain
-        await chain.tasks.turn()  # what is to be read takes as many steps again
+        await chain.tasks.turn(self._priority)  # what is to be read takes as many steps again
         numbers = await self.presence.sources(window.start + missing, self._are_holes)
         nowhere = missing[numbers < 0]
         if len(nowhere) and len(nowhere := nowhere[self._are_holes(window.start + nowhere)]):
             self._cut(window, int(nowhere[0]))
             window.is_last = True
+            self.faults += self.presence.silent
             keep = missing < nowhere[0]
             missing, numbers = missing[keep], numbers[keep]
         if not len(missing):
@@ -218,7 +219,7 @@ class Bringer:
             await asyncio.wait(waiting, timeout=max(0.0, deadline - loop.time()))
         with suppress(TimeoutError):
             async with asyncio.timeout_at(deadline):
-                await chain.tasks.turn()  # thousands may have waited for the same fill
+                await chain.tasks.turn(self._priority)  # thousands may have waited for the same fill
         for fill in window.fills:
             if not fill.done.done():
                 self.faults.append(TierFault(self._tiers_of(fill), "deadline", n))
