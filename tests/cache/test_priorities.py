@@ -169,7 +169,7 @@ async def test_a_planned_load_takes_no_slots_that_blocks_only_pass_through() -> 
             assert (await job.planned()).num_blocks == 2
             job.cancel(undelivered=True)
             await job.ended()
-            await until_idle(kv)
+        await until_idle(kv)
 
 
 async def test_a_load_does_not_wait_behind_stores_for_its_turns() -> None:
