@@ -19,6 +19,7 @@ _MODULES: Final = {
     "delete": "shelving",
     "replay": "replaying",
     "plan": "planning",
+    "simulate": "simulating",
 }
 """Where each command is, as ``<name>_command``."""
 

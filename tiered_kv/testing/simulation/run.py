@@ -121,6 +121,7 @@ def _direct(world: World) -> None:  # noqa: C901 - one life after another
                     disk.lose_power()
             world.store.num_calls = world.other.num_calls = 0
             world.known.restarted(lost_power=lost_power)
+        world.trouble.has_rot |= lost_power  # what is torn is lost, and nobody can say which it is
         world.trouble.lost_power = False
         for worker in list(world.files.pids.values()):
             turns.kill(worker)

@@ -80,6 +80,7 @@ class Requests:
         self.kv: TieredKV = world.new_cache(process, shape, device, weights)
         self.ending = ""
         self.is_small = False
+        self._num_beginning = 0
         self._asked = {"load": 0, "store": 0}
         self._perhaps = {"load": 0, "store": 0}
         self._planning: Planning | None = None
@@ -154,12 +155,17 @@ class Requests:
         world.check()
 
     async def within(self, limit_s: float, what: str, call: Coroutine[Any, Any, Any]) -> Any:  # noqa: ANN401 - its result
-        """Make a call, which is to end in time."""
+        """Make a call, which is to end in time. No other weights are named before it has begun."""
         task = asyncio.ensure_future(call)
+        self._num_beginning += 1
+        asyncio.get_running_loop().call_soon(self._has_begun)
         await asyncio.wait({task}, timeout=limit_s)
         if not task.done():
             raise WrongAnswer("never ends", f"{what} has not ended after {limit_s:g} s")
         return task.result()
+
+    def _has_begun(self) -> None:
+        self._num_beginning -= 1
 
     async def _settle(self) -> None:
         """Let everything end: then nothing is held, and what was counted adds up."""
@@ -310,9 +316,8 @@ class Requests:
         try:
             hint = ReuseHint(0.0) if numbers[2] % 13 == 0 else None
             handle = self.kv.start_store(keys, source, after=event, layerwise=is_layerwise, hint=hint)
-            for layer in (0, 1) if is_layerwise else ():
+            for layer in (1, 0) if is_layerwise else ():
                 handle.store_layer(layer)
-                await asyncio.sleep(0)
             result = await handle
             is_whole = result.num_dropped == 0
         finally:
@@ -433,17 +438,17 @@ class Requests:
         if "cpu" not in self.shape.chain:
             return
         keys, known = span(numbers), self.world.known
-        names = names_of(keys, self.weights)
-        asked = known.ask(names, self.now)
-        known.used(names, self.now)
 
         async def hold() -> None:
+            names = names_of(keys, self.weights)
+            asked = known.ask(names, self.now)
+            known.used(names, self.now)
             async with self.kv.lease(keys) as lease:
                 known.check(asked, np.arange(len(keys)) < lease.num_blocks, "a lease")
                 await asyncio.sleep((0.0, 0.1, 2.0)[numbers[3] % 3])
+            known.used(names, self.now)
 
         await self.within(LONGEST_S, "lease", hold())
-        known.used(names, self.now)
 
     async def _swap_out(self, numbers: Numbers) -> None:
         if (region := self.memory.take()) is None:
@@ -454,7 +459,7 @@ class Requests:
         known.store_begins(names, self.now)
         try:
             source = self.memory.fill(keys, self.weights, region)
-            await self.within(LONGEST_S, "swap_out", self.kv.swap_out(keys, source, ttl_s=3.0))  # type: ignore[arg-type]  # pages
+            await self.kv.swap_out(keys, source, ttl_s=3.0)  # type: ignore[arg-type]  # pages
         finally:
             known.store_ends(names, self.now, is_whole=False)
             self.memory.give(region)
@@ -507,15 +512,9 @@ class Requests:
         if sync and not was_wrong and not world.may_be_wrong:
             world.trouble.since_told = False
             world.known.told()
-        if (
-            was_wrong
-            or world.may_be_wrong
-            or not (shape.is_roomy and shape.is_owned)
-            or self.is_small
-            or shape.ttl_s is not None
-        ):
+        if was_wrong or world.may_be_wrong or self.is_small or not shape.keeps_all:
             return
-        if world.trouble.since_told:
+        if world.trouble.since_told or world.trouble.has_rot:
             return
         world.known.keep(world.known.all_names(), since, "synced" if sync else "flushed")
 
@@ -533,6 +532,8 @@ class Requests:
         self.kv.stats()
 
     async def _epoch(self, numbers: Numbers) -> None:
+        while self._num_beginning:  # noqa: ASYNC110 - a turn or two of the loop
+            await asyncio.sleep(0)
         self.weights = f"w{numbers[3] % 2}"
         self.kv.advance_epoch(self.weights)
 
@@ -553,6 +554,7 @@ class Requests:
         world = self.world
         world.known.forget_kept()
         world.trouble.ended = self.now
+        world.trouble.has_rot = True
         world.tape.num_faults += 1
         if numbers[3] % 2 and self.shape.has("store"):
             world.store.rot()

@@ -127,12 +127,15 @@ class Trouble:
         is_on: Whether anything may go wrong.
         since_told: Whether anything has since the media were last told all that they are to remember.
         ended: When it was switched off last.
+        lost_power: Whether the next end of a process is that of its machine.
+        has_rot: Whether a bit was ever changed: the block there is lost, whatever is promised of it.
     """
 
     is_on: bool = False
     since_told: bool = False
     ended: float = 0.0
     lost_power: bool = False
+    has_rot: bool = False
 
 
 class World:
@@ -392,6 +395,9 @@ class World:
         try:
             with running_in(self.system):
                 self.turns.bury()
+                for each in self._graveyard:
+                    if isinstance(each, SimulatedLoop):
+                        each.close()
                 self._graveyard.clear()
                 gc.collect()
         finally:
