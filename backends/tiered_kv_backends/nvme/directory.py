@@ -25,7 +25,7 @@ from pydantic import ByteSize
 
 from tiered_kv.backend import RecordShape
 from tiered_kv.errors import ConfigurationError
-from tiered_kv.system import files
+from tiered_kv.system import files, system
 from tiered_kv_backends.nvme.ledger import Ledger
 from tiered_kv_backends.nvme.own_files import open_file, open_folder, open_root
 
@@ -270,7 +270,7 @@ def _name_holder(fd: int) -> None:
     try:
         with contextlib.suppress(OSError):  # on a full disk: the name is for messages only
             files().ftruncate(holder_fd, 0)
-            files().pwrite(holder_fd, f"{os.getpid()}\n".encode(), 0)
+            files().pwrite(holder_fd, f"{system().getpid()}\n".encode(), 0)
     finally:
         files().close(holder_fd)
 
