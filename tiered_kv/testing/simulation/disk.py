@@ -9,7 +9,7 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -168,16 +168,6 @@ class Disk:
             _apply(node.data, at, bit)
             _apply(node.durable, at, bit)
 
-    def snapshot(self) -> Callable[[], None]:
-        """Return what makes the disk what it is now."""
-        saved = _copy(self.root)
-
-        def restore() -> None:
-            self.root = _copy(saved)
-            self._names.clear()
-
-        return restore
-
     def spend(self, num_bytes: int = 0) -> None:
         """Let a call take its time, and fail if it is to.
 
@@ -248,10 +238,6 @@ class SimulatedFiles(Files):
         """Close what a process that has ended had open, which lets go of its locks."""
         for fd in [fd for fd, each in self._open.items() if each.process is process]:
             self._close(fd)
-
-    def num_open(self, process: Process) -> int:
-        """Count what a process has open."""
-        return sum(each.process is process for each in self._open.values())
 
     # Processes by descriptor.
 
@@ -557,11 +543,3 @@ def _set(folder: _Node, name: str, node: _Node | None) -> None:
 
 def _whole(num_bytes: int) -> int:
     return -(-num_bytes // _BLOCK) * _BLOCK
-
-
-def _copy(node: _Node) -> _Node:
-    entries = None if node.entries is None else {name: _copy(each) for name, each in node.entries.items()}
-    return _Node(
-        node.number, entries, bytearray(node.data), bytearray(node.data), [], node.num_names, node.allocated,
-        node.used_ns,
-    )  # fmt: skip

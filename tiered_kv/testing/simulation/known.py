@@ -192,7 +192,3 @@ class Known:
     def kept_of(self, names: Sequence[Name]) -> list[str]:
         """Say of each block what was promised of it, if anything."""
         return [self._of(name).kept for name in names]
-
-    def uses_of(self, names: Sequence[Name]) -> list[int]:
-        """Count the uses of each block."""
-        return [self._of(name).num_uses for name in names]

@@ -120,8 +120,8 @@ class Planning:
                 worker.register_kv_caches(caches, group=group)
             while (plan := plans.get()) is not None:
                 started: list[Any] = []
-                worker.start(plan).add_done_callback(lambda future, got=started: got.append(future.result()))  # type: ignore[misc]
-                world.turns.wait(lambda got=started: bool(got), what="a worker's copies")  # type: ignore[misc]
+                worker.start(plan).add_done_callback(lambda future, got=started: got.append(future.result()))  # type: ignore[misc]  # bound now
+                world.turns.wait(lambda got=started: bool(got), what="a worker's copies")  # type: ignore[misc]  # bound now
                 answers.put(started[0])
             process.has_ended = True
 

@@ -102,7 +102,7 @@ def _direct(world: World) -> None:  # noqa: C901 - one life after another
         world.tell(f"{name} begins: {shape}")
         process = world.start_process(name, main)
         while not turns.wait(
-            lambda process=process: process.has_ended or _is_to_die(world) or bool(world.failures),  # type: ignore[misc]
+            lambda process=process: process.has_ended or _is_to_die(world) or bool(world.failures),  # type: ignore[misc]  # bound now
             600.0,
             "the engine",
         ):
