@@ -18,7 +18,12 @@ T = TypeVar("T")
 Give = Callable[[], None]
 _LOOKS_AHEAD: Final = 16
 _PASSES: Final = 16
-_FIRST_HOLD_S: Final = 0.5
+_FIRST_HOLD_S: Final = 0.05
+_LONGEST_HOLD_S: Final = 2.0
+"""A window wants at most a quarter of the host's slots: so many get free within the longest hold, unless what has them
+takes more than eight seconds."""
+_OPEN: Final = 3
+"""Times as long as a line was held up it is open before it is held up again."""
 
 
 class Priority(enum.IntEnum):
@@ -96,7 +101,7 @@ class Waiter:
 class _Place:
     """One who waits in a line of a room."""
 
-    __slots__ = ("attempt", "hold", "hold_s", "line", "num_passed", "room", "size", "turn", "waiter")
+    __slots__ = ("attempt", "hold", "hold_s", "line", "num_passed", "open_until", "room", "size", "turn", "waiter")
 
     def __init__(self, room: "Room", waiter: Waiter, attempt: Callable[[], Any], size: int) -> None:
         self.room = room
@@ -108,6 +113,7 @@ class _Place:
         self.num_passed = 0
         self.hold: asyncio.TimerHandle | None = None
         self.hold_s = _FIRST_HOLD_S
+        self.open_until = 0.0
 
     def enter(self, line: "OrderedDict[_Place, None]") -> None:
         """Stand at the end of a line."""
@@ -124,13 +130,15 @@ class _Place:
             self.num_passed, self.hold = 0, None  # in another line it begins anew
 
     def was_passed(self) -> None:
-        """Count one who was served first though later in line; from some number on, have the line wait for a while."""
+        """Count one who was served first though later in line; after some, hold up the line for a while."""
         self.num_passed += 1
-        if self.num_passed >= _PASSES:
-            self.hold = asyncio.get_running_loop().call_later(self.hold_s, self._let_pass)
+        loop = self.turn.get_loop()
+        if self.num_passed >= _PASSES and loop.time() >= self.open_until:
+            self.hold = loop.call_later(self.hold_s, self._let_pass)
 
     def _let_pass(self) -> None:
-        self.num_passed, self.hold, self.hold_s = 0, None, 2 * self.hold_s
+        self.open_until = self.turn.get_loop().time() + _OPEN * self.hold_s
+        self.num_passed, self.hold, self.hold_s = 0, None, min(2 * self.hold_s, _LONGEST_HOLD_S)
         self.room.changed()
 
 
@@ -138,8 +146,9 @@ class Room:
     """Lines of waiters, one per priority, for things that are had whole and at once, or not yet.
 
     A line is served in its order, with one exception: who wants less than the first, and can have it, may go before a
-    first that cannot be served. After 16 of these all that gets free is kept for the first, for half a second, and
-    twice as long each time: so neither does what can never be had hold up the others, nor do they starve it.
+    first that cannot be served. After 16 of these all that gets free is kept for the first, for a while, twice as long
+    each time, up to two seconds; and between two such times the line is open for longer. So neither does what can never
+    be had hold up the others, nor do they starve it.
 
     Call `changed` whenever there may be more to have. No call's time grows with the number of waiters.
     """
@@ -209,7 +218,7 @@ def _serve(line: "OrderedDict[_Place, None]") -> None:
         first = next(iter(line))
     least = first.size
     for place in list(islice(line, 1, 1 + _LOOKS_AHEAD)) if len(line) > 1 else ():
-        if first.num_passed >= _PASSES:
+        if first.hold is not None:
             return
         if place.size < least:  # as much, or more, has just been asked for in vain
             if _is_served(place):
