@@ -133,7 +133,7 @@ async def test_a_hung_tier_leaves_slots_to_the_others(kind: type[Scripted]) -> N
             for at, keys in zip((0, 9, 18, 27), prompts, strict=True)
         ]:
             await handle
-        assert kv.stats().bounce_free >= 8
+        await until(lambda: kv.stats().bounce_free >= 8)  # what the other is read for already arrives
         for keys in prompts:
             assert (await kv.load(keys, INTO)).num_blocks == 9
             assert engine.read(INTO) == contents(keys)

@@ -208,6 +208,22 @@ def test_clear_dooms_what_is_in_use(policy: str) -> None:
     assert index.statistics().transient_free == 1
 
 
+def test_transient_slots_are_counted_for_whoever_took_them() -> None:
+    """Until they are free again, however they become so: by the last lease, uncommitted, or removed meanwhile."""
+    index = TierIndex(2, num_transient=8)
+    with index.reserve(names_of(1, 2, 3, 4), transient=True, taker=1) as mine:
+        with index.reserve(names_of(5, 6), transient=True, taker=2), index.reserve(names_of(7), taker=2):
+            assert [index.num_transient_taken(taker) for taker in range(4)] == [0, 4, 2, 0]
+        assert [index.num_transient_taken(taker) for taker in range(3)] == [0, 4, 0]
+        index.remove(names_of(2))
+        lease = mine.commit(np.array([True, True, True, False]))
+        index.remove(names_of(3))
+    assert index.num_transient_taken(1) == 2
+    lease.release()
+    assert [index.num_transient_taken(taker) for taker in range(3)] == [0, 0, 0]
+    assert index.statistics().transient_free == 8
+
+
 @every_policy
 @pytest.mark.parametrize("num_slots", [0, 2])
 def test_transient_blocks_live_by_their_leases(policy: str, num_slots: int) -> None:

@@ -173,7 +173,7 @@ class TierIndex(Occupancy):
 
     # Filling and emptying slots.
 
-    def reserve(self, names: Names, *, transient: bool = False) -> Reservation:
+    def reserve(self, names: Names, *, transient: bool = False, taker: int = 0) -> Reservation:
         """Get a slot for every name that is neither ready nor pending, evicting other blocks if there is no room.
 
         The slots come in runs of neighbouring ids, ascending in batch order. A block of the batch itself is never
@@ -182,6 +182,7 @@ class TierIndex(Occupancy):
         Args:
             names: What is to be stored. Names that are there, and repeats, get slot -1.
             transient: Take transient slots instead of the tier's own; nothing is evicted for them.
+            taker: On whose account these are, from 0 to 127: `num_transient_taken` counts them.
 
         Raises:
             CapacityError: Too few slots can be had. Nothing has changed, recency included.
@@ -191,7 +192,7 @@ class TierIndex(Occupancy):
         wanted = absent[first_occurrences(names.take(absent, axis=0))] if len(absent) else absent
         with self.lock:
             if transient:
-                evicted, taken = self._table.names(NO_SLOTS), self._take_transient(len(wanted))
+                evicted, taken = self._table.names(NO_SLOTS), self._take_transient(len(wanted), taker)
             else:
                 evicted, taken = self._make_room(len(wanted), keep=found[states == READY])
             self._table.insert(names.take(wanted, axis=0), taken)

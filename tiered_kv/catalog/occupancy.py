@@ -20,6 +20,7 @@ from tiered_kv.errors import CapacityError
 from tiered_kv.keys import Names
 
 NO_SLOTS: Slots = np.empty(0, dtype=np.int64)
+_MOST_TAKERS: Final = 128
 _FEW: Final = 64
 """Of so many slots Python finds repeats sooner than numpy begins."""
 OnLeft = Callable[[Names, Lease], None]
@@ -60,6 +61,8 @@ class Occupancy(Books):
         self._dirty = dirty  # the oldest first; each of these is held by one lease
         self._free = FreeSlots(max_slots, range(num_slots))
         self._transient_free = FreeSlots(num_transient, range(max_slots, total))
+        self._takers = np.full(num_transient, 0, dtype=np.int8)  # of each bounce slot that holds something, who took it
+        self._num_taken = [0] * _MOST_TAKERS
         self._num_leases = np.full(total, 0, dtype=np.int32)
         self._was_used = np.full(total, fill_value=False)  # while leased: another's cold release must not chill it
         self._is_unwanted = np.full(total, fill_value=False)  # by a hint: to go first once nobody leases it
@@ -76,6 +79,10 @@ class Occupancy(Books):
     def num_transient_free(self) -> int:
         """How many bounce slots hold nothing."""
         return len(self._transient_free)
+
+    def num_transient_taken(self, taker: int) -> int:
+        """How many bounce slots hold what was reserved for ``taker``."""
+        return self._num_taken[taker]
 
     def room_for(self, names: Names) -> int:
         """How many blocks of a long batch may be added, head first, without evicting what the tier has of its head."""
@@ -174,11 +181,14 @@ class Occupancy(Books):
         own = self._own(slots)
         return unique(own[self._num_leases[own] == 0])
 
-    def _take_transient(self, n: int) -> Slots:
+    def _take_transient(self, n: int, taker: int) -> Slots:
         num_free = len(self._transient_free)
         if n > num_free:
             raise CapacityError(f"{n - num_free} more transient slots needed, none evictable")
-        return self._transient_free.take(n)
+        taken = self._transient_free.take(n)
+        self._takers[taken - self.max_slots] = taker
+        self._num_taken[taker] += n
+        return taken
 
     def _commit(self, slots: Slots) -> Lease:
         """Make the pending ones of these slots, -1 where there is none, ready, and lease them."""
@@ -259,7 +269,11 @@ class Occupancy(Books):
         self._doomed -= len(slots)
         own = slots[slots < self.num_slots]
         self._free.give(own if self._withheld is None else own[~self._withheld[own]])
-        self._transient_free.give(slots[slots >= self.max_slots])  # between these two lie the retired
+        transient = slots[slots >= self.max_slots]  # between these two lie the retired
+        if len(transient):
+            for taker in self._takers[transient - self.max_slots].tolist():
+                self._num_taken[taker] -= 1
+            self._transient_free.give(transient)
 
     def _find_free(self) -> None:
         """Have just those slots free that hold nothing and can be used."""

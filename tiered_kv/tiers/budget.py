@@ -8,7 +8,7 @@ starves, whatever the priorities.
 import asyncio
 import enum
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -101,10 +101,23 @@ class Waiter:
 class _Place:
     """One who waits in a line of a room."""
 
-    __slots__ = ("attempt", "hold", "hold_s", "line", "num_passed", "open_until", "room", "size", "turn", "waiter")
+    __slots__ = (
+        "attempt",
+        "hold",
+        "hold_s",
+        "lane",
+        "line",
+        "num_passed",
+        "open_until",
+        "room",
+        "size",
+        "turn",
+        "waiter",
+    )
 
-    def __init__(self, room: "Room", waiter: Waiter, attempt: Callable[[], Any], size: int) -> None:
+    def __init__(self, room: "Room", lane: int, waiter: Waiter, attempt: Callable[[], Any], size: int) -> None:
         self.room = room
+        self.lane = lane
         self.waiter = waiter
         self.attempt = attempt
         self.size = size
@@ -143,7 +156,9 @@ class _Place:
 
 
 class Room:
-    """Lines of waiters, one per priority, for things that are had whole and at once, or not yet.
+    """Lines of waiters, for things that are had whole and at once, or not yet.
+
+    There is one line for each lane and priority: who can be served in one lane does not wait for those in another.
 
     A line is served in its order, with one exception: who wants less than the first, and can have it, may go before a
     first that cannot be served. After 16 of these all that gets free is kept for the first, for a while, twice as long
@@ -154,16 +169,20 @@ class Room:
     """
 
     def __init__(self) -> None:
-        self._lines: tuple[OrderedDict[_Place, None], ...] = tuple(OrderedDict() for _ in Priority)
+        self._lines: tuple[dict[int, OrderedDict[_Place, None]], ...] = tuple({} for _ in Priority)  # each by lane
         self._is_serving = self._has_changed = False
 
     @property
     def num_waiting(self) -> int:
         """How many wait."""
-        return sum(map(len, self._lines))
+        return sum(len(line) for lanes in self._lines for line in lanes.values())
+
+    def is_wanted(self, lanes: Iterable[int]) -> bool:
+        """Whether anyone waits in one of these lanes."""
+        return any(line.get(lane) for lane in lanes for line in self._lines)
 
     async def acquire(
-        self, attempt: Callable[[], T | None], waiter: Waiter, undo: Callable[[T], object], size: int = 1
+        self, attempt: Callable[[], T | None], waiter: Waiter, undo: Callable[[T], object], size: int = 1, lane: int = 0
     ) -> T:
         """Return what ``attempt`` gives once it is our turn and it gives something.
 
@@ -172,11 +191,13 @@ class Room:
             waiter: Which line to wait in.
             undo: Gives back what was taken for a waiter that was cancelled meanwhile.
             size: How much is wanted: who wants less may pass who wants more.
+            lane: In which to wait.
         """
-        if not any(self._lines[: waiter.priority + 1]) and (got := attempt()) is not None:
+        is_first = not any(lanes.get(lane) for lanes in self._lines[: waiter.priority + 1])
+        if is_first and (got := attempt()) is not None:
             return got
-        place = _Place(self, waiter, attempt, size)
-        place.enter(self._lines[waiter.priority])
+        place = _Place(self, lane, waiter, attempt, size)
+        place.enter(self._line(place))
         self.changed()
         try:
             won: T = await place.turn
@@ -191,8 +212,12 @@ class Room:
     def move(self, place: _Place) -> None:
         """Move a place to the end of the line that its waiter belongs to now."""
         place.leave()
-        place.enter(self._lines[place.waiter.priority])
+        place.enter(self._line(place))
         self.changed()
+
+    def _line(self, place: _Place) -> "OrderedDict[_Place, None]":
+        """Return the line that a place belongs to now."""
+        return self._lines[place.waiter.priority].setdefault(place.lane, OrderedDict())
 
     def changed(self) -> None:
         """Serve everyone who can be served now, line by line. A line's first waiter holds up only its own line."""
@@ -203,8 +228,8 @@ class Room:
         try:
             while self._has_changed:
                 self._has_changed = False
-                for line in self._lines:
-                    if line:
+                for line in [line for lanes in self._lines for line in lanes.values() if line]:
+                    if line:  # still: to serve one line may end a wait in another
                         _serve(line)
         finally:
             self._is_serving = False

@@ -37,6 +37,8 @@ from tiered_kv.tiers.shared import SharedTier
 from tiered_kv.tiers.storage import StorageTier
 from tiered_kv.tiers.tasks import Tasks
 
+FROM_ENGINE: Final = 0
+"""As a source of blocks, among the numbers of storage tiers: none of these."""
 _ASKED_AT_ONCE: Final = 1024
 _LEAST_USES: Final = 1 << 12
 _MOST_USES: Final = 1 << 20
@@ -99,8 +101,10 @@ class Chain:
         self.waiting = {tier: Waiting(tier, clock) for tier in self.memory if tier.index.max_slots and self.later(tier)}
         sources = [*[None for _ in self.memory], *self.storage]
         self.fills = Fills(self.host, sources, self.waiting.get(self.host), self.room, self.tasks)
-        transient = self.host.index.num_transient
-        self.window_blocks = size = max(1, min(self.limits.window_bytes // self.stride_bytes, transient // 4))
+        transient, num_takers = self.host.index.num_transient, len(self.storage) + 1
+        most = transient // max(4, num_takers)
+        self.window_blocks = size = max(1, min(self.limits.window_bytes // self.stride_bytes, most))
+        self._least_share = size if num_takers * size <= transient else 0
         # Between two copies a thread waits for the interpreter, which is at the books of the next: 0.6 ms a window.
         self.resident_blocks = max(_RESIDENT_WINDOWS * size, min(_MOST_RESIDENT_WINDOWS * size, _FEW_BLOCKS))
 
@@ -205,38 +209,60 @@ class Chain:
 
     # Slots of the host.
 
-    def reserve(self, tier: MemoryTier, batch: Batch, *, transient: bool = False) -> Reservation | None:
+    def reserve(
+        self, tier: MemoryTier, batch: Batch, *, transient: bool = False, source: int = FROM_ENGINE
+    ) -> Reservation | None:
         """Reserve slots for what is missing of a batch now, or return None."""
         try:
-            reservation = tier.index.reserve(batch.names, transient=transient)
+            reservation = tier.index.reserve(batch.names, transient=transient, taker=source)
         except CapacityError:
             return None
         tier.counters.evicted += len(reservation.evicted)
         return reservation
 
     def reserve_host_now(
-        self, batch: Batch, waiter: Waiter, *, keep: bool, may_pass: bool = True
+        self, batch: Batch, waiter: Waiter, *, keep: bool, may_pass: bool = True, source: int = FROM_ENGINE
     ) -> Reservation | None:
         """Reserve host slots: own ones if the blocks are to stay and there is room, else transient ones, or None.
 
-        Only what has the priority of loads may take the last half of the transient slots. What is to stay takes none,
-        without ``may_pass``: else it may have them where there is no room.
+        Only what has the priority of loads may take the last half of the transient slots. And whatever is read from
+        one storage tier, or comes from the engine, leaves a window of them to each other storage tier that has less:
+        so no load waits for slots that are held up by a tier which it does not need.
+
+        Args:
+            batch: The blocks.
+            waiter: Who wants them.
+            keep: Whether they are to stay.
+            may_pass: Whether blocks that are to stay may have transient slots where there is no room.
+            source: The number of the storage tier that they come from; of several, the lowest one's.
         """
         if keep and (reservation := self.reserve(self.host, batch)) is not None:
             return reservation
         if keep and not may_pass:
             return None
-        free = self.host.index.num_transient_free
-        usable = free if waiter.priority is Priority.LOAD else free - self.host.index.num_transient // 2
+        index = self.host.index
+        kept = 0 if waiter.priority is Priority.LOAD else index.num_transient // 2
+        usable = index.num_transient_free - max(kept, self._set_aside(source))
         if usable < min(len(batch), self.window_blocks):
             return None
-        return self.reserve(self.host, batch, transient=True)
+        return self.reserve(self.host, batch, transient=True, source=source)
 
-    async def reserve_host(self, batch: Batch, waiter: Waiter, *, keep: bool) -> Reservation:
-        """Wait for host slots. Whoever calls this holds none that it could not give back without these."""
-        return await self.room.acquire(
-            lambda: self.reserve_host_now(batch, waiter, keep=keep), waiter, lambda got: got.close(), len(batch)
-        )
+    async def reserve_host(self, batch: Batch, waiter: Waiter, *, keep: bool, source: int = FROM_ENGINE) -> Reservation:
+        """Wait for host slots, see `reserve_host_now`, in a line of its own for each source.
+
+        Whoever calls this holds none that it could not give back without these.
+        """
+
+        def attempt() -> Reservation | None:
+            return self.reserve_host_now(batch, waiter, keep=keep, source=source)
+
+        return await self.room.acquire(attempt, waiter, lambda got: got.close(), len(batch), lane=source)
+
+    def _set_aside(self, source: int) -> int:
+        """Count the transient slots that are left to the storage tiers other than ``source``."""
+        taken, first = self.host.index.num_transient_taken, len(self.memory)
+        others = (number for number in range(first, len(self.tiers)) if number != source)
+        return sum(max(0, self._least_share - taken(number)) for number in others)
 
     def release(self, *leases: Lease) -> None:
         """Give leases back, and let whoever waits for slots have them."""

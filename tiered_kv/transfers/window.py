@@ -16,7 +16,7 @@ from tiered_kv.results import TierFault
 from tiered_kv.tiers.base import Mask
 from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.budget import Kind, Priority, Waiter
-from tiered_kv.tiers.chain import Chain
+from tiered_kv.tiers.chain import FROM_ENGINE, Chain
 from tiered_kv.tiers.fills import Fill
 from tiered_kv.tiers.memory import MemoryTier
 from tiered_kv.tiers.storage import StorageTier
@@ -185,10 +185,11 @@ class Bringer:
         keep = self.may_keep >= len(at)
         if not keep:
             self.may_keep = 0  # what stays is the head, without gaps
-        waiter = Waiter(self._kind, self._priority)
+        waiter, source = Waiter(self._kind, self._priority), int(numbers.max())
         reservation = None
-        if not chain.room.num_waiting:
-            reservation = chain.reserve_host_now(batch, waiter, keep=keep, may_pass=self._may_pass)
+        if not chain.room.is_wanted((source, FROM_ENGINE)):
+            may_pass = self._may_pass
+            reservation = chain.reserve_host_now(batch, waiter, keep=keep, may_pass=may_pass, source=source)
         if reservation is None:
             if not may_wait:
                 return False
@@ -198,7 +199,7 @@ class Bringer:
             del window.held[first:]
             window.source[(window.gpu < 0)] = -1
             window.host[:] = -1
-            reservation = await chain.reserve_host(batch, waiter, keep=keep)
+            reservation = await chain.reserve_host(batch, waiter, keep=keep, source=source)
         fresh = reservation.slots >= 0
         if not fresh.any():
             reservation.close()
