@@ -215,6 +215,8 @@ class BlockCache(TransferCalls):
         A planned store is one from when somebody was handed its plan for a worker, and is waited for until that has
         answered, or has ended.
 
+        What uses so far have brought to tiers with ``admit_after`` is waited for too; what comes later is not.
+
         A tier that is bypassed is not waited for: blocks go on waiting for it.
 
         With ``sync`` what is written then survives a loss of power, in the order of its use. That walks the owned tiers

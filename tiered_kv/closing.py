@@ -137,7 +137,7 @@ async def _close(cache: OpenCache) -> None:
                 await waiting
         except BaseException as error:  # noqa: BLE001 - what comes after must be closed as well
             errors.append(error)
-    num_unwritten = sum(cleaner.num_waiting for cleaner in cache.cleaners)
+    num_unwritten = sum(chain.unwritten.num_blocks for chain in cache.chains)
     cache.emit(CacheClosed(num_abandoned, (loop.time() - started) * 1e3, num_unwritten))
     if errors:
         raise errors[0]
