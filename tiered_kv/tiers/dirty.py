@@ -26,12 +26,16 @@ class Unwritten:
 
     Attributes:
         now: When what comes now comes.
+        has_lost: Whether, since the cache was opened, a tier below was to get some block and will not: it was dropped
+            or failed on its way, or its slot was given up while it waited. What was evicted by name, cleared or
+            expired meanwhile does not count: nobody wants it below.
         waiting: The lines, by the memory tier in which blocks wait.
     """
 
     def __init__(self, tiers: Sequence[MemoryTier], clock: Callable[[], float]) -> None:
         """Begin with nothing, and a line for each of ``tiers``."""
         self.now = 0
+        self.has_lost = False
         self._under_way = Counter[int]()
         self._has_ended = asyncio.Event()
         self.waiting = {tier: Waiting(tier, clock, self) for tier in tiers}
@@ -162,10 +166,12 @@ class Waiting:
         self._came[fresh] = came
         self._num_by_came[came] += len(fresh)
 
-    def _forgotten(self, slots: Slots, _: Change) -> None:
+    def _forgotten(self, slots: Slots, why: Change) -> None:
         """Take note that blocks left the line and were not taken."""
         for came, n in Counter(self._came[slots].tolist()).items():
             _take(self._num_by_came, came, n)
+        if why is Change.EVICTED:  # by resizing: need evicts no dirty block
+            self._unwritten.has_lost = True
 
 
 def _take(counts: Counter[int], came: int, n: int) -> None:

@@ -86,6 +86,7 @@ class WriteDown:
         for each in later:
             self._tally.add(each, deferred=len(self._batch) - num_passing, dropped=num_passing)
         wanted = chain.admitted(later, self._batch)
+        chain.unwritten.has_lost |= bool((wanted & ~stays).any())
         wanted &= stays
         if wanted.any():
             chain.waiting[tier].add(self._batch[wanted], self._slots[wanted], self._lease, self._came)
@@ -100,6 +101,7 @@ class WriteDown:
         n = len(self._batch)
         if not self.is_done:
             self._chain.ledger.note(self._batch.names, Fate.DROPPED, "queue full")
+            self._lose(self._batch)
         if self._to is None:
             self._tally.add_below(self._tier, dropped=n)
         for storage in self._to or ():
@@ -117,6 +119,8 @@ class WriteDown:
         except BaseException:
             if self._kind is Kind.CLEAN:  # the cache is closing, which counts what was not written
                 chain.waiting[self._tier].put_back(self._batch, self._slots, self._lease, self._came)
+            else:
+                self._lose(self._batch)
             chain.release(self._lease)
             raise
         to = self._to or ()
@@ -144,6 +148,7 @@ class WriteDown:
             if self._kind is Kind.CLEAN:
                 chain.waiting[gpu].put_back(self._batch, self._slots, self._lease, self._came)
             else:
+                self._lose(self._batch)
                 self._tally.add_below(gpu, dropped=n)
             self._batch, self._slots = self._batch[:0], self._slots[:0]
             return
@@ -186,12 +191,22 @@ class WriteDown:
         if self._kind is Kind.CLEAN:
             line = self._chain.waiting[gpu]
             again = line.again(self._batch[at], self._slots[at], self._lease, most_tries=_MOST_TRIES)
+        self._lose(self._batch[at[~again]])
         return int(np.count_nonzero(again))
 
     def _is_for(self, storage: StorageTier, batch: Batch) -> Mask:
         """Say which blocks are for this cache to write to a tier."""
         mine = self._chain.admitted([storage], batch)
         return mine & self._chain.naming.shard.writes(batch.positions) if storage.is_shared else mine
+
+    def _lose(self, batch: Batch) -> None:
+        """Take note that blocks go no further, if a tier below was to get one of them."""
+        chain = self._chain
+        if self._to is None and chain.host.can_keep:
+            is_lost = len(batch) > 0
+        else:
+            is_lost = any(self._is_for(each, batch).any() for each in (chain.written if self._to is None else self._to))
+        chain.unwritten.has_lost |= is_lost
 
     async def _reserve_host(self) -> Reservation | None:
         """Reserve host slots; wait for them only where something below the host is to have the blocks now."""
@@ -252,6 +267,9 @@ class WriteDown:
                 waiting.put_back(batch[report.dropped], slots[report.dropped], self._lease, self._came)
                 num_again += int(np.count_nonzero(report.dropped))
                 report.dropped[:] = False
+        if (lost := report.dropped | report.failed).any():
+            found, _ = self._chain.host.index.find(batch.names[lost])
+            self._chain.unwritten.has_lost |= bool((found == slots[lost]).any())  # the others were evicted by name
         self._tally.add(storage, deferred=num_again, **report.counts())
         self._chain.ledger.note(batch.names[report.dropped], Fate.DROPPED, storage.name)
         self._chain.ledger.note(batch.names[report.failed], Fate.FAILED, storage.name)
