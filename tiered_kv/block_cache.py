@@ -215,6 +215,8 @@ class BlockCache(TransferCalls):
         A planned store is one from when somebody was handed its plan for a worker, and is waited for until that has
         answered, or has ended.
 
+        What uses so far have brought to tiers with ``admit_after`` is waited for too; what comes later is not.
+
         A tier that is bypassed is not waited for: blocks go on waiting for it.
 
         With ``sync`` what is written then survives a loss of power, in the order of its use. That walks the owned tiers
@@ -232,7 +234,12 @@ class BlockCache(TransferCalls):
             timeout_s: How long to wait; `CacheLimits.close_timeout_s` by default. Cancellation ends the wait only.
 
         Returns:
-            Whether all stores were settled, and owned tiers had noted what they hold, in time.
+            Whether, in time, every block stored since the cache was opened was written in each tier that wants it, and
+            owned tiers had noted what they hold. False if blocks wait for a tier that does not take them now:
+            drain again to try again. False also, from then on, if a tier below was to get a block and did not, because
+            that was dropped or failed on its way (``settled()`` of its store and `stats` count it), or was lost as it
+            waited in memory that was given up. What was evicted by name, cleared or expired before is not missed, nor
+            what a tier has evicted since it was written there.
         """
 
     @abstractmethod

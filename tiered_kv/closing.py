@@ -53,7 +53,7 @@ class Draining:
 
 
 async def drain(cache: OpenCache, timeout_s: float | None) -> bool:
-    """Take no more stores, write what there is; say whether that went well, and took no longer than ``timeout_s``."""
+    """Take no more stores, write what there is; say whether all is written, within ``timeout_s``."""
     for chain in cache.chains:
         chain.limits.takes_stores = False
     writing = cache.tasks.spawn(_write_all(cache), "drain")
@@ -65,12 +65,13 @@ async def drain(cache: OpenCache, timeout_s: float | None) -> bool:
 
 
 async def _write_all(cache: OpenCache) -> bool:
-    """Do it; say whether all was."""
+    """Do it as far as the tiers let it; say whether that is all."""
     try:
         await cache.settle()
     except ClosedError:
         return False
-    return await upkeep.checkpoint(cache.chains, sync=True)
+    is_noted = await upkeep.checkpoint(cache.chains, sync=True)
+    return is_noted and not any(chain.unwritten.num_blocks or chain.unwritten.has_lost for chain in cache.chains)
 
 
 @contextmanager
@@ -137,7 +138,7 @@ async def _close(cache: OpenCache) -> None:
                 await waiting
         except BaseException as error:  # noqa: BLE001 - what comes after must be closed as well
             errors.append(error)
-    num_unwritten = sum(cleaner.num_waiting for cleaner in cache.cleaners)
+    num_unwritten = sum(chain.unwritten.num_blocks for chain in cache.chains)
     cache.emit(CacheClosed(num_abandoned, (loop.time() - started) * 1e3, num_unwritten))
     if errors:
         raise errors[0]

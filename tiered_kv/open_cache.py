@@ -35,7 +35,7 @@ from tiered_kv.tiers.scrubber import scrub_for_ever
 from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.tiers.upkeep import keep_up
 from tiered_kv.transfers.bindings import Bindings
-from tiered_kv.transfers.cleaner import Cleaner
+from tiered_kv.transfers.cleaner import Cleaner, write_all
 from tiered_kv.transfers.jobs import Jobs
 from tiered_kv.transfers.requests import LoadRequest, StoreRequest
 from tiered_kv.transfers.resize import GivenUp, resize, slots_within
@@ -64,7 +64,7 @@ class OpenCache(EngineSide):
         watch: Sees what the cache does, if somebody is to be shown.
         recorder: Writes down what is asked of it, if that is wanted.
         background: What runs as long as the cache is open, besides ``tasks``.
-        cleaners: One per chain with blocks that wait for a tier.
+        cleaners: Of each chain.
         ledger: What became of blocks.
         epoch: Digest of the weights that are served.
         past_epochs: Digests of weights that were served before, the last one first; a few.
@@ -99,7 +99,7 @@ class OpenCache(EngineSide):
         self.device = device
         self.callers = Callers()
         self.background = Tasks()
-        self.cleaners = [Cleaner(chain) for chain in chains if chain.waiting]
+        self.cleaners = {chain: Cleaner(chain) for chain in chains}
         self.ledger = ledger
         self.epoch = epoch_digest(parts.model.weights)
         self.past_epochs: list[bytes] = []
@@ -111,8 +111,9 @@ class OpenCache(EngineSide):
         self._resizing = asyncio.Lock()
         self._planners: WeakSet[Jobs] = WeakSet()  # what is under way keeps them
         self.jobs = self.new_jobs(len(parts.shards))
-        for cleaner in self.cleaners:
-            self.background.keep_running(cleaner.run, "cleaner")
+        for chain, cleaner in self.cleaners.items():
+            if chain.waiting:
+                self.background.keep_running(cleaner.run, "cleaner")
         for chain in chains:  # each by itself: an error in one must not keep the others from their turns
             self.background.keep_running(partial(keep_up, chain), "upkeep")
             for tier in chain.owned:
@@ -271,19 +272,18 @@ class OpenCache(EngineSide):
     async def settle(self) -> None:
         """Wait until every store so far is in every tier or given up, and what waits for a tier is written there.
 
-        What a tier does not take now goes on waiting. Cancellation ends the wait only.
+        What comes later is not waited for, and what a tier does not take now goes on waiting. Cancellation ends the
+        wait only.
 
         Raises:
             ClosedError: The cache was closed while a worker was copying out.
         """
-        settling = {future for chain in self.chains for future in chain.settling}
-        settling |= {future for jobs in list(self._planners) for future in jobs.settling()}
-        if settling:
-            await asyncio.wait(settling)
-        if any(future.cancelled() for future in settling):
+        marks = {chain: chain.unwritten.mark() for chain in self.chains}
+        if answers := [each for jobs in list(self._planners) for each in jobs.answers()]:
+            await asyncio.wait(answers)
+        if any(answer.cancelled() for answer in answers):
             raise ClosedError("this TieredKV was closed before a worker had copied out what it was to store")
-        for cleaner in self.cleaners:
-            await cleaner.drain()
+        await write_all(marks, self.cleaners)
 
     async def resize(self, name: str, capacity_bytes: int) -> int:
         """Change the capacity of a tier; see `TieredKV.resize`."""

@@ -156,12 +156,12 @@ async def test_a_fault_of_ours_does_not_keep_tiers_open(monkeypatch: pytest.Monk
     recorder, medium = Recorder(), ScriptedBackend()
     medium.settings = medium.settings.model_copy(update={"write": "back"})
 
-    async def drain(_: Cleaner) -> None:
+    async def write(_: Cleaner, __: int) -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         async with open_cache(CPU, medium, emit=recorder):
-            monkeypatch.setattr(Cleaner, "drain", drain)
+            monkeypatch.setattr(Cleaner, "write", write)
     assert medium.on_close.num_calls == 1
     assert recorder.of(CacheClosed)
 

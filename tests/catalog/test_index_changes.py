@@ -204,6 +204,20 @@ def test_dirty_blocks_are_not_evicted(policy: str) -> None:
     index.reserve(names_of(4, 5)).close()
 
 
+def test_it_is_told_what_is_dirty_no_more_though_nobody_took_it() -> None:
+    """Once for each slot, with the reason; and who marks blocks hears which of them were not dirty."""
+    index, told = TierIndex(6, write_back=True), list[tuple[list[int], Change]]()
+    index.on_undirtied = lambda slots, why: told.append((slots.tolist(), why))
+    with index.reserve(names_of(*range(6))) as reservation, reservation.commit() as lease:
+        assert index.mark_dirty(lease, lease.slots[:2]).tolist() == [0, 1]
+        assert index.mark_dirty(lease).tolist() == [2, 3, 4, 5]
+    index.take_dirty(1)[1].release()
+    index.remove(names_of(0, 1))
+    index.resize(4)
+    index.clear()
+    assert told == [([1], Change.REMOVED), ([5, 4], Change.EVICTED), ([2, 3], Change.CLEARED)]
+
+
 def test_only_leased_blocks_are_marked() -> None:
     """Marking by a lease that is released, or in a tier without write-back, is refused before anything changes."""
     index = TierIndex(1, write_back=True)

@@ -281,7 +281,7 @@ class TierIndex(Occupancy):
 
     def clear(self) -> None:
         """Remove every block. Takes time in the size of the tier: some 10 ms a million slots."""
-        self._forget_dirty(self._dirty.head(len(self._dirty)))
+        self._forget_dirty(self._dirty.head(len(self._dirty)), Change.CLEARED)
         states = self._states[:-1]
         with self.lock:
             is_idle = (states == READY) & (self._num_leases == 0)
@@ -333,7 +333,7 @@ class TierIndex(Occupancy):
 
     # Blocks that have no copy below yet.
 
-    def mark_dirty(self, lease: Lease, slots: Slots | None = None) -> None:
+    def mark_dirty(self, lease: Lease, slots: Slots | None = None) -> Slots:
         """Keep leased blocks of the tier's own, after the lease too, until `take_dirty` hands them out.
 
         What is removed meanwhile, by name, age, resizing or clearing, is no longer dirty: nobody wants it below. Blocks
@@ -342,6 +342,9 @@ class TierIndex(Occupancy):
         Args:
             lease: Over the blocks.
             slots: Those of its slots that are meant; all by default.
+
+        Returns:
+            The slots of the blocks that were not dirty and are now.
 
         Raises:
             ConfigurationError: The index was not made with ``write_back=True``.
@@ -353,9 +356,10 @@ class TierIndex(Occupancy):
             raise ClosedError("mark_dirty() of a lease that is released: its slots may be another's by now")
         slots = lease.slots if slots is None else slots
         slots = self._own(unique(slots[slots >= 0]))
-        fresh = slots[(self._states[slots] == READY) & ~self._dirty.holds(slots)]
+        fresh: Slots = slots[(self._states[slots] == READY) & ~self._dirty.holds(slots)]
         self._hold(fresh)
         self._dirty.push(fresh)
+        return fresh
 
     def oldest_dirty(self, n: int) -> Slots:
         """Return the slots of the blocks that `take_dirty` would take."""

@@ -37,6 +37,7 @@ class Occupancy(Books):
         on_left: Takes over the slots of blocks that leave, if not None, whatever they leave for: until it has let go of
             them nothing is put there. Not of those that make room for others, whose slots are filled at once, nor of
             all that `TierIndex.clear` removes.
+        on_undirtied: Is told of slots whose blocks are dirty no more though nobody took them, and why, if not None.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Occupancy(Books):
         self.num_slots = num_slots
         self.on_change = on_change
         self.on_left: OnLeft | None = None
+        self.on_undirtied: Callable[[Slots, Change], object] | None = None
         self._policy = policy
         self._policy.resize(num_slots)
         self._expiry = expiry
@@ -234,7 +236,7 @@ class Occupancy(Books):
         """
         is_ready = self._states[slots] == READY
         self._policy.park(slots[is_ready & (self._num_leases[slots] == 0)])
-        self._forget_dirty(slots)
+        self._forget_dirty(slots, change)
         on_left, left = self.on_left if has_left else None, self._own(slots[is_ready])
         if on_left is not None:
             self._hold(left)
@@ -252,7 +254,7 @@ class Occupancy(Books):
             on_left(removed, Lease(left, left, partial(self._release, is_use=False)))
         return removed
 
-    def _forget_dirty(self, slots: Slots) -> None:
+    def _forget_dirty(self, slots: Slots, why: Change) -> None:
         """Let go of those of these slots that are dirty. They are not put back into the order of eviction."""
         if not len(self._dirty):
             return
@@ -263,6 +265,8 @@ class Occupancy(Books):
         idle = dirty[self._num_leases[dirty] == 0]
         self._leased -= len(idle)
         self._was_used[idle] = False
+        if self.on_undirtied is not None and len(dirty):
+            self.on_undirtied(dirty, why)
 
     def _free_doomed(self, slots: Slots) -> None:
         self._states[slots] = FREE

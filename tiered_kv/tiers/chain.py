@@ -7,8 +7,8 @@ somebody leases them. One fill per block at a time: whoever else wants the block
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from tiered_kv.results import TierRun
 from tiered_kv.tiers.base import BookedTier, Mask, Tier, prefix_of
 from tiered_kv.tiers.batch import Batch, Naming
 from tiered_kv.tiers.budget import Limits, Priority, Room, Waiter
-from tiered_kv.tiers.dirty import Waiting
+from tiered_kv.tiers.dirty import Unwritten
 from tiered_kv.tiers.fills import Fills
 from tiered_kv.tiers.ledger import Ledger
 from tiered_kv.tiers.memory import HostTier, MemoryTier
@@ -47,7 +47,7 @@ _RESIDENT_WINDOWS, _MOST_RESIDENT_WINDOWS, _FEW_BLOCKS = 4, 64, 256
 """How many windows are moved as one where no storage tier takes part; more only of so few blocks."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Chain:
     """All tiers of one KV group on one rank, fastest first: perhaps a GPU pool, always a host tier, then storage.
 
@@ -58,12 +58,12 @@ class Chain:
         h2d: Streams from the host to the engine's device.
         d2h: Streams back.
         fills: Of its host slots.
-        settling: One future per store that is not in every tier yet.
         through: The storage tiers that get blocks when they are stored.
         back: Those that get them later, from the cleaner.
-        waiting: The blocks that wait, by the memory tier in which they do.
+        unwritten: What the tiers below do not have yet.
+        waiting: The blocks of it that wait, by the memory tier in which they do.
         on_admitted: Called with this chain and blocks that have now been used often enough for a tier that may lack
-            them.
+            them, and when that use came, see `Unwritten`.
         ledger: Of the whole cache.
     """
 
@@ -82,8 +82,7 @@ class Chain:
     limits: Limits
     codec: Codec | None
     ledger: Ledger
-    on_admitted: Callable[["Chain", StorageTier, Batch], None]
-    settling: set["asyncio.Future[Any]"] = field(default_factory=set)
+    on_admitted: Callable[["Chain", StorageTier, Batch, int | None], None]
 
     def __post_init__(self) -> None:
         self.room = Room()
@@ -98,7 +97,8 @@ class Chain:
         window = min(max(_LEAST_USES, 4 * self.host.index.max_slots), _MOST_USES)
         self._admission = Admission(least_uses, window)
         clock = asyncio.get_running_loop().time
-        self.waiting = {tier: Waiting(tier, clock) for tier in self.memory if tier.index.max_slots and self.later(tier)}
+        self.unwritten = Unwritten([tier for tier in self.memory if tier.index.max_slots and self.later(tier)], clock)
+        self.waiting = self.unwritten.waiting
         sources = [*[None for _ in self.memory], *self.storage]
         self.fills = Fills(self.host, sources, self.waiting.get(self.host), self.room, self.tasks)
         transient, num_takers = self.host.index.num_transient, len(self.storage) + 1
@@ -172,10 +172,10 @@ class Chain:
         for storage in self.storage:
             storage.hint(batch, hint)
 
-    def touch(self, batch: Batch, *, leased: MemoryTier | None = None) -> None:
+    def touch(self, batch: Batch, came: int | None = None, *, leased: MemoryTier | None = None) -> None:
         """Count a use of the blocks in every tier, see `touch_there` and `count_use`."""
         self.touch_there(batch, leased=leased)
-        self.count_use(batch)
+        self.count_use(batch, came)
 
     def touch_there(self, batch: Batch, *, leased: MemoryTier | None = None) -> None:
         """Count a use of the blocks in every tier that has them, so that hot heads do not rot below.
@@ -188,11 +188,14 @@ class Chain:
         for storage in self.storage:
             storage.touch(batch)
 
-    def count_use(self, batch: Batch) -> None:
-        """Count one use of the blocks, for the tiers that want some before they take a block."""
+    def count_use(self, batch: Batch, came: int | None = None) -> None:
+        """Count one use of the blocks, for the tiers that want some before they take a block.
+
+        What these get then came when the use did: now if not said, see `Unwritten`.
+        """
         for number, admitted in self._admission.use(batch.names):
             if admitted.any():
-                self.on_admitted(self, self.storage[number - len(self.memory)], batch[admitted])
+                self.on_admitted(self, self.storage[number - len(self.memory)], batch[admitted], came)
 
     def later(self, tier: MemoryTier) -> list[Tier]:
         """Name the tiers below for which blocks wait in ``tier``: the CPU tier and all below it, or storage tiers."""

@@ -6,6 +6,7 @@ memory is full of them: bounded by the tier, and nothing waits for it but they.
 """
 
 import asyncio
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Final
@@ -29,39 +30,43 @@ class Cleaner:
     def __init__(self, chain: Chain) -> None:
         self._chain = chain
         self._woken = asyncio.Event()
-        self._writing: set[asyncio.Task[None]] = set()
-        self._num_leaving = dict.fromkeys(chain.waiting, 0)
+        self._turns = asyncio.Semaphore(_AT_ONCE)  # which is fair: else one who always writes would keep out the others
         for tier, waiting in chain.waiting.items():
             waiting.on_add = partial(self._wake_if_due, tier, waiting)
 
-    @property
-    def num_waiting(self) -> int:
-        """Blocks that wait, or are being written."""
-        return sum(len(waiting) for waiting in self._chain.waiting.values())
+    async def write(self, mark: int) -> None:
+        """Wait until all that came before a mark is written or given up, see `Unwritten`; write it as fast as can be.
 
-    async def drain(self) -> None:
-        """Write what waits now, as fast as the tiers take it. Returns early where one does not; what is left waits.
-
-        Cancellation ends the wait; windows that are being written go on.
+        Returns early where a tier does not take it: what is left waits. Cancellation ends the wait; windows that are
+        being written go on.
         """
-        *upper, _ = self._chain.waiting.values()
-        left = 2 * self.num_waiting  # from the GPU pool to the CPU tier, and from there on
-        while (num_moved := await self._drain_once()) and any(len(waiting) for waiting in upper):
-            left -= num_moved
-            if left <= 0:
-                return
+        unwritten = self._chain.unwritten
+        while unwritten.is_under_way(mark):
+            await unwritten.one_ended()
+        left = 2 * unwritten.num_blocks  # from the GPU pool to the CPU tier, and from there on
+        while not unwritten.is_written(mark):
+            num_begun = await self._write_one(mark) if left > 0 else 0
+            left -= num_begun
+            if num_begun:
+                continue
+            if not unwritten.is_under_way(mark):
+                if left <= 0 or not any(line.num_taken for line in unwritten.waiting.values()):
+                    return
+                left -= 1  # what came later is being written, and may make room on the host
+            await unwritten.one_ended()
 
-    async def _drain_once(self) -> int:
-        """Try to write all that waits once, tier by tier; say how many fewer wait in one of them, if only for now."""
-        num_moved = 0
+    async def _write_one(self, mark: int) -> int:
+        """Begin to write a window of what came before a mark, when it is our turn; say how many blocks.
+
+        Where that waits for room in the CPU tier, write what is in its way there, whenever that came.
+        """
+        is_in_the_way = False
         for tier, waiting in self._chain.waiting.items():
-            left = before = len(waiting)
-            while left > 0 and self._can_write(tier) and (n := await self._write_window(tier, waiting)):
-                left -= n
-            while self._writing:
-                await asyncio.wait(self._writing)
-            num_moved += max(0, before - len(waiting))
-        return num_moved
+            if (waiting.num_before(mark) or is_in_the_way) and self._can_write(tier):
+                if n := await self._write_window(tier, waiting):
+                    return n
+                is_in_the_way = True
+        return 0
 
     async def run(self) -> None:
         """Clean when it is due, until cancelled; what is being written then goes on."""
@@ -94,7 +99,7 @@ class Cleaner:
         if not books.dirty:
             return False
         # What is being written will be evictable when it is: else all would be written whenever some is.
-        to_be_had = books.free + books.evictable + self._num_leaving[tier]
+        to_be_had = books.free + books.evictable + waiting.num_taken
         return to_be_had < limits.low_water * books.num_slots or waiting.oldest_s() >= limits.clean_after_s
 
     def _can_write(self, tier: MemoryTier) -> bool:
@@ -103,34 +108,45 @@ class Cleaner:
         return not all(storage.health.is_shedding for storage in self._chain.back)
 
     async def _write_window(self, tier: MemoryTier, waiting: Waiting) -> int:
-        """Begin to write a window of what waits longest, once few others are on their way; say how many blocks.
+        """Begin to write a window of what waits longest, when it is our turn; say how many blocks.
 
         None where they go to the CPU tier, which is full, and nowhere past it.
         """
-        while len(self._writing) >= _AT_ONCE:
-            await asyncio.wait(self._writing, return_when=asyncio.FIRST_COMPLETED)
+        await self._turns.acquire()
+        if not (n := self._begin_window(tier, waiting)):
+            self._turns.release()
+        return n
+
+    def _begin_window(self, tier: MemoryTier, waiting: Waiting) -> int:
+        """Begin it, if there is anything to write and room for it; say how many blocks. Its end is another's turn."""
+        chain, most = self._chain, self._chain.window_blocks
         if not len(waiting):
             return 0
-        chain = self._chain
-        goes_to_host, most = chain.host in chain.later(tier), chain.window_blocks
+        goes_to_host = chain.host in chain.later(tier)
         if goes_to_host:  # a whole window may never find room there
             books = chain.host.index.statistics()
-            most = min(most, books.free + books.evictable)
+            num_free = books.free + books.evictable - waiting.num_taken  # who were taken may have no slot there yet
+            most = max(0, min(most, num_free))
             if not most and not chain.through:
                 return 0
             most = max(1, most)
-        batch, lease = waiting.take(most)
+        batch, lease, came = waiting.take(most)
+        num_blocks = len(batch)
         to = None if goes_to_host else chain.back
-        down = WriteDown(chain, Tally(chain.tiers), tier, batch, lease.slots, lease, to=to, kind=Kind.CLEAN)
-        writing = chain.tasks.spawn(down.run(), f"clean {len(batch)} blocks of {tier.name}")
-        self._writing.add(writing)
-        self._num_leaving[tier] += len(batch)
+        down = WriteDown(chain, Tally(chain.tiers), tier, batch, lease.slots, lease, came, to=to, kind=Kind.CLEAN)
+        writing = chain.tasks.spawn(down.run(), f"clean {num_blocks} blocks of {tier.name}")
 
         def written(_: "asyncio.Task[None]") -> None:
-            self._writing.discard(writing)
-            self._num_leaving[tier] -= len(batch)
+            self._turns.release()
+            waiting.ended(num_blocks, came)
             if tier is chain.host and chain.gpu in chain.waiting:
                 self._woken.set()  # what waits in the GPU pool may have waited for this
 
         writing.add_done_callback(written)
-        return len(batch)
+        return num_blocks
+
+
+async def write_all(marks: Mapping[Chain, int], cleaners: Mapping[Chain, Cleaner]) -> None:
+    """Wait until all that came to some chains before these marks is in every tier or given up; see `Cleaner.write`."""
+    for chain, mark in marks.items():
+        await cleaners[chain].write(mark)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,10 +27,10 @@ class HeldLoad:
         spec: Where they are.
         positions: Which of the job's keys they are.
         present: Which blocks of the job need no move: none.
-        settling: What a flush waits for: nothing.
+        answers: What a flush waits for: nothing.
     """
 
-    settling: "tuple[asyncio.Future[None], ...]" = ()
+    answers: "tuple[asyncio.Future[None], ...]" = ()
 
     def __init__(
         self,
@@ -57,7 +58,9 @@ class HeldLoad:
             tier.counters.hits += int(count)
         chain.release(self._lease)
         if len(used := self._batch[moved]):
-            chain.tasks.spawn(count_uses(chain, used), f"count uses of {len(used)} blocks")
+            came = chain.unwritten.begin()  # a flush waits for what it admits, though the job has ended
+            counting = chain.tasks.spawn(count_uses(chain, used, came=came), f"count uses of {len(used)} blocks")
+            counting.add_done_callback(lambda _: chain.unwritten.end(came))
 
     def shares(self, moved: Mask, now: float) -> Iterator[tuple[str, int, float]]:
         """Yield the tiers that had what has moved: their names, how many blocks, when these were on the host."""
@@ -86,8 +89,8 @@ class HeldStore:
         spec: Where it goes.
         positions: Which of the job's keys go there.
         present: Which blocks of the job were there already.
-        settling: What a flush waits for, if a worker may be copying: done when what was copied is in every tier or
-            given up, cancelled if the cache was closed before the worker had answered.
+        answers: What a flush waits for, if a worker may be copying: done once it has answered and what it copied counts
+            as not written yet, cancelled if the cache was closed before.
     """
 
     def __init__(
@@ -102,8 +105,9 @@ class HeldStore:
         self._batch = batch
         self._reservation = reservation
         self._hint = hint
-        self._settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.settling = (self._settled,)
+        self._came = chain.unwritten.now
+        self._answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.answers = (self._answer,)
 
     def end(self, moved: Mask, wanted: slice) -> None:
         """Make readable what all ranks have copied out, give back the other slots, and write down."""
@@ -119,20 +123,17 @@ class HeldStore:
         tally = Tally(chain.tiers)
         tally.add(chain.host, written=n, dropped=len(self.spec) - n)
         present = self.present[: len(live)]
+        came = chain.unwritten.begin(self._came)  # from here on a flush waits for it as for any store
         chain.touch_there(self._batch[~live & present])
-        chain.count_use(self._batch[live | present])
-        chain.settling.add(self._settled)  # a flush waits for it, as for any store
-
-        def ended() -> None:
-            chain.settling.discard(self._settled)
-            self._settled.set_result(None)
-
-        write_down(chain, tally, chain.host, self._batch[live], lease.slots[live], lease, ended)
+        chain.count_use(self._batch[live | present], came)
+        ended = partial(chain.unwritten.end, came)
+        write_down(chain, tally, chain.host, self._batch[live], lease.slots[live], lease, came, ended)
+        self._answer.set_result(None)
 
     def abandon(self, wanted: slice) -> None:
         """End it while a worker may be writing to the slots yet: nobody gets them any more."""
         self._count(np.zeros_like(self.present), wanted)
-        self._settled.cancel()
+        self._answer.cancel()
 
     def shares(self, moved: Mask, now: float) -> Iterator[tuple[str, int, float]]:
         """Yield the host's name, how many blocks it has got, and when."""

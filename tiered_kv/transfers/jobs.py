@@ -102,8 +102,8 @@ class Jobs(JobBook):
         if self._calls:  # else `close` has made the call
             self._calls.popleft()()
 
-    def settling(self) -> "list[asyncio.Future[None]]":
-        """Return what is done when each store that a worker may have is settled, cancelled if it was closed over.
+    def answers(self) -> "list[asyncio.Future[None]]":
+        """Return what is done once each store that a worker may have is answered, cancelled if it was closed over.
 
         Those are bound, and somebody was handed the plan: others nobody copies out yet, and may never.
         """
@@ -111,7 +111,7 @@ class Jobs(JobBook):
             each
             for job, underway in list(self._underway.items())
             if underway.is_bound and job.is_seen
-            for each in underway.settling
+            for each in underway.answers
         ]
 
     def leave(self) -> None:

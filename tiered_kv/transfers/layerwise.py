@@ -139,7 +139,7 @@ class LayerStore(Store):
         """Wait for the layers; see `Store.run`."""
         loop = asyncio.get_running_loop()
         started = loop.time()
-        self._chain.count_use(self._batch)
+        self._chain.count_use(self._batch, self._came)
         deadline = started + self._chain.limits.store_timeout_s
         try:
             if self._placed:

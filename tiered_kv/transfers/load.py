@@ -271,10 +271,13 @@ class Load(InTask):
         return num_blocks, np.bincount(numbers, minlength=len(self._chain.tiers)).tolist()
 
 
-async def count_uses(chain: Chain, batch: Batch, priority: Priority = Priority.LOAD) -> None:
-    """Count the use of what was loaded, a part in each turn of the loop: the tail first, as the head goes last."""
+async def count_uses(chain: Chain, batch: Batch, priority: Priority = Priority.LOAD, came: int | None = None) -> None:
+    """Count the use of what was loaded, a part in each turn of the loop: the tail first, as the head goes last.
+
+    It came now, part by part, if not said, see `Unwritten`.
+    """
     for stop in range(len(batch), 0, -_TOUCHED_AT_ONCE):
-        chain.touch(batch[max(0, stop - _TOUCHED_AT_ONCE) : stop])
+        chain.touch(batch[max(0, stop - _TOUCHED_AT_ONCE) : stop], came)
         if stop > _TOUCHED_AT_ONCE:
             with suppress(asyncio.CancelledError):  # all of it is in place
                 await chain.tasks.turn(priority)

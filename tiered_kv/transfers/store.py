@@ -109,7 +109,7 @@ class Store(Revocable):
         self._dropped: Counter[str] = Counter()
         self._settled: asyncio.Future[tuple[TierStore, ...]] = asyncio.get_running_loop().create_future()
         self._num_open = 1  # windows still on their way down, and run itself
-        chain.settling.add(self._settled)
+        self._came = chain.unwritten.begin()
 
     async def run(self) -> StoreResult:
         """Copy the blocks out. Ends when the source may be reused; never raises for a tier."""
@@ -117,7 +117,7 @@ class Store(Revocable):
         started, done = loop.time(), 0
         deadline = started + self._chain.limits.store_timeout_s
         try:
-            self._chain.count_use(self._batch)
+            self._chain.count_use(self._batch, self._came)
             if self._is_refused():
                 done = len(self._batch)
             while done < len(self._batch):
@@ -161,7 +161,7 @@ class Store(Revocable):
             return None
         loop = asyncio.get_running_loop()
         started, ended = loop.time(), loop.create_future()
-        chain.count_use(batch)
+        chain.count_use(batch, self._came)
         placed = self._begin(*placing, batch, request.pages)
 
         def end(_: object = None) -> None:
@@ -321,7 +321,7 @@ class Store(Revocable):
         self._tally.add(tier, written=n - num_passing, dropped=num_passing)
         live = slots >= 0  # the others were evicted by name while they were copied: they go no further
         self._tally.add_below(tier, dropped=n - int(np.count_nonzero(live)))
-        write_down(chain, self._tally, tier, batch[live], slots[live], lease, self._close_one)
+        write_down(chain, self._tally, tier, batch[live], slots[live], lease, self._came, self._close_one)
 
     async def _use_present(self) -> None:
         """Count a use of what was there already, a window in each turn of the loop: the tail first, as in a load."""
@@ -342,6 +342,6 @@ class Store(Revocable):
         if not self._num_open and not self._settled.done():
             tiers = self._tally.results()
             self._settled.set_result(tiers)
-            self._chain.settling.discard(self._settled)
+            self._chain.unwritten.end(self._came)
             lost = {each.tier: each.dropped + each.failed for each in tiers if each.dropped + each.failed}
             self._chain.emit(BlocksSettled({each.tier: each.written for each in tiers}, lost))

@@ -86,9 +86,9 @@ class Underway:
         return self.is_bound or self.request.is_far
 
     @property
-    def settling(self) -> "list[asyncio.Future[None]]":
+    def answers(self) -> "list[asyncio.Future[None]]":
         """What a flush waits for once workers have its plan."""
-        return [each for held in self._held for each in held.settling]
+        return [each for held in self._held for each in held.answers]
 
     @property
     def is_over(self) -> bool:

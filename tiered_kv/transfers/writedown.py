@@ -8,6 +8,7 @@ and not waited for, but keeps what it was lent.
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -42,6 +43,7 @@ class WriteDown:
         batch: Batch,
         slots: NDArray[np.int64],
         lease: Lease,
+        came: int,
         *,
         to: Sequence[StorageTier] | None = None,
         kind: Kind = Kind.STORE,
@@ -55,6 +57,7 @@ class WriteDown:
             batch: The blocks.
             slots: Where in ``tier`` each is.
             lease: Released in the end.
+            came: When they came, see `Unwritten`.
             to: The storage tiers to write to; those whose turn it is by their policies if left out.
             kind: `Kind.CLEAN` for blocks that waited: what fails then waits again.
         """
@@ -64,6 +67,7 @@ class WriteDown:
         self._batch = batch
         self._slots = slots
         self._lease = lease
+        self._came = came
         self._to = to
         self._kind = kind
         self._moved: list[NDArray[np.int64]] = []
@@ -81,9 +85,11 @@ class WriteDown:
         num_passing = int(np.count_nonzero(~stays))
         for each in later:
             self._tally.add(each, deferred=len(self._batch) - num_passing, dropped=num_passing)
-        wanted = stays & chain.admitted(later, self._batch)
+        wanted = chain.admitted(later, self._batch)
+        chain.unwritten.has_lost |= bool((wanted & ~stays).any())
+        wanted &= stays
         if wanted.any():
-            chain.waiting[tier].add(self._batch[wanted], self._slots[wanted], self._lease)
+            chain.waiting[tier].add(self._batch[wanted], self._slots[wanted], self._lease, self._came)
 
     @property
     def is_done(self) -> bool:
@@ -95,6 +101,7 @@ class WriteDown:
         n = len(self._batch)
         if not self.is_done:
             self._chain.ledger.note(self._batch.names, Fate.DROPPED, "queue full")
+            self._lose(self._batch)
         if self._to is None:
             self._tally.add_below(self._tier, dropped=n)
         for storage in self._to or ():
@@ -111,7 +118,9 @@ class WriteDown:
                 self.let_wait()
         except BaseException:
             if self._kind is Kind.CLEAN:  # the cache is closing, which counts what was not written
-                chain.waiting[self._tier].put_back(self._batch, self._slots, self._lease)
+                chain.waiting[self._tier].put_back(self._batch, self._slots, self._lease, self._came)
+            else:
+                self._lose(self._batch)
             chain.release(self._lease)
             raise
         to = self._to or ()
@@ -137,8 +146,9 @@ class WriteDown:
         reservation = await self._reserve_host()
         if reservation is None:
             if self._kind is Kind.CLEAN:
-                chain.waiting[gpu].put_back(self._batch, self._slots, self._lease)
+                chain.waiting[gpu].put_back(self._batch, self._slots, self._lease, self._came)
             else:
+                self._lose(self._batch)
                 self._tally.add_below(gpu, dropped=n)
             self._batch, self._slots = self._batch[:0], self._slots[:0]
             return
@@ -173,12 +183,30 @@ class WriteDown:
 
     def _wait_again(self, gpu: MemoryTier, absent: Mask) -> int:
         """Let blocks that waited, and were not copied to the host, wait for another try; say how many do."""
-        if self._kind is not Kind.CLEAN or not absent.any():
+        if not absent.any():
             return 0
         slots, _ = gpu.index.find(self._batch.names)
-        at = absent & (slots == self._slots)  # the others were evicted by name
-        again = self._chain.waiting[gpu].again(self._batch[at], self._slots[at], self._lease, most_tries=_MOST_TRIES)
+        at = np.flatnonzero(absent & (slots == self._slots))  # the others were evicted by name
+        again = np.zeros(len(at), np.bool_)
+        if self._kind is Kind.CLEAN:
+            line = self._chain.waiting[gpu]
+            again = line.again(self._batch[at], self._slots[at], self._lease, most_tries=_MOST_TRIES)
+        self._lose(self._batch[at[~again]])
         return int(np.count_nonzero(again))
+
+    def _is_for(self, storage: StorageTier, batch: Batch) -> Mask:
+        """Say which blocks are for this cache to write to a tier."""
+        mine = self._chain.admitted([storage], batch)
+        return mine & self._chain.naming.shard.writes(batch.positions) if storage.is_shared else mine
+
+    def _lose(self, batch: Batch) -> None:
+        """Take note that blocks go no further, if a tier below was to get one of them."""
+        chain = self._chain
+        if self._to is None and chain.host.can_keep:
+            is_lost = len(batch) > 0
+        else:
+            is_lost = any(self._is_for(each, batch).any() for each in (chain.written if self._to is None else self._to))
+        chain.unwritten.has_lost |= is_lost
 
     async def _reserve_host(self) -> Reservation | None:
         """Reserve host slots; wait for them only where something below the host is to have the blocks now."""
@@ -194,10 +222,8 @@ class WriteDown:
     def _write_to(self, storage: StorageTier, let_go: Callable[[], None]) -> "asyncio.Future[None]":
         """Write blocks to one tier. The future resolves when it is settled: written, given up, or late."""
         chain, batch, slots = self._chain, self._batch, self._slots
-        mine = chain.admitted([storage], batch)
-        chain.ledger.note(batch.names[~mine], Fate.UNADMITTED, storage.name)
-        if storage.is_shared:
-            mine &= chain.naming.shard.writes(batch.positions)
+        chain.ledger.note(batch.names[~chain.admitted([storage], batch)], Fate.UNADMITTED, storage.name)
+        mine = self._is_for(storage, batch)
         if not mine.all():
             self._tally.add(storage, deferred=int(np.count_nonzero(~mine)))
             batch, slots = batch[mine], slots[mine]
@@ -238,9 +264,12 @@ class WriteDown:
             num_again = int(np.count_nonzero(again))
             report.failed[np.flatnonzero(report.failed)[again]] = False
             if all(each.health.is_shedding for each in self._to or ()):  # nobody tried, or wants it now
-                waiting.put_back(batch[report.dropped], slots[report.dropped], self._lease)
+                waiting.put_back(batch[report.dropped], slots[report.dropped], self._lease, self._came)
                 num_again += int(np.count_nonzero(report.dropped))
                 report.dropped[:] = False
+        if (lost := report.dropped | report.failed).any():
+            found, _ = self._chain.host.index.find(batch.names[lost])
+            self._chain.unwritten.has_lost |= bool((found == slots[lost]).any())  # the others were evicted by name
         self._tally.add(storage, deferred=num_again, **report.counts())
         self._chain.ledger.note(batch.names[report.dropped], Fate.DROPPED, storage.name)
         self._chain.ledger.note(batch.names[report.failed], Fate.FAILED, storage.name)
@@ -263,7 +292,8 @@ def write_down(
     batch: Batch,
     slots: NDArray[np.int64],
     lease: Lease,
-    ended: Callable[[], None] = lambda: None,
+    came: int,
+    ended: Callable[[], None],
 ) -> None:
     """Send new blocks of a tier on to those below: now, later, or not at all if the store queue is full.
 
@@ -274,15 +304,19 @@ def write_down(
         batch: The blocks.
         slots: Where in ``tier`` each is.
         lease: Over them; taken over.
+        came: When they came, see `Unwritten`.
         ended: Called once nothing of this is under way any more.
     """
-    down = WriteDown(chain, tally, tier, batch, slots, lease)
+    down = WriteDown(chain, tally, tier, batch, slots, lease, came)
     down.let_wait()
     _start(chain, down, len(batch), ended)
 
 
-def write_admitted(chain: Chain, storage: StorageTier, batch: Batch) -> None:
-    """Send blocks that are used often enough now on to a tier that did not have them, from the memory they are in."""
+def write_admitted(chain: Chain, storage: StorageTier, batch: Batch, came: int | None) -> None:
+    """Send blocks that are used often enough now on to a tier that did not have them, from the memory they are in.
+
+    They came when that use did: now if not said, see `Unwritten`.
+    """
     batch = batch[storage.lacks(batch)]
     for tier in reversed(chain.memory):
         if not len(batch):
@@ -291,16 +325,18 @@ def write_admitted(chain: Chain, storage: StorageTier, batch: Batch) -> None:
         there = (lease.slots >= 0) & ~tier.index.is_transient(lease.slots)
         part, slots = batch[there], lease.slots[there]
         if storage.is_written_back and (waiting := chain.waiting.get(tier)) is not None:
-            waiting.add(part, slots, lease)
+            waiting.add(part, slots, lease, came)
             chain.release(lease)
         elif storage.is_written_back:
             chain.release(lease)
         else:
-            _start(chain, WriteDown(chain, Tally(chain.tiers), tier, part, slots, lease, to=[storage]), len(part))
+            begun = chain.unwritten.begin(came)
+            down = WriteDown(chain, Tally(chain.tiers), tier, part, slots, lease, begun, to=[storage])
+            _start(chain, down, len(part), partial(chain.unwritten.end, begun))
         batch = batch[~there]
 
 
-def _start(chain: Chain, down: WriteDown, n: int, ended: Callable[[], None] = lambda: None) -> None:
+def _start(chain: Chain, down: WriteDown, n: int, ended: Callable[[], None]) -> None:
     num_bytes = n * chain.stride_bytes
 
     async def run() -> None:
