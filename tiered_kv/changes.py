@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import Final, Self
 from weakref import WeakSet
 
-import numpy as np
 from typing_extensions import override
 
 from tiered_kv.catalog.books import Change
-from tiered_kv.keys import Names
+from tiered_kv.keys import Names, rows_of
 from tiered_kv.tiers.ledger import HasIndex, Ledger, Place
 
 _MOST_NAMES: Final = 1 << 16
@@ -217,11 +216,11 @@ class Mirror:
         held = self._held.setdefault(change.place, set())
         match change:
             case Snapshot(names=names):
-                self._held[change.place] = set(_rows(names))
+                self._held[change.place] = set(rows_of(names))
             case Added(names=names):
-                held.update(_rows(names))
+                held.update(rows_of(names))
             case Removed(names=names):
-                held.difference_update(_rows(names))
+                held.difference_update(rows_of(names))
             case Cleared():
                 held.clear()
 
@@ -237,10 +236,5 @@ class Mirror:
             tier: Its name.
         """
         places = [held for (name, _, _), held in self._held.items() if tier in (None, name)]
-        rows = _rows(names)
+        rows = rows_of(names)
         return next((n for n, row in enumerate(rows) if not any(row in held for held in places)), len(rows))
-
-
-def _rows(names: Names) -> list[bytes]:
-    rows: list[bytes] = np.ascontiguousarray(names).view("V32").ravel().tolist()
-    return rows

@@ -211,7 +211,7 @@ class TierIndex(Occupancy):
         num_evictable = len(self._policy) - len(self._idle(found[states == READY]))
         return num_wanted <= len(self._free) + num_evictable
 
-    def remove(self, names: Names, why: Change = Change.REMOVED, *, has_left: bool = True) -> int:
+    def remove(self, names: Names, why: Change = Change.REMOVED, *, withhold: bool = False) -> int:
         """Make blocks unfindable at once; return how many were there.
 
         The slot of a leased block is freed by its last release. A pending block becomes doomed: it is never committed,
@@ -220,11 +220,16 @@ class TierIndex(Occupancy):
         Args:
             names: Of the blocks; others and repeats are harmless.
             why: What ``on_change`` is told.
-            has_left: Whether ``on_left`` takes over the slots: not if what is there is to stay.
+            withhold: Let what is there stay: ``on_left`` is not called, and no block is put into these slots any more
+                until `use_again`, or `withhold` names others.
         """
         found, _ = self.find(names)
         slots = unique(found[found >= 0])
-        self._remove(slots[::-1], why, has_left=has_left)
+        if withhold:  # before they are free: no free slot is withheld
+            if self._withheld is None:
+                self._withheld = np.zeros(self.max_slots, np.bool_)
+            self._withheld[self._own(slots)] = True
+        self._remove(slots[::-1], why, has_left=not withhold)
         return len(slots)
 
     def expire(self, *, limit: int = 1 << 16) -> Names:
@@ -270,7 +275,7 @@ class TierIndex(Occupancy):
         Args:
             is_withheld: ``(max_slots,)``, which ones; None: all can be used.
         """
-        self._withheld = is_withheld
+        self._withheld = None if is_withheld is None else is_withheld.copy()
         lost = 0
         if is_withheld is not None:
             states = self._states[: self.num_slots]
@@ -278,6 +283,14 @@ class TierIndex(Occupancy):
             lost = len(self._remove(held[::-1], Change.LOST, has_left=False))
         self._find_free()
         return lost
+
+    def use_again(self, slots: Slots) -> None:
+        """Put blocks into these of the tier's own slots again, if they were withheld."""
+        if self._withheld is None:
+            return
+        slots = unique(slots[self._withheld[slots]])
+        self._withheld[slots] = False
+        self._free.give(slots[(slots < self.num_slots) & (self._states[slots] == FREE)])
 
     def clear(self) -> None:
         """Remove every block. Takes time in the size of the tier: some 10 ms a million slots."""

@@ -36,7 +36,7 @@ class Occupancy(Books):
         on_change: Is told whatever changes of the tier's own readable blocks, if not None.
         on_left: Takes over the slots of blocks that leave, if not None, whatever they leave for: until it has let go of
             them nothing is put there. Not of those that make room for others, whose slots are filled at once, nor of
-            all that `TierIndex.clear` removes.
+            those whose slots are withheld, nor of all that `TierIndex.clear` removes.
         on_undirtied: Is told of slots whose blocks are dirty no more though nobody took them, and why, if not None.
     """
 

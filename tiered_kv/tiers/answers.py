@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.keys import Names
+from tiered_kv.keys import Names, rows_of
 from tiered_kv.results import BlockState
 from tiered_kv.system import system
 from tiered_kv.tiers.base import Mask
@@ -38,7 +38,7 @@ class Answers:
         states, to_ask = np.full(len(names), _ASKING, np.int8), np.zeros(len(names), np.bool_)
         now = self._clock()
         with self._lock:
-            for i, name in enumerate(each.tobytes() for each in names):
+            for i, name in enumerate(rows_of(names)):
                 state, until, _ = self._said.get(name, (_ASKING, now, None))
                 if until > now:
                     states[i] = state
@@ -51,28 +51,28 @@ class Answers:
         """Note that these are being asked for, however long it takes; return the question, for `take`."""
         question = object()
         with self._lock:
-            for name in names:
-                self._say(name.tobytes(), _ASKING, math.inf, question)
+            for name in rows_of(names):
+                self._say(name, _ASKING, math.inf, question)
         return question
 
     def take(self, names: Names, is_there: Mask, question: object) -> None:
         """Keep what was said to a question, but of blocks of which something has happened since it was asked."""
         until = self._clock() + _KEPT_S
         with self._lock:
-            for name, there in zip((each.tobytes() for each in names), is_there.tolist(), strict=True):
+            for name, there in zip(rows_of(names), is_there.tolist(), strict=True):
                 if name in self._said and self._said[name][2] is question:
                     self._say(name, _HIT if there else _MISS, until, None)
 
     def forget(self, names: Names) -> None:
         """Believe no older answer."""
         with self._lock:
-            for name in names if self._said else ():
-                self._said.pop(name.tobytes(), None)
+            for name in rows_of(names) if self._said else ():
+                self._said.pop(name, None)
 
     def doubt(self, names: Names) -> None:
         """Believe no longer that these are there; who asks for them goes on."""
         with self._lock:
-            for name in (each.tobytes() for each in names if self._said):
+            for name in rows_of(names) if self._said else ():
                 if name in self._said and self._said[name][0] == _HIT:
                     del self._said[name]
 

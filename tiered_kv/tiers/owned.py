@@ -198,8 +198,7 @@ class OwnedTier(StorageTier, BookedTier):
         kept = np.zeros(len(names), np.bool_)
         if is_refused.any():
             kept[is_refused] = self._refused.keep(names[is_refused], slots[is_refused], self.index.num_slots)
-            self.index.remove(names[kept], Change.CORRUPT, has_left=False)
-            self._withhold()
+            self.index.remove(names[kept], Change.CORRUPT, withhold=True)
         self.index.remove(names[~kept], Change.CORRUPT)
         return len(broken)
 
@@ -213,7 +212,11 @@ class OwnedTier(StorageTier, BookedTier):
         with self._is_writing(names):
             await self._journal.forget(slots)
         self._refused.forgotten(slots)
-        self._withhold()
+        self._use_again(slots)
+
+    def _use_again(self, slots: Slots) -> None:
+        """Put blocks again where no record is kept any more, unless the medium has lost that place meanwhile."""
+        self.index.use_again(slots if self._missing is None else slots[~self._missing.slots[slots]])
 
     def lacks(self, batch: Batch) -> Mask:
         """See `StorageTier.lacks`."""
@@ -335,7 +338,7 @@ class OwnedTier(StorageTier, BookedTier):
             for each, at in self._in_write.values()
             if (still := (self.index.find(each)[0] == at) & ~self.index.ready(each)).any()
         ]
-        self._refused.drop_beyond(self.index.num_slots, None)
+        self._use_again(self._refused.drop_beyond(self.index.num_slots, None))
         parts = [self._refused.all(), (names, slots), *writing]
         return np.concatenate([each for each, _ in parts]), np.concatenate([at for _, at in parts])
 

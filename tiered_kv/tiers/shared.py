@@ -9,6 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from tiered_kv.backend import Backend, Block, Outcome
+from tiered_kv.keys import rows_of
 from tiered_kv.results import TierFault
 from tiered_kv.specs import LoadStoreSpec
 from tiered_kv.tiers.answers import Answers
@@ -220,16 +221,22 @@ class SharedTier(StorageTier):
             )
 
     async def _delete_evicted(self, batch: Batch, serial: int, num_lost: int) -> None:
-        """Delete what nobody writes or has written since ``serial``, when ``num_lost`` tombstones were lost."""
+        """Delete what nobody writes or has written since ``serial``, when ``num_lost`` tombstones were lost.
+
+        Part by part, so that no turn of the loop takes long. After a part that fails the rest waits for `tick`.
+        """
         if self.settings.read_only:
             return
-        await self._until_written(batch.names)
-        if self._evicted.num_lost == num_lost:  # else there is no telling what was written since
-            batch = batch[self._evicted.holds(batch)]
-        if len(batch):
-            await self._delete(batch, serial)
+        for start in range(0, len(batch), _DELETED_AT_ONCE):
+            part = batch[start : start + _DELETED_AT_ONCE]
+            await self._until_written(part.names)
+            if self._evicted.num_lost == num_lost:  # else there is no telling what was written since
+                part = part[self._evicted.holds(part)]
+            if len(part) and not await self._delete(part, serial):
+                return
 
-    async def _delete(self, batch: Batch, serial: int) -> None:
+    async def _delete(self, batch: Batch, serial: int) -> bool:
+        """Have the medium delete blocks; say whether it did."""
         keys, deletion = batch.keys(), object()
         self._deleting[deletion] = batch
         try:
@@ -238,12 +245,13 @@ class SharedTier(StorageTier):
             del self._deleting[deletion]
         if answer.is_well:
             self._evicted.lift(batch, serial)
+        return answer.is_well
 
     def _is_being_deleted(self, batch: Batch) -> Mask:
         busy = np.zeros(len(batch), np.bool_)
         if self._deleting:
-            names = {name.tobytes() for each in self._deleting.values() for name in each.names}
-            busy |= [name.tobytes() in names for name in batch.names]
+            names = {name for each in self._deleting.values() for name in rows_of(each.names)}
+            busy |= [name in names for name in rows_of(batch.names)]
         return busy
 
     def _forget_later(self, batch: Batch) -> None:

@@ -156,16 +156,21 @@ class StorageTier(Tier):
         kind: Kind,
     ) -> WriteReport:
         """Encode and write the blocks that are still wanted when their turn has come."""
-        if not self._wear.may_write():
+        num_bytes, num_worn = self._num_bytes(len(batch)), 0
+        if not self._wear.take(num_bytes):
             self.counters.held_back += len(batch)
             return WriteReport.nothing_of(len(batch))
-        if (give_back := await self.take(len(batch), Waiter(kind))) is None:
-            return WriteReport.nothing_of(len(batch))
         try:
-            report = await self._write_blocks(batch, blocks, is_wanted(), _both(give_back, on_late), kind)
+            if (give_back := await self.take(len(batch), Waiter(kind))) is None:
+                return WriteReport.nothing_of(len(batch))
+            num_worn = num_bytes  # unless it is known better in the end
+            try:
+                report = await self._write_blocks(batch, blocks, is_wanted(), _both(give_back, on_late), kind)
+            finally:
+                give_back()
+            num_worn = self._num_bytes(int(np.count_nonzero(report.written)))
         finally:
-            give_back()
-        self._wear.wrote(self._num_bytes(int(np.count_nonzero(report.written))))
+            self._wear.give_back(num_bytes - num_worn)
         return report
 
     @abstractmethod

@@ -4,13 +4,14 @@ Pure data; for the event loop's thread.
 """
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from itertools import islice
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.keys import Names, Namespace
+from tiered_kv.keys import Names, Namespace, rows_of
 from tiered_kv.tiers.batch import Batch
 
 _MOST_NAMES: Final = 1 << 16
@@ -30,48 +31,62 @@ class Tombstones:
         self.num_lost = 0
         self.is_cleared = False
         self._most_names = most_names
-        self._places: OrderedDict[bytes, tuple[Namespace, int, int]] = OrderedDict()
+        # Three of the same names, not one of tuples: these make the garbage collector walk the whole process.
+        self._serials = OrderedDict[bytes, int]()
+        self._spaces = dict[bytes, Namespace]()
+        self._positions = dict[bytes, int]()
 
     def __bool__(self) -> bool:
-        return self.is_cleared or bool(self._places)
+        return self.is_cleared or bool(self._serials)
 
     def add(self, batch: Batch) -> None:
         """Take blocks for absent from now on."""
         self.serial += 1
-        for name, position in zip(batch.names, batch.positions.tolist(), strict=True):
-            self._places[name.tobytes()] = batch.namespace, position, self.serial
-            self._places.move_to_end(name.tobytes())
-        while len(self._places) > max(self._most_names, len(batch)):
-            self._places.popitem(last=False)
-            self.num_lost += 1
+        names = rows_of(batch.names)
+        self._drop(names)  # so that what is evicted again is the last to go
+        for name in names:  # its update() makes a tuple of each
+            self._serials[name] = self.serial
+        self._spaces.update(dict.fromkeys(names, batch.namespace))
+        self._positions.update(zip(names, batch.positions.tolist(), strict=True))
+        num_lost = max(0, len(self._serials) - max(self._most_names, len(batch)))
+        self._drop(list(islice(self._serials, num_lost)))
+        self.num_lost += num_lost
 
     def add_all(self) -> None:
         """Take everything that was there before for absent."""
         self.serial += 1
         self.is_cleared = True
-        self._places.clear()
+        for each in (self._serials, self._spaces, self._positions):
+            each.clear()
 
     def lift(self, batch: Batch, serial: int) -> None:
         """Believe the medium again: it has forgotten these blocks, or has them anew, since eviction ``serial``."""
-        for name in (each.tobytes() for each in batch.names if self._places):
-            if name in self._places and self._places[name][2] <= serial:
-                del self._places[name]
+        if self._serials:
+            self._drop([name for name in rows_of(batch.names) if self._serials.get(name, serial + 1) <= serial])
 
     def holds(self, batch: Batch) -> NDArray[np.bool_]:
         """Say which blocks are to be taken for absent."""
-        if not self._places:
+        if not self._serials:
             return np.zeros(len(batch), np.bool_)
-        return np.array([name.tobytes() in self._places for name in batch.names], np.bool_)
+        return np.array([name in self._serials for name in rows_of(batch.names)], np.bool_)
 
     def names(self) -> Names | None:
         """Return the names of all these blocks; None if there are none."""
-        return np.frombuffer(b"".join(self._places), np.uint64).reshape(-1, 4) if self._places else None
+        return _names(self._serials) if self._serials else None
 
     def oldest(self, most: int) -> Batch | None:
         """Return up to ``most`` of the blocks that wait longest, of one namespace; None if there are none."""
-        if not self._places:
+        if not self._serials:
             return None
-        namespace = next(iter(self._places.values()))[0]
-        taken = [(n, at) for n, (space, at, _) in islice(self._places.items(), most) if space == namespace]
-        names = np.frombuffer(b"".join(name for name, _ in taken), np.uint64).reshape(-1, 4)
-        return Batch(namespace, names, np.array([at for _, at in taken], np.int64))
+        space = self._spaces[next(iter(self._serials))]
+        taken = [name for name in islice(self._serials, most) if self._spaces[name] == space]
+        return Batch(space, _names(taken), np.array([self._positions[name] for name in taken], np.int64))
+
+    def _drop(self, names: list[bytes]) -> None:
+        for each in (self._serials, self._spaces, self._positions):
+            for name in names if each else ():
+                each.pop(name, None)
+
+
+def _names(rows: Iterable[bytes]) -> Names:
+    return np.frombuffer(b"".join(rows), np.uint64).reshape(-1, 4)
