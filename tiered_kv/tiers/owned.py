@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tiered_kv.backend import Block, Missing, Outcome, SlotBackend
 from tiered_kv.catalog.books import Change
@@ -214,6 +215,12 @@ class OwnedTier(StorageTier, BookedTier):
         self._refused.forgotten(slots)
         self._use_again(slots)
 
+    def _drop_refused(self, lost: NDArray[np.bool_] | None) -> Slots:
+        """Keep no record where the tier has no slot any more, or its medium has lost it; say where some were."""
+        if len(gone := self._refused.drop_beyond(self.index.num_slots, lost)):
+            self._journal.owe()  # `forget` finds them nowhere now
+        return gone
+
     def _use_again(self, slots: Slots) -> None:
         """Put blocks again where no record is kept any more, unless the medium has lost that place meanwhile."""
         self.index.use_again(slots if self._missing is None else slots[~self._missing.slots[slots]])
@@ -304,7 +311,7 @@ class OwnedTier(StorageTier, BookedTier):
         if missing is self._missing:
             return
         self._missing = missing
-        self._refused.drop_beyond(self.index.num_slots, None if missing is None else missing.slots)
+        self._drop_refused(None if missing is None else missing.slots)
         num_lost = self._withhold()
         self.counters.failed += num_lost
         if missing is not None:
@@ -338,7 +345,7 @@ class OwnedTier(StorageTier, BookedTier):
             for each, at in self._in_write.values()
             if (still := (self.index.find(each)[0] == at) & ~self.index.ready(each)).any()
         ]
-        self._use_again(self._refused.drop_beyond(self.index.num_slots, None))
+        self._use_again(self._drop_refused(None))
         parts = [self._refused.all(), (names, slots), *writing]
         return np.concatenate([each for each, _ in parts]), np.concatenate([at for _, at in parts])
 
