@@ -8,8 +8,8 @@ from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
 from tests.support.caches import AnyTier, Recorder, keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, Engine, contents, prompt
 from tiered_kv import CacheLimits, GPULoadStoreSpec, TieredKV
-from tiered_kv.events import BlocksSettled
-from tiered_kv.results import StoreResult, TierStore
+from tiered_kv.values.events import BlocksSettled
+from tiered_kv.values.results import StoreResult, TierStore
 
 CPU = {"medium": "cpu", "capacity": 32 * PAYLOAD_BYTES}
 GPU = {"medium": "gpu", "capacity": 8 * PAYLOAD_BYTES}

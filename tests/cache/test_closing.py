@@ -10,16 +10,9 @@ import pytest
 from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
 from tests.support.caches import Recorder, inside, keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine, prompt
-from tiered_kv import (
-    BlockKeys,
-    ClosedError,
-    ConfigurationError,
-    GPULoadStoreSpec,
-    TieredKV,
-    full,
-)
-from tiered_kv.events import CacheClosed
-from tiered_kv.transfers.cleaner import Cleaner
+from tiered_kv import BlockKeys, ClosedError, ConfigurationError, GPULoadStoreSpec, TieredKV, full
+from tiered_kv.transfers.writedown import Cleaner
+from tiered_kv.values.events import CacheClosed
 
 KEYS = prompt(4)
 INTO = GPULoadStoreSpec(range(4))

@@ -22,9 +22,9 @@ from tiered_kv import (
     Outcome,
     RecordsRefused,
 )
-from tiered_kv.backend import Block
+from tiered_kv.media.backend import Block
 from tiered_kv_backends.memory import MemoryBackend
-from tiered_kv_backends.shared_fs import SharedFSBackend
+from tiered_kv_backends.shared_fs.backend import SharedFSBackend
 
 OLD, NEW = "01" * 32, "02" * 32
 N = 12

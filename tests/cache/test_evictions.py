@@ -12,17 +12,11 @@ from tests.support.backends import Act, ScriptedBackend, ScriptedSlotBackend
 from tests.support.caches import Recorder, inside, keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, Engine, contents, prompt
 from tests.support.virtual import CountingDevice, pools_of, run, watch
-from tiered_kv import (
-    BackendUnavailableError,
-    BlockKey,
-    GPULoadStoreSpec,
-    Outcome,
-    TieredKV,
-)
-from tiered_kv.backend import Recovered
-from tiered_kv.events import TierFailed
+from tiered_kv import BackendUnavailableError, BlockKey, GPULoadStoreSpec, Outcome, TieredKV
+from tiered_kv.media.backend import Recovered
 from tiered_kv.tiers import owned
-from tiered_kv.tiers.tombstones import Tombstones
+from tiered_kv.tiers.shared import Tombstones
+from tiered_kv.values.events import TierFailed
 
 T = TypeVar("T")
 KEYS = prompt(4)

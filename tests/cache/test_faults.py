@@ -23,10 +23,10 @@ from tiered_kv import (
     Outcome,
     TieredKV,
 )
-from tiered_kv.backend import Recovered, Workers
-from tiered_kv.events import BlocksCorrupted, CacheClosed, TierFailed, TierResumed, TierStalled
-from tiered_kv.keys import Names
-from tiered_kv.results import TierFault, TierStore
+from tiered_kv.media.backend import Recovered, Workers
+from tiered_kv.values.events import BlocksCorrupted, CacheClosed, TierFailed, TierResumed, TierStalled
+from tiered_kv.values.keys import Names
+from tiered_kv.values.results import TierFault, TierStore
 
 KEYS = prompt(9)
 INTO = GPULoadStoreSpec(range(9))

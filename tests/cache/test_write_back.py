@@ -31,11 +31,11 @@ from tiered_kv import (
     TierStore,
     hash_blocks,
 )
-from tiered_kv.events import CacheClosed
-from tiered_kv.keys import Names
+from tiered_kv.settings.tier_settings import OwnedTierSettings as OwnedSettings
 from tiered_kv.testing import ScriptedDevice
-from tiered_kv.tier_settings import OwnedTierSettings as OwnedSettings
-from tiered_kv.tiers.budget import Bandwidth
+from tiered_kv.tiers.gate import Bandwidth
+from tiered_kv.values.events import CacheClosed
+from tiered_kv.values.keys import Names
 from tiered_kv_backends.memory import MemoryBackend
 from tiered_kv_backends.nvme import NVMeBackend
 

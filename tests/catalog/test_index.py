@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from tiered_kv.catalog import SlotState, TierIndex
-from tiered_kv.errors import CapacityError, ClosedError, ConfigurationError
-from tiered_kv.keys import Names
+from tiered_kv.values.errors import CapacityError, ClosedError, ConfigurationError
+from tiered_kv.values.keys import Names
 
 every_policy = pytest.mark.parametrize("policy", ["lru", "arc", "mq", "s3-fifo", "lhd"])
 

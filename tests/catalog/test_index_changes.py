@@ -7,8 +7,8 @@ import pytest
 
 from tiered_kv.catalog import Change, TierIndex
 from tiered_kv.catalog.leases import Lease
-from tiered_kv.errors import CapacityError, ClosedError, ConfigurationError
-from tiered_kv.keys import Names
+from tiered_kv.values.errors import CapacityError, ClosedError, ConfigurationError
+from tiered_kv.values.keys import Names
 
 every_policy = pytest.mark.parametrize("policy", ["lru", "arc", "mq", "s3-fifo", "lhd"])
 

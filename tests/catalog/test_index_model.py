@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tiered_kv.catalog import Change, Lease, Reservation, SlotState, TierIndex
-from tiered_kv.errors import CapacityError
-from tiered_kv.hints import ReuseHint
-from tiered_kv.keys import Names
+from tiered_kv.values.errors import CapacityError
+from tiered_kv.values.hints import ReuseHint
+from tiered_kv.values.keys import Names
 
 NUM_IDS = 14
 ids = st.lists(st.integers(0, NUM_IDS - 1), max_size=10)

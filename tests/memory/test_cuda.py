@@ -27,16 +27,11 @@ from tests.support.gpu_engine import (
     opened,
 )
 from tiered_kv import TieredKV
-from tiered_kv.errors import ConfigurationError
-from tiered_kv.memory import (
-    CUDADevice,
-    HostSlab,
-    PageLockState,
-    make_device,
-    page_locking,
-)
+from tiered_kv.memory import CUDADevice, HostSlab, PageLockState, make_device
+from tiered_kv.memory import host as page_locking
+from tiered_kv.memory.lanes import wait_in
 from tiered_kv.memory.staging import Staging
-from tiered_kv.memory.waiting import wait_in
+from tiered_kv.values.errors import ConfigurationError
 
 pytest.importorskip("triton", reason="Triton: pip install 'tiered-kv[cuda]'")
 

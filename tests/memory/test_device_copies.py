@@ -12,7 +12,6 @@ from structlog.testing import capture_logs
 
 from tests.memory.engines import NUM_SLOTS, Engine, engines, places
 from tests.support.fake_cuda import fake_cuda
-from tiered_kv.layout import KVGroup
 from tiered_kv.memory import (
     CPUDevice,
     CUDADevice,
@@ -23,6 +22,7 @@ from tiered_kv.memory import (
     staging,
     torch_copies,
 )
+from tiered_kv.values.layout import KVGroup
 
 Copy = Callable[..., None]
 WAYS: dict[str, tuple[Copy, Copy]] = {

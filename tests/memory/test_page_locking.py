@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.events import Event, HostMemoryPageable, HostMemoryReady, MemoryPageLocked
 from tiered_kv.memory import CPUDevice, HostSlab, PageLocking, PageLockState
-from tiered_kv.memory.numa import node_of_gpu
+from tiered_kv.memory.host import node_of_gpu
+from tiered_kv.values.events import Event, HostMemoryPageable, HostMemoryReady, MemoryPageLocked
 
 STRIDE = 8192
 

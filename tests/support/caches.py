@@ -10,11 +10,11 @@ from anyio.lowlevel import checkpoint
 from tests.support.engine import MODEL, SMALL_LIMITS, Engine, small_layout
 from tests.support.watching import watched
 from tiered_kv import Backend, BlockKeys, CacheLimits, SlotBackend, TieredKV, TierSettings
-from tiered_kv.events import Emit, Event
+from tiered_kv.cache.open_cache import OpenCache
 from tiered_kv.memory.device import Device
-from tiered_kv.open_cache import OpenCache
 from tiered_kv.telemetry import Metrics, Page, TraceRecorder
 from tiered_kv.testing import ScriptedDevice
+from tiered_kv.values.events import Emit, Event
 
 E = TypeVar("E", bound=Event)
 AnyTier = TierSettings | Mapping[str, Any] | str | Backend | SlotBackend

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.virtual import VirtualLoop, run
-from tiered_kv.tiers.budget import Budget, Kind, Pace, Priority, Room, Waiter
+from tiered_kv.tiers.gate import Budget, Kind, Pace, Priority, Room, Waiter
 
 Give = Callable[[], None]
 SHARES = {Kind.LOAD: 100, Kind.PREFETCH: 75, Kind.STORE: 50, Kind.CLEAN: 25}

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from tiered_kv.keys import Names
-from tiered_kv.tiers.refused import Refused
+from tiered_kv.tiers.owned import Refused
+from tiered_kv.values.keys import Names
 
 
 def names_of(*numbers: int) -> Names:

@@ -4,9 +4,9 @@ import gc
 
 import numpy as np
 
-from tiered_kv.keys import Namespace
-from tiered_kv.tiers.batch import Batch
-from tiered_kv.tiers.tombstones import Tombstones
+from tiered_kv.tiers.shared import Tombstones
+from tiered_kv.tiers.tier import Batch
+from tiered_kv.values.keys import Namespace
 
 SPACE = Namespace(b"f" * 32, b"e" * 32, b"s" * 32)
 

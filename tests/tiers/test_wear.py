@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.tiers.wear import Wear
+from tiered_kv.tiers.gate import Wear
 
 DAY_S = 24 * 3600.0
 A_DAY, AN_HOUR = 24_000, 1_000

@@ -13,11 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tiered_kv.errors import ConfigurationError, LayoutMismatchError
 from tiered_kv.memory import crossover, device_copies, host_copies
 from tiered_kv.memory.caches import PagedCaches
 from tiered_kv.memory.staging import pieces_of
 from tiered_kv.memory.torch_copies import on_device
+from tiered_kv.values.errors import ConfigurationError, LayoutMismatchError
 
 Ids = NDArray[np.int64]
 _MANY_IDS = 64

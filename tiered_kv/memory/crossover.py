@@ -16,13 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tiered_kv.layout import KVGroup
-from tiered_kv.log import log
 from tiered_kv.memory import device_copies, driver
-from tiered_kv.memory.caches import PagedCaches
+from tiered_kv.memory.caches import Fragment, PagedCaches
 from tiered_kv.memory.device import Device
 from tiered_kv.memory.device_copies import Gather, Scatter
-from tiered_kv.memory.fragments import Fragment
+from tiered_kv.values.layout import KVGroup
+from tiered_kv.values.log import log
 
 DIRECT_FROM_BYTES: Final = 1 << 20
 """Until measured: a DMA of this length keeps the bus busy for longer than it takes to enqueue the next one."""

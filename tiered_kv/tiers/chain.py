@@ -12,30 +12,26 @@ from typing import Final
 
 import numpy as np
 
-from tiered_kv.catalog.history import Fate, said_of
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.leases import Lease, Reservation
 from tiered_kv.catalog.locate import locate
-from tiered_kv.catalog.uses import Admission
-from tiered_kv.errors import CapacityError
-from tiered_kv.events import Emit
-from tiered_kv.hints import ReuseHint
-from tiered_kv.layout import KVGroup
-from tiered_kv.loop_calls import LoopCalls
+from tiered_kv.catalog.uses import Admission, Fate, said_of
 from tiered_kv.memory.codec import Codec
 from tiered_kv.memory.lanes import Lane, LaneCopy, Lanes, submit_copy
-from tiered_kv.results import TierRun
-from tiered_kv.tiers.base import BookedTier, Mask, Tier, prefix_of
-from tiered_kv.tiers.batch import Batch, Naming
-from tiered_kv.tiers.budget import Limits, Priority, Room, Waiter
-from tiered_kv.tiers.dirty import Unwritten
-from tiered_kv.tiers.fills import Fills
+from tiered_kv.tiers.fills import Fills, Unwritten
+from tiered_kv.tiers.gate import Limits, Priority, Room, Waiter
 from tiered_kv.tiers.ledger import Ledger
-from tiered_kv.tiers.memory import HostTier, MemoryTier
 from tiered_kv.tiers.owned import OwnedTier
 from tiered_kv.tiers.shared import SharedTier
 from tiered_kv.tiers.storage import StorageTier
 from tiered_kv.tiers.tasks import Tasks
+from tiered_kv.tiers.tier import Batch, BookedTier, HostTier, Mask, MemoryTier, Naming, Tier, prefix_of
+from tiered_kv.values.errors import CapacityError
+from tiered_kv.values.events import Emit
+from tiered_kv.values.hints import ReuseHint
+from tiered_kv.values.layout import KVGroup
+from tiered_kv.values.loop_calls import LoopCalls
+from tiered_kv.values.results import TierRun
 
 FROM_ENGINE: Final = 0
 """As a source of blocks, among the numbers of storage tiers: none of these."""

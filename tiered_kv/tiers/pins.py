@@ -18,10 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.catalog.table import Slots
-from tiered_kv.keys import BlockKeys, rows_of
-from tiered_kv.tiers.base import BookedTier, Mask, prefix_of
-from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.chain import Chain
+from tiered_kv.tiers.tier import Batch, BookedTier, Mask, prefix_of
+from tiered_kv.values.keys import BlockKeys, rows_of
 
 _ENDED_AT_ONCE: Final = 64
 """Pins whose time is up: what is left of them is for the next turn of the event loop."""

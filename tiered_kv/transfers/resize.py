@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Final
 
-from tiered_kv.errors import ConfigurationError
-from tiered_kv.tiers.base import BookedTier
 from tiered_kv.tiers.chain import Chain
-from tiered_kv.transfers.cleaner import Cleaner, write_all
+from tiered_kv.tiers.tier import BookedTier
+from tiered_kv.transfers.writedown import Cleaner, write_all
+from tiered_kv.values.errors import ConfigurationError
 
 _STEP_SLOTS: Final = 4096
 _STEP_BYTES: Final = 4 << 20

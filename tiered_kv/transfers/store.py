@@ -14,22 +14,20 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.catalog.history import Fate
 from tiered_kv.catalog.leases import Reservation
-from tiered_kv.errors import ConfigurationError
-from tiered_kv.events import BlocksSettled, BlocksStored
+from tiered_kv.catalog.uses import Fate
 from tiered_kv.memory.device import attempt, raise_the_programs
 from tiered_kv.memory.lanes import LaneCopy, RevokedError
-from tiered_kv.results import StoreResult, TierStore
-from tiered_kv.tiers.batch import Batch
-from tiered_kv.tiers.budget import Kind, Priority, Waiter
 from tiered_kv.tiers.fills import Fill
-from tiered_kv.tiers.memory import MemoryTier
-from tiered_kv.transfers.bindings import EngineMemory
+from tiered_kv.tiers.gate import Kind, Priority, Waiter
+from tiered_kv.tiers.tier import Batch, MemoryTier
+from tiered_kv.transfers.engine_memory import EngineMemory
 from tiered_kv.transfers.handles import LAST_COPIES_S, Handle, Revocable
 from tiered_kv.transfers.requests import MOST_AT_ONCE, StoreRequest, may_copy_at_once
-from tiered_kv.transfers.tally import Tally
-from tiered_kv.transfers.writedown import write_down
+from tiered_kv.transfers.writedown import Tally, write_down
+from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.events import BlocksSettled, BlocksStored
+from tiered_kv.values.results import StoreResult, TierStore
 
 
 class Storing(Protocol):

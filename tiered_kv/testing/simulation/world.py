@@ -11,11 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from tiered_kv.cache import TieredKV
-from tiered_kv.events import Event
-from tiered_kv.keys import ModelIdentity
-from tiered_kv.results import CacheStatistics
-from tiered_kv.settings import CacheLimits
+from tiered_kv.cache.tiered_kv import TieredKV
+from tiered_kv.settings.settings import CacheLimits
 from tiered_kv.system import running_in
 from tiered_kv.testing.scripted import ScriptedDevice
 from tiered_kv.testing.simulation.disk import Disk, DiskFaults, SimulatedFiles
@@ -25,6 +22,9 @@ from tiered_kv.testing.simulation.media import Store, StoreClient, StoreFaults
 from tiered_kv.testing.simulation.system import SimulatedLoop, SimulatedSystem
 from tiered_kv.testing.simulation.tape import Tape
 from tiered_kv.testing.simulation.threads import Process, ProcessEnded, SimulatedThread, Turns
+from tiered_kv.values.events import Event
+from tiered_kv.values.keys import ModelIdentity
+from tiered_kv.values.results import CacheStatistics
 
 TIMEOUT_S: Final = 1.0
 """Of a storage tier."""
