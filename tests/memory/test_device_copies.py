@@ -100,7 +100,7 @@ class TestCrossover:
 
     def way(self, caches: PagedCaches, num_blocks: int = 1, *, to_rows: bool = True) -> str:
         """Return the name of the way for so many blocks."""
-        return crossover.way_of(caches, torch.zeros(4, 512, dtype=torch.int64), num_blocks, to_rows=to_rows).name
+        return crossover.way_of(caches, torch.zeros(1, 512), np.arange(num_blocks), to_rows=to_rows).name
 
     def test_until_measured_only_large_fragments_go_directly(self) -> None:
         """A stated size decides, the same one everywhere."""

@@ -54,9 +54,9 @@ _madvise = ctypes.CDLL(None, use_errno=True).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-def slots_per_piece(stride_bytes: int, piece_bytes: int = PIECE_BYTES) -> int:
+def slots_per_piece(stride_bytes: int) -> int:
     """Count the slots that are page-locked together. No DMA may cross from one such piece to the next."""
-    return max(1, piece_bytes // stride_bytes)
+    return max(1, PIECE_BYTES // stride_bytes)
 
 
 class HostSlab:
@@ -292,6 +292,28 @@ _TOUCH_BYTES = 2 << 20
 """Touched at once: about 1 ms, in which nobody in the process can map or unmap memory, the event loop included."""
 
 
+_locked_up_to: dict[int, int] = {}
+"""Where memory that is page-locked begins, and how far it is by now. An entry grows after a piece was locked, and goes
+before the first one is unlocked; any thread may read. torch is not asked: its ``is_pinned`` speaks of a storage's first
+byte, whatever the tensor shows."""
+
+
+def is_page_locked(start: int, stop: int) -> bool:
+    """Say whether a GPU can reach host memory from one address up to another."""
+    return any(first <= start and stop <= last for first, last in list(_locked_up_to.items()))
+
+
+@contextmanager
+def known_as_locked(tensor: Tensor) -> Iterator[None]:
+    """Have `is_page_locked` know memory that torch allocated page-locked, inside the ``with`` block."""
+    start = tensor.data_ptr()
+    _locked_up_to[start] = start + tensor.nbytes
+    try:
+        yield
+    finally:
+        del _locked_up_to[start]
+
+
 class PageLockState(enum.Enum):
     """What a copy to or from the slab can count on."""
 
@@ -333,7 +355,6 @@ class PageLocking:
         is_wanted: bool = False,
         node: int | None = None,
         emit: Emit = ignore,
-        piece_bytes: int = PIECE_BYTES,
     ) -> None:
         """Start it.
 
@@ -346,7 +367,6 @@ class PageLocking:
             is_wanted: Whether that is a pity: a GPU will copy from this memory.
             node: The NUMA node to take the memory from, or None.
             emit: Called in the thread of this.
-            piece_bytes: Locked at once, but no less than a slot.
         """
         self.state = PageLockState.PREPARING
         self.reason = reason
@@ -364,7 +384,7 @@ class PageLocking:
         self._rows = slab.rows
         self._lock, self._unlock = lock, unlock
         self._locked: list[int] = []
-        self._piece_slots = slots_per_piece(slab.stride_bytes, piece_bytes)
+        self._piece_slots = slots_per_piece(slab.stride_bytes)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"tiered_kv-pin-{slab.name}", daemon=True)
         self._thread.start()
@@ -382,6 +402,8 @@ class PageLocking:
         """Stop, wait for the piece at hand, unlock everything. No copy may be under way. Again does nothing."""
         self.stop()
         self._thread.join()
+        if self._locked:
+            del _locked_up_to[self._locked[0]]
         while self._locked and self._unlock is not None:
             self._unlock(self._locked.pop())
         self.page_locked_bytes = 0
@@ -422,6 +444,7 @@ class PageLocking:
             self._say_pageable()
         else:
             self._locked.append(piece.data_ptr())
+            _locked_up_to[self._locked[0]] = piece.data_ptr() + piece.nbytes
             self.page_locked_bytes += piece.nbytes
             took_ms = (time.monotonic() - started) * 1e3
             self._emit(MemoryPageLocked(self._name, self.page_locked_bytes, self.num_bytes, took_ms))
