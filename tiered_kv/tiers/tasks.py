@@ -20,6 +20,8 @@ _Call = tuple[Callable[..., Any], tuple[object, ...], "asyncio.Future[Any]"]
 _LAST_STEPS_S = 1.0
 """What a cancelled task may take to settle what it began, at close."""
 _STEPS_A_TURN = 16
+_AT_ONCE = 2
+"""Of these, those that nobody has to wait for: a transfer of one window is begun in one turn of the loop."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 
 
@@ -109,6 +111,8 @@ class Tasks:
         self._waiting: tuple[deque[asyncio.Future[None]], ...] = tuple(deque() for _ in Priority)
         """Who waits for a turn, by priority."""
         self._is_turn_coming = False
+        self._num_steps = 0
+        """Made in this turn of the loop without waiting for another."""
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -136,8 +140,13 @@ class Tasks:
         """Let others run, and of many tasks that may go on now let a few do so in each turn of the loop.
 
         A step of a load takes up to a millisecond, and thousands may wait for the same block. Who is of a higher
-        priority goes first; but in each turn of the loop one of every priority goes on, so that none starves.
+        priority goes first; but in each turn of the loop one of every priority goes on, so that none starves. Where
+        nobody waits, the first two of a turn go on at once.
         """
+        if self._num_steps < _AT_ONCE and not any(self._waiting):
+            self._num_steps += 1
+            self._begin_turn_soon()
+            return
         mine = asyncio.get_running_loop().create_future()
         self._waiting[priority].append(mine)
         self._begin_turn_soon()
@@ -150,10 +159,12 @@ class Tasks:
 
     def _begin_turn(self) -> None:
         self._is_turn_coming = False
+        self._num_steps = 0
         left = _STEPS_A_TURN - sum(_let_go_on(line, 1) for line in self._waiting)
         for line in self._waiting:
             left -= _let_go_on(line, left)
-        if any(self._waiting):
+        self._num_steps = _STEPS_A_TURN - left
+        if self._num_steps or any(self._waiting):
             self._begin_turn_soon()
 
     async def aclose(self, timeout_s: float) -> int:
