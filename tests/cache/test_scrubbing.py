@@ -22,7 +22,7 @@ from tiered_kv import (
     TierScrubbed,
 )
 from tiered_kv.catalog.index import TierIndex
-from tiered_kv.media.backend import BackendContext, Block, Outcome, Recovered, SlotBackend
+from tiered_kv.media.backend import BackendContext, Block, Outcome, Recovered, SlotBackend, Verify
 from tiered_kv.tiers.health import StorageHealth
 from tiered_kv_backends.nvme import NVMeBackend
 
@@ -112,9 +112,11 @@ class Replaced(NVMeBackend):
     async def meanwhile(self) -> None:
         """Do nothing, unless a test says otherwise."""
 
-    async def read(self, group: int, slots: np.ndarray, into: Sequence[Block]) -> list[Outcome]:
+    async def read(
+        self, group: int, slots: np.ndarray, into: Sequence[Block], verify: Verify | None = None
+    ) -> list[Outcome]:
         """Read what is there, and answer later."""
-        outcomes = await super().read(group, slots, into)
+        outcomes = await super().read(group, slots, into, verify)
         await self.meanwhile()
         return outcomes
 

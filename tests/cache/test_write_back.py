@@ -31,6 +31,7 @@ from tiered_kv import (
     TierStore,
     hash_blocks,
 )
+from tiered_kv.media.backend import Make
 from tiered_kv.settings.tier_settings import OwnedTierSettings as OwnedSettings
 from tiered_kv.testing import ScriptedDevice
 from tiered_kv.tiers.gate import Bandwidth
@@ -734,10 +735,17 @@ class SlowDisk(NVMeBackend):
 
     bytes_per_s = 64 * PAYLOAD_BYTES
 
-    async def write(self, group: int, slots: NDArray[np.int64], names: Names, blocks: Sequence[Block]) -> list[Outcome]:
+    async def write(
+        self,
+        group: int,
+        slots: NDArray[np.int64],
+        names: Names,
+        blocks: Sequence[Block],
+        make: Make | None = None,
+    ) -> list[Outcome]:
         """Take the time, then write."""
         await asyncio.sleep(sum(len(block.padded) for block in blocks) / self.bytes_per_s)
-        return await super().write(group, slots, names, blocks)
+        return await super().write(group, slots, names, blocks, make)
 
 
 @asynccontextmanager

@@ -323,12 +323,25 @@ class Missing:
     why: str
 
 
+Make = Callable[[Sequence[int]], None]
+"""Makes the records of some positions of a batch, before they are written."""
+Verify = Callable[[Sequence[int], list[Outcome]], list[Outcome]]
+"""Says what has become of some positions of a batch that were read, given what the medium says of each."""
+
+
 class SlotBackend(_Tier):
     """An owned medium: numbered slots, which the cache's catalog gives and takes.
 
     While a slot is written it is in no other call. It may be read by several at once, and forgotten while it is read:
     those may get anything, which is verified.
+
+    Attributes:
+        makes_records: Whether records are made and verified by the threads that move them, so that each part of a batch
+            is one call of one thread: then `read` has an argument ``verify``, and `write` an argument ``make``, which
+            are called there once for each position.
     """
+
+    makes_records: ClassVar[bool] = False
 
     @abstractmethod
     async def open(self, context: BackendContext) -> list[Recovered]:

@@ -30,7 +30,7 @@ from tiered_kv.catalog.books import Change
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.leases import Lease
 from tiered_kv.catalog.table import Slots, hash_names
-from tiered_kv.media.backend import Block, Missing, Outcome, SlotBackend
+from tiered_kv.media.backend import Block, Make, Missing, Outcome, SlotBackend, Verify
 from tiered_kv.settings.tier_settings import OwnedTierSettings
 from tiered_kv.tiers.calls import Answer
 from tiered_kv.tiers.gate import Kind, Waiter
@@ -298,8 +298,9 @@ class OwnedTier(StorageTier, BookedTier):
                 return right
             there, wanted, slots = [blocks[i] for i in at], batch[at], lease.slots[at]
             outcomes, refused = await self._read(
-                lambda into: self.backend.read(self.group, slots, into), wanted.keys(), there, waiter, on_late
-            )
+                partial(self._read_slots, slots), wanted.keys(), there, waiter, on_late,
+                makes_records=self.backend.makes_records,
+            )  # fmt: skip
             right[at] = [outcome is Outcome.HIT for outcome in outcomes]
             broken = np.array([outcome in (Outcome.CORRUPT, Outcome.MISS) for outcome in outcomes])
             now, _ = self.index.find(wanted.names)
@@ -350,17 +351,37 @@ class OwnedTier(StorageTier, BookedTier):
     async def _write_to(
         self, batch: Batch, blocks: list[Block], slots: Slots, on_late: Callable[[], None], kind: Kind
     ) -> list[Outcome]:
-        write = object()
+        if self.backend.makes_records and not self._stages:
+            make = self.records.making(batch.keys(), blocks, self.shape)
+            records = [block.read_only() for block in blocks]
+            return await self._write_records(batch.names, records, slots, on_late, kind, make)
         async with self._encoded(batch, blocks) as made:
             names, slots = batch.names[made.at], slots[made.at]
-            self._in_write[write] = names, slots
-            try:
-                written = await self._write(
-                    lambda: self.backend.write(self.group, slots, names, made.records), len(slots), kind, on_late
-                )
-            finally:
-                del self._in_write[write]
+            written = await self._write_records(names, made.records, slots, on_late, kind)
         return made.outcomes(written)
+
+    async def _write_records(
+        self,
+        names: Names,
+        records: Sequence[Block],
+        slots: Slots,
+        on_late: Callable[[], None],
+        kind: Kind,
+        make: Make | None = None,
+    ) -> list[Outcome]:
+        """Write records to slots: those that are made, or are by ``make`` where they are written."""
+        write, more = object(), {"make": make} if make else {}
+        self._in_write[write] = names, slots
+        try:
+            return await self._write(
+                lambda: self.backend.write(self.group, slots, names, records, **more), len(slots), kind, on_late
+            )
+        finally:
+            del self._in_write[write]
+
+    def _read_slots(self, slots: Slots, into: list[Block], verify: Verify | None) -> Awaitable[list[Outcome]]:
+        more = {"verify": verify} if verify else {}
+        return self.backend.read(self.group, slots, into, **more)
 
     def take_out(
         self, names: Names, slots: Slots, is_wrong: Mask, refused: Refusals, batch: Batch | None = None

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.media.backend import Block, Outcome, RecordShape
+from tiered_kv.media.backend import Block, Make, Outcome, RecordShape
 from tiered_kv.media.record import encode, examine, examine_any
 from tiered_kv.settings.encryption import Encryption
 from tiered_kv.tiers.tasks import WorkerPool, in_a_thread
@@ -297,6 +297,15 @@ class Records:
         """Whether what is written needs memory of its own."""
         return self._seal is not None and self._seal.encrypts
 
+    def making(self, keys: Sequence[BlockKey], blocks: Sequence[Block], shape: RecordShape) -> Make:
+        """Return what makes the records of some of the blocks where they are, which then have their headers."""
+
+        def make(at: Sequence[int]) -> None:
+            for n in at:
+                encode(keys[n], blocks[n], codec=shape.codec, decoded_bytes=shape.decoded_bytes, seal=self._seal)
+
+        return make
+
     async def encode(
         self,
         keys: Sequence[BlockKey],
@@ -319,37 +328,71 @@ class Records:
         records = [record for record in made if record is not None]
         return Encoded(len(keys), np.array(at, np.int64), [keys[number] for number in at], records)
 
-    async def verify(
+    def verification(
         self,
         keys: Sequence[BlockKey],
         records: Sequence[Block],
-        outcomes: Sequence[Outcome],
         shape: RecordShape,
         codec: ExponentCodec | None = None,
         into: Sequence[Block] = (),
-    ) -> tuple[list[Outcome], Refusals]:
-        """Replace each HIT by what the record itself says, decrypting it in place, and decode what is right.
+    ) -> "Verification":
+        """Return what verifies records by their keys, decrypting them in place, and decodes what is right.
 
         Args:
             keys: Name the blocks.
-            records: What was read.
-            outcomes: Of the read.
+            records: What will have been read.
             shape: What the records are.
             codec: What their payloads are decoded by, if at all.
             into: Get what they hold then; a record may be the beginning of its block.
-
-        Returns:
-            The outcomes, and which whole records were refused for their seal: the reason by position.
         """
-        verifying = self.threads.run(_verify_hits, keys, records, outcomes, shape, codec, into, self._seal)
-        return await _to_the_end(verifying)  # it writes to the blocks
 
-    async def verify_named(
-        self, names: Names, blocks: Sequence[Block], outcomes: Sequence[Outcome], shape: RecordShape
-    ) -> tuple[list[Outcome], Refusals]:
-        """Do as `verify` does, where only the names of the blocks are known."""
-        verifying = self.threads.run(_verify_named, names, blocks, outcomes, shape, self._seal)
-        return await _to_the_end(verifying)
+        def verdict(n: int) -> tuple[Outcome, str]:
+            outcome, reason = examine(keys[n], records[n], codec=shape.codec, seal=self._seal)
+            if outcome is Outcome.HIT and codec is not None and not codec.decode(records[n].payload, into[n].payload):
+                outcome = Outcome.CORRUPT  # whole, and made by something else
+            return outcome, reason
+
+        return Verification(self.threads, verdict)
+
+    def verification_by_name(self, names: Names, blocks: Sequence[Block], shape: RecordShape) -> "Verification":
+        """Do as `verification` does, where only the names of the blocks are known."""
+        return Verification(
+            self.threads, lambda n: examine_any(names[n].tobytes(), blocks[n], codec=shape.codec, seal=self._seal)
+        )
+
+
+class Verification:
+    """What blocks that are read are found to be: each HIT of a medium is replaced by what the record itself says.
+
+    Attributes:
+        refused: Which whole records were refused for their seal: the reason by position.
+    """
+
+    def __init__(self, threads: WorkerPool, verdict: Callable[[int], tuple[Outcome, str]]) -> None:
+        self.refused: dict[int, str] = {}
+        self._threads = threads
+        self._verdict = verdict
+        self._filled: list[int] = []
+
+    @property
+    def num_filled(self) -> int:
+        """How many records the medium had, whatever they are."""
+        return sum(self._filled)
+
+    def verify(self, at: Sequence[int], outcomes: Sequence[Outcome]) -> list[Outcome]:
+        """Verify some positions, in any thread: of each the medium has said what it found."""
+        verdicts = list(outcomes)
+        for place, outcome in enumerate(outcomes):
+            if outcome is Outcome.HIT:
+                verdicts[place], reason = self._verdict(at[place])
+                if reason:
+                    self.refused[at[place]] = reason
+        self._filled.append(list(outcomes).count(Outcome.HIT))
+        return verdicts
+
+    async def verify_all(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
+        """Verify all of them in a thread, of which a medium has said what it found."""
+        return await _to_the_end(self._threads.run(self.verify, range(len(outcomes)), outcomes))  # it writes to blocks
 
 
 class Staging:
@@ -404,39 +447,3 @@ def _encode_all(
         encode(key, record, codec=shape.codec, decoded_bytes=shape.decoded_bytes, seal=seal, payload=payload)
         made.append(record.read_only())  # the payload may be the CPU tier's own
     return made
-
-
-def _verify_hits(
-    keys: Sequence[BlockKey],
-    records: Sequence[Block],
-    outcomes: Sequence[Outcome],
-    shape: RecordShape,
-    codec: ExponentCodec | None,
-    into: Sequence[Block],
-    seal: "Seal | None",
-) -> tuple[list[Outcome], Refusals]:
-    def verdict(n: int) -> tuple[Outcome, str]:
-        outcome, reason = examine(keys[n], records[n], codec=shape.codec, seal=seal)
-        if outcome is Outcome.HIT and codec is not None and not codec.decode(records[n].payload, into[n].payload):
-            outcome = Outcome.CORRUPT  # whole, and made by something else
-        return outcome, reason
-
-    return _verdicts(outcomes, verdict)
-
-
-def _verify_named(
-    names: Names, blocks: Sequence[Block], outcomes: Sequence[Outcome], shape: RecordShape, seal: "Seal | None"
-) -> tuple[list[Outcome], Refusals]:
-    return _verdicts(outcomes, lambda n: examine_any(names[n].tobytes(), blocks[n], codec=shape.codec, seal=seal))
-
-
-def _verdicts(
-    outcomes: Sequence[Outcome], verdict: Callable[[int], tuple[Outcome, str]]
-) -> tuple[list[Outcome], Refusals]:
-    verdicts, refused = list(outcomes), dict[int, str]()
-    for place, outcome in enumerate(outcomes):
-        if outcome is Outcome.HIT:
-            verdicts[place], reason = verdict(place)
-            if reason:
-                refused[place] = reason
-    return verdicts, refused

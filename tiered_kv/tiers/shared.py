@@ -406,7 +406,7 @@ class SharedTier(StorageTier):
             return right
         wanted, there = batch[at], [blocks[i] for i in at]
         keys = wanted.keys()
-        outcomes, _ = await self._read(lambda into: self.backend.read(keys, into), keys, there, waiter, on_late)
+        outcomes, _ = await self._read(lambda into, _: self.backend.read(keys, into), keys, there, waiter, on_late)
         right[at] = [outcome is Outcome.HIT for outcome in outcomes]
         self.answers.doubt(batch.names[~right])
         if broken := [key.path for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.CORRUPT]:

@@ -126,8 +126,9 @@ async def _wrong(
         return None
     if not answer.value:
         return np.zeros(n, np.bool_), {}
-    verdicts, refused = await tier.records.verify_named(names, blocks, answer.value, tier.shape)
-    return np.array([each in (Outcome.CORRUPT, Outcome.MISS) for each in verdicts], np.bool_), refused
+    verification = tier.records.verification_by_name(names, blocks, tier.shape)
+    verdicts = await verification.verify_all(answer.value)
+    return np.array([each in (Outcome.CORRUPT, Outcome.MISS) for each in verdicts], np.bool_), verification.refused
 
 
 _TICK_S: Final = 1.0
