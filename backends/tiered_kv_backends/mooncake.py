@@ -282,6 +282,9 @@ class _OwnThreads:
     def run(self, function: Callable[..., T], *args: object) -> Awaitable[T]:
         return asyncio.to_thread(function, *args)
 
+    def run_each(self, calls: Sequence[Callable[[], T]]) -> Awaitable[list[T]]:
+        return asyncio.gather(*map(asyncio.to_thread, calls))
+
 
 def _of_read(code: int, block: Block) -> Outcome:
     if code == block.num_bytes:

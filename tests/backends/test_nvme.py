@@ -84,8 +84,7 @@ async def test_records_are_made_and_verified_by_the_threads_that_move_them(
     tmp_path: Path, num_directories: int
 ) -> None:
     """Each position once, made before it is written and verified after it was read; what is said of it is answered."""
-    paths = tuple(tmp_path / f"disk{n}" for n in range(num_directories))
-    async with open_tier(paths if num_directories > 1 else paths[0]) as tier:
+    async with open_tier(tuple(tmp_path / f"disk{n}" for n in range(num_directories))) as tier:
         keys, slots = [key_of(n) for n in range(5)], np.array([3, 9, 4, 0, 5])
         blocks = [Block.empty(PAYLOAD) for _ in keys]
         made, seen, threads = list[int](), dict[int, Outcome](), set[int]()

@@ -22,6 +22,7 @@ from tests.support.descriptors import num_open_in
 from tiered_kv.media.backend import BackendContext, Block, Outcome
 from tiered_kv.settings.chain_settings import tier_from
 from tiered_kv.testing import GROUPS, BackendTests, block_key, make_block, open_backend, open_context
+from tiered_kv.testing.helpers import ended
 from tiered_kv.values.errors import BackendUnavailableError, ClosedError, ConfigurationError
 from tiered_kv.values.keys import BlockKey, salt_digest
 from tiered_kv_backends.shared_fs.backend import SharedFSBackend
@@ -449,6 +450,10 @@ class StalledWorkers:
         else:
             future.set_result(function(*args))
         return future
+
+    def run_each(self, calls: Sequence[Callable[[], Any]]) -> "asyncio.Future[list[Any]]":
+        """Run calls, or keep them waiting."""
+        return asyncio.ensure_future(ended(*[self.run(call) for call in calls]))
 
     def fail(self) -> None:
         """End what waits, as a dead server does in the end."""

@@ -185,6 +185,13 @@ class Workers(Protocol):
         """Run ``function(*args)`` in one of the threads. Cancelling the awaitable does not stop the call."""
         ...
 
+    def run_each(self, calls: Sequence[Callable[[], T]]) -> Awaitable[list[T]]:
+        """Make one call or more, each in any of the threads; the awaitable ends once, when all of them have ended.
+
+        It raises what one of them raised, if any did.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class RecordShape:

@@ -138,7 +138,7 @@ class Chain:
             for number, memory in enumerate(self.memory):
                 numbers[(numbers < 0) & memory.index.ready(part.names)] = number
             for number, tier in enumerate(self.storage, start=len(self.memory)):
-                left = np.flatnonzero(numbers < 0)
+                left = (numbers < 0).nonzero()[0]
                 if not len(left):
                     break
                 numbers[left[await tier.find(part[left])]] = number

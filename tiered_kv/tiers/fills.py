@@ -146,7 +146,7 @@ class Waiting:
         """
         slots = self._index.oldest_dirty(most)
         namespace, came = self._namespaces[slots[0]], int(self._came[slots[0]])
-        others = np.flatnonzero((self._namespaces[slots] != namespace) | (self._came[slots] != came))
+        others = ((self._namespaces[slots] != namespace) | (self._came[slots] != came)).nonzero()[0]
         n = int(others[0]) if len(others) else len(slots)
         names, lease = self._index.take_dirty(n)
         _take(self._num_by_came, came, n)
@@ -332,7 +332,7 @@ class Fills:
         async def read_from(number: int) -> None:
             tier = self._tiers[number]
             assert tier is not None  # noqa: S101 - blocks are read from storage
-            at = np.flatnonzero((sources == number) & (reservation.slots >= 0))
+            at = ((sources == number) & (reservation.slots >= 0)).nonzero()[0]
 
             def on_late() -> None:
                 fill.late_tiers.add(tier.name)
@@ -360,6 +360,8 @@ class Fills:
                 fill.finish()
 
         try:
+            if len(open_tiers) == 1:
+                return await read_from(*open_tiers)
             # All of them end before the slots are given back, whatever one of them raises.
             ended = await asyncio.gather(*(read_from(number) for number in sorted(open_tiers)), return_exceptions=True)
             for error in ended:

@@ -293,7 +293,7 @@ class OwnedTier(StorageTier, BookedTier):
         """
         right = np.zeros(len(batch), np.bool_)
         with self.index.lease(batch.names) as lease:
-            at = np.flatnonzero(lease.slots >= 0)
+            at = (lease.slots >= 0).nonzero()[0]
             if not len(at):
                 return right
             there, wanted, slots = [blocks[i] for i in at], batch[at], lease.slots[at]
@@ -313,7 +313,7 @@ class OwnedTier(StorageTier, BookedTier):
         self, batch: Batch, blocks: list[Block], wanted: Mask, on_late: Callable[[], None], kind: Kind
     ) -> WriteReport:
         """See `StorageTier.write`. What is removed while it is written never commits."""
-        n, at = len(batch), np.flatnonzero(wanted)
+        n, at = len(batch), wanted.nonzero()[0]
         if len(kept := self._refused.take(batch.names[at])):
             forgetting = self._forget_refused(batch.names[at], kept)
             self._tasks.spawn(forgetting, f"forget {len(kept)} refused records of {self.name}")
@@ -395,7 +395,7 @@ class OwnedTier(StorageTier, BookedTier):
             return 0
         is_refused = np.zeros(len(names), np.bool_)
         is_refused[list(refused)] = True
-        if len(broken := np.flatnonzero(is_wrong & ~is_refused)):
+        if len(broken := (is_wrong & ~is_refused).nonzero()[0]):
             keys = batch[broken].keys() if batch else []
             self.tell_corrupted([key.path for key in keys] or [name.tobytes().hex() for name in names[broken]])
         names, slots, is_refused = names[is_wrong], slots[is_wrong], is_refused[is_wrong]

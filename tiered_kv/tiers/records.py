@@ -182,7 +182,7 @@ def _encode(values: U16, rests: U8, codes: U8, bases: U8) -> NDArray[np.int64]:
     np.subtract(chunks, bases[:, None], out=chunks)  # 0: zero, or listed
     no_code = _without_code(exponents, values)
     if len(no_code) > _LISTED_IN_A_CHUNK:
-        crowded = np.flatnonzero(np.bincount(no_code // CHUNK, minlength=len(bases)) > _LISTED_IN_A_CHUNK)
+        crowded = (np.bincount(no_code // CHUNK, minlength=len(bases)) > _LISTED_IN_A_CHUNK).nonzero()[0]
         if len(crowded):
             bases[crowded], chunks[crowded] = _best(_chunks_of(values, crowded))
             no_code = _without_code(exponents, values)
@@ -196,7 +196,7 @@ def _encode(values: U16, rests: U8, codes: U8, bases: U8) -> NDArray[np.int64]:
 def _without_code(codes: U8, values: U16) -> NDArray[np.int64]:
     """Return where the code is 0, but not the exponent."""
     n = len(values)
-    zero = np.flatnonzero(np.equal(codes[:n], 0, out=_scratch.flags[:n]))
+    zero = np.equal(codes[:n], 0, out=_scratch.flags[:n]).nonzero()[0]
     listed: NDArray[np.int64] = zero[_exponents(values[zero]) != 0]
     return listed
 

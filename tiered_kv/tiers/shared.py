@@ -146,7 +146,7 @@ class Suspects:
     def broken(self, names: Names) -> NDArray[np.bool_]:
         """Say which of these are absent because their bytes were not what they should be."""
         is_broken = self.absent(names)
-        for n in np.flatnonzero(is_broken):
+        for n in is_broken.nonzero()[0]:
             is_broken[n] = self._suspects[names[n].tobytes()].is_corrupt
         return is_broken
 
@@ -306,7 +306,7 @@ class SharedTier(StorageTier):
         One for whose answer nobody waits any more is not asked if its turn has not come.
         """
         found = np.zeros(len(batch), np.bool_)
-        asked = np.flatnonzero(~(self.suspects.absent(batch.names) | self._evicted.holds(batch)))
+        asked = (~(self.suspects.absent(batch.names) | self._evicted.holds(batch))).nonzero()[0]
         if self.health.is_bypassed or not len(asked):
             return found
         question = batch if len(asked) == len(batch) else batch[asked]
@@ -401,7 +401,7 @@ class SharedTier(StorageTier):
     ) -> Mask:
         """See `StorageTier.read`. A block that is broken twice is deleted; until then a store may repair it."""
         right = np.zeros(len(batch), np.bool_)
-        at = np.flatnonzero(~self._evicted.holds(batch))  # since the medium was asked
+        at = (~self._evicted.holds(batch)).nonzero()[0]  # since the medium was asked
         if not len(at):
             return right
         wanted, there = batch[at], [blocks[i] for i in at]
@@ -421,7 +421,7 @@ class SharedTier(StorageTier):
     ) -> WriteReport:
         """See `StorageTier.write`. What is being deleted is dropped: which of the two came last, nobody could tell."""
         n, wanted = len(batch), wanted & ~self._is_being_deleted(batch)
-        at = np.flatnonzero(wanted)
+        at = wanted.nonzero()[0]
         written, dropped = np.zeros(n, np.bool_), ~wanted
         if len(at):
             there, chosen, serial = [blocks[i] for i in at], batch[at], self._evicted.serial

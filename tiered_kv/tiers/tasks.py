@@ -7,7 +7,8 @@ serves all calls that ended meanwhile.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from tiered_kv.system import Queue, system
@@ -16,7 +17,8 @@ from tiered_kv.values.log import log
 from tiered_kv.values.loop_calls import LoopCalls, carried
 
 T = TypeVar("T")
-_Call = tuple[Callable[..., Any], tuple[object, ...], "asyncio.Future[Any]"]
+_End = Callable[[Any, BaseException | None], None]
+_Call = tuple[Callable[..., Any], tuple[object, ...], _End]
 _LAST_STEPS_S = 1.0
 """What a cancelled task may take to settle what it began, at close."""
 _STEPS_A_TURN = 16
@@ -50,12 +52,31 @@ class WorkerPool:
         (StopIteration, a CancelledError, SystemExit) arrives as the cause of a RuntimeError.
         """
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        if self._begins(future):
+            self._calls.put((function, args, self._end_of(future)))
+        return future
+
+    def run_each(self, calls: Sequence[Callable[[], T]]) -> "asyncio.Future[list[T]]":
+        """Make blocking calls, each in any of the threads: the loop hears of them once, when all have ended.
+
+        Otherwise as `run`. The future carries what the first of them raised, of those that raised.
+        """
+        future: asyncio.Future[list[T]] = asyncio.get_running_loop().create_future()
+        if self._begins(future):
+            together = _Together(len(calls), self._end_of(future))
+            for number, call in enumerate(calls):
+                self._calls.put((call, (), partial(together.ended, number)))
+        return future
+
+    def _end_of(self, future: "asyncio.Future[Any]") -> _End:
+        return lambda result, error: self._loop_calls.call(self._finish, future, result, error)
+
+    def _begins(self, future: "asyncio.Future[Any]") -> bool:
         if self._closed:
             future.set_exception(RuntimeError(f"the threads of {self.name} have ended"))
-            return future
+            return False
         self._num_unfinished += 1
-        self._calls.put((function, args, future))
-        return future
+        return True
 
     @property
     def num_unfinished(self) -> int:
@@ -75,13 +96,13 @@ class WorkerPool:
 
     def _serve(self) -> None:
         while (call := self._calls.get()) is not None:
-            function, args, future = call
+            function, args, end = call
             try:
                 result, error = function(*args), None
             except BaseException as caught:  # noqa: BLE001 - carried to the caller, whatever it is
                 result, error = None, caught
-            self._loop_calls.call(self._finish, future, result, error)
-            del call, function, args, future, result, error  # else the last call's buffers live until the next one
+            end(result, error)
+            del call, function, args, end, result, error  # else the last call's buffers live until the next one
 
     def _finish(self, future: "asyncio.Future[Any]", result: object, error: BaseException | None) -> None:
         self._num_unfinished -= 1
@@ -91,6 +112,28 @@ class WorkerPool:
             future.set_result(result)
         else:
             future.set_exception(carried(error, f"a call in the threads of {self.name}"))
+
+
+class _Together:
+    """Calls of one batch, in several threads: whichever ends last says so."""
+
+    def __init__(self, num_calls: int, end: _End) -> None:
+        self._end = end
+        self._lock = system().lock()
+        self._num_left = num_calls
+        self._results: list[Any] = [None] * num_calls
+        self._errors: dict[int, BaseException] = {}
+
+    def ended(self, number: int, result: object, error: BaseException | None) -> None:
+        """Note how one ended, in its thread."""
+        self._results[number] = result
+        if error is not None:
+            self._errors[number] = error
+        with self._lock:
+            self._num_left -= 1
+            is_last = not self._num_left
+        if is_last:
+            self._end(self._results, self._errors[min(self._errors)] if self._errors else None)
 
 
 async def in_a_thread(loop_calls: LoopCalls, function: Callable[..., T], *args: object) -> T:

@@ -177,7 +177,7 @@ class BookedTier(Tier):
 
 def prefix_of(mask: Mask) -> int:
     """Count the leading positions of which it is true."""
-    holes = np.flatnonzero(~mask)
+    holes = (~mask).nonzero()[0]
     return int(holes[0]) if len(holes) else len(mask)
 
 
@@ -245,7 +245,7 @@ class HostTier(MemoryTier):
     def give_back(self, start: int, stop: int) -> bool:
         """See `BookedTier.give_back`."""
         idle = self.index.idle_retired(start, stop)
-        for run in np.split(idle, np.flatnonzero(np.diff(idle) > 1) + 1):
+        for run in np.split(idle, (np.diff(idle) > 1).nonzero()[0] + 1):
             if len(run):
                 self.slab.give_back(int(run[0]), int(run[-1]) + 1)
         return len(idle) == max(0, stop - start)

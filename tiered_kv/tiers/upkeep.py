@@ -88,7 +88,7 @@ async def _verify(tier: OwnedTier, names: Names, slots: Slots, blocks: list[Bloc
         if seen is None or not seen[0].any():
             return None if seen is None else 0
         with tier.index.lease(names[seen[0]]) as lease:
-            at = np.flatnonzero(seen[0])[lease.slots == slots[seen[0]]]
+            at = seen[0].nonzero()[0][lease.slots == slots[seen[0]]]
             if not len(at):
                 return 0
             names, slots = names[at], slots[at]

@@ -100,7 +100,7 @@ class DirectLoad(Load):
         right = np.zeros(len(part), np.bool_)
 
         async def read_from(number: int, waiter: Waiter) -> None:
-            tier, at = self._chain.storage[number - len(self._chain.memory)], np.flatnonzero(numbers == number)
+            tier, at = self._chain.storage[number - len(self._chain.memory)], (numbers == number).nonzero()[0]
             late = partial(self._say_late, tier.name, len(at))
             right[at] = await tier.read(part[at], [blocks[i] for i in at], waiter, late)
 

@@ -105,7 +105,7 @@ class HeldStore:
     ) -> None:
         """Take over what was reserved for ``batch``: all ``num_keys`` of the job, or none where there is no room."""
         self.chain = chain
-        self.positions = np.flatnonzero(reservation.slots >= 0)
+        self.positions = (reservation.slots >= 0).nonzero()[0]
         self.spec = CPULoadStoreSpec(reservation.slots[self.positions], chain.host.slab.name)
         self.present: Mask = np.zeros(num_keys, np.bool_)
         self.present[: len(batch)] = reservation.slots < 0
@@ -353,7 +353,7 @@ def bind(plan: Plan, per_block: int, blocks: GPULoadStoreSpec, start: int = 0) -
     moves = []
     for move in plan.moves:
         positions = np.array(move.positions, np.int64)
-        chosen = np.flatnonzero((positions >= start) & (positions < start + num_blocks))
+        chosen = ((positions >= start) & (positions < start + num_blocks)).nonzero()[0]
         engine = GPULoadStoreSpec(pages[positions[chosen] - start].ravel(), blocks.group)
         host = CPULoadStoreSpec(move.host.ids[chosen], move.host.pool)
         moves.append(replace(move, engine=engine, host=host, positions=tuple(positions[chosen].tolist())))

@@ -88,7 +88,7 @@ class LayerLoad(Load):
     def _scatter(self, gpu: NDArray[np.int64], host: NDArray[np.int64], layers: slice) -> None:
         """Copy layers of all blocks into the engine, from wherever each block is; in a stream's turn."""
         for tier, slots in ((self._gpu, gpu), (self._chain.host, host)):
-            if tier is not None and len(at := np.flatnonzero(slots >= 0)):
+            if tier is not None and len(at := (slots >= 0).nonzero()[0]):
                 pages = self._request.pages[at].ravel()
                 self._request.binding.scatter(tier.rows, slots[at], pages, layers=layers)
 

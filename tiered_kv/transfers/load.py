@@ -208,7 +208,7 @@ class Load(InTask):
         """Put the copies of a landed window on the stream; its leases end when they have."""
         chain, gpu, n, memory = self._chain, self._gpu, landed.num_blocks, self._request.binding
         pages = self._request.pages[landed.window.start : landed.window.start + n]
-        in_gpu, on_host = np.flatnonzero(landed.gpu >= 0), np.flatnonzero(landed.gpu < 0)
+        in_gpu, on_host = (landed.gpu >= 0).nonzero()[0], (landed.gpu < 0).nonzero()[0]
         head = on_host[: self._may_promote]
         promotion = self._promote(landed, head)
         promoted = head[promotion.slots >= 0] if promotion else head[:0]

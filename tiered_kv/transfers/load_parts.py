@@ -175,13 +175,13 @@ async def anywhere(
         _, states = memory.index.find(batch.names)
         there |= states > 0
     for tier in chain.storage:
-        left = np.flatnonzero(~there)
+        left = (~there).nonzero()[0]
         if not len(left):
             break
         there[left] = found = await tier.find_each(batch[left], silent)
         if tier.is_shared:
             said[tier] = said_of(left, found, len(batch))
-    at = np.flatnonzero(there)
+    at = there.nonzero()[0]
     if faults is not None and len(at) < len(batch):
         faults += silent
     return at, _of_each(said, at)
@@ -272,7 +272,7 @@ class GapLoad(InTask):
                 return
             resident = np.logical_or.reduce([memory.index.ready(request.batch.names[at]) for memory in memories])
             # Two of them: no medium delays what is in memory.
-            each = [where for where in (np.flatnonzero(~resident), np.flatnonzero(resident)) if len(where)]
+            each = [where for where in ((~resident).nonzero()[0], resident.nonzero()[0]) if len(where)]
             parts = [at[where] for where in each]
             results = await self._load_each(parts, [_of_each(said, where) for where in each])
             for part, result in zip(parts, results, strict=True):

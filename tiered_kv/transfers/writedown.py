@@ -239,7 +239,7 @@ class WriteDown:
         if not absent.any():
             return 0
         slots, _ = gpu.index.find(self._batch.names)
-        at = np.flatnonzero(absent & (slots == self._slots))  # the others were evicted by name
+        at = (absent & (slots == self._slots)).nonzero()[0]  # the others were evicted by name
         again = np.zeros(len(at), np.bool_)
         if self._kind is Kind.CLEAN:
             line = self._chain.waiting[gpu]
@@ -315,7 +315,7 @@ class WriteDown:
         if waiting is not None:
             again = waiting.again(batch[report.failed], slots[report.failed], self._lease, most_tries=_MOST_TRIES)
             num_again = int(np.count_nonzero(again))
-            report.failed[np.flatnonzero(report.failed)[again]] = False
+            report.failed[report.failed.nonzero()[0][again]] = False
             if all(each.health.is_shedding for each in self._to or ()):  # nobody tried, or wants it now
                 waiting.put_back(batch[report.dropped], slots[report.dropped], self._lease, self._came)
                 num_again += int(np.count_nonzero(report.dropped))

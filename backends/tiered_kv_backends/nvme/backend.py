@@ -245,7 +245,7 @@ class NVMeBackend(SlotBackend):
         """Say which positions of a batch are whose, and their slots there."""
         d = len(self._disks)
         whose, local = slots % d, slots // d
-        shares = [(disk, np.flatnonzero(whose == disk.number)) for disk in self._disks]
+        shares = [(disk, (whose == disk.number).nonzero()[0]) for disk in self._disks]
         return [(disk, at, local[at]) for disk, at in shares]
 
     async def _move(self, slots: Slots, call: _Call) -> list[Outcome]:

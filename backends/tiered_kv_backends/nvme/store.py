@@ -122,7 +122,8 @@ class Group:
         """Return the slots that may hold a record, are not being written, and are not among ``slots``."""
         is_held = self.states == HELD
         is_held[slots] = False
-        return np.flatnonzero(is_held)
+        held: Slots = is_held.nonzero()[0]
+        return held
 
     async def until_erased(self, slots: Slots) -> None:
         """Return when none of these is being erased."""
@@ -435,7 +436,7 @@ class Store:
             BackendUnavailableError: The disk is gone.
         """
         num_slots = self._group(group, slots[:0]).slab.num_slots
-        there = np.flatnonzero(slots < num_slots)
+        there = (slots < num_slots).nonzero()[0]
         outcomes = [Outcome.MISS] * len(slots)
         found = await self.read(group, slots[there], [into[i] for i in there.tolist()])
         for i, outcome in zip(there.tolist(), found, strict=True):
@@ -604,13 +605,15 @@ class Store:
         num_free = max(1, self.settings.num_threads - self._num_moving[workers])
         share = min(slab.call_blocks, -(-end // num_free)) or 1
         parts = [slice(start, start + share) for start in range(0, end, share)]
-        jobs = [self._run(workers, function, order[part], sorted_slots[part], sorted_blocks[part]) for part in parts]
+        assert self._calls is not None  # noqa: S101 - `_group` has raised before
+        guarded = self._calls.guarded
+        jobs = [partial(guarded, function, order[part], sorted_slots[part], sorted_blocks[part]) for part in parts]
+        if not jobs:
+            return []
+        moving = asyncio.ensure_future(workers.run_each(jobs))
         self._num_moving[workers] += len(jobs)
-        for job in jobs:
-            job.add_done_callback(partial(self._moved, workers))
-        if jobs:
-            await asyncio.wait(jobs)  # for all, whatever one raises: the blocks are lent until this call returns
-        moved = [job.result() for job in jobs]
+        moving.add_done_callback(partial(self._moved, workers, len(jobs)))
+        moved = await moving
         outcomes = [Outcome.FAILED] * end
         for i, outcome in zip(order, chain.from_iterable(part.outcomes for part in moved), strict=True):
             outcomes[i] = outcome
@@ -624,8 +627,8 @@ class Store:
                 raise BackendUnavailableError(f"{self.path}: {error.strerror}") from error
         return outcomes
 
-    def _moved(self, workers: Workers, _: "asyncio.Future[Moved]") -> None:
-        self._num_moving[workers] -= 1
+    def _moved(self, workers: Workers, num_calls: int, _: object) -> None:
+        self._num_moving[workers] -= num_calls
 
     def _run(self, workers: Workers, function: Callable[..., T], *args: object) -> "asyncio.Future[T]":
         assert self._calls is not None  # noqa: S101 - `_group` has raised before

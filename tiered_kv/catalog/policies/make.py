@@ -118,7 +118,7 @@ class GuardedPolicy(Policy):
         log("error", "policy.failed", exc_info=error, policy=type(self._policy).__name__)
         self._policy = LRUPolicy(self._capacity)
         self._policy.resize(self.num_slots)
-        self._policy.unpark(np.flatnonzero(self._is_evictable))
+        self._policy.unpark(self._is_evictable.nonzero()[0])
 
 
 _POLICIES: Final[dict[str, type[Policy]]] = {

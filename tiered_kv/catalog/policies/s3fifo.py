@@ -76,7 +76,7 @@ class S3FIFOPolicy(Policy):
         self._is_parked[keep] = True
         small, main = self._front(self._small, n + _LOOKED_AT), self._front(self._main, 4 * n + _LOOKED_AT)
         self._is_parked[keep] = False
-        failed = np.flatnonzero(self._num_uses[small] <= 1)[: self._surplus]
+        failed = (self._num_uses[small] <= 1).nonzero()[0][: self._surplus]
         idle_first = main[np.argsort(self._num_uses[main], kind="stable")]
         return np.concatenate((small[failed], idle_first, np.delete(small, failed)))[:n]
 
@@ -157,7 +157,7 @@ class S3FIFOPolicy(Policy):
         most = 2 * num_victims
         while True:
             head = queue.head(most)
-            victims = np.flatnonzero(self._is_victim[head])
+            victims = self._is_victim[head].nonzero()[0]
             if len(victims) == num_victims:
                 break
             most *= 2
