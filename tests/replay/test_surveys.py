@@ -10,9 +10,9 @@ from tiered_kv.traces import Request, Trace, agents, api_batches, chat, zipf_pro
 
 COST = BlockCost(token_bytes=8, prefill_tokens_a_s=100.0)
 PAIRS: list[tuple[Callable[..., Trace], str]] = [
-    (chat, "arc"),
+    (chat, "lhd"),
     (agents, "mq"),
-    (zipf_prompts, "s3-fifo"),
+    (zipf_prompts, "arc"),
     (api_batches, "lhd"),
 ]
 

@@ -186,8 +186,8 @@ class OwnedTierSettings(TierSettings):
     """Base of the settings of a tier whose slots this cache gives and takes."""
 
     policy: str = DEFAULT_POLICY
-    """Which blocks go first when there is no room: ``"lhd"``, ``"lru"``, ``"mq"``, ``"arc"``, ``"s3-fifo"``, or a
-    class, ``"package.module:Class"``."""
+    """Which blocks go first when there is no room: ``"lhd"``, ``"lru"``, ``"mq"``, ``"arc"``, or a class,
+    ``"package.module:Class"``."""
     ttl_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """For how long a block is served after it came to this tier; see the guide on write policies for how exactly."""
     exclusive: bool = False

@@ -13,7 +13,6 @@ from tiered_kv.catalog.policies.base import Policy
 from tiered_kv.catalog.policies.lhd import LHDPolicy
 from tiered_kv.catalog.policies.lru import LRUPolicy
 from tiered_kv.catalog.policies.mq import MQPolicy
-from tiered_kv.catalog.policies.s3fifo import S3FIFOPolicy
 from tiered_kv.catalog.table import Slots
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.hints import ReuseHint
@@ -122,7 +121,7 @@ class GuardedPolicy(Policy):
 
 
 _POLICIES: Final[dict[str, type[Policy]]] = {
-    "lru": LRUPolicy, "arc": ARCPolicy, "mq": MQPolicy, "s3-fifo": S3FIFOPolicy, "lhd": LHDPolicy,
+    "lru": LRUPolicy, "arc": ARCPolicy, "mq": MQPolicy, "lhd": LHDPolicy,
 }  # fmt: skip
 
 
