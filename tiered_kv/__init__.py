@@ -121,7 +121,6 @@ if TYPE_CHECKING:
     from tiered_kv.cache.blocking import BlockingTieredKV, open_blocking
     from tiered_kv.cache.closing import Draining
     from tiered_kv.cache.planner import Planner
-    from tiered_kv.cache.sessions import SessionPlanner, SessionStatistics
     from tiered_kv.cache.tiered_kv import TieredKV
     from tiered_kv.cache.worker import Worker
     from tiered_kv.host.client import ConnectedKV
@@ -152,8 +151,6 @@ _IMPORTED_LATER: Final = {
     "LoadTicket": "transfers.submissions",
     "Planner": "cache.planner",
     "PrefetchHandle": "transfers.prefetch",
-    "SessionPlanner": "cache.sessions",
-    "SessionStatistics": "cache.sessions",
     "StoreHandle": "transfers.store",
     "StoreTicket": "transfers.submissions",
     "ConnectedKV": "host.client",
@@ -257,8 +254,6 @@ __all__ = [
     "Removed",
     "ReuseHint",
     "SequencePreempted",
-    "SessionPlanner",
-    "SessionStatistics",
     "Shard",
     "SlabHandle",
     "SlotBackend",

@@ -161,7 +161,7 @@ class SimulatedChain:
         found, rest = names[: located.num_blocks], names[located.num_blocks :]
         if self._promote and len(found):
             for tier in self.memory:
-                self.promote(tier, found)
+                tier.promoted += tier.add(found)
         for tier in self.tiers:
             tier.index.touch(found)
         admitted = self._admission.use(names)
@@ -170,12 +170,6 @@ class SimulatedChain:
             tier = self.tiers[number]
             tier.written += tier.add(names[mask])
         return hits
-
-    def promote(self, tier: SimulatedTier, names: Names) -> int:
-        """Copy up what a memory tier lacks of blocks that are in some tier; return how many came."""
-        num_new = tier.add(names)
-        tier.promoted += num_new
-        return num_new
 
     def _store(self, names: Names) -> None:
         """As a store does: blocks that the first memory tier has go no further."""
