@@ -197,8 +197,8 @@ def _build_chains(
 
 def _budget(in_flight: int, part: StoragePart, clock: Callable[[], float]) -> Budget:
     settings = part.settings
-    reads = Pace(settings.read_bandwidth, settings.reads_per_s, clock)
-    writes = Pace(settings.write_bandwidth, settings.writes_per_s, clock)
+    reads = Pace(settings.read_bandwidth, clock)
+    writes = Pace(settings.write_bandwidth, clock)
     return Budget(in_flight, reads, writes, Bandwidth(part.scrub_bandwidth, clock))
 
 

@@ -20,8 +20,8 @@ Bytes = Annotated[ByteSize, Field(gt=0)]
 
 
 _FOR_STORAGE = (
-    "admit_after", "exclusive", "encryption", "scrub_bandwidth", "read_bandwidth", "write_bandwidth", "reads_per_s",
-    "writes_per_s", "max_write_bytes_per_day",
+    "admit_after", "exclusive", "encryption", "scrub_bandwidth", "read_bandwidth", "write_bandwidth",
+    "max_write_bytes_per_day",
 )  # fmt: skip
 """What every tier's settings have, and tiers in memory do not take."""
 

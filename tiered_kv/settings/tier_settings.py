@@ -106,14 +106,9 @@ class TierSettings(Checked):
     to: what is evicted here stays there, and is not found here any more. For shared media."""
 
     read_bandwidth: ByteSize | None = Field(default=None, gt=0)
-    """Bytes a second that loads and prefetches may read here; no limit if left out, as for the next three. For storage
-    tiers."""
+    """Bytes a second that loads and prefetches may read here; no limit if left out. For storage tiers."""
     write_bandwidth: ByteSize | None = Field(default=None, gt=0)
-    """Bytes a second that may be written here."""
-    reads_per_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """Blocks a second that may be read here: each is a request, or a part of one."""
-    writes_per_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """Blocks a second that may be written here."""
+    """Bytes a second that may be written here; no limit if left out. For storage tiers."""
     max_write_bytes_per_day: ByteSize | None = Field(default=None, gt=0)
     """Bytes that may be written here in a day, for a disk that wears out or a store that bills them; no limit if left
     out. What would be more is dropped, and not waited for. An hour's share may be written at once, and after a restart.

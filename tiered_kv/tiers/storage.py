@@ -213,7 +213,7 @@ class StorageTier(Tier):
     async def take(self, n: int, waiter: Waiter) -> Give | None:
         """Wait for our turn to move ``n`` blocks; None once the tier stalls: behind a hung call it might never come."""
         started = self.health.clock()
-        give = await self.budget.take_unless(lambda: self._is_off(waiter), self._num_bytes(n), waiter, num_blocks=n)
+        give = await self.budget.take_unless(lambda: self._is_off(waiter), self._num_bytes(n), waiter)
         waited_s = self.health.clock() - started
         if waiter.kind in _READERS:
             self.counters.read_queue_s += waited_s
