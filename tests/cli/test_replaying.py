@@ -74,18 +74,6 @@ def test_a_real_cache_is_that_of_the_settings(tmp_path: Path) -> None:
     assert found["hit_rate"] == found["real"]["hit_rate"]
 
 
-def test_an_exclusive_tier_is_refused(tmp_path: Path) -> None:
-    """What a replay would get wrong it does not answer."""
-    file = tmp_path / "kv.toml"
-    file.write_text(
-        '[[tiers]]\nmedium = "cpu"\ncapacity = "8GiB"\n[[tiers]]\nmedium = "nvme"\npath = "kv"\ncapacity = "9GiB"\n'
-        'write = "back"\nexclusive = true\n'
-    )
-    result = run("replay", "synthetic:chat?num_requests=9", "--config", file)
-    assert result.exit_code == 2
-    assert "'nvme' is exclusive" in result.stderr
-
-
 def test_replay_takes_settings_and_synthetic_traces(tmp_path: Path) -> None:
     """A file of settings says which tiers; a name makes up requests."""
     file = tmp_path / "kv.toml"

@@ -65,11 +65,7 @@ class TierPlan:
 
 
 def plans_from(settings: TieredKVSettings) -> list[TierPlan]:
-    """Return the tiers of settings; those without a capacity are imagined without a bound.
-
-    Raises:
-        ConfigurationError: A tier is exclusive, which is not imagined.
-    """
+    """Return the tiers of settings; those without a capacity are imagined without a bound."""
     return [_plan_of(tier) for tier in settings.tiers]
 
 
@@ -184,8 +180,6 @@ class SimulatedChain:
 
 
 def _plan_of(tier: TierSettings) -> TierPlan:
-    if getattr(tier, "exclusive", False):
-        raise ConfigurationError(f"tier {tier_name(tier)!r} is exclusive, which cannot be imagined: leave that out")
     capacity, policy = getattr(tier, "capacity", None), getattr(tier, "policy", "lru")
     return TierPlan(
         tier_name(tier),

@@ -185,9 +185,6 @@ class OwnedTierSettings(TierSettings):
     ``"package.module:Class"``."""
     ttl_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """For how long a block is served after it came to this tier; see the guide on write policies for how exactly."""
-    exclusive: bool = False
-    """Whether a block is either here or in the CPU tier: it leaves that when it is written here, and leaves this when
-    it is loaded. For storage with ``write="back"``."""
     scrub_bandwidth: ByteSize | None = Field(default=None, gt=0)
     """Bytes a second that are read in the background to verify what lies there; nothing is if left out. For storage."""
     scrub_interval_s: float = Field(default=7 * 24 * 3600.0, gt=0, allow_inf_nan=False)

@@ -251,7 +251,6 @@ class Fills:
         self,
         host: HostTier,
         tiers: Sequence[StorageTier | None],
-        waiting: Waiting | None,
         room: Room,
         tasks: Tasks,
     ) -> None:
@@ -260,13 +259,11 @@ class Fills:
         Args:
             host: Whose slots are filled.
             tiers: By the number that the chain gives them, those to read from; None for those in memory.
-            waiting: Where blocks wait that have left an exclusive tier.
             room: Who waits for host slots.
             tasks: Of the cache.
         """
         self._host = host
         self._tiers = tiers
-        self._waiting = waiting
         self._room = room
         self._tasks = tasks
         self._pending: dict[int, Fill] = {}  # by slot
@@ -349,10 +346,8 @@ class Fills:
             arrived[at] = right
             lease = reservation.commit(arrived)
             fill.arrived |= lease.slots >= 0
-            kept = int(np.count_nonzero((lease.slots >= 0) & ~self._host.index.is_transient(lease.slots)))
-            self._host.counters.promoted += kept
-            if kept and tier.is_exclusive:
-                self._take_over(tier, batch, lease)
+            kept = (lease.slots >= 0) & ~self._host.index.is_transient(lease.slots)
+            self._host.counters.promoted += int(np.count_nonzero(kept))
             fill.keep(lease)
             self._room.changed()  # nobody may want these any more, and the other tiers may take long
             open_tiers.discard(number)
@@ -369,13 +364,6 @@ class Fills:
                     raise error
         finally:
             self.conclude(fill, reservation)
-
-    def _take_over(self, tier: StorageTier, batch: Batch, lease: Lease) -> None:
-        """Have blocks that were read from an exclusive tier on the host only, where they wait to go back."""
-        kept = (lease.slots >= 0) & ~self._host.index.is_transient(lease.slots)
-        assert self._waiting is not None  # noqa: S101 - such a tier is written back, from the host
-        self._waiting.add(batch[kept], lease.slots[kept], lease)
-        self._tasks.spawn(tier.forget(batch[kept]), f"forget what left {tier.name}")
 
     def faults_of(self, fill: Fill) -> list[TierFault]:
         """Name what kept blocks of a fill from arriving."""

@@ -247,11 +247,6 @@ class OwnedTier(StorageTier, BookedTier):
         return not self.health.is_bypassed
 
     @property
-    def is_exclusive(self) -> bool:
-        """Whether a block is either here or in the CPU tier."""
-        return isinstance(self.settings, OwnedTierSettings) and self.settings.exclusive
-
-    @property
     def is_scrubbed(self) -> bool:
         """Whether what lies there is verified in the background."""
         return isinstance(self.settings, OwnedTierSettings) and self.settings.scrub_bandwidth is not None

@@ -100,11 +100,6 @@ class StorageTier(Tier):
         """Whether blocks wait above this tier for the cleaner."""
         return self.settings.write == "back"
 
-    @property
-    def is_exclusive(self) -> bool:
-        """Whether a block is either here or in the CPU tier."""
-        return False
-
     @abstractmethod
     async def find(self, batch: Batch, faults: list[TierFault] | None = None) -> Mask:
         """Say which blocks can be read: in a shared tier, a prefix at most.

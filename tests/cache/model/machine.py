@@ -94,7 +94,6 @@ class Machine(RuleBasedStateMachine):
     @initialize(
         chain=st.integers(0, 11),
         writes_back=st.booleans(),
-        is_exclusive=st.booleans(),
         is_required=st.booleans(),
         codec=st.sampled_from(["none", "none", "fp8", "exponent"]),
         cipher=st.sampled_from(["", "", "aes-256-gcm", "aes-256-gmac"]),
