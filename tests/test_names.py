@@ -17,6 +17,7 @@ MODULES = {
 }
 PAGES = [*sorted((REPOSITORY / "docs").rglob("*.md")), REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md"]
 NAME = re.compile(r"(?<!`)`([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)(?:\(\))?`(?!`)")
+REFERENCE = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
 FILE = re.compile(r"(?<!`)`((?:[\w-]+/)+[\w-]+\.(?:py|toml|md))`(?!`)")
 SUFFIXES = {"bin", "json", "lock", "md", "py", "svg", "toml", "txt"}
 NOT_OURS = {
@@ -126,4 +127,13 @@ def test_every_file_that_is_named_exists() -> None:
         for file in FILE.findall(line)
         if file not in NOT_OURS and not any((root / file).exists() for root in roots)
     ]
+    assert not found, "\n".join(found)
+
+
+def test_the_reference_is_made_of_what_there_is() -> None:
+    """Each directive names a module, or something in a module, by its full path."""
+    house = House()
+    named = [(page, name) for page in PAGES for name in REFERENCE.findall(page.read_text())]
+    found = [f"{page.relative_to(REPOSITORY)} {name}" for page, name in named if house.has(name) is not True]
+    assert named
     assert not found, "\n".join(found)
