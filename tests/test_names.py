@@ -15,7 +15,10 @@ MODULES = {
     for root, package in zip(ROOTS, ("tiered_kv", "tiered_kv_backends"), strict=True)
     for path in sorted((root / package).rglob("*.py"))
 }
-PAGES = [*sorted((REPOSITORY / "docs").rglob("*.md")), REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md"]
+PAGES = [
+    *sorted((REPOSITORY / "docs").rglob("*.md")),
+    *(REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
+]
 NAME = re.compile(r"(?<!`)`([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)(?:\(\))?`(?!`)")
 REFERENCE = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
 FILE = re.compile(r"(?<!`)`((?:[\w-]+/)+[\w-]+\.(?:py|toml|md))`(?!`)")
