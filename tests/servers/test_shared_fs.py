@@ -25,10 +25,9 @@ from tiered_kv.testing import GROUPS, BackendTests, block_key, make_block, open_
 from tiered_kv.testing.helpers import ended
 from tiered_kv.values.errors import BackendUnavailableError, ClosedError, ConfigurationError
 from tiered_kv.values.keys import BlockKey, salt_digest
-from tiered_kv_backends.shared_fs.backend import SharedFSBackend
+from tiered_kv_backends.shared_fs import SharedFSBackend, delete_tenant, sweep
 from tiered_kv_backends.shared_fs.files import Work, probe, write_records
 from tiered_kv_backends.shared_fs.ledger import Ledger
-from tiered_kv_backends.shared_fs.tenants import delete_tenant, sweep
 
 SIZE = GROUPS[0].payload_bytes
 RECORD = 4096 + SIZE

@@ -406,7 +406,7 @@ class Prefetch(Message, frozen=True, tag="prefetch"):
 
 
 class Lease(Message, frozen=True, tag="lease"):
-    """Hold a prefix in host memory, until `messages.Cancel`."""
+    """Hold a prefix in host memory, until `Cancel`."""
 
     id: int
     keys: Keys

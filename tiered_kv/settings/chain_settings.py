@@ -88,8 +88,11 @@ def tier_from(value: object) -> TierSettings:
     if isinstance(value, TierSettings):
         model = _model_of(value.medium)
         if not isinstance(value, model):
-            given, wanted = type(value).__qualname__, f"{model.__module__}.{model.__qualname__}"
-            raise ConfigurationError(f"medium {value.medium!r} takes {wanted}, not {given}")
+            package = model.__module__
+            if package.startswith("tiered_kv."):
+                package = "tiered_kv"  # which room of ours a model is in is nobody's concern
+            wanted = f"{package}.{model.__qualname__}"
+            raise ConfigurationError(f"medium {value.medium!r} takes {wanted}, not {type(value).__qualname__}")
         return value
     if not isinstance(value, Mapping):
         if isinstance(value, type):

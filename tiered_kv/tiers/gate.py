@@ -52,7 +52,7 @@ class Kind(enum.IntEnum):
     PREFETCH = 1
     STORE = 2
     CLEAN = 3
-    """Writes down what waited, see `transfers.cleaner`."""
+    """Writes down what waited, see `transfers.writedown.Cleaner`."""
 
 
 _SHARE: Final = {Priority.LOAD: 1.0, Priority.PREFETCH: 0.75, Priority.STORE: 0.5, Priority.DEMOTE: 0.25}

@@ -122,7 +122,7 @@ class Ledger:
         tier.index.on_change = partial(self.changed, place)
 
     def changed(self, place: Place, change: Change, names: Names) -> None:
-        """Take note of what changed in an owned tier; see `catalog.statistics.OnChange`."""
+        """Take note of what changed in an owned tier; see `catalog.books.OnChange`."""
         if change is Change.CLEARED:
             self._forget()
         elif (fate := _FATE_OF.get(change)) is not None:

@@ -25,6 +25,7 @@ from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from tiered_kv.catalog.books import Change
 from tiered_kv.catalog.index import TierIndex
@@ -242,8 +243,8 @@ class OwnedTier(StorageTier, BookedTier):
             self._see_missing()
 
     @property
+    @override
     def is_in_use(self) -> bool:
-        """See `BookedTier.is_in_use`."""
         return not self.health.is_bypassed
 
     @property
@@ -273,8 +274,8 @@ class OwnedTier(StorageTier, BookedTier):
         """See `StorageTier.find`; exact, and does not wait."""
         return np.zeros(len(batch), np.bool_) if self.health.is_bypassed else self.index.ready(batch.names)
 
+    @override
     async def locate(self, batch: Batch) -> LoadStoreSpec | None:
-        """See `Tier.locate`."""
         if (slots := self.slots_of(batch)) is None:
             return None
         return await self._locate(partial(self.backend.locate, self.group, slots), len(batch))
@@ -423,16 +424,16 @@ class OwnedTier(StorageTier, BookedTier):
         """Put blocks again where no record is kept any more, unless the medium has lost that place meanwhile."""
         self.index.use_again(slots if self._missing is None else slots[~self._missing.slots[slots]])
 
+    @override
     def lacks(self, batch: Batch) -> Mask:
-        """See `StorageTier.lacks`."""
         return ~self.index.ready(batch.names)
 
+    @override
     def touch(self, batch: Batch) -> None:
-        """See `StorageTier.touch`."""
         self.index.touch(batch.names)
 
+    @override
     def hint(self, batch: Batch, hint: ReuseHint) -> None:
-        """See `StorageTier.hint`."""
         self.index.hint(batch.names, hint)
 
     def forget(self, batch: Batch) -> Coroutine[Any, Any, None]:
@@ -490,8 +491,8 @@ class OwnedTier(StorageTier, BookedTier):
 
         return clear()
 
+    @override
     def tick(self) -> None:
-        """See `StorageTier.tick`."""
         if self._journal.is_owing and not self.health.is_off("checkpoint"):
             self._begin_to_pay()
         if self.health.num_late:
@@ -555,8 +556,8 @@ class OwnedTier(StorageTier, BookedTier):
             raise BackendUnavailableError(f"{self.name} is not open yet: resize it once it is")
         return self.backend.fit(capacity_bytes)
 
+    @override
     async def grow(self, num_slots: int, more_bytes: int) -> None:
-        """See `BookedTier.grow`."""
         await self._resize(num_slots)
 
     async def shrink(self, num_slots: int) -> None:

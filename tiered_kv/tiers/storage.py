@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.table import hash_names
@@ -91,8 +92,8 @@ class StorageTier(Tier):
         parts.health.on_stall.append(parts.budget.room.changed)
 
     @property
+    @override
     def can_keep(self) -> bool:
-        """See `Tier.can_keep`."""
         return not self.settings.read_only
 
     @property

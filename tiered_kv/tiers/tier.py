@@ -14,6 +14,7 @@ from typing import Final
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.memory.host import HostSlab, check_host_memory
@@ -202,8 +203,8 @@ class MemoryTier(BookedTier):
         return self.index.num_slots > 0
 
     @property
+    @override
     def is_in_use(self) -> bool:
-        """See `BookedTier.is_in_use`."""
         return True
 
     def slots_within(self, capacity_bytes: int, block_bytes: int) -> int:
@@ -229,8 +230,8 @@ class HostTier(MemoryTier):
         slots = self.slots_of(batch)
         return None if slots is None else CPULoadStoreSpec(slots, self.slab.name)
 
+    @override
     def slots_within(self, capacity_bytes: int, block_bytes: int) -> int:
-        """See `BookedTier.slots_within`."""
         num_slots, most = capacity_bytes // block_bytes, self.index.max_slots
         if not 0 < num_slots <= most:
             raise ConfigurationError(
@@ -238,12 +239,12 @@ class HostTier(MemoryTier):
             )
         return num_slots
 
+    @override
     async def grow(self, num_slots: int, more_bytes: int) -> None:
-        """See `BookedTier.grow`."""
         check_host_memory(more_bytes)
 
+    @override
     def give_back(self, start: int, stop: int) -> bool:
-        """See `BookedTier.give_back`."""
         idle = self.index.idle_retired(start, stop)
         for run in np.split(idle, (np.diff(idle) > 1).nonzero()[0] + 1):
             if len(run):

@@ -12,6 +12,7 @@ from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from tiered_kv.catalog.leases import Reservation
 from tiered_kv.memory.lanes import LaneCopy, RevokedError
@@ -50,8 +51,8 @@ class LayerLoad(Load):
         self._num_left = self.num_layers
         self._error: BaseException | None = None
 
+    @override
     def copy_of(self, layer: int) -> LaneCopy | None:
-        """See `Load.copy_of`."""
         return self._layers[layer] if layer < len(self._layers) else None
 
     def revoke_copies(self) -> None:
@@ -159,8 +160,8 @@ class LayerStore(Store):
         await self._use_present()
         return self._result(loop.time() - started)
 
+    @override
     def store_layer(self, layer: int, after: object) -> None:
-        """See `StoreHandle.store_layer`."""
         num_layers = self._chain.group.num_layers
         if not 0 <= layer < num_layers:
             raise ConfigurationError(f"layer {layer} is not one of the KV group's {num_layers}")

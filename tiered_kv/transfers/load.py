@@ -13,6 +13,7 @@ from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from tiered_kv.catalog.leases import Reservation
 from tiered_kv.memory.copies import copy_rows
@@ -103,13 +104,13 @@ class Load(InTask):
         )
         self._may_promote = self._gpu.index.room_for(batch.names) if self._gpu and promote else 0
 
+    @override
     def copy_of(self, layer: int) -> LaneCopy | None:
-        """See `Loading.copy_of`."""
         return self._last
 
     @property
+    @override
     def is_copying(self) -> bool:
-        """See `Loading.is_copying`."""
         return any(copied.landed.num_blocks for copied in self._copied)
 
     async def run(self) -> LoadResult:

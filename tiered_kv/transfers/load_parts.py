@@ -20,6 +20,7 @@ from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.storage import StorageTier
@@ -64,8 +65,8 @@ class BackLoad(InTask):
         chain = self._request.chain
         return self.start_load(chain.tasks.spawn(self._run(), f"load {len(self._request.batch)} blocks from the back"))
 
+    @override
     def stop_before(self, block: int) -> int:
-        """See `LoadHandle.stop_before`."""
         check_stop(self._request, block)
         while self._parts and (first := self._parts[-1]).start < block and not first.handle.is_copying:
             self._parts.pop()

@@ -387,7 +387,7 @@ class TierStatistics:
         hits: Blocks loaded that this tier had before any promotion: each block loaded counts in one tier.
         dirty: Blocks that wait here to be written below.
         withheld: Slots that no block is put in for now: their disk is away, or no key opens the records in them.
-        written, promoted, evicted, dropped, corrupt, failed, expired: Blocks, see `tiers.memory.Counters`.
+        written, promoted, evicted, dropped, corrupt, failed, expired: Blocks, see `tiers.tier.Counters`.
         held_back: Of the dropped ones, those that `max_write_bytes_per_day` has kept from being written.
         bytes_read, bytes_written: Of records that the medium brought and took, headers and padding included. 0 for
             memory tiers, whose copies are a part of each load and store.

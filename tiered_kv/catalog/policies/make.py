@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 import numpy as np
+from typing_extensions import override
 
 from tiered_kv.catalog.policies.arc import ARCPolicy
 from tiered_kv.catalog.policies.base import Policy
@@ -35,38 +36,38 @@ class GuardedPolicy(Policy):
         self._is_evictable = np.full(self._capacity, fill_value=False)
         self._num_evictable = 0
 
+    @override
     def resize(self, num_slots: int) -> None:
-        """See `Policy.resize`."""
         super().resize(num_slots)
         self._tell(lambda policy: policy.resize(num_slots))
 
     def __len__(self) -> int:
         return self._num_evictable
 
+    @override
     def add(self, slots: Slots, names: Names) -> None:
-        """See `Policy.add`."""
         self._tell(lambda policy: policy.add(slots, names))
 
+    @override
     def use(self, slots: Slots) -> None:
-        """See `Policy.use`."""
         self._tell(lambda policy: policy.use(slots))
 
+    @override
     def hint(self, slots: Slots, hint: ReuseHint, elapsed_s: float) -> None:
-        """See `Policy.hint`."""
         self._tell(lambda policy: policy.hint(slots, hint, elapsed_s))
 
+    @override
     def park(self, slots: Slots) -> None:
-        """See `Policy.park`."""
         self._mark(slots, is_evictable=False)
         self._tell(lambda policy: policy.park(slots))
 
+    @override
     def unpark(self, slots: Slots, *, cold: bool = False) -> None:
-        """See `Policy.unpark`."""
         self._mark(slots, is_evictable=True)
         self._tell(lambda policy: policy.unpark(slots, cold=cold))
 
+    @override
     def victims(self, n: int, keep: Slots) -> Slots:
-        """See `Policy.victims`."""
         try:
             victims = np.asarray(self._policy.victims(n, keep), np.int64)
             self._check(victims, n, keep)
@@ -75,13 +76,13 @@ class GuardedPolicy(Policy):
             victims = self._policy.victims(n, keep)
         return victims
 
+    @override
     def evict(self, slots: Slots, names: Names) -> None:
-        """See `Policy.evict`."""
         self._mark(slots, is_evictable=False)
         self._tell(lambda policy: policy.evict(slots, names))
 
+    @override
     def order(self) -> Slots:
-        """See `Policy.order`."""
         try:
             order = np.asarray(self._policy.order(), np.int64)
             self._check(order, self._num_evictable, order[:0])
@@ -90,8 +91,8 @@ class GuardedPolicy(Policy):
             order = self._policy.order()
         return order
 
+    @override
     def clear(self) -> None:
-        """See `Policy.clear`."""
         self._is_evictable[:] = False
         self._num_evictable = 0
         self._tell(lambda policy: policy.clear())

@@ -13,7 +13,7 @@ from tiered_kv.values.errors import BlockCorruptError, LayoutMismatchError, Tier
 from tiered_kv.values.keys import BlockKey, Namespace, Shard
 from tiered_kv_backends.nvme.ledger import parse
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 
 
 @pytest.fixture(scope="module")

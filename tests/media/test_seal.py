@@ -30,7 +30,7 @@ PAYLOAD = bytes(range(251)) * 13
 SPACE = Namespace(bytes([7]) * 32, epoch=bytes([8]) * 32, salt=bytes([9]) * 32, shard=Shard(1, 2))
 KEY = BlockKey(SPACE, bytes([10]) * 32)
 BOTH = pytest.mark.parametrize("cipher", ["aes-256-gcm", "aes-256-gmac"])
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 
 
 def sealed(seal: Seal | None, key: BlockKey = KEY, payload: bytes = PAYLOAD) -> bytes:

@@ -178,7 +178,7 @@ def test_a_cpu_tier_may_be_empty_and_a_gpu_tier_may_not() -> None:
         ),
         (
             [TierSettings(medium="cpu")],
-            "tiers[0]: medium 'cpu' takes tiered_kv.chain_settings.CPUTier, not TierSettings",
+            "tiers[0]: medium 'cpu' takes tiered_kv.CPUTier, not TierSettings",
         ),
     ],
 )
