@@ -128,11 +128,11 @@ class TierCalls(BlockCache):
                 return await with_specs(*parts[0], result)
         return result
 
-    def lookup_at_once(self, keys: BlockKeys) -> LookupResult | None:
+    def lookup_at_once(self, keys: BlockKeys, *, where: bool = False) -> LookupResult | None:
         """`lookup` if nobody has to be waited for; None if there are tiers to ask. For the event loop's thread."""
         cache = self._open()
         parts = cache.batches(keys)
-        if any(chain.shared for chain, _ in parts):
+        if where or any(chain.shared for chain, _ in parts):
             return None
         cache.note("lookup", keys)
         return _looked_up(cache, keys, parts, [chain.locate(batch) for chain, batch in parts])

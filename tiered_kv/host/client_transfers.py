@@ -46,6 +46,9 @@ _COPIED_AT_ONCE_BYTES: Final = 256 << 10
 """Some 40 us of copying, which is what a thread needs to be woken and to wake the loop."""
 
 
+PAST_EPOCHS: Final = 8
+
+
 class Moving(Generic[R]):
     """One transfer of this client. Its copies are asked for by the server."""
 
@@ -491,12 +494,14 @@ class Starts:
 
     Attributes:
         epoch: The digest of the weights that the engine serves.
+        past_epochs: Digests of weights that it served before, the last one first; a few.
         is_draining: Whether stores are refused.
     """
 
     def __init__(self, connection: Connection, epoch: bytes, emit: Emit) -> None:
         """Tell ``emit`` how transfers end."""
         self.epoch = epoch
+        self.past_epochs: list[bytes] = []
         self.is_draining = False
         self._connection = connection
         self._emit = emit
@@ -505,6 +510,12 @@ class Starts:
         """Check keys, in the event loop's thread or ``anywhere``, and say them, of these weights or the current."""
         self._connection.here(anywhere=anywhere).check(keys)
         return Keys.of(keys, self.epoch if epoch is None else epoch)
+
+    def advance_epoch(self, epoch: bytes) -> None:
+        """Serve other weights from now on."""
+        past = [self.epoch, *self.past_epochs]
+        self.past_epochs = [each for each in past if each != epoch][:PAST_EPOCHS]
+        self.epoch = epoch
 
     def prepare_load(self, call: LoadCall, *, anywhere: bool) -> Callable[[], LoadHandle]:
         """Check a load and enqueue its wait; return what starts it on the event loop."""
