@@ -191,7 +191,7 @@ class Attachment:
             if not future.done():
                 future.set_result(reply)
         elif isinstance(reply, messages.Copy):  # of a transfer that is over here
-            self._link.send(messages.Copied(reply.id, reply.number, "revoked"))
+            self._link.send(messages.Copied(reply.id, reply.number, messages.REVOKED))
 
     def _break(self, why: str) -> None:
         log("error", "host.server_broken", error=why)

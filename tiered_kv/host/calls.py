@@ -29,7 +29,15 @@ from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError
 from tiered_kv.values.hints import check_hint
 from tiered_kv.values.keys import BlockKeys, Shard
 from tiered_kv.values.log import log
-from tiered_kv.values.results import BlockState, CacheStatistics, LookupResult, PinResult, PrefetchResult, TierFault
+from tiered_kv.values.results import (
+    BlockState,
+    CacheStatistics,
+    LookupResult,
+    PinResult,
+    PrefetchResult,
+    Reason,
+    TierFault,
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -329,7 +337,7 @@ def _nothing_known(given: Any) -> NDArray[np.int8]:  # noqa: ANN401 - of `Remote
 
 
 def _nothing_brought(given: Any) -> PrefetchResult:  # noqa: ANN401 - of `Remote.bind`
-    return PrefetchResult(0, 0, (TierFault("host", "server away", len(given.keys)),))
+    return PrefetchResult(0, 0, (TierFault("host", Reason.SERVER_AWAY, len(given.keys)),))
 
 
 def _nothing_explained(given: Any) -> list[Explanation]:  # noqa: ANN401 - of `Remote.bind`

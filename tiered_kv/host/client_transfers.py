@@ -25,7 +25,7 @@ from tiered_kv.host import protocol as questions
 from tiered_kv.host import wire
 from tiered_kv.host.attachment import Attachment
 from tiered_kv.host.connection import Connection
-from tiered_kv.host.protocol import Keys, Load, Part, Store
+from tiered_kv.host.protocol import REVOKED, Keys, Load, Part, Store
 from tiered_kv.memory.device import attempt
 from tiered_kv.memory.lanes import Lane, LaneCopy, RevokedError, submit_copy
 from tiered_kv.tiers.tier import prefix_of
@@ -35,8 +35,9 @@ from tiered_kv.transfers.store import StoreHandle
 from tiered_kv.values.errors import ConfigurationError, TieredKVError
 from tiered_kv.values.events import BlocksLoaded, BlocksStored, Emit
 from tiered_kv.values.keys import BlockKeys, epoch_digest
+from tiered_kv.values.log import log
 from tiered_kv.values.loop_calls import LoopCalls
-from tiered_kv.values.results import LoadResult, StoreResult, TierFault, TierStore
+from tiered_kv.values.results import LoadResult, Reason, StoreResult, TierFault, TierStore
 
 R = TypeVar("R")
 Ids = NDArray[np.int64]
@@ -79,7 +80,8 @@ class Moving(Generic[R]):
         self._copies: list[LaneCopy] = []
         self._copying: set[LaneCopy] = set()
         self._in_place = np.zeros(len(keys), np.bool_)
-        self._why = ""  # it is over here, whatever the server says
+        self._why: Reason | None = None  # it is over here, whatever the server says
+        self._detail = ""
         self._there: Attachment | None = None
         self._number = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -88,7 +90,7 @@ class Moving(Generic[R]):
     def start(self, there: Attachment | None, ask: Callable[[int], wire.Message]) -> None:
         """Ask a server for it; if there is none, it ends."""
         if there is None or not there.is_open or there.is_silent:
-            self._stop("server away")
+            self._stop(Reason.SERVER_AWAY)
             return
         self._there, self._number = there, there.number()
         there.transfers[self._number] = self
@@ -96,9 +98,9 @@ class Moving(Generic[R]):
         try:
             there.send(ask(self._number))
         except TieredKVError:
-            self._stop("too many keys")
+            self._stop(Reason.TOO_MANY_KEYS)
 
-    def refuse(self, why: str) -> None:
+    def refuse(self, why: Reason) -> None:
         """End it before it has begun."""
         self._stop(why)
 
@@ -107,11 +109,11 @@ class Moving(Generic[R]):
         if not self._why and not self.ended.done():
             if self._there is not None:
                 self._there.send(messages.Cancel(self._number))
-            self._stop("revoked")
+            self._stop(Reason.REVOKED)
 
     def lose(self) -> None:
         """See `Transferring.lose`: what is being copied still comes to its end."""
-        self._stop("server away", revoke=False)
+        self._stop(Reason.SERVER_AWAY, revoke=False)
 
     def take(self, reply: messages.Reply) -> None:
         """See `Transferring.take`."""
@@ -119,7 +121,9 @@ class Moving(Generic[R]):
             case messages.Copy():
                 self._copy(reply)
             case questions.Failed(why=why):
-                self._stop(why)
+                self._detail = why
+                log("warning", "host.refused", blocks=len(self._keys), error=why)
+                self._stop(Reason.REFUSED)
             case _:
                 self._take_other(reply)
 
@@ -129,7 +133,7 @@ class Moving(Generic[R]):
         there = self._there
         assert there is not None  # noqa: S101 - it was started
         if self._why:
-            there.send(messages.Copied(asked.id, asked.number, "revoked"))
+            there.send(messages.Copied(asked.id, asked.number, REVOKED))
             return
         work = partial(self._move, there, asked.parts)
         num_bytes = sum(len(part.slots) for part in asked.parts) // 8 * self._binding.caches.payload_bytes
@@ -169,7 +173,7 @@ class Moving(Generic[R]):
                 else:
                     self._layer_copied(part.layers[0], wire.as_ids(part.positions))
         else:
-            said = "revoked" if isinstance(error, RevokedError) else f"{type(error).__name__}: {error}"
+            said = REVOKED if isinstance(error, RevokedError) else f"{type(error).__name__}: {error}"
             self._error = self._error or said
         if self._there is not None:
             self._there.send(messages.Copied(asked.id, asked.number, said))
@@ -181,18 +185,18 @@ class Moving(Generic[R]):
 
     def _time_is_up(self) -> None:
         self._revoke_copies()
-        self._timer = self._loop.call_later(_GRACE_S, self._stop, "deadline")
+        self._timer = self._loop.call_later(_GRACE_S, self._stop, Reason.DEADLINE)
 
     def _revoke_copies(self) -> None:
         for copy in list(self._copying):
             copy.revoke()
 
-    def _stop(self, why: str, *, revoke: bool = True) -> None:
+    def _stop(self, why: Reason, *, revoke: bool = True) -> None:
         """End without the server's word."""
         if self._why or self.ended.done():
             return
         self._why = why
-        if why == "deadline" and self._there is not None:
+        if why is Reason.DEADLINE and self._there is not None:
             self._there.send(messages.Cancel(self._number))
         if revoke:
             self._revoke_copies()
@@ -288,7 +292,7 @@ class FarLoad(Moving[LoadResult]):
         n = len(self._keys)
         num_bytes = n * self._binding.caches.payload_bytes
         result = LoadResult(n, n, self._by_tier, num_bytes, self._seconds)
-        self._finish(result if self._is_current() else self._nothing("epoch advanced"))
+        self._finish(result if self._is_current() else self._nothing(Reason.EPOCH_ADVANCED))
 
     def _move_part(self, rows: Any, slots: Ids, pages: Ids, layers: slice | None) -> None:  # noqa: ANN401 - a Tensor
         self._binding.scatter(rows, slots, pages, layers=layers)
@@ -299,7 +303,7 @@ class FarLoad(Moving[LoadResult]):
 
     def _revoke_copies(self) -> None:
         """Let no copy begin; but what is admitted is not taken back for a deadline."""
-        if self._why == "revoked" or not (self._layers and self._layers[min(self._layers)].has_begun):
+        if self._why is Reason.REVOKED or not (self._layers and self._layers[min(self._layers)].has_begun):
             super()._revoke_copies()
 
     def _take_other(self, reply: messages.Reply) -> None:
@@ -307,7 +311,7 @@ class FarLoad(Moving[LoadResult]):
             case messages.Admitted():
                 self._settle(reply.num_blocks)
             case messages.Loaded() if not self._why:
-                self._finish(self._result_of(reply) if self._is_current() else self._nothing("epoch advanced"))
+                self._finish(self._result_of(reply) if self._is_current() else self._nothing(Reason.EPOCH_ADVANCED))
 
     def _result_of(self, said: messages.Loaded) -> LoadResult:
         mask = np.frombuffer(said.mask, np.bool_) if said.mask is not None else None
@@ -317,7 +321,7 @@ class FarLoad(Moving[LoadResult]):
 
     def _result_here(self) -> LoadResult:
         if not self._is_current():
-            return self._nothing("epoch advanced")
+            return self._nothing(Reason.EPOCH_ADVANCED)
         n = prefix_of(self._in_place)
         num_in_place = int(np.count_nonzero(self._in_place)) if self._gaps else n
         mask = self._in_place.copy() if self._gaps else None
@@ -328,15 +332,14 @@ class FarLoad(Moving[LoadResult]):
     def _faults_here(self) -> tuple[TierFault, ...]:
         """Say why it ended without the server's word."""
         n = len(self._keys)
-        if self._why in ("deadline", "revoked"):
-            fault = TierFault("", self._why, n)
-        else:
-            fault = TierFault("host", "server away", n, self._why)
-        if self._error and self._error != "revoked":
-            return fault, TierFault("engine", "copy failed", n, self._error)
+        assert self._why is not None  # noqa: S101 - it has ended here
+        is_ours = self._why in (Reason.DEADLINE, Reason.REVOKED)
+        fault = TierFault("" if is_ours else "host", self._why, n, self._detail)
+        if self._error and self._error != REVOKED:
+            return fault, TierFault("engine", Reason.COPY_FAILED, n, self._error)
         return (fault,)
 
-    def _nothing(self, why: str) -> LoadResult:
+    def _nothing(self, why: Reason) -> LoadResult:
         mask = np.zeros(len(self._keys), np.bool_) if self._gaps else None
         return LoadResult(0, len(self._keys), {}, 0, self._seconds, (TierFault("", why, len(self._keys)),), mask)
 
@@ -383,7 +386,7 @@ class FarBackLoad(FarLoad):
 
     def _result_here(self) -> LoadResult:
         if not self._is_current():
-            return self._nothing("epoch advanced")
+            return self._nothing(Reason.EPOCH_ADVANCED)
         return self._brought({"host": len(self._keys)}, self._faults_here())
 
     def _brought(self, by_tier: Mapping[str, int], faults: tuple[TierFault, ...]) -> LoadResult:
@@ -450,7 +453,7 @@ class FarStore(Moving[StoreResult]):
             self._settled.set_result(())
         if self.ended.done():
             return
-        self._stop("server away")
+        self._stop(Reason.SERVER_AWAY)
 
     def _move_part(self, rows: Any, slots: Ids, pages: Ids, layers: slice | None) -> None:  # noqa: ANN401 - a Tensor
         self._binding.gather(pages, rows, slots, layers=layers)
@@ -485,7 +488,7 @@ class FarStore(Moving[StoreResult]):
         if not self._settled.done():
             self._settled.set_result(())
         n = len(self._keys)
-        dropped = {self._why: n} if n else {}
+        dropped = {self._why: n} if n and self._why is not None else {}
         return StoreResult(n, 0, 0, n, dropped, 0, self._seconds, self.settled)
 
 
@@ -563,7 +566,7 @@ class Starts:
             store = FarStore(*facts, layerwise=call.layerwise)
             store.ended.add_done_callback(self._say_stored)
             if self.is_draining:
-                store.refuse("draining")
+                store.refuse(Reason.DRAINING)
             else:
                 store.start(there, lambda id_: Store(id_, said, call.layerwise, call.hint))
             here.tasks.watch(store.ended, store.revoke)

@@ -36,7 +36,7 @@ from tiered_kv.values.hints import ReuseHint
 from tiered_kv.values.keys import DIGEST_BYTES, BlockKeys, ModelIdentity, Shard
 from tiered_kv.values.layout import KVGroup, KVLayout
 from tiered_kv.values.plan import TierShare
-from tiered_kv.values.results import LoadCost, LookupResult, TierFault, TierRun, TierStore
+from tiered_kv.values.results import LoadCost, LookupResult, Reason, TierFault, TierRun, TierStore
 from tiered_kv.values.specs import (
     CPULoadStoreSpec,
     FileLoadStoreSpec,
@@ -507,6 +507,10 @@ class Copy(Message, frozen=True, tag="copy"):
     by_tier: dict[str, int]
 
 
+REVOKED: Final = "revoked"
+"""What a client answers that has not begun a copy."""
+
+
 class Copied(Message, frozen=True, tag="copied"):
     """A copy touches no memory any more. ``error`` is empty if all of it was done; "revoked": nothing of it."""
 
@@ -540,7 +544,7 @@ class Stored(Message, frozen=True, tag="stored"):
     id: int
     num_stored: int
     num_present: int
-    dropped: dict[str, int]
+    dropped: dict[Reason, int]
     num_bytes: int
     seconds: float
 

@@ -40,6 +40,7 @@ from tiered_kv.transfers.prefetch import bring_each, lease_prefix, start_bringin
 from tiered_kv.values.errors import BackendUnavailableError, CapacityError, ConfigurationError, TieredKVError
 from tiered_kv.values.keys import Shard
 from tiered_kv.values.log import log
+from tiered_kv.values.results import Reason
 
 _EPOCHS: Final = 16
 """Weights that one client names by turns; of more, the first is made ready again."""
@@ -159,6 +160,9 @@ class Session:
         await self._tasks.aclose(_LAST_S)
 
     def _move(self, request: messages.Load | messages.Store, send: Send) -> None:
+        if self.is_ending:
+            self._transfers.refuse(request, Reason.SERVER_ENDING, send)
+            return
         self._new(request.id)
         _, cache = self._seat(request.keys.epoch)
         if isinstance(request, messages.Load):
