@@ -12,7 +12,7 @@ answers in time, nothing raises where an engine serves.
 
 import os
 import sys
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from typing import Final, NoReturn, Self
@@ -40,7 +40,7 @@ from tiered_kv.tiers.changes import Changes
 from tiered_kv.transfers.handles import LoadHandle
 from tiered_kv.transfers.prefetch import HostLease
 from tiered_kv.transfers.store import StoreHandle
-from tiered_kv.transfers.submissions import LoadTicket, StoreTicket
+from tiered_kv.transfers.submissions import LoadTicket, StoreTicket, load_failed, store_failed
 from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError
 from tiered_kv.values.events import Emit, EpochAdvanced, SequencePreempted
 from tiered_kv.values.keys import BlockKeys, ModelIdentity, Namespace, Shard, epoch_digest, salt_digest
@@ -86,11 +86,24 @@ class FarCalls(AskedCalls):
     def _open(self, *, anywhere: bool = False) -> FarSide:
         return self._connection.here(anywhere=anywhere)
 
-    def _prepare_load(self, call: LoadCall, *, anywhere: bool = False) -> Callable[[], LoadHandle]:
-        return self._starts.prepare_load(call, anywhere=anywhere)
+    def _start_load(self, call: LoadCall) -> LoadHandle:
+        request = self._starts.load_request(call, self._open())
+        return self._starts.begin_load(request)
 
-    def _prepare_store(self, call: StoreCall, *, anywhere: bool = False) -> Callable[[], StoreHandle]:
-        return self._starts.prepare_store(call, anywhere=anywhere)
+    def _start_store(self, call: StoreCall) -> StoreHandle:
+        request = self._starts.store_request(call, self._open())
+        return self._starts.begin_store(request)
+
+    def _submit_load(self, call: LoadCall) -> LoadTicket:
+        side = self._open(anywhere=True)
+        request = self._starts.load_request(call, side)
+        return side.submissions.submit(partial(self._starts.begin_load, request), partial(load_failed, len(call.keys)))
+
+    def _submit_store(self, call: StoreCall) -> StoreTicket:
+        side = self._open(anywhere=True)
+        request = self._starts.store_request(call, side)
+        begin, failed = partial(self._starts.begin_store, request), partial(store_failed, len(call.keys))
+        return side.submissions.submit(begin, failed)
 
     def poll(self, timeout_s: float = 0.0) -> list[tuple[LoadTicket, LoadResult] | tuple[StoreTicket, StoreResult]]:
         """See `BlockCache.poll`."""

@@ -192,19 +192,12 @@ class SessionTransfers:
             return
         handle = start_load(
             LoadRequest(
-                chain,
-                batch,
-                far,
-                np.arange(len(keys))[:, np.newaxis],
-                Lane(far, None),
-                cache.deadline(request.deadline_s),
-                Priority(request.priority),
-                lambda: True,  # which weights are current, the client knows
-                layerwise=request.layerwise,
-                gaps=request.gaps,
-                order=order,
+                chain=chain, batch=batch, binding=far, pages=np.arange(len(keys))[:, np.newaxis],
+                lane=Lane(far, None), deadline=cache.deadline(request.deadline_s),
+                priority=Priority(request.priority), is_current=lambda: True,  # which weights are, the client knows
+                layerwise=request.layerwise, gaps=request.gaps, order=order,
             )
-        )
+        )  # fmt: skip
         self._loads[request.id] = handle, far
         self._num_bytes += far.num_bytes
         is_resident = handle.is_admitted and not handle.done  # it needs no task
@@ -232,7 +225,15 @@ class SessionTransfers:
             return
         positions = np.arange(len(keys))[:, np.newaxis]
         handle = start_store(
-            StoreRequest(chain, batch, far, positions, Lane(far, None), request.layerwise, request.hint)
+            StoreRequest(
+                chain=chain,
+                batch=batch,
+                binding=far,
+                pages=positions,
+                lane=Lane(far, None),
+                layerwise=request.layerwise,
+                hint=request.hint,
+            )
         )
         self._stores[request.id] = handle, far
         self._num_bytes += far.num_bytes
