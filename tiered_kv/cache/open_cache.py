@@ -384,8 +384,9 @@ class OpenCache(EngineSide):
         self.note("load", call.keys)
         lane = binding.h2d.take(call.after)
         return LoadRequest(
-            chain, batch, binding, pages, lane, deadline, call.priority, lambda: self.epoch == epoch,
-            layerwise=call.layerwise, gaps=call.gaps, order=call.order,
+            chain=chain, batch=batch, binding=binding, pages=pages, lane=lane, deadline=deadline,
+            priority=call.priority, is_current=lambda: self.epoch == epoch, layerwise=call.layerwise, gaps=call.gaps,
+            order=call.order,
         )  # fmt: skip
 
     def store_request(self, call: StoreCall) -> StoreRequest:
@@ -395,7 +396,9 @@ class OpenCache(EngineSide):
         pages = check_pages(binding, call.keys, call.source)
         lane = binding.d2h.take_own(call.after) if call.layerwise else binding.d2h.take(call.after)
         self.note("store", call.keys)
-        return StoreRequest(chain, batch, binding, pages, lane, layerwise=call.layerwise, hint=call.hint)
+        return StoreRequest(
+            chain=chain, batch=batch, binding=binding, pages=pages, lane=lane, layerwise=call.layerwise, hint=call.hint
+        )
 
     # What some calls do.
 

@@ -74,7 +74,7 @@ from tiered_kv.transfers.handles import Handle, LoadHandle
 from tiered_kv.transfers.prefetch import HostLease, PrefetchHandle, hold_on_host, start_prefetch
 from tiered_kv.transfers.start import start_load, start_store
 from tiered_kv.transfers.store import StoreHandle
-from tiered_kv.transfers.submissions import LoadTicket, StoreTicket
+from tiered_kv.transfers.submissions import LoadTicket, StoreTicket, load_failed, store_failed
 from tiered_kv.values.errors import ClosedError, ConfigurationError
 from tiered_kv.values.events import Emit, EpochAdvanced, SequencePreempted
 from tiered_kv.values.hints import ReuseHint, check_hint
@@ -128,11 +128,11 @@ class TierCalls(BlockCache):
                 return await with_specs(*parts[0], result)
         return result
 
-    def lookup_at_once(self, keys: BlockKeys) -> LookupResult | None:
+    def lookup_at_once(self, keys: BlockKeys, *, where: bool = False) -> LookupResult | None:
         """`lookup` if nobody has to be waited for; None if there are tiers to ask. For the event loop's thread."""
         cache = self._open()
         parts = cache.batches(keys)
-        if any(chain.shared for chain, _ in parts):
+        if where or any(chain.shared for chain, _ in parts):
             return None
         cache.note("lookup", keys)
         return _looked_up(cache, keys, parts, [chain.locate(batch) for chain, batch in parts])
@@ -293,12 +293,26 @@ class TierCalls(BlockCache):
         return cache
 
     @override
-    def _prepare_load(self, call: LoadCall, *, anywhere: bool = False) -> Callable[[], LoadHandle]:
-        return partial(start_load, self._open(anywhere=anywhere).load_request(call))
+    def _start_load(self, call: LoadCall) -> LoadHandle:
+        request = self._open().load_request(call)
+        return start_load(request)
 
     @override
-    def _prepare_store(self, call: StoreCall, *, anywhere: bool = False) -> Callable[[], StoreHandle]:
-        return partial(start_store, self._open(anywhere=anywhere).store_request(call))
+    def _start_store(self, call: StoreCall) -> StoreHandle:
+        request = self._open().store_request(call)
+        return start_store(request)
+
+    @override
+    def _submit_load(self, call: LoadCall) -> LoadTicket:
+        cache = self._open(anywhere=True)
+        request = cache.load_request(call)
+        return cache.submissions.submit(partial(start_load, request), partial(load_failed, len(call.keys)))
+
+    @override
+    def _submit_store(self, call: StoreCall) -> StoreTicket:
+        cache = self._open(anywhere=True)
+        request = cache.store_request(call)
+        return cache.submissions.submit(partial(start_store, request), partial(store_failed, len(call.keys)))
 
 
 def _looked_up(

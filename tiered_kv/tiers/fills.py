@@ -21,7 +21,7 @@ from tiered_kv.tiers.gate import Kind, Priority, Room, Waiter
 from tiered_kv.tiers.storage import StorageTier
 from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.tiers.tier import Batch, HostTier, Mask, MemoryTier
-from tiered_kv.values.results import TierFault
+from tiered_kv.values.results import Reason, TierFault
 
 
 class Unwritten:
@@ -373,6 +373,6 @@ class Fills:
             tier = self._tiers[number]
             assert tier is not None  # noqa: S101 - blocks are read from storage
             name = tier.name
-            reason = "timeout" if name in fill.late_tiers else "unreadable"
+            reason = Reason.TIMEOUT if name in fill.late_tiers else Reason.UNREADABLE
             faults.append(TierFault(name, reason, int(np.count_nonzero(lost == number))))
         return faults

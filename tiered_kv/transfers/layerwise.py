@@ -23,7 +23,7 @@ from tiered_kv.transfers.requests import LoadRequest, StoreRequest
 from tiered_kv.transfers.store import Placed, Store
 from tiered_kv.transfers.window import Landed, Window
 from tiered_kv.values.errors import ConfigurationError
-from tiered_kv.values.results import StoreResult
+from tiered_kv.values.results import Reason, StoreResult
 
 LAYERS_A_TURN: Final = 16
 """Of a load that are enqueued in one turn of the event loop: a launch each, of 20 to 60 us..."""
@@ -129,7 +129,7 @@ class LayerStore(Store):
             part = batch[done:stop]
             placing = self._place_now(part)
             if placing is None:
-                self._drop(batch[done:], "no room")
+                self._drop(batch[done:], Reason.NO_ROOM)
                 break
             if (placed := self._begin(*placing, part, pages[done:stop])) is not None:
                 self._placed.append(placed)

@@ -27,7 +27,7 @@ from tiered_kv.transfers.requests import LoadRequest
 from tiered_kv.transfers.window import Bringer, Landed, Window
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.events import BlocksLoaded
-from tiered_kv.values.results import LoadResult, TierFault
+from tiered_kv.values.results import LoadResult, Reason, TierFault
 
 _PACKED: Final = 16
 _TOUCHED_AT_ONCE: Final = 512
@@ -124,7 +124,7 @@ class Load(InTask):
                 await self._move(underway)
                 await self._admit()
             else:
-                self._bringer.faults.append(TierFault("engine", "device unusable", len(self._batch), repr(error)))
+                self._bringer.faults.append(TierFault("engine", Reason.DEVICE_UNUSABLE, len(self._batch), repr(error)))
         except TimeoutError:
             in_time = False
             self.revoke_copies()
@@ -137,7 +137,7 @@ class Load(InTask):
             self._give_up()
             in_time &= await self.drain_copies(self._request.deadline)
         if not in_time:
-            self._bringer.faults.append(TierFault("", "deadline", len(self._batch)))
+            self._bringer.faults.append(TierFault("", Reason.DEADLINE, len(self._batch)))
         num_blocks, counts = self._count_loaded()
         self._settle(num_blocks)
         await count_uses(self._chain, self._batch[:num_blocks], self._request.priority)
@@ -253,7 +253,7 @@ class Load(InTask):
 
     def _say_failed(self, error: BaseException | None, n: int) -> None:
         if error is not None and not isinstance(error, RevokedError):
-            self._bringer.faults.append(TierFault("engine", "copy failed", n, f"{type(error).__name__}: {error}"))
+            self._bringer.faults.append(TierFault("engine", Reason.COPY_FAILED, n, f"{type(error).__name__}: {error}"))
 
     def _count_loaded(self) -> tuple[int, list[int]]:
         """Return how many blocks are in place, and how many of them each tier had."""
@@ -293,7 +293,7 @@ def check_stop(request: LoadRequest, block: int) -> None:
 
 def overtaken(request: LoadRequest) -> TierFault:
     """Say that the weights have changed since the load began."""
-    return TierFault("", "epoch advanced", len(request.batch))
+    return TierFault("", Reason.EPOCH_ADVANCED, len(request.batch))
 
 
 def load_result(

@@ -30,7 +30,7 @@ from tiered_kv.transfers.load import InTask, check_stop, load_result, overtaken
 from tiered_kv.transfers.prefetch import Brought, bring_each, start_bringing
 from tiered_kv.transfers.requests import LoadRequest
 from tiered_kv.transfers.window import Said, said_of
-from tiered_kv.values.results import LoadResult, TierFault
+from tiered_kv.values.results import LoadResult, Reason, TierFault
 
 _PACKED: Final = 16
 """Blocks that media pack; a part has no fewer unless it has to."""
@@ -248,7 +248,7 @@ class GapLoad(InTask):
         try:
             await self._move(mask, by_tier, faults)
         except TimeoutError:
-            faults.append(TierFault("", "deadline", len(request.batch)))
+            faults.append(TierFault("", Reason.DEADLINE, len(request.batch)))
         except asyncio.CancelledError:
             self.revoked = True
         if not request.is_current():

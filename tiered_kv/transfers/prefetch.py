@@ -21,7 +21,7 @@ from tiered_kv.transfers.handles import Handle, Revocable, cancel_each
 from tiered_kv.transfers.window import Bringer, Landed, Said
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.events import BlocksPrefetched
-from tiered_kv.values.results import PrefetchResult, TierFault
+from tiered_kv.values.results import PrefetchResult, Reason, TierFault
 
 _LONG_S: Final = 3600.0
 """What a window may take that nobody waits for; its tiers have time limits of their own."""
@@ -95,7 +95,7 @@ class Prefetch(Revocable):
                 if arrived < len(part):
                     break
         except TimeoutError:
-            self._bringer.faults.append(TierFault("", "deadline", len(self._batch)))
+            self._bringer.faults.append(TierFault("", Reason.DEADLINE, len(self._batch)))
         except asyncio.CancelledError:
             self.revoked = True
         finally:

@@ -22,7 +22,7 @@ from tiered_kv.tiers.fills import Fill
 from tiered_kv.tiers.gate import Kind, Priority, Waiter
 from tiered_kv.tiers.storage import StorageTier
 from tiered_kv.tiers.tier import Batch, Mask, MemoryTier
-from tiered_kv.values.results import TierFault
+from tiered_kv.values.results import Reason, TierFault
 
 _ASKED_AT_ONCE: Final = 1024
 
@@ -325,7 +325,7 @@ class Bringer:
                 await chain.tasks.turn(self._priority)  # thousands may have waited for the same fill
         for fill in window.fills:
             if not fill.done.done():
-                self.faults.append(TierFault(self._tiers_of(fill), "deadline", n))
+                self.faults.append(TierFault(self._tiers_of(fill), Reason.DEADLINE, n))
             self.faults += chain.fills.faults_of(fill)
         host = window.host
         arrived = ((window.gpu < 0) & (host < 0)).nonzero()[0]

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from tiered_kv.values.results import Reason
+
 Level = Literal["debug", "info", "warning", "error"]
 
 
@@ -116,7 +118,7 @@ class BlocksStored(Event):
     blocks: int
     present: int
     dropped: int
-    reasons: Mapping[str, int]
+    reasons: Mapping[Reason, int]
     took_ms: float
 
 
