@@ -297,8 +297,9 @@ class OwnedTier(StorageTier, BookedTier):
             if not len(at):
                 return right
             there, wanted, slots = [blocks[i] for i in at], batch[at], lease.slots[at]
+            keys = self.records.keys(wanted)
             outcomes, refused = await self._read(
-                lambda into: self.backend.read(self.group, slots, into), wanted.keys(), there, waiter, on_late
+                lambda into: self.backend.read(self.group, slots, into), keys, there, waiter, on_late
             )
             right[at] = [outcome is Outcome.HIT for outcome in outcomes]
             broken = np.array([outcome in (Outcome.CORRUPT, Outcome.MISS) for outcome in outcomes])
@@ -353,10 +354,11 @@ class OwnedTier(StorageTier, BookedTier):
         write = object()
         async with self._encoded(batch, blocks) as made:
             names, slots = batch.names[made.at], slots[made.at]
+            hidden = self.records.names(names)
             self._in_write[write] = names, slots
             try:
                 written = await self._write(
-                    lambda: self.backend.write(self.group, slots, names, made.records), len(slots), kind, on_late
+                    lambda: self.backend.write(self.group, slots, hidden, made.records), len(slots), kind, on_late
                 )
             finally:
                 del self._in_write[write]
@@ -375,8 +377,8 @@ class OwnedTier(StorageTier, BookedTier):
         is_refused = np.zeros(len(names), np.bool_)
         is_refused[list(refused)] = True
         if len(broken := np.flatnonzero(is_wrong & ~is_refused)):
-            keys = batch[broken].keys() if batch else []
-            self.tell_corrupted([key.path for key in keys] or [name.tobytes().hex() for name in names[broken]])
+            keys = self.records.keys(batch[broken]) if batch else []
+            self.tell_corrupted([key.path for key in keys] or [name.hex() for name in rows_of(names[broken])])
         names, slots, is_refused = names[is_wrong], slots[is_wrong], is_refused[is_wrong]
         kept = np.zeros(len(names), np.bool_)
         if is_refused.any():
@@ -519,7 +521,7 @@ class OwnedTier(StorageTier, BookedTier):
         return await self._journal.checkpoint(self._remembered, self.index.statistics().ready, sync=sync)
 
     def _remembered(self) -> tuple[Names, Slots]:
-        """Return what is to be found after a restart, the least recently used first, and where."""
+        """Return the names on the medium of what a restart is to find, in order of use, and where it is."""
         names, slots = self.index.names_in_order()
         # What is being written is listed too: it is verified when read, and a restart would lose it otherwise.
         writing = [
@@ -529,7 +531,8 @@ class OwnedTier(StorageTier, BookedTier):
         ]
         self._use_again(self._drop_refused(None))
         parts = [self._refused.all(), (names, slots), *writing]
-        return np.concatenate([each for each, _ in parts]), np.concatenate([at for _, at in parts])
+        remembered = np.concatenate([each for each, _ in parts])
+        return self.records.names(remembered), np.concatenate([at for _, at in parts])
 
     # Another capacity.
 

@@ -337,14 +337,18 @@ class SharedTier(StorageTier):
             del self._asking[name]
 
     async def _ask(self, batch: Batch) -> Answer[int]:
-        n, keys = len(batch), batch.keys()
+        n = len(batch)
 
         def problem_of(num_found: int) -> str:
             is_count = isinstance(num_found, int) and not isinstance(num_found, bool)
             return "" if is_count and 0 <= num_found <= n else f"a prefix of {num_found!r} of {n} blocks"
 
         return await self.calls.make(
-            "lookup", lambda: self.backend.lookup_prefix(keys), num_blocks=n, until_late=True, problem_of=problem_of
+            "lookup",
+            lambda: self.backend.lookup_prefix(self.records.keys(batch)),
+            num_blocks=n,
+            until_late=True,
+            problem_of=problem_of,
         )
 
     def ask_later(self, batch: Batch) -> None:
@@ -378,10 +382,10 @@ class SharedTier(StorageTier):
         self.answers.take(batch.names, await self._find_each(batch, None), question)
 
     async def _ask_each(self, batch: Batch, faults: list[TierFault]) -> Mask:
-        n, keys = len(batch), batch.keys()
+        n = len(batch)
         answer = await self.calls.make(
             "lookup",
-            lambda: self.backend.lookup(keys),
+            lambda: self.backend.lookup(self.records.keys(batch)),
             num_blocks=n,
             until_late=True,
             problem_of=outcomes_problem(n, _LOOKED_UP),
@@ -394,7 +398,7 @@ class SharedTier(StorageTier):
 
     async def locate(self, batch: Batch) -> LoadStoreSpec | None:
         """See `Tier.locate`: the medium knows."""
-        return await self._locate(partial(self.backend.locate, batch.keys()), len(batch))
+        return await self._locate(lambda: self.backend.locate(self.records.keys(batch)), len(batch))
 
     async def _read_blocks(
         self, batch: Batch, blocks: list[Block], waiter: Waiter, on_late: Callable[[], None]
@@ -405,7 +409,7 @@ class SharedTier(StorageTier):
         if not len(at):
             return right
         wanted, there = batch[at], [blocks[i] for i in at]
-        keys = wanted.keys()
+        keys = self.records.keys(wanted)
         outcomes, _ = await self._read(lambda into: self.backend.read(keys, into), keys, there, waiter, on_late)
         right[at] = [outcome is Outcome.HIT for outcome in outcomes]
         self.answers.doubt(batch.names[~right])
@@ -483,10 +487,12 @@ class SharedTier(StorageTier):
 
     async def _delete(self, batch: Batch, serial: int) -> bool:
         """Have the medium delete blocks; say whether it did."""
-        keys, deletion = batch.keys(), object()
+        deletion = object()
         self._deleting[deletion] = batch
         try:
-            answer = await self.calls.make("delete", lambda: self.backend.delete(keys), num_blocks=len(keys))
+            answer = await self.calls.make(
+                "delete", lambda: self.backend.delete(self.records.keys(batch)), num_blocks=len(batch)
+            )
         finally:
             del self._deleting[deletion]
         if answer.is_well:

@@ -302,7 +302,7 @@ class StorageTier(Tier):
     @asynccontextmanager
     async def _encoded(self, batch: Batch, blocks: list[Block]) -> AsyncIterator[Encoded]:
         """Make the records; lend them until the backend has let go of them."""
-        keys = batch.keys()
+        keys = self.records.keys(batch)
         staged = self._staging.take(len(keys)) if self._codec or self.records.encrypts else blocks
         made = await self.records.encode(keys, blocks, staged, self.shape, self._codec)
         if len(made.at) < len(keys):

@@ -35,11 +35,12 @@ async def delete_tenant(settings: NVMeSettings | Mapping[str, Any] | str, salt: 
         BackendUnavailableError: A disk failed; what was deleted on the others, and until then, stays deleted.
     """
     settings, failed = NVMeSettings.of(settings), []
+    of_salt = await asyncio.to_thread(settings.on_medium, salt_digest(salt))
     num_deleted = 0
     is_there = [files().exists(path) for path in settings.paths]
     for path in settings.paths if any(is_there) else ():
         try:
-            num_deleted += await asyncio.to_thread(_delete, path, salt_digest(salt), erase=settings.erase)
+            num_deleted += await asyncio.to_thread(_delete, path, of_salt, erase=settings.erase)
         except OSError as error:
             failed.append((path, error))
     if failed:
