@@ -444,6 +444,12 @@ class OwnedTier(StorageTier, BookedTier):
         self._writing[told] = hash_names(names), told
         told.add_done_callback(self._writing.pop)
 
+    async def pay(self) -> bool:
+        """See `StorageTier.pay`."""
+        if self.health.is_open:
+            await self._pay()
+        return not self._evicted and not self._journal.is_owing
+
     async def _pay(self) -> None:
         """Return when the medium remembers nothing that it should not have until now, or cannot be told."""
         num_owed = self._journal.num_owed

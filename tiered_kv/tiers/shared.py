@@ -458,7 +458,12 @@ class SharedTier(StorageTier):
         self._evicted.add(batch)
         self._asking.clear()
         self.answers.forget(batch.names)
-        return self._delete_evicted(batch, self._evicted.serial, num_lost)
+        serial = self._evicted.serial
+
+        async def delete() -> None:
+            await self._delete_evicted(batch, serial, num_lost)
+
+        return delete()
 
     def tick(self) -> None:
         """See `StorageTier.tick`: delete what could not be deleted."""
@@ -470,20 +475,30 @@ class SharedTier(StorageTier):
                 self._delete_evicted(batch, evicted.serial, evicted.num_lost), f"delete again: {self.name}"
             )
 
-    async def _delete_evicted(self, batch: Batch, serial: int, num_lost: int) -> None:
+    async def pay(self) -> bool:
+        """See `StorageTier.pay`."""
+        evicted = self._evicted
+        while not self.settings.read_only and (batch := evicted.oldest(_DELETED_AT_ONCE)) is not None:
+            if not await self._delete_evicted(batch, evicted.serial, evicted.num_lost):
+                return False
+        return True
+
+    async def _delete_evicted(self, batch: Batch, serial: int, num_lost: int) -> bool:
         """Delete what nobody writes or has written since ``serial``, when ``num_lost`` tombstones were lost.
 
-        Part by part, so that no turn of the loop takes long. After a part that fails the rest waits for `tick`.
+        Part by part, so that no turn of the loop takes long. After a part that fails the rest waits for `tick`, and
+        this says so.
         """
         if self.settings.read_only:
-            return
+            return True
         for start in range(0, len(batch), _DELETED_AT_ONCE):
             part = batch[start : start + _DELETED_AT_ONCE]
             await self._until_written(part.names)
             if self._evicted.num_lost == num_lost:  # else there is no telling what was written since
                 part = part[self._evicted.holds(part)]
             if len(part) and not await self._delete(part, serial):
-                return
+                return False
+        return True
 
     async def _delete(self, batch: Batch, serial: int) -> bool:
         """Have the medium delete blocks; say whether it did."""

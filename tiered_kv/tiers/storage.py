@@ -204,6 +204,13 @@ class StorageTier(Tier):
         """
 
     @abstractmethod
+    async def pay(self) -> bool:
+        """Have the medium remove what it could not be told to, and say whether nothing is left that it should not have.
+
+        What is evicted from a tier that is only read is others' to keep.
+        """
+
+    @abstractmethod
     def tick(self) -> None:
         """Begin to make up for what a medium that failed did not do. Called once in a while."""
 

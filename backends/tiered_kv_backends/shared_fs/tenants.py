@@ -21,7 +21,8 @@ async def delete_tenant(settings: SharedFSBackend.Settings | Mapping[str, Any] |
 
     Raises:
         ConfigurationError: No settings of this medium.
-        BackendUnavailableError: The filesystem failed; what was deleted until then stays deleted.
+        BackendUnavailableError: The filesystem failed, is not mounted, or no cache has used the directory yet; what was
+            deleted until then stays deleted.
     """
     settings = SharedFSBackend.Settings.of(settings)
     root = str(settings.path)
@@ -29,7 +30,9 @@ async def delete_tenant(settings: SharedFSBackend.Settings | Mapping[str, Any] |
     try:
         return await asyncio.to_thread(delete_folders, root, folder)
     except OSError as error:
-        raise BackendUnavailableError(f"{root}: could not delete a tenant: {error.strerror}") from error
+        raise BackendUnavailableError(
+            f"{error.filename or root}: could not delete a tenant: {error.strerror}"
+        ) from error
 
 
 async def sweep(settings: SharedFSBackend.Settings | Mapping[str, Any] | str) -> Swept | None:
