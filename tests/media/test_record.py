@@ -133,7 +133,12 @@ def test_what_is_no_whole_record_is_not_parsed(golden: ModuleType) -> None:
 
 @pytest.mark.parametrize(
     ("at", "value", "error"),
-    [(8, 3, LayoutMismatchError), (12, 8192, LayoutMismatchError), (160, 4, BlockCorruptError)],
+    [
+        (8, 2, LayoutMismatchError),
+        (8, 4, LayoutMismatchError),
+        (12, 8192, LayoutMismatchError),
+        (160, 4, BlockCorruptError),
+    ],
 )
 def test_a_whole_header_may_say_what_cannot_be(
     golden: ModuleType, at: int, value: int, error: type[TieredKVError]

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from typing import cast
 
+import numpy as np
 import pytest
 from anyio.lowlevel import checkpoint
 
@@ -13,6 +14,7 @@ from tiered_kv.media.record import encode
 from tiered_kv.media.seal import Seal
 from tiered_kv.tiers.records import ExponentCodec, Records, Staging
 from tiered_kv.tiers.tasks import WorkerPool
+from tiered_kv.tiers.tier import Batch
 from tiered_kv.values.keys import Names
 from tiered_kv.values.loop_calls import LoopCalls
 
@@ -88,10 +90,12 @@ async def test_named_alone_they_are_verified_as_by_their_keys(encryption: Encryp
     try:
         await records.open(loop_calls)
         into = blocks_of(3)
-        made = await records.encode(KEYS, into, into, SHAPE)
+        space, hashes = KEYS[0].namespace, [key.hash for key in KEYS]
+        keys = records.keys(Batch(space, space.names_of(hashes), np.arange(3)))
+        made = await records.encode(keys, into, into, SHAPE)
         assert all(block.payload.readonly for block in made.records)
         into[1].payload[-1] ^= 1
-        names: Names = KEYS[0].namespace.names_of([KEYS[0].hash, KEYS[1].hash, KEYS[0].hash])
+        names: Names = space.names_of([hashes[0], hashes[1], hashes[0]])
         hits = [Outcome.HIT] * 3
         verification = records.verification_by_name(names, into, SHAPE)
         verdicts = await verification.verify_all(hits)
@@ -99,7 +103,7 @@ async def test_named_alone_they_are_verified_as_by_their_keys(encryption: Encryp
         assert verification.num_filled == 3
         found = [Outcome.FAILED, Outcome.MISS, Outcome.FAILED]
         assert await records.verification_by_name(names, into, SHAPE).verify_all(found) == found
-        assert await records.verification(KEYS, into, SHAPE).verify_all(found) == found
+        assert await records.verification(keys, into, SHAPE).verify_all(found) == found
     finally:
         pool.close()
 

@@ -20,7 +20,6 @@ from tiered_kv.catalog.books import SlotState
 from tiered_kv.catalog.locate import locate_from_any_thread, states_from_any_thread
 from tiered_kv.catalog.uses import Fate, said_of
 from tiered_kv.media.backend import Block, Outcome
-from tiered_kv.media.record import key_in
 from tiered_kv.tiers.calls import outcomes_problem
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.gate import Kind, Priority, Waiter
@@ -160,7 +159,7 @@ async def _epochs_in(chain: Chain, batch: Batch) -> list[bytes]:
                     "read", read, num_blocks=1, waiter=Waiter(Kind.PREFETCH, Priority.DEMOTE),
                     problem_of=outcomes_problem(1, READ), is_failure=all_failed,
                 )  # fmt: skip
-            if answer.value == [Outcome.HIT] and (key := key_in(block.header)) is not None:
+            if answer.value == [Outcome.HIT] and (key := tier.records.key_in(block.header)) is not None:
                 epochs[key.namespace.epoch] = None
     return [epoch for epoch in epochs if epoch != batch.namespace.epoch]
 

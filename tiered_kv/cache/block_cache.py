@@ -592,7 +592,8 @@ class BlockCache(TransferCalls):
             drain again to try again. False also, from then on, if a tier below was to get a block and did not, because
             that was dropped or failed on its way (``settled()`` of its store and `stats` count it), or was lost as it
             waited in memory that was given up. What was evicted by name, cleared or expired before is not missed, nor
-            what a tier has evicted since it was written there.
+            what a tier has evicted since it was written there. False also while a medium has what was evicted, as it
+            failed to remove it: another start could serve that.
         """
 
     @abstractmethod

@@ -53,7 +53,7 @@ class Draining:
 
 
 async def drain(cache: OpenCache, timeout_s: float | None) -> bool:
-    """Take no more stores, write what there is; say whether all is written, within ``timeout_s``."""
+    """Take no more stores, write what there is; say whether all is written, or gone if it is to be, in time."""
     for chain in cache.chains:
         chain.limits.takes_stores = False
     writing = cache.tasks.spawn(_write_all(cache), "drain")
@@ -70,7 +70,7 @@ async def _write_all(cache: OpenCache) -> bool:
         await cache.settle()
     except ClosedError:
         return False
-    is_noted = await upkeep.checkpoint(cache.chains, sync=True)
+    is_noted = await upkeep.checkpoint(cache.chains, sync=True) and await upkeep.pay(cache.chains)
     return is_noted and not any(chain.unwritten.num_blocks or chain.unwritten.has_lost for chain in cache.chains)
 
 

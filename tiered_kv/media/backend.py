@@ -10,7 +10,8 @@ read; a backend neither makes nor checks headers.
 
 What lies in a medium, record by record, whoever stored it: for operators, who inspect, verify and delete.
 
-Names on a medium are digests: of models, weights and tenants the beginnings of those, as paths have them.
+Names on a medium are digests: of models, weights and tenants the beginnings of those, as paths have them. Of a tier
+that has keys they are hidden, in all that a backend is given, see `seal.NameCipher`.
 """
 
 import enum
@@ -26,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.values.errors import ConfigurationError, LayoutMismatchError
-from tiered_kv.values.keys import NO_SALT, BlockKey, Names, Shard
+from tiered_kv.values.keys import BlockKey, Names, Shard
 from tiered_kv.values.specs import LoadStoreSpec
 
 
@@ -50,11 +51,6 @@ class Place:
     def of(cls, path: str) -> Self:
         """Return that of a path of ours: ``fingerprint/epoch/shard/salt/...``."""
         return cls(*path.split("/")[:4])
-
-    @property
-    def is_unsalted(self) -> bool:
-        """Whether there is no tenant."""
-        return NO_SALT.hex().startswith(self.salt)
 
     def is_of(self, *, model: str = "", epoch: str = "", tenant: str = "") -> bool:
         """Say whether digests begin with these, as far as both are known; an empty one is any."""

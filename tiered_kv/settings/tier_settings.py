@@ -100,7 +100,8 @@ class TierSettings(Checked):
     """A block is written to this tier at its n-th use, stores and loads counted, as well as can be told in little
     memory. For storage tiers."""
     encryption: Encryption | None = None
-    """How records are encrypted, or signed, with keys; or the path of a file of keys. For storage tiers."""
+    """How records are encrypted, or signed, and names hidden, with keys; or the path of a file of keys. For storage
+    tiers."""
     read_only: bool = False
     """Whether this cache only reads what others have stored there. It writes and deletes nothing, and needs no right
     to: what is evicted here stays there, and is not found here any more. For shared media."""
@@ -175,6 +176,13 @@ class TierSettings(Checked):
                 f"fields come after a '?' in a {parts.scheme} URL: write {parts.scheme}://?capacity=32GiB"
             )
         return values
+
+    def on_medium(self, digest: bytes) -> bytes:
+        """Return what stands in names on the medium for a digest of a model, weights or salt, for jobs that look there.
+
+        It is the digest itself where nothing hides it. Reading a key blocks, see `Encryption.make_seal`.
+        """
+        return digest if self.encryption is None else self.encryption.make_seal().names.hide_digest(digest)
 
 
 class OwnedTierSettings(TierSettings):

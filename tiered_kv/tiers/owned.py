@@ -293,8 +293,9 @@ class OwnedTier(StorageTier, BookedTier):
             if not len(at):
                 return right
             there, wanted, slots = [blocks[i] for i in at], batch[at], lease.slots[at]
+            keys = self.records.keys(wanted)
             outcomes, refused = await self._read(
-                partial(self._read_slots, slots), wanted.keys(), there, waiter, on_late,
+                partial(self._read_slots, slots), keys, there, waiter, on_late,
                 makes_records=self.backend.makes_records,
             )  # fmt: skip
             right[at] = [outcome is Outcome.HIT for outcome in outcomes]
@@ -348,7 +349,7 @@ class OwnedTier(StorageTier, BookedTier):
         self, batch: Batch, blocks: list[Block], slots: Slots, on_late: Callable[[], None], kind: Kind
     ) -> list[Outcome]:
         if self.backend.makes_records and not self._stages:
-            make = self.records.making(batch.keys(), blocks, self.shape)
+            make = self.records.making(self.records.keys(batch), blocks, self.shape)
             records = [block.read_only() for block in blocks]
             return await self._write_records(batch.names, records, slots, on_late, kind, make)
         async with self._encoded(batch, blocks) as made:
@@ -366,11 +367,11 @@ class OwnedTier(StorageTier, BookedTier):
         make: Make | None = None,
     ) -> list[Outcome]:
         """Write records to slots: those that are made, or are by ``make`` where they are written."""
-        write, more = object(), {"make": make} if make else {}
+        write, hidden, more = object(), self.records.names(names), {"make": make} if make else {}
         self._in_write[write] = names, slots
         try:
             return await self._write(
-                lambda: self.backend.write(self.group, slots, names, records, **more), len(slots), kind, on_late
+                lambda: self.backend.write(self.group, slots, hidden, records, **more), len(slots), kind, on_late
             )
         finally:
             del self._in_write[write]
@@ -392,8 +393,8 @@ class OwnedTier(StorageTier, BookedTier):
         is_refused = np.zeros(len(names), np.bool_)
         is_refused[list(refused)] = True
         if len(broken := (is_wrong & ~is_refused).nonzero()[0]):
-            keys = batch[broken].keys() if batch else []
-            self.tell_corrupted([key.path for key in keys] or [name.tobytes().hex() for name in names[broken]])
+            keys = self.records.keys(batch[broken]) if batch else []
+            self.tell_corrupted([key.path for key in keys] or [name.hex() for name in rows_of(names[broken])])
         names, slots, is_refused = names[is_wrong], slots[is_wrong], is_refused[is_wrong]
         kept = np.zeros(len(names), np.bool_)
         if is_refused.any():
@@ -458,6 +459,12 @@ class OwnedTier(StorageTier, BookedTier):
         told = self._journal.tell(left)
         self._writing[told] = hash_names(names), told
         told.add_done_callback(self._writing.pop)
+
+    async def pay(self) -> bool:
+        """See `StorageTier.pay`."""
+        if self.health.is_open:
+            await self._pay()
+        return not self._evicted and not self._journal.is_owing
 
     async def _pay(self) -> None:
         """Return when the medium remembers nothing that it should not have until now, or cannot be told."""
@@ -536,7 +543,7 @@ class OwnedTier(StorageTier, BookedTier):
         return await self._journal.checkpoint(self._remembered, self.index.statistics().ready, sync=sync)
 
     def _remembered(self) -> tuple[Names, Slots]:
-        """Return what is to be found after a restart, the least recently used first, and where."""
+        """Return the names on the medium of what a restart is to find, in order of use, and where it is."""
         names, slots = self.index.names_in_order()
         # What is being written is listed too: it is verified when read, and a restart would lose it otherwise.
         writing = [
@@ -546,7 +553,8 @@ class OwnedTier(StorageTier, BookedTier):
         ]
         self._use_again(self._drop_refused(None))
         parts = [self._refused.all(), (names, slots), *writing]
-        return np.concatenate([each for each, _ in parts]), np.concatenate([at for _, at in parts])
+        remembered = np.concatenate([each for each, _ in parts])
+        return self.records.names(remembered), np.concatenate([at for _, at in parts])
 
     # Another capacity.
 

@@ -1,4 +1,6 @@
-"""Making and verifying records, in threads: their headers, their checksums, and their seals where there are keys.
+"""What a medium gets of blocks: the names they have there, and their records, which threads make and verify.
+
+Nothing but `Records` makes a medium's name of a block's: backends see no other.
 
 The codec ``exponent``: records of bf16 that hold every bit in three quarters of the bytes. In numpy, for threads.
 
@@ -12,23 +14,24 @@ Source of the idea: SplitZip (arXiv 2605.01708), a fixed code for the commonest 
 import asyncio
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.media.backend import Block, Make, Outcome, RecordShape
-from tiered_kv.media.record import encode, examine, examine_any
+from tiered_kv.media.backend import Block, Make, Outcome, RecordShape, Recovered
+from tiered_kv.media.record import encode, examine, examine_any, key_in
 from tiered_kv.settings.encryption import Encryption
 from tiered_kv.tiers.tasks import WorkerPool, in_a_thread
+from tiered_kv.tiers.tier import Batch
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.keys import BlockKey, Names
 from tiered_kv.values.layout import PAGE_BYTES, KVGroup
 from tiered_kv.values.loop_calls import LoopCalls
 
 if TYPE_CHECKING:
-    from tiered_kv.media.seal import Seal
+    from tiered_kv.media.seal import NameCipher, Seal
 
 
 CHUNK: Final = 2048
@@ -272,16 +275,17 @@ class Encoded:
 
 
 class Records:
-    """Makes and verifies the records of one backend.
+    """Names blocks as one backend has them, and makes and verifies their records there.
 
     Attributes:
-        threads: Where; the cache's.
+        threads: Where records are made; the cache's.
     """
 
     def __init__(self, threads: WorkerPool, encryption: Encryption | None) -> None:
         self.threads = threads
         self._encryption = encryption
         self._seal: Seal | None = None
+        self._names: NameCipher | None = None
 
     async def open(self, loop_calls: LoopCalls) -> None:
         """Get the keys, if there are any.
@@ -290,7 +294,34 @@ class Records:
             ConfigurationError, BackendUnavailableError: See `Encryption.make_seal`.
         """
         if self._encryption is not None:
-            self._seal = await in_a_thread(loop_calls, self._encryption.make_seal)  # it may take long
+            seal = await in_a_thread(loop_calls, self._encryption.make_seal)  # it may take long
+            self._seal, self._names = seal if seal.seals else None, seal.names
+
+    def keys(self, batch: Batch) -> list[BlockKey]:
+        """Return the keys of blocks as the medium has them, in order."""
+        if self._names is None:
+            return batch.namespace.keys_of(batch.names, batch.positions)
+        return self._names.hide_space(batch.namespace).keys_of(self._names.hide(batch.names), batch.positions)
+
+    def names(self, names: Names) -> Names:
+        """Return the names of blocks as the medium has them."""
+        return names if self._names is None else self._names.hide(names)
+
+    def recovered(self, found: Recovered) -> Recovered:
+        """Return what a medium has found, by the names that the cache has."""
+        return found if self._names is None else replace(found, names=self._names.show(found.names))
+
+    def shapes(self, shapes: Sequence[RecordShape]) -> tuple[RecordShape, ...]:
+        """Return what kinds of records there are, as the medium knows them."""
+        names = self._names
+        if names is None:
+            return tuple(shapes)
+        return tuple(replace(shape, fingerprint=names.hide_digest(shape.fingerprint)) for shape in shapes)
+
+    def key_in(self, header: memoryview) -> BlockKey | None:
+        """Return the key, as the cache has it, of the block that a header of the medium names; see `record.key_in`."""
+        key = key_in(header)
+        return key if key is None or self._names is None else self._names.show_key(key)
 
     @property
     def encrypts(self) -> bool:
@@ -317,7 +348,7 @@ class Records:
         """Make records of what is in ``blocks``.
 
         Args:
-            keys: Names the blocks.
+            keys: What `keys` names the blocks.
             blocks: Their payloads, which stay as they are.
             into: Gets the records: other memory if this encrypts or there is a codec, else ``blocks``.
             shape: What they are.
@@ -339,7 +370,7 @@ class Records:
         """Return what verifies records by their keys, decrypting them in place, and decodes what is right.
 
         Args:
-            keys: Name the blocks.
+            keys: What `keys` names the blocks.
             records: What will have been read.
             shape: What the records are.
             codec: What their payloads are decoded by, if at all.
@@ -355,9 +386,10 @@ class Records:
         return Verification(self.threads, verdict)
 
     def verification_by_name(self, names: Names, blocks: Sequence[Block], shape: RecordShape) -> "Verification":
-        """Do as `verification` does, where only the names of the blocks are known."""
+        """Do as `verification` does, where only the names of the blocks are known, as the cache has them."""
+        hidden = self.names(names)
         return Verification(
-            self.threads, lambda n: examine_any(names[n].tobytes(), blocks[n], codec=shape.codec, seal=self._seal)
+            self.threads, lambda n: examine_any(hidden[n].tobytes(), blocks[n], codec=shape.codec, seal=self._seal)
         )
 
 

@@ -200,6 +200,13 @@ class StorageTier(Tier):
         """
 
     @abstractmethod
+    async def pay(self) -> bool:
+        """Have the medium remove what it could not be told to, and say whether nothing is left that it should not have.
+
+        What is evicted from a tier that is only read is others' to keep.
+        """
+
+    @abstractmethod
     def tick(self) -> None:
         """Begin to make up for what a medium that failed did not do. Called once in a while."""
 
@@ -306,7 +313,7 @@ class StorageTier(Tier):
     @asynccontextmanager
     async def _encoded(self, batch: Batch, blocks: list[Block]) -> AsyncIterator[Encoded]:
         """Make the records; lend them until the backend has let go of them."""
-        keys = batch.keys()
+        keys = self.records.keys(batch)
         staged = self._staging.take(len(keys)) if self._stages else blocks
         made = await self.records.encode(keys, blocks, staged, self.shape, self._codec)
         if len(made.at) < len(keys):

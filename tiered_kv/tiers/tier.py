@@ -19,7 +19,7 @@ from typing_extensions import override
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.memory.host import HostSlab, check_host_memory
 from tiered_kv.values.errors import ConfigurationError
-from tiered_kv.values.keys import BlockKey, BlockKeys, Names, Namespace, Shard
+from tiered_kv.values.keys import BlockKeys, Names, Namespace, Shard
 from tiered_kv.values.specs import CPULoadStoreSpec, LoadStoreSpec
 
 _MOST_NAMESPACES: Final = 4096
@@ -39,10 +39,6 @@ class Batch:
 
     def __getitem__(self, at: "slice | NDArray[np.int64] | NDArray[np.bool_]") -> "Batch":
         return Batch(self.namespace, self.names[at], self.positions[at])
-
-    def keys(self) -> list[BlockKey]:
-        """One key object per block, for a backend or a header."""
-        return self.namespace.keys_of(self.names, self.positions)
 
 
 class Naming:

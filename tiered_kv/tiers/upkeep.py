@@ -189,6 +189,11 @@ async def clear(chains: Sequence[Chain]) -> None:
         await asyncio.wait(clearing, timeout=timeout_s)
 
 
+async def pay(chains: Sequence[Chain]) -> bool:
+    """Have all media remove what they could not be told to; say whether none has anything left that it should not."""
+    return all([await tier.pay() for chain in chains for tier in chain.storage])
+
+
 async def checkpoint(chains: Sequence[Chain], *, sync: bool) -> bool:
     """Let the owned tiers remember what they hold, in order of use; with ``sync`` through a loss of power.
 
