@@ -564,7 +564,7 @@ def test_a_tier_that_hangs_holds_up_nobody_and_close_says_what_is_left() -> None
             stored = await kv.store(more, engine.compute(more))
             assert (stored.num_stored, dict(stored.drop_reasons)) == (0, {"no room": 4})
             started = loop.time()
-        assert loop.time() - started <= 2 * inside(kv).limits.close_timeout_s  # no public call tells it
+        assert loop.time() - started <= 2 * inside(kv).cache.limits.close_timeout_s  # no public call tells it
         (closed,) = said.of(CacheClosed)
         assert closed.unwritten > 0
 

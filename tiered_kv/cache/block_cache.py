@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from tiered_kv.cache.answers import Explanation
 from tiered_kv.cache.checks import LoadCall, StoreCall, check_seconds, check_specs
 from tiered_kv.cache.groups import GroupNeed, GroupsLoad, GroupsLookup, check_needs, length_in_place, longest
-from tiered_kv.cache.open_cache import EngineSide
 from tiered_kv.cache.planner import Planner
+from tiered_kv.cache.seat import EngineSide
 from tiered_kv.tiers.changes import Changes
 from tiered_kv.tiers.gate import Priority
 from tiered_kv.transfers.handles import Handle, LoadHandle, cancel_each, each_of

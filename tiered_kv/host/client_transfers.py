@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.cache.checks import LoadCall, StoreCall, check_pages
+from tiered_kv.cache.seat import PAST_EPOCHS
 from tiered_kv.host import protocol as messages
 from tiered_kv.host import protocol as questions
 from tiered_kv.host import wire
@@ -48,9 +49,6 @@ _GRACE_S: Final = 0.25
 """What a server may take to say how a transfer ended whose time is up."""
 _COPIED_AT_ONCE_BYTES: Final = 256 << 10
 """Some 40 us of copying, which is what a thread needs to be woken and to wake the loop."""
-
-
-PAST_EPOCHS: Final = 8
 
 
 @dataclass(frozen=True, kw_only=True)

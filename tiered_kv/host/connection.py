@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Final, Protocol
 from typing_extensions import override
 
 from tiered_kv.cache.checks import check_asyncio, check_keys, check_one_rank
-from tiered_kv.cache.open_cache import EngineSide
+from tiered_kv.cache.seat import EngineSide
 from tiered_kv.host import handshake, wire
 from tiered_kv.host.attachment import Attachment
 from tiered_kv.host.protocol import Answer, Attach, Attached, Failed, Opened, ping
@@ -148,6 +148,7 @@ class FarSide(EngineSide):
         lifetime.callback(h2d.close)
         lifetime.callback(d2h.close)
         super().__init__(shards, Tasks(), loop_calls, lifetime)
+        lifetime.callback(self.bindings.forget)
         self.attached = attached
         self.swaps = SwapSpaces()
         self.loop_calls = loop_calls

@@ -11,13 +11,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
-from tiered_kv.cache.open_cache import OpenCache
-from tiered_kv.cache.tiered_kv import TierCalls, TieredKV, seat_at
+from tiered_kv.cache.seat import PAST_EPOCHS
+from tiered_kv.cache.tiered_kv import SeatCalls, TierCalls, TieredKV
 from tiered_kv.catalog.leases import Lease
 from tiered_kv.host import protocol as messages
 from tiered_kv.host import wire
 from tiered_kv.host.calls import CALLS, Remote
-from tiered_kv.host.client_transfers import PAST_EPOCHS
 from tiered_kv.host.protocol import (
     AboutChanges,
     AboutJob,
@@ -90,13 +89,13 @@ class Session:
         self._shards = shards
         self._pins = pins
         self._limits = limits
-        self._seats: dict[bytes, tuple[TierCalls, OpenCache]] = {}
+        self._seats: dict[bytes, SeatCalls] = {}
         self._asked: dict[int, asyncio.Task[None]] = {}
         self._leases: dict[int, tuple[Chain, Lease]] = {}
         self._num_leasing = 0  # asked for, and being brought
         self._tasks = Tasks()
         self._transfers = SessionTransfers(limits, self._tasks, is_read_only=is_read_only)
-        self.jobs = SessionJobs(self._seat(b"")[1].new_jobs(len(shards)), self._tasks)
+        self.jobs = SessionJobs(self._seat(b"").seat.cache.new_jobs(len(shards)), self._tasks)
         self._changes = SessionChanges(self._tasks)
         self._has_ended = False
 
@@ -164,11 +163,11 @@ class Session:
             self._transfers.refuse(request, Reason.SERVER_ENDING, send)
             return
         self._new(request.id)
-        _, cache = self._seat(request.keys.epoch)
+        seat = self._seat(request.keys.epoch).seat
         if isinstance(request, messages.Load):
-            self._transfers.load(request, cache, send)
+            self._transfers.load(request, seat, send)
         else:
-            self._transfers.store(request, cache, send)
+            self._transfers.store(request, seat, send)
 
     def _give_up(self, id_: int) -> None:
         """End a transfer, a question before it is answered, or a lease: its client does not wait for it any more."""
@@ -194,12 +193,12 @@ class Session:
                     raise ConfigurationError("read only")
                 if len(self.jobs) >= self._limits.jobs_per_client:
                     raise CapacityError("too many jobs")
-                self.jobs.plan(request, self._seat(request.keys.epoch)[1], send)
+                self.jobs.plan(request, self._seat(request.keys.epoch).seat, send)
             case Follow():
                 self._new(request.id)
                 if len(self._changes) >= self._limits.leases_per_client:
                     raise CapacityError(f"this client follows changes {len(self._changes)} times")
-                self._changes.follow(request.id, self._seat(b"")[1], send)
+                self._changes.follow(request.id, self._seat(b"").seat, send)
             case Taken():
                 self._changes.taken(request.id, request.num_messages)
             case _:
@@ -248,9 +247,9 @@ class Session:
 
     async def _count(self, call: Callable[[], object]) -> object:
         """Count, what the client knows to have ended included: it takes a few turns more here."""
-        _, cache = self._seat(b"")
+        tasks = self._seat(b"").seat.tasks
         while self._transfers.is_behind:
-            await cache.tasks.turn(Priority.STORE)
+            await tasks.turn(Priority.STORE)
         return call()
 
     def _note(self, request: messages.Call) -> None:
@@ -271,13 +270,13 @@ class Session:
             ConfigurationError: They are not what the face says.
         """
         epoch, arguments = remote.heard(request.args)
-        kv, seat = self._seat(epoch)
+        kv = self._seat(epoch)
         if remote.knows_past:
-            seat.past_epochs = list(request.before[:PAST_EPOCHS])
+            kv.seat.past_epochs = list(request.before[:PAST_EPOCHS])
         return (self._cache if remote.is_of_all else kv), arguments
 
     async def _lease(self, request: messages.Lease) -> messages.Leased:
-        chain, batch = self._seat(request.keys.epoch)[1].batch(request.keys.block_keys())
+        chain, batch = self._seat(request.keys.epoch).seat.batch(request.keys.block_keys())
         num_leases = len(self._leases) + self._num_leasing
         if num_leases >= self._limits.leases_per_client:
             raise CapacityError(f"this client holds {num_leases} leases")
@@ -299,17 +298,17 @@ class Session:
         Raises:
             ConfigurationError: There is none of this name.
         """
-        slabs = {chain.host.slab.name: chain.host.slab for chain in self._seat(b"")[1].chains}
+        slabs = {chain.host.slab.name: chain.host.slab for chain in self._seat(b"").seat.chains}
         if name not in slabs:
             raise ConfigurationError(f"no slab {name!r}; there are {', '.join(slabs)}")
         return slabs[name]
 
-    def _seat(self, epoch: bytes) -> tuple[TierCalls, OpenCache]:
-        """Return the cache with the weights of a request, and what transfers are made with."""
+    def _seat(self, epoch: bytes) -> SeatCalls:
+        """Return the client's seat at the cache, with the weights of a request."""
         if (seat := self._seats.get(epoch)) is None:
             if len(self._seats) >= _EPOCHS:
                 self._seats.clear()
-            seat = self._seats[epoch] = seat_at(self._cache, self._shards, epoch, (), self._pins)
+            seat = self._seats[epoch] = SeatCalls(self._cache, self._shards, epoch, self._pins)
         return seat
 
     def _new(self, id_: int) -> None:

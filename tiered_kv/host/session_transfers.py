@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tiered_kv.cache.checks import check_kind, check_seconds
-from tiered_kv.cache.open_cache import OpenCache
+from tiered_kv.cache.seat import Seat
 from tiered_kv.host import protocol as messages
 from tiered_kv.host import wire
 from tiered_kv.host.protocol import REVOKED, Part
@@ -175,7 +175,7 @@ class SessionTransfers:
         """Whether the client may be copying to or from slots."""
         return any(map(_num_copying, self._all()))
 
-    def load(self, request: messages.Load, cache: OpenCache, send: Send) -> None:
+    def load(self, request: messages.Load, seat: Seat, send: Send) -> None:
         """Start a load, and tell of its end.
 
         Raises:
@@ -185,7 +185,7 @@ class SessionTransfers:
         order: Order = "back" if request.is_from_back else "front"
         check_kind(order, layerwise=request.layerwise, gaps=request.gaps)
         keys = request.keys.block_keys()
-        chain, batch = cache.batch(keys)
+        chain, batch = seat.batch(keys)
         far = FarMemory(request.id, len(keys), chain, send)
         if len(self._loads) >= self._limits.loads_per_client or not self._has_room(far):
             send(_not_loaded(request, TierFault("host", Reason.TOO_MANY_LOADS, len(keys))))
@@ -193,7 +193,7 @@ class SessionTransfers:
         handle = start_load(
             LoadRequest(
                 chain=chain, batch=batch, binding=far, pages=np.arange(len(keys))[:, np.newaxis],
-                lane=Lane(far, None), deadline=cache.deadline(request.deadline_s),
+                lane=Lane(far, None), deadline=seat.deadline(request.deadline_s),
                 priority=Priority(request.priority), is_current=lambda: True,  # which weights are, the client knows
                 layerwise=request.layerwise, gaps=request.gaps, order=order,
             )
@@ -208,14 +208,14 @@ class SessionTransfers:
             self._tasks.spawn(self._say_admitted(request.id, handle, send), "admit")
         handle.when_done(partial(self._loaded, request, len(keys), send))
 
-    def store(self, request: messages.Store, cache: OpenCache, send: Send) -> None:
+    def store(self, request: messages.Store, seat: Seat, send: Send) -> None:
         """Start a store, and tell of its end and of what becomes of the blocks.
 
         Raises:
             TieredKVError: It cannot be.
         """
         keys = request.keys.block_keys()
-        chain, batch = cache.batch(keys)
+        chain, batch = seat.batch(keys)
         far = FarMemory(request.id, len(keys), chain, send)
         why = Reason.READ_ONLY if self._is_read_only else None
         if len(self._stores) >= self._limits.stores_per_client or not self._has_room(far):
