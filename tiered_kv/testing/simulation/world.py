@@ -5,15 +5,17 @@ import logging
 import random
 import sys
 import zlib
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from tiered_kv.cache import TieredKV
 from tiered_kv.events import Event
 from tiered_kv.keys import ModelIdentity
+from tiered_kv.registry import resolve
 from tiered_kv.results import CacheStatistics
 from tiered_kv.settings import CacheLimits
 from tiered_kv.system import running_in
@@ -150,6 +152,7 @@ class World:
     """
 
     def __init__(self, tape: Tape, num_steps: int, *, keeps_timeline: bool = False) -> None:
+        gc.freeze()  # `_collect` walks what is made from here on, and not all of torch
         self.tape = tape
         depth = tape.pick("plan", (None, None, None, 3, 10))
         self.turns = Turns(tape, pct_depth=depth)
@@ -219,12 +222,12 @@ class World:
             elif name == "nvme":
                 paths = [str(disk.path / "kv") for disk in self.disks[: shape.num_disks]]
                 found.append(
-                    {
-                        "medium": "nvme", "path": paths if len(paths) > 1 else paths[0], "num_threads": 2,
+                    _resolve("nvme")({  # which lies on the real disk, so that it is looked up once
+                        "path": paths if len(paths) > 1 else paths[0], "num_threads": 2,
                         "capacity": self.disk_bytes(shape.disk_slots // shape.num_disks),
                         "max_capacity": self.disk_bytes(2 * _NUM_ALL), "ttl_s": shape.ttl_s, "policy": shape.policy,
                         **storage,
-                    }
+                    })
                 )  # fmt: skip
             else:
                 pace = {"read_bandwidth": 40 * 8192} if shape.is_paced and name == "store" else {}
@@ -395,14 +398,21 @@ class World:
         try:
             with running_in(self.system):
                 self.turns.bury()
-                for each in self._graveyard:
-                    if isinstance(each, SimulatedLoop):
-                        each.close()
-                self._graveyard.clear()
-                gc.collect()
+                while self._graveyard:
+                    if isinstance(self._graveyard[-1], SimulatedLoop):
+                        self._graveyard[-1].bury()
+                    self._graveyard.pop()
+                while gc.collect():  # what ends in the first pass may leave tracebacks, which hold more
+                    pass
         finally:
+            gc.unfreeze()
             sys.unraisablehook = hook
             asyncio_log.disabled = was_disabled
+
+
+@cache
+def _resolve(medium: str) -> Callable[[Mapping[str, Any]], object]:
+    return cast(Callable[[Mapping[str, Any]], object], resolve(medium))
 
 
 class _Log(logging.Handler):
