@@ -20,8 +20,8 @@ from PIL import Image
 from playwright.async_api import async_playwright
 
 from tiered_kv import GPULoadStoreSpec, KVLayout, ModelIdentity, TieredKV, hash_blocks
-from tiered_kv.events import Event, PageServed
 from tiered_kv.telemetry import Metrics
+from tiered_kv.values.events import Event, PageServed
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 BLOCK_SIZE = 16

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tiered_kv import KVGroup
-from tiered_kv.loop_calls import LoopCalls
 from tiered_kv.memory import Device, HostSlab, PagedCaches, Stream, crossover, gather_blocks, scatter_blocks
-from tiered_kv.memory.page_locking import PageLockState
+from tiered_kv.memory.host import PageLockState
+from tiered_kv.values.loop_calls import LoopCalls
 
 Ids = NDArray[np.int64]
 Copies = Sequence[Callable[[], object]]

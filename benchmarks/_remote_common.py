@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
-from tiered_kv.backend import Backend, Block
+from tiered_kv.media.backend import Backend, Block
 
 Bare = Callable[[Sequence[str], Sequence[Block], int], Coroutine[Any, Any, None]]
 

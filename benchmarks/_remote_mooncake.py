@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from _remote_common import Bare, MissingError, Sides, counted
-from tiered_kv.backend import Block
+from tiered_kv.media.backend import Block
 
 sys.path.append(str(Path(__file__).parent.parent / "tests" / "servers"))
 from mooncake_server import mooncake_server

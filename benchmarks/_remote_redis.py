@@ -13,9 +13,9 @@ import pytest
 from redis.asyncio import Redis
 
 from _remote_common import MissingError, Sides, counted
-from tiered_kv.backend import Block
-from tiered_kv_backends.redis import RedisBackend
-from tiered_kv_backends.redis_servers import RedisSettings, Server
+from tiered_kv.media.backend import Block
+from tiered_kv_backends.redis.backend import RedisBackend
+from tiered_kv_backends.redis.servers import RedisSettings, Server
 
 sys.path.append(str(Path(__file__).parent.parent / "tests" / "servers"))
 from redis_server import find_binary, run_redis

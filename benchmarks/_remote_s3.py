@@ -11,7 +11,7 @@ from typing import Any
 import obstore
 
 from _remote_common import MissingError, Sides, counted
-from tiered_kv.backend import Block
+from tiered_kv.media.backend import Block
 from tiered_kv_backends.s3 import S3Backend, S3Settings
 from tiered_kv_backends.s3.client import make_store
 

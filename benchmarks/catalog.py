@@ -23,7 +23,7 @@ from rich.table import Table
 
 from _catalog_common import BATCH, NUM_CALLS, Figures, Stopwatch, resident_bytes
 from tiered_kv.catalog import TierIndex, locate
-from tiered_kv.keys import BlockKeys, Names, Namespace
+from tiered_kv.values.keys import BlockKeys, Names, Namespace
 
 COLUMNS = {
     "lookup": "lookup ms",

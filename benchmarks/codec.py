@@ -35,7 +35,7 @@ from torch import Tensor
 
 from tiered_kv import GPULoadStoreSpec, KVGroup, KVLayout, ModelIdentity, TieredKV, hash_blocks
 from tiered_kv.memory.codec import CodecName
-from tiered_kv.tiers.exponent import ExponentCodec
+from tiered_kv.tiers.records import ExponentCodec
 
 GROUP = KVGroup(6, 12, 32, "bfloat16", 128)
 """What MiniLM's KV is, in blocks of 128 tokens: 1.1 MiB each."""

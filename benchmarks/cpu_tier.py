@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tiered_kv import GPULoadStoreSpec, KVLayout, ModelIdentity, TieredKV, hash_blocks
-from tiered_kv.layout import KVGroup
 from tiered_kv.memory import CPUDevice, HostSlab, PagedCaches, gather_blocks, scatter_blocks
+from tiered_kv.values.layout import KVGroup
 
 Ids = NDArray[np.int64]
 Addresses = list[tuple[int, int]]

@@ -30,7 +30,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tiered_kv import BlockCache, GPULoadStoreSpec, KVLayout, ModelIdentity, TieredKV, hash_blocks
-from tiered_kv.host import messages, wire
+from tiered_kv.host import protocol as messages
+from tiered_kv.host import wire
 
 SMALL, LARGE = (16, 2, 64, 4), (16, 8, 128, 32)
 """Tokens, heads, dimension and layers of blocks of 32 KiB and of 2 MiB."""

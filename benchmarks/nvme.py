@@ -23,12 +23,12 @@ from pathlib import Path
 
 import numpy as np
 
-from tiered_kv.backend import Block, Outcome, RecordShape
-from tiered_kv.keys import BlockKey, Namespace
-from tiered_kv.record import encode, verify
-from tiered_kv.seal import Seal
+from tiered_kv.media.backend import Block, Outcome, RecordShape
+from tiered_kv.media.record import encode, verify
+from tiered_kv.media.seal import Seal
 from tiered_kv.testing import ThreadWorkers, block_names, open_backend
 from tiered_kv.tiers.records import Staging
+from tiered_kv.values.keys import BlockKey, Namespace
 from tiered_kv_backends.nvme import NVMeBackend
 
 SIZES = {"2MiB": 2 << 20, "128KiB": 128 << 10}

@@ -23,8 +23,8 @@ from rich.table import Table
 
 from _catalog_common import BATCH, Stopwatch
 from tiered_kv.catalog import TierIndex
-from tiered_kv.keys import Names
 from tiered_kv.traces import SYNTHETIC, Trace, names_of, open_trace
+from tiered_kv.values.keys import Names
 
 POLICIES = ("lru", "arc", "s3-fifo", "mq", "lhd")
 NEVER = 2**62

@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 
 from _remote_common import MissingError, Sides
-from tiered_kv.backend import Backend, Block, Outcome, RecordShape
-from tiered_kv.keys import BlockKey, Namespace
+from tiered_kv.media.backend import Backend, Block, Outcome, RecordShape
 from tiered_kv.testing import open_backend
+from tiered_kv.values.keys import BlockKey, Namespace
 
 MEDIA = ("redis", "s3", "mooncake", "shared_fs")
 SIZES = {"2MiB": 2 << 20, "256KiB": 256 << 10}

@@ -24,7 +24,7 @@ from structlog.testing import capture_logs
 
 from tiered_kv import CacheLimits, TierStatistics
 from tiered_kv.cli.configuration import all_keys
-from tiered_kv.events import Event
+from tiered_kv.values.events import Event
 
 REPOSITORY = Path(__file__).parents[1]
 DOCS = REPOSITORY / "docs"

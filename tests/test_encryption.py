@@ -20,9 +20,9 @@ from tiered_kv import (
     Shard,
     parse_record,
 )
-from tiered_kv.backend import Block
-from tiered_kv.record import HEADER_BYTES, encode, examine, key_in, verify
-from tiered_kv.seal import Seal
+from tiered_kv.media.backend import Block
+from tiered_kv.media.record import HEADER_BYTES, encode, examine, key_in, verify
+from tiered_kv.media.seal import Seal
 from tiered_kv_backends.nvme import NVMeBackend
 
 OLD, NEW, OTHER = (bytes([n]) * 32 for n in (1, 2, 3))

@@ -10,10 +10,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.errors import ConfigurationError
-from tiered_kv.hashing import hash_blocks, hash_tail
-from tiered_kv.keys import BlockKey, BlockKeys, ModelIdentity, Namespace, Shard, epoch_digest, salt_digest
-from tiered_kv.layout import KVGroup, KVLayout, fingerprint
+from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.keys import (
+    BlockKey,
+    BlockKeys,
+    ModelIdentity,
+    Namespace,
+    Shard,
+    epoch_digest,
+    hash_blocks,
+    hash_tail,
+    salt_digest,
+)
+from tiered_kv.values.layout import KVGroup, KVLayout, fingerprint
 
 MODEL = ModelIdentity("llama", weights="sha256:1", extra=(("rope", "linear"),))
 GROUP = KVGroup(num_layers=2, num_kv_heads=4, head_dim=8, dtype="bfloat16", block_size=16)
@@ -45,7 +54,7 @@ def namespace(
 def test_hashes_are_the_same_in_every_process_and_release() -> None:
     """Golden values: a change of any of them loses every cache there is, and has to be a new format version."""
     program = (
-        "from tiered_kv.hashing import *; from tiered_kv.keys import *; from tiered_kv.layout import *\n"
+        "from tiered_kv.values.keys import *; from tiered_kv.values.layout import *\n"
         "keys = hash_blocks(range(32), block_size=16, salt='tenant', extra=[None, b'lora-7'])\n"
         "print(keys[0].hex()); print(keys[1].hex()); print(hash_blocks([1, 2], block_size=2)[0].hex())\n"
         "model = ModelIdentity('llama', weights='sha256:1', extra=(('rope', 'linear'),))\n"
@@ -134,7 +143,7 @@ def test_a_namespace_travels_to_another_process() -> None:
     space = namespace(salt="tenant")
     assert len({space, namespace(salt="tenant")}) == 1
     program = (
-        "import pickle, sys; from tiered_kv.hashing import *; from tiered_kv.keys import *\n"
+        "import pickle, sys; from tiered_kv.values.keys import *; from tiered_kv.values.keys import *\n"
         "space = pickle.loads(sys.stdin.buffer.read())\n"
         "made = Namespace(space.fingerprint, space.epoch, space.salt, space.shard)\n"
         "print(space == made, hash(space) == hash(made), {made: 'found'}[space])"

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from tiered_kv.errors import ConfigurationError, LayoutMismatchError
-from tiered_kv.keys import ModelIdentity
-from tiered_kv.layout import KVGroup, KVLayout, fingerprint, layer_tensors
+from tiered_kv.values.errors import ConfigurationError, LayoutMismatchError
+from tiered_kv.values.keys import ModelIdentity
+from tiered_kv.values.layout import KVGroup, KVLayout, fingerprint, layer_tensors
 
 NHD = KVGroup(num_layers=3, num_kv_heads=4, head_dim=8, dtype="bfloat16", block_size=16)
 HND = replace(NHD, order="HND")

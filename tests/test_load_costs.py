@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.support.any_layout import AnyEngine, cpu, memory, open_any, prompt
 from tiered_kv import ConfigurationError, LookupResult, TierRun
-from tiered_kv.load_costs import LoadCost
+from tiered_kv.values.results import LoadCost
 
 BLOCK = 16
 

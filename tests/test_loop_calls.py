@@ -9,7 +9,7 @@ from typing import Any, TypeVarTuple
 import pytest
 
 from tests.support.interrupts import interrupted_everywhere
-from tiered_kv.loop_calls import LoopCalls, carried
+from tiered_kv.values.loop_calls import LoopCalls, carried
 
 Ts = TypeVarTuple("Ts")
 
@@ -104,7 +104,9 @@ def test_a_signals_handler_may_call_while_its_thread_does() -> None:
     def once() -> None:
         loop_calls.call(ran.append, "outer")
 
-    num_times = interrupted_everywhere(once, lambda: loop_calls.call(ran.append, "handler"), of="tiered_kv.loop_calls")
+    num_times = interrupted_everywhere(
+        once, lambda: loop_calls.call(ran.append, "handler"), of="tiered_kv.values.loop_calls"
+    )
     loop_calls.call(loop.stop)
     loop.run_forever()
     assert (ran.count("outer"), ran.count("handler")) == (num_times, num_times - 1)

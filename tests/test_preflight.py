@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.errors import ConfigurationError
-from tiered_kv.preflight import check_host_memory, doubt_of_page_locking
+from tiered_kv.memory.host import check_host_memory, doubt_of_page_locking
+from tiered_kv.values.errors import ConfigurationError
 
 GIB = 1024**3
 NO_LIMIT_V1 = 9223372036854771712

@@ -7,10 +7,10 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.backend import Block, Outcome
-from tiered_kv.errors import BlockCorruptError, LayoutMismatchError, TieredKVError
-from tiered_kv.keys import BlockKey, Namespace, Shard
-from tiered_kv.record import HEADER_BYTES, MAGIC, encode, key_in, parse_record, verify
+from tiered_kv.media.backend import Block, Outcome
+from tiered_kv.media.record import HEADER_BYTES, MAGIC, encode, key_in, parse_record, verify
+from tiered_kv.values.errors import BlockCorruptError, LayoutMismatchError, TieredKVError
+from tiered_kv.values.keys import BlockKey, Namespace, Shard
 from tiered_kv_backends.nvme.ledger import parse
 
 DATA = Path(__file__).parent / "data"

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from tiered_kv.catalog.policies.lru import LRUPolicy
-from tiered_kv.errors import ConfigurationError
-from tiered_kv.registry import known_media, make_backend, medium_for_scheme, resolve, resolve_policy
-from tiered_kv.tier_settings import TierSettings
+from tiered_kv.settings.registry import known_media, make_backend, medium_for_scheme, resolve, resolve_policy
+from tiered_kv.settings.tier_settings import TierSettings
+from tiered_kv.values.errors import ConfigurationError
 from tiered_kv_backends.memory import MemoryBackend
 
 FAKE = """
-    from tiered_kv.backend import Backend
-    from tiered_kv.tier_settings import TierSettings
+    from tiered_kv.media.backend import Backend
+    from tiered_kv.settings.tier_settings import TierSettings
 
     class Tape(Backend):
         schemes = ("tape+tcp",)
@@ -131,7 +131,7 @@ def test_an_unknown_scheme_says_nothing_of_media_that_come_with_us() -> None:
     """Which schemes are theirs is known, whether their drivers are there or not."""
     code = (
         "import sys; sys.modules['redis'] = sys.modules['mooncake'] = sys.modules['obstore'] = None\n"
-        "from tiered_kv.registry import medium_for_scheme\n"
+        "from tiered_kv.settings.registry import medium_for_scheme\n"
         "print(medium_for_scheme('rediss'), medium_for_scheme('gs'))\n"
         "try: medium_for_scheme('ftp')\n"
         "except ValueError as error: print(error)"
@@ -173,7 +173,7 @@ def test_policies_are_found_by_name_and_by_path(monkeypatch: pytest.MonkeyPatch,
         (lambda: resolve_policy("lrv"), "one of lru, arc"),
         (lambda: resolve_policy("builtins:int"), "no subclass of tiered_kv"),
         (lambda: resolve_policy("tiered_kv.catalog.policies.base:Policy"), "does not implement __len__, add"),
-        (lambda: resolve("tiered_kv.backend:Backend"), "does not implement delete, lookup"),
+        (lambda: resolve("tiered_kv.media.backend:Backend"), "does not implement delete, lookup"),
     ],
 )
 def test_what_is_no_policy_is_refused(call: Callable[[], object], message: str) -> None:

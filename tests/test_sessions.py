@@ -7,8 +7,7 @@ import pytest
 from tests.support.caches import inside, keep, open_cache, until
 from tests.support.engine import MODEL, PAYLOAD_BYTES, Engine, prompt, small_layout
 from tiered_kv import CacheStatistics, ConfigurationError, CPUTier, GPULoadStoreSpec, SessionPlanner, TieredKV
-from tiered_kv.forecast import SessionForecast
-from tiered_kv.sessions import SessionStatistics
+from tiered_kv.cache.sessions import SessionForecast, SessionStatistics
 
 CPU = CPUTier(capacity=16 * PAYLOAD_BYTES)
 FAR = {"medium": "memory", "capacity": "1MiB"}

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from pydantic import ByteSize, ValidationError
 
-from tiered_kv.chain_settings import CPUTier, GPUTier, check_tiers, tier_from, tier_name
-from tiered_kv.errors import ConfigurationError
-from tiered_kv.registry import resolve
-from tiered_kv.settings import CacheLimits, TieredKVSettings
-from tiered_kv.tier_settings import TierSettings
+from tiered_kv.settings.chain_settings import CPUTier, GPUTier, check_tiers, tier_from, tier_name
+from tiered_kv.settings.registry import resolve
+from tiered_kv.settings.settings import CacheLimits, TieredKVSettings
+from tiered_kv.settings.tier_settings import TierSettings
+from tiered_kv.values.errors import ConfigurationError
 from tiered_kv_backends.memory import MemoryBackend
-from tiered_kv_backends.redis import RedisBackend
+from tiered_kv_backends.redis.backend import RedisBackend
 from tiered_kv_backends.s3 import S3Settings
 
 GIB = 1024**3
@@ -24,7 +24,7 @@ PASSWORD = "hunter2"  # noqa: S105 -- what must not be shown has to be something
 FAKE = """
     from pydantic import SecretStr
     from tiered_kv_backends.memory import MemoryBackend
-    from tiered_kv.tier_settings import TierSettings
+    from tiered_kv.settings.tier_settings import TierSettings
 
     class Server(MemoryBackend):
         class Settings(TierSettings):

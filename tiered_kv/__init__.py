@@ -9,22 +9,31 @@ What needs torch is imported when it is first asked for: a router that reads eve
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
-from tiered_kv.backend import (
+from tiered_kv.cache.groups import GroupNeed, GroupsLoad, GroupsLookup, full, window
+from tiered_kv.catalog.policies import Policy
+from tiered_kv.media.backend import (
     Backend,
     BackendContext,
     Block,
+    Found,
+    Inventory,
     Missing,
     Outcome,
+    Place,
     RecordShape,
     Recovered,
     SlotBackend,
     Workers,
     check_lengths,
 )
-from tiered_kv.catalog.policies import Policy
-from tiered_kv.changes import Added, Changes, Cleared, Mirror, Removed, Snapshot, TierChange
-from tiered_kv.encryption import Encryption
-from tiered_kv.errors import (
+from tiered_kv.media.record import Record, parse_record
+from tiered_kv.media.record import encode as encode_record
+from tiered_kv.media.record import verify as verify_record
+from tiered_kv.settings.encryption import Encryption
+from tiered_kv.settings.tier_settings import HostSettings, OwnedTierSettings, TierSettings, WritePolicy
+from tiered_kv.tiers.changes import Added, Changes, Cleared, Mirror, Removed, Snapshot, TierChange
+from tiered_kv.tiers.gate import Priority
+from tiered_kv.values.errors import (
     BackendError,
     BackendUnavailableError,
     BlockCorruptError,
@@ -34,7 +43,7 @@ from tiered_kv.errors import (
     LayoutMismatchError,
     TieredKVError,
 )
-from tiered_kv.events import (
+from tiered_kv.values.events import (
     BlocksCorrupted,
     BlocksLoaded,
     BlocksNotEncoded,
@@ -65,25 +74,30 @@ from tiered_kv.events import (
     TraceFailed,
     WorkerEnded,
 )
-from tiered_kv.groups import GroupNeed, GroupsLoad, GroupsLookup, full, window
-from tiered_kv.hashing import hash_blocks, hash_tail
-from tiered_kv.hints import ReuseHint
-from tiered_kv.host_settings import HostSettings
-from tiered_kv.inventory import Found, Inventory, Place
-from tiered_kv.keys import BlockKey, BlockKeys, ModelIdentity, Names, Namespace, Shard, epoch_digest, salt_digest
-from tiered_kv.layout import KVGroup, KVLayout
-from tiered_kv.load_costs import LoadCost, Split
-from tiered_kv.plan import JobResult, Move, Outcomes, Plan, SlabHandle, TierShare
-from tiered_kv.record import Record, parse_record
-from tiered_kv.record import encode as encode_record
-from tiered_kv.record import verify as verify_record
-from tiered_kv.results import (
+from tiered_kv.values.hints import ReuseHint
+from tiered_kv.values.keys import (
+    BlockKey,
+    BlockKeys,
+    ModelIdentity,
+    Names,
+    Namespace,
+    Shard,
+    epoch_digest,
+    hash_blocks,
+    hash_tail,
+    salt_digest,
+)
+from tiered_kv.values.layout import KVGroup, KVLayout
+from tiered_kv.values.plan import JobResult, Move, Outcomes, Plan, SlabHandle, TierShare
+from tiered_kv.values.results import (
     BlockState,
     CacheStatistics,
+    LoadCost,
     LoadResult,
     LookupResult,
     PinResult,
     PrefetchResult,
+    Split,
     StoreResult,
     SwapOutResult,
     SwapResult,
@@ -92,7 +106,7 @@ from tiered_kv.results import (
     TierStatistics,
     TierStore,
 )
-from tiered_kv.specs import (
+from tiered_kv.values.specs import (
     CPULoadStoreSpec,
     FileLoadStoreSpec,
     GPULoadStoreSpec,
@@ -100,56 +114,54 @@ from tiered_kv.specs import (
     ObjectLoadStoreSpec,
     RemoteLoadStoreSpec,
 )
-from tiered_kv.tier_settings import OwnedTierSettings, TierSettings, WritePolicy
-from tiered_kv.tiers.budget import Priority
 
 if TYPE_CHECKING:
-    from tiered_kv.block_cache import BlockCache
-    from tiered_kv.blocking import BlockingTieredKV, open_blocking
-    from tiered_kv.cache import TieredKV
-    from tiered_kv.chain_settings import CPUTier, GPUTier
-    from tiered_kv.closing import Draining
-    from tiered_kv.explain import Explanation
+    from tiered_kv.cache.answers import Explanation
+    from tiered_kv.cache.block_cache import BlockCache
+    from tiered_kv.cache.blocking import BlockingTieredKV, open_blocking
+    from tiered_kv.cache.closing import Draining
+    from tiered_kv.cache.planner import Planner
+    from tiered_kv.cache.sessions import SessionPlanner, SessionStatistics
+    from tiered_kv.cache.tiered_kv import TieredKV
+    from tiered_kv.cache.worker import Worker
     from tiered_kv.host.client import ConnectedKV
     from tiered_kv.host.server import TieredKVServer
     from tiered_kv.memory.device import Device
-    from tiered_kv.planner import Planner
-    from tiered_kv.sessions import SessionPlanner, SessionStatistics
-    from tiered_kv.settings import CacheLimits, TieredKVSettings
+    from tiered_kv.settings.chain_settings import CPUTier, GPUTier
+    from tiered_kv.settings.settings import CacheLimits, TieredKVSettings
     from tiered_kv.transfers.handles import LoadHandle
-    from tiered_kv.transfers.job import Job
+    from tiered_kv.transfers.jobs import Job
     from tiered_kv.transfers.prefetch import HostLease, PrefetchHandle
     from tiered_kv.transfers.store import StoreHandle
     from tiered_kv.transfers.submissions import LoadTicket, StoreTicket
-    from tiered_kv.worker import Worker
 
 __version__ = "0.1.0"
 
 _IMPORTED_LATER: Final = {
-    "BlockCache": "block_cache",
-    "BlockingTieredKV": "blocking",
-    "CPUTier": "chain_settings",
-    "CacheLimits": "settings",
+    "BlockCache": "cache.block_cache",
+    "BlockingTieredKV": "cache.blocking",
+    "CPUTier": "settings.chain_settings",
+    "CacheLimits": "settings.settings",
     "Device": "memory.device",
-    "Draining": "closing",
-    "Explanation": "explain",
-    "GPUTier": "chain_settings",
+    "Draining": "cache.closing",
+    "Explanation": "cache.answers",
+    "GPUTier": "settings.chain_settings",
     "HostLease": "transfers.prefetch",
-    "Job": "transfers.job",
+    "Job": "transfers.jobs",
     "LoadHandle": "transfers.handles",
     "LoadTicket": "transfers.submissions",
-    "Planner": "planner",
+    "Planner": "cache.planner",
     "PrefetchHandle": "transfers.prefetch",
-    "SessionPlanner": "sessions",
-    "SessionStatistics": "sessions",
+    "SessionPlanner": "cache.sessions",
+    "SessionStatistics": "cache.sessions",
     "StoreHandle": "transfers.store",
     "StoreTicket": "transfers.submissions",
     "ConnectedKV": "host.client",
-    "TieredKV": "cache",
+    "TieredKV": "cache.tiered_kv",
     "TieredKVServer": "host.server",
-    "TieredKVSettings": "settings",
-    "Worker": "worker",
-    "open_blocking": "blocking",
+    "TieredKVSettings": "settings.settings",
+    "Worker": "cache.worker",
+    "open_blocking": "cache.blocking",
 }
 """What needs torch, and the module that has it."""
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from pydantic import ByteSize, Field
 
-from tiered_kv.backend import Backend, Block, Outcome, check_lengths
-from tiered_kv.keys import BlockKey
-from tiered_kv.tier_settings import TierSettings
+from tiered_kv.media.backend import Backend, Block, Outcome, check_lengths
+from tiered_kv.settings.tier_settings import TierSettings
+from tiered_kv.values.keys import BlockKey
 
 
 class MemoryBackend(Backend):

@@ -22,12 +22,12 @@ import numpy as np
 from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 from pydantic import ByteSize, Field, field_validator
 
-from tiered_kv.backend import Backend, BackendContext, Block, Outcome, Workers, check_lengths
-from tiered_kv.errors import BackendUnavailableError, ClosedError
-from tiered_kv.keys import BlockKey, salt_digest
-from tiered_kv.specs import RemoteLoadStoreSpec
-from tiered_kv.tier_settings import TierSettings
-from tiered_kv.urls import split_url
+from tiered_kv.media.backend import Backend, BackendContext, Block, Outcome, Workers, check_lengths
+from tiered_kv.settings.tier_settings import TierSettings
+from tiered_kv.values.errors import BackendUnavailableError, ClosedError
+from tiered_kv.values.integers import split_url
+from tiered_kv.values.keys import BlockKey, salt_digest
+from tiered_kv.values.specs import RemoteLoadStoreSpec
 
 T = TypeVar("T")
 _Move = Callable[[list[str], list[list[int]], list[list[int]]], list[int]]

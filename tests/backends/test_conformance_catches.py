@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from tiered_kv.backend import Block, Outcome, check_lengths
-from tiered_kv.keys import BlockKey
-from tiered_kv.specs import FileLoadStoreSpec
+from tiered_kv.media.backend import Block, Outcome, check_lengths
 from tiered_kv.testing import BackendTests, open_backend
+from tiered_kv.values.keys import BlockKey
+from tiered_kv.values.specs import FileLoadStoreSpec
 from tiered_kv_backends.memory import MemoryBackend
 
 

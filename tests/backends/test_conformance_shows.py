@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tiered_kv.backend import Outcome
+from tiered_kv.media.backend import Outcome
 from tiered_kv.testing import BackendTests, open_backend
 from tiered_kv_backends.memory import MemoryBackend
 

@@ -2,9 +2,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tiered_kv.backend import Block, Outcome
-from tiered_kv.errors import ConfigurationError
+from tiered_kv.media.backend import Block, Outcome
 from tiered_kv.testing import BackendTests, block_key, make_block, open_backend
+from tiered_kv.values.errors import ConfigurationError
 from tiered_kv_backends.memory import MemoryBackend
 
 

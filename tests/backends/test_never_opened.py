@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.chain_settings import tier_from
-from tiered_kv.registry import make_backend
+from tiered_kv.settings.chain_settings import tier_from
+from tiered_kv.settings.registry import make_backend
 
 
 @pytest.mark.parametrize(

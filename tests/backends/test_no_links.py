@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.backend import Block, Outcome
+from tiered_kv.media.backend import Block, Outcome
 from tiered_kv.testing import GROUPS, block_key, make_block, open_backend
-from tiered_kv_backends import shared_fs_files
-from tiered_kv_backends.no_links import Opener
-from tiered_kv_backends.shared_fs import SharedFSBackend
+from tiered_kv_backends.paths import Opener
+from tiered_kv_backends.shared_fs import files as shared_fs_files
+from tiered_kv_backends.shared_fs.backend import SharedFSBackend
 
 FLAGS = os.O_RDONLY | os.O_CLOEXEC
 

@@ -26,10 +26,10 @@ from tests.support.nvme_tier import (
     slab_of,
     slots_of,
 )
-from tiered_kv.backend import Block, Outcome, RecordShape
-from tiered_kv.errors import ClosedError, ConfigurationError, LayoutMismatchError
-from tiered_kv.keys import BlockKey, Namespace
+from tiered_kv.media.backend import Block, Outcome, RecordShape
 from tiered_kv.testing import SlotBackendTests, block_names, make_block, open_backend, open_context
+from tiered_kv.values.errors import ClosedError, ConfigurationError, LayoutMismatchError
+from tiered_kv.values.keys import BlockKey, Namespace
 from tiered_kv_backends.nvme import NVMeBackend
 
 FileLimit = Callable[[int], AbstractContextManager[None]]

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tiered_kv.backend import Block, Outcome
-from tiered_kv.record import verify
+from tiered_kv.media.backend import Block, Outcome
+from tiered_kv.media.record import verify
 from tiered_kv.testing import GROUPS, block_key, block_names, make_block, open_context
 from tiered_kv_backends.nvme import NVMeBackend
 

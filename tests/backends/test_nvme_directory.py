@@ -28,10 +28,10 @@ from tests.support.nvme_tier import (
     shape_of,
     slab_of,
 )
-from tiered_kv.backend import Outcome
-from tiered_kv.errors import BackendUnavailableError, ConfigurationError
-from tiered_kv.keys import Names
+from tiered_kv.media.backend import Outcome
 from tiered_kv.testing import block_names, open_context
+from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError
+from tiered_kv.values.keys import Names
 from tiered_kv_backends.nvme.directory import Directory
 
 FileLimit = Callable[[int], AbstractContextManager[None]]

@@ -26,11 +26,11 @@ from tests.support.nvme_tier import (
     slab_of,
     slots_of,
 )
-from tiered_kv.backend import Outcome, RecordShape
-from tiered_kv.errors import BackendUnavailableError, ClosedError, ConfigurationError
+from tiered_kv.media.backend import Outcome, RecordShape
 from tiered_kv.testing import block_names, open_context
+from tiered_kv.values.errors import BackendUnavailableError, ClosedError, ConfigurationError
 from tiered_kv_backends.nvme import delete_tenant
-from tiered_kv_backends.nvme.members import Member, read_member, write_member
+from tiered_kv_backends.nvme.disks import Member, read_member, write_member
 from tiered_kv_backends.nvme.settings import NVMeSettings
 from tiered_kv_backends.nvme.slab import Erase, Slab
 

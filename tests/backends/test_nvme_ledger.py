@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tiered_kv.keys import Names
+from tiered_kv.values.keys import Names
 from tiered_kv_backends.nvme.ledger import ENTRY, Entries, Ledger, Order, encode, parse
 
 FileLimit = Callable[[int], AbstractContextManager[None]]

@@ -23,7 +23,7 @@ from tests.support.nvme_tier import (
     slab_of,
     slots_of,
 )
-from tiered_kv.backend import Block, Outcome
+from tiered_kv.media.backend import Block, Outcome
 from tiered_kv.system import Files
 from tiered_kv.testing import block_names, make_block
 

@@ -19,14 +19,14 @@ from anyio.lowlevel import checkpoint
 from tests.support.any_layout import AnyEngine, nvme, open_any, prompt
 from tests.support.caches import Recorder, until
 from tests.support.nvme_tier import MIB, Tier, backend_at, count_up, shape_of, slab_of, slots_of
-from tiered_kv.backend import Outcome
-from tiered_kv.errors import BackendUnavailableError, ConfigurationError
-from tiered_kv.events import TierFailed
-from tiered_kv.record import MAGIC
+from tiered_kv.media.backend import Outcome
+from tiered_kv.media.record import MAGIC
 from tiered_kv.testing import SlotBackendTests, open_backend, open_context
+from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError
+from tiered_kv.values.events import TierFailed
 from tiered_kv_backends.nvme import NVMeBackend, delete_tenant, disks
 from tiered_kv_backends.nvme import slab as slabs
-from tiered_kv_backends.nvme.members import Member, make_empty, next_turn, read_member, were_away, write_member
+from tiered_kv_backends.nvme.disks import Member, make_empty, next_turn, read_member, were_away, write_member
 from tiered_kv_backends.nvme.store import Store
 
 HIT, MISS, FAILED, STORED = Outcome.HIT, Outcome.MISS, Outcome.FAILED, Outcome.STORED

@@ -9,9 +9,9 @@ from typing_extensions import override
 
 from tests.support.any_layout import AnyEngine, open_any, prompt
 from tiered_kv import ConfigurationError
-from tiered_kv.inventory import Found, Inventory, Place
+from tiered_kv.media.backend import Found, Inventory, Place
 from tiered_kv_backends.memory import MemoryBackend
-from tiered_kv_backends.quotas import keep_quota
+from tiered_kv_backends.paths import keep_quota
 
 obstore = pytest.importorskip("obstore", reason="obstore is missing: pip install 'tiered-kv[s3]'")
 RECORD = 4096 + 1536

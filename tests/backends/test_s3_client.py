@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import pytest
 
-from tiered_kv.errors import BackendUnavailableError, ConfigurationError
+from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError
 
 pytest.importorskip("obstore", reason="obstore is missing: pip install 'tiered-kv[s3]'")
 

@@ -1,8 +1,7 @@
 import pytest
 
-from tiered_kv.backend import RecordShape
-from tiered_kv.hashing import hash_blocks
-from tiered_kv.keys import BlockKey, Namespace, epoch_digest
+from tiered_kv.media.backend import RecordShape
+from tiered_kv.values.keys import BlockKey, Namespace, epoch_digest, hash_blocks
 
 pytest.importorskip("obstore", reason="obstore is missing: pip install 'tiered-kv[s3]'")
 

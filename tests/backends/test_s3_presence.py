@@ -4,12 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.hashing import hash_blocks
-from tiered_kv.keys import BlockKey, Namespace, epoch_digest
+from tiered_kv.values.keys import BlockKey, Namespace, epoch_digest, hash_blocks
 
 pytest.importorskip("obstore", reason="obstore is missing: pip install 'tiered-kv[s3]'")
 
-from tiered_kv.backend import RecordShape
+from tiered_kv.media.backend import RecordShape
 from tiered_kv_backends.s3 import presence
 from tiered_kv_backends.s3.packing import Packing
 

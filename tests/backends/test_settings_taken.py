@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from tiered_kv.backend import Backend, SlotBackend
-from tiered_kv.chain_settings import tier_from
-from tiered_kv.errors import ConfigurationError
+from tiered_kv.media.backend import Backend, SlotBackend
+from tiered_kv.settings.chain_settings import tier_from
+from tiered_kv.values.errors import ConfigurationError
 from tiered_kv_backends.memory import MemoryBackend
 from tiered_kv_backends.mooncake import MooncakeBackend
 from tiered_kv_backends.nvme import NVMeBackend
-from tiered_kv_backends.redis import RedisBackend
+from tiered_kv_backends.redis.backend import RedisBackend
 from tiered_kv_backends.s3 import S3Backend
-from tiered_kv_backends.shared_fs import SharedFSBackend
+from tiered_kv_backends.shared_fs.backend import SharedFSBackend
 
 URLS: dict[Callable[[Any], Backend | SlotBackend], str] = {
     MemoryBackend: "memory://?capacity=1GiB",

@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 
-from tiered_kv.backend import Block
-from tiered_kv.errors import BackendUnavailableError
-from tiered_kv.keys import BlockKey, Namespace
-from tiered_kv_backends.shared_fs_files import probe
-from tiered_kv_backends.shared_fs_ledger import Books, Ledger
-from tiered_kv_backends.shared_fs_room import Room
-from tiered_kv_backends.shared_fs_sweeper import Sweeper, Swept
-from tiered_kv_backends.shared_fs_threads import Threads
+from tiered_kv.media.backend import Block
+from tiered_kv.values.errors import BackendUnavailableError
+from tiered_kv.values.keys import BlockKey, Namespace
+from tiered_kv_backends.shared_fs.files import Threads, probe
+from tiered_kv_backends.shared_fs.ledger import Books, Ledger, Room
+from tiered_kv_backends.shared_fs.sweeper import Sweeper, Swept
 
 CAPACITY = 1000 * 8192
 BLOCK = 8192

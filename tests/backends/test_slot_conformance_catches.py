@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tiered_kv.backend import BackendContext, Block, Outcome, Recovered, SlotBackend, check_lengths
-from tiered_kv.errors import ConfigurationError, LayoutMismatchError
-from tiered_kv.keys import Names
-from tiered_kv.specs import FileLoadStoreSpec
+from tiered_kv.media.backend import BackendContext, Block, Outcome, Recovered, SlotBackend, check_lengths
+from tiered_kv.settings.tier_settings import TierSettings
 from tiered_kv.testing import SlotBackendTests, open_backend
-from tiered_kv.tier_settings import TierSettings
+from tiered_kv.values.errors import ConfigurationError, LayoutMismatchError
+from tiered_kv.values.keys import Names
+from tiered_kv.values.specs import FileLoadStoreSpec
 
 Slots = NDArray[np.int64]
 

@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="Triton: pip install 'tiered-kv[cuda]'")
 from _gpu_bus import run, set_up
 from gpu import SMALL, kept_share, through_nvme
 from tiered_kv.memory import CUDADevice
-from tiered_kv.memory.accelerator import AcceleratorStream
+from tiered_kv.memory.gpu import AcceleratorStream
 from tiered_kv.memory.lanes import Lane, Lanes
 
 GPU = "cuda:0"

@@ -139,3 +139,34 @@ async def test_a_planned_load_keeps_its_blocks_below() -> None:
             await kv.evict(keys, tier="cpu")
         assert [(await kv.lookup(keys)).num_blocks for keys in (hot, cold, new)] == [8, 0, 8]
         await until_idle(kv)
+
+
+@pytest.mark.parametrize("num_blocks", [8, 600])
+@pytest.mark.parametrize("use", ["touch", "load", "store", "planned load", "planned store"])
+async def test_a_flush_waits_for_what_a_use_admits(use: str, num_blocks: int) -> None:
+    """Also where the use is part of a store that has just begun, or of a job: all of it is in every tier then."""
+    engine, slots, keys = Engine(num_blocks), picky(2), prompt(num_blocks)
+    slots.num_slots = num_blocks
+    async with open_cache({"medium": "cpu", "capacity": num_blocks * PAYLOAD_BYTES}, slots, engine=engine) as kv:
+        await keep(kv, engine, keys)
+        slots.on_write.hold()
+        if use == "touch":
+            kv.touch(keys)
+        elif use == "load":
+            await kv.load(keys, GPULoadStoreSpec(range(num_blocks)))
+        elif use == "store":
+            kv.start_store(keys, GPULoadStoreSpec(range(num_blocks)))
+        else:
+            planner = kv.planner()
+            planner.register_worker()
+            plan = planner.plan_load if use == "planned load" else planner.plan_store
+            job = plan(keys, GPULoadStoreSpec(range(num_blocks)))
+            planner.complete(Outcomes((await job.planned()).job, 0, num_blocks))
+            await job.ended()
+        flushing = asyncio.create_task(kv.flush())
+        await until(lambda: slots.on_write.num_held > 0)
+        assert not flushing.done()
+        slots.on_write.release()
+        await asyncio.wait_for(flushing, 60)
+        assert slots.num_records == num_blocks
+        await until_idle(kv)

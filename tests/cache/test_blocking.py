@@ -25,7 +25,7 @@ from tiered_kv import (
     full,
     open_blocking,
 )
-from tiered_kv.events import CacheClosed
+from tiered_kv.values.events import CacheClosed
 
 CPU = {"medium": "cpu", "capacity": 64 * PAYLOAD_BYTES}
 KEYS = prompt(9)

@@ -8,7 +8,7 @@ from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
 from tests.support.caches import AnyTier, Recorder, keep, open_cache, until
 from tests.support.engine import PAYLOAD_BYTES, Engine, contents, prompt
 from tiered_kv import CPULoadStoreSpec, GPULoadStoreSpec, TieredKV
-from tiered_kv.events import BlocksLoaded
+from tiered_kv.values.events import BlocksLoaded
 
 GPU = {"medium": "gpu", "capacity": 16 * PAYLOAD_BYTES}
 CPU = {"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}

@@ -203,7 +203,7 @@ async def _check_what_is_kept(kv: TieredKV, engine: Engine) -> None:
 @asynccontextmanager
 async def _without_threads(chain: str, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TieredKV]:
     """Open a cache where everything happens on the event loop, in the same order each time."""
-    monkeypatch.setattr("tiered_kv.assembly.WorkerPool", InlineWorkers)
+    monkeypatch.setattr("tiered_kv.cache.opening.WorkerPool", InlineWorkers)
     device = ScriptedDevice()
     async with _steps_of(device), open_cache(*_tiers(chain), engine=engine, limits=LIMITS, device=device) as kv:
         yield kv

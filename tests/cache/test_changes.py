@@ -30,8 +30,8 @@ from tiered_kv import (
     TierChange,
     TieredKV,
 )
-from tiered_kv.changes import Changes
-from tiered_kv.keys import Names
+from tiered_kv.tiers.changes import Changes
+from tiered_kv.values.keys import Names
 
 KEYS = prompt(4)
 CPU = {"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}

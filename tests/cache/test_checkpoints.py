@@ -10,8 +10,8 @@ from tests.support.backends import ScriptedSlotBackend
 from tests.support.caches import Recorder, inside, keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, Engine, contents, prompt
 from tiered_kv import Block, CacheLimits, GPULoadStoreSpec, Outcome
-from tiered_kv.events import TierFailed, TierStalled
-from tiered_kv.keys import Names
+from tiered_kv.values.events import TierFailed, TierStalled
+from tiered_kv.values.keys import Names
 
 KEYS = prompt(4)
 INTO = GPULoadStoreSpec(range(4))

@@ -23,8 +23,8 @@ from tiered_kv import (
     TieredKV,
     TierSettings,
 )
-from tiered_kv.backend import Recovered
-from tiered_kv.events import TierFailed, TierStalled
+from tiered_kv.media.backend import Recovered
+from tiered_kv.values.events import TierFailed, TierStalled
 
 KEYS = prompt(4)
 INTO = GPULoadStoreSpec(range(4))

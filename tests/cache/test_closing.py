@@ -10,16 +10,9 @@ import pytest
 from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
 from tests.support.caches import Recorder, inside, keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine, prompt
-from tiered_kv import (
-    BlockKeys,
-    ClosedError,
-    ConfigurationError,
-    GPULoadStoreSpec,
-    TieredKV,
-    full,
-)
-from tiered_kv.events import CacheClosed
-from tiered_kv.transfers.cleaner import Cleaner
+from tiered_kv import BlockKeys, ClosedError, ConfigurationError, GPULoadStoreSpec, TieredKV, full
+from tiered_kv.transfers.writedown import Cleaner
+from tiered_kv.values.events import CacheClosed
 
 KEYS = prompt(4)
 INTO = GPULoadStoreSpec(range(4))
@@ -156,12 +149,12 @@ async def test_a_fault_of_ours_does_not_keep_tiers_open(monkeypatch: pytest.Monk
     recorder, medium = Recorder(), ScriptedBackend()
     medium.settings = medium.settings.model_copy(update={"write": "back"})
 
-    async def drain(_: Cleaner) -> None:
+    async def write(_: Cleaner, __: int) -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         async with open_cache(CPU, medium, emit=recorder):
-            monkeypatch.setattr(Cleaner, "drain", drain)
+            monkeypatch.setattr(Cleaner, "write", write)
     assert medium.on_close.num_calls == 1
     assert recorder.of(CacheClosed)
 

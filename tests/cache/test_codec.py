@@ -11,18 +11,10 @@ from tests.support import virtual
 from tests.support.any_layout import MODEL, nvme, prompt
 from tests.support.backends import ScriptedBackend
 from tests.support.caches import AnyTier, until
-from tiered_kv import (
-    CPULoadStoreSpec,
-    GPULoadStoreSpec,
-    KVGroup,
-    KVLayout,
-    TieredKV,
-    TieredKVSettings,
-    Worker,
-)
-from tiered_kv.errors import ConfigurationError
+from tiered_kv import CPULoadStoreSpec, GPULoadStoreSpec, KVGroup, KVLayout, TieredKV, TieredKVSettings, Worker
+from tiered_kv.media.record import HEADER_BYTES
 from tiered_kv.memory.codec import CodecName, FP8Codec
-from tiered_kv.record import HEADER_BYTES
+from tiered_kv.values.errors import ConfigurationError
 
 NUM_BLOCKS = 12
 NHD = KVGroup(3, 2, 16, "bfloat16", 4)

@@ -10,9 +10,9 @@ from tests.support.backends import ScriptedSlotBackend
 from tests.support.caches import AnyTier, Recorder, keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, Engine, contents, prompt
 from tiered_kv import CacheLimits, GPULoadStoreSpec, TieredKV
-from tiered_kv.events import DeviceFailed, HostMemoryReady
 from tiered_kv.testing import ScriptedDevice, ScriptedEvent
 from tiered_kv.transfers.handles import Handle
+from tiered_kv.values.events import DeviceFailed, HostMemoryReady
 
 KEYS, OTHERS = prompt(9), prompt(9, seed=1)
 INTO, SOURCE = GPULoadStoreSpec(range(9)), GPULoadStoreSpec(range(10, 19))

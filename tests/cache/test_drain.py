@@ -26,6 +26,7 @@ from tiered_kv import (
     ClosedError,
     ConfigurationError,
     GPULoadStoreSpec,
+    Outcome,
     Outcomes,
     TieredKV,
 )
@@ -362,3 +363,100 @@ async def test_what_waits_for_a_slower_tier_is_written_too() -> None:
         assert await kv.drain()
         assert disk.num_records == 4
         await until_idle(kv)
+
+
+@pytest.mark.parametrize("write", ["through", "back"])
+async def test_it_says_that_a_block_is_in_no_tier_that_wants_it(write: str) -> None:
+    """Also after the write was given up, and again when it is asked again."""
+    engine, keyed = Engine(), ScriptedBackend(write=write)
+    async with open_cache(CPU, keyed, engine=engine) as kv:
+        for _ in range(3):  # then a block that waits has failed for good
+            keyed.on_write.fail_next(BackendUnavailableError("not now"))
+        stored = await kv.store(KEYS, engine.compute(KEYS))
+        assert stored.num_stored == 4
+        if write == "through":
+            assert (await stored.settled())[-1].failed == 4
+        for _ in range(4):
+            assert not await kv.drain()
+        assert (kv.stats()["cpu"].dirty, keyed.num_records) == (0, 0)
+        await until_idle(kv)
+
+
+async def test_it_says_that_blocks_wait_and_once_they_do_not() -> None:
+    """A tier that does not take them now may take them when the drain is tried again."""
+    engine, keyed = Engine(), ScriptedBackend(write="back")
+    async with open_cache(CPU, keyed, engine=engine) as kv:
+        keyed.on_write.fail_next(BackendUnavailableError("not now"))
+        await kv.store(KEYS, engine.compute(KEYS))
+        assert not await kv.drain()
+        assert kv.stats()["cpu"].dirty == 4
+        assert await kv.drain()
+        assert keyed.num_records == 4
+        await until_idle(kv)
+
+
+async def test_it_says_that_a_store_was_dropped_on_its_way_down() -> None:
+    """Here as the queue is full; the block is in memory, where a restart does not find it."""
+    engine, keyed = Engine(), ScriptedBackend()
+    limits = SMALL_LIMITS.model_copy(update={"store_queue": 4 * PAYLOAD_BYTES})
+    async with open_cache(CPU, keyed, engine=engine, limits=limits) as kv:
+        keyed.on_write.hold()
+        other = small_prompt(4, seed=1)
+        await kv.store(KEYS, engine.compute(KEYS))
+        dropped = await kv.store(other, engine.compute(other))
+        assert [each.dropped for each in await dropped.settled()] == [0, 4]
+        keyed.on_write.release()
+        assert not await kv.drain()
+        await until_idle(kv)
+
+
+async def test_what_nobody_wants_below_any_more_is_not_missed() -> None:
+    """Evicted by name while it was written or waited; or never wanted, as by a tier that wants blocks used twice."""
+    engine, keyed = Engine(), ScriptedBackend()
+    rare, late = ScriptedBackend(name="rare", admit_after=2), ScriptedBackend(name="late", write="back")
+    async with open_cache(CPU, keyed, rare, late, engine=engine) as kv:
+        keyed.on_write.hold()
+        keyed.on_write.change_next(lambda outcomes: [Outcome.FAILED] * len(outcomes))
+        await kv.store(KEYS, engine.compute(KEYS))
+        await until(lambda: keyed.on_write.num_held == 1)
+        evicting = asyncio.create_task(kv.evict(KEYS))
+        await until(lambda: kv.lookup_nowait(KEYS).num_blocks == 0)
+        keyed.on_write.release()
+        await evicting
+        assert await kv.drain()
+        assert (keyed.num_records, rare.num_records, late.num_records) == (0, 0, 0)
+        await until_idle(kv)
+
+
+async def test_it_says_that_another_capacity_has_lost_what_waited() -> None:
+    """A tier that took nothing while memory was given up has less than what was stored."""
+    engine, keyed = Engine(), ScriptedBackend(write="back")
+    async with open_cache(CPU, keyed, engine=engine) as kv:
+        keyed.on_write.fail_next(BackendUnavailableError("not now"))
+        await kv.store(KEYS, engine.compute(KEYS))
+        assert await kv.resize("cpu", 2 * PAYLOAD_BYTES) == 2
+        assert not await kv.drain()
+        assert (kv.stats()["cpu"].dirty, keyed.num_records) == (0, 2)
+        await until_idle(kv)
+
+
+def test_it_says_that_a_tier_has_not_noted_what_it_holds() -> None:
+    """One that is bypassed is not told to: a restart may not find there what it had."""
+
+    async def program() -> None:
+        engine, disk, device = Engine(), ScriptedSlotBackend(name="disk", timeout_s=1.0), virtual.CountingDevice()
+        async with open_cache(CPU, disk, engine=engine, device=device) as kv:
+            virtual.watch(device, virtual.pools_of(kv))
+            await keep(kv, engine, KEYS)
+            assert await kv.drain()
+            await kv.evict(KEYS, tier="cpu")
+            disk.on_read.hold()
+            await kv.load(KEYS, INTO)
+            assert kv.stats()["disk"].is_bypassed
+            assert not await kv.drain()
+            disk.on_read.release()
+            await asyncio.sleep(60.0)
+            assert await kv.drain()
+            await until_idle(kv)
+
+    virtual.run(program)

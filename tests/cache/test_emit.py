@@ -13,8 +13,8 @@ import structlog
 from tests.support.caches import Recorder, open_cache
 from tests.support.engine import MODEL, Engine, contents, prompt, small_layout
 from tiered_kv import ConfigurationError, TieredKV
-from tiered_kv.events import BlocksLoaded, BlocksStored, Event
 from tiered_kv.telemetry import log_event
+from tiered_kv.values.events import BlocksLoaded, BlocksStored, Event
 
 CPU = {"medium": "cpu", "capacity": "1MiB"}
 

@@ -22,9 +22,9 @@ from tiered_kv import (
     Outcome,
     RecordsRefused,
 )
-from tiered_kv.backend import Block
+from tiered_kv.media.backend import Block
 from tiered_kv_backends.memory import MemoryBackend
-from tiered_kv_backends.shared_fs import SharedFSBackend
+from tiered_kv_backends.shared_fs.backend import SharedFSBackend
 
 OLD, NEW = "01" * 32, "02" * 32
 N = 12
@@ -144,6 +144,33 @@ async def test_a_record_that_a_key_is_lacking_for_keeps_its_slot_until_it_is_for
         assert slots.clashes == []
         await kv.evict(others, tier="cpu")
         assert (await kv.load(others, engine.spec(range(8, 16)))).num_blocks == 8
+
+
+class Resizable(ScriptedSlotBackend):
+    """Has as many slots as it is given bytes, and keeps what was in those that it has no more."""
+
+    def fit(self, capacity_bytes: int) -> int:
+        """Count bytes."""
+        return capacity_bytes
+
+
+async def test_a_record_that_a_key_is_lacking_for_is_forgotten_with_its_slot() -> None:
+    """Given up with the tier's capacity, it is in no books: an eviction by name has it forgotten all the same."""
+    before, slots = Resizable(16, encryption=keys(OLD)), Resizable(16, encryption=keys(NEW))
+    engine, prefix = AnyEngine(), prompt(2)
+    async with open_any(engine, cpu(16), before) as kv:
+        await kv.store(prefix, engine.fill(prefix, range(2)))
+        await kv.flush()
+    slots.records = before.records
+    async with open_any(engine, cpu(16), slots) as kv:
+        for n in range(2):
+            assert (await kv.load(prefix[n : n + 1], engine.spec([0]))).num_blocks == 0
+        await kv.resize("slots", 0)
+        slots.on_checkpoint.fail_next(BackendUnavailableError("busy"))
+        await kv.flush(sync=True)
+        assert slots.num_records == 2
+        await kv.evict(prefix)
+        assert slots.num_records == 0
 
 
 async def test_rotation(tmp_path: Path) -> None:

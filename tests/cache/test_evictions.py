@@ -11,17 +11,12 @@ import pytest
 from tests.support.backends import Act, ScriptedBackend, ScriptedSlotBackend
 from tests.support.caches import Recorder, inside, keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, Engine, contents, prompt
-from tiered_kv import (
-    BackendUnavailableError,
-    BlockKey,
-    GPULoadStoreSpec,
-    Outcome,
-    TieredKV,
-)
-from tiered_kv.backend import Recovered
-from tiered_kv.events import TierFailed
+from tests.support.virtual import CountingDevice, pools_of, run, watch
+from tiered_kv import BackendUnavailableError, BlockKey, GPULoadStoreSpec, Outcome, TieredKV
+from tiered_kv.media.backend import Recovered
 from tiered_kv.tiers import owned
-from tiered_kv.tiers.tombstones import Tombstones
+from tiered_kv.tiers.shared import Tombstones
+from tiered_kv.values.events import TierFailed
 
 T = TypeVar("T")
 KEYS = prompt(4)
@@ -243,6 +238,46 @@ async def test_an_eviction_that_is_cancelled_has_happened() -> None:
         shared.on_delete.release()
         await until_idle(kv)
         assert shared.num_records == (await kv.lookup(KEYS)).num_blocks == 0
+
+
+async def test_a_long_prompt_is_deleted_part_by_part() -> None:
+    """All of it is unfindable at once; a block that is stored before its part's turn stays."""
+    engine, keys, shared = Engine(), prompt(3000), ScriptedBackend()
+    async with open_cache({"medium": "cpu", "capacity": 0}, shared, engine=engine) as kv:
+        await keep(kv, engine, keys[:4])
+        await keep(kv, engine, keys[-4:])
+        shared.on_delete.hold()
+        evicting = asyncio.create_task(kv.evict(keys))
+        await until(lambda: shared.on_delete.num_held == 1)
+        assert shared.on_delete.num_blocks == 1024
+        assert (await kv.lookup(keys[:4])).num_blocks == (await kv.lookup(keys[-4:])).num_blocks == 0
+        await (await kv.store(keys[-4:], engine.compute(keys[-4:]))).settled()
+        assert (await kv.lookup(keys[-4:])).num_blocks == 4
+        shared.on_delete.release()
+        await evicting
+        await until_idle(kv)
+        assert (shared.on_delete.num_calls, shared.on_delete.num_blocks) == (3, 2996)
+        assert [key.hash for key in shared.keys()]  # noqa: SIM118 - no dict == list(keys[-4:])
+        assert (await kv.lookup(keys[-4:])).num_blocks == 4
+
+
+def test_a_deletion_that_fails_is_gone_on_with_later() -> None:
+    """A medium that fails is not asked for the rest of a long prompt; it is asked again until all is deleted."""
+
+    async def main() -> None:
+        engine, keys, shared, device = Engine(), prompt(3000), ScriptedBackend(), CountingDevice()
+        async with open_cache(CPU, shared, engine=engine, device=device) as kv:
+            watch(device, pools_of(kv))
+            await keep(kv, engine, keys[-4:])
+            shared.on_delete.fail_next(BackendUnavailableError("busy"))
+            await kv.evict(keys)
+            assert (shared.on_delete.num_calls, shared.num_records) == (1, 4)
+            assert (await kv.lookup(keys[-4:])).num_blocks == 0
+            await asyncio.sleep(10.0)
+            assert (shared.on_delete.num_blocks, shared.num_records) == (1024 + 3000, 0)
+            await until_idle(kv)
+
+    run(main)
 
 
 async def test_a_forget_that_fails_is_made_up_for() -> None:

@@ -13,9 +13,9 @@ from tests.support.caches import Recorder, inside, keep, open_cache, until, unti
 from tests.support.engine import BLOCK_SIZE, MODEL, PAYLOAD_BYTES, SMALL_LIMITS, Engine, prompt, small_layout
 from tiered_kv import BlockKeys, Explanation, GPULoadStoreSpec, ModelIdentity, Shard, TieredKV, hash_blocks
 from tiered_kv.catalog.books import Change
-from tiered_kv.catalog.history import Fate
-from tiered_kv.keys import epoch_digest
+from tiered_kv.catalog.uses import Fate
 from tiered_kv.tiers.ledger import Ledger, Place
+from tiered_kv.values.keys import epoch_digest
 
 KEYS = prompt(4)
 INTO = GPULoadStoreSpec(range(4))

@@ -21,9 +21,9 @@ from tiered_kv import (
     full,
     window,
 )
-from tiered_kv.groups import length_in_place, longest
-from tiered_kv.keys import BlockKeys
-from tiered_kv.results import LoadResult
+from tiered_kv.cache.groups import length_in_place, longest
+from tiered_kv.values.keys import BlockKeys
+from tiered_kv.values.results import LoadResult
 
 LAYOUT = KVLayout(
     (KVGroup(2, 1, 48, "bfloat16", 4), KVGroup(3, 2, 16, "bfloat16", 8), KVGroup(1, 1, 64, "int8", 4, "MLA"))

@@ -27,8 +27,8 @@ from tiered_kv import (
     Outcome,
     TieredKV,
 )
-from tiered_kv.events import BlocksLoaded
 from tiered_kv.testing import ScriptedDevice, ScriptedEvent
+from tiered_kv.values.events import BlocksLoaded
 
 CPU = {"medium": "cpu", "capacity": 64 * PAYLOAD_BYTES}
 KEYS = prompt(9)

@@ -8,10 +8,10 @@ import pytest
 from tests.support.any_layout import MODEL, SMALL, AnyEngine, cpu, memory, nvme, open_any, prompt
 from tests.support.caches import Recorder, until_idle
 from tiered_kv import BlockKeys, KVGroup, KVLayout, ModelIdentity, Shard
-from tiered_kv.backend import RecordShape
-from tiered_kv.events import BlocksCorrupted
-from tiered_kv.keys import Namespace, epoch_digest, salt_digest
-from tiered_kv.layout import fingerprint
+from tiered_kv.media.backend import RecordShape
+from tiered_kv.values.events import BlocksCorrupted
+from tiered_kv.values.keys import Namespace, epoch_digest, salt_digest
+from tiered_kv.values.layout import fingerprint
 
 N = 6
 HASHES = list(prompt(N))

@@ -10,7 +10,7 @@ from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
 from tests.support.caches import Recorder, keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, Engine, prompt
 from tiered_kv import GPULoadStoreSpec
-from tiered_kv.events import BlocksCorrupted
+from tiered_kv.values.events import BlocksCorrupted
 
 KEYS = prompt(9)
 INTO = GPULoadStoreSpec(range(9))

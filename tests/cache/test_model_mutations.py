@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 from tests.cache.test_model import VirtualMachine
 from tiered_kv import Outcome
 from tiered_kv.catalog.leases import Lease
-from tiered_kv.keys import epoch_digest
-from tiered_kv.tiers.batch import Batch, Naming
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.records import Records
+from tiered_kv.tiers.tier import Batch, Naming
 from tiered_kv.transfers.handles import LoadHandle, Revocable
 from tiered_kv.transfers.load import Load
 from tiered_kv.transfers.start import ResidentLoad
 from tiered_kv.transfers.window import Bringer, Landed
+from tiered_kv.values.keys import epoch_digest
 
 MUST_FIND = settings(
     max_examples=400,

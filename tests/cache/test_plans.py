@@ -15,14 +15,8 @@ from tests.support.any_layout import SMALL, STRIDE, AnyEngine, cpu, nvme, open_a
 from tests.support.backends import ScriptedBackend
 from tests.support.caches import inside, until, until_idle
 from tests.support.planned import CPU, HEADER, KEYS, PAYLOAD, N, Ranks, spread, store
-from tiered_kv import (
-    ConfigurationError,
-    LayoutMismatchError,
-    Outcomes,
-    Shard,
-    Worker,
-)
-from tiered_kv.plan import TierShare
+from tiered_kv import ConfigurationError, LayoutMismatchError, Outcomes, Shard, Worker
+from tiered_kv.values.plan import TierShare
 
 
 async def test_a_round_trip_through_two_ranks(tmp_path: Path) -> None:

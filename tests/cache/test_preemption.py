@@ -12,11 +12,11 @@ from tests.support.caches import AnyTier, Recorder, open_cache, until, until_idl
 from tests.support.engine import BLOCK_SIZE, MODEL, PAYLOAD_BYTES, Engine, contents, prompt
 from tests.support.watching import pages
 from tiered_kv import CacheLimits, ConfigurationError, GPULoadStoreSpec, KVLayout, TieredKV, hash_blocks, hash_tail
-from tiered_kv.events import SequencePreempted
 from tiered_kv.memory.copies import gather_blocks, scatter_blocks
 from tiered_kv.testing import ScriptedDevice, ScriptedEvent
 from tiered_kv.transfers import swap
 from tiered_kv.transfers.swap import Copies, Moves
+from tiered_kv.values.events import SequencePreempted
 
 TOKENS = list(range(5 * BLOCK_SIZE + 3))
 FULL = hash_blocks(TOKENS, block_size=BLOCK_SIZE)

@@ -9,7 +9,7 @@ import pytest
 from tests.support.any_layout import STRIDE, AnyEngine, cpu, gpu, memory, nvme, open_any, prompt
 from tests.support.caches import Recorder, until_idle
 from tiered_kv import BlockKeys, CacheStatistics, ConfigurationError, KVGroup, KVLayout, StoreResult, TieredKV
-from tiered_kv.events import BlocksLoaded, BlocksStored
+from tiered_kv.values.events import BlocksLoaded, BlocksStored
 
 CHAINS = ("cpu", "cpu+nvme", "gpu+cpu+nvme", "nvme", "cpu+memory")
 LAYOUTS = {

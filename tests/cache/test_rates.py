@@ -5,10 +5,19 @@ import asyncio
 import numpy as np
 import pytest
 
+from tests.support.backends import ScriptedBackend
 from tests.support.caches import assert_nothing_left, keep, open_cache
 from tests.support.engine import PAYLOAD_BYTES, Engine, contents, prompt
 from tests.support.virtual import CountingDevice, pools_of, run, watch
-from tiered_kv import CacheLimits, ConfigurationError, CPULoadStoreSpec, CPUTier, GPULoadStoreSpec, TieredKVSettings
+from tiered_kv import (
+    BackendUnavailableError,
+    CacheLimits,
+    ConfigurationError,
+    CPULoadStoreSpec,
+    CPUTier,
+    GPULoadStoreSpec,
+    TieredKVSettings,
+)
 
 RECORD = PAYLOAD_BYTES + 4096
 LIMITS = CacheLimits(
@@ -152,3 +161,35 @@ def test_a_medium_is_not_worn_faster_than_allowed(write: str) -> None:
             assert kv.stats()["memory"].written == 8
 
     run(main)
+
+
+@pytest.mark.parametrize("most_at_once", [1, 4], ids=["one by one", "at once"])
+async def test_no_more_than_an_hours_share_is_written_at_once(most_at_once: int) -> None:
+    """However many stores are under way; what was not written after all may be written by another."""
+    engine, share, backend = Engine(), 8 * RECORD, ScriptedBackend(max_write_bytes_per_day=24 * 8 * RECORD)
+    async with open_cache(CPUTier(capacity=64 * PAYLOAD_BYTES), backend, engine=engine, limits=LIMITS) as kv:
+        backend.on_write.hold()
+        stored = []
+        for seed in range(6):
+            stored.append(await kv.store(keys := prompt(4, seed=seed), engine.compute(keys)))
+            if len(stored) >= most_at_once:
+                backend.on_write.release()
+                await stored[-1].settled()
+        backend.on_write.release()
+        for each in stored:
+            await each.settled()
+        tier = kv.stats()["keyed"]
+        assert (tier.bytes_written, tier.written, tier.held_back) == (share, 8, 16)
+
+
+async def test_what_was_not_written_is_no_wear() -> None:
+    """A write that failed leaves its share to others."""
+    engine, backend = Engine(), ScriptedBackend(max_write_bytes_per_day=24 * 4 * RECORD)
+    async with open_cache(CPUTier(capacity=64 * PAYLOAD_BYTES), backend, engine=engine, limits=LIMITS) as kv:
+        backend.on_write.fail_next(BackendUnavailableError("not now"))
+        await keep(kv, engine, prompt(4))
+        assert (kv.stats()["keyed"].written, kv.stats()["keyed"].failed) == (0, 4)
+        await keep(kv, engine, prompt(4, seed=1))
+        assert (kv.stats()["keyed"].written, kv.stats()["keyed"].held_back) == (4, 0)
+        await keep(kv, engine, prompt(4, seed=2))
+        assert (kv.stats()["keyed"].written, kv.stats()["keyed"].held_back) == (4, 4)

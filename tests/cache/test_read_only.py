@@ -9,8 +9,8 @@ from tests.support.caches import Recorder, keep, open_cache, until_idle
 from tests.support.engine import Engine, contents, prompt
 from tests.support.virtual import CountingDevice, pools_of, run, watch
 from tiered_kv import BlocksCorrupted, ConfigurationError, CPUTier, TieredKVSettings
-from tiered_kv.backend import Block, Outcome
-from tiered_kv.keys import BlockKey
+from tiered_kv.media.backend import Block, Outcome
+from tiered_kv.values.keys import BlockKey
 from tiered_kv_backends.memory import MemoryBackend
 from tiered_kv_backends.nvme import NVMeBackend
 

@@ -21,9 +21,9 @@ from tiered_kv import (
     TieredKVSettings,
     Worker,
 )
+from tiered_kv.media.record import HEADER_BYTES
 from tiered_kv.memory.codec import CodecName
-from tiered_kv.record import HEADER_BYTES
-from tiered_kv.tiers.exponent import ExponentCodec
+from tiered_kv.tiers.records import ExponentCodec
 
 N = 12
 NHD = KVGroup(8, 8, 64, "bfloat16", 4)  # blocks of 64 KiB

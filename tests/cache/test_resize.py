@@ -10,7 +10,7 @@ from tests.support.backends import ScriptedSlotBackend
 from tests.support.caches import Recorder, inside, keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine, contents, prompt
 from tiered_kv import ConfigurationError, GPULoadStoreSpec, TieredKV
-from tiered_kv.events import TierResized
+from tiered_kv.values.events import TierResized
 
 KEYS = prompt(16)
 INTO = GPULoadStoreSpec(range(16))

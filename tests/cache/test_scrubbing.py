@@ -21,8 +21,8 @@ from tiered_kv import (
     TieredKVSettings,
     TierScrubbed,
 )
-from tiered_kv.backend import BackendContext, Block, Outcome, Recovered, SlotBackend
 from tiered_kv.catalog.index import TierIndex
+from tiered_kv.media.backend import BackendContext, Block, Outcome, Recovered, SlotBackend
 from tiered_kv.tiers.health import StorageHealth
 from tiered_kv_backends.nvme import NVMeBackend
 

@@ -6,8 +6,8 @@ from tests.support.backends import ScriptedBackend, only
 from tests.support.caches import Recorder, inside, keep, open_cache, until, until_idle
 from tests.support.engine import Engine, contents, prompt
 from tiered_kv import GPULoadStoreSpec, Outcome, TieredKV
-from tiered_kv.events import BlocksCorrupted
 from tiered_kv.tiers.shared import SharedTier
+from tiered_kv.values.events import BlocksCorrupted
 
 KEYS = prompt(4)
 BROKEN = 2

@@ -13,8 +13,8 @@ from tests.support.caches import Recorder, keep, open_cache, until_idle
 from tests.support.engine import PAYLOAD_BYTES, Engine, contents, prompt
 from tests.support.virtual import CountingDevice, pools_of, run, watch
 from tiered_kv import GPULoadStoreSpec
-from tiered_kv.backend import Missing
-from tiered_kv.events import TierFailed
+from tiered_kv.media.backend import Missing
+from tiered_kv.values.events import TierFailed
 
 KEYS, OTHERS = prompt(4), prompt(4, seed=1)
 INTO = GPULoadStoreSpec(range(4))

@@ -12,7 +12,7 @@ from tests.support.caches import keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, Engine, prompt
 from tiered_kv import ConfigurationError, GPULoadStoreSpec, TieredKVSettings
 from tiered_kv.catalog.index import TierIndex
-from tiered_kv.keys import Names
+from tiered_kv.values.keys import Names
 
 KEYS = prompt(8)
 INTO = GPULoadStoreSpec(range(8))

@@ -27,8 +27,8 @@ from tiered_kv import (
     open_blocking,
     parse_record,
 )
-from tiered_kv.events import TierFailed
 from tiered_kv.testing import records_in_files
+from tiered_kv.values.events import TierFailed
 
 KEYS = prompt(6)
 

@@ -32,8 +32,8 @@ from tiered_kv import (
     Shard,
     Worker,
 )
-from tiered_kv.events import WorkerEnded
-from tiered_kv.plan import SlabHandle
+from tiered_kv.values.events import WorkerEnded
+from tiered_kv.values.plan import SlabHandle
 
 
 @contextmanager

@@ -19,20 +19,23 @@ from tests.support.engine import BLOCK_SIZE, MODEL, PAYLOAD_BYTES, SMALL_LIMITS,
 from tiered_kv import (
     BackendUnavailableError,
     Block,
+    BlockKey,
+    BlockKeys,
     CacheLimits,
     ConfigurationError,
     GPULoadStoreSpec,
     Outcome,
+    Outcomes,
     TieredKV,
     TierSettings,
     TierStore,
     hash_blocks,
 )
-from tiered_kv.events import CacheClosed
-from tiered_kv.keys import Names
+from tiered_kv.settings.tier_settings import OwnedTierSettings as OwnedSettings
 from tiered_kv.testing import ScriptedDevice
-from tiered_kv.tier_settings import OwnedTierSettings as OwnedSettings
-from tiered_kv.tiers.budget import Bandwidth
+from tiered_kv.tiers.gate import Bandwidth
+from tiered_kv.values.events import CacheClosed
+from tiered_kv.values.keys import Names
 from tiered_kv_backends.memory import MemoryBackend
 from tiered_kv_backends.nvme import NVMeBackend
 
@@ -377,6 +380,147 @@ async def test_a_cancelled_flush_leaves_nothing_behind() -> None:
         await kv.flush()
         assert slots.num_records == 8
         await until_idle(kv)
+
+
+class OneByOne(ScriptedBackend):
+    """A tier whose writes are let go one by one.
+
+    Attributes:
+        writes: What each of them so far waits for.
+    """
+
+    def __init__(self, **settings: object) -> None:
+        super().__init__(write="back", **settings)  # type: ignore[arg-type]  # settings of any name
+        self.writes: list[asyncio.Event] = []
+
+    async def write(self, keys: Sequence[BlockKey], blocks: Sequence[Block]) -> list[Outcome]:
+        """Wait, then write."""
+        self.writes.append(may_go := asyncio.Event())
+        await may_go.wait()
+        return await super().write(keys, blocks)
+
+
+async def call(kv: TieredKV, what: str) -> bool:
+    """Make one of the calls that write what waits; say what a drain says."""
+    if what == "drain":
+        return await kv.drain(timeout_s=100)
+    await (kv.flush() if what == "flush" else kv.resize("cpu", 12 * PAYLOAD_BYTES))
+    return False
+
+
+@pytest.mark.parametrize("what", ["flush", "resize"])
+async def test_what_is_stored_later_is_not_waited_for(what: str) -> None:
+    """A call ends when what was there is written, whatever has come since."""
+    engine, keyed = Engine(), OneByOne()
+    limits = LAZY.model_copy(update={"low_water": 1.0})
+    async with open_cache(cpu(16, max_capacity=16 * PAYLOAD_BYTES), keyed, engine=engine, limits=limits) as kv:
+        first, second = prompt(4, seed=1), prompt(4, seed=2)
+        await kv.store(first, engine.compute(first))
+        calling = asyncio.create_task(call(kv, what))
+        await until(lambda: len(keyed.writes) == 1)
+        await kv.store(second, engine.compute(second))
+        await until(lambda: dirty(kv) == 0)  # taken by the cleaner
+        keyed.writes[0].set()
+        await asyncio.wait_for(calling, 60)
+        assert keyed.num_records == 4
+        await until(lambda: len(keyed.writes) == 2)
+        keyed.writes[1].set()
+        await kv.flush()
+        assert keyed.num_records == 8
+        await until_idle(kv)
+
+
+@pytest.mark.parametrize("what", ["flush", "resize", "drain"])
+async def test_what_waits_by_a_later_use_is_not_waited_for(what: str) -> None:
+    """Loads may go on to bring more to be written: then a drain says that not all is."""
+    engine, keyed = Engine(), OneByOne(admit_after=2)
+    limits = LAZY.model_copy(update={"low_water": 1.0})
+    async with open_cache(cpu(16, max_capacity=16 * PAYLOAD_BYTES), keyed, engine=engine, limits=limits) as kv:
+        first, second = prompt(4, seed=1), prompt(4, seed=2)
+        for keys in (first, second):
+            await kv.store(keys, engine.compute(keys))
+        kv.touch(first)
+        calling = asyncio.create_task(call(kv, what))
+        await until(lambda: len(keyed.writes) == 1)
+        await kv.load(second, GPULoadStoreSpec(range(4)))
+        await until(lambda: dirty(kv) == 0)  # taken by the cleaner
+        keyed.writes[0].set()
+        assert not await asyncio.wait_for(calling, 60)
+        assert keyed.num_records == 4
+        await until(lambda: len(keyed.writes) == 2)
+        keyed.writes[1].set()
+        await kv.flush()
+        assert keyed.num_records == 8
+        await until_idle(kv)
+
+
+async def test_what_a_worker_had_when_a_flush_began_is_written_when_it_ends() -> None:
+    """Though it waits for a tier only from the worker's answer on; another capacity waits for no worker."""
+    engine, keyed = Engine(), OneByOne()
+    limits = LAZY.model_copy(update={"low_water": 1.0})
+    async with open_cache(cpu(16, max_capacity=16 * PAYLOAD_BYTES), keyed, engine=engine, limits=limits) as kv:
+        planner, first, second = kv.planner(), prompt(4, seed=1), prompt(4, seed=2)
+        planner.register_worker()
+        job = planner.plan_store(first, engine.compute(first))
+        await job.planned()
+        flushing = asyncio.create_task(kv.flush())
+        await asyncio.wait_for(kv.resize("cpu", 12 * PAYLOAD_BYTES), 60)
+        assert not flushing.done()
+        planner.complete(Outcomes(job.number, 0, 4))
+        await until(lambda: len(keyed.writes) == 1)
+        await kv.store(second, engine.compute(second))
+        assert not flushing.done()
+        keyed.writes[0].set()
+        await asyncio.wait_for(flushing, 60)
+        assert keyed.num_records == 4
+        await until(lambda: len(keyed.writes) == 2)
+        keyed.writes[1].set()
+        await kv.flush()
+        await until_idle(kv)
+
+
+@pytest.mark.parametrize("what", ["flush", "resize"])
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_calls_end_beside_stores_that_go_on(what: str, *, has_gpu: bool) -> None:
+    """They have what was there when they were made written, and take about as long as that does."""
+
+    class Slow(ScriptedBackend):
+        async def write(self, keys: Sequence[BlockKey], blocks: Sequence[Block]) -> list[Outcome]:
+            await asyncio.sleep(0.02)
+            return await super().write(keys, blocks)
+
+    async def main() -> None:
+        engine, slow, device = Engine(), Slow(write="back"), virtual.CountingDevice()
+        tiers: list[AnyTier] = [cpu(64, max_capacity=64 * PAYLOAD_BYTES), slow]
+        if has_gpu:
+            gpu = {"medium": "gpu", "capacity": 32 * PAYLOAD_BYTES}
+            tiers = [gpu, cpu(64, max_capacity=64 * PAYLOAD_BYTES, write="back"), slow]
+        limits = LAZY.model_copy(update={"low_water": 1.0, "clean_after_s": 0.05})
+        async with open_cache(*tiers, engine=engine, device=device, limits=limits) as kv:
+            virtual.watch(device, virtual.pools_of(kv))
+            stored: list[BlockKeys] = []
+
+            async def traffic() -> None:
+                while True:
+                    keys = prompt(2, seed=len(stored))
+                    result = await kv.store(keys, engine.compute(keys))
+                    if result.num_stored == 2:
+                        stored.append(keys)
+                    await asyncio.sleep(0.005)
+
+            storing = asyncio.create_task(traffic())
+            await asyncio.sleep(1.0)
+            before = [key for keys in stored for key in keys]
+            async with asyncio.timeout(10.0):
+                await call(kv, what)
+            written = slow.keys()
+            assert {key.hash for key in written} >= set(before)
+            storing.cancel()
+            await asyncio.wait({storing})
+            await kv.flush()
+            await until_idle(kv)
+
+    virtual.run(main)
 
 
 async def test_closing_writes_what_waits(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.catalog.policies.against_lru import AgainstLRU
+from tiered_kv.catalog.policies.lhd import AgainstLRU
 
 NUM_SLOTS = 1280
 NOBODY = np.empty(0, np.int64)

@@ -10,8 +10,8 @@ import pytest
 
 from tiered_kv.catalog import TierIndex
 from tiered_kv.catalog.policies import LRUPolicy, Policy
-from tiered_kv.hints import ReuseHint
-from tiered_kv.keys import Names
+from tiered_kv.values.hints import ReuseHint
+from tiered_kv.values.keys import Names
 
 METHODS = ["add", "use", "hint", "park", "unpark", "victims", "evict", "order", "clear", "resize"]
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiered_kv.catalog import Fate, History
-from tiered_kv.keys import Names
+from tiered_kv.values.keys import Names
 
 
 def names_of(batch: list[int]) -> Names:

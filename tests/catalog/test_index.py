@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from tiered_kv.catalog import SlotState, TierIndex
-from tiered_kv.errors import CapacityError, ClosedError, ConfigurationError
-from tiered_kv.keys import Names
+from tiered_kv.values.errors import CapacityError, ClosedError, ConfigurationError
+from tiered_kv.values.keys import Names
 
 every_policy = pytest.mark.parametrize("policy", ["lru", "arc", "mq", "s3-fifo", "lhd"])
 
@@ -206,6 +206,22 @@ def test_clear_dooms_what_is_in_use(policy: str) -> None:
     lease.release()
     assert index.statistics().free == 4
     assert index.statistics().transient_free == 1
+
+
+def test_transient_slots_are_counted_for_whoever_took_them() -> None:
+    """Until they are free again, however they become so: by the last lease, uncommitted, or removed meanwhile."""
+    index = TierIndex(2, num_transient=8)
+    with index.reserve(names_of(1, 2, 3, 4), transient=True, taker=1) as mine:
+        with index.reserve(names_of(5, 6), transient=True, taker=2), index.reserve(names_of(7), taker=2):
+            assert [index.num_transient_taken(taker) for taker in range(4)] == [0, 4, 2, 0]
+        assert [index.num_transient_taken(taker) for taker in range(3)] == [0, 4, 0]
+        index.remove(names_of(2))
+        lease = mine.commit(np.array([True, True, True, False]))
+        index.remove(names_of(3))
+    assert index.num_transient_taken(1) == 2
+    lease.release()
+    assert [index.num_transient_taken(taker) for taker in range(3)] == [0, 0, 0]
+    assert index.statistics().transient_free == 8
 
 
 @every_policy

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tiered_kv.catalog import Change, Lease, Reservation, SlotState, TierIndex
-from tiered_kv.errors import CapacityError
-from tiered_kv.hints import ReuseHint
-from tiered_kv.keys import Names
+from tiered_kv.values.errors import CapacityError
+from tiered_kv.values.hints import ReuseHint
+from tiered_kv.values.keys import Names
 
 NUM_IDS = 14
 ids = st.lists(st.integers(0, NUM_IDS - 1), max_size=10)
@@ -282,6 +282,22 @@ class IndexMachine(RuleBasedStateMachine):
         num_lost = self.index.withhold(is_withheld if self.withheld else None)
         assert num_lost == sum(block.state == SlotState.READY for block in held)
         self.doom(held)
+
+    @rule(batch=ids)
+    def remove_for_good(self, batch: list[int]) -> None:
+        """Removed, and their slots not used again until somebody says so."""
+        found = [self.model.findable[i] for i in unique(batch) if i in self.model.findable]
+        assert self.index.remove(names_of(batch), Change.CORRUPT, withhold=True) == len(found)
+        self.withheld |= {block.slot for block in found if block.slot not in self.transient}
+        self.doom(found)
+
+    @rule(data=st.data())
+    def use_again(self, data: st.DataObject) -> None:
+        """Slots are used again, whatever happened to them since; those that were in use stay so."""
+        own = st.integers(0, max(0, self.max_slots - 1))
+        slots = [slot for slot in data.draw(st.lists(own)) if slot < self.max_slots]
+        self.index.use_again(np.array(slots, np.int64))
+        self.withheld -= set(slots)
 
     @property
     def usable(self) -> list[int]:

@@ -10,9 +10,9 @@ from hypothesis.extra.numpy import arrays
 
 from tiered_kv.catalog import TierIndex
 from tiered_kv.catalog.policies import LHDPolicy
-from tiered_kv.catalog.policies.hit_density import NUM_AGES, age_classes, hit_densities
-from tiered_kv.hints import ReuseHint
+from tiered_kv.catalog.policies.lhd import NUM_AGES, age_classes, hit_densities
 from tiered_kv.traces import SYNTHETIC, names_of
+from tiered_kv.values.hints import ReuseHint
 
 NONE = np.empty(0, dtype=np.int64)
 UNTOLD = np.full((2, NUM_AGES), np.nan)

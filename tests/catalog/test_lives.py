@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from tiered_kv.catalog.policies.hit_density import NUM_AGES, age_classes
-from tiered_kv.catalog.policies.lives import Lives
+from tiered_kv.catalog.policies.lhd import NUM_AGES, Lives, age_classes
 
 ALL = slice(0, 4)
 

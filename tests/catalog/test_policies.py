@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from tiered_kv.catalog import TierIndex
 from tiered_kv.catalog.policies import ARCPolicy, LHDPolicy, LRUPolicy, MQPolicy, Policy, S3FIFOPolicy, make_policy
-from tiered_kv.errors import ConfigurationError
-from tiered_kv.keys import Names
+from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.keys import Names
 
 
 def names_of(batch: list[int]) -> Names:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiered_kv.catalog.table import NameTable, first_occurrences, hash_names
-from tiered_kv.keys import Names
+from tiered_kv.values.keys import Names
 
 
 def random_names(n: int, seed: int = 0) -> Names:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tiered_kv.catalog import TierIndex, locate_from_any_thread
-from tiered_kv.keys import Names
+from tiered_kv.values.keys import Names
 
 GROUP = 300  # blocks that come and go by one call
 TURNS = 200

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from tiered_kv.catalog import UseCounts
 from tiered_kv.catalog.uses import Admission
-from tiered_kv.errors import ConfigurationError
-from tiered_kv.keys import Names
+from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.keys import Names
 
 
 def names_of(batch: list[int]) -> Names:

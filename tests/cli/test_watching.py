@@ -12,7 +12,7 @@ from tests.support.caches import keep, open_cache
 from tests.support.command_line import answer, run
 from tests.support.engine import BLOCK_SIZE, MODEL, PAYLOAD_BYTES, Engine
 from tiered_kv import CPUTier, TieredKV, hash_blocks
-from tiered_kv.telemetry.page import address
+from tiered_kv.settings import page_address as address
 
 CPU = CPUTier(capacity=16 * PAYLOAD_BYTES)
 TOKENS = list(range(6 * BLOCK_SIZE))

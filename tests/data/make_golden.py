@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from tiered_kv.backend import Block
-from tiered_kv.keys import BlockKey, Namespace, Shard
-from tiered_kv.record import encode
+from tiered_kv.media.backend import Block
+from tiered_kv.media.record import encode
+from tiered_kv.values.keys import BlockKey, Namespace, Shard
 from tiered_kv_backends.nvme.ledger import Ledger, Order
 
 HERE = Path(__file__).parent

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from custom_backend import SQLiteBackend
-from tiered_kv.backend import Outcome
-from tiered_kv.errors import ConfigurationError
+from tiered_kv.media.backend import Outcome
 from tiered_kv.testing import BackendTests, block_key, make_block, open_backend
+from tiered_kv.values.errors import ConfigurationError
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_backend.py"
 

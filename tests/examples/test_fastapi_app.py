@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from fastapi_app import NUM_BLOCKS, Engine, app
-from tiered_kv.errors import ClosedError
+from tiered_kv.values.errors import ClosedError
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fastapi_app.py"
 

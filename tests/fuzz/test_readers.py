@@ -24,19 +24,18 @@ from tests.support.caches import open_cache
 from tests.support.engine import PAYLOAD_BYTES
 from tests.support.fuzzing import pieces, variants
 from tiered_kv import TieredKVError
-from tiered_kv.backend import Block, Outcome
-from tiered_kv.keys import BlockKey, Namespace
-from tiered_kv.record import HEADER_BYTES, encode, examine_any, key_in, parse_record, verify
-from tiered_kv.seal import Seal
+from tiered_kv.media.backend import Block, Outcome
+from tiered_kv.media.record import HEADER_BYTES, encode, examine_any, key_in, parse_record, verify
+from tiered_kv.media.seal import Seal
 from tiered_kv.telemetry import KVEventPublisher
+from tiered_kv.values.keys import BlockKey, Namespace
+from tiered_kv_backends.nvme.disks import are_settled, next_turn, read_member
 from tiered_kv_backends.nvme.ledger import ENTRY, Ledger, Order, parse
 from tiered_kv_backends.nvme.ledger import encode as encode_entries
-from tiered_kv_backends.nvme.members import are_settled, next_turn, read_member
-from tiered_kv_backends.resp import Connection, command
-from tiered_kv_backends.resp_socket import Socket
-from tiered_kv_backends.shared_fs_files import LOCK_NAME
-from tiered_kv_backends.shared_fs_ledger import LEDGER_NAME, Books
-from tiered_kv_backends.shared_fs_ledger import Ledger as Room
+from tiered_kv_backends.redis.resp import Connection, Socket, command
+from tiered_kv_backends.shared_fs.files import LOCK_NAME
+from tiered_kv_backends.shared_fs.ledger import LEDGER_NAME, Books
+from tiered_kv_backends.shared_fs.ledger import Ledger as Room
 
 seeds = st.integers(0, 2**64 - 1)
 KEY = BlockKey(Namespace(bytes([7]) * 32, epoch=bytes([8]) * 32, salt=bytes([9]) * 32), bytes([10]) * 32)

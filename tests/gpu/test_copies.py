@@ -13,7 +13,6 @@ from structlog.testing import capture_logs
 from torch import Tensor
 
 from tests.memory.engines import NUM_SLOTS, Engine, engines, places
-from tiered_kv.layout import KVGroup
 from tiered_kv.memory import (
     CUDADevice,
     HostSlab,
@@ -28,6 +27,7 @@ from tiered_kv.memory import (
     torch_copies,
 )
 from tiered_kv.memory.codec import FP8Codec
+from tiered_kv.values.layout import KVGroup
 
 pytestmark = pytest.mark.gpu
 

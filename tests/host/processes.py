@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-import tiered_kv.worker
+import tiered_kv.cache.worker
 from tests.support.any_layout import MODEL, SMALL, STRIDE, AnyEngine, prompt
 from tiered_kv import (
     BackendUnavailableError,
@@ -33,7 +33,7 @@ from tiered_kv import (
 )
 from tiered_kv.host.serve import run
 from tiered_kv.memory.caches import PagedCaches
-from tiered_kv.transfers import bindings
+from tiered_kv.transfers import engine_memory as bindings
 
 _starting = mp.get_context("forkserver")
 _starting.set_forkserver_preload([__name__])

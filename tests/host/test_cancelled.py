@@ -16,8 +16,10 @@ from tests.support.any_layout import MODEL, SMALL, AnyEngine, cpu, prompt
 from tests.support.caches import until
 from tests.support.serving import attached, serving
 from tiered_kv import ClosedError, TieredKV
-from tiered_kv.host import messages, questions, wire
-from tiered_kv.host.opening import Attached, Slab
+from tiered_kv.host import protocol as messages
+from tiered_kv.host import protocol as questions
+from tiered_kv.host import wire
+from tiered_kv.host.protocol import Attached, Slab
 
 KEYS = prompt(4)
 

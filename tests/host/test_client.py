@@ -29,9 +29,9 @@ from tiered_kv import (
     full,
     window,
 )
-from tiered_kv.host import handshake, questions, wire
-from tiered_kv.host.fields import Keys
-from tiered_kv.host.opening import Attach, Health
+from tiered_kv.host import handshake, wire
+from tiered_kv.host import protocol as questions
+from tiered_kv.host.protocol import Attach, Health, Keys
 
 KEYS = prompt(12)
 

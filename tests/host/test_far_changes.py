@@ -12,8 +12,8 @@ from tests.host.test_deaths import attached_at, served, until_async, until_found
 from tests.support.any_layout import STRIDE, AnyEngine, cpu, nvme, prompt
 from tests.support.serving import attached, serving
 from tiered_kv import Added, BlockKeys, Changes, Cleared, ConnectedKV, Mirror, Removed, Shard, Snapshot, TierChange
-from tiered_kv.host import session_changes
-from tiered_kv.keys import Names
+from tiered_kv.host import session_jobs as session_changes
+from tiered_kv.values.keys import Names
 
 KEYS = prompt(4)
 

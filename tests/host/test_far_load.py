@@ -16,8 +16,9 @@ from tests.support.any_layout import LIMITS, AnyEngine, cpu, nvme, prompt
 from tests.support.caches import until
 from tests.support.serving import attached, serving
 from tiered_kv import ConfigurationError, ConnectedKV, CPULoadStoreSpec, FileLoadStoreSpec, Shard
-from tiered_kv.host import messages, wire
-from tiered_kv.host.fields import Keys
+from tiered_kv.host import protocol as messages
+from tiered_kv.host import wire
+from tiered_kv.host.protocol import Keys
 
 KEYS = prompt(32)
 

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import msgspec
 
-from tiered_kv.host import messages, opening, wire
+from tiered_kv.host import protocol as messages
+from tiered_kv.host import protocol as opening
+from tiered_kv.host import wire
 
 PAGE = Path(__file__).parents[2] / "docs" / "format.md"
 

@@ -16,11 +16,12 @@ from tests.support.any_layout import MODEL, SMALL, AnyEngine, cpu, prompt
 from tests.support.caches import until
 from tests.support.serving import attached, serving
 from tiered_kv import ConfigurationError, Shard, TieredKVError, TieredKVServer
-from tiered_kv.host import handshake, link, messages, questions, wire
-from tiered_kv.host.change_messages import AHEAD, Follow, Taken
-from tiered_kv.host.fields import Keys
-from tiered_kv.host.link import Link
-from tiered_kv.host.opening import Attach, Attached, Introduce, Join
+from tiered_kv.host import handshake, wire
+from tiered_kv.host import protocol as messages
+from tiered_kv.host import protocol as questions
+from tiered_kv.host import wire as link
+from tiered_kv.host.protocol import AHEAD, Attach, Attached, Follow, Introduce, Join, Keys, Taken
+from tiered_kv.host.wire import Link
 
 KEYS = prompt(12)
 OPENING = Attach.of("stranger", MODEL, SMALL, (Shard(),), is_read_only=False)

@@ -15,9 +15,9 @@ from tests.host.test_deaths import FOREVER_S, attached_at, served, until_async, 
 from tests.support.any_layout import SMALL, AnyEngine, cpu, prompt
 from tests.support.serving import attached, serving
 from tiered_kv import BackendUnavailableError, ConnectedKV, GPULoadStoreSpec, Outcomes, Shard, Worker
-from tiered_kv.events import WorkerEnded
 from tiered_kv.host import wire
-from tiered_kv.host.for_workers import introduce
+from tiered_kv.host.client_planner import introduce
+from tiered_kv.values.events import WorkerEnded
 
 KEYS = prompt(8)
 
@@ -243,7 +243,7 @@ async def test_workers_are_introduced_again_if_that_was_not_heard(
         if errors:
             raise errors.pop()
 
-    monkeypatch.setattr("tiered_kv.host.for_workers.introduce", disturbed)
+    monkeypatch.setattr("tiered_kv.host.client_planner.introduce", disturbed)
     with serving(tmp_path, cpu(16)) as server:
         async with attached(server) as kv:
             kv.planner().register_worker()

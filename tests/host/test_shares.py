@@ -13,8 +13,7 @@ from tests.support.any_layout import LIMITS, SMALL, STRIDE, AnyEngine, cpu, nvme
 from tests.support.caches import Recorder, until
 from tests.support.serving import attached, serving
 from tiered_kv import ConfigurationError, ModelIdentity, Shard, TieredKVServer, TieredKVSettings
-from tiered_kv.host.left_behind import delete, left_in
-from tiered_kv.host.shares import Shares
+from tiered_kv.host.shares import Shares, delete, left_in
 
 ONE, TWO = ModelIdentity("one", weights="w0"), ModelIdentity("two", weights="w0")
 NAME = "0123456789abcdef" * 2

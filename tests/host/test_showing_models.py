@@ -13,7 +13,7 @@ from tests.support.command_line import answer, run
 from tests.support.serving import attached, serving
 from tiered_kv import BlockState, ConfigurationError, ModelIdentity
 from tiered_kv.cli import hosting
-from tiered_kv.events import Event
+from tiered_kv.values.events import Event
 
 KEYS = prompt(12)
 ONE = ModelIdentity('one<script>"', weights="w0")

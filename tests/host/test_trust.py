@@ -15,8 +15,10 @@ from tests.support.any_layout import MODEL, SMALL, AnyEngine, cpu, prompt
 from tests.support.caches import until
 from tests.support.serving import attached, serving
 from tiered_kv import CacheLimits, Shard, Worker
-from tiered_kv.host import handshake, messages, questions, wire
-from tiered_kv.host.opening import Attach, Attached, MapSlab
+from tiered_kv.host import handshake, wire
+from tiered_kv.host import protocol as messages
+from tiered_kv.host import protocol as questions
+from tiered_kv.host.protocol import Attach, Attached, MapSlab
 
 KEYS = prompt(8)
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tiered_kv.layout import KVGroup, Order
 from tiered_kv.memory import CPUDevice, Device, PagedCaches
 from tiered_kv.memory.codec import Codec
+from tiered_kv.values.layout import KVGroup, Order
 
 ORDERS: tuple[Order, ...] = ("NHD", "HND", "MLA")
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8")

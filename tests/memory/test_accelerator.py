@@ -12,11 +12,10 @@ import torch
 from tests.support.caches import Recorder, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, Engine, prompt
 from tiered_kv import GPULoadStoreSpec
-from tiered_kv.events import DeviceFailed
-from tiered_kv.memory.accelerator import AcceleratorDevice
 from tiered_kv.memory.device import After, Device
-from tiered_kv.memory.host import HostSlab
-from tiered_kv.memory.page_locking import PageLocking
+from tiered_kv.memory.gpu import AcceleratorDevice
+from tiered_kv.memory.host import HostSlab, PageLocking
+from tiered_kv.values.events import DeviceFailed
 
 KEYS, INTO = prompt(9), GPULoadStoreSpec(range(9))
 

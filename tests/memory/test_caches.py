@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.errors import ConfigurationError, LayoutMismatchError
-from tiered_kv.layout import KVCaches, KVGroup
 from tiered_kv.memory import CPUDevice, PagedCaches
+from tiered_kv.values.errors import ConfigurationError, LayoutMismatchError
+from tiered_kv.values.layout import KVCaches, KVGroup
 
 GROUP = KVGroup(num_layers=3, num_kv_heads=2, head_dim=8, dtype="bfloat16", block_size=16)
 B = 10

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.memory.engines import NUM_SLOTS, ORDERS, Engine, engines, places
-from tiered_kv.errors import ConfigurationError, LayoutMismatchError
-from tiered_kv.layout import KVGroup, Order
 from tiered_kv.memory import CPUDevice, PagedCaches, gather_blocks, scatter_blocks, staging
 from tiered_kv.memory.codec import FP8Codec, make_codec
+from tiered_kv.values.errors import ConfigurationError, LayoutMismatchError
+from tiered_kv.values.layout import KVGroup, Order
 
 NHD = KVGroup(2, 3, 8, "bfloat16", 4)
 TINY = {torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}

@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.memory.engines import NUM_SLOTS, Engine, Ids, bytes_of, engines, places
-from tiered_kv.errors import ConfigurationError, LayoutMismatchError
-from tiered_kv.layout import KVGroup
 from tiered_kv.memory import (
     CPUDevice,
     PagedCaches,
@@ -21,6 +19,8 @@ from tiered_kv.memory import (
     scatter_blocks,
     torch_copies,
 )
+from tiered_kv.values.errors import ConfigurationError, LayoutMismatchError
+from tiered_kv.values.layout import KVGroup
 
 
 @given(engine=engines(), data=st.data())

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.caches import inside
-from tests.support.engine import MODEL, small_layout
+from tests.support.engine import MODEL, PAYLOAD_BYTES, small_layout
 from tests.support.fake_cuda import fake_cuda
 from tests.support.fake_driver import GLOBAL, FakeDriver
 from tests.support.gpu_engine import (
@@ -27,16 +27,11 @@ from tests.support.gpu_engine import (
     opened,
 )
 from tiered_kv import TieredKV
-from tiered_kv.errors import ConfigurationError
-from tiered_kv.memory import (
-    CUDADevice,
-    HostSlab,
-    PageLockState,
-    make_device,
-    page_locking,
-)
+from tiered_kv.memory import CUDADevice, HostSlab, PageLockState, host, make_device
+from tiered_kv.memory import host as page_locking
+from tiered_kv.memory.lanes import wait_in
 from tiered_kv.memory.staging import Staging
-from tiered_kv.memory.waiting import wait_in
+from tiered_kv.values.errors import ConfigurationError
 
 pytest.importorskip("triton", reason="Triton: pip install 'tiered-kv[cuda]'")
 
@@ -115,6 +110,23 @@ class TestPageableMemory:
         names = {name for name, _ in fake.blocked}
         assert names
         assert all(name.startswith(("tiered_kv-d2h", "tiered_kv-h2d")) for name in names)
+
+    @pytest.mark.parametrize("way", ["staging", "directly", "by kernel"])
+    async def test_a_slab_that_is_locked_in_part_serves(
+        self, monkeypatch: pytest.MonkeyPatch, fake: FakeDriver, way: str
+    ) -> None:
+        """The driver may refuse any piece: no kernel and no batch touches what is behind it, and every byte arrives."""
+        only(way, monkeypatch)
+        monkeypatch.setattr(host, "PIECE_BYTES", 4 * PAYLOAD_BYTES)
+        fake.refusals = [0, 2]
+        engine = engine_on(fake)
+        async with opened(engine) as kv:
+            (locking,) = inside(kv).device._page_lockings  # noqa: SLF001 - what the wait is for
+            assert await asyncio.to_thread(locking.wait, 60) is PageLockState.PAGEABLE
+            assert 0 < locking.page_locked_bytes < locking.num_bytes
+            await goes_round(kv, engine)
+            await goes_round(kv, engine, layerwise=True)
+        assert not fake.failure
 
     async def test_what_is_admitted_can_be_waited_for(self, fake: FakeDriver) -> None:
         """A layer-wise load is admitted once its copies are enqueued: the engine's stream has events to wait for."""

@@ -25,13 +25,8 @@ from tests.support.gpu_engine import (
     opened,
 )
 from tiered_kv import GPULoadStoreSpec, KVGroup, KVLayout, TieredKV, hash_blocks
-from tiered_kv.memory import (
-    CUDADevice,
-    HostSlab,
-    PagedCaches,
-    accelerator,
-    kernels,
-)
+from tiered_kv.memory import CUDADevice, HostSlab, PagedCaches, kernels
+from tiered_kv.memory import gpu as accelerator
 from tiered_kv.memory.codec import CodecName
 from tiered_kv.memory.device import attempt
 from tiered_kv.memory.staging import Staging

@@ -12,7 +12,6 @@ from structlog.testing import capture_logs
 
 from tests.memory.engines import NUM_SLOTS, Engine, engines, places
 from tests.support.fake_cuda import fake_cuda
-from tiered_kv.layout import KVGroup
 from tiered_kv.memory import (
     CPUDevice,
     CUDADevice,
@@ -23,6 +22,7 @@ from tiered_kv.memory import (
     staging,
     torch_copies,
 )
+from tiered_kv.values.layout import KVGroup
 
 Copy = Callable[..., None]
 WAYS: dict[str, tuple[Copy, Copy]] = {
@@ -100,7 +100,7 @@ class TestCrossover:
 
     def way(self, caches: PagedCaches, num_blocks: int = 1, *, to_rows: bool = True) -> str:
         """Return the name of the way for so many blocks."""
-        return crossover.way_of(caches, torch.zeros(4, 512, dtype=torch.int64), num_blocks, to_rows=to_rows).name
+        return crossover.way_of(caches, torch.zeros(1, 512), np.arange(num_blocks), to_rows=to_rows).name
 
     def test_until_measured_only_large_fragments_go_directly(self) -> None:
         """A stated size decides, the same one everywhere."""

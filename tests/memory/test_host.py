@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiered_kv.errors import ClosedError, ConfigurationError
 from tiered_kv.memory import HostSlab
 from tiered_kv.memory.host import touch
+from tiered_kv.values.errors import ClosedError, ConfigurationError
 
 STRIDE = 8192
 PAYLOAD = 5000

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.memory.engines import DTYPES, NUM_SLOTS, Engine, bytes_of, engines, places
-from tiered_kv.layout import KVGroup, Order
 from tiered_kv.memory import CPUDevice, CUDADevice, Device, PagedCaches, torch_copies
+from tiered_kv.values.layout import KVGroup, Order
 
 kernels = pytest.importorskip("tiered_kv.memory.kernels", reason="Triton: pip install 'tiered-kv[cuda]'")
 DEVICE: Device = CUDADevice() if torch.cuda.is_available() else CPUDevice()

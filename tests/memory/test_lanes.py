@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tiered_kv.errors import ClosedError, ConfigurationError
-from tiered_kv.loop_calls import LoopCalls
 from tiered_kv.memory import CPUDevice
 from tiered_kv.memory.lanes import Lane, LaneCopy, Lanes, submit_copy
 from tiered_kv.testing import ScriptedDevice, ScriptedEvent
+from tiered_kv.values.errors import ClosedError, ConfigurationError
+from tiered_kv.values.loop_calls import LoopCalls
 
 
 class Copies:

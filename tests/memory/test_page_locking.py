@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.events import Event, HostMemoryPageable, HostMemoryReady, MemoryPageLocked
-from tiered_kv.memory import CPUDevice, HostSlab, PageLocking, PageLockState
-from tiered_kv.memory.numa import node_of_gpu
+from tiered_kv.memory import CPUDevice, HostSlab, PageLocking, PageLockState, host
+from tiered_kv.memory.host import is_page_locked, node_of_gpu
+from tiered_kv.values.events import Event, HostMemoryPageable, HostMemoryReady, MemoryPageLocked
 
 STRIDE = 8192
 
@@ -31,14 +31,14 @@ def test_on_a_cpu_memory_is_touched_and_stays_pageable() -> None:
     assert device.close()
 
 
-def test_memory_is_locked_in_pieces_of_whole_slots() -> None:
+def test_memory_is_locked_in_pieces_of_whole_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each piece is locked once and unlocked once, and none cuts a slot in two."""
+    monkeypatch.setattr(host, "PIECE_BYTES", 2 * STRIDE + 4096)
     locked: dict[int, int] = {}
     unlocked: list[int] = []
     slab = HostSlab(5, STRIDE, STRIDE)
     events: list[Event] = []
-    size = 2 * STRIDE + 4096
-    locking = PageLocking(slab, lock=locked.__setitem__, unlock=unlocked.append, emit=events.append, piece_bytes=size)
+    locking = PageLocking(slab, lock=locked.__setitem__, unlock=unlocked.append, emit=events.append)
     assert locking.wait() is PageLockState.LOCKED
     progress = [event.page_locked_bytes for event in events if isinstance(event, MemoryPageLocked)]
     assert progress == [2 * STRIDE, 4 * STRIDE, 5 * STRIDE]
@@ -70,8 +70,9 @@ def test_memory_that_is_only_read_shows_what_is_stored_later() -> None:
     locking.close()
 
 
-def test_a_failure_is_said_once_and_the_slab_serves_on() -> None:
+def test_a_failure_is_said_once_and_the_slab_serves_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was locked before the failure is unlocked at the end, and nothing is tried after it."""
+    monkeypatch.setattr(host, "PIECE_BYTES", STRIDE)
     tried: list[int] = []
     unlocked: list[int] = []
 
@@ -82,7 +83,7 @@ def test_a_failure_is_said_once_and_the_slab_serves_on() -> None:
 
     slab = HostSlab(4, STRIDE, STRIDE)
     events: list[Event] = []
-    locking = PageLocking(slab, lock=lock, unlock=unlocked.append, emit=events.append, piece_bytes=STRIDE)
+    locking = PageLocking(slab, lock=lock, unlock=unlocked.append, emit=events.append)
     assert locking.wait() is PageLockState.PAGEABLE
     assert locking.is_slow
     (said,) = [event for event in events if isinstance(event, HostMemoryPageable)]
@@ -93,8 +94,43 @@ def test_a_failure_is_said_once_and_the_slab_serves_on() -> None:
     assert unlocked == tried[:1]
 
 
-def test_closing_does_not_wait_for_the_whole_slab() -> None:
+def test_what_is_locked_is_known_by_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the first piece on, up to the last that was locked; nothing is left of it once it is unlocked."""
+    monkeypatch.setattr(host, "PIECE_BYTES", STRIDE)
+    slab = HostSlab(4, STRIDE, STRIDE)
+    first = slab.rows.data_ptr()
+    seen: list[list[bool]] = []
+
+    def known() -> list[bool]:
+        return [is_page_locked(first + at, first + at + STRIDE) for at in range(0, 4 * STRIDE, STRIDE)]
+
+    def lock(address: int, num_bytes: int) -> None:
+        seen.append(known())
+        if len(seen) == 3:
+            raise RuntimeError("out of lockable memory")
+
+    def unlock(address: int) -> None:
+        seen.append(known())
+
+    locking = PageLocking(slab, lock=lock, unlock=unlock)
+    assert locking.wait() is PageLockState.PAGEABLE
+    assert known() == [True, True, False, False]
+    assert is_page_locked(first + 100, first + 2 * STRIDE)
+    assert not is_page_locked(first, first + 2 * STRIDE + 1)
+    assert not is_page_locked(first - 1, first + STRIDE)
+    seen[:] = [[], []]
+    other = PageLocking(slab, lock=lock, unlock=unlock)  # of the same memory, which the driver refuses
+    other.wait()
+    other.close()
+    assert known() == [True, True, False, False]
+    locking.close()
+    assert seen[3:] == [[False] * 4] * 2
+    assert known() == [False] * 4
+
+
+def test_closing_does_not_wait_for_the_whole_slab(monkeypatch: pytest.MonkeyPatch) -> None:
     """Locking goes on for minutes on large slabs; once told to stop it ends after the piece at hand."""
+    monkeypatch.setattr(host, "PIECE_BYTES", STRIDE)
     begun, go_on = threading.Event(), threading.Event()
 
     def lock(address: int, num_bytes: int) -> None:
@@ -102,7 +138,7 @@ def test_closing_does_not_wait_for_the_whole_slab() -> None:
         assert go_on.wait(60)
 
     unlocked: list[int] = []
-    locking = PageLocking(HostSlab(4, STRIDE, STRIDE), lock=lock, unlock=unlocked.append, piece_bytes=STRIDE)
+    locking = PageLocking(HostSlab(4, STRIDE, STRIDE), lock=lock, unlock=unlocked.append)
     assert begun.wait(60)
     assert locking.state is PageLockState.PREPARING
     locking.stop()

@@ -12,9 +12,9 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from tiered_kv.errors import ClosedError, ConfigurationError
 from tiered_kv.memory import CPUDevice, CUDADevice, Device, Stream, make_device
 from tiered_kv.testing import ScriptedDevice, ScriptedEvent
+from tiered_kv.values.errors import ClosedError, ConfigurationError
 
 
 class Copies:

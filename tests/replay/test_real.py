@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from tiered_kv import CacheLimits, ConfigurationError, CPUTier, TieredKVSettings, TierSettings
-from tiered_kv.chain_settings import tier_from
 from tiered_kv.replay import BlockCost, ReplayReport, TierPlan, plans_from, replay, tier_plans
 from tiered_kv.replay.real import media_of, really, with_room_as
+from tiered_kv.settings.chain_settings import tier_from
 from tiered_kv.traces import Trace, agents, chat
 
 BLOCK = 4096

@@ -35,7 +35,7 @@ from tiered_kv import (
     TieredKV,
     hash_blocks,
 )
-from tiered_kv.events import TierFailed, TierResumed, TierStalled, TierTripped
+from tiered_kv.values.events import TierFailed, TierResumed, TierStalled, TierTripped
 
 NUM_BLOCKS = chain_process.NUM_BLOCKS
 NEAR, FAR = prompt(NUM_BLOCKS, seed=1), prompt(NUM_BLOCKS, seed=2)

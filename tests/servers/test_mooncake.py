@@ -9,11 +9,11 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 
-from tiered_kv.backend import Block, Outcome, RecordShape
-from tiered_kv.errors import BackendUnavailableError, ClosedError, ConfigurationError
-from tiered_kv.record import verify
-from tiered_kv.specs import LoadStoreSpec, RemoteLoadStoreSpec
+from tiered_kv.media.backend import Block, Outcome, RecordShape
+from tiered_kv.media.record import verify
 from tiered_kv.testing import GROUPS, BackendTests, block_key, make_block, open_backend, open_context
+from tiered_kv.values.errors import BackendUnavailableError, ClosedError, ConfigurationError
+from tiered_kv.values.specs import LoadStoreSpec, RemoteLoadStoreSpec
 
 MISSING = "mooncake or libibverbs is missing: pip install 'tiered-kv[mooncake]'; apt-get install libibverbs1"
 pytest.importorskip("mooncake.store", reason=MISSING, exc_type=ImportError)

@@ -23,13 +23,13 @@ from redis_server import (
     run_sentinel,
     tls_arguments,
 )
-from tiered_kv.backend import Block, Outcome
-from tiered_kv.chain_settings import tier_from
-from tiered_kv.errors import BackendUnavailableError, ConfigurationError, TieredKVError
+from tiered_kv.media.backend import Block, Outcome
+from tiered_kv.settings.chain_settings import tier_from
 from tiered_kv.testing import block_key, make_block, open_backend, open_context
-from tiered_kv_backends.redis import RedisBackend
-from tiered_kv_backends.redis_servers import RedisSettings
-from tiered_kv_backends.redis_upkeep import delete_tenant
+from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError, TieredKVError
+from tiered_kv_backends.redis.backend import RedisBackend
+from tiered_kv_backends.redis.servers import RedisSettings
+from tiered_kv_backends.redis.tenants import delete_tenant
 
 SIZE = 1 << 20
 ACL = """

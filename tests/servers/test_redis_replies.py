@@ -7,11 +7,11 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from tiered_kv.errors import TieredKVError
 from tiered_kv.testing import open_context
-from tiered_kv_backends.redis import RedisBackend
-from tiered_kv_backends.redis_replies import MOST_BYTES
-from tiered_kv_backends.redis_upkeep import delete_tenant
+from tiered_kv.values.errors import TieredKVError
+from tiered_kv_backends.redis.backend import RedisBackend
+from tiered_kv_backends.redis.servers import MOST_BYTES
+from tiered_kv_backends.redis.tenants import delete_tenant
 
 MUCH_BYTES = 4 * MOST_BYTES
 """After which the server gives up; what lies in buffers of the system is far less."""

@@ -8,11 +8,9 @@ import pytest
 from typing_extensions import Buffer
 
 from tests.support.caches import until
-from tiered_kv.backend import Block, Outcome
+from tiered_kv.media.backend import Block, Outcome
 from tiered_kv.testing import make_block
-from tiered_kv_backends.resp import Connection, ProtocolError, command
-from tiered_kv_backends.resp_pool import Login, Pool, log_in
-from tiered_kv_backends.resp_socket import Address, Socket
+from tiered_kv_backends.redis.resp import Address, Connection, Login, Pool, ProtocolError, Socket, command, log_in
 
 BLOCK = make_block(bytes(range(256)) * 20)
 BULK = b"$%d\r\n%b\r\n" % (BLOCK.num_bytes, bytes(BLOCK))

@@ -23,12 +23,11 @@ import ceph_server
 from ceph_server import CephServer
 from redis_server import make_certificates
 from s3_server import S3Server, is_ceph, s3_server
-from tiered_kv.backend import Block, Outcome
-from tiered_kv.errors import BackendUnavailableError, ConfigurationError, TieredKVError
-from tiered_kv.hashing import hash_blocks
-from tiered_kv.keys import BlockKey, Namespace, epoch_digest, salt_digest
-from tiered_kv.specs import LoadStoreSpec, ObjectLoadStoreSpec
+from tiered_kv.media.backend import Block, Outcome
 from tiered_kv.testing import GROUPS, BackendTests, block_key, make_block, open_backend, open_context
+from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError, TieredKVError
+from tiered_kv.values.keys import BlockKey, Namespace, epoch_digest, hash_blocks, salt_digest
+from tiered_kv.values.specs import LoadStoreSpec, ObjectLoadStoreSpec
 from tiered_kv_backends.s3 import S3Backend, S3Settings, collect_epochs, delete_tenant
 
 _PREFIXES = itertools.count()
@@ -657,7 +656,7 @@ def test_a_process_ends_well_after_its_last_call(tmp_path: Path) -> None:
     """The client's threads never find the interpreter gone, which aborts the process."""
     program = f"""
 import asyncio, os
-from tiered_kv.backend import Block
+from tiered_kv.media.backend import Block
 from tiered_kv.testing import block_key, make_block, open_backend
 from tiered_kv_backends.s3 import S3Backend, S3Settings
 async def main():

@@ -19,15 +19,15 @@ from anyio.lowlevel import checkpoint
 
 from tests.support.caches import until
 from tests.support.descriptors import num_open_in
-from tiered_kv.backend import BackendContext, Block, Outcome
-from tiered_kv.chain_settings import tier_from
-from tiered_kv.errors import BackendUnavailableError, ClosedError, ConfigurationError
-from tiered_kv.keys import BlockKey, salt_digest
+from tiered_kv.media.backend import BackendContext, Block, Outcome
+from tiered_kv.settings.chain_settings import tier_from
 from tiered_kv.testing import GROUPS, BackendTests, block_key, make_block, open_backend, open_context
-from tiered_kv_backends.shared_fs import SharedFSBackend
-from tiered_kv_backends.shared_fs_files import Work, probe, write_records
-from tiered_kv_backends.shared_fs_ledger import Ledger
-from tiered_kv_backends.shared_fs_upkeep import delete_tenant, sweep
+from tiered_kv.values.errors import BackendUnavailableError, ClosedError, ConfigurationError
+from tiered_kv.values.keys import BlockKey, salt_digest
+from tiered_kv_backends.shared_fs.backend import SharedFSBackend
+from tiered_kv_backends.shared_fs.files import Work, probe, write_records
+from tiered_kv_backends.shared_fs.ledger import Ledger
+from tiered_kv_backends.shared_fs.tenants import delete_tenant, sweep
 
 SIZE = GROUPS[0].payload_bytes
 RECORD = 4096 + SIZE

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 from anyio import fail_after
 
-from tiered_kv.backend import Block, Outcome
-from tiered_kv.errors import BackendUnavailableError, ConfigurationError
-from tiered_kv.record import verify
+from tiered_kv.media.backend import Block, Outcome
+from tiered_kv.media.record import verify
 from tiered_kv.testing import GROUPS, block_key, make_block, open_backend, open_context
-from tiered_kv_backends.shared_fs import SharedFSBackend
+from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError
+from tiered_kv_backends.shared_fs.backend import SharedFSBackend
 
 GROUP = len(GROUPS) - 1
 SIZE = GROUPS[GROUP].payload_bytes

@@ -22,7 +22,7 @@ from tiered_kv import (
     TieredKV,
     hash_blocks,
 )
-from tiered_kv.events import Emit
+from tiered_kv.values.events import Emit
 
 MODEL = ModelIdentity("model", weights="w0")
 BLOCK_SIZE = 4

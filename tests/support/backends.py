@@ -11,9 +11,9 @@ from anyio.lowlevel import checkpoint
 from numpy.typing import NDArray
 
 from tiered_kv import BackendContext, Block, BlockKey, Outcome, SlotBackend, TierSettings
-from tiered_kv.backend import Recovered
-from tiered_kv.keys import Names
-from tiered_kv.tier_settings import OwnedTierSettings
+from tiered_kv.media.backend import Recovered
+from tiered_kv.settings.tier_settings import OwnedTierSettings
+from tiered_kv.values.keys import Names
 from tiered_kv_backends.memory import MemoryBackend
 
 T = TypeVar("T")

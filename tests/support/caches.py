@@ -10,11 +10,11 @@ from anyio.lowlevel import checkpoint
 from tests.support.engine import MODEL, SMALL_LIMITS, Engine, small_layout
 from tests.support.watching import watched
 from tiered_kv import Backend, BlockKeys, CacheLimits, SlotBackend, TieredKV, TierSettings
-from tiered_kv.events import Emit, Event
+from tiered_kv.cache.open_cache import OpenCache
 from tiered_kv.memory.device import Device
-from tiered_kv.open_cache import OpenCache
 from tiered_kv.telemetry import Metrics, Page, TraceRecorder
 from tiered_kv.testing import ScriptedDevice
+from tiered_kv.values.events import Emit, Event
 
 E = TypeVar("E", bound=Event)
 AnyTier = TierSettings | Mapping[str, Any] | str | Backend | SlotBackend
@@ -111,7 +111,7 @@ def assert_nothing_left(kv: TieredKV) -> None:
         assert not tier.num_slots or tier.free + tier.ready + tier.withheld == tier.num_slots, tier
     for chain in inside(kv).chains:  # no statistics count these: they are 0 or there is a leak
         assert not len(chain.fills)
-        assert not chain.settling
+        assert not chain.unwritten.num_under_way
         assert chain.room.num_waiting == 0
         assert chain.limits.prefetches.in_flight == 0
         assert [tier.budget.in_flight for tier in chain.storage] == [0] * len(chain.storage)

@@ -2,6 +2,8 @@
 
 Tensors of a "GPU" are host memory that calls itself ``cuda:N``. Inside ``with torch.cuda.stream(...)`` every operation
 on them is enqueued, whatever it is, and runs in its stream's turn: what is read too soon is the wrong bytes.
+
+Where torch lies, so does this: ``is_pinned`` asks for the first byte of a storage, whatever part of it a tensor shows.
 """
 
 import ctypes
@@ -59,7 +61,7 @@ def _patch_torch(patch: pytest.MonkeyPatch, fake: FakeDriver) -> None:
     patch.setattr(torch.Tensor, "device", property(functools.partial(_device_of, fake)), raising=False)
     patch.setattr(torch.Tensor, "to", functools.partialmethod(_to, fake))
     patch.setattr(torch.Tensor, "pin_memory", functools.partialmethod(_pin_memory, fake))
-    patch.setattr(torch.Tensor, "is_pinned", lambda self: fake.is_locked(self.data_ptr(), self.nbytes))
+    patch.setattr(torch.Tensor, "is_pinned", lambda self: fake.is_locked(self.untyped_storage().data_ptr()))
 
 
 def _index_of(device: Any, fake: FakeDriver) -> int:  # noqa: ANN401 - whatever torch takes

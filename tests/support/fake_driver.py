@@ -62,7 +62,7 @@ class FakeDriver:
         held: Whether work runs only in `step`.
         failure: What the GPU does next is fail with this code.
         spoilt: Whether a capture of a CUDA graph was spoilt by a call outside of it.
-        refusals: Codes that ``cudaHostRegister`` answers with next.
+        refusals: Codes that ``cudaHostRegister`` answers with next; 0 is no refusal.
     """
 
     def __init__(self, num_devices: int = 4, seed: int = 0) -> None:
@@ -257,8 +257,8 @@ class FakeDriver:
         self.use_context()
         if code := self.unsafe():
             return code
-        if self.refusals:
-            return self.refusals.pop(0)
+        if self.refusals and (code := self.refusals.pop(0)):
+            return code
         if not num_bytes:
             return INVALID_VALUE
         if any(start < address + num_bytes and address < start + n for start, n in self.registered.items()):

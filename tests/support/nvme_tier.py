@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.backend import BackendContext, Block, Outcome, RecordShape, Recovered
-from tiered_kv.keys import BlockKey, Namespace
-from tiered_kv.record import verify
+from tiered_kv.media.backend import BackendContext, Block, Outcome, RecordShape, Recovered
+from tiered_kv.media.record import verify
 from tiered_kv.testing import block_names, make_block, open_context
+from tiered_kv.values.keys import BlockKey, Namespace
 from tiered_kv_backends.nvme import NVMeBackend
 
 T = TypeVar("T")

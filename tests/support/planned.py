@@ -7,13 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tests.support.any_layout import SMALL, STRIDE, AnyEngine, cpu, prompt
-from tiered_kv import (
-    Plan,
-    Planner,
-    SlabHandle,
-    TieredKV,
-    Worker,
-)
+from tiered_kv import Plan, Planner, SlabHandle, TieredKV, Worker
 
 N = 6
 KEYS = prompt(N)

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from tiered_kv.telemetry.router_wire import END, Form
+from tiered_kv.telemetry.router_books import END, Form
 
 Place = tuple[str | None, str | None, int | None]
 """Medium, locality and KV group."""

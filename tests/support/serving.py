@@ -19,8 +19,8 @@ from tiered_kv import (
     TieredKVSettings,
     TierSettings,
 )
-from tiered_kv.events import Emit
 from tiered_kv.memory.codec import CodecName
+from tiered_kv.values.events import Emit
 
 
 @contextmanager

@@ -11,10 +11,10 @@ from typing import TypeVar
 
 from tests.support.caches import inside
 from tiered_kv import TieredKV
-from tiered_kv.loop_calls import LoopCalls
 from tiered_kv.memory.cpu import CPUDevice, CPUStream
 from tiered_kv.memory.device import After, Copy, Done
 from tiered_kv.tiers.tasks import WorkerPool
+from tiered_kv.values.loop_calls import LoopCalls
 
 T = TypeVar("T")
 

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import pytest
 
-from tiered_kv.keys import Names
-from tiered_kv.telemetry.ghost import SIZES, GhostCaches
-from tiered_kv.telemetry.lives import Lives
+from tiered_kv.telemetry.block_sample import SIZES, GhostCaches, Lives
+from tiered_kv.values.keys import Names
 
 
 def names_of(blocks: Iterable[int]) -> Names:

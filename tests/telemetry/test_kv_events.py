@@ -31,10 +31,9 @@ from tiered_kv import (
     TieredKV,
     hash_blocks,
 )
-from tiered_kv.changes import Changes
 from tiered_kv.telemetry import KVEventPublisher
-from tiered_kv.telemetry.kv_event_values import HasChanges
-from tiered_kv.telemetry.router_wire import Form
+from tiered_kv.telemetry.router_books import Form, HasChanges
+from tiered_kv.tiers.changes import Changes
 
 CPU = {"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}
 AS_ROUTERS_SAY: dict[str, tuple[str, str | None]] = {

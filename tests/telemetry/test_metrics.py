@@ -16,8 +16,8 @@ from tests.support.backends import ScriptedBackend
 from tests.support.caches import Recorder, keep, open_cache, until, until_idle
 from tests.support.engine import BLOCK_SIZE, MODEL, PAYLOAD_BYTES, SMALL_LIMITS, Engine, prompt, small_layout
 from tiered_kv import BlockState, ConfigurationError, CPUTier, TieredKV, TieredKVSettings, hash_blocks
-from tiered_kv.events import HostMemoryReady
 from tiered_kv.telemetry import Metrics
+from tiered_kv.values.events import HostMemoryReady
 
 CPU = CPUTier(capacity=16 * PAYLOAD_BYTES)
 

@@ -19,11 +19,10 @@ from tests.support.engine import BLOCK_SIZE, MODEL, PAYLOAD_BYTES, SMALL_LIMITS,
 from tests.support.virtual import advance
 from tests.support.virtual import run as run_in_virtual_time
 from tiered_kv import ConfigurationError, CPUTier, PageNotServed, PageServed, TieredKV, TieredKVSettings, hash_blocks
-from tiered_kv.results import CacheStatistics
+from tiered_kv.settings.page_address import DEFAULT, page_address
 from tiered_kv.telemetry import Page
-from tiered_kv.telemetry.history import History, Moment
-from tiered_kv.telemetry.page.address import DEFAULT, page_address
-from tiered_kv.telemetry.tallies import Lookups
+from tiered_kv.telemetry.watch import History, Lookups, Moment
+from tiered_kv.values.results import CacheStatistics
 
 CPU = CPUTier(capacity=16 * PAYLOAD_BYTES)
 

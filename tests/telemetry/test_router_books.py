@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from tests.support.engine import BLOCK_SIZE
 from tests.support.router import Index, decoder
 from tiered_kv import Added, BlockKeys, Cleared, Namespace, Removed, Shard, Snapshot, TierChange, hash_blocks
-from tiered_kv.telemetry.router_books import Batch, Description, RouterBooks
-from tiered_kv.telemetry.router_wire import CacheSpec, Form, Medium, encode
+from tiered_kv.telemetry.router_books import Batch, CacheSpec, Description, Form, Medium, RouterBooks, encode
 
 EPOCHS = (b"1" * 32, b"2" * 32)
 MEDIA = {

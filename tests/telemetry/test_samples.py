@@ -4,9 +4,9 @@ import tracemalloc
 
 import numpy as np
 
-from tiered_kv.keys import Names
-from tiered_kv.telemetry import samples
-from tiered_kv.telemetry.samples import Sampler
+from tiered_kv.telemetry import block_sample as samples
+from tiered_kv.telemetry.block_sample import Sampler
+from tiered_kv.values.keys import Names
 
 FILE = samples.__file__
 

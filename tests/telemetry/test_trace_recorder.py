@@ -7,7 +7,15 @@ import pytest
 
 from tests.support.caches import Recorder, keep, open_cache
 from tests.support.engine import BLOCK_SIZE, PAYLOAD_BYTES, Engine, prompt
-from tiered_kv import ConfigurationError, CPUTier, GPULoadStoreSpec, TieredKV, TieredKVSettings, TraceEnded, TraceFailed
+from tiered_kv import (
+    ConfigurationError,
+    CPUTier,
+    GPULoadStoreSpec,
+    TieredKV,
+    TieredKVSettings,
+    TraceEnded,
+    TraceFailed,
+)
 from tiered_kv.replay import BlockCost, TierPlan, replay
 from tiered_kv.telemetry import TraceRecorder
 from tiered_kv.traces import Trace, read_trace

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from tiered_kv.keys import epoch_digest
 from tiered_kv.testing.simulation.run import in_words, shrink, simulate
-from tiered_kv.tiers.batch import Batch, Naming
 from tiered_kv.tiers.chain import Chain
+from tiered_kv.tiers.tier import Batch, Naming
 from tiered_kv.transfers.handles import Revocable
+from tiered_kv.values.keys import epoch_digest
 
 SAMPLE = range(40)
 STEPS = 100

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from tiered_kv.keys import Names
-from tiered_kv.results import BlockState
-from tiered_kv.tiers.answers import Answers
+from tiered_kv.tiers.shared import Answers
+from tiered_kv.values.keys import Names
+from tiered_kv.values.results import BlockState
 
 MISS, ASKING, HIT = BlockState.MISS, BlockState.ASKING, BlockState.HIT
 

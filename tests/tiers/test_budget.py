@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.virtual import VirtualLoop, run
-from tiered_kv.tiers.budget import Budget, Kind, Pace, Priority, Room, Waiter
+from tiered_kv.tiers.gate import Budget, Kind, Pace, Priority, Room, Waiter
 
 Give = Callable[[], None]
 SHARES = {Kind.LOAD: 100, Kind.PREFETCH: 75, Kind.STORE: 50, Kind.CLEAN: 25}
@@ -240,6 +240,61 @@ async def test_who_wants_much_is_served_though_others_want_little_all_the_time()
     for each in others:
         each.cancel()
     await asyncio.wait(others)
+
+
+def _busy(slots: Slots, num_clients: int, held_s: float) -> tuple[list[asyncio.Task[None]], list[float]]:
+    """Start clients that take one thing after another, and hold each for a while; return how long they waited."""
+    waits, loop = list[float](), asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
+    loop.is_busy = lambda: False
+
+    async def client() -> None:
+        while True:
+            started = loop.time()
+            got = await slots.take(1)
+            waits.append(loop.time() - started)
+            await asyncio.sleep(held_s)
+            slots.give(got)
+
+    return [asyncio.create_task(client()) for _ in range(num_clients)], waits
+
+
+async def _stop(*tasks: "asyncio.Task[None] | asyncio.Task[int]") -> None:
+    for each in tasks:
+        each.cancel()
+    await asyncio.wait(tasks)
+
+
+def test_who_cannot_be_served_holds_the_others_up_for_little_of_the_time() -> None:
+    """However long it waits: for two seconds at most, and for less than a third of all."""
+
+    async def main() -> None:
+        slots = Slots(Room(), 2)
+        large = slots.take(16)
+        clients, waits = _busy(slots, 4, 0.01)
+        await asyncio.sleep(120)
+        assert not large.done()
+        assert max(waits) < 2.1
+        assert len(waits) > 2 / 3 * 2 * 120 / 0.01
+        await _stop(large, *clients)
+
+    run(main)
+
+
+@pytest.mark.parametrize("held_s", [0.01, 0.3, 6.0])
+def test_who_wants_a_quarter_is_served_however_long_others_hold_what_they_have(held_s: float) -> None:
+    """Also where as many as can be are always waiting for a little."""
+
+    async def main() -> None:
+        slots, loop = Slots(Room(), 16), asyncio.get_running_loop()
+        clients, _ = _busy(slots, 40, held_s)
+        await asyncio.sleep(3 * held_s)
+        started = loop.time()
+        await slots.take(4)
+        assert loop.time() - started < 10 * max(held_s, 0.1)
+        await _stop(*clients)
+
+    run(main)
 
 
 async def test_what_is_kept_for_one_that_leaves_is_the_others() -> None:

@@ -6,10 +6,10 @@ import random
 import pytest
 
 from tests.support.caches import until
-from tiered_kv.events import Event, TierFailed
 from tiered_kv.tiers.calls import Calls
 from tiered_kv.tiers.health import StorageHealth
 from tiered_kv.tiers.tasks import Tasks
+from tiered_kv.values.events import Event, TierFailed
 
 
 async def test_who_waits_for_a_turn_is_told_when_a_call_is_late() -> None:

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tiered_kv.errors import ConfigurationError
-from tiered_kv.layout import KVGroup
-from tiered_kv.tiers.exponent import CHUNK, ExponentCodec, make_record_codec
+from tiered_kv.tiers.records import CHUNK, ExponentCodec, make_record_codec
+from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.layout import KVGroup
 
 U16 = NDArray[np.uint16]
 

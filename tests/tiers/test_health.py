@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.events import TierResumed, TierTripped
 from tiered_kv.tiers.health import Breaker, LatencyAverage, StorageHealth
+from tiered_kv.values.events import TierResumed, TierTripped
 
 
 class Clock:

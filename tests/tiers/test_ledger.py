@@ -3,9 +3,9 @@
 import numpy as np
 
 from tests.support.work import num_calls
-from tiered_kv.catalog.history import Fate
-from tiered_kv.keys import Names
+from tiered_kv.catalog.uses import Fate
 from tiered_kv.tiers.ledger import Ledger
+from tiered_kv.values.keys import Names
 
 
 def names_of(start: int, n: int) -> Names:

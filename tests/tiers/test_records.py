@@ -8,14 +8,13 @@ import pytest
 from anyio.lowlevel import checkpoint
 
 from tiered_kv import BlockKey, Encryption, Namespace, RecordShape
-from tiered_kv.backend import Block, Outcome
-from tiered_kv.keys import Names
-from tiered_kv.loop_calls import LoopCalls
-from tiered_kv.record import encode
-from tiered_kv.seal import Seal
-from tiered_kv.tiers.exponent import ExponentCodec
-from tiered_kv.tiers.records import Records, Staging
+from tiered_kv.media.backend import Block, Outcome
+from tiered_kv.media.record import encode
+from tiered_kv.media.seal import Seal
+from tiered_kv.tiers.records import ExponentCodec, Records, Staging
 from tiered_kv.tiers.tasks import WorkerPool
+from tiered_kv.values.keys import Names
+from tiered_kv.values.loop_calls import LoopCalls
 
 SHAPE = RecordShape(bytes([7]) * 32, 5000)
 KEYS = [BlockKey(Namespace(SHAPE.fingerprint, bytes(32)), bytes([n]) * 32) for n in range(3)]

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_kv.tiers.speed import ReadSpeed
+from tiered_kv.tiers.gate import ReadSpeed
 
 FIRST_S, BYTE_S = 0.02, 1e-8
 

@@ -5,8 +5,8 @@ import pytest
 
 from tests.tiers.test_health import Clock
 from tiered_kv import Outcome
-from tiered_kv.keys import Names
-from tiered_kv.tiers.suspects import Suspects
+from tiered_kv.tiers.shared import Suspects
+from tiered_kv.values.keys import Names
 
 HIT, MISS, CORRUPT, FAILED = Outcome.HIT, Outcome.MISS, Outcome.CORRUPT, Outcome.FAILED
 

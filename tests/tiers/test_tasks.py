@@ -9,9 +9,9 @@ from structlog.testing import capture_logs
 
 from tests.support import virtual
 from tests.support.caches import until
-from tiered_kv.loop_calls import LoopCalls
-from tiered_kv.tiers.budget import Priority
+from tiered_kv.tiers.gate import Priority
 from tiered_kv.tiers.tasks import Tasks, WorkerPool
+from tiered_kv.values.loop_calls import LoopCalls
 
 
 @pytest.fixture

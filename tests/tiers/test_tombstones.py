@@ -1,10 +1,12 @@
 """Which blocks are taken for absent after an eviction, and how many are remembered."""
 
+import gc
+
 import numpy as np
 
-from tiered_kv.keys import Namespace
-from tiered_kv.tiers.batch import Batch
-from tiered_kv.tiers.tombstones import Tombstones
+from tiered_kv.tiers.shared import Tombstones
+from tiered_kv.tiers.tier import Batch
+from tiered_kv.values.keys import Namespace
 
 SPACE = Namespace(b"f" * 32, b"e" * 32, b"s" * 32)
 
@@ -33,3 +35,44 @@ def test_what_is_evicted_again_is_the_last_to_go() -> None:
     for number in (1, 2, 1, 3):
         evicted.add(batch(number))
     assert evicted.holds(batch(1, 2, 3)).tolist() == [True, False, True]
+
+
+def test_the_oldest_are_of_one_namespace_and_know_their_place() -> None:
+    """What is deleted together is named by one namespace; evicted again, a block is known as it was named last."""
+    evicted, other = Tombstones(), Namespace(b"f" * 32, b"e" * 32, b"t" * 32)
+    evicted.add(batch(1, 2, 3))
+    evicted.add(Batch(other, batch(4).names, np.array([9])))
+    evicted.add(Batch(SPACE, batch(2).names, np.array([7])))
+    oldest = evicted.oldest(10)
+    assert oldest is not None
+    assert oldest.namespace == SPACE
+    assert (oldest.names[:, 0].tolist(), oldest.positions.tolist()) == ([1, 3, 2], [0, 2, 7])
+    assert len(evicted.oldest(2) or ()) == 2
+    evicted.lift(batch(1, 3), evicted.serial)
+    evicted.lift(batch(2), evicted.serial - 1)
+    oldest = evicted.oldest(10)
+    assert oldest is not None
+    assert (oldest.namespace, oldest.names[:, 0].tolist(), oldest.positions.tolist()) == (other, [4], [9])
+    assert evicted.holds(batch(1, 2, 3, 4)).tolist() == [False, True, False, True]
+
+
+def test_the_garbage_collector_walks_none_of_them() -> None:
+    """However many are evicted: else the eviction of a long prompt is a pause in the size of the whole process."""
+    evicted, many, begun = Tombstones(), batch(*range(20_000)), list[str]()
+
+    def tell(phase: str, info: dict[str, int]) -> None:
+        begun.append(phase)
+
+    gc.collect()
+    before = len(gc.get_objects())
+    gc.callbacks.append(tell)
+    try:
+        evicted.add(many)
+        evicted.add(many)
+        evicted.lift(many[:10_000], evicted.serial)
+        evicted.holds(many)
+    finally:
+        gc.callbacks.remove(tell)
+    assert begun == []
+    gc.collect()
+    assert len(gc.get_objects()) < before + 100

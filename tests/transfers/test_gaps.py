@@ -12,8 +12,8 @@ from tests.support.backends import ScriptedBackend, ScriptedSlotBackend, only
 from tests.support.caches import Recorder, keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, POISON, Engine, contents, prompt
 from tiered_kv import ConfigurationError, CPULoadStoreSpec, GPULoadStoreSpec, KVGroup, KVLayout, Outcome, TieredKV
-from tiered_kv.events import BlocksLoaded
 from tiered_kv.testing import ScriptedDevice, ScriptedEvent
+from tiered_kv.values.events import BlocksLoaded
 
 CPU = {"medium": "cpu", "capacity": 64 * PAYLOAD_BYTES}
 KEYS = prompt(12)

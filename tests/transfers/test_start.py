@@ -9,9 +9,9 @@ from tests.support.backends import ScriptedBackend
 from tests.support.caches import Recorder, keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine, contents, prompt
 from tiered_kv import GPULoadStoreSpec, TieredKV
-from tiered_kv.events import BlocksLoaded
 from tiered_kv.testing import ScriptedDevice, ScriptedEvent
-from tiered_kv.transfers import bindings
+from tiered_kv.transfers import engine_memory as bindings
+from tiered_kv.values.events import BlocksLoaded
 
 CPU = {"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}
 KEYS = prompt(4)

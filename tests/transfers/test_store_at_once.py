@@ -9,8 +9,8 @@ from tests.support.backends import ScriptedBackend
 from tests.support.caches import open_cache, until_idle
 from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine, contents, prompt
 from tiered_kv import GPULoadStoreSpec
-from tiered_kv.results import TierStore
 from tiered_kv.testing import ScriptedDevice, ScriptedEvent
+from tiered_kv.values.results import TierStore
 
 CPU = {"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}
 KEYS = prompt(4)

@@ -8,10 +8,10 @@ import pytest
 
 from tests.support.caches import until
 from tests.support.interrupts import interrupted_everywhere
-from tiered_kv.errors import ConfigurationError
-from tiered_kv.loop_calls import LoopCalls
 from tiered_kv.transfers.handles import Handle
 from tiered_kv.transfers.submissions import Submissions, Ticket
+from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.loop_calls import LoopCalls
 
 
 class Transfers:
@@ -37,7 +37,7 @@ async def test_a_signals_handler_may_submit_while_its_thread_does() -> None:
     def submit() -> None:
         tickets.append(transfers.submit())
 
-    for of in ("tiered_kv.transfers.submissions", "tiered_kv.transfers.polled", "tiered_kv.loop_calls"):
+    for of in ("tiered_kv.transfers.submissions", "tiered_kv.transfers.submissions", "tiered_kv.values.loop_calls"):
         work = partial(interrupted_everywhere, submit, submit, of=of)
         num_times = await asyncio.to_thread(work)
         await until(lambda: all(ticket.result is not None for ticket in tickets))

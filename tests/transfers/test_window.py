@@ -12,10 +12,9 @@ from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
 from tests.support.caches import inside, keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine, contents, prompt
 from tiered_kv import BlockKeys, CacheLimits, GPULoadStoreSpec
-from tiered_kv.tiers.batch import Batch
-from tiered_kv.tiers.budget import Kind
-from tiered_kv.transfers.presence import Presence
-from tiered_kv.transfers.window import Bringer, Landed
+from tiered_kv.tiers.gate import Kind
+from tiered_kv.tiers.tier import Batch
+from tiered_kv.transfers.window import Bringer, Landed, Presence
 
 CPU = {"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}
 UNKEPT = SMALL_LIMITS.model_copy(update={"promote": False})

@@ -1,12 +1,11 @@
 """Decisions: which block is where, who may read or fill it, and what goes when room is needed. No I/O, no waiting."""
 
 from tiered_kv.catalog.books import Change, IndexStatistics, OnChange, SlotState
-from tiered_kv.catalog.history import Fate, History
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.leases import Lease, Reservation
 from tiered_kv.catalog.locate import Located, Run, locate, locate_from_any_thread
 from tiered_kv.catalog.policies import Policy, make_policy
-from tiered_kv.catalog.uses import UseCounts
+from tiered_kv.catalog.uses import Fate, History, UseCounts
 
 __all__ = [
     "Change",

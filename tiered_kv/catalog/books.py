@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.catalog.table import NameTable, Slots
-from tiered_kv.keys import Names
 from tiered_kv.system import system
+from tiered_kv.values.keys import Names
 
 _CHUNK: Final = 1024  # names hashed at once: the fixed cost of a batch vanishes, and little is lost at an early miss
 _LONG_RUN: Final = 64  # names in neighbouring slots that make it worth to look for another such run

@@ -8,6 +8,11 @@ All calls take batches of names and decide at once. No call's time grows with th
 `clear`, `resize`, `restore`, `withhold` and `names_in_order`, which say so.
 
 One thread owns an index, the event loop's. Others may read what `Books` says they may.
+
+What happens to the slots of one owned tier: from free to pending, to ready, to doomed and free again.
+
+Each step keeps all that belongs to it in agreement: names and states, leases, the order of eviction, dirty blocks, free
+slots and counts. `TierIndex` says what the steps are for.
 """
 
 from collections.abc import Callable
@@ -17,17 +22,308 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.catalog.books import DOOMED, FREE, PENDING, READY, Change, OnChange
+from tiered_kv.catalog.books import DOOMED, FREE, PENDING, READY, Books, Change, IndexStatistics, OnChange
 from tiered_kv.catalog.leases import Lease, Reservation
-from tiered_kv.catalog.occupancy import NO_SLOTS, Occupancy, unique
 from tiered_kv.catalog.policies import Policy, make_policy
-from tiered_kv.catalog.policies.guarded import GuardedPolicy
-from tiered_kv.catalog.slots import Expiry, SlotQueue
+from tiered_kv.catalog.policies.make import GuardedPolicy
+from tiered_kv.catalog.slots import Expiry, FreeSlots, SlotQueue
 from tiered_kv.catalog.table import Slots, first_occurrences
-from tiered_kv.errors import ClosedError, ConfigurationError
-from tiered_kv.hints import ReuseHint
-from tiered_kv.keys import Names
 from tiered_kv.system import system
+from tiered_kv.values.errors import CapacityError, ClosedError, ConfigurationError
+from tiered_kv.values.hints import ReuseHint
+from tiered_kv.values.keys import Names
+
+NO_SLOTS: Slots = np.empty(0, dtype=np.int64)
+_MOST_TAKERS: Final = 128
+_FEW: Final = 64
+"""Of so many slots Python finds repeats sooner than numpy begins."""
+OnLeft = Callable[[Names, Lease], None]
+"""Is called on the owning thread once blocks of the tier's own that were readable have left the books, with their names
+and a lease that keeps their slots: it is the callee's to release. Must not raise, and must not change the index."""
+
+
+class Occupancy(Books):
+    """The slots of one owned tier and what is in them, for the thread that owns it.
+
+    Attributes:
+        num_slots: The present capacity; may be 0: then every block passes through bounce slots.
+        on_change: Is told whatever changes of the tier's own readable blocks, if not None.
+        on_left: Takes over the slots of blocks that leave, if not None, whatever they leave for: until it has let go of
+            them nothing is put there. Not of those that make room for others, whose slots are filled at once, nor of
+            those whose slots are withheld, nor of all that `TierIndex.clear` removes.
+        on_undirtied: Is told of slots whose blocks are dirty no more though nobody took them, and why, if not None.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        max_slots: int,
+        num_transient: int,
+        policy: Policy,
+        expiry: Expiry | None,
+        dirty: SlotQueue,
+        on_change: OnChange | None,
+    ) -> None:
+        """Hold nothing yet. ``dirty`` is empty, and takes no slots where none can be marked dirty."""
+        super().__init__(max_slots, num_transient)
+        total = max_slots + num_transient
+        self.num_slots = num_slots
+        self.on_change = on_change
+        self.on_left: OnLeft | None = None
+        self.on_undirtied: Callable[[Slots, Change], object] | None = None
+        self._policy = policy
+        self._policy.resize(num_slots)
+        self._expiry = expiry
+        self._dirty = dirty  # the oldest first; each of these is held by one lease
+        self._free = FreeSlots(max_slots, range(num_slots))
+        self._transient_free = FreeSlots(num_transient, range(max_slots, total))
+        self._takers = np.full(num_transient, 0, dtype=np.int8)  # of each bounce slot that holds something, who took it
+        self._num_taken = [0] * _MOST_TAKERS
+        self._num_leases = np.full(total, 0, dtype=np.int32)
+        self._was_used = np.full(total, fill_value=False)  # while leased: another's cold release must not chill it
+        self._is_unwanted = np.full(total, fill_value=False)  # by a hint: to go first once nobody leases it
+        self._has_unwanted = False
+        self._ready = self._pending = self._doomed = self._leased = 0
+        self._withheld: NDArray[np.bool_] | None = None  # (max_slots,): not to be used for now
+
+    @property
+    def num_free(self) -> int:
+        """How many of the tier's own slots hold nothing."""
+        return len(self._free)
+
+    @property
+    def num_transient_free(self) -> int:
+        """How many bounce slots hold nothing."""
+        return len(self._transient_free)
+
+    def num_transient_taken(self, taker: int) -> int:
+        """How many bounce slots hold what was reserved for ``taker``."""
+        return self._num_taken[taker]
+
+    def room_for(self, names: Names) -> int:
+        """How many blocks of a long batch may be added, head first, without evicting what the tier has of its head."""
+        if len(names) <= len(self._free):
+            return len(names)
+        room = len(self._free) + len(self._policy)
+        return room - int(np.count_nonzero(self.ready(names[:room])))
+
+    def statistics(self) -> IndexStatistics:
+        """Count slots by what they hold."""
+        used = self._pending + self._ready + self._doomed
+        withheld = 0 if self._withheld is None else int(np.count_nonzero(self._is_free())) - len(self._free)
+        return IndexStatistics(
+            num_slots=self.num_slots,
+            free=len(self._free),
+            ready=self._ready,
+            evictable=len(self._policy),
+            leased=self._leased,
+            pending=self._pending,
+            doomed=self._doomed,
+            transient_free=len(self._transient_free),
+            retired=self.max_slots + self.num_transient - len(self._free) - len(self._transient_free) - used - withheld,
+            withheld=withheld,
+            dirty=len(self._dirty),
+        )
+
+    # Leases.
+
+    def _hold(self, slots: Slots) -> None:
+        self._leased += int(np.count_nonzero(self._num_leases[slots] == 0))
+        self._num_leases[slots] += 1
+
+    def _release(self, held: Slots, *, cold: bool, is_use: bool) -> None:
+        tail_first = held[::-1]  # of a prefix the head is the most useful: it goes last
+        own = self._own(tail_first)
+        if is_use and not cold:
+            self._policy.use(own)
+        num_leases = self._num_leases.take(tail_first) - 1
+        self._num_leases[tail_first] = num_leases
+        is_plain = not cold and len(own) == len(tail_first) and not num_leases.any() and not self._any_unwanted(own)
+        if is_plain and (self._states.take(tail_first) == READY).all():  # as a rule: nobody else has them, and all stay
+            self._leased -= len(tail_first)
+            self._was_used[tail_first] = False
+            self._policy.unpark(tail_first)
+            return
+        is_last = num_leases == 0
+        if not cold:
+            self._was_used[tail_first[~is_last]] = True
+        idle = tail_first[is_last]
+        self._leased -= len(idle)
+        was_used = self._was_used[idle]
+        self._was_used[idle] = False
+        is_ready = self._states[idle] == READY
+        is_own = ~self.is_transient(idle)
+        is_chilled = self._is_unwanted[idle] | (~was_used if cold else False)
+        self._policy.unpark(idle[is_ready & is_own & is_chilled], cold=True)
+        self._policy.unpark(idle[is_ready & is_own & ~is_chilled])
+        passed = idle[is_ready & ~is_own]  # transient blocks live no longer than their leases
+        if len(passed):
+            with self.lock:
+                self._table.remove(passed)
+                self._states[passed] = DOOMED
+            self._ready -= len(passed)
+            self._doomed += len(passed)
+        self._free_doomed(idle[~(is_ready & is_own)])
+
+    def _want(self, slots: Slots) -> None:
+        """Forget that blocks were not expected: they were asked for, or stored."""
+        if self._has_unwanted:
+            self._is_unwanted[slots] = False
+
+    def _any_unwanted(self, slots: Slots) -> bool:
+        return self._has_unwanted and bool(self._is_unwanted[slots].any())
+
+    # Filling and emptying.
+
+    def _make_room(self, n: int, *, keep: Slots) -> tuple[Names, Slots]:
+        """Take ``n`` own slots, evicting blocks outside ``keep`` if need be; return their names and the slots."""
+        shortage = max(0, n - len(self._free))
+        if not shortage:
+            return self._table.names(NO_SLOTS), self._free.take(n)
+        keep = self._idle(keep)
+        num_evictable = len(self._policy) - len(keep)
+        if shortage > num_evictable:
+            raise CapacityError(f"{shortage} more slots needed, {num_evictable} evictable")
+        victims = self._policy.victims(shortage, keep)
+        names = self._table.names(victims)
+        self._table.remove(victims)
+        self._policy.evict(victims, names)
+        self._states[victims] = FREE
+        self._ready -= shortage
+        return names, np.sort(np.concatenate((self._free.take(n - shortage), victims)))
+
+    def _idle(self, slots: Slots) -> Slots:
+        """Return those own slots, each once, that nobody leases: without these a batch has to find its room."""
+        own = self._own(slots)
+        return unique(own[self._num_leases[own] == 0])
+
+    def _take_transient(self, n: int, taker: int) -> Slots:
+        num_free = len(self._transient_free)
+        if n > num_free:
+            raise CapacityError(f"{n - num_free} more transient slots needed, none evictable")
+        taken = self._transient_free.take(n)
+        self._takers[taken - self.max_slots] = taker
+        self._num_taken[taker] += n
+        return taken
+
+    def _commit(self, slots: Slots) -> Lease:
+        """Make the pending ones of these slots, -1 where there is none, ready, and lease them."""
+        is_live = self._states.take(slots) == PENDING
+        filled = slots[is_live]
+        with self.lock:
+            self._states[filled] = READY
+        self._pending -= len(filled)
+        self._ready += len(filled)
+        self._want(filled)
+        own = self._own(filled)
+        names = self._table.names(own)
+        self._policy.add(own, names)
+        self._hold(filled)
+        if self._expiry is not None:
+            self._expiry.start(own)
+        self._tell(Change.ADDED, names)
+        # To be filled is not to be used: a policy that counts uses counts the second call for a block.
+        return Lease(np.where(is_live, slots, -1), filled, partial(self._release, is_use=False))
+
+    def _give_back(self, slots: Slots) -> None:
+        if not len(slots):
+            return
+        is_pending = self._states[slots] == PENDING
+        pending = slots[is_pending]
+        with self.lock:
+            self._table.remove(pending)
+            self._states[pending] = DOOMED
+        self._pending -= len(pending)
+        self._doomed += len(pending)
+        self._free_doomed(slots)
+
+    def _remove(self, slots: Slots, change: Change, *, has_left: bool = True) -> Names:
+        """Make the blocks in these slots unfindable, the tail first, as they lie in the policy's queues.
+
+        Args:
+            slots: Each once.
+            change: What ``on_change`` is told.
+            has_left: Whether ``on_left`` takes over the slots.
+
+        Returns:
+            The names of the tier's own ones that were readable.
+        """
+        is_ready = self._states[slots] == READY
+        self._policy.park(slots[is_ready & (self._num_leases[slots] == 0)])
+        self._forget_dirty(slots, change)
+        on_left, left = self.on_left if has_left else None, self._own(slots[is_ready])
+        if on_left is not None:
+            self._hold(left)
+        with self.lock:
+            self._table.remove(slots)
+            self._states[slots] = DOOMED
+        num_ready = int(np.count_nonzero(is_ready))
+        self._ready -= num_ready
+        self._pending -= len(slots) - num_ready
+        self._doomed += len(slots)
+        self._free_doomed(slots[is_ready & (self._num_leases[slots] == 0)])
+        removed = self._table.names(left)
+        self._tell(change, removed)
+        if on_left is not None and len(left):
+            on_left(removed, Lease(left, left, partial(self._release, is_use=False)))
+        return removed
+
+    def _forget_dirty(self, slots: Slots, why: Change) -> None:
+        """Let go of those of these slots that are dirty. They are not put back into the order of eviction."""
+        if not len(self._dirty):
+            return
+        own = self._own(slots)
+        dirty = own[self._dirty.holds(own)]
+        self._dirty.remove(dirty)
+        self._num_leases[dirty] -= 1
+        idle = dirty[self._num_leases[dirty] == 0]
+        self._leased -= len(idle)
+        self._was_used[idle] = False
+        if self.on_undirtied is not None and len(dirty):
+            self.on_undirtied(dirty, why)
+
+    def _free_doomed(self, slots: Slots) -> None:
+        self._states[slots] = FREE
+        self._doomed -= len(slots)
+        own = slots[slots < self.num_slots]
+        self._free.give(own if self._withheld is None else own[~self._withheld[own]])
+        transient = slots[slots >= self.max_slots]  # between these two lie the retired
+        if len(transient):
+            for taker in self._takers[transient - self.max_slots].tolist():
+                self._num_taken[taker] -= 1
+            self._transient_free.give(transient)
+
+    def _find_free(self) -> None:
+        """Have just those slots free that hold nothing and can be used."""
+        is_free = self._is_free()
+        if self._withheld is not None:
+            is_free &= ~self._withheld[: self.num_slots]
+        self._free.reset(np.flatnonzero(is_free))
+
+    def _is_free(self) -> NDArray[np.bool_]:
+        is_free: NDArray[np.bool_] = self._states[: self.num_slots] == FREE
+        return is_free
+
+    def _own(self, slots: Slots) -> Slots:
+        return slots[slots < self.max_slots] if self.num_transient else slots
+
+    def _tell(self, change: Change, names: Names) -> None:
+        if self.on_change is not None and len(names):
+            self.on_change(change, names)
+
+
+def unique(slots: Slots) -> Slots:
+    """Drop repeats, keep the order of first occurrences."""
+    if len(slots) <= _FEW and len(set(slots.tolist())) == len(slots):
+        return slots
+    # Not by np.unique: its first call imports numpy.ma, a pause of 7 ms.
+    ordered = np.sort(slots)
+    if not (ordered[1:] == ordered[:-1]).any():
+        return slots
+    order = np.argsort(slots, kind="stable")
+    ordered = slots[order]
+    return slots[np.sort(order[np.flatnonzero(np.diff(ordered, prepend=-1))])]
+
 
 _RESTORE_CHUNK: Final = 1 << 16
 _LOOKED_AT: Final = 1 << 14
@@ -173,7 +469,7 @@ class TierIndex(Occupancy):
 
     # Filling and emptying slots.
 
-    def reserve(self, names: Names, *, transient: bool = False) -> Reservation:
+    def reserve(self, names: Names, *, transient: bool = False, taker: int = 0) -> Reservation:
         """Get a slot for every name that is neither ready nor pending, evicting other blocks if there is no room.
 
         The slots come in runs of neighbouring ids, ascending in batch order. A block of the batch itself is never
@@ -182,6 +478,7 @@ class TierIndex(Occupancy):
         Args:
             names: What is to be stored. Names that are there, and repeats, get slot -1.
             transient: Take transient slots instead of the tier's own; nothing is evicted for them.
+            taker: On whose account these are, from 0 to 127: `num_transient_taken` counts them.
 
         Raises:
             CapacityError: Too few slots can be had. Nothing has changed, recency included.
@@ -191,7 +488,7 @@ class TierIndex(Occupancy):
         wanted = absent[first_occurrences(names.take(absent, axis=0))] if len(absent) else absent
         with self.lock:
             if transient:
-                evicted, taken = self._table.names(NO_SLOTS), self._take_transient(len(wanted))
+                evicted, taken = self._table.names(NO_SLOTS), self._take_transient(len(wanted), taker)
             else:
                 evicted, taken = self._make_room(len(wanted), keep=found[states == READY])
             self._table.insert(names.take(wanted, axis=0), taken)
@@ -210,7 +507,7 @@ class TierIndex(Occupancy):
         num_evictable = len(self._policy) - len(self._idle(found[states == READY]))
         return num_wanted <= len(self._free) + num_evictable
 
-    def remove(self, names: Names, why: Change = Change.REMOVED, *, has_left: bool = True) -> int:
+    def remove(self, names: Names, why: Change = Change.REMOVED, *, withhold: bool = False) -> int:
         """Make blocks unfindable at once; return how many were there.
 
         The slot of a leased block is freed by its last release. A pending block becomes doomed: it is never committed,
@@ -219,11 +516,16 @@ class TierIndex(Occupancy):
         Args:
             names: Of the blocks; others and repeats are harmless.
             why: What ``on_change`` is told.
-            has_left: Whether ``on_left`` takes over the slots: not if what is there is to stay.
+            withhold: Let what is there stay: ``on_left`` is not called, and no block is put into these slots any more
+                until `use_again`, or `withhold` names others.
         """
         found, _ = self.find(names)
         slots = unique(found[found >= 0])
-        self._remove(slots[::-1], why, has_left=has_left)
+        if withhold:  # before they are free: no free slot is withheld
+            if self._withheld is None:
+                self._withheld = np.zeros(self.max_slots, np.bool_)
+            self._withheld[self._own(slots)] = True
+        self._remove(slots[::-1], why, has_left=not withhold)
         return len(slots)
 
     def expire(self, *, limit: int = 1 << 16) -> Names:
@@ -269,7 +571,7 @@ class TierIndex(Occupancy):
         Args:
             is_withheld: ``(max_slots,)``, which ones; None: all can be used.
         """
-        self._withheld = is_withheld
+        self._withheld = None if is_withheld is None else is_withheld.copy()
         lost = 0
         if is_withheld is not None:
             states = self._states[: self.num_slots]
@@ -278,9 +580,17 @@ class TierIndex(Occupancy):
         self._find_free()
         return lost
 
+    def use_again(self, slots: Slots) -> None:
+        """Put blocks into these of the tier's own slots again, if they were withheld."""
+        if self._withheld is None:
+            return
+        slots = unique(slots[self._withheld[slots]])
+        self._withheld[slots] = False
+        self._free.give(slots[(slots < self.num_slots) & (self._states[slots] == FREE)])
+
     def clear(self) -> None:
         """Remove every block. Takes time in the size of the tier: some 10 ms a million slots."""
-        self._forget_dirty(self._dirty.head(len(self._dirty)))
+        self._forget_dirty(self._dirty.head(len(self._dirty)), Change.CLEARED)
         states = self._states[:-1]
         with self.lock:
             is_idle = (states == READY) & (self._num_leases == 0)
@@ -332,7 +642,7 @@ class TierIndex(Occupancy):
 
     # Blocks that have no copy below yet.
 
-    def mark_dirty(self, lease: Lease, slots: Slots | None = None) -> None:
+    def mark_dirty(self, lease: Lease, slots: Slots | None = None) -> Slots:
         """Keep leased blocks of the tier's own, after the lease too, until `take_dirty` hands them out.
 
         What is removed meanwhile, by name, age, resizing or clearing, is no longer dirty: nobody wants it below. Blocks
@@ -341,6 +651,9 @@ class TierIndex(Occupancy):
         Args:
             lease: Over the blocks.
             slots: Those of its slots that are meant; all by default.
+
+        Returns:
+            The slots of the blocks that were not dirty and are now.
 
         Raises:
             ConfigurationError: The index was not made with ``write_back=True``.
@@ -352,9 +665,10 @@ class TierIndex(Occupancy):
             raise ClosedError("mark_dirty() of a lease that is released: its slots may be another's by now")
         slots = lease.slots if slots is None else slots
         slots = self._own(unique(slots[slots >= 0]))
-        fresh = slots[(self._states[slots] == READY) & ~self._dirty.holds(slots)]
+        fresh: Slots = slots[(self._states[slots] == READY) & ~self._dirty.holds(slots)]
         self._hold(fresh)
         self._dirty.push(fresh)
+        return fresh
 
     def oldest_dirty(self, n: int) -> Slots:
         """Return the slots of the blocks that `take_dirty` would take."""

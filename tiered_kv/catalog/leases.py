@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.catalog.table import Slots
-from tiered_kv.errors import ClosedError
-from tiered_kv.keys import Names
+from tiered_kv.values.errors import ClosedError
+from tiered_kv.values.keys import Names
 
 
 class _ReleaseSlots(Protocol):

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.catalog.books import Books
-from tiered_kv.keys import Names
+from tiered_kv.values.keys import Names
 
 _CHUNK: Final = 1024  # names looked up at once, after the first: large enough that the fixed cost of a batch vanishes
 _LONG_RUN: Final = 64  # names of one tier that make it worth to look for another such run

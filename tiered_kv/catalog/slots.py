@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.catalog.table import Slots
-from tiered_kv.errors import ConfigurationError
+from tiered_kv.values.errors import ConfigurationError
 
 _Links = tuple[NDArray[np.int32], NDArray[np.int32]]
 _ABSENT: Final = -1

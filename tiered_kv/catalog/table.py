@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.keys import Names
+from tiered_kv.values.keys import Names
 
 Slots = NDArray[np.int64]
 """A batch of slot ids, shape ``(n,)``. Where a slot may be absent, -1 says so."""

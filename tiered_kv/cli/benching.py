@@ -22,19 +22,18 @@ from pydantic import ByteSize
 from rich.markup import escape
 from rich.progress import Progress
 
-from tiered_kv.backend import Backend, BackendContext, Block, RecordShape
-from tiered_kv.cache import TieredKV
-from tiered_kv.chain_settings import CPUTier, GPUTier, tier_name
+from tiered_kv.cache.tiered_kv import TieredKV
 from tiered_kv.cli.replaying import size_of
-from tiered_kv.cli.showing import AsJSON, ConfigFile, err, one_line_errors, print_json, print_table, settings_of
-from tiered_kv.errors import BackendUnavailableError, ConfigurationError, TieredKVError
-from tiered_kv.hashing import hash_blocks
-from tiered_kv.keys import BlockKey, BlockKeys, ModelIdentity, Namespace, epoch_digest
-from tiered_kv.layout import KVLayout
-from tiered_kv.registry import make_backend
-from tiered_kv.settings import TieredKVSettings
-from tiered_kv.specs import GPULoadStoreSpec
-from tiered_kv.tier_settings import OwnedTierSettings, TierSettings
+from tiered_kv.cli.running import AsJSON, ConfigFile, err, one_line_errors, print_json, print_table, settings_of
+from tiered_kv.media.backend import Backend, BackendContext, Block, RecordShape
+from tiered_kv.settings.chain_settings import CPUTier, GPUTier, tier_name
+from tiered_kv.settings.registry import make_backend
+from tiered_kv.settings.settings import TieredKVSettings
+from tiered_kv.settings.tier_settings import OwnedTierSettings, TierSettings
+from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError, TieredKVError
+from tiered_kv.values.keys import BlockKey, BlockKeys, ModelIdentity, Namespace, epoch_digest, hash_blocks
+from tiered_kv.values.layout import KVLayout
+from tiered_kv.values.specs import GPULoadStoreSpec
 
 _BLOCK_SIZE: Final = 16
 _THREADS: Final = 8

@@ -13,13 +13,12 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from rich.markup import escape
 
-from tiered_kv.chain_settings import CPUTier, GPUTier
-from tiered_kv.cli.showing import AsJSON, ConfigFile, one_line_errors, print_json, print_table, settings_of
-from tiered_kv.errors import ConfigurationError
-from tiered_kv.host_settings import HostSettings
-from tiered_kv.registry import OWN_MEDIA, known_media, resolve
-from tiered_kv.settings import CacheLimits, TieredKVSettings
-from tiered_kv.tier_settings import TierSettings
+from tiered_kv.cli.running import AsJSON, ConfigFile, one_line_errors, print_json, print_table, settings_of
+from tiered_kv.settings.chain_settings import CPUTier, GPUTier
+from tiered_kv.settings.registry import OWN_MEDIA, known_media, resolve
+from tiered_kv.settings.settings import CacheLimits, TieredKVSettings
+from tiered_kv.settings.tier_settings import HostSettings, TierSettings
+from tiered_kv.values.errors import ConfigurationError
 
 _PREFIX: Final = "TIERED_KV_"
 _NESTED: Final[Mapping[str, type[BaseModel]]] = {"limits": CacheLimits, "host": HostSettings}

@@ -15,19 +15,18 @@ import typer
 from pydantic import ByteSize
 from rich.markup import escape
 
-from tiered_kv import preflight
-from tiered_kv.cache import TieredKV
-from tiered_kv.chain_settings import CPUTier, GPUTier, tier_name
-from tiered_kv.cli.showing import AsJSON, ConfigFile, one_line_errors, print_json, print_table, settings_of
-from tiered_kv.errors import ConfigurationError, TieredKVError
-from tiered_kv.events import Event, TierFailed, TierStalled
-from tiered_kv.hashing import hash_blocks
-from tiered_kv.keys import ModelIdentity
-from tiered_kv.layout import KVLayout
-from tiered_kv.registry import resolve
-from tiered_kv.settings import TieredKVSettings
-from tiered_kv.specs import GPULoadStoreSpec
-from tiered_kv.tier_settings import OwnedTierSettings, TierSettings
+from tiered_kv.cache.tiered_kv import TieredKV
+from tiered_kv.cli.running import AsJSON, ConfigFile, one_line_errors, print_json, print_table, settings_of
+from tiered_kv.memory import host as preflight
+from tiered_kv.settings.chain_settings import CPUTier, GPUTier, tier_name
+from tiered_kv.settings.registry import resolve
+from tiered_kv.settings.settings import TieredKVSettings
+from tiered_kv.settings.tier_settings import OwnedTierSettings, TierSettings
+from tiered_kv.values.errors import ConfigurationError, TieredKVError
+from tiered_kv.values.events import Event, TierFailed, TierStalled
+from tiered_kv.values.keys import ModelIdentity, hash_blocks
+from tiered_kv.values.layout import KVLayout
+from tiered_kv.values.specs import GPULoadStoreSpec
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,9 @@ from typing import Annotated, Any, Final
 import typer
 from rich.markup import escape
 
-from tiered_kv.cli.running import At, running_cache
-from tiered_kv.cli.showing import AsJSON, one_line_errors, print_json, print_table
-from tiered_kv.errors import ConfigurationError
-from tiered_kv.telemetry.page.address import DEFAULT
+from tiered_kv.cli.running import AsJSON, At, one_line_errors, print_json, print_table, running_cache
+from tiered_kv.settings.page_address import DEFAULT
+from tiered_kv.values.errors import ConfigurationError
 
 _WIDTH: Final = 110
 _ADVICE: Final[Mapping[str, str]] = {

@@ -9,7 +9,7 @@ import typer
 from pydantic import ByteSize
 from rich.markup import escape
 
-from tiered_kv.cli.showing import ConfigFile, one_line_errors, out, print_table, settings_of
+from tiered_kv.cli.running import ConfigFile, one_line_errors, out, print_table, settings_of
 
 
 def serve_command(config: ConfigFile = None) -> None:
@@ -31,7 +31,7 @@ def state_of(socket: Path) -> dict[str, Any]:
     Raises:
         ConfigurationError, BackendUnavailableError: There is none that answers.
     """
-    from tiered_kv.host.health import health_at  # noqa: PLC0415 - needs msgspec, others do not
+    from tiered_kv.host.handshake import health_at  # noqa: PLC0415 - needs msgspec, others do not
 
     return health_at(socket)
 

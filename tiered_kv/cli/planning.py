@@ -12,11 +12,11 @@ from rich.markup import escape
 
 from tiered_kv.cli.benching import Measured
 from tiered_kv.cli.replaying import BlockSize, PrefillRate, TokenBytes, TraceFile, gib, progress, read, size_of
-from tiered_kv.cli.showing import AsJSON, one_line_errors, out, print_json, print_table
-from tiered_kv.errors import ConfigurationError
+from tiered_kv.cli.running import AsJSON, one_line_errors, out, print_json, print_table
 from tiered_kv.replay import BlockCost, Choice, Curve, Medium, Prices, Survey, choices, lru_curve, replay
 from tiered_kv.replay.pages import headline, page, picture
 from tiered_kv.traces import Trace
+from tiered_kv.values.errors import ConfigurationError
 
 _SHOWN: Final = (0.001, 0.01, 0.03, 0.1, 0.3, 1.0)
 """Sizes in the table, as parts of all blocks of the trace."""

@@ -1,21 +1,222 @@
-"""What lies in a tier's medium: counting it, verifying it, deleting some of it. No cache is opened."""
+"""What lies in a tier's medium: counting it, verifying it, deleting some of it. No cache is opened.
+
+The directories of nvme and shared_fs tiers, by their formats alone: ``docs/format.md``. No cache is opened.
+
+An NVMe tier may have several, of which some may be missing: what is on the others is listed, and nothing is deleted.
+Only names and files of ours are looked at, and no link is followed.
+"""
 
 import asyncio
+import fcntl
+import os
+import re
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from tiered_kv.chain_settings import CPUTier, GPUTier, tier_from, tier_name
-from tiered_kv.cli.directories import DirectoryInventory, open_directories
-from tiered_kv.errors import BlockCorruptError, ConfigurationError, LayoutMismatchError
-from tiered_kv.inventory import Found, Inventory, Place
-from tiered_kv.record import HEADER_BYTES, key_in, parse_record, payload_bytes_in
-from tiered_kv.registry import resolve
-from tiered_kv.settings import TieredKVSettings
-from tiered_kv.tier_settings import TierSettings
+import numpy as np
+
+from tiered_kv.media.backend import Found, Inventory, Place, RecordShape
+from tiered_kv.media.record import HEADER_BYTES, key_in, parse_record, payload_bytes_in
+from tiered_kv.settings.chain_settings import CPUTier, GPUTier, tier_from, tier_name
+from tiered_kv.settings.registry import resolve
+from tiered_kv.settings.settings import TieredKVSettings
+from tiered_kv.settings.tier_settings import TierSettings
+from tiered_kv.values.errors import (
+    BackendUnavailableError,
+    BlockCorruptError,
+    ConfigurationError,
+    LayoutMismatchError,
+)
+from tiered_kv.values.keys import BlockKey
+
+_NVME_FOLDER: Final = re.compile(r"[0-9a-f]{64}(-\d+of\d+)?")
+_SHARED_FILE: Final = re.compile(
+    r"(?P<path>[0-9a-f]{64}/[0-9a-f]{32}/(replicated|[0-9]+of[0-9]+)/[0-9a-f]{32})/[0-9a-f]+/[0-9a-f]{64}"
+)
+_ENTRY: Final = np.dtype(
+    [("magic", "S8"), ("name", "<u8", (4,)), ("sequence", "<u8"), ("slot", "<u8"), ("checksum", "<u8")]
+)
+_ENTRY_MAGIC: Final = b"TKVSLOT2"
+_AT_ONCE: Final = 256
+
+
+@dataclass(frozen=True)
+class _File(Found):
+    """A record that is a file; ``where`` is its path."""
+
+    def is_named_by(self, key: BlockKey) -> bool:
+        return self.where.endswith(f"/{key.hash.hex()}") and key.namespace.path in self.where
+
+
+@dataclass(frozen=True)
+class _Slot(Found):
+    """A record in a slab; ``name`` is what the ledger beside it says that it is."""
+
+    slab: Path = Path()
+    slot: int = 0
+    name: bytes = b""
+
+    def is_named_by(self, key: BlockKey) -> bool:
+        return key.namespace.names_of([key.hash]).tobytes() == self.name
+
+
+class DirectoryInventory(Inventory):
+    """Of one directory, or of all that are one tier. Deletes in an NVMe tier's only while no cache has it open.
+
+    Attributes:
+        missing: Directories that are not there.
+    """
+
+    def __init__(self, roots: Sequence[Path]) -> None:
+        self.missing = tuple(root for root in roots if not root.is_dir())
+        self._roots = [root for root in roots if root not in self.missing]
+        self._locks: dict[Path, int] = {}
+
+    async def found(self) -> AsyncIterator[list[Found]]:
+        """Walk them, and read the headers of an NVMe tier's records: names there tell nothing."""
+        for root in self._roots:
+            some: list[Found] = []
+            for each in _records_in(root):
+                some.append(each)
+                if len(some) == _AT_ONCE:
+                    yield some
+                    some = []
+            yield some
+
+    async def read(self, found: Found) -> bytes | None:
+        """Read one record, with its padding."""
+        try:
+            return await asyncio.to_thread(_read, found)
+        except FileNotFoundError:
+            return None  # evicted meanwhile
+        except OSError as error:
+            raise BackendUnavailableError(f"{found.where}: {error.strerror}") from error
+
+    async def delete(self, found: Sequence[Found]) -> None:
+        """Have nobody find them again.
+
+        Raises:
+            ConfigurationError: They are an NVMe tier's, and a cache has it open.
+        """
+        if any(isinstance(each, _Slot) for each in found):
+            self.lock_out_caches()
+        await asyncio.to_thread(_delete, found)
+
+    def close(self) -> None:
+        """Let caches open it again."""
+        while self._locks:
+            os.close(self._locks.popitem()[1])
+
+    def lock_out_caches(self) -> None:
+        """Keep caches from opening an NVMe tier's directories until this is closed.
+
+        Raises:
+            ConfigurationError: One has one of them open, or one is missing, which would bring its blocks back.
+        """
+        if self.missing:
+            raise ConfigurationError(f"{_listed(self.missing)}: nothing was deleted, what is there would come back")
+        for root in self._roots:
+            if root in self._locks or not any(root.glob("*/slab")):
+                continue
+            file = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                os.close(file)
+                raise ConfigurationError(f"{root} is open in a cache: close that first, nothing was deleted") from error
+            self._locks[root] = file
+
+
+@asynccontextmanager
+async def open_directories(roots: Sequence[Path], *, to_delete: bool) -> AsyncIterator[DirectoryInventory]:
+    """Yield the inventory of a tier's directories; ``to_delete``, with the right to delete from them.
+
+    Raises:
+        ConfigurationError: None is there; or it is to be deleted from, and not all are, or a cache has one open.
+    """
+    inventory = DirectoryInventory(roots)
+    if len(inventory.missing) == len(roots):
+        named = _listed(roots)
+        raise ConfigurationError(f"{named}: give the path of an nvme or shared_fs tier, or a tier's URL")
+    try:
+        if to_delete:
+            inventory.lock_out_caches()
+        yield inventory
+    finally:
+        inventory.close()
+
+
+def _listed(roots: Sequence[Path]) -> str:
+    return f"{', '.join(map(str, roots))} {'is no directory' if len(roots) == 1 else 'are no directories'}"
+
+
+def _read(found: Found) -> bytes:
+    if not isinstance(found, _Slot):
+        return Path(found.where).read_bytes()
+    with found.slab.open("rb") as file:
+        return os.pread(file.fileno(), found.num_bytes, found.slot * found.num_bytes)
+
+
+def _delete(found: Sequence[Found]) -> None:
+    for each in found:
+        if not isinstance(each, _Slot):
+            Path(each.where).unlink(missing_ok=True)
+            continue
+        with each.slab.with_name("ledger").open("r+b") as ledger:
+            os.pwrite(ledger.fileno(), bytes(_ENTRY.itemsize), each.slot * _ENTRY.itemsize)
+        with each.slab.open("r+b") as slab:
+            os.pwrite(slab.fileno(), bytes(HEADER_BYTES), each.slot * each.num_bytes)
+
+
+def _records_in(root: Path) -> Iterator[Found]:
+    for folder, folders, files in os.walk(root):
+        folders.sort()
+        here = Path(folder)
+        if "slab" in files and _NVME_FOLDER.fullmatch(here.name):
+            yield from _in_slab(here)
+            continue
+        for name in sorted(files):
+            path = here / name
+            if (match := _SHARED_FILE.search(path.as_posix())) and not path.is_symlink():
+                status = path.stat()
+                yield _File(str(path), Place.of(match["path"]), status.st_size, written_at=status.st_mtime)
+
+
+def _in_slab(folder: Path) -> Iterator[Found]:
+    """Yield what the ledger beside a slab says is there."""
+    slab, ledger = folder / "slab", folder / "ledger"
+    if slab.is_symlink() or ledger.is_symlink() or not ledger.is_file():
+        return
+    data = ledger.read_bytes()
+    entries = np.frombuffer(data[: len(data) // _ENTRY.itemsize * _ENTRY.itemsize], _ENTRY)
+    is_live = (entries["magic"] == _ENTRY_MAGIC) & (entries["slot"] == np.arange(len(entries)))
+    slots = np.flatnonzero(is_live).tolist()
+    if not slots or not (stride := _stride_of(slab)):
+        return
+    with slab.open("rb") as file:
+        for slot in slots:
+            header = memoryview(os.pread(file.fileno(), HEADER_BYTES, slot * stride))
+            key = key_in(header) if len(header) == HEADER_BYTES else None
+            place = Place.of(key.path) if key is not None else Place(folder.name[:64], "", "", "")
+            name = entries["name"][slot].tobytes()
+            yield _Slot(f"{slab}@{slot * stride}", place, stride, slab=slab, slot=slot, name=name)
+
+
+def _stride_of(slab: Path) -> int:
+    """Return how far apart the records of a slab are, by the first whole header in it; 0 if there is none."""
+    with slab.open("rb") as file:
+        for at in range(0, os.fstat(file.fileno()).st_size, HEADER_BYTES):
+            header = memoryview(os.pread(file.fileno(), HEADER_BYTES, at))
+            if len(header) == HEADER_BYTES and (key := key_in(header)) is not None:
+                stride = RecordShape(key.namespace.fingerprint, payload_bytes_in(header)).stride_bytes
+                if at % stride == 0:
+                    return stride
+    return 0
+
 
 _LEAST_DIGITS: Final = 8
 OnProgress = Callable[[int], None]

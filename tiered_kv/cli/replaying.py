@@ -11,13 +11,13 @@ import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.progress import Progress
 
-from tiered_kv.cli.showing import AsJSON, ConfigFile, err, one_line_errors, out, print_json, print_table, settings_of
-from tiered_kv.errors import ConfigurationError
+from tiered_kv.cli.running import AsJSON, ConfigFile, err, one_line_errors, out, print_json, print_table, settings_of
 from tiered_kv.replay import BlockCost, ReplayReport, plans_from, replay, tier_plans
 from tiered_kv.replay.real import media_of, really, with_room_as
-from tiered_kv.settings import CacheLimits
-from tiered_kv.tier_settings import DEFAULT_POLICY
+from tiered_kv.settings.settings import CacheLimits
+from tiered_kv.settings.tier_settings import DEFAULT_POLICY
 from tiered_kv.traces import BadLine, Trace, open_trace
+from tiered_kv.values.errors import ConfigurationError
 
 _MOST_TOLD: Final = 5
 _SIZE: Final = TypeAdapter(ByteSize)

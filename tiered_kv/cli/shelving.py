@@ -15,11 +15,11 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from tiered_kv.cli import records
 from tiered_kv.cli.records import OnProgress
-from tiered_kv.cli.showing import AsJSON, ConfigFile, err, one_line_errors, out, print_json, print_table, settings_of
-from tiered_kv.errors import ConfigurationError
-from tiered_kv.inventory import Inventory
-from tiered_kv.keys import epoch_digest, salt_digest
-from tiered_kv.settings import TieredKVSettings
+from tiered_kv.cli.running import AsJSON, ConfigFile, err, one_line_errors, out, print_json, print_table, settings_of
+from tiered_kv.media.backend import Inventory
+from tiered_kv.settings.settings import TieredKVSettings
+from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.keys import epoch_digest, salt_digest
 
 Where = Annotated[
     str,

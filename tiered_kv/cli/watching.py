@@ -15,9 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tiered_kv.cli import hosting
-from tiered_kv.cli.running import At, running_cache
-from tiered_kv.cli.showing import AsJSON, one_line_errors, out, print_json
-from tiered_kv.telemetry.page.address import DEFAULT
+from tiered_kv.cli.running import AsJSON, At, one_line_errors, out, print_json, running_cache
+from tiered_kv.settings.page_address import DEFAULT
 
 _BAR: Final = 12
 _MOST_REASONS: Final = 5

@@ -12,12 +12,15 @@ import time
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from tiered_kv.host import handshake, link, messages, questions, wire
-from tiered_kv.host.link import Link
-from tiered_kv.host.opening import Attached, Join
-from tiered_kv.log import log
+from tiered_kv.host import handshake, wire
+from tiered_kv.host import protocol as messages
+from tiered_kv.host import protocol as questions
+from tiered_kv.host import wire as link
+from tiered_kv.host.protocol import Attached, Join
+from tiered_kv.host.wire import Link
 from tiered_kv.memory.device import Device
 from tiered_kv.memory.host import HostSlab
+from tiered_kv.values.log import log
 
 _JOIN_S: Final = 1.0
 

@@ -1,26 +1,205 @@
 """A client's way to whatever server listens on a socket: it attaches, asks, and attaches again when one is gone.
 
 While no server is there, or it does not answer in time, questions have no answer; nothing raises for that.
+
+How a client connects to a server that may not be there yet, in a thread: nobody has to wait for one that hangs.
+
+What a client has in its own process while it is open, whatever server there is: memory, a device, and transfers.
 """
 
 import asyncio
-from collections.abc import Callable
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
-from tiered_kv.errors import BackendUnavailableError, ClosedError, ConfigurationError
+from typing_extensions import override
+
+from tiered_kv.cache.checks import check_asyncio, check_keys, check_one_rank
+from tiered_kv.cache.open_cache import EngineSide
 from tiered_kv.host import handshake, wire
 from tiered_kv.host.attachment import Attachment
-from tiered_kv.host.attempts import FIRST_PAUSE_S, LONGEST_PAUSE_S, Attempts, Begun
-from tiered_kv.host.far_side import FarSide
-from tiered_kv.host.opening import Attach, Attached
-from tiered_kv.host.questions import Answer, Failed, Stats
-from tiered_kv.log import log
-from tiered_kv.loop_calls import LoopCalls
-from tiered_kv.tiers.tasks import Tasks
+from tiered_kv.host.protocol import Answer, Attach, Attached, Failed, Opened, Stats
+from tiered_kv.memory.codec import Codec, make_codec
+from tiered_kv.memory.device import Device
+from tiered_kv.memory.lanes import Lanes
+from tiered_kv.memory.make import DeviceLike, make_device
+from tiered_kv.tiers.tasks import Tasks, WorkerPool, in_a_thread
 from tiered_kv.transfers.handles import Handle
 from tiered_kv.transfers.submissions import Ticket
-from tiered_kv.validation import check_asyncio
+from tiered_kv.transfers.swap import SwapSide, SwapSpace, SwapSpaces
+from tiered_kv.values.errors import BackendUnavailableError, ClosedError, ConfigurationError, LayoutMismatchError
+from tiered_kv.values.events import Emit
+from tiered_kv.values.keys import BlockKeys, Shard
+from tiered_kv.values.layout import KVGroup, KVLayout
+from tiered_kv.values.log import log
+from tiered_kv.values.loop_calls import LoopCalls
+
+FIRST_PAUSE_S: Final = 0.05
+LONGEST_PAUSE_S: Final = 2.0
+
+Begun = tuple[socket.socket, Attached, list[int]]
+
+
+class Attempts:
+    """Those of one client, one at a time. For the event loop's thread."""
+
+    def __init__(self, path: str, opening: Attach, timeout_s: float, loop_calls: LoopCalls) -> None:
+        """Say ``opening`` to whoever listens at ``path``; each attempt may take ``timeout_s``."""
+        self._said = path, opening, timeout_s
+        self._thread = WorkerPool("attach", 1, loop_calls)
+
+    async def begin(self) -> Begun:
+        """Connect; what comes of it is the caller's to close.
+
+        Raises:
+            ConfigurationError: The server refuses this client, or is of another version.
+            BackendUnavailableError: There is none, or it does not answer.
+        """
+        attempt = _Attempt()
+        try:
+            connection, attached, descriptors = await self._thread.run(attempt.make, *self._said)
+        except asyncio.CancelledError:
+            attempt.give_up()
+            raise
+        if not isinstance(attached, Attached):
+            handshake.give_back(connection, descriptors)
+            raise ConfigurationError(f"the server answered {type(attached).__name__} to a client that attaches")
+        return connection, attached, descriptors
+
+    async def begin_in_time(self) -> Begun:
+        """`begin`, also with a server that has yet to come, within the time of one attempt."""
+        loop, pause_s = asyncio.get_running_loop(), FIRST_PAUSE_S
+        deadline = loop.time() + self._said[2]
+        while True:
+            try:
+                return await self.begin()
+            except BackendUnavailableError:
+                if loop.time() + pause_s > deadline:
+                    raise
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def close(self) -> None:
+        """Make no more; what one brings that is under way was given up by who awaited it."""
+        self._thread.close()
+
+
+class _Attempt:
+    """One of them, by whose end nobody may wait for it any more, nor its event loop be there."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._begun: tuple[socket.socket, Opened, list[int]] | None = None
+        self._is_given_up = False
+
+    def make(self, path: str, opening: Attach, timeout_s: float) -> tuple[socket.socket, Opened, list[int]]:
+        """Make it, in a thread."""
+        begun = handshake.begin(path, opening, timeout_s)
+        with self._lock:
+            self._begun, is_wanted = begun, not self._is_given_up
+        if not is_wanted:
+            handshake.give_back(begun[0], begun[2])
+        return begun
+
+    def give_up(self) -> None:
+        """Have what comes of it go back, now or as soon as it comes."""
+        with self._lock:
+            begun, self._is_given_up = self._begun, True
+        if begun is not None:
+            handshake.give_back(begun[0], begun[2])
+
+
+@dataclass(frozen=True)
+class FarGroup:
+    """One KV group, as memory is bound to it."""
+
+    group: KVGroup
+    codec: Codec | None
+    h2d: Lanes
+    d2h: Lanes
+    loop_calls: LoopCalls
+    gpu: None = None
+
+
+class FarSide(EngineSide):
+    """All of it. `lifetime` ends it."""
+
+    reads_direct: ClassVar = False
+
+    def __init__(
+        self,
+        device: DeviceLike,
+        layout: KVLayout,
+        shards: Sequence[Shard],
+        emit: Emit,
+        attached: Attached,
+        loop_calls: LoopCalls,
+    ) -> None:
+        """Begin, as the first server says that it keeps blocks."""
+        lifetime = AsyncExitStack()
+        self.device = device if isinstance(device, Device) else make_device(device)
+        if self.device is not device:
+            lifetime.push_async_callback(in_a_thread, loop_calls, self.device.close, 1.0)
+        h2d, d2h = Lanes(self.device, "h2d"), Lanes(self.device, "d2h")
+        lifetime.callback(h2d.close)
+        lifetime.callback(d2h.close)
+        super().__init__(shards, Tasks(), loop_calls, lifetime)
+        self.attached = attached
+        self.swaps = SwapSpaces()
+        self.loop_calls = loop_calls
+        self._emit = emit
+        self.groups = [FarGroup(each, make_codec(attached.codec, each), h2d, d2h, loop_calls) for each in layout.groups]
+
+    @override
+    def of_rank(self, group: int) -> FarGroup:
+        check_one_rank(self.shards)
+        return self.group(group)
+
+    @override
+    def swap_space(self, group: int) -> SwapSpace:
+        """The slots are in this process's memory, and there whatever the server does."""
+        self.of_rank(group)
+        side = SwapSide(self.device, self.loop_calls, self._emit, self.attached.window_bytes)
+        caches = self.bindings.caches_of(group)
+        return self.swaps.of(group, side, caches, self.attached.swap_space_bytes, self.lifetime)
+
+    @override
+    def deadline(self, deadline_s: float | None) -> float:
+        return self.loop.time() + (self.attached.load_timeout_s if deadline_s is None else deadline_s)
+
+    def group(self, group: int) -> FarGroup:
+        """Return a KV group.
+
+        Raises:
+            ConfigurationError: The layout has none of this number.
+        """
+        if not 0 <= group < len(self.groups):
+            raise ConfigurationError(f"KV group {group} of {len(self.groups)}: the layout has no such group")
+        return self.groups[group]
+
+    def check(self, keys: BlockKeys) -> None:
+        """Raise unless these are keys of this layout."""
+        if not isinstance(keys, BlockKeys):
+            raise ConfigurationError(
+                f"keys must be BlockKeys, from hash_blocks() or BlockKeys.from_hashes(), got {type(keys).__name__}"
+            )
+        check_keys(keys, self.group(keys.group).group)
+
+    def check_server(self, attached: Attached) -> None:
+        """Raise unless a server keeps blocks as memory is bound for here."""
+        now, was = attached.codec, self.attached.codec
+        if now != was:
+            raise ConfigurationError(f"the server keeps blocks as {now!r} now, it was {was!r}")
+        for slab in attached.slabs:
+            group = self.groups[slab.group]
+            wanted = group.codec.stored_bytes if group.codec else group.group.payload_bytes
+            if slab.payload_bytes != wanted:
+                raise LayoutMismatchError(f"the server's slots hold {slab.payload_bytes} bytes, a block has {wanted}")
+
 
 _PROBE_S: Final = 0.5
 """How often a server that did not answer in time is asked whether it is there again."""

@@ -2,18 +2,21 @@
 
 Descriptors of slabs come with the answer. Both messages are as long as they say, so that nothing of what follows is
 read: then a `Link` takes the socket over.
+
+How a server is, asked from any process. Whoever only asks needs no torch: a readiness probe does, all the time.
 """
 
 import asyncio
+import os
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from tiered_kv.errors import BackendUnavailableError, ConfigurationError
 from tiered_kv.host import wire
-from tiered_kv.host.opening import MOST_SLABS, Opened, Opening, Refused, opened_from, opening_from
+from tiered_kv.host.protocol import MOST_SLABS, Health, Healthy, Opened, Opening, Refused, opened_from, opening_from
 from tiered_kv.host.wire import Message, WireError
+from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError
 
 _MOST_OPENING_BYTES: Final = 1 << 20
 _NOBODY_LISTENS: Final = (FileNotFoundError, ConnectionRefusedError)
@@ -176,3 +179,12 @@ def _check_version(path: str, version: int) -> None:
             f"the server at {path} speaks version {version} of the wire format, this client version {wire.VERSION}: "
             "both need the same version of tiered_kv"
         )
+
+
+def health_at(path: str | os.PathLike[str], *, timeout_s: float = 5.0) -> dict[str, Any]:
+    """See `TieredKVServer.health_at`."""
+    connection, answer, descriptors = begin(os.fspath(path), Health(), timeout_s)
+    give_back(connection, descriptors)
+    if not isinstance(answer, Healthy):
+        raise ConfigurationError(f"{path} answered {type(answer).__name__} to a question about its health")
+    return answer.facts

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from tiered_kv.errors import ConfigurationError
+from tiered_kv.values.errors import ConfigurationError
 
 _FULL: Final = 7 / 8
 _ROOM: Final = 5 / 4

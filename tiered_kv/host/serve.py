@@ -9,10 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from tiered_kv.errors import ConfigurationError
 from tiered_kv.host.server import TieredKVServer
-from tiered_kv.log import log
-from tiered_kv.settings import TieredKVSettings
+from tiered_kv.settings.settings import TieredKVSettings
+from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.log import log
 
 try:
     import uvloop

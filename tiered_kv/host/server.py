@@ -14,18 +14,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
-from tiered_kv.events import Emit
 from tiered_kv.host import wire
 from tiered_kv.host.admission import Admission
-from tiered_kv.host.health import health_at
-from tiered_kv.host.listening import listen
-from tiered_kv.host.reception import Reception
+from tiered_kv.host.handshake import health_at
+from tiered_kv.host.reception import Reception, listen
 from tiered_kv.host.shares import Shares
 from tiered_kv.host.showing_models import HostMetrics, Pages
-from tiered_kv.log import log_event
-from tiered_kv.settings import TieredKVSettings
+from tiered_kv.settings.settings import TieredKVSettings
 from tiered_kv.telemetry.page.server import PageServer
 from tiered_kv.tiers.tasks import Tasks
+from tiered_kv.values.events import Emit
+from tiered_kv.values.log import log_event
 
 _RECLAIM_EVERY_S: Final = 60.0
 _LEND_EVERY_S: Final = 1.0

@@ -2,36 +2,135 @@
 
 A transfer of a client is an ordinary transfer of the cache, with the engine's memory far away (`far`). The session ends
 when the client's process, or its last copy, is known to have ended: nothing held for it goes back before.
+
+What a client asks beside its transfers, and how a server answers: by the same call of the face.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from typing import Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from tiered_kv.cache import TieredKV, seat_at
+from tiered_kv.cache.block_cache import BlockCache
+from tiered_kv.cache.open_cache import OpenCache
+from tiered_kv.cache.tiered_kv import TierCalls, TieredKV, seat_at
 from tiered_kv.catalog.leases import Lease
-from tiered_kv.errors import BackendUnavailableError, CapacityError, ConfigurationError, TieredKVError
-from tiered_kv.host import answering, messages, questions, wire
-from tiered_kv.host.answering import Answered, Answering
-from tiered_kv.host.change_messages import AboutChanges, Follow, Taken
-from tiered_kv.host.job_messages import AboutJob, BindJob, JobMoved, JobMovedKeys, PlanJob
-from tiered_kv.host.session_changes import SessionChanges
-from tiered_kv.host.session_jobs import SessionJobs
+from tiered_kv.host import protocol as messages
+from tiered_kv.host import protocol as questions
+from tiered_kv.host import wire
+from tiered_kv.host.protocol import (
+    AboutChanges,
+    AboutJob,
+    BindJob,
+    Follow,
+    JobMoved,
+    JobMovedKeys,
+    Place,
+    PlanJob,
+    Taken,
+)
+from tiered_kv.host.session_jobs import SessionChanges, SessionJobs
 from tiered_kv.host.session_transfers import SessionTransfers
-from tiered_kv.host_settings import HostSettings
-from tiered_kv.keys import Shard
-from tiered_kv.log import log
 from tiered_kv.memory.host import HostSlab
-from tiered_kv.open_cache import OpenCache
-from tiered_kv.tier_calls import TierCalls
-from tiered_kv.tiers.budget import Priority
+from tiered_kv.settings.tier_settings import HostSettings
 from tiered_kv.tiers.chain import Chain
+from tiered_kv.tiers.gate import Priority
 from tiered_kv.tiers.pins import Pins
 from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.transfers.prefetch import bring_each, lease_prefix, start_bringing
+from tiered_kv.values.errors import BackendUnavailableError, CapacityError, ConfigurationError, TieredKVError
+from tiered_kv.values.keys import BlockKeys, Shard
+from tiered_kv.values.log import log
+from tiered_kv.values.results import LookupResult
+
+T = TypeVar("T")
+Answering = Callable[[], Coroutine[Any, Any, questions.Answer]]
+Answered = questions.Answer | Answering
+"""At once, or what finds it out."""
+
+
+def answer(kv: TierCalls, request: questions.Asking) -> Answered:
+    """Answer a question about keys.
+
+    Args:
+        kv: The client's seat at the cache.
+        request: The question.
+
+    Raises:
+        TieredKVError: There is something wrong with it.
+    """
+    return _ANSWERS[type(request)](kv, request, request.keys.block_keys())
+
+
+def _lookup(kv: TierCalls, request: questions.Lookup, keys: BlockKeys) -> Answered:
+    if request.is_owned:
+        return _found(request.id, kv.lookup_nowait(keys))
+    if not request.where and (found := kv.lookup_at_once(keys)) is not None:
+        return _found(request.id, found)
+    return _then(partial(kv.lookup, keys, where=request.where), partial(_found, request.id))
+
+
+def _membership(kv: BlockCache, request: questions.Membership, keys: BlockKeys) -> Answered:
+    return questions.States(request.id, kv.membership(keys).tobytes())
+
+
+def _pin(kv: BlockCache, request: questions.Pin, keys: BlockKeys) -> Answered:
+    return questions.Number(request.id, kv.pin(keys, ttl_s=request.ttl_s).num_blocks)
+
+
+def _prefetch(kv: BlockCache, request: questions.Prefetch, keys: BlockKeys) -> Answered:
+    return _then(
+        partial(kv.prefetch, keys, to=request.to),
+        lambda got: questions.Prefetched(request.id, got.num_blocks, got.num_moved, got.faults),
+    )
+
+
+def _evict(kv: BlockCache, request: questions.Evict, keys: BlockKeys) -> Answered:
+    return _then(partial(kv.evict, keys, tier=request.tier), partial(questions.Number, request.id))
+
+
+def _explain(kv: BlockCache, request: questions.Explain, keys: BlockKeys) -> Answered:
+    return _then(
+        partial(kv.explain, keys, ask=request.ask), lambda blocks: questions.Explained(request.id, tuple(blocks))
+    )
+
+
+def flush(cache: BlockCache, request: questions.Flush) -> Answered:
+    """Wait until every store of every client is settled."""
+    return _then(partial(cache.flush, sync=request.sync), lambda _: questions.Number(request.id, 0))
+
+
+def clear(cache: BlockCache, request: questions.Clear) -> Answered:
+    """Empty the tiers of all clients of the model."""
+    return _then(cache.clear, lambda _: questions.Number(request.id, 0))
+
+
+_ANSWERS: Final[Mapping[type[wire.Message], Callable[..., Answered]]] = {
+    questions.Lookup: _lookup,
+    questions.Membership: _membership,
+    questions.Pin: _pin,
+    questions.Prefetch: _prefetch,
+    questions.Evict: _evict,
+    questions.Explain: _explain,
+}
+
+
+def _then(ask: Callable[[], Awaitable[T]], make: Callable[[T], questions.Answer]) -> Answered:
+    async def answer() -> questions.Answer:
+        return make(await ask())
+
+    return answer
+
+
+def _found(id_: int, result: LookupResult) -> questions.Found:
+    runs = tuple((run.tier, run.start, run.stop) for run in result.runs)
+    places = tuple(Place.of(run.spec) for run in result.runs) if any(run.spec for run in result.runs) else ()
+    return questions.Found(
+        id_, result.num_blocks, runs, result.num_bytes, dict(result.costs), result.num_pending, places
+    )
+
 
 _EPOCHS: Final = 16
 """Weights that one client names by turns; of more, the first is made ready again."""
@@ -218,15 +317,15 @@ class Session:
             case questions.Stats():
                 return partial(self._count, request)
             case questions.Flush():
-                return answering.flush(self._cache, request)
+                return flush(self._cache, request)
             case questions.Clear():
-                return answering.clear(self._cache, request)
+                return clear(self._cache, request)
             case questions.Lease():
                 return partial(self._lease, request)
         kv, seat = self._seat(request.keys.epoch)
         if isinstance(request, questions.Explain):
             seat.past_epochs = list(request.before)
-        return answering.answer(kv, request)
+        return answer(kv, request)
 
     async def _count(self, request: questions.Stats) -> questions.Counted:
         """Count, what the client knows to have ended included: it takes a few turns more here."""

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any, Final
 
-from tiered_kv.errors import ConfigurationError
-from tiered_kv.host.share import Share
+from tiered_kv.host.shares import Share
 from tiered_kv.telemetry.page.app import Receive, Scope, Send
+from tiered_kv.values.errors import ConfigurationError
 
 if TYPE_CHECKING:  # the extra "metrics" may not be installed
     from prometheus_client.metrics_core import Metric

@@ -2,16 +2,20 @@
 
 Each side begins with a greeting that no version changes, so that two versions can at least name each other. Nothing
 that arrives is trusted: a frame has a bound, and each message is checked against its type when it is decoded.
+
+Frames that come and go on a connection between a server and a client, once it has begun (`handshake`).
 """
 
+import asyncio
+import socket
 import struct
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.errors import (
+from tiered_kv.values.errors import (
     BackendUnavailableError,
     CapacityError,
     ClosedError,
@@ -141,3 +145,182 @@ def kind_of(error: TieredKVError) -> str:
 def error_of(kind: str, why: str) -> TieredKVError:
     """Make the error again."""
     return _ERRORS.get(kind, TieredKVError)(why)
+
+
+M = TypeVar("M")
+_MESSAGES_A_TURN: Final = 64
+_READ_ON_BYTES: Final = 1 << 20
+"""What one client may have sent that is not looked at yet; of a frame that is longer, the frame."""
+_UNREAD_BYTES: Final = 8 << 20
+"""Of answers to a client that does not read them: until it does, its requests are not read either."""
+
+
+class Link(asyncio.Protocol, Generic[M]):
+    """Frames on one connection. For the event loop's thread.
+
+    Attributes:
+        num_sent: Messages; any thread may look.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[memoryview], M],
+        take: Callable[[M], None],
+        lost: Callable[[], None],
+        *,
+        broken: Callable[[str], None],
+        is_bounded: bool = False,
+    ) -> None:
+        """Take each message that comes with ``take``.
+
+        Args:
+            decode: Makes a message of a frame.
+            take: Called with each, in order.
+            lost: Called once, when the other side has closed its end and all that it had sent is taken.
+            broken: Called with what was wrong, when something comes that cannot be taken. Nothing is read any more.
+            is_bounded: Whether the other side may be hostile: then no more is read than is looked at, and nothing as
+                long as it reads no answers. On one side alone: two that wait for each other do so for ever.
+        """
+        self.num_sent = 0
+        self._decode = decode
+        self._take = take
+        self._lost = lost
+        self._broken = broken
+        self._received = bytearray()
+        self._transport: asyncio.Transport | None = None
+        self._unsent: list[bytes] = []  # what is said to messages that came together goes together
+        self._is_bounded = is_bounded
+        self._is_taking = self._is_waiting = self._is_broken = self._is_over = self._is_unread = False
+        self._has_ended_writing = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether what is sent may arrive."""
+        return self._transport is not None and not self._transport.is_closing()
+
+    def send(self, message: Message) -> None:
+        """Send a message; nothing if the connection has ended.
+
+        Raises:
+            ConfigurationError: It is longer than a message may be, and is not counted: it never arrives.
+        """
+        data = frame(message)
+        self.num_sent += 1
+        self._unsent.append(data)
+        if not self._is_taking:
+            self._send_all()
+
+    def end_writing(self) -> None:
+        """Tell the other side that nothing comes any more; it goes on to be heard until it has closed its end."""
+        self._send_all()
+        self._has_ended_writing = True
+        if self._transport is not None and self._transport.can_write_eof() and not self._transport.is_closing():
+            self._transport.write_eof()
+
+    def close(self) -> None:
+        """Close this end, after what was sent."""
+        self._send_all()
+        if self._transport is not None:
+            self._transport.close()
+
+    # Called by the transport.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin."""
+        if self._is_over:
+            return
+        # Of a stream socket; uvloop's are of no class of asyncio's.
+        self._transport = cast("asyncio.Transport", transport)
+        self._transport.set_write_buffer_limits(high=_UNREAD_BYTES)
+
+    def data_received(self, data: bytes) -> None:
+        """Take what is whole."""
+        if self._is_broken:
+            return
+        self._received += data
+        if not self._is_waiting:
+            self._take_some()
+        self._read_or_wait()
+
+    def pause_writing(self) -> None:
+        """Take no requests of a side that reads no answers."""
+        self._is_unread = self._is_bounded
+        self._read_or_wait()
+
+    def resume_writing(self) -> None:
+        """Go on."""
+        self._is_unread = False
+        if not self._is_waiting:
+            self._take_some()
+        self._read_or_wait()
+
+    def _read_or_wait(self) -> None:
+        """Read on, unless there is enough to look at already, or to be read over there."""
+        if not self._is_bounded or self._transport is None or self._transport.is_closing():
+            return
+        if self._is_unread or (self._is_waiting and len(self._received) > _READ_ON_BYTES):
+            self._transport.pause_reading()
+        else:
+            self._transport.resume_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End, once what has come is taken; a second time does nothing."""
+        if self._is_over:
+            return
+        self._is_over, self._is_unread, self._transport = True, False, None
+        if not self._is_waiting:
+            self._take_some()
+
+    def _send_all(self) -> None:
+        is_open = self._transport is not None and not self._transport.is_closing() and not self._has_ended_writing
+        if self._transport is not None and is_open and self._unsent:
+            self._transport.write(b"".join(self._unsent))
+        self._unsent.clear()
+
+    def _take_some(self) -> None:
+        """Take the messages that are whole, a few in each turn of the loop."""
+        self._is_waiting = False
+        if self._is_unread:
+            return
+        self._is_taking = True
+        at, size = 0, LENGTH.size
+        received = memoryview(self._received)
+        try:
+            for _ in range(_MESSAGES_A_TURN):
+                if len(received) < at + size:
+                    break
+                (length,) = LENGTH.unpack_from(received, at)
+                if len(received) < at + size + checked(length):
+                    break
+                message = self._decode(received[at + size : at + size + length])
+                at += size + length
+                self._take(message)
+            else:
+                self._is_waiting = True
+        except WireError as error:
+            self._is_broken = True
+            self._broken(str(error))
+        finally:
+            received.release()
+            del self._received[:at]  # whatever was raised: nothing is taken twice
+            self._is_taking = False
+            self._send_all()
+        if self._is_broken:
+            self._received.clear()
+        if self._is_waiting:
+            asyncio.get_running_loop().call_soon(self._take_more)
+        elif self._is_over:
+            self._lost()
+
+    def _take_more(self) -> None:
+        self._take_some()
+        self._read_or_wait()
+
+
+async def start(link: Link[M], connection: socket.socket) -> None:
+    """Have ``link`` take over a connection that has begun."""
+    try:
+        await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=connection)
+    except BaseException:  # cancelled: not every event loop tells the link of its end then, and uvloop's never knows it
+        link.connection_lost(None)
+        raise

@@ -16,15 +16,14 @@ from typing import Any, Final
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 from sglang.version import __version__ as _version
 
-from tiered_kv.blocking import BlockingTieredKV, open_blocking
-from tiered_kv.errors import ClosedError, ConfigurationError
-from tiered_kv.integrations.below import Below
-from tiered_kv.integrations.identity import checkpoint_weights
-from tiered_kv.keys import BlockKeys, ModelIdentity, Shard
-from tiered_kv.layout import KVGroup, KVLayout
-from tiered_kv.results import BlockState
-from tiered_kv.specs import CPULoadStoreSpec
-from tiered_kv.tier_settings import OwnedTierSettings
+from tiered_kv.cache.blocking import BlockingTieredKV, open_blocking
+from tiered_kv.integrations.identity import Below, checkpoint_weights
+from tiered_kv.settings.tier_settings import OwnedTierSettings
+from tiered_kv.values.errors import ClosedError, ConfigurationError
+from tiered_kv.values.keys import BlockKeys, ModelIdentity, Shard
+from tiered_kv.values.layout import KVGroup, KVLayout
+from tiered_kv.values.results import BlockState
+from tiered_kv.values.specs import CPULoadStoreSpec
 
 _VERSION: Final = "0.5.23"
 _POOL: Final = "hicache"

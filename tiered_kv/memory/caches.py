@@ -2,20 +2,304 @@
 
 Whatever the tensors look like, a block is the same bytes: layer by layer, plane by plane, page by page. A *fragment* is
 the part of a page that is contiguous in both places. Nothing is copied here and nothing of the tensors is changed.
+
+Where the parts of a block's payload lie in the engine's tensors, whatever these look like.
+
+Planes of layers are found by their axes, checked, cut to what is contiguous both in a page and in a payload, and put
+together again where neighbours in the one are neighbours in the other. Nothing is copied, no tensor is changed.
 """
 
-from dataclasses import replace
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import combinations, product
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from tiered_kv.errors import ConfigurationError
-from tiered_kv.layout import KVCaches, KVGroup
 from tiered_kv.memory.codec import Codec
 from tiered_kv.memory.device import Device
-from tiered_kv.memory.fragments import Fragment, find_fragments
+from tiered_kv.values.errors import ConfigurationError, LayoutMismatchError
+from tiered_kv.values.layout import KVCaches, KVGroup, layer_tensors
+
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+@dataclass(frozen=True, eq=False)
+class Fragment:
+    """The same part of every page.
+
+    Attributes:
+        pages: ``(num_pages, words)`` over the engine's memory, of the widest int dtype that sizes and addresses allow:
+            copying ints is exact for every dtype, and wide ones are fast.
+        offset_bytes: Where it lies in a payload, for the first page of a block.
+    """
+
+    pages: Tensor
+    offset_bytes: int
+
+    def cut(self, start: int, stop: int) -> "Fragment":
+        """Return the bytes ``start`` to ``stop`` of every page's part as a fragment of its own."""
+        at = self.offset_bytes + start
+        return Fragment(_in_words(self.pages.view(torch.uint8)[:, start:stop], at), at)
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Bytes of one page's part."""
+        return self.pages.shape[1] * self.pages.itemsize
+
+    @cached_property
+    def address(self) -> int:
+        """Where the first page's part is."""
+        return self.pages.data_ptr()
+
+    @cached_property
+    def stride_bytes(self) -> int:
+        """Bytes from one page's part to the next's."""
+        return int(self.pages.stride(0)) * self.pages.itemsize
+
+
+def find_fragments(
+    kv_caches: KVCaches, group: KVGroup, where: torch.device, axes: str | None
+) -> tuple[int, tuple[Fragment, ...]]:
+    """Return the number of pages of the engine's tensors, and their fragments in the order of the payload.
+
+    Planes and layers that lie side by side in the engine's memory too are one fragment, since few large pieces move
+    faster than many small ones.
+
+    Raises:
+        LayoutMismatchError: See `PagedCaches.bind`.
+    """
+    layers, packed = layer_tensors(kv_caches)
+    if not packed and len(layers) != group.num_layers:
+        raise LayoutMismatchError(f"the KV group has {group.num_layers} layers, got the tensors of {len(layers)}")
+    planes = []
+    for number, tensors in enumerate(layers):
+        for tensor in tensors:
+            _check_tensor(tensor, group, where, number)
+        planes += _planes_of(tensors, group, axes, packed=packed, layer=number)
+    num_pages = {plane.page.num_pages for plane in planes}
+    if len(num_pages) > 1:
+        raise LayoutMismatchError(f"layers and planes must have one number of pages, got {sorted(num_pages)}")
+    _check_apart(planes)
+    parts = sorted((part for plane in planes for part in plane.parts()), key=lambda part: part.offset)
+    if group.pages_per_block == 1:  # else the parts of two planes have other pages of the block between them
+        parts = _merge_neighbours(parts)
+    return num_pages.pop(), tuple(Fragment(part.as_words(), part.offset) for part in parts)
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """The same bytes of every page: ``num_bytes`` at ``start + page * stride`` of a storage.
+
+    They are at ``offset`` of a payload, for the first page of a block.
+    """
+
+    storage: torch.UntypedStorage
+    start: int
+    num_bytes: int
+    stride: int
+    num_pages: int
+    device: torch.device
+    offset: int
+
+    def overlaps(self, other: "_Part") -> bool:
+        """Say whether some page here has bytes of some page of a part with as many pages.
+
+        Pages of several parts may take turns in memory. Parts of different strides are not compared.
+        """
+        if self.stride != other.stride or not self.num_pages:
+            return False
+        distance = other.storage.data_ptr() + other.start - self.storage.data_ptr() - self.start
+        pages, after = divmod(distance, self.stride)  # the other's first page begins in, or behind, this page of ours
+        last = self.num_pages - 1
+        return (abs(pages) <= last and after < self.num_bytes) or (
+            abs(pages + 1) <= last and self.stride - after < other.num_bytes
+        )
+
+    def as_words(self) -> Tensor:
+        pages = torch.empty(0, dtype=torch.uint8, device=self.device)
+        pages.set_(self.storage, self.start, (self.num_pages, self.num_bytes), (self.stride, 1))
+        return _in_words(pages, self.offset)
+
+
+@dataclass(frozen=True, eq=False)
+class _Plane:
+    """What lies in one piece in the engine's pages: a plane of a layer, or several that take turns inside a page.
+
+    Attributes:
+        name: For messages.
+        page: All its bytes.
+        cuts: Per part of a payload its start in a page, length, and offset in a payload, in bytes.
+    """
+
+    name: str
+    page: _Part
+    cuts: Sequence[tuple[int, int, int]]
+
+    def parts(self) -> list[_Part]:
+        """Return it cut to what lies in one piece in a payload too."""
+        first = self.page.start
+        return [replace(self.page, start=first + at, num_bytes=n, offset=offset) for at, n, offset in self.cuts]
+
+
+def _in_words(pages: Tensor, payload_offset: int) -> Tensor:
+    """View ``(num_pages, num_bytes)`` uint8 in the widest words that fit there and at ``payload_offset``."""
+    facts = pages.storage_offset(), pages.shape[1], pages.stride(0), pages.data_ptr(), payload_offset
+    return pages.view(next(words for size, words in _WORDS.items() if not any(fact % size for fact in facts)))
+
+
+def _check_tensor(tensor: object, group: KVGroup, device: torch.device, layer: int) -> None:
+    if not isinstance(tensor, Tensor):
+        kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+        raise LayoutMismatchError(f"layer {layer} is a {kind}, no torch tensor: torch.from_numpy() shares its memory")
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype != group.dtype and group.order != "opaque":
+        raise LayoutMismatchError(f"layer {layer} is of {dtype}, the KV group of {group.dtype}")
+    if tensor.device != device:
+        raise LayoutMismatchError(f"layer {layer} is on {tensor.device}, the cache was opened for {device}")
+    if tensor.layout != torch.strided:
+        raise LayoutMismatchError(f"layer {layer} is a {tensor.layout} tensor, only strided ones can be paged")
+
+
+def _as_bytes(tensor: Tensor, group: KVGroup, axes: str | None, *, packed: bool, layer: int) -> Tensor:
+    """See an opaque tensor as uint8, with one axis for all that is inside a page, whatever it is."""
+    num_outer = len(axes) - 1 if axes else 1 + (packed and group.num_layers > 1)
+    try:
+        return tensor.view(torch.uint8).view(*tensor.shape[:num_outer], -1)
+    except RuntimeError:  # torch's word for strides that do not allow it
+        raise LayoutMismatchError(
+            f"layer {layer}: the bytes of an opaque page must be contiguous, got shape {tuple(tensor.shape)} "
+            f"with strides {tensor.stride()}"
+        ) from None
+
+
+def _check_apart(planes: list[_Plane]) -> None:
+    for one, other in combinations(planes, 2):
+        if one.page.overlaps(other.page):
+            raise LayoutMismatchError(
+                f"{one.name} and {other.name} share bytes: what is loaded into one would overwrite the other"
+            )
+
+
+def _planes_of(
+    tensors: tuple[Tensor, ...], group: KVGroup, axes: str | None, *, packed: bool, layer: int
+) -> list[_Plane]:
+    """Return the planes of one layer, or of all layers if ``packed``."""
+    if group.order == "opaque":
+        tensors = tuple(_as_bytes(each, group, axes, packed=packed, layer=layer) for each in tensors)
+    axes = _axes_of(tensors, group, axes, packed=packed, layer=layer)
+    first = min(axes.index(axis) for axis in group.inner_axes)
+    in_page = axes[first:].replace("B", "")
+    if group.pages_per_block > 1 and set(in_page) - set(group.inner_axes):
+        raise LayoutMismatchError(
+            f"axes {axes!r} have layers or planes inside a page: then a block must be one page, and here it is "
+            f"{group.pages_per_block} pages"
+        )
+    layers = range(group.num_layers) if "L" in axes[:first] else (layer,)
+    planes = range(group.num_planes) if "P" in axes[:first] else (None,)
+    found_planes = []
+    for in_tensor, (number, tensor), plane in product(layers, enumerate(tensors), planes):
+        part, rest = tensor, axes
+        for axis, index in (("L", in_tensor), ("P", plane)):
+            if axis in axes[:first]:
+                part, rest = part.select(rest.index(axis), index or 0), rest.replace(axis, "")
+        at = number if plane is None else plane
+        name = "all layers" if "L" in in_page else f"layer {in_tensor}"
+        name += f" ({'KV'[at]})" if group.num_planes > 1 and "P" not in in_page else ""
+        found_planes.append(_Plane(name, _page_of(part, rest, layer), _cuts(group, in_page, in_tensor, at)))
+    return found_planes
+
+
+def _axes_of(tensors: tuple[Tensor, ...], group: KVGroup, axes: str | None, *, packed: bool, layer: int) -> str:
+    """Return the axes of one layer's tensors, found or given, if these are what the group says."""
+    shape = tuple(tensors[0].shape)
+    try:
+        has_layers = packed and (group.num_layers > 1 or group.order != "opaque")
+        axes = axes or group.find_axes(shape, packed=has_layers)
+    except LayoutMismatchError as error:
+        raise LayoutMismatchError(
+            f"{f'one tensor for all {group.num_layers} layers, no list' if packed else f'layer {layer}'}: {error}"
+        ) from None
+    inner = group.inner_axes
+    outer = "LPB" if packed else "PB"
+    if len(set(axes)) != len(axes) or set(inner + "B") - set(axes) or set(axes) - set(outer + inner):
+        raise LayoutMismatchError(
+            f"axes {axes!r} must name each of {'B' + inner} once, in capitals, and may name {outer[:-1]}"
+        )
+    if "".join(axis for axis in axes if axis in inner) != inner:
+        raise LayoutMismatchError(f"axes {axes!r} have another order than the KV group's {group.order}")
+    found = len(tensors) * (group.num_planes if "P" in axes else 1)
+    if found != group.num_planes or (packed and "L" not in axes and group.num_layers > 1):
+        raise LayoutMismatchError(
+            f"layer {layer}: {len(tensors)} tensor(s) of axes {axes} are not the {group.num_planes} plane(s) "
+            f"of {group.num_layers} layer(s) of the KV group"
+        )
+    for tensor in tensors:
+        group.check_axes(axes, tensor.shape)
+    return axes
+
+
+def _cuts(group: KVGroup, in_page: str, layer: int, plane: int) -> list[tuple[int, int, int]]:
+    """Say which bytes of a page lie in one piece in a payload too: where there, how many, and where in the payload.
+
+    Args:
+        group: Of the blocks.
+        in_page: The axes of a page, the outermost first.
+        layer: Which one it is, unless these axes say.
+        plane: The same.
+    """
+    sizes = group.axis_sizes
+    mixed = in_page[: max(in_page.find("L"), in_page.find("P")) + 1]  # what is inside of these is in order
+    order = "LP" + "".join(axis for axis in group.inner_axes if axis in mixed)
+    unit = math.prod(sizes[axis] for axis in in_page[len(mixed) :]) * group.item_bytes
+    given = {"L": layer, "P": plane}
+    whole = np.arange(math.prod(sizes[axis] for axis in order)).reshape([sizes[axis] for axis in order])
+    in_payload = whole[tuple(slice(None) if axis in mixed else given[axis] for axis in order)].ravel()
+    in_memory = np.arange(in_payload.size).reshape([sizes[axis] for axis in mixed])
+    in_memory = in_memory.transpose([mixed.index(axis) for axis in order if axis in mixed]).ravel()
+    ends = np.flatnonzero((np.diff(in_memory) != 1) | (np.diff(in_payload) != 1)) + 1
+    starts, lengths = np.r_[0, ends], np.diff(np.r_[0, ends, in_payload.size])
+    offsets = in_payload[starts] * (unit * group.pages_per_block)
+    return list(zip((in_memory[starts] * unit).tolist(), (lengths * unit).tolist(), offsets.tolist(), strict=True))
+
+
+def _page_of(plane: Tensor, axes: str, layer: int) -> _Part:
+    plane = plane.movedim(axes.index("B"), 0)
+    expected = 1
+    for size, stride in zip(reversed(plane.shape[1:]), reversed(plane.stride()[1:]), strict=True):
+        if size > 1 and stride != expected:
+            raise LayoutMismatchError(
+                f"layer {layer}: the tokens of a page must be contiguous, got shape {tuple(plane.shape)} "
+                f"with strides {plane.stride()}"
+            )
+        expected *= size
+    num_pages = plane.shape[0]
+    stride = int(plane.stride(0)) if num_pages > 1 else expected
+    if stride < expected:
+        raise LayoutMismatchError(f"layer {layer}: pages of {expected} elements overlap, their stride is {stride}")
+    first, num_bytes, stride_bytes = (n * plane.itemsize for n in (int(plane.storage_offset()), expected, stride))
+    return _Part(plane.untyped_storage(), first, num_bytes, stride_bytes, num_pages, plane.device, 0)
+
+
+def _merge_neighbours(parts: list[_Part]) -> list[_Part]:
+    merged = [parts[0]]
+    for part in parts[1:]:
+        last = merged[-1]
+        fits = last.num_bytes + part.num_bytes <= last.stride or last.num_pages == 1
+        adjacent = last.storage.data_ptr() == part.storage.data_ptr() and last.start + last.num_bytes == part.start
+        if adjacent and fits and (last.stride == part.stride or last.num_pages == 1):
+            merged[-1] = replace(
+                last,
+                num_bytes=last.num_bytes + part.num_bytes,
+                stride=max(last.stride, last.num_bytes + part.num_bytes),
+            )
+        else:
+            merged.append(part)
+    return merged
 
 
 class PagedCaches:

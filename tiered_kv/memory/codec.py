@@ -1,7 +1,7 @@
 """How blocks are kept below the engine's cache, where not as the engine has them. Off unless a setting asks for it.
 
 What a codec of slots makes of a block is the same bytes on every tier; ``exponent`` is one of records, see
-`tiered_kv.tiers.exponent`. The name of either is part of every fingerprint: nothing stored under one is served under
+`tiered_kv.tiers.records`. The name of either is part of every fingerprint: nothing stored under one is served under
 another.
 """
 
@@ -11,8 +11,8 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from tiered_kv.errors import ConfigurationError
-from tiered_kv.layout import KVGroup
+from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.layout import KVGroup
 
 CodecName = Literal["none", "fp8", "exponent"]
 

@@ -13,11 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tiered_kv.errors import ConfigurationError, LayoutMismatchError
 from tiered_kv.memory import crossover, device_copies, host_copies
 from tiered_kv.memory.caches import PagedCaches
 from tiered_kv.memory.staging import pieces_of
 from tiered_kv.memory.torch_copies import on_device
+from tiered_kv.values.errors import ConfigurationError, LayoutMismatchError
 
 Ids = NDArray[np.int64]
 _MANY_IDS = 64
@@ -46,7 +46,7 @@ def gather_blocks(caches: PagedCaches, page_ids: Ids, rows: Tensor, slots: Ids, 
     elif part.codec is not None:
         device_copies.gather_through_staging(part, pages, rows, slots, _gather)
     else:
-        crossover.way_of(part, rows, len(slots), to_rows=True).gather(part, pages, rows, slots)
+        crossover.way_of(part, rows, slots, to_rows=True).gather(part, pages, rows, slots)
 
 
 def scatter_blocks(
@@ -62,7 +62,7 @@ def scatter_blocks(
     elif part.codec is not None:
         device_copies.scatter_through_staging(rows, slots, part, pages, _scatter)
     else:
-        crossover.way_of(part, rows, len(slots), to_rows=False).scatter(rows, slots, part, pages)
+        crossover.way_of(part, rows, slots, to_rows=False).scatter(rows, slots, part, pages)
 
 
 def copy_rows(source: Tensor, source_slots: Ids, target: Tensor, target_slots: Ids) -> None:

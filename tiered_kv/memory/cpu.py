@@ -7,11 +7,10 @@ import threading
 
 import torch
 
-from tiered_kv.errors import ClosedError, ConfigurationError
-from tiered_kv.events import Emit
 from tiered_kv.memory.device import After, Copy, Device, Done, Stream, attempt, report
-from tiered_kv.memory.host import HostSlab
-from tiered_kv.memory.page_locking import PageLocking
+from tiered_kv.memory.host import HostSlab, PageLocking
+from tiered_kv.values.errors import ClosedError, ConfigurationError
+from tiered_kv.values.events import Emit
 
 
 class CPUDevice(Device):

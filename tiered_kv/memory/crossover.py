@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tiered_kv.layout import KVGroup
-from tiered_kv.log import log
 from tiered_kv.memory import device_copies, driver
-from tiered_kv.memory.caches import PagedCaches
+from tiered_kv.memory.caches import Fragment, PagedCaches
 from tiered_kv.memory.device import Device
-from tiered_kv.memory.device_copies import Gather, Scatter
-from tiered_kv.memory.fragments import Fragment
+from tiered_kv.memory.device_copies import Gather, Ids, Scatter
+from tiered_kv.memory.host import known_as_locked
+from tiered_kv.values.layout import KVGroup
+from tiered_kv.values.log import log
 
 DIRECT_FROM_BYTES: Final = 1 << 20
 """Until measured: a DMA of this length keeps the bus busy for longer than it takes to enqueue the next one."""
@@ -52,8 +52,9 @@ _measured: dict[Shape, tuple[tuple[int, Way], ...]] = {}
 are only ever added, so any thread may read."""
 
 
-def way_of(caches: PagedCaches, rows: Tensor, num_blocks: int, *, to_rows: bool) -> Way:
-    """Return the way for so many blocks of these layers, between these caches and ``rows`` on the host."""
+def way_of(caches: PagedCaches, rows: Tensor, slots: Ids, *, to_rows: bool) -> Way:
+    """Return the way for blocks of these layers, between these caches and slots of ``rows`` on the host."""
+    num_blocks = len(slots)
     by_kernel = kernel_way(caches.torch_device)
     known = _measured.get(_shape_of(caches, to_rows=to_rows), ())
     way = next((each for count, each in reversed(known) if count <= num_blocks), None)
@@ -63,7 +64,7 @@ def way_of(caches: PagedCaches, rows: Tensor, num_blocks: int, *, to_rows: bool)
     num_operations = num_blocks * (caches.pages_per_block * len(caches.fragments) if way is DIRECTLY else 1)
     if way is not by_kernel and num_operations > MOST_OPERATIONS and not driver.has_batches():
         way = by_kernel
-    if way is None or (way is by_kernel and not device_copies.is_page_locked(rows)):
+    if way is None or (way is by_kernel and not device_copies.are_page_locked(rows, slots)):
         return STAGING
     return way
 
@@ -162,7 +163,8 @@ def measure(
                 if to_rows
                 else partial(way.scatter, rows, slots, caches, pages)
             )
-            took_s[way] = min(_seconds(copy, device, clock) for _ in range(1 + _ROUNDS))  # the first one allocates
+            with known_as_locked(rows):
+                took_s[way] = min(_seconds(copy, device, clock) for _ in range(1 + _ROUNDS))  # the first one allocates
         fastest[to_rows] += ((count, min(took_s, key=took_s.__getitem__)),)
     return fastest
 

@@ -13,11 +13,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from tiered_kv.errors import ConfigurationError
-from tiered_kv.events import Emit
-from tiered_kv.log import log
-from tiered_kv.memory.host import HostSlab
-from tiered_kv.memory.page_locking import PageLocking, PageLockState, ignore
+from tiered_kv.memory.host import HostSlab, PageLocking, PageLockState, ignore
+from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.events import Emit
+from tiered_kv.values.log import log
 
 After = Any
 """A caller's event: ``torch.cuda.Event`` or ``torch.Event``; on a CPU anything with ``synchronize()`` or ``wait()``."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tiered_kv.memory import driver, staging, torch_copies
 from tiered_kv.memory.caches import PagedCaches
-from tiered_kv.memory.host import slots_per_piece
+from tiered_kv.memory.host import is_page_locked, slots_per_piece
 from tiered_kv.memory.torch_copies import on_device
 
 Ids = NDArray[np.int64]
@@ -85,7 +85,7 @@ def scatter_through_staging(
 
 def gather_directly(caches: PagedCaches, pages: Ids, rows: Tensor, slots: Ids) -> None:
     """Copy blocks of pages into slots on the host, one DMA a fragment."""
-    if _may_batch(rows):
+    if _may_batch(rows, slots):
         in_engine, in_rows, sizes = _addresses(caches, pages, rows, slots)
         _copy_batch(in_rows, in_engine, sizes, caches.torch_device)
         return
@@ -96,7 +96,7 @@ def gather_directly(caches: PagedCaches, pages: Ids, rows: Tensor, slots: Ids) -
 
 def scatter_directly(rows: Tensor, slots: Ids, caches: PagedCaches, pages: Ids) -> None:
     """Copy slots on the host into blocks of pages, one DMA a fragment."""
-    if _may_batch(rows):
+    if _may_batch(rows, slots):
         in_engine, in_rows, sizes = _addresses(caches, pages, rows, slots)
         _copy_batch(in_engine, in_rows, sizes, caches.torch_device)
         return
@@ -127,7 +127,8 @@ def copy_runs(
     else:
         runs = [(at, at + 1) for at in range(len(source_slots))]
     device = source.device if target.device.type == "cpu" else target.device
-    if len(runs) > 1 and _may_batch(source if source.device.type == "cpu" else target):
+    on_host = (source, source_slots) if source.device.type == "cpu" else (target, target_slots)
+    if len(runs) > 1 and _may_batch(*on_host):
         at = np.array([first for first, _ in runs])
         sizes = np.array([(stop - first - 1) * row_bytes + num_bytes for first, stop in runs])
         sources = source.data_ptr() + source_slots[at] * row_bytes + start
@@ -151,13 +152,14 @@ def _in_two_steps(
         staging.current(here).run(kind, pieces, rows.shape[1], here, fill, empty)
 
 
-def is_page_locked(rows: Tensor) -> bool:
-    """Say whether rows on the host are page-locked, all of them: the last ones are locked last."""
-    return bool(len(rows)) and rows[-1:].is_pinned()
+def are_page_locked(rows: Tensor, slots: Ids) -> bool:
+    """Say whether these slots on the host are page-locked, all of them: others of the same slab may not be."""
+    start, row_bytes = rows.data_ptr(), rows.shape[1] * 8
+    return is_page_locked(start + int(slots.min()) * row_bytes, start + (int(slots.max()) + 1) * row_bytes)
 
 
-def _may_batch(rows: Tensor) -> bool:
-    return driver.has_batches() and is_page_locked(rows)
+def _may_batch(rows: Tensor, slots: Ids) -> bool:
+    return driver.has_batches() and are_page_locked(rows, slots)
 
 
 def _copy_batch(targets: Ids, sources: Ids, sizes: Ids, device: torch.device) -> None:

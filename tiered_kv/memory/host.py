@@ -2,23 +2,45 @@
 
 Whoever holds a slot's lease or reservation may touch its bytes; the slab keeps no account of that. A worker process
 maps the same pages by the file descriptor, so what one process gathers another can write to a disk.
+
+Host memory near a GPU: on a machine of several NUMA nodes, copies from the far one run at a fraction of the bus.
+
+Linux only, by what the kernel says and does itself; elsewhere, and where it says nothing, memory is where it falls.
+
+Getting a slab's memory ready in the background: allocated page by page, and page-locked where a GPU will reach it.
+
+Page-locking hundreds of GiB takes minutes and may fail half-way, and serving need not wait for either: a slab is right
+from the start, only slower.
+
+Asks, before host memory is taken, whether the machine will give it.
+
+Linux says yes to any allocation and ends the process later, when the pages are first touched. So the numbers are
+compared beforehand: the memory that is available, the limits of the control groups the process is in (version 2 or 1),
+and the limit of locked memory.
 """
 
 import ctypes
+import enum
 import fcntl
 import mmap
 import os
+import platform
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tiered_kv.backend import Block
-from tiered_kv.errors import ClosedError, ConfigurationError
+from tiered_kv.media.backend import Block
+from tiered_kv.system import files
+from tiered_kv.values.errors import ClosedError, ConfigurationError
+from tiered_kv.values.events import Emit, HostMemoryPageable, HostMemoryReady, MemoryPageLocked
 
 PAGE_BYTES = 4096
 PIECE_BYTES = 1 << 30
@@ -32,9 +54,9 @@ _madvise = ctypes.CDLL(None, use_errno=True).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-def slots_per_piece(stride_bytes: int, piece_bytes: int = PIECE_BYTES) -> int:
+def slots_per_piece(stride_bytes: int) -> int:
     """Count the slots that are page-locked together. No DMA may cross from one such piece to the next."""
-    return max(1, piece_bytes // stride_bytes)
+    return max(1, PIECE_BYTES // stride_bytes)
 
 
 class HostSlab:
@@ -229,3 +251,304 @@ def _map(fd: int, num_bytes: int, *, is_read_only: bool) -> memoryview:
 @torch.inference_mode(mode=False)  # a cache opened under it is used outside of it too
 def _words_of(memory: memoryview) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.int64) if len(memory) else torch.empty(0, dtype=torch.int64)
+
+
+_SET_MEMPOLICY: Final = {"x86_64": 238, "aarch64": 237}
+_MPOL_PREFERRED: Final = 1
+_SYSFS: Final = Path("/sys")
+
+
+def node_of_gpu(pci_address: str, *, sysfs: Path = _SYSFS) -> int | None:
+    """Return the NUMA node a GPU hangs on.
+
+    Args:
+        pci_address: ``domain:bus:device.function`` in hexadecimal, e.g. ``"0000:3b:00.0"``.
+        sysfs: Where sysfs is mounted.
+
+    Returns:
+        None where there is one node only, or the machine does not tell.
+    """
+    try:
+        nodes = list((sysfs / "devices/system/node").glob("node[0-9]*"))
+        node = int((sysfs / "bus/pci/devices" / pci_address.lower() / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if len(nodes) > 1 and node >= 0 else None
+
+
+def prefer_node(node: int) -> bool:
+    """Have memory that this thread touches first come from ``node`` while that has any; say whether the system will."""
+    number = _SET_MEMPOLICY.get(platform.machine())
+    if number is None or os.name != "posix":
+        return False
+    words = (ctypes.c_ulong * (node // 64 + 1))()
+    words[node // 64] = 1 << node % 64
+    # The kernel takes one bit less than it is told there are.
+    return bool(ctypes.CDLL(None, use_errno=True).syscall(number, _MPOL_PREFERRED, words, len(words) * 64 + 1) == 0)
+
+
+_PAUSE_S = 0.1
+_TOUCH_BYTES = 2 << 20
+"""Touched at once: about 1 ms, in which nobody in the process can map or unmap memory, the event loop included."""
+
+
+_locked_up_to: dict[int, int] = {}
+"""Where memory that is page-locked begins, and how far it is by now. An entry grows after a piece was locked, and goes
+before the first one is unlocked; any thread may read. torch is not asked: its ``is_pinned`` speaks of a storage's first
+byte, whatever the tensor shows."""
+
+
+def is_page_locked(start: int, stop: int) -> bool:
+    """Say whether a GPU can reach host memory from one address up to another."""
+    return any(first <= start and stop <= last for first, last in list(_locked_up_to.items()))
+
+
+@contextmanager
+def known_as_locked(tensor: Tensor) -> Iterator[None]:
+    """Have `is_page_locked` know memory that torch allocated page-locked, inside the ``with`` block."""
+    start = tensor.data_ptr()
+    _locked_up_to[start] = start + tensor.nbytes
+    try:
+        yield
+    finally:
+        del _locked_up_to[start]
+
+
+class PageLockState(enum.Enum):
+    """What a copy to or from the slab can count on."""
+
+    PREPARING = "preparing"
+    """Some pieces are not touched or not page-locked yet."""
+    LOCKED = "locked"
+    """All of it is page-locked."""
+    PAGEABLE = "pageable"
+    """All there is to come has come, and not all of it is page-locked: by design on a CPU, an event on a GPU."""
+
+
+class TryAgainError(Exception):
+    """What page-locking raises where only the moment is wrong."""
+
+
+def ignore(_: object) -> None:
+    """Tell nobody."""
+
+
+class PageLocking:
+    """The preparation of one slab, by a daemon thread of its own, in pieces of whole slots and 1 GiB at most.
+
+    Attributes:
+        state: Where it stands.
+        reason: Why it is pageable; empty otherwise.
+        ready_bytes: Bytes touched so far.
+        page_locked_bytes: Bytes page-locked so far.
+        num_bytes: Bytes in all.
+        is_slow: It is pageable although a GPU copies from it.
+    """
+
+    def __init__(
+        self,
+        slab: HostSlab,
+        *,
+        lock: Callable[[int, int], None] | None = None,
+        unlock: Callable[[int], None] | None = None,
+        reason: str = "",
+        is_wanted: bool = False,
+        node: int | None = None,
+        emit: Emit = ignore,
+    ) -> None:
+        """Start it.
+
+        Args:
+            slab: Its mapping lives until this is closed. One that is only read is neither touched nor page-locked.
+            lock: Page-locks ``(address, num_bytes)`` or raises, `TryAgainError` to be called again in a while; None
+                leaves the memory pageable.
+            unlock: Undoes it for an address.
+            reason: Why ``lock`` is None.
+            is_wanted: Whether that is a pity: a GPU will copy from this memory.
+            node: The NUMA node to take the memory from, or None.
+            emit: Called in the thread of this.
+        """
+        self.state = PageLockState.PREPARING
+        self.reason = reason
+        self.ready_bytes = 0
+        self.page_locked_bytes = 0
+        self.num_bytes = slab.num_bytes
+        self.is_slow = False
+        self._emit = emit
+        self._is_wanted = is_wanted or lock is not None
+        self._is_read_only = slab.is_read_only
+        if slab.is_read_only:  # either would give this process pages of its own: see `HostSlab.is_read_only`
+            lock, self.reason = None, "it is only read here"
+        self._node = node
+        self._name = slab.name
+        self._rows = slab.rows
+        self._lock, self._unlock = lock, unlock
+        self._locked: list[int] = []
+        self._piece_slots = slots_per_piece(slab.stride_bytes)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"tiered_kv-pin-{slab.name}", daemon=True)
+        self._thread.start()
+
+    def wait(self, timeout_s: float | None = None) -> PageLockState:
+        """Wait until nothing more is coming, or ``timeout_s`` have passed, and return the state."""
+        self._thread.join(timeout_s)
+        return self.state
+
+    def stop(self) -> None:
+        """Begin no further piece. Does not wait for the one at hand."""
+        self._stop.set()
+
+    def close(self) -> None:
+        """Stop, wait for the piece at hand, unlock everything. No copy may be under way. Again does nothing."""
+        self.stop()
+        self._thread.join()
+        if self._locked:
+            del _locked_up_to[self._locked[0]]
+        while self._locked and self._unlock is not None:
+            self._unlock(self._locked.pop())
+        self.page_locked_bytes = 0
+        self.state = PageLockState.PAGEABLE
+        self._rows = self._rows.new_empty(0, 1)
+
+    def _run(self) -> None:
+        started = time.monotonic()
+        stride_bytes = self._rows.shape[1] * 8
+        if self._node is not None and not prefer_node(self._node):
+            self._node = None
+        if self._lock is None and self._is_wanted:
+            self._say_pageable()
+        for piece in torch.split(self._rows, self._piece_slots):
+            for part in torch.split(piece, max(1, _TOUCH_BYTES // stride_bytes)):
+                if self._stop.is_set():
+                    self.state = PageLockState.PAGEABLE
+                    return
+                if not self._is_read_only:
+                    touch(part)
+                self.ready_bytes += part.nbytes
+            self._try_to_lock(piece)
+        is_locked = self._lock is not None and self.page_locked_bytes == self.num_bytes
+        self.state = PageLockState.LOCKED if is_locked else PageLockState.PAGEABLE
+        took_ms = (time.monotonic() - started) * 1e3
+        self._emit(HostMemoryReady(self._name, self.num_bytes, self.page_locked_bytes, self._node, took_ms))
+
+    def _try_to_lock(self, piece: Tensor) -> None:
+        if self._lock is None:
+            return
+        started = time.monotonic()
+        try:
+            while not self._lock_now(self._lock, piece):
+                if self._stop.wait(_PAUSE_S):
+                    return
+        except Exception as error:  # noqa: BLE001 - whatever the driver says, the slab serves as pageable memory
+            self.reason, self._lock = str(error) or repr(error), None
+            self._say_pageable()
+        else:
+            self._locked.append(piece.data_ptr())
+            _locked_up_to[self._locked[0]] = piece.data_ptr() + piece.nbytes
+            self.page_locked_bytes += piece.nbytes
+            took_ms = (time.monotonic() - started) * 1e3
+            self._emit(MemoryPageLocked(self._name, self.page_locked_bytes, self.num_bytes, took_ms))
+
+    def _lock_now(self, lock: Callable[[int, int], None], piece: Tensor) -> bool:
+        try:
+            lock(piece.data_ptr(), piece.nbytes)
+        except TryAgainError:
+            return False
+        return True
+
+    def _say_pageable(self) -> None:
+        self.is_slow = True
+        self._emit(HostMemoryPageable(self._name, self.reason, self.page_locked_bytes, self.num_bytes))
+
+
+_GIB: Final = 1024**3
+_CAP_IPC_LOCK: Final = 1 << 14
+_LESS: Final = "give the cpu tier less capacity or lower limits.bounce"
+
+
+def check_host_memory(num_bytes: int, *, root: Path = Path("/")) -> None:
+    """Raise unless ``num_bytes`` more of host memory can be had. Where the machine does not say, nothing is checked.
+
+    Args:
+        num_bytes: What is about to be allocated, all together.
+        root: Where ``proc`` and ``sys`` are.
+
+    Raises:
+        ConfigurationError: It exceeds a limit. Every limit it exceeds is named, in GiB, with what to change.
+    """
+    problems = []
+    if num_bytes > (available := _available(root / "proc/meminfo")):
+        problems.append(f"{_gib(available)} are available on this machine: {_LESS}, or end other processes")
+    for path, limit, used in _cgroups(root):
+        if num_bytes > limit - used:
+            advice = f"raise it (docker --memory, Kubernetes resources.limits.memory, systemd MemoryMax) or {_LESS}"
+            problems.append(f"the control group {path} is limited to {_gib(limit)}, {_gib(used)} in use: {advice}")
+    if problems:
+        raise ConfigurationError("\n  ".join([f"{_gib(num_bytes)} of host memory are wanted, but", *problems]))
+
+
+def doubt_of_page_locking(num_bytes: int, *, root: Path = Path("/")) -> str:
+    """Say why ``num_bytes`` might not be page-locked, or nothing.
+
+    A doubt and no error: some drivers lock pages without asking RLIMIT_MEMLOCK, and where locking fails the cache works
+    on with pageable memory, slower.
+    """
+    if num_bytes <= (limit := _memlock(root / "proc/self")):
+        return ""
+    advice = f"raise it (ulimit -l, docker --ulimit memlock=-1, systemd LimitMEMLOCK=infinity) or {_LESS}"
+    return f"{_gib(num_bytes)} are to be pinned, locked memory (RLIMIT_MEMLOCK) is limited to {_gib(limit)}: {advice}"
+
+
+def _available(meminfo: Path) -> float:
+    for line in files().lines(meminfo):
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return float("inf")
+
+
+def _cgroups(root: Path) -> Iterator[tuple[str, float, int]]:
+    """Yield path, limit and use of every limited control group from the process's own up to the root."""
+    for line in files().lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            mount, names = "sys/fs/cgroup", ("memory.max", "memory.current", "")
+        elif "memory" in controllers.split(","):
+            mount, names = "sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+        else:
+            continue
+        limit_file, use_file, prefix = names
+        # A container may see the host's path here and only its own group there: what is absent is passed over.
+        group = Path(path.lstrip("/"))
+        for each in (group, *group.parents):
+            folder = root / mount / each
+            limit, use = _number(folder / limit_file), _number(folder / use_file)
+            if limit is not None and use is not None:
+                yield f"/{each}".removesuffix("."), limit, max(0, use - _page_cache(folder / "memory.stat", prefix))
+
+
+def _page_cache(stat: Path, prefix: str) -> int:
+    """Return the bytes that the kernel drops before it refuses memory: files that were read or written."""
+    counted = (f"{prefix}inactive_file", f"{prefix}active_file")
+    pairs = (line.split() for line in files().lines(stat))
+    return sum(int(value) for name, value in pairs if name in counted)
+
+
+def _memlock(process: Path) -> float:
+    for line in files().lines(process / "status"):
+        if line.startswith("CapEff:") and int(line.split()[1], 16) & _CAP_IPC_LOCK:
+            return float("inf")  # the limit does not hold for a process with this capability
+    for line in files().lines(process / "limits"):
+        if line.startswith("Max locked memory"):
+            soft = line.split()[3]
+            return float("inf") if soft == "unlimited" else int(soft)
+    return float("inf")
+
+
+def _number(path: Path) -> int | None:
+    """Return the number in a file; None for ``max`` and for no file."""
+    text = next(iter(files().lines(path)), "").strip()
+    return int(text) if text.isdigit() else None
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / _GIB:.2f} GiB"

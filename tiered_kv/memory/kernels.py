@@ -18,12 +18,11 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tiered_kv.layout import KVGroup
-from tiered_kv.log import log
 from tiered_kv.memory import staging
-from tiered_kv.memory.caches import PagedCaches
-from tiered_kv.memory.fragments import Fragment
+from tiered_kv.memory.caches import Fragment, PagedCaches
 from tiered_kv.memory.torch_copies import upload
+from tiered_kv.values.layout import KVGroup
+from tiered_kv.values.log import log
 
 Ids = NDArray[np.int64]
 

@@ -2,11 +2,10 @@
 
 import torch
 
-from tiered_kv.errors import ConfigurationError
-from tiered_kv.memory.accelerator import AcceleratorDevice
 from tiered_kv.memory.cpu import CPUDevice
-from tiered_kv.memory.cuda import CUDADevice
 from tiered_kv.memory.device import Device
+from tiered_kv.memory.gpu import AcceleratorDevice, CUDADevice
+from tiered_kv.values.errors import ConfigurationError
 
 DeviceLike = Device | torch.device | str
 """A device of ours, torch's, or the name of one."""

@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tiered_kv.memory import staging
-from tiered_kv.memory.caches import PagedCaches
-from tiered_kv.memory.fragments import Fragment
+from tiered_kv.memory.caches import Fragment, PagedCaches
 
 Ids = NDArray[np.int64]
 

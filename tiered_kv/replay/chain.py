@@ -12,15 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
-from tiered_kv.backend import RecordShape
 from tiered_kv.catalog import Policy, TierIndex, locate
 from tiered_kv.catalog.uses import Admission
-from tiered_kv.chain_settings import tier_name
-from tiered_kv.errors import ConfigurationError
-from tiered_kv.keys import Names
-from tiered_kv.registry import OWN_MEDIA
-from tiered_kv.settings import TieredKVSettings
-from tiered_kv.tier_settings import TierSettings
+from tiered_kv.media.backend import RecordShape
+from tiered_kv.settings.chain_settings import tier_name
+from tiered_kv.settings.registry import OWN_MEDIA
+from tiered_kv.settings.settings import TieredKVSettings
+from tiered_kv.settings.tier_settings import TierSettings
+from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.keys import Names
 
 _LEAST_USES, _MOST_USES = 1 << 12, 1 << 20
 _EXPIRED_AT_ONCE: Final = 1 << 16

@@ -9,12 +9,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from tiered_kv.errors import ConfigurationError
 from tiered_kv.replay.curves import Curve
 from tiered_kv.replay.plan import Choice, Prices
 from tiered_kv.replay.report import ReplayReport
 from tiered_kv.replay.simulated import BlockCost
 from tiered_kv.traces import Trace
+from tiered_kv.values.errors import ConfigurationError
 
 _GIB: Final = 2**30
 _MOST_POINTS: Final = 400

@@ -15,12 +15,12 @@ from typing import Annotated, Final
 import numpy as np
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
 
-from tiered_kv.errors import ConfigurationError
-from tiered_kv.registry import OWN_MEDIA
 from tiered_kv.replay.chain import TierPlan
 from tiered_kv.replay.curves import Curve
 from tiered_kv.replay.simulated import BlockCost
+from tiered_kv.settings.registry import OWN_MEDIA
 from tiered_kv.traces import Trace
+from tiered_kv.values.errors import ConfigurationError
 
 HOURS_A_MONTH: Final = 730.0
 _GIB: Final = 2**30

@@ -19,22 +19,22 @@ import numpy as np
 import torch
 from pydantic import ByteSize
 
-from tiered_kv.cache import TieredKV
-from tiered_kv.chain_settings import tier_from
-from tiered_kv.errors import ConfigurationError
-from tiered_kv.events import Event
-from tiered_kv.keys import BlockKeys, ModelIdentity
-from tiered_kv.layout import KVGroup, KVLayout
-from tiered_kv.registry import OWN_MEDIA
+from tiered_kv.cache.tiered_kv import TieredKV
 from tiered_kv.replay.chain import TierPlan
 from tiered_kv.replay.report import DAY_S, ReplayReport, TierReport
 from tiered_kv.replay.simulated import BlockCost
-from tiered_kv.results import TierStatistics
-from tiered_kv.settings import CacheLimits
-from tiered_kv.specs import GPULoadStoreSpec
-from tiered_kv.tier_settings import OwnedTierSettings, TierSettings
+from tiered_kv.settings.chain_settings import tier_from
+from tiered_kv.settings.registry import OWN_MEDIA
+from tiered_kv.settings.settings import CacheLimits
+from tiered_kv.settings.tier_settings import OwnedTierSettings, TierSettings
 from tiered_kv.traces import Trace
 from tiered_kv.traces.requests import Ids
+from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.events import Event
+from tiered_kv.values.keys import BlockKeys, ModelIdentity
+from tiered_kv.values.layout import KVGroup, KVLayout
+from tiered_kv.values.results import TierStatistics
+from tiered_kv.values.specs import GPULoadStoreSpec
 
 _ODD: Final = 0x1E3779B97F4A7C15
 _OF_ANY: Final = frozenset({"lru", "lhd"})

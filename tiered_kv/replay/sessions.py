@@ -6,12 +6,12 @@ from typing import Final
 
 import numpy as np
 
+from tiered_kv.cache.sessions import SessionForecast
 from tiered_kv.catalog import Change, locate
-from tiered_kv.forecast import SessionForecast
-from tiered_kv.keys import Names
 from tiered_kv.replay.chain import SimulatedChain
 from tiered_kv.replay.report import PrefetchReport
 from tiered_kv.traces import Request, Trace, names_of
+from tiered_kv.values.keys import Names
 
 _LEAST_CHANCE: Final = 0.6
 _SHARE: Final = 0.5

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tiered_kv.errors import ConfigurationError
 from tiered_kv.replay.chain import SimulatedChain, SimulatedTier, TierPlan
 from tiered_kv.replay.report import DAY_S, ReplayReport, TierReport
 from tiered_kv.replay.sessions import SimulatedPlanner, sessions_of
 from tiered_kv.traces import Trace, names_of
+from tiered_kv.values.errors import ConfigurationError
 
 
 @dataclass(frozen=True, slots=True)

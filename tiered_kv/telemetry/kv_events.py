@@ -10,12 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.changes import Changes
-from tiered_kv.errors import ClosedError, ConfigurationError
-from tiered_kv.hashing import TokenIds
-from tiered_kv.integers import as_int
-from tiered_kv.keys import BlockKeys
-from tiered_kv.telemetry.kv_event_values import (
+from tiered_kv.telemetry.router_books import (
     HasChanges,
     KVEventStatistics,
     given_hashes,
@@ -23,6 +18,10 @@ from tiered_kv.telemetry.kv_event_values import (
     parent_of,
     tokens_of,
 )
+from tiered_kv.tiers.changes import Changes
+from tiered_kv.values.errors import ClosedError, ConfigurationError
+from tiered_kv.values.integers import as_int
+from tiered_kv.values.keys import BlockKeys, TokenIds
 
 if TYPE_CHECKING:  # the extra "events" may not be installed
     from tiered_kv.telemetry.router_feed import RouterFeed
@@ -112,20 +111,15 @@ class KVEventPublisher:
         if self._open is not None:
             raise ClosedError("a KVEventPublisher is opened once; make another")
         try:
-            from tiered_kv.telemetry import (  # noqa: PLC0415 - they need the extra
-                router_books,
-                router_feed,
-                router_socket,
-                router_wire,
-            )
+            from tiered_kv.telemetry import router_books, router_feed, router_socket  # noqa: PLC0415 - they need the extra
         except ModuleNotFoundError as error:
             raise ConfigurationError(f"KV events need {error.name}: pip install 'tiered-kv[events]'") from error
         changes = self._kv.events()
         media = {
-            tier: router_wire.Medium(name, self._localities.get(tier, "LOCAL") if name == "STORAGE" else None)
+            tier: router_books.Medium(name, self._localities.get(tier, "LOCAL") if name == "STORAGE" else None)
             for tier, name in self._media_of(changes).items()
         }
-        specs = {group: router_wire.CacheSpec(*spec) for group, spec in self._cache_specs.items()}
+        specs = {group: router_books.CacheSpec(*spec) for group, spec in self._cache_specs.items()}
         books = router_books.RouterBooks(changes.places, media, specs)
         settings = router_socket.SocketSettings(self.endpoint, self.replay_endpoint, **self._options)
         socket = router_socket.RouterSocket(books, settings)

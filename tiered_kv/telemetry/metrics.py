@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from tiered_kv.errors import ConfigurationError
 from tiered_kv.telemetry.watch import Watch
+from tiered_kv.values.errors import ConfigurationError
 
 if TYPE_CHECKING:  # the extra "metrics" may not be installed
     from prometheus_client import CollectorRegistry
@@ -101,7 +101,7 @@ class _Collector:
 
     def collect(self) -> Iterator["Metric"]:
         """Yield all metrics, as prometheus_client asks; without caches their names alone."""
-        from tiered_kv.telemetry.exposition import families  # noqa: PLC0415 - needs the extra "metrics"
+        from tiered_kv.telemetry.prometheus import families  # noqa: PLC0415 - needs the extra "metrics"
 
         with self._lock:
             each = list(self._open.values())

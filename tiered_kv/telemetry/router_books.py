@@ -3,21 +3,214 @@
 A change names blocks by 32 bytes; routers want hashes and token ids. So whoever names blocks describes them, before or
 after they are stored; a block that nobody has described is told of once somebody has. Descriptions are kept of what is
 in a tier, and of the newest blocks beside. For one thread; decides at once and never waits.
+
+What a publisher of KV events takes and gives: a cache, descriptions of blocks, counts.
+
+KV events as routers read them off the wire: vLLM's format, of which vLLM's own decoder is the judge.
+
+A message is ``[topic, sequence number (8 bytes, big-endian), payload]``; the payload is MessagePack of
+``[time, [event, ...], data_parallel_rank]``. An event is a map with its ``type``, or in the older form a list that
+begins with it. What a required field does not know is nil; an optional one is then left out.
 """
 
 import struct
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.changes import Added, Cleared, Removed, Snapshot, TierChange
-from tiered_kv.keys import Names
-from tiered_kv.telemetry.router_wire import CLEARED, CacheSpec, Described, Event, Medium, removed, stored
+from tiered_kv.tiers.changes import Added, Changes, Cleared, Removed, Snapshot, TierChange
+from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.integers import as_int, as_ints
+from tiered_kv.values.keys import BlockKeys, Names, Namespace, TokenIds
+
+
+class HasChanges(Protocol):
+    """What is asked of a cache; a `TieredKV` has it."""
+
+    def events(self) -> Changes:
+        """Return what changes."""
+
+    def namespace(self, salt: str | bytes = b"", *, group: int = 0, rank: int = 0) -> Namespace:
+        """Return what makes names of keys."""
+
+
+@dataclass(frozen=True)
+class KVEventStatistics:
+    """What a publisher has done.
+
+    Attributes:
+        num_batches: Messages sent; the next sequence number.
+        num_snapshots: How often everything was told anew, because a router joined or had lost what is not kept.
+        num_overflows: How often the publisher fell behind the cache, and compared snapshots.
+        num_undescribed: Blocks in some tier that routers are not told of, as nobody has said what they are.
+        num_refused: Blocks whose description was dropped, as too many waited.
+    """
+
+    num_batches: int
+    num_snapshots: int
+    num_overflows: int
+    num_undescribed: int
+    num_refused: int
+
+
+def tokens_of(keys: BlockKeys, token_ids: TokenIds) -> NDArray[np.uint32]:
+    """Return the tokens of all full blocks, ``(n, block_size)``."""
+    tokens, size = as_ints("token_ids", token_ids), keys.block_size
+    num = min(len(keys), len(tokens) // size)
+    if len(tokens) < len(keys) * size and (num < len(keys) - 1 or len(tokens) % size == 0):
+        raise ConfigurationError(f"{len(keys)} blocks of {size} tokens have {len(keys) * size}, got {len(tokens)}")
+    if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) >= 1 << 32):
+        raise ConfigurationError(f"token ids must lie in [0, 2**32), got {int(tokens.min())} to {int(tokens.max())}")
+    return tokens[: num * size].astype("<u4").reshape(num, size)
+
+
+def own_hashes(keys: BlockKeys) -> NDArray[np.uint64]:
+    """Return the last 8 bytes of each key, which routers know it by."""
+    hashes = keys.words.view(">u8")[:, -1].astype(np.uint64)
+    if not hashes.all():
+        raise ConfigurationError("these keys were made of hashes shorter than 32 bytes: give hashes=, a u64 per block")
+    return hashes
+
+
+def given_hashes(hashes: Sequence[int] | NDArray[np.uint64], num: int) -> NDArray[np.uint64]:
+    """Return a u64 for each of ``num`` blocks."""
+    if len(hashes) < num:
+        raise ConfigurationError(f"hashes must name every block: {num} blocks, {len(hashes)} hashes")
+    try:
+        return np.array([int(each) for each in hashes], dtype=np.uint64)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise ConfigurationError(f"hashes must be ints in [0, 2**64): {error}") from error
+
+
+def parent_of(keys: BlockKeys, parent: BlockKeys | int | None) -> int | None:
+    """Return the hash of the block before the first, or None where the prompt begins."""
+    if not keys.start:
+        return None
+    if isinstance(parent, BlockKeys):
+        if not len(parent) or parent.start + len(parent) != keys.start:
+            raise ConfigurationError(
+                f"parent must end right before block {keys.start}; it has {len(parent)} blocks from {parent.start}"
+            )
+        return int(own_hashes(parent[-1:])[0])
+    if parent is None:
+        raise ConfigurationError(f"these keys begin with block {keys.start}: give parent=, the keys before them")
+    return as_int("parent", parent)
+
+
+Form = Literal["map", "array"]
+Event = dict[str, Any]
+"""Type and fields, in the order of the wire."""
+
+END: Final = (-1).to_bytes(8, "big", signed=True)
+"""In the place of a sequence number, with an empty payload: a replay has ended."""
+CLEARED: Final[Event] = {"type": "AllBlocksCleared"}
+_OPTIONAL: Final = {"group_idx", "extra_keys", "kv_cache_spec_kind", "kv_cache_spec_sliding_window", "locality"}
+
+
+class Medium(NamedTuple):
+    """Where blocks are, in the words of the format: ``GPU``, ``CPU`` or ``STORAGE``; ``locality`` of the last alone."""
+
+    medium: str
+    locality: str | None
+
+
+class CacheSpec(NamedTuple):
+    """What kind of attention a KV group has, in vLLM's words.
+
+    Attributes:
+        kind: ``"full_attention"``, ``"mla_attention"``, ``"sliding_window"``, ...
+        sliding_window: Its window, in tokens.
+    """
+
+    kind: str
+    sliding_window: int | None = None
+
+
+class Described(NamedTuple):
+    """One block as routers know it.
+
+    Attributes:
+        hash: Its hash, u64.
+        parent: The hash of the block before it; None for the first of a prompt.
+        position: Which block of its prompt it is.
+        group: The KV group.
+        tokens: Its token ids.
+        lora_id, lora_name: The LoRA that it was computed with.
+        extra_keys: What else went into its hash.
+    """
+
+    hash: int
+    parent: int | None
+    position: int
+    group: int
+    tokens: tuple[int, ...]
+    lora_id: int | None
+    lora_name: str | None
+    extra_keys: tuple[Any, ...] | None
+
+    def goes_on(self, before: "Described") -> bool:
+        """Whether one event can tell of both."""
+        return (
+            self.parent == before.hash
+            and (self.group, self.lora_id, self.lora_name) == (before.group, before.lora_id, before.lora_name)
+            and len(self.tokens) == len(before.tokens)
+        )
+
+
+def stored(run: Sequence[Described], at: Medium, spec: CacheSpec | None) -> Event:
+    """Return the event that neighbouring blocks of a prompt can be read from now on."""
+    first = run[0]
+    has_extra = any(block.extra_keys is not None for block in run)
+    return {
+        "type": "BlockStored",
+        "block_hashes": [block.hash for block in run],
+        "parent_block_hash": first.parent,
+        "token_ids": [token for block in run for token in block.tokens],
+        "block_size": len(first.tokens),
+        "lora_id": first.lora_id,
+        "medium": at.medium,
+        "lora_name": first.lora_name,
+        "extra_keys": [block.extra_keys for block in run] if has_extra else None,
+        "group_idx": first.group,
+        "kv_cache_spec_kind": spec.kind if spec else None,
+        "kv_cache_spec_sliding_window": spec.sliding_window if spec else None,
+        "locality": at.locality,
+    }
+
+
+def removed(hashes: Sequence[int], at: Medium, group: int) -> Event:
+    """Return the event that blocks cannot be read there any more."""
+    return {
+        "type": "BlockRemoved",
+        "block_hashes": list(hashes),
+        "medium": at.medium,
+        "group_idx": group,
+        "locality": at.locality,
+    }
+
+
+def encode(time_s: float, events: Sequence[Event], data_parallel_rank: int | None, form: Form) -> bytes:
+    """Return the payload of one message."""
+    shape = _positional if form == "array" else _mapped
+    batch = [time_s, [shape(event) for event in events], data_parallel_rank]
+    return msgspec.msgpack.encode(batch if data_parallel_rank is not None else batch[:2])
+
+
+def _mapped(event: Event) -> Event:
+    return {name: value for name, value in event.items() if value is not None or name not in _OPTIONAL}
+
+
+def _positional(event: Event) -> list[Any]:
+    fields = list(event.items())
+    while fields[-1][1] is None and fields[-1][0] in _OPTIONAL:
+        fields.pop()
+    return [value for _, value in fields]
+
 
 Batch = list[Event]
 """The events of one message."""

@@ -13,12 +13,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Protocol
 
-from tiered_kv.changes import Changes
-from tiered_kv.errors import ClosedError
-from tiered_kv.keys import BlockKeys
-from tiered_kv.telemetry.kv_event_values import HasChanges, KVEventStatistics
-from tiered_kv.telemetry.router_books import Batch, Description, RouterBooks
+from tiered_kv.telemetry.router_books import Batch, Description, HasChanges, KVEventStatistics, RouterBooks
 from tiered_kv.telemetry.router_socket import Work
+from tiered_kv.tiers.changes import Changes
+from tiered_kv.values.errors import ClosedError
+from tiered_kv.values.keys import BlockKeys
 
 _MOST_CHANGES: Final = 64
 _MOST_BLOCKS: Final = 1 << 16

@@ -16,10 +16,9 @@ from typing import Final
 
 import zmq
 
-from tiered_kv.errors import ConfigurationError
-from tiered_kv.log import log
-from tiered_kv.telemetry.router_books import Batch, RouterBooks
-from tiered_kv.telemetry.router_wire import END, Form, encode
+from tiered_kv.telemetry.router_books import END, Batch, Form, RouterBooks, encode
+from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.log import log
 
 Work = Callable[[], Iterable[Batch]]
 

@@ -7,8 +7,8 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from tiered_kv.errors import ConfigurationError
-from tiered_kv.events import BlocksLoaded, BlocksStored, Event
+from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.events import BlocksLoaded, BlocksStored, Event
 
 if TYPE_CHECKING:  # the package may not be installed
     from opentelemetry.trace import Tracer, TracerProvider

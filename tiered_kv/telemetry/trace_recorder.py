@@ -21,9 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Final, Literal
 
-from tiered_kv.errors import ConfigurationError
-from tiered_kv.events import Emit, TraceEnded, TraceFailed
-from tiered_kv.keys import BlockKeys
+from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.events import Emit, TraceEnded, TraceFailed
+from tiered_kv.values.keys import BlockKeys
 
 Call = Literal["lookup", "load", "store"]
 

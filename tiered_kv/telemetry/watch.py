@@ -2,30 +2,255 @@
 
 What a cache does is counted anyway. A reading costs it one snapshot, taken on its event loop, so that what is shown
 adds up; it may be asked for from any thread, and a loop that has no time holds up nobody.
+
+What neither `stats` nor the ledger counts: lookups, how often a tier's calls went wrong, and tenants one by one.
+
+Plain numbers, for the event loop's thread.
+
+The last hour of a cache, in a bounded memory: so that a page can show it whoever else was watching, or nobody.
 """
 
 import asyncio
 import threading
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Final, Protocol
+from itertools import pairwise, starmap
+from typing import TYPE_CHECKING, Final, Protocol, Self
 
-from tiered_kv.errors import ClosedError
-from tiered_kv.events import Emit, Event
-from tiered_kv.histogram import Histogram
-from tiered_kv.keys import BlockKeys, Namespace
-from tiered_kv.results import CacheStatistics
-from tiered_kv.telemetry.history import History
-from tiered_kv.telemetry.lives import LifeCounts, Lives
-from tiered_kv.telemetry.tallies import Tallies
+from tiered_kv.telemetry.block_sample import LifeCounts, Lives
 from tiered_kv.tiers.ledger import Ledger
+from tiered_kv.values.errors import ClosedError
+from tiered_kv.values.events import Emit, Event, RecordsRefused, TierFailed, TierStalled, TierTripped
+from tiered_kv.values.histogram import Histogram
+from tiered_kv.values.keys import BlockKeys, Namespace, salt_digest
+from tiered_kv.values.results import CacheStatistics
 
-if TYPE_CHECKING:  # the extra "metrics" may not be installed
+if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
+
+
+@dataclass(frozen=True)
+class Lookups:
+    """Blocks that lookups asked for, and those of them that were nowhere: by what befell the first of each lookup."""
+
+    requested: int
+    missed: int
+    missed_because: Mapping[str, int]
+
+
+@dataclass
+class SaltCounts:
+    """Blocks of one tenant's loads and lookups."""
+
+    requested: int = 0
+    hits: int = 0
+    looked_up: int = 0
+    not_found: int = 0
+
+
+class Tallies:
+    """Takes events and lookups, and adds them up.
+
+    Attributes:
+        failures: Calls that went wrong, by tier and what they were doing.
+        stalls: Calls that were late, by the same.
+        trips: How often a breaker opened, by the same.
+        refused: Records not served for their seal, by tier.
+        salts: Of the tenants that are counted each for itself.
+    """
+
+    def __init__(self) -> None:
+        self.failures, self.stalls, self.trips = (Counter[tuple[str, str]]() for _ in range(3))
+        self.refused = Counter[str]()
+        self.salts: dict[str, SaltCounts] = {}
+        self._of_salt: dict[bytes, SaltCounts] = {}
+        self._looked_up = 0
+        self._not_found = Counter[str]()
+
+    def __call__(self, event: Event) -> None:
+        """Take one event."""
+        match event:
+            case TierFailed():
+                self.failures[event.tier, event.doing] += 1
+            case TierStalled():
+                self.stalls[event.tier, event.doing] += 1
+            case TierTripped():
+                self.trips[event.tier, event.doing] += 1
+            case RecordsRefused():
+                self.refused[event.tier] += event.blocks
+            case _:
+                pass
+
+    def count_salts(self, salts: Iterable[str]) -> None:
+        """Count these tenants each for itself from now on."""
+        self.salts = {salt: SaltCounts() for salt in salts}
+        self._of_salt = {salt_digest(salt): counts for salt, counts in self.salts.items()}
+
+    def loaded(self, salt_id: bytes, requested: int, num_blocks: int) -> None:
+        """Count a load for its tenant."""
+        if (counts := self._of_salt.get(salt_id)) is not None:
+            counts.requested += requested
+            counts.hits += num_blocks
+
+    def looked_up(self, salt_id: bytes, requested: int, found: int, because: str) -> None:
+        """Count a lookup; ``because`` says what befell the first block that was not found, if one was not."""
+        self._looked_up += requested
+        if found < requested:
+            self._not_found[because] += requested - found
+        if (counts := self._of_salt.get(salt_id)) is not None:
+            counts.looked_up += requested
+            counts.not_found += requested - found
+
+    def lookups(self) -> Lookups:
+        """Return what was looked up so far, for another thread."""
+        return Lookups(self._looked_up, self._not_found.total(), dict(self._not_found))
+
+    def copy(self) -> Self:
+        """Return what was added up so far, for another thread."""
+        copied = copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, Counter):
+                setattr(copied, name, value.copy())
+        copied.salts = {salt: replace(counts) for salt, counts in self.salts.items()}
+        return copied
+
+
+EVERY_S: Final = 10.0
+KEPT_S: Final = 3600.0
+_MOST: Final = 1 + int(KEPT_S / EVERY_S)
+_POINTS: Final = 60
+Count = Callable[[], tuple[CacheStatistics, Lookups]]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What was counted at one time, in seconds since 1970."""
+
+    at: float
+    statistics: CacheStatistics
+    lookups: Lookups
+
+
+@dataclass(frozen=True)
+class Span:
+    """What happened between two moments. Blocks; by tier or by reason where it says so.
+
+    Attributes:
+        start, stop: When, in seconds since 1970.
+        requested, missed: Of loads.
+        hits: By tier.
+        missed_because: By reason.
+        looked_up, not_found: Of lookups.
+        not_found_because: By reason.
+        stored, dropped: Of stores.
+        dropped_because: By reason.
+        evicted, tier_dropped: By tier.
+        bytes_read, bytes_written: By tier.
+    """
+
+    start: float
+    stop: float
+    requested: int
+    missed: int
+    hits: Mapping[str, int]
+    missed_because: Mapping[str, int]
+    looked_up: int
+    not_found: int
+    not_found_because: Mapping[str, int]
+    stored: int
+    dropped: int
+    dropped_because: Mapping[str, int]
+    evicted: Mapping[str, int]
+    tier_dropped: Mapping[str, int]
+    bytes_read: Mapping[str, int]
+    bytes_written: Mapping[str, int]
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Part of the blocks that lookups found and loads brought, of all that were asked for; None if nobody asked.
+
+        An engine that looks first loads what is there alone: its lookups say what it had hoped for, and what its loads
+        missed is missing as well. Of a load that asked for more than lookups had found, that much was known to miss.
+        """
+        if not self.looked_up:
+            return 1 - self.missed / self.requested if self.requested else None
+        found = self.looked_up - self.not_found
+        not_brought = max(0, self.missed - max(0, self.requested - found))
+        return (found - not_brought) / self.looked_up
+
+
+class History:
+    """Takes a moment every ten seconds, and keeps those of an hour. `begin` and `end` belong to the event loop."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._moments: deque[Moment] = deque(maxlen=_MOST)
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self, count: Count) -> None:
+        """Take one now, and go on until `end`."""
+        self._take(asyncio.get_running_loop(), count)
+
+    def end(self) -> None:
+        """Take no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def until(self, now: Moment) -> tuple[Span, list[Span]]:
+        """Return the last hour as a whole, and in up to 60 parts, each ended by a moment that was taken, or ``now``.
+
+        From any thread.
+        """
+        moments = [each for each in tuple(self._moments) if now.at - KEPT_S - EVERY_S <= each.at < now.at] + [now]
+        step = KEPT_S / _POINTS
+        ends = [moments[0]]
+        for moment in moments[1:]:
+            if moment.at - ends[-1].at >= min(step, max(EVERY_S / 2, (now.at - moments[0].at) / _POINTS)):
+                ends.append(moment)
+        if ends[-1] is not now:
+            ends.append(now)
+        return _between(moments[0], now), list(starmap(_between, pairwise(ends)))
+
+    def _take(self, loop: asyncio.AbstractEventLoop, count: Count) -> None:
+        self._timer = loop.call_later(EVERY_S, self._take, loop, count)
+        self._moments.append(Moment(self._clock(), *count()))
+
+
+def _between(a: Moment, b: Moment) -> Span:
+    one, two = a.statistics, b.statistics
+    before = {tier.tier: tier for tier in one.tiers}
+
+    def by_tier(name: str) -> dict[str, int]:
+        return {tier.tier: getattr(tier, name) - getattr(before[tier.tier], name) for tier in two.tiers}
+
+    return Span(
+        start=a.at,
+        stop=b.at,
+        requested=two.requested - one.requested,
+        missed=two.missed - one.missed,
+        hits=by_tier("hits"),
+        missed_because=_more(one.missed_because, two.missed_because),
+        looked_up=b.lookups.requested - a.lookups.requested,
+        not_found=b.lookups.missed - a.lookups.missed,
+        not_found_because=_more(a.lookups.missed_because, b.lookups.missed_because),
+        stored=two.stored - one.stored,
+        dropped=two.dropped - one.dropped,
+        dropped_because=_more(one.dropped_because, two.dropped_because),
+        evicted=by_tier("evicted"),
+        tier_dropped=by_tier("dropped"),
+        bytes_read=by_tier("bytes_read"),
+        bytes_written=by_tier("bytes_written"),
+    )
+
+
+def _more(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
+    return dict(Counter(after) - Counter(before))
+
 
 _PATIENCE_S: Final = 1.0
 """How long a reader waits for the event loop; then it gets what it got before, and learns that the loop is busy."""

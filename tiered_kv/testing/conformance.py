@@ -15,11 +15,11 @@ from typing import ClassVar
 
 import pytest
 
-from tiered_kv.backend import Backend, Block, Outcome
-from tiered_kv.errors import LayoutMismatchError
-from tiered_kv.keys import BlockKey
+from tiered_kv.media.backend import Backend, Block, Outcome
 from tiered_kv.testing.helpers import GROUPS, block_key, close_backend, make_block, open_context
 from tiered_kv.testing.promises import ODD, SIZE, Promises, content
+from tiered_kv.values.errors import LayoutMismatchError
+from tiered_kv.values.keys import BlockKey
 
 
 class BackendTests(Promises):

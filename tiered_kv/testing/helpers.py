@@ -13,10 +13,10 @@ from weakref import WeakSet
 
 import numpy as np
 
-from tiered_kv.backend import Backend, BackendContext, Block, RecordShape, SlotBackend
-from tiered_kv.keys import BlockKey, Names, Namespace, epoch_digest
-from tiered_kv.record import encode
-from tiered_kv.specs import FileLoadStoreSpec, LoadStoreSpec
+from tiered_kv.media.backend import Backend, BackendContext, Block, RecordShape, SlotBackend
+from tiered_kv.media.record import encode
+from tiered_kv.values.keys import BlockKey, Names, Namespace, epoch_digest
+from tiered_kv.values.specs import FileLoadStoreSpec, LoadStoreSpec
 
 T = TypeVar("T")
 AnyBackend = TypeVar("AnyBackend", bound=Backend | SlotBackend)

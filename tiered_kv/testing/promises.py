@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tiered_kv.specs import LoadStoreSpec
 from tiered_kv.testing.helpers import GROUPS, records_in_files
+from tiered_kv.values.specs import LoadStoreSpec
 
 SIZE = GROUPS[0].payload_bytes
 ODD = GROUPS[-1].payload_bytes

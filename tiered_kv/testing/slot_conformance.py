@@ -7,11 +7,11 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from tiered_kv.backend import Block, Outcome, Recovered, SlotBackend
-from tiered_kv.errors import ConfigurationError, LayoutMismatchError
-from tiered_kv.record import verify
+from tiered_kv.media.backend import Block, Outcome, Recovered, SlotBackend
+from tiered_kv.media.record import verify
 from tiered_kv.testing.helpers import GROUPS, block_key, block_names, close_backend, make_block, open_context
 from tiered_kv.testing.promises import ODD, SIZE, Promises, content
+from tiered_kv.values.errors import ConfigurationError, LayoutMismatchError
 
 
 class SlotBackendTests(Promises):

@@ -12,12 +12,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final, Generic, TypeVar, cast
 
-from tiered_kv.backend import Outcome
-from tiered_kv.events import TierFailed
-from tiered_kv.results import TierFault
-from tiered_kv.tiers.budget import Kind, Room, Waiter
+from tiered_kv.media.backend import Outcome
+from tiered_kv.tiers.gate import Kind, Room, Waiter
 from tiered_kv.tiers.health import StorageHealth
 from tiered_kv.tiers.tasks import Tasks
+from tiered_kv.values.events import TierFailed
+from tiered_kv.values.results import TierFault
 
 T = TypeVar("T")
 _FIRST_CALLS: Final = 16

@@ -7,36 +7,34 @@ somebody leases them. One fill per block at a time: whoever else wants the block
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
-from tiered_kv.catalog.history import Fate, said_of
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.leases import Lease, Reservation
 from tiered_kv.catalog.locate import locate
-from tiered_kv.catalog.uses import Admission
-from tiered_kv.errors import CapacityError
-from tiered_kv.events import Emit
-from tiered_kv.hints import ReuseHint
-from tiered_kv.layout import KVGroup
-from tiered_kv.loop_calls import LoopCalls
+from tiered_kv.catalog.uses import Admission, Fate, said_of
 from tiered_kv.memory.codec import Codec
 from tiered_kv.memory.lanes import Lane, LaneCopy, Lanes, submit_copy
-from tiered_kv.results import TierRun
-from tiered_kv.tiers.base import BookedTier, Mask, Tier, prefix_of
-from tiered_kv.tiers.batch import Batch, Naming
-from tiered_kv.tiers.budget import Limits, Priority, Room, Waiter
-from tiered_kv.tiers.dirty import Waiting
-from tiered_kv.tiers.fills import Fills
+from tiered_kv.tiers.fills import Fills, Unwritten
+from tiered_kv.tiers.gate import Limits, Priority, Room, Waiter
 from tiered_kv.tiers.ledger import Ledger
-from tiered_kv.tiers.memory import HostTier, MemoryTier
 from tiered_kv.tiers.owned import OwnedTier
 from tiered_kv.tiers.shared import SharedTier
 from tiered_kv.tiers.storage import StorageTier
 from tiered_kv.tiers.tasks import Tasks
+from tiered_kv.tiers.tier import Batch, BookedTier, HostTier, Mask, MemoryTier, Naming, Tier, prefix_of
+from tiered_kv.values.errors import CapacityError
+from tiered_kv.values.events import Emit
+from tiered_kv.values.hints import ReuseHint
+from tiered_kv.values.layout import KVGroup
+from tiered_kv.values.loop_calls import LoopCalls
+from tiered_kv.values.results import TierRun
 
+FROM_ENGINE: Final = 0
+"""As a source of blocks, among the numbers of storage tiers: none of these."""
 _ASKED_AT_ONCE: Final = 1024
 _LEAST_USES: Final = 1 << 12
 _MOST_USES: Final = 1 << 20
@@ -45,7 +43,7 @@ _RESIDENT_WINDOWS, _MOST_RESIDENT_WINDOWS, _FEW_BLOCKS = 4, 64, 256
 """How many windows are moved as one where no storage tier takes part; more only of so few blocks."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Chain:
     """All tiers of one KV group on one rank, fastest first: perhaps a GPU pool, always a host tier, then storage.
 
@@ -56,12 +54,12 @@ class Chain:
         h2d: Streams from the host to the engine's device.
         d2h: Streams back.
         fills: Of its host slots.
-        settling: One future per store that is not in every tier yet.
         through: The storage tiers that get blocks when they are stored.
         back: Those that get them later, from the cleaner.
-        waiting: The blocks that wait, by the memory tier in which they do.
+        unwritten: What the tiers below do not have yet.
+        waiting: The blocks of it that wait, by the memory tier in which they do.
         on_admitted: Called with this chain and blocks that have now been used often enough for a tier that may lack
-            them.
+            them, and when that use came, see `Unwritten`.
         ledger: Of the whole cache.
     """
 
@@ -80,8 +78,7 @@ class Chain:
     limits: Limits
     codec: Codec | None
     ledger: Ledger
-    on_admitted: Callable[["Chain", StorageTier, Batch], None]
-    settling: set["asyncio.Future[Any]"] = field(default_factory=set)
+    on_admitted: Callable[["Chain", StorageTier, Batch, int | None], None]
 
     def __post_init__(self) -> None:
         self.room = Room()
@@ -96,11 +93,14 @@ class Chain:
         window = min(max(_LEAST_USES, 4 * self.host.index.max_slots), _MOST_USES)
         self._admission = Admission(least_uses, window)
         clock = asyncio.get_running_loop().time
-        self.waiting = {tier: Waiting(tier, clock) for tier in self.memory if tier.index.max_slots and self.later(tier)}
+        self.unwritten = Unwritten([tier for tier in self.memory if tier.index.max_slots and self.later(tier)], clock)
+        self.waiting = self.unwritten.waiting
         sources = [*[None for _ in self.memory], *self.storage]
         self.fills = Fills(self.host, sources, self.waiting.get(self.host), self.room, self.tasks)
-        transient = self.host.index.num_transient
-        self.window_blocks = size = max(1, min(self.limits.window_bytes // self.stride_bytes, transient // 4))
+        transient, num_takers = self.host.index.num_transient, len(self.storage) + 1
+        most = transient // max(4, num_takers)
+        self.window_blocks = size = max(1, min(self.limits.window_bytes // self.stride_bytes, most))
+        self._least_share = size if num_takers * size <= transient else 0
         # Between two copies a thread waits for the interpreter, which is at the books of the next: 0.6 ms a window.
         self.resident_blocks = max(_RESIDENT_WINDOWS * size, min(_MOST_RESIDENT_WINDOWS * size, _FEW_BLOCKS))
 
@@ -168,10 +168,10 @@ class Chain:
         for storage in self.storage:
             storage.hint(batch, hint)
 
-    def touch(self, batch: Batch, *, leased: MemoryTier | None = None) -> None:
+    def touch(self, batch: Batch, came: int | None = None, *, leased: MemoryTier | None = None) -> None:
         """Count a use of the blocks in every tier, see `touch_there` and `count_use`."""
         self.touch_there(batch, leased=leased)
-        self.count_use(batch)
+        self.count_use(batch, came)
 
     def touch_there(self, batch: Batch, *, leased: MemoryTier | None = None) -> None:
         """Count a use of the blocks in every tier that has them, so that hot heads do not rot below.
@@ -184,11 +184,14 @@ class Chain:
         for storage in self.storage:
             storage.touch(batch)
 
-    def count_use(self, batch: Batch) -> None:
-        """Count one use of the blocks, for the tiers that want some before they take a block."""
+    def count_use(self, batch: Batch, came: int | None = None) -> None:
+        """Count one use of the blocks, for the tiers that want some before they take a block.
+
+        What these get then came when the use did: now if not said, see `Unwritten`.
+        """
         for number, admitted in self._admission.use(batch.names):
             if admitted.any():
-                self.on_admitted(self, self.storage[number - len(self.memory)], batch[admitted])
+                self.on_admitted(self, self.storage[number - len(self.memory)], batch[admitted], came)
 
     def later(self, tier: MemoryTier) -> list[Tier]:
         """Name the tiers below for which blocks wait in ``tier``: the CPU tier and all below it, or storage tiers."""
@@ -205,38 +208,60 @@ class Chain:
 
     # Slots of the host.
 
-    def reserve(self, tier: MemoryTier, batch: Batch, *, transient: bool = False) -> Reservation | None:
+    def reserve(
+        self, tier: MemoryTier, batch: Batch, *, transient: bool = False, source: int = FROM_ENGINE
+    ) -> Reservation | None:
         """Reserve slots for what is missing of a batch now, or return None."""
         try:
-            reservation = tier.index.reserve(batch.names, transient=transient)
+            reservation = tier.index.reserve(batch.names, transient=transient, taker=source)
         except CapacityError:
             return None
         tier.counters.evicted += len(reservation.evicted)
         return reservation
 
     def reserve_host_now(
-        self, batch: Batch, waiter: Waiter, *, keep: bool, may_pass: bool = True
+        self, batch: Batch, waiter: Waiter, *, keep: bool, may_pass: bool = True, source: int = FROM_ENGINE
     ) -> Reservation | None:
         """Reserve host slots: own ones if the blocks are to stay and there is room, else transient ones, or None.
 
-        Only what has the priority of loads may take the last half of the transient slots. What is to stay takes none,
-        without ``may_pass``: else it may have them where there is no room.
+        Only what has the priority of loads may take the last half of the transient slots. And whatever is read from
+        one storage tier, or comes from the engine, leaves a window of them to each other storage tier that has less:
+        so no load waits for slots that are held up by a tier which it does not need.
+
+        Args:
+            batch: The blocks.
+            waiter: Who wants them.
+            keep: Whether they are to stay.
+            may_pass: Whether blocks that are to stay may have transient slots where there is no room.
+            source: The number of the storage tier that they come from; of several, the lowest one's.
         """
         if keep and (reservation := self.reserve(self.host, batch)) is not None:
             return reservation
         if keep and not may_pass:
             return None
-        free = self.host.index.num_transient_free
-        usable = free if waiter.priority is Priority.LOAD else free - self.host.index.num_transient // 2
+        index = self.host.index
+        kept = 0 if waiter.priority is Priority.LOAD else index.num_transient // 2
+        usable = index.num_transient_free - max(kept, self._set_aside(source))
         if usable < min(len(batch), self.window_blocks):
             return None
-        return self.reserve(self.host, batch, transient=True)
+        return self.reserve(self.host, batch, transient=True, source=source)
 
-    async def reserve_host(self, batch: Batch, waiter: Waiter, *, keep: bool) -> Reservation:
-        """Wait for host slots. Whoever calls this holds none that it could not give back without these."""
-        return await self.room.acquire(
-            lambda: self.reserve_host_now(batch, waiter, keep=keep), waiter, lambda got: got.close(), len(batch)
-        )
+    async def reserve_host(self, batch: Batch, waiter: Waiter, *, keep: bool, source: int = FROM_ENGINE) -> Reservation:
+        """Wait for host slots, see `reserve_host_now`, in a line of its own for each source.
+
+        Whoever calls this holds none that it could not give back without these.
+        """
+
+        def attempt() -> Reservation | None:
+            return self.reserve_host_now(batch, waiter, keep=keep, source=source)
+
+        return await self.room.acquire(attempt, waiter, lambda got: got.close(), len(batch), lane=source)
+
+    def _set_aside(self, source: int) -> int:
+        """Count the transient slots that are left to the storage tiers other than ``source``."""
+        taken, first = self.host.index.num_transient_taken, len(self.memory)
+        others = (number for number in range(first, len(self.tiers)) if number != source)
+        return sum(max(0, self._least_share - taken(number)) for number in others)
 
     def release(self, *leases: Lease) -> None:
         """Give leases back, and let whoever waits for slots have them."""

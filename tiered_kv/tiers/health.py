@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from tiered_kv.events import Emit, TierResumed, TierStalled, TierTripped
+from tiered_kv.values.events import Emit, TierResumed, TierStalled, TierTripped
 
 _FAILURES_TO_OPEN: Final = 3
 _FIRST_PAUSE_S: Final = 0.25

@@ -12,10 +12,10 @@ from typing import Final, Literal, Protocol
 import numpy as np
 
 from tiered_kv.catalog.books import Change
-from tiered_kv.catalog.history import Fate, History
 from tiered_kv.catalog.index import TierIndex
-from tiered_kv.histogram import Histogram
-from tiered_kv.keys import Names
+from tiered_kv.catalog.uses import Fate, History
+from tiered_kv.values.histogram import Histogram
+from tiered_kv.values.keys import Names
 
 _FATES: Final = 8
 _MOST_DETAILS: Final = 31

@@ -7,26 +7,24 @@ from typing import Final
 
 import numpy as np
 
-from tiered_kv.backend import Backend, BackendContext, RecordShape, Recovered, SlotBackend
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.policies import Policy
 from tiered_kv.catalog.table import first_occurrences
-from tiered_kv.errors import BackendError, BackendUnavailableError, ConfigurationError
-from tiered_kv.events import Emit, TierResumed
-from tiered_kv.loop_calls import LoopCalls
+from tiered_kv.media.backend import Backend, BackendContext, RecordShape, Recovered, SlotBackend
+from tiered_kv.settings.tier_settings import OwnedTierSettings
+from tiered_kv.settings.tier_settings import TierSettings as Settings
 from tiered_kv.system import system
-from tiered_kv.tier_settings import OwnedTierSettings
-from tiered_kv.tier_settings import TierSettings as Settings
-from tiered_kv.tiers.budget import Budget
 from tiered_kv.tiers.calls import Answer, Calls
-from tiered_kv.tiers.exponent import ExponentCodec
+from tiered_kv.tiers.gate import Budget, Wear
 from tiered_kv.tiers.health import StorageHealth
 from tiered_kv.tiers.owned import OwnedTier
-from tiered_kv.tiers.records import Records
+from tiered_kv.tiers.records import ExponentCodec, Records
 from tiered_kv.tiers.shared import SharedTier
 from tiered_kv.tiers.storage import StorageTier, TierParts
 from tiered_kv.tiers.tasks import Tasks, WorkerPool
-from tiered_kv.tiers.wear import Wear
+from tiered_kv.values.errors import BackendError, BackendUnavailableError, ConfigurationError
+from tiered_kv.values.events import Emit, TierResumed
+from tiered_kv.values.loop_calls import LoopCalls
 
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.5, 8.0
 _NOTHING: Final = Recovered(0, np.empty((0, 4), np.uint64), np.empty(0, np.int64))

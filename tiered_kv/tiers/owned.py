@@ -4,38 +4,221 @@ Nothing leaves the books without the medium being told, or that being owed. What
 capacity or damage, the index hands over, and it keeps its slots until the medium has forgotten it: nothing is written
 there before. Who reads it is not waited for, as a restart in between would bring it back. What makes room for a write
 is written over by it, and forgotten if that fails. What is cleared is owed until a checkpoint. `forget` waits for each.
+
+What an owned medium is told to remember: which slots were forgotten, and now and then all that it holds.
+
+One such call at a time: what is forgotten before a checkpoint must not come back by it. Whatever leaves the books
+passes here: the medium is told, or that is owed until a checkpoint that begins later has gone well.
+
+Whole records in an owned tier that its keys do not open: not found, and kept for a start that has the key.
+
+Their slots are withheld: no block is put there. At most an eighth of the tier is kept so, that of the first ones met;
+further ones are forgotten, as broken ones are.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from tiered_kv.backend import Block, Missing, Outcome, SlotBackend
 from tiered_kv.catalog.books import Change
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.leases import Lease
 from tiered_kv.catalog.table import Slots, hash_names
-from tiered_kv.errors import BackendUnavailableError, CapacityError, ConfigurationError, TieredKVError
-from tiered_kv.events import TierFailed
-from tiered_kv.hints import ReuseHint
-from tiered_kv.keys import Names
-from tiered_kv.results import TierFault
-from tiered_kv.specs import LoadStoreSpec
-from tiered_kv.tier_settings import OwnedTierSettings
-from tiered_kv.tiers.base import BookedTier, Mask
-from tiered_kv.tiers.batch import Batch
-from tiered_kv.tiers.budget import Kind, Waiter
+from tiered_kv.media.backend import Block, Missing, Outcome, SlotBackend
+from tiered_kv.settings.tier_settings import OwnedTierSettings
 from tiered_kv.tiers.calls import Answer
-from tiered_kv.tiers.journal import Journal
+from tiered_kv.tiers.gate import Kind, Waiter
 from tiered_kv.tiers.records import Refusals
-from tiered_kv.tiers.refused import Refused
-from tiered_kv.tiers.reports import WriteReport
+from tiered_kv.tiers.shared import Tombstones
 from tiered_kv.tiers.storage import StorageTier, TierParts
-from tiered_kv.tiers.tombstones import Tombstones
+from tiered_kv.tiers.tier import Batch, BookedTier, Mask, WriteReport
+from tiered_kv.values.errors import BackendUnavailableError, CapacityError, ConfigurationError, TieredKVError
+from tiered_kv.values.events import TierFailed
+from tiered_kv.values.hints import ReuseHint
+from tiered_kv.values.keys import Names, rows_of
+from tiered_kv.values.results import TierFault
+from tiered_kv.values.specs import LoadStoreSpec
+
+_SLOTS_AT_ONCE: Final = 4096
+"""Forgotten by one call, unless more were removed at once by name."""
+
+
+class Journal:
+    """Makes these calls for the slots of one tier. Never raises for the medium.
+
+    Attributes:
+        num_owed: Counts what the medium could not be told: it remembers what it should not, and a restart could bring
+            that back.
+        num_paid: How many of these a checkpoint has made up for.
+    """
+
+    def __init__(self, parts: TierParts, backend: SlotBackend) -> None:
+        self.num_owed = self.num_paid = 0
+        self._leaving: deque[tuple[Lease, asyncio.Future[None]]] = deque()
+        self._telling: asyncio.Task[None] | None = None
+        self._backend = backend
+        self._calls = parts.calls
+        self._group = parts.group
+        self._health = parts.health
+        self._tasks = parts.tasks
+        self._turn = asyncio.Lock()
+
+    @property
+    def is_owing(self) -> bool:
+        """Whether the medium remembers what it should not."""
+        return self.num_paid < self.num_owed
+
+    def owe(self) -> None:
+        """Take note that the medium remembers what it should not."""
+        self.num_owed += 1
+
+    def tell(self, left: Lease) -> "asyncio.Future[None]":
+        """Have the medium forget what has left the books, and release the lease once it has, or that is owed.
+
+        Returns:
+            What is done by then.
+        """
+        told: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._leaving.append((left, told))
+        if self._telling is None or self._telling.done():
+            self._telling = self._tasks.spawn(self._tell(), f"forget blocks of {self._health.name}")
+        return told
+
+    async def _tell(self) -> None:
+        """Forget what leaves, a bounded number of slots at a time, however often some do."""
+        while self._leaving:
+            parts, num_slots = [], 0
+            while self._leaving and num_slots < _SLOTS_AT_ONCE:
+                parts.append(self._leaving.popleft())
+                num_slots += len(parts[-1][0].slots)
+            try:
+                await self.forget(np.concatenate([left.slots for left, _ in parts]))
+            finally:
+                for left, told in parts:
+                    left.release()
+                    told.set_result(None)
+
+    async def forget(self, slots: Slots, on_late: Callable[[], None] | None = None) -> None:
+        """Have the medium forget what is in some slots, which nobody uses until this returns."""
+        if not len(slots):
+            return
+        is_well = False
+        try:
+            is_well = await self._note("forget", len(slots), lambda: self._backend.forget(self._group, slots), on_late)
+        finally:
+            if not is_well:
+                self.owe()
+
+    async def checkpoint(self, held: Callable[[], tuple[Names, Slots]], num_blocks: int, *, sync: bool) -> bool:
+        """Have the medium remember what ``held`` says when its turn has come; say whether that went well, and in time.
+
+        Nobody waits for a call that is late, or whose wait is cancelled: it goes on in a task of the cache.
+        """
+        late = asyncio.get_running_loop().create_future()
+
+        async def call() -> None:
+            num_owed = self.num_owed  # what comes later may be among what is held now
+            await self._backend.checkpoint(self._group, *held(), sync=sync)
+            self.num_paid = max(self.num_paid, num_owed)
+
+        noting = self._tasks.spawn(
+            self._note("checkpoint", num_blocks, call, lambda: late.set_result(None)),
+            f"checkpoint {self._health.name}",
+        )
+        await asyncio.wait({noting, late}, return_when=asyncio.FIRST_COMPLETED)
+        return not late.done() and not noting.cancelled() and noting.result()
+
+    async def _note(
+        self, doing: str, num_blocks: int, call: Callable[[], Awaitable[None]], on_late: Callable[[], None] | None
+    ) -> bool:
+        """Make a call when its turn has come; say whether it went well. It is given up if its turn is late."""
+        timeout_s = self._health.timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._turn.acquire()
+        except TimeoutError:
+            error = f"its turn has not come within {timeout_s:g} s: another call hangs"
+            self._health.emit(TierFailed(self._health.name, doing, error, num_blocks))
+            return False
+        try:
+            answer = await self._calls.make(doing, call, num_blocks=num_blocks, on_late=on_late)
+        finally:
+            self._turn.release()
+        return answer.is_well
+
+
+_MOST_PARTS: Final = 8
+
+
+class Refused:
+    """Which records those are, by name. For the event loop's thread."""
+
+    def __init__(self) -> None:
+        self._slots: dict[bytes, int] = {}
+        self._being_forgotten: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def keep(self, names: Names, slots: Slots, num_slots: int) -> NDArray[np.bool_]:
+        """Keep records that have just been refused; say which.
+
+        Args:
+            names: ``(n, 4)``.
+            slots: Where they are.
+            num_slots: Of the tier.
+        """
+        most, kept = num_slots // _MOST_PARTS, np.zeros(len(names), np.bool_)
+        for i, (name, slot) in enumerate(zip(rows_of(names), slots.tolist(), strict=True)):
+            if name not in self._slots and len(self._slots) < most:
+                self._slots[name] = slot
+            kept[i] = self._slots.get(name) == slot
+        return kept
+
+    def take(self, names: Names) -> Slots:
+        """Keep these no longer; return the slots of those that were kept, which are withheld until `forgotten`."""
+        if not self._slots:
+            return np.empty(0, np.int64)
+        found = [slot for name in rows_of(names) if (slot := self._slots.pop(name, -1)) >= 0]
+        self._being_forgotten.update(found)
+        return np.array(found, np.int64)
+
+    def forgotten(self, slots: Slots) -> None:
+        """Withhold slots of `take` no longer."""
+        self._being_forgotten.difference_update(slots.tolist())
+
+    def drop_beyond(self, num_slots: int, lost: NDArray[np.bool_] | None) -> Slots:
+        """Keep none in slots that the tier does not have any more, or that its medium has lost; say in which."""
+        gone = [n for n, at in self._slots.items() if at >= num_slots or (lost is not None and bool(lost[at]))]
+        return np.array([self._slots.pop(name) for name in gone], np.int64)
+
+    def withheld(self, lost: NDArray[np.bool_] | None, max_slots: int) -> NDArray[np.bool_] | None:
+        """Say of each slot whether no block is to be put there: where these are, or the medium has lost it.
+
+        Takes time in the size of the tier, some 4 ms a million slots: for when the medium has lost some.
+
+        None: blocks may be put everywhere.
+        """
+        if not self._slots and not self._being_forgotten:
+            return lost
+        is_withheld = np.zeros(max_slots, np.bool_) if lost is None else lost.copy()
+        is_withheld[[*self._slots.values(), *self._being_forgotten]] = True
+        return is_withheld
+
+    def all(self) -> tuple[Names, Slots]:
+        """Return the names and slots of all."""
+        names = np.frombuffer(b"".join(self._slots), np.uint64).reshape(-1, 4)
+        return names, np.fromiter(self._slots.values(), np.int64, len(self._slots))
+
+    def clear(self) -> None:
+        """Keep none."""
+        self._slots.clear()
 
 
 class OwnedTier(StorageTier, BookedTier):
@@ -198,8 +381,7 @@ class OwnedTier(StorageTier, BookedTier):
         kept = np.zeros(len(names), np.bool_)
         if is_refused.any():
             kept[is_refused] = self._refused.keep(names[is_refused], slots[is_refused], self.index.num_slots)
-            self.index.remove(names[kept], Change.CORRUPT, has_left=False)
-            self._withhold()
+            self.index.remove(names[kept], Change.CORRUPT, withhold=True)
         self.index.remove(names[~kept], Change.CORRUPT)
         return len(broken)
 
@@ -213,7 +395,17 @@ class OwnedTier(StorageTier, BookedTier):
         with self._is_writing(names):
             await self._journal.forget(slots)
         self._refused.forgotten(slots)
-        self._withhold()
+        self._use_again(slots)
+
+    def _drop_refused(self, lost: NDArray[np.bool_] | None) -> Slots:
+        """Keep no record where the tier has no slot any more, or its medium has lost it; say where some were."""
+        if len(gone := self._refused.drop_beyond(self.index.num_slots, lost)):
+            self._journal.owe()  # `forget` finds them nowhere now
+        return gone
+
+    def _use_again(self, slots: Slots) -> None:
+        """Put blocks again where no record is kept any more, unless the medium has lost that place meanwhile."""
+        self.index.use_again(slots if self._missing is None else slots[~self._missing.slots[slots]])
 
     def lacks(self, batch: Batch) -> Mask:
         """See `StorageTier.lacks`."""
@@ -301,7 +493,7 @@ class OwnedTier(StorageTier, BookedTier):
         if missing is self._missing:
             return
         self._missing = missing
-        self._refused.drop_beyond(self.index.num_slots, None if missing is None else missing.slots)
+        self._drop_refused(None if missing is None else missing.slots)
         num_lost = self._withhold()
         self.counters.failed += num_lost
         if missing is not None:
@@ -335,7 +527,7 @@ class OwnedTier(StorageTier, BookedTier):
             for each, at in self._in_write.values()
             if (still := (self.index.find(each)[0] == at) & ~self.index.ready(each)).any()
         ]
-        self._refused.drop_beyond(self.index.num_slots, None)
+        self._use_again(self._drop_refused(None))
         parts = [self._refused.all(), (names, slots), *writing]
         return np.concatenate([each for each, _ in parts]), np.concatenate([at for _, at in parts])
 

@@ -18,10 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.catalog.table import Slots
-from tiered_kv.keys import BlockKeys
-from tiered_kv.tiers.base import BookedTier, Mask, prefix_of
-from tiered_kv.tiers.batch import Batch
 from tiered_kv.tiers.chain import Chain
+from tiered_kv.tiers.tier import Batch, BookedTier, Mask, prefix_of
+from tiered_kv.values.keys import BlockKeys, rows_of
 
 _ENDED_AT_ONCE: Final = 64
 """Pins whose time is up: what is left of them is for the next turn of the event loop."""
@@ -94,7 +93,7 @@ class Pins:
         so for the longer of the two times.
         """
         until = asyncio.get_running_loop().time() + ttl_s
-        hashes, salt = _hashes(keys), keys.salt_id
+        hashes, salt = rows_of(keys.words), keys.salt_id
         chosen = []
         for chain, batch in parts:
             self._drop_stale(chain, salt, batch, hashes)
@@ -113,14 +112,14 @@ class Pins:
 
     def unpin(self, parts: Sequence[tuple[Chain, Batch]], keys: BlockKeys) -> None:
         """Let go of these blocks, of whatever weights; those not pinned are no error."""
-        hashes = _hashes(keys)
+        hashes = rows_of(keys.words)
         for chain, _ in parts:
             self._drop(hashes, self._find(chain, keys.salt_id, hashes).pins)
         self._set_timer()
 
     def is_pinned(self, chain: Chain, batch: Batch, keys: BlockKeys) -> Mask:
         """Say of each block whether it is pinned, and can still be found."""
-        found = self._find(chain, keys.salt_id, _hashes(keys))
+        found = self._find(chain, keys.salt_id, rows_of(keys.words))
         return (found.pins >= 0) & ~_stale(chain, batch, found)
 
     def close(self) -> None:
@@ -248,8 +247,3 @@ def _stale(chain: Chain, batch: Batch, found: _Found) -> Mask:
             slots, _ = tier.index.find(batch.names[at])
             stale[at] = slots != found.slots[at]
     return stale
-
-
-def _hashes(keys: BlockKeys) -> list[bytes]:
-    hashes: list[bytes] = keys.words.view("V32").ravel().tolist()  # at a twentieth of what iterating over keys takes
-    return hashes

@@ -1,25 +1,272 @@
-"""A tier that finds and evicts for itself, and that others may share: what it says it has, a read decides."""
+"""A tier that finds and evicts for itself, and that others may share: what it says it has, a read decides.
+
+What a shared tier has said of blocks lately, for engines that ask key by key, every step, and cannot wait.
+
+Any thread may look: what is not known is to be asked, by whoever is told so first. An answer is forgotten after a
+second, and as soon as something happens that it does not know of.
+
+Blocks of a shared tier that are said to be there and could not be read: absent for a while, each time for longer.
+
+So a block that is broken or lost costs one load now and then, not every load. A store in that while finds it absent and
+writes it anew, which is how it is repaired; only what is broken a second time is to be deleted, for the bytes may be
+right on the medium and others may read them. Decides at once, never waits; all time comes from ``clock``.
+
+What was evicted while its medium could not be told: absent, whatever the medium says, until it has been told.
+
+Pure data; for the event loop's thread.
+"""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from tiered_kv.backend import Backend, Block, Outcome
-from tiered_kv.results import TierFault
-from tiered_kv.specs import LoadStoreSpec
-from tiered_kv.tiers.answers import Answers
-from tiered_kv.tiers.base import Mask
-from tiered_kv.tiers.batch import Batch
-from tiered_kv.tiers.budget import Kind, Waiter
+from tiered_kv.media.backend import Backend, Block, Outcome
+from tiered_kv.system import system
 from tiered_kv.tiers.calls import Answer, outcomes_problem
-from tiered_kv.tiers.reports import WriteReport
+from tiered_kv.tiers.gate import Kind, Waiter
 from tiered_kv.tiers.storage import StorageTier, TierParts
-from tiered_kv.tiers.suspects import Suspects
-from tiered_kv.tiers.tombstones import Tombstones
+from tiered_kv.tiers.tier import Batch, Mask, WriteReport
+from tiered_kv.values.keys import Names, Namespace, rows_of
+from tiered_kv.values.results import BlockState, TierFault
+from tiered_kv.values.specs import LoadStoreSpec
+
+_KEPT_S: Final = 1.0
+_MOST_NAMES: Final = 1 << 16
+_MISS, _ASKING, _HIT = int(BlockState.MISS), int(BlockState.ASKING), int(BlockState.HIT)
+
+
+class Answers:
+    """What one tier has said, of at most ``most_names`` blocks: the oldest answers go first."""
+
+    def __init__(self, clock: Callable[[], float], asking_s: float, *, most_names: int = _MOST_NAMES) -> None:
+        """Know nothing; what whoever looked has not begun to ask after ``asking_s``, the next one is to ask."""
+        self._clock = clock
+        self._asking_s = asking_s
+        self._most_names = most_names
+        self._said: OrderedDict[bytes, tuple[int, float, object]] = OrderedDict()  # the state, until when, the question
+        self._lock = system().rlock()  # re-entrant: a signal's handler may look while its thread does
+
+    def look(self, names: Names) -> tuple[NDArray[np.int8], Mask]:
+        """Say what is known, a `BlockState` each (MISS, ASKING or HIT), and which blocks the caller is to ask for."""
+        states, to_ask = np.full(len(names), _ASKING, np.int8), np.zeros(len(names), np.bool_)
+        now = self._clock()
+        with self._lock:
+            for i, name in enumerate(rows_of(names)):
+                state, until, _ = self._said.get(name, (_ASKING, now, None))
+                if until > now:
+                    states[i] = state
+                else:
+                    to_ask[i] = True
+                    self._say(name, _ASKING, now + self._asking_s, None)
+        return states, to_ask
+
+    def ask(self, names: Names) -> object:
+        """Note that these are being asked for, however long it takes; return the question, for `take`."""
+        question = object()
+        with self._lock:
+            for name in rows_of(names):
+                self._say(name, _ASKING, math.inf, question)
+        return question
+
+    def take(self, names: Names, is_there: Mask, question: object) -> None:
+        """Keep what was said to a question, but of blocks of which something has happened since it was asked."""
+        until = self._clock() + _KEPT_S
+        with self._lock:
+            for name, there in zip(rows_of(names), is_there.tolist(), strict=True):
+                if name in self._said and self._said[name][2] is question:
+                    self._say(name, _HIT if there else _MISS, until, None)
+
+    def forget(self, names: Names) -> None:
+        """Believe no older answer."""
+        with self._lock:
+            for name in rows_of(names) if self._said else ():
+                self._said.pop(name, None)
+
+    def doubt(self, names: Names) -> None:
+        """Believe no longer that these are there; who asks for them goes on."""
+        with self._lock:
+            for name in rows_of(names) if self._said else ():
+                if name in self._said and self._said[name][0] == _HIT:
+                    del self._said[name]
+
+    def _say(self, name: bytes, state: int, until: float, question: object) -> None:
+        self._said[name] = state, until, question
+        self._said.move_to_end(name)
+        if len(self._said) > self._most_names:
+            self._said.popitem(last=False)
+
+
+_MOST_KEYS: Final = 1024
+_FAILURES: Final = 3
+"""In a row, before a block that is neither read nor broken is taken for absent."""
+_FIRST_PAUSE_S: Final = 0.5
+_LONGEST_PAUSE_S: Final = 4.0
+"""So that what can be read again is in use again within five seconds, as a tier is."""
+_REPAIR_S: Final = 60.0
+"""How long a broken block is absent: an engine that misses it has computed and stored it by then."""
+_MEMORY_S: Final = 60.0
+
+
+@dataclass(slots=True)
+class _Suspect:
+    num_failures: int = 0
+    is_corrupt: bool = False
+    pause_s: float = 0.0
+    absent_until: float = 0.0
+    seen_at: float = 0.0
+
+
+class Suspects:
+    """The blocks of one tier that did not go well lately, at most ``most_keys`` of them: the oldest go first."""
+
+    def __init__(self, clock: Callable[[], float], *, most_keys: int = _MOST_KEYS) -> None:
+        self._clock = clock
+        self._most_keys = most_keys
+        self._suspects: OrderedDict[bytes, _Suspect] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._suspects)
+
+    def absent(self, names: Names) -> NDArray[np.bool_]:
+        """Say which blocks to take for absent now, whatever the medium says."""
+        if not self._suspects:
+            return np.zeros(len(names), np.bool_)
+        now = self._clock()
+        found = (self._suspects.get(name.tobytes()) for name in names)
+        return np.array([each is not None and now < each.absent_until for each in found], np.bool_)
+
+    def broken(self, names: Names) -> NDArray[np.bool_]:
+        """Say which of these are absent because their bytes were not what they should be."""
+        is_broken = self.absent(names)
+        for n in np.flatnonzero(is_broken):
+            is_broken[n] = self._suspects[names[n].tobytes()].is_corrupt
+        return is_broken
+
+    def saw(self, names: Names, outcomes: Sequence[Outcome]) -> NDArray[np.bool_]:
+        """Take into account how reads of blocks went that the medium had said it has.
+
+        Returns:
+            Which blocks were broken before, too, with no write in between: delete them.
+        """
+        delete = np.zeros(len(names), np.bool_)
+        if outcomes.count(Outcome.FAILED) == len(outcomes) > 1:
+            return delete  # the medium's trouble, not these blocks': the breaker's to count
+        for n, outcome in enumerate(outcomes):
+            if outcome is Outcome.HIT:
+                if self._suspects:
+                    self._suspects.pop(names[n].tobytes(), None)
+            else:
+                delete[n] = self._went_badly(names[n].tobytes(), is_corrupt=outcome is Outcome.CORRUPT)
+        return delete
+
+    def wrote(self, names: Names) -> None:
+        """Trust blocks again that were written anew."""
+        if self._suspects:
+            for name in names:
+                self._suspects.pop(name.tobytes(), None)
+
+    def _went_badly(self, name: bytes, *, is_corrupt: bool) -> bool:
+        now = self._clock()
+        suspect = self._suspects.pop(name, None)
+        if suspect is None or (now - suspect.seen_at > _MEMORY_S and not suspect.is_corrupt):
+            suspect = _Suspect()
+        self._suspects[name] = suspect
+        if len(self._suspects) > self._most_keys:
+            self._suspects.popitem(last=False)
+        suspect.num_failures += 1
+        suspect.seen_at = now
+        was_corrupt = suspect.is_corrupt
+        if is_corrupt:
+            suspect.is_corrupt = True
+            suspect.absent_until = now + _REPAIR_S
+        elif suspect.num_failures >= _FAILURES:
+            suspect.pause_s = min(max(_FIRST_PAUSE_S, 2 * suspect.pause_s), _LONGEST_PAUSE_S)
+            suspect.absent_until = max(suspect.absent_until, now + suspect.pause_s)
+        return is_corrupt and was_corrupt
+
+
+class Tombstones:
+    """The blocks of one tier that were evicted: those evicted last, and ``most_names`` in all if that is more.
+
+    Attributes:
+        serial: Counts evictions, so that what lifts a tombstone lifts none that came after it.
+        num_lost: How many went for want of room: they may be found again if their medium never heard of them.
+        is_cleared: All that was there before is evicted.
+    """
+
+    def __init__(self, *, most_names: int = _MOST_NAMES) -> None:
+        self.serial = 0
+        self.num_lost = 0
+        self.is_cleared = False
+        self._most_names = most_names
+        # Three of the same names, not one of tuples: these make the garbage collector walk the whole process.
+        self._serials = OrderedDict[bytes, int]()
+        self._spaces = dict[bytes, Namespace]()
+        self._positions = dict[bytes, int]()
+
+    def __bool__(self) -> bool:
+        return self.is_cleared or bool(self._serials)
+
+    def add(self, batch: Batch) -> None:
+        """Take blocks for absent from now on."""
+        self.serial += 1
+        names = rows_of(batch.names)
+        self._drop(names)  # so that what is evicted again is the last to go
+        for name in names:  # its update() makes a tuple of each
+            self._serials[name] = self.serial
+        self._spaces.update(dict.fromkeys(names, batch.namespace))
+        self._positions.update(zip(names, batch.positions.tolist(), strict=True))
+        num_lost = max(0, len(self._serials) - max(self._most_names, len(batch)))
+        self._drop(list(islice(self._serials, num_lost)))
+        self.num_lost += num_lost
+
+    def add_all(self) -> None:
+        """Take everything that was there before for absent."""
+        self.serial += 1
+        self.is_cleared = True
+        for each in (self._serials, self._spaces, self._positions):
+            each.clear()
+
+    def lift(self, batch: Batch, serial: int) -> None:
+        """Believe the medium again: it has forgotten these blocks, or has them anew, since eviction ``serial``."""
+        if self._serials:
+            self._drop([name for name in rows_of(batch.names) if self._serials.get(name, serial + 1) <= serial])
+
+    def holds(self, batch: Batch) -> NDArray[np.bool_]:
+        """Say which blocks are to be taken for absent."""
+        if not self._serials:
+            return np.zeros(len(batch), np.bool_)
+        return np.array([name in self._serials for name in rows_of(batch.names)], np.bool_)
+
+    def names(self) -> Names | None:
+        """Return the names of all these blocks; None if there are none."""
+        return _names(self._serials) if self._serials else None
+
+    def oldest(self, most: int) -> Batch | None:
+        """Return up to ``most`` of the blocks that wait longest, of one namespace; None if there are none."""
+        if not self._serials:
+            return None
+        space = self._spaces[next(iter(self._serials))]
+        taken = [name for name in islice(self._serials, most) if self._spaces[name] == space]
+        return Batch(space, _names(taken), np.array([self._positions[name] for name in taken], np.int64))
+
+    def _drop(self, names: list[bytes]) -> None:
+        for each in (self._serials, self._spaces, self._positions):
+            for name in names if each else ():
+                each.pop(name, None)
+
+
+def _names(rows: Iterable[bytes]) -> Names:
+    return np.frombuffer(b"".join(rows), np.uint64).reshape(-1, 4)
+
 
 _DELETED_AT_ONCE: Final = 1024
 _ASKED_AT_ONCE: Final = 1024
@@ -220,16 +467,22 @@ class SharedTier(StorageTier):
             )
 
     async def _delete_evicted(self, batch: Batch, serial: int, num_lost: int) -> None:
-        """Delete what nobody writes or has written since ``serial``, when ``num_lost`` tombstones were lost."""
+        """Delete what nobody writes or has written since ``serial``, when ``num_lost`` tombstones were lost.
+
+        Part by part, so that no turn of the loop takes long. After a part that fails the rest waits for `tick`.
+        """
         if self.settings.read_only:
             return
-        await self._until_written(batch.names)
-        if self._evicted.num_lost == num_lost:  # else there is no telling what was written since
-            batch = batch[self._evicted.holds(batch)]
-        if len(batch):
-            await self._delete(batch, serial)
+        for start in range(0, len(batch), _DELETED_AT_ONCE):
+            part = batch[start : start + _DELETED_AT_ONCE]
+            await self._until_written(part.names)
+            if self._evicted.num_lost == num_lost:  # else there is no telling what was written since
+                part = part[self._evicted.holds(part)]
+            if len(part) and not await self._delete(part, serial):
+                return
 
-    async def _delete(self, batch: Batch, serial: int) -> None:
+    async def _delete(self, batch: Batch, serial: int) -> bool:
+        """Have the medium delete blocks; say whether it did."""
         keys, deletion = batch.keys(), object()
         self._deleting[deletion] = batch
         try:
@@ -238,12 +491,13 @@ class SharedTier(StorageTier):
             del self._deleting[deletion]
         if answer.is_well:
             self._evicted.lift(batch, serial)
+        return answer.is_well
 
     def _is_being_deleted(self, batch: Batch) -> Mask:
         busy = np.zeros(len(batch), np.bool_)
         if self._deleting:
-            names = {name.tobytes() for each in self._deleting.values() for name in each.names}
-            busy |= [name.tobytes() in names for name in batch.names]
+            names = {name for each in self._deleting.values() for name in rows_of(each.names)}
+            busy |= [name in names for name in rows_of(batch.names)]
         return busy
 
     def _forget_later(self, batch: Batch) -> None:

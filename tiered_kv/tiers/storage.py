@@ -15,26 +15,21 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.backend import Block, Outcome, RecordShape
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.table import hash_names
-from tiered_kv.events import BlocksCorrupted, BlocksNotEncoded, RecordsRefused
-from tiered_kv.hints import ReuseHint
-from tiered_kv.keys import BlockKey, Names
-from tiered_kv.results import TierFault
-from tiered_kv.specs import LoadStoreSpec
-from tiered_kv.tier_settings import TierSettings
-from tiered_kv.tiers.base import Mask, Tier
-from tiered_kv.tiers.batch import Batch
-from tiered_kv.tiers.budget import Budget, Give, Kind, Waiter
+from tiered_kv.media.backend import Block, Outcome, RecordShape
+from tiered_kv.settings.tier_settings import TierSettings
 from tiered_kv.tiers.calls import Calls, outcomes_problem
-from tiered_kv.tiers.exponent import ExponentCodec
+from tiered_kv.tiers.gate import Budget, Give, Kind, ReadSpeed, Waiter, Wear
 from tiered_kv.tiers.health import StorageHealth
-from tiered_kv.tiers.records import Encoded, Records, Refusals, Staging
-from tiered_kv.tiers.reports import WriteReport
-from tiered_kv.tiers.speed import ReadSpeed
+from tiered_kv.tiers.records import Encoded, ExponentCodec, Records, Refusals, Staging
 from tiered_kv.tiers.tasks import Tasks
-from tiered_kv.tiers.wear import Wear
+from tiered_kv.tiers.tier import Batch, Mask, Tier, WriteReport
+from tiered_kv.values.events import BlocksCorrupted, BlocksNotEncoded, RecordsRefused
+from tiered_kv.values.hints import ReuseHint
+from tiered_kv.values.keys import BlockKey, Names
+from tiered_kv.values.results import TierFault
+from tiered_kv.values.specs import LoadStoreSpec
 
 READ: Final = frozenset({Outcome.HIT, Outcome.MISS, Outcome.CORRUPT, Outcome.FAILED})
 _KEYS_TOLD: Final = 8
@@ -156,16 +151,21 @@ class StorageTier(Tier):
         kind: Kind,
     ) -> WriteReport:
         """Encode and write the blocks that are still wanted when their turn has come."""
-        if not self._wear.may_write():
+        num_bytes, num_worn = self._num_bytes(len(batch)), 0
+        if not self._wear.take(num_bytes):
             self.counters.held_back += len(batch)
             return WriteReport.nothing_of(len(batch))
-        if (give_back := await self.take(len(batch), Waiter(kind))) is None:
-            return WriteReport.nothing_of(len(batch))
         try:
-            report = await self._write_blocks(batch, blocks, is_wanted(), _both(give_back, on_late), kind)
+            if (give_back := await self.take(len(batch), Waiter(kind))) is None:
+                return WriteReport.nothing_of(len(batch))
+            num_worn = num_bytes  # unless it is known better in the end
+            try:
+                report = await self._write_blocks(batch, blocks, is_wanted(), _both(give_back, on_late), kind)
+            finally:
+                give_back()
+            num_worn = self._num_bytes(int(np.count_nonzero(report.written)))
         finally:
-            give_back()
-        self._wear.wrote(self._num_bytes(int(np.count_nonzero(report.written))))
+            self._wear.give_back(num_bytes - num_worn)
         return report
 
     @abstractmethod

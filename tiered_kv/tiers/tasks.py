@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from tiered_kv.log import log
-from tiered_kv.loop_calls import LoopCalls, carried
 from tiered_kv.system import Queue, system
-from tiered_kv.tiers.budget import Priority
+from tiered_kv.tiers.gate import Priority
+from tiered_kv.values.log import log
+from tiered_kv.values.loop_calls import LoopCalls, carried
 
 T = TypeVar("T")
 _Call = tuple[Callable[..., Any], tuple[object, ...], "asyncio.Future[Any]"]

@@ -1,6 +1,6 @@
 """Traces: which blocks requests asked for, and when. Hashes only; no torch, no cache."""
 
-from tiered_kv.traces.reading import BadLine, open_trace, read_trace
+from tiered_kv.traces.reading import BadLine, open_trace, read_trace, write_trace
 from tiered_kv.traces.requests import Request, Trace, names_of
 from tiered_kv.traces.synthetic import (
     SYNTHETIC,
@@ -13,7 +13,6 @@ from tiered_kv.traces.synthetic import (
     twice,
     zipf_prompts,
 )
-from tiered_kv.traces.writing import write_trace
 
 __all__ = [
     "SYNTHETIC",

@@ -7,6 +7,8 @@ blocks 512 tokens. Bailian's times are seconds and its blocks 16 tokens, and it 
 
 Sources: the trace release of R. Qin et al., "Mooncake", FAST 2025; the Qwen-Bailian anonymous dataset of "KVCache Cache
 in the Wild", USENIX ATC 2025.
+
+Writing a trace, as `read_trace` reads it: Mooncake's format, with ``block_size`` and what else is known.
 """
 
 import gzip
@@ -14,7 +16,7 @@ import inspect
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -22,9 +24,9 @@ from urllib.parse import parse_qsl
 
 import numpy as np
 
-from tiered_kv.errors import ConfigurationError
 from tiered_kv.traces.requests import Ids, Request, Trace
 from tiered_kv.traces.synthetic import SYNTHETIC
+from tiered_kv.values.errors import ConfigurationError
 
 Format = Literal["mooncake", "bailian"]
 
@@ -207,3 +209,34 @@ def _ids(line: Mapping[str, Any]) -> Ids:
     if ids.dtype != np.int64 or ids.ndim != 1 or (ids.size and ids.min() < 0):
         raise _BadLineError("hash_ids must be ints from 0 to 2**63 - 1")
     return ids
+
+
+def write_trace(path: Path, trace: Trace) -> None:
+    """Write a trace; gzip if the path ends in ``.gz``.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    with path.open("wb") as raw:
+        if path.suffix == ".gz":
+            with gzip.GzipFile(fileobj=raw, mode="wb", mtime=0, filename="") as packed:  # equal traces, equal files
+                packed.writelines(lines_of(trace.requests, trace.block_size))
+        else:
+            raw.writelines(lines_of(trace.requests, trace.block_size))
+
+
+def lines_of(requests: Iterable[Request], block_size: int) -> Iterable[bytes]:
+    """Yield the line of each request."""
+    for each in requests:
+        line: dict[str, object] = {
+            "timestamp": round(each.at_s * 1e3, 3),
+            "input_length": each.input_tokens,
+            "output_length": each.output_tokens,
+            "hash_ids": each.ids.tolist(),
+            "block_size": block_size,
+        }
+        if each.session is not None:
+            line |= {"session": each.session, "turn": each.turn}
+        if each.category:
+            line["type"] = each.category
+        yield json.dumps(line).encode() + b"\n"

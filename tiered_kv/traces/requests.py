@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.keys import Names
+from tiered_kv.values.keys import Names
 
 Ids = NDArray[np.int64]
 """Names of the blocks of one prompt in order, ``(n,)``: equal ids are the same block after the same prefix."""

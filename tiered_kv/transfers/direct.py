@@ -12,12 +12,11 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.results import TierFault
-from tiered_kv.tiers.base import prefix_of
-from tiered_kv.tiers.batch import Batch
-from tiered_kv.tiers.budget import Kind, Waiter
+from tiered_kv.tiers.gate import Kind, Waiter
+from tiered_kv.tiers.tier import Batch, prefix_of
 from tiered_kv.transfers.load import Copied, Load
 from tiered_kv.transfers.window import Landed, Window
+from tiered_kv.values.results import TierFault
 
 
 class DirectLoad(Load):

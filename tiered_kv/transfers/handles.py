@@ -12,11 +12,10 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 
 from anyio import CancelScope
 
-from tiered_kv.errors import ClosedError, ConfigurationError
-from tiered_kv.memory.lanes import Lane, LaneCopy
-from tiered_kv.memory.waiting import wait_in
-from tiered_kv.results import LoadResult
+from tiered_kv.memory.lanes import Lane, LaneCopy, wait_in
 from tiered_kv.system import system
+from tiered_kv.values.errors import ClosedError, ConfigurationError
+from tiered_kv.values.results import LoadResult
 
 T = TypeVar("T")
 LAST_COPIES_S: Final = 0.1

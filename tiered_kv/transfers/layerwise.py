@@ -14,16 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.catalog.leases import Reservation
-from tiered_kv.errors import ConfigurationError
 from tiered_kv.memory.lanes import LaneCopy, RevokedError
-from tiered_kv.results import StoreResult
-from tiered_kv.tiers.batch import Batch
-from tiered_kv.tiers.budget import Kind, Waiter
-from tiered_kv.tiers.memory import MemoryTier
+from tiered_kv.tiers.gate import Kind, Waiter
+from tiered_kv.tiers.tier import Batch, MemoryTier
 from tiered_kv.transfers.load import Copied, Load
 from tiered_kv.transfers.requests import LoadRequest, StoreRequest
 from tiered_kv.transfers.store import Placed, Store
 from tiered_kv.transfers.window import Landed, Window
+from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.results import StoreResult
 
 LAYERS_A_TURN: Final = 16
 """Of a load that are enqueued in one turn of the event loop: a launch each, of 20 to 60 us..."""
@@ -139,7 +138,7 @@ class LayerStore(Store):
         """Wait for the layers; see `Store.run`."""
         loop = asyncio.get_running_loop()
         started = loop.time()
-        self._chain.count_use(self._batch)
+        self._chain.count_use(self._batch, self._came)
         deadline = started + self._chain.limits.store_timeout_s
         try:
             if self._placed:

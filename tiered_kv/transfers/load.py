@@ -15,19 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.catalog.leases import Reservation
-from tiered_kv.errors import ConfigurationError
-from tiered_kv.events import BlocksLoaded
 from tiered_kv.memory.copies import copy_rows
 from tiered_kv.memory.lanes import LaneCopy, RevokedError
-from tiered_kv.results import LoadResult, TierFault
 from tiered_kv.system import system
-from tiered_kv.tiers.base import Mask
-from tiered_kv.tiers.batch import Batch
-from tiered_kv.tiers.budget import Kind, Priority
 from tiered_kv.tiers.chain import Chain
+from tiered_kv.tiers.gate import Kind, Priority
+from tiered_kv.tiers.tier import Batch, Mask
 from tiered_kv.transfers.handles import LoadHandle, Revocable
 from tiered_kv.transfers.requests import LoadRequest
 from tiered_kv.transfers.window import Bringer, Landed, Window
+from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.events import BlocksLoaded
+from tiered_kv.values.results import LoadResult, TierFault
 
 _PACKED: Final = 16
 _TOUCHED_AT_ONCE: Final = 512
@@ -271,10 +270,13 @@ class Load(InTask):
         return num_blocks, np.bincount(numbers, minlength=len(self._chain.tiers)).tolist()
 
 
-async def count_uses(chain: Chain, batch: Batch, priority: Priority = Priority.LOAD) -> None:
-    """Count the use of what was loaded, a part in each turn of the loop: the tail first, as the head goes last."""
+async def count_uses(chain: Chain, batch: Batch, priority: Priority = Priority.LOAD, came: int | None = None) -> None:
+    """Count the use of what was loaded, a part in each turn of the loop: the tail first, as the head goes last.
+
+    It came now, part by part, if not said, see `Unwritten`.
+    """
     for stop in range(len(batch), 0, -_TOUCHED_AT_ONCE):
-        chain.touch(batch[max(0, stop - _TOUCHED_AT_ONCE) : stop])
+        chain.touch(batch[max(0, stop - _TOUCHED_AT_ONCE) : stop], came)
         if stop > _TOUCHED_AT_ONCE:
             with suppress(asyncio.CancelledError):  # all of it is in place
                 await chain.tasks.turn(priority)

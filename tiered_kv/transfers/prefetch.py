@@ -13,17 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.catalog.leases import Lease
-from tiered_kv.errors import ConfigurationError
-from tiered_kv.events import BlocksPrefetched
 from tiered_kv.memory.copies import copy_rows
-from tiered_kv.results import PrefetchResult, TierFault
-from tiered_kv.tiers.batch import Batch
-from tiered_kv.tiers.budget import Kind, Waiter
 from tiered_kv.tiers.chain import Chain
-from tiered_kv.tiers.memory import MemoryTier
+from tiered_kv.tiers.gate import Kind, Waiter
+from tiered_kv.tiers.tier import Batch, MemoryTier
 from tiered_kv.transfers.handles import Handle, Revocable, cancel_each
-from tiered_kv.transfers.presence import Said
-from tiered_kv.transfers.window import Bringer, Landed
+from tiered_kv.transfers.window import Bringer, Landed, Said
+from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.events import BlocksPrefetched
+from tiered_kv.values.results import PrefetchResult, TierFault
 
 _LONG_S: Final = 3600.0
 """What a window may take that nobody waits for; its tiers have time limits of their own."""

@@ -7,15 +7,15 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.hints import ReuseHint
-from tiered_kv.keys import BlockKeys
 from tiered_kv.memory.lanes import Lane
-from tiered_kv.specs import GPULoadStoreSpec
-from tiered_kv.tiers.batch import Batch
-from tiered_kv.tiers.budget import Priority
 from tiered_kv.tiers.chain import Chain
-from tiered_kv.transfers.bindings import EngineMemory
-from tiered_kv.transfers.presence import Said
+from tiered_kv.tiers.gate import Priority
+from tiered_kv.tiers.tier import Batch
+from tiered_kv.transfers.engine_memory import EngineMemory
+from tiered_kv.transfers.window import Said
+from tiered_kv.values.hints import ReuseHint
+from tiered_kv.values.keys import BlockKeys
+from tiered_kv.values.specs import GPULoadStoreSpec
 
 Order = Literal["front", "back"]
 MOST_AT_ONCE: Final = 1024

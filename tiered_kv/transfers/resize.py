@@ -1,14 +1,14 @@
 """Another capacity for a tier, while it is used: step by step, so that no pause grows with the tier."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Final
 
-from tiered_kv.errors import ConfigurationError
-from tiered_kv.tiers.base import BookedTier
 from tiered_kv.tiers.chain import Chain
-from tiered_kv.transfers.cleaner import Cleaner
+from tiered_kv.tiers.tier import BookedTier
+from tiered_kv.transfers.writedown import Cleaner, write_all
+from tiered_kv.values.errors import ConfigurationError
 
 _STEP_SLOTS: Final = 4096
 _STEP_BYTES: Final = 4 << 20
@@ -71,7 +71,7 @@ def slots_within(chains: Sequence[Chain], number: int, capacity_bytes: int) -> i
 
 
 async def resize(
-    chains: Sequence[Chain], cleaners: Sequence[Cleaner], number: int, num_slots: int
+    chains: Sequence[Chain], cleaners: Mapping[Chain, Cleaner], number: int, num_slots: int
 ) -> tuple[int, int, GivenUp | None]:
     """Have a tier hold ``num_slots`` blocks in each chain.
 
@@ -88,8 +88,8 @@ async def resize(
     if num_slots > before:
         stride_bytes = sum(chain.stride_bytes for chain in chains)
         await tiers[0].grow(num_slots, (num_slots - before) * stride_bytes if _gives_back(chains[0]) else 0)
-    for cleaner in cleaners if num_slots < before else ():
-        await cleaner.drain()  # what waits in slots that are given up would be lost
+    if num_slots < before:  # what waits in slots that are given up would be lost
+        await write_all({chain: chain.unwritten.mark() for chain in chains}, cleaners)
     num_evicted, is_given_back = 0, True
     for chain, tier in zip(chains, tiers, strict=True):
         evicted, is_all = await _resize_index(chain, tier, num_slots)

@@ -11,17 +11,16 @@ from functools import partial
 from tiered_kv.catalog.leases import Lease
 from tiered_kv.memory.device import attempt, raise_the_programs
 from tiered_kv.memory.lanes import LaneCopy, RevokedError
-from tiered_kv.results import LoadResult, TierFault
 from tiered_kv.system import system
-from tiered_kv.tiers.memory import MemoryTier
-from tiered_kv.transfers.back import BackLoad
+from tiered_kv.tiers.tier import MemoryTier
 from tiered_kv.transfers.direct import DirectLoad
-from tiered_kv.transfers.gaps import GapLoad
 from tiered_kv.transfers.handles import LAST_COPIES_S, LoadHandle
 from tiered_kv.transfers.layerwise import LayerLoad, LayerStore
 from tiered_kv.transfers.load import Load, check_stop, load_result, overtaken
+from tiered_kv.transfers.load_parts import BackLoad, GapLoad
 from tiered_kv.transfers.requests import MOST_AT_ONCE, LoadRequest, StoreRequest, may_copy_at_once
 from tiered_kv.transfers.store import Store, StoreHandle
+from tiered_kv.values.results import LoadResult, TierFault
 
 
 def start_load(request: LoadRequest) -> LoadHandle:

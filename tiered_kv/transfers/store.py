@@ -14,22 +14,20 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.catalog.history import Fate
 from tiered_kv.catalog.leases import Reservation
-from tiered_kv.errors import ConfigurationError
-from tiered_kv.events import BlocksSettled, BlocksStored
+from tiered_kv.catalog.uses import Fate
 from tiered_kv.memory.device import attempt, raise_the_programs
 from tiered_kv.memory.lanes import LaneCopy, RevokedError
-from tiered_kv.results import StoreResult, TierStore
-from tiered_kv.tiers.batch import Batch
-from tiered_kv.tiers.budget import Kind, Priority, Waiter
 from tiered_kv.tiers.fills import Fill
-from tiered_kv.tiers.memory import MemoryTier
-from tiered_kv.transfers.bindings import EngineMemory
+from tiered_kv.tiers.gate import Kind, Priority, Waiter
+from tiered_kv.tiers.tier import Batch, MemoryTier
+from tiered_kv.transfers.engine_memory import EngineMemory
 from tiered_kv.transfers.handles import LAST_COPIES_S, Handle, Revocable
 from tiered_kv.transfers.requests import MOST_AT_ONCE, StoreRequest, may_copy_at_once
-from tiered_kv.transfers.tally import Tally
-from tiered_kv.transfers.writedown import write_down
+from tiered_kv.transfers.writedown import Tally, write_down
+from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.events import BlocksSettled, BlocksStored
+from tiered_kv.values.results import StoreResult, TierStore
 
 
 class Storing(Protocol):
@@ -109,7 +107,7 @@ class Store(Revocable):
         self._dropped: Counter[str] = Counter()
         self._settled: asyncio.Future[tuple[TierStore, ...]] = asyncio.get_running_loop().create_future()
         self._num_open = 1  # windows still on their way down, and run itself
-        chain.settling.add(self._settled)
+        self._came = chain.unwritten.begin()
 
     async def run(self) -> StoreResult:
         """Copy the blocks out. Ends when the source may be reused; never raises for a tier."""
@@ -117,7 +115,7 @@ class Store(Revocable):
         started, done = loop.time(), 0
         deadline = started + self._chain.limits.store_timeout_s
         try:
-            self._chain.count_use(self._batch)
+            self._chain.count_use(self._batch, self._came)
             if self._is_refused():
                 done = len(self._batch)
             while done < len(self._batch):
@@ -161,7 +159,7 @@ class Store(Revocable):
             return None
         loop = asyncio.get_running_loop()
         started, ended = loop.time(), loop.create_future()
-        chain.count_use(batch)
+        chain.count_use(batch, self._came)
         placed = self._begin(*placing, batch, request.pages)
 
         def end(_: object = None) -> None:
@@ -321,7 +319,7 @@ class Store(Revocable):
         self._tally.add(tier, written=n - num_passing, dropped=num_passing)
         live = slots >= 0  # the others were evicted by name while they were copied: they go no further
         self._tally.add_below(tier, dropped=n - int(np.count_nonzero(live)))
-        write_down(chain, self._tally, tier, batch[live], slots[live], lease, self._close_one)
+        write_down(chain, self._tally, tier, batch[live], slots[live], lease, self._came, self._close_one)
 
     async def _use_present(self) -> None:
         """Count a use of what was there already, a window in each turn of the loop: the tail first, as in a load."""
@@ -342,6 +340,6 @@ class Store(Revocable):
         if not self._num_open and not self._settled.done():
             tiers = self._tally.results()
             self._settled.set_result(tiers)
-            self._chain.settling.discard(self._settled)
+            self._chain.unwritten.end(self._came)
             lost = {each.tier: each.dropped + each.failed for each in tiers if each.dropped + each.failed}
             self._chain.emit(BlocksSettled({each.tier: each.written for each in tiers}, lost))

@@ -15,16 +15,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tiered_kv.errors import ConfigurationError
-from tiered_kv.events import Emit
-from tiered_kv.loop_calls import LoopCalls
 from tiered_kv.memory.caches import PagedCaches
 from tiered_kv.memory.copies import gather_blocks, scatter_blocks
 from tiered_kv.memory.device import Device
 from tiered_kv.memory.host import HostSlab
 from tiered_kv.memory.lanes import Lane, RevokedError, submit_copy
-from tiered_kv.results import SwapResult, TierFault
 from tiered_kv.transfers.handles import Revocable
+from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.events import Emit
+from tiered_kv.values.loop_calls import LoopCalls
+from tiered_kv.values.results import SwapResult, TierFault
 
 Moves = Mapping[int, int] | Iterable[Sequence[int]] | NDArray[np.integer[Any]]
 """``{source: target}``, or ``(source, target)`` pairs in any form."""

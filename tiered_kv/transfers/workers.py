@@ -7,10 +7,10 @@ whoever knows a process by another number, or by none, can watch it all the same
 import asyncio
 from collections.abc import Callable, Collection, Sequence
 
-from tiered_kv.errors import ConfigurationError
-from tiered_kv.integers import as_int
-from tiered_kv.loop_calls import LoopCalls
 from tiered_kv.system import files, system
+from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.integers import as_int
+from tiered_kv.values.loop_calls import LoopCalls
 
 
 class Process:

@@ -3,29 +3,83 @@
 Tiers with ``write="through"`` get them now. For those with ``write="back"`` they wait where they are, and the cleaner
 writes them. They stay leased until the last tier has let go of their memory; a tier that is late is counted as failed
 and not waited for, but keeps what it was lent.
+
+What became of the blocks of one store, in each tier.
+
+The cleaner of a chain: writes blocks that wait in memory to the tiers with ``write="back"``, the oldest first.
+
+It begins when too little of a memory tier could be given to new blocks, or when a block has waited for long enough, and
+heeds a bandwidth of its own. A tier that is bypassed keeps its blocks waiting, and then what is stored is dropped once
+memory is full of them: bounded by the tier, and nothing waits for it but they.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.catalog.history import Fate
 from tiered_kv.catalog.leases import Lease, Reservation
+from tiered_kv.catalog.uses import Fate
 from tiered_kv.memory.copies import copy_rows
 from tiered_kv.memory.lanes import LaneCopy
-from tiered_kv.tiers.base import Mask
-from tiered_kv.tiers.batch import Batch
-from tiered_kv.tiers.budget import Kind, Waiter
 from tiered_kv.tiers.chain import Chain
-from tiered_kv.tiers.fills import Fill
-from tiered_kv.tiers.memory import MemoryTier
-from tiered_kv.tiers.reports import WriteReport
+from tiered_kv.tiers.fills import Fill, Waiting
+from tiered_kv.tiers.gate import Kind, Waiter
 from tiered_kv.tiers.storage import StorageTier
-from tiered_kv.transfers.tally import Tally
+from tiered_kv.tiers.tier import Batch, Mask, MemoryTier, Tier, WriteReport
+from tiered_kv.values.results import TierStore
+
+
+class Tally:
+    """What became of a store's blocks, tier by tier, counted for the store and for the tier at once.
+
+    Covers the tiers that can keep blocks: a host tier with bounce slots only is passed over.
+    """
+
+    def __init__(self, tiers: Sequence[Tier]) -> None:
+        """Count nothing yet in ``tiers``, fastest first."""
+        self._tiers: list[Tier] = [tier for tier in tiers if tier.can_keep]
+        self._order = {tier.name: place for place, tier in enumerate(tiers)}
+        self._counts = {tier.name: [0] * 5 for tier in self._tiers}
+
+    def add(
+        self, tier: Tier, *, written: int = 0, present: int = 0, deferred: int = 0, dropped: int = 0, failed: int = 0
+    ) -> None:
+        """Count blocks in one tier."""
+        if tier.name not in self._counts:
+            return
+        counts = self._counts[tier.name]
+        for place, count in enumerate((written, present, deferred, dropped, failed)):
+            counts[place] += count
+        tier.counters.written += written
+        tier.counters.dropped += dropped
+        tier.counters.failed += failed
+
+    def add_all(self, *, present: int = 0, dropped: int = 0) -> None:
+        """Count blocks in every tier."""
+        for tier in self._tiers:
+            self.add(tier, present=present, dropped=dropped)
+
+    def add_above(self, tier: Tier, *, dropped: int) -> None:
+        """Count blocks in every tier above one."""
+        for each in self._tiers:
+            if self._order[each.name] < self._order[tier.name]:
+                self.add(each, dropped=dropped)
+
+    def add_below(self, tier: Tier, *, dropped: int = 0, failed: int = 0) -> None:
+        """Count blocks in every tier below one."""
+        for each in self._tiers:
+            if self._order[each.name] > self._order[tier.name]:
+                self.add(each, dropped=dropped, failed=failed)
+
+    def results(self) -> tuple[TierStore, ...]:
+        """What became of the blocks, fastest tier first."""
+        return tuple(TierStore(tier, *counts) for tier, counts in self._counts.items())
+
 
 _MOST_TRIES: Final = 3
 """How often the cleaner tries to write a block before it counts as failed."""
@@ -42,6 +96,7 @@ class WriteDown:
         batch: Batch,
         slots: NDArray[np.int64],
         lease: Lease,
+        came: int,
         *,
         to: Sequence[StorageTier] | None = None,
         kind: Kind = Kind.STORE,
@@ -55,6 +110,7 @@ class WriteDown:
             batch: The blocks.
             slots: Where in ``tier`` each is.
             lease: Released in the end.
+            came: When they came, see `Unwritten`.
             to: The storage tiers to write to; those whose turn it is by their policies if left out.
             kind: `Kind.CLEAN` for blocks that waited: what fails then waits again.
         """
@@ -64,6 +120,7 @@ class WriteDown:
         self._batch = batch
         self._slots = slots
         self._lease = lease
+        self._came = came
         self._to = to
         self._kind = kind
         self._moved: list[NDArray[np.int64]] = []
@@ -81,9 +138,11 @@ class WriteDown:
         num_passing = int(np.count_nonzero(~stays))
         for each in later:
             self._tally.add(each, deferred=len(self._batch) - num_passing, dropped=num_passing)
-        wanted = stays & chain.admitted(later, self._batch)
+        wanted = chain.admitted(later, self._batch)
+        chain.unwritten.has_lost |= bool((wanted & ~stays).any())
+        wanted &= stays
         if wanted.any():
-            chain.waiting[tier].add(self._batch[wanted], self._slots[wanted], self._lease)
+            chain.waiting[tier].add(self._batch[wanted], self._slots[wanted], self._lease, self._came)
 
     @property
     def is_done(self) -> bool:
@@ -95,6 +154,7 @@ class WriteDown:
         n = len(self._batch)
         if not self.is_done:
             self._chain.ledger.note(self._batch.names, Fate.DROPPED, "queue full")
+            self._lose(self._batch)
         if self._to is None:
             self._tally.add_below(self._tier, dropped=n)
         for storage in self._to or ():
@@ -111,7 +171,9 @@ class WriteDown:
                 self.let_wait()
         except BaseException:
             if self._kind is Kind.CLEAN:  # the cache is closing, which counts what was not written
-                chain.waiting[self._tier].put_back(self._batch, self._slots, self._lease)
+                chain.waiting[self._tier].put_back(self._batch, self._slots, self._lease, self._came)
+            else:
+                self._lose(self._batch)
             chain.release(self._lease)
             raise
         to = self._to or ()
@@ -137,8 +199,9 @@ class WriteDown:
         reservation = await self._reserve_host()
         if reservation is None:
             if self._kind is Kind.CLEAN:
-                chain.waiting[gpu].put_back(self._batch, self._slots, self._lease)
+                chain.waiting[gpu].put_back(self._batch, self._slots, self._lease, self._came)
             else:
+                self._lose(self._batch)
                 self._tally.add_below(gpu, dropped=n)
             self._batch, self._slots = self._batch[:0], self._slots[:0]
             return
@@ -173,12 +236,30 @@ class WriteDown:
 
     def _wait_again(self, gpu: MemoryTier, absent: Mask) -> int:
         """Let blocks that waited, and were not copied to the host, wait for another try; say how many do."""
-        if self._kind is not Kind.CLEAN or not absent.any():
+        if not absent.any():
             return 0
         slots, _ = gpu.index.find(self._batch.names)
-        at = absent & (slots == self._slots)  # the others were evicted by name
-        again = self._chain.waiting[gpu].again(self._batch[at], self._slots[at], self._lease, most_tries=_MOST_TRIES)
+        at = np.flatnonzero(absent & (slots == self._slots))  # the others were evicted by name
+        again = np.zeros(len(at), np.bool_)
+        if self._kind is Kind.CLEAN:
+            line = self._chain.waiting[gpu]
+            again = line.again(self._batch[at], self._slots[at], self._lease, most_tries=_MOST_TRIES)
+        self._lose(self._batch[at[~again]])
         return int(np.count_nonzero(again))
+
+    def _is_for(self, storage: StorageTier, batch: Batch) -> Mask:
+        """Say which blocks are for this cache to write to a tier."""
+        mine = self._chain.admitted([storage], batch)
+        return mine & self._chain.naming.shard.writes(batch.positions) if storage.is_shared else mine
+
+    def _lose(self, batch: Batch) -> None:
+        """Take note that blocks go no further, if a tier below was to get one of them."""
+        chain = self._chain
+        if self._to is None and chain.host.can_keep:
+            is_lost = len(batch) > 0
+        else:
+            is_lost = any(self._is_for(each, batch).any() for each in (chain.written if self._to is None else self._to))
+        chain.unwritten.has_lost |= is_lost
 
     async def _reserve_host(self) -> Reservation | None:
         """Reserve host slots; wait for them only where something below the host is to have the blocks now."""
@@ -194,10 +275,8 @@ class WriteDown:
     def _write_to(self, storage: StorageTier, let_go: Callable[[], None]) -> "asyncio.Future[None]":
         """Write blocks to one tier. The future resolves when it is settled: written, given up, or late."""
         chain, batch, slots = self._chain, self._batch, self._slots
-        mine = chain.admitted([storage], batch)
-        chain.ledger.note(batch.names[~mine], Fate.UNADMITTED, storage.name)
-        if storage.is_shared:
-            mine &= chain.naming.shard.writes(batch.positions)
+        chain.ledger.note(batch.names[~chain.admitted([storage], batch)], Fate.UNADMITTED, storage.name)
+        mine = self._is_for(storage, batch)
         if not mine.all():
             self._tally.add(storage, deferred=int(np.count_nonzero(~mine)))
             batch, slots = batch[mine], slots[mine]
@@ -238,9 +317,12 @@ class WriteDown:
             num_again = int(np.count_nonzero(again))
             report.failed[np.flatnonzero(report.failed)[again]] = False
             if all(each.health.is_shedding for each in self._to or ()):  # nobody tried, or wants it now
-                waiting.put_back(batch[report.dropped], slots[report.dropped], self._lease)
+                waiting.put_back(batch[report.dropped], slots[report.dropped], self._lease, self._came)
                 num_again += int(np.count_nonzero(report.dropped))
                 report.dropped[:] = False
+        if (lost := report.dropped | report.failed).any():
+            found, _ = self._chain.host.index.find(batch.names[lost])
+            self._chain.unwritten.has_lost |= bool((found == slots[lost]).any())  # the others were evicted by name
         self._tally.add(storage, deferred=num_again, **report.counts())
         self._chain.ledger.note(batch.names[report.dropped], Fate.DROPPED, storage.name)
         self._chain.ledger.note(batch.names[report.failed], Fate.FAILED, storage.name)
@@ -263,7 +345,8 @@ def write_down(
     batch: Batch,
     slots: NDArray[np.int64],
     lease: Lease,
-    ended: Callable[[], None] = lambda: None,
+    came: int,
+    ended: Callable[[], None],
 ) -> None:
     """Send new blocks of a tier on to those below: now, later, or not at all if the store queue is full.
 
@@ -274,15 +357,19 @@ def write_down(
         batch: The blocks.
         slots: Where in ``tier`` each is.
         lease: Over them; taken over.
+        came: When they came, see `Unwritten`.
         ended: Called once nothing of this is under way any more.
     """
-    down = WriteDown(chain, tally, tier, batch, slots, lease)
+    down = WriteDown(chain, tally, tier, batch, slots, lease, came)
     down.let_wait()
     _start(chain, down, len(batch), ended)
 
 
-def write_admitted(chain: Chain, storage: StorageTier, batch: Batch) -> None:
-    """Send blocks that are used often enough now on to a tier that did not have them, from the memory they are in."""
+def write_admitted(chain: Chain, storage: StorageTier, batch: Batch, came: int | None) -> None:
+    """Send blocks that are used often enough now on to a tier that did not have them, from the memory they are in.
+
+    They came when that use did: now if not said, see `Unwritten`.
+    """
     batch = batch[storage.lacks(batch)]
     for tier in reversed(chain.memory):
         if not len(batch):
@@ -291,16 +378,18 @@ def write_admitted(chain: Chain, storage: StorageTier, batch: Batch) -> None:
         there = (lease.slots >= 0) & ~tier.index.is_transient(lease.slots)
         part, slots = batch[there], lease.slots[there]
         if storage.is_written_back and (waiting := chain.waiting.get(tier)) is not None:
-            waiting.add(part, slots, lease)
+            waiting.add(part, slots, lease, came)
             chain.release(lease)
         elif storage.is_written_back:
             chain.release(lease)
         else:
-            _start(chain, WriteDown(chain, Tally(chain.tiers), tier, part, slots, lease, to=[storage]), len(part))
+            begun = chain.unwritten.begin(came)
+            down = WriteDown(chain, Tally(chain.tiers), tier, part, slots, lease, begun, to=[storage])
+            _start(chain, down, len(part), partial(chain.unwritten.end, begun))
         batch = batch[~there]
 
 
-def _start(chain: Chain, down: WriteDown, n: int, ended: Callable[[], None] = lambda: None) -> None:
+def _start(chain: Chain, down: WriteDown, n: int, ended: Callable[[], None]) -> None:
     num_bytes = n * chain.stride_bytes
 
     async def run() -> None:
@@ -325,3 +414,137 @@ async def _ended(copy: LaneCopy) -> BaseException | None:
         except asyncio.CancelledError:
             copy.revoke()  # the cache is closing
     return copy.ended.exception()
+
+
+_TICK_S: Final = 1.0
+"""How often it looks by itself: leases, ages and tiers that are well again tell nobody."""
+_AT_ONCE: Final = 2
+"""Windows on their way: while one is written, the next one is encoded."""
+
+
+class Cleaner:
+    """Cleans one chain. For the event loop's thread."""
+
+    def __init__(self, chain: Chain) -> None:
+        self._chain = chain
+        self._woken = asyncio.Event()
+        self._turns = asyncio.Semaphore(_AT_ONCE)  # which is fair: else one who always writes would keep out the others
+        for tier, waiting in chain.waiting.items():
+            waiting.on_add = partial(self._wake_if_due, tier, waiting)
+
+    async def write(self, mark: int) -> None:
+        """Wait until all that came before a mark is written or given up, see `Unwritten`; write it as fast as can be.
+
+        Returns early where a tier does not take it: what is left waits. Cancellation ends the wait; windows that are
+        being written go on.
+        """
+        unwritten = self._chain.unwritten
+        while unwritten.is_under_way(mark):
+            await unwritten.one_ended()
+        left = 2 * unwritten.num_blocks  # from the GPU pool to the CPU tier, and from there on
+        while not unwritten.is_written(mark):
+            num_begun = await self._write_one(mark) if left > 0 else 0
+            left -= num_begun
+            if num_begun:
+                continue
+            if not unwritten.is_under_way(mark):
+                if left <= 0 or not any(line.num_taken for line in unwritten.waiting.values()):
+                    return
+                left -= 1  # what came later is being written, and may make room on the host
+            await unwritten.one_ended()
+
+    async def _write_one(self, mark: int) -> int:
+        """Begin to write a window of what came before a mark, when it is our turn; say how many blocks.
+
+        Where that waits for room in the CPU tier, write what is in its way there, whenever that came.
+        """
+        is_in_the_way = False
+        for tier, waiting in self._chain.waiting.items():
+            if (waiting.num_before(mark) or is_in_the_way) and self._can_write(tier):
+                if n := await self._write_window(tier, waiting):
+                    return n
+                is_in_the_way = True
+        return 0
+
+    async def run(self) -> None:
+        """Clean when it is due, until cancelled; what is being written then goes on."""
+        while True:
+            self._woken.clear()
+            for tier, waiting in self._chain.waiting.items():
+                await self._clean(tier, waiting)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_TICK_S):
+                    await self._woken.wait()
+
+    async def _clean(self, tier: MemoryTier, waiting: Waiting) -> None:
+        bandwidth = self._chain.limits.clean_bandwidth
+        left = len(waiting)  # what comes back was tried, and has to wait for the next time
+        while left > 0 and self._is_due(tier, waiting) and self._can_write(tier):
+            if (wait_s := bandwidth.wait_s()) > 0:
+                await asyncio.sleep(wait_s)
+                continue
+            if not (n := await self._write_window(tier, waiting)):
+                return  # until the next tick, or until something was written and made room
+            bandwidth.take(n * self._chain.stride_bytes)
+            left -= n
+
+    def _wake_if_due(self, tier: MemoryTier, waiting: Waiting) -> None:
+        if self._is_due(tier, waiting):
+            self._woken.set()
+
+    def _is_due(self, tier: MemoryTier, waiting: Waiting) -> bool:
+        books, limits = tier.index.statistics(), self._chain.limits
+        if not books.dirty:
+            return False
+        # What is being written will be evictable when it is: else all would be written whenever some is.
+        to_be_had = books.free + books.evictable + waiting.num_taken
+        return to_be_had < limits.low_water * books.num_slots or waiting.oldest_s() >= limits.clean_after_s
+
+    def _can_write(self, tier: MemoryTier) -> bool:
+        if self._chain.host in self._chain.later(tier):
+            return True
+        return not all(storage.health.is_shedding for storage in self._chain.back)
+
+    async def _write_window(self, tier: MemoryTier, waiting: Waiting) -> int:
+        """Begin to write a window of what waits longest, when it is our turn; say how many blocks.
+
+        None where they go to the CPU tier, which is full, and nowhere past it.
+        """
+        await self._turns.acquire()
+        if not (n := self._begin_window(tier, waiting)):
+            self._turns.release()
+        return n
+
+    def _begin_window(self, tier: MemoryTier, waiting: Waiting) -> int:
+        """Begin it, if there is anything to write and room for it; say how many blocks. Its end is another's turn."""
+        chain, most = self._chain, self._chain.window_blocks
+        if not len(waiting):
+            return 0
+        goes_to_host = chain.host in chain.later(tier)
+        if goes_to_host:  # a whole window may never find room there
+            books = chain.host.index.statistics()
+            num_free = books.free + books.evictable - waiting.num_taken  # who were taken may have no slot there yet
+            most = max(0, min(most, num_free))
+            if not most and not chain.through:
+                return 0
+            most = max(1, most)
+        batch, lease, came = waiting.take(most)
+        num_blocks = len(batch)
+        to = None if goes_to_host else chain.back
+        down = WriteDown(chain, Tally(chain.tiers), tier, batch, lease.slots, lease, came, to=to, kind=Kind.CLEAN)
+        writing = chain.tasks.spawn(down.run(), f"clean {num_blocks} blocks of {tier.name}")
+
+        def written(_: "asyncio.Task[None]") -> None:
+            self._turns.release()
+            waiting.ended(num_blocks, came)
+            if tier is chain.host and chain.gpu in chain.waiting:
+                self._woken.set()  # what waits in the GPU pool may have waited for this
+
+        writing.add_done_callback(written)
+        return num_blocks
+
+
+async def write_all(marks: Mapping[Chain, int], cleaners: Mapping[Chain, Cleaner]) -> None:
+    """Wait until all that came to some chains before these marks is in every tier or given up; see `Cleaner.write`."""
+    for chain, mark in marks.items():
+        await cleaners[chain].write(mark)

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from tiered_kv.backend import (
+from tiered_kv.media.backend import (
     BackendContext,
     Block,
     Missing,
@@ -20,9 +20,9 @@ from tiered_kv.backend import (
     SlotBackend,
     check_lengths,
 )
-from tiered_kv.errors import BackendUnavailableError, ClosedError, ConfigurationError
-from tiered_kv.keys import Names
-from tiered_kv.specs import FileLoadStoreSpec
+from tiered_kv.values.errors import BackendUnavailableError, ClosedError, ConfigurationError
+from tiered_kv.values.keys import Names
+from tiered_kv.values.specs import FileLoadStoreSpec
 from tiered_kv_backends.nvme.directory import fit
 from tiered_kv_backends.nvme.disks import Disk, Disks
 from tiered_kv_backends.nvme.ledger import Entries, Slots

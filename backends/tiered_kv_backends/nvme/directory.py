@@ -9,6 +9,13 @@ its place. All that lies in the directory is reached by its descriptor: were the
 another process, this one would write to its own still.
 
 Used by one thread at a time.
+
+Opening files and folders that must be this user's alone: by descriptor of their folder, never through a link.
+
+A directory may have been prepared by somebody else: with symbolic links, FIFOs or hard links under the names that we
+write to. What is not ours alone is refused before anything is read from it or written to it.
+
+Whether a disk works, and how: by a page that is written to a file of its own and read back.
 """
 
 import contextlib
@@ -16,18 +23,84 @@ import errno
 import fcntl
 import os
 import re
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Final, Literal
 
 from pydantic import ByteSize
 
-from tiered_kv.backend import RecordShape
-from tiered_kv.errors import ConfigurationError
+from tiered_kv.media.backend import Block, RecordShape
 from tiered_kv.system import files, system
+from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.layout import PAGE_BYTES
 from tiered_kv_backends.nvme.ledger import Ledger
-from tiered_kv_backends.nvme.own_files import open_file, open_folder, open_root
+
+_OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+def open_root(path: Path) -> int:
+    """Return a descriptor of the directory that ``path`` leads to; it is made if need be, for its owner only.
+
+    Raises:
+        OSError: It cannot be opened, is another user's, or others may write to it.
+    """
+    files().make_folders(path, 0o700)
+    return _ours(files().open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), str(path))
+
+
+def open_folder(parent_fd: int, name: str) -> int:
+    """Return a descriptor of the folder ``name``; it is made if need be, for its owner only.
+
+    Raises:
+        OSError: It cannot be opened, is a symbolic link or another user's, or others may write to it.
+    """
+    with contextlib.suppress(FileExistsError):
+        files().mkdir(name, 0o700, dir_fd=parent_fd)
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    return _ours(files().open(name, flags, dir_fd=parent_fd), name)
+
+
+def open_file(parent_fd: int, name: str, flags: int = 0) -> int:
+    """Return a descriptor, to read and write, of the file ``name``; it is made if need be, for its owner only.
+
+    Args:
+        parent_fd: Its folder.
+        name: Without a slash.
+        flags: More of them for `os.open`, e.g. ``os.O_DIRECT``.
+
+    Raises:
+        OSError: It cannot be opened, is a link or no regular file, is another user's, or others may write to it.
+    """
+    flags |= os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO would hang without it
+    try:
+        fd = files().open(name, flags, 0o600, dir_fd=parent_fd)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _refused(name, "is a symbolic link") from error
+        raise
+    status = files().fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+        files().close(fd)
+        raise _refused(name, "is no regular file" if status.st_nlink <= 1 else "has another name elsewhere")
+    return _ours(fd, name)
+
+
+def _ours(fd: int, name: str) -> int:
+    status = files().fstat(fd)
+    if status.st_uid != files().geteuid():
+        files().close(fd)
+        raise _refused(name, f"belongs to user {status.st_uid}, not to user {files().geteuid()}")
+    if status.st_mode & _OTHERS_MAY_WRITE:
+        files().close(fd)
+        raise _refused(name, f"has mode {stat.S_IMODE(status.st_mode):04o}, others may write to it")
+    return fd
+
+
+def _refused(name: str, why: str) -> OSError:
+    return PermissionError(errno.EPERM, why, name)
+
 
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}(-\d+of\d+)?")
 _FIXED_BYTES = 64 << 10  # holder, probe, the directories themselves
@@ -314,3 +387,66 @@ def explained(
         name = f"{path}" if error.filename in {None, str(path)} else f"{path}/{error.filename}"
         why = "it is a file" if isinstance(error, FileExistsError) else error.strerror
         raise ConfigurationError(f"{name}: {why}; {advice}") from error
+
+
+_PROBE: Final = "probe"
+_FULL: Final = {errno.ENOSPC, errno.EDQUOT}
+
+
+def probe_direct_io(folder_fd: int, mode: Literal["auto", "always", "never"], spare: str) -> tuple[int, str]:
+    """Find out by a page written and read back whether a folder has O_DIRECT.
+
+    Args:
+        folder_fd: The folder.
+        mode: The setting.
+        spare: A file there, which is opened instead where the disk is full: that says nothing about how it writes.
+
+    Returns:
+        Flags for `os.open`, and why there are none; empty if there are.
+    """
+    if mode == "never":
+        return 0, "direct='never'"
+    problem = page_problem(folder_fd, os.O_DIRECT, spare)
+    return (0, f"a page written and read: {problem}") if problem else (os.O_DIRECT, "")
+
+
+def page_problem(folder_fd: int, flags: int, spare: str) -> str:
+    """Write a page to a file of its own in a folder, read it back, and say what is wrong; empty if nothing is.
+
+    The file stays, so that its page has a place on a disk that is full.
+
+    Args:
+        folder_fd: The folder.
+        flags: For `os.open`.
+        spare: A file there, which is read instead where there is no room for a page.
+    """
+    page, back = Block.empty(PAGE_BYTES).padded, Block.empty(PAGE_BYTES).padded
+    page[:] = bytes(range(256)) * (PAGE_BYTES // 256)
+    try:
+        try:
+            fd = open_file(folder_fd, _PROBE, flags)
+            try:
+                num_written = files().pwritev(fd, [page], 0)
+                files().fsync(fd)  # else a page cache would answer for the disk
+                files().forget_cached(fd)
+                is_whole = num_written == files().preadv(fd, [back], 0) == PAGE_BYTES and back == page
+            finally:
+                files().close(fd)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            return _read_problem(folder_fd, flags, spare)
+    except OSError as error:
+        return error.strerror or str(error)
+    return "" if is_whole else "it was not read back"
+
+
+def _read_problem(folder_fd: int, flags: int, name: str) -> str:
+    """Read the first page of a file that is there already, and say what is wrong."""
+    fd = open_file(folder_fd, name, flags)
+    try:
+        files().forget_cached(fd)
+        files().preadv(fd, [Block.empty(PAGE_BYTES).padded], 0)
+    finally:
+        files().close(fd)
+    return ""

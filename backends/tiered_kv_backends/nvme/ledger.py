@@ -19,8 +19,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from tiered_kv.keys import Names
 from tiered_kv.system import files, system
+from tiered_kv.values.keys import Names
 
 ENTRY: Final = np.dtype(
     [("magic", "S8"), ("name", "<u8", (4,)), ("sequence", "<u8"), ("slot", "<u8"), ("checksum", "<u8")]

@@ -5,7 +5,7 @@ from typing import Literal, Self
 
 from pydantic import ByteSize, Field, model_validator
 
-from tiered_kv.tier_settings import OwnedTierSettings
+from tiered_kv.settings.tier_settings import OwnedTierSettings
 
 _MOST_DIRECTORIES = 64
 

@@ -12,10 +12,10 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.backend import Block, Outcome, RecordShape
-from tiered_kv.layout import PAGE_BYTES
-from tiered_kv.record import SIGNED_BYTES
+from tiered_kv.media.backend import Block, Outcome, RecordShape
+from tiered_kv.media.record import SIGNED_BYTES
 from tiered_kv.system import files
+from tiered_kv.values.layout import PAGE_BYTES
 
 _MAX_CALL_BYTES = 8 << 20
 """Of one system call: longer ones are no faster and keep a load waiting behind a store."""

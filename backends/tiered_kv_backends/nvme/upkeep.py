@@ -8,14 +8,13 @@ from typing import Any, Final
 
 import numpy as np
 
-from tiered_kv.backend import RecordShape
-from tiered_kv.errors import BackendUnavailableError
-from tiered_kv.keys import salt_digest
-from tiered_kv.record import HEADER_BYTES, MAGIC, key_in, payload_bytes_in
+from tiered_kv.media.backend import RecordShape
+from tiered_kv.media.record import HEADER_BYTES, MAGIC, key_in, payload_bytes_in
 from tiered_kv.system import files
-from tiered_kv_backends.nvme.directory import folders_in, taken
+from tiered_kv.values.errors import BackendUnavailableError
+from tiered_kv.values.keys import salt_digest
+from tiered_kv_backends.nvme.directory import folders_in, open_file, open_folder, taken
 from tiered_kv_backends.nvme.ledger import Ledger, Order, Slots
-from tiered_kv_backends.nvme.own_files import open_file, open_folder
 from tiered_kv_backends.nvme.settings import NVMeSettings
 from tiered_kv_backends.nvme.slab import Erase, Slab
 

@@ -1,4 +1,4 @@
-"""Records as objects of an S3-compatible store, or of what else obstore speaks. Read ``backend.py`` first."""
+"""Records as objects of an S3-compatible store, or of what else obstore speaks. Read ``media/backend.py`` first."""
 
 from tiered_kv_backends.s3.backend import S3Backend
 from tiered_kv_backends.s3.client import S3Settings

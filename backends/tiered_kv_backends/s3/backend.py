@@ -9,21 +9,14 @@ import obstore
 from obstore import Bytes
 from obstore.exceptions import AlreadyExistsError, BaseError
 
-from tiered_kv.backend import Backend, BackendContext, Block, Outcome, check_lengths
-from tiered_kv.errors import BackendUnavailableError, BlockCorruptError
-from tiered_kv.inventory import Inventory
-from tiered_kv.keys import BlockKey
-from tiered_kv.specs import ObjectLoadStoreSpec
-from tiered_kv_backends.s3.client import (
-    BEGIN_WITHIN,
-    S3Settings,
-    make_store,
-    translate,
-    translate_opening,
-)
-from tiered_kv_backends.s3.inventory import open_inventory
+from tiered_kv.media.backend import Backend, BackendContext, Block, Inventory, Outcome, check_lengths
+from tiered_kv.values.errors import BackendUnavailableError, BlockCorruptError
+from tiered_kv.values.keys import BlockKey
+from tiered_kv.values.specs import ObjectLoadStoreSpec
+from tiered_kv_backends.s3.client import BEGIN_WITHIN, S3Settings, make_store, translate, translate_opening
 from tiered_kv_backends.s3.packing import Packing, Unit
 from tiered_kv_backends.s3.presence import Answers, count_blocks
+from tiered_kv_backends.s3.upkeep import open_inventory
 
 if TYPE_CHECKING:  # it is in the client's type stubs alone
     from obstore import BytesStream

@@ -14,16 +14,16 @@ from obstore.exceptions import BaseError, PermissionDeniedError, Unauthenticated
 from obstore.store import ObjectStore, from_url
 from pydantic import ByteSize, Field, SecretStr, field_validator
 
-from tiered_kv.errors import (
+from tiered_kv.settings.tier_settings import TierSettings
+from tiered_kv.values.errors import (
     BackendError,
     BackendUnavailableError,
     BlockCorruptError,
     ConfigurationError,
     TieredKVError,
 )
-from tiered_kv.tier_settings import TierSettings
-from tiered_kv.urls import split_url
-from tiered_kv_backends.secrets import scrub
+from tiered_kv.values.integers import split_url
+from tiered_kv_backends.paths import scrub
 
 # Shares of `timeout_s`. A request is begun in the first half of a call; it may take its time once more after the last
 # retry has begun; so a call has ended by 0.95 of the time that the cache waits for it.

@@ -10,9 +10,9 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tiered_kv.backend import RecordShape
-from tiered_kv.keys import BlockKey
-from tiered_kv.record import HEADER_BYTES
+from tiered_kv.media.backend import RecordShape
+from tiered_kv.media.record import HEADER_BYTES
+from tiered_kv.values.keys import BlockKey
 
 _MAX_BLOCKS = 16
 """A pack is found by those who know its last key, so a long one is of use to fewer."""

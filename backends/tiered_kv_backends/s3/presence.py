@@ -8,7 +8,7 @@ from asyncio import gather
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-from tiered_kv.keys import BlockKey, Namespace
+from tiered_kv.values.keys import BlockKey, Namespace
 from tiered_kv_backends.s3.packing import Unit
 
 _MAX_ANSWERS = 1 << 16

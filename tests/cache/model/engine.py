@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.support.any_layout import AnyEngine, content, prompt
 from tiered_kv import BlockKeys, CPULoadStoreSpec, GPULoadStoreSpec, KVGroup, KVLayout, TieredKV
 from tiered_kv.memory.codec import CodecName, make_codec
-from tiered_kv.specs import EngineBlocks
+from tiered_kv.values.specs import EngineBlocks
 
 N = 12
 """Blocks of a prompt."""

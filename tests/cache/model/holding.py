@@ -10,7 +10,7 @@ from hypothesis.stateful import precondition, rule
 from tests.cache.model.engine import LAST_SLOT, PROMPTS
 from tests.cache.model.machine import HERE, LONG_S, SPANS, Machine
 from tiered_kv import BlockKeys, JobResult, Outcomes, Planner, Worker
-from tiered_kv.plan import Plan
+from tiered_kv.values.plan import Plan
 
 CROWD = PROMPTS[2][:8]
 """What is stored to crowd others out."""

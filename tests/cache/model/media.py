@@ -7,7 +7,7 @@ from typing import Any
 from tests.cache.model.engine import STRIDE
 from tests.support.backends import Act, ScriptedBackend, ScriptedSlotBackend
 from tiered_kv import BackendContext, BlockKey
-from tiered_kv.backend import Recovered
+from tiered_kv.media.backend import Recovered
 
 MOST_SLOTS = 20
 """Of a tier that is resized, of each KV group."""

@@ -13,7 +13,7 @@ from tests.cache.model.calls import CALLS, Calls
 from tests.cache.model.engine import NUM_REGIONS, N, Place
 from tests.cache.model.machine import DELAYS_S, LONG_S, PLACES, SPANS, WEIGHTS
 from tiered_kv import BlockKeys, LoadHandle, LoadResult, LoadTicket, Priority, StoreHandle, StoreResult, StoreTicket
-from tiered_kv.tiers.base import prefix_of
+from tiered_kv.tiers.tier import prefix_of
 
 AnyHandle = LoadHandle | StoreHandle | LoadTicket | StoreTicket
 PRIORITIES = st.sampled_from(Priority)

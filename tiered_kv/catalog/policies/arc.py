@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from tiered_kv.catalog.policies.base import Policy
 from tiered_kv.catalog.slots import FreeSlots, SlotQueue
 from tiered_kv.catalog.table import NameTable, Slots
-from tiered_kv.keys import Names
+from tiered_kv.values.keys import Names
 
 
 class ARCPolicy(Policy):

@@ -3,8 +3,8 @@
 from abc import ABC, abstractmethod
 
 from tiered_kv.catalog.table import Slots
-from tiered_kv.hints import ReuseHint
-from tiered_kv.keys import Names
+from tiered_kv.values.hints import ReuseHint
+from tiered_kv.values.keys import Names
 
 
 class Policy(ABC):

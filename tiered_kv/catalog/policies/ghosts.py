@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.catalog.table import hash_names
-from tiered_kv.keys import Names
+from tiered_kv.values.keys import Names
 
 Times = NDArray[np.int64]
 """Moments, counted in blocks used."""

@@ -7,6 +7,17 @@ class is a number of uses and a hint; what was evicted goes on being counted, by
 of queues, not from a sample; of two blocks of equal age the one used more often never goes first, so that the head of a
 prefix, which every use of its tail uses too, outlives the tail; densities that are about the same count as the same,
 and then the older block goes; and where that loses hits that LRU would have, it goes by LRU for a while.
+
+Whether LRU would do better: what it would hold is known from when each block was used last.
+
+What the count does: it bounds what a policy that learns loses where there is nothing to learn, or where what it has
+learned is no longer so.
+
+How many hits a block promises for the time that it has to be kept, by its class and its age.
+
+Pure functions of what was counted.
+
+What became of blocks, by class and age: how many lives there were, and at which ages they ended in another use.
 """
 
 import math
@@ -16,15 +27,254 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.catalog.policies.against_lru import AgainstLRU
 from tiered_kv.catalog.policies.base import Policy
-from tiered_kv.catalog.policies.ghosts import Ghosts, at_least_as_often
-from tiered_kv.catalog.policies.hit_density import NUM_AGES, Counts, age_classes, hit_densities, told_hazards
-from tiered_kv.catalog.policies.lives import Classes, Lives
+from tiered_kv.catalog.policies.ghosts import Ghosts, Times, at_least_as_often
 from tiered_kv.catalog.slots import SlotQueue
 from tiered_kv.catalog.table import Slots
-from tiered_kv.hints import ReuseHint
-from tiered_kv.keys import Names
+from tiered_kv.values.hints import ReuseHint
+from tiered_kv.values.keys import Names
+
+_WINDOWS: Final = 1024
+_A_TIER: Final = 16
+"""Windows, while as many blocks are used as there are slots: how exactly it is known what LRU holds."""
+_LEAST_WIDTH: Final = 64
+_LOSS: Final = 0.1
+"""Hits that may be lost before LRU's order is taken, as a part of the slots."""
+_NOTED_AT_ONCE: Final = 64
+"""Batches of blocks, at most, that are judged together: those of one window, until somebody asks."""
+_FIRST_PAUSE: Final = 4
+"""For how long it is, in blocks used for each slot; twice as long each time that the next try has lost too."""
+
+
+class AgainstLRU:
+    """Counts hits that LRU would not have had, and hits that it would have had. Takes 8 KB, and constant time.
+
+    LRU holds the blocks used last, as many as there are slots. So it is enough to count, by when they were used last,
+    how many there are. As soon as a tenth of the slots more hits were lost than gained since it went best, the policy
+    is to go by LRU for a while, and then to try again. So it never loses much, whatever comes, and the less often
+    the longer nothing comes of it.
+    """
+
+    def __init__(self, num_slots: int, now: int) -> None:
+        """Begin at a moment, counted in blocks used like all others, with a tier of so many slots."""
+        self._prefers_lru = False
+        self._noted: list[tuple[int, int, Times, bool]] = []
+        self._num_slots = num_slots
+        self._begun_at = now
+        self._width = max(_LEAST_WIDTH, num_slots // _A_TIER)
+        self._window = now // self._width
+        self._counts = np.zeros(_WINDOWS, np.int64)  # of blocks, by the window of their last use
+        self._since = now  # LRU has the blocks used since then
+        self._most_lost = max(1.0, _LOSS * num_slots)
+        self._lost = 0.0  # since it went best
+        self._gained = 0.0  # since LRU was left, or since it last paid
+        self._pause = _FIRST_PAUSE * num_slots
+        self._tries_at = now
+
+    @property
+    def prefers_lru(self) -> bool:
+        """What is to be done now."""
+        self._settle()
+        return self._prefers_lru
+
+    def count(self, now: int, num_new: int, used_at: Times, *, is_hit: bool) -> None:
+        """Take note of blocks that are used now, all of them hits or none.
+
+        Args:
+            now: When.
+            num_new: How many more there are of which nothing is known.
+            used_at: When the others were used last, ``(n,)``.
+            is_hit: Whether they are here.
+        """
+        if self._noted and now // self._width != self._window:
+            self._settle()
+        self._go_on(now)
+        self._noted.append((now, num_new, used_at, is_hit))
+        if len(self._noted) >= _NOTED_AT_ONCE:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Judge by what was noted of the present window: together, as each call of numpy takes more than a block."""
+        noted, self._noted = self._noted, []
+        if not noted:
+            return
+        used_at = np.concatenate([each for _, _, each, _ in noted])
+        self._counts[self._window % _WINDOWS] += sum(num_new for _, num_new, _, _ in noted) + len(used_at)
+        is_known = used_at >= max(self._begun_at, (self._window - _WINDOWS + 1) * self._width)
+        np.subtract.at(self._counts, used_at[is_known] // self._width % _WINDOWS, 1)
+        in_lru = is_known & (used_at >= self._since)
+        start = 0
+        for now, _, each, is_hit in noted:
+            of_batch = slice(start, start := start + len(each))
+            num_lru = int(np.count_nonzero(in_lru[of_batch]))
+            self._judge(now, int(np.count_nonzero(is_known[of_batch])) - num_lru if is_hit else -num_lru)
+
+    def _go_on(self, now: int) -> None:
+        window = now // self._width
+        if window == self._window:
+            return
+        passed = np.arange(max(self._window + 1, window - _WINDOWS + 1), window + 1)
+        self._counts[passed % _WINDOWS] = 0
+        self._window = window
+        newest_first = self._counts[np.arange(window, window - _WINDOWS, -1) % _WINDOWS]
+        num_held = int(np.searchsorted(np.cumsum(newest_first), self._num_slots, side="right"))
+        self._since = max(self._begun_at, (window - num_held) * self._width)
+
+    def _judge(self, now: int, gained: int) -> None:
+        if self._prefers_lru:
+            self._prefers_lru = now < self._tries_at
+            return
+        self._lost = max(0.0, self._lost - gained)
+        self._gained += gained
+        if self._gained > self._most_lost:
+            self._gained = 0.0
+            self._pause = _FIRST_PAUSE * self._num_slots
+        elif self._lost > self._most_lost:
+            self._prefers_lru = True
+            self._tries_at = now + self._pause
+            self._pause *= 2
+            self._lost = self._gained = 0.0
+
+
+NUM_AGES: Final = 48
+_YOUNGEST: Final = 16
+_AGES_AN_OCTAVE: Final = 2
+
+Counts = NDArray[np.float64]
+
+_STARTS: Final[Counts] = np.concatenate(([0.0], _YOUNGEST * 2.0 ** (np.arange(NUM_AGES) / _AGES_AN_OCTAVE)))
+_BOUNDS: Final = np.ceil(_STARTS[1:NUM_AGES]).astype(np.int64)
+_LENGTHS: Final[Counts] = np.diff(_STARTS)
+_IS_LATER: Final = np.triu(np.ones((NUM_AGES, NUM_AGES), np.bool_))
+_MOST_CERTAIN: Final = 0.999
+_TOLD_COUNTS: Final = 16.0
+
+
+def age_classes(ages: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the class of each age, two an octave from 16 on: ``(n,)``, below `NUM_AGES`."""
+    return _BOUNDS.searchsorted(ages, side="right")
+
+
+def told_hazards(probability: float, mean_age: float) -> Counts:
+    """Return what to expect of blocks that come back with so much probability, in an exponential time of this mean.
+
+    Returns:
+        ``(NUM_AGES,)``: the part that is used at each age, of what was not used before.
+
+    Source: the reuse times of "KVCache Cache in the Wild", USENIX ATC 2025, which are exponential by category.
+    """
+    gone = probability * -np.expm1(-_STARTS / mean_age)
+    hazards: Counts = np.diff(gone) / np.maximum(1 - gone[:-1], 1 - _MOST_CERTAIN)
+    return hazards
+
+
+def hit_densities(seen: Counts, hits: Counts, told: Counts) -> Counts:
+    """Return the hit density of blocks of each class at the beginning of each age.
+
+    A block is kept for as long as pays best: its density is the largest, over all ages at which one might give it up,
+    of the hits until then over the time spent until then. A class of which little is known passes for all together.
+
+    Args:
+        seen: ``(n,)``, how many blocks there were of each class.
+        hits: ``(n, NUM_AGES)``, how many of them were used again, by their ages then.
+        told: ``(n, NUM_AGES)``, the hazards that a caller told of, NaN where nobody did. They count as much as 16
+            blocks seen.
+
+    Returns:
+        ``(n, NUM_AGES)``, in hits for each block used.
+    """
+    shared = _hazards(seen.sum(keepdims=True), hits.sum(axis=0, keepdims=True), np.zeros((1, NUM_AGES)), np.ones(1))
+    is_told = ~np.isnan(told[:, 0])
+    priors = np.where(is_told[:, None], told, shared)
+    hazards = _hazards(seen, hits, priors, np.where(is_told, _TOLD_COUNTS, 1.0))
+    zero = np.zeros((len(seen), 1))
+    living = np.concatenate((zero + 1, np.cumprod(1 - hazards, axis=1)), axis=1)
+    spent = np.concatenate((zero, np.cumsum(_LENGTHS * living[:, :-1] * (1 - hazards / 2), axis=1)), axis=1)
+    num_hits = living[:, :-1, None] - living[:, None, 1:]
+    time = spent[:, None, 1:] - spent[:, :-1, None]
+    ratios = np.divide(num_hits, time, out=np.zeros_like(time), where=_IS_LATER & (time > 0))
+    densities: Counts = ratios.max(axis=2)
+    return densities
+
+
+def _hazards(seen: Counts, hits: Counts, priors: Counts, counts: Counts) -> Counts:
+    """Return, by class and age, the part that was used then of what was not used before.
+
+    A class's prior counts as so many blocks seen.
+    """
+    left = np.maximum(seen[:, None] - (np.cumsum(hits, axis=1) - hits), hits)
+    hazards: Counts = np.minimum((hits + priors * counts[:, None]) / (left + counts[:, None]), _MOST_CERTAIN)
+    return hazards
+
+
+_SETTLE_AT: Final = 512
+"""Blocks noted that are counted together: by the batch, each of which takes what numpy needs to begin, it is dear."""
+_LARGEST_WEIGHT: Final = 1e6
+
+Classes = NDArray[np.uint8]
+_Batch = tuple[float, Classes, NDArray[np.int64] | None]
+
+
+class Lives:
+    """Counts lives of blocks, one from each use to the next. What was seen some time ago counts for less.
+
+    What is noted is counted before it is looked at, and after every few hundred blocks.
+    """
+
+    def __init__(self, num_classes: int, half_life: float) -> None:
+        """Make empty counts, in which what was seen ``half_life`` blocks ago counts half."""
+        self._half_life = half_life
+        self._weight = 1.0  # of what is seen now; it grows, so that all before it counts for less
+        self._seen = np.zeros(num_classes)  # by class: blocks that came to it, by weight
+        self._hits = np.zeros((num_classes, NUM_AGES))  # of these, by their age, those that were used again
+        self._noted: list[_Batch] = []
+        self._num_noted = 0
+
+    def advance(self, num_blocks: int) -> None:
+        """Let time go on by so many blocks."""
+        self._weight *= 2.0 ** (num_blocks / self._half_life)
+        if self._weight > _LARGEST_WEIGHT:
+            self._settle()
+            self._seen /= self._weight
+            self._hits /= self._weight
+            self._weight = 1.0
+
+    def begin(self, classes: Classes, sign: int = 1) -> None:
+        """Note that lives of blocks of these classes begin; with ``sign=-1``, that they were not of these."""
+        self._note(sign * self._weight, classes, None)
+
+    def end(self, classes: Classes, ages: NDArray[np.int64]) -> None:
+        """Note that blocks of these classes were used again, at these ages."""
+        self._note(self._weight, classes, ages)
+
+    def of(self, classes: slice) -> tuple[Counts, Counts]:
+        """Return of some classes how many lives began, ``(n,)``, and ended in a use, ``(n, NUM_AGES)``, as of now."""
+        self._settle()
+        return self._seen[classes] / self._weight, self._hits[classes] / self._weight
+
+    def _note(self, weight: float, classes: Classes, ages: NDArray[np.int64] | None) -> None:
+        if not len(classes):
+            return  # or what is noted would grow without being counted
+        self._noted.append((weight, classes, ages))
+        self._num_noted += len(classes)
+        if self._num_noted >= _SETTLE_AT:
+            self._settle()
+
+    def _settle(self) -> None:
+        begun = [(weight, classes) for weight, classes, ages in self._noted if ages is None]
+        ended = [(weight, classes, ages) for weight, classes, ages in self._noted if ages is not None]
+        self._noted.clear()
+        self._num_noted = 0
+        if begun:
+            classes = np.concatenate([each for _, each in begun])
+            weights = np.repeat([weight for weight, _ in begun], [len(each) for _, each in begun])
+            self._seen += np.bincount(classes, weights, minlength=len(self._seen))
+        if ended:
+            classes = np.concatenate([each for _, each, _ in ended])
+            weights = np.repeat([weight for weight, _, _ in ended], [len(each) for _, each, _ in ended])
+            ages = np.concatenate([each for _, _, each in ended])
+            np.add.at(self._hits, (classes, age_classes(ages)), weights)
+
 
 _Said = tuple[str, int, int | None]
 

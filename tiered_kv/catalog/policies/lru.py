@@ -3,7 +3,7 @@
 from tiered_kv.catalog.policies.base import Policy
 from tiered_kv.catalog.slots import SlotQueue
 from tiered_kv.catalog.table import Slots
-from tiered_kv.keys import Names
+from tiered_kv.values.keys import Names
 
 
 class LRUPolicy(Policy):

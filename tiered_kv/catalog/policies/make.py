@@ -1,6 +1,12 @@
-"""Policies by name."""
+"""Policies by name.
 
+Where a policy of the program's runs: it is trusted with the order of eviction, and with nothing else.
+"""
+
+from collections.abc import Callable
 from typing import Final
+
+import numpy as np
 
 from tiered_kv.catalog.policies.arc import ARCPolicy
 from tiered_kv.catalog.policies.base import Policy
@@ -8,7 +14,112 @@ from tiered_kv.catalog.policies.lhd import LHDPolicy
 from tiered_kv.catalog.policies.lru import LRUPolicy
 from tiered_kv.catalog.policies.mq import MQPolicy
 from tiered_kv.catalog.policies.s3fifo import S3FIFOPolicy
-from tiered_kv.errors import ConfigurationError
+from tiered_kv.catalog.table import Slots
+from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.hints import ReuseHint
+from tiered_kv.values.keys import Names
+from tiered_kv.values.log import log
+
+
+class GuardedPolicy(Policy):
+    """Asks another policy, until that raises or chooses what it may not; from then on the tier goes by LRU.
+
+    It knows by itself which blocks are evictable, so that no block is lost, none is evicted that is leased, and the
+    change costs nothing but what the policy had learned. Takes 1 byte a slot.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        """Guard ``policy``, which holds nothing yet."""
+        super().__init__(policy.num_slots)
+        self._policy = policy
+        self._capacity = policy.num_slots
+        self._is_evictable = np.full(self._capacity, fill_value=False)
+        self._num_evictable = 0
+
+    def resize(self, num_slots: int) -> None:
+        """See `Policy.resize`."""
+        super().resize(num_slots)
+        self._tell(lambda policy: policy.resize(num_slots))
+
+    def __len__(self) -> int:
+        return self._num_evictable
+
+    def add(self, slots: Slots, names: Names) -> None:
+        """See `Policy.add`."""
+        self._tell(lambda policy: policy.add(slots, names))
+
+    def use(self, slots: Slots) -> None:
+        """See `Policy.use`."""
+        self._tell(lambda policy: policy.use(slots))
+
+    def hint(self, slots: Slots, hint: ReuseHint, elapsed_s: float) -> None:
+        """See `Policy.hint`."""
+        self._tell(lambda policy: policy.hint(slots, hint, elapsed_s))
+
+    def park(self, slots: Slots) -> None:
+        """See `Policy.park`."""
+        self._mark(slots, is_evictable=False)
+        self._tell(lambda policy: policy.park(slots))
+
+    def unpark(self, slots: Slots, *, cold: bool = False) -> None:
+        """See `Policy.unpark`."""
+        self._mark(slots, is_evictable=True)
+        self._tell(lambda policy: policy.unpark(slots, cold=cold))
+
+    def victims(self, n: int, keep: Slots) -> Slots:
+        """See `Policy.victims`."""
+        try:
+            victims = np.asarray(self._policy.victims(n, keep), np.int64)
+            self._check(victims, n, keep)
+        except Exception as error:  # noqa: BLE001 - whatever it is
+            self._give_up(error)
+            victims = self._policy.victims(n, keep)
+        return victims
+
+    def evict(self, slots: Slots, names: Names) -> None:
+        """See `Policy.evict`."""
+        self._mark(slots, is_evictable=False)
+        self._tell(lambda policy: policy.evict(slots, names))
+
+    def order(self) -> Slots:
+        """See `Policy.order`."""
+        try:
+            order = np.asarray(self._policy.order(), np.int64)
+            self._check(order, self._num_evictable, order[:0])
+        except Exception as error:  # noqa: BLE001 - whatever it is
+            self._give_up(error)
+            order = self._policy.order()
+        return order
+
+    def clear(self) -> None:
+        """See `Policy.clear`."""
+        self._is_evictable[:] = False
+        self._num_evictable = 0
+        self._tell(lambda policy: policy.clear())
+
+    def _mark(self, slots: Slots, *, is_evictable: bool) -> None:
+        self._is_evictable[slots] = is_evictable
+        self._num_evictable += len(slots) if is_evictable else -len(slots)
+
+    def _tell(self, call: Callable[[Policy], None]) -> None:
+        try:
+            call(self._policy)
+        except Exception as error:  # noqa: BLE001 - whatever it is
+            self._give_up(error)
+
+    def _check(self, slots: Slots, n: int, keep: Slots) -> None:
+        """Raise unless these are ``n`` different evictable slots, none of them in ``keep``."""
+        is_right = len(slots) == n and (np.diff(np.sort(slots)) > 0).all()
+        if not is_right or not self._is_evictable[slots].all() or np.isin(slots, keep).any():
+            raise ValueError(f"{n} of the evictable blocks were asked for, got slots {slots.tolist()!r:.200}")
+
+    def _give_up(self, error: Exception) -> None:
+        """Go by LRU, in which what is evictable now is of one age."""
+        log("error", "policy.failed", exc_info=error, policy=type(self._policy).__name__)
+        self._policy = LRUPolicy(self._capacity)
+        self._policy.resize(self.num_slots)
+        self._policy.unpark(np.flatnonzero(self._is_evictable))
+
 
 _POLICIES: Final[dict[str, type[Policy]]] = {
     "lru": LRUPolicy, "arc": ARCPolicy, "mq": MQPolicy, "s3-fifo": S3FIFOPolicy, "lhd": LHDPolicy,

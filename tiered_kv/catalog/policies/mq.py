@@ -15,7 +15,7 @@ from tiered_kv.catalog.policies.base import Policy
 from tiered_kv.catalog.policies.ghosts import Ghosts, Times, at_least_as_often
 from tiered_kv.catalog.slots import SlotQueue
 from tiered_kv.catalog.table import Slots
-from tiered_kv.keys import Names
+from tiered_kv.values.keys import Names
 
 _NUM_QUEUES: Final = 8
 """For blocks used once, 2 or 3 times, 4 to 7 times, and so on."""

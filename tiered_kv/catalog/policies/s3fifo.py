@@ -13,7 +13,7 @@ from tiered_kv.catalog.policies.base import Policy
 from tiered_kv.catalog.policies.ghosts import Ghosts
 from tiered_kv.catalog.slots import SlotQueue
 from tiered_kv.catalog.table import Slots
-from tiered_kv.keys import Names
+from tiered_kv.values.keys import Names
 
 _ON_TRIAL: Final = 0.1
 """The part of the slots that is meant for blocks on trial; the paper's number."""

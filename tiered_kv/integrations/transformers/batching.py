@@ -16,13 +16,12 @@ from transformers import PreTrainedModel
 from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.generation.continuous_batching.cache_allocators.cache_allocator import compute_block_hash
 
-from tiered_kv.blocking import BlockingTieredKV
-from tiered_kv.errors import ClosedError, ConfigurationError
-from tiered_kv.hashing import hash_blocks
-from tiered_kv.keys import BlockKeys
-from tiered_kv.layout import KVGroup
-from tiered_kv.specs import GPULoadStoreSpec
+from tiered_kv.cache.blocking import BlockingTieredKV
 from tiered_kv.transfers.submissions import StoreTicket
+from tiered_kv.values.errors import ClosedError, ConfigurationError
+from tiered_kv.values.keys import BlockKeys, hash_blocks
+from tiered_kv.values.layout import KVGroup
+from tiered_kv.values.specs import GPULoadStoreSpec
 
 _VERSION: Final = "5.23"
 """Of transformers, whose paged cache is no public interface: others are refused."""

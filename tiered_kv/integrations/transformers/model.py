@@ -13,15 +13,14 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.generation.continuous_batching.utils import find_head_dim, find_num_key_value_heads
 
-from tiered_kv.blocking import BlockingTieredKV, open_blocking
-from tiered_kv.errors import ConfigurationError
-from tiered_kv.integrations.below import Below
-from tiered_kv.integrations.identity import checkpoint_weights
+from tiered_kv.cache.blocking import BlockingTieredKV, open_blocking
+from tiered_kv.integrations.identity import Below, checkpoint_weights
 from tiered_kv.integrations.transformers.batching import tiered_batches
 from tiered_kv.integrations.transformers.past import Staging, TieredCache
-from tiered_kv.keys import ModelIdentity
-from tiered_kv.layout import KVGroup, KVLayout
-from tiered_kv.settings import TieredKVSettings
+from tiered_kv.settings.settings import TieredKVSettings
+from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.keys import ModelIdentity
+from tiered_kv.values.layout import KVGroup, KVLayout
 
 _STAGING_BYTES: Final = 32 * 1024 * 1024
 """Host memory through which blocks of `TieredCache` pass; one block at least."""

@@ -14,12 +14,11 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-from tiered_kv.blocking import BlockingTieredKV
-from tiered_kv.errors import ConfigurationError
-from tiered_kv.hashing import hash_blocks
-from tiered_kv.keys import BlockKeys
-from tiered_kv.layout import KVGroup
-from tiered_kv.specs import CPULoadStoreSpec
+from tiered_kv.cache.blocking import BlockingTieredKV
+from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.keys import BlockKeys, hash_blocks
+from tiered_kv.values.layout import KVGroup
+from tiered_kv.values.specs import CPULoadStoreSpec
 
 _POOL: Final = "transformers"
 

@@ -5,7 +5,7 @@ from typing import Final
 
 from vllm import __version__
 
-from tiered_kv.errors import ConfigurationError
+from tiered_kv.values.errors import ConfigurationError
 
 VERSIONS: Final = ("0.32", "0.33")
 """Of vLLM, whose interface changes from one to the next."""

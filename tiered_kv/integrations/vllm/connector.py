@@ -8,12 +8,12 @@ from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from tiered_kv.errors import ConfigurationError
 from tiered_kv.integrations.vllm.configuration import Configuration
 from tiered_kv.integrations.vllm.messages import Hello, Report, Step
 from tiered_kv.integrations.vllm.metrics import TieredKVPromMetrics, TieredKVStats
 from tiered_kv.integrations.vllm.moving import MovingSide
 from tiered_kv.integrations.vllm.scheduling import SchedulingSide
+from tiered_kv.values.errors import ConfigurationError
 
 
 class TieredKVConnector(KVConnectorBase_V1):

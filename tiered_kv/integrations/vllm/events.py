@@ -14,15 +14,13 @@ import numpy as np
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, to_event_extra_keys
 
-from tiered_kv.block_cache import BlockCache
-from tiered_kv.errors import ClosedError
-from tiered_kv.keys import BlockKeys
-from tiered_kv.log import log
-from tiered_kv.telemetry.kv_event_values import own_hashes
-from tiered_kv.telemetry.router_books import Batch, RouterBooks
+from tiered_kv.cache.block_cache import BlockCache
+from tiered_kv.telemetry.router_books import CLEARED, Batch, Event, Medium, RouterBooks, own_hashes, removed
 from tiered_kv.telemetry.router_feed import RouterFeed
 from tiered_kv.telemetry.router_socket import Work
-from tiered_kv.telemetry.router_wire import CLEARED, Event, Medium, removed
+from tiered_kv.values.errors import ClosedError
+from tiered_kv.values.keys import BlockKeys
+from tiered_kv.values.log import log
 
 _MOST_WAITING: Final = 1 << 12
 """Events that vLLM has not taken, of 256 blocks at most: beyond them none is made until it has."""

@@ -6,7 +6,7 @@ from typing import Any, Final, Self
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from tiered_kv.plan import TierShare
+from tiered_kv.values.plan import TierShare
 
 COUNTERS: Final = {
     "load_requests": "Requests that waited for blocks",

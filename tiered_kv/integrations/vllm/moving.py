@@ -14,14 +14,14 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import group_kernel_blocks
 
-from tiered_kv.errors import BackendUnavailableError, LayoutMismatchError, TieredKVError
+from tiered_kv.cache.worker import Worker
 from tiered_kv.integrations.vllm.compatibility import VERSION
 from tiered_kv.integrations.vllm.configuration import Configuration
 from tiered_kv.integrations.vllm.messages import Hello, LoadOrder, Report, Step, StoreOrder
-from tiered_kv.layout import KVGroup, KVLayout
-from tiered_kv.log import log
-from tiered_kv.plan import Outcomes, Plan, SlabHandle
-from tiered_kv.worker import Worker
+from tiered_kv.values.errors import BackendUnavailableError, LayoutMismatchError, TieredKVError
+from tiered_kv.values.layout import KVGroup, KVLayout
+from tiered_kv.values.log import log
+from tiered_kv.values.plan import Outcomes, Plan, SlabHandle
 
 
 class MovingSide:

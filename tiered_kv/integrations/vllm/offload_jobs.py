@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 from vllm.v1.kv_offload.base import LookupResult, get_offload_block_hash, get_offload_group_idx
 from vllm.v1.kv_offload.tiering.base import JobResult
 
-from tiered_kv.cache import TieredKV
-from tiered_kv.errors import TieredKVError
-from tiered_kv.keys import BlockKeys
-from tiered_kv.layout import KVGroup
-from tiered_kv.loop_calls import LoopCalls
-from tiered_kv.results import BlockState, LoadResult, StoreResult
-from tiered_kv.specs import CPULoadStoreSpec
+from tiered_kv.cache.tiered_kv import TieredKV
+from tiered_kv.values.errors import TieredKVError
+from tiered_kv.values.keys import BlockKeys
+from tiered_kv.values.layout import KVGroup
+from tiered_kv.values.loop_calls import LoopCalls
+from tiered_kv.values.results import BlockState, LoadResult, StoreResult
+from tiered_kv.values.specs import CPULoadStoreSpec
 
 T = TypeVar("T")
 _ANSWER_S: Final = 1.0

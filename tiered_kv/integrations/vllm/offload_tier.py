@@ -15,16 +15,15 @@ from typing import Any, Final
 from vllm.v1.kv_offload.base import LookupResult, Medium, RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
-from tiered_kv.blocking import open_blocking
-from tiered_kv.cache import TieredKV
-from tiered_kv.errors import ClosedError, ConfigurationError
+from tiered_kv.cache.blocking import open_blocking
+from tiered_kv.cache.tiered_kv import TieredKV
 from tiered_kv.integrations.vllm.compatibility import VERSION
-from tiered_kv.integrations.vllm.configuration import with_rank
+from tiered_kv.integrations.vllm.configuration import weights_of, with_rank
 from tiered_kv.integrations.vllm.offload_jobs import Jobs
-from tiered_kv.integrations.vllm.served_model import weights_of
-from tiered_kv.keys import ModelIdentity
-from tiered_kv.layout import KVGroup, KVLayout
-from tiered_kv.settings import TieredKVSettings
+from tiered_kv.settings.settings import TieredKVSettings
+from tiered_kv.values.errors import ClosedError, ConfigurationError
+from tiered_kv.values.keys import ModelIdentity
+from tiered_kv.values.layout import KVGroup, KVLayout
 
 _POOL: Final = "vllm"
 

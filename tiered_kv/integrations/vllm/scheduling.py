@@ -14,20 +14,19 @@ import numpy as np
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from tiered_kv.blocking import BlockingTieredKV, open_blocking
-from tiered_kv.errors import ClosedError, ConfigurationError
+from tiered_kv.cache.blocking import BlockingTieredKV, open_blocking
+from tiered_kv.cache.planner import Planner
 from tiered_kv.integrations.vllm.configuration import Configuration
 from tiered_kv.integrations.vllm.events import TierEvents
-from tiered_kv.integrations.vllm.messages import Hello, LoadOrder, Report, Step, StoreOrder
+from tiered_kv.integrations.vllm.messages import Hello, Load, LoadOrder, Report, Step, Store, StoreOrder, Tracked
 from tiered_kv.integrations.vllm.metrics import Counts, hit_sources
-from tiered_kv.integrations.vllm.tracking import Load, Store, Tracked
-from tiered_kv.keys import BlockKeys, Shard
-from tiered_kv.loop_calls import LoopCalls
-from tiered_kv.plan import SlabHandle
-from tiered_kv.planner import Planner
-from tiered_kv.results import BlockState
-from tiered_kv.specs import GPULoadStoreSpec
-from tiered_kv.transfers.job import Job
+from tiered_kv.transfers.jobs import Job
+from tiered_kv.values.errors import ClosedError, ConfigurationError
+from tiered_kv.values.keys import BlockKeys, Shard
+from tiered_kv.values.loop_calls import LoopCalls
+from tiered_kv.values.plan import SlabHandle
+from tiered_kv.values.results import BlockState
+from tiered_kv.values.specs import GPULoadStoreSpec
 
 
 class SchedulingSide:

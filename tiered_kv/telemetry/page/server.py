@@ -13,9 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from tiered_kv.errors import ConfigurationError
-from tiered_kv.events import Event, PageNotServed, PageServed
-from tiered_kv.telemetry.page.address import is_of_this_host, page_address, parts_of
+from tiered_kv.settings.page_address import is_of_this_host, page_address, parts_of
+from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.events import Event, PageNotServed, PageServed
 
 if TYPE_CHECKING:  # the extra "page" may not be installed
     import uvicorn

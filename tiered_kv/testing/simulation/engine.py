@@ -12,11 +12,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tiered_kv.hashing import hash_blocks
-from tiered_kv.keys import BlockKeys
-from tiered_kv.layout import KVGroup, KVLayout
-from tiered_kv.specs import CPULoadStoreSpec, EngineBlocks, GPULoadStoreSpec
 from tiered_kv.testing.simulation.known import Name, names_of
+from tiered_kv.values.keys import BlockKeys, hash_blocks
+from tiered_kv.values.layout import KVGroup, KVLayout
+from tiered_kv.values.specs import CPULoadStoreSpec, EngineBlocks, GPULoadStoreSpec
 
 N: Final = 10
 """Blocks of a prompt."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.keys import BlockKeys
+from tiered_kv.values.keys import BlockKeys
 
 Name = tuple[str, int, bytes]
 """Of a block: its version (weights and tenant), KV group and hash."""

@@ -8,13 +8,13 @@ from typing import Any
 
 from pydantic import ByteSize, Field
 
-from tiered_kv.backend import Backend, BackendContext, Block, Outcome, check_lengths
-from tiered_kv.errors import BackendUnavailableError
-from tiered_kv.keys import BlockKey
-from tiered_kv.specs import LoadStoreSpec
+from tiered_kv.media.backend import Backend, BackendContext, Block, Outcome, check_lengths
+from tiered_kv.settings.tier_settings import TierSettings
 from tiered_kv.testing.simulation.tape import Tape
 from tiered_kv.testing.simulation.threads import Turns
-from tiered_kv.tier_settings import TierSettings
+from tiered_kv.values.errors import BackendUnavailableError
+from tiered_kv.values.keys import BlockKey
+from tiered_kv.values.specs import LoadStoreSpec
 
 
 @dataclass

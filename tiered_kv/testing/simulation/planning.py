@@ -5,15 +5,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tiered_kv.errors import ClosedError, ConfigurationError
-from tiered_kv.plan import Outcomes, Plan
-from tiered_kv.specs import GPULoadStoreSpec
+from tiered_kv.cache.worker import Worker
 from tiered_kv.system import Queue, system
 from tiered_kv.testing.simulation.engine import LAYOUT, span
 from tiered_kv.testing.simulation.known import WrongAnswer, names_of
 from tiered_kv.testing.simulation.threads import Process
 from tiered_kv.testing.simulation.world import LONGEST_S
-from tiered_kv.worker import Worker
+from tiered_kv.values.errors import ClosedError, ConfigurationError
+from tiered_kv.values.plan import Outcomes, Plan
+from tiered_kv.values.specs import GPULoadStoreSpec
 
 if TYPE_CHECKING:
     from tiered_kv.testing.simulation.workload import Requests

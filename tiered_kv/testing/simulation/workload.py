@@ -8,18 +8,18 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.cache import TieredKV
-from tiered_kv.errors import BackendUnavailableError, ClosedError, ConfigurationError
-from tiered_kv.hints import ReuseHint
-from tiered_kv.keys import BlockKeys
-from tiered_kv.results import BlockState, LoadResult, StoreResult
+from tiered_kv.cache.tiered_kv import TieredKV
 from tiered_kv.testing.scripted import ScriptedDevice, ScriptedEvent
 from tiered_kv.testing.simulation.engine import PROMPTS, STRIDE, Memory, span
 from tiered_kv.testing.simulation.known import Asked, Name, WrongAnswer, names_of
 from tiered_kv.testing.simulation.planning import Planning
 from tiered_kv.testing.simulation.threads import Process
 from tiered_kv.testing.simulation.world import LIMITS, LONGEST_S, Held, Shape, World
-from tiered_kv.tiers.budget import Priority
+from tiered_kv.tiers.gate import Priority
+from tiered_kv.values.errors import BackendUnavailableError, ClosedError, ConfigurationError
+from tiered_kv.values.hints import ReuseHint
+from tiered_kv.values.keys import BlockKeys
+from tiered_kv.values.results import BlockState, LoadResult, StoreResult
 
 _COPIES_S: Final = 0.3
 """What is at hand when a transfer's time is up is still copied."""

@@ -12,12 +12,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final, cast
 
-from tiered_kv.cache import TieredKV
-from tiered_kv.events import Event
-from tiered_kv.keys import ModelIdentity
-from tiered_kv.registry import resolve
-from tiered_kv.results import CacheStatistics
-from tiered_kv.settings import CacheLimits
+from tiered_kv.cache.tiered_kv import TieredKV
+from tiered_kv.settings.registry import resolve
+from tiered_kv.settings.settings import CacheLimits
 from tiered_kv.system import running_in
 from tiered_kv.testing.scripted import ScriptedDevice
 from tiered_kv.testing.simulation.disk import Disk, DiskFaults, SimulatedFiles
@@ -27,6 +24,9 @@ from tiered_kv.testing.simulation.media import Store, StoreClient, StoreFaults
 from tiered_kv.testing.simulation.system import SimulatedLoop, SimulatedSystem
 from tiered_kv.testing.simulation.tape import Tape
 from tiered_kv.testing.simulation.threads import Process, ProcessEnded, SimulatedThread, Turns
+from tiered_kv.values.events import Event
+from tiered_kv.values.keys import ModelIdentity
+from tiered_kv.values.results import CacheStatistics
 
 TIMEOUT_S: Final = 1.0
 """Of a storage tier."""

@@ -1,0 +1,384 @@
+"""Where keys live: the settings of the ``redis`` medium, and the servers they lead to, found by redis-py.
+
+How much redis-py may be told: it keeps whatever a server sends, until a reply is whole.
+"""
+
+import asyncio
+import ssl
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, NamedTuple, Self
+from urllib.parse import unquote, urlencode, urlsplit, urlunsplit
+
+from pydantic import Field, SecretStr, field_validator, model_validator
+from redis.asyncio import Redis, RedisCluster
+from redis.asyncio.cluster import ClusterNode
+from redis.asyncio.connection import DefaultParser
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as LostError
+from redis.exceptions import RedisClusterException, RedisError
+
+from tiered_kv.settings.tier_settings import TierSettings
+from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.integers import split_url
+from tiered_kv_backends.paths import scrub
+from tiered_kv_backends.redis.resp import Address, Login, Pool
+
+MOST_BYTES: Final = 16 << 20
+"""Of one reply: a thousand nodes of a cluster say less of themselves."""
+
+
+class BoundedParser(DefaultParser):  # type: ignore[valid-type,misc]  # a class all the same, of two that it may be
+    """Reads replies by hiredis, which comes with the extra, and gives up a connection that says too much."""
+
+    _num_read = 0
+
+    async def read_response(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever redis-py gives and gets
+        """Read one reply."""
+        self._num_read = 0
+        return await super().read_response(*args, **kwargs)
+
+    async def read_from_socket(self) -> bool:
+        """Receive what comes next."""
+        data = await self._stream.read(self._read_size)
+        self._num_read += len(data)
+        if not data or self._num_read > MOST_BYTES:
+            raise LostError(f"a reply of over {MOST_BYTES} bytes" if data else "the server closed the connection")
+        self._reader.feed(data)
+        return True
+
+
+def bound(*options: dict[str, Any]) -> None:
+    """Have connections that are going to be made with these options read replies so."""
+    for each in options:
+        each["parser_class"] = BoundedParser
+
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 3.0
+"""For how long a node of a cluster that did not answer in time is left alone."""
+_TOPOLOGY_SHARE = 0.1
+"""Of the time of a call, how long a node may take to say who holds which keys, before another one is asked."""
+
+
+class RedisSettings(TierSettings):
+    """``{"medium": "redis", "url": "rediss://cache.example:6379", "username": "kv", "password": "..."}``."""
+
+    medium: str = "redis"
+    url: SecretStr
+    """``redis[s]://[user[:password]@]host[:port][,host[:port]...][/database]``, with TLS if ``rediss``. Several hosts
+    are nodes of one cluster, or Sentinels."""
+    username: str | None = None
+    """ACL user; goes before the URL's, as ``password`` does."""
+    password: SecretStr | None = None
+    cluster: bool = False
+    """Whether the hosts are nodes of a cluster."""
+    sentinel_master: str | None = None
+    """Makes the hosts Sentinels, and names the master to ask them for."""
+    sentinel_username: str | None = None
+    sentinel_password: SecretStr | None = None
+    ca_file: Path | None = None
+    """PEM certificates to trust beside the system's."""
+    cert_file: Path | None = None
+    """Our own certificate, with or without its key, where servers want one."""
+    key_file: Path | None = None
+    check_hostname: bool = True
+    prefix: str = Field(default="tiered_kv/", min_length=1)
+    """Begins every key. An ACL user needs ``~tiered_kv/* +@read +@write``, and in a cluster
+    ``+cluster|slots +command +asking``."""
+    ttl_s: int | None = Field(default=24 * 3600, gt=0)
+    """How long a record lives after it was last stored or loaded, so that those of old weights go by themselves. None:
+    until the server evicts it."""
+    connections: int = Field(default=8, ge=1, le=1024)
+    """To each server at most, for bodies; and as many for questions."""
+    connect_timeout_s: float = Field(default=5.0, gt=0, allow_inf_nan=False)
+
+    @field_validator("url")
+    @classmethod
+    def _check_url(cls, url: SecretStr) -> SecretStr:
+        _Target.of(url)
+        return url
+
+    @model_validator(mode="after")
+    def _check_topology(self) -> Self:
+        target = _Target.of(self.url)
+        if self.cluster and self.sentinel_master is not None:
+            raise ValueError("a cluster has no Sentinels: leave out cluster or sentinel_master")
+        if self.cluster and target.database:
+            raise ValueError("a cluster has no other database than 0")
+        if len(target.hosts) > 1 and not self.cluster and self.sentinel_master is None:
+            raise ValueError("several hosts are nodes of a cluster (cluster) or Sentinels (sentinel_master): say which")
+        return self
+
+
+class _Target(NamedTuple):
+    """What a URL says."""
+
+    hosts: list[tuple[str, int | None]]
+    username: str | None
+    password: SecretStr | None
+    database: int
+    is_tls: bool
+
+    @classmethod
+    def of(cls, url: SecretStr) -> "_Target":
+        parts = split_url(url.get_secret_value())
+        if parts.scheme not in {"redis", "rediss"}:
+            raise ValueError("must be redis://host[:port][/database], or rediss:// for TLS")
+        if (path := parts.path.strip("/")) and not path.isdigit():
+            raise ValueError("must end with the number of a database, or after the host")
+        credentials, _, hosts = parts.netloc.rpartition("@")
+        username, _, password = map(unquote, credentials.partition(":"))
+        try:
+            each = [urlsplit(f"//{host}") for host in hosts.split(",")]
+            named = [(host.hostname or "", host.port) for host in each]
+        except ValueError:
+            named = []
+        if not named or not all(host for host, _ in named):
+            raise ValueError("must name a host, host:port or [address]:port, or several of them, by commas")
+        secret = SecretStr(password) if password else None
+        return cls(named, username or None, secret, int(path or 0), parts.scheme == "rediss")
+
+
+@dataclass
+class Server:
+    """One server that holds keys."""
+
+    address: Address
+    client: Redis
+    """For what is asked of the server's whole, not of blocks."""
+    bodies: Pool
+    questions: Pool
+    """Apart, so that no question waits for bodies."""
+    _pause_s: float = 0.0
+    _ask_at: float = 0.0
+
+    def may_be_asked(self, now: float) -> bool:
+        """Say whether to ask it. One that was late is asked again after a pause, by one call."""
+        if now < self._ask_at:
+            return False
+        self._ask_at = now + self._pause_s
+        return True
+
+    def answered(self) -> None:
+        """It answers in time."""
+        self._pause_s = self._ask_at = 0.0
+
+    def was_late(self, now: float) -> None:
+        """It did not answer in time: leave it alone for a while."""
+        self._pause_s = min(max(_FIRST_PAUSE_S, 2 * self._pause_s), _LONGEST_PAUSE_S)
+        self._ask_at = now + self._pause_s
+
+    async def count(self, commands: Sequence[bytes]) -> list[int | str]:
+        """Ask in one round trip what a number answers; an error of the server is an answer too.
+
+        Raises:
+            OSError: The connection is lost.
+        """
+        async with self.questions.connection() as connection:
+            return await connection.count(commands)
+
+    def asking(self) -> "Server":
+        """Return it as it answers for keys of a slot that it is getting, and has not got whole."""
+        return replace(self, bodies=self.bodies.asking(), questions=self.questions.asking())
+
+    def drop_idle(self) -> None:
+        """Close the connections that nobody uses: the next call makes a new one."""
+        self.bodies.drop_idle()
+        self.questions.drop_idle()
+
+    async def aclose(self) -> None:
+        """Close every connection to it; calls still under way end with an error."""
+        self.bodies.close()
+        self.questions.close()
+        await _close(self.client)
+
+
+class Servers:
+    """The one server, the master that Sentinel names now, or the masters of a cluster and which key is whose."""
+
+    def __init__(self, settings: RedisSettings) -> None:
+        """Connect to nothing yet.
+
+        Raises:
+            ConfigurationError: A certificate's file cannot be read, or is none.
+        """
+        self._settings = settings
+        self._target = _Target.of(settings.url)
+        tls = _tls_context(settings) if self._target.is_tls else None
+        username = settings.username or self._target.username
+        self._login = Login(username, settings.password or self._target.password, self._target.database, tls)
+        self._servers: dict[Address, Server] = {}
+        self._refresh = asyncio.Lock()
+        self._is_known = self._is_closed = False
+        port = 6379 if settings.sentinel_master is None else 26379
+        self._hosts = [Address(host, given or port) for host, given in self._target.hosts]
+        self._cluster = self._make_cluster() if settings.cluster else None
+        self._sentinel = self._make_sentinel() if settings.sentinel_master is not None else None
+
+    def __str__(self) -> str:
+        kind = "cluster" if self._cluster else "Sentinel" if self._sentinel else "server"
+        return f"Redis {kind} at {', '.join(map(str, self._hosts))}"
+
+    @property
+    def url(self) -> str:
+        """What leads here, as `RedisSettings` take it, without a login: not in it, nor in its query, is a secret."""
+        scheme, master = "rediss" if self._target.is_tls else "redis", self._settings.sentinel_master
+        fields = {"cluster": "true"} if self._settings.cluster else {"sentinel_master": master} if master else {}
+        hosts = ",".join(map(str, self._hosts))
+        return urlunsplit((scheme, hosts, f"/{self._target.database}", urlencode(fields), ""))
+
+    async def holding(self, names: Sequence[bytes], which: Sequence[int]) -> list[tuple[Server, list[int]]]:
+        """Group the names at positions ``which`` by the servers that hold them. A name that none holds is left out.
+
+        Raises:
+            RedisError, RedisClusterException: Nobody who would know could be asked.
+        """
+        async with self._refresh:
+            if self._is_closed:
+                raise ConnectionAbortedError("the tier is closed")
+            if not self._is_known:
+                await self._find_out()
+        if self._cluster is None:
+            return [(server, list(which)) for server in self._servers.values()]
+        found: dict[Address, list[int]] = {}
+        slots = self._cluster.nodes_manager.slots_cache
+        for i in which:
+            if nodes := slots.get(self._cluster.keyslot(names[i])):
+                found.setdefault(Address(nodes[0].host, int(nodes[0].port)), []).append(i)
+        return [(self._servers[address], positions) for address, positions in found.items()]
+
+    def getting(self, answer: str, source: Server) -> Server | None:
+        """Return the node that an ASK of ``source`` names: it is getting the slot. None if that is no address."""
+        host, _, port = answer.partition("\n")[0].split(" ")[-1].rpartition(":")
+        if not port.isdigit() or self._is_closed:
+            return None
+        address = Address(host.strip("[]") or source.address.host, int(port))
+        if address not in self._servers:  # it has no slots yet
+            self._servers[address] = self._make_server(address)
+        return self._servers[address].asking()
+
+    async def all(self) -> list[Server]:
+        """Return every server that holds keys.
+
+        Raises:
+            RedisError, RedisClusterException: Nobody who would know could be asked.
+        """
+        async with self._refresh:
+            await self._find_out()
+        return list(self._servers.values())
+
+    def scrub(self, error: BaseException) -> None:
+        """Take our passwords out of an error and its causes: servers may repeat them."""
+        sentinel = self._settings.sentinel_password
+        scrub(error, self._login.secrets() + ([sentinel.get_secret_value()] if sentinel else []))
+
+    def doubt(self) -> None:
+        """Find out anew, at the next question, who holds which keys."""
+        self._is_known = False
+
+    async def aclose(self) -> None:
+        """Close every connection; calls still under way end with an error."""
+        self._is_closed = True
+        for server in self._servers.values():
+            await server.aclose()
+        self._servers.clear()
+        if self._cluster is not None:
+            await _close(self._cluster)
+        for client in self._sentinel.sentinels if self._sentinel else ():
+            await _close(client)
+
+    async def _find_out(self) -> None:
+        if self._cluster is not None:
+            await self._renew_cluster()
+            current = {Address(node.host, int(node.port)) for node in self._cluster.get_primaries()}
+        elif self._sentinel is not None:
+            host, port = await self._sentinel.discover_master(self._settings.sentinel_master or "")
+            current = {Address(host, int(port))}
+        else:
+            current = set(self._hosts)
+        for address in self._servers.keys() - current:
+            await self._servers.pop(address).aclose()
+        for address in current - self._servers.keys():
+            self._servers[address] = self._make_server(address)
+        self._is_known = True
+
+    async def _renew_cluster(self) -> None:
+        """Ask the cluster who holds which keys. If nobody says so now, what was known before holds."""
+        assert self._cluster is not None  # noqa: S101 - only called where there is one
+        renewed = self._make_cluster()
+        try:
+            await renewed.initialize()
+        except (OSError, RedisError, RedisClusterException):
+            await _close(renewed)
+            if not self._servers:
+                raise
+        else:
+            await _close(self._cluster)
+            self._cluster = renewed
+
+    def _make_server(self, address: Address) -> Server:
+        settings, login = self._settings, self._login
+        options = self._options(login.username, login.password)
+        client = Redis(host=address.host, port=address.port, db=login.database, **options)
+        bound(client.connection_pool.connection_kwargs)
+        bodies, questions = (Pool(address, login, settings.connections, settings.connect_timeout_s) for _ in range(2))
+        return Server(address, client, bodies, questions)
+
+    def _make_cluster(self) -> RedisCluster:
+        options = self._options(self._login.username, self._login.password)
+        limit_s = _TOPOLOGY_SHARE * self._settings.timeout_s
+        options |= {
+            "socket_timeout": limit_s,
+            "socket_connect_timeout": min(limit_s, self._settings.connect_timeout_s),
+        }
+        nodes = [ClusterNode(*host) for host in {*self._hosts, *self._servers}]
+        cluster = RedisCluster(startup_nodes=nodes, require_full_coverage=False, **options)
+        known = cluster.nodes_manager.startup_nodes.values()
+        bound(cluster.connection_kwargs, *(node.connection_kwargs for node in known))
+        return cluster
+
+    def _make_sentinel(self) -> Sentinel:
+        options = self._options(self._settings.sentinel_username, self._settings.sentinel_password)
+        sentinel = Sentinel(self._hosts, sentinel_kwargs=options)  # type: ignore[no-untyped-call]  # redis-py's is not
+        bound(*(each.connection_pool.connection_kwargs for each in sentinel.sentinels))
+        return sentinel
+
+    def _options(self, username: str | None, password: SecretStr | None) -> dict[str, Any]:
+        """Return what each of redis-py's clients is made with."""
+        settings = self._settings
+        options: dict[str, Any] = {
+            "username": username,
+            "password": password and password.get_secret_value(),
+            "protocol": 2,
+            "socket_timeout": settings.timeout_s,
+            "socket_connect_timeout": settings.connect_timeout_s,
+            "retry": Retry(NoBackoff(), 0),  # who asks again is decided in one place, `RedisBackend`
+        }
+        if self._login.tls is not None:
+            files = {"ca_certs": settings.ca_file, "certfile": settings.cert_file, "keyfile": settings.key_file}
+            options |= {f"ssl_{name}": str(file) for name, file in files.items() if file is not None}
+            options |= {"ssl": True, "ssl_check_hostname": settings.check_hostname}
+        return options
+
+
+async def _close(client: Redis | RedisCluster) -> None:
+    with suppress(OSError, RedisError):  # TLS to a server that stands still is not taken leave of in time
+        await client.aclose()
+
+
+def _tls_context(settings: RedisSettings) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context()
+        if settings.ca_file is not None:
+            context.load_verify_locations(settings.ca_file)  # beside the system's, as redis-py and the S3 client do
+        if settings.cert_file is not None:
+            context.load_cert_chain(settings.cert_file, settings.key_file)
+    except OSError as error:  # of which ssl.SSLError is one
+        files = ", ".join(str(file) for file in (settings.ca_file, settings.cert_file, settings.key_file) if file)
+        raise ConfigurationError(f"the TLS certificates in {files} cannot be used: {error}") from error
+    context.check_hostname = settings.check_hostname
+    return context

@@ -1,0 +1,131 @@
+"""What lies in Redis or Valkey, for operators: only keys with the tier's prefix whose name is one of ours.
+
+Deleting a tenant's blocks from Redis or Valkey. For a job of your own, beside the caches.
+"""
+
+import re
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+from redis.exceptions import RedisClusterException, RedisError, ResponseError
+
+from tiered_kv.media.backend import Block, Found, Inventory, Outcome, Place
+from tiered_kv.media.record import HEADER_BYTES
+from tiered_kv.values.errors import BackendUnavailableError
+from tiered_kv.values.keys import salt_digest
+from tiered_kv_backends.paths import RECORD
+from tiered_kv_backends.redis.resp import command
+from tiered_kv_backends.redis.servers import RedisSettings, Server, Servers
+
+_LOOKED_AT_ONCE = 1000
+_GLOB = re.compile(rb"([][*?\\])")
+
+
+class RedisInventory(Inventory):
+    """Of one server, or of all nodes of a cluster."""
+
+    def __init__(self, servers: Servers, prefix: str) -> None:
+        self._servers, self._prefix = servers, prefix.encode()
+        self._holders: dict[str, Server] = {}
+
+    async def found(self) -> AsyncIterator[list[Found]]:
+        """Walk all keys, about a thousand at a time, and ask how long their values are."""
+        pattern = _GLOB.sub(rb"\\\1", self._prefix) + b"*"
+        with self._doing("list blocks"):
+            for server in await self._servers.all():
+                cursor = -1
+                while cursor:
+                    cursor, names = await server.client.scan(max(0, cursor), match=pattern, count=_LOOKED_AT_ONCE)
+                    paths = [bytes(name)[len(self._prefix) :].decode("latin-1") for name in names]  # type: ignore[arg-type]  # bytes: nothing is decoded
+                    paths = [path for path in paths if RECORD.fullmatch(path)]
+                    lengths = await _counts(
+                        server, [command(b"STRLEN", self._prefix + path.encode()) for path in paths]
+                    )
+                    self._holders |= dict.fromkeys(paths, server)
+                    yield [Found(path, Place.of(path), n) for path, n in zip(paths, lengths, strict=True) if n]
+
+    async def read(self, found: Found) -> bytes | None:
+        """Get one value, if it is still as long as it was."""
+        name, value = self._prefix + found.where.encode(), memoryview(bytearray(found.num_bytes))
+        into = Block(value[:HEADER_BYTES], value[HEADER_BYTES:], len(value[HEADER_BYTES:]))
+        with self._doing("read a block"):
+            async with self._holders[found.where].bodies.connection() as connection:
+                (answer,) = await connection.get([command(b"GET", name)], [into])
+            if isinstance(answer, str):
+                raise ResponseError(answer)
+        return bytes(value) if answer is Outcome.HIT else None
+
+    async def delete(self, found: Sequence[Found]) -> None:
+        """Unlink keys, in one round trip per server."""
+        with self._doing("delete blocks"):
+            for server in {id(each): each for each in self._holders.values()}.values():
+                names = [each.where for each in found if self._holders[each.where] is server]
+                await _counts(server, [command(b"UNLINK", self._prefix + name.encode()) for name in names])
+
+    @contextmanager
+    def _doing(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, RedisError, RedisClusterException) as error:
+            self._servers.scrub(error)
+            raise BackendUnavailableError(f"{self._servers}: could not {what}: {error}") from error
+
+
+@asynccontextmanager
+async def open_inventory(settings: RedisSettings) -> AsyncIterator[RedisInventory]:
+    """Yield the inventory of the tier's servers; they are connected to when they are asked.
+
+    Raises:
+        ConfigurationError: A certificate's file cannot be used.
+    """
+    servers = Servers(settings)
+    try:
+        yield RedisInventory(servers, settings.prefix)
+    finally:
+        await servers.aclose()
+
+
+async def _counts(server: Server, commands: Sequence[bytes]) -> list[int]:
+    counts = []
+    for count in await server.count(commands) if commands else ():
+        if isinstance(count, str):
+            raise ResponseError(count)
+        counts.append(count)
+    return counts
+
+
+async def delete_tenant(settings: RedisSettings | Mapping[str, Any] | str, salt: str | bytes) -> int:
+    """Delete the blocks of one salt, of every model, epoch and shard. Walks all keys, a thousand at a time.
+
+    Returns:
+        How many blocks were deleted.
+
+    Raises:
+        ConfigurationError: No settings of this medium, or a certificate's file cannot be used.
+        BackendUnavailableError: A server failed; what was deleted until then stays deleted.
+    """
+    settings = RedisSettings.of(settings)
+    prefix = _GLOB.sub(rb"\\\1", settings.prefix.encode())
+    pattern = b"%b*/%b/*" % (prefix, salt_digest(salt).hex()[:32].encode())
+    servers = Servers(settings)
+    try:
+        return sum([await _delete(server, pattern) for server in await servers.all()])
+    except (OSError, RedisError, RedisClusterException) as error:
+        servers.scrub(error)
+        raise BackendUnavailableError(f"{servers}: could not delete a tenant: {error}") from error
+    finally:
+        await servers.aclose()
+
+
+async def _delete(server: Server, pattern: bytes) -> int:
+    cursor, num_deleted = 0, 0
+    while True:
+        cursor, names = await server.client.scan(cursor, match=pattern, count=_LOOKED_AT_ONCE)
+        unlinks = [command(b"UNLINK", bytes(name)) for name in names]  # type: ignore[arg-type]  # bytes: nothing is decoded
+        for deleted in await server.count(unlinks) if unlinks else ():
+            if isinstance(deleted, str):
+                raise ResponseError(deleted)
+            num_deleted += deleted
+        if not cursor:
+            return num_deleted

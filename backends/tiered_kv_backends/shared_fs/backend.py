@@ -1,0 +1,344 @@
+"""`SharedFSBackend`: a file per block in a directory that many engines on many hosts share.
+
+    sweeper.lock                                             made when a cache first opens the directory
+    ledger                                                   how many bytes may still be written (`shared_fs_ledger`)
+    <fingerprint>/<epoch>/<shard>/<salt>/<abc>/<hash>        one record; <abc> are the first digits of its hash
+    <fingerprint>/<epoch>/<shard>/<salt>/<abc>/.<id>.tmp     one that is being written
+
+A file gets its name when it is whole and closed, by a rename, so readers need no lock and writers of one key do not
+meet. Its mtime says when it was last used; sweeps delete the oldest first (`shared_fs_sweeper`). A thread moves a block
+in one go (`shared_fs_files`).
+"""
+
+import asyncio
+import contextlib
+import errno
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiofiles.os
+from pydantic import ByteSize, Field
+
+from tiered_kv.media.backend import Backend, BackendContext, Block, Outcome, check_lengths
+from tiered_kv.settings.tier_settings import TierSettings
+from tiered_kv.values.errors import BackendUnavailableError, ClosedError, ConfigurationError
+from tiered_kv.values.keys import BlockKey
+from tiered_kv.values.log import log
+from tiered_kv.values.specs import FileLoadStoreSpec
+from tiered_kv_backends.paths import salt_folder
+from tiered_kv_backends.shared_fs import files
+from tiered_kv_backends.shared_fs.files import Moved, Threads, Work, each_of, look_at, text_of
+from tiered_kv_backends.shared_fs.ledger import Ledger, Room
+from tiered_kv_backends.shared_fs.sweeper import KEPT_FRACTION, Sweeper, Swept, holds_blocks
+
+T = TypeVar("T")
+
+
+_NEVER = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG}
+_NEVER |= {errno.ELOOP, errno.ENOTSUP, errno.ENOSYS}
+"""What opening the directory again would not change; the last two: a filesystem without locks."""
+_HEAD_START_NS = 10**6
+"""How much longer ago each further block of a prompt counts as used: of a prompt used at once, the tail goes first."""
+_CLOSE_S = 1.0
+
+_write_records = aiofiles.os.wrap(files.write_records)
+_which_exist = aiofiles.os.wrap(files.which_exist)
+_unlink_records = aiofiles.os.wrap(files.unlink_records)
+
+
+class SharedFSBackend(Backend):
+    """Keeps records as files on NFS, Lustre, CephFS or any filesystem with an atomic rename.
+
+    Nothing is forced to the medium and nothing is repaired: a file that a crash of the server has cut is found by its
+    length or its checksum, and deleted. The byte limit is never exceeded: what is written is first taken from a ledger
+    that all processes share. Sweeps make room, down to nine tenths of the limit.
+
+    Args:
+        settings: See `Settings`.
+        wall_clock_ns: What files are dated with; hosts that share a directory should roughly agree on it.
+    """
+
+    class Settings(TierSettings):
+        """``{"medium": "shared_fs", "path": "/mnt/shared/kv", "capacity": "20TiB"}``."""
+
+        medium: str = "shared_fs"
+        path: Path
+        """A directory for nothing else, made if need be; its parent has to be there."""
+        capacity: ByteSize = Field(gt=0)
+        """Bytes of all records together, of every model and host. Where processes disagree, the smallest counts."""
+        num_threads: int = Field(default=16, ge=1, le=256)
+        """Calls under way at once, in each direction: reads never queue behind writes."""
+        min_free_fraction: float = Field(default=0.05, ge=0, lt=1)
+        """Part of the filesystem that is left free: nothing is written, and the oldest is deleted, to keep it so."""
+        salt_quota: ByteSize | None = Field(default=None, gt=0)
+        """Bytes that the blocks of one salt may have, of every model and host; sweeps delete what is more, used
+        longest ago first. No limit if left out."""
+        sweep_interval_s: float = Field(default=60.0, gt=0, allow_inf_nan=False)
+        """How often each process looks whether a sweep is due, which one of them then makes."""
+
+    def __init__(
+        self, settings: Settings | Mapping[str, Any] | str, wall_clock_ns: Callable[[], int] = time.time_ns
+    ) -> None:
+        self.settings = settings = self.Settings.of(settings)
+        self._wall_clock_ns = wall_clock_ns
+        self._root = str(settings.path.absolute())
+        self._sweeper: Sweeper | None = None
+
+    async def open(self, context: BackendContext) -> None:
+        """Make the directory if need be, and try whether it can be written to; or whether there is one to read.
+
+        Raises:
+            ConfigurationError: It cannot be written to, or read, it knows no locks, or ``capacity`` is below one block.
+            BackendUnavailableError: The filesystem fails, or does not answer within ``timeout_s``.
+        """
+        settings = self.settings
+        largest = max((shape.stride_bytes for shape in context.groups), default=0)
+        if largest > settings.capacity:
+            raise ConfigurationError(f"a capacity of {settings.capacity} bytes for blocks of {largest}")
+        n = settings.num_threads
+        readers, writers = context.workers(n), context.workers(n)
+        self._readers, self._writers, self._clerk = Threads(readers), Threads(writers), Threads(context.workers(1))
+        self._context, self._clock = context, context.clock
+        self._ledger = Ledger(self._root, settings.capacity, self._wall_clock_ns)
+        self._room = Room(
+            self._root, self._ledger, settings.capacity, settings.min_free_fraction, self._writers, self._clock
+        )
+        self._written = Counter[str]()
+        try:
+            if settings.read_only:
+                probe = self._readers.run(files.probe_reading, self._root)
+            else:
+                probe = self._writers.run(_probe, self._root, self._ledger)
+            await asyncio.wait_for(probe, settings.timeout_s)
+        except TimeoutError as error:
+            raise BackendUnavailableError(f"{self._root} did not answer within {settings.timeout_s} s") from error
+        except OSError as error:
+            kind = ConfigurationError if error.errno in _NEVER else BackendUnavailableError
+            raise kind(f"{error.filename or self._root}: {error.strerror}") from error
+        self._sweeper = Sweeper(
+            self._root,
+            self._ledger,
+            lambda: self._room.unwritten,
+            settings.capacity,
+            largest,
+            settings.min_free_fraction,
+            self._wall_clock_ns,
+            settings.salt_quota,
+        )
+        self._sweeping: asyncio.Future[None] | None = None
+        self._timer = None if settings.read_only else asyncio.ensure_future(self._sweep_regularly())
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> list[Outcome]:
+        """Say HIT or MISS for each key, by one stat(2) each.
+
+        Raises:
+            BackendUnavailableError: The filesystem fails.
+        """
+        self._check_open()
+        calls = [_which_exist(self._root, share, executor=self._readers) for share in self._shares(keys)]
+        found = self._unless_failed(await each_of(calls))
+        return list(chain.from_iterable(found))
+
+    async def lookup_prefix(self, keys: Sequence[BlockKey]) -> int:
+        """Count the leading keys that are there, asking for few at a time: of 1,000 keys 45, in 3 rounds.
+
+        A hole that is not asked for counts as there; reading will tell.
+
+        Raises:
+            BackendUnavailableError: The filesystem fails.
+        """
+        there, not_there = 0, len(keys)  # keys before `there` are, the key at `not_there` is not
+        while there < not_there:
+            step = -(-(not_there - there) // self.settings.num_threads)
+            asked = range(there + step - 1, not_there, step)
+            outcomes = await self.lookup([keys[i] for i in asked])
+            hits = outcomes.index(Outcome.MISS) if Outcome.MISS in outcomes else len(outcomes)
+            there = asked[hits - 1] + 1 if hits else there
+            not_there = asked[hits] if hits < len(asked) else not_there
+        return there
+
+    async def locate(self, keys: Sequence[BlockKey]) -> FileLoadStoreSpec:
+        """Say which files the records are. Looks at none of them."""
+        self._check_open()
+        n, paths = len(keys), [f"{self._root}/{files.path_of(key)}" for key in keys]
+        return FileLoadStoreSpec(range(n), paths, [0] * n, self._context.record_lengths(keys))
+
+    async def read(self, keys: Sequence[BlockKey], into: Sequence[Block]) -> list[Outcome]:
+        """Read the files: HIT, MISS, CORRUPT (wrong length, no file) or FAILED each. A hit counts as use.
+
+        Raises:
+            BackendUnavailableError: Every file failed.
+        """
+        self._check_open()
+        shares = self._shares(self._work(keys, into))
+        # no coroutine of aiofiles, and so no task, for each: that was a tenth of the time of a hot block
+        reads = [self._readers.run(files.read_records, self._root, each) for each in shares]
+        return self._outcomes(await each_of(reads))
+
+    async def write(self, keys: Sequence[BlockKey], blocks: Sequence[Block]) -> list[Outcome]:
+        """Write the files: STORED, REFUSED (no room, or nobody knows how much there is) or FAILED each.
+
+        Raises:
+            BackendUnavailableError: Every file failed, or the directory is gone.
+        """
+        self._check_open()
+        work = self._work(keys, blocks)
+        num_taken = await self._room.take(blocks, self._sweep_soon)
+        writes = [asyncio.ensure_future(self._write_share(each)) for each in self._shares(work[:num_taken])]
+        outcomes = self._outcomes(await each_of(writes)) + [Outcome.REFUSED] * (len(work) - num_taken)
+        if Outcome.REFUSED in outcomes:
+            self._sweep_soon(is_full=True)
+        return outcomes
+
+    async def delete(self, keys: Sequence[BlockKey]) -> None:
+        """Unlink the files.
+
+        Raises:
+            BackendUnavailableError: The filesystem fails.
+        """
+        self._check_open()
+        calls = [_unlink_records(self._root, share, executor=self._writers) for share in self._shares(keys)]
+        self._unless_failed(await each_of(calls))
+
+    async def sweep(self) -> Swept | None:
+        """Delete what is over the limit, and temporary files that dead writers have left; it also happens by itself.
+
+        Returns:
+            What was done; None if another process is at it.
+
+        Raises:
+            BackendUnavailableError: The filesystem fails.
+            ConfigurationError: The tier is ``read_only``.
+        """
+        if self.settings.read_only:
+            raise ConfigurationError(f"the tier at {self._root} is read_only: another process sweeps")
+        return await self._sweep()
+
+    async def aclose(self) -> None:
+        """Stop sweeping, return room that was taken. Calls still under way end by themselves; nothing else is held."""
+        if self._sweeper is None:
+            return
+        self._sweeper.stop()
+        self._sweeper = None
+        if self._timer is None:
+            return
+        self._timer.cancel()
+        ending: list[asyncio.Future[None]] = [self._writers.run(self._room.return_all)]
+        if self._sweeping is not None:
+            ending.append(self._sweeping)
+        for each in ending:
+            each.add_done_callback(look_at)
+        await asyncio.wait(ending, timeout=_CLOSE_S)  # soon, if the filesystem answers
+
+    def _check_open(self) -> Sweeper:
+        if self._sweeper is None:
+            raise ClosedError(f"the shared filesystem tier at {self._root} is not open")
+        return self._sweeper
+
+    def _work(self, keys: Sequence[BlockKey], blocks: Sequence[Block]) -> list[Work]:
+        check_lengths(keys, blocks)
+        pairs = zip(keys, blocks, strict=True)
+        if self.settings.read_only:
+            return [Work(key, block, used_ns=0) for key, block in pairs]
+        now_ns = self._wall_clock_ns()
+        return [Work(key, block, now_ns - key.position * _HEAD_START_NS) for key, block in pairs]
+
+    def _shares(self, items: Sequence[T]) -> list[Sequence[T]]:
+        """Cut a batch into as many shares as there are threads, at most."""
+        size = -(-len(items) // self.settings.num_threads) or 1
+        return [items[start : start + size] for start in range(0, len(items), size)]
+
+    def _unless_failed(self, results: Sequence[T | Exception]) -> list[T]:
+        for each in results:
+            if isinstance(each, Exception):
+                raise BackendUnavailableError(f"{self._root}: {text_of(each)}") from each
+        return [each for each in results if not isinstance(each, Exception)]
+
+    def _outcomes(self, results: Sequence[list[Moved] | Exception]) -> list[Outcome]:
+        """Say what became of each block; if none of them could be moved, the medium has failed."""
+        moved = list(chain.from_iterable(self._unless_failed(results)))
+        errors = [each for each in moved if not isinstance(each, Outcome)]
+        if errors and len(errors) == len(moved):
+            raise BackendUnavailableError(f"{self._root}: {text_of(errors[-1])}") from errors[-1]
+        return [each if isinstance(each, Outcome) else Outcome.FAILED for each in moved]
+
+    async def _write_share(self, share: Sequence[Work]) -> list[Moved]:
+        """Write some blocks; the room of those that were not stored can be used again."""
+        writing = asyncio.ensure_future(_write_records(self._root, share, executor=self._writers))
+        writing.add_done_callback(partial(self._settle_room, share))  # also if nobody waits for it any more
+        return await asyncio.shield(writing)
+
+    def _settle_room(self, share: Sequence[Work], writing: "asyncio.Future[list[Moved]]") -> None:
+        if not writing.cancelled() and writing.exception() is None:
+            salts = set[str]()
+            for work, moved in zip(share, writing.result(), strict=True):
+                self._room.settle(work.block.num_bytes, is_written=moved is Outcome.STORED)
+                if moved is Outcome.STORED and self.settings.salt_quota is not None:
+                    salts.add(salt := salt_folder(work.key.namespace.salt))
+                    self._written[salt] += work.block.num_bytes
+            if self._is_over_quota(salts):
+                self._sweep_soon()
+
+    def _is_over_quota(self, salts: Iterable[str]) -> bool:
+        """Say whether what was written since this process has swept last may have brought one over its quota.
+
+        Of one that was not counted yet it is not known what others have written for it: most of the quota, it may be.
+        """
+        quota, sweeper = self.settings.salt_quota, self._sweeper
+        if quota is None or sweeper is None:
+            return False
+        known, unknown = sweeper.salt_bytes, int(quota * KEPT_FRACTION)
+        return any(known.get(salt, unknown) + self._written[salt] > quota for salt in salts)
+
+    async def _sweep_regularly(self) -> None:
+        while True:
+            self._sweep_soon()
+            await asyncio.sleep(self.settings.sweep_interval_s)
+
+    def _sweep_soon(self, *, is_full: bool = False) -> None:
+        """Sweep in the background if it is due, or something was refused."""
+        if self._sweeper is not None and (self._sweeping is None or self._sweeping.done()):
+            self._sweeping = asyncio.ensure_future(self._sweep_and_log(is_full=is_full))
+
+    async def _sweep_and_log(self, *, is_full: bool) -> None:
+        try:
+            sweeper, seen = self._check_open(), self._ledger.num_sweeps
+            if self._is_over_quota(self._written):
+                swept = await self._sweep()
+                while swept is not None and self._is_over_quota(self._written):  # by what was written meanwhile
+                    swept = await self._sweep()
+            elif is_full or await self._clerk.run(sweeper.is_due):
+                swept = await self._sweep(seen)
+            else:
+                return
+        except ClosedError:
+            return
+        except (BackendUnavailableError, OSError) as error:
+            log("warning", "shared_fs.sweep_failed", path=self._root, error=text_of(error))
+        else:
+            if swept is not None and (swept.num_deleted or swept.num_temporaries):
+                log("info", "shared_fs.swept", path=self._root, **vars(swept))
+
+    async def _sweep(self, unless_after: int | None = None) -> Swept | None:
+        sweeper, swept = self._check_open(), None
+        written, self._written = self._written, Counter()
+        try:
+            swept = await self._clerk.run(sweeper.sweep, unless_after)
+        except OSError as error:
+            raise BackendUnavailableError(f"cannot sweep {self._root}: {text_of(error)}") from error
+        finally:
+            if swept is None:
+                self._written += written
+        self._room.forget_free()
+        return swept
+
+
+def _probe(root: str, ledger: Ledger) -> None:
+    files.probe(root)
+    with contextlib.suppress(BlockingIOError):  # then it is there
+        ledger.create(is_empty=not holds_blocks(root))

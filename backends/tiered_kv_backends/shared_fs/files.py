@@ -1,0 +1,413 @@
+"""What the threads of a shared directory do: one function for some blocks, from the first system call to the last.
+
+Below the root no symbolic link is followed, folder by folder, and only regular files are read or counted: who may write
+to the directory can neither lead us out of it nor make a call wait for ever.
+
+The threads of a shared directory's calls, and how the event loop waits for them.
+"""
+
+import asyncio
+import contextlib
+import errno
+import os
+import stat
+import uuid
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, ParamSpec, Self, TypeVar, cast
+
+from tiered_kv.media.backend import Block, Outcome, Workers
+from tiered_kv.values.keys import BlockKey
+from tiered_kv_backends.paths import Opener
+
+# ruff: noqa: PTH116 - calls relative to open folders, which Path has not
+
+
+LOCK_NAME = "sweeper.lock"
+"""Locked by whoever sweeps. It also says that the filesystem is mounted."""
+FOLDER_DIGITS = 3
+"""So many digits of a block's hash name its folder: 4096 folders for the blocks of one namespace."""
+FOLDER_FLAGS = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+FILE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""Opening never waits: a FIFO would have us wait for whoever writes to it."""
+_READ_FLAGS = os.O_RDONLY | FILE_FLAGS
+_OPENER = Opener(_READ_FLAGS)
+
+_GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
+"""What says that a file is not there; ESTALE: another host removed or replaced it while it was open here."""
+_NO_FILE = {errno.ELOOP, errno.ENXIO}
+"""What opening a link and a socket gives."""
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_USED_AGAIN_NS = 600 * 10**9
+"""How old a file's last use may get before a read renews it: one call in ten minutes, however hot the block is."""
+_TRIES = 3
+"""A sweeper may remove a folder again before there is a file in it."""
+
+
+class Work(NamedTuple):
+    """One block to move, and when it counts as used."""
+
+    key: BlockKey
+    block: Block
+    used_ns: int
+    """0: reading it is no use that is written down."""
+
+
+Moved = Outcome | OSError
+"""What became of one block."""
+
+
+def read_records(root: str, share: Sequence[Work]) -> list[Moved]:
+    """Fill the blocks: HIT, MISS or CORRUPT (another length, no file) each, or what failed."""
+    return _each(root, share, _read, if_gone=Outcome.MISS)
+
+
+def write_records(root: str, share: Sequence[Work]) -> list[Moved]:
+    """Write the blocks: STORED or REFUSED (no room) each, or what failed."""
+    return _each(root, share, _write)
+
+
+def which_exist(root: str, keys: Sequence[BlockKey]) -> list[Outcome]:
+    """Say HIT or MISS for each key.
+
+    Raises:
+        OSError: The filesystem fails.
+    """
+    with _Folders.opened(root) as folders:
+        return [Outcome.HIT if folders is not None and folders.has(key) else Outcome.MISS for key in keys]
+
+
+def unlink_records(root: str, keys: Sequence[BlockKey]) -> None:
+    """Remove the keys' files, as far as they are there.
+
+    Raises:
+        OSError: The filesystem fails.
+    """
+    with _Folders.opened(root) as folders:
+        if folders is None:
+            return
+        for key in keys:
+            with _unless_gone(), folders.of(key) as folder:
+                os.unlink(key.hash.hex(), dir_fd=folder)
+
+
+def probe_reading(root: str) -> None:
+    """See whether the directory is there and can be read.
+
+    Raises:
+        OSError: It cannot, or no cache has written to it yet.
+    """
+    _check_folder(root)
+    check_mounted(root)
+    if not os.access(root, os.R_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), root)
+
+
+def probe(root: str) -> None:
+    """Make the directory and its lock, if need be, and see whether it can be written to.
+
+    Raises:
+        OSError: It cannot.
+    """
+    with contextlib.suppress(FileExistsError):
+        Path(root).mkdir(0o700)
+    _check_folder(root)
+    os.close(open_own(root, LOCK_NAME, os.O_CREAT))
+    if not os.access(root, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), root)
+
+
+def open_own(root: str, name: str, flags: int = 0) -> int:
+    """Open one of the two files in the root, which are ours alone, for reading and writing.
+
+    Raises:
+        OSError: It is not there, or no file.
+    """
+    path = f"{root}/{name}"
+    file = os.open(path, os.O_RDWR | FILE_FLAGS | flags, 0o600)
+    if stat.S_ISREG(os.fstat(file).st_mode):
+        return file
+    os.close(file)
+    raise OSError(errno.EEXIST, "is no file", path)
+
+
+def check_mounted(root: str) -> None:
+    """Raise unless the marker is there: the folder that a filesystem was mounted on must not be filled instead."""
+    path = f"{root}/{LOCK_NAME}"
+    try:
+        os.stat(path)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(errno.ENOENT, "is missing: is the filesystem mounted?", path) from error
+
+
+def _check_folder(root: str) -> None:
+    """Raise if something else than a directory is there."""
+    path = Path(root)
+    if path.exists() and not path.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "it is no directory, which a shared_fs tier needs for its own", root)
+
+
+def path_of(key: BlockKey) -> str:
+    """Return where below the root a block's file is."""
+    digits = key.hash.hex()
+    return f"{key.namespace.path}/{digits[:FOLDER_DIGITS]}/{digits}"
+
+
+def free_bytes(root: str, min_free_fraction: float) -> float:
+    """Return how many bytes are free beyond what is to be left free.
+
+    Raises:
+        OSError: The filesystem fails, or is not mounted.
+    """
+    check_mounted(root)
+    status = os.statvfs(root)
+    if not status.f_blocks:  # a filesystem that does not say
+        return float("inf")
+    return (status.f_bavail - status.f_blocks * min_free_fraction) * status.f_frsize
+
+
+class _Folders:
+    """The folders below a root, each opened from the one before. Keeps that of one namespace open."""
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self._root_fd = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)  # links are the operator's
+        self._namespace = ""
+        self._fd = -1
+
+    @classmethod
+    @contextlib.contextmanager
+    def opened(cls, root: str) -> Iterator[Self | None]:
+        """Yield the folders of a root, or nothing if it is gone."""
+        try:
+            folders = cls(root)
+        except OSError as error:
+            if error.errno not in _GONE:
+                raise
+            yield None
+            return
+        try:
+            yield folders
+        finally:
+            folders._leave()
+            os.close(folders._root_fd)
+
+    def has(self, key: BlockKey) -> bool:
+        """Say whether there is a file for a block. An estimate: a load decides."""
+        digits = key.hash.hex()
+        with _unless_gone():
+            self._enter(key, make=False)
+            status = os.stat(f"{digits[:FOLDER_DIGITS]}/{digits}", dir_fd=self._fd, follow_symlinks=False)
+            return stat.S_ISREG(status.st_mode)
+        return False
+
+    def open_file(self, key: BlockKey) -> int:
+        """Open a block's file for reading."""
+        if (file := _OPENER.open(path_of(key), self._root_fd)) >= 0:
+            return file
+        with self.of(key) as folder:
+            return os.open(key.hash.hex(), _READ_FLAGS, dir_fd=folder)
+
+    @contextlib.contextmanager
+    def of(self, key: BlockKey, *, make: bool = False) -> Iterator[int]:
+        """Yield a descriptor of the folder that a block's file is in."""
+        self._enter(key, make=make)
+        folder = self._step(self._fd, key.hash.hex()[:FOLDER_DIGITS], make=make)
+        try:
+            yield folder
+        finally:
+            os.close(folder)
+
+    def _enter(self, key: BlockKey, *, make: bool) -> None:
+        namespace = key.namespace.path
+        if namespace == self._namespace:
+            return
+        self._leave()
+        at = os.dup(self._root_fd)
+        for name in namespace.split("/"):
+            try:
+                below = self._step(at, name, make=make)
+            finally:
+                os.close(at)
+            at = below
+        self._fd, self._namespace = at, namespace
+
+    def _leave(self) -> None:
+        if self._namespace:
+            os.close(self._fd)
+            self._namespace = ""
+
+    def _step(self, parent: int, name: str, *, make: bool) -> int:
+        try:
+            return os.open(name, os.O_PATH | FOLDER_FLAGS, dir_fd=parent)
+        except FileNotFoundError:
+            if not make:
+                raise
+        check_mounted(self._root)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, 0o700, dir_fd=parent)
+        return os.open(name, os.O_PATH | FOLDER_FLAGS, dir_fd=parent)
+
+    def forget(self) -> None:
+        """Open the folders anew: one was removed meanwhile."""
+        self._leave()
+
+
+_Move = Callable[[_Folders, Work], Outcome]
+
+
+def _each(root: str, share: Sequence[Work], move: _Move, if_gone: Outcome | None = None) -> list[Moved]:
+    try:
+        with _Folders.opened(root) as folders:
+            if folders is not None:
+                return [_tried(move, folders, work) for work in share]
+            if if_gone is None:
+                check_mounted(root)
+    except OSError as error:
+        return [error] * len(share)
+    return [if_gone or Outcome.FAILED] * len(share)
+
+
+def _tried(move: _Move, folders: _Folders, work: Work) -> Moved:
+    try:
+        return move(folders, work)
+    except OSError as error:
+        return error
+
+
+def _read(folders: _Folders, work: Work) -> Outcome:
+    try:
+        file = folders.open_file(work.key)
+        try:
+            return _read_file(file, work)
+        finally:
+            os.close(file)
+    except OSError as error:
+        if error.errno in _GONE:
+            return Outcome.MISS
+        if error.errno in _NO_FILE:
+            return Outcome.CORRUPT
+        raise
+
+
+def _read_file(file: int, work: Work) -> Outcome:
+    status = os.fstat(file)
+    if stat.S_ISDIR(status.st_mode):  # which no store would replace
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), work.key.path)
+    if not stat.S_ISREG(status.st_mode) or status.st_size != work.block.num_bytes:
+        return Outcome.CORRUPT
+    left = list(work.block.segments)
+    while left:
+        if not (num_bytes := os.readv(file, left)):
+            return Outcome.CORRUPT
+        left = _behind(left, num_bytes)
+    if work.used_ns - status.st_mtime_ns > _USED_AGAIN_NS:
+        with contextlib.suppress(OSError):  # the bytes are right, on a filesystem that became read-only too
+            os.utime(file, ns=(work.used_ns, work.used_ns))
+    return Outcome.HIT
+
+
+def _write(folders: _Folders, work: Work) -> Outcome:
+    temporary = f".{uuid.uuid4().hex}.tmp"
+    for left in reversed(range(_TRIES)):
+        try:
+            with folders.of(work.key, make=True) as folder:
+                file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | FILE_FLAGS, 0o600, dir_fd=folder)
+                return _write_file(folder, file, temporary, work)
+        except FileNotFoundError:
+            folders.forget()
+            if not left:
+                raise
+        except OSError as error:
+            if error.errno in _FULL:
+                return Outcome.REFUSED
+            raise
+    raise AssertionError  # the last try has returned or raised
+
+
+def _write_file(folder: int, file: int, temporary: str, work: Work) -> Outcome:
+    try:
+        try:
+            left = list(work.block.segments)
+            while left:
+                left = _behind(left, os.writev(file, left))
+            os.utime(file, ns=(work.used_ns, work.used_ns))
+        finally:
+            os.close(file)  # NFS sends what is left, and says what it could not: only then is the file whole
+        os.replace(temporary, work.key.hash.hex(), src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        with contextlib.suppress(OSError):  # else the sweeper finds it
+            os.unlink(temporary, dir_fd=folder)
+        raise
+    return Outcome.STORED
+
+
+def _behind(segments: list[memoryview], num_bytes: int) -> list[memoryview]:
+    """Return what is left of the segments after so many bytes of them were moved."""
+    left = []
+    for segment in segments:
+        if num_bytes < len(segment):
+            left.append(segment[num_bytes:])
+        num_bytes = max(0, num_bytes - len(segment))
+    return left
+
+
+@contextlib.contextmanager
+def _unless_gone() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _GONE:
+            raise
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Threads(Executor):
+    """The tier's own threads, in the shape that aiofiles wants.
+
+    They are daemons: a call that is stuck on a dead server keeps neither asyncio's default threads nor the
+    interpreter's exit waiting.
+    """
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+
+    def run(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> "asyncio.Future[T]":
+        """Run ``function`` in one of the threads."""
+        return asyncio.ensure_future(self._workers.run(partial(function, *args, **kwargs)))
+
+    def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> "Future[T]":
+        """Do the same for `loop.run_in_executor`, which passes an asyncio future on as it is."""
+        return cast("Future[T]", self.run(function, *args, **kwargs))
+
+
+async def each_of(calls: Sequence[Awaitable[T]]) -> list[T | Exception]:
+    """Wait for every call, and leave them running if this is cancelled: buffers are lent until the last one ends."""
+    futures = [asyncio.ensure_future(call) for call in calls]
+    for future in futures:
+        future.add_done_callback(look_at)
+    if futures:
+        await asyncio.wait(futures)
+    results: list[T | Exception] = []
+    for future in futures:
+        error = future.exception()
+        if error is not None and not isinstance(error, Exception):
+            raise error
+        results.append(future.result() if error is None else error)
+    return results
+
+
+def look_at(future: "asyncio.Future[T]") -> None:
+    """Have asyncio not complain of an error that nobody waited for: whoever did has given up."""
+    if not future.cancelled():
+        future.exception()
+
+
+def text_of(error: Exception) -> str:
+    """Return what an error says, for messages."""
+    return f"{error.filename or ''} {error.strerror}".strip() if isinstance(error, OSError) else str(error)

@@ -1,0 +1,337 @@
+"""How many bytes may still be written to a shared directory, for all processes together: a number in a file.
+
+Who writes takes the bytes from the ledger first, so that what is there never exceeds the capacity, however many write
+and whether anyone sweeps or not. Deleting gives nothing back: a sweep counts what is there, and sets the number right.
+Bytes that were taken and perhaps not yet written when a sweep began are counted on top, whatever it found of them; so
+the number is never too low. Where it is not known, nothing is written.
+
+The file is one line, a checksum and JSON, changed under flock(2) for some microseconds.
+
+What a process may write to a shared directory: bytes taken from the ledger that all share, if it has room.
+"""
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import random
+import time
+import uuid
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Annotated, Final
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from tiered_kv.media.backend import Block
+from tiered_kv.values.errors import BackendUnavailableError
+from tiered_kv_backends.shared_fs import files
+from tiered_kv_backends.shared_fs.files import Threads, check_mounted, open_own, text_of
+
+LEDGER_NAME = "ledger"
+ALLOWANCE_S = 60.0
+"""For how long bytes taken may lie unused, before they must be taken anew."""
+
+_DEAD_NS = 600 * 10**9
+"""Age at which a process that has neither taken nor returned anything since has nothing unwritten any more."""
+_LOCK_S, _PAUSE_S = 2.0, 0.01
+"""How long others may keep it locked: they need microseconds, unless their machine has stopped them. The longest pause
+between two tries; chance chooses each, so that of many who wait none is always too late."""
+_MOST_BYTES = 1 << 20
+"""Of the file: of some 20,000 processes."""
+
+
+_Count = Annotated[int, Field(strict=True, gt=-(2**63), lt=2**63)]
+
+
+@dataclass(frozen=True)
+class Books:
+    """What the file says.
+
+    Attributes:
+        total: Bytes there at most, everything taken included.
+        num_sweeps: Sweeps that have set ``total`` right.
+        swept_ns: Wall clock of the last one.
+        writers: Of each process that writes, the bytes it has taken and perhaps not written, and when it last said so.
+    """
+
+    total: _Count = 0
+    num_sweeps: _Count = 0
+    swept_ns: _Count = 0
+    writers: dict[str, tuple[_Count, _Count]] = field(default_factory=dict)
+
+
+_BOOKS = TypeAdapter(Books)
+
+
+class Ledger:
+    """One process's hand in the ledger of a directory. Each call may be in a thread of its own.
+
+    Args:
+        root: The directory.
+        capacity: Bytes that all processes together may have there.
+        wall_clock_ns: What entries are dated with.
+    """
+
+    def __init__(self, root: str, capacity: int, wall_clock_ns: Callable[[], int]) -> None:
+        self._root = root
+        self._capacity = capacity
+        self._wall_clock_ns = wall_clock_ns
+        self._writer = uuid.uuid4().hex[:16]
+        self.num_sweeps = 0
+        """When bytes were last taken."""
+
+    def create(self, *, is_empty: bool) -> None:
+        """Make the file, if there is none. Of a directory that is not empty nothing is known until it is swept.
+
+        Raises:
+            OSError: It cannot be made or locked; `BlockingIOError`: others have it locked.
+        """
+        with self._locked(os.O_CREAT) as file:
+            if is_empty and not os.fstat(file).st_size:
+                _write(file, Books(swept_ns=self._wall_clock_ns()))
+
+    def read(self) -> Books | None:
+        """Return what it says now; None if nothing can be known.
+
+        Raises:
+            OSError: The filesystem fails.
+        """
+        try:
+            with self._locked() as file:
+                return _read(file)
+        except (BlockingIOError, FileNotFoundError):
+            check_mounted(self._root)
+            return None
+
+    def take(self, num_bytes: int, unwritten: int) -> int | None:
+        """Take up to ``num_bytes``.
+
+        Args:
+            num_bytes: Wanted.
+            unwritten: Taken before by this process, and perhaps not written.
+
+        Returns:
+            How many it is; None if nothing can be known now.
+
+        Raises:
+            OSError: The filesystem fails, or is not mounted.
+        """
+        try:
+            with self._locked() as file:
+                if (books := _read(file)) is None:
+                    return None
+                taken = max(0, min(num_bytes, self._capacity - books.total))
+                self._put(file, books, taken, unwritten + taken)
+                self.num_sweeps = books.num_sweeps
+                return taken
+        except (BlockingIOError, FileNotFoundError):
+            check_mounted(self._root)
+            return None
+
+    def give_back(self, num_bytes: int, unwritten: int) -> None:
+        """Return bytes that were not used; ``unwritten`` are still to come.
+
+        Raises:
+            OSError: The filesystem fails.
+        """
+        with contextlib.suppress(BlockingIOError, FileNotFoundError), self._locked() as file:
+            if (books := _read(file)) is not None:
+                self._put(file, books, -num_bytes, unwritten)
+
+    def begin_sweep(self, unwritten: Callable[[], int]) -> Books:
+        """Return what it says before anything is counted, without those who are dead.
+
+        Args:
+            unwritten: Says what this process has taken, or may be taking, and has perhaps not written.
+
+        Raises:
+            OSError: The filesystem fails; `BlockingIOError`: others have it locked.
+        """
+        with self._locked(os.O_CREAT) as file:
+            books = _read(file)
+            if books is None:
+                books = Books(total=self._capacity)  # full, as long as nobody knows
+            now_ns = self._wall_clock_ns()
+            entries = books.writers | {self._writer: (unwritten(), now_ns)}
+            books = replace(books, writers={k: v for k, v in entries.items() if v[0] and v[1] > now_ns - _DEAD_NS})
+            _write(file, books)
+            return books
+
+    def end_sweep(self, begun: Books, num_bytes: int) -> None:
+        """Set right what is there: ``num_bytes`` were found and not deleted since ``begun``.
+
+        Raises:
+            OSError: The filesystem fails; `BlockingIOError`: others have it locked.
+        """
+        with self._locked() as file:
+            if (books := _read(file)) is None:
+                return
+            unwritten = sum(each for each, _ in begun.writers.values())
+            taken_since = books.total - begun.total
+            total = num_bytes + unwritten + taken_since
+            _write(file, replace(books, total=total, num_sweeps=books.num_sweeps + 1, swept_ns=self._wall_clock_ns()))
+
+    def _put(self, file: int, books: Books, taken: int, unwritten: int) -> None:
+        entry = {self._writer: (unwritten, self._wall_clock_ns())}
+        _write(file, replace(books, total=books.total + taken, writers=books.writers | entry))
+
+    @contextlib.contextmanager
+    def _locked(self, flags: int = 0) -> Iterator[int]:
+        """Yield the file, locked.
+
+        Raises:
+            BlockingIOError: Others keep it locked.
+            OSError: The filesystem fails, or knows no locks.
+        """
+        file = open_own(self._root, LEDGER_NAME, flags)
+        try:
+            until = time.monotonic() + _LOCK_S
+            while not _lock(file):
+                if time.monotonic() > until:
+                    raise BlockingIOError(errno.EAGAIN, "others keep it locked", f"{self._root}/{LEDGER_NAME}")
+                time.sleep(random.uniform(0, _PAUSE_S))  # noqa: S311 - no secret; in a thread
+            yield file
+        finally:
+            os.close(file)
+
+
+def _lock(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _read(file: int) -> Books | None:
+    line, _, _ = os.pread(file, _MOST_BYTES, 0).partition(b"\n")
+    checksum, _, text = line.partition(b" ")
+    if checksum != b"%08x" % zlib.crc32(text) or not text:
+        return None
+    try:
+        return _BOOKS.validate_json(text)
+    except ValidationError:  # whoever may write here may have made a checksum too
+        return None
+
+
+def _write(file: int, books: Books) -> None:
+    text = json.dumps(asdict(books)).encode()
+    line = b"%08x %b\n" % (zlib.crc32(text), text)
+    if os.pwrite(file, line, 0) == len(line):  # if not, it is found to be broken
+        os.ftruncate(file, len(line))
+
+
+_FREE_SPACE_AGE_S: Final = 1.0
+_TAKEN_FRACTION, _TAKEN_BYTES = 1 / 1024, 256 << 20
+"""Of the capacity, and at most: what is taken from the ledger at once, ahead of what is written now."""
+
+
+class Room:
+    """Takes bytes for what is to be written. For the event loop, but for `unwritten`, which any thread may read.
+
+    Args:
+        root: The directory.
+        ledger: Of it.
+        capacity: Of the tier, in bytes.
+        min_free_fraction: Part of the filesystem that is left free.
+        threads: Where files are touched.
+        clock: Seconds, monotonic.
+
+    Attributes:
+        unwritten: Bytes taken or being taken from the ledger, and not in a file.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        ledger: Ledger,
+        capacity: int,
+        min_free_fraction: float,
+        threads: Threads,
+        clock: Callable[[], float],
+    ) -> None:
+        self._root = root
+        self._ledger = ledger
+        self._capacity = capacity
+        self._min_free_fraction = min_free_fraction
+        self._threads = threads
+        self._clock = clock
+        self._taking = asyncio.Lock()
+        self._allowance, self._allowance_until = 0, float("-inf")
+        self.unwritten = 0
+        self._free_bytes, self._free_bytes_until = 0.0, float("-inf")
+
+    async def take(self, blocks: Sequence[Block], on_taken: Callable[[], object]) -> int:
+        """Take room for as many of the leading blocks as there is; return how many that is.
+
+        Args:
+            blocks: To be written.
+            on_taken: Called when more was taken from the ledger.
+
+        Raises:
+            BackendUnavailableError: The filesystem fails.
+        """
+        if not await self._is_free(blocks):
+            return 0
+        needed = sum(block.num_bytes for block in blocks)
+        async with self._taking:
+            if self._clock() >= self._allowance_until:
+                self.unwritten -= self._allowance
+                self._allowance = 0
+            if self._allowance < needed:
+                ahead = min(int(self._capacity * _TAKEN_FRACTION), _TAKEN_BYTES)
+                await self._take(max(needed, ahead) - self._allowance)
+                on_taken()
+            num_blocks = 0
+            for block in blocks:
+                if block.num_bytes > self._allowance:
+                    break
+                self._allowance -= block.num_bytes
+                num_blocks += 1
+        return num_blocks
+
+    def settle(self, num_bytes: int, *, is_written: bool) -> None:
+        """What was taken for a block is in a file, or can be used again."""
+        if is_written:
+            self.unwritten -= num_bytes
+        else:
+            self._allowance += num_bytes
+
+    def forget_free(self) -> None:
+        """Ask the filesystem again how much is free: a sweep has made room."""
+        self._free_bytes_until = float("-inf")
+
+    def return_all(self) -> None:
+        """Give back what is not used. In a thread."""
+        with contextlib.suppress(OSError):  # the next sweep finds that it is not used
+            self._ledger.give_back(self._allowance, self.unwritten - self._allowance)
+
+    async def _take(self, wanted: int) -> None:
+        before = self.unwritten
+        self.unwritten += wanted  # first: a sweep may begin meanwhile
+        try:
+            taken = await self._threads.run(self._ledger.take, wanted, before) or 0
+        except OSError as error:
+            self.unwritten -= wanted
+            raise BackendUnavailableError(f"{self._root}: {text_of(error)}") from error
+        self.unwritten -= wanted - taken
+        self._allowance += taken
+        self._allowance_until = self._clock() + ALLOWANCE_S
+
+    async def _is_free(self, blocks: Sequence[Block]) -> bool:
+        """Say whether the filesystem has room above what is to be left free; asks at most once a second."""
+        if self._clock() >= self._free_bytes_until:
+            try:
+                self._free_bytes = await self._threads.run(files.free_bytes, self._root, self._min_free_fraction)
+            except OSError as error:
+                raise BackendUnavailableError(f"{self._root}: {text_of(error)}") from error
+            self._free_bytes_until = self._clock() + _FREE_SPACE_AGE_S
+        num_bytes = sum(block.num_bytes for block in blocks)
+        if num_bytes > self._free_bytes:
+            return False
+        self._free_bytes -= num_bytes
+        return True

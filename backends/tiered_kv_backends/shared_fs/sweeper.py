@@ -1,0 +1,363 @@
+"""Keeps a shared directory of block files within its limits. Runs in a thread of any process that writes to it.
+
+One process sweeps at a time, whoever has the lock. No limit depends on that: the ledger lets nobody write more than
+fits, and a sweep makes room. What does not look like ours is never touched, and no link is followed.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import stat
+import threading
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiered_kv_backends.paths import HASH, NAMESPACE
+from tiered_kv_backends.shared_fs.files import FOLDER_DIGITS, FOLDER_FLAGS, LOCK_NAME, free_bytes, open_own
+from tiered_kv_backends.shared_fs.ledger import Ledger
+
+_FOLDERS = (*NAMESPACE, re.compile(f"[0-9a-f]{{{FOLDER_DIGITS}}}"))
+_TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.tmp")
+_DEAD_NS, _STALE_NS = 600 * 10**9, 60 * 10**9
+"""Age of a temporary file at which its writer is taken to be dead; and at which it goes before any record does, where
+something has to go. A writer that was only slow drops its block."""
+KEPT_FRACTION = 0.9
+"""Of the capacity: the rest is room for what is written until the next sweep."""
+_DUE_FRACTION = 15 / 16
+"""Of the capacity: with more there is a sweep."""
+_FREED_FRACTION = 0.05
+"""Of the filesystem, beyond what is to be left free: likewise."""
+_LONGEST_PAUSE_NS = 3600 * 10**9
+"""Sweeps are due after this time in any case: for what dead writers left, and what others deleted."""
+_NO_FOLDER = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE}
+
+
+@dataclass(frozen=True)
+class Swept:
+    """What a sweep found and did.
+
+    Attributes:
+        num_bytes: Of all records and temporary files, before.
+        num_deleted: Records deleted.
+        num_deleted_bytes: Their bytes.
+        num_temporaries: Temporary files deleted.
+        num_over_quota: Records deleted because their salt has too many; they are among ``num_deleted``.
+    """
+
+    num_bytes: int
+    num_deleted: int
+    num_deleted_bytes: int
+    num_temporaries: int
+    num_over_quota: int = 0
+
+
+class Sweeper:
+    """Deletes the files used longest ago while there are too many. Used by one thread at a time, but for `stop`.
+
+    A sweep looks at each file once, and at each again if any have to go; it holds 24 bytes a file meanwhile.
+
+    Args:
+        root: The directory; ``LOCK_NAME`` is in it.
+        ledger: Told what is there.
+        unwritten: As `Ledger.begin_sweep` wants it.
+        capacity: Bytes that all files may have together.
+        room_bytes: What must have room after a sweep, however large it is beside the capacity.
+        min_free_fraction: Part of the filesystem that has to stay free.
+        wall_clock_ns: What files are dated with.
+        salt_quota: Bytes that the records of one salt may have together.
+
+    Attributes:
+        salt_bytes: What each salt's records had when it last swept, by the salt's folder.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        ledger: Ledger,
+        unwritten: Callable[[], int],
+        capacity: int,
+        room_bytes: int,
+        min_free_fraction: float,
+        wall_clock_ns: Callable[[], int],
+        salt_quota: int | None = None,
+    ) -> None:
+        self._root = root
+        self._ledger = ledger
+        self._salt_quota = salt_quota
+        self.salt_bytes: dict[str, int] = {}
+        self._unwritten = unwritten
+        self._capacity = capacity
+        self._kept_bytes = min(int(capacity * KEPT_FRACTION), capacity - room_bytes)
+        self._min_free_fraction = min_free_fraction
+        self._wall_clock_ns = wall_clock_ns
+        self._stopped = threading.Event()
+
+    def stop(self) -> None:
+        """Let a sweep end at its next folder. For good, and from any thread."""
+        self._stopped.set()
+
+    def is_due(self) -> bool:
+        """Say whether there is something to do: little room, or a long time since anybody looked.
+
+        Raises:
+            OSError: The filesystem failed.
+        """
+        books = self._ledger.read()
+        return (
+            books is None
+            or books.total > self._capacity * _DUE_FRACTION
+            or books.swept_ns < self._wall_clock_ns() - _LONGEST_PAUSE_NS
+            or free_bytes(self._root, self._min_free_fraction) < 0
+        )
+
+    def sweep(self, unless_after: int | None = None) -> Swept | None:
+        """Delete what is over the limits and what dead writers have left.
+
+        Args:
+            unless_after: Do nothing if the directory has been swept more often than this by now.
+
+        Returns:
+            What was done; None if another process is sweeping, or has.
+
+        Raises:
+            OSError: The filesystem failed; what was deleted until then is.
+        """
+        with contextlib.ExitStack() as held:
+            lock = open_own(self._root, LOCK_NAME)
+            held.callback(os.close, lock)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return None
+            begun = self._ledger.begin_sweep(self._unwritten)
+            if unless_after is not None and begun.num_sweeps > unless_after:
+                return None
+            swept = self._sweep()
+            if not self._stopped.is_set():  # else not all was counted
+                self._ledger.end_sweep(begun, swept.num_bytes - swept.num_deleted_bytes)
+            return swept
+
+    def _sweep(self) -> Swept:
+        count = _Count(self._wall_clock_ns())
+        _visit_folders(self._root, _FOLDERS, count.visit, self._stopped)
+        over = max(count.num_bytes - self._kept_bytes, self._missing_free_bytes())
+        deletion = _Deletion(over, count, self._salt_quota)
+        if deletion.is_needed:
+            _visit_folders(self._root, _FOLDERS, deletion.visit, self._stopped)
+        self.salt_bytes = {salt: count.of_salt[salt] - deletion.of_salt[salt] for salt in count.of_salt}
+        num_temporaries = count.num_temporaries + deletion.num_temporaries
+        return Swept(
+            count.num_bytes, deletion.num_records, deletion.num_bytes, num_temporaries, deletion.num_over_quota
+        )
+
+    def _missing_free_bytes(self) -> int:
+        status = os.statvfs(self._root)
+        wanted = int(status.f_blocks * min(1.0, self._min_free_fraction + _FREED_FRACTION))
+        return (wanted - status.f_bavail) * status.f_frsize
+
+
+class _Count:
+    """What lies there; temporaries of dead writers go at once."""
+
+    def __init__(self, now_ns: int) -> None:
+        self.now_ns = now_ns
+        self.num_bytes = self.num_temporaries = self.stale_bytes = 0
+        self.used_ns, self.sizes, self.salts = array("q"), array("q"), array("l")
+        self.of_salt = Counter[str]()
+        self.numbers: dict[str, int] = {}
+
+    def visit(self, folder: int, salt: str) -> bool:
+        """Count one folder; say whether anything was deleted."""
+        before = self.num_temporaries
+        number = self.numbers.setdefault(salt, len(self.numbers))
+        for name, status in _files(folder):
+            if HASH.fullmatch(name):
+                self.used_ns.append(status.st_mtime_ns)
+                self.sizes.append(status.st_size)
+                self.salts.append(number)
+                self.of_salt[salt] += status.st_size
+            elif status.st_mtime_ns < self.now_ns - _DEAD_NS and _unlink(name, folder):
+                self.num_temporaries += 1
+                continue
+            elif status.st_mtime_ns < self.now_ns - _STALE_NS:
+                self.stale_bytes += status.st_size
+            self.num_bytes += status.st_size
+        return self.num_temporaries > before
+
+
+class _Excess:
+    """So many bytes that have to go, of records used longest ago: those up to a time, until there were enough."""
+
+    def __init__(self, num_bytes: int, times: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
+        self._num_left = num_bytes
+        self.cutoff_ns = _cutoff(times, sizes, num_bytes) if num_bytes > 0 and len(times) else -1
+
+    def takes(self, status: os.stat_result) -> bool:
+        """Say whether a record has to go."""
+        return self._num_left > 0 and status.st_mtime_ns <= self.cutoff_ns
+
+    def is_gone(self, num_bytes: int) -> None:
+        """Count one that went."""
+        self._num_left -= num_bytes
+
+
+class _Deletion:
+    """Deletes what salts have over their quota; then at least ``over`` bytes in all, if there are so many.
+
+    That is stale temporaries, then records used longest ago, of whichever salt.
+
+    Attributes:
+        is_needed: Whether anything has to go.
+        of_salt: Bytes of records deleted, by the salt's folder.
+    """
+
+    def __init__(self, over: int, count: _Count, quota: int | None) -> None:
+        times, sizes = np.frombuffer(count.used_ns, np.int64), np.frombuffer(count.sizes, np.int64)
+        salts = np.frombuffer(count.salts, np.int64)
+        others = np.ones(len(times), np.bool_)  # what no quota takes
+        self._of_salts: dict[str, _Excess] = {}
+        for salt, num_bytes in count.of_salt.items():
+            if quota is not None and num_bytes > quota:
+                mine = salts == count.numbers[salt]
+                excess = num_bytes - int(quota * KEPT_FRACTION)
+                of_salt = self._of_salts[salt] = _Excess(excess, times[mine], sizes[mine])
+                others &= ~mine | (times > of_salt.cutoff_ns)
+                over -= excess
+        self._stale_ns = count.now_ns - _STALE_NS if over > 0 else 0
+        self._of_all = _Excess(over - count.stale_bytes, times[others], sizes[others])
+        self.is_needed = over > 0 or bool(self._of_salts)
+        self.num_records = self.num_temporaries = self.num_bytes = self.num_over_quota = 0
+        self.of_salt = Counter[str]()
+
+    def visit(self, folder: int, salt: str) -> bool:
+        """Delete what has to go from one folder; say whether anything did."""
+        before, of_salt = self.num_bytes, self._of_salts.get(salt)
+        for name, status in _files(folder):
+            if not HASH.fullmatch(name):
+                if status.st_mtime_ns < self._stale_ns and _unlink(name, folder):
+                    self.num_temporaries += 1
+                    self.num_bytes += status.st_size
+                continue
+            is_over_quota = of_salt is not None and of_salt.takes(status)
+            excess = of_salt if of_salt is not None and is_over_quota else self._of_all
+            if excess.takes(status) and _unlink(name, folder):
+                excess.is_gone(status.st_size)
+                self.num_over_quota += is_over_quota
+                self.num_records += 1
+                self.num_bytes += status.st_size
+                self.of_salt[salt] += status.st_size
+        return self.num_bytes > before
+
+
+def holds_blocks(root: str) -> bool:
+    """Say whether there may be blocks below a root.
+
+    Raises:
+        OSError: The filesystem failed.
+    """
+    return any(_FOLDERS[0].fullmatch(entry.name) for entry in Path(root).iterdir())
+
+
+def delete_folders(root: str, salt_folder: str) -> int:
+    """Delete the records in every folder of one salt, and the folders; return how many records. Locks nothing.
+
+    Raises:
+        OSError: The filesystem failed.
+    """
+    num_deleted = 0
+
+    def visit(folder: int, _salt: str) -> bool:
+        nonlocal num_deleted
+        for name, _ in _files(folder):
+            num_deleted += _unlink(name, folder) and bool(HASH.fullmatch(name))
+        return True
+
+    names = (*NAMESPACE[:-1], re.compile(re.escape(salt_folder)), _FOLDERS[-1])
+    _visit_folders(root, names, visit, threading.Event())
+    return num_deleted
+
+
+def _visit_folders(
+    root: str, names: Sequence[re.Pattern[str]], visit: Callable[[int, str], bool], stopped: threading.Event
+) -> None:
+    """Visit the folders of records until told to stop, and remove those that this has emptied.
+
+    Args:
+        root: The directory.
+        names: Of the folders, level by level.
+        visit: Called with a descriptor of each folder and the folder of its salt; says whether it deleted something.
+        stopped: Says when to stop.
+
+    Raises:
+        OSError: The filesystem failed.
+    """
+
+    def descend(folder: int, path: tuple[str, ...]) -> bool:
+        if len(path) == len(names):
+            return visit(folder, path[-2])
+        has_deleted = False
+        for name in os.listdir(folder):
+            if stopped.is_set():
+                break
+            if names[len(path)].fullmatch(name):
+                has_deleted |= enter(folder, name, (*path, name))
+        return has_deleted
+
+    def enter(parent: int, name: str, path: tuple[str, ...]) -> bool:
+        try:
+            folder = os.open(name, os.O_RDONLY | FOLDER_FLAGS, dir_fd=parent)
+        except OSError as error:
+            if error.errno in _NO_FOLDER:
+                return False
+            raise
+        try:
+            has_deleted = descend(folder, path)
+        finally:
+            os.close(folder)
+        if has_deleted:
+            with contextlib.suppress(OSError):  # not empty, most often
+                os.rmdir(name, dir_fd=parent)
+        return has_deleted
+
+    top = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        descend(top, ())
+    finally:
+        os.close(top)
+
+
+def _cutoff(times: NDArray[np.int64], sizes: NDArray[np.int64], excess: int) -> int:
+    """Return the time such that the files not used after it have at least ``excess`` bytes, or all there are."""
+    order = np.argsort(times)
+    freed = np.cumsum(sizes[order])
+    return int(times[order[min(int(np.searchsorted(freed, excess)), len(order) - 1)]])
+
+
+def _files(folder: int) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield the files of a folder that are ours, listed whole, so that deleting cannot hide any from us."""
+    for name in os.listdir(folder):
+        if not HASH.fullmatch(name) and not _TEMPORARY.fullmatch(name):
+            continue
+        try:
+            status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        except FileNotFoundError:
+            continue
+        if not stat.S_ISDIR(status.st_mode):
+            yield name, status
+
+
+def _unlink(name: str, folder: int) -> bool:
+    """Remove a file; False if another has."""
+    try:
+        os.unlink(name, dir_fd=folder)
+    except FileNotFoundError:
+        return False
+    return True

@@ -1,0 +1,80 @@
+"""What is not written yet: counted by when it came, and for no longer than it is there."""
+
+import asyncio
+
+import torch
+
+from tests.support.engine import prompt
+from tiered_kv.catalog.index import TierIndex
+from tiered_kv.tiers.fills import Unwritten
+from tiered_kv.tiers.tier import Batch, MemoryTier, Naming
+from tiered_kv.values.keys import Shard, epoch_digest
+
+BLOCKS = Naming(bytes(32), Shard()).batch(prompt(8), epoch_digest("w0"))
+
+
+class Line:
+    """A memory tier of eight blocks, and what of it is not written."""
+
+    def __init__(self) -> None:
+        self.index = TierIndex(8, write_back=True)
+        tier = MemoryTier("cpu", self.index, torch.zeros(8, 1, dtype=torch.int64))
+        self.unwritten = Unwritten([tier], lambda: 0.0)
+        self.waiting = self.unwritten.waiting[tier]
+
+    def add(self, batch: Batch) -> None:
+        """Have blocks wait."""
+        with self.index.reserve(batch.names) as reservation, reservation.commit() as lease:
+            self.waiting.add(batch, lease.slots, lease)
+
+
+async def test_what_leaves_the_line_is_not_waited_for() -> None:
+    """Evicted by name, by another capacity, or with all else, and written: each block counts until then."""
+    line = Line()
+    line.add(BLOCKS)
+    mark = line.unwritten.mark()
+    assert line.waiting.num_before(mark) == 8
+    line.index.remove(BLOCKS.names[:2])
+    assert line.waiting.num_before(mark) == 6
+    line.index.resize(6)
+    assert line.waiting.num_before(mark) == 4
+    batch, lease, came = line.waiting.take(2)
+    assert (line.waiting.num_before(mark), line.unwritten.num_blocks) == (2, 4)
+    line.index.clear()
+    assert not line.waiting.num_before(mark)
+    assert not line.unwritten.is_written(mark)
+    lease.release()
+    line.waiting.ended(len(batch), came)
+    assert line.unwritten.is_written(mark)
+    assert line.unwritten.num_blocks == 0
+
+
+async def test_a_mark_is_between_what_came_before_and_what_came_later() -> None:
+    """Blocks of both are never taken together; what failed comes anew, what nobody tried does not."""
+    line = Line()
+    line.add(BLOCKS[:2])
+    mark = line.unwritten.mark()
+    line.add(BLOCKS[2:4])
+    batch, lease, came = line.waiting.take(4)
+    assert batch.positions.tolist() == [0, 1]
+    line.waiting.put_back(batch[:1], lease.slots[:1], lease, came)
+    line.waiting.again(batch[1:], lease.slots[1:], lease, most_tries=2)
+    lease.release()
+    line.waiting.ended(len(batch), came)
+    assert line.waiting.num_before(mark) == 1
+    assert line.waiting.num_before(line.unwritten.mark()) == 4
+
+
+async def test_what_is_under_way_is_waited_for_by_when_it_came() -> None:
+    """Whoever waits is told at each end."""
+    unwritten = Line().unwritten
+    first = unwritten.begin()
+    mark = unwritten.mark()
+    second, part = unwritten.begin(), unwritten.begin(first)
+    assert (unwritten.num_under_way, first, second) == (3, 0, 1)
+    for came, is_written in ((second, False), (first, False), (part, True)):
+        waiting = asyncio.create_task(unwritten.one_ended())
+        await asyncio.sleep(0)
+        unwritten.end(came)
+        await waiting
+        assert unwritten.is_written(mark) is is_written

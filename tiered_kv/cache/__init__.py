@@ -1,0 +1,1 @@
+"""The cache: its face, how it is opened and closed, planners and workers."""

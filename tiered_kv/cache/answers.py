@@ -1,0 +1,297 @@
+"""Why blocks can be loaded, or cannot: from the books of the owned tiers, and from what is remembered of the past.
+
+Names carry the digest of their salt, so what is told of a tenant's keys is about that tenant's blocks alone.
+
+What a lookup answers: runs of tiers, made one over ranks, with what loading them would take.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiered_kv.cache.open_cache import OpenCache
+from tiered_kv.catalog.books import SlotState
+from tiered_kv.catalog.locate import locate_from_any_thread, states_from_any_thread
+from tiered_kv.catalog.uses import Fate, said_of
+from tiered_kv.media.backend import Block, Outcome
+from tiered_kv.media.record import key_in
+from tiered_kv.tiers.calls import outcomes_problem
+from tiered_kv.tiers.chain import Chain
+from tiered_kv.tiers.gate import Kind, Priority, Waiter
+from tiered_kv.tiers.pins import Pins
+from tiered_kv.tiers.storage import READ, StorageTier, all_failed
+from tiered_kv.tiers.tier import Batch, Mask, prefix_of
+from tiered_kv.values.keys import BlockKeys
+from tiered_kv.values.results import BlockState, LoadCost, LookupResult, TierRun
+from tiered_kv.values.specs import LoadStoreSpec
+
+_ASKED_AT_ONCE: Final = 32
+_SAMPLED: Final = 16
+"""Blocks of a tier whose headers are read."""
+_PENDING: Final = int(SlotState.PENDING)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why one block is there, or is not.
+
+    Attributes:
+        state: ``"ready"``; ``"pending"``: on its way; ``"bypassed"``: only in a tier that does not answer; ``"old
+            epoch"``: there, but of other weights; or what befell it last: ``"evicted"``, ``"removed"`` (by a call),
+            ``"expired"``, ``"corrupt"``, ``"failed"`` (to be written), ``"dropped"``, ``"not admitted"`` (not used
+            often enough). ``"never stored"`` if nothing is remembered: since the cache was opened or cleared, and as
+            far back as its memory of 65,536 blocks goes.
+        detail: The tier of which the state speaks; of ``"dropped"`` perhaps the reason, as in
+            `StoreResult.drop_reasons`; of ``"old epoch"`` how the digest of those weights begins.
+        in_tiers: The tiers that have it, fastest first.
+        unknown_in: Tiers that were not asked, and may have it.
+        is_pinned: It cannot be evicted for want of room.
+        is_dirty: It waits to be written to the tier below.
+    """
+
+    state: str
+    detail: str = ""
+    in_tiers: tuple[str, ...] = ()
+    unknown_in: tuple[str, ...] = ()
+    is_pinned: bool = False
+    is_dirty: bool = False
+
+    def __str__(self) -> str:
+        words = [f"{self.state} ({self.detail})" if self.detail else self.state]
+        words += [f"in {tier}" for tier in self.in_tiers] + [f"unknown in {tier}" for tier in self.unknown_in]
+        return ", ".join(words + ["pinned"] * self.is_pinned + ["dirty"] * self.is_dirty)
+
+
+async def explain(cache: OpenCache, keys: BlockKeys, *, ask: bool) -> list[Explanation]:
+    """Explain each block; of several ranks, one that lacks it speaks. See `TieredKV.explain`."""
+    parts = cache.batches(keys)
+    asked = [await _ask(chain, batch) if ask else {} for chain, batch in parts]
+    # To its end, whoever waits: what is being read must not be overwritten.
+    others = [
+        [*cache.past_epochs, *(await cache.finish(_epochs_in(chain, batch), "explain") if ask else [])]
+        for chain, batch in parts
+    ]
+    of_ranks = [
+        _of_rank(chain, batch, keys, _weights_of(chain, keys, epochs), cache.pins, found)
+        for (chain, batch), epochs, found in zip(parts, others, asked, strict=True)
+    ]
+    return [next((each for each in block if each.state != "ready"), block[0]) for block in zip(*of_ranks, strict=True)]
+
+
+async def _ask(chain: Chain, batch: Batch) -> dict[str, Mask]:
+    others = [tier for tier in chain.shared if not tier.health.is_bypassed]
+    found = {tier.name: np.zeros(len(batch), np.bool_) for tier in others}
+    for tier in others:
+        for start in range(0, len(batch), _ASKED_AT_ONCE):
+            # One by one: they say how long a prefix they have, and here the blocks behind a hole count as well.
+            part = [batch[i : i + 1] for i in range(start, min(start + _ASKED_AT_ONCE, len(batch)))]
+            answers = await asyncio.gather(*(tier.find(each) for each in part))
+            found[tier.name][start : start + len(part)] = np.concatenate(answers)
+    return {tier.name: found[tier.name] for tier in others if not tier.health.is_bypassed}  # else it did not answer
+
+
+def _of_rank(
+    chain: Chain,
+    batch: Batch,
+    keys: BlockKeys,
+    before: Sequence[str],
+    pins: Pins,
+    asked: dict[str, Mask],
+) -> list[Explanation]:
+    n = len(batch)
+    is_pending, is_dirty = np.zeros(n, np.bool_), np.zeros(n, np.bool_)
+    serving, silent = dict[str, Mask](), dict[str, Mask]()
+    for tier in chain.booked:
+        slots, states = tier.index.find(batch.names)
+        is_pending |= states == _PENDING
+        is_dirty |= tier.index.is_dirty(batch.names)
+        has = tier.index.ready(batch.names) & ~tier.index.is_transient(slots)
+        (serving if tier.is_in_use else silent)[tier.name] = has
+    serving |= asked
+    unknown_in = tuple(tier.name for tier in chain.shared if tier.name not in asked)
+    broken = {tier.name: tier.suspects.broken(batch.names) for tier in chain.shared}
+    fates = chain.ledger.fates(batch.names)
+    is_pinned = pins.is_pinned(chain, batch, keys)
+    explanations = []
+    for i in range(n):
+        in_tiers = tuple(name for name in chain.names if name in serving and serving[name][i])
+        if in_tiers:
+            state, detail = "ready", ""
+        elif is_pending[i]:
+            state, detail = "pending", ""
+        elif hidden := [name for name, has in silent.items() if has[i]]:
+            state, detail = "bypassed", hidden[0]
+        elif spoiled := [name for name, is_broken in broken.items() if is_broken[i]]:
+            state, detail = said_of(Fate.CORRUPT), spoiled[0]
+        else:
+            fate, detail = fates[i]
+            state = said_of(fate)
+            if fate is Fate.UNKNOWN and before[i]:
+                state, detail = "old epoch", before[i]
+        explanations.append(
+            Explanation(state, detail, in_tiers, unknown_in, is_pinned=bool(is_pinned[i]), is_dirty=bool(is_dirty[i]))
+        )
+    return explanations
+
+
+async def _epochs_in(chain: Chain, batch: Batch) -> list[bytes]:
+    """Return of which other weights storage tiers hold blocks: an earlier start may have served them.
+
+    The headers of a few say it, read one by one from all over a tier, unless all blocks asked for are here.
+    """
+    epochs = dict[bytes, None]()
+    if np.logical_or.reduce([index.ready(batch.names) for index in chain.indexes()]).all():
+        return []
+    for tier in chain.owned:
+        index, block = tier.index, Block.empty(tier.shape.payload_bytes)
+        for start in range(0, index.num_slots, max(1, index.num_slots // _SAMPLED)):
+            names, slots, _ = index.ready_from(start, 1)
+            if not len(names) or not tier.is_in_use:
+                continue
+            with index.lease(names):
+                read = partial(tier.backend.read, tier.group, slots, [block])
+                answer = await tier.calls.make(
+                    "read", read, num_blocks=1, waiter=Waiter(Kind.PREFETCH, Priority.DEMOTE),
+                    problem_of=outcomes_problem(1, READ), is_failure=all_failed,
+                )  # fmt: skip
+            if answer.value == [Outcome.HIT] and (key := key_in(block.header)) is not None:
+                epochs[key.namespace.epoch] = None
+    return [epoch for epoch in epochs if epoch != batch.namespace.epoch]
+
+
+def _weights_of(chain: Chain, keys: BlockKeys, epochs: Sequence[bytes]) -> list[str]:
+    """Say of each block of which of these other weights it is there, the first one, or an empty string."""
+    before = [""] * len(keys)
+    for epoch in epochs:
+        batch = chain.naming.batch(keys, epoch)
+        has = np.logical_or.reduce([index.ready(batch.names) for index in chain.indexes()])
+        before = [each or (epoch.hex()[:8] if there else "") for each, there in zip(before, has, strict=True)]
+    return before
+
+
+def lookup_result(chains: Sequence[Chain], found: Sequence[list[TierRun]]) -> LookupResult:
+    """Say what is there of one prefix, for every rank.
+
+    Args:
+        chains: One per rank, of one KV group.
+        found: What each has, from the first block on.
+    """
+    runs = found[0] if len(found) == 1 else _weakest(chains[0].names, found)
+    num_blocks = runs[-1].stop if runs else 0
+    payload_bytes = sum(chain.group.payload_bytes for chain in chains)
+    costs = {tier.name: _cost(tier, len(chains)) for tier in chains[0].storage}
+    return LookupResult(num_blocks, tuple(runs), num_blocks * payload_bytes, chains[0].group.block_size, costs)
+
+
+def _cost(tier: StorageTier, num_ranks: int) -> LoadCost:
+    """Say what blocks cost that are read from a tier now, all ranks' parts of them; nothing where none was read yet."""
+    if (now := tier.speed.estimate()) is None:
+        return LoadCost(0.0, 0.0)
+    stride = tier.shape.stride_bytes
+    return LoadCost(now.first_s, num_ranks * stride * now.byte_s, now.num_others, now.others_bytes // stride)
+
+
+def with_pending(parts: Sequence[tuple[Chain, Batch]], found: LookupResult) -> LookupResult:
+    """Say how many blocks behind a prefix are on their way to host memory, or there, on every rank."""
+    start, num_pending = found.num_blocks, 0
+    if start == len(parts[0][1]):
+        return found
+    for chain, batch in parts:
+        host = chain.host.index
+        first = host.find(batch.names[start : start + 1])[1]
+        if len(parts) == 1 and not (len(first) and first[0] == SlotState.PENDING):
+            return found  # as nearly always: that should cost nothing
+        names = batch.names[start:]
+        coming = host.find(names)[1] == int(SlotState.PENDING)
+        n = prefix_of(np.logical_or.reduce([coming, *(index.ready(names) for index in chain.indexes())]))
+        num_pending = n if chain is parts[0][0] else min(num_pending, n)
+    return replace(found, num_pending=num_pending) if num_pending else found
+
+
+def why_not_more(parts: Sequence[tuple[Chain, Batch]], found: Sequence[list[TierRun]], num_blocks: int) -> str:
+    """Say why the prefix ends where it does: what befell the first block behind it, on the rank that lacks it."""
+    for (chain, batch), runs in zip(parts, found, strict=True):
+        if num_blocks < len(batch) and (runs[-1].stop if runs else 0) == num_blocks:
+            return chain.why_missing(batch[num_blocks : num_blocks + 1])
+    return ""
+
+
+def why_not_found(parts: Sequence[tuple[Chain, Batch]], num_found: int, first: int) -> str:
+    """Say what befell the block ``first``, on the rank that lacks it; nothing if all blocks were found."""
+    if num_found == len(parts[0][1]):
+        return ""
+    blocks = [(chain, batch[first : first + 1]) for chain, batch in parts]
+    chain, block = next((each for each in blocks if not each[0].locate(each[1])), blocks[0])
+    return chain.why_missing(block)
+
+
+_MISS = int(BlockState.MISS)
+_STATES = np.full(len(SlotState), _MISS, np.int8)
+_STATES[SlotState.PENDING], _STATES[SlotState.READY] = BlockState.PENDING, BlockState.HIT
+
+
+async def with_specs(chain: Chain, batch: Batch, found: LookupResult) -> LookupResult:
+    """Say of each run where its blocks are, as far as its tier can tell. Each tier is asked once."""
+    tiers = {tier.name: tier for tier in chain.tiers}
+    runs_of: dict[str, list[TierRun]] = {}
+    for run in found.runs:
+        runs_of.setdefault(run.tier, []).append(run)
+
+    async def locate(name: str) -> dict[TierRun, LoadStoreSpec]:
+        runs = runs_of[name]
+        spec = await tiers[name].locate(batch[np.concatenate([np.arange(run.start, run.stop) for run in runs])])
+        if spec is None:
+            return {}
+        ends = accumulate(run.stop - run.start for run in runs)
+        return {run: spec[end - (run.stop - run.start) : end] for run, end in zip(runs, ends, strict=True)}
+
+    specs: dict[TierRun, LoadStoreSpec] = {}
+    for each in await asyncio.gather(*map(locate, runs_of)):
+        specs |= each
+    return replace(found, runs=tuple(replace(run, spec=specs.get(run)) for run in found.runs))
+
+
+def owned_runs(chain: Chain, batch: Batch) -> list[TierRun]:
+    """Find the longest prefix that the owned tiers can read, from any thread."""
+    tiers = chain.in_use()
+    located = locate_from_any_thread([tier.index for tier in tiers], batch.names)
+    return [TierRun(tiers[run.tier].name, run.start, run.stop) for run in located.runs]
+
+
+def states_of(parts: Sequence[tuple[Chain, Batch]]) -> NDArray[np.int8]:
+    """Say of each block what is known of it, from any thread; of several ranks, what the one says that has least."""
+    states: NDArray[np.int8] = np.minimum.reduce([_states_of_rank(chain, batch) for chain, batch in parts])
+    return states
+
+
+def _states_of_rank(chain: Chain, batch: Batch) -> NDArray[np.int8]:
+    """Ask shared tiers, one after another, for what is nowhere above them; their answers come later."""
+    states = _STATES[states_from_any_thread(chain.indexes(), batch.names)]
+    for tier in chain.shared:
+        left = np.flatnonzero(states == _MISS)
+        if not len(left):
+            break
+        if tier.health.is_bypassed:
+            continue
+        states[left], to_ask = tier.answers.look(batch.names[left])
+        if to_ask.any():
+            chain.loop_calls.call(tier.ask_later, batch[left[to_ask]])
+    return states
+
+
+def _weakest(names: Sequence[str], found: Sequence[list[TierRun]]) -> list[TierRun]:
+    """Cut to the prefix that all have; of each block, the slowest tier that some rank has to read it from."""
+    num_blocks = min(runs[-1].stop if runs else 0 for runs in found)
+    slowest = np.zeros(num_blocks, np.int64)
+    for runs in found:
+        for run in runs:
+            part = slowest[run.start : run.stop]
+            np.maximum(part, names.index(run.tier), out=part)
+    cuts = [0, *(np.flatnonzero(np.diff(slowest)) + 1).tolist(), num_blocks] if num_blocks else []
+    return [TierRun(names[int(slowest[start])], start, stop) for start, stop in pairwise(cuts)]

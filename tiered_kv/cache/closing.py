@@ -1,0 +1,158 @@
+"""How an open cache ends: it takes no more stores and writes what it has, by a call or a signal; then it is closed."""
+
+import asyncio
+import signal
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+
+from anyio import move_on_after
+
+from tiered_kv.cache.open_cache import OpenCache
+from tiered_kv.tiers import upkeep
+from tiered_kv.tiers.tasks import Tasks
+from tiered_kv.values.errors import ClosedError, ConfigurationError
+from tiered_kv.values.events import CacheClosed
+
+_UNHANDLED = (signal.SIGKILL, signal.SIGSTOP)
+
+
+class Draining:
+    """A drain that a signal begins.
+
+    Attributes:
+        begun: Is set when the signal has come.
+    """
+
+    def __init__(self, cache: OpenCache, timeout_s: float | None) -> None:
+        """Made by `TieredKV.drain_on` only."""
+        self.begun = asyncio.Event()
+        self._cache = cache
+        self._timeout_s = timeout_s
+        self._task: asyncio.Task[bool] | None = None
+
+    async def wait(self) -> bool:
+        """Wait for the signal, then until all is written; return what `TieredKV.drain` does.
+
+        Cancellation ends the wait only.
+
+        Raises:
+            ClosedError: The cache is closed, and no signal has come.
+        """
+        with self._cache.callers.waiting(for_the_program=True):
+            await self.begun.wait()
+        assert self._task is not None  # noqa: S101 - it has begun
+        await asyncio.wait({self._task})
+        return not self._task.cancelled() and self._task.result()
+
+    def begin(self) -> None:
+        """Begin, once; on the loop."""
+        if self._task is None:
+            self._task = self._cache.tasks.spawn(drain(self._cache, self._timeout_s), "drain on a signal")
+            self.begun.set()
+
+
+async def drain(cache: OpenCache, timeout_s: float | None) -> bool:
+    """Take no more stores, write what there is; say whether all is written, within ``timeout_s``."""
+    for chain in cache.chains:
+        chain.limits.takes_stores = False
+    writing = cache.tasks.spawn(_write_all(cache), "drain")
+    try:
+        await asyncio.wait({writing}, timeout=cache.limits.close_timeout_s if timeout_s is None else timeout_s)
+        return writing.done() and not writing.cancelled() and writing.result()
+    finally:
+        writing.cancel()  # it only waits: what it waits for goes on
+
+
+async def _write_all(cache: OpenCache) -> bool:
+    """Do it as far as the tiers let it; say whether that is all."""
+    try:
+        await cache.settle()
+    except ClosedError:
+        return False
+    is_noted = await upkeep.checkpoint(cache.chains, sync=True)
+    return is_noted and not any(chain.unwritten.num_blocks or chain.unwritten.has_lost for chain in cache.chains)
+
+
+@contextmanager
+def draining_on(cache: OpenCache, signals: tuple[signal.Signals, ...], timeout_s: float | None) -> Iterator[Draining]:
+    """Drain on the first of these signals; from then on each does what it does by default. See `TieredKV.drain_on`."""
+    if not signals or not all(isinstance(each, signal.Signals) and each not in _UNHANDLED for each in signals):
+        given = ", ".join(map(repr, signals))
+        raise ConfigurationError(f"drain_on({given}) takes signals that can be handled: write drain_on(signal.SIGTERM)")
+    if threading.current_thread() is not threading.main_thread():
+        raise ConfigurationError("drain_on() is called in the main thread: Python handles signals nowhere else")
+    loop = asyncio.get_running_loop()
+    draining = Draining(cache, timeout_s)
+
+    def on_signal(*_: object) -> None:
+        for each in signals:
+            signal.signal(each, signal.default_int_handler if each is signal.SIGINT else signal.SIG_DFL)
+        loop.call_soon_threadsafe(draining.begin)
+
+    former = {each: signal.signal(each, on_signal) for each in signals}
+    try:
+        yield draining
+    finally:
+        for each, handler in former.items():
+            signal.signal(each, signal.SIG_DFL if handler is None else handler)
+
+
+def begin_to_close(cache: OpenCache) -> "asyncio.Task[None]":
+    """Let no call in any more, and return the task that ends the cache: the same one to all who close it."""
+    if cache.closing is None:
+        cache.closing = asyncio.get_running_loop().create_task(_close(cache), name="close")
+    return cache.closing
+
+
+async def _close(cache: OpenCache) -> None:
+    """Let what is under way end, or give it up after `CacheLimits.close_timeout_s`; then close every tier.
+
+    Every step is taken, whatever one of them raises; that is raised at the end.
+    """
+    loop, limit_s = asyncio.get_running_loop(), cache.limits.close_timeout_s
+    started = loop.time()
+    deadline = started + limit_s
+    num_abandoned, errors = 0, list[BaseException]()
+
+    async def end_transfers() -> None:
+        nonlocal num_abandoned
+        num_abandoned = await cache.tasks.aclose(max(0.0, deadline - loop.time()))
+
+    steps: tuple[Callable[[], Awaitable[None] | None], ...] = (
+        cache.submissions.close,
+        cache.pins.close,
+        cache.subscribers.close,
+        cache.close_jobs,
+        lambda: _begin_no_more(cache),
+        lambda: _within(limit_s, cache.settle()),
+        lambda: _ended(cache.background),
+        lambda: cache.callers.aclose(max(0.0, deadline - loop.time())),  # before what they wait for is given up
+        end_transfers,
+        lambda: _within(limit_s, upkeep.checkpoint(cache.chains, sync=False)),
+        cache.lifetime.aclose,
+    )
+    for step in steps:
+        try:
+            if (waiting := step()) is not None:
+                await waiting
+        except BaseException as error:  # noqa: BLE001 - what comes after must be closed as well
+            errors.append(error)
+    num_unwritten = sum(chain.unwritten.num_blocks for chain in cache.chains)
+    cache.emit(CacheClosed(num_abandoned, (loop.time() - started) * 1e3, num_unwritten))
+    if errors:
+        raise errors[0]
+
+
+def _begin_no_more(cache: OpenCache) -> None:
+    for chain in cache.chains:
+        chain.fills.close()
+
+
+async def _within(limit_s: float, waiting: Awaitable[object]) -> None:
+    with move_on_after(limit_s):
+        await waiting
+
+
+async def _ended(tasks: Tasks) -> None:
+    await tasks.aclose(0.0)

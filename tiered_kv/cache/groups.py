@@ -1,0 +1,149 @@
+"""Models with several KV groups: what each group needs of a prompt, and the longest length that satisfies all.
+
+A full-attention group needs every block from the first one on; a sliding-window group only those that its window can
+still see. A length counts when each group has what it needs there: a hole outside every window costs nothing.
+"""
+
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.integers import as_int
+from tiered_kv.values.keys import BlockKeys
+from tiered_kv.values.results import LoadResult
+
+_ASKED: Final = 64
+"""Lengths tried before 0 is answered: each costs a shared tier a round trip, and holes can be many."""
+
+
+@dataclass(frozen=True)
+class GroupNeed:
+    """One KV group's keys of a prompt, and what attention needs of them: made by `full` and `window`.
+
+    Attributes:
+        keys: Of the whole prompt, or of its rest: all groups' keys begin at the same token.
+        num_blocks: The window in blocks, or None for all of them.
+    """
+
+    keys: BlockKeys
+    num_blocks: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.keys, BlockKeys):
+            raise ConfigurationError(f"what a KV group needs is said by its BlockKeys, got {type(self.keys).__name__}")
+        if self.num_blocks is not None:
+            object.__setattr__(self, "num_blocks", as_int("a window, in blocks,", self.num_blocks, least=1))
+
+    def until(self, num_tokens: int) -> "GroupNeed":
+        """Return the need of the prompt's first ``num_tokens`` tokens, from the first key's start on.
+
+        What `TieredKV.lookup_groups` found may be shorter than what was asked: load the needs until there.
+        """
+        num_blocks = as_int("num_tokens", num_tokens) // self.keys.block_size
+        return GroupNeed(self.keys[:num_blocks], self.num_blocks)
+
+    def at(self, num_tokens: int) -> BlockKeys:
+        """Return the keys that are needed for the prompt to go on at ``num_tokens`` from the first key's start on."""
+        stop = num_tokens // self.keys.block_size
+        return self.keys[0 if self.num_blocks is None else max(0, stop - self.num_blocks) : stop]
+
+
+def full(keys: BlockKeys) -> GroupNeed:
+    """Say that a group attends to everything (MLA too)."""
+    return GroupNeed(keys)
+
+
+def window(keys: BlockKeys, num_tokens: int) -> GroupNeed:
+    """Say that a group attends to the last ``num_tokens`` tokens: to the blocks in which they lie."""
+    need = GroupNeed(keys)  # checks the keys
+    num_blocks = -(-as_int("a window, in tokens,", num_tokens, least=1) // keys.block_size)
+    return replace(need, num_blocks=num_blocks)
+
+
+@dataclass(frozen=True)
+class GroupsLookup:
+    """The longest length at which every group has what it needs.
+
+    Attributes:
+        num_tokens: Behind the start of the keys; whole blocks of every group.
+        needed: Per group, in the order asked, the keys to load there.
+    """
+
+    num_tokens: int
+    needed: tuple[BlockKeys, ...]
+
+
+@dataclass(frozen=True)
+class GroupsLoad:
+    """What a load of several groups brought.
+
+    Attributes:
+        num_tokens: The longest length at which every group has what it needs in place; 0 if there is none.
+        results: Per group, in the order asked.
+    """
+
+    num_tokens: int
+    results: tuple[LoadResult, ...]
+
+
+def check_needs(needs: Sequence[GroupNeed]) -> int:
+    """Return the tokens that are whole blocks of every group.
+
+    Raises:
+        ConfigurationError: No needs, a group twice, or keys that begin at different tokens or are of two salts.
+    """
+    if not isinstance(needs, list | tuple) or not needs or not all(isinstance(need, GroupNeed) for need in needs):
+        raise ConfigurationError("say what each KV group needs: [full(keys), window(other_keys, num_tokens)]")
+    groups = [need.keys.group for need in needs]
+    if len(set(groups)) < len(groups):
+        raise ConfigurationError(f"each KV group is asked for once, got groups {groups}")
+    starts = {need.keys.start * need.keys.block_size for need in needs}
+    if len(starts) > 1 or len({need.keys.salt_id for need in needs}) > 1:
+        raise ConfigurationError(
+            f"all groups' keys are of one prompt: of one salt and from one token on; these start at {sorted(starts)}"
+        )
+    return math.lcm(*(need.keys.block_size for need in needs))
+
+
+async def longest(needs: Sequence[GroupNeed], count: Callable[[BlockKeys], Awaitable[int]]) -> int:
+    """Find the longest length in tokens at which every group has what it needs.
+
+    Args:
+        needs: Checked.
+        count: Says how many leading ones of some keys are there.
+    """
+    step = check_needs(needs)
+    length = min(len(need.keys) * need.keys.block_size for need in needs) // step * step
+    for _ in range(_ASKED):
+        shorter = length
+        for need in sorted(needs, key=lambda each: each.num_blocks is not None):  # full ones cut the most
+            wanted = need.at(shorter)
+            num_blocks = await count(wanted)
+            if num_blocks < len(wanted):
+                # The hole may lie in no window: the length ends before it, or it would be in this one again.
+                before = wanted.start - need.keys.start + num_blocks
+                shorter = before * need.keys.block_size // step * step
+        if shorter == length or not shorter:
+            return shorter
+        length = shorter
+    return 0
+
+
+def length_in_place(needs: Sequence[GroupNeed], wanted: Sequence[BlockKeys], results: Sequence[LoadResult]) -> int:
+    """Find the longest length for which what was loaded is enough.
+
+    Args:
+        needs: As asked.
+        wanted: Per group, the keys that were loaded.
+        results: Per group, how many of them are in place.
+    """
+    step = check_needs(needs)
+    starts = [keys.start - need.keys.start for need, keys in zip(needs, wanted, strict=True)]
+    stops = [start + result.num_blocks for start, result in zip(starts, results, strict=True)]
+    length = min(stop * need.keys.block_size for need, stop in zip(needs, stops, strict=True)) // step * step
+    for need, start in zip(needs, starts, strict=True):
+        if length and need.at(length).start - need.keys.start < start:  # its window would begin before what was loaded
+            return 0
+    return length

@@ -1,0 +1,237 @@
+"""Opens a cache: from what it is made of to backends and chains, each of which is closed again in reverse order."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from anyio import CancelScope
+
+from tiered_kv.cache.open_cache import OpenCache
+from tiered_kv.cache.parts import CacheParts, Kind, StoragePart
+from tiered_kv.catalog.index import TierIndex
+from tiered_kv.memory.device import Device
+from tiered_kv.memory.host import HostSlab, check_host_memory, doubt_of_page_locking
+from tiered_kv.memory.lanes import Lanes
+from tiered_kv.memory.make import make_device
+from tiered_kv.settings.chain_settings import GPUTier, tier_name
+from tiered_kv.settings.registry import resolve_policy
+from tiered_kv.tiers.chain import Chain
+from tiered_kv.tiers.gate import Backlog, Bandwidth, Budget, Limits, Pace
+from tiered_kv.tiers.ledger import Ledger, Place
+from tiered_kv.tiers.opening import Services, StorageMedium
+from tiered_kv.tiers.owned import OwnedTier
+from tiered_kv.tiers.shared import SharedTier
+from tiered_kv.tiers.tasks import Tasks, WorkerPool, in_a_thread
+from tiered_kv.tiers.tier import HostTier, MemoryTier
+from tiered_kv.transfers.writedown import write_admitted
+from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.events import CacheOpened, DeviceFailed, Emit, Event, PageLockingDoubted
+from tiered_kv.values.loop_calls import LoopCalls
+
+_RECORD_THREADS: Final = 2
+"""Threads that hash and encrypt records: two keep up with a disk, and the loop and the copies need the other cores."""
+
+
+async def open_cache(parts: CacheParts) -> OpenCache:
+    """Open every tier, in the order of the chain; what was opened is closed again if one of them fails.
+
+    Raises:
+        ConfigurationError: A tier can never work as it is set up, or the machine lacks the memory.
+        BackendUnavailableError: A tier cannot be reached.
+    """
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    kinds, tasks, ledger = parts.kinds(), Tasks(), Ledger()
+    async with AsyncExitStack() as stack:
+        backends = await _open_backends(stack, parts, kinds, tasks)
+        chains, device = _build_chains(stack, parts, backends, kinds, tasks, ledger)
+        cache = OpenCache(parts, chains, device, tasks, ledger, backends.services.loop_calls, stack.pop_all())
+    if parts.watch is not None:
+        cache.lifetime.push_async_callback(parts.watch.end)
+        parts.watch.begin(cache)
+    if parts.recorder is not None:
+        cache.lifetime.push_async_callback(parts.recorder.end)
+        parts.recorder.begin(parts.emit)
+    recovered = {tier.name: tier.index.statistics().ready for chain in chains for tier in chain.owned}
+    parts.emit(CacheOpened(tuple(chains[0].names), recovered, (loop.time() - started) * 1e3))
+    return cache
+
+
+@dataclass(frozen=True)
+class _OpenBackends:
+    """The media of a cache, open or to be opened later, and what they share."""
+
+    services: Services
+    media: tuple[StorageMedium, ...]
+
+
+async def _open_backends(
+    stack: AsyncExitStack, parts: CacheParts, kinds: Sequence[Kind], tasks: Tasks
+) -> _OpenBackends:
+    """Open every backend, in the order of the chain; ``stack`` closes them, those too that were not opened."""
+    loop = asyncio.get_running_loop()
+    CancelScope()  # AnyIO imports its asyncio half now, 40 ms, instead of in the first load
+    np.unique(np.empty(0))  # and numpy its masked arrays, 7 ms
+    loop_calls = LoopCalls(loop)
+    records, calls = WorkerPool("records", _RECORD_THREADS, loop_calls), Tasks()
+    stack.callback(records.close)
+    shapes = tuple(kind.shape for kind in kinds)
+    limits = parts.limits
+    services = Services(
+        shapes, loop_calls, records, tasks, calls, limits.open_timeout_s, limits.close_timeout_s, parts.emit
+    )
+    stack.push_async_callback(calls.aclose, 0.0)
+    media = []
+    for part in parts.tiers.storage:
+        medium = StorageMedium(part.name, part.settings, part.backend, services, part.policy)
+        stack.push_async_callback(medium.aclose)
+        await medium.open()
+        media.append(medium)
+    stack.push_async_callback(calls.aclose, 0.0)  # what transfers still wanted of them ends before they are closed
+    return _OpenBackends(services, tuple(media))
+
+
+def _build_chains(
+    stack: AsyncExitStack,
+    parts: CacheParts,
+    backends: _OpenBackends,
+    kinds: Sequence[Kind],
+    tasks: Tasks,
+    ledger: Ledger,
+) -> tuple[list[Chain], Device]:
+    """Allocate memory and make one chain per kind of block. Every tier has the same number of slots for each.
+
+    Raises:
+        ConfigurationError: A capacity below one block, or more memory than the machine will give.
+    """
+    clock, emit = asyncio.get_running_loop().time, parts.emit
+    tiers, cache_limits = parts.tiers, parts.limits
+    if isinstance(parts.device, Device):
+        device = parts.device
+    else:
+        device = make_device(parts.device)
+        stack.push_async_callback(in_a_thread, backends.services.loop_calls, device.close, 1.0)  # it joins threads
+    stride = sum(kind.slot_stride_bytes for kind in kinds)
+    host_slots = _num_slots("cpu", tiers.cpu.capacity, stride) if tiers.cpu.capacity else 0
+    gpu_slots = _num_slots("gpu", tiers.gpu.capacity, stride) if tiers.gpu else 0
+    bounce_slots = max(4, cache_limits.bounce // stride)
+    most_host_slots = max(host_slots, (tiers.cpu.max_capacity or 0) // stride)
+    # On a machine with a GPU all of it is page-locked; else only what is used is taken from the system.
+    host_bytes = ((most_host_slots if device.kind == "cuda" else host_slots) + bounce_slots) * stride
+    check_host_memory(host_bytes)
+    if device.kind == "cuda" and (doubt := doubt_of_page_locking(host_bytes)):
+        emit(PageLockingDoubted(doubt))
+    limits = Limits(
+        window_bytes=cache_limits.window,
+        reads_in_flight=cache_limits.reads_in_flight,
+        promote=cache_limits.promote,
+        store_timeout_s=cache_limits.store_timeout_s,
+        store_queue=Backlog(cache_limits.store_queue),
+        prefetches=Budget(cache_limits.prefetch_quota),
+        low_water=cache_limits.low_water,
+        clean_after_s=cache_limits.clean_after_s,
+        clean_bandwidth=Bandwidth(cache_limits.clean_bandwidth, clock),
+    )
+    is_written_back = any(part.settings.write == "back" for part in tiers.storage)
+    services = backends.services
+    tell = _listen(device, services.loop_calls, emit)
+    h2d, d2h = Lanes(device, "h2d"), Lanes(device, "d2h")
+    stack.callback(h2d.close)
+    stack.callback(d2h.close)
+    # Enough that every thread of a backend is busy while the next window waits, but a tier that hangs leaves half of
+    # the bounce slots to the others: a window takes no more than a quarter of them.
+    in_flight = min(4 * cache_limits.window, cache_limits.bounce // 2)
+    budgets = [_budget(in_flight, part, clock) for part in tiers.storage]
+    chains = []
+    for number, kind in enumerate(kinds):
+        group, stride_bytes = kind.group, kind.slot_stride_bytes
+        slab = HostSlab(most_host_slots + bounce_slots, stride_bytes, kind.slot_bytes, name=kind.name)
+        stack.callback(slab.close)
+        if most_host_slots == host_slots or device.kind != "cpu":  # getting it ready would allocate it
+            device.page_lock(slab, emit=tell)
+        index = TierIndex(
+            host_slots,
+            max_slots=most_host_slots,
+            num_transient=bounce_slots,
+            policy=resolve_policy(tiers.cpu.policy),
+            ttl_s=tiers.cpu.ttl_s,
+            clock=clock,
+            write_back=is_written_back,
+        )
+        host = HostTier(tier_name(tiers.cpu), index, slab, write_back=tiers.cpu.write == "back")
+        waits_in_gpu = tiers.cpu.write == "back" if most_host_slots else is_written_back
+        gpu = _gpu_tier(tiers.gpu, device, gpu_slots, stride_bytes, clock, write_back=waits_in_gpu)
+        storage = [
+            medium.tier(number, kind.shape, budget, kind.record_codec)
+            for medium, budget in zip(backends.media, budgets, strict=True)
+        ]
+        chain = Chain(
+            group=group,
+            naming=kind.naming,
+            gpu=gpu,
+            host=host,
+            owned=[tier for tier in storage if isinstance(tier, OwnedTier)],
+            shared=[tier for tier in storage if isinstance(tier, SharedTier)],
+            storage=storage,
+            h2d=h2d,
+            d2h=d2h,
+            loop_calls=services.loop_calls,
+            tasks=tasks,
+            emit=emit,
+            limits=limits,
+            codec=kind.codec,
+            ledger=ledger,
+            on_admitted=write_admitted,
+        )
+        rank = sum(before.number == kind.number for before in kinds[:number])  # of those that the cache stands for
+        for tier in chain.booked:
+            ledger.watch(Place(tier.name, kind.number, rank), tier)
+        chains.append(chain)
+    for number, medium in enumerate(backends.media):
+        medium.open_later([chain.storage[number] for chain in chains])
+    return chains, device
+
+
+def _budget(in_flight: int, part: StoragePart, clock: Callable[[], float]) -> Budget:
+    settings = part.settings
+    reads = Pace(settings.read_bandwidth, settings.reads_per_s, clock)
+    writes = Pace(settings.write_bandwidth, settings.writes_per_s, clock)
+    return Budget(in_flight, reads, writes, Bandwidth(part.scrub_bandwidth, clock))
+
+
+def _listen(device: Device, loop_calls: LoopCalls, emit: Emit) -> Emit:
+    """Hear of the device's failure; return an ``emit`` for its threads, which passes events on to the loop."""
+
+    def tell(event: Event) -> None:
+        loop_calls.call(emit, event)
+
+    device.on_failure = lambda error: tell(DeviceFailed(device.kind, f"{type(error).__name__}: {error}"))
+    return tell
+
+
+def _gpu_tier(
+    settings: GPUTier | None,
+    device: Device,
+    num_slots: int,
+    stride_bytes: int,
+    clock: Callable[[], float],
+    *,
+    write_back: bool,
+) -> MemoryTier | None:
+    if settings is None:
+        return None
+    policy = resolve_policy(settings.policy)
+    index = TierIndex(num_slots, policy=policy, ttl_s=settings.ttl_s, clock=clock, write_back=write_back)
+    return MemoryTier(tier_name(settings), index, device.empty_pool(num_slots, stride_bytes))
+
+
+def _num_slots(tier: str, capacity: int, stride: int) -> int:
+    if capacity < stride:
+        raise ConfigurationError(
+            f"the {tier} tier's capacity of {capacity} bytes is below one block of {stride} bytes: "
+            "give it more, or leave it out"
+        )
+    return int(capacity // stride)

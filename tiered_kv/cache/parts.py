@@ -1,0 +1,199 @@
+"""What a cache is made of, checked, and not open yet: tiers with their backends, and kinds of blocks."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from tiered_kv.catalog.policies import Policy
+from tiered_kv.media.backend import Backend, RecordShape, SlotBackend
+from tiered_kv.memory.codec import Codec
+from tiered_kv.memory.make import DeviceLike
+from tiered_kv.settings.chain_settings import CPUTier, GPUTier, check_chain, check_policies, check_tiers, tier_name
+from tiered_kv.settings.registry import make_backend, resolve_policy
+from tiered_kv.settings.settings import CacheLimits
+from tiered_kv.settings.tier_settings import OwnedTierSettings, TierSettings
+from tiered_kv.telemetry.trace_recorder import TraceRecorder
+from tiered_kv.telemetry.watch import Watch
+from tiered_kv.tiers.records import ExponentCodec
+from tiered_kv.tiers.tier import Naming
+from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.events import Emit
+from tiered_kv.values.keys import ModelIdentity, Shard
+from tiered_kv.values.layout import PAGE_BYTES, KVGroup, KVLayout, fingerprint
+
+_RANK: Final = "{rank}"
+
+
+@dataclass(frozen=True)
+class StoragePart:
+    """A backend and what the chain calls it."""
+
+    name: str
+    settings: TierSettings
+    backend: Backend | SlotBackend
+
+    @property
+    def policy(self) -> str | type[Policy]:
+        """Which blocks go first, where the cache gives and takes the slots."""
+        return resolve_policy(self.settings.policy) if isinstance(self.settings, OwnedTierSettings) else "lru"
+
+    @property
+    def scrub_bandwidth(self) -> float | None:
+        """Bytes a second to be verified in the background, if any."""
+        return self.settings.scrub_bandwidth if isinstance(self.settings, OwnedTierSettings) else None
+
+
+@dataclass(frozen=True)
+class ChainParts:
+    """A chain as it was asked for."""
+
+    gpu: GPUTier | None
+    cpu: CPUTier
+    storage: tuple[StoragePart, ...]
+
+    @property
+    def media(self) -> dict[str, str]:
+        """The medium of each tier that the cache will own, the fastest first."""
+        memory = {tier_name(tier): tier.medium for tier in (self.gpu, self.cpu) if tier is not None and tier.capacity}
+        owned = (part for part in self.storage if isinstance(part.settings, OwnedTierSettings))
+        return memory | {part.name: part.settings.medium for part in owned}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of block: one KV group on one rank. There is a chain for each."""
+
+    number: int
+    group: KVGroup
+    naming: Naming
+    codec: Codec | None = None
+    record_codec: ExponentCodec | None = None
+
+    @property
+    def name(self) -> str:
+        """For its slab."""
+        return f"group{self.number}-{self.naming.shard}"
+
+    @property
+    def shape(self) -> RecordShape:
+        """Its records."""
+        fingerprint, num_bytes, shard = self.naming.fingerprint, self.group.payload_bytes, self.naming.shard.part
+        if (codec := self.codec or self.record_codec) is None:
+            return RecordShape(fingerprint, num_bytes, shard)
+        return RecordShape(fingerprint, codec.stored_bytes, shard, codec.name, num_bytes)
+
+    @property
+    def slot_bytes(self) -> int:
+        """What of a slot in memory a block takes."""
+        return self.codec.stored_bytes if self.codec else self.group.payload_bytes
+
+    @property
+    def slot_stride_bytes(self) -> int:
+        """From one slot to the next: whole pages."""
+        return -(-self.slot_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+@dataclass(frozen=True)
+class CacheParts:
+    """What a cache is to be made of; all of it has been checked.
+
+    Attributes:
+        tiers: The chain as it was asked for.
+        model: Whose blocks it keeps.
+        layout: What they are made of.
+        codecs: By KV group, how they are kept in slots.
+        record_codecs: By KV group, how they are kept in records, if that is another way than in slots.
+        shards: Whose parts of them: one rank's, or all.
+        limits: Bounds.
+        device: Where the engine's tensors are, if that was said.
+        emit: Takes events.
+        watch: Sees what it does, if somebody is to be shown.
+        recorder: Writes down what is asked of it, if that is wanted.
+    """
+
+    tiers: ChainParts
+    model: ModelIdentity
+    layout: KVLayout
+    codecs: tuple[Codec | None, ...]
+    record_codecs: tuple[ExponentCodec | None, ...]
+    shards: tuple[Shard, ...]
+    limits: CacheLimits
+    device: DeviceLike | None
+    emit: Emit
+    watch: Watch | None
+    recorder: TraceRecorder | None = None
+
+    def kinds(self) -> list[Kind]:
+        """Return the kinds of blocks, by KV group, then by rank."""
+        kinds = []
+        for number, group in enumerate(self.layout.groups):
+            codec, record_codec = self.codecs[number], self.record_codecs[number]
+            kept = codec or record_codec
+            name = fingerprint(self.model, self.layout, number, kept.name if kept else "none")
+            kinds += [Kind(number, group, Naming(name, shard), codec, record_codec) for shard in self.shards]
+        return kinds
+
+
+def chain_parts(
+    tiers: Sequence[TierSettings | Mapping[str, Any] | str | Backend | SlotBackend], shards: Sequence[Shard]
+) -> ChainParts:
+    """Sort tiers into parts, making the backends that settings describe. Opens nothing.
+
+    Raises:
+        ConfigurationError: No tiers, a wrong order, two of one name, what is no tier at all, or ``{rank}`` where a
+            cache stands for all ranks.
+    """
+    settings = [_of_rank(each, shards) if isinstance(each, TierSettings) else each for each in check_tiers(tiers)]
+    named = [
+        (each.medium, tier_name(each)) if isinstance(each, TierSettings) else (type(each).__name__, _name_of(each))
+        for each in settings
+    ]
+    names = [name for _, name in named]
+    check_chain([medium for medium, _ in named], names)
+    check_policies([each if isinstance(each, TierSettings) else _settings_of(each) for each in settings], names)
+    gpu = next((each for each in settings if isinstance(each, GPUTier)), None)
+    cpu = next((each for each in settings if isinstance(each, CPUTier)), CPUTier(capacity=0))
+    storage = [
+        StoragePart(name, each, make_backend(each))
+        if isinstance(each, TierSettings)
+        else StoragePart(name, _settings_of(each), each)
+        for each, (_, name) in zip(settings, named, strict=True)
+        if not isinstance(each, GPUTier | CPUTier)
+    ]
+    for part in storage:
+        if getattr(part.settings, "exclusive", False) and not isinstance(part.backend, SlotBackend):
+            raise ConfigurationError(f"tier {part.name!r} cannot be exclusive: this cache does not own its slots")
+        if part.scrub_bandwidth and not _can_be_scrubbed(part.backend):
+            raise ConfigurationError(f"tier {part.name!r} cannot be scrubbed: its backend has no peek()")
+        if part.settings.read_only and isinstance(part.backend, SlotBackend):
+            raise ConfigurationError(f"tier {part.name!r} cannot be read_only: nobody else writes to its slots")
+    return ChainParts(gpu, cpu, tuple(storage))
+
+
+def _of_rank(settings: TierSettings, shards: Sequence[Shard]) -> TierSettings:
+    """Put the rank into the texts and paths that ask for it."""
+    asking = {name: value for name, value in settings if isinstance(value, str | Path) and _RANK in str(value)}
+    if asking and len(shards) > 1:
+        raise ConfigurationError(
+            f"{_RANK} in {' and '.join(asking)} of tier {tier_name(settings)!r}: this cache stands for "
+            f"{len(shards)} ranks, whose blocks are kept apart in one place: leave it out"
+        )
+    texts = {name: type(value)(str(value).replace(_RANK, str(shards[0].rank))) for name, value in asking.items()}
+    return settings.model_copy(update=texts) if texts else settings
+
+
+def _can_be_scrubbed(backend: Backend | SlotBackend) -> bool:
+    return isinstance(backend, SlotBackend) and type(backend).peek is not SlotBackend.peek
+
+
+def _name_of(backend: Backend | SlotBackend) -> str:
+    settings = getattr(backend, "settings", None)
+    if isinstance(settings, TierSettings):
+        return tier_name(settings)
+    return type(backend).__name__.removesuffix("Backend").lower() or "storage"
+
+
+def _settings_of(backend: Backend | SlotBackend) -> TierSettings:
+    settings = getattr(backend, "settings", None)
+    return settings if isinstance(settings, TierSettings) else TierSettings(medium=type(backend).__name__)

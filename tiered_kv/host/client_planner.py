@@ -1,0 +1,536 @@
+"""A planner's jobs whose cache is a server's: that plans and holds; here they are bound, and whoever waits is told.
+
+A job ends here whatever the server does: when it is gone, when it does not answer, and when the job is cancelled. The
+server is told what workers have moved all the same, as long as it is there: it holds slots until then.
+
+One job of a planner whose cache is a server's: what it is about, its plan in this process's words, how it ended.
+
+What the workers of a client's planner need of the server: that it watches them, and the memory that they copy to.
+
+Both go by file descriptors on connections of their own, so that it does not matter what number a process has to whom.
+
+The planner of a client: plans are made by the server, and carried out by workers that map its memory as we do.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal, Protocol
+
+import numpy as np
+from typing_extensions import override
+
+from tiered_kv.cache.checks import check_count, check_engine_blocks
+from tiered_kv.cache.planner import Planner
+from tiered_kv.host import handshake, wire
+from tiered_kv.host.attachment import Attachment
+from tiered_kv.host.client_transfers import Starts
+from tiered_kv.host.connection import Connection, FarSide
+from tiered_kv.host.protocol import (
+    BindJob,
+    Cancel,
+    Failed,
+    Introduce,
+    JobEnded,
+    JobMoved,
+    JobMovedKeys,
+    JobPlan,
+    JobPlanned,
+    Keys,
+    Mapped,
+    MapSlab,
+    PlanJob,
+    Reply,
+    Stats,
+)
+from tiered_kv.tiers.tasks import in_a_thread
+from tiered_kv.transfers.job_state import bind
+from tiered_kv.transfers.jobs import Job, JobBook, with_a_worker
+from tiered_kv.transfers.workers import Process, Workers
+from tiered_kv.values.errors import ConfigurationError, TieredKVError
+from tiered_kv.values.hints import ReuseHint, check_hint
+from tiered_kv.values.keys import BlockKeys, epoch_digest
+from tiered_kv.values.log import log
+from tiered_kv.values.plan import JobResult, Move, Outcomes, Plan, SlabHandle
+from tiered_kv.values.specs import CPULoadStoreSpec, GPULoadStoreSpec
+
+
+@dataclass(frozen=True)
+class FarRequest:
+    """What a job is about, once it has been checked.
+
+    Attributes:
+        direction: Of the bytes.
+        keys: What to move.
+        said: The same, for the server.
+        engine: The engine's blocks; None if they are to be bound.
+        per_block: Of the engine's blocks, a key.
+        is_current: False once what was loaded is of other weights than are served.
+        gaps: Whether to load what is there, block by block, and not a prefix.
+        hint: What the caller of a store says of the blocks' future.
+        refused: Why it ends with nothing, if it does.
+    """
+
+    direction: Literal["load", "store"]
+    keys: BlockKeys
+    said: Keys
+    engine: GPULoadStoreSpec | None
+    per_block: int
+    is_current: Callable[[], bool]
+    gaps: bool = False
+    hint: ReuseHint | None = None
+    refused: str = ""
+
+
+class Hearing(Protocol):
+    """Who takes what the server says of jobs."""
+
+    def hear(self, far: "FarJob", reply: Reply) -> None:
+        """Take what it says of a job."""
+
+    def lose(self, far: "FarJob") -> None:
+        """It is gone, and says nothing any more."""
+
+
+class FarJob:
+    """One job, from its beginning until the server says nothing more about it.
+
+    Attributes:
+        job: What the caller has of it.
+        request: What it is about.
+        there: The server that knows of it, if one does.
+        number: What it is called there.
+        is_bound: Whether the engine's blocks are known.
+    """
+
+    def __init__(self, book: Hearing, job: Job, request: FarRequest, clock: Callable[[], float]) -> None:
+        self.job = job
+        self.request = request
+        self.there: Attachment | None = None
+        self.number = 0
+        self.is_bound = request.engine is not None
+        self._book = book
+        self._clock = clock
+        self._begun = self._planned = clock()
+
+    @property
+    def is_with_workers(self) -> bool:
+        """Whether a worker may have its plan, and copy: who asks has taken the job out, so that none gets it yet."""
+        return self.is_bound and self.job.is_seen
+
+    def send(self, message: wire.Message) -> None:
+        """Tell the server, if it knows of the job."""
+        if self.there is not None:
+            self.there.send(message)
+
+    def take(self, reply: Reply) -> None:
+        """See `Transferring.take`."""
+        self._book.hear(self, reply)
+
+    def lose(self) -> None:
+        """See `Transferring.lose`."""
+        self._book.lose(self)
+
+    def take_plan(self, said: JobPlan) -> Plan:
+        """Return the plan that the server has made."""
+        assert self.there is not None  # noqa: S101 - it was sent there
+        self._planned = self._clock()
+        request, moves = self.request, []
+        for rank, (pid, part) in enumerate(zip(said.pids, said.parts, strict=True)):
+            host = CPULoadStoreSpec(wire.as_ids(part.slots), self.there.pool_of(part.pool))
+            moves.append(Move(rank, pid, None, host, tuple(wire.as_ids(part.positions).tolist())))
+        plan = Plan(self.job.number, request.direction, said.num_blocks, tuple(moves))
+        if request.engine is None:
+            return plan
+        return bind(plan, request.per_block, request.engine[: said.num_blocks * request.per_block])
+
+    def result(self, said: JobEnded) -> JobResult:
+        """Return how it ended: with nothing, if that is of weights that are not served any more."""
+        if self.request.direction == "load" and not self.request.is_current():
+            return replace(self.nothing(*said.errors, "epoch advanced"), moved_s=said.moved_s)
+        return replace(
+            self.nothing(*said.errors), num_blocks=said.num_blocks, num_bytes=said.num_bytes, moved_s=said.moved_s,
+            by_tier=said.by_tier, mask=np.frombuffer(said.mask, np.bool_),
+        )  # fmt: skip
+
+    def nothing(self, *errors: str) -> JobResult:
+        """Return that it ended with nothing, and why."""
+        seconds, mask = self._clock() - self._begun, np.zeros(len(self.request.keys), np.bool_)
+        return JobResult(self.job.number, 0, errors, seconds=seconds, planned_s=self._planned - self._begun, mask=mask)
+
+
+_MAP_S: Final = 10.0
+
+
+@dataclass(frozen=True)
+class ServedSlab(SlabHandle):
+    """A slab of a server's; it can be attached as long as the client is, which has the token.
+
+    Attributes:
+        path: Of the server's socket.
+        token: Of the client.
+        name: The slab's, there.
+    """
+
+    path: str
+    token: bytes
+    name: str
+
+    def descriptor(self) -> tuple[int, bool]:
+        """See `SlabHandle.descriptor`.
+
+        Raises:
+            ConfigurationError: The server has no such slab.
+            BackendUnavailableError: It is away, or the client is not attached any more.
+        """
+        connection, answer, descriptors = handshake.begin(self.path, MapSlab(self.token, self.name), _MAP_S)
+        if not isinstance(answer, Mapped) or len(descriptors) != 1:
+            handshake.give_back(connection, descriptors)
+            raise ConfigurationError(f"the server answered {type(answer).__name__} to who wants to map a slab")
+        connection.close()
+        return descriptors[0], answer.is_read_only
+
+
+class Introductions:
+    """What has the server watch the workers of one client's planner. For the event loop's thread."""
+
+    def __init__(self, connection: Connection, workers: Workers, here: FarSide, ended: Callable[[str], None]) -> None:
+        """Have each server know ``workers``; ``ended`` is told whenever it does, or why it does not."""
+        self._connection = connection
+        self._workers = workers
+        self._here = here
+        self._ended = ended
+        self._known: set[Process] = set()
+        self._underway: asyncio.Task[None] | None = None
+        self._is_open = True
+
+    @property
+    def are_due(self) -> bool:
+        """Whether there are workers that the server does not know."""
+        return bool(self._workers.unlike(self._known))
+
+    def start_over(self) -> None:
+        """Another server is there, which knows none."""
+        self._known = set()
+        self.soon()
+
+    def soon(self) -> None:
+        """Introduce those that the server does not know."""
+        if self._underway is None and self._connection.there is not None and self._is_open:
+            self._underway = self._here.tasks.spawn(self._introduce(), "introduce workers")
+
+    def close(self) -> None:
+        """Introduce none any more."""
+        self._is_open = False
+
+    async def _introduce(self) -> None:
+        why, workers = "", self._workers
+        try:
+            while (there := self._connection.there) is not None and (strangers := workers.unlike(self._known)):
+                said = there.path, there.attached.token, workers, strangers, self._connection.timeout_s
+                await in_a_thread(self._here.loop_calls, introduce, *said)
+                if self._connection.there is there:
+                    self._known.update(strangers)
+        except Exception as error:  # noqa: BLE001 - whatever it is, e.g. no descriptor is left: who waits hears of it
+            why = str(error) or type(error).__name__
+            log("warning", "host.workers_refused", path=self._connection.path, error=why)
+        self._underway = None
+        self._ended(why)
+
+
+def introduce(path: str, token: bytes, workers: Workers, processes: Sequence[Process], timeout_s: float) -> None:
+    """Have the server watch the processes that work for ranks of a client; blocks the thread.
+
+    Raises:
+        ConfigurationError: A rank has a worker that is alive, or one of these has ended.
+        BackendUnavailableError: The server is away, or the client is not attached any more.
+    """
+    ranks = tuple((process.rank, process.pid) for process in processes)
+    connection, _, came = handshake.begin(path, Introduce(token, ranks), timeout_s)
+    sent: list[int] = []
+    try:
+        sent = workers.descriptors(processes)
+        handshake.hand_over(connection, sent)
+    finally:
+        handshake.give_back(connection, came)
+        for each in sent:
+            os.close(each)
+
+
+_LOOK_S: Final = 1.0
+"""How often it is looked whether a server answers that jobs wait for."""
+
+
+class FarJobs(JobBook):
+    """The jobs of one client's planner. Any thread may call what does not say otherwise."""
+
+    def __init__(self, connection: Connection, num_ranks: int) -> None:
+        """Take jobs from now on. In the event loop's thread."""
+        here = connection.here()
+        super().__init__(num_ranks, here.loop_calls)
+        self._workers = Workers(num_ranks, here.loop_calls, lambda _rank, _pid: self._lose_unbound())
+        self._connection = connection
+        self._tasks = here.tasks
+        self._underway: dict[Job, FarJob] = {}
+        # The event loop's thread alone changes these.
+        self._sent: dict[int, FarJob] = {}  # of which the server has more to say
+        self._waiting: list[FarJob] = []  # until the server knows the workers
+        self._introductions = Introductions(connection, self._workers, here, self._introduced)
+        self._watching: asyncio.Task[None] | None = None
+        connection.follow(self)
+
+    def register(self, rank: int, pid: int) -> None:
+        """See `Planner.register_worker`."""
+        self._workers.register(rank, pid)
+        self._loop_calls.call(self._introductions.soon)
+
+    def begin(self, request: FarRequest) -> Job:
+        """Begin a job. The server is told of it on the event loop, in the order of calls.
+
+        Raises:
+            ConfigurationError: Some rank has no worker.
+            ClosedError: The client is closed.
+        """
+        self._workers.pids()
+        with self._polled.lock:
+            job = self._new(request.direction)
+            far = self._underway[job] = FarJob(self, job, request, self._loop.time)
+        self._loop_calls.call(self._start, far)
+        return job
+
+    @override
+    def _about(self, job: Job) -> tuple[BlockKeys, int] | None:
+        far = self._underway.get(job)
+        return None if far is None else (far.request.keys, far.request.per_block)
+
+    @override
+    def _note_bound(self, job: Job, start: int, num_blocks: int) -> None:
+        far = self._underway[job]
+        far.is_bound = True
+        self._loop_calls.call(far.send, BindJob(far.number, start, num_blocks))
+
+    def complete_keys(self, job: Job, keys: Sequence[bytes], rank: int, *, moved: bool) -> None:
+        """See `Job.complete`."""
+        rank = self._rank(rank)
+        # Of one that has ended here too: the server may hold its slots until it hears of them.
+        if (far := self._underway.get(job) or self._sent.get(job.number)) is not None:
+            named = set(keys)
+            at = np.flatnonzero(np.array([key in named for key in far.request.keys], np.bool_))
+            self._loop_calls.call(far.send, JobMovedKeys(far.number, rank, wire.as_bytes(at), moved))
+
+    def cancel(self, job: Job, *, undelivered: bool) -> None:
+        """See `Job.cancel`."""
+        with self._polled.lock:
+            far = self._underway.get(job) or self._sent.get(job.number)
+            may_be_out = far is not None and far.is_with_workers and not undelivered
+            if may_be_out and job in self._underway:
+                raise with_a_worker(job)
+            is_over = self._take_out(job) is None
+        if far is not None and not is_over:
+            self._loop_calls.call(self._give_up, far)
+        elif far is not None and not may_be_out:  # over here, but the server may hold its slots yet
+            self._loop_calls.call(far.send, Cancel(far.number))
+
+    def _take(self, outcomes: Outcomes) -> None:
+        self._loop_calls.call(self._say_moved, outcomes)
+
+    # On the event loop.
+
+    def attached(self, there: Attachment) -> None:
+        """See `Follower.attached`."""
+        self._introductions.start_over()
+
+    def close(self) -> None:
+        """See `Follower.close`: end every job with nothing, and watch no worker any more."""
+        with self._polled.lock:
+            self._is_open = False
+        for far in list(self._underway.values()):
+            self._end(far, "closed")
+        self._introductions.close()
+        self._workers.close()
+        if self._watching is not None:
+            self._watching.cancel()  # else closing would wait for its next look
+
+    def hear(self, far: FarJob, reply: Reply) -> None:
+        """Take what the server says of a job."""
+        match reply:
+            case JobPlanned():
+                self._planned(far, reply.plan)
+            case JobEnded():
+                self._forget(far)
+                self._ended(far, reply)
+            case Failed():
+                self._forget(far)
+                self._end(far, reply.why)
+
+    def lose(self, far: FarJob) -> None:
+        """The server is gone: its workers' copies touch memory that is nobody's any more."""
+        self._forget(far)
+        self._end(far, "server away")
+
+    def _start(self, far: FarJob) -> None:
+        there = self._connection.there
+        if far.request.refused:
+            self._end(far, far.request.refused)
+        elif there is None or not there.is_open or there.is_silent:
+            self._end(far, "server away")
+        elif self._introductions.are_due:
+            self._waiting.append(far)
+            self._introductions.soon()
+        elif far.job in self._underway:  # else cancelled meanwhile
+            self._send(far, there)
+
+    def _send(self, far: FarJob, there: Attachment) -> None:
+        request, far.there, far.number = far.request, there, there.number()
+        there.transfers[far.number] = self._sent[far.job.number] = far
+        try:
+            is_bound = request.engine is not None
+            there.send(PlanJob(far.number, request.direction, request.said, request.gaps, is_bound, request.hint))
+        except TieredKVError as error:  # more keys than a message may have
+            self._forget(far)
+            self._end(far, str(error))
+        if self._watching is None:
+            self._watching = self._tasks.spawn(self._watch(), "watch the server")
+
+    def _say_moved(self, outcomes: Outcomes) -> None:
+        if (far := self._sent.get(outcomes.job)) is not None:
+            said = outcomes.rank, outcomes.num_moved, outcomes.error, outcomes.seconds
+            far.send(JobMoved(far.number, *said))
+
+    def _planned(self, far: FarJob, said: JobPlan) -> None:
+        plan = far.take_plan(said)
+        with self._polled.lock:
+            if far.job in self._underway:  # else cancelled meanwhile
+                self._tell(far.job, plan, None)
+        self._lose_unbound()  # a worker may have ended since
+
+    def _lose_unbound(self) -> None:
+        """End what a worker that has ended was to move too, unless it is bound: then the server sees to that."""
+        for far in list(self._underway.values()):
+            for move in far.job.decided.moves if far.job.decided is not None else ():
+                if not far.is_bound and len(move.host) and not self._workers.is_watched(move.rank, move.pid):
+                    self._end(far, f"rank {move.rank}: the worker of process {move.pid} has ended", unless_bound=True)
+
+    def _ended(self, far: FarJob, said: JobEnded) -> None:
+        plan = far.take_plan(said.plan) if said.plan is not None else None
+        with self._polled.lock:
+            if self._underway.pop(far.job, None) is not None:
+                if not far.job.is_seen:
+                    self._withdraw(far.job)
+                self._tell(far.job, plan, far.result(said))
+
+    def _give_up(self, far: FarJob) -> None:
+        """Tell of a job that was cancelled, and the server too, which may have nothing to do for it any more."""
+        far.send(Cancel(far.number))
+        self._tell(far.job, None, far.nothing("cancelled"))
+
+    def _end(self, far: FarJob, why: str, *, unless_bound: bool = False) -> None:
+        if self._take_out(far.job, unless_bound=unless_bound) is None:
+            return
+        if not far.is_with_workers and far.job.number in self._sent:
+            far.send(Cancel(far.number))
+        self._tell(far.job, None, far.nothing(why))
+
+    def _take_out(self, job: Job, *, unless_bound: bool = False) -> FarJob | None:
+        """Let nobody see or bind a job any more that is about to end early; return it. Any thread may call."""
+        with self._polled.lock:
+            far = self._underway.get(job)
+            if far is None or (unless_bound and far.is_bound):
+                return None
+            self._withdraw(job)
+            return self._underway.pop(job)
+
+    def _forget(self, far: FarJob) -> None:
+        self._sent.pop(far.job.number, None)
+        if far.there is not None:
+            far.there.transfers.pop(far.number, None)
+
+    # The server.
+
+    async def _watch(self) -> None:
+        """As long as jobs are under way, see to it that they end if the server does not answer any more."""
+        try:
+            while self._sent:
+                await asyncio.sleep(min(_LOOK_S, self._connection.timeout_s))
+                there = self._connection.there
+                if there is None or there.is_silent or await there.ask(Stats, self._connection.timeout_s) is None:
+                    for far in list(self._sent.values()):
+                        self._end(far, "server away")
+                    return  # what workers have is told of yet
+        finally:
+            self._watching = None
+
+    def _introduced(self, why: str) -> None:
+        """Tell the server of the jobs that have waited until it knows the workers, or end them."""
+        waiting, self._waiting = self._waiting, []
+        for far in waiting:
+            if why:
+                self._end(far, why)
+            else:
+                self._start(far)
+
+
+class FarPlanner(Planner):
+    """Made by `ConnectedKV`. While no server is there jobs end at once, as ``"server away"``."""
+
+    def __init__(self, connection: Connection, starts: Starts, jobs: FarJobs) -> None:
+        super().__init__(jobs)
+        self._connection = connection
+        self._starts = starts
+        self._far_jobs = jobs
+        self._slabs: tuple[bytes, tuple[SlabHandle, ...]] = b"", ()
+
+    @override
+    def slabs(self) -> tuple[SlabHandle, ...]:
+        here, there = self._connection.here(anywhere=True), self._connection.there
+        if there is None:
+            return ()
+        token = there.attached.token
+        if self._slabs[0] != token:
+            self._slabs = token, tuple(
+                ServedSlab(
+                    slab.num_slots, slab.stride_bytes, slab.payload_bytes, there.pool_of(slab.name), slab.group,
+                    slab.rank, here.attached.codec, there.path, token, slab.name,
+                )
+                for slab in there.attached.slabs
+            )  # fmt: skip
+        return self._slabs[1]
+
+    @override
+    def register_worker(self, *, rank: int = 0, pid: int | None = None) -> None:
+        self._connection.here(anywhere=True)
+        self._far_jobs.register(rank, os.getpid() if pid is None else pid)
+
+    @override
+    def plan_load(self, keys: BlockKeys, into: GPULoadStoreSpec | None = None, *, gaps: bool = False) -> Job:
+        epoch = self._starts.epoch  # before the keys are named by it: if it advances in between, the load is overtaken
+        said = self._starts.said(keys, epoch=epoch, anywhere=True)
+        per_block = self._check(keys, into)
+        return self._far_jobs.begin(
+            FarRequest("load", keys, said, into, per_block, lambda: self._starts.epoch == epoch, gaps)
+        )
+
+    @override
+    def plan_store(
+        self,
+        keys: BlockKeys,
+        source: GPULoadStoreSpec | None = None,
+        *,
+        epoch: str | None = None,
+        hint: ReuseHint | None = None,
+    ) -> Job:
+        said = self._starts.said(keys, epoch=None if epoch is None else epoch_digest(epoch), anywhere=True)
+        per_block = self._check(keys, source)
+        refused = "draining" if self._starts.is_draining else ""
+        return self._far_jobs.begin(
+            FarRequest("store", keys, said, source, per_block, lambda: True, hint=check_hint(hint), refused=refused)
+        )
+
+    def _check(self, keys: BlockKeys, blocks: GPULoadStoreSpec | None) -> int:
+        """Raise unless blocks of the engine are as many as the keys need; return how many a key needs."""
+        group = self._connection.here(anywhere=True).group(keys.group).group
+        if blocks is not None:
+            check_engine_blocks(keys, blocks)
+            check_count(group, keys, blocks)
+        return group.pages_per_block

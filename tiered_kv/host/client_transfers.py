@@ -1,0 +1,572 @@
+"""Loads of a client: what is in place, and how it ends, as the server says it or as it is known here.
+
+A client's loads and stores: the server says which slots, and this process copies, on its own device's streams.
+
+The engine's memory is touched by copies of this process alone. So a transfer ends here, whatever the server does: what
+has not begun is revoked, what has begun is waited for, and what the server asks for later is refused.
+
+Stores of a client: their layers, and what becomes of them in the server's tiers.
+
+How a client's loads and stores begin: checked in the caller's thread, and started on the event loop.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Final, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiered_kv.cache.checks import LoadCall, StoreCall, check_pages
+from tiered_kv.host import protocol as messages
+from tiered_kv.host import protocol as questions
+from tiered_kv.host import wire
+from tiered_kv.host.attachment import Attachment
+from tiered_kv.host.connection import Connection
+from tiered_kv.host.protocol import Keys, Load, Part, Store
+from tiered_kv.memory.device import attempt
+from tiered_kv.memory.lanes import Lane, LaneCopy, RevokedError, submit_copy
+from tiered_kv.tiers.tier import prefix_of
+from tiered_kv.transfers.engine_memory import Binding
+from tiered_kv.transfers.handles import LAST_COPIES_S, LoadHandle
+from tiered_kv.transfers.store import StoreHandle
+from tiered_kv.values.errors import ConfigurationError, TieredKVError
+from tiered_kv.values.events import BlocksLoaded, BlocksStored, Emit
+from tiered_kv.values.keys import BlockKeys, epoch_digest
+from tiered_kv.values.loop_calls import LoopCalls
+from tiered_kv.values.results import LoadResult, StoreResult, TierFault, TierStore
+
+R = TypeVar("R")
+Ids = NDArray[np.int64]
+_GRACE_S: Final = 0.25
+"""What a server may take to say how a transfer ended whose time is up."""
+_COPIED_AT_ONCE_BYTES: Final = 256 << 10
+"""Some 40 us of copying, which is what a thread needs to be woken and to wake the loop."""
+
+
+class Moving(Generic[R]):
+    """One transfer of this client. Its copies are asked for by the server."""
+
+    def __init__(
+        self, keys: BlockKeys, binding: Binding, pages: Ids, lane: Lane, deadline: float, loop_calls: LoopCalls
+    ) -> None:
+        """Prepare one, on the event loop.
+
+        Args:
+            keys: What to move.
+            binding: The engine's memory.
+            pages: ``(n, pages_per_block)`` page ids in it.
+            lane: Behind the pages' last use, or their computation; released when the transfer has ended.
+            deadline: On the loop's clock.
+            loop_calls: Of the loop.
+        """
+        self.ended: asyncio.Future[R] = asyncio.get_running_loop().create_future()
+        self.num_layers = binding.caches.group.num_layers
+        self.thread = threading.get_ident()
+        self._keys = keys
+        self._binding = binding
+        self._pages = pages
+        self._lane = lane
+        self._loop_calls = loop_calls
+        self._loop = asyncio.get_running_loop()
+        self._started = self._loop.time()
+        self._deadline = max(deadline, self._started + LAST_COPIES_S)
+        self._copies: list[LaneCopy] = []
+        self._copying: set[LaneCopy] = set()
+        self._in_place = np.zeros(len(keys), np.bool_)
+        self._why = ""  # it is over here, whatever the server says
+        self._there: Attachment | None = None
+        self._number = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._error = ""
+
+    def start(self, there: Attachment | None, ask: Callable[[int], wire.Message]) -> None:
+        """Ask a server for it; if there is none, it ends."""
+        if there is None or not there.is_open or there.is_silent:
+            self._stop("server away")
+            return
+        self._there, self._number = there, there.number()
+        there.transfers[self._number] = self
+        self._timer = self._loop.call_at(self._deadline, self._time_is_up)
+        try:
+            there.send(ask(self._number))
+        except TieredKVError:
+            self._stop("too many keys")
+
+    def refuse(self, why: str) -> None:
+        """End it before it has begun."""
+        self._stop(why)
+
+    def revoke(self) -> None:
+        """Stop as soon as possible; on the event loop."""
+        if not self._why and not self.ended.done():
+            if self._there is not None:
+                self._there.send(messages.Cancel(self._number))
+            self._stop("revoked")
+
+    def lose(self) -> None:
+        """See `Transferring.lose`: what is being copied still comes to its end."""
+        self._stop("server away", revoke=False)
+
+    def take(self, reply: messages.Reply) -> None:
+        """See `Transferring.take`."""
+        match reply:
+            case messages.Copy():
+                self._copy(reply)
+            case questions.Failed(why=why):
+                self._stop(why)
+            case _:
+                self._take_other(reply)
+
+    # Copies.
+
+    def _copy(self, asked: messages.Copy) -> None:
+        there = self._there
+        assert there is not None  # noqa: S101 - it was started
+        if self._why:
+            there.send(messages.Copied(asked.id, asked.number, "revoked"))
+            return
+        work = partial(self._move, there, asked.parts)
+        num_bytes = sum(len(part.slots) for part in asked.parts) // 8 * self._binding.caches.payload_bytes
+        if num_bytes <= _COPIED_AT_ONCE_BYTES and self._binding.caches.codec is None and self._lane.is_idle:
+            self._say_copied(asked, attempt(work))
+            return
+        there.copy_begins()
+        copy = submit_copy(self._lane, work, self._loop_calls)
+        self._copies.append(copy)
+        self._copying.add(copy)
+        copy.ended.add_done_callback(lambda ended: self._copied(asked, copy, ended.exception()))
+
+    def _move(self, there: Attachment, parts: tuple[Part, ...]) -> None:
+        for part in parts:
+            rows, slots, positions = there.slabs[part.pool].rows, wire.as_ids(part.slots), wire.as_ids(part.positions)
+            layers = None if part.layers is None else slice(*part.layers)
+            self._move_part(rows, slots, self._pages[positions].ravel(), layers)
+
+    def _move_part(self, rows: Any, slots: Ids, pages: Ids, layers: slice | None) -> None:  # noqa: ANN401 - a Tensor
+        raise NotImplementedError
+
+    def _copied(self, asked: messages.Copy, copy: LaneCopy, error: BaseException | None) -> None:
+        self._copying.discard(copy)
+        self._say_copied(asked, error)
+        if self._there is not None:
+            self._there.copy_ended()
+        if self._why:
+            self._end_if_still()
+
+    def _say_copied(self, asked: messages.Copy, error: BaseException | None) -> None:
+        """Answer; on a GPU the copy has ended by now, not only been enqueued."""
+        said = ""
+        if error is None:
+            for part in asked.parts:
+                if part.layers is None:
+                    self._in_place[wire.as_ids(part.positions)] = True
+                else:
+                    self._layer_copied(part.layers[0], wire.as_ids(part.positions))
+        else:
+            said = "revoked" if isinstance(error, RevokedError) else f"{type(error).__name__}: {error}"
+            self._error = self._error or said
+        if self._there is not None:
+            self._there.send(messages.Copied(asked.id, asked.number, said))
+
+    def _layer_copied(self, layer: int, positions: Ids) -> None:
+        """Count one layer of blocks."""
+
+    # Ends.
+
+    def _time_is_up(self) -> None:
+        self._revoke_copies()
+        self._timer = self._loop.call_later(_GRACE_S, self._stop, "deadline")
+
+    def _revoke_copies(self) -> None:
+        for copy in list(self._copying):
+            copy.revoke()
+
+    def _stop(self, why: str, *, revoke: bool = True) -> None:
+        """End without the server's word."""
+        if self._why or self.ended.done():
+            return
+        self._why = why
+        if why == "deadline" and self._there is not None:
+            self._there.send(messages.Cancel(self._number))
+        if revoke:
+            self._revoke_copies()
+        self._end_if_still()
+
+    def _end_if_still(self) -> None:
+        if not self._copying:
+            self._finish(self._result_here())
+
+    def _finish(self, result: R) -> None:
+        if self.ended.done():
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._there is not None:
+            self._forget(self._there)
+        self._lane.release()
+        self.ended.set_result(result)
+
+    def _forget(self, there: Attachment) -> None:
+        there.transfers.pop(self._number, None)
+
+    def _take_other(self, reply: messages.Reply) -> None:
+        raise NotImplementedError
+
+    def _result_here(self) -> R:
+        """Say what came of it, as far as is known here."""
+        raise NotImplementedError
+
+    @property
+    def _seconds(self) -> float:
+        return self._loop.time() - self._started
+
+
+class FarLoad(Moving[LoadResult]):
+    """A load through a server."""
+
+    def __init__(self, *args: Any, is_current: Callable[[], bool], layerwise: bool, gaps: bool) -> None:  # noqa: ANN401 - of `Moving`
+        super().__init__(*args)
+        self._is_current = is_current
+        self._layerwise = layerwise
+        self._gaps = gaps
+        self._admitted: asyncio.Future[int] = self._loop.create_future()
+        self._layers: dict[int, LaneCopy] = {}
+        self._num_copied = np.zeros(len(self._keys), np.int64)  # layers of each block
+        self._by_tier: Mapping[str, int] = {}
+
+    def handle(self) -> LoadHandle:
+        """Return what the caller holds of it."""
+        return LoadHandle(self.ended, self)
+
+    @property
+    def is_admitted(self) -> bool:
+        """See `Loading.is_admitted`."""
+        return self._admitted.done()
+
+    async def wait_admitted(self) -> int:
+        """See `Loading.wait_admitted`."""
+        return await asyncio.shield(self._admitted)
+
+    def copy_of(self, layer: int) -> LaneCopy | None:
+        """See `Loading.copy_of`."""
+        if self._layerwise:
+            return self._layers.get(layer)
+        return self._copies[-1] if self._copies else None
+
+    @property
+    def is_copying(self) -> bool:
+        """See `Loading.is_copying`."""
+        return bool(self._copies) or bool(self._in_place.any())
+
+    def stop_before(self, block: int) -> int:
+        """See `Loading.stop_before`."""
+        raise ConfigurationError("only a load from the back can be stopped before a block: start_load(order='back')")
+
+    def _copy(self, asked: messages.Copy) -> None:
+        if asked.by_tier:
+            self._by_tier = asked.by_tier
+            self._settle(len(self._keys))
+        before = len(self._copies)
+        super()._copy(asked)
+        if len(self._copies) > before and asked.parts and asked.parts[0].layers is not None:
+            self._layers[asked.parts[0].layers[0]] = self._copies[-1]
+
+    def _say_copied(self, asked: messages.Copy, error: BaseException | None) -> None:
+        super()._say_copied(asked, error)
+        self._end_if_all_is_here()
+
+    def _end_if_all_is_here(self) -> None:
+        """End where the server has said how this will end, and so it did: its word would take a while yet."""
+        if self._why or self._error or not self._by_tier or not self._in_place.all():
+            return
+        n = len(self._keys)
+        num_bytes = n * self._binding.caches.payload_bytes
+        result = LoadResult(n, n, self._by_tier, num_bytes, self._seconds)
+        self._finish(result if self._is_current() else self._nothing("epoch advanced"))
+
+    def _move_part(self, rows: Any, slots: Ids, pages: Ids, layers: slice | None) -> None:  # noqa: ANN401 - a Tensor
+        self._binding.scatter(rows, slots, pages, layers=layers)
+
+    def _layer_copied(self, layer: int, positions: Ids) -> None:
+        self._num_copied[positions] += 1
+        self._in_place = self._num_copied == self.num_layers
+
+    def _revoke_copies(self) -> None:
+        """Let no copy begin; but what is admitted is not taken back for a deadline."""
+        if self._why == "revoked" or not (self._layers and self._layers[min(self._layers)].has_begun):
+            super()._revoke_copies()
+
+    def _take_other(self, reply: messages.Reply) -> None:
+        match reply:
+            case messages.Admitted():
+                self._settle(reply.num_blocks)
+            case messages.Loaded() if not self._why:
+                self._finish(self._result_of(reply) if self._is_current() else self._nothing("epoch advanced"))
+
+    def _result_of(self, said: messages.Loaded) -> LoadResult:
+        mask = np.frombuffer(said.mask, np.bool_) if said.mask is not None else None
+        return LoadResult(
+            said.num_blocks, len(self._keys), said.by_tier, said.num_bytes, self._seconds, said.faults, mask
+        )
+
+    def _result_here(self) -> LoadResult:
+        if not self._is_current():
+            return self._nothing("epoch advanced")
+        n = prefix_of(self._in_place)
+        num_in_place = int(np.count_nonzero(self._in_place)) if self._gaps else n
+        mask = self._in_place.copy() if self._gaps else None
+        num_bytes = num_in_place * self._binding.caches.payload_bytes
+        by_tier = {"host": num_in_place} if num_in_place else {}
+        return LoadResult(n, len(self._keys), by_tier, num_bytes, self._seconds, self._faults_here(), mask)
+
+    def _faults_here(self) -> tuple[TierFault, ...]:
+        """Say why it ended without the server's word."""
+        n = len(self._keys)
+        if self._why in ("deadline", "revoked"):
+            fault = TierFault("", self._why, n)
+        else:
+            fault = TierFault("host", "server away", n, self._why)
+        if self._error and self._error != "revoked":
+            return fault, TierFault("engine", "copy failed", n, self._error)
+        return (fault,)
+
+    def _nothing(self, why: str) -> LoadResult:
+        mask = np.zeros(len(self._keys), np.bool_) if self._gaps else None
+        return LoadResult(0, len(self._keys), {}, 0, self._seconds, (TierFault("", why, len(self._keys)),), mask)
+
+    def _finish(self, result: LoadResult) -> None:
+        super()._finish(result)
+        self._settle(result.num_blocks)
+
+    def _settle(self, num_blocks: int) -> None:
+        if not self._admitted.done():
+            self._admitted.set_result(num_blocks)
+
+
+class FarBackLoad(FarLoad):
+    """A load from the back through a server, for an engine that comes from the front.
+
+    What the engine claims is decided here, at once: copies that are asked for later leave out what it has claimed, and
+    the server is told, so that it reads no more of it. It may count a few blocks as loaded that were claimed meanwhile.
+    """
+
+    def __init__(self, *args: Any, is_current: Callable[[], bool]) -> None:  # noqa: ANN401 - of `Moving`
+        super().__init__(*args, is_current=is_current, layerwise=False, gaps=False)
+        self._claimed = 0
+        self._first = len(self._keys)  # of the blocks that some copy may have touched
+
+    def stop_before(self, block: int) -> int:
+        """See `LoadHandle.stop_before`."""
+        if not 0 <= block <= len(self._keys):
+            raise ConfigurationError(f"block {block} is not one of the load's {len(self._keys)}")
+        claimed = max(self._claimed, min(block, self._first))
+        if claimed > self._claimed and self._there is not None and not self.ended.done():
+            self._there.send(messages.StopBefore(self._number, claimed))
+        self._claimed = claimed
+        return claimed
+
+    def _copy(self, asked: messages.Copy) -> None:
+        """Copy what is not claimed."""
+        parts = tuple(part for each in asked.parts if (part := each.from_position(self._claimed)) is not None)
+        if parts and not self._why:
+            self._first = min(self._first, *(int(wire.as_ids(part.positions).min()) for part in parts))
+        super()._copy(messages.Copy(asked.id, asked.number, parts, asked.by_tier))
+
+    def _result_of(self, said: messages.Loaded) -> LoadResult:
+        return self._brought(said.by_tier, said.faults)
+
+    def _result_here(self) -> LoadResult:
+        if not self._is_current():
+            return self._nothing("epoch advanced")
+        return self._brought({"host": len(self._keys)}, self._faults_here())
+
+    def _brought(self, by_tier: Mapping[str, int], faults: tuple[TierFault, ...]) -> LoadResult:
+        """Say which blocks are in place: those at the end."""
+        n = len(self._keys)
+        start = n - prefix_of(self._in_place[::-1])
+        mask = np.arange(n) >= start
+        mask.flags.writeable = False
+        num_bytes = (n - start) * self._binding.caches.payload_bytes
+        counts = _at_most(by_tier, n - start)
+        return LoadResult(0 if start else n, n, counts, num_bytes, self._seconds, faults, mask)
+
+    def _finish(self, result: LoadResult) -> None:
+        if not self.ended.done():
+            self._first = len(self._keys) - sum(result.by_tier.values())
+        super()._finish(result)
+
+
+def _at_most(by_tier: Mapping[str, int], num_blocks: int) -> dict[str, int]:
+    """Leave out what was claimed while it was on its way, of the tier that had the most."""
+    counts = dict(by_tier)
+    while counts and (over := sum(counts.values()) - num_blocks) > 0:
+        most = max(counts, key=lambda tier: counts[tier])
+        counts[most] -= min(over, counts[most])
+        if not counts[most]:
+            del counts[most]
+    return counts
+
+
+class FarStore(Moving[StoreResult]):
+    """A store through a server."""
+
+    def __init__(self, *args: Any, layerwise: bool) -> None:  # noqa: ANN401 - of `Moving`
+        super().__init__(*args)
+        self._missing = set(range(self.num_layers)) if layerwise else set()
+        self._layerwise = layerwise
+        self._settled: asyncio.Future[tuple[TierStore, ...]] = self._loop.create_future()
+
+    def store_layer(self, layer: int, after: object) -> None:
+        """See `StoreHandle.store_layer`."""
+        if not self._layerwise:
+            raise ConfigurationError("store_layer() is for start_store(..., layerwise=True)")
+        if not 0 <= layer < self.num_layers:
+            raise ConfigurationError(f"layer {layer} is not one of the KV group's {self.num_layers}")
+        if layer not in self._missing:
+            raise ConfigurationError(f"layer {layer} was stored already")
+        if after is not None:
+            self._binding.check(after)
+        if self.ended.done() or self._why:
+            return
+        if after is not None:
+            self._lane.wait(after)
+        self._missing.discard(layer)
+        if self._there is not None:
+            self._there.send(messages.StoreLayer(self._number, layer))
+
+    async def settled(self) -> tuple[TierStore, ...]:
+        """See `StoreResult.settled`."""
+        return await asyncio.shield(self._settled)
+
+    def lose(self) -> None:
+        """See `Transferring.lose`: nobody keeps what is copied from now on."""
+        if not self._settled.done():
+            self._settled.set_result(())
+        if self.ended.done():
+            return
+        self._stop("server away")
+
+    def _move_part(self, rows: Any, slots: Ids, pages: Ids, layers: slice | None) -> None:  # noqa: ANN401 - a Tensor
+        self._binding.gather(pages, rows, slots, layers=layers)
+
+    def _take_other(self, reply: messages.Reply) -> None:
+        match reply:
+            case messages.Stored() if not self._why:
+                self._finish(
+                    StoreResult(
+                        len(self._keys),
+                        reply.num_stored,
+                        reply.num_present,
+                        sum(reply.dropped.values()),
+                        reply.dropped,
+                        reply.num_bytes,
+                        self._seconds,
+                        self.settled,
+                    )
+                )
+            case messages.Settled(tiers=tiers):
+                if not self._settled.done():
+                    self._settled.set_result(tiers)
+                if self._there is not None:
+                    self._there.transfers.pop(self._number, None)
+
+    def _forget(self, there: Attachment) -> None:
+        """The server has yet to say what became of the blocks."""
+        if self._why:
+            super()._forget(there)
+
+    def _result_here(self) -> StoreResult:
+        if not self._settled.done():
+            self._settled.set_result(())
+        n = len(self._keys)
+        dropped = {self._why: n} if n else {}
+        return StoreResult(n, 0, 0, n, dropped, 0, self._seconds, self.settled)
+
+
+class Starts:
+    """Of one client.
+
+    Attributes:
+        epoch: The digest of the weights that the engine serves.
+        is_draining: Whether stores are refused.
+    """
+
+    def __init__(self, connection: Connection, epoch: bytes, emit: Emit) -> None:
+        """Tell ``emit`` how transfers end."""
+        self.epoch = epoch
+        self.is_draining = False
+        self._connection = connection
+        self._emit = emit
+
+    def said(self, keys: BlockKeys, *, epoch: bytes | None = None, anywhere: bool = False) -> Keys:
+        """Check keys, in the event loop's thread or ``anywhere``, and say them, of these weights or the current."""
+        self._connection.here(anywhere=anywhere).check(keys)
+        return Keys.of(keys, self.epoch if epoch is None else epoch)
+
+    def prepare_load(self, call: LoadCall, *, anywhere: bool) -> Callable[[], LoadHandle]:
+        """Check a load and enqueue its wait; return what starts it on the event loop."""
+        here = self._connection.here(anywhere=anywhere)
+        epoch = self.epoch  # before the keys are named by it: if it advances in between, the load is overtaken
+        keys = call.keys
+        here.check(keys)
+        said = Keys.of(keys, epoch)
+        binding = here.bindings.find(call.into, keys.group)
+        pages = check_pages(binding, keys, call.into)
+        deadline = here.loop.time() + (self._connection.load_timeout_s if call.deadline_s is None else call.deadline_s)
+        lane = binding.h2d.take(call.after)
+
+        def start() -> LoadHandle:
+            facts: Any = keys, binding, pages, lane, deadline, here.loop_calls
+            is_from_back = call.order == "back"
+            if is_from_back:
+                load: FarLoad = FarBackLoad(*facts, is_current=lambda: self.epoch == epoch)
+            else:
+                load = FarLoad(*facts, is_current=lambda: self.epoch == epoch, layerwise=call.layerwise, gaps=call.gaps)
+            load.ended.add_done_callback(self._say_loaded)
+            left_s = max(0.0, deadline - here.loop.time())
+            load.start(
+                self._connection.there,
+                lambda id_: Load(id_, said, left_s, int(call.priority), call.layerwise, call.gaps, is_from_back),
+            )
+            here.tasks.watch(load.ended, load.revoke)
+            return load.handle()
+
+        return start
+
+    def prepare_store(self, call: StoreCall, *, anywhere: bool) -> Callable[[], StoreHandle]:
+        """Check a store and enqueue its wait; return what starts it on the event loop."""
+        here, keys = self._connection.here(anywhere=anywhere), call.keys
+        here.check(keys)
+        said = Keys.of(keys, self.epoch if call.epoch is None else epoch_digest(call.epoch))
+        binding = here.bindings.find(call.source, keys.group)
+        pages = check_pages(binding, keys, call.source)
+        lane = binding.d2h.take_own(call.after) if call.layerwise else binding.d2h.take(call.after)
+
+        def start() -> StoreHandle:
+            there = self._connection.there
+            timeout_s = there.attached.store_timeout_s if there is not None else 0.0
+            facts: Any = keys, binding, pages, lane, here.loop.time() + timeout_s, here.loop_calls
+            store = FarStore(*facts, layerwise=call.layerwise)
+            store.ended.add_done_callback(self._say_stored)
+            if self.is_draining:
+                store.refuse("draining")
+            else:
+                store.start(there, lambda id_: Store(id_, said, call.layerwise, call.hint))
+            here.tasks.watch(store.ended, store.revoke)
+            return StoreHandle(store.ended, store)
+
+        return start
+
+    def _say_loaded(self, ended: "asyncio.Future[LoadResult]") -> None:
+        result = ended.result()
+        said = tuple(f"{fault.tier}: {fault.reason}" for fault in result.faults)
+        num_in_place = sum(result.by_tier.values())
+        self._emit(BlocksLoaded(num_in_place, result.num_requested, result.by_tier, result.seconds * 1e3, said))
+
+    def _say_stored(self, ended: "asyncio.Future[StoreResult]") -> None:
+        result = ended.result()
+        reasons, took_ms = result.drop_reasons, result.seconds * 1e3
+        self._emit(BlocksStored(result.num_stored, result.num_present, result.num_dropped, reasons, took_ms))

@@ -1,0 +1,671 @@
+"""The beginning of a connection: who a client is and what it wants, and what the server lets it have.
+
+What a client is told of changes in the server's tiers. ``id`` names a stream of them, as a transfer.
+
+A server sends as many messages ahead as the client has room for; meanwhile it queues, as for a subscriber of its own,
+and begins again with snapshots where that is too much.
+
+What messages between a server and its clients have in common: batches of keys, and where their blocks are.
+
+What a planner says to the server whose cache it plans for, and what that answers. ``id`` names a job, as a transfer.
+
+The server holds slots; which blocks of the engine they are for the client alone knows. What workers have moved they say
+to whoever plans, and that says it here.
+
+Where blocks are, as it passes between processes: the specs of a run, each of the kinds that this library knows.
+
+What a client asks beside its transfers, and what a server answers. ``id`` names a question, as a transfer.
+
+Each question has one `Answer`. What is said here without a number has none.
+
+What a server and its clients say to each other once a connection has begun; see ``docs/format.md``.
+
+Ids and names of a whole batch pass as bytes: no message is about one block of a batch.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from tiered_kv.cache.answers import Explanation
+from tiered_kv.host import wire
+from tiered_kv.host.wire import Field, Message, as_bytes, as_ids, decoder
+from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.hints import ReuseHint
+from tiered_kv.values.keys import DIGEST_BYTES, BlockKeys, ModelIdentity, Shard
+from tiered_kv.values.layout import KVGroup, KVLayout
+from tiered_kv.values.plan import TierShare
+from tiered_kv.values.results import CacheStatistics, LoadCost, TierFault, TierStore
+from tiered_kv.values.specs import (
+    CPULoadStoreSpec,
+    FileLoadStoreSpec,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    ObjectLoadStoreSpec,
+    RemoteLoadStoreSpec,
+)
+
+AHEAD: Final = 32
+"""Messages of a stream that the client has not taken."""
+NAMES_A_MESSAGE: Final = 8192
+
+Kind = Literal["snapshot", "added", "removed", "cleared"]
+
+
+class Follow(Message, frozen=True, tag="follow"):
+    """Begin a stream; `Cancel` ends it."""
+
+    id: int
+
+
+class Taken(Message, frozen=True, tag="taken"):
+    """The client has taken so many messages more of a stream."""
+
+    id: int
+    num_messages: int
+
+
+class Changed(Message, frozen=True, tag="changed"):
+    """A `TierChange`, or a part of it; ``is_last`` of its parts. ``names`` are 32 bytes each."""
+
+    id: int
+    kind: Kind
+    tier: str
+    group: int
+    rank: int
+    names: bytes
+    why: str
+    is_last: bool
+    num_overflows: int
+
+
+AboutChanges = Follow | Taken
+
+
+class Keys(Field, frozen=True):
+    """A batch of block keys, with the digest of the weights that they are of."""
+
+    digests: bytes
+    start: int
+    block_size: int
+    group: int
+    salt_id: bytes
+    epoch: bytes
+
+    @classmethod
+    def of(cls, keys: BlockKeys, epoch: bytes) -> "Keys":
+        """Say keys of an engine's."""
+        return cls(keys.digests, keys.start, keys.block_size, keys.group, keys.salt_id, epoch)
+
+    def block_keys(self) -> BlockKeys:
+        """Return them.
+
+        Raises:
+            ConfigurationError: They are none.
+        """
+        if len(self.salt_id) != DIGEST_BYTES or len(self.epoch) != DIGEST_BYTES:
+            raise ConfigurationError("a salt's and an epoch's digest have 32 bytes each")
+        return BlockKeys(
+            self.digests, block_size=self.block_size, start=self.start, group=self.group, salt_id=self.salt_id
+        )
+
+
+class Part(Field, frozen=True):
+    """What is copied together: ``slots`` of a slab, for the keys at ``positions``; both are int64, little-endian."""
+
+    pool: str
+    slots: bytes
+    positions: bytes
+    layers: tuple[int, int] | None = None
+
+    def from_position(self, first: int) -> "Part | None":
+        """Return what it has of ``first`` and all behind it; None if that is nothing."""
+        wanted = as_ids(self.positions) >= first
+        if wanted.all():
+            return self
+        slots, positions = as_ids(self.slots)[wanted], as_ids(self.positions)[wanted]
+        return Part(self.pool, as_bytes(slots), as_bytes(positions), self.layers) if len(slots) else None
+
+
+class PlanJob(Message, frozen=True, tag="plan_job"):
+    """Plan a load or store. ``is_bound``: the client knows the engine's blocks, so that its plan goes to workers."""
+
+    id: int
+    direction: Literal["load", "store"]
+    keys: Keys
+    gaps: bool
+    is_bound: bool
+    hint: ReuseHint | None
+
+
+class BindJob(Message, frozen=True, tag="bind_job"):
+    """The client knows the engine's blocks for so many keys, from ``start`` on; the rest is not wanted."""
+
+    id: int
+    start: int
+    num_blocks: int
+
+
+class JobMoved(Message, frozen=True, tag="job_moved"):
+    """A rank's worker has moved the first slots of its part, and touches none any more: `Outcomes`."""
+
+    id: int
+    rank: int
+    num_moved: int
+    error: str
+    seconds: float
+
+
+class JobMovedKeys(Message, frozen=True, tag="job_moved_keys"):
+    """The same for keys at ``positions``, int64, that are moved, or not to be."""
+
+    id: int
+    rank: int
+    positions: bytes
+    moved: bool
+
+
+AboutJob = PlanJob | BindJob | JobMoved | JobMovedKeys
+
+
+class JobPlan(Field, frozen=True):
+    """A `Plan`: by rank, the process that moves a part, and the part."""
+
+    num_blocks: int
+    pids: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+
+class JobPlanned(Message, frozen=True, tag="job_planned"):
+    """What is held for a job, until `JobEnded`."""
+
+    id: int
+    plan: JobPlan
+
+
+class JobEnded(Message, frozen=True, tag="job_ended"):
+    """How a job ended: a `JobResult`. ``plan`` is there if it was not said before; ``mask`` is one byte a key."""
+
+    id: int
+    plan: JobPlan | None
+    num_blocks: int
+    errors: tuple[str, ...]
+    num_bytes: int
+    moved_s: float
+    by_tier: dict[str, TierShare]
+    mask: bytes
+
+
+MOST_SLABS: Final = 253
+"""Descriptors that Linux passes with one message."""
+_LONGEST_MODEL: Final = 1000
+
+
+class Attach(Message, frozen=True, tag="attach"):
+    """A client, its model, and what it stands for. ``groups`` are fields of `KVGroup`."""
+
+    name: str
+    model: str
+    weights: str
+    extra: tuple[tuple[str, str], ...]
+    groups: tuple[dict[str, Any], ...]
+    shards: tuple[tuple[int, int, bool], ...]
+    is_read_only: bool
+
+    @classmethod
+    def of(
+        cls, name: str, model: ModelIdentity, layout: KVLayout, shards: Sequence[Shard], *, is_read_only: bool
+    ) -> "Attach":
+        """Say who attaches."""
+        groups = tuple(asdict(group) for group in layout.groups)
+        return cls(
+            name, model.name, model.weights, model.extra, groups,
+            tuple((each.rank, each.size, each.replicated) for each in shards), is_read_only,
+        )  # fmt: skip
+
+    def parts(self) -> tuple[ModelIdentity, KVLayout, tuple[Shard, ...]]:
+        """Return the model, the layout and the shards.
+
+        Raises:
+            ConfigurationError: They cannot be.
+        """
+        if len(self.model) > _LONGEST_MODEL:
+            raise ConfigurationError(f"the name of a model has {_LONGEST_MODEL} characters at most")
+        num_slabs = len(self.groups) * max((size for _, size, _ in self.shards), default=1)
+        if num_slabs > MOST_SLABS:
+            raise ConfigurationError(f"{num_slabs} KV groups of ranks, {MOST_SLABS} at most: each has memory to pass")
+        try:
+            layout = KVLayout(tuple(KVGroup(**group) for group in self.groups))
+        except TypeError as error:  # a field that this version does not know
+            raise ConfigurationError(f"a KV group as no KVGroup is: {error}") from None
+        shards = tuple(Shard(*each) for each in self.shards)
+        return ModelIdentity(self.model, self.weights, self.extra), layout, shards
+
+
+class Join(Message, frozen=True, tag="join"):
+    """A second connection of a client that is attached: for calls that wait in a thread."""
+
+    token: bytes
+
+
+class Introduce(Message, frozen=True, tag="introduce"):
+    """Watch the processes that work for ranks of a client's planner: ``(rank, pid)``, the number that the client knows.
+
+    The connection is for this alone. Once it is answered, one byte comes with a `pidfd` of each, in the same order.
+    """
+
+    token: bytes
+    ranks: tuple[tuple[int, int], ...]
+
+
+class MapSlab(Message, frozen=True, tag="map_slab"):
+    """Give a worker of a client a descriptor of a slab; the connection is for this alone."""
+
+    token: bytes
+    name: str
+
+
+class Health(Message, frozen=True, tag="health"):
+    """Ask how the server is; the connection is for this alone."""
+
+
+class Slab(Field, frozen=True):
+    """A slab of host memory; its descriptor comes with the message, in the same place."""
+
+    name: str
+    num_slots: int
+    stride_bytes: int
+    payload_bytes: int
+    group: int
+    rank: int
+
+
+class Tier(Field, frozen=True):
+    """A tier of the server's; ``is_owned``: by it alone."""
+
+    name: str
+    medium: str
+    is_owned: bool
+
+
+class Attached(Message, frozen=True, tag="attached"):
+    """The client may begin. Descriptors of ``slabs`` come with it.
+
+    ``places`` are what changes are told of: tier, KV group and rank, as the client numbers its own.
+    """
+
+    token: bytes
+    slabs: tuple[Slab, ...]
+    codec: str
+    tiers: tuple[Tier, ...]
+    places: tuple[tuple[str, int, int], ...]
+    load_timeout_s: float
+    store_timeout_s: float
+    swap_space_bytes: int
+    window_bytes: int
+    is_read_only: bool
+
+
+class Joined(Message, frozen=True, tag="joined"):
+    """The second connection is open; or the server watches what was introduced to it, or waits for it to come."""
+
+
+class Mapped(Message, frozen=True, tag="mapped"):
+    """A slab's descriptor comes with it."""
+
+    is_read_only: bool
+
+
+class Refused(Message, frozen=True, tag="refused"):
+    """The client may not begin. ``kind`` is the class of the error."""
+
+    kind: str
+    why: str
+
+
+class Healthy(Message, frozen=True, tag="healthy"):
+    """How the server is; see `TieredKVServer.health`."""
+
+    facts: dict[str, Any]
+
+
+Opening = Attach | Join | Introduce | MapSlab | Health
+Opened = Attached | Joined | Mapped | Refused | Healthy
+
+opening_from: Final[Callable[[bytes | memoryview], Opening]] = decoder(Opening)
+"""Decode the first message of a client."""
+opened_from: Final[Callable[[bytes | memoryview], Opened]] = decoder(Opened)
+"""Decode the first message of a server."""
+
+
+_KINDS: Final[Mapping[str, type[LoadStoreSpec]]] = {
+    kind.medium: kind
+    for kind in (GPULoadStoreSpec, CPULoadStoreSpec, FileLoadStoreSpec, ObjectLoadStoreSpec, RemoteLoadStoreSpec)
+}
+
+
+class Place(wire.Field, frozen=True):
+    """A spec: its medium, and its fields by name; arrays of numbers as bytes."""
+
+    medium: str
+    numbers: dict[str, bytes]
+    others: dict[str, int | str | tuple[str, ...]]
+
+    @classmethod
+    def of(cls, spec: LoadStoreSpec | None) -> "Place | None":
+        """Say a spec; None of one of another kind, which the other side could not make."""
+        if spec is None or type(spec) is not _KINDS.get(spec.medium):
+            return None
+        values = vars(spec)
+        numbers = {name: wire.as_bytes(each) for name, each in values.items() if isinstance(each, np.ndarray)}
+        return cls(spec.medium, numbers, {name: each for name, each in values.items() if name not in numbers})
+
+    def spec(self) -> LoadStoreSpec | None:
+        """Return it; None of one that is not known here."""
+        if (kind := _KINDS.get(self.medium)) is None:
+            return None
+        numbers = {name: wire.as_ids(each) for name, each in self.numbers.items()}
+        return kind(**numbers, **self.others)  # type: ignore[arg-type]  # as the other side had them
+
+
+class Lookup(Message, frozen=True, tag="lookup"):
+    """The longest prefix that could be loaded.
+
+    ``is_owned``: in the server's own tiers, at once. ``where``: with the place of each block, as far as it is known.
+    """
+
+    id: int
+    keys: Keys
+    is_owned: bool = False
+    where: bool = False
+
+
+class Membership(Message, frozen=True, tag="membership"):
+    """What is known of each block."""
+
+    id: int
+    keys: Keys
+
+
+class Pin(Message, frozen=True, tag="pin"):
+    """Pin a prefix."""
+
+    id: int
+    keys: Keys
+    ttl_s: float
+
+
+class Prefetch(Message, frozen=True, tag="prefetch"):
+    """Copy a prefix up."""
+
+    id: int
+    keys: Keys
+    to: str
+
+
+class Lease(Message, frozen=True, tag="lease"):
+    """Hold a prefix in host memory, until `messages.Cancel`."""
+
+    id: int
+    keys: Keys
+
+
+class Evict(Message, frozen=True, tag="evict"):
+    """Make blocks unfindable."""
+
+    id: int
+    keys: Keys
+    tier: str | None
+
+
+class Explain(Message, frozen=True, tag="explain"):
+    """Say why each block is there, or not. ``before``: digests of weights that the client served before."""
+
+    id: int
+    keys: Keys
+    ask: bool
+    before: tuple[bytes, ...]
+
+
+class Flush(Message, frozen=True, tag="flush"):
+    """Wait until every store so far is settled."""
+
+    id: int
+    sync: bool
+
+
+class Clear(Message, frozen=True, tag="clear"):
+    """Empty the tiers that the server owns, of this model's blocks."""
+
+    id: int
+
+
+class Stats(Message, frozen=True, tag="stats"):
+    """Count what is where."""
+
+    id: int
+
+
+Asking = Lookup | Membership | Pin | Prefetch | Evict | Explain
+"""About keys."""
+Question = Asking | Lease | Flush | Clear | Stats
+
+
+class Touch(Message, frozen=True, tag="touch"):
+    """Count a use, or take note of a hint; nothing is answered."""
+
+    keys: Keys
+    hint: ReuseHint | None
+
+
+class CountLookup(Message, frozen=True, tag="count_lookup"):
+    """Count what `Membership` has answered; nothing is answered. ``found`` is one byte a block, 0 for a miss."""
+
+    keys: Keys
+    found: bytes
+
+
+class Unpin(Message, frozen=True, tag="unpin"):
+    """End this client's pins; nothing is answered."""
+
+    keys: Keys
+
+
+Noting = Touch | CountLookup | Unpin
+
+
+class Found(Message, frozen=True, tag="found"):
+    """Answers `Lookup`: runs of ``(tier, start, stop)``, and where each is if that was asked."""
+
+    id: int
+    num_blocks: int
+    runs: tuple[tuple[str, int, int], ...]
+    num_bytes: int
+    costs: dict[str, LoadCost]
+    num_pending: int
+    places: tuple[Place | None, ...] = ()
+
+
+class States(Message, frozen=True, tag="states"):
+    """Answers `Membership`: one `BlockState` a byte."""
+
+    id: int
+    states: bytes
+
+
+class Number(Message, frozen=True, tag="number"):
+    """Answers `Pin`, `Evict`, `Flush` and `Clear`."""
+
+    id: int
+    number: int
+
+
+class Prefetched(Message, frozen=True, tag="prefetched"):
+    """Answers `Prefetch`."""
+
+    id: int
+    num_blocks: int
+    num_moved: int
+    faults: tuple[TierFault, ...]
+
+
+class Leased(Message, frozen=True, tag="leased"):
+    """Answers `Lease`: the slots of the prefix that is held."""
+
+    id: int
+    pool: str
+    slots: bytes
+
+
+class Explained(Message, frozen=True, tag="explained"):
+    """Answers `Explain`."""
+
+    id: int
+    blocks: tuple[Explanation, ...]
+
+
+class Counted(Message, frozen=True, tag="counted"):
+    """Answers `Stats`."""
+
+    id: int
+    stats: CacheStatistics
+
+
+class Failed(Message, frozen=True, tag="failed"):
+    """A question or a transfer that the server could not take: an error, by its class."""
+
+    id: int
+    kind: str
+    why: str
+
+
+Answer = Found | States | Number | Prefetched | Leased | Explained | Counted | Failed
+
+
+# Transfers. ``id`` names one of the client's transfers, in all messages about it.
+
+
+class Load(Message, frozen=True, tag="load"):
+    """Start a load."""
+
+    id: int
+    keys: Keys
+    deadline_s: float
+    priority: int
+    layerwise: bool
+    gaps: bool
+    is_from_back: bool = False
+
+
+class StopBefore(Message, frozen=True, tag="stop_before"):
+    """The engine computes the blocks before this one of a load from the back: nothing is copied to them any more."""
+
+    id: int
+    block: int
+
+
+class Store(Message, frozen=True, tag="store"):
+    """Start a store."""
+
+    id: int
+    keys: Keys
+    layerwise: bool
+    hint: ReuseHint | None
+
+
+class StoreLayer(Message, frozen=True, tag="store_layer"):
+    """A layer of a layer-wise store is computed."""
+
+    id: int
+    layer: int
+
+
+class Cancel(Message, frozen=True, tag="cancel"):
+    """Stop, or give a lease back. Of what has ended it is passed over."""
+
+    id: int
+
+
+class Copy(Message, frozen=True, tag="copy"):
+    """Do copy ``number`` of a transfer; the slots are held until `Copied` says that it has ended, or the client has.
+
+    ``by_tier``: of a load of what is in memory. If this copy ends well the load has ended so, and nothing more is said,
+    unless it is from the back.
+    """
+
+    id: int
+    number: int
+    parts: tuple[Part, ...]
+    by_tier: dict[str, int]
+
+
+class Copied(Message, frozen=True, tag="copied"):
+    """A copy touches no memory any more. ``error`` is empty if all of it was done; "revoked": nothing of it."""
+
+    id: int
+    number: int
+    error: str
+
+
+class Admitted(Message, frozen=True, tag="admitted"):
+    """So many blocks of a layer-wise load will be in place, and all their copies have been asked for."""
+
+    id: int
+    num_blocks: int
+
+
+class Loaded(Message, frozen=True, tag="loaded"):
+    """How a load ended: a `LoadResult`. ``mask`` is one byte a block, of a load with gaps."""
+
+    id: int
+    num_blocks: int
+    by_tier: dict[str, int]
+    num_bytes: int
+    seconds: float
+    faults: tuple[TierFault, ...]
+    mask: bytes | None
+
+
+class Stored(Message, frozen=True, tag="stored"):
+    """How a store ended: a `StoreResult`."""
+
+    id: int
+    num_stored: int
+    num_present: int
+    dropped: dict[str, int]
+    num_bytes: int
+    seconds: float
+
+
+class Settled(Message, frozen=True, tag="settled"):
+    """What became of a store's blocks in each tier."""
+
+    id: int
+    tiers: tuple[TierStore, ...]
+
+
+# Of a connection.
+
+
+class After(Message, frozen=True, tag="after"):
+    """On the second connection: what comes next comes after so many messages of the first, ``attach`` not counted."""
+
+    num_messages: int
+
+
+class Bye(Message, frozen=True, tag="bye"):
+    """No copy of this client touches the slabs any more, nor will."""
+
+
+Steering = StopBefore | StoreLayer
+"""About a load or store that is under way."""
+Moving = Load | Store | Steering | Cancel | Copied
+Request = Moving | Noting | After | Bye | Question | AboutJob | AboutChanges
+Reply = Copy | Admitted | Loaded | Stored | Settled | JobPlanned | JobEnded | Changed | Answer
+
+request_from: Final[Callable[[bytes | memoryview], Request]] = decoder(Request)
+"""Decode a message of a client."""
+reply_from: Final[Callable[[bytes | memoryview], Reply]] = decoder(Reply)
+"""Decode a message of a server."""

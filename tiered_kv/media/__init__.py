@@ -1,0 +1,1 @@
+"""What a storage tier implements, and what a record on it looks like."""

@@ -1,0 +1,416 @@
+"""What a storage tier implements, and what it is given. Read ``tiered_kv_backends/memory.py`` for the shortest one.
+
+Two kinds. A `Backend` takes keys and bytes and evicts for itself (an object store, a server, a shared filesystem). A
+`SlotBackend` is a medium that the cache owns alone: numbered slots of one size, chosen by the cache's catalog.
+
+Calls come in batches and answer one `Outcome` per block, in order, holes anywhere. A backend's call is never cancelled:
+the cache bounds how long it *waits*, and keeps the buffers lent until the call returns. A call raises
+`BackendUnavailableError` when the whole medium fails, and nothing else. Blocks arrive encoded and are verified after a
+read; a backend neither makes nor checks headers.
+
+What lies in a medium, record by record, whoever stored it: for operators, who inspect, verify and delete.
+
+Names on a medium are digests: of models, weights and tenants the beginnings of those, as paths have them.
+"""
+
+import enum
+import mmap
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar, Protocol, Self, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiered_kv.values.errors import ConfigurationError, LayoutMismatchError
+from tiered_kv.values.keys import NO_SALT, BlockKey, Names, Shard
+from tiered_kv.values.specs import LoadStoreSpec
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """Whose blocks: of one model in one layout, of some weights, of some ranks' heads, of one tenant.
+
+    Attributes:
+        fingerprint: Of model and layout, hexadecimal, as are the next.
+        epoch: How the digest of the weights begins.
+        shard: Whose part of the heads.
+        salt: How the digest of the tenant's salt begins.
+    """
+
+    fingerprint: str
+    epoch: str
+    shard: str
+    salt: str
+
+    @classmethod
+    def of(cls, path: str) -> Self:
+        """Return that of a path of ours: ``fingerprint/epoch/shard/salt/...``."""
+        return cls(*path.split("/")[:4])
+
+    @property
+    def is_unsalted(self) -> bool:
+        """Whether there is no tenant."""
+        return NO_SALT.hex().startswith(self.salt)
+
+    def is_of(self, *, model: str = "", epoch: str = "", tenant: str = "") -> bool:
+        """Say whether digests begin with these, as far as both are known; an empty one is any."""
+        pairs = ((model, self.fingerprint), (epoch, self.epoch), (tenant, self.salt))
+        return all(wanted.startswith(has) or has.startswith(wanted) for wanted, has in pairs)
+
+
+@dataclass(frozen=True)
+class Found:
+    """One thing that a medium keeps: a record, or several in one object.
+
+    Attributes:
+        where: It is, in the medium's own words.
+        place: Whose it is, as far as its name tells.
+        num_bytes: Its length.
+        num_blocks: How many records.
+        written_at: When, in seconds since 1970, if the medium tells.
+    """
+
+    where: str
+    place: Place
+    num_bytes: int
+    num_blocks: int = 1
+    written_at: float | None = None
+
+    def is_named_by(self, key: BlockKey) -> bool:
+        """Say whether a record of this key belongs there."""
+        return key.path in self.where if self.num_blocks == 1 else key.namespace.path in self.where
+
+
+class Inventory(ABC):
+    """Lists, reads and deletes what lies in one medium. Other things there are left alone.
+
+    All raise `BackendUnavailableError` where the medium fails.
+    """
+
+    @abstractmethod
+    def found(self) -> AsyncIterator[list[Found]]:
+        """Yield what is there, some at a time."""
+
+    @abstractmethod
+    async def read(self, found: Found) -> bytes | None:
+        """Return its bytes; None if it is gone meanwhile."""
+
+    @abstractmethod
+    async def delete(self, found: Sequence[Found]) -> None:
+        """Delete it; what is gone is no error."""
+
+
+T = TypeVar("T")
+_PAGE = 4096
+
+
+class Outcome(enum.Enum):
+    """What became of one block in a call."""
+
+    HIT = "hit"
+    """Read whole into its buffers."""
+    MISS = "miss"
+    """Not there."""
+    CORRUPT = "corrupt"
+    """There, but of the wrong length, header or checksum: it will be written anew, or deleted."""
+    STORED = "stored"
+    """Written."""
+    REFUSED = "refused"
+    """Not written for want of room or by the medium's own choice; nothing is wrong."""
+    FAILED = "failed"
+    """The medium failed for this block; others of the batch may have gone well."""
+
+
+class Block:
+    """The buffers of one block record, an iovec: ``header`` (4 KiB), then ``payload``. Both are page-aligned.
+
+    A backend fills these bytes in, or writes them out as they are: those of a write are read-only, since loads read
+    the same memory meanwhile. They are lent for the length of the call.
+
+    Attributes:
+        header: 4096 bytes.
+        payload: The block's bytes, exactly.
+        padded: ``payload`` and the rest of its last 4 KiB page, for direct I/O.
+    """
+
+    __slots__ = ("header", "padded", "payload")
+
+    def __init__(self, header: memoryview, padded: memoryview, payload_bytes: int) -> None:
+        self.header = header
+        self.padded = padded
+        self.payload = padded if payload_bytes == len(padded) else padded[:payload_bytes]
+
+    @classmethod
+    def empty(cls, payload_bytes: int) -> "Block":
+        """Allocate one of its own, zeroed and page-aligned."""
+        stride = -(-payload_bytes // _PAGE) * _PAGE
+        memory = memoryview(mmap.mmap(-1, _PAGE + stride))
+        return cls(memory[:_PAGE], memory[_PAGE:], payload_bytes)
+
+    def read_only(self) -> "Block":
+        """Return the same memory, of which nothing can be changed by this block."""
+        return Block(self.header.toreadonly(), self.padded.toreadonly(), len(self.payload))
+
+    @property
+    def segments(self) -> tuple[memoryview, memoryview]:
+        """The record's bytes in order, without padding."""
+        return self.header, self.payload
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of the record without padding."""
+        return len(self.header) + len(self.payload)
+
+    def fill(self, record: bytes | bytearray | memoryview) -> bool:
+        """Copy a whole record in; False, and nothing copied, if its length is not this block's."""
+        if len(record) != self.num_bytes:
+            return False
+        view, cut = np.frombuffer(record, np.uint8), len(self.header)
+        np.copyto(np.frombuffer(self.header, np.uint8), view[:cut])
+        np.copyto(np.frombuffer(self.payload, np.uint8), view[cut:])  # releases the GIL; a memoryview's slice holds it
+        return True
+
+    def __bytes__(self) -> bytes:
+        return b"".join(self.segments)
+
+
+class Workers(Protocol):
+    """Daemon threads for blocking calls, made by the cache."""
+
+    def run(self, function: Callable[..., T], *args: object) -> Awaitable[T]:
+        """Run ``function(*args)`` in one of the threads. Cancelling the awaitable does not stop the call."""
+        ...
+
+
+@dataclass(frozen=True)
+class RecordShape:
+    """The records of one KV group; where a process stands for several ranks, of one group on one rank."""
+
+    fingerprint: bytes
+    payload_bytes: int
+    shard: Shard = field(default_factory=Shard)
+    codec: str = "none"
+    decoded_bytes: int = 0
+    """Of a payload that a codec has made smaller; 0 is for ``payload_bytes``."""
+
+    @property
+    def folder(self) -> str:
+        """A name for what an owned medium keeps of these records."""
+        return self.fingerprint.hex() + (f"-{self.shard}" if self.shard.size > 1 else "")
+
+    @cached_property
+    def padded_bytes(self) -> int:
+        """Payload rounded up to 4 KiB: what `Block.padded` holds."""
+        return -(-self.payload_bytes // _PAGE) * _PAGE
+
+    @property
+    def record_bytes(self) -> int:
+        """Header and payload: what a record has without padding."""
+        return _PAGE + self.payload_bytes
+
+    @cached_property
+    def stride_bytes(self) -> int:
+        """Header and padded payload: one slot of a medium."""
+        return _PAGE + self.padded_bytes
+
+
+@dataclass(frozen=True)
+class BackendContext:
+    """What a backend gets when it is opened.
+
+    Attributes:
+        groups: The records it will see, one per KV group (and rank, where there are several).
+        workers: Makes ``workers(num_threads)`` named after the tier; ended by the cache when the tier closes.
+        clock: Seconds, monotonic.
+    """
+
+    groups: tuple[RecordShape, ...]
+    workers: Callable[[int], Workers]
+    clock: Callable[[], float]
+
+    def record_lengths(self, keys: Sequence[BlockKey]) -> list[int]:
+        """Return how many bytes the record of each key has."""
+        lengths = {shape.fingerprint: shape.record_bytes for shape in self.groups}
+        return [lengths[key.namespace.fingerprint] for key in keys]
+
+
+class _Tier(ABC):
+    Settings: ClassVar[type[Any]]
+    """The pydantic model of its settings, a `TierSettings`; ``Backend(settings)`` is how the registry makes one."""
+
+    @classmethod
+    def inventory(cls, settings: Any) -> AbstractAsyncContextManager[Inventory]:  # noqa: ANN401 - of the medium's model
+        """Open what lists, reads and deletes whatever lies in the medium, for operators; no cache is needed.
+
+        Raises:
+            ConfigurationError: The medium cannot list what it has.
+        """
+        raise ConfigurationError(f"medium {settings.medium!r} cannot list what it has")
+
+    async def aclose(self) -> None:  # noqa: B027 -- a medium may have nothing to let go of
+        """Let go of files, connections and threads. Called once, after the last call has returned or was given up."""
+
+
+class Backend(_Tier):
+    """A medium that takes keys and bytes and evicts for itself. Shared media are of this kind."""
+
+    async def open(self, context: BackendContext) -> None:
+        """Connect. `ConfigurationError` for what can never work, `BackendUnavailableError` for what may work later.
+
+        A tier that is not `TierSettings.required` is opened again after it has raised.
+        """
+
+    @abstractmethod
+    async def lookup(self, keys: Sequence[BlockKey]) -> list[Outcome]:
+        """Say HIT or MISS for each key. May be an estimate: a read decides."""
+
+    async def lookup_prefix(self, keys: Sequence[BlockKey]) -> int:
+        """Count the leading keys that are there. Override it where asking costs: O(log n) questions will do."""
+        outcomes = await self.lookup(keys)
+        return next((n for n, outcome in enumerate(outcomes) if outcome is not Outcome.HIT), len(outcomes))
+
+    async def locate(self, keys: Sequence[BlockKey]) -> LoadStoreSpec | None:
+        """Say where the records of these keys are, in order; of one that is absent, where it would be looked for.
+
+        None: it cannot tell. A medium whose records others can read by themselves overrides it.
+        """
+        return None
+
+    @abstractmethod
+    async def read(self, keys: Sequence[BlockKey], into: Sequence[Block]) -> list[Outcome]:
+        """Fill ``into[i]`` with the record of ``keys[i]``: HIT, MISS, CORRUPT (wrong length) or FAILED each."""
+
+    @abstractmethod
+    async def write(self, keys: Sequence[BlockKey], blocks: Sequence[Block]) -> list[Outcome]:
+        """Keep the records, replacing what is there: STORED, REFUSED or FAILED each. The buffers are read-only."""
+
+    @abstractmethod
+    async def delete(self, keys: Sequence[BlockKey]) -> None:
+        """Forget the keys; absent ones are no error."""
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """What a `SlotBackend` found of one KV group when it opened: least recently used first.
+
+    Attributes:
+        num_slots: Slots it has for this group.
+        names: ``(n, 4)`` uint64, the names of the blocks that are there.
+        slots: ``(n,)`` int64, where.
+        max_slots: The most that `SlotBackend.resize` may make of them; ``num_slots`` if left out.
+    """
+
+    num_slots: int
+    names: Names
+    slots: NDArray[np.int64]
+    max_slots: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Missing:
+    """The part of a `SlotBackend` that cannot be used for now, and has lost its blocks.
+
+    Attributes:
+        slots: ``(n,)``, of each slot whether it belongs to it; ``n`` is `Recovered.max_slots`.
+        why: In words.
+    """
+
+    slots: NDArray[np.bool_]
+    why: str
+
+
+class SlotBackend(_Tier):
+    """An owned medium: numbered slots, which the cache's catalog gives and takes.
+
+    While a slot is written it is in no other call. It may be read by several at once, and forgotten while it is read:
+    those may get anything, which is verified.
+    """
+
+    @abstractmethod
+    async def open(self, context: BackendContext) -> list[Recovered]:
+        """Take the medium for this process alone, and return what is there, per KV group.
+
+        Raises:
+            ConfigurationError: It can never work (too small, not writable, held by another process).
+        """
+
+    async def locate(self, group: int, slots: NDArray[np.int64]) -> LoadStoreSpec | None:
+        """Say where the records in these slots are, in order. None: it cannot tell."""
+        return None
+
+    @abstractmethod
+    async def read(self, group: int, slots: NDArray[np.int64], into: Sequence[Block]) -> list[Outcome]:
+        """Fill ``into[i]`` from ``slots[i]``: HIT, MISS or FAILED each."""
+
+    async def peek(self, group: int, slots: NDArray[np.int64], into: Sequence[Block]) -> list[Outcome]:
+        """Read as `read` does, slots that may be written, forgotten or cut off meanwhile: their bytes may be anything.
+
+        Only a medium that can be scrubbed has it.
+        """
+        raise NotImplementedError  # whoever takes `OwnedTierSettings.scrub_bandwidth` overrides it
+
+    @abstractmethod
+    async def write(self, group: int, slots: NDArray[np.int64], names: Names, blocks: Sequence[Block]) -> list[Outcome]:
+        """Write ``blocks[i]`` to ``slots[i]`` and remember that it is ``names[i]``: STORED or FAILED each.
+
+        The buffers are read-only.
+        """
+
+    @abstractmethod
+    async def forget(self, group: int, slots: NDArray[np.int64]) -> None:
+        """Make sure that what these slots hold is not found after a restart."""
+
+    async def checkpoint(self, group: int, names: Names, slots: NDArray[np.int64], *, sync: bool = False) -> None:
+        """Remember exactly these blocks, least recently used first; with ``sync``, survive a loss of power."""
+
+    def fit(self, capacity_bytes: int) -> int:
+        """Say how many slots every KV group would have within a capacity. Only where the medium can be resized.
+
+        Raises:
+            ConfigurationError: It cannot be, or not to that.
+        """
+        raise ConfigurationError(f"{type(self).__name__} cannot be resized: open it anew with another capacity")
+
+    async def resize(self, num_slots: int) -> None:
+        """Have so many slots for every KV group. Those given up hold nothing and are in no call.
+
+        Raises:
+            BackendUnavailableError: The medium did not do it.
+        """
+        raise NotImplementedError  # whoever overrides `fit` overrides this
+
+    def missing(self, group: int) -> Missing | None:
+        """Say which slots cannot be used for now; None: all can. The same object until that changes.
+
+        Asked after calls, and once a second. No block is put there until they are not missing any more, and hold
+        nothing. Only a medium of several parts has such.
+        """
+        return None
+
+    def try_again(self) -> None:
+        """Begin to bring back what is missing, if it is time to. Returns at once; called about once a second."""
+
+    def find_hung(self) -> None:
+        """Begin to find the part that a late call hangs on, if it is one, and let go of it: then it is `missing`.
+
+        Returns at once; called once a second while a call is late. Until the call returns, its buffers stay lent, but
+        other calls are made as soon as something is missing that was not. Only a medium of several parts has such.
+        """
+
+    def describe(self) -> dict[str, object]:
+        """Facts for `stats()`, e.g. the I/O mode in use.
+
+        ``own_bytes_written``: what it wrote beside records, for `TierStatistics.write_amplification`.
+        """
+        return {}
+
+
+def check_lengths(keys: Sequence[object] | Names | NDArray[np.int64], blocks: Sequence[Block]) -> None:
+    """Raise `LayoutMismatchError` unless there is one block per key."""
+    if len(keys) != len(blocks):
+        msg = f"{len(keys)} keys but {len(blocks)} blocks"
+        raise LayoutMismatchError(msg)

@@ -1,0 +1,335 @@
+"""A device that torch drives: side streams and events. What is CUDA's own is in ``cuda.py``.
+
+Copies are enqueued in the caller's thread, so that their order is the order of the calls. One thread a stream waits for
+their events, blocked in the driver with the GIL released, and reports them in order: no polling, and no Python in a
+driver's callback, which would deadlock on the GIL.
+
+What could block the caller is enqueued by that thread instead, once the device is past all before it: copies to and
+from memory that is not page-locked, and what more operations are ahead of than a stream's queue holds.
+
+An error of the device is sticky: after one, nothing this process does on the device can be trusted.
+
+What only CUDA has (and ROCm, which torch calls CUDA): blocking events, and page-locking memory that exists already.
+
+Through torch alone an event's ``synchronize`` spins on a core, and a slab in a memfd cannot be page-locked.
+"""
+
+import queue
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from tiered_kv.memory import driver
+from tiered_kv.memory.device import After, Copy, Device, Done, Stream, attempt, report
+from tiered_kv.memory.host import HostSlab, PageLocking, TryAgainError, node_of_gpu
+from tiered_kv.memory.lanes import LateEvent
+from tiered_kv.memory.staging import Staging
+from tiered_kv.values.errors import ClosedError, ConfigurationError
+from tiered_kv.values.events import Emit
+
+MOST_AHEAD: Final = 512
+"""Operations of one stream that the device has not come to. Its queue holds about 1,000; one more copy has to fit. 80
+layers of a load take 240."""
+
+
+class AcceleratorDevice(Device):
+    """One accelerator, by `torch.accelerator`, `torch.Stream` and `torch.Event` alone: an Intel GPU (``"xpu"``) is one.
+
+    Host memory stays pageable: torch can allocate page-locked memory everywhere, but cannot lock a slab that other
+    processes attach.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        """Use ``device``, the current one of its kind if it has no index.
+
+        Raises:
+            ConfigurationError: This torch sees no such device.
+        """
+        super().__init__()
+        wanted = torch.device(device)
+        here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        count = torch.accelerator.device_count() if here is not None and here.type == wanted.type else 0
+        if (wanted.index or 0) >= count:
+            raise ConfigurationError(f"{wanted} is not one of the {count} {wanted.type} devices torch sees")
+        index = torch.get_device_module(wanted).current_device() if wanted.index is None else wanted.index
+        self.torch_device = torch.device(wanted.type, index)
+        self.kind = wanted.type
+
+    def check(self, after: After) -> None:
+        """Raise `ConfigurationError` unless ``after`` is a torch event that was recorded."""
+        if isinstance(after, LateEvent):
+            return
+        if not isinstance(
+            after, torch.Event | torch.cuda.Event
+        ):  # in a torch without CUDA the latter is no torch.Event
+            raise ConfigurationError(f"after must be a torch event on {self.torch_device}, got {type(after).__name__}")
+        if not after.event_id:
+            raise ConfigurationError(
+                "after was never recorded: call event.record(stream) first, or nothing waits for it"
+            )
+
+    def has_happened(self, after: After) -> bool:
+        """Ask the driver; of a late event it is known."""
+        with self.here():
+            return super().has_happened(after)
+
+    def free_bytes(self) -> int:
+        """Return what the driver says is free; memory that torch has cached is not counted."""
+        return int(torch.get_device_module(self.torch_device).mem_get_info(self.torch_device)[0])
+
+    def empty_pool(self, num_slots: int, stride_bytes: int) -> Tensor:
+        """Allocate slots; they are zeros for whichever stream is the first to use them."""
+        with self.here():
+            pool = super().empty_pool(num_slots, stride_bytes)
+            torch.get_device_module(self.torch_device).current_stream(self.torch_device).synchronize()
+        return pool
+
+    # What a stream is made of; each may be had in a better way from a kind of device itself.
+
+    def here(self) -> AbstractContextManager[object]:
+        """Have this thread's calls go to the device inside the ``with`` block, and disturb nobody else's."""
+        return nullcontext()
+
+    def new_stream(self) -> torch.Stream:
+        """Make a stream on the device."""
+        return torch.Stream(self.torch_device)
+
+    def new_event(self) -> torch.Event:
+        """Make an event whose ``synchronize`` blocks the thread."""
+        return torch.Event(self.torch_device, blocking=True)
+
+    def on(self, stream: torch.Stream) -> AbstractContextManager[object]:
+        """Have what is enqueued inside the ``with`` block, and inside `here`, go to ``stream``."""
+        return _on(stream)
+
+    def _new_stream(self, name: str) -> Stream:
+        return AcceleratorStream(name, self)
+
+    def _new_page_locking(self, slab: HostSlab, emit: Emit) -> PageLocking:
+        return PageLocking(slab, reason=f"nothing locks memory for {self.kind}", is_wanted=True, emit=emit)
+
+
+@contextmanager
+def _on(stream: torch.Stream) -> Iterator[None]:
+    """Set the current stream, and with it the current device, as torch does; set both back."""
+    here, there = torch.accelerator.current_stream(), torch.accelerator.current_stream(stream.device)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(there)
+        torch.accelerator.set_stream(here)
+
+
+@dataclass
+class _Submitted:
+    copy: Copy
+    done: Done
+    error: BaseException | None
+    event: torch.Event | None = None
+    """Recorded after the copy; None if the device was past recording, or before a late copy is enqueued."""
+    num_operations: int = 0
+    late: LateEvent | None = None
+    """Set if the stream's thread is to enqueue the copy."""
+
+
+class AcceleratorStream(Stream):
+    """A side stream and the thread that waits for its events."""
+
+    def __init__(self, name: str, device: AcceleratorDevice) -> None:
+        self.name = name
+        self._device = device
+        with device.here():
+            self._stream = device.new_stream()
+        self._staging = Staging(self._stream, device.new_stream, device.on)
+        self._queue: queue.SimpleQueue[_Submitted | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # what is reported in order has to be enqueued in that order
+        self._num_ahead = 0
+        self._num_late = 0
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=f"tiered_kv-{name}", daemon=True)
+        self._thread.start()
+
+    def wait(self, after: After) -> None:
+        """Have the stream wait for ``after``: the device waits, no thread does.
+
+        What is late then waits for it too: the event may be recorded anew once this returns.
+        """
+        self._device.check(after)
+        if isinstance(after, LateEvent) and not after.is_recorded:
+            self._submit(partial(self._staging.wait, after), _nobody, is_late=True)
+            return
+        with self._lock:
+            self._check_open()
+            if self._device.error is None:
+                with self._device.here():
+                    error = attempt(partial(self._staging.wait, after))
+                if error is not None:
+                    self._device.fail(error)
+
+    def submit(self, copy: Copy, done: Done) -> After:
+        """Enqueue ``copy`` now, with this stream as the current one, and ``done`` for when the device gets past it.
+
+        A copy that could block the caller is enqueued later, and the event is a `LateEvent`.
+        """
+        return self._submit(copy, done, is_late=not self._device.is_page_locked)
+
+    def close(self) -> None:
+        """End the thread after what is queued."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._queue.put(None)
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait until the device is past all that was submitted."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"the stream {self.name!r} is closed")
+
+    def _submit(self, copy: Copy, done: Done, *, is_late: bool) -> After:
+        with self._lock:
+            self._check_open()
+            item = _Submitted(copy, done, self._device.error)
+            if item.error is None and (is_late or self._num_late or self._num_ahead > MOST_AHEAD):
+                item.late = LateEvent()
+                self._num_late += 1
+            elif item.error is None:
+                with self._device.here():
+                    self._enqueue(item)
+            self._num_ahead += item.num_operations
+            self._queue.put(item)
+            return item.late or item.event
+
+    def _enqueue(self, item: _Submitted) -> None:
+        device, before = self._device, self._staging.num_operations
+        event = device.new_event()  # first: from the copy on nothing may raise, for its memory is in use
+        with device.on(self._stream), self._staging.used():
+            item.error = attempt(item.copy)
+        # Recorded before the waiter can see it, for an unrecorded event reports "done"; and after a copy that failed
+        # half-way too, since the part that was enqueued uses memory until then.
+        broken = attempt(partial(event.record, self._stream))
+        if broken is None:
+            item.event = event
+        else:
+            device.fail(broken)
+            item.error = broken
+        item.num_operations = self._staging.num_operations - before + 1
+
+    def _run(self) -> None:
+        with self._device.here():
+            while (item := self._queue.get()) is not None:
+                self._finish(item)
+                del item  # what a copy held must not outlive it until the next one comes
+            self._staging.free()
+        self._device.stream_ended(self)
+
+    def _finish(self, item: _Submitted) -> None:
+        if item.late is not None:
+            item.error = self._device.error
+            if item.error is None:
+                self._enqueue(item)  # the stream is empty: all before has ended
+            item.late.settle(item.event)
+            with self._lock:
+                self._num_late -= 1
+        if item.event is not None:
+            broken = attempt(item.event.synchronize)  # blocked in the driver, the GIL released
+            if broken is not None:
+                self._device.fail(broken)
+            item.error = item.error or broken
+        if item.late is None:
+            with self._lock:
+                self._num_ahead -= item.num_operations
+        report(item.done, item.error)
+
+
+def _nobody(error: BaseException | None) -> None:
+    """Tell nobody: whoever waits behind it will hear."""
+
+
+_SUCCESS: Final = 0
+_FORBIDDEN_BY_A_CAPTURE: Final = 900
+
+
+class CUDADevice(AcceleratorDevice):
+    """One GPU of NVIDIA's, or of AMD's under ROCm."""
+
+    def __init__(self, device: torch.device | str = "cuda") -> None:
+        """Use ``device``, the current one if it has no index.
+
+        Raises:
+            ConfigurationError: This torch sees no such GPU.
+        """
+        if torch.device(device).type != "cuda":
+            raise ConfigurationError(f"{device} is no CUDA device")
+        super().__init__(device)
+        self._bound = threading.local()
+
+    @contextmanager
+    def here(self) -> Iterator[None]:
+        """Choose this GPU, and set the thread apart from all captures of CUDA graphs; then set both back.
+
+        While a thread captures in the default mode, an event query or a registration of memory by any other thread is
+        refused (900), and spoils the capture. The GPU comes first: the second call makes a context on the current one.
+        """
+        with torch.cuda.device(self.torch_device):
+            mode = driver.exchange_capture_mode(driver.CAPTURE_RELAXED)
+            try:
+                if not hasattr(self._bound, "to_context"):
+                    # Choosing the GPU that is chosen does nothing, and the driver's own calls need a context.
+                    self._bound.to_context = torch.cuda.mem_get_info(self.torch_device)
+                yield
+            finally:
+                driver.exchange_capture_mode(mode)
+
+    def new_stream(self) -> torch.Stream:
+        """Make a CUDA stream of high priority: a copy is awaited, and its kernels are short."""
+        return torch.cuda.Stream(self.torch_device, priority=-1)  # type: ignore[no-untyped-call]  # of torch
+
+    def new_event(self) -> torch.Event:
+        """Make an event whose ``synchronize`` sleeps in the driver."""
+        return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # of torch
+
+    def on(self, stream: torch.Stream) -> AbstractContextManager[object]:
+        """Have what is enqueued inside the ``with`` block go to ``stream``."""
+        return torch.cuda.stream(stream)  # type: ignore[arg-type]  # made by new_stream
+
+    def _new_page_locking(self, slab: HostSlab, emit: Emit) -> PageLocking:
+        lock, unlock = self._cuda_host_register, self._cuda_host_unregister
+        return PageLocking(slab, lock=lock, unlock=unlock, node=self._numa_node(), emit=emit)
+
+    def _numa_node(self) -> int | None:
+        facts = torch.cuda.get_device_properties(self.torch_device)
+        numbers = [getattr(facts, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+        domain, bus, slot = numbers
+        if domain is None or bus is None or slot is None:
+            return None  # torch before 2.7 does not tell
+        return node_of_gpu(f"{domain:04x}:{bus:02x}:{slot:02x}.0")
+
+    def _cuda_host_register(self, address: int, num_bytes: int) -> None:
+        with self.here():
+            _check(_runtime().cudaHostRegister(address, num_bytes, 0), f"page-lock {num_bytes} bytes")
+
+    def _cuda_host_unregister(self, address: int) -> None:
+        with self.here():
+            _check(_runtime().cudaHostUnregister(address), "unlock host memory")
+
+
+def _runtime() -> Any:  # noqa: ANN401 - a module without stubs
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]  # of torch
+
+
+def _check(code: Any, doing: str) -> None:  # noqa: ANN401 - torch's cudaError, an enum without stubs
+    if int(code) == _FORBIDDEN_BY_A_CAPTURE:
+        raise TryAgainError(f"could not {doing} while a CUDA graph is captured")
+    if int(code) != _SUCCESS:
+        raise RuntimeError(f"could not {doing}: CUDA error {code}")

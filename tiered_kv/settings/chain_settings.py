@@ -1,0 +1,189 @@
+"""What the tiers of a chain are made of: settings, dicts or URLs; those in memory; and what makes a chain of them."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, ByteSize, Field, SerializeAsAny, field_validator, model_validator
+
+from tiered_kv.media.backend import Backend, SlotBackend
+from tiered_kv.settings.registry import OWN_MEDIA, AnyBackend, medium_for_scheme, resolve, resolve_policy
+from tiered_kv.settings.setting_errors import located, problems_of
+from tiered_kv.settings.tier_settings import OwnedTierSettings, TierSettings
+from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.integers import split_tier_url
+
+_GIB = 1024**3
+
+Bytes = Annotated[ByteSize, Field(gt=0)]
+"""A size of at least one byte: an int, or text such as ``"32GiB"`` or ``"1.5TB"``."""
+
+
+_FOR_STORAGE = (
+    "admit_after", "exclusive", "encryption", "scrub_bandwidth", "read_bandwidth", "write_bandwidth", "reads_per_s",
+    "writes_per_s", "max_write_bytes_per_day",
+)  # fmt: skip
+"""What every tier's settings have, and tiers in memory do not take."""
+
+
+class _MemoryTier(OwnedTierSettings):
+    @field_validator("policy")
+    @classmethod
+    def _find_policy(cls, policy: str) -> str:
+        resolve_policy(policy)
+        return policy
+
+    @model_validator(mode="after")
+    def _check_for_storage(self) -> Self:
+        fields = type(self).model_fields
+        if wrong := [name for name in _FOR_STORAGE if getattr(self, name) != fields[name].default]:
+            raise ValueError(f"{' and '.join(wrong)}: for storage tiers only")
+        return self
+
+
+class GPUTier(_MemoryTier):
+    """Blocks kept in a pool of the GPU's memory, beside the engine's own KV cache."""
+
+    medium: Literal["gpu"] = "gpu"
+    capacity: Bytes
+    """Bytes of GPU memory to take."""
+
+
+class CPUTier(_MemoryTier):
+    """Blocks kept in host memory, pinned where there is a GPU."""
+
+    medium: Literal["cpu"] = "cpu"
+    capacity: ByteSize = ByteSize(_GIB)
+    """Bytes of host memory to take. With 0 no block stays here: all pass through `CacheLimits.bounce`."""
+    max_capacity: ByteSize | None = None
+    """The most that `TieredKV.resize` may make of it; the capacity if left out. It takes no memory, but on a machine
+    with a GPU all of it is allocated and page-locked."""
+
+    @model_validator(mode="after")
+    def _check_max_capacity(self) -> Self:
+        if self.max_capacity is not None and self.max_capacity < self.capacity:
+            most, least = (each.human_readable(separator=" ") for each in (self.max_capacity, self.capacity))
+            raise ValueError(f"max_capacity ({most}) is below capacity ({least})")
+        return self
+
+
+def tier_name(tier: TierSettings) -> str:
+    """Return what results, logs and metrics call a tier: its ``name``, else its medium (of a path, the class)."""
+    return tier.name or tier.medium.rpartition(":")[2]
+
+
+def tier_from(value: object) -> TierSettings:
+    """Validate one tier by its medium's own model.
+
+    Args:
+        value: A `TierSettings` of the medium's model, a mapping with ``"medium"``, or a URL: the scheme says the medium
+            (``file`` is NVMe), the rest is the model's to read: `TierSettings.from_url`.
+
+    Raises:
+        ConfigurationError: It is none of these, or a field is unknown or wrong. No value that may be secret is shown.
+    """
+    if isinstance(value, str):
+        name = medium_for_scheme(split_tier_url(value)[0].scheme)
+        value = {"medium": name, **_model_of(name).from_url(value)}
+    if isinstance(value, TierSettings):
+        model = _model_of(value.medium)
+        if not isinstance(value, model):
+            given, wanted = type(value).__qualname__, f"{model.__module__}.{model.__qualname__}"
+            raise ConfigurationError(f"medium {value.medium!r} takes {wanted}, not {given}")
+        return value
+    if not isinstance(value, Mapping):
+        if isinstance(value, type):
+            raise ConfigurationError(f"a tier is made: write {value.__name__}(...), not the class alone")
+        raise ConfigurationError(f"a tier is a TierSettings, a dict with 'medium' or a URL, not {type(value).__name__}")
+    medium = value.get("medium")
+    if not isinstance(medium, str) or not medium:
+        raise ConfigurationError("a tier needs its medium: write e.g. {'medium': 'cpu', 'capacity': '32GiB'}")
+    model = _model_of(medium)
+    return model.model_validate(dict(value))
+
+
+Tier = Annotated[SerializeAsAny[TierSettings], BeforeValidator(tier_from)]
+
+
+def check_tiers(tiers: object) -> list[TierSettings | AnyBackend]:
+    """Validate the tiers of a chain, all of them before complaining of any. Backends are taken as they are.
+
+    Raises:
+        ConfigurationError: They are no list, or some are no tiers; it says which.
+    """
+    if not isinstance(tiers, list | tuple):
+        what = f"must be a list, e.g. ['cpu://?capacity=32GiB'], not {type(tiers).__name__}"
+        raise located([(("tiers",), what)])
+    found: list[TierSettings | AnyBackend] = []
+    wrong = []
+    for place, tier in enumerate(tiers):
+        try:
+            found.append(tier if isinstance(tier, Backend | SlotBackend) else tier_from(tier))
+        except ConfigurationError as error:
+            wrong += [(("tiers", place, *where), what) for where, what in problems_of(error)]
+    if wrong:
+        raise located(wrong)
+    return found
+
+
+def check_chain(media: Sequence[str], names: Sequence[str]) -> None:
+    """Raise `ConfigurationError` unless tiers of these media and names, in this order, make a chain."""
+    if not media:
+        raise located([(("tiers",), "a cache needs at least one tier, e.g. 'cpu://?capacity=32GiB'")])
+    own = [medium for medium in media if medium in OWN_MEDIA]
+    if list(media[: len(own)]) != [medium for medium in OWN_MEDIA if medium in own]:
+        order = "fastest first: at most one gpu, then at most one cpu, then storage"
+        raise located([(("tiers",), f"{order}; got {', '.join(media)}")])
+    taken = set(names)
+    for place, name in enumerate(names):
+        if (first := names.index(name)) != place:
+            free = next(f"{name}-{n}" for n in range(2, len(names) + 2) if f"{name}-{n}" not in taken)
+            clash = f"is called {name!r} like tiers[{first}]: give it a name of its own, e.g. name={free!r}"
+            raise located([(("tiers", place), clash)])
+
+
+def check_policies(tiers: Sequence[TierSettings], names: Sequence[str]) -> None:
+    """Raise `ConfigurationError` where blocks would stay nowhere, or wait or move for a tier with nothing above it."""
+    memory = [each for each in tiers if isinstance(each, GPUTier | CPUTier) and _can_keep(each)]
+    has_cpu = any(isinstance(each, CPUTier) and each.capacity for each in memory)
+    if not memory and all(isinstance(each, CPUTier) for each in tiers):
+        raise located([(("tiers",), "capacity=0 can keep nothing: give the cpu tier some, or add a storage tier")])
+    if memory and memory[0].write == "back":
+        place = tiers.index(memory[0])
+        what = f"tier {names[place]!r} is the first: it gets blocks at once, not with write='back'"
+        raise located([(("tiers", place), what)])
+    taken: dict[Path, str] = {}
+    for place, (tier, name) in enumerate(zip(tiers, names, strict=True)):
+        what = ""
+        if isinstance(tier, GPUTier | CPUTier):
+            continue
+        if tier.write == "back" and not memory:
+            what = f"tier {name!r} has write='back', but there is no gpu or cpu tier to wait in"
+        if getattr(tier, "exclusive", False) and not (tier.write == "back" and has_cpu):
+            what = f"tier {name!r} cannot be exclusive: it needs write='back', and a cpu tier above it"
+        path = getattr(tier, "path", None) if isinstance(tier, OwnedTierSettings) else None
+        if isinstance(path, Path) and (other := taken.setdefault(path.absolute(), name)) != name:
+            what = f"tier {name!r} has the directory of tier {other!r}: each needs its own"
+        what = what or _policy_problem(tier)
+        if what:
+            raise located([(("tiers", place), what)])
+
+
+def _policy_problem(tier: TierSettings) -> str:
+    try:
+        if isinstance(tier, OwnedTierSettings):
+            resolve_policy(tier.policy)
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def _can_keep(tier: "GPUTier | CPUTier") -> bool:
+    return isinstance(tier, GPUTier) or bool(tier.capacity or tier.max_capacity)
+
+
+def _model_of(medium: str) -> type[TierSettings]:
+    if medium in OWN_MEDIA:
+        return GPUTier if medium == "gpu" else CPUTier
+    model: type[TierSettings] = resolve(medium).Settings
+    return model

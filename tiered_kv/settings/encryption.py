@@ -1,0 +1,97 @@
+"""The setting ``encryption`` of a storage tier, and where its keys come from. ``media/seal.py`` does the rest."""
+
+import base64
+import binascii
+import os
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from pydantic import ImportString, SecretStr, model_validator
+
+from tiered_kv.media.record import KEY_BYTES, Cipher
+from tiered_kv.settings.setting_errors import Checked
+from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError
+
+if TYPE_CHECKING:
+    from tiered_kv.media.seal import Seal
+
+KeySource = Callable[[], Sequence[bytes | str]]
+
+
+class Encryption(Checked):
+    """How a storage tier protects its records: ``Encryption(keys_file="/run/secrets/kv-keys")``, or that path alone.
+
+    Keys have 32 random bytes, written as base64 or in hexadecimal digits. The first one writes, all of them read.
+    They come from one of the three sources, when the tier opens.
+    """
+
+    keys: tuple[SecretStr, ...] = ()
+    """The keys themselves."""
+    keys_file: Path | None = None
+    """A file with a key in each line; empty lines and those that begin with ``#`` are passed over."""
+    keys_from: ImportString[KeySource] | None = None
+    """A function, or its ``"package.module:name"``, that returns the keys, as text or as 32 bytes each. It is called in
+    a thread of the cache's."""
+    cipher: Cipher = "aes-256-gcm"
+    """``"aes-256-gcm"`` encrypts; ``"aes-256-gmac"`` leaves payloads as they are, and only tells whether they, and
+    their headers, were written with a key. Both are read, whichever is written."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_path(cls, given: object) -> object:
+        return {"keys_file": given} if isinstance(given, str | os.PathLike) else given
+
+    @model_validator(mode="after")
+    def _check_source(self) -> Self:
+        if sum([bool(self.keys), self.keys_file is not None, self.keys_from is not None]) != 1:
+            raise ValueError("needs keys from one source: keys, keys_file or keys_from")
+        for key in self.keys:
+            _key_of(key.get_secret_value())
+        if find_spec("cryptography") is None:
+            raise ValueError("needs the package cryptography: pip install 'tiered-kv[encryption]'")
+        return self
+
+    def make_seal(self) -> "Seal":
+        """Get the keys. Blocks for as long as a file or a function takes.
+
+        Raises:
+            ConfigurationError: There is no such file, or something in it is no key.
+            BackendUnavailableError: The function raised.
+        """
+        try:
+            keys = [_key_of(key) for key in self._read()]
+        except ValueError as error:  # it tells which line, and nothing of it
+            raise ConfigurationError(f"encryption: {error}") from None
+        if not keys:
+            raise ConfigurationError(f"encryption: there is no key in {self.keys_file or self.keys_from}")
+        from tiered_kv.media.seal import Seal  # noqa: PLC0415 - it needs an extra
+
+        return Seal(keys, self.cipher)
+
+    def _read(self) -> Sequence[bytes | str]:
+        if self.keys_file is not None:
+            try:
+                lines = [line.strip() for line in self.keys_file.read_text("ascii", "replace").splitlines()]
+            except OSError as error:
+                raise ConfigurationError(f"encryption: {self.keys_file} cannot be read: {error.strerror}") from error
+            return [line for line in lines if line and not line.startswith("#")]
+        if self.keys_from is not None:
+            try:
+                return list(self.keys_from())
+            except Exception as error:  # whatever a key server's client raises
+                raise BackendUnavailableError(f"encryption: keys_from raised {type(error).__name__}") from error
+        return [key.get_secret_value() for key in self.keys]
+
+
+def _key_of(given: bytes | str) -> bytes:
+    """Read a key; `ValueError`, without a word of it, for what is none."""
+    if isinstance(given, str):
+        try:
+            given = bytes.fromhex(given) if len(given) == 2 * KEY_BYTES else base64.b64decode(given, validate=True)
+        except (binascii.Error, ValueError):
+            given = b""
+    if not isinstance(given, bytes) or len(given) != KEY_BYTES:
+        raise ValueError(f"a key is {KEY_BYTES} random bytes, as base64 or in hexadecimal: openssl rand -base64 32")
+    return given

@@ -1,0 +1,174 @@
+"""What is wrong with settings, and where, in lines that hold no secret: pydantic's own errors show what was given."""
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Self
+
+from pydantic import (
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+)
+from pydantic_core import ErrorDetails
+
+from tiered_kv.values.errors import ConfigurationError
+
+Where = tuple[int | str, ...]
+"""A place in settings: names of fields and positions in lists."""
+
+_NUMBERS = {f"{kind}_{failed}" for kind in ("int", "float", "bool") for failed in ("type", "parsing")}
+_BOUNDS = {"finite_number", "greater_than", "greater_than_equal", "less_than", "less_than_equal"}
+_SHOWN = {"literal_error", *_NUMBERS, *_BOUNDS}
+"""Errors of fields that are numbers or choices and so no secrets: what was given may be shown."""
+
+
+_SIZE = re.compile(r"\d[\d_]*|(\d+\.?\d*|\.\d+)\s*[a-z]+", re.IGNORECASE)
+"""What pydantic's ByteSize reads whole: it takes ``10%`` for ten bytes, and ``1.5`` for one."""
+
+
+def located(problems: Iterable[tuple[Where, str]]) -> ConfigurationError:
+    """Make the error that says what is wrong, and where: as the validation of one tier tells that of the whole."""
+    problems = tuple(problems)
+    error = ConfigurationError("; ".join(line(where, what) for where, what in problems))
+    error.problems = problems
+    return error
+
+
+def problems_of(error: ConfigurationError) -> tuple[tuple[Where, str], ...]:
+    """Return where, below the place that an error is of, and what."""
+    return error.problems or (((), str(error)),)
+
+
+class Checked(BaseModel):
+    """Base of settings: immutable, with no unknown fields.
+
+    Raises:
+        ConfigurationError: A field is unknown, wrong, missing or assigned to. No value that may be secret is shown.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _check_size_or_path(cls, given: object, validate: ValidatorFunctionWrapHandler) -> object:
+        """Refuse sizes and paths that would be read as something else; ``~`` is the home directory."""
+        value = validate(given)
+        if isinstance(value, ByteSize):
+            check_size(given)
+        return _as_path(given, value) if isinstance(value, Path) else value
+
+    def __init__(self, **values: Any) -> None:  # noqa: ANN401 - the fields' types are for pydantic to check
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            found = problems(error, type(self))
+        else:
+            return
+        raise located(found)  # outside of `except`: pydantic's error holds what was given, secrets included
+
+    @classmethod
+    def model_validate(cls, obj: Any, **how: Any) -> Self:  # noqa: ANN401 - as pydantic has it
+        """Validate as pydantic does, with errors as those of construction."""
+        if isinstance(obj, Mapping) and not all(isinstance(name, str) for name in obj):
+            raise located([((), "the names of settings are strings")])
+        try:
+            return super().model_validate(obj, **how)
+        except ValidationError as error:
+            found = problems(error, cls)
+        raise located(found)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        try:
+            super().__setattr__(name, value)
+        except ValidationError:
+            pass
+        else:
+            return
+        raise located([((name,), "settings are frozen: make others")])
+
+
+def check_size(given: object) -> None:
+    """Raise `ValueError` for what pydantic's ByteSize takes for a size, and is none."""
+    if isinstance(given, bool) or (isinstance(given, str) and not _SIZE.fullmatch(given.strip())):
+        raise ValueError(f"{given!r:.80} is no size: write bytes as an int, or e.g. '32GiB'")
+
+
+def _as_path(given: object, path: Path) -> Path:
+    if given in ("", b""):
+        raise ValueError("must not be empty: write '.' for the current directory")
+    if any(part.startswith("$") for part in path.parts):
+        raise ValueError("variables of the environment are not filled in: write the path itself; '~' is your home")
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        raise ValueError("begins with '~', and whose home that is cannot be told: write the whole path") from None
+
+
+def problems(error: ValidationError, model: type[BaseModel]) -> list[tuple[Where, str]]:
+    """Say where and what, with what to write instead, for each of pydantic's errors."""
+    found: list[tuple[Where, str]] = []
+    for each in error.errors(include_url=False):
+        cause = each.get("ctx", {}).get("error")
+        if isinstance(cause, ConfigurationError):
+            found += [((*each["loc"], *inner), text) for inner, text in problems_of(cause)]
+        else:
+            found.append((each["loc"], _what(each, model)))
+    return found
+
+
+def _what(error: ErrorDetails, model: type[BaseModel]) -> str:
+    kind, what, where, context = error["type"], error["msg"], error["loc"], error.get("ctx", {})
+    given = f"{error['input']!r:.80}"
+    match kind:
+        case "value_error":
+            what = str(context["error"])
+        case "extra_forbidden":
+            what = f"there is no such setting{hint(str(where[-1]), _fields_at(model, where[:-1]))}"
+        case "missing":
+            what = "must be given"
+        case "tuple_type":
+            what = "must be a list, e.g. ['cpu://?capacity=32GiB']"
+        case "byte_size" | "byte_size_unit" if not given.strip("' ").startswith("-"):
+            what = f"{given} is no size: write bytes as an int, or e.g. '32GiB'"
+        case "byte_size" | "byte_size_unit" | "greater_than" if context.get("gt", 0) == 0:
+            what = f"must be positive, got {given}"
+        case _ if kind in _SHOWN:
+            what = f"{what}, got {given}"
+    return what
+
+
+def hint(word: str, known: Iterable[str], others: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Say what may have been meant and what there is, to end a message with.
+
+    Args:
+        word: What was written.
+        known: What may be.
+        others: What else people call some of it, in small letters.
+    """
+    names = sorted(known)
+    small = {name.lower(): name for name in names}
+    word = others.get(word.lower(), word.lower())
+    close = difflib.get_close_matches(word, small, n=1)
+    meant = f": did you mean {small[close[0]]!r}?" if close else ":"
+    return f"{meant} known are {', '.join(names)}"
+
+
+def line(where: Where, what: str) -> str:
+    """Write both in one line, the place as one would in Python: ``tiers[0].capacity: ...``."""
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where).lstrip(".")
+    return f"{path}: {what}" if path else what
+
+
+def _fields_at(model: type[BaseModel], where: Where) -> list[str]:
+    for part in where:
+        field = model.model_fields.get(str(part))
+        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
+            return []
+        model = field.annotation
+    return list(model.model_fields)

@@ -1,0 +1,199 @@
+"""What every tier can be told. The settings of each medium are a class that derives from one of these.
+
+How a server of one cache for a host listens, and what a client of it may have. A cache of one's own reads none.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, Self
+
+from pydantic import ByteSize, Field, field_validator, model_validator
+
+from tiered_kv.settings.encryption import Encryption
+from tiered_kv.settings.setting_errors import Checked
+from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.integers import path_of, split_tier_url
+
+AtLeastOne = Annotated[int, Field(ge=1)]
+
+
+class HostSettings(Checked):
+    """``[host]`` in a TOML file, or ``TIERED_KV_HOST__*`` in the environment: for ``tiered-kv serve``."""
+
+    socket: Path = Path("/run/tiered-kv/kv.sock")
+    """Where clients attach. Its directory must be there; whoever may write the socket may attach."""
+    mode: str = "660"
+    """Permissions of the socket, in octal digits."""
+    group: str = ""
+    """The group of the socket, by name or number; that of the server's process if left out."""
+    clients: AtLeastOne = 256
+    """Clients at once; one more is refused."""
+    loads_per_client: AtLeastOne = 1024
+    """Loads that one client has under way; one more answers 0 blocks."""
+    stores_per_client: AtLeastOne = 1024
+    """Stores that one client has under way; one more is dropped, as ``"too many stores"``."""
+    bytes_per_client: ByteSize | None = None
+    """Payload bytes of these loads and stores together; one that goes beyond is answered in the same way, unless it is
+    the only one. Left out, their number alone is bounded."""
+    leases_per_client: AtLeastOne = 256
+    """Leases that one client holds; one more holds nothing."""
+    questions_per_client: AtLeastOne = 1024
+    """Lookups and other calls that one client waits for; one more is answered as if nothing were there."""
+    jobs_per_client: AtLeastOne = 4096
+    """Loads and stores that a client's planner has under way; one more ends with nothing."""
+    read_only_uids: tuple[int, ...] = ()
+    """Users whose clients load, and change nothing."""
+    weights: dict[str, float] = Field(default_factory=dict)
+    """By a model's name, how much of every owned tier it gets, beside the others; 1 for those not named."""
+    fixed: dict[str, dict[str, ByteSize]] = Field(default_factory=dict)
+    """By a model's name and a tier's, how many bytes of that are its own, whatever others there are. Weights divide the
+    rest among the other models."""
+    models: AtLeastOne = 64
+    """Models at once, with those that an earlier server has left on a disk; one more is refused."""
+    lend_after_s: Annotated[float, Field(gt=0)] = 60.0
+    """What a model does not use that has stored nothing for so long is lent to those whose share is full. Once it
+    stores again it has it back, and they evict."""
+    reclaim_after_s: Annotated[float, Field(gt=0)] = 24 * 3600.0
+    """A model that no client has used for so long loses its blocks, and its share goes to the others."""
+
+    @field_validator("mode")
+    @classmethod
+    def _check_mode(cls, mode: str) -> str:
+        try:
+            number = int(mode, 8)
+        except ValueError:
+            number = -1
+        if not 0 <= number <= 0o777:
+            raise ValueError(f"{mode!r} are no permissions: write three octal digits, e.g. '660'")
+        return mode
+
+    @field_validator("weights")
+    @classmethod
+    def _check_weights(cls, weights: dict[str, float]) -> dict[str, float]:
+        if wrong := [name for name, weight in weights.items() if not 0 < weight < float("inf")]:
+            raise ValueError(f"weights are positive numbers; not those of {', '.join(wrong)}")
+        return weights
+
+
+DEFAULT_POLICY: Final = "lhd"
+"""Of eviction, in tiers that the cache owns."""
+
+WritePolicy = Literal["through", "back"]
+
+
+class TierSettings(Checked):
+    """Base of every medium's own settings. ``medium`` chooses the class; the rest is the medium's."""
+
+    medium: str
+    name: str = ""
+    """What results, logs and metrics call the tier; the medium's name if left out."""
+    timeout_s: float = Field(default=10.0, gt=0, allow_inf_nan=False)
+    """How long a load or store waits for one call of this tier before it goes on without it."""
+    shed_stores_after_s: float = Field(default=5.0, gt=0)
+    """Stores go on without this tier while its writes take longer than this on average. Loads are not affected."""
+    required: bool = True
+    """Whether the cache cannot be opened without it. If not, it is bypassed, and tried again in the background."""
+    write: WritePolicy = "through"
+    """When this tier gets what is stored: at once, or later (``"back"``), as `CacheLimits.low_water` and
+    `CacheLimits.clean_after_s` say."""
+    admit_after: int = Field(default=1, ge=1, le=255)
+    """A block is written to this tier at its n-th use, stores and loads counted, as well as can be told in little
+    memory. For storage tiers."""
+    encryption: Encryption | None = None
+    """How records are encrypted, or signed, with keys; or the path of a file of keys. For storage tiers."""
+    read_only: bool = False
+    """Whether this cache only reads what others have stored there. It writes and deletes nothing, and needs no right
+    to: what is evicted here stays there, and is not found here any more. For shared media."""
+
+    read_bandwidth: ByteSize | None = Field(default=None, gt=0)
+    """Bytes a second that loads and prefetches may read here; no limit if left out, as for the next three. For storage
+    tiers."""
+    write_bandwidth: ByteSize | None = Field(default=None, gt=0)
+    """Bytes a second that may be written here."""
+    reads_per_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Blocks a second that may be read here: each is a request, or a part of one."""
+    writes_per_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Blocks a second that may be written here."""
+    max_write_bytes_per_day: ByteSize | None = Field(default=None, gt=0)
+    """Bytes that may be written here in a day, for a disk that wears out or a store that bills them; no limit if left
+    out. What would be more is dropped, and not waited for. An hour's share may be written at once, and after a restart.
+    For storage tiers."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_salt_quota(cls, given: Any) -> Any:  # noqa: ANN401 - as pydantic has it
+        if isinstance(given, Mapping) and "salt_quota" in given and "salt_quota" not in cls.model_fields:
+            raise ValueError(
+                "salt_quota is for shared_fs, whose sweeps count: what a salt has in any other medium takes a listing "
+                "of it all, see tiered_kv_backends.quotas.keep_quota"
+            )
+        return given
+
+    @model_validator(mode="after")
+    def _check_read_only(self) -> Self:
+        if self.read_only and isinstance(self, OwnedTierSettings):
+            raise ValueError("read_only is for media that others write to: no other process has this one's blocks")
+        if self.read_only and (self.write == "back" or self.admit_after > 1):
+            raise ValueError("a read_only tier is never written: leave out write and admit_after")
+        return self
+
+    @classmethod
+    def of(cls, given: object) -> Self:
+        """Return settings of this medium as they are, or made of a dict of fields or a URL.
+
+        Raises:
+            ConfigurationError: It is none of these, of another medium, or a field is unknown or wrong.
+        """
+        if isinstance(given, cls):
+            return given
+        fields = cls.from_url(given) if isinstance(given, str) else given
+        if not isinstance(fields, Mapping):
+            raise ConfigurationError(
+                f"settings are {cls.__qualname__}, a dict of its fields or a URL, not a {type(given).__name__}"
+            )
+        mine = cls.model_fields["medium"].default
+        if fields.get("medium", mine) != mine and ":" not in f"{fields['medium']}{mine}":
+            raise ConfigurationError(f"these are settings of medium {fields['medium']!r:.80}, not of {mine!r}")
+        return cls.model_validate(dict(fields))
+
+    @classmethod
+    def from_url(cls, url: str) -> dict[str, Any]:
+        """Return the fields that a URL has: those of its query, and for the rest ``url`` or ``path``, which it has.
+
+        A model that reads its URLs in a way of its own overrides this.
+
+        Raises:
+            ConfigurationError: It is no URL, or has what is no field.
+        """
+        parts, pairs = split_tier_url(url)
+        values: dict[str, Any] = dict(pairs)
+        if len(values) != len(pairs) or "medium" in values:
+            raise ConfigurationError(f"a {parts.scheme} URL names a field twice, or its medium")
+        if "@" in parts.query and not values.keys() <= cls.model_fields.keys():
+            raise ConfigurationError("an '@' comes after a '?' in a tier's URL: write '?' as %3F in a password")
+        if "url" in cls.model_fields:
+            values["url"] = f"{parts.scheme}://{parts.netloc}{parts.path}"  # `geturl` drops slashes where no host is
+        elif "path" in cls.model_fields:
+            values["path"] = path_of(parts)
+        elif parts.netloc or parts.path.strip("/"):
+            raise ConfigurationError(
+                f"fields come after a '?' in a {parts.scheme} URL: write {parts.scheme}://?capacity=32GiB"
+            )
+        return values
+
+
+class OwnedTierSettings(TierSettings):
+    """Base of the settings of a tier whose slots this cache gives and takes."""
+
+    policy: str = DEFAULT_POLICY
+    """Which blocks go first when there is no room: ``"lhd"``, ``"lru"``, ``"mq"``, ``"arc"``, ``"s3-fifo"``, or a
+    class, ``"package.module:Class"``."""
+    ttl_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """For how long a block is served after it came to this tier; see the guide on write policies for how exactly."""
+    exclusive: bool = False
+    """Whether a block is either here or in the CPU tier: it leaves that when it is written here, and leaves this when
+    it is loaded. For storage with ``write="back"``."""
+    scrub_bandwidth: ByteSize | None = Field(default=None, gt=0)
+    """Bytes a second that are read in the background to verify what lies there; nothing is if left out. For storage."""
+    scrub_interval_s: float = Field(default=7 * 24 * 3600.0, gt=0, allow_inf_nan=False)
+    """From the beginning of one such pass to that of the next."""

@@ -1,0 +1,543 @@
+"""Who may move next: a bound on the bytes in flight in one place, given out by priority.
+
+Loads come first, then prefetches, stores and demotions. Lower priorities may fill only a part of the budget, so that an
+urgent load never finds it full of theirs; and each kind of call may always have one piece in flight, so that none
+starves, whatever the priorities.
+
+How fast a storage tier reads now: learned from its reads, for the choice between loading blocks and computing them.
+
+A tier is taken for a pipe: a read that finds ``ahead`` bytes asked for before it, itself included, takes ``first_s +
+ahead x byte_s``. Both numbers are fitted to the reads of late, by least squares with weights that fade; what waits in
+the tier's line is part of ``ahead``, so the estimate rises and falls with the load. Loads read a few windows at a time,
+so they also say how much more each of them is going to read: with these a load takes turns.
+
+How much may be written to a medium that wears out by it, or is paid for by the byte: so many bytes a day.
+"""
+
+import asyncio
+import enum
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from typing import Any, Final, TypeVar
+
+T = TypeVar("T")
+Give = Callable[[], None]
+_LOOKS_AHEAD: Final = 16
+_PASSES: Final = 16
+_FIRST_HOLD_S: Final = 0.05
+_LONGEST_HOLD_S: Final = 2.0
+"""A window wants at most a quarter of the host's slots: so many get free within the longest hold, unless what has them
+takes more than eight seconds."""
+_OPEN: Final = 3
+"""Times as long as a line was held up it is open before it is held up again."""
+
+
+class Priority(enum.IntEnum):
+    """The order in which transfers are served; lower goes first."""
+
+    LOAD = 0
+    PREFETCH = 1
+    STORE = 2
+    DEMOTE = 3
+
+
+class Kind(enum.IntEnum):
+    """What a transfer does, whatever its priority is."""
+
+    LOAD = 0
+    """Somebody waits for the blocks."""
+    PREFETCH = 1
+    STORE = 2
+    CLEAN = 3
+    """Writes down what waited, see `transfers.cleaner`."""
+
+
+_SHARE: Final = {Priority.LOAD: 1.0, Priority.PREFETCH: 0.75, Priority.STORE: 0.5, Priority.DEMOTE: 0.25}
+
+
+class Waiter:
+    """Someone's place in line: of what kind they are, and who goes first.
+
+    Attributes:
+        lends: Whether memory of the engine's own is lent to the call that they wait for, so that nothing ends it early.
+    """
+
+    __slots__ = ("_places", "is_given_up", "kind", "lends", "priority")
+
+    def __init__(self, kind: Kind, priority: Priority | None = None, *, lends: bool = False) -> None:
+        """Make one; the priority is that of the kind if left out."""
+        self.kind = kind
+        self.lends = lends
+        self.priority = Priority(kind) if priority is None else priority
+        self.is_given_up = False
+        self._places: set[_Place] = set()
+
+    def hurry(self, kind: Kind, priority: Priority) -> None:
+        """Be of this kind and priority from now on, wherever this waits. It gets no slower by it."""
+        is_faster = priority < self.priority
+        if not is_faster and kind >= self.kind:
+            return
+        self.kind, self.priority = min(kind, self.kind), min(priority, self.priority)
+        self._look_again(moves=is_faster)
+
+    def nobody_waits(self) -> None:
+        """Be a prefetch from now on if this was a load, until it is hurried again."""
+        if self.kind is Kind.LOAD:
+            self.kind, self.priority = Kind.PREFETCH, max(self.priority, Priority.PREFETCH)
+            self._look_again(moves=True)
+
+    def give_up(self) -> None:
+        """Want nothing any more for which the turn has not come."""
+        self.is_given_up = True
+        self._look_again(moves=False)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether this waits in a line now: it has not got its turn."""
+        return bool(self._places)
+
+    def _look_again(self, *, moves: bool) -> None:
+        for place in list(self._places):
+            if moves:
+                place.room.move(place)
+            else:
+                place.room.changed()
+
+
+class _Place:
+    """One who waits in a line of a room."""
+
+    __slots__ = (
+        "attempt",
+        "hold",
+        "hold_s",
+        "lane",
+        "line",
+        "num_passed",
+        "open_until",
+        "room",
+        "size",
+        "turn",
+        "waiter",
+    )
+
+    def __init__(self, room: "Room", lane: int, waiter: Waiter, attempt: Callable[[], Any], size: int) -> None:
+        self.room = room
+        self.lane = lane
+        self.waiter = waiter
+        self.attempt = attempt
+        self.size = size
+        self.turn: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.line: OrderedDict[_Place, None] = OrderedDict()
+        self.num_passed = 0
+        self.hold: asyncio.TimerHandle | None = None
+        self.hold_s = _FIRST_HOLD_S
+        self.open_until = 0.0
+
+    def enter(self, line: "OrderedDict[_Place, None]") -> None:
+        """Stand at the end of a line."""
+        self.line = line
+        line[self] = None
+        self.waiter._places.add(self)  # noqa: SLF001 - the two of them keep this together
+
+    def leave(self) -> None:
+        """Stand in no line any more."""
+        self.line.pop(self, None)
+        self.waiter._places.discard(self)  # noqa: SLF001 - the two of them keep this together
+        if self.hold is not None:
+            self.hold.cancel()
+            self.num_passed, self.hold = 0, None  # in another line it begins anew
+
+    def was_passed(self) -> None:
+        """Count one who was served first though later in line; after some, hold up the line for a while."""
+        self.num_passed += 1
+        loop = self.turn.get_loop()
+        if self.num_passed >= _PASSES and loop.time() >= self.open_until:
+            self.hold = loop.call_later(self.hold_s, self._let_pass)
+
+    def _let_pass(self) -> None:
+        self.open_until = self.turn.get_loop().time() + _OPEN * self.hold_s
+        self.num_passed, self.hold, self.hold_s = 0, None, min(2 * self.hold_s, _LONGEST_HOLD_S)
+        self.room.changed()
+
+
+class Room:
+    """Lines of waiters, for things that are had whole and at once, or not yet.
+
+    There is one line for each lane and priority: who can be served in one lane does not wait for those in another.
+
+    A line is served in its order, with one exception: who wants less than the first, and can have it, may go before a
+    first that cannot be served. After 16 of these all that gets free is kept for the first, for a while, twice as long
+    each time, up to two seconds; and between two such times the line is open for longer. So neither does what can never
+    be had hold up the others, nor do they starve it.
+
+    Call `changed` whenever there may be more to have. No call's time grows with the number of waiters.
+    """
+
+    def __init__(self) -> None:
+        self._lines: tuple[dict[int, OrderedDict[_Place, None]], ...] = tuple({} for _ in Priority)  # each by lane
+        self._is_serving = self._has_changed = False
+
+    @property
+    def num_waiting(self) -> int:
+        """How many wait."""
+        return sum(len(line) for lanes in self._lines for line in lanes.values())
+
+    def is_wanted(self, lanes: Iterable[int]) -> bool:
+        """Whether anyone waits in one of these lanes."""
+        return any(line.get(lane) for lane in lanes for line in self._lines)
+
+    async def acquire(
+        self, attempt: Callable[[], T | None], waiter: Waiter, undo: Callable[[T], object], size: int = 1, lane: int = 0
+    ) -> T:
+        """Return what ``attempt`` gives once it is our turn and it gives something.
+
+        Args:
+            attempt: Takes it, or changes nothing and returns None. Called on the event loop, never concurrently.
+            waiter: Which line to wait in.
+            undo: Gives back what was taken for a waiter that was cancelled meanwhile.
+            size: How much is wanted: who wants less may pass who wants more.
+            lane: In which to wait.
+        """
+        is_first = not any(lanes.get(lane) for lanes in self._lines[: waiter.priority + 1])
+        if is_first and (got := attempt()) is not None:
+            return got
+        place = _Place(self, lane, waiter, attempt, size)
+        place.enter(self._line(place))
+        self.changed()
+        try:
+            won: T = await place.turn
+        except BaseException:
+            place.leave()
+            if place.turn.done() and not place.turn.cancelled() and place.turn.exception() is None:
+                undo(place.turn.result())
+            self.changed()
+            raise
+        return won
+
+    def move(self, place: _Place) -> None:
+        """Move a place to the end of the line that its waiter belongs to now."""
+        place.leave()
+        place.enter(self._line(place))
+        self.changed()
+
+    def _line(self, place: _Place) -> "OrderedDict[_Place, None]":
+        """Return the line that a place belongs to now."""
+        return self._lines[place.waiter.priority].setdefault(place.lane, OrderedDict())
+
+    def changed(self) -> None:
+        """Serve everyone who can be served now, line by line. A line's first waiter holds up only its own line."""
+        self._has_changed = True
+        if self._is_serving:  # an attempt has changed something itself: whoever serves goes round once more
+            return
+        self._is_serving = True
+        try:
+            while self._has_changed:
+                self._has_changed = False
+                for line in [line for lanes in self._lines for line in lanes.values() if line]:
+                    if line:  # still: to serve one line may end a wait in another
+                        _serve(line)
+        finally:
+            self._is_serving = False
+
+
+def _serve(line: "OrderedDict[_Place, None]") -> None:
+    first = next(iter(line))
+    while _is_served(first):
+        if not line:
+            return
+        first = next(iter(line))
+    least = first.size
+    for place in list(islice(line, 1, 1 + _LOOKS_AHEAD)) if len(line) > 1 else ():
+        if first.hold is not None:
+            return
+        if place.size < least:  # as much, or more, has just been asked for in vain
+            if _is_served(place):
+                first.was_passed()
+            else:
+                least = place.size
+
+
+def _is_served(place: _Place) -> bool:
+    if not place.turn.done():
+        try:
+            got = place.attempt()
+        except BaseException as error:  # noqa: BLE001 - it is for who waits, not for who gave something back
+            place.turn.set_exception(error)
+        else:
+            if got is None:
+                return False
+            place.turn.set_result(got)
+    place.leave()
+    return True
+
+
+class Budget:
+    """Bytes in flight, at most ``limit`` of them, or one piece of each kind if that is more; and how fast they come.
+
+    Attributes:
+        scrubs: How fast the medium is scrubbed.
+    """
+
+    def __init__(
+        self,
+        limit: int,
+        reads: "Pace | None" = None,
+        writes: "Pace | None" = None,
+        scrubs: "Bandwidth | None" = None,
+    ) -> None:
+        self.limit = limit
+        self.scrubs = scrubs
+        self.room = Room()
+        self._in_flight = [0] * len(Kind)
+        self._paces = {Kind.LOAD: reads, Kind.PREFETCH: reads, Kind.STORE: writes, Kind.CLEAN: writes}
+
+    @property
+    def in_flight(self) -> int:
+        """Bytes given out."""
+        return sum(self._in_flight)
+
+    async def take(self, num_bytes: int, waiter: Waiter, *, num_blocks: int = 1) -> Give:
+        """Wait until ``num_bytes`` more may be in flight; return what gives them back, when it is first called.
+
+        They are ``num_blocks``, for the pace at which they may come.
+        """
+        attempt = partial(self._attempt, num_bytes, num_blocks, waiter)
+        return await self.room.acquire(attempt, waiter, lambda give: give(), num_bytes)
+
+    async def take_unless(
+        self, is_off: Callable[[], bool], num_bytes: int, waiter: Waiter, *, num_blocks: int = 1
+    ) -> Give | None:
+        """`take`, or None, and nothing taken, once ``is_off()`` or the waiter has given up: then nobody waits.
+
+        `Room.changed` makes them look.
+        """
+
+        def attempt() -> Give | None:
+            return _nothing if waiter.is_given_up or is_off() else self._attempt(num_bytes, num_blocks, waiter)
+
+        give = await self.room.acquire(attempt, waiter, lambda give: give(), num_bytes)
+        return None if give is _nothing else give
+
+    def _attempt(self, num_bytes: int, num_blocks: int, waiter: Waiter) -> Give | None:
+        fits = self.in_flight + num_bytes <= self.limit * _SHARE[waiter.priority]
+        if self._in_flight[waiter.kind] and not fits:
+            return None
+        pace = self._paces[waiter.kind]
+        if pace is not None and not pace.take(num_bytes, num_blocks, self.room.changed):
+            return None
+        self._in_flight[waiter.kind] += num_bytes
+        return partial(self._give, [num_bytes], waiter.kind)
+
+    def _give(self, taken: list[int], kind: Kind) -> None:
+        if taken:
+            self._in_flight[kind] -= taken.pop()
+            self.room.changed()
+
+
+def _nothing() -> None:
+    pass
+
+
+class Bandwidth:
+    """A rate that several share. What was not used is not saved up, and what is large is let go and paid later.
+
+    Decides at once, never waits; for the event loop's thread.
+    """
+
+    def __init__(self, bytes_per_s: float | None, clock: Callable[[], float]) -> None:
+        """Make one; None is no limit."""
+        self._bytes_per_s = bytes_per_s
+        self._clock = clock
+        self._free_at = clock()
+
+    def take(self, num_bytes: int) -> None:
+        """Count bytes that begin to move."""
+        if self._bytes_per_s is not None:
+            self._free_at = max(self._free_at, self._clock()) + num_bytes / self._bytes_per_s
+
+    def wait_s(self) -> float:
+        """Say how long to wait before the next bytes; 0 for not at all."""
+        return max(0.0, self._free_at - self._clock())
+
+
+class Pace:
+    """Bytes and blocks a second of one tier in one direction. For the event loop's thread."""
+
+    def __init__(self, bytes_per_s: float | None, blocks_per_s: float | None, clock: Callable[[], float]) -> None:
+        """Make one; None is no limit."""
+        self._bytes = Bandwidth(bytes_per_s, clock)
+        self._blocks = Bandwidth(blocks_per_s, clock)
+        self._timer: asyncio.TimerHandle | None = None
+
+    def take(self, num_bytes: int, num_blocks: int, try_again: Callable[[], None]) -> bool:
+        """Let so much begin to move, or have ``try_again`` called when it may; say which."""
+        if wait_s := max(self._bytes.wait_s(), self._blocks.wait_s()):
+            if self._timer is None:
+                self._timer = asyncio.get_running_loop().call_later(wait_s, self._wake, try_again)
+            return False
+        self._bytes.take(num_bytes)
+        self._blocks.take(num_blocks)
+        return True
+
+    def _wake(self, try_again: Callable[[], None]) -> None:
+        self._timer = None
+        try_again()
+
+
+@dataclass
+class Backlog:
+    """Bytes of stores that are accepted and not yet written to every tier."""
+
+    limit: int
+    num_bytes: int = 0
+
+    def accept(self, num_bytes: int) -> bool:
+        """Count more bytes, unless that would be too many. A backlog that is empty accepts anything."""
+        if self.num_bytes and self.num_bytes + num_bytes > self.limit:
+            return False
+        self.num_bytes += num_bytes
+        return True
+
+    def done(self, num_bytes: int) -> None:
+        """Count bytes off."""
+        self.num_bytes -= num_bytes
+
+
+@dataclass
+class Limits:
+    """What bounds the transfers of one cache; shared by its chains."""
+
+    window_bytes: int
+    reads_in_flight: int
+    promote: bool
+    store_timeout_s: float
+    store_queue: Backlog
+    prefetches: Budget
+    low_water: float
+    clean_after_s: float
+    clean_bandwidth: Bandwidth
+    takes_stores: bool = True
+
+
+_FADE: Final = 0.9
+"""Of the weight of each read before, at one more: some ten reads count."""
+_SPREAD: Final = 0.05
+"""How much sizes have to differ, relative to their mean, before time is split into one for each byte and the rest."""
+_HALF_LIFE_S: Final = 30.0
+"""A tier that nobody has read from for long is taken for faster and faster, so that it is tried again."""
+
+
+@dataclass(frozen=True)
+class Read:
+    """One read under way: since when, and how many bytes the tier had to bring then, its own included."""
+
+    num_bytes: int
+    ahead: int
+    started: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What one more transfer would meet.
+
+    Attributes:
+        first_s: Seconds before its first byte: what was asked for before it has come.
+        byte_s: Seconds for each byte.
+        num_others: Transfers that go on reading, and with which it would take turns.
+        others_bytes: What they are going to read, all together, beside what they have asked for.
+    """
+
+    first_s: float
+    byte_s: float
+    num_others: int
+    others_bytes: int
+
+
+@dataclass
+class ReadSpeed:
+    """Of one tier and kind of block. For the event loop's thread.
+
+    Attributes:
+        clock: Seconds, monotonic.
+    """
+
+    clock: Callable[[], float]
+    _ahead: int = 0
+    _weight: float = 0.0
+    _sums: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0, 0.0])
+    _seen_at: float = 0.0
+    _plans: dict[object, int] = field(default_factory=dict)
+    _planned: int = 0
+
+    def begin(self, num_bytes: int) -> Read:
+        """Count a read that is asked for now; `end` follows, however it goes."""
+        self._ahead += num_bytes
+        return Read(num_bytes, self._ahead, self.clock())
+
+    def end(self, read: Read, *, is_well: bool) -> None:
+        """Count it off, and learn from it if it brought blocks."""
+        self._ahead -= read.num_bytes
+        if not is_well:
+            return
+        x, y, self._seen_at = float(read.ahead), self.clock() - read.started, self.clock()
+        self._weight = _FADE * self._weight + 1.0
+        for at, value in enumerate((x, y, x * x, x * y)):
+            self._sums[at] = _FADE * self._sums[at] + value
+
+    def plan(self, who: object, num_bytes: int) -> None:
+        """Say how much a transfer is going to read, beside what it has asked for: 0 once it asks for nothing more."""
+        self._planned += num_bytes - self._plans.pop(who, 0)
+        if num_bytes:
+            self._plans[who] = num_bytes
+
+    def estimate(self) -> Estimate | None:
+        """Say what one more transfer would meet; None before anything was read."""
+        if not self._weight:
+            return None
+        x, y, xx, xy = (each / self._weight for each in self._sums)
+        spread = xx - x * x
+        byte_s = min(max(0.0, (xy - x * y) / spread), y / x) if spread > (_SPREAD * x) ** 2 else y / x
+        first_s = max(0.0, y - byte_s * x)
+        faded = 0.5 ** (max(0.0, self.clock() - self._seen_at) / _HALF_LIFE_S)
+        first_s += self._ahead * byte_s
+        return Estimate(faded * first_s, faded * byte_s, len(self._plans), self._planned)
+
+
+_DAY_S: Final = 24 * 3600.0
+_SAVED_UP_S: Final = 3600.0
+"""What was not written for a while may be written at once, up to so long's share of the day."""
+
+
+class Wear:
+    """Of one backend, shared by the tiers that KV groups make of it. Decides at once, never waits.
+
+    Bytes count from when they may be written, so that writes at once share what was saved up. One write of more than an
+    hour's share is let go on when an hour's share is saved up, and paid for later.
+    """
+
+    def __init__(self, bytes_per_day: int | None, clock: Callable[[], float]) -> None:
+        """Make one; None is no limit."""
+        self._bytes_per_s = None if bytes_per_day is None else bytes_per_day / _DAY_S
+        self._clock = clock
+        self._seen_at = clock()
+        self._most = self._saved = _SAVED_UP_S * (self._bytes_per_s or 0.0)
+
+    def take(self, num_bytes: int) -> bool:
+        """Count bytes that are to be written from now on, or say that they must not be."""
+        if self._bytes_per_s is None:
+            return True
+        now = self._clock()
+        grown = self._saved + (now - self._seen_at) * self._bytes_per_s
+        self._saved, self._seen_at = min(grown, self._most), now
+        if self._saved < min(num_bytes, self._most):
+            return False
+        self._saved -= num_bytes
+        return True
+
+    def give_back(self, num_bytes: int) -> None:
+        """Count bytes off that were taken and not written."""
+        self._saved = min(self._saved + num_bytes, self._most)

@@ -1,0 +1,280 @@
+"""What all tiers have, and what those have whose blocks this cache keeps the books of.
+
+Blocks as transfers name them: an engine's keys become batches of names, of one KV group on one rank.
+
+The tiers whose slots copies reach: the GPU pool and the host.
+
+What a tier says of the blocks of one write.
+"""
+
+from abc import abstractmethod
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tiered_kv.catalog.index import TierIndex
+from tiered_kv.memory.host import HostSlab, check_host_memory
+from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.keys import BlockKey, BlockKeys, Names, Namespace, Shard
+from tiered_kv.values.specs import CPULoadStoreSpec, LoadStoreSpec
+
+_MOST_NAMESPACES: Final = 4096
+"""Tenants come and go; the digest of one costs a microsecond."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Blocks of one namespace, by name; ``positions`` says which block of its prompt each is."""
+
+    namespace: Namespace
+    names: Names
+    positions: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, at: "slice | NDArray[np.int64] | NDArray[np.bool_]") -> "Batch":
+        return Batch(self.namespace, self.names[at], self.positions[at])
+
+    def keys(self) -> list[BlockKey]:
+        """One key object per block, for a backend or a header."""
+        return self.namespace.keys_of(self.names, self.positions)
+
+
+class Naming:
+    """Adds to an engine's keys what they leave out: the fingerprint, the epoch and the shard.
+
+    Attributes:
+        fingerprint: Of the KV group.
+        shard: Whose part of the heads the blocks are.
+    """
+
+    def __init__(self, fingerprint: bytes, shard: Shard) -> None:
+        self.fingerprint = fingerprint
+        self.shard = shard
+        self._namespaces: dict[tuple[bytes, bytes], Namespace] = {}
+
+    def batch(self, keys: BlockKeys, epoch: bytes) -> Batch:
+        """Name blocks that weights of ``epoch`` computed."""
+        space = self.namespace(keys.salt_id, epoch)
+        return Batch(space, space.names(keys), np.arange(keys.start, keys.start + len(keys)))
+
+    def namespace(self, salt_id: bytes, epoch: bytes) -> Namespace:
+        """Return what a tenant's blocks, computed by weights of ``epoch``, share."""
+        space = self._namespaces.get((epoch, salt_id))
+        if space is None:
+            if len(self._namespaces) >= _MOST_NAMESPACES:
+                self._namespaces.clear()
+            space = self._namespaces[epoch, salt_id] = Namespace(self.fingerprint, epoch, salt_id, self.shard.part)
+        return space
+
+
+Mask = NDArray[np.bool_]
+
+
+@dataclass
+class Counters:
+    """Since the cache was opened; blocks unless they say otherwise."""
+
+    hits: int = 0
+    """Loaded from here: each block asked for is counted once, in the tier that had it before promotion."""
+    written: int = 0
+    """Stored or written down to here."""
+    promoted: int = 0
+    """Copied up to here by a load or prefetch."""
+    evicted: int = 0
+    """Made to leave for want of room."""
+    dropped: int = 0
+    """Not written for want of room or because the queue was full."""
+    corrupt: int = 0
+    """Read and found broken."""
+    failed: int = 0
+    """Not read or written because the medium failed."""
+    held_back: int = 0
+    """Not written as so many bytes a day have been already; counted as dropped, too."""
+    expired: int = 0
+    """Removed because they were here for too long."""
+    bytes_read: int = 0
+    """Of records that reads brought, padding included: nothing is counted for a memory tier."""
+    read_s: float = 0.0
+    """Of these reads, each as long as the medium took: several may be under way at once."""
+    read_queue_s: float = 0.0
+    """How long reads waited for their turn before that."""
+    bytes_written: int = 0
+    """Of records that the medium took."""
+    block_bytes_written: int = 0
+    """Of the blocks in these records alone, as they are in slots of memory."""
+    write_s: float = 0.0
+    """Of these writes."""
+    write_queue_s: float = 0.0
+    """How long they waited for their turn before that."""
+
+
+class Tier:
+    """What all tiers have: a name and counts."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.counters = Counters()
+
+    @property
+    @abstractmethod
+    def can_keep(self) -> bool:
+        """Whether blocks may stay here at all."""
+
+    async def locate(self, batch: Batch) -> LoadStoreSpec | None:
+        """Say where all these blocks are in this tier now; None where that is not to be told."""
+        return None
+
+
+class BookedTier(Tier):
+    """A tier of which this cache knows, without asking, what is in it.
+
+    Attributes:
+        index: Which block is in which slot.
+    """
+
+    index: TierIndex
+
+    @property
+    @abstractmethod
+    def is_in_use(self) -> bool:
+        """Whether what the books say can be had now."""
+
+    def slots_of(self, batch: Batch) -> NDArray[np.int64] | None:
+        """Return the slots of these blocks, or None unless every one of them can be read now."""
+        slots, _ = self.index.find(batch.names)
+        return slots if self.is_in_use and self.index.ready(batch.names).all() else None
+
+    @abstractmethod
+    def slots_within(self, capacity_bytes: int, block_bytes: int) -> int:
+        """Say how many blocks of each kind it would hold within a capacity, where a block of every kind takes so much.
+
+        Raises:
+            ConfigurationError: It cannot have that capacity.
+        """
+
+    @abstractmethod
+    async def grow(self, num_slots: int, more_bytes: int) -> None:
+        """Have what more slots need, of every kind of block: ``num_slots`` each, ``more_bytes`` of memory in all.
+
+        Raises:
+            ConfigurationError: The machine lacks the memory.
+            BackendUnavailableError: The medium did not grow. Nothing has changed.
+        """
+
+    @abstractmethod
+    async def shrink(self, num_slots: int) -> None:
+        """Give back what slots beyond ``num_slots`` took; nobody uses them, of any kind of block."""
+
+    def give_back(self, start: int, stop: int) -> bool:
+        """Return what idle slots beyond the capacity took, of this kind of block; say if none of them is in use."""
+        return True
+
+
+def prefix_of(mask: Mask) -> int:
+    """Count the leading positions of which it is true."""
+    holes = np.flatnonzero(~mask)
+    return int(holes[0]) if len(holes) else len(mask)
+
+
+class MemoryTier(BookedTier):
+    """A tier whose slots copies reach: rows of a tensor on the host or on a device.
+
+    Attributes:
+        index: Which block is in which row.
+        rows: ``(num_slots, stride / 8)`` int64.
+        write_back: Whether blocks wait in the tier above for the cleaner, if there is one above.
+    """
+
+    def __init__(self, name: str, index: TierIndex, rows: torch.Tensor, *, write_back: bool = False) -> None:
+        super().__init__(name)
+        self.index = index
+        self.rows = rows
+        self.write_back = write_back
+
+    @property
+    def can_keep(self) -> bool:
+        """See `Tier.can_keep`: a host tier may have bounce slots only."""
+        return self.index.num_slots > 0
+
+    @property
+    def is_in_use(self) -> bool:
+        """See `BookedTier.is_in_use`."""
+        return True
+
+    def slots_within(self, capacity_bytes: int, block_bytes: int) -> int:
+        """See `BookedTier.slots_within`: memory of a device is taken once."""
+        raise ConfigurationError(f"the capacity of tier {self.name!r} cannot be changed while it is used")
+
+    async def grow(self, num_slots: int, more_bytes: int) -> None:
+        """See `BookedTier.grow`."""
+
+    async def shrink(self, num_slots: int) -> None:
+        """See `BookedTier.shrink`: host memory goes back as it becomes free, see `HostTier.give_back`."""
+
+
+class HostTier(MemoryTier):
+    """The CPU tier and the bounce slots that everything else passes through: always there, if with no own slots."""
+
+    def __init__(self, name: str, index: TierIndex, slab: HostSlab, *, write_back: bool = False) -> None:
+        super().__init__(name, index, slab.rows, write_back=write_back)
+        self.slab = slab
+
+    async def locate(self, batch: Batch) -> CPULoadStoreSpec | None:
+        """See `Tier.locate`: slots of the slab, payloads without headers."""
+        slots = self.slots_of(batch)
+        return None if slots is None else CPULoadStoreSpec(slots, self.slab.name)
+
+    def slots_within(self, capacity_bytes: int, block_bytes: int) -> int:
+        """See `BookedTier.slots_within`."""
+        num_slots, most = capacity_bytes // block_bytes, self.index.max_slots
+        if not 0 < num_slots <= most:
+            raise ConfigurationError(
+                f"tier {self.name!r} can hold 1 to {most} blocks, not {num_slots}: set max_capacity"
+            )
+        return num_slots
+
+    async def grow(self, num_slots: int, more_bytes: int) -> None:
+        """See `BookedTier.grow`."""
+        check_host_memory(more_bytes)
+
+    def give_back(self, start: int, stop: int) -> bool:
+        """See `BookedTier.give_back`."""
+        idle = self.index.idle_retired(start, stop)
+        for run in np.split(idle, np.flatnonzero(np.diff(idle) > 1) + 1):
+            if len(run):
+                self.slab.give_back(int(run[0]), int(run[-1]) + 1)
+        return len(idle) == max(0, stop - start)
+
+
+@dataclass
+class WriteReport:
+    """What became of the blocks of one write, by position. Every position is in exactly one of them."""
+
+    written: Mask
+    present: Mask
+    dropped: Mask
+    failed: Mask = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.failed = ~(self.written | self.present | self.dropped)
+
+    @classmethod
+    def nothing_of(cls, n: int) -> "WriteReport":
+        """All of ``n`` blocks dropped."""
+        nothing = np.zeros(n, np.bool_)
+        return cls(nothing, nothing, ~nothing)
+
+    @classmethod
+    def failure_of(cls, n: int) -> "WriteReport":
+        """All of ``n`` blocks failed."""
+        nothing = np.zeros(n, np.bool_)
+        return cls(nothing, nothing, nothing)
+
+    def counts(self) -> dict[str, int]:
+        """How many blocks, by what became of them."""
+        return {name: int(np.count_nonzero(mask)) for name, mask in vars(self).items()}

@@ -1,0 +1,325 @@
+"""Memory of the engine's own that blocks are loaded into and stored from: its registered caches, and its host pools.
+
+To a transfer a host pool is a KV cache on a CPU, and moves over streams of its own: a GPU's would copy host memory in
+whichever thread submits. No such stream reaches a GPU pool tier, so for a host pool there is none: a block that is
+nowhere else ends the prefix.
+
+Host memory of the engine's own in which an id is a slot: read as whole blocks, seen as a cache that copies reach.
+"""
+
+import mmap
+from abc import ABC, abstractmethod
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tiered_kv.media.backend import Block
+from tiered_kv.memory.caches import PagedCaches
+from tiered_kv.memory.codec import Codec
+from tiered_kv.memory.copies import gather_blocks, scatter_blocks
+from tiered_kv.memory.cpu import CPUDevice
+from tiered_kv.memory.crossover import prepare
+from tiered_kv.memory.device import After, Device
+from tiered_kv.memory.lanes import Lanes
+from tiered_kv.tiers.tasks import in_a_thread
+from tiered_kv.tiers.tier import MemoryTier
+from tiered_kv.values.errors import ClosedError, ConfigurationError, LayoutMismatchError
+from tiered_kv.values.layout import PAGE_BYTES, KVCaches, KVGroup
+from tiered_kv.values.loop_calls import LoopCalls
+from tiered_kv.values.specs import CPULoadStoreSpec, EngineBlocks, GPULoadStoreSpec
+
+_HEADER_BYTES = 4096
+
+
+class DirectSlots:
+    """Page-aligned slots of the engine's, whose bytes a medium may fill."""
+
+    def __init__(self, memory: memoryview, slot_bytes: int, group: KVGroup) -> None:
+        """Take ``memory`` as slots of ``slot_bytes``.
+
+        Raises:
+            ConfigurationError: They do not begin at multiples of 4096 bytes, or are not as long as whole pages.
+        """
+        address = np.frombuffer(memory, np.uint8).ctypes.data
+        if address % PAGE_BYTES or slot_bytes % PAGE_BYTES or slot_bytes < group.stride_bytes:
+            raise ConfigurationError(
+                f"direct=True needs slots at multiples of {PAGE_BYTES} bytes, {group.stride_bytes} bytes or more each: "
+                f"this pool is at address {address:#x} (+{address % PAGE_BYTES}), with {slot_bytes} bytes a slot"
+            )
+        self._memory = memory
+        self._slot_bytes = slot_bytes
+        self._group = group
+
+    def blocks(self, slots: NDArray[np.int64]) -> list[Block]:
+        """Lend record buffers over ``slots``, with headers of their own. The last page of a block is used whole."""
+        headers = memoryview(mmap.mmap(-1, len(slots) * _HEADER_BYTES))
+        stride, payload = self._group.stride_bytes, self._group.payload_bytes
+        return [
+            Block(
+                headers[number * _HEADER_BYTES : (number + 1) * _HEADER_BYTES],
+                self._memory[slot * self._slot_bytes : slot * self._slot_bytes + stride],
+                payload,
+            )
+            for number, slot in enumerate(slots.tolist())
+        ]
+
+
+def slots_of(buffer: object, group: KVGroup, slot_bytes: int | None) -> tuple[memoryview, int]:
+    """Return a buffer of whole blocks as bytes, and the bytes from one slot to the next."""
+    memory, rows = _bytes_of(buffer)
+    if slot_bytes is None:
+        slot_bytes = len(memory) // rows if rows else group.payload_bytes
+    if slot_bytes < group.payload_bytes or slot_bytes % group.item_bytes:
+        raise LayoutMismatchError(
+            f"slots of {slot_bytes} bytes: a block of this KV group has {group.payload_bytes}, of {group.dtype} "
+            f"with {group.item_bytes} bytes each"
+        )
+    if not len(memory) or len(memory) % slot_bytes:
+        raise LayoutMismatchError(f"a buffer of {len(memory)} bytes is no number of slots of {slot_bytes} bytes")
+    return memory, slot_bytes
+
+
+def _bytes_of(buffer: object) -> tuple[memoryview, int]:
+    """Return the bytes of a buffer, and its length along the first axis if there are others, else 0."""
+    if isinstance(buffer, torch.Tensor):
+        if buffer.device.type != "cpu" or not buffer.is_contiguous():
+            raise LayoutMismatchError(
+                f"a host pool is contiguous memory of the CPU: got a tensor on {buffer.device}, shape "
+                f"{tuple(buffer.shape)} with strides {buffer.stride()}"
+            )
+        flat = buffer.detach().flatten().view(torch.uint8)
+        return flat.numpy().data, len(buffer) if buffer.dim() > 1 else 0
+    try:
+        view = memoryview(buffer)  # type: ignore[arg-type]  # who has no buffer raises
+    except TypeError:
+        raise ConfigurationError(
+            f"a host pool is a tensor or an object with the buffer protocol, got {type(buffer).__name__}"
+        ) from None
+    if view.readonly or not view.c_contiguous:
+        what = "read-only" if view.readonly else f"not contiguous (strides {view.strides})"
+        raise ConfigurationError(
+            f"the memory of a host pool must be writable and contiguous: {view.nbytes} bytes, {what}"
+        )
+    return view.cast("B"), view.shape[0] if view.ndim > 1 and view.shape else 0
+
+
+def bind_slots(
+    memory: memoryview, slot_bytes: int, group: KVGroup, *, device: Device, codec: Codec | None
+) -> PagedCaches:
+    """See whole blocks, one every ``slot_bytes``, as a packed cache whose pages are blocks."""
+    whole = group.in_one_page()
+    values = torch.frombuffer(memory, dtype=getattr(torch, group.dtype))
+    axes = "LP" + group.inner_axes
+    shape = [whole.axis_sizes[axis] for axis in axes]
+    strides = torch.empty(shape, device="meta").stride()
+    num_slots = len(memory) // slot_bytes
+    slots = values.as_strided((num_slots, *shape), (slot_bytes // values.itemsize, *strides))
+    return PagedCaches.bind(slots, whole, axes="B" + axes, device=device, codec=codec)
+
+
+Ids = NDArray[np.int64]
+
+
+class EngineMemory(ABC):
+    """What a transfer asks of the engine's memory, wherever that is: to copy between its pages and slots of rows.
+
+    Attributes:
+        gpu: The GPU pool tier that its copies reach too, if any.
+        direct: Its slots, if a medium may read into them.
+    """
+
+    gpu: MemoryTier | None
+    direct: DirectSlots | None
+
+    @property
+    @abstractmethod
+    def error(self) -> BaseException | None:
+        """What made its device unusable, if anything did."""
+
+    @abstractmethod
+    def check(self, after: After) -> None:
+        """Raise `ConfigurationError` unless its copies can wait for ``after``."""
+
+    @abstractmethod
+    def gather(self, pages: Ids, rows: Tensor, slots: Ids, *, layers: slice | None = None) -> None:
+        """Copy blocks out of the pages into slots, in a stream's turn; see `copies.gather_blocks`."""
+
+    @abstractmethod
+    def scatter(self, rows: Tensor, slots: Ids, pages: Ids, *, layers: slice | None = None) -> None:
+        """Copy blocks out of slots into the pages, in a stream's turn; see `copies.scatter_blocks`."""
+
+
+@dataclass(frozen=True)
+class Binding(EngineMemory):
+    """Memory of the engine's in this process.
+
+    Attributes:
+        group: The KV group of its blocks.
+        caches: The memory.
+        h2d: Streams that copy into it.
+        d2h: Streams that copy out of it.
+        gpu: The GPU pool tier that these streams reach too, if any.
+        direct: Its slots, if a medium may read into them.
+    """
+
+    group: int
+    caches: PagedCaches
+    h2d: Lanes
+    d2h: Lanes
+    gpu: MemoryTier | None
+    direct: DirectSlots | None = None
+
+    @property
+    def error(self) -> BaseException | None:
+        """See `EngineMemory.error`."""
+        return self.h2d.device.error
+
+    def check(self, after: After) -> None:
+        """See `EngineMemory.check`."""
+        self.h2d.device.check(after)
+
+    def gather(self, pages: Ids, rows: Tensor, slots: Ids, *, layers: slice | None = None) -> None:
+        """See `EngineMemory.gather`."""
+        gather_blocks(self.caches, pages, rows, slots, layers=layers)
+
+    def scatter(self, rows: Tensor, slots: Ids, pages: Ids, *, layers: slice | None = None) -> None:
+        """See `EngineMemory.scatter`."""
+        scatter_blocks(rows, slots, self.caches, pages, layers=layers)
+
+
+class Reach(Protocol):
+    """What of a KV group is asked for to bind memory to it."""
+
+    @property
+    def group(self) -> KVGroup:
+        """Its blocks."""
+
+    @property
+    def codec(self) -> Codec | None:
+        """How they are kept."""
+
+    @property
+    def gpu(self) -> MemoryTier | None:
+        """Its GPU pool."""
+
+    @property
+    def h2d(self) -> Lanes:
+        """Streams into the engine's device."""
+
+    @property
+    def d2h(self) -> Lanes:
+        """Streams out of it."""
+
+    @property
+    def loop_calls(self) -> LoopCalls:
+        """Calls into the event loop."""
+
+
+class Bindings:
+    """All memory that the engine has registered with one cache. Changed on the event loop, read from any thread."""
+
+    def __init__(self) -> None:
+        self._caches: dict[int, Binding] = {}
+        self._pools: dict[str, Binding] = {}
+        self._lanes: tuple[Lanes, Lanes] | None = None
+        self._is_closed = False
+
+    def register_caches(self, kv_caches: KVCaches, chain: Reach, *, group: int, axes: str | None) -> None:
+        """See `TieredKV.register_kv_caches`."""
+        caches = PagedCaches.bind(kv_caches, chain.group, axes=axes, device=chain.h2d.device, codec=chain.codec)
+        prepare(caches, chain.h2d.device)
+        self._caches[group] = Binding(group, caches, chain.h2d, chain.d2h, chain.gpu)
+
+    def caches_of(self, group: int) -> PagedCaches | None:
+        """Return the registered caches of a KV group."""
+        return binding.caches if (binding := self._caches.get(group)) is not None else None
+
+    def register_pool(
+        self,
+        name: str,
+        buffer: KVCaches,
+        chain: Reach,
+        stack: AsyncExitStack,
+        *,
+        group: int,
+        axes: str | None,
+        slot_bytes: int | None,
+        direct: bool,
+    ) -> None:
+        """See `TieredKV.register_host_pool`; ``stack`` ends with the cache."""
+        if not isinstance(name, str) or not name or name in self._pools:
+            taken = ", ".join(self._pools) or "none"
+            raise ConfigurationError(f"a host pool needs a name of its own, got {name!r}; taken: {taken}")
+        if direct and chain.codec is not None:
+            raise ConfigurationError(f"direct=True reads blocks as they are kept, which is as {chain.codec.name} here")
+        device = chain.h2d.device if chain.h2d.device.torch_device.type == "cpu" else CPUDevice()
+        slots = None
+        if axes is None and not isinstance(buffer, dict | list | tuple):
+            memory, stride_bytes = slots_of(buffer, chain.group, slot_bytes)
+            caches = bind_slots(memory, stride_bytes, chain.group, device=device, codec=chain.codec)
+            slots = DirectSlots(memory, stride_bytes, chain.group) if direct else None
+        elif slot_bytes is not None or direct:
+            raise ConfigurationError("slot_bytes and direct=True are for one buffer of whole blocks, not for fragments")
+        else:
+            caches = PagedCaches.bind(buffer, chain.group, axes=axes, device=device, codec=chain.codec)
+        if self._lanes is None:
+            self._lanes = Lanes(device, "pools-in"), Lanes(device, "pools-out")
+            if device is not chain.h2d.device:
+                stack.push_async_callback(in_a_thread, chain.loop_calls, device.close, 1.0)  # it joins threads
+            for lanes in self._lanes:
+                stack.callback(lanes.close)
+        self._pools[name] = Binding(group, caches, *self._lanes, gpu=None, direct=slots)
+
+    def unregister_caches(self, group: int) -> None:
+        """See `TieredKV.unregister_kv_caches`."""
+        self._caches.pop(group, None)
+
+    def forget(self) -> None:
+        """Let go of all of it: the cache is closed, and the engine may unmap it."""
+        self._is_closed = True  # first: a thread that finds nothing asks why
+        self._caches.clear()
+        self._pools.clear()
+
+    def find(self, spec: EngineBlocks, group: int) -> Binding:
+        """Return the memory that a spec is of, for blocks of one KV group.
+
+        Raises:
+            ConfigurationError: It is no spec, there is no such pool, or no caches are registered yet.
+            LayoutMismatchError: It is one of another KV group.
+            ClosedError: The cache was closed meanwhile.
+        """
+        if isinstance(spec, CPULoadStoreSpec):
+            pool = self._pools.get(spec.pool)
+            if pool is None:
+                self._check_open()
+                known = ", ".join(map(repr, self._pools)) or "none"
+                advice = "" if spec.pool else "; tensors that were registered are GPULoadStoreSpec, on a CPU too"
+                raise ConfigurationError(
+                    f"no host pool {spec.pool!r}: register_host_pool() comes first; there are {known}{advice}"
+                )
+            if pool.group != group:
+                raise LayoutMismatchError(
+                    f"keys of KV group {group}, but the host pool {spec.pool!r} is of {pool.group}"
+                )
+            return pool
+        if not isinstance(spec, GPULoadStoreSpec):
+            raise ConfigurationError(
+                "blocks of the engine are given as GPULoadStoreSpec or CPULoadStoreSpec, got "
+                f"{type(spec).__name__}: write GPULoadStoreSpec(block_ids)"
+            )
+        if spec.group != group:
+            raise LayoutMismatchError(f"keys of KV group {group}, block ids of group {spec.group}")
+        binding = self._caches.get(group)
+        if binding is None:
+            self._check_open()
+            raise ConfigurationError("register_kv_caches() comes before load and store: the cache has no tensors yet")
+        return binding
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError("this TieredKV is closed")

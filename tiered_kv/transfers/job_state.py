@@ -1,0 +1,360 @@
+"""One job on the event loop: what it holds, who is to move what, what has been answered, and how it ends.
+
+It decides and waits for nothing; when which of it happens is for `jobs.Jobs` to say.
+
+What a job holds of one rank's host memory: leased blocks of a load, reserved slots of a store.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiered_kv.catalog.leases import Lease, Reservation
+from tiered_kv.tiers.chain import Chain
+from tiered_kv.tiers.tier import Batch, Mask, prefix_of
+from tiered_kv.transfers.load import count_uses
+from tiered_kv.transfers.prefetch import Brought, lease_each, lease_prefix
+from tiered_kv.transfers.requests import JobRequest
+from tiered_kv.transfers.writedown import Tally, write_down
+from tiered_kv.values.errors import ConfigurationError, LayoutMismatchError
+from tiered_kv.values.hints import ReuseHint
+from tiered_kv.values.plan import JobResult, Move, Plan, TierShare
+from tiered_kv.values.specs import CPULoadStoreSpec, GPULoadStoreSpec
+
+
+class HeldLoad:
+    """Blocks leased on the host for one rank.
+
+    Attributes:
+        chain: Of the rank.
+        spec: Where they are.
+        positions: Which of the job's keys they are.
+        present: Which blocks of the job need no move: none.
+        answers: What a flush waits for: nothing.
+    """
+
+    answers: "tuple[asyncio.Future[None], ...]" = ()
+
+    def __init__(
+        self,
+        chain: Chain,
+        batch: Batch,
+        lease: Lease,
+        brought: Brought,
+        positions: NDArray[np.int64] | None = None,
+    ) -> None:
+        """Take over a lease on a prefix of ``batch``, or on its blocks at these positions; ``brought`` is about all."""
+        self.chain = chain
+        self.spec = CPULoadStoreSpec(lease.slots, chain.host.slab.name)
+        self.positions = np.arange(len(lease.slots)) if positions is None else positions
+        self.present: Mask = np.zeros(len(brought.source), np.bool_)
+        self._batch = batch
+        self._lease = lease
+        self._brought = brought
+
+    def end(self, moved: Mask, wanted: slice) -> None:
+        """Let go of the slots; ``moved`` is what all ranks have in place, ``wanted`` what they were asked for."""
+        chain = self.chain
+        source = self._source_of(moved)
+        chain.ledger.count_load(self._batch.namespace.salt, len(moved[wanted]), len(source), "not moved")
+        for tier, count in zip(chain.tiers, np.bincount(source, minlength=len(chain.tiers)), strict=True):
+            tier.counters.hits += int(count)
+        chain.release(self._lease)
+        if len(used := self._batch[moved]):
+            came = chain.unwritten.begin()  # a flush waits for what it admits, though the job has ended
+            counting = chain.tasks.spawn(count_uses(chain, used, came=came), f"count uses of {len(used)} blocks")
+            counting.add_done_callback(lambda _: chain.unwritten.end(came))
+
+    def shares(self, moved: Mask, now: float) -> Iterator[tuple[str, int, float]]:
+        """Yield the tiers that had what has moved: their names, how many blocks, when these were on the host."""
+        source, arrived = self._source_of(moved), self._brought.arrived[moved]
+        for number in np.unique(source).tolist():
+            of_tier = source == number
+            yield self.chain.tiers[number].name, int(np.count_nonzero(of_tier)), float(arrived[of_tier].max())
+
+    def _source_of(self, moved: Mask) -> NDArray[np.int8]:
+        # What another call brought meanwhile was on the host.
+        source: NDArray[np.int8] = np.where(self._brought.source < 0, len(self.chain.memory) - 1, self._brought.source)[
+            moved
+        ]
+        return source
+
+    def abandon(self, wanted: slice) -> None:
+        """End it while a worker may be reading the slots yet: what that brings counts for nothing."""
+        self.end(np.zeros_like(self.present), wanted)
+
+
+class HeldStore:
+    """Slots reserved on the host for what one rank is to copy out.
+
+    Attributes:
+        chain: Of the rank.
+        spec: Where it goes.
+        positions: Which of the job's keys go there.
+        present: Which blocks of the job were there already.
+        answers: What a flush waits for, if a worker may be copying: done once it has answered and what it copied counts
+            as not written yet, cancelled if the cache was closed before.
+    """
+
+    def __init__(
+        self, chain: Chain, batch: Batch, reservation: Reservation, num_keys: int, hint: ReuseHint | None
+    ) -> None:
+        """Take over what was reserved for ``batch``: all ``num_keys`` of the job, or none where there is no room."""
+        self.chain = chain
+        self.positions = np.flatnonzero(reservation.slots >= 0)
+        self.spec = CPULoadStoreSpec(reservation.slots[self.positions], chain.host.slab.name)
+        self.present: Mask = np.zeros(num_keys, np.bool_)
+        self.present[: len(batch)] = reservation.slots < 0
+        self._batch = batch
+        self._reservation = reservation
+        self._hint = hint
+        self._came = chain.unwritten.now
+        self._answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.answers = (self._answer,)
+
+    def end(self, moved: Mask, wanted: slice) -> None:
+        """Make readable what all ranks have copied out, give back the other slots, and write down."""
+        self._count(moved, wanted)
+        chain = self.chain
+        lease = self._reservation.commit(moved[: len(self._batch)])
+        self._reservation.close()
+        chain.room.changed()
+        live = lease.slots >= 0
+        if self._hint is not None:
+            chain.host.index.hint(self._batch.names[live], self._hint)
+        n = int(np.count_nonzero(live))
+        tally = Tally(chain.tiers)
+        tally.add(chain.host, written=n, dropped=len(self.spec) - n)
+        present = self.present[: len(live)]
+        came = chain.unwritten.begin(self._came)  # from here on a flush waits for it as for any store
+        chain.touch_there(self._batch[~live & present])
+        chain.count_use(self._batch[live | present], came)
+        ended = partial(chain.unwritten.end, came)
+        write_down(chain, tally, chain.host, self._batch[live], lease.slots[live], lease, came, ended)
+        self._answer.set_result(None)
+
+    def abandon(self, wanted: slice) -> None:
+        """End it while a worker may be writing to the slots yet: nobody gets them any more."""
+        self._count(np.zeros_like(self.present), wanted)
+        self._answer.cancel()
+
+    def shares(self, moved: Mask, now: float) -> Iterator[tuple[str, int, float]]:
+        """Yield the host's name, how many blocks it has got, and when."""
+        if num_blocks := int(np.count_nonzero(moved[self.positions])):
+            yield self.chain.host.name, num_blocks, now
+
+    def _count(self, moved: Mask, wanted: slice) -> None:
+        stored, present = int(np.count_nonzero(moved[self.positions])), int(np.count_nonzero(self.present[wanted]))
+        requested = len(moved[wanted])
+        reason = "not moved" if len(self._batch) else "no room"
+        dropped = requested - stored - present
+        reasons = {reason: dropped} if dropped else {}
+        self.chain.ledger.count_store(requested, stored=stored, present=present, dropped=reasons)
+
+
+Held = HeldLoad | HeldStore
+
+
+def reserve_all(batches: Sequence[tuple[Chain, Batch]], hint: ReuseHint | None) -> list[HeldStore]:
+    """Reserve slots for what each rank lacks, if there is room for all of it; else for nothing."""
+    num_keys = len(batches[0][1])
+    # Asked of all ranks first: what one would evict for its part must not be lost because another has no room.
+    if not all(chain.limits.takes_stores and chain.host.index.fits(batch.names) for chain, batch in batches):
+        batches = [(chain, batch[:0]) for chain, batch in batches]
+    reservations = [chain.reserve(chain.host, batch) for chain, batch in batches]
+    return [
+        HeldStore(chain, batch, reservation, num_keys, hint)
+        for (chain, batch), reservation in zip(batches, reservations, strict=True)
+        if reservation is not None  # it fits, as was said
+    ]
+
+
+class Underway:
+    """A job from its beginning to its end.
+
+    Attributes:
+        request: What it is about.
+        plan: What ranks are to do, once it holds something.
+        is_bound: Whether the engine's blocks are said. Set by any thread, once.
+    """
+
+    def __init__(self, number: int, request: JobRequest, clock: Callable[[], float]) -> None:
+        self.request = request
+        self.plan: Plan | None = None
+        self.is_bound = request.engine is not None
+        self._number = number
+        self._held: Sequence[Held] = ()
+        self._wanted = slice(0, len(request.keys))  # of the keys; less once it is bound to less
+        self._moved: list[Mask] = []  # by rank, over the keys
+        self._unanswered: dict[int, Mask] = {}  # by rank, over the keys; only ranks that must answer
+        self._errors: dict[int, str] = {}  # by rank
+        self._clock = clock
+        self._begun = self._planned = clock()
+        self._moved_s = 0.0
+
+    def hold(self, pids: Sequence[int], brought: Sequence[Brought]) -> Plan:
+        """Hold host memory for every rank, and say who moves what.
+
+        Args:
+            pids: The process of each rank.
+            brought: Of a load, by rank, which tier had each key's block.
+        """
+        request, keys = self.request, self.request.keys
+        for chain, batch in request.parts:
+            chain.ledger.use(request.direction, batch.names)
+        if request.direction == "store":
+            self._held = reserve_all(request.parts, request.hint)
+        else:
+            leases, at = lease_each(request.parts) if request.gaps else (lease_prefix(request.parts), None)
+            self._held = [
+                HeldLoad(chain, batch, lease, of_rank, at)
+                for (chain, batch), lease, of_rank in zip(request.parts, leases, brought, strict=True)
+            ]
+        self._moved = [held.present.copy() for held in self._held]
+        moves = tuple(
+            Move(rank, pid, None, held.spec, tuple(held.positions.tolist()))
+            for rank, (pid, held) in enumerate(zip(pids, self._held, strict=True))
+        )
+        num_blocks = len(moves[0].positions) if request.direction == "load" and not request.gaps else len(keys)
+        plan = Plan(self._number, request.direction, num_blocks, moves)
+        if request.engine is not None:
+            per_block = request.pages_per_block
+            plan = bind(plan, per_block, request.engine[: num_blocks * per_block])
+        self._unanswered = {move.rank: self._mask_of(move.positions) for move in moves if move.positions}
+        self.plan = plan
+        self._planned = self._clock()
+        return plan
+
+    def follow(self, plan: Plan, wanted: slice) -> None:
+        """Have ranks do what a plan says that was bound to a part of the keys, and expect no answer for the rest."""
+        self.plan, self._wanted = plan, wanted
+        for move in plan.moves:
+            self.take_keys(move.rank, ~self._mask_of(move.positions), moved=False)
+
+    @property
+    def may_be_out(self) -> bool:
+        """Whether a worker may have its plan: it is bound, or may have been where it is planned."""
+        return self.is_bound or self.request.is_far
+
+    @property
+    def answers(self) -> "list[asyncio.Future[None]]":
+        """What a flush waits for once workers have its plan."""
+        return [each for held in self._held for each in held.answers]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every answer has come."""
+        return not self._unanswered
+
+    def waits_for(self, rank: int, pid: int) -> bool:
+        """Say whether a process has not answered for its rank."""
+        return self.plan is not None and rank in self._unanswered and self.plan.move_of(rank).pid == pid
+
+    def take(self, rank: int, num_moved: int, error: str, seconds: float = 0.0) -> None:
+        """Take a rank's answer: it has moved the first slots of its part, and will touch none any more."""
+        if self.plan is not None and self._unanswered.pop(rank, None) is not None:
+            self._moved[rank] |= self._mask_of(self.plan.move_of(rank).positions[: max(0, num_moved)])
+            self._moved_s = max(self._moved_s, seconds)
+            if error:
+                self._errors[rank] = error
+
+    def take_keys(self, rank: int, answered: Mask, *, moved: bool) -> None:
+        """Take an answer for some keys of a rank's part."""
+        if (unanswered := self._unanswered.get(rank)) is None:
+            return
+        if moved:
+            self._moved[rank] |= answered & unanswered
+        unanswered &= ~answered
+        if not unanswered.any():
+            del self._unanswered[rank]
+
+    def end(self) -> JobResult:
+        """Let go of what it holds; what every rank has moved is readable, or in place."""
+        moved: Mask = np.logical_and.reduce(self._moved)
+        errors = [f"rank {rank}: {error}" for rank, error in sorted(self._errors.items())]
+        is_load = self.request.direction == "load"
+        if is_load and not self.request.is_current():
+            moved[:] = False
+            errors.append("epoch advanced")
+        for held in self._held:
+            held.end(moved, self._wanted)
+        if is_load:
+            num_blocks, num_moved = prefix_of(moved[self._wanted]), int(np.count_nonzero(moved))
+        else:
+            everywhere = np.logical_and.reduce([held.present for held in self._held])
+            num_blocks = num_moved = int(np.count_nonzero(moved & ~everywhere))
+        return self._result(num_blocks, num_moved, errors, moved, self._shares(moved))
+
+    def give_up(self, why: str, *, may_be_writing: bool = False) -> JobResult:
+        """End it with nothing; what a worker may be writing to stays reserved for good."""
+        nothing: Mask = np.zeros(len(self.request.keys), np.bool_)
+        for rank, held in enumerate(self._held):
+            if may_be_writing and self.may_be_out and rank in self._unanswered:
+                held.abandon(self._wanted)
+            else:
+                held.end(nothing, self._wanted)
+        return self._result(0, 0, [why], nothing)
+
+    def _shares(self, moved: Mask) -> dict[str, TierShare]:
+        """Say which tiers had, or have taken, what every rank has moved."""
+        shares: dict[str, TierShare] = {}
+        for held in self._held:
+            for tier, num_blocks, at in held.shares(moved, self._clock()):
+                so_far = shares.get(tier, TierShare(0, 0.0))
+                num_bytes = so_far.num_bytes + num_blocks * held.chain.group.payload_bytes
+                shares[tier] = TierShare(num_bytes, max(so_far.seconds, at - self._begun))  # 0 of what was there before
+        return shares
+
+    def _result(
+        self,
+        num_blocks: int,
+        num_moved: int,
+        errors: Sequence[str],
+        mask: Mask,
+        shares: Mapping[str, TierShare] | None = None,
+    ) -> JobResult:
+        num_bytes = num_moved * sum(chain.group.payload_bytes for chain, _ in self.request.parts)
+        seconds, planned_s = self._clock() - self._begun, self._planned - self._begun
+        mask.flags.writeable = False
+        times = seconds, planned_s, self._moved_s
+        return JobResult(self._number, num_blocks, tuple(errors), num_bytes, *times, shares or {}, mask)
+
+    def _mask_of(self, positions: Sequence[int]) -> Mask:
+        mask: Mask = np.zeros(len(self.request.keys), np.bool_)
+        mask[np.array(positions, np.int64)] = True
+        return mask
+
+
+def bind(plan: Plan, per_block: int, blocks: GPULoadStoreSpec, start: int = 0) -> Plan:
+    """Return a plan that has no blocks of the engine with those of ``keys[start:]``, as many as there are.
+
+    Args:
+        plan: What is held.
+        per_block: Block ids of the engine per key.
+        blocks: The engine's.
+        start: Of the first key that they are for.
+
+    Raises:
+        ConfigurationError: It has some already.
+        LayoutMismatchError: Ids for a part of a block, or for more blocks than the plan holds.
+    """
+    num_blocks, rest = divmod(len(blocks), per_block)
+    if any(move.engine is not None for move in plan.moves):
+        raise ConfigurationError(f"job {plan.job} is about blocks of the engine already: it is bound once")
+    if rest or start + num_blocks > plan.num_blocks:
+        raise LayoutMismatchError(
+            f"{len(blocks)} block ids, {per_block} a key, from key {start} on: the plan has {plan.num_blocks} keys"
+        )
+    pages = blocks.ids.reshape(-1, per_block)
+    moves = []
+    for move in plan.moves:
+        positions = np.array(move.positions, np.int64)
+        chosen = np.flatnonzero((positions >= start) & (positions < start + num_blocks))
+        engine = GPULoadStoreSpec(pages[positions[chosen] - start].ravel(), blocks.group)
+        host = CPULoadStoreSpec(move.host.ids[chosen], move.host.pool)
+        moves.append(replace(move, engine=engine, host=host, positions=tuple(positions[chosen].tolist())))
+    return replace(plan, num_blocks=num_blocks, moves=tuple(moves))

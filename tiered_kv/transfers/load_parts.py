@@ -1,0 +1,298 @@
+"""Loads with gaps: what is there, block by block, where a hole ends nothing.
+
+Such a load asks which blocks are anywhere, and loads these as if there were none between them: so it is made of loads
+of a prefix, one for what is in memory and one for what is not. Where one of them ends early, as a block was lost after
+all, another begins behind it.
+
+Loads from the back, for an engine that computes the same blocks from the front until the two meet.
+
+Such a load is made of loads of short parts, the last part first. The engine claims what it is about to compute, by
+`LoadHandle.stop_before`: a part that it claims is given up unless its copy has begun, so the engine waits for no
+medium, only for copies. Together they take no longer than the faster of them would alone, whatever each would take.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiered_kv.tiers.chain import Chain
+from tiered_kv.tiers.storage import StorageTier
+from tiered_kv.tiers.tier import Batch, Mask, MemoryTier, prefix_of
+from tiered_kv.transfers.handles import LoadHandle, cancel_each, each_of
+from tiered_kv.transfers.load import InTask, check_stop, load_result, overtaken
+from tiered_kv.transfers.prefetch import Brought, bring_each, start_bringing
+from tiered_kv.transfers.requests import LoadRequest
+from tiered_kv.transfers.window import Said, said_of
+from tiered_kv.values.results import LoadResult, TierFault
+
+_PACKED: Final = 16
+"""Blocks that media pack; a part has no fewer unless it has to."""
+
+
+@dataclass
+class _Part:
+    """Blocks ``start <= i < stop`` and what loads them."""
+
+    start: int
+    stop: int
+    handle: LoadHandle
+
+
+class BackLoad(InTask):
+    """One such load of one KV group."""
+
+    def __init__(self, request: LoadRequest, start_part: Callable[[LoadRequest], LoadHandle]) -> None:
+        """Prepare a load; ``start_part`` starts those of a prefix that it is made of."""
+        super().__init__(request)
+        self._start_part = start_part
+        self._ahead = request.chain.limits.reads_in_flight + 1
+        self._size = _part_size(len(request.batch), request.chain.window_blocks, self._ahead)
+        self._claimed = 0
+        self._begun = len(request.batch)
+        self._parts: list[_Part] = []  # the last blocks first
+        self._given_up: list[LoadHandle] = []
+        self._in_place = len(request.batch)
+
+    def begin(self) -> LoadHandle:
+        """Start it, in a task of the cache. How many blocks there are is known when it has ended."""
+        chain = self._request.chain
+        return self.start_load(chain.tasks.spawn(self._run(), f"load {len(self._request.batch)} blocks from the back"))
+
+    def stop_before(self, block: int) -> int:
+        """See `LoadHandle.stop_before`."""
+        check_stop(self._request, block)
+        while self._parts and (first := self._parts[-1]).start < block and not first.handle.is_copying:
+            self._parts.pop()
+            first.handle.cancel()
+            self._given_up.append(first.handle)
+            self._begun = first.stop
+            if block < first.stop:  # what is behind the claim joins the read that is under way
+                self._begin_part(block, first.stop)
+        self._claimed = max(self._claimed, min(block, self._begun))
+        return self._claimed
+
+    async def _run(self) -> LoadResult:
+        """Move the blocks; as for `Load.run`, nothing touches the engine's memory any more when it ends."""
+        request, loop = self._request, asyncio.get_running_loop()
+        started = loop.time()
+        by_tier: Counter[str] = Counter()
+        faults: list[TierFault] = []
+        try:
+            await self._move(by_tier, faults)
+        except asyncio.CancelledError:
+            self.revoked = True
+        finally:
+            await self._end_parts()
+        n = len(request.batch)
+        if not request.is_current():
+            self._in_place = self._begun = n
+            by_tier.clear()
+            faults = [overtaken(request)]
+        mask: Mask = np.arange(n) >= self._in_place
+        mask.flags.writeable = False
+        self._settle(n - self._in_place)
+        # What the engine has claimed it did not miss.
+        wanted = replace(request, batch=request.batch[self._claimed :])
+        last_missed = max(0, self._in_place - 1 - self._claimed)
+        counts = [by_tier[tier.name] for tier in request.chain.tiers]
+        result = load_result(wanted, last_missed, counts, faults, loop.time() - started, mask)
+        return replace(result, num_blocks=0 if self._in_place else n, num_requested=n)
+
+    async def _move(self, by_tier: Counter[str], faults: list[TierFault]) -> None:
+        """Load part after part towards the front, a few at a time, until one is not whole or the engine is met."""
+        while not self.revoked:
+            while self._begun > self._claimed and len(self._parts) < self._ahead:
+                self._begin_part(self._start_of_part(), self._begun)
+            if not self._parts:
+                return
+            part = self._parts[0]
+            result = await part.handle
+            if not self._parts or self._parts[0] is not part:
+                continue  # the engine has claimed it meanwhile
+            del self._parts[0]
+            faults += result.faults
+            if result.num_blocks < part.stop - part.start:
+                return  # an engine that comes from the front has no use for what is before a hole
+            by_tier.update(result.by_tier)
+            self._in_place = part.start
+
+    def _start_of_part(self) -> int:
+        """Return where the part begins that ends where the others begin; media that pack blocks pack aligned ones."""
+        over = (int(self._request.batch.positions[self._begun - 1]) + 1) % self._size
+        return max(self._claimed, self._begun - (over or self._size))
+
+    def _begin_part(self, start: int, stop: int) -> None:
+        request = self._request
+        part = replace(
+            request, batch=request.batch[start:stop], pages=request.pages[start:stop], lane=request.lane.part(),
+            order="front", is_part=True,
+        )  # fmt: skip
+        self._parts.append(_Part(start, stop, self._start_part(part)))
+        self._begun = start
+
+    async def _end_parts(self) -> None:
+        """Stop what is under way, and wait until nothing moves. All that is not in place may then be claimed."""
+        parts, self._parts = self._parts, []
+        self._begun = min((part.start for part in parts if part.handle.is_copying), default=self._in_place)
+        cancel_each([part.handle for part in parts])
+        await each_of([*self._given_up, *(part.handle for part in parts)])
+        self._begun = self._in_place
+        task = asyncio.current_task()
+        self.revoked = self.revoked or (task is not None and task.cancelling() > 0)
+
+
+def _part_size(num_blocks: int, window_blocks: int, ahead: int) -> int:
+    """Return a window, as other loads have it; of fewer blocks a part so large that all are under way at once."""
+    size = max(1, min(-(-num_blocks // ahead), window_blocks))
+    return size - size % _PACKED if size > _PACKED else size
+
+
+_ROUNDS: Final = 16
+"""In which a plan looks for blocks behind one that was lost, or for which there was no room."""
+
+
+async def anywhere(
+    chain: Chain, batch: Batch, memories: Sequence[MemoryTier], faults: list[TierFault] | None = None
+) -> tuple[NDArray[np.int64], Said]:
+    """Return which blocks some tier has, or is getting, and what the shared tiers have said of these.
+
+    Args:
+        chain: The tiers of storage.
+        batch: The blocks.
+        memories: Those of its memory tiers that are in reach.
+        faults: Told what kept tiers from answering that may have blocks which no other has.
+    """
+    there: Mask = np.zeros(len(batch), np.bool_)
+    said: dict[StorageTier, NDArray[np.int8]] = {}
+    silent: list[TierFault] = []
+    for memory in memories:
+        _, states = memory.index.find(batch.names)
+        there |= states > 0
+    for tier in chain.storage:
+        left = np.flatnonzero(~there)
+        if not len(left):
+            break
+        there[left] = found = await tier.find_each(batch[left], silent)
+        if tier.is_shared:
+            said[tier] = said_of(left, found, len(batch))
+    at = np.flatnonzero(there)
+    if faults is not None and len(at) < len(batch):
+        faults += silent
+    return at, _of_each(said, at)
+
+
+def _of_each(said: Said, at: NDArray[np.int64]) -> Said:
+    return {tier: known[at] for tier, known in said.items()}
+
+
+async def bring_around_gaps(parts: Sequence[tuple[Chain, Batch]], deadline: float) -> list[Brought]:
+    """Copy up to host memory what every rank has, as far as it fits, until ``deadline``. Holds nothing.
+
+    Where blocks are lost on their way it goes on behind them, a few times.
+
+    Returns:
+        As for `start_bringing`.
+    """
+    n = len(parts[0][1])
+    brought = [Brought(n) for _ in parts]
+    at = np.arange(n)
+    for _ in range(_ROUNDS):
+        try:
+            async with asyncio.timeout_at(deadline):
+                found_of = [await anywhere(chain, batch[at], [chain.host]) for chain, batch in parts]
+        except TimeoutError:
+            break
+        everywhere = reduce(np.intersect1d, [found for found, _ in found_of])
+        said = [_of_each(known, np.searchsorted(found, everywhere)) for found, known in found_of]
+        at = at[everywhere]
+        wanted = [(chain, batch[at]) for chain, batch in parts]
+        found, handles = start_bringing(wanted, said, deadline)
+        await bring_each(handles)
+        for of_rank, now in zip(brought, found, strict=True):
+            came = now.source >= 0
+            of_rank.source[at[came]], of_rank.arrived[at[came]] = now.source[came], now.arrived[came]
+        arrived = min(chain.host.index.ready_prefix(batch.names) for chain, batch in wanted)
+        at = at[arrived + 1 :]
+        if not len(at):
+            break
+    return brought
+
+
+class GapLoad(InTask):
+    """One such load of one KV group."""
+
+    def __init__(self, request: LoadRequest, start_part: Callable[[LoadRequest], LoadHandle]) -> None:
+        """Prepare a load; ``start_part`` starts those of a prefix that it is made of."""
+        super().__init__(request)
+        self._start_part = start_part
+
+    def begin(self) -> LoadHandle:
+        """Start it, in a task of the cache. How many blocks there are is known when it has ended."""
+        chain = self._request.chain
+        return self.start_load(chain.tasks.spawn(self._run(), f"load {len(self._request.batch)} blocks with gaps"))
+
+    async def _run(self) -> LoadResult:
+        """Move the blocks; as for `Load.run`, nothing touches the engine's memory any more when it ends."""
+        request, loop = self._request, asyncio.get_running_loop()
+        started = loop.time()
+        mask: Mask = np.zeros(len(request.batch), np.bool_)
+        by_tier: Counter[str] = Counter()
+        faults: list[TierFault] = []
+        try:
+            await self._move(mask, by_tier, faults)
+        except TimeoutError:
+            faults.append(TierFault("", "deadline", len(request.batch)))
+        except asyncio.CancelledError:
+            self.revoked = True
+        if not request.is_current():
+            mask[:] = False
+            by_tier.clear()
+            faults = [overtaken(request)]
+        mask.flags.writeable = False
+        self._settle(int(np.count_nonzero(mask)))
+        counts = [by_tier[tier.name] for tier in request.chain.tiers]
+        return load_result(request, prefix_of(mask), counts, faults, loop.time() - started, mask)
+
+    async def _move(self, mask: Mask, by_tier: Counter[str], faults: list[TierFault]) -> None:
+        request, loop = self._request, asyncio.get_running_loop()
+        chain = request.chain
+        memories = chain.memory if request.binding.gpu is not None else [chain.host]
+        at = np.arange(len(request.batch))
+        while not self.revoked and request.is_current() and loop.time() < request.deadline:
+            async with asyncio.timeout_at(request.deadline):
+                found, said = await anywhere(chain, request.batch[at], memories, faults)
+                at = at[found]
+            if not len(at):
+                return
+            resident = np.logical_or.reduce([memory.index.ready(request.batch.names[at]) for memory in memories])
+            # Two of them: no medium delays what is in memory.
+            each = [where for where in (np.flatnonzero(~resident), np.flatnonzero(resident)) if len(where)]
+            parts = [at[where] for where in each]
+            results = await self._load_each(parts, [_of_each(said, where) for where in each])
+            for part, result in zip(parts, results, strict=True):
+                mask[part[: result.num_blocks]] = True
+                by_tier.update(result.by_tier)
+                faults += result.faults
+            if any(fault.tier == "engine" for result in results for fault in result.faults):
+                return
+            behind = [part[result.num_blocks + 1 :] for part, result in zip(parts, results, strict=True)]
+            at = np.sort(np.concatenate(behind))  # what ended these loads is lost
+
+    async def _load_each(self, parts: Sequence[NDArray[np.int64]], said: Sequence[Said]) -> list[LoadResult]:
+        """Load blocks side by side, those of each part as if they were a prompt; cancelled, until nothing moves."""
+        request = self._request
+        handles = []
+        for at, known in zip(parts, said, strict=True):
+            batch, pages, lane = request.batch[at], request.pages[at], request.lane.part()
+            part = replace(request, batch=batch, pages=pages, lane=lane, gaps=False, said=known, is_part=True)
+            handles.append(self._start_part(part))
+        results = await each_of(handles)
+        task = asyncio.current_task()
+        self.revoked = self.revoked or (task is not None and task.cancelling() > 0)
+        return results
