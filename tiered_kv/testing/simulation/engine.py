@@ -135,6 +135,11 @@ def content(name: Name) -> bytes:
     return ((words & 0b1_00000111_1111111) | 0b0_01111000_0000000).astype(np.uint16).tobytes()
 
 
+def fresh(number: int) -> BlockKeys:
+    """Return blocks that nobody has named before."""
+    return hash_blocks(np.arange(8) + 8 * number, block_size=4, salt="fresh")
+
+
 def span(numbers: Sequence[int]) -> BlockKeys:
     """Return some blocks of a prompt by three numbers: which prompt, from where, how many fewer than all."""
     prompt = PROMPTS[numbers[0] % len(PROMPTS)]
