@@ -1,42 +1,56 @@
-"""Count the files that one load and one store pass, and the calls from one file of the library to another.
+"""Count what one load, store or lookup of four blocks passes on the event loop's thread.
 
-A figure of how the house is built, not of its speed: whoever follows a block through the code goes the same way.
+Files of the library, switches from one to another, calls of its functions, and all calls of Python functions. Figures
+of how the house is built, not of its speed, and the same on any machine: whoever follows a block through the code goes
+the same way, and the loop's thread is the engine's.
+
+    python benchmarks/hops.py [--show load_nvme]
 """
 
+import argparse
 import asyncio
 import json
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import structlog
 import torch
+from rich.console import Console
+from rich.table import Table
 
 import tiered_kv
 import tiered_kv_backends
 from tiered_kv import GPULoadStoreSpec, KVLayout, ModelIdentity, TieredKV, TieredKVSettings, hash_blocks
 
 ROOTS = tuple(str(Path(package.__path__[0])) for package in (tiered_kv, tiered_kv_backends))
+N = 4
+"""Blocks of each call."""
 
 
 class Hops:
-    """Watches which functions of the library the event loop's thread enters."""
+    """Watches which functions the event loop's thread enters."""
 
     def __init__(self) -> None:
-        self.files: set[str] = set()
-        self.num_crossings = 0
-        self.num_calls = 0
+        self.entered: Counter[tuple[str, str]] = Counter()
+        self.num_switches = 0
+        self.num_python_calls = 0
+        self._last = ""
 
     def __call__(self, frame: FrameType, event: str, _: object) -> None:
         """Note one step of the interpreter."""
-        if event != "call" or not frame.f_code.co_filename.startswith(ROOTS):
+        if event != "call":
             return
-        here, caller = frame.f_code.co_filename, frame.f_back.f_code.co_filename if frame.f_back else ""
-        self.files.add(here)
-        self.num_calls += 1
-        self.num_crossings += caller != here and caller.startswith(ROOTS)
+        self.num_python_calls += 1
+        code = frame.f_code
+        if code.co_filename.startswith(ROOTS):
+            self.entered[code.co_filename, code.co_qualname] += 1
+            self.num_switches += code.co_filename != self._last
+            self._last = code.co_filename
 
     async def watch(self, call: Callable[[], Awaitable[object]]) -> None:
         """Watch one call, with what it leaves to do, from its beginning to its end."""
@@ -46,50 +60,73 @@ class Hops:
         finally:
             sys.setprofile(None)
 
+    def figures(self) -> dict[str, int]:
+        """Return what was counted."""
+        return {
+            "files": len({file for file, _ in self.entered}),
+            "switches": max(0, self.num_switches - 1),
+            "calls": self.entered.total(),
+            "python_calls": self.num_python_calls,
+        }
 
-async def count(tiers: list[dict[str, Any]]) -> dict[str, list[int]]:
-    """Return, for a store and a load of four blocks, the files passed and the calls between files and in all."""
+
+async def count(name: str, tiers: list[dict[str, Any]]) -> dict[str, Hops]:
+    """Watch a store, a load and a lookup of blocks in some tiers, after others have made what is made once."""
     kv_caches = [torch.zeros(2, 16, 16, 2, 32) for _layer in range(2)]
     layout = KVLayout.from_tensors(kv_caches, block_size=16)
     settings, model = TieredKVSettings(tiers=tiers), ModelIdentity("m", weights="w")
-    keys, other = hash_blocks(range(64), block_size=16), hash_blocks(range(64, 128), block_size=16)
-    found = {}
+    keys, other = (hash_blocks(range(i * 16 * N, (i + 1) * 16 * N), block_size=16) for i in range(2))
+    watched = {f"{call}_{name}": Hops() for call in ("store", "load", "lookup")}
     async with TieredKV.from_settings(settings, model=model, layout=layout) as kv:
         kv.register_kv_caches(kv_caches)
 
         async def store() -> None:
-            await (await kv.store(keys, GPULoadStoreSpec(range(4)))).settled()
+            await (await kv.store(keys, GPULoadStoreSpec(range(N)))).settled()
 
         async def load() -> None:
-            assert (await kv.load(keys, GPULoadStoreSpec(range(4, 8)))).num_blocks == len(keys)  # noqa: S101 - a benchmark of nothing otherwise
+            assert (await kv.load(keys, GPULoadStoreSpec(range(N, 2 * N)))).num_blocks == N  # noqa: S101 - else it measures nothing
 
-        await (await kv.store(other, GPULoadStoreSpec(range(8, 12)))).settled()  # what is imported and made once
-        await kv.load(other, GPULoadStoreSpec(range(8, 12)))
-        for name, call in (("store", store), ("load", load)):
-            hops = Hops()
+        async def lookup() -> None:
+            await kv.lookup(keys)
+
+        await (await kv.store(other, GPULoadStoreSpec(range(2 * N, 3 * N)))).settled()
+        await kv.load(other, GPULoadStoreSpec(range(2 * N, 3 * N)))
+        for hops, call in zip(watched.values(), (store, load, lookup), strict=True):
             await hops.watch(call)
-            found[name] = [len(hops.files), hops.num_crossings, hops.num_calls]
-    return found
+    return watched
+
+
+def show(hops: Hops) -> None:
+    """Print what was entered, file by file."""
+    by_file: dict[str, Counter[str]] = {}
+    for (file, function), times in hops.entered.items():
+        by_file.setdefault(file, Counter())[function] += times
+    for file, functions in sorted(by_file.items(), key=lambda item: -item[1].total()):
+        short = next(Path(file).relative_to(root).as_posix() for root in ROOTS if file.startswith(root))
+        print(
+            f"{functions.total():5} {short}: "
+            + ", ".join(f"{name} {times}" for name, times in functions.most_common(8))
+        )
 
 
 def main() -> None:
     """Print a table, and last one line of JSON."""
-    cpu = {"medium": "cpu", "capacity": "16MiB"}
-    rows: dict[str, list[int]] = {}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--show", default="", help="what to list function by function, for example load_nvme")
+    options = parser.parse_args()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
+    watched: dict[str, Hops] = {}
     with tempfile.TemporaryDirectory() as folder:
         nvme = {"medium": "nvme", "path": folder, "capacity": "64MiB"}
-        chains: dict[str, list[dict[str, Any]]] = {
-            "cpu": [cpu],
-            "nvme": [{"medium": "cpu", "capacity": 0}, nvme],
-            "cpu, nvme": [cpu, nvme],
-        }
-        for name, tiers in chains.items():
-            for call, figures in asyncio.run(count(tiers)).items():
-                rows[f"{call}: {name}"] = figures
-    print(f"{'call: tiers':24} {'files':>8} {'calls between files':>22} {'calls':>8}")
-    for name, (files, crossings, calls) in rows.items():
-        print(f"{name:24} {files:8} {crossings:22} {calls:8}")
-    print(json.dumps(rows))
+        watched |= asyncio.run(count("cpu", [{"medium": "cpu", "capacity": "16MiB"}]))
+        watched |= asyncio.run(count("nvme", [{"medium": "cpu", "capacity": 0}, nvme]))
+    table = Table(f"{N} blocks", "files", "switches", "calls", "all Python calls")
+    for name, hops in watched.items():
+        table.add_row(name, *map(str, hops.figures().values()))
+    Console().print(table)
+    if options.show:
+        show(watched[options.show])
+    print(json.dumps({name: hops.figures() for name, hops in watched.items()}))
 
 
 if __name__ == "__main__":

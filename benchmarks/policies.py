@@ -26,7 +26,7 @@ from tiered_kv.catalog import TierIndex
 from tiered_kv.traces import SYNTHETIC, Trace, names_of, open_trace
 from tiered_kv.values.keys import Names
 
-POLICIES = ("lru", "arc", "s3-fifo", "mq", "lhd")
+POLICIES = ("lru", "arc", "mq", "lhd")
 NEVER = 2**62
 Rates = dict[str, dict[int, float]]
 

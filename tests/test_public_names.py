@@ -25,7 +25,7 @@ SHOWN = [
     REPOSITORY / "README.md",
 ]
 MADE_BY_THE_CACHE = {
-    *("JobBook", "Loading", "OpenCache", "Store", "Storing"),  # what handles are made with
+    *("JobBook", "Loading", "OpenCache", "Seat", "Store", "Storing"),  # what handles are made with
     *("HostSlab", "PageLocking", "Stream"),  # what passes between a cache and its device
     *("Reading", "Watch", "Watched"),  # what passes between a cache and its metrics
     *("Access", "Change", "HasChanges", "HasIndex", "Place"),  # what passes between a cache and its streams of changes

@@ -97,6 +97,7 @@ from tiered_kv.values.results import (
     LookupResult,
     PinResult,
     PrefetchResult,
+    Reason,
     Split,
     StoreResult,
     SwapOutResult,
@@ -121,7 +122,6 @@ if TYPE_CHECKING:
     from tiered_kv.cache.blocking import BlockingTieredKV, open_blocking
     from tiered_kv.cache.closing import Draining
     from tiered_kv.cache.planner import Planner
-    from tiered_kv.cache.sessions import SessionPlanner, SessionStatistics
     from tiered_kv.cache.tiered_kv import TieredKV
     from tiered_kv.cache.worker import Worker
     from tiered_kv.host.client import ConnectedKV
@@ -152,8 +152,6 @@ _IMPORTED_LATER: Final = {
     "LoadTicket": "transfers.submissions",
     "Planner": "cache.planner",
     "PrefetchHandle": "transfers.prefetch",
-    "SessionPlanner": "cache.sessions",
-    "SessionStatistics": "cache.sessions",
     "StoreHandle": "transfers.store",
     "StoreTicket": "transfers.submissions",
     "ConnectedKV": "host.client",
@@ -249,6 +247,7 @@ __all__ = [
     "PrefetchHandle",
     "PrefetchResult",
     "Priority",
+    "Reason",
     "Record",
     "RecordShape",
     "RecordsRefused",
@@ -257,8 +256,6 @@ __all__ = [
     "Removed",
     "ReuseHint",
     "SequencePreempted",
-    "SessionPlanner",
-    "SessionStatistics",
     "Shard",
     "SlabHandle",
     "SlotBackend",

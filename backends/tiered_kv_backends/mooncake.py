@@ -28,6 +28,7 @@ from tiered_kv.values.errors import BackendUnavailableError, ClosedError
 from tiered_kv.values.integers import split_url
 from tiered_kv.values.keys import BlockKey, salt_digest
 from tiered_kv.values.specs import RemoteLoadStoreSpec
+from tiered_kv_backends.paths import salt_folder
 
 T = TypeVar("T")
 _Move = Callable[[list[str], list[list[int]], list[list[int]]], list[int]]
@@ -271,7 +272,7 @@ async def delete_tenant(settings: MooncakeBackend.Settings | Mapping[str, Any] |
     backend = MooncakeBackend(joined)
     await backend.open(BackendContext((), lambda _: _OwnThreads(), time.monotonic))
     try:
-        return await backend.delete_salt(salt_digest(salt).hex()[:32])
+        return await backend.delete_salt(salt_folder(await asyncio.to_thread(joined.on_medium, salt_digest(salt))))
     finally:
         await backend.aclose()
 
@@ -281,6 +282,9 @@ class _OwnThreads:
 
     def run(self, function: Callable[..., T], *args: object) -> Awaitable[T]:
         return asyncio.to_thread(function, *args)
+
+    def run_each(self, calls: Sequence[Callable[[], T]]) -> Awaitable[list[T]]:
+        return asyncio.gather(*map(asyncio.to_thread, calls))
 
 
 def _of_read(code: int, block: Block) -> Outcome:

@@ -74,7 +74,7 @@ HASH = re.compile("[0-9a-f]{64}")
 
 
 def salt_folder(salt: bytes) -> str:
-    """Return the folder of a salt's digest."""
+    """Return the folder of a salt's digest, as the medium has it."""
     return salt.hex()[:32]
 
 

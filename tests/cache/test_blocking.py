@@ -1,6 +1,7 @@
 """A cache for programs without an event loop: it blocks, ends, and lets go of memory as the async one does."""
 
 import gc
+import inspect
 import signal
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import assert_type
 
 import pytest
 
@@ -15,16 +17,22 @@ from tests.support.backends import ScriptedBackend
 from tests.support.caches import AnyTier, Recorder
 from tests.support.engine import MODEL, PAYLOAD_BYTES, SMALL_LIMITS, Engine, contents, prompt, small_layout
 from tiered_kv import (
+    BlockCache,
     BlockingTieredKV,
     ClosedError,
     ConfigurationError,
     CPULoadStoreSpec,
     GPULoadStoreSpec,
+    HostLease,
     LayoutMismatchError,
+    LookupResult,
+    PinResult,
+    PrefetchResult,
     TieredKV,
     full,
     open_blocking,
 )
+from tiered_kv.cache.block_cache import TransferCalls
 from tiered_kv.values.events import CacheClosed
 
 CPU = {"medium": "cpu", "capacity": 64 * PAYLOAD_BYTES}
@@ -66,6 +74,36 @@ def test_every_call_blocks_until_it_has_its_answer(tmp_path: Path) -> None:
         assert kv.lookup(KEYS).by_tier == {"nvme": 9}
         kv.clear()
         assert kv.lookup(KEYS).num_blocks == 0
+
+
+def test_each_call_is_spelled_once() -> None:
+    """Every call takes the same arguments as in the face, and says the same, but for those that only a loop can use."""
+    calls = {name: call for name, call in vars(BlockCache).items() if callable(call) and not name.startswith("_")}
+    calls |= {name: call for name, call in vars(TransferCalls).items() if callable(call) and not name.startswith("_")}
+    with open_blocking(cache_of(CPU)) as kv:
+        for name in calls.keys() - {"start_load", "start_store", "start_swap", "events", "aclose"}:
+            here, there = getattr(kv, name), getattr(BlockCache, name)
+            arguments = list(inspect.signature(there).parameters.values())[1:]
+            assert list(inspect.signature(here).parameters.values()) == arguments, name
+            assert inspect.getdoc(here) == inspect.getdoc(there)
+
+
+def test_a_type_checker_knows_the_arguments_and_the_answers() -> None:
+    """A type checker reads this: a wrong argument is an error, and what is awaited elsewhere is a result here."""
+    with open_blocking(cache_of(CPU)) as kv:
+        assert_type(kv.lookup(KEYS, where=True), LookupResult)
+        assert_type(kv.pin(KEYS, ttl_s=1.0), PinResult)
+        assert_type(kv.prefetch(KEYS, to="cpu"), PrefetchResult)
+        assert_type(kv.drain(timeout_s=1.0), bool)
+        with kv.lease(KEYS) as lease:
+            assert_type(lease, HostLease)
+        for name in ("wher", "ttl_s"):
+            with pytest.raises(TypeError, match=name):
+                kv.lookup(KEYS, **{name: True})
+        with pytest.raises(TypeError, match="tll_s"):
+            kv.pin(KEYS, tll_s=1.0)  # type: ignore[call-arg]  # which strict mypy wants to be here
+        with pytest.raises(ConfigurationError):
+            kv.load(KEYS, "3")  # type: ignore[arg-type]  # likewise
 
 
 def test_what_a_scheduler_and_an_operator_ask_blocks_too() -> None:

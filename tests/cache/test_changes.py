@@ -145,7 +145,7 @@ async def test_one_that_falls_behind_gets_a_snapshot_and_is_counted() -> None:
     """What is kept for it is bounded, and afterwards it is exact all the same."""
     engine = Engine()
     async with open_cache(CPU, engine=engine) as kv:
-        changes, mirror = inside(kv).subscribers.subscribe(max_names=20), Mirror()  # a queue that is soon full
+        changes, mirror = inside(kv).cache.subscribers.subscribe(max_names=20), Mirror()  # a queue that is soon full
         for change in await take(changes):
             mirror.apply(change)
         for seed in range(8):
@@ -210,7 +210,7 @@ def test_replay_equals_the_index_at_every_quiescent_point(
     async def scenario() -> None:
         engine, disk, mirror = Engine(), ScriptedSlotBackend(num_slots=12, name="disk"), Mirror()
         async with open_cache({"medium": "cpu", "capacity": 10 * PAYLOAD_BYTES}, disk, engine=engine) as kv:
-            changes = inside(kv).subscribers.subscribe(max_names)  # queues that are soon full
+            changes = inside(kv).cache.subscribers.subscribe(max_names)  # queues that are soon full
             sequence = -1
             for kind, keys, n in steps:
                 await do(kv, engine, kind, keys, n)

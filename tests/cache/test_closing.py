@@ -56,7 +56,7 @@ async def test_a_call_that_has_its_answer_in_time_returns_it() -> None:
         looking = asyncio.create_task(kv.lookup(KEYS))
         await until(lambda: medium.on_lookup.num_held > 0)
         closing = asyncio.create_task(kv.aclose())
-        await until(lambda: inside(kv).closing is not None)
+        await until(lambda: inside(kv).cache.closing is not None)
         medium.on_lookup.release()
         assert (await looking).num_blocks == 4
         await closing
@@ -135,7 +135,7 @@ async def test_all_who_close_wait_for_the_end() -> None:
         load = kv.start_load(KEYS, INTO)
         await until(lambda: medium.on_read.num_held > 0)
         first, second = asyncio.create_task(kv.aclose()), asyncio.create_task(kv.aclose())
-        await until(lambda: inside(kv).closing is not None)
+        await until(lambda: inside(kv).cache.closing is not None)
         assert not first.done()
         assert not second.done()
         medium.on_read.release()

@@ -26,13 +26,13 @@ from tiered_kv.media.backend import Block
 from tiered_kv_backends.memory import MemoryBackend
 from tiered_kv_backends.shared_fs.backend import SharedFSBackend
 
-OLD, NEW = "01" * 32, "02" * 32
+OLD, NEW, NAMES = "01" * 32, "02" * 32, "03" * 32
 N = 12
 
 
 def keys(*hexadecimal: str, cipher: str = "aes-256-gcm") -> Encryption:
-    """Return encryption with these keys, the first of which writes."""
-    return Encryption(keys=hexadecimal, cipher=cipher)
+    """Return encryption with these keys, the first of which writes; names are the same whichever it is."""
+    return Encryption(keys=hexadecimal, cipher=cipher, names_key=NAMES)
 
 
 def medium(kind: str, path: Path, encryption: Encryption | None) -> dict[str, object]:
@@ -192,11 +192,11 @@ class Forger(MemoryBackend):
     def __init__(self, encryption: Encryption) -> None:
         super().__init__({"medium": "memory", "capacity": "1MiB"})
         self.settings = self.settings.model_copy(update={"encryption": encryption})
-        self.swap: dict[bytes, BlockKey] = {}
+        self.swap: dict[int, BlockKey] = {}
 
     async def read(self, keys: Sequence[BlockKey], into: Sequence[Block]) -> list[Outcome]:
         """Read another block than was asked for, where there is one to swap."""
-        return await super().read([self.swap.get(key.hash, key) for key in keys], into)
+        return await super().read([self.swap.get(key.position, key) for key in keys], into)
 
 
 async def test_a_medium_that_flips_and_swaps_shortens_the_prefix() -> None:
@@ -207,11 +207,11 @@ async def test_a_medium_that_flips_and_swaps_shortens_the_prefix() -> None:
         await kv.store(prefix, engine.compute(prefix))
         await kv.flush()
         records = backend._records  # noqa: SLF001 - the medium is the attacker
-        last = next(key for key in records if key.hash == prefix[3])
+        last = next(key for key in records if key.position == 3)
         records[last] = records[last][:-1] + bytes([records[last][-1] ^ 1])
         engine.poison()
         assert (await kv.load(prefix, engine.compute(prefix))).num_blocks == 3
-        backend.swap[prefix[1]] = next(key for key in records if key.hash == prefix[2])
+        backend.swap[1] = next(key for key in records if key.position == 2)
         assert (await kv.load(prefix, engine.compute(prefix))).num_blocks == 1
     assert events.of(BlocksCorrupted)
 

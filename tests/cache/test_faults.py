@@ -26,7 +26,7 @@ from tiered_kv import (
 from tiered_kv.media.backend import Recovered, Workers
 from tiered_kv.values.events import BlocksCorrupted, CacheClosed, TierFailed, TierResumed, TierStalled
 from tiered_kv.values.keys import Names
-from tiered_kv.values.results import TierFault, TierStore
+from tiered_kv.values.results import Reason, TierFault, TierStore
 
 KEYS = prompt(9)
 INTO = GPULoadStoreSpec(range(9))
@@ -287,7 +287,7 @@ async def test_a_read_that_raises(kind: type[Scripted], error: Exception) -> Non
         flaky.on_read.fail_next(error)
         num_blocks, faults = await _load(kv, engine)
         assert num_blocks == 0
-        assert faults[0] == TierFault("flaky", "unreadable", 4)
+        assert faults[0] == TierFault("flaky", Reason.UNREADABLE, 4)
         assert kv.stats()["flaky"].failed == 4
         assert [event.doing for event in emit.of(TierFailed)] == ["read"]
         assert type(error).__name__ in emit.of(TierFailed)[0].error

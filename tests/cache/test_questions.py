@@ -11,7 +11,7 @@ from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine, contents, 
 from tests.support.virtual import CountingDevice, pools_of, run, watch
 from tiered_kv import BlockKey, GPULoadStoreSpec, Outcome, TieredKV
 from tiered_kv.values.events import TierStalled
-from tiered_kv.values.results import LoadResult, TierFault
+from tiered_kv.values.results import LoadResult, Reason, TierFault
 
 CPU = {"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}
 KEYS = prompt(4)
@@ -90,8 +90,9 @@ async def test_a_load_names_the_tier_that_did_not_answer_in_time(gaps: bool) -> 
         await kv.evict(KEYS[1:], tier="cpu")
         medium.on_lookup.hold()
         loaded = await kv.load(KEYS, INTO, gaps=gaps)
-        assert (loaded.num_blocks, loaded.faults) == (1, (TierFault("keyed", "timeout", 3, loaded.faults[0].detail),))
-        assert "0.05 s" in loaded.faults[0].detail
+        (fault,) = loaded.faults
+        assert (loaded.num_blocks, fault) == (1, TierFault("keyed", Reason.TIMEOUT, 3, fault.detail))
+        assert "0.05 s" in fault.detail
         assert kv.stats().missed_because == {"timeout": 3}
         medium.on_lookup.release()
         await until_idle(kv)
@@ -104,7 +105,8 @@ async def test_a_load_names_the_tier_whose_answer_is_an_error() -> None:
         await keep(kv, engine, KEYS)
         medium.on_lookup.fail_next(OSError("no route"))
         loaded = await _load(kv, engine)
-        assert (loaded.num_blocks, loaded.faults) == (0, (TierFault("keyed", "unreadable", 4, "OSError: no route"),))
+        (fault,) = loaded.faults
+        assert (loaded.num_blocks, fault) == (0, TierFault("keyed", Reason.UNREADABLE, 4, "OSError: no route"))
         assert (await _load(kv, engine)).faults == ()
 
 

@@ -22,7 +22,7 @@ from tiered_kv import (
     TierScrubbed,
 )
 from tiered_kv.catalog.index import TierIndex
-from tiered_kv.media.backend import BackendContext, Block, Outcome, Recovered, SlotBackend
+from tiered_kv.media.backend import BackendContext, Block, Outcome, Recovered, SlotBackend, Verify
 from tiered_kv.tiers.health import StorageHealth
 from tiered_kv_backends.nvme import NVMeBackend
 
@@ -112,9 +112,11 @@ class Replaced(NVMeBackend):
     async def meanwhile(self) -> None:
         """Do nothing, unless a test says otherwise."""
 
-    async def read(self, group: int, slots: np.ndarray, into: Sequence[Block]) -> list[Outcome]:
+    async def read(
+        self, group: int, slots: np.ndarray, into: Sequence[Block], verify: Verify | None = None
+    ) -> list[Outcome]:
         """Read what is there, and answer later."""
-        outcomes = await super().read(group, slots, into)
+        outcomes = await super().read(group, slots, into, verify)
         await self.meanwhile()
         return outcomes
 
@@ -171,15 +173,17 @@ async def test_what_opens_later_is_scrubbed_then(tmp_path: Path) -> None:
 
 async def test_another_key_finds_nothing_broken(tmp_path: Path) -> None:
     """Records that the tier's keys do not open are absent from then on, and it says why; the right key has them."""
-    engine, keys = await filled(tmp_path, encryption=KEYS)
-    events, other = Recorder(), Encryption(keys=["02" * 32])
+    names = {"names_key": "03" * 32}
+    mine, other = Encryption(**KEYS, **names), Encryption(keys=["02" * 32], **names)
+    engine, keys = await filled(tmp_path, encryption=mine)
+    events = Recorder()
     async with open_any(engine, scrubbed(tmp_path, encryption=other), emit=events) as kv:
         await until(lambda: bool(events.of(TierScrubbed)))
         assert events.of(TierScrubbed)[0].removed == 0
         assert sum(event.blocks for event in events.of(RecordsRefused)) == N
         await until_idle(kv)
         assert (await kv.lookup(keys)).num_blocks == 0
-    async with open_any(engine, scrubbed(tmp_path, encryption=KEYS)) as kv:
+    async with open_any(engine, scrubbed(tmp_path, encryption=mine)) as kv:
         assert (await kv.load(keys, engine.spec(range(N)))).num_blocks == N
 
 

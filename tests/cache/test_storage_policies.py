@@ -48,7 +48,7 @@ async def test_write_amplification_counts_all_that_is_written_for_a_block(tmp_pa
         assert kv.stats()["cpu"].write_amplification == 0.0
 
 
-@pytest.mark.parametrize("policy", ["lhd", "lru", "mq", "arc", "s3-fifo"])
+@pytest.mark.parametrize("policy", ["lhd", "lru", "mq", "arc"])
 async def test_what_would_go_last_goes_last_after_a_restart(tmp_path: Path, policy: str) -> None:
     """A prompt that was used again and again is there after a restart and as many new blocks as fill half a disk."""
     engine, often = AnyEngine(), prompt(4)

@@ -31,7 +31,7 @@ from tiered_kv import (
     TierStore,
     hash_blocks,
 )
-from tiered_kv.settings.tier_settings import OwnedTierSettings as OwnedSettings
+from tiered_kv.media.backend import Make
 from tiered_kv.testing import ScriptedDevice
 from tiered_kv.tiers.gate import Bandwidth
 from tiered_kv.values.events import CacheClosed
@@ -53,10 +53,8 @@ def cpu(num_blocks: int, **settings: object) -> dict[str, object]:
 def slots_back(num_slots: int = 64, **settings: object) -> ScriptedSlotBackend:
     """Return an owned tier that is written back."""
     backend = ScriptedSlotBackend(num_slots)
-    given = {"medium": "slots", "name": "slots", "write": "back", "exclusive": False} | settings
-    kind = OwnedSettings if given["exclusive"] else TierSettings
-    given = {name: value for name, value in given.items() if name in kind.model_fields}
-    backend.settings = kind.model_validate(given)
+    given = {"medium": "slots", "name": "slots", "write": "back"} | settings
+    backend.settings = TierSettings.model_validate(given)
     return backend
 
 
@@ -294,42 +292,6 @@ async def test_the_gpu_pool_is_cleaned_before_it_is_full() -> None:
         await until_idle(kv)
 
 
-async def test_exclusive_blocks_are_in_one_tier() -> None:
-    """A block leaves memory when it is written, and the disk when it is loaded; then it waits again."""
-    engine, slots = Engine(), slots_back(exclusive=True)
-    async with open_cache(cpu(16), slots, engine=engine, limits=LAZY) as kv:
-        await kv.store(KEYS, engine.compute(KEYS))
-        await kv.flush()
-        assert (kv.stats()["cpu"].ready, kv.stats()["slots"].ready) == (0, 8)
-        engine.poison()
-        assert (await kv.load(KEYS, INTO)).by_tier == {"slots": 8}
-        assert engine.read(INTO) == contents(KEYS)
-        await until(lambda: kv.stats().transfers == 0)
-        assert (kv.stats()["cpu"].ready, kv.stats()["slots"].ready, dirty(kv)) == (8, 0, 8)
-        await kv.flush()
-        assert (kv.stats()["cpu"].ready, slots.num_records) == (0, 8)
-        await until_idle(kv)
-
-
-async def test_what_moves_to_an_exclusive_tier_during_a_load_arrives() -> None:
-    """What was in memory when the load began is held for it there, wherever it is to be found from now on."""
-    engine, slots = Engine(), slots_back(exclusive=True)
-    async with open_cache(cpu(16), slots, engine=engine, limits=LAZY) as kv:
-        await kv.store(KEYS, engine.compute(KEYS))
-        await kv.flush()
-        await kv.load(KEYS[:2], INTO[:2])
-        await until(lambda: kv.stats().transfers == 0)
-        engine.poison()
-        slots.on_read.hold()
-        loading = asyncio.create_task(kv.load(KEYS[:4], INTO[:4]))
-        await until(lambda: slots.on_read.num_held == 1)
-        await kv.flush()
-        assert kv.stats()["cpu"].ready == 0
-        slots.on_read.release()
-        assert (await loading).by_tier == {"cpu": 2, "slots": 2}
-        assert engine.read(INTO[:4]) == contents(KEYS[:4])
-
-
 async def test_what_is_evicted_while_it_waits_or_is_written_is_gone_for_good() -> None:
     """It is not found, and no tier brings it back, after a restart either."""
     engine, slots = Engine(), slots_back()
@@ -538,24 +500,6 @@ async def test_closing_writes_what_waits(tmp_path: Path) -> None:
         assert engine.read(INTO) == contents(KEYS)
 
 
-async def test_an_exclusive_tier_takes_nothing_that_was_stored_while_it_wrote() -> None:
-    """What was evicted in mid-write and stored again is in memory still when the write has ended: nowhere else."""
-    engine, slots, keys = Engine(), slots_back(exclusive=True), KEYS[:2]
-    async with open_cache(cpu(16), slots, engine=engine, limits=LAZY) as kv:
-        await kv.store(keys, engine.compute(keys))
-        slots.on_write.hold()
-        flushing = asyncio.create_task(kv.flush())
-        await until(lambda: slots.on_write.num_held == 1)
-        evicting = asyncio.create_task(kv.evict(keys))
-        await until(lambda: kv.lookup_nowait(keys).num_blocks == 0)
-        assert (await kv.store(keys, engine.compute(keys))).num_stored == 2
-        slots.on_write.release()
-        await asyncio.gather(flushing, evicting)
-        assert (await kv.load(keys, INTO[:2])).num_blocks == 2
-        await kv.flush()
-        await until_idle(kv)
-
-
 async def test_what_fails_waits_for_another_try_and_fails_for_good_at_the_third() -> None:
     """A tier that fails a few writes loses nothing; a block that cannot be written is counted once."""
     engine, keyed = Engine(), keyed_back()
@@ -620,7 +564,7 @@ def test_a_tier_that_hangs_holds_up_nobody_and_close_says_what_is_left() -> None
             stored = await kv.store(more, engine.compute(more))
             assert (stored.num_stored, dict(stored.drop_reasons)) == (0, {"no room": 4})
             started = loop.time()
-        assert loop.time() - started <= 2 * inside(kv).limits.close_timeout_s  # no public call tells it
+        assert loop.time() - started <= 2 * inside(kv).cache.limits.close_timeout_s  # no public call tells it
         (closed,) = said.of(CacheClosed)
         assert closed.unwritten > 0
 
@@ -734,10 +678,17 @@ class SlowDisk(NVMeBackend):
 
     bytes_per_s = 64 * PAYLOAD_BYTES
 
-    async def write(self, group: int, slots: NDArray[np.int64], names: Names, blocks: Sequence[Block]) -> list[Outcome]:
+    async def write(
+        self,
+        group: int,
+        slots: NDArray[np.int64],
+        names: Names,
+        blocks: Sequence[Block],
+        make: Make | None = None,
+    ) -> list[Outcome]:
         """Take the time, then write."""
         await asyncio.sleep(sum(len(block.padded) for block in blocks) / self.bytes_per_s)
-        return await super().write(group, slots, names, blocks)
+        return await super().write(group, slots, names, blocks, make)
 
 
 @asynccontextmanager
@@ -816,10 +767,7 @@ def test_policies_that_can_not_work_are_refused() -> None:
         ([cpu(8, write="back")], "is the first"),
         ([{"medium": "gpu", "capacity": 1 << 20, "write": "back"}], "is the first"),
         ([keyed_back()], "to wait in"),
-        ([cpu(8, exclusive=True)], "for storage tiers"),
         ([cpu(8, admit_after=2)], "for storage tiers"),
-        ([cpu(8), slots_back(exclusive=True, write="through")], "cannot be exclusive"),
-        ([cpu(8), {"medium": "memory", "capacity": 1 << 20, "exclusive": True}], "no such setting"),
     )
     for tiers, why in cases:
         with pytest.raises(ConfigurationError, match=why):

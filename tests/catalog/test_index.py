@@ -9,7 +9,7 @@ from tiered_kv.catalog import SlotState, TierIndex
 from tiered_kv.values.errors import CapacityError, ClosedError, ConfigurationError
 from tiered_kv.values.keys import Names
 
-every_policy = pytest.mark.parametrize("policy", ["lru", "arc", "mq", "s3-fifo", "lhd"])
+every_policy = pytest.mark.parametrize("policy", ["lru", "arc", "mq", "lhd"])
 
 
 def names_of(*batch: int) -> Names:

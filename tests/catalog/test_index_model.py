@@ -452,10 +452,6 @@ class MQMachine(IndexMachine):
     policy = "mq"
 
 
-class S3FIFOMachine(IndexMachine):
-    policy = "s3-fifo"
-
-
 class LHDMachine(IndexMachine):
     policy = "lhd"
 
@@ -463,8 +459,7 @@ class LHDMachine(IndexMachine):
 TestLRU = LRUMachine.TestCase
 TestARC = ARCMachine.TestCase
 TestMQ = MQMachine.TestCase
-TestS3FIFO = S3FIFOMachine.TestCase
 TestLHD = LHDMachine.TestCase
-TestLRU.settings = TestARC.settings = TestMQ.settings = TestS3FIFO.settings = TestLHD.settings = settings(
+TestLRU.settings = TestARC.settings = TestMQ.settings = TestLHD.settings = settings(
     max_examples=150, stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow]
 )

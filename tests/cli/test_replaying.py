@@ -44,16 +44,6 @@ def test_replay_shows_what_each_tier_would_do(trace: Path) -> None:
     assert "300 requests" in text
 
 
-def test_replay_says_what_prefetches_are_worth() -> None:
-    """How many loads found all of it in memory, with them and without."""
-    trace, tiers = "synthetic:timers?num_requests=200&num_sessions=20", ("--tier", "cpu=10GiB", "--tier", "s3")
-    without, helped = answer("replay", trace, *tiers), answer("replay", trace, *tiers, "--prefetch")
-    assert without["prefetch"] is None
-    assert helped["loads_in_memory"] > without["loads_in_memory"]
-    assert "prefetched" in run("replay", trace, *tiers, "--prefetch").stdout
-    assert run("replay", trace, "--tier", "s3", "--prefetch").exit_code == 2
-
-
 def test_a_real_cache_serves_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside what is imagined of as many blocks: the same hits; small blocks stand for large ones. Nothing is left."""
     monkeypatch.chdir(tmp_path)
@@ -70,7 +60,6 @@ def test_a_real_cache_serves_the_same(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (found["block_bytes"], found["real"]["block_bytes"]) == (2**26, 4096)
     assert "0 blocks came back wrong" in run("replay", trace, *tiers, *options).stdout
     assert list(tmp_path.iterdir()) == []
-    assert "--prefetch or --real" in run("replay", trace, *tiers, "--real", "--prefetch").stderr
 
 
 def test_a_real_cache_is_that_of_the_settings(tmp_path: Path) -> None:
@@ -83,18 +72,6 @@ def test_a_real_cache_is_that_of_the_settings(tmp_path: Path) -> None:
     found = answer("replay", "synthetic:chat?num_requests=20", "--config", file, "--token-bytes", "8", "--real")
     assert found["real"]["tiers"][0]["promoted_blocks"] == 0
     assert found["hit_rate"] == found["real"]["hit_rate"]
-
-
-def test_an_exclusive_tier_is_refused(tmp_path: Path) -> None:
-    """What a replay would get wrong it does not answer."""
-    file = tmp_path / "kv.toml"
-    file.write_text(
-        '[[tiers]]\nmedium = "cpu"\ncapacity = "8GiB"\n[[tiers]]\nmedium = "nvme"\npath = "kv"\ncapacity = "9GiB"\n'
-        'write = "back"\nexclusive = true\n'
-    )
-    result = run("replay", "synthetic:chat?num_requests=9", "--config", file)
-    assert result.exit_code == 2
-    assert "'nvme' is exclusive" in result.stderr
 
 
 def test_replay_takes_settings_and_synthetic_traces(tmp_path: Path) -> None:

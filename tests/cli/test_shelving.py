@@ -11,7 +11,7 @@ from redis_server import find_binary, run_redis
 from tests.support.caches import keep, open_cache
 from tests.support.command_line import answer, run
 from tests.support.engine import BLOCK_SIZE, PAYLOAD_BYTES, Engine
-from tiered_kv import BlockKeys, CPUTier, hash_blocks
+from tiered_kv import BlockKeys, CPUTier, hash_blocks, salt_digest
 from tiered_kv.cli import records
 
 CPU = CPUTier(capacity=64 * PAYLOAD_BYTES)
@@ -50,6 +50,29 @@ async def fill(tier: dict[str, Any]) -> None:
     async with open_cache(CPU, tier, engine=engine) as kv:
         await keep(kv, engine, of(""))
         await keep(kv, engine, of("geheim"))
+
+
+async def test_what_is_hidden_is_told_to_who_has_the_key(tier: dict[str, Any], tmp_path: Path) -> None:
+    """By the tier's settings a tenant is found, and sealed records are verified; by a directory alone neither is."""
+    keys, file = tmp_path / "keys", tmp_path / "kv.toml"
+    keys.write_text("01" * 32)
+    tier = {**tier, "encryption": str(keys)}
+    file.write_text("[[tiers]]\n" + "".join(f'{name} = "{value}"\n' for name, value in tier.items()))
+    await fill(tier)
+    name, config = tier["medium"], str(file)
+    shelves = await answer("inspect", name, "--config", config)
+    assert sorted(each["is_unsalted"] for each in shelves) == [False, True]
+    assert not [each for each in shelves if salt_digest("geheim").hex().startswith(each["salt"])]
+    report = await answer("verify", name, "--config", config)
+    assert (report["num_good"], report["num_sealed"], report["broken"]) == (2 * NUM_BLOCKS, 0, [])
+    if "path" in tier:
+        alone = await answer("inspect", tier["path"])
+        assert [each["is_unsalted"] for each in alone] == [False, False]
+        report = await answer("verify", tier["path"])
+        assert (report["num_good"], report["num_sealed"], report["broken"]) == (0, 2 * NUM_BLOCKS, [])
+    done = await answer("delete", name, "--config", config, "--salt", "geheim", "--yes")
+    assert done["num_blocks"] == NUM_BLOCKS
+    assert (await num_there(tier, "geheim"), await num_there(tier, "")) == (0, NUM_BLOCKS)
 
 
 async def num_there(tier: dict[str, Any], salt: str) -> int:

@@ -7,6 +7,7 @@ import numpy as np
 
 from tiered_kv.media.backend import Block
 from tiered_kv.media.record import encode
+from tiered_kv.media.seal import Seal
 from tiered_kv.values.keys import BlockKey, Namespace, Shard
 from tiered_kv_backends.nvme.ledger import Ledger, Order
 
@@ -38,7 +39,18 @@ def golden_ledger(path: Path) -> bytes:
     return path.read_bytes()
 
 
+def sealed_record() -> bytes:
+    """Return a record of `tests/test_encryption.py`; its nonce is random, so that this is another one each time."""
+    seal, payload = Seal([bytes([1]) * 32]), bytes(range(251)) * 13
+    space = Namespace(bytes([7]) * 32, epoch=bytes([8]) * 32, salt=bytes([9]) * 32, shard=Shard(1, 2))
+    block = Block.empty(len(payload))
+    block.payload[:] = payload
+    encode(seal.names.hide_key(BlockKey(space, bytes([10]) * 32)), block, seal=seal)
+    return bytes(block)
+
+
 if __name__ == "__main__":
+    (HERE / "record-v3.bin").write_bytes(sealed_record())
     (HERE / "record-v1.bin").write_bytes(golden_record())
     (HERE / "ledger-v2.bin").unlink(missing_ok=True)
     golden_ledger(HERE / "ledger-v2.bin")

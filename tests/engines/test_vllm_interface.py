@@ -16,7 +16,6 @@ BASES = {
     "TieredKVConnector": ("connector.py", "vllm/distributed/kv_transfer/kv_connector/v1/base.py", "KVConnectorBase_V1"),
     "TieredKVStats": ("metrics.py", "vllm/distributed/kv_transfer/kv_connector/v1/metrics.py", "KVConnectorStats"),
     "TieredKVTier": ("offload_tier.py", "vllm/v1/kv_offload/tiering/base.py", "SecondaryTierManager"),
-    "_Bridge": ("policies.py", "vllm/v1/kv_offload/cpu/policies/base.py", "CachePolicy"),
 }
 """Our classes, where they are, and what of vLLM's they derive from."""
 NOT_IN_EVERY_VERSION = {"supports_sleep_mode", "unregister_kv_caches", "restore_kv_caches"}

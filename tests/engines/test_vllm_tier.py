@@ -92,14 +92,6 @@ def test_a_second_shutdown_does_nothing(scenarios: Answer) -> None:
     assert scenarios["shut_down_twice"] == {"reported": 1, "is_unmapped": True}
 
 
-def test_our_policies_decide_in_vllms_own_cpu_tier(scenarios: Answer) -> None:
-    """What comes again and again outlives what comes once, by frequency; by recency it is found right after only."""
-    found = scenarios["policies"]
-    assert found["lru"] == found["TieredKVLRU"] == 0.5
-    assert found["TieredKVARC"] > 0.9
-    assert found["TieredKVMQ"] > 0.9
-
-
 def test_an_engine_restarts_from_our_tier(vllm: Environment, tiny_llama: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """VLLM's offloading connector with our tier below finds in a new process what the first one stored."""
     transfer = {

@@ -3,7 +3,6 @@
 Runs in vLLM's environment and prints, per scenario, what came of it.
 """
 
-import itertools
 import json
 import os
 import pathlib
@@ -13,8 +12,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from vllm.v1.kv_offload.base import LookupResult, ReqContext
-from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+from vllm.v1.kv_offload.base import LookupResult
 
 from own_metrics import own_lookups
 from tiered_kv.integrations.vllm import offload_jobs
@@ -281,48 +279,6 @@ def shut_down_twice(folder: pathlib.Path) -> Any:
     mapped = tiering.region.mmap_obj
     tiering.close()
     return {"reported": reported, "is_unmapped": mapped.closed}
-
-
-class Offered:
-    """vLLM's CPU manager with a policy, asked for requests as its scheduler does."""
-
-    def __init__(self, policy: str, num_chunks: int) -> None:
-        module = None if policy in {"lru", "arc"} else "tiered_kv.integrations.vllm.policies"
-        self._manager = CPUOffloadingManager(
-            num_chunks, cache_policy=policy, cache_policy_module_path=module, enable_events=True
-        )
-        self._names = itertools.count()
-        self.num_chunks = num_chunks
-
-    def ask(self, keys: list[bytes]) -> int:
-        """Load what is there of a request, store the rest, and return how many were there."""
-        context = ReqContext(req_id=f"r{next(self._names)}")
-        for position, key in enumerate(keys):
-            context.set_offload_key_position(key, position)
-        self._manager.on_new_request(context)
-        found = [key for key in keys if self._manager.lookup(key, context) is LookupResult.HIT]
-        self._manager.prepare_load(found, context)
-        prepared = self._manager.prepare_store(keys, context)
-        if prepared is not None:
-            if set(prepared.evicted_keys) & set(found):
-                raise AssertionError("a chunk that is being read was evicted")
-            self._manager.complete_store(prepared.keys_to_store, context)
-        self._manager.complete_load(found, context)
-        self._manager.on_request_finished(context)
-        return len(found)
-
-
-@scenario
-def policies(_: pathlib.Path) -> Any:
-    """Chunks of 8 prompts that come twice, again and again, between prompts that come once: what of them is found."""
-    found = {}
-    for policy in ("lru", "TieredKVLRU", "TieredKVARC", "TieredKVMQ"):
-        offered, hits = Offered(policy, 96), 0
-        for turn in range(200):
-            hits += sum(offered.ask(keys_of(8, start=turn % 8 * 8)) for _ in range(2))
-            offered.ask(keys_of(16, start=1000 + turn * 16))  # that nobody asks for again
-        found[policy] = hits / (200 * 2 * 8)
-    return found
 
 
 def main(folder: pathlib.Path) -> None:

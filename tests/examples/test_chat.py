@@ -12,7 +12,7 @@ import chat
 from chat_engine import CHUNK, Completion
 from chat_results import RECOMPUTE, Run, describe, draw_table, find_faults, make_console
 from chat_servers import find_redis, serve_tiers
-from tiered_kv import LoadResult, TierFault
+from tiered_kv import LoadResult, Reason, TierFault
 from tiered_kv_backends.s3 import S3Settings
 
 pytestmark = pytest.mark.timeout(300)
@@ -122,7 +122,7 @@ RUN = Run("nvme", "cpu", "direct", [completion(), completion()], [LOAD, LOAD])
 
 def test_a_run_is_the_same_when_read_back(tmp_path: Path) -> None:
     """Between processes nothing of a run is rounded or lost, faults and subnormal logits included."""
-    run = replace(RUN, loads=[LOAD, replace(LOAD, faults=(TierFault("nvme", "timeout", 3),))])
+    run = replace(RUN, loads=[LOAD, replace(LOAD, faults=(TierFault("nvme", Reason.TIMEOUT, 3),))])
     run.write(tmp_path / "run.json")
     again = Run.read(tmp_path / "run.json")
     assert replace(again, requests=[]) == replace(run, requests=[])
@@ -145,7 +145,7 @@ def test_a_run_is_the_same_when_read_back(tmp_path: Path) -> None:
             f"request 1 from nvme: {CHUNK} of {3 * CHUNK} tokens loaded",
         ),
         (replace(RUN, loads=[LOAD, replace(LOAD, by_tier={"gpu": 4, "nvme": 20})]), "also loaded from gpu"),
-        (replace(RUN, loads=[replace(LOAD, faults=(TierFault("nvme", "timeout", 3),)), LOAD]), "timeout"),
+        (replace(RUN, loads=[replace(LOAD, faults=(TierFault("nvme", Reason.TIMEOUT, 3),)), LOAD]), "timeout"),
     ],
 )
 def test_whatever_is_not_right_is_named(spoiled: Run, fault: str) -> None:

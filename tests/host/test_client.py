@@ -22,9 +22,11 @@ from tiered_kv import (
     KVGroup,
     KVLayout,
     ModelIdentity,
+    Reason,
     Shard,
     TieredKV,
     TieredKVServer,
+    TierFault,
     TierStore,
     full,
     window,
@@ -389,7 +391,7 @@ async def test_what_is_too_long_to_say_is_refused_alone(tmp_path: Path, monkeypa
             await kv.store(KEYS, engine.fill(KEYS, range(12)))
             monkeypatch.setattr(wire, "MOST_FRAME_BYTES", 700)
             loaded = await kv.load(long, engine.spec(range(24)))
-            assert (loaded.num_blocks, loaded.faults[0].detail) == (0, "too many keys")
+            assert (loaded.num_blocks, loaded.faults[0].reason) == (0, Reason.TOO_MANY_KEYS)
             assert kv.lookup_nowait(KEYS).num_blocks == 12
             with pytest.raises(ConfigurationError, match="fewer keys"):
                 kv.membership(long)
@@ -487,7 +489,10 @@ async def test_a_server_that_ends_begins_nothing_more(tmp_path: Path) -> None:
         closing = asyncio.create_task(server.aclose())
         await until(lambda: not server.health()["is_ready"])
         loaded = await kv.load(KEYS, engine.spec(range(16, 28)))
-        assert [fault.detail for fault in loaded.faults] == ["the server is about to end"]
+        assert loaded.faults == (TierFault("host", Reason.SERVER_ENDING, 12),)
+        dropped = await kv.store(prompt(4, seed=2), engine.spec(range(4)))
+        assert dropped.drop_reasons == {Reason.SERVER_ENDING: 4}
+        assert await dropped.settled() == ()
         assert kv.is_attached
         computed.set()
         await storing

@@ -22,6 +22,7 @@ from tiered_kv import (
     ConnectedKV,
     Explanation,
     PrefetchResult,
+    Reason,
     TieredKVServer,
     TierFault,
 )
@@ -173,7 +174,7 @@ async def test_calls_that_may_take_long_do_not_wait_for_a_server_that_hangs(tmp_
         assert [type(error) for error in unknown] == [BackendUnavailableError] * 3
         assert drained is False
         assert explained == [Explanation("server away")] * 8
-        assert prefetched == PrefetchResult(0, 0, (TierFault("host", "server away", 8),))
+        assert prefetched == PrefetchResult(0, 0, (TierFault("host", Reason.SERVER_AWAY, 8),))
         one.send(signal.SIGCONT)
         await until_async(lambda: kv.is_attached)
         await kv.flush()

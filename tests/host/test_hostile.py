@@ -25,7 +25,7 @@ from tiered_kv.host.wire import Link
 
 KEYS = prompt(12)
 OPENING = Attach.of("stranger", MODEL, SMALL, (Shard(),), is_read_only=False)
-UNREAD = wire.frame(questions.Stats(7)) * 1000
+UNREAD = wire.frame(questions.ping(7)) * 1000
 
 
 class Wire(asyncio.Transport):
@@ -177,7 +177,7 @@ async def test_one_client_has_few_connections_and_few_questions_ahead(tmp_path: 
         with pytest.raises(TieredKVError, match="8 connections"):
             handshake.begin(os.fspath(server.path), Join(attached_.token), 60.0)
         beside.settimeout(60)
-        beside.sendall(wire.frame(messages.After(10**9)) + wire.frame(questions.Stats(1)) * 2000)
+        beside.sendall(wire.frame(messages.After(10**9)) + wire.frame(questions.ping(1)) * 2000)
         assert beside.recv(100) == b""
 
 
@@ -205,7 +205,7 @@ async def test_a_flood_is_read_as_it_is_looked_at() -> None:
     made.connection_made(transport)
     sent = 0
     while not transport.is_paused:
-        made.data_received(b"".join(wire.frame(questions.Stats(sent + each)) for each in range(10_000)))
+        made.data_received(b"".join(wire.frame(questions.ping(sent + each)) for each in range(10_000)))
         sent += 10_000
         assert sent < 1_000_000
     await until(lambda: len(taken) == sent and not transport.is_paused)
@@ -235,9 +235,9 @@ async def test_who_is_told_that_nothing_comes_any_more_is_sent_nothing() -> None
     taken: list[int] = []
     lost: list[bool] = []
 
-    def take(asked: questions.Stats) -> None:
+    def take(asked: questions.Call) -> None:
         taken.append(asked.id)
-        made.send(questions.Number(asked.id, 0))
+        made.send(questions.Answered(asked.id, b"\xc0"))
 
     made: Link[Any] = Link(
         messages.request_from, take, lambda: lost.append(True), broken=lambda _: made.end_writing(), is_bounded=True
@@ -246,12 +246,12 @@ async def test_who_is_told_that_nothing_comes_any_more_is_sent_nothing() -> None
     with theirs:
         ours.settimeout(0.0)
         await link.start(made, ours)
-        theirs.sendall(wire.frame(questions.Stats(1)) + b"\3\0\0\0abc")
+        theirs.sendall(wire.frame(questions.ping(1)) + b"\3\0\0\0abc")
         came = b""
         while part := await asyncio.to_thread(theirs.recv, 4096):
             came += part
-        assert came == wire.frame(questions.Number(1, 0))
-        made.send(questions.Number(2, 0))
+        assert came == wire.frame(questions.Answered(1, b"\xc0"))
+        made.send(questions.Answered(2, b"\xc0"))
         assert not lost
     await until(lambda: lost == [True])
     assert taken == [1]
@@ -267,6 +267,53 @@ async def test_changes_that_were_not_sent_cannot_be_taken(tmp_path: Path) -> Non
             length = int.from_bytes(await asyncio.to_thread(connection.recv, 4, socket.MSG_WAITALL), "little")
             replies.append(messages.reply_from(connection.recv(length, socket.MSG_WAITALL)))
         assert {reply.id for reply in replies if isinstance(reply, questions.Failed)} == {5}
+
+
+def an_array(depth: int) -> bytes:
+    """Return arrays in arrays."""
+    return b"\x91" * depth + b"\xc0"
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("aclose", wire.encoded(())),
+        ("__aenter__", wire.encoded(())),
+        ("_open", wire.encoded(())),
+        ("resize", wire.encoded(("cpu", 0))),
+        ("advance_epoch", wire.encoded(("w",))),
+        ("", b""),
+        ("stats", wire.encoded((1,))),
+        ("stats", b""),
+        ("flush", wire.encoded(("yes",))),
+        ("flush", wire.encoded((True, True))),
+        ("lookup", wire.encoded(())),
+        ("lookup", wire.encoded((None,))),
+        ("lookup", wire.encoded(((b"\0" * 32, 0, 16, 0, b"", b""),))),
+        ("lookup", wire.encoded(((b"\0" * 31, 0, 16, 0, bytes(32), bytes(32)),))),
+        ("lookup", wire.encoded(((b"\0" * 32, 0, 16, 10**9, bytes(32), bytes(32)),))),
+        ("pin", wire.encoded(((b"\0" * 32, 0, 16, 0, bytes(32), bytes(32)), -1.0))),
+        ("pin", wire.encoded(((b"\0" * 32, 0, 16, 0, bytes(32), bytes(32)), "60"))),
+        ("touch", wire.encoded(((b"\0" * 32, 0, 16, 0, bytes(32), bytes(32)), {"probability": 7}))),
+        ("membership", an_array(100_000)),
+        ("evict", b"\xdd\xff\xff\xff\xff"),
+    ],
+)
+async def test_a_call_that_cannot_be_is_refused_alone(name: str, args: bytes, tmp_path: Path) -> None:
+    """Names that no client may call, arguments of other types than the face says: an error; the next is answered."""
+    with serving(tmp_path, cpu(24)) as server, attached_stranger(server) as (connection, _):
+        connection.settimeout(60)
+        unheard = wire.frame(questions.Call(0, name, args))
+        connection.sendall(unheard + wire.frame(questions.Call(1, name, args)) + wire.frame(questions.ping(2)))
+        replies: dict[int, object] = {}
+        while 2 not in replies:
+            length = int.from_bytes(await asyncio.to_thread(connection.recv, 4, socket.MSG_WAITALL), "little")
+            reply = messages.reply_from(connection.recv(length, socket.MSG_WAITALL))
+            replies[reply.id] = reply
+        assert isinstance(replies[1], questions.Failed)
+        assert replies[1].kind in {"ConfigurationError", "LayoutMismatchError"}
+        assert isinstance(replies[2], questions.Answered)
+        assert replies.keys() == {1, 2}
 
 
 async def test_leases_asked_for_at_once_are_counted(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ async def test_what_is_imagined_is_what_a_cache_does(tmp_path: Path) -> None:
     assert report.wrong_blocks == 0
 
 
-@pytest.mark.parametrize("policy", ["lhd", "mq", "arc", "s3-fifo"])
+@pytest.mark.parametrize("policy", ["lhd", "mq", "arc"])
 async def test_under_every_policy(policy: str, tmp_path: Path) -> None:
     """Within 0.01 together; a load uses blocks while it lasts, so that what memory has depends a little on time."""
     trace, tiers = chat(num_requests=40), two_tiers(tmp_path, policy)

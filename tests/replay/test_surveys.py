@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -6,13 +7,14 @@ import pytest
 from tiered_kv import ConfigurationError
 from tiered_kv.catalog.policies import LRUPolicy
 from tiered_kv.replay import BlockCost, Survey, TierPlan, lru_curve, replay
+from tiered_kv.replay.surveys import sessions_of
 from tiered_kv.traces import Request, Trace, agents, api_batches, chat, zipf_prompts
 
 COST = BlockCost(token_bytes=8, prefill_tokens_a_s=100.0)
 PAIRS: list[tuple[Callable[..., Trace], str]] = [
-    (chat, "arc"),
+    (chat, "lhd"),
     (agents, "mq"),
-    (zipf_prompts, "s3-fifo"),
+    (zipf_prompts, "arc"),
     (api_batches, "lhd"),
 ]
 
@@ -39,6 +41,18 @@ def test_a_part_of_the_conversations_stands_for_all(make: Callable[..., Trace]) 
     survey = Survey(trace, "mq", lru_curve(trace), most_blocks=trace.num_blocks // 2)
     survey.serve(size := trace.num_blocks // 5)
     assert survey.curve.at(size) == pytest.approx(replayed(trace, size, "mq"), abs=0.03)
+
+
+def test_conversations_are_told_by_their_prompts_where_the_trace_does_not_say() -> None:
+    """A prompt that goes on where another one ended belongs to the same; a few share too little to tell."""
+    trace = chat(num_requests=300)
+    nameless = Trace("nameless", [replace(each, session=None) for each in trace.requests], trace.block_size)
+    named: dict[int, int | None] = {}
+    wrong = sum(
+        named.setdefault(found, each.session) != each.session
+        for found, each in zip(sessions_of(nameless), trace.requests, strict=True)
+    )
+    assert wrong < 0.05 * len(trace.requests)
 
 
 def test_a_size_that_was_served_is_exact() -> None:

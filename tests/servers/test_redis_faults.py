@@ -27,9 +27,8 @@ from tiered_kv.media.backend import Block, Outcome
 from tiered_kv.settings.chain_settings import tier_from
 from tiered_kv.testing import block_key, make_block, open_backend, open_context
 from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError, TieredKVError
-from tiered_kv_backends.redis.backend import RedisBackend
+from tiered_kv_backends.redis import RedisBackend, delete_tenant
 from tiered_kv_backends.redis.servers import RedisSettings
-from tiered_kv_backends.redis.tenants import delete_tenant
 
 SIZE = 1 << 20
 ACL = """

@@ -9,9 +9,8 @@ import pytest
 
 from tiered_kv.testing import open_context
 from tiered_kv.values.errors import TieredKVError
-from tiered_kv_backends.redis.backend import RedisBackend
+from tiered_kv_backends.redis import RedisBackend, delete_tenant
 from tiered_kv_backends.redis.servers import MOST_BYTES
-from tiered_kv_backends.redis.tenants import delete_tenant
 
 MUCH_BYTES = 4 * MOST_BYTES
 """After which the server gives up; what lies in buffers of the system is far less."""

@@ -17,17 +17,18 @@ import pytest
 from anyio import fail_after
 from anyio.lowlevel import checkpoint
 
+from tests.support.any_layout import AnyEngine, open_any, prompt
 from tests.support.caches import until
 from tests.support.descriptors import num_open_in
 from tiered_kv.media.backend import BackendContext, Block, Outcome
 from tiered_kv.settings.chain_settings import tier_from
 from tiered_kv.testing import GROUPS, BackendTests, block_key, make_block, open_backend, open_context
+from tiered_kv.testing.helpers import ended
 from tiered_kv.values.errors import BackendUnavailableError, ClosedError, ConfigurationError
 from tiered_kv.values.keys import BlockKey, salt_digest
-from tiered_kv_backends.shared_fs.backend import SharedFSBackend
+from tiered_kv_backends.shared_fs import SharedFSBackend, delete_tenant, sweep
 from tiered_kv_backends.shared_fs.files import Work, probe, write_records
 from tiered_kv_backends.shared_fs.ledger import Ledger
-from tiered_kv_backends.shared_fs.tenants import delete_tenant, sweep
 
 SIZE = GROUPS[0].payload_bytes
 RECORD = 4096 + SIZE
@@ -450,6 +451,10 @@ class StalledWorkers:
             future.set_result(function(*args))
         return future
 
+    def run_each(self, calls: Sequence[Callable[[], Any]]) -> "asyncio.Future[list[Any]]":
+        """Run calls, or keep them waiting."""
+        return asyncio.ensure_future(ended(*[self.run(call) for call in calls]))
+
     def fail(self) -> None:
         """End what waits, as a dead server does in the end."""
         for future in self.waiting:
@@ -605,19 +610,20 @@ async def test_closing_gives_back_what_was_not_written(tmp_path: Path) -> None:
 
 
 async def test_a_directory_that_is_no_more(tmp_path: Path) -> None:
-    """There is nothing in it; and nothing is stored, which is said."""
+    """There is nothing in it; nothing is stored, and nobody knows what will be there once it is back: both are said."""
     path = tmp_path / "kv"
     async with opened(path) as backend:
         await store(backend, keys_of(1))
         shutil.rmtree(path)
         assert await load(backend, keys_of(1)) == [Outcome.MISS]
         assert await backend.lookup(keys_of(1)) == [Outcome.MISS]
-        await backend.delete(keys_of(1))
+        with pytest.raises(BackendUnavailableError, match="is the filesystem mounted"):
+            await backend.delete(keys_of(1))
         with pytest.raises(BackendUnavailableError, match="is the filesystem mounted"):
             await store(backend, keys_of(2))
         with pytest.raises(BackendUnavailableError, match="No such file"):
             await backend.sweep()
-        with pytest.raises(BackendUnavailableError, match="could not delete a tenant: No such file"):
+        with pytest.raises(BackendUnavailableError, match="is the filesystem mounted"):
             await delete_tenant(backend.settings, "ann")
     assert not path.exists()
 
@@ -638,6 +644,31 @@ async def test_a_directory_that_is_gone_is_not_made_anew(tmp_path: Path) -> None
         elsewhere.rename(path)
         assert await store(backend, keys_of(2)) == [Outcome.STORED]
         assert await load(backend, keys_of(1, 2)) == [Outcome.HIT] * 2
+
+
+@pytest.mark.parametrize("how", ["no folder", "an empty folder"])
+async def test_what_is_evicted_while_the_filesystem_is_away_stays_away(tmp_path: Path, how: str) -> None:
+    """It is deleted once it is back, and found by nobody here until then; to delete a tenant is no success either."""
+    path, elsewhere, engine, keys = tmp_path / "kv", tmp_path / "elsewhere", AnyEngine(), prompt(8, salt="ann")
+    tier = {"medium": "shared_fs", "path": path, "capacity": "64MiB", "min_free_fraction": 0}
+    async with open_any(engine, tier) as kv:
+        await kv.store(keys, engine.fill(keys, range(8)))
+        await kv.flush()
+        path.rename(elsewhere)
+        if how == "an empty folder":
+            path.mkdir()
+        await kv.evict(keys)
+        with pytest.raises(BackendUnavailableError, match="is the filesystem mounted"):
+            await delete_tenant(tier, "ann")
+        assert not await kv.drain(timeout_s=1)
+        if how == "an empty folder":
+            path.rmdir()
+        elsewhere.rename(path)
+        assert (await kv.lookup(keys)).num_blocks == 0
+        await until(lambda: not [each for each in path.rglob("*") if each.is_file() and len(each.name) == 64])
+        assert (await kv.lookup(keys)).num_blocks == 0
+        await until(lambda: kv.stats().transfers == 0)
+        assert await kv.drain()
 
 
 async def test_a_cut_file_is_corrupt(tmp_path: Path) -> None:

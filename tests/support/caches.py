@@ -10,7 +10,7 @@ from anyio.lowlevel import checkpoint
 from tests.support.engine import MODEL, SMALL_LIMITS, Engine, small_layout
 from tests.support.watching import watched
 from tiered_kv import Backend, BlockKeys, CacheLimits, SlotBackend, TieredKV, TierSettings
-from tiered_kv.cache.open_cache import OpenCache
+from tiered_kv.cache.seat import Seat
 from tiered_kv.memory.device import Device
 from tiered_kv.telemetry import Metrics, Page, TraceRecorder
 from tiered_kv.testing import ScriptedDevice
@@ -72,11 +72,11 @@ async def open_cache(
         assert not device.races, "accesses that nothing orders"
 
 
-def inside(kv: TieredKV) -> OpenCache:
+def inside(kv: TieredKV) -> Seat:
     """Return what no public call tells: the books, the tasks and the queues of a cache that was opened."""
-    cache = kv._cache  # noqa: SLF001 - the one place where tests look inside
-    assert cache is not None
-    return cache
+    seat = kv._seat  # noqa: SLF001 - the one place where tests look inside
+    assert seat is not None
+    return seat
 
 
 async def until(condition: Callable[[], bool], *, on_wait: Callable[[], object] | None = None) -> None:

@@ -78,5 +78,5 @@ def only(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def locked(kv: TieredKV) -> None:
     """Wait until the host memory of a cache is page-locked."""
-    for locking in inside(kv).device._page_lockings:  # noqa: SLF001 - what the wait is for
+    for locking in inside(kv).cache.device._page_lockings:  # noqa: SLF001 - what the wait is for
         assert locking.wait(60) is PageLockState.LOCKED

@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from tiered_kv.media.backend import BackendContext, Block, Outcome, RecordShape, Recovered
 from tiered_kv.media.record import verify
 from tiered_kv.testing import block_names, make_block, open_context
+from tiered_kv.testing.helpers import ended
 from tiered_kv.values.keys import BlockKey, Namespace
 from tiered_kv_backends.nvme import NVMeBackend
 
@@ -80,7 +81,7 @@ def slots_of(slots: dict[int, int]) -> NDArray[np.int64]:
 
 
 @asynccontextmanager
-async def open_tier(path: Path, model: str = "a", **settings: object) -> AsyncIterator[Tier]:
+async def open_tier(path: Path | tuple[Path, ...], model: str = "a", **settings: object) -> AsyncIterator[Tier]:
     """Yield a tier of one model."""
     backend = backend_at(path, **settings)
     with open_context(shape_of(model)) as context:
@@ -123,6 +124,10 @@ class AdverseThreads:
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self.calls.append((lambda: function(*args), future))
         return future
+
+    def run_each(self, calls: Sequence[Callable[[], T]]) -> "asyncio.Future[list[T]]":
+        """Remember the calls."""
+        return asyncio.ensure_future(ended(*[self.run(call) for call in calls]))
 
     def step(self) -> None:
         """Make one call, if there is one."""

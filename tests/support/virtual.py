@@ -6,13 +6,14 @@ work meanwhile, so it may only jump while none of them has any: `VirtualLoop.is_
 
 import asyncio
 import selectors
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from tests.support.caches import inside
 from tiered_kv import TieredKV
 from tiered_kv.memory.cpu import CPUDevice, CPUStream
 from tiered_kv.memory.device import After, Copy, Done
+from tiered_kv.testing.helpers import ended
 from tiered_kv.tiers.tasks import WorkerPool
 from tiered_kv.values.loop_calls import LoopCalls
 
@@ -109,6 +110,10 @@ class InlineWorkers:
         future: asyncio.Future[T] = self._loop.create_future()
         self._loop.call_soon(self._run, future, lambda: function(*args))
         return future
+
+    def run_each(self, calls: Sequence[Callable[[], T]]) -> "asyncio.Future[list[T]]":
+        """Run the calls in the next turn."""
+        return asyncio.ensure_future(ended(*(self.run(call) for call in calls)))
 
     def close(self) -> None:
         """Nothing to end."""

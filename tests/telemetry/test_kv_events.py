@@ -246,7 +246,7 @@ class Narrow:
 
     def events(self) -> Changes:
         """Return what changes; few names are kept."""
-        return inside(self._kv).subscribers.subscribe(max_names=24)
+        return inside(self._kv).cache.subscribers.subscribe(max_names=24)
 
     def namespace(self, salt: str | bytes = b"", *, group: int = 0, rank: int = 0) -> Namespace:
         """Return the cache's own."""

@@ -15,9 +15,9 @@ FILES = sorted(path for folder in (*FOLDERS, NVME) for path in folder.rglob("*.p
 OUTSIDE = {"fcntl", "queue", "random", "secrets", "select", "shutil", "socket", "subprocess", "tempfile", "time"}
 MEMORY_OR_THREAD = {"threading", "mmap"}
 ALLOWED = {
-    "exponent.py": {"threading"},  # memory that each thread has for itself
+    "records.py": {"threading"},  # memory that each thread has for itself
     "health.py": {"random"},  # a type: the numbers are given to it
-    "host_pools.py": {"mmap"},  # memory, which is not simulated
+    "engine_memory.py": {"mmap"},  # memory, which is not simulated
 }
 CONSTANTS = {"environ", "fspath", "path", "sysconf", "strerror", "register_at_fork", "PathLike"}
 

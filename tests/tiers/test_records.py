@@ -4,6 +4,7 @@ import asyncio
 import threading
 from typing import cast
 
+import numpy as np
 import pytest
 from anyio.lowlevel import checkpoint
 
@@ -13,6 +14,7 @@ from tiered_kv.media.record import encode
 from tiered_kv.media.seal import Seal
 from tiered_kv.tiers.records import ExponentCodec, Records, Staging
 from tiered_kv.tiers.tasks import WorkerPool
+from tiered_kv.tiers.tier import Batch
 from tiered_kv.values.keys import Names
 from tiered_kv.values.loop_calls import LoopCalls
 
@@ -63,7 +65,7 @@ async def test_a_cancelled_verification_ends_before_its_memory_is_anothers() -> 
         await records.open(loop_calls)
         blocks, into = blocks_of(1), [Block.empty(SHAPE.payload_bytes)]
         await records.encode(KEYS[:1], blocks, into, SHAPE)
-        verifying = asyncio.create_task(records.verify(KEYS[:1], into, [Outcome.HIT], SHAPE))
+        verifying = asyncio.create_task(records.verification(KEYS[:1], into, SHAPE).verify_all([Outcome.HIT]))
         while not encryption.seal.begun.is_set():
             await checkpoint()
         for _ in range(3):
@@ -88,16 +90,20 @@ async def test_named_alone_they_are_verified_as_by_their_keys(encryption: Encryp
     try:
         await records.open(loop_calls)
         into = blocks_of(3)
-        made = await records.encode(KEYS, into, into, SHAPE)
+        space, hashes = KEYS[0].namespace, [key.hash for key in KEYS]
+        keys = records.keys(Batch(space, space.names_of(hashes), np.arange(3)))
+        made = await records.encode(keys, into, into, SHAPE)
         assert all(block.payload.readonly for block in made.records)
         into[1].payload[-1] ^= 1
-        names: Names = KEYS[0].namespace.names_of([KEYS[0].hash, KEYS[1].hash, KEYS[0].hash])
+        names: Names = space.names_of([hashes[0], hashes[1], hashes[0]])
         hits = [Outcome.HIT] * 3
-        verdicts, refused = await records.verify_named(names, into, hits, SHAPE)
-        assert (verdicts, dict(refused)) == ([Outcome.HIT, Outcome.CORRUPT, Outcome.MISS], {})
+        verification = records.verification_by_name(names, into, SHAPE)
+        verdicts = await verification.verify_all(hits)
+        assert (verdicts, verification.refused) == ([Outcome.HIT, Outcome.CORRUPT, Outcome.MISS], {})
+        assert verification.num_filled == 3
         found = [Outcome.FAILED, Outcome.MISS, Outcome.FAILED]
-        assert (await records.verify_named(names, into, found, SHAPE))[0] == found
-        assert (await records.verify(KEYS, into, found, SHAPE))[0] == found
+        assert await records.verification_by_name(names, into, SHAPE).verify_all(found) == found
+        assert await records.verification(keys, into, SHAPE).verify_all(found) == found
     finally:
         pool.close()
 
@@ -115,7 +121,7 @@ async def test_a_whole_record_that_nothing_was_encoded_as_is_corrupt() -> None:
         into[1].payload[0] = 255  # more are listed than may be
         encode(KEYS[1], into[1], codec="exponent", decoded_bytes=SHAPE.payload_bytes)
         found = [Block.empty(SHAPE.payload_bytes) for _ in range(2)]
-        verdicts, _ = await records.verify(KEYS[:2], into, [Outcome.HIT] * 2, shape, codec, found)
+        verdicts = await records.verification(KEYS[:2], into, shape, codec, found).verify_all([Outcome.HIT] * 2)
         assert verdicts == [Outcome.HIT, Outcome.CORRUPT]
         assert bytes(found[0].payload) == bytes(blocks[0].payload)
     finally:

@@ -184,6 +184,24 @@ async def test_many_that_may_go_on_do_so_in_many_turns(priority: Priority) -> No
     assert max(turns) <= 16
 
 
+async def test_who_waits_for_nobody_goes_on_at_once_but_twice() -> None:
+    """A transfer of one window begins in one turn of the loop; one of many leaves the loop its turns all the same."""
+    loop, tasks, turns = asyncio.get_running_loop(), Tasks(), [0]
+
+    def count() -> None:
+        turns[0] += 1
+        loop.call_soon(count)
+
+    loop.call_soon(count)
+    seen = []
+    for _step in range(6):
+        await tasks.turn(Priority.LOAD)
+        seen.append(turns[0])
+    assert seen[:2] == [0, 0]
+    assert seen == sorted(seen)
+    assert seen[-1] >= 3
+
+
 async def test_loads_take_their_turn_before_whoever_waited_longer() -> None:
     """A load goes on before hundreds that are less urgent, whatever came first, and each of these in its order."""
     tasks, order = Tasks(), list[Priority]()

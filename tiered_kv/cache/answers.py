@@ -15,12 +15,11 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.cache.open_cache import OpenCache
+from tiered_kv.cache.seat import Seat
 from tiered_kv.catalog.books import SlotState
 from tiered_kv.catalog.locate import locate_from_any_thread, states_from_any_thread
 from tiered_kv.catalog.uses import Fate, said_of
 from tiered_kv.media.backend import Block, Outcome
-from tiered_kv.media.record import key_in
 from tiered_kv.tiers.calls import outcomes_problem
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.gate import Kind, Priority, Waiter
@@ -68,17 +67,17 @@ class Explanation:
         return ", ".join(words + ["pinned"] * self.is_pinned + ["dirty"] * self.is_dirty)
 
 
-async def explain(cache: OpenCache, keys: BlockKeys, *, ask: bool) -> list[Explanation]:
+async def explain(seat: Seat, keys: BlockKeys, *, ask: bool) -> list[Explanation]:
     """Explain each block; of several ranks, one that lacks it speaks. See `TieredKV.explain`."""
-    parts = cache.batches(keys)
+    parts = seat.batches(keys)
     asked = [await _ask(chain, batch) if ask else {} for chain, batch in parts]
     # To its end, whoever waits: what is being read must not be overwritten.
     others = [
-        [*cache.past_epochs, *(await cache.finish(_epochs_in(chain, batch), "explain") if ask else [])]
+        [*seat.past_epochs, *(await seat.cache.finish(_epochs_in(chain, batch), "explain") if ask else [])]
         for chain, batch in parts
     ]
     of_ranks = [
-        _of_rank(chain, batch, keys, _weights_of(chain, keys, epochs), cache.pins, found)
+        _of_rank(chain, batch, keys, _weights_of(chain, keys, epochs), seat.pins, found)
         for (chain, batch), epochs, found in zip(parts, others, asked, strict=True)
     ]
     return [next((each for each in block if each.state != "ready"), block[0]) for block in zip(*of_ranks, strict=True)]
@@ -160,7 +159,7 @@ async def _epochs_in(chain: Chain, batch: Batch) -> list[bytes]:
                     "read", read, num_blocks=1, waiter=Waiter(Kind.PREFETCH, Priority.DEMOTE),
                     problem_of=outcomes_problem(1, READ), is_failure=all_failed,
                 )  # fmt: skip
-            if answer.value == [Outcome.HIT] and (key := key_in(block.header)) is not None:
+            if answer.value == [Outcome.HIT] and (key := tier.records.key_in(block.header)) is not None:
                 epochs[key.namespace.epoch] = None
     return [epoch for epoch in epochs if epoch != batch.namespace.epoch]
 

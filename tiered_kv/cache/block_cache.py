@@ -11,7 +11,7 @@ load or store begins there.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
 from types import TracebackType
@@ -23,15 +23,15 @@ from numpy.typing import NDArray
 from tiered_kv.cache.answers import Explanation
 from tiered_kv.cache.checks import LoadCall, StoreCall, check_seconds, check_specs
 from tiered_kv.cache.groups import GroupNeed, GroupsLoad, GroupsLookup, check_needs, length_in_place, longest
-from tiered_kv.cache.open_cache import EngineSide
 from tiered_kv.cache.planner import Planner
+from tiered_kv.cache.seat import EngineSide
 from tiered_kv.tiers.changes import Changes
 from tiered_kv.tiers.gate import Priority
 from tiered_kv.transfers.handles import Handle, LoadHandle, cancel_each, each_of
 from tiered_kv.transfers.prefetch import HostLease, PrefetchHandle
 from tiered_kv.transfers.requests import Order
 from tiered_kv.transfers.store import StoreHandle
-from tiered_kv.transfers.submissions import LoadTicket, StoreTicket, load_failed, store_failed
+from tiered_kv.transfers.submissions import LoadTicket, StoreTicket
 from tiered_kv.transfers.swap import Copies, Moves, Swap
 from tiered_kv.values.errors import ClosedError
 from tiered_kv.values.hints import ReuseHint
@@ -119,7 +119,12 @@ class TransferCalls(ABC):
             ConfigurationError, LayoutMismatchError: Arguments that cannot be right. Nothing has moved.
             ClosedError: The cache is not open.
         """
-        return self._prepare_load(LoadCall(keys, into, after, deadline_s, priority, layerwise, gaps, order))()
+        return self._start_load(
+            LoadCall(
+                keys=keys, into=into, after=after, deadline_s=deadline_s, priority=priority, layerwise=layerwise,
+                gaps=gaps, order=order,
+            )
+        )  # fmt: skip
 
     def start_store(
         self,
@@ -147,7 +152,9 @@ class TransferCalls(ABC):
             ConfigurationError, LayoutMismatchError: Arguments that cannot be right. Nothing has moved.
             ClosedError: The cache is not open.
         """
-        return self._prepare_store(StoreCall(keys, source, after, epoch, layerwise, hint))()
+        return self._start_store(
+            StoreCall(keys=keys, source=source, after=after, epoch=epoch, layerwise=layerwise, hint=hint)
+        )
 
     # From any thread, for engines with a synchronous loop: nothing waits for the event loop.
 
@@ -165,9 +172,9 @@ class TransferCalls(ABC):
 
         Whatever is wrong raises here, as there. How it ends is for `poll` to say, or `Ticket.wait`.
         """
-        submissions = self._open(anywhere=True).submissions
-        start = self._prepare_load(LoadCall(keys, into, after, deadline_s, priority, gaps=gaps), anywhere=True)
-        return submissions.submit(start, partial(load_failed, len(keys)))
+        return self._submit_load(
+            LoadCall(keys=keys, into=into, after=after, deadline_s=deadline_s, priority=priority, gaps=gaps)
+        )
 
     def submit_store(
         self,
@@ -179,9 +186,7 @@ class TransferCalls(ABC):
         hint: ReuseHint | None = None,
     ) -> StoreTicket:
         """`start_store` from any thread, which waits for nothing; see `submit_load`."""
-        submissions = self._open(anywhere=True).submissions
-        start = self._prepare_store(StoreCall(keys, source, after, epoch, hint=hint), anywhere=True)
-        return submissions.submit(start, partial(store_failed, len(keys)))
+        return self._submit_store(StoreCall(keys=keys, source=source, after=after, epoch=epoch, hint=hint))
 
     @abstractmethod
     def poll(self, timeout_s: float = 0.0) -> list[tuple[LoadTicket, LoadResult] | tuple[StoreTicket, StoreResult]]:
@@ -343,16 +348,36 @@ class TransferCalls(ABC):
         """
 
     @abstractmethod
-    def _prepare_load(self, call: LoadCall, *, anywhere: bool = False) -> Callable[[], LoadHandle]:
-        """Check a load and enqueue its wait; return what starts it on the event loop.
+    def _start_load(self, call: LoadCall) -> LoadHandle:
+        """Check a load, enqueue its wait, and begin it.
 
         Raises:
-            ClosedError, ConfigurationError, LayoutMismatchError: See `start_load`, and `_open`.
+            ClosedError, ConfigurationError, LayoutMismatchError: As `start_load` and `_open` say.
         """
 
     @abstractmethod
-    def _prepare_store(self, call: StoreCall, *, anywhere: bool = False) -> Callable[[], StoreHandle]:
-        """The same of a store."""
+    def _start_store(self, call: StoreCall) -> StoreHandle:
+        """Check a store, enqueue its wait, and begin it.
+
+        Raises:
+            ClosedError, ConfigurationError, LayoutMismatchError: As `start_store` and `_open` say.
+        """
+
+    @abstractmethod
+    def _submit_load(self, call: LoadCall) -> LoadTicket:
+        """Check a load and enqueue its wait, in any thread, and have the event loop begin it.
+
+        Raises:
+            ClosedError, ConfigurationError, LayoutMismatchError: As `start_load` and `_open` say.
+        """
+
+    @abstractmethod
+    def _submit_store(self, call: StoreCall) -> StoreTicket:
+        """Check a store and enqueue its wait, in any thread, and have the event loop begin it.
+
+        Raises:
+            ClosedError, ConfigurationError, LayoutMismatchError: As `start_store` and `_open` say.
+        """
 
 
 class BlockCache(TransferCalls):
@@ -567,7 +592,8 @@ class BlockCache(TransferCalls):
             drain again to try again. False also, from then on, if a tier below was to get a block and did not, because
             that was dropped or failed on its way (``settled()`` of its store and `stats` count it), or was lost as it
             waited in memory that was given up. What was evicted by name, cleared or expired before is not missed, nor
-            what a tier has evicted since it was written there.
+            what a tier has evicted since it was written there. False also while a medium has what was evicted, as it
+            failed to remove it: another start could serve that.
         """
 
     @abstractmethod

@@ -10,37 +10,22 @@ written, within `CacheLimits.close_timeout_s`.
 import asyncio
 import inspect
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
-from typing import Any, Final, ParamSpec, TypeVar, overload
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, suppress
+from functools import partial, update_wrapper
+from typing import Any, Concatenate, Final, ParamSpec, TypeAlias, TypeVar, overload
 
 from anyio import CancelScope
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from tiered_kv.cache.answers import Explanation
 from tiered_kv.cache.block_cache import BlockCache
-from tiered_kv.cache.groups import GroupNeed, GroupsLoad, GroupsLookup
-from tiered_kv.tiers.gate import Priority
-from tiered_kv.transfers.prefetch import HostLease
 from tiered_kv.transfers.submissions import Ticket
 from tiered_kv.values.errors import ClosedError
-from tiered_kv.values.hints import ReuseHint
-from tiered_kv.values.keys import BlockKeys
-from tiered_kv.values.layout import KVCaches
-from tiered_kv.values.results import (
-    CacheStatistics,
-    LoadResult,
-    LookupResult,
-    PinResult,
-    PrefetchResult,
-    StoreResult,
-    SwapOutResult,
-)
-from tiered_kv.values.specs import EngineBlocks, GPULoadStoreSpec
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Blocking: TypeAlias = Callable[Concatenate["BlockingTieredKV", P], T]
+"""A method of `BlockingTieredKV` with the arguments of a call of `BlockCache`."""
 _LOOK_S: Final = 0.25
 """How often it is looked whether the program is ending."""
 
@@ -69,8 +54,55 @@ def open_blocking(cache: BlockCache) -> "Iterator[BlockingTieredKV]":
                 portal.call(cache.aclose)
 
 
+@overload
+def _blocking(call: Callable[Concatenate[Any, P], Awaitable[T]]) -> "Blocking[P, T]": ...
+@overload
+def _blocking(call: Callable[Concatenate[Any, P], T]) -> "Blocking[P, T]": ...
+
+
+def _blocking(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a method that calls a cache on its loop and waits: of a coroutine or a handle, for what that gives."""
+
+    def blocking(kv: "BlockingTieredKV", /, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as `call` has it
+        return kv.call(getattr(kv.cache, call.__name__), *args, **kwargs)
+
+    update_wrapper(blocking, call)
+    return blocking
+
+
+def _submitted(
+    call: Callable[Concatenate[Any, P], Awaitable[T]], submit: Callable[Concatenate[Any, P], Ticket[T]]
+) -> "Blocking[P, T]":
+    """Make a method that does what ``call`` does by way of ``submit``, with no round trip through the loop."""
+
+    def blocking(kv: "BlockingTieredKV", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        ticket: Ticket[T] = getattr(kv.cache, submit.__name__)(*args, **kwargs)
+        return _ended(ticket)
+
+    update_wrapper(blocking, call)
+    return blocking
+
+
+def _holding(
+    call: Callable[Concatenate[Any, P], AbstractAsyncContextManager[T]],
+) -> "Blocking[P, AbstractContextManager[T]]":
+    """Make a method for a ``with`` block of what a cache has for ``async with``."""
+
+    @contextmanager
+    def blocking(kv: "BlockingTieredKV", /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
+        held_later: AbstractAsyncContextManager[T] = kv.call(getattr(kv.cache, call.__name__), *args, **kwargs)
+        with kv._open_portal().wrap_async_context_manager(held_later) as held:  # noqa: SLF001 - its own module's
+            yield held
+
+    update_wrapper(blocking, call)
+    return blocking
+
+
 class BlockingTieredKV:
-    """An open `TieredKV`, for any thread but its loop's. Its calls are the cache's, and say there what they do.
+    """An open `TieredKV`, for any thread but its loop's. Its calls are made of those of `BlockCache`.
+
+    Each takes the same arguments and keeps the same promises, and returns what awaiting gives there: ``load`` a
+    `LoadResult`, ``prefetch`` a `PrefetchResult`; ``lease`` is for a ``with`` block. ``load`` ends by its deadline.
 
     A thread that is interrupted in a call leaves only when no copy of it touches the engine's memory any more.
 
@@ -87,6 +119,7 @@ class BlockingTieredKV:
         self.lookup_nowait = cache.lookup_nowait
         self.membership = cache.membership
         self.count_lookup = cache.count_lookup
+        self.namespace = cache.namespace
         self.planner = cache.planner
         self._portal: BlockingPortal | None = portal
 
@@ -96,7 +129,7 @@ class BlockingTieredKV:
     def call(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T: ...
 
     def call(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Make any call on the cache's loop, and wait for its answer: ``kv.call(kv.cache.namespace, "tenant-7")``.
+        """Make any call on the cache's loop, and wait for its answer: ``kv.call(kv.cache.events)``.
 
         Of a coroutine method or a handle it is what awaiting gives: ``kv.call(kv.cache.start_swap, {3: 0})``.
         """
@@ -107,134 +140,30 @@ class BlockingTieredKV:
             answer.give_up()
             raise
 
-    def register_kv_caches(self, kv_caches: KVCaches, *, group: int = 0, axes: str | None = None) -> None:
-        """See `TieredKV.register_kv_caches`."""
-        self.call(self.cache.register_kv_caches, kv_caches, group=group, axes=axes)
-
-    def unregister_kv_caches(self, *, group: int = 0) -> None:
-        """See `TieredKV.unregister_kv_caches`."""
-        self.call(self.cache.unregister_kv_caches, group=group)
-
-    def register_host_pool(
-        self,
-        name: str,
-        buffer: KVCaches,
-        *,
-        group: int = 0,
-        axes: str | None = None,
-        slot_bytes: int | None = None,
-        direct: bool = False,
-    ) -> None:
-        """See `TieredKV.register_host_pool`."""
-        register = self.cache.register_host_pool
-        self.call(register, name, buffer, group=group, axes=axes, slot_bytes=slot_bytes, direct=direct)
-
-    def lookup(self, keys: BlockKeys, *, where: bool = False) -> LookupResult:
-        """See `TieredKV.lookup`; `lookup_nowait` asks no shared tier."""
-        return self.call(self.cache.lookup, keys, where=where)
-
-    def load(
-        self,
-        keys: BlockKeys,
-        into: EngineBlocks,
-        *,
-        after: object = None,
-        deadline_s: float | None = None,
-        priority: Priority = Priority.LOAD,
-        gaps: bool = False,
-    ) -> LoadResult:
-        """See `TieredKV.load`. Ends by the deadline."""
-        submit = self.cache.submit_load
-        return _ended(submit(keys, into, after=after, deadline_s=deadline_s, priority=priority, gaps=gaps))
-
-    def store(
-        self,
-        keys: BlockKeys,
-        source: EngineBlocks,
-        *,
-        after: object = None,
-        epoch: str | None = None,
-        hint: ReuseHint | None = None,
-    ) -> StoreResult:
-        """See `TieredKV.store`. For what becomes of the blocks in the tiers below, see `flush`."""
-        return _ended(self.cache.submit_store(keys, source, after=after, epoch=epoch, hint=hint))
-
-    def lookup_groups(self, needs: Sequence[GroupNeed]) -> GroupsLookup:
-        """See `TieredKV.lookup_groups`."""
-        return self.call(self.cache.lookup_groups, needs)
-
-    def load_groups(
-        self, needs: Sequence[GroupNeed], into: Sequence[GPULoadStoreSpec], *, after: object = None
-    ) -> GroupsLoad:
-        """See `TieredKV.load_groups`."""
-        return self.call(self.cache.load_groups, needs, into, after=after)
-
-    def swap_out(
-        self, keys: BlockKeys, source: GPULoadStoreSpec, *, after: object = None, ttl_s: float = 600.0
-    ) -> SwapOutResult:
-        """See `TieredKV.swap_out`."""
-        return self.call(self.cache.swap_out, keys, source, after=after, ttl_s=ttl_s)
-
-    def swap_in(
-        self, keys: BlockKeys, into: GPULoadStoreSpec, *, after: object = None, deadline_s: float | None = None
-    ) -> LoadResult:
-        """See `TieredKV.swap_in`."""
-        return self.call(self.cache.swap_in, keys, into, after=after, deadline_s=deadline_s)
-
-    def prefetch(self, keys: BlockKeys, *, to: str = "cpu") -> PrefetchResult:
-        """See `TieredKV.prefetch`. Waits until it has ended."""
-        return self.call(self.cache.prefetch, keys, to=to)
-
-    @contextmanager
-    def lease(self, keys: BlockKeys) -> Iterator[HostLease]:
-        """See `TieredKV.lease`: ``with kv.lease(keys) as lease``."""
-        lease_later = self.call(self.cache.lease, keys)
-        with self._open_portal().wrap_async_context_manager(lease_later) as lease:
-            yield lease
-
-    def touch(self, keys: BlockKeys, *, hint: ReuseHint | None = None) -> None:
-        """See `TieredKV.touch`."""
-        self.call(self.cache.touch, keys, hint=hint)
-
-    def pin(self, keys: BlockKeys, *, ttl_s: float) -> PinResult:
-        """See `TieredKV.pin`."""
-        return self.call(self.cache.pin, keys, ttl_s=ttl_s)
-
-    def unpin(self, keys: BlockKeys) -> None:
-        """See `TieredKV.unpin`."""
-        self.call(self.cache.unpin, keys)
-
-    def explain(self, keys: BlockKeys, *, ask: bool = False) -> list[Explanation]:
-        """See `TieredKV.explain`."""
-        return self.call(self.cache.explain, keys, ask=ask)
-
-    def evict(self, keys: BlockKeys, *, tier: str | None = None) -> int:
-        """See `TieredKV.evict`."""
-        return self.call(self.cache.evict, keys, tier=tier)
-
-    def resize(self, tier: str, capacity: int | str) -> int:
-        """See `TieredKV.resize`."""
-        return self.call(self.cache.resize, tier, capacity)
-
-    def clear(self) -> None:
-        """See `TieredKV.clear`."""
-        self.call(self.cache.clear)
-
-    def advance_epoch(self, weights: str) -> None:
-        """See `TieredKV.advance_epoch`."""
-        self.call(self.cache.advance_epoch, weights)
-
-    def flush(self, *, sync: bool = False) -> None:
-        """See `TieredKV.flush`."""
-        self.call(self.cache.flush, sync=sync)
-
-    def drain(self, *, timeout_s: float | None = None) -> bool:
-        """See `TieredKV.drain`."""
-        return self.call(self.cache.drain, timeout_s=timeout_s)
-
-    def stats(self) -> CacheStatistics:
-        """See `TieredKV.stats`."""
-        return self.call(self.cache.stats)
+    register_kv_caches = _blocking(BlockCache.register_kv_caches)
+    unregister_kv_caches = _blocking(BlockCache.unregister_kv_caches)
+    register_host_pool = _blocking(BlockCache.register_host_pool)
+    lookup = _blocking(BlockCache.lookup)
+    lookup_groups = _blocking(BlockCache.lookup_groups)
+    load = _submitted(BlockCache.load, BlockCache.submit_load)
+    load_groups = _blocking(BlockCache.load_groups)
+    store = _submitted(BlockCache.store, BlockCache.submit_store)
+    prefetch = _blocking(BlockCache.prefetch)
+    lease = _holding(BlockCache.lease)
+    touch = _blocking(BlockCache.touch)
+    pin = _blocking(BlockCache.pin)
+    unpin = _blocking(BlockCache.unpin)
+    swap_out = _blocking(BlockCache.swap_out)
+    swap_in = _blocking(BlockCache.swap_in)
+    swap = _blocking(BlockCache.swap)
+    evict = _blocking(BlockCache.evict)
+    resize = _blocking(BlockCache.resize)
+    clear = _blocking(BlockCache.clear)
+    advance_epoch = _blocking(BlockCache.advance_epoch)
+    flush = _blocking(BlockCache.flush)
+    drain = _blocking(BlockCache.drain)
+    explain = _blocking(BlockCache.explain)
+    stats = _blocking(BlockCache.stats)
 
     def _open_portal(self) -> BlockingPortal:
         if self._portal is None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from anyio import move_on_after
 
 from tiered_kv.cache.open_cache import OpenCache
+from tiered_kv.cache.seat import Seat
 from tiered_kv.tiers import upkeep
 from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.values.errors import ClosedError, ConfigurationError
@@ -53,7 +54,7 @@ class Draining:
 
 
 async def drain(cache: OpenCache, timeout_s: float | None) -> bool:
-    """Take no more stores, write what there is; say whether all is written, within ``timeout_s``."""
+    """Take no more stores, write what there is; say whether all is written, or gone if it is to be, in time."""
     for chain in cache.chains:
         chain.limits.takes_stores = False
     writing = cache.tasks.spawn(_write_all(cache), "drain")
@@ -70,7 +71,7 @@ async def _write_all(cache: OpenCache) -> bool:
         await cache.settle()
     except ClosedError:
         return False
-    is_noted = await upkeep.checkpoint(cache.chains, sync=True)
+    is_noted = await upkeep.checkpoint(cache.chains, sync=True) and await upkeep.pay(cache.chains)
     return is_noted and not any(chain.unwritten.num_blocks or chain.unwritten.has_lost for chain in cache.chains)
 
 
@@ -98,19 +99,21 @@ def draining_on(cache: OpenCache, signals: tuple[signal.Signals, ...], timeout_s
             signal.signal(each, signal.SIG_DFL if handler is None else handler)
 
 
-def begin_to_close(cache: OpenCache) -> "asyncio.Task[None]":
+def begin_to_close(seat: Seat) -> "asyncio.Task[None]":
     """Let no call in any more, and return the task that ends the cache: the same one to all who close it."""
+    cache = seat.cache
     if cache.closing is None:
-        cache.closing = asyncio.get_running_loop().create_task(_close(cache), name="close")
+        cache.closing = asyncio.get_running_loop().create_task(_close(seat), name="close")
     return cache.closing
 
 
-async def _close(cache: OpenCache) -> None:
+async def _close(seat: Seat) -> None:
     """Let what is under way end, or give it up after `CacheLimits.close_timeout_s`; then close every tier.
 
     Every step is taken, whatever one of them raises; that is raised at the end.
     """
-    loop, limit_s = asyncio.get_running_loop(), cache.limits.close_timeout_s
+    cache, loop = seat.cache, asyncio.get_running_loop()
+    limit_s = cache.limits.close_timeout_s
     started = loop.time()
     deadline = started + limit_s
     num_abandoned, errors = 0, list[BaseException]()
@@ -120,8 +123,8 @@ async def _close(cache: OpenCache) -> None:
         num_abandoned = await cache.tasks.aclose(max(0.0, deadline - loop.time()))
 
     steps: tuple[Callable[[], Awaitable[None] | None], ...] = (
-        cache.submissions.close,
-        cache.pins.close,
+        seat.submissions.close,
+        seat.pins.close,
         cache.subscribers.close,
         cache.close_jobs,
         lambda: _begin_no_more(cache),

@@ -11,6 +11,7 @@ from anyio import CancelScope
 
 from tiered_kv.cache.open_cache import OpenCache
 from tiered_kv.cache.parts import CacheParts, Kind, StoragePart
+from tiered_kv.cache.seat import Seat
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.memory.device import Device
 from tiered_kv.memory.host import HostSlab, check_host_memory, doubt_of_page_locking
@@ -23,20 +24,24 @@ from tiered_kv.tiers.gate import Backlog, Bandwidth, Budget, Limits, Pace
 from tiered_kv.tiers.ledger import Ledger, Place
 from tiered_kv.tiers.opening import Services, StorageMedium
 from tiered_kv.tiers.owned import OwnedTier
+from tiered_kv.tiers.pins import Pins
 from tiered_kv.tiers.shared import SharedTier
 from tiered_kv.tiers.tasks import Tasks, WorkerPool, in_a_thread
 from tiered_kv.tiers.tier import HostTier, MemoryTier
 from tiered_kv.transfers.writedown import write_admitted
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.events import CacheOpened, DeviceFailed, Emit, Event, PageLockingDoubted
+from tiered_kv.values.keys import epoch_digest
 from tiered_kv.values.loop_calls import LoopCalls
 
 _RECORD_THREADS: Final = 2
 """Threads that hash and encrypt records: two keep up with a disk, and the loop and the copies need the other cores."""
 
 
-async def open_cache(parts: CacheParts) -> OpenCache:
-    """Open every tier, in the order of the chain; what was opened is closed again if one of them fails.
+async def open_cache(parts: CacheParts) -> Seat:
+    """Open every tier, in the order of the chain, and return the seat of the program that does it.
+
+    What was opened is closed again if one of them fails.
 
     Raises:
         ConfigurationError: A tier can never work as it is set up, or the machine lacks the memory.
@@ -49,15 +54,17 @@ async def open_cache(parts: CacheParts) -> OpenCache:
         backends = await _open_backends(stack, parts, kinds, tasks)
         chains, device = _build_chains(stack, parts, backends, kinds, tasks, ledger)
         cache = OpenCache(parts, chains, device, tasks, ledger, backends.services.loop_calls, stack.pop_all())
+    seat = Seat(cache, parts.shards, epoch_digest(parts.model.weights), Pins(parts.limits.pin_quota))
+    cache.lifetime.callback(seat.bindings.forget)
     if parts.watch is not None:
         cache.lifetime.push_async_callback(parts.watch.end)
-        parts.watch.begin(cache)
+        parts.watch.begin(seat)
     if parts.recorder is not None:
         cache.lifetime.push_async_callback(parts.recorder.end)
         parts.recorder.begin(parts.emit)
     recovered = {tier.name: tier.index.statistics().ready for chain in chains for tier in chain.owned}
     parts.emit(CacheOpened(tuple(chains[0].names), recovered, (loop.time() - started) * 1e3))
-    return cache
+    return seat
 
 
 @dataclass(frozen=True)
@@ -197,8 +204,8 @@ def _build_chains(
 
 def _budget(in_flight: int, part: StoragePart, clock: Callable[[], float]) -> Budget:
     settings = part.settings
-    reads = Pace(settings.read_bandwidth, settings.reads_per_s, clock)
-    writes = Pace(settings.write_bandwidth, settings.writes_per_s, clock)
+    reads = Pace(settings.read_bandwidth, clock)
+    writes = Pace(settings.write_bandwidth, clock)
     return Budget(in_flight, reads, writes, Bandwidth(part.scrub_bandwidth, clock))
 
 

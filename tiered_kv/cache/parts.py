@@ -162,8 +162,6 @@ def chain_parts(
         if not isinstance(each, GPUTier | CPUTier)
     ]
     for part in storage:
-        if getattr(part.settings, "exclusive", False) and not isinstance(part.backend, SlotBackend):
-            raise ConfigurationError(f"tier {part.name!r} cannot be exclusive: this cache does not own its slots")
         if part.scrub_bandwidth and not _can_be_scrubbed(part.backend):
             raise ConfigurationError(f"tier {part.name!r} cannot be scrubbed: its backend has no peek()")
         if part.settings.read_only and isinstance(part.backend, SlotBackend):

@@ -16,7 +16,7 @@ from functools import cached_property
 from typing_extensions import override
 
 from tiered_kv.cache.checks import check_planned, check_seconds
-from tiered_kv.cache.open_cache import OpenCache
+from tiered_kv.cache.seat import Seat
 from tiered_kv.system import system
 from tiered_kv.transfers.jobs import Job, JobBook
 from tiered_kv.transfers.requests import JobRequest
@@ -119,10 +119,10 @@ class Planner(ABC):
 class OwnPlanner(Planner):
     """The planner of a cache in this process."""
 
-    def __init__(self, cache: OpenCache, check_open: Callable[[], object]) -> None:
+    def __init__(self, seat: Seat, check_open: Callable[[], object]) -> None:
         """Made by `TieredKV` only; ``check_open`` raises when the cache may not be called any more."""
-        super().__init__(cache.jobs)
-        self._cache = cache
+        super().__init__(seat.cache.jobs)
+        self._seat = seat
         self._check_open = check_open
 
     @override
@@ -132,31 +132,31 @@ class OwnPlanner(Planner):
 
     @cached_property
     def _slabs(self) -> tuple[SlabHandle, ...]:
-        cache = self._cache
-        num_ranks, pid = len(cache.shards), os.getpid()
+        seat = self._seat
+        num_ranks, pid = len(seat.shards), os.getpid()
         return tuple(
             ProcessSlab(
                 slab.num_slots, slab.stride_bytes, slab.payload_bytes, slab.name, number // num_ranks,
                 number % num_ranks, codec.name if codec else "none", pid, slab.fd, os.fstat(slab.fd).st_ino,
             )
-            for number, (slab, codec) in enumerate((chain.host.slab, chain.codec) for chain in cache.chains)
+            for number, (slab, codec) in enumerate((chain.host.slab, chain.codec) for chain in seat.chains)
         )  # fmt: skip
 
     @override
     def register_worker(self, *, rank: int = 0, pid: int | None = None) -> None:
         self._check_open()
-        self._cache.jobs.workers.register(rank, system().getpid() if pid is None else pid)
+        self._seat.cache.jobs.workers.register(rank, system().getpid() if pid is None else pid)
 
     @override
     def plan_load(self, keys: BlockKeys, into: GPULoadStoreSpec | None = None, *, gaps: bool = False) -> Job:
         self._check_open()
-        cache = self._cache
-        epoch = cache.epoch  # before the keys are named by it: if it advances in between, the load is overtaken
-        parts = cache.batches(keys)
+        seat = self._seat
+        epoch = seat.epoch  # before the keys are named by it: if it advances in between, the load is overtaken
+        parts = seat.batches(keys)
         check_planned(parts[0][0], keys, into)
-        cache.note("load", keys)
-        deadline = cache.deadline(None)
-        return cache.jobs.begin(JobRequest("load", keys, parts, into, lambda: cache.epoch == epoch, deadline, gaps))
+        seat.cache.note("load", keys)
+        deadline = seat.deadline(None)
+        return seat.cache.jobs.begin(JobRequest("load", keys, parts, into, lambda: seat.epoch == epoch, deadline, gaps))
 
     @override
     def plan_store(
@@ -168,8 +168,8 @@ class OwnPlanner(Planner):
         hint: ReuseHint | None = None,
     ) -> Job:
         self._check_open()
-        cache, known = self._cache, check_hint(hint)
-        parts = cache.batches(keys, epoch)
+        seat, known = self._seat, check_hint(hint)
+        parts = seat.batches(keys, epoch)
         check_planned(parts[0][0], keys, source)
-        cache.note("store", keys)
-        return cache.jobs.begin(JobRequest("store", keys, parts, source, lambda: True, math.inf, hint=known))
+        seat.cache.note("store", keys)
+        return seat.cache.jobs.begin(JobRequest("store", keys, parts, source, lambda: True, math.inf, hint=known))

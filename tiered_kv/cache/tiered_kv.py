@@ -4,7 +4,7 @@ What it answers while it is open is in `TierCalls`.
 
 What a cache answers whose tiers are in this process. What is promised is said in `BlockCache` and `TransferCalls`.
 
-Each call checks what it is given and decides on the spot, over the `OpenCache`; the moving is the transfers'.
+Each call checks what it is given and decides on the spot, at the `Seat` that it has; the moving is the transfers'.
 """
 
 import asyncio
@@ -51,10 +51,10 @@ from tiered_kv.cache.checks import (
     metrics_of,
 )
 from tiered_kv.cache.closing import Draining, begin_to_close, drain, draining_on
-from tiered_kv.cache.open_cache import OpenCache
 from tiered_kv.cache.opening import open_cache
 from tiered_kv.cache.parts import CacheParts, chain_parts
 from tiered_kv.cache.planner import OwnPlanner, Planner
+from tiered_kv.cache.seat import Seat
 from tiered_kv.media.backend import Backend, SlotBackend
 from tiered_kv.memory.codec import CodecName, make_codec
 from tiered_kv.memory.make import DeviceLike, resolve
@@ -74,7 +74,7 @@ from tiered_kv.transfers.handles import Handle, LoadHandle
 from tiered_kv.transfers.prefetch import HostLease, PrefetchHandle, hold_on_host, start_prefetch
 from tiered_kv.transfers.start import start_load, start_store
 from tiered_kv.transfers.store import StoreHandle
-from tiered_kv.transfers.submissions import LoadTicket, StoreTicket
+from tiered_kv.transfers.submissions import LoadTicket, StoreTicket, load_failed, store_failed
 from tiered_kv.values.errors import ClosedError, ConfigurationError
 from tiered_kv.values.events import Emit, EpochAdvanced, SequencePreempted
 from tiered_kv.values.hints import ReuseHint, check_hint
@@ -96,10 +96,10 @@ from tiered_kv.values.specs import GPULoadStoreSpec
 class TierCalls(BlockCache):
     """The calls of such a cache, from its opening to its closing."""
 
-    def __init__(self, media: Mapping[str, str], cache: OpenCache | None = None) -> None:
-        """Answer for a cache with tiers of these media, which is open, or will be."""
+    def __init__(self, media: Mapping[str, str], seat: Seat | None = None) -> None:
+        """Answer for a cache with tiers of these media, once it is open at this seat."""
         self._media = media
-        self._cache = cache
+        self._seat = seat
         self._planner: Planner | None = None
 
     @property
@@ -111,31 +111,31 @@ class TierCalls(BlockCache):
 
     @override
     async def lookup(self, keys: BlockKeys, *, where: bool = False) -> LookupResult:
-        cache = self._open()
-        parts = cache.batches(keys)
-        cache.note("lookup", keys)
+        seat = self._open()
+        parts = seat.batches(keys)
+        seat.cache.note("lookup", keys)
         if where:
             check_one_rank(parts)
         found = [(chain, batch, chain.locate(batch)) for chain, batch in parts]
         if any(chain.may_be_longer(batch, runs) for chain, batch, runs in found):
-            with cache.callers.waiting():
+            with seat.cache.callers.waiting():
                 runs = await asyncio.gather(*(chain.locate_on(batch, runs) for chain, batch, runs in found))
         else:
             runs = [runs for _, _, runs in found]
-        result = _looked_up(cache, keys, parts, runs)
+        result = _looked_up(seat, keys, parts, runs)
         if where:
-            with cache.callers.waiting():
+            with seat.cache.callers.waiting():
                 return await with_specs(*parts[0], result)
         return result
 
-    def lookup_at_once(self, keys: BlockKeys) -> LookupResult | None:
+    def lookup_at_once(self, keys: BlockKeys, *, where: bool = False) -> LookupResult | None:
         """`lookup` if nobody has to be waited for; None if there are tiers to ask. For the event loop's thread."""
-        cache = self._open()
-        parts = cache.batches(keys)
-        if any(chain.shared for chain, _ in parts):
+        seat = self._open()
+        parts = seat.batches(keys)
+        if where or any(chain.shared for chain, _ in parts):
             return None
-        cache.note("lookup", keys)
-        return _looked_up(cache, keys, parts, [chain.locate(batch) for chain, batch in parts])
+        seat.cache.note("lookup", keys)
+        return _looked_up(seat, keys, parts, [chain.locate(batch) for chain, batch in parts])
 
     @override
     def prefetch(self, keys: BlockKeys, *, to: str = "cpu") -> PrefetchHandle:
@@ -153,13 +153,13 @@ class TierCalls(BlockCache):
     @override
     def poll(self, timeout_s: float = 0.0) -> list[tuple[LoadTicket, LoadResult] | tuple[StoreTicket, StoreResult]]:
         check_seconds("timeout_s", timeout_s)
-        return self._cache.submissions.poll(timeout_s) if self._cache else []
+        return self._seat.submissions.poll(timeout_s) if self._seat else []
 
     @override
     def lookup_nowait(self, keys: BlockKeys) -> LookupResult:
-        cache = self._open(anywhere=True)
-        parts = cache.batches(keys)
-        cache.note("lookup", keys)
+        seat = self._open(anywhere=True)
+        parts = seat.batches(keys)
+        seat.cache.note("lookup", keys)
         return lookup_result([chain for chain, _ in parts], [owned_runs(chain, batch) for chain, batch in parts])
 
     @override
@@ -168,16 +168,16 @@ class TierCalls(BlockCache):
 
     @override
     def count_lookup(self, keys: BlockKeys, found: NDArray[np.bool_]) -> None:
-        cache = self._open(anywhere=True)
+        seat = self._open(anywhere=True)
         check_found(keys, found)
-        if (watch := cache.watch) is None or not len(keys):
+        if (watch := seat.cache.watch) is None or not len(keys):
             return
-        parts, num_found, first = cache.batches(keys), int(np.count_nonzero(found)), int(np.argmin(found))
+        parts, num_found, first = seat.batches(keys), int(np.count_nonzero(found)), int(np.argmin(found))
 
         def count() -> None:
             watch.looked_up(keys.salt_id, len(keys), num_found, why_not_found(parts, num_found, first))
 
-        cache.call_soon(count)
+        seat.call_soon(count)
 
     # What stays, and what must leave the engine for a while.
 
@@ -192,74 +192,74 @@ class TierCalls(BlockCache):
 
     @override
     def pin(self, keys: BlockKeys, *, ttl_s: float) -> PinResult:
-        cache = self._open()
-        return PinResult(cache.pins.pin(cache.batches(keys), keys, check_ttl(ttl_s)))
+        seat = self._open()
+        return PinResult(seat.pins.pin(seat.batches(keys), keys, check_ttl(ttl_s)))
 
     @override
     def unpin(self, keys: BlockKeys) -> None:
-        cache = self._open()
-        cache.pins.unpin(cache.batches(keys), keys)
+        seat = self._open()
+        seat.pins.unpin(seat.batches(keys), keys)
 
     @override
     async def swap_out(
         self, keys: BlockKeys, source: GPULoadStoreSpec, *, after: object = None, ttl_s: float = 600.0
     ) -> SwapOutResult:
-        cache = self._open()
+        seat = self._open()
         check_ttl(ttl_s)
         stored = await self.start_store(keys, source, after=after)
         pinned = self.pin(keys, ttl_s=ttl_s)
-        cache.ledger.preemptions += 1
-        cache.emit(SequencePreempted(len(keys), stored.num_dropped, pinned.num_blocks))
+        seat.ledger.preemptions += 1
+        seat.emit(SequencePreempted(len(keys), stored.num_dropped, pinned.num_blocks))
         return SwapOutResult(**vars(stored), num_pinned=pinned.num_blocks)
 
     # What goes, what is written, and why: for operators and schedulers, now and then.
 
     @override
     async def evict(self, keys: BlockKeys, *, tier: str | None = None) -> int:
-        cache = self._open()
-        parts = cache.batches(keys)
+        seat = self._open()
+        parts = seat.batches(keys)
         names = parts[0][0].names
         if tier is not None and tier not in names:
             raise ConfigurationError(f"no tier {tier!r} here; there are {', '.join(names)}")
-        with cache.callers.waiting():
+        with seat.cache.callers.waiting():
             found = await asyncio.gather(*(upkeep.evict(chain, batch, tier) for chain, batch in parts))
         return int(np.count_nonzero(np.logical_or.reduce(found)))
 
     @override
     async def resize(self, tier: str, capacity: int | str) -> int:
-        return await self._open().resize(tier, check_capacity(capacity))
+        return await self._open().cache.resize(tier, check_capacity(capacity))
 
     @override
     async def clear(self) -> None:
-        cache = self._open()
-        with cache.callers.waiting():
-            await upkeep.clear(cache.chains)
+        seat = self._open()
+        with seat.cache.callers.waiting():
+            await upkeep.clear(seat.cache.chains)
 
     @override
     def advance_epoch(self, weights: str) -> None:
-        cache = self._open()
-        cache.advance_epoch(weights)
-        cache.emit(EpochAdvanced(weights))
+        seat = self._open()
+        seat.advance_epoch(weights)
+        seat.emit(EpochAdvanced(weights))
 
     @override
     async def flush(self, *, sync: bool = False) -> None:
-        cache = self._open()
-        with cache.callers.waiting():
-            await cache.settle()
+        seat = self._open()
+        with seat.cache.callers.waiting():
+            await seat.cache.settle()
         if sync:
-            await cache.finish(upkeep.checkpoint(cache.chains, sync=True), "checkpoint")
+            await seat.cache.finish(upkeep.checkpoint(seat.cache.chains, sync=True), "checkpoint")
 
     @override
     async def drain(self, *, timeout_s: float | None = None) -> bool:
-        cache = self._open()
+        seat = self._open()
         check_seconds("timeout_s", timeout_s)
-        return await drain(cache, timeout_s)
+        return await drain(seat.cache, timeout_s)
 
     @override
     async def explain(self, keys: BlockKeys, *, ask: bool = False) -> list[Explanation]:
-        cache = self._open()
-        with cache.callers.waiting():
-            return await explain(cache, keys, ask=ask)
+        seat = self._open()
+        with seat.cache.callers.waiting():
+            return await explain(seat, keys, ask=ask)
 
     @override
     def stats(self) -> CacheStatistics:
@@ -267,7 +267,7 @@ class TierCalls(BlockCache):
 
     @override
     def events(self) -> Changes:
-        return self._open().subscribers.subscribe()
+        return self._open().cache.subscribers.subscribe()
 
     @override
     def namespace(self, salt: str | bytes = b"", *, group: int = 0, rank: int = 0) -> Namespace:
@@ -275,40 +275,54 @@ class TierCalls(BlockCache):
 
     @override
     def planner(self) -> Planner:
-        cache = self._open(anywhere=True)
+        seat = self._open(anywhere=True)
         if self._planner is None:
-            self._planner = OwnPlanner(cache, partial(self._open, anywhere=True))
+            self._planner = OwnPlanner(seat, partial(self._open, anywhere=True))
         return self._planner
 
     # What every call asks first, and once.
 
     @override
-    def _open(self, *, anywhere: bool = False) -> OpenCache:
-        cache = self._cache
-        if cache is None:
+    def _open(self, *, anywhere: bool = False) -> Seat:
+        seat = self._seat
+        if seat is None:
             raise ClosedError("this TieredKV is not open yet: use it with 'async with'")
-        if cache.closing is not None:
+        if seat.cache.closing is not None:
             raise ClosedError("this TieredKV is closed")
-        cache.check_loop(anywhere=anywhere)
-        return cache
+        seat.check_loop(anywhere=anywhere)
+        return seat
 
     @override
-    def _prepare_load(self, call: LoadCall, *, anywhere: bool = False) -> Callable[[], LoadHandle]:
-        return partial(start_load, self._open(anywhere=anywhere).load_request(call))
+    def _start_load(self, call: LoadCall) -> LoadHandle:
+        request = self._open().load_request(call)
+        return start_load(request)
 
     @override
-    def _prepare_store(self, call: StoreCall, *, anywhere: bool = False) -> Callable[[], StoreHandle]:
-        return partial(start_store, self._open(anywhere=anywhere).store_request(call))
+    def _start_store(self, call: StoreCall) -> StoreHandle:
+        request = self._open().store_request(call)
+        return start_store(request)
+
+    @override
+    def _submit_load(self, call: LoadCall) -> LoadTicket:
+        seat = self._open(anywhere=True)
+        request = seat.load_request(call)
+        return seat.submissions.submit(partial(start_load, request), partial(load_failed, len(call.keys)))
+
+    @override
+    def _submit_store(self, call: StoreCall) -> StoreTicket:
+        seat = self._open(anywhere=True)
+        request = seat.store_request(call)
+        return seat.submissions.submit(partial(start_store, request), partial(store_failed, len(call.keys)))
 
 
 def _looked_up(
-    cache: OpenCache, keys: BlockKeys, parts: Sequence[tuple[Chain, Batch]], runs: Sequence[list[TierRun]]
+    seat: Seat, keys: BlockKeys, parts: Sequence[tuple[Chain, Batch]], runs: Sequence[list[TierRun]]
 ) -> LookupResult:
     """Say what was found, and show it to whoever watches."""
     result = with_pending(parts, lookup_result([chain for chain, _ in parts], runs))
-    if cache.watch is not None:
+    if seat.cache.watch is not None:
         why = why_not_more(parts, runs, result.num_blocks)
-        cache.watch.looked_up(keys.salt_id, len(keys), result.num_blocks, why)
+        seat.cache.watch.looked_up(keys.salt_id, len(keys), result.num_blocks, why)
     return result
 
 
@@ -461,12 +475,12 @@ class TieredKV(TierCalls):
             ConfigurationError: A tier can never work as it is set up, or the machine lacks the memory.
             BackendUnavailableError: A tier cannot be reached.
         """
-        if self._cache is not None or self._is_opening:
+        if self._seat is not None or self._is_opening:
             raise ClosedError("a TieredKV is opened once; make another")
         check_asyncio()
         self._is_opening = True
         try:
-            self._cache = await open_cache(self._parts)
+            self._seat = await open_cache(self._parts)
         finally:
             self._is_opening = False
         return self
@@ -487,11 +501,11 @@ class TieredKV(TierCalls):
         Raises:
             ConfigurationError: Called elsewhere than on the event loop that opened it. Nothing has ended.
         """
-        cache = self._cache
-        if cache is not None and not (cache.closing and cache.closing.done()):
-            cache.check_loop()
+        seat = self._seat
+        if seat is not None and not (seat.cache.closing and seat.cache.closing.done()):
+            seat.check_loop()
             # A task of its own, as a shield does not hold against task.cancel().
-            await Handle(begin_to_close(cache), lambda: None)
+            await Handle(begin_to_close(seat), lambda: None)
 
     def drain_on(self, *signals: signal.Signals, timeout_s: float | None = None) -> AbstractContextManager[Draining]:
         """Drain when a signal comes: ``with kv.drain_on(signal.SIGTERM) as draining: await draining.wait()``.
@@ -499,16 +513,25 @@ class TieredKV(TierCalls):
         A second signal does what it does by default: it ends the process. For an event loop in the main thread. While
         the block lasts, handlers set before are not called; leaving it puts them back.
         """
-        cache = self._open()
+        seat = self._open()
         check_seconds("timeout_s", timeout_s)
-        return draining_on(cache, signals, timeout_s)
+        return draining_on(seat.cache, signals, timeout_s)
 
     async def _explain(self, keys: BlockKeys) -> list[Explanation]:
         return await self.explain(keys, ask=True)
 
 
-class _Seat(TierCalls):
-    """An open cache as one engine of several sees it. It is never closed: what it moves ends with the cache."""
+class SeatCalls(TierCalls):
+    """The calls of an open cache, for one engine of several. It is never closed: what it moves ends with the cache.
+
+    Attributes:
+        seat: What its transfers are made with.
+    """
+
+    def __init__(self, cache: TierCalls, shards: Sequence[Shard], epoch: bytes, pins: Pins) -> None:
+        """Take a seat at an open cache; the arguments are a `Seat`'s."""
+        self.seat = Seat(cache._open().cache, shards, epoch, pins)  # noqa: SLF001 - its own module's
+        super().__init__(cache.media, self.seat)
 
     @override
     async def __aenter__(self) -> Self:
@@ -517,15 +540,3 @@ class _Seat(TierCalls):
     @override
     async def aclose(self) -> None:
         pass
-
-
-def seat_at(
-    cache: TierCalls, shards: Sequence[Shard], epoch: bytes, past_epochs: Sequence[bytes], pins: Pins
-) -> tuple[TierCalls, OpenCache]:
-    """Return an open cache as one of several engines that share it sees it; see `OpenCache.seat`.
-
-    Returns:
-        Its calls, and what its transfers are made with. ``pins`` are for whoever made them to end.
-    """
-    seat = cache._open().seat(shards, epoch, past_epochs, pins)  # noqa: SLF001 - its own module's
-    return _Seat(cache.media, seat), seat

@@ -96,7 +96,7 @@ class Books:
             return done
         while done < len(names):
             slots = self._table.find(names[done : done + _CHUNK])
-            unready = np.flatnonzero(self._states.take(slots) != READY)
+            unready = (self._states.take(slots) != READY).nonzero()[0]
             if len(unready):
                 return done + int(unready[0])
             done += len(slots)
@@ -115,7 +115,7 @@ class Books:
         if first < 0:
             return first, 0
         run = self._table.run_at(first, names)
-        unready = np.flatnonzero(self._states[first : first + run] != READY)
+        unready = (self._states[first : first + run] != READY).nonzero()[0]
         return first, int(unready[0]) if len(unready) else run
 
 

@@ -298,7 +298,7 @@ class Occupancy(Books):
         is_free = self._is_free()
         if self._withheld is not None:
             is_free &= ~self._withheld[: self.num_slots]
-        self._free.reset(np.flatnonzero(is_free))
+        self._free.reset(is_free.nonzero()[0])
 
     def _is_free(self) -> NDArray[np.bool_]:
         is_free: NDArray[np.bool_] = self._states[: self.num_slots] == FREE
@@ -322,7 +322,7 @@ def unique(slots: Slots) -> Slots:
         return slots
     order = np.argsort(slots, kind="stable")
     ordered = slots[order]
-    return slots[np.sort(order[np.flatnonzero(np.diff(ordered, prepend=-1))])]
+    return slots[np.sort(order[np.diff(ordered, prepend=-1).nonzero()[0]])]
 
 
 _RESTORE_CHUNK: Final = 1 << 16
@@ -400,7 +400,7 @@ class TierIndex(Occupancy):
 
         Takes 0.2 s a million blocks: for a checkpoint at close, not for one in traffic.
         """
-        leased = np.flatnonzero((self._states[: self.num_slots] == READY) & (self._num_leases[: self.num_slots] > 0))
+        leased = ((self._states[: self.num_slots] == READY) & (self._num_leases[: self.num_slots] > 0)).nonzero()[0]
         slots = np.concatenate((self._policy.order(), leased))
         return self._table.names(slots), slots
 
@@ -413,13 +413,13 @@ class TierIndex(Occupancy):
             Names, slots, and where to go on.
         """
         stop = min(start + _LOOKED_AT, self.num_slots)
-        slots = start + np.flatnonzero(self._states[start:stop] == READY)[:limit]
+        slots = start + (self._states[start:stop] == READY).nonzero()[0][:limit]
         return self._table.names(slots), slots, int(slots[-1]) + 1 if len(slots) == limit else stop
 
     def idle_retired(self, start: int, stop: int) -> Slots:
         """Return those of the slots ``start <= slot < stop`` beyond the capacity that hold nothing, ascending."""
         start, stop = max(start, self.num_slots), min(stop, self.max_slots)
-        return start + np.flatnonzero(self._states[start:stop] == FREE) if start < stop else NO_SLOTS
+        return start + (self._states[start:stop] == FREE).nonzero()[0] if start < stop else NO_SLOTS
 
     # Using blocks.
 
@@ -484,7 +484,7 @@ class TierIndex(Occupancy):
             CapacityError: Too few slots can be had. Nothing has changed, recency included.
         """
         found, states = self.find(names)
-        absent = np.flatnonzero(found < 0)
+        absent = (found < 0).nonzero()[0]
         wanted = absent[first_occurrences(names.take(absent, axis=0))] if len(absent) else absent
         with self.lock:
             if transient:
@@ -502,7 +502,7 @@ class TierIndex(Occupancy):
     def fits(self, names: Names) -> bool:
         """Say whether `reserve` would find room now for what is absent of a batch. Changes nothing."""
         found, states = self.find(names)
-        absent = np.flatnonzero(found < 0)
+        absent = (found < 0).nonzero()[0]
         num_wanted = len(first_occurrences(names.take(absent, axis=0))) if len(absent) else 0
         num_evictable = len(self._policy) - len(self._idle(found[states == READY]))
         return num_wanted <= len(self._free) + num_evictable
@@ -555,7 +555,7 @@ class TierIndex(Occupancy):
         if not 0 <= num_slots <= self.max_slots:
             raise ConfigurationError(f"{num_slots} slots in an index of 0 to {self.max_slots}")
         states = self._states[num_slots : self.num_slots]
-        given_up = num_slots + np.flatnonzero((states == READY) | (states == PENDING))
+        given_up = num_slots + ((states == READY) | (states == PENDING)).nonzero()[0]
         self.num_slots = num_slots
         evicted = self._remove(given_up[::-1], Change.EVICTED)
         self._find_free()
@@ -575,7 +575,7 @@ class TierIndex(Occupancy):
         lost = 0
         if is_withheld is not None:
             states = self._states[: self.num_slots]
-            held = np.flatnonzero(is_withheld[: self.num_slots] & ((states == READY) | (states == PENDING)))
+            held = (is_withheld[: self.num_slots] & ((states == READY) | (states == PENDING))).nonzero()[0]
             lost = len(self._remove(held[::-1], Change.LOST, has_left=False))
         self._find_free()
         return lost
@@ -679,7 +679,7 @@ class TierIndex(Occupancy):
         found = np.zeros(len(names), np.bool_)
         if len(self._dirty):
             slots, _ = self.find(names)
-            own = np.flatnonzero((slots >= 0) & ~self.is_transient(slots))
+            own = ((slots >= 0) & ~self.is_transient(slots)).nonzero()[0]
             found[own] = self._dirty.holds(slots[own])
         return found
 

@@ -35,7 +35,7 @@ class Lease:
     @property
     def num_prefix(self) -> int:
         """How many leading names of the batch are leased."""
-        holes = np.flatnonzero(self.slots < 0)
+        holes = (self.slots < 0).nonzero()[0]
         return int(holes[0]) if len(holes) else len(self.slots)
 
     @property

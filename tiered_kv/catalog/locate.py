@@ -49,7 +49,7 @@ def locate(indexes: Sequence[Books], names: Names) -> Located:
             _append_run(runs, tier, start, start + num_blocks)
         else:  # perhaps the tiers have a few each in turn
             tiers = _tiers(indexes, names[start : start + _CHUNK])
-            absent = np.flatnonzero(tiers < 0)
+            absent = (tiers < 0).nonzero()[0]
             num_blocks = int(absent[0]) if len(absent) else len(tiers)
             _append_runs(runs, tiers[:num_blocks], start)
         start += num_blocks
@@ -120,7 +120,7 @@ def _tiers(indexes: Sequence[Books], names: Names) -> NDArray[np.int64]:
 
 def _append_runs(runs: list[Run], tiers: NDArray[np.int64], start: int) -> None:
     """Add the blocks from ``start`` on, one tier each, to ``runs``, merging neighbours of one tier."""
-    edges = [0, *(np.flatnonzero(tiers[1:] != tiers[:-1]) + 1).tolist(), len(tiers)]
+    edges = [0, *((tiers[1:] != tiers[:-1]).nonzero()[0] + 1).tolist(), len(tiers)]
     for left, right in pairwise(edges):
         _append_run(runs, int(tiers[left]), start + left, start + right)
 

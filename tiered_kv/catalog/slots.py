@@ -116,7 +116,7 @@ class SlotQueue:
                 before, behind = preceding[slot], following[slot]
                 following[before], preceding[behind], following[slot] = behind, before, _ABSENT
             return
-        breaks = np.flatnonzero(self._next.take(slots[:-1]) != slots[1:])
+        breaks = (self._next.take(slots[:-1]) != slots[1:]).nonzero()[0]
         firsts = slots[np.concatenate(([0], breaks + 1))].tolist()
         lasts = slots[np.concatenate((breaks, [len(slots) - 1]))].tolist()
         for first, last in zip(firsts, lasts, strict=True):
@@ -191,7 +191,7 @@ class Expiry:
         start = self._next if self._next < num_slots else 0
         stop = min(start + limit, num_slots)
         deadline_s = self._clock() - self._zero_s - self._ttl_s
-        found = np.flatnonzero(self._filled_s[start:stop] <= deadline_s)[:_MAX_FOUND] + start
+        found = (self._filled_s[start:stop] <= deadline_s).nonzero()[0][:_MAX_FOUND] + start
         self._next = int(found[-1]) + 1 if len(found) == _MAX_FOUND else stop
         return found
 

@@ -84,7 +84,7 @@ class NameTable:
         entries = self._buckets.take(buckets, axis=0)
         tags = np.repeat(hashes << _SLOT_BITS, _WAYS).reshape(entries.shape)  # numpy is slow to spread so few columns
         entries ^= tags  # where the tag agrees, the slot (plus one) is all that is left
-        matches = np.flatnonzero(entries < _SLOT_LIMIT)
+        matches = (entries < _SLOT_LIMIT).ravel().nonzero()[0]
         slots = entries.reshape(-1).take(matches).view(np.int64)
         slots -= 1
         # Nearly every batch is a whole hit or a whole miss: one comparison of the bytes settles a hit.
@@ -116,7 +116,7 @@ class NameTable:
         if held.tobytes() == rows.tobytes():
             return len(names)
         same = held.view(np.uint64) == rows[: len(held)].view(np.uint64)
-        differing = np.flatnonzero(same.view(np.uint32) != _ALL_FOUR)
+        differing = (same.view(np.uint32) != _ALL_FOUR).ravel().nonzero()[0]
         return int(differing[0]) if len(differing) else len(held)
 
     def insert(self, names: Names, slots: Slots) -> None:
@@ -144,7 +144,7 @@ class NameTable:
         hashes = hash_names(names)
         buckets = self._bucket_of(hashes)
         entries = hashes << _SLOT_BITS | (slots + 1).view(np.uint64)
-        matches = np.flatnonzero(self._buckets.take(buckets, axis=0) == entries[:, None])
+        matches = (self._buckets.take(buckets, axis=0) == entries[:, None]).ravel().nonzero()[0]
         rows = matches >> _LANE_BITS
         self._buckets.reshape(-1)[(buckets[rows] << _LANE_BITS) + (matches & (_WAYS - 1))] = 0
         if len(matches) < len(slots):
@@ -172,7 +172,7 @@ class NameTable:
             same &= candidates >= 0  # an empty entry looks like a match to a name whose tag is 0
             slots[rows[same]] = candidates[same]
         if self._stash and (spilled := self._spilled.take(buckets)).any():
-            for row in np.flatnonzero((slots < 0) & (spilled > 0)).tolist():
+            for row in ((slots < 0) & (spilled > 0)).nonzero()[0].tolist():
                 slots[row] = self._stash.get(names[row].tobytes(), -1)
         return slots
 

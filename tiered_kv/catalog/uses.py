@@ -132,7 +132,7 @@ class UseCounts:
     def add(self, names: Names) -> None:
         """Count one use of each name; a name that is repeated counts each time."""
         ordered = np.sort(self._cells_of(names), axis=None)  # equal ones side by side, for np.unique is slow to begin
-        starts = np.flatnonzero(np.diff(ordered, prepend=_NO_CELL))
+        starts = np.diff(ordered, prepend=_NO_CELL).nonzero()[0]
         cells = ordered[starts]
         self._cells[cells] = np.minimum(self._cells[cells] + np.diff(starts, append=len(ordered)), _MOST)
         self._left -= len(names)

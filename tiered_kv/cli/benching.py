@@ -9,7 +9,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -296,6 +296,9 @@ class _OwnThreads:
     async def run(self, function: Callable[..., Any], *args: object) -> Any:  # noqa: ANN401 - the function's
         async with self._turns:
             return await asyncio.to_thread(function, *args)
+
+    async def run_each(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        return await asyncio.gather(*map(self.run, calls))
 
 
 def _speed(bytes_per_s: float) -> str:

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -31,7 +31,10 @@ from tiered_kv.values.errors import (
     ConfigurationError,
     LayoutMismatchError,
 )
-from tiered_kv.values.keys import BlockKey
+from tiered_kv.values.keys import NO_SALT, BlockKey
+
+if TYPE_CHECKING:
+    from tiered_kv.media.seal import Seal
 
 _NVME_FOLDER: Final = re.compile(r"[0-9a-f]{64}(-\d+of\d+)?")
 _SHARED_FILE: Final = re.compile(
@@ -225,14 +228,14 @@ OnProgress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Shelf:
-    """The blocks of one namespace.
+    """The blocks of one namespace, by its digests as they are on the medium: hidden, if the tier has keys.
 
     Attributes:
         fingerprint: Of model and layout, hexadecimal, as are the next.
         epoch: How the digest of the weights begins.
         shard: Whose part of the heads.
         salt: How the digest of the tenant's salt begins.
-        is_unsalted: Whether there is none.
+        is_unsalted: Whether there is none. Where names are hidden it takes the tier's settings to tell.
         num_blocks, num_bytes: What there is, with headers and padding.
         youngest_s: How long ago the last one was written, if that is known.
     """
@@ -294,7 +297,7 @@ def inventory_at(
     Raises:
         ConfigurationError: There is no such tier, or its medium cannot list what it has.
     """
-    tier = _tier_at(where, settings)
+    tier = tier_at(where, settings)
     if tier is None:
         return open_directories([Path(where)], to_delete=to_delete)
     if isinstance(tier, CPUTier | GPUTier):
@@ -304,7 +307,12 @@ def inventory_at(
     return resolve(tier.medium).inventory(tier)
 
 
-def _tier_at(where: str, settings: TieredKVSettings | None) -> TierSettings | None:
+def tier_at(where: str, settings: TieredKVSettings | None = None) -> TierSettings | None:
+    """Return the settings of a tier by its URL or name; None of a directory: nothing is known of that but its format.
+
+    Raises:
+        ConfigurationError: There is no such tier.
+    """
     if "://" in where:
         return tier_from(where)
     if settings is None:
@@ -315,8 +323,10 @@ def _tier_at(where: str, settings: TieredKVSettings | None) -> TierSettings | No
     return named[where]
 
 
-async def shelves_in(inventory: Inventory, on_progress: OnProgress = lambda _: None) -> list[Shelf]:
-    """Count what lies there, by namespace."""
+async def shelves_in(
+    inventory: Inventory, on_progress: OnProgress = lambda _: None, *, no_salt: bytes = NO_SALT
+) -> list[Shelf]:
+    """Count what lies there, by namespace; ``no_salt`` is what stands there for no tenant."""
     counts: dict[Place, tuple[int, int, float]] = {}
     async for some in inventory.found():
         for each in some:
@@ -328,8 +338,8 @@ async def shelves_in(inventory: Inventory, on_progress: OnProgress = lambda _: N
     now = time.time()
     return [
         Shelf(
-            place.fingerprint, place.epoch, place.shard, place.salt, place.is_unsalted, num_blocks, num_bytes,
-            max(0.0, now - latest) if latest else None,
+            place.fingerprint, place.epoch, place.shard, place.salt, no_salt.hex().startswith(place.salt),
+            num_blocks, num_bytes, max(0.0, now - latest) if latest else None,
         )
         for place, (num_blocks, num_bytes, latest) in sorted(counts.items())
         if place.epoch
@@ -342,7 +352,12 @@ def missing_of(inventory: Inventory) -> list[str]:
 
 
 async def verify(
-    inventory: Inventory, *, fix: bool, rate: int | None = None, on_progress: OnProgress = lambda _: None
+    inventory: Inventory,
+    *,
+    fix: bool,
+    rate: int | None = None,
+    seal: "Seal | None" = None,
+    on_progress: OnProgress = lambda _: None,
 ) -> Report:
     """Read every record, and check every byte of it.
 
@@ -350,6 +365,7 @@ async def verify(
         inventory: What to read.
         fix: Delete what is broken; of several records in one object all of them.
         rate: Bytes a second to read at most.
+        seal: Opens what is sealed.
         on_progress: Told of what was read.
     """
     report = Report(missing=missing_of(inventory))
@@ -361,7 +377,7 @@ async def verify(
             if rate is not None:
                 await asyncio.sleep(max(0.0, started + num_bytes / rate - time.monotonic()))
             if data is not None:
-                why = _look_at(each, data, report)
+                why = _look_at(each, data, report, seal)
                 if why:
                     report.broken.append(Broken(each.where, why))
                 if why and fix:
@@ -380,13 +396,15 @@ async def matching(inventory: Inventory, wanted: Wanted, on_progress: OnProgress
     return matches
 
 
-def _look_at(found: Found, data: bytes, report: Report) -> str:
+def _look_at(found: Found, data: bytes, report: Report, seal: "Seal | None") -> str:
     """Count the records of one place that are well; say what is wrong with the first that is not."""
     num_left = found.num_blocks
     for record in _records_of(data):
         try:
-            if not found.is_named_by(parse_record(record).key):
+            key = key_in(record[:HEADER_BYTES]) if len(record) >= HEADER_BYTES else None
+            if key is not None and not found.is_named_by(key):
                 return "it is another block's record"
+            parse_record(record, seal=seal)
             report.num_good += 1
         except ConfigurationError:
             report.num_sealed += 1

@@ -56,7 +56,6 @@ def replay_command(
     block_size: BlockSize = None,
     kv_bytes: TokenBytes = "128KiB",
     prefill_rate: PrefillRate = 10_000.0,
-    prefetch: Annotated[bool, typer.Option(help="Bring conversations to memory before they come back.")] = False,
     real: Real = False,
     real_kv_bytes: RealTokenBytes = None,
     speed: Speed = None,
@@ -72,8 +71,6 @@ def replay_command(
         settings = None if tier else settings_of(config)
         plans = tier_plans(tier or [], policy) if settings is None else plans_from(settings)
         limits = CacheLimits() if settings is None else settings.limits
-        if real and prefetch:
-            raise ConfigurationError("prefetches are imagined only: leave out --prefetch or --real")
         found, done = read(trace, block_size), None
         if real:
             real_cost = BlockCost(size_of("--real-token-bytes", real_kv_bytes or kv_bytes), prefill_rate)
@@ -84,7 +81,7 @@ def replay_command(
                 )
             plans = with_room_as(done, plans, found.block_size * cost.token_bytes)
         with progress("replaying", len(found.requests), is_shown=not as_json) as advance:
-            report = replay(found, plans, cost, promote=limits.promote, prefetch=prefetch, on_request=advance)
+            report = replay(found, plans, cost, promote=limits.promote, on_request=advance)
     if as_json:
         print_json(asdict(report) | ({"real": asdict(done)} if done else {}))
     else:
@@ -131,14 +128,7 @@ def _told(report: ReplayReport) -> str:
             f"so much was done and not imagined, by real tiers and bytes: loads took {report.load_s:,.2f} s, and "
             f"{report.wrong_blocks:,} blocks came back wrong"
         )
-    told = f"{report.loads_in_memory / max(1, report.loads):.1%} of {report.loads:,} loads found all of it in memory"
-    if report.prefetch is None:
-        return told
-    wasted = report.prefetch.wasted_blocks / max(1, report.prefetch.moved_blocks)
-    return (
-        f"{told}; {report.prefetch.moved_blocks:,} blocks were prefetched, {wasted:.1%} of them "
-        f"({gib(report.prefetch.wasted_bytes)} GiB) for nothing"
-    )
+    return f"{report.loads_in_memory / max(1, report.loads):.1%} of {report.loads:,} loads found all of it in memory"
 
 
 def read(where: str, block_size: int | None) -> Trace:

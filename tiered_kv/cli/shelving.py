@@ -19,7 +19,7 @@ from tiered_kv.cli.running import AsJSON, ConfigFile, err, one_line_errors, out,
 from tiered_kv.media.backend import Inventory
 from tiered_kv.settings.settings import TieredKVSettings
 from tiered_kv.values.errors import ConfigurationError
-from tiered_kv.values.keys import epoch_digest, salt_digest
+from tiered_kv.values.keys import NO_SALT, epoch_digest, salt_digest
 
 Where = Annotated[
     str,
@@ -31,9 +31,10 @@ def inspect_command(where: Where, config: ConfigFile = None, *, as_json: AsJSON 
     """Show what lies in a tier's medium: models, epochs and tenants by digest, blocks, bytes, ages."""
 
     async def look(on_progress: OnProgress) -> list[records.Shelf]:
-        async with records.inventory_at(where, _named(where, config)) as inventory:
+        settings = _named(where, config)
+        async with records.inventory_at(where, settings) as inventory:
             _tell_missing(inventory)
-            return await records.shelves_in(inventory, on_progress)
+            return await records.shelves_in(inventory, on_progress, no_salt=_on_medium(where, settings, NO_SALT))
 
     with one_line_errors(), _progress("looking", is_shown=not as_json) as on_progress:
         shelves = asyncio.run(look(on_progress))
@@ -67,9 +68,12 @@ def verify_command(
 
     async def look(on_progress: OnProgress) -> records.Report:
         bytes_a_second = None if rate is None else _bytes_of(rate)
-        async with records.inventory_at(where, _named(where, config), to_delete=fix) as inventory:
+        settings = _named(where, config)
+        tier = records.tier_at(where, settings)
+        seal = tier.encryption.make_seal() if tier is not None and tier.encryption is not None else None
+        async with records.inventory_at(where, settings, to_delete=fix) as inventory:
             _tell_missing(inventory)
-            return await records.verify(inventory, fix=fix, rate=bytes_a_second, on_progress=on_progress)
+            return await records.verify(inventory, fix=fix, rate=bytes_a_second, seal=seal, on_progress=on_progress)
 
     with one_line_errors(), _progress("verifying", is_shown=not as_json) as on_progress:
         report = asyncio.run(look(on_progress))
@@ -105,11 +109,12 @@ def delete_command(
     """
 
     async def find_and_delete(on_progress: OnProgress) -> tuple[int, int]:
-        digits = "0" * 32 if tenant == "none" else tenant
-        wanted = records.Wanted(
-            model, epoch_digest(weights).hex() if weights else epoch, salt_digest(salt).hex() if salt else digits
-        )
-        async with records.inventory_at(where, _named(where, config), to_delete=not dry_run) as inventory:
+        settings = _named(where, config)
+        is_named = salt or tenant == "none"
+        of_tenant = _on_medium(where, settings, salt_digest(salt)).hex() if is_named else tenant
+        of_weights = _on_medium(where, settings, epoch_digest(weights)).hex() if weights else epoch
+        wanted = records.Wanted(model, of_weights, of_tenant)
+        async with records.inventory_at(where, settings, to_delete=not dry_run) as inventory:
             found = await records.matching(inventory, wanted, on_progress)
             num_blocks, num_bytes = sum(each.num_blocks for each in found), sum(each.num_bytes for each in found)
             if found and not dry_run and (yes or _agreed(f"Delete {num_blocks:,} blocks from {where}?")):
@@ -135,6 +140,12 @@ def _named(where: str, config: Path | None) -> TieredKVSettings | None:
     """Read the settings if a tier of theirs is meant: they say where it is, and with what rights."""
     is_place = "://" in where or "/" in where or Path(where).exists()
     return settings_of(config) if config is not None or not is_place else None
+
+
+def _on_medium(where: str, settings: TieredKVSettings | None, digest: bytes) -> bytes:
+    """Return what stands there for a digest: a tier that has keys hides it."""
+    tier = records.tier_at(where, settings)
+    return digest if tier is None else tier.on_medium(digest)
 
 
 def _tell_missing(inventory: Inventory) -> None:

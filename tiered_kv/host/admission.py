@@ -15,8 +15,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, Final
 
-from tiered_kv.cache.open_cache import OpenCache
-from tiered_kv.cache.tiered_kv import seat_at
+from tiered_kv.cache.seat import Seat
+from tiered_kv.cache.tiered_kv import SeatCalls
 from tiered_kv.host import handshake
 from tiered_kv.host import protocol as messages
 from tiered_kv.host import wire as link
@@ -225,7 +225,7 @@ class Admission:
             client = AttachedClient(session, share.name, connection, partial(self._ended, token, share))
             self.clients[token] = client
             with ExitStack() as given:
-                _, seat = seat_at(share.cache, ranks, b"", (), pins)
+                seat = SeatCalls(share.cache, ranks, b"", pins).seat
                 slabs, descriptors = _slabs_of(seat, len(ranks), given, is_read_only=session.is_read_only)
                 answer = self._attached(token, slabs, places_of(seat), is_read_only=session.is_read_only)
                 await handshake.send_opened(connection, answer, descriptors)
@@ -297,7 +297,7 @@ class Admission:
 
 
 def _slabs_of(
-    seat: OpenCache, num_ranks: int, given: ExitStack, *, is_read_only: bool
+    seat: Seat, num_ranks: int, given: ExitStack, *, is_read_only: bool
 ) -> tuple[tuple[Slab, ...], list[int]]:
     """Return what a client maps, and descriptors of it, to be passed on as long as ``given`` is open."""
     slabs, descriptors = [], []

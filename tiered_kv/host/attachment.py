@@ -145,7 +145,7 @@ class Attachment:
         half_s = self._patience_s / 2
         while not (await asyncio.wait([future], timeout=half_s))[0]:
             num_heard = self._num_heard
-            self._link.send(questions.Stats(self.number()))
+            self._link.send(questions.ping(self.number()))
             if not (await asyncio.wait([future], timeout=half_s))[0] and self._num_heard == num_heard:
                 raise TimeoutError
 
@@ -191,7 +191,7 @@ class Attachment:
             if not future.done():
                 future.set_result(reply)
         elif isinstance(reply, messages.Copy):  # of a transfer that is over here
-            self._link.send(messages.Copied(reply.id, reply.number, "revoked"))
+            self._link.send(messages.Copied(reply.id, reply.number, messages.REVOKED))
 
     def _break(self, why: str) -> None:
         log("error", "host.server_broken", error=why)

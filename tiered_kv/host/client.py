@@ -10,34 +10,26 @@ What is promised is said in `BlockCache` and `TransferCalls`, and here what diff
 answers in time, nothing raises where an engine serves.
 """
 
-import asyncio
 import os
 import sys
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
-from typing import Any, Final, NoReturn, Self
+from typing import Final, NoReturn, Self
 from urllib.parse import urlsplit
 
-import numpy as np
-from numpy.typing import NDArray
-
-from tiered_kv.cache.answers import Explanation
-from tiered_kv.cache.block_cache import BlockCache
 from tiered_kv.cache.checks import (
     LoadCall,
     StoreCall,
     check_emit,
-    check_found,
-    check_one_rank,
     check_seconds,
     check_shards,
     check_ttl,
 )
 from tiered_kv.cache.planner import Planner
 from tiered_kv.host import protocol as messages
-from tiered_kv.host import protocol as questions
 from tiered_kv.host import wire
+from tiered_kv.host.calls import CALLS, LONG_S, AskedCalls, Asking
 from tiered_kv.host.client_changes import FarSubscribers
 from tiered_kv.host.client_planner import FarJobs, FarPlanner
 from tiered_kv.host.client_transfers import Starts
@@ -45,50 +37,38 @@ from tiered_kv.host.connection import Connection, FarSide
 from tiered_kv.host.protocol import Attach, Keys
 from tiered_kv.memory.make import DeviceLike, resolve
 from tiered_kv.tiers.changes import Changes
-from tiered_kv.transfers.handles import Handle, LoadHandle
-from tiered_kv.transfers.prefetch import HostLease, PrefetchHandle
+from tiered_kv.transfers.handles import LoadHandle
+from tiered_kv.transfers.prefetch import HostLease
 from tiered_kv.transfers.store import StoreHandle
-from tiered_kv.transfers.submissions import LoadTicket, StoreTicket
+from tiered_kv.transfers.submissions import LoadTicket, StoreTicket, load_failed, store_failed
 from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError
 from tiered_kv.values.events import Emit, EpochAdvanced, SequencePreempted
-from tiered_kv.values.hints import ReuseHint, check_hint
 from tiered_kv.values.keys import BlockKeys, ModelIdentity, Namespace, Shard, epoch_digest, salt_digest
 from tiered_kv.values.layout import KVLayout, fingerprint
 from tiered_kv.values.log import guarded, log_event
 from tiered_kv.values.results import (
-    BlockState,
-    CacheStatistics,
     LoadResult,
-    LookupResult,
     PinResult,
-    PrefetchResult,
     StoreResult,
     SwapOutResult,
-    TierFault,
-    TierRun,
 )
 from tiered_kv.values.specs import GPULoadStoreSpec
 
-_LONG_S: Final = 60.0
-"""What calls for operators may take: `flush`, `clear`, `evict`."""
-_PAST_EPOCHS: Final = 8
-_NO_STATISTICS: Final = CacheStatistics((), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 
-
-class FarCalls(BlockCache):
+class FarCalls(AskedCalls):
     """The calls of a client, from its opening to its closing."""
 
     def __init__(
         self, connection: Connection, model: ModelIdentity, layout: KVLayout, shards: Sequence[Shard], emit: Emit
     ) -> None:
         """Ask by way of ``connection``, and tell ``emit`` how transfers end."""
+        self._starts = Starts(connection, epoch_digest(model.weights), emit)
+        super().__init__(Asking(connection, self._starts, shards))
         self._connection = connection
         self._model = model
         self._layout = layout
         self._shards = shards
         self._emit = emit
-        self._starts = Starts(connection, epoch_digest(model.weights), emit)
-        self._past_epochs: list[bytes] = []
         self._media: Mapping[str, str] = {}
         self._planner: Planner | None = None
         self._subscribers: FarSubscribers | None = None
@@ -101,46 +81,36 @@ class FarCalls(BlockCache):
             self._media = {tier.name: tier.medium for tier in there.attached.tiers if tier.is_owned}
         return self._media
 
-    # What is there, and how blocks move.
-
-    async def lookup(self, keys: BlockKeys, *, where: bool = False) -> LookupResult:
-        """See `BlockCache.lookup`. ``where`` says it as the server sees it: slots and paths are the server's."""
-        said = self._starts.said(keys)
-        if where:
-            check_one_rank(self._shards)
-        return _found(keys, await self._connection.ask(lambda id_: questions.Lookup(id_, said, where=where)))
+    # How blocks move.
 
     def _open(self, *, anywhere: bool = False) -> FarSide:
         return self._connection.here(anywhere=anywhere)
 
-    def _prepare_load(self, call: LoadCall, *, anywhere: bool = False) -> Callable[[], LoadHandle]:
-        return self._starts.prepare_load(call, anywhere=anywhere)
+    def _start_load(self, call: LoadCall) -> LoadHandle:
+        request = self._starts.load_request(call, self._open())
+        return self._starts.begin_load(request)
 
-    def _prepare_store(self, call: StoreCall, *, anywhere: bool = False) -> Callable[[], StoreHandle]:
-        return self._starts.prepare_store(call, anywhere=anywhere)
+    def _start_store(self, call: StoreCall) -> StoreHandle:
+        request = self._starts.store_request(call, self._open())
+        return self._starts.begin_store(request)
+
+    def _submit_load(self, call: LoadCall) -> LoadTicket:
+        side = self._open(anywhere=True)
+        request = self._starts.load_request(call, side)
+        return side.submissions.submit(partial(self._starts.begin_load, request), partial(load_failed, len(call.keys)))
+
+    def _submit_store(self, call: StoreCall) -> StoreTicket:
+        side = self._open(anywhere=True)
+        request = self._starts.store_request(call, side)
+        begin, failed = partial(self._starts.begin_store, request), partial(store_failed, len(call.keys))
+        return side.submissions.submit(begin, failed)
 
     def poll(self, timeout_s: float = 0.0) -> list[tuple[LoadTicket, LoadResult] | tuple[StoreTicket, StoreResult]]:
         """See `BlockCache.poll`."""
         check_seconds("timeout_s", timeout_s)
         return self._connection.poll(timeout_s)
 
-    # What is done ahead, and what stays.
-
-    def prefetch(self, keys: BlockKeys, *, to: str = "cpu") -> PrefetchHandle:
-        """See `BlockCache.prefetch`."""
-        said = self._starts.said(keys)
-        task = self._connection.here().tasks.spawn(self._prefetch(said, len(keys), to), f"prefetch {len(keys)} blocks")
-        return Handle(task, partial(_cancel, task))
-
-    async def _prefetch(self, said: Keys, num_blocks: int, to: str) -> PrefetchResult:
-        timeout_s = self._connection.load_timeout_s
-        try:
-            answer = await self._connection.ask(lambda id_: questions.Prefetch(id_, said, to), timeout_s)
-        except asyncio.CancelledError:
-            return PrefetchResult(0, 0)
-        if isinstance(answer, questions.Prefetched):
-            return PrefetchResult(answer.num_blocks, answer.num_moved, answer.faults)
-        return PrefetchResult(0, 0, (TierFault("host", "server away", num_blocks),))
+    # What stays.
 
     def lease(self, keys: BlockKeys) -> AbstractAsyncContextManager[HostLease]:
         """See `BlockCache.lease`; it ends with the server, or this process, at the latest."""
@@ -149,8 +119,8 @@ class FarCalls(BlockCache):
     @asynccontextmanager
     async def _lease(self, said: Keys) -> AsyncGenerator[HostLease]:
         there, timeout_s = self._connection.there, self._connection.load_timeout_s
-        answer = await self._connection.ask(lambda id_: questions.Lease(id_, said), timeout_s)
-        if there is None or not isinstance(answer, questions.Leased):
+        answer = await self._connection.ask(lambda id_: messages.Lease(id_, said), timeout_s)
+        if there is None or not isinstance(answer, messages.Leased):
             yield HostLease([])
             return
         slab = there.slabs[answer.pool]
@@ -159,123 +129,42 @@ class FarCalls(BlockCache):
         finally:
             there.send(messages.Cancel(answer.id))
 
-    def touch(self, keys: BlockKeys, *, hint: ReuseHint | None = None) -> None:
-        """See `BlockCache.touch`."""
-        said = self._starts.said(keys)
-        self._connection.send(questions.Touch(said, check_hint(hint)))
-
-    def pin(self, keys: BlockKeys, *, ttl_s: float) -> PinResult:
-        """See `BlockCache.pin`. Pins end with this process, too; others' are their own."""
-        said = self._starts.said(keys)
-        check_ttl(ttl_s)
-        answer = self._connection.ask_now(lambda id_: questions.Pin(id_, said, ttl_s))
-        return PinResult(answer.number if isinstance(answer, questions.Number) else 0)
-
-    def unpin(self, keys: BlockKeys) -> None:
-        """See `BlockCache.unpin`: of the pins of this process."""
-        self._connection.send(questions.Unpin(self._starts.said(keys)))
-
     async def swap_out(
         self, keys: BlockKeys, source: GPULoadStoreSpec, *, after: object = None, ttl_s: float = 600.0
     ) -> SwapOutResult:
         """See `BlockCache.swap_out`."""
         check_ttl(ttl_s)
         stored = await self.start_store(keys, source, after=after)
-        said = self._starts.said(keys)
-        answer = await self._connection.ask(lambda id_: questions.Pin(id_, said, ttl_s))
-        num_pinned = answer.number if isinstance(answer, questions.Number) else 0
-        self._emit(SequencePreempted(len(keys), stored.num_dropped, num_pinned))
-        return SwapOutResult(**vars(stored), num_pinned=num_pinned)
-
-    # From any thread; these block it for the time that the server needs to answer.
-
-    def lookup_nowait(self, keys: BlockKeys) -> LookupResult:
-        """See `BlockCache.lookup_nowait`. It asks the server, at most for a second."""
-        said = self._starts.said(keys, anywhere=True)
-        answer = self._connection.ask_now(lambda id_: questions.Lookup(id_, said, is_owned=True), anywhere=True)
-        return _found(keys, answer)
-
-    def membership(self, keys: BlockKeys) -> NDArray[np.int8]:
-        """See `BlockCache.membership`. It asks the server, at most for a second."""
-        said = self._starts.said(keys, anywhere=True)
-        answer = self._connection.ask_now(lambda id_: questions.Membership(id_, said), anywhere=True)
-        if isinstance(answer, questions.States):
-            return np.frombuffer(answer.states, np.int8)
-        return np.full(len(keys), BlockState.MISS, np.int8)
-
-    def count_lookup(self, keys: BlockKeys, found: NDArray[np.bool_]) -> None:
-        """See `BlockCache.count_lookup`: in the server's metrics. While it is away nothing is counted."""
-        said = self._starts.said(keys, anywhere=True)
-        check_found(keys, found)
-        if len(keys):
-            counted = questions.CountLookup(said, np.asarray(found, np.bool_).tobytes())
-            self._open(anywhere=True).loop_calls.call(self._connection.send, counted)
+        pin = CALLS["pin"]
+        pinned = await self._asking.ask(pin, lambda _: PinResult(0), None, pin.bind(keys, ttl_s=ttl_s))
+        self._emit(SequencePreempted(len(keys), stored.num_dropped, pinned.num_blocks))
+        return SwapOutResult(**vars(stored), num_pinned=pinned.num_blocks)
 
     # What goes, and why.
-
-    async def evict(self, keys: BlockKeys, *, tier: str | None = None) -> int:
-        """See `BlockCache.evict`; of all engines that share these blocks.
-
-        Raises:
-            BackendUnavailableError: The server has not answered: they may be there.
-        """
-        said = self._starts.said(keys)
-        return self._number_in(await self._connection.ask(lambda id_: questions.Evict(id_, said, tier), _LONG_S))
 
     async def resize(self, tier: str, capacity: int | str) -> NoReturn:
         """Tiers are the server's: whoever runs it sets their sizes."""
         raise ConfigurationError("resize() is for a cache in this process")
-
-    async def clear(self) -> None:
-        """Empty every tier that the server owns of this model's blocks, for all engines that share them.
-
-        Raises:
-            BackendUnavailableError: The server has not answered.
-        """
-        self._number_in(await self._connection.ask(questions.Clear, _LONG_S))
-
-    async def flush(self, *, sync: bool = False) -> None:
-        """See `BlockCache.flush`; of all engines that share these blocks.
-
-        Raises:
-            BackendUnavailableError: The server has not answered.
-        """
-        self._number_in(await self._connection.ask(lambda id_: questions.Flush(id_, sync), _LONG_S))
 
     async def drain(self, *, timeout_s: float | None = None) -> bool:
         """Take no more stores, and wait until all that were made are settled; say whether they were in time."""
         self._connection.here()
         check_seconds("timeout_s", timeout_s)
         self._starts.is_draining = True
-        answer = await self._connection.ask(
-            lambda id_: questions.Flush(id_, sync=True), _LONG_S if timeout_s is None else timeout_s
-        )
-        return isinstance(answer, questions.Number)
+        flush = CALLS["flush"]
+        try:
+            await self._asking.ask(flush, None, LONG_S if timeout_s is None else timeout_s, flush.bind(sync=True))
+        except BackendUnavailableError:
+            return False
+        return True
 
     def advance_epoch(self, weights: str) -> None:
         """See `BlockCache.advance_epoch`; of this engine alone: others go on with the weights that they serve."""
         self._connection.here()
-        epoch = epoch_digest(weights)
-        past = [self._starts.epoch, *self._past_epochs]
-        self._past_epochs = [each for each in past if each != epoch][:_PAST_EPOCHS]
-        self._starts.epoch = epoch
+        self._starts.advance_epoch(epoch_digest(weights))
         if self._subscribers is not None:
             self._subscribers.start_over()
         self._emit(EpochAdvanced(weights))
-
-    async def explain(self, keys: BlockKeys, *, ask: bool = False) -> list[Explanation]:
-        """See `BlockCache.explain`; ``"server away"`` is a state, too."""
-        said, before = self._starts.said(keys), tuple(self._past_epochs)
-        timeout_s = _LONG_S if ask else None
-        answer = await self._connection.ask(lambda id_: questions.Explain(id_, said, ask, before), timeout_s)
-        if isinstance(answer, questions.Explained):
-            return list(answer.blocks)
-        return [Explanation("server away")] * len(keys)
-
-    def stats(self) -> CacheStatistics:
-        """See `BlockCache.stats`: of the model's cache in the server; without tiers while that is away."""
-        answer = self._connection.ask_now(questions.Stats)
-        return answer.stats if isinstance(answer, questions.Counted) else _NO_STATISTICS
 
     def events(self) -> Changes:
         """See `BlockCache.events`: of the server's tiers, whoever changes them. While none is there they are empty.
@@ -300,23 +189,6 @@ class FarCalls(BlockCache):
             raise ConfigurationError(f"rank {rank!r} of {len(self._shards)}: this cache has no such rank")
         name = fingerprint(self._model, self._layout, group, here.attached.codec)
         return Namespace(name, self._starts.epoch, salt_digest(salt), self._shards[rank].part)
-
-    def _number_in(self, answer: questions.Answer | None) -> int:
-        if not isinstance(answer, questions.Number):
-            raise BackendUnavailableError(f"the server at {self._connection.path} has not answered")
-        return answer.number
-
-
-def _cancel(task: "asyncio.Task[Any]") -> None:
-    task.cancel()
-
-
-def _found(keys: BlockKeys, answer: questions.Answer | None) -> LookupResult:
-    if not isinstance(answer, questions.Found):
-        return LookupResult(0, (), 0, keys.block_size)
-    specs = [place.spec() if place else None for place in answer.places] or [None] * len(answer.runs)
-    runs = tuple(TierRun(*run, spec) for run, spec in zip(answer.runs, specs, strict=True))
-    return LookupResult(answer.num_blocks, runs, answer.num_bytes, keys.block_size, answer.costs, answer.num_pending)
 
 
 _SCHEME: Final = "unix"

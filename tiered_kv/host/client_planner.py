@@ -42,7 +42,7 @@ from tiered_kv.host.protocol import (
     MapSlab,
     PlanJob,
     Reply,
-    Stats,
+    ping,
 )
 from tiered_kv.tiers.tasks import in_a_thread
 from tiered_kv.transfers.job_state import bind
@@ -454,7 +454,7 @@ class FarJobs(JobBook):
             while self._sent:
                 await asyncio.sleep(min(_LOOK_S, self._connection.timeout_s))
                 there = self._connection.there
-                if there is None or there.is_silent or await there.ask(Stats, self._connection.timeout_s) is None:
+                if there is None or there.is_silent or await there.ask(ping, self._connection.timeout_s) is None:
                     for far in list(self._sent.values()):
                         self._end(far, "server away")
                     return  # what workers have is told of yet

@@ -13,6 +13,7 @@ How a client's loads and stores begin: checked in the caller's thread, and start
 import asyncio
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Generic, TypeVar
 
@@ -20,23 +21,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.cache.checks import LoadCall, StoreCall, check_pages
+from tiered_kv.cache.seat import PAST_EPOCHS
 from tiered_kv.host import protocol as messages
 from tiered_kv.host import protocol as questions
 from tiered_kv.host import wire
 from tiered_kv.host.attachment import Attachment
-from tiered_kv.host.connection import Connection
-from tiered_kv.host.protocol import Keys, Load, Part, Store
+from tiered_kv.host.connection import Connection, FarSide
+from tiered_kv.host.protocol import REVOKED, Keys, Load, Part, Store
 from tiered_kv.memory.device import attempt
 from tiered_kv.memory.lanes import Lane, LaneCopy, RevokedError, submit_copy
+from tiered_kv.tiers.gate import Priority
 from tiered_kv.tiers.tier import prefix_of
 from tiered_kv.transfers.engine_memory import Binding
 from tiered_kv.transfers.handles import LAST_COPIES_S, LoadHandle
+from tiered_kv.transfers.requests import Order
 from tiered_kv.transfers.store import StoreHandle
 from tiered_kv.values.errors import ConfigurationError, TieredKVError
 from tiered_kv.values.events import BlocksLoaded, BlocksStored, Emit
+from tiered_kv.values.hints import ReuseHint
 from tiered_kv.values.keys import BlockKeys, epoch_digest
-from tiered_kv.values.loop_calls import LoopCalls
-from tiered_kv.values.results import LoadResult, StoreResult, TierFault, TierStore
+from tiered_kv.values.log import log
+from tiered_kv.values.results import LoadResult, Reason, StoreResult, TierFault, TierStore
 
 R = TypeVar("R")
 Ids = NDArray[np.int64]
@@ -46,37 +51,90 @@ _COPIED_AT_ONCE_BYTES: Final = 256 << 10
 """Some 40 us of copying, which is what a thread needs to be woken and to wake the loop."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class MovingRequest:
+    """What a load and a store of a client have in common, once they have been checked, in any thread.
+
+    Attributes:
+        side: What this process has.
+        keys: What to move.
+        said: The same, for the server, with the weights that they are of.
+        binding: The engine's memory.
+        pages: ``(n, pages_per_block)`` page ids in it, in key order.
+        lane: Behind the pages' last use, or their computation; released when the transfer has ended.
+        layerwise: Whether layers are copied one by one.
+    """
+
+    side: FarSide
+    keys: BlockKeys
+    said: Keys
+    binding: Binding
+    pages: Ids
+    lane: Lane
+    layerwise: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class FarLoadRequest(MovingRequest):
+    """A load of a client.
+
+    Attributes:
+        deadline: On the loop's clock.
+        priority: Of the server's reads.
+        gaps: Whether to load what is there, block by block, and not a prefix.
+        order: Whether the prefix is loaded from the front, or from the back.
+        is_current: False once the weights have changed: then the load returns 0 blocks.
+    """
+
+    deadline: float
+    priority: Priority
+    gaps: bool
+    order: Order
+    is_current: Callable[[], bool]
+
+    def message(self, id_: int) -> Load:
+        """Say it to the server, which has what is left of the time."""
+        left_s = max(0.0, self.deadline - self.side.loop.time())
+        return Load(id_, self.said, left_s, int(self.priority), self.layerwise, self.gaps, self.order == "back")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FarStoreRequest(MovingRequest):
+    """A store of a client.
+
+    Attributes:
+        hint: What the caller says of the blocks' future.
+    """
+
+    hint: ReuseHint | None
+
+    def message(self, id_: int) -> Store:
+        """Say it to the server."""
+        return Store(id_, self.said, self.layerwise, self.hint)
+
+
 class Moving(Generic[R]):
     """One transfer of this client. Its copies are asked for by the server."""
 
-    def __init__(
-        self, keys: BlockKeys, binding: Binding, pages: Ids, lane: Lane, deadline: float, loop_calls: LoopCalls
-    ) -> None:
-        """Prepare one, on the event loop.
-
-        Args:
-            keys: What to move.
-            binding: The engine's memory.
-            pages: ``(n, pages_per_block)`` page ids in it.
-            lane: Behind the pages' last use, or their computation; released when the transfer has ended.
-            deadline: On the loop's clock.
-            loop_calls: Of the loop.
-        """
+    def __init__(self, request: "MovingRequest", deadline: float) -> None:
+        """Prepare one, on the event loop, which is given up at ``deadline``, on the loop's clock."""
         self.ended: asyncio.Future[R] = asyncio.get_running_loop().create_future()
-        self.num_layers = binding.caches.group.num_layers
+        self.num_layers = request.binding.caches.group.num_layers
         self.thread = threading.get_ident()
-        self._keys = keys
-        self._binding = binding
-        self._pages = pages
-        self._lane = lane
-        self._loop_calls = loop_calls
+        self._keys = request.keys
+        self._binding = request.binding
+        self._pages = request.pages
+        self._lane = request.lane
+        self._loop_calls = request.side.loop_calls
+        self._layerwise = request.layerwise
         self._loop = asyncio.get_running_loop()
         self._started = self._loop.time()
         self._deadline = max(deadline, self._started + LAST_COPIES_S)
         self._copies: list[LaneCopy] = []
         self._copying: set[LaneCopy] = set()
-        self._in_place = np.zeros(len(keys), np.bool_)
-        self._why = ""  # it is over here, whatever the server says
+        self._in_place = np.zeros(len(request.keys), np.bool_)
+        self._why: Reason | None = None  # it is over here, whatever the server says
+        self._detail = ""
         self._there: Attachment | None = None
         self._number = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -85,7 +143,7 @@ class Moving(Generic[R]):
     def start(self, there: Attachment | None, ask: Callable[[int], wire.Message]) -> None:
         """Ask a server for it; if there is none, it ends."""
         if there is None or not there.is_open or there.is_silent:
-            self._stop("server away")
+            self._stop(Reason.SERVER_AWAY)
             return
         self._there, self._number = there, there.number()
         there.transfers[self._number] = self
@@ -93,9 +151,9 @@ class Moving(Generic[R]):
         try:
             there.send(ask(self._number))
         except TieredKVError:
-            self._stop("too many keys")
+            self._stop(Reason.TOO_MANY_KEYS)
 
-    def refuse(self, why: str) -> None:
+    def refuse(self, why: Reason) -> None:
         """End it before it has begun."""
         self._stop(why)
 
@@ -104,11 +162,11 @@ class Moving(Generic[R]):
         if not self._why and not self.ended.done():
             if self._there is not None:
                 self._there.send(messages.Cancel(self._number))
-            self._stop("revoked")
+            self._stop(Reason.REVOKED)
 
     def lose(self) -> None:
         """See `Transferring.lose`: what is being copied still comes to its end."""
-        self._stop("server away", revoke=False)
+        self._stop(Reason.SERVER_AWAY, revoke=False)
 
     def take(self, reply: messages.Reply) -> None:
         """See `Transferring.take`."""
@@ -116,7 +174,9 @@ class Moving(Generic[R]):
             case messages.Copy():
                 self._copy(reply)
             case questions.Failed(why=why):
-                self._stop(why)
+                self._detail = why
+                log("warning", "host.refused", blocks=len(self._keys), error=why)
+                self._stop(Reason.REFUSED)
             case _:
                 self._take_other(reply)
 
@@ -126,7 +186,7 @@ class Moving(Generic[R]):
         there = self._there
         assert there is not None  # noqa: S101 - it was started
         if self._why:
-            there.send(messages.Copied(asked.id, asked.number, "revoked"))
+            there.send(messages.Copied(asked.id, asked.number, REVOKED))
             return
         work = partial(self._move, there, asked.parts)
         num_bytes = sum(len(part.slots) for part in asked.parts) // 8 * self._binding.caches.payload_bytes
@@ -166,7 +226,7 @@ class Moving(Generic[R]):
                 else:
                     self._layer_copied(part.layers[0], wire.as_ids(part.positions))
         else:
-            said = "revoked" if isinstance(error, RevokedError) else f"{type(error).__name__}: {error}"
+            said = REVOKED if isinstance(error, RevokedError) else f"{type(error).__name__}: {error}"
             self._error = self._error or said
         if self._there is not None:
             self._there.send(messages.Copied(asked.id, asked.number, said))
@@ -178,18 +238,18 @@ class Moving(Generic[R]):
 
     def _time_is_up(self) -> None:
         self._revoke_copies()
-        self._timer = self._loop.call_later(_GRACE_S, self._stop, "deadline")
+        self._timer = self._loop.call_later(_GRACE_S, self._stop, Reason.DEADLINE)
 
     def _revoke_copies(self) -> None:
         for copy in list(self._copying):
             copy.revoke()
 
-    def _stop(self, why: str, *, revoke: bool = True) -> None:
+    def _stop(self, why: Reason, *, revoke: bool = True) -> None:
         """End without the server's word."""
         if self._why or self.ended.done():
             return
         self._why = why
-        if why == "deadline" and self._there is not None:
+        if why is Reason.DEADLINE and self._there is not None:
             self._there.send(messages.Cancel(self._number))
         if revoke:
             self._revoke_copies()
@@ -227,11 +287,11 @@ class Moving(Generic[R]):
 class FarLoad(Moving[LoadResult]):
     """A load through a server."""
 
-    def __init__(self, *args: Any, is_current: Callable[[], bool], layerwise: bool, gaps: bool) -> None:  # noqa: ANN401 - of `Moving`
-        super().__init__(*args)
-        self._is_current = is_current
-        self._layerwise = layerwise
-        self._gaps = gaps
+    def __init__(self, request: FarLoadRequest) -> None:
+        """Prepare one, on the event loop."""
+        super().__init__(request, request.deadline)
+        self._is_current = request.is_current
+        self._gaps = request.gaps
         self._admitted: asyncio.Future[int] = self._loop.create_future()
         self._layers: dict[int, LaneCopy] = {}
         self._num_copied = np.zeros(len(self._keys), np.int64)  # layers of each block
@@ -285,7 +345,7 @@ class FarLoad(Moving[LoadResult]):
         n = len(self._keys)
         num_bytes = n * self._binding.caches.payload_bytes
         result = LoadResult(n, n, self._by_tier, num_bytes, self._seconds)
-        self._finish(result if self._is_current() else self._nothing("epoch advanced"))
+        self._finish(result if self._is_current() else self._nothing(Reason.EPOCH_ADVANCED))
 
     def _move_part(self, rows: Any, slots: Ids, pages: Ids, layers: slice | None) -> None:  # noqa: ANN401 - a Tensor
         self._binding.scatter(rows, slots, pages, layers=layers)
@@ -296,7 +356,7 @@ class FarLoad(Moving[LoadResult]):
 
     def _revoke_copies(self) -> None:
         """Let no copy begin; but what is admitted is not taken back for a deadline."""
-        if self._why == "revoked" or not (self._layers and self._layers[min(self._layers)].has_begun):
+        if self._why is Reason.REVOKED or not (self._layers and self._layers[min(self._layers)].has_begun):
             super()._revoke_copies()
 
     def _take_other(self, reply: messages.Reply) -> None:
@@ -304,7 +364,7 @@ class FarLoad(Moving[LoadResult]):
             case messages.Admitted():
                 self._settle(reply.num_blocks)
             case messages.Loaded() if not self._why:
-                self._finish(self._result_of(reply) if self._is_current() else self._nothing("epoch advanced"))
+                self._finish(self._result_of(reply) if self._is_current() else self._nothing(Reason.EPOCH_ADVANCED))
 
     def _result_of(self, said: messages.Loaded) -> LoadResult:
         mask = np.frombuffer(said.mask, np.bool_) if said.mask is not None else None
@@ -314,7 +374,7 @@ class FarLoad(Moving[LoadResult]):
 
     def _result_here(self) -> LoadResult:
         if not self._is_current():
-            return self._nothing("epoch advanced")
+            return self._nothing(Reason.EPOCH_ADVANCED)
         n = prefix_of(self._in_place)
         num_in_place = int(np.count_nonzero(self._in_place)) if self._gaps else n
         mask = self._in_place.copy() if self._gaps else None
@@ -325,15 +385,14 @@ class FarLoad(Moving[LoadResult]):
     def _faults_here(self) -> tuple[TierFault, ...]:
         """Say why it ended without the server's word."""
         n = len(self._keys)
-        if self._why in ("deadline", "revoked"):
-            fault = TierFault("", self._why, n)
-        else:
-            fault = TierFault("host", "server away", n, self._why)
-        if self._error and self._error != "revoked":
-            return fault, TierFault("engine", "copy failed", n, self._error)
+        assert self._why is not None  # noqa: S101 - it has ended here
+        is_ours = self._why in (Reason.DEADLINE, Reason.REVOKED)
+        fault = TierFault("" if is_ours else "host", self._why, n, self._detail)
+        if self._error and self._error != REVOKED:
+            return fault, TierFault("engine", Reason.COPY_FAILED, n, self._error)
         return (fault,)
 
-    def _nothing(self, why: str) -> LoadResult:
+    def _nothing(self, why: Reason) -> LoadResult:
         mask = np.zeros(len(self._keys), np.bool_) if self._gaps else None
         return LoadResult(0, len(self._keys), {}, 0, self._seconds, (TierFault("", why, len(self._keys)),), mask)
 
@@ -353,8 +412,9 @@ class FarBackLoad(FarLoad):
     the server is told, so that it reads no more of it. It may count a few blocks as loaded that were claimed meanwhile.
     """
 
-    def __init__(self, *args: Any, is_current: Callable[[], bool]) -> None:  # noqa: ANN401 - of `Moving`
-        super().__init__(*args, is_current=is_current, layerwise=False, gaps=False)
+    def __init__(self, request: FarLoadRequest) -> None:
+        """Prepare one, on the event loop."""
+        super().__init__(request)
         self._claimed = 0
         self._first = len(self._keys)  # of the blocks that some copy may have touched
 
@@ -380,7 +440,7 @@ class FarBackLoad(FarLoad):
 
     def _result_here(self) -> LoadResult:
         if not self._is_current():
-            return self._nothing("epoch advanced")
+            return self._nothing(Reason.EPOCH_ADVANCED)
         return self._brought({"host": len(self._keys)}, self._faults_here())
 
     def _brought(self, by_tier: Mapping[str, int], faults: tuple[TierFault, ...]) -> LoadResult:
@@ -413,10 +473,10 @@ def _at_most(by_tier: Mapping[str, int], num_blocks: int) -> dict[str, int]:
 class FarStore(Moving[StoreResult]):
     """A store through a server."""
 
-    def __init__(self, *args: Any, layerwise: bool) -> None:  # noqa: ANN401 - of `Moving`
-        super().__init__(*args)
-        self._missing = set(range(self.num_layers)) if layerwise else set()
-        self._layerwise = layerwise
+    def __init__(self, request: FarStoreRequest, deadline: float) -> None:
+        """Prepare one, on the event loop, which is given up at ``deadline``, on the loop's clock."""
+        super().__init__(request, deadline)
+        self._missing = set(range(self.num_layers)) if request.layerwise else set()
         self._settled: asyncio.Future[tuple[TierStore, ...]] = self._loop.create_future()
 
     def store_layer(self, layer: int, after: object) -> None:
@@ -447,7 +507,7 @@ class FarStore(Moving[StoreResult]):
             self._settled.set_result(())
         if self.ended.done():
             return
-        self._stop("server away")
+        self._stop(Reason.SERVER_AWAY)
 
     def _move_part(self, rows: Any, slots: Ids, pages: Ids, layers: slice | None) -> None:  # noqa: ANN401 - a Tensor
         self._binding.gather(pages, rows, slots, layers=layers)
@@ -482,21 +542,23 @@ class FarStore(Moving[StoreResult]):
         if not self._settled.done():
             self._settled.set_result(())
         n = len(self._keys)
-        dropped = {self._why: n} if n else {}
+        dropped = {self._why: n} if n and self._why is not None else {}
         return StoreResult(n, 0, 0, n, dropped, 0, self._seconds, self.settled)
 
 
 class Starts:
-    """Of one client.
+    """How the loads and stores of one client begin, and the weights that they are of.
 
     Attributes:
         epoch: The digest of the weights that the engine serves.
+        past_epochs: Digests of weights that it served before, the last one first; a few.
         is_draining: Whether stores are refused.
     """
 
     def __init__(self, connection: Connection, epoch: bytes, emit: Emit) -> None:
         """Tell ``emit`` how transfers end."""
         self.epoch = epoch
+        self.past_epochs: list[bytes] = []
         self.is_draining = False
         self._connection = connection
         self._emit = emit
@@ -506,59 +568,59 @@ class Starts:
         self._connection.here(anywhere=anywhere).check(keys)
         return Keys.of(keys, self.epoch if epoch is None else epoch)
 
-    def prepare_load(self, call: LoadCall, *, anywhere: bool) -> Callable[[], LoadHandle]:
-        """Check a load and enqueue its wait; return what starts it on the event loop."""
-        here = self._connection.here(anywhere=anywhere)
+    def advance_epoch(self, epoch: bytes) -> None:
+        """Serve other weights from now on."""
+        past = [self.epoch, *self.past_epochs]
+        self.past_epochs = [each for each in past if each != epoch][:PAST_EPOCHS]
+        self.epoch = epoch
+
+    # Checked in any thread, then begun on the event loop.
+
+    def load_request(self, call: LoadCall, side: FarSide) -> FarLoadRequest:
+        """Check a load and enqueue its wait."""
         epoch = self.epoch  # before the keys are named by it: if it advances in between, the load is overtaken
-        keys = call.keys
-        here.check(keys)
-        said = Keys.of(keys, epoch)
-        binding = here.bindings.find(call.into, keys.group)
-        pages = check_pages(binding, keys, call.into)
-        deadline = here.loop.time() + (self._connection.load_timeout_s if call.deadline_s is None else call.deadline_s)
-        lane = binding.h2d.take(call.after)
+        side.check(call.keys)
+        binding = side.bindings.find(call.into, call.keys.group)
+        pages = check_pages(binding, call.keys, call.into)
+        timeout_s = self._connection.load_timeout_s if call.deadline_s is None else call.deadline_s
+        return FarLoadRequest(
+            side=side, keys=call.keys, said=Keys.of(call.keys, epoch), binding=binding, pages=pages,
+            lane=binding.h2d.take(call.after), deadline=side.loop.time() + timeout_s, priority=call.priority,
+            layerwise=call.layerwise, gaps=call.gaps, order=call.order, is_current=lambda: self.epoch == epoch,
+        )  # fmt: skip
 
-        def start() -> LoadHandle:
-            facts: Any = keys, binding, pages, lane, deadline, here.loop_calls
-            is_from_back = call.order == "back"
-            if is_from_back:
-                load: FarLoad = FarBackLoad(*facts, is_current=lambda: self.epoch == epoch)
-            else:
-                load = FarLoad(*facts, is_current=lambda: self.epoch == epoch, layerwise=call.layerwise, gaps=call.gaps)
-            load.ended.add_done_callback(self._say_loaded)
-            left_s = max(0.0, deadline - here.loop.time())
-            load.start(
-                self._connection.there,
-                lambda id_: Load(id_, said, left_s, int(call.priority), call.layerwise, call.gaps, is_from_back),
-            )
-            here.tasks.watch(load.ended, load.revoke)
-            return load.handle()
-
-        return start
-
-    def prepare_store(self, call: StoreCall, *, anywhere: bool) -> Callable[[], StoreHandle]:
-        """Check a store and enqueue its wait; return what starts it on the event loop."""
-        here, keys = self._connection.here(anywhere=anywhere), call.keys
-        here.check(keys)
-        said = Keys.of(keys, self.epoch if call.epoch is None else epoch_digest(call.epoch))
-        binding = here.bindings.find(call.source, keys.group)
-        pages = check_pages(binding, keys, call.source)
+    def store_request(self, call: StoreCall, side: FarSide) -> FarStoreRequest:
+        """Check a store and enqueue its wait."""
+        side.check(call.keys)
+        said = Keys.of(call.keys, self.epoch if call.epoch is None else epoch_digest(call.epoch))
+        binding = side.bindings.find(call.source, call.keys.group)
+        pages = check_pages(binding, call.keys, call.source)
         lane = binding.d2h.take_own(call.after) if call.layerwise else binding.d2h.take(call.after)
+        return FarStoreRequest(
+            side=side, keys=call.keys, said=said, binding=binding, pages=pages, lane=lane, layerwise=call.layerwise,
+            hint=call.hint,
+        )  # fmt: skip
 
-        def start() -> StoreHandle:
-            there = self._connection.there
-            timeout_s = there.attached.store_timeout_s if there is not None else 0.0
-            facts: Any = keys, binding, pages, lane, here.loop.time() + timeout_s, here.loop_calls
-            store = FarStore(*facts, layerwise=call.layerwise)
-            store.ended.add_done_callback(self._say_stored)
-            if self.is_draining:
-                store.refuse("draining")
-            else:
-                store.start(there, lambda id_: Store(id_, said, call.layerwise, call.hint))
-            here.tasks.watch(store.ended, store.revoke)
-            return StoreHandle(store.ended, store)
+    def begin_load(self, request: FarLoadRequest) -> LoadHandle:
+        """Begin a load, on the event loop."""
+        load = (FarBackLoad if request.order == "back" else FarLoad)(request)
+        load.ended.add_done_callback(self._say_loaded)
+        load.start(self._connection.there, request.message)
+        request.side.tasks.watch(load.ended, load.revoke)
+        return load.handle()
 
-        return start
+    def begin_store(self, request: FarStoreRequest) -> StoreHandle:
+        """Begin a store, on the event loop."""
+        there = self._connection.there
+        timeout_s = there.attached.store_timeout_s if there is not None else 0.0
+        store = FarStore(request, request.side.loop.time() + timeout_s)
+        store.ended.add_done_callback(self._say_stored)
+        if self.is_draining:
+            store.refuse(Reason.DRAINING)
+        else:
+            store.start(there, request.message)
+        request.side.tasks.watch(store.ended, store.revoke)
+        return StoreHandle(store.ended, store)
 
     def _say_loaded(self, ended: "asyncio.Future[LoadResult]") -> None:
         result = ended.result()

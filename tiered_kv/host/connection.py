@@ -19,10 +19,10 @@ from typing import Any, ClassVar, Final, Protocol
 from typing_extensions import override
 
 from tiered_kv.cache.checks import check_asyncio, check_keys, check_one_rank
-from tiered_kv.cache.open_cache import EngineSide
+from tiered_kv.cache.seat import EngineSide
 from tiered_kv.host import handshake, wire
 from tiered_kv.host.attachment import Attachment
-from tiered_kv.host.protocol import Answer, Attach, Attached, Failed, Opened, Stats
+from tiered_kv.host.protocol import Answer, Attach, Attached, Failed, Opened, ping
 from tiered_kv.memory.codec import Codec, make_codec
 from tiered_kv.memory.device import Device
 from tiered_kv.memory.lanes import Lanes
@@ -148,6 +148,7 @@ class FarSide(EngineSide):
         lifetime.callback(h2d.close)
         lifetime.callback(d2h.close)
         super().__init__(shards, Tasks(), loop_calls, lifetime)
+        lifetime.callback(self.bindings.forget)
         self.attached = attached
         self.swaps = SwapSpaces()
         self.loop_calls = loop_calls
@@ -404,7 +405,7 @@ class Connection:
                     pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                 continue
             if self.there.is_silent:
-                self.there.send(Stats(self.there.number()))  # whatever comes ends the silence
+                self.there.send(ping(self.there.number()))  # whatever comes ends the silence
             self._changed.clear()
             try:
                 async with asyncio.timeout(_PROBE_S):

@@ -29,7 +29,6 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-from tiered_kv.cache.answers import Explanation
 from tiered_kv.host import wire
 from tiered_kv.host.wire import Field, Message, as_bytes, as_ids, decoder
 from tiered_kv.values.errors import ConfigurationError
@@ -37,7 +36,7 @@ from tiered_kv.values.hints import ReuseHint
 from tiered_kv.values.keys import DIGEST_BYTES, BlockKeys, ModelIdentity, Shard
 from tiered_kv.values.layout import KVGroup, KVLayout
 from tiered_kv.values.plan import TierShare
-from tiered_kv.values.results import CacheStatistics, LoadCost, TierFault, TierStore
+from tiered_kv.values.results import LoadCost, LookupResult, Reason, TierFault, TierRun, TierStore
 from tiered_kv.values.specs import (
     CPULoadStoreSpec,
     FileLoadStoreSpec,
@@ -370,145 +369,66 @@ class Place(wire.Field, frozen=True):
         return kind(**numbers, **self.others)  # type: ignore[arg-type]  # as the other side had them
 
 
-class Lookup(Message, frozen=True, tag="lookup"):
-    """The longest prefix that could be loaded.
+class Call(Message, frozen=True, tag="call"):
+    """Call a method of the face, one of `calls.CALLS`. ``id`` 0: nothing is to be answered.
 
-    ``is_owned``: in the server's own tiers, at once. ``where``: with the place of each block, as far as it is known.
+    ``args`` are encoded by themselves, as the method's signature has them. ``before``: digests of weights that the
+    client served before, if the answer depends on them.
     """
 
     id: int
-    keys: Keys
-    is_owned: bool = False
-    where: bool = False
-
-
-class Membership(Message, frozen=True, tag="membership"):
-    """What is known of each block."""
-
-    id: int
-    keys: Keys
-
-
-class Pin(Message, frozen=True, tag="pin"):
-    """Pin a prefix."""
-
-    id: int
-    keys: Keys
-    ttl_s: float
-
-
-class Prefetch(Message, frozen=True, tag="prefetch"):
-    """Copy a prefix up."""
-
-    id: int
-    keys: Keys
-    to: str
+    name: str
+    args: bytes
+    before: tuple[bytes, ...] = ()
 
 
 class Lease(Message, frozen=True, tag="lease"):
-    """Hold a prefix in host memory, until `messages.Cancel`."""
+    """Hold a prefix in host memory, until `Cancel`."""
 
     id: int
     keys: Keys
 
 
-class Evict(Message, frozen=True, tag="evict"):
-    """Make blocks unfindable."""
-
-    id: int
-    keys: Keys
-    tier: str | None
+Question = Call | Lease
 
 
-class Explain(Message, frozen=True, tag="explain"):
-    """Say why each block is there, or not. ``before``: digests of weights that the client served before."""
-
-    id: int
-    keys: Keys
-    ask: bool
-    before: tuple[bytes, ...]
+def ping(id_: int) -> Call:
+    """Return a question whose answer says no more than that the server is there."""
+    return Call(id_, "stats", wire.encoded(()))
 
 
-class Flush(Message, frozen=True, tag="flush"):
-    """Wait until every store so far is settled."""
+class Found(Field, frozen=True):
+    """A `LookupResult`: runs of ``(tier, start, stop)``, and where each is if that was asked."""
 
-    id: int
-    sync: bool
-
-
-class Clear(Message, frozen=True, tag="clear"):
-    """Empty the tiers that the server owns, of this model's blocks."""
-
-    id: int
-
-
-class Stats(Message, frozen=True, tag="stats"):
-    """Count what is where."""
-
-    id: int
-
-
-Asking = Lookup | Membership | Pin | Prefetch | Evict | Explain
-"""About keys."""
-Question = Asking | Lease | Flush | Clear | Stats
-
-
-class Touch(Message, frozen=True, tag="touch"):
-    """Count a use, or take note of a hint; nothing is answered."""
-
-    keys: Keys
-    hint: ReuseHint | None
-
-
-class CountLookup(Message, frozen=True, tag="count_lookup"):
-    """Count what `Membership` has answered; nothing is answered. ``found`` is one byte a block, 0 for a miss."""
-
-    keys: Keys
-    found: bytes
-
-
-class Unpin(Message, frozen=True, tag="unpin"):
-    """End this client's pins; nothing is answered."""
-
-    keys: Keys
-
-
-Noting = Touch | CountLookup | Unpin
-
-
-class Found(Message, frozen=True, tag="found"):
-    """Answers `Lookup`: runs of ``(tier, start, stop)``, and where each is if that was asked."""
-
-    id: int
     num_blocks: int
     runs: tuple[tuple[str, int, int], ...]
     num_bytes: int
+    block_size: int
     costs: dict[str, LoadCost]
     num_pending: int
     places: tuple[Place | None, ...] = ()
 
+    @classmethod
+    def of(cls, result: LookupResult) -> "Found":
+        """Say what was found."""
+        runs = tuple((run.tier, run.start, run.stop) for run in result.runs)
+        places = tuple(Place.of(run.spec) for run in result.runs) if any(run.spec for run in result.runs) else ()
+        return cls(
+            result.num_blocks, runs, result.num_bytes, result.block_size, dict(result.costs), result.num_pending, places
+        )
 
-class States(Message, frozen=True, tag="states"):
-    """Answers `Membership`: one `BlockState` a byte."""
+    def result(self) -> LookupResult:
+        """Return it."""
+        specs = [place.spec() if place else None for place in self.places] or [None] * len(self.runs)
+        runs = tuple(TierRun(*run, spec) for run, spec in zip(self.runs, specs, strict=True))
+        return LookupResult(self.num_blocks, runs, self.num_bytes, self.block_size, self.costs, self.num_pending)
+
+
+class Answered(Message, frozen=True, tag="answered"):
+    """What a `Call` has come to: ``value`` is encoded by itself, as the method's signature has it."""
 
     id: int
-    states: bytes
-
-
-class Number(Message, frozen=True, tag="number"):
-    """Answers `Pin`, `Evict`, `Flush` and `Clear`."""
-
-    id: int
-    number: int
-
-
-class Prefetched(Message, frozen=True, tag="prefetched"):
-    """Answers `Prefetch`."""
-
-    id: int
-    num_blocks: int
-    num_moved: int
-    faults: tuple[TierFault, ...]
+    value: bytes
 
 
 class Leased(Message, frozen=True, tag="leased"):
@@ -519,20 +439,6 @@ class Leased(Message, frozen=True, tag="leased"):
     slots: bytes
 
 
-class Explained(Message, frozen=True, tag="explained"):
-    """Answers `Explain`."""
-
-    id: int
-    blocks: tuple[Explanation, ...]
-
-
-class Counted(Message, frozen=True, tag="counted"):
-    """Answers `Stats`."""
-
-    id: int
-    stats: CacheStatistics
-
-
 class Failed(Message, frozen=True, tag="failed"):
     """A question or a transfer that the server could not take: an error, by its class."""
 
@@ -541,7 +447,7 @@ class Failed(Message, frozen=True, tag="failed"):
     why: str
 
 
-Answer = Found | States | Number | Prefetched | Leased | Explained | Counted | Failed
+Answer = Answered | Leased | Failed
 
 
 # Transfers. ``id`` names one of the client's transfers, in all messages about it.
@@ -601,6 +507,10 @@ class Copy(Message, frozen=True, tag="copy"):
     by_tier: dict[str, int]
 
 
+REVOKED: Final = "revoked"
+"""What a client answers that has not begun a copy."""
+
+
 class Copied(Message, frozen=True, tag="copied"):
     """A copy touches no memory any more. ``error`` is empty if all of it was done; "revoked": nothing of it."""
 
@@ -634,7 +544,7 @@ class Stored(Message, frozen=True, tag="stored"):
     id: int
     num_stored: int
     num_present: int
-    dropped: dict[str, int]
+    dropped: dict[Reason, int]
     num_bytes: int
     seconds: float
 
@@ -662,7 +572,7 @@ class Bye(Message, frozen=True, tag="bye"):
 Steering = StopBefore | StoreLayer
 """About a load or store that is under way."""
 Moving = Load | Store | Steering | Cancel | Copied
-Request = Moving | Noting | After | Bye | Question | AboutJob | AboutChanges
+Request = Moving | After | Bye | Question | AboutJob | AboutChanges
 Reply = Copy | Admitted | Loaded | Stored | Settled | JobPlanned | JobEnded | Changed | Answer
 
 request_from: Final[Callable[[bytes | memoryview], Request]] = decoder(Request)

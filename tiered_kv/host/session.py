@@ -3,23 +3,20 @@
 A transfer of a client is an ordinary transfer of the cache, with the engine's memory far away (`far`). The session ends
 when the client's process, or its last copy, is known to have ended: nothing held for it goes back before.
 
-What a client asks beside its transfers, and how a server answers: by the same call of the face.
+What a client asks beside its transfers is answered by the same call of the face, if `calls.CALLS` names it.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
-import numpy as np
-
-from tiered_kv.cache.block_cache import BlockCache
-from tiered_kv.cache.open_cache import OpenCache
-from tiered_kv.cache.tiered_kv import TierCalls, TieredKV, seat_at
+from tiered_kv.cache.seat import PAST_EPOCHS
+from tiered_kv.cache.tiered_kv import SeatCalls, TierCalls, TieredKV
 from tiered_kv.catalog.leases import Lease
 from tiered_kv.host import protocol as messages
-from tiered_kv.host import protocol as questions
 from tiered_kv.host import wire
+from tiered_kv.host.calls import CALLS, Remote
 from tiered_kv.host.protocol import (
     AboutChanges,
     AboutJob,
@@ -27,7 +24,6 @@ from tiered_kv.host.protocol import (
     Follow,
     JobMoved,
     JobMovedKeys,
-    Place,
     PlanJob,
     Taken,
 )
@@ -41,96 +37,9 @@ from tiered_kv.tiers.pins import Pins
 from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.transfers.prefetch import bring_each, lease_prefix, start_bringing
 from tiered_kv.values.errors import BackendUnavailableError, CapacityError, ConfigurationError, TieredKVError
-from tiered_kv.values.keys import BlockKeys, Shard
+from tiered_kv.values.keys import Shard
 from tiered_kv.values.log import log
-from tiered_kv.values.results import LookupResult
-
-T = TypeVar("T")
-Answering = Callable[[], Coroutine[Any, Any, questions.Answer]]
-Answered = questions.Answer | Answering
-"""At once, or what finds it out."""
-
-
-def answer(kv: TierCalls, request: questions.Asking) -> Answered:
-    """Answer a question about keys.
-
-    Args:
-        kv: The client's seat at the cache.
-        request: The question.
-
-    Raises:
-        TieredKVError: There is something wrong with it.
-    """
-    return _ANSWERS[type(request)](kv, request, request.keys.block_keys())
-
-
-def _lookup(kv: TierCalls, request: questions.Lookup, keys: BlockKeys) -> Answered:
-    if request.is_owned:
-        return _found(request.id, kv.lookup_nowait(keys))
-    if not request.where and (found := kv.lookup_at_once(keys)) is not None:
-        return _found(request.id, found)
-    return _then(partial(kv.lookup, keys, where=request.where), partial(_found, request.id))
-
-
-def _membership(kv: BlockCache, request: questions.Membership, keys: BlockKeys) -> Answered:
-    return questions.States(request.id, kv.membership(keys).tobytes())
-
-
-def _pin(kv: BlockCache, request: questions.Pin, keys: BlockKeys) -> Answered:
-    return questions.Number(request.id, kv.pin(keys, ttl_s=request.ttl_s).num_blocks)
-
-
-def _prefetch(kv: BlockCache, request: questions.Prefetch, keys: BlockKeys) -> Answered:
-    return _then(
-        partial(kv.prefetch, keys, to=request.to),
-        lambda got: questions.Prefetched(request.id, got.num_blocks, got.num_moved, got.faults),
-    )
-
-
-def _evict(kv: BlockCache, request: questions.Evict, keys: BlockKeys) -> Answered:
-    return _then(partial(kv.evict, keys, tier=request.tier), partial(questions.Number, request.id))
-
-
-def _explain(kv: BlockCache, request: questions.Explain, keys: BlockKeys) -> Answered:
-    return _then(
-        partial(kv.explain, keys, ask=request.ask), lambda blocks: questions.Explained(request.id, tuple(blocks))
-    )
-
-
-def flush(cache: BlockCache, request: questions.Flush) -> Answered:
-    """Wait until every store of every client is settled."""
-    return _then(partial(cache.flush, sync=request.sync), lambda _: questions.Number(request.id, 0))
-
-
-def clear(cache: BlockCache, request: questions.Clear) -> Answered:
-    """Empty the tiers of all clients of the model."""
-    return _then(cache.clear, lambda _: questions.Number(request.id, 0))
-
-
-_ANSWERS: Final[Mapping[type[wire.Message], Callable[..., Answered]]] = {
-    questions.Lookup: _lookup,
-    questions.Membership: _membership,
-    questions.Pin: _pin,
-    questions.Prefetch: _prefetch,
-    questions.Evict: _evict,
-    questions.Explain: _explain,
-}
-
-
-def _then(ask: Callable[[], Awaitable[T]], make: Callable[[T], questions.Answer]) -> Answered:
-    async def answer() -> questions.Answer:
-        return make(await ask())
-
-    return answer
-
-
-def _found(id_: int, result: LookupResult) -> questions.Found:
-    runs = tuple((run.tier, run.start, run.stop) for run in result.runs)
-    places = tuple(Place.of(run.spec) for run in result.runs) if any(run.spec for run in result.runs) else ()
-    return questions.Found(
-        id_, result.num_blocks, runs, result.num_bytes, dict(result.costs), result.num_pending, places
-    )
-
+from tiered_kv.values.results import Reason
 
 _EPOCHS: Final = 16
 """Weights that one client names by turns; of more, the first is made ready again."""
@@ -138,6 +47,9 @@ _LAST_S: Final = 5.0
 """What questions that are under way may take to end, once their client has."""
 
 Send = Callable[[wire.Message], None]
+Answering = Callable[[], Coroutine[Any, Any, messages.Answer]]
+_AT_ONCE: Final[Mapping[str, Callable[..., object]]] = {"lookup": TierCalls.lookup_at_once}
+"""What answers a call without a task; None where somebody is to be waited for."""
 
 
 class Session:
@@ -177,13 +89,13 @@ class Session:
         self._shards = shards
         self._pins = pins
         self._limits = limits
-        self._seats: dict[bytes, tuple[TierCalls, OpenCache]] = {}
+        self._seats: dict[bytes, SeatCalls] = {}
         self._asked: dict[int, asyncio.Task[None]] = {}
         self._leases: dict[int, tuple[Chain, Lease]] = {}
         self._num_leasing = 0  # asked for, and being brought
         self._tasks = Tasks()
         self._transfers = SessionTransfers(limits, self._tasks, is_read_only=is_read_only)
-        self.jobs = SessionJobs(self._seat(b"")[1].new_jobs(len(shards)), self._tasks)
+        self.jobs = SessionJobs(self._seat(b"").seat.cache.new_jobs(len(shards)), self._tasks)
         self._changes = SessionChanges(self._tasks)
         self._has_ended = False
 
@@ -223,7 +135,7 @@ class Session:
                 self._checked(request.id, send, partial(self._plan_or_follow, request, send))
             case messages.Cancel():
                 self._give_up(request.id)
-            case questions.Touch() | questions.CountLookup() | questions.Unpin():
+            case messages.Call(id=0):
                 self._note(request)
             case messages.After() | messages.Bye():
                 pass  # the connection's
@@ -247,12 +159,15 @@ class Session:
         await self._tasks.aclose(_LAST_S)
 
     def _move(self, request: messages.Load | messages.Store, send: Send) -> None:
+        if self.is_ending:
+            self._transfers.refuse(request, Reason.SERVER_ENDING, send)
+            return
         self._new(request.id)
-        _, cache = self._seat(request.keys.epoch)
+        seat = self._seat(request.keys.epoch).seat
         if isinstance(request, messages.Load):
-            self._transfers.load(request, cache, send)
+            self._transfers.load(request, seat, send)
         else:
-            self._transfers.store(request, cache, send)
+            self._transfers.store(request, seat, send)
 
     def _give_up(self, id_: int) -> None:
         """End a transfer, a question before it is answered, or a lease: its client does not wait for it any more."""
@@ -278,12 +193,12 @@ class Session:
                     raise ConfigurationError("read only")
                 if len(self.jobs) >= self._limits.jobs_per_client:
                     raise CapacityError("too many jobs")
-                self.jobs.plan(request, self._seat(request.keys.epoch)[1], send)
+                self.jobs.plan(request, self._seat(request.keys.epoch).seat, send)
             case Follow():
                 self._new(request.id)
                 if len(self._changes) >= self._limits.leases_per_client:
                     raise CapacityError(f"this client follows changes {len(self._changes)} times")
-                self._changes.follow(request.id, self._seat(b"")[1], send)
+                self._changes.follow(request.id, self._seat(b"").seat, send)
             case Taken():
                 self._changes.taken(request.id, request.num_messages)
             case _:
@@ -291,51 +206,77 @@ class Session:
 
     # Questions.
 
-    def _ask(self, request: questions.Question, send: Send) -> None:
+    def _ask(self, request: messages.Question, send: Send) -> None:
         """Answer one: at once if that needs no waiting, else when it is known."""
         self._new(request.id)
         if len(self._asked) >= self._limits.questions_per_client:
             raise CapacityError(f"{self._limits.questions_per_client} questions of this client are under way")
-        if self.is_read_only and isinstance(request, questions.Evict | questions.Clear):
-            raise ConfigurationError("a read-only client evicts nothing")
-        answered = self._answer(request)
-        if isinstance(answered, wire.Message):
-            send(answered)
+        if isinstance(request, messages.Lease):
+            self._wait(request.id, partial(self._lease, request), send)
             return
-        task = self._tasks.spawn(self._say(request.id, answered, send), type(request).__name__)
-        self._asked[request.id] = task
-        task.add_done_callback(lambda _: self._asked.pop(request.id, None))
+        remote = _allowed(request.name)
+        if remote.changes and self.is_read_only:
+            raise ConfigurationError("a read-only client evicts nothing")
+        kv, arguments = self._called(remote, request)
+        if remote.name in _AT_ONCE and (found := _AT_ONCE[remote.name](kv, **arguments)) is not None:
+            send(remote.answered(request.id, found))
+            return
+        call = partial(getattr(kv, remote.name), **arguments)
+        if remote.is_counted:
+            self._wait(request.id, partial(self._answered, remote, request.id, partial(self._count, call)), send)
+        elif remote.is_awaited:
+            self._wait(request.id, partial(self._answered, remote, request.id, call), send)
+        else:
+            send(remote.answered(request.id, call()))
+
+    def _wait(self, id_: int, answer: Answering, send: Send) -> None:
+        task = self._tasks.spawn(self._say(id_, answer, send), f"answer {id_}")
+        self._asked[id_] = task
+        task.add_done_callback(lambda _: self._asked.pop(id_, None))
 
     async def _say(self, id_: int, answer: Answering, send: Send) -> None:
         try:
             send(await answer())
         except TieredKVError as error:
-            send(questions.Failed(id_, wire.kind_of(error), str(error)))
+            send(messages.Failed(id_, wire.kind_of(error), str(error)))
 
-    def _answer(self, request: questions.Question) -> Answered:
-        match request:
-            case questions.Stats():
-                return partial(self._count, request)
-            case questions.Flush():
-                return flush(self._cache, request)
-            case questions.Clear():
-                return clear(self._cache, request)
-            case questions.Lease():
-                return partial(self._lease, request)
-        kv, seat = self._seat(request.keys.epoch)
-        if isinstance(request, questions.Explain):
-            seat.past_epochs = list(request.before)
-        return answer(kv, request)
+    async def _answered(
+        self, remote: Remote[..., Any], id_: int, call: Callable[[], Awaitable[object]]
+    ) -> messages.Answered:
+        return remote.answered(id_, await call())
 
-    async def _count(self, request: questions.Stats) -> questions.Counted:
+    async def _count(self, call: Callable[[], object]) -> object:
         """Count, what the client knows to have ended included: it takes a few turns more here."""
-        _, cache = self._seat(b"")
+        tasks = self._seat(b"").seat.tasks
         while self._transfers.is_behind:
-            await cache.tasks.turn(Priority.STORE)
-        return questions.Counted(request.id, cache.statistics())
+            await tasks.turn(Priority.STORE)
+        return call()
 
-    async def _lease(self, request: questions.Lease) -> questions.Leased:
-        chain, batch = self._seat(request.keys.epoch)[1].batch(request.keys.block_keys())
+    def _note(self, request: messages.Call) -> None:
+        """Do what has no answer."""
+        try:
+            remote = _allowed(request.name)
+            if not remote.is_noted:
+                raise ConfigurationError(f"{remote.name}() has an answer: give it a number")
+            kv, arguments = self._called(remote, request)
+            getattr(kv, remote.name)(**arguments)
+        except TieredKVError as error:
+            log("warning", "host.request_refused", client=self.name, error=str(error))
+
+    def _called(self, remote: Remote[..., Any], request: messages.Call) -> tuple[TierCalls, dict[str, Any]]:
+        """Return whose method a call is of, and its arguments.
+
+        Raises:
+            ConfigurationError: They are not what the face says.
+        """
+        epoch, arguments = remote.heard(request.args)
+        kv = self._seat(epoch)
+        if remote.knows_past:
+            kv.seat.past_epochs = list(request.before[:PAST_EPOCHS])
+        return (self._cache if remote.is_of_all else kv), arguments
+
+    async def _lease(self, request: messages.Lease) -> messages.Leased:
+        chain, batch = self._seat(request.keys.epoch).seat.batch(request.keys.block_keys())
         num_leases = len(self._leases) + self._num_leasing
         if num_leases >= self._limits.leases_per_client:
             raise CapacityError(f"this client holds {num_leases} leases")
@@ -347,7 +288,7 @@ class Session:
         finally:
             self._num_leasing -= 1
         self._leases[request.id] = chain, lease
-        return questions.Leased(request.id, chain.host.slab.name, wire.as_bytes(lease.slots))
+        return messages.Leased(request.id, chain.host.slab.name, wire.as_bytes(lease.slots))
 
     # What requests are about.
 
@@ -357,17 +298,17 @@ class Session:
         Raises:
             ConfigurationError: There is none of this name.
         """
-        slabs = {chain.host.slab.name: chain.host.slab for chain in self._seat(b"")[1].chains}
+        slabs = {chain.host.slab.name: chain.host.slab for chain in self._seat(b"").seat.chains}
         if name not in slabs:
             raise ConfigurationError(f"no slab {name!r}; there are {', '.join(slabs)}")
         return slabs[name]
 
-    def _seat(self, epoch: bytes) -> tuple[TierCalls, OpenCache]:
-        """Return the cache with the weights of a request, and what transfers are made with."""
+    def _seat(self, epoch: bytes) -> SeatCalls:
+        """Return the client's seat at the cache, with the weights of a request."""
         if (seat := self._seats.get(epoch)) is None:
             if len(self._seats) >= _EPOCHS:
                 self._seats.clear()
-            seat = self._seats[epoch] = seat_at(self._cache, self._shards, epoch, (), self._pins)
+            seat = self._seats[epoch] = SeatCalls(self._cache, self._shards, epoch, self._pins)
         return seat
 
     def _new(self, id_: int) -> None:
@@ -383,18 +324,15 @@ class Session:
             call()
         except (TieredKVError, ValueError) as error:  # a ValueError is e.g. of a priority there is none of
             kind = wire.kind_of(error) if isinstance(error, TieredKVError) else ConfigurationError.__name__
-            send(questions.Failed(id_, kind, str(error)))
+            send(messages.Failed(id_, kind, str(error)))
 
-    def _note(self, request: questions.Noting) -> None:
-        """Do what has no answer."""
-        try:
-            (kv, _), keys = self._seat(request.keys.epoch), request.keys.block_keys()
-            match request:
-                case questions.Touch():
-                    kv.touch(keys, hint=request.hint)
-                case questions.CountLookup():
-                    kv.count_lookup(keys, np.frombuffer(request.found, np.uint8) != 0)
-                case questions.Unpin():
-                    kv.unpin(keys)
-        except TieredKVError as error:
-            log("warning", "host.request_refused", client=self.name, error=str(error))
+
+def _allowed(name: str) -> Remote[..., Any]:
+    """Return a call that a client may make.
+
+    Raises:
+        ConfigurationError: It may not.
+    """
+    if name not in CALLS:
+        raise ConfigurationError(f"a client may not call {name!r:.80}; there are {', '.join(CALLS)}")
+    return CALLS[name]

@@ -13,7 +13,7 @@ from typing import Final
 
 import numpy as np
 
-from tiered_kv.cache.open_cache import OpenCache
+from tiered_kv.cache.seat import Seat
 from tiered_kv.host import wire
 from tiered_kv.host.protocol import (
     AHEAD,
@@ -58,10 +58,10 @@ class SessionChanges:
     def __contains__(self, id_: int) -> bool:
         return id_ in self._streams
 
-    def follow(self, id_: int, seat: OpenCache, send: Send) -> None:
+    def follow(self, id_: int, seat: Seat, send: Send) -> None:
         """Begin a stream."""
         room = asyncio.BoundedSemaphore(AHEAD)
-        changes = seat.subscribers.subscribe(_MOST_NAMES)
+        changes = seat.cache.subscribers.subscribe(_MOST_NAMES)
         task = self._tasks.spawn(_tell(id_, changes, _ranks(seat), room, send), "tell of changes")
         self._streams[id_] = task, room
         task.add_done_callback(lambda _: self._streams.pop(id_, None))
@@ -86,14 +86,14 @@ class SessionChanges:
             task.cancel()
 
 
-def places_of(seat: OpenCache) -> tuple[tuple[str, int, int], ...]:
+def places_of(seat: Seat) -> tuple[tuple[str, int, int], ...]:
     """Return what a client is told of: tier, KV group and rank of each place, the fastest tier first."""
     ranks, tiers = _ranks(seat), seat.ledger.tiers.items()
     places = [place for place, tier in tiers if tier.index.max_slots and place.rank in ranks]
     return tuple((place.tier, place.group, ranks[place.rank]) for place in places)
 
 
-def _ranks(seat: OpenCache) -> dict[int, int]:
+def _ranks(seat: Seat) -> dict[int, int]:
     """Number the ranks that a client stands for, by their numbers in the cache."""
     return {shard.rank: number for number, shard in enumerate(seat.shards)}
 
@@ -164,7 +164,7 @@ class SessionJobs:
             for each in left:
                 os.close(each)
 
-    def plan(self, request: PlanJob, seat: OpenCache, send: Send) -> None:
+    def plan(self, request: PlanJob, seat: Seat, send: Send) -> None:
         """Begin a job, and tell of its plan and its end.
 
         Raises:
@@ -177,7 +177,7 @@ class SessionJobs:
             raise ConfigurationError(f"the plan of {len(keys)} keys for {len(parts)} ranks: give fewer keys to a job")
         per_block = parts[0][0].group.pages_per_block
         engine = _some_blocks(len(keys) * per_block, keys.group) if request.is_bound else None
-        seat.note(request.direction, keys)
+        seat.cache.note(request.direction, keys)
         job = self._jobs.begin(
             JobRequest(
                 request.direction, keys, parts, engine, lambda: True, seat.deadline(None), request.gaps, request.hint,

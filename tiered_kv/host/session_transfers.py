@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tiered_kv.cache.checks import check_kind, check_seconds
-from tiered_kv.cache.open_cache import OpenCache
+from tiered_kv.cache.seat import Seat
 from tiered_kv.host import protocol as messages
 from tiered_kv.host import wire
-from tiered_kv.host.protocol import Part
+from tiered_kv.host.protocol import REVOKED, Part
 from tiered_kv.memory.device import After, Copy, Done, Stream
 from tiered_kv.memory.lanes import Lane, RevokedError
 from tiered_kv.settings.tier_settings import HostSettings
@@ -33,11 +33,9 @@ from tiered_kv.transfers.requests import LoadRequest, Order, StoreRequest
 from tiered_kv.transfers.start import start_load, start_store
 from tiered_kv.transfers.store import StoreHandle
 from tiered_kv.values.errors import ConfigurationError
-from tiered_kv.values.results import LoadResult, StoreResult, TierFault
+from tiered_kv.values.results import LoadResult, Reason, StoreResult, TierFault
 
 Ids = NDArray[np.int64]
-REVOKED = "revoked"
-"""What a client answers that has not begun a copy."""
 
 
 class ClientGoneError(Exception):
@@ -177,7 +175,7 @@ class SessionTransfers:
         """Whether the client may be copying to or from slots."""
         return any(map(_num_copying, self._all()))
 
-    def load(self, request: messages.Load, cache: OpenCache, send: Send) -> None:
+    def load(self, request: messages.Load, seat: Seat, send: Send) -> None:
         """Start a load, and tell of its end.
 
         Raises:
@@ -187,26 +185,19 @@ class SessionTransfers:
         order: Order = "back" if request.is_from_back else "front"
         check_kind(order, layerwise=request.layerwise, gaps=request.gaps)
         keys = request.keys.block_keys()
-        chain, batch = cache.batch(keys)
+        chain, batch = seat.batch(keys)
         far = FarMemory(request.id, len(keys), chain, send)
         if len(self._loads) >= self._limits.loads_per_client or not self._has_room(far):
-            send(_not_loaded(request, TierFault("host", "too many loads", len(keys))))
+            send(_not_loaded(request, TierFault("host", Reason.TOO_MANY_LOADS, len(keys))))
             return
         handle = start_load(
             LoadRequest(
-                chain,
-                batch,
-                far,
-                np.arange(len(keys))[:, np.newaxis],
-                Lane(far, None),
-                cache.deadline(request.deadline_s),
-                Priority(request.priority),
-                lambda: True,  # which weights are current, the client knows
-                layerwise=request.layerwise,
-                gaps=request.gaps,
-                order=order,
+                chain=chain, batch=batch, binding=far, pages=np.arange(len(keys))[:, np.newaxis],
+                lane=Lane(far, None), deadline=seat.deadline(request.deadline_s),
+                priority=Priority(request.priority), is_current=lambda: True,  # which weights are, the client knows
+                layerwise=request.layerwise, gaps=request.gaps, order=order,
             )
-        )
+        )  # fmt: skip
         self._loads[request.id] = handle, far
         self._num_bytes += far.num_bytes
         is_resident = handle.is_admitted and not handle.done  # it needs no task
@@ -217,29 +208,45 @@ class SessionTransfers:
             self._tasks.spawn(self._say_admitted(request.id, handle, send), "admit")
         handle.when_done(partial(self._loaded, request, len(keys), send))
 
-    def store(self, request: messages.Store, cache: OpenCache, send: Send) -> None:
+    def store(self, request: messages.Store, seat: Seat, send: Send) -> None:
         """Start a store, and tell of its end and of what becomes of the blocks.
 
         Raises:
             TieredKVError: It cannot be.
         """
         keys = request.keys.block_keys()
-        chain, batch = cache.batch(keys)
+        chain, batch = seat.batch(keys)
         far = FarMemory(request.id, len(keys), chain, send)
-        why = "read only" if self._is_read_only else ""
+        why = Reason.READ_ONLY if self._is_read_only else None
         if len(self._stores) >= self._limits.stores_per_client or not self._has_room(far):
-            why = "too many stores"
-        if why:
+            why = Reason.TOO_MANY_STORES
+        if why is not None:
             _say_not_stored(request.id, len(keys), why, send)
             return
         positions = np.arange(len(keys))[:, np.newaxis]
         handle = start_store(
-            StoreRequest(chain, batch, far, positions, Lane(far, None), request.layerwise, request.hint)
+            StoreRequest(
+                chain=chain,
+                batch=batch,
+                binding=far,
+                pages=positions,
+                lane=Lane(far, None),
+                layerwise=request.layerwise,
+                hint=request.hint,
+            )
         )
         self._stores[request.id] = handle, far
         self._num_bytes += far.num_bytes
         far.begin({})
         handle.when_done(partial(self._stored, request.id, len(keys), send))
+
+    def refuse(self, request: messages.Load | messages.Store, why: Reason, send: Send) -> None:
+        """Say that one does not begin."""
+        num_keys = len(request.keys.block_keys())
+        if isinstance(request, messages.Load):
+            send(_not_loaded(request, TierFault("host", why, num_keys)))
+        else:
+            _say_not_stored(request.id, num_keys, why, send)
 
     def steer(self, request: messages.Steering) -> None:
         """Pass on what is said of a transfer under way; of one that has ended it is passed over."""
@@ -281,7 +288,7 @@ class SessionTransfers:
         self._promised.discard(request.id)
         if ended.cancelled() or ended.exception() is not None:
             why = "" if ended.cancelled() else repr(ended.exception())
-            send(_not_loaded(request, TierFault("host", "failed", 0, why)))
+            send(_not_loaded(request, TierFault("host", Reason.FAILED, 0, why)))
             return
         result = ended.result()
         if is_known and result.num_blocks == num_keys:
@@ -294,7 +301,7 @@ class SessionTransfers:
         _, far = self._stores.pop(id_)
         self._num_bytes -= far.num_bytes
         if ended.cancelled() or ended.exception() is not None:
-            _say_not_stored(id_, num_keys, "failed", send)
+            _say_not_stored(id_, num_keys, Reason.FAILED, send)
             return
         result = ended.result()
         dropped = dict(result.drop_reasons)
@@ -321,6 +328,6 @@ def _not_loaded(request: messages.Load, fault: TierFault) -> messages.Loaded:
     return messages.Loaded(request.id, 0, {}, 0, 0.0, (fault,), None)
 
 
-def _say_not_stored(id_: int, num_keys: int, why: str, send: Send) -> None:
+def _say_not_stored(id_: int, num_keys: int, why: Reason, send: Send) -> None:
     send(messages.Stored(id_, 0, 0, {why: num_keys} if num_keys else {}, 0, 0.0))
     send(messages.Settled(id_, ()))

@@ -30,7 +30,7 @@ try:
 except ModuleNotFoundError as missing:
     raise ConfigurationError("a cache for a host needs msgspec: pip install 'tiered-kv[host]'") from missing
 
-VERSION: Final = 5
+VERSION: Final = 6
 """Of all that follows the greeting. Both sides must have the same."""
 MOST_FRAME_BYTES: Final = 32 << 20
 """A batch of half a million keys; what is longer ends the connection."""
@@ -72,6 +72,11 @@ def version_in(greeting: bytes) -> int:
     if magic != _MAGIC:
         raise WireError(f"the other side is no tiered_kv: it began with {greeting!r}")
     return int(version)
+
+
+def encoded(value: object) -> bytes:
+    """Encode a value that passes within a message."""
+    return _encoder.encode(value)
 
 
 def frame(message: Message) -> bytes:

@@ -10,7 +10,8 @@ read; a backend neither makes nor checks headers.
 
 What lies in a medium, record by record, whoever stored it: for operators, who inspect, verify and delete.
 
-Names on a medium are digests: of models, weights and tenants the beginnings of those, as paths have them.
+Names on a medium are digests: of models, weights and tenants the beginnings of those, as paths have them. Of a tier
+that has keys they are hidden, in all that a backend is given, see `seal.NameCipher`.
 """
 
 import enum
@@ -26,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.values.errors import ConfigurationError, LayoutMismatchError
-from tiered_kv.values.keys import NO_SALT, BlockKey, Names, Shard
+from tiered_kv.values.keys import BlockKey, Names, Shard
 from tiered_kv.values.specs import LoadStoreSpec
 
 
@@ -50,11 +51,6 @@ class Place:
     def of(cls, path: str) -> Self:
         """Return that of a path of ours: ``fingerprint/epoch/shard/salt/...``."""
         return cls(*path.split("/")[:4])
-
-    @property
-    def is_unsalted(self) -> bool:
-        """Whether there is no tenant."""
-        return NO_SALT.hex().startswith(self.salt)
 
     def is_of(self, *, model: str = "", epoch: str = "", tenant: str = "") -> bool:
         """Say whether digests begin with these, as far as both are known; an empty one is any."""
@@ -183,6 +179,13 @@ class Workers(Protocol):
 
     def run(self, function: Callable[..., T], *args: object) -> Awaitable[T]:
         """Run ``function(*args)`` in one of the threads. Cancelling the awaitable does not stop the call."""
+        ...
+
+    def run_each(self, calls: Sequence[Callable[[], T]]) -> Awaitable[list[T]]:
+        """Make one call or more, each in any of the threads; the awaitable ends once, when all of them have ended.
+
+        It raises what one of them raised, if any did.
+        """
         ...
 
 
@@ -323,12 +326,25 @@ class Missing:
     why: str
 
 
+Make = Callable[[Sequence[int]], None]
+"""Makes the records of some positions of a batch, before they are written."""
+Verify = Callable[[Sequence[int], list[Outcome]], list[Outcome]]
+"""Says what has become of some positions of a batch that were read, given what the medium says of each."""
+
+
 class SlotBackend(_Tier):
     """An owned medium: numbered slots, which the cache's catalog gives and takes.
 
     While a slot is written it is in no other call. It may be read by several at once, and forgotten while it is read:
     those may get anything, which is verified.
+
+    Attributes:
+        makes_records: Whether records are made and verified by the threads that move them, so that each part of a batch
+            is one call of one thread: then `read` has an argument ``verify``, and `write` an argument ``make``, which
+            are called there once for each position.
     """
+
+    makes_records: ClassVar[bool] = False
 
     @abstractmethod
     async def open(self, context: BackendContext) -> list[Recovered]:

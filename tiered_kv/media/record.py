@@ -2,7 +2,7 @@
 
 The header names the block in full and carries a checksum of the payload, or a `Seal`'s tag over both, so that whoever
 reads a record can tell a right block from another one, an old one, a broken one and a forged one without trusting where
-it was found.
+it was found. A key here is the block's on the medium: of a tier that has keys, a hidden one (`NameCipher.hide_key`).
 """
 
 import struct
@@ -24,8 +24,9 @@ Cipher = Literal["aes-256-gcm", "aes-256-gmac"]
 KEY_BYTES: Final = 32
 HEADER_BYTES = 4096
 MAGIC = b"TIEREDKV"
-SEALED_VERSION: Final = 2
-"""Of the format of a record that is sealed: who knows version 1 alone must not take one for KV."""
+SEALED_VERSION: Final = 3
+"""Of the format of a record that is sealed: who knows version 1 alone must not take one for KV. Version 2 was sealed
+too, and named its block in the clear; nothing reads it any more."""
 
 SIGNED_BYTES = 512
 """The part of the header in use; its last 8 bytes are its own xxh3-64. The rest of the 4 KiB is zero."""
@@ -198,7 +199,8 @@ class Record:
     """What a whole record says.
 
     Attributes:
-        key: Names the block; equal to a `Namespace`'s key of it. A record does not know its position.
+        key: Names the block; equal to a `Namespace`'s key of it. A record does not know its position. Where names are
+            hidden it takes the seal to tell: without one this is what stands in the header.
         payload: The block's bytes, a view of what was parsed: in the order of its `KVLayout`, or what ``codec`` made of
             those.
         codec: ``"none"`` where they are as the engine has them.
@@ -216,8 +218,8 @@ def parse_record(data: bytes | bytearray | memoryview, *, seal: "Seal | None" = 
 
     Args:
         data: Its bytes, from the first of the header to the last of the payload.
-        seal: Opens what is sealed: ``Encryption(...).make_seal()``. The payload is a copy then. What is not sealed is
-            refused.
+        seal: Tells the block's name, and opens what is sealed: ``Encryption(...).make_seal()``. The payload is a copy
+            then. If it has keys to seal, what is not sealed is refused.
 
     Raises:
         BlockCorruptError: It is none, or broken, or cut.
@@ -237,13 +239,15 @@ def parse_record(data: bytes | bytearray | memoryview, *, seal: "Seal | None" = 
         raise BlockCorruptError(f"the record's payload has {fields.stored_bytes} bytes, {len(payload)} were given")
     if fields.rank >= fields.size:
         raise BlockCorruptError(f"the record says that it is of rank {fields.rank} of {fields.size}")
-    if refused := _refusal(fields, seal):
+    opener = seal if seal is not None and seal.seals else None
+    if refused := _refusal(fields, opener):
         raise ConfigurationError(f"the record is {refused}")
     if fields.is_sealed:
         payload = memoryview(bytearray(payload))
-    if not _is_right(fields, header, payload, seal):
+    if not _is_right(fields, header, payload, opener):
         raise BlockCorruptError("the record's payload is broken: its checksum or tag is of other bytes")
-    return Record(fields.key, payload, fields.codec.rstrip(b"\0").decode("ascii", "replace"), fields.decoded_bytes)
+    key = fields.key if seal is None else seal.names.show_key(fields.key)
+    return Record(key, payload, fields.codec.rstrip(b"\0").decode("ascii", "replace"), fields.decoded_bytes)
 
 
 @lru_cache(maxsize=1024)

@@ -1,52 +1,128 @@
-"""Seals on records: AES-256-GCM with keys of the operator's, which encrypts, or AES-256-GMAC, which only authenticates.
+"""What the operator's keys do to a tier: names on its medium tell nothing, and records are sealed.
 
-Every record has a key of its own, made by HKDF of one of the operator's keys, the tenant's salt and random bytes that
-are in the record's header. So no nonce is ever used twice: 2**48 records of one tenant under one key are no danger. The
-header is authenticated with the payload: what was changed, swapped, or made without a key fails. Needs the extra
-``encryption``.
+Names are hidden: a medium knows a block, and the model, weights and tenant it is of, by enciphered digests. Who has no
+key can't tell the name of a known prompt from random bytes.
+
+Seals are AES-256-GCM, which encrypts, or AES-256-GMAC, which only authenticates. Every record has a key of its own,
+made by HKDF of one of the operator's keys, the tenant's salt and random bytes that are in the record's header. So no
+nonce is ever used twice: 2**48 records of one tenant under one key are no danger. The header is authenticated with the
+payload: what was changed, swapped, or made without a key fails. Needs the extra ``encryption``.
 """
 
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final
 
+import numpy as np
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives import ciphers
 from cryptography.hazmat.primitives.ciphers.algorithms import AES256
-from cryptography.hazmat.primitives.ciphers.modes import GCM
+from cryptography.hazmat.primitives.ciphers.modes import ECB, GCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF, HKDFExpand
 
 from tiered_kv.media.record import KEY_BYTES, Cipher
 from tiered_kv.system import system
+from tiered_kv.values.keys import BlockKey, Names, Namespace
 
 _ID_BYTES: Final = 16
 _RANDOM_BYTES: Final = 16
 _IV_BYTES: Final = 12
 _LABEL: Final = b"tiered_kv seal v1 "
 ENCRYPTED: Final[Cipher] = "aes-256-gcm"
+_ROUNDS: Final = 4
+_AT_ONCE: Final = 4096
+"""Names enciphered at a time, so that they stay in a processor's own cache."""
+
+
+class NameCipher:
+    """Makes the names that a medium has of those that the cache has, and the other way round. Any thread may use it.
+
+    A permutation of 32 bytes, chosen by a key: a Feistel network of four rounds, whose function is AES-256. All who
+    have the key agree on a name without asking, and can read back what lies there: a restart has to know.
+
+    Source: Luby and Rackoff, "How to construct pseudorandom permutations from pseudorandom functions" (1988).
+    """
+
+    def __init__(self, key: bytes) -> None:
+        """Take a key of 32 bytes, which may be one that seals too."""
+        keys = _derived(key, b"names", _ROUNDS * KEY_BYTES)
+        self._rounds = [
+            ciphers.Cipher(AES256(keys[at : at + KEY_BYTES]), ECB())  # noqa: S305 - a round's function, of 16 bytes
+            for at in range(0, len(keys), KEY_BYTES)
+        ]
+        self.hide_space = lru_cache(maxsize=1024)(self._hide_space)
+
+    def hide(self, names: Names) -> Names:
+        """Return what a medium calls blocks, ``(n, 4)``. Some 0.1 us each, 15 us in all at least."""
+        hidden, rounds = np.empty((len(names), 4), np.uint64), [each.encryptor() for each in self._rounds]
+        for start in range(0, len(names), _AT_ONCE):
+            part, into = names[start : start + _AT_ONCE], hidden[start : start + _AT_ONCE]
+            left, right = part[:, :2], part[:, 2:]
+            for each in rounds:
+                left, right = right, left ^ _words(each.update(right.tobytes()))
+            into[:, :2], into[:, 2:] = left, right
+        return hidden
+
+    def show(self, hidden: Names) -> Names:
+        """Undo `hide`."""
+        names, rounds = np.empty((len(hidden), 4), np.uint64), [each.encryptor() for each in self._rounds]
+        for start in range(0, len(hidden), _AT_ONCE):
+            part, into = hidden[start : start + _AT_ONCE], names[start : start + _AT_ONCE]
+            left, right = part[:, :2], part[:, 2:]
+            for each in reversed(rounds):
+                left, right = right ^ _words(each.update(left.tobytes())), left
+            into[:, :2], into[:, 2:] = left, right
+        return names
+
+    def hide_digest(self, digest: bytes) -> bytes:
+        """Return what stands on a medium for the digest of a model, of weights or of a tenant's salt."""
+        return self.hide(_words(digest).reshape(1, 4)).tobytes()
+
+    def hide_key(self, key: BlockKey) -> BlockKey:
+        """Return a block's key as a medium has it, in headers and paths."""
+        names = key.namespace.names_of([key.hash])
+        return self.hide_space(key.namespace).keys_of(self.hide(names), np.array([key.position]))[0]
+
+    def show_key(self, hidden: BlockKey) -> BlockKey:
+        """Undo `hide_key`."""
+        space = hidden.namespace
+        digests = self.show(_words(space.fingerprint + space.epoch + space.salt).reshape(3, 4))
+        shown = Namespace(digests[0].tobytes(), digests[1].tobytes(), digests[2].tobytes(), space.shard)
+        return shown.keys_of(self.show(space.names_of([hidden.hash])), np.array([hidden.position]))[0]
+
+    def _hide_space(self, space: Namespace) -> Namespace:
+        digests = self.hide(_words(space.fingerprint + space.epoch + space.salt).reshape(3, 4))
+        return Namespace(digests[0].tobytes(), digests[1].tobytes(), digests[2].tobytes(), space.shard)
 
 
 class Seal:
-    """Seals payloads and opens them again. Any thread may use it.
+    """Hides names, and if it has keys to, seals payloads and opens them again. Any thread may use it.
 
     Attributes:
+        names: Makes the names on the medium.
         key_id: Says in a header which key sealed the record: 16 bytes, made of the key, so that a wrong key is never
-            taken for the right one.
+            taken for the right one. Empty where only names are hidden.
         cipher: Of what is sealed; what is opened may be of either.
     """
 
-    def __init__(self, keys: Sequence[bytes], cipher: Cipher = ENCRYPTED) -> None:
-        """Take keys of 32 bytes: the first seals, all of them open."""
+    def __init__(self, keys: Sequence[bytes], cipher: Cipher = ENCRYPTED, *, names_key: bytes = b"") -> None:
+        """Take keys of 32 bytes: the first seals, all of them open; it makes the names too, unless another one does."""
         self.cipher: Cipher = cipher
+        self.names = NameCipher(names_key or keys[0])
         self._keys = {_derived(key, b"key id", _ID_BYTES): key for key in keys}
-        self.key_id = next(iter(self._keys))
+        self.key_id = next(iter(self._keys), b"")
         self._tenant_key = lru_cache(maxsize=1024)(self._make_tenant_key)
+
+    @property
+    def seals(self) -> bool:
+        """Whether records are sealed, and not their names hidden alone."""
+        return bool(self._keys)
 
     @property
     def encrypts(self) -> bool:
         """Whether a sealed payload is another one than before."""
-        return self.cipher == ENCRYPTED
+        return self.seals and self.cipher == ENCRYPTED
 
     def knows(self, key_id: bytes) -> bool:
         """Whether what this key sealed can be opened."""
@@ -108,3 +184,7 @@ class Seal:
 
 def _derived(key: bytes, label: bytes, num_bytes: int) -> bytes:
     return HKDF(SHA256(), num_bytes, salt=None, info=_LABEL + label).derive(key)
+
+
+def _words(data: bytes) -> Names:
+    return np.frombuffer(data, np.uint64).reshape(-1, 2)

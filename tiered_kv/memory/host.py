@@ -83,7 +83,7 @@ class HostSlab:
         fd: int | None = None,
         is_read_only: bool = False,
     ) -> None:
-        """Map the memory. The system gives pages when they are touched: `Device.pin` sees to that in the background.
+        """Map the memory. The system gives pages as they are touched: `Device.page_lock` does that in the background.
 
         Args:
             num_slots: How many.

@@ -65,11 +65,7 @@ class TierPlan:
 
 
 def plans_from(settings: TieredKVSettings) -> list[TierPlan]:
-    """Return the tiers of settings; those without a capacity are imagined without a bound.
-
-    Raises:
-        ConfigurationError: A tier is exclusive, which is not imagined.
-    """
+    """Return the tiers of settings; those without a capacity are imagined without a bound."""
     return [_plan_of(tier) for tier in settings.tiers]
 
 
@@ -161,7 +157,7 @@ class SimulatedChain:
         found, rest = names[: located.num_blocks], names[located.num_blocks :]
         if self._promote and len(found):
             for tier in self.memory:
-                self.promote(tier, found)
+                tier.promoted += tier.add(found)
         for tier in self.tiers:
             tier.index.touch(found)
         admitted = self._admission.use(names)
@@ -170,12 +166,6 @@ class SimulatedChain:
             tier = self.tiers[number]
             tier.written += tier.add(names[mask])
         return hits
-
-    def promote(self, tier: SimulatedTier, names: Names) -> int:
-        """Copy up what a memory tier lacks of blocks that are in some tier; return how many came."""
-        num_new = tier.add(names)
-        tier.promoted += num_new
-        return num_new
 
     def _store(self, names: Names) -> None:
         """As a store does: blocks that the first memory tier has go no further."""
@@ -190,8 +180,6 @@ class SimulatedChain:
 
 
 def _plan_of(tier: TierSettings) -> TierPlan:
-    if getattr(tier, "exclusive", False):
-        raise ConfigurationError(f"tier {tier_name(tier)!r} is exclusive, which cannot be imagined: leave that out")
     capacity, policy = getattr(tier, "capacity", None), getattr(tier, "policy", "lru")
     return TierPlan(
         tier_name(tier),

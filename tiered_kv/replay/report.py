@@ -40,21 +40,6 @@ class TierReport:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefetchReport:
-    """What was brought to memory ahead of requests.
-
-    Attributes:
-        moved_blocks: Copied up.
-        wasted_blocks: Of these, those that no request had asked for when they left memory, or at the end.
-        wasted_bytes: The same.
-    """
-
-    moved_blocks: int
-    wasted_blocks: int
-    wasted_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class ReplayReport:
     """What a chain of tiers did for a trace.
 
@@ -71,7 +56,6 @@ class ReplayReport:
         loads: Requests of which some tier had something.
         loads_in_memory: Of these, those that found all of it in memory.
         tiers: Fastest first.
-        prefetch: What prefetches did, if there were any.
         is_real: Whether it was done, and not imagined.
         wrong_blocks: Blocks whose bytes were not what was stored: 0, or a fault. Only a real cache has bytes.
         load_s: What all loads took together. Only a real cache takes time.
@@ -89,7 +73,6 @@ class ReplayReport:
     loads: int
     loads_in_memory: int
     tiers: tuple[TierReport, ...]
-    prefetch: PrefetchReport | None = None
     is_real: bool = False
     wrong_blocks: int = 0
     load_s: float = 0.0

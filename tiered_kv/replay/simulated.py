@@ -5,9 +5,7 @@ from dataclasses import dataclass
 
 from tiered_kv.replay.chain import SimulatedChain, SimulatedTier, TierPlan
 from tiered_kv.replay.report import DAY_S, ReplayReport, TierReport
-from tiered_kv.replay.sessions import SimulatedPlanner, sessions_of
 from tiered_kv.traces import Trace, names_of
-from tiered_kv.values.errors import ConfigurationError
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +27,6 @@ def replay(
     cost: BlockCost,
     *,
     promote: bool = True,
-    prefetch: bool = False,
     on_request: Callable[[int], None] = lambda _: None,
 ) -> ReplayReport:
     """Serve the requests of a trace in order.
@@ -39,24 +36,16 @@ def replay(
         plans: The tiers, fastest first.
         cost: Of a token.
         promote: See `CacheLimits.promote`.
-        prefetch: Whether conversations are brought to memory before they come back; see `SessionPlanner`.
         on_request: Told how many requests were served.
 
     Raises:
-        ConfigurationError: The tiers hold no block, there is no such policy, or no memory to prefetch to.
+        ConfigurationError: The tiers hold no block, or there is no such policy.
     """
     payload_bytes = cost.token_bytes * trace.block_size
     chain = SimulatedChain(plans, payload_bytes=payload_bytes, num_blocks=trace.num_blocks, promote=promote)
-    if prefetch and not chain.memory:
-        raise ConfigurationError("prefetches need a memory tier, e.g. --tier cpu=16GiB")
-    planner = SimulatedPlanner(chain) if prefetch else None
     saved_tokens = loads = loads_in_memory = 0
-    for number, (request, session) in enumerate(zip(trace.requests, sessions_of(trace), strict=True)):
-        if planner is not None:
-            planner.before(request.at_s)
+    for number, request in enumerate(trace.requests):
         hits = chain.serve(request.at_s, names_of(request.ids))
-        if planner is not None:
-            planner.after(session, request)
         if found := int(hits.sum()):
             loads += 1
             loads_in_memory += found == int(hits[: len(chain.memory)].sum())
@@ -76,7 +65,6 @@ def replay(
         loads=loads,
         loads_in_memory=loads_in_memory,
         tiers=tuple(_report_of(tier, num_blocks, payload_bytes, trace.seconds) for tier in chain.tiers),
-        prefetch=None if planner is None else planner.report(payload_bytes),
     )
 
 

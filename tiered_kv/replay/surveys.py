@@ -7,7 +7,7 @@ its first hole, and a prompt of which few blocks were left would show few of the
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import numpy as np
@@ -17,7 +17,6 @@ from tiered_kv.catalog import Policy
 from tiered_kv.catalog.policies import make_policy
 from tiered_kv.replay.chain import SimulatedChain, TierPlan
 from tiered_kv.replay.curves import Curve, lru_curve
-from tiered_kv.replay.sessions import sessions_of
 from tiered_kv.traces import Request, Trace, names_of
 
 MOST_BLOCKS: Final = 1 << 18
@@ -90,6 +89,22 @@ class Survey:
         rates = np.clip(self._lru.rates + gain, 0.0, self._lru.rates[-1])
         self.curve = Curve(self.curve.policy, rates)
         return True
+
+
+def sessions_of(trace: Trace) -> Iterator[int]:
+    """Yield the conversation of each request: what the trace says, else that of the longest prompt it continues."""
+    known: dict[int, int] = {}
+    seen: set[int] = set()
+    for number, request in enumerate(trace.requests):
+        if request.session is not None:
+            yield request.session
+            continue
+        ids = request.ids.tolist()
+        session = next((known[each] for each in reversed(ids) if each in known), number)
+        # The last block may be partly filled: another one in the next turn. What others have too tells nothing.
+        known.update((each, session) for each in ids[-2:] if each not in seen or known.get(each) == session)
+        seen.update(ids)
+        yield session
 
 
 class _Sample:

@@ -20,8 +20,8 @@ Bytes = Annotated[ByteSize, Field(gt=0)]
 
 
 _FOR_STORAGE = (
-    "admit_after", "exclusive", "encryption", "scrub_bandwidth", "read_bandwidth", "write_bandwidth", "reads_per_s",
-    "writes_per_s", "max_write_bytes_per_day",
+    "admit_after", "encryption", "scrub_bandwidth", "read_bandwidth", "write_bandwidth",
+    "max_write_bytes_per_day",
 )  # fmt: skip
 """What every tier's settings have, and tiers in memory do not take."""
 
@@ -88,8 +88,11 @@ def tier_from(value: object) -> TierSettings:
     if isinstance(value, TierSettings):
         model = _model_of(value.medium)
         if not isinstance(value, model):
-            given, wanted = type(value).__qualname__, f"{model.__module__}.{model.__qualname__}"
-            raise ConfigurationError(f"medium {value.medium!r} takes {wanted}, not {given}")
+            package = model.__module__
+            if package.startswith("tiered_kv."):
+                package = "tiered_kv"  # which room of ours a model is in is nobody's concern
+            wanted = f"{package}.{model.__qualname__}"
+            raise ConfigurationError(f"medium {value.medium!r} takes {wanted}, not {type(value).__qualname__}")
         return value
     if not isinstance(value, Mapping):
         if isinstance(value, type):
@@ -145,7 +148,6 @@ def check_chain(media: Sequence[str], names: Sequence[str]) -> None:
 def check_policies(tiers: Sequence[TierSettings], names: Sequence[str]) -> None:
     """Raise `ConfigurationError` where blocks would stay nowhere, or wait or move for a tier with nothing above it."""
     memory = [each for each in tiers if isinstance(each, GPUTier | CPUTier) and _can_keep(each)]
-    has_cpu = any(isinstance(each, CPUTier) and each.capacity for each in memory)
     if not memory and all(isinstance(each, CPUTier) for each in tiers):
         raise located([(("tiers",), "capacity=0 can keep nothing: give the cpu tier some, or add a storage tier")])
     if memory and memory[0].write == "back":
@@ -159,8 +161,6 @@ def check_policies(tiers: Sequence[TierSettings], names: Sequence[str]) -> None:
             continue
         if tier.write == "back" and not memory:
             what = f"tier {name!r} has write='back', but there is no gpu or cpu tier to wait in"
-        if getattr(tier, "exclusive", False) and not (tier.write == "back" and has_cpu):
-            what = f"tier {name!r} cannot be exclusive: it needs write='back', and a cpu tier above it"
         path = getattr(tier, "path", None) if isinstance(tier, OwnedTierSettings) else None
         if isinstance(path, Path) and (other := taken.setdefault(path.absolute(), name)) != name:
             what = f"tier {name!r} has the directory of tier {other!r}: each needs its own"

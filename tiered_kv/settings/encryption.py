@@ -24,7 +24,8 @@ class Encryption(Checked):
     """How a storage tier protects its records: ``Encryption(keys_file="/run/secrets/kv-keys")``, or that path alone.
 
     Keys have 32 random bytes, written as base64 or in hexadecimal digits. The first one writes, all of them read.
-    They come from one of the three sources, when the tier opens.
+    They come from one of the three sources, when the tier opens. Names on the medium are hidden by the first one, or by
+    a names key; that alone hides names, and seals nothing.
     """
 
     keys: tuple[SecretStr, ...] = ()
@@ -34,6 +35,11 @@ class Encryption(Checked):
     keys_from: ImportString[KeySource] | None = None
     """A function, or its ``"package.module:name"``, that returns the keys, as text or as 32 bytes each. It is called in
     a thread of the cache's."""
+    names_key: SecretStr | None = None
+    """What hides names on the medium, where it is not the first of the keys: keys can be changed then, and what lies
+    there is found as before."""
+    names_key_file: Path | None = None
+    """A file whose first line is the names key, likewise."""
     cipher: Cipher = "aes-256-gcm"
     """``"aes-256-gcm"`` encrypts; ``"aes-256-gmac"`` leaves payloads as they are, and only tells whether they, and
     their headers, were written with a key. Both are read, whichever is written."""
@@ -45,9 +51,13 @@ class Encryption(Checked):
 
     @model_validator(mode="after")
     def _check_source(self) -> Self:
-        if sum([bool(self.keys), self.keys_file is not None, self.keys_from is not None]) != 1:
-            raise ValueError("needs keys from one source: keys, keys_file or keys_from")
-        for key in self.keys:
+        num_sources = sum([bool(self.keys), self.keys_file is not None, self.keys_from is not None])
+        num_names = sum([self.names_key is not None, self.names_key_file is not None])
+        if num_sources > 1 or not num_sources + num_names:
+            raise ValueError("needs keys from one source: keys, keys_file or keys_from; or a names_key alone")
+        if num_names > 1:
+            raise ValueError("takes one names key: names_key or names_key_file")
+        for key in (*self.keys, *filter(None, [self.names_key])):
             _key_of(key.get_secret_value())
         if find_spec("cryptography") is None:
             raise ValueError("needs the package cryptography: pip install 'tiered-kv[encryption]'")
@@ -62,27 +72,46 @@ class Encryption(Checked):
         """
         try:
             keys = [_key_of(key) for key in self._read()]
+            names_key = _key_of(self._read_names_key()) if self._has_names_key else b""
         except ValueError as error:  # it tells which line, and nothing of it
             raise ConfigurationError(f"encryption: {error}") from None
-        if not keys:
+        if not keys and (self._has_source or not names_key):
             raise ConfigurationError(f"encryption: there is no key in {self.keys_file or self.keys_from}")
         from tiered_kv.media.seal import Seal  # noqa: PLC0415 - it needs an extra
 
-        return Seal(keys, self.cipher)
+        return Seal(keys, self.cipher, names_key=names_key)
+
+    @property
+    def _has_source(self) -> bool:
+        return bool(self.keys) or self.keys_file is not None or self.keys_from is not None
+
+    @property
+    def _has_names_key(self) -> bool:
+        return self.names_key is not None or self.names_key_file is not None
 
     def _read(self) -> Sequence[bytes | str]:
         if self.keys_file is not None:
-            try:
-                lines = [line.strip() for line in self.keys_file.read_text("ascii", "replace").splitlines()]
-            except OSError as error:
-                raise ConfigurationError(f"encryption: {self.keys_file} cannot be read: {error.strerror}") from error
-            return [line for line in lines if line and not line.startswith("#")]
+            return _lines_of(self.keys_file)
         if self.keys_from is not None:
             try:
                 return list(self.keys_from())
             except Exception as error:  # whatever a key server's client raises
                 raise BackendUnavailableError(f"encryption: keys_from raised {type(error).__name__}") from error
         return [key.get_secret_value() for key in self.keys]
+
+    def _read_names_key(self) -> str:
+        if self.names_key_file is not None:
+            return next(iter(_lines_of(self.names_key_file)), "")
+        return self.names_key.get_secret_value() if self.names_key is not None else ""
+
+
+def _lines_of(file: Path) -> list[str]:
+    """Return the keys that a file has, as they are written there."""
+    try:
+        lines = [line.strip() for line in file.read_text("ascii", "replace").splitlines()]
+    except OSError as error:
+        raise ConfigurationError(f"encryption: {file} cannot be read: {error.strerror}") from error
+    return [line for line in lines if line and not line.startswith("#")]
 
 
 def _key_of(given: bytes | str) -> bytes:

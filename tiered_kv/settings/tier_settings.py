@@ -100,20 +100,16 @@ class TierSettings(Checked):
     """A block is written to this tier at its n-th use, stores and loads counted, as well as can be told in little
     memory. For storage tiers."""
     encryption: Encryption | None = None
-    """How records are encrypted, or signed, with keys; or the path of a file of keys. For storage tiers."""
+    """How records are encrypted, or signed, and names hidden, with keys; or the path of a file of keys. For storage
+    tiers."""
     read_only: bool = False
     """Whether this cache only reads what others have stored there. It writes and deletes nothing, and needs no right
     to: what is evicted here stays there, and is not found here any more. For shared media."""
 
     read_bandwidth: ByteSize | None = Field(default=None, gt=0)
-    """Bytes a second that loads and prefetches may read here; no limit if left out, as for the next three. For storage
-    tiers."""
+    """Bytes a second that loads and prefetches may read here; no limit if left out. For storage tiers."""
     write_bandwidth: ByteSize | None = Field(default=None, gt=0)
-    """Bytes a second that may be written here."""
-    reads_per_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """Blocks a second that may be read here: each is a request, or a part of one."""
-    writes_per_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """Blocks a second that may be written here."""
+    """Bytes a second that may be written here; no limit if left out. For storage tiers."""
     max_write_bytes_per_day: ByteSize | None = Field(default=None, gt=0)
     """Bytes that may be written here in a day, for a disk that wears out or a store that bills them; no limit if left
     out. What would be more is dropped, and not waited for. An hour's share may be written at once, and after a restart.
@@ -181,18 +177,22 @@ class TierSettings(Checked):
             )
         return values
 
+    def on_medium(self, digest: bytes) -> bytes:
+        """Return what stands in names on the medium for a digest of a model, weights or salt, for jobs that look there.
+
+        It is the digest itself where nothing hides it. Reading a key blocks, see `Encryption.make_seal`.
+        """
+        return digest if self.encryption is None else self.encryption.make_seal().names.hide_digest(digest)
+
 
 class OwnedTierSettings(TierSettings):
     """Base of the settings of a tier whose slots this cache gives and takes."""
 
     policy: str = DEFAULT_POLICY
-    """Which blocks go first when there is no room: ``"lhd"``, ``"lru"``, ``"mq"``, ``"arc"``, ``"s3-fifo"``, or a
-    class, ``"package.module:Class"``."""
+    """Which blocks go first when there is no room: ``"lhd"``, ``"lru"``, ``"mq"``, ``"arc"``, or a class,
+    ``"package.module:Class"``."""
     ttl_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """For how long a block is served after it came to this tier; see the guide on write policies for how exactly."""
-    exclusive: bool = False
-    """Whether a block is either here or in the CPU tier: it leaves that when it is written here, and leaves this when
-    it is loaded. For storage with ``write="back"``."""
     scrub_bandwidth: ByteSize | None = Field(default=None, gt=0)
     """Bytes a second that are read in the background to verify what lies there; nothing is if left out. For storage."""
     scrub_interval_s: float = Field(default=7 * 24 * 3600.0, gt=0, allow_inf_nan=False)

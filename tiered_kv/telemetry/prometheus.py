@@ -16,6 +16,7 @@ from tiered_kv.telemetry.watch import Reading, SaltCounts
 from tiered_kv.values.histogram import Histogram
 from tiered_kv.values.results import CacheStatistics, TierStatistics
 
+W = TypeVar("W", bound=str)
 M = TypeVar("M", bound=CounterMetricFamily | GaugeMetricFamily)
 Labels = tuple[str, ...]
 Samples = Callable[[Reading], Iterable[tuple[Labels, float]]]
@@ -57,7 +58,7 @@ class Families:
         self.found.append(family)
 
 
-def by_word(counts: Mapping[str, int]) -> Iterable[tuple[Labels, float]]:
+def by_word(counts: Mapping[W, int]) -> Iterable[tuple[Labels, float]]:
     """Return counts as samples of one label."""
     return [((word,), n) for word, n in counts.items()]
 

@@ -20,7 +20,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise, starmap
-from typing import TYPE_CHECKING, Final, Protocol, Self
+from typing import TYPE_CHECKING, Final, Protocol, Self, TypeVar
 
 from tiered_kv.telemetry.block_sample import LifeCounts, Lives
 from tiered_kv.tiers.ledger import Ledger
@@ -28,10 +28,12 @@ from tiered_kv.values.errors import ClosedError
 from tiered_kv.values.events import Emit, Event, RecordsRefused, TierFailed, TierStalled, TierTripped
 from tiered_kv.values.histogram import Histogram
 from tiered_kv.values.keys import BlockKeys, Namespace, salt_digest
-from tiered_kv.values.results import CacheStatistics
+from tiered_kv.values.results import CacheStatistics, Reason
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
+
+W = TypeVar("W", bound=str)
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ class Span:
     not_found_because: Mapping[str, int]
     stored: int
     dropped: int
-    dropped_because: Mapping[str, int]
+    dropped_because: Mapping[Reason, int]
     evicted: Mapping[str, int]
     tier_dropped: Mapping[str, int]
     bytes_read: Mapping[str, int]
@@ -248,7 +250,7 @@ def _between(a: Moment, b: Moment) -> Span:
     )
 
 
-def _more(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
+def _more(before: Mapping[W, int], after: Mapping[W, int]) -> dict[W, int]:
     return dict(Counter(after) - Counter(before))
 
 

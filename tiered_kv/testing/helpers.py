@@ -61,6 +61,12 @@ def records_in_files(spec: LoadStoreSpec) -> list[bytes]:
     return records
 
 
+async def ended(*calls: "asyncio.Future[T]") -> list[T]:
+    """Return what calls have returned, when all of them have ended; raise what one raised."""
+    await asyncio.wait(calls)
+    return [call.result() for call in calls]
+
+
 class ThreadWorkers:
     """`Workers` that are threads; `close` waits for them."""
 
@@ -82,6 +88,10 @@ class ThreadWorkers:
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._calls.put((lambda: function(*args), future))
         return future
+
+    def run_each(self, calls: Sequence[Callable[[], T]]) -> "asyncio.Future[list[T]]":
+        """See `Workers.run_each`."""
+        return asyncio.ensure_future(ended(*(self.run(call) for call in calls)))
 
     def close(self) -> None:
         """End the threads after the calls they have got."""

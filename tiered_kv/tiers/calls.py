@@ -17,7 +17,7 @@ from tiered_kv.tiers.gate import Kind, Room, Waiter
 from tiered_kv.tiers.health import StorageHealth
 from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.values.events import TierFailed
-from tiered_kv.values.results import TierFault
+from tiered_kv.values.results import Reason, TierFault
 
 T = TypeVar("T")
 _FIRST_CALLS: Final = 16
@@ -54,7 +54,7 @@ class Answer(Generic[T]):
 
     def fault(self, tier: str, num_blocks: int) -> TierFault:
         """Name what kept a tier from saying which of some blocks it has, of an answer that is not well."""
-        reason = "timeout" if self.is_late else "unreadable" if self.was_made else "tier away"
+        reason = Reason.TIMEOUT if self.is_late else Reason.UNREADABLE if self.was_made else Reason.TIER_AWAY
         return TierFault(tier, reason, num_blocks, self.error)
 
 

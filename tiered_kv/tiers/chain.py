@@ -96,7 +96,7 @@ class Chain:
         self.unwritten = Unwritten([tier for tier in self.memory if tier.index.max_slots and self.later(tier)], clock)
         self.waiting = self.unwritten.waiting
         sources = [*[None for _ in self.memory], *self.storage]
-        self.fills = Fills(self.host, sources, self.waiting.get(self.host), self.room, self.tasks)
+        self.fills = Fills(self.host, sources, self.room, self.tasks)
         transient, num_takers = self.host.index.num_transient, len(self.storage) + 1
         most = transient // max(4, num_takers)
         self.window_blocks = size = max(1, min(self.limits.window_bytes // self.stride_bytes, most))
@@ -138,7 +138,7 @@ class Chain:
             for number, memory in enumerate(self.memory):
                 numbers[(numbers < 0) & memory.index.ready(part.names)] = number
             for number, tier in enumerate(self.storage, start=len(self.memory)):
-                left = np.flatnonzero(numbers < 0)
+                left = (numbers < 0).nonzero()[0]
                 if not len(left):
                     break
                 numbers[left[await tier.find(part[left])]] = number

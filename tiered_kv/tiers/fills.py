@@ -21,7 +21,7 @@ from tiered_kv.tiers.gate import Kind, Priority, Room, Waiter
 from tiered_kv.tiers.storage import StorageTier
 from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.tiers.tier import Batch, HostTier, Mask, MemoryTier
-from tiered_kv.values.results import TierFault
+from tiered_kv.values.results import Reason, TierFault
 
 
 class Unwritten:
@@ -146,7 +146,7 @@ class Waiting:
         """
         slots = self._index.oldest_dirty(most)
         namespace, came = self._namespaces[slots[0]], int(self._came[slots[0]])
-        others = np.flatnonzero((self._namespaces[slots] != namespace) | (self._came[slots] != came))
+        others = ((self._namespaces[slots] != namespace) | (self._came[slots] != came)).nonzero()[0]
         n = int(others[0]) if len(others) else len(slots)
         names, lease = self._index.take_dirty(n)
         _take(self._num_by_came, came, n)
@@ -251,7 +251,6 @@ class Fills:
         self,
         host: HostTier,
         tiers: Sequence[StorageTier | None],
-        waiting: Waiting | None,
         room: Room,
         tasks: Tasks,
     ) -> None:
@@ -260,13 +259,11 @@ class Fills:
         Args:
             host: Whose slots are filled.
             tiers: By the number that the chain gives them, those to read from; None for those in memory.
-            waiting: Where blocks wait that have left an exclusive tier.
             room: Who waits for host slots.
             tasks: Of the cache.
         """
         self._host = host
         self._tiers = tiers
-        self._waiting = waiting
         self._room = room
         self._tasks = tasks
         self._pending: dict[int, Fill] = {}  # by slot
@@ -332,7 +329,7 @@ class Fills:
         async def read_from(number: int) -> None:
             tier = self._tiers[number]
             assert tier is not None  # noqa: S101 - blocks are read from storage
-            at = np.flatnonzero((sources == number) & (reservation.slots >= 0))
+            at = ((sources == number) & (reservation.slots >= 0)).nonzero()[0]
 
             def on_late() -> None:
                 fill.late_tiers.add(tier.name)
@@ -349,10 +346,8 @@ class Fills:
             arrived[at] = right
             lease = reservation.commit(arrived)
             fill.arrived |= lease.slots >= 0
-            kept = int(np.count_nonzero((lease.slots >= 0) & ~self._host.index.is_transient(lease.slots)))
-            self._host.counters.promoted += kept
-            if kept and tier.is_exclusive:
-                self._take_over(tier, batch, lease)
+            kept = (lease.slots >= 0) & ~self._host.index.is_transient(lease.slots)
+            self._host.counters.promoted += int(np.count_nonzero(kept))
             fill.keep(lease)
             self._room.changed()  # nobody may want these any more, and the other tiers may take long
             open_tiers.discard(number)
@@ -360,6 +355,8 @@ class Fills:
                 fill.finish()
 
         try:
+            if len(open_tiers) == 1:
+                return await read_from(*open_tiers)
             # All of them end before the slots are given back, whatever one of them raises.
             ended = await asyncio.gather(*(read_from(number) for number in sorted(open_tiers)), return_exceptions=True)
             for error in ended:
@@ -367,13 +364,6 @@ class Fills:
                     raise error
         finally:
             self.conclude(fill, reservation)
-
-    def _take_over(self, tier: StorageTier, batch: Batch, lease: Lease) -> None:
-        """Have blocks that were read from an exclusive tier on the host only, where they wait to go back."""
-        kept = (lease.slots >= 0) & ~self._host.index.is_transient(lease.slots)
-        assert self._waiting is not None  # noqa: S101 - such a tier is written back, from the host
-        self._waiting.add(batch[kept], lease.slots[kept], lease)
-        self._tasks.spawn(tier.forget(batch[kept]), f"forget what left {tier.name}")
 
     def faults_of(self, fill: Fill) -> list[TierFault]:
         """Name what kept blocks of a fill from arriving."""
@@ -383,6 +373,6 @@ class Fills:
             tier = self._tiers[number]
             assert tier is not None  # noqa: S101 - blocks are read from storage
             name = tier.name
-            reason = "timeout" if name in fill.late_tiers else "unreadable"
+            reason = Reason.TIMEOUT if name in fill.late_tiers else Reason.UNREADABLE
             faults.append(TierFault(name, reason, int(np.count_nonzero(lost == number))))
         return faults

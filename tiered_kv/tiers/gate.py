@@ -52,7 +52,7 @@ class Kind(enum.IntEnum):
     PREFETCH = 1
     STORE = 2
     CLEAN = 3
-    """Writes down what waited, see `transfers.cleaner`."""
+    """Writes down what waited, see `transfers.writedown.Cleaner`."""
 
 
 _SHARE: Final = {Priority.LOAD: 1.0, Priority.PREFETCH: 0.75, Priority.STORE: 0.5, Priority.DEMOTE: 0.25}
@@ -300,34 +300,29 @@ class Budget:
         """Bytes given out."""
         return sum(self._in_flight)
 
-    async def take(self, num_bytes: int, waiter: Waiter, *, num_blocks: int = 1) -> Give:
-        """Wait until ``num_bytes`` more may be in flight; return what gives them back, when it is first called.
-
-        They are ``num_blocks``, for the pace at which they may come.
-        """
-        attempt = partial(self._attempt, num_bytes, num_blocks, waiter)
+    async def take(self, num_bytes: int, waiter: Waiter) -> Give:
+        """Wait until ``num_bytes`` more may be in flight; return what gives them back, when it is first called."""
+        attempt = partial(self._attempt, num_bytes, waiter)
         return await self.room.acquire(attempt, waiter, lambda give: give(), num_bytes)
 
-    async def take_unless(
-        self, is_off: Callable[[], bool], num_bytes: int, waiter: Waiter, *, num_blocks: int = 1
-    ) -> Give | None:
+    async def take_unless(self, is_off: Callable[[], bool], num_bytes: int, waiter: Waiter) -> Give | None:
         """`take`, or None, and nothing taken, once ``is_off()`` or the waiter has given up: then nobody waits.
 
         `Room.changed` makes them look.
         """
 
         def attempt() -> Give | None:
-            return _nothing if waiter.is_given_up or is_off() else self._attempt(num_bytes, num_blocks, waiter)
+            return _nothing if waiter.is_given_up or is_off() else self._attempt(num_bytes, waiter)
 
         give = await self.room.acquire(attempt, waiter, lambda give: give(), num_bytes)
         return None if give is _nothing else give
 
-    def _attempt(self, num_bytes: int, num_blocks: int, waiter: Waiter) -> Give | None:
+    def _attempt(self, num_bytes: int, waiter: Waiter) -> Give | None:
         fits = self.in_flight + num_bytes <= self.limit * _SHARE[waiter.priority]
         if self._in_flight[waiter.kind] and not fits:
             return None
         pace = self._paces[waiter.kind]
-        if pace is not None and not pace.take(num_bytes, num_blocks, self.room.changed):
+        if pace is not None and not pace.take(num_bytes, self.room.changed):
             return None
         self._in_flight[waiter.kind] += num_bytes
         return partial(self._give, [num_bytes], waiter.kind)
@@ -365,22 +360,20 @@ class Bandwidth:
 
 
 class Pace:
-    """Bytes and blocks a second of one tier in one direction. For the event loop's thread."""
+    """Bytes a second of one tier in one direction. For the event loop's thread."""
 
-    def __init__(self, bytes_per_s: float | None, blocks_per_s: float | None, clock: Callable[[], float]) -> None:
+    def __init__(self, bytes_per_s: float | None, clock: Callable[[], float]) -> None:
         """Make one; None is no limit."""
         self._bytes = Bandwidth(bytes_per_s, clock)
-        self._blocks = Bandwidth(blocks_per_s, clock)
         self._timer: asyncio.TimerHandle | None = None
 
-    def take(self, num_bytes: int, num_blocks: int, try_again: Callable[[], None]) -> bool:
+    def take(self, num_bytes: int, try_again: Callable[[], None]) -> bool:
         """Let so much begin to move, or have ``try_again`` called when it may; say which."""
-        if wait_s := max(self._bytes.wait_s(), self._blocks.wait_s()):
+        if wait_s := self._bytes.wait_s():
             if self._timer is None:
                 self._timer = asyncio.get_running_loop().call_later(wait_s, self._wake, try_again)
             return False
         self._bytes.take(num_bytes)
-        self._blocks.take(num_blocks)
         return True
 
     def _wake(self, try_again: Callable[[], None]) -> None:

@@ -16,6 +16,7 @@ from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.uses import Fate, History
 from tiered_kv.values.histogram import Histogram
 from tiered_kv.values.keys import Names
+from tiered_kv.values.results import Reason
 
 _FATES: Final = 8
 _MOST_DETAILS: Final = 31
@@ -77,7 +78,7 @@ class Ledger:
     def __init__(self) -> None:
         self.requested = self.missed = 0
         self.store_requested = self.stored = self.present = self.dropped = 0
-        self.missed_because, self.dropped_because = Counter[str](), Counter[str]()
+        self.missed_because, self.dropped_because = Counter[str](), Counter[Reason]()
         self.load_seconds, self.store_seconds = Histogram(), Histogram()
         self.load_faults = Counter[str]()
         self.preemptions = 0
@@ -103,7 +104,7 @@ class Ledger:
             if self.on_miss is not None:
                 self.on_miss(requested, loaded, why_not_more)
 
-    def count_store(self, requested: int, *, stored: int, present: int, dropped: Mapping[str, int]) -> None:
+    def count_store(self, requested: int, *, stored: int, present: int, dropped: Mapping[Reason, int]) -> None:
         """Count the blocks of a store that has let go of its source; ``dropped`` by reason."""
         self.store_requested += requested
         self.stored += stored
@@ -122,7 +123,7 @@ class Ledger:
         tier.index.on_change = partial(self.changed, place)
 
     def changed(self, place: Place, change: Change, names: Names) -> None:
-        """Take note of what changed in an owned tier; see `catalog.statistics.OnChange`."""
+        """Take note of what changed in an owned tier; see `catalog.books.OnChange`."""
         if change is Change.CLEARED:
             self._forget()
         elif (fate := _FATE_OF.get(change)) is not None:

@@ -84,7 +84,6 @@ class StorageMedium:
         self._wear = Wear(settings.max_write_bytes_per_day, clock)
         self._pools: list[WorkerPool] = []
         self._records = Records(services.records, settings.encryption)
-        self._context = BackendContext(services.shapes, self._new_workers, clock)
         self._books: list[TierIndex] = []
         self._opening: asyncio.Task[Answer[list[TierIndex]]] | None = None
         self._retrying: asyncio.Task[None] | None = None
@@ -111,7 +110,9 @@ class StorageMedium:
         async def call() -> list[TierIndex]:
             try:
                 await self._records.open(self._services.loop_calls)
-                found = await self._backend.open(self._context)
+                groups = self._records.shapes(self._services.shapes)
+                context = BackendContext(groups, self._new_workers, self.health.clock)
+                found = await self._backend.open(context)
                 return [] if isinstance(self._backend, Backend) else self._books_of(found or ())
             except (BackendError, ConfigurationError) as error:
                 raised.append(error)
@@ -184,7 +185,7 @@ class StorageMedium:
                 f"{self.health.name} cannot be opened: {len(found)} answers for {len(self._services.shapes)} kinds of "
                 "blocks"
             )
-        return [self._index(each) for each in found]
+        return [self._index(self._records.recovered(each)) for each in found]
 
     def _index(self, found: Recovered) -> TierIndex:
         settings = self._settings

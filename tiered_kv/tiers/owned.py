@@ -25,12 +25,13 @@ from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from tiered_kv.catalog.books import Change
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.leases import Lease
 from tiered_kv.catalog.table import Slots, hash_names
-from tiered_kv.media.backend import Block, Missing, Outcome, SlotBackend
+from tiered_kv.media.backend import Block, Make, Missing, Outcome, SlotBackend, Verify
 from tiered_kv.settings.tier_settings import OwnedTierSettings
 from tiered_kv.tiers.calls import Answer
 from tiered_kv.tiers.gate import Kind, Waiter
@@ -242,14 +243,9 @@ class OwnedTier(StorageTier, BookedTier):
             self._see_missing()
 
     @property
+    @override
     def is_in_use(self) -> bool:
-        """See `BookedTier.is_in_use`."""
         return not self.health.is_bypassed
-
-    @property
-    def is_exclusive(self) -> bool:
-        """Whether a block is either here or in the CPU tier."""
-        return isinstance(self.settings, OwnedTierSettings) and self.settings.exclusive
 
     @property
     def is_scrubbed(self) -> bool:
@@ -278,8 +274,8 @@ class OwnedTier(StorageTier, BookedTier):
         """See `StorageTier.find`; exact, and does not wait."""
         return np.zeros(len(batch), np.bool_) if self.health.is_bypassed else self.index.ready(batch.names)
 
+    @override
     async def locate(self, batch: Batch) -> LoadStoreSpec | None:
-        """See `Tier.locate`."""
         if (slots := self.slots_of(batch)) is None:
             return None
         return await self._locate(partial(self.backend.locate, self.group, slots), len(batch))
@@ -293,13 +289,15 @@ class OwnedTier(StorageTier, BookedTier):
         """
         right = np.zeros(len(batch), np.bool_)
         with self.index.lease(batch.names) as lease:
-            at = np.flatnonzero(lease.slots >= 0)
+            at = (lease.slots >= 0).nonzero()[0]
             if not len(at):
                 return right
             there, wanted, slots = [blocks[i] for i in at], batch[at], lease.slots[at]
+            keys = self.records.keys(wanted)
             outcomes, refused = await self._read(
-                lambda into: self.backend.read(self.group, slots, into), wanted.keys(), there, waiter, on_late
-            )
+                partial(self._read_slots, slots), keys, there, waiter, on_late,
+                makes_records=self.backend.makes_records,
+            )  # fmt: skip
             right[at] = [outcome is Outcome.HIT for outcome in outcomes]
             broken = np.array([outcome in (Outcome.CORRUPT, Outcome.MISS) for outcome in outcomes])
             now, _ = self.index.find(wanted.names)
@@ -312,7 +310,7 @@ class OwnedTier(StorageTier, BookedTier):
         self, batch: Batch, blocks: list[Block], wanted: Mask, on_late: Callable[[], None], kind: Kind
     ) -> WriteReport:
         """See `StorageTier.write`. What is removed while it is written never commits."""
-        n, at = len(batch), np.flatnonzero(wanted)
+        n, at = len(batch), wanted.nonzero()[0]
         if len(kept := self._refused.take(batch.names[at])):
             forgetting = self._forget_refused(batch.names[at], kept)
             self._tasks.spawn(forgetting, f"forget {len(kept)} refused records of {self.name}")
@@ -350,17 +348,37 @@ class OwnedTier(StorageTier, BookedTier):
     async def _write_to(
         self, batch: Batch, blocks: list[Block], slots: Slots, on_late: Callable[[], None], kind: Kind
     ) -> list[Outcome]:
-        write = object()
+        if self.backend.makes_records and not self._stages:
+            make = self.records.making(self.records.keys(batch), blocks, self.shape)
+            records = [block.read_only() for block in blocks]
+            return await self._write_records(batch.names, records, slots, on_late, kind, make)
         async with self._encoded(batch, blocks) as made:
             names, slots = batch.names[made.at], slots[made.at]
-            self._in_write[write] = names, slots
-            try:
-                written = await self._write(
-                    lambda: self.backend.write(self.group, slots, names, made.records), len(slots), kind, on_late
-                )
-            finally:
-                del self._in_write[write]
+            written = await self._write_records(names, made.records, slots, on_late, kind)
         return made.outcomes(written)
+
+    async def _write_records(
+        self,
+        names: Names,
+        records: Sequence[Block],
+        slots: Slots,
+        on_late: Callable[[], None],
+        kind: Kind,
+        make: Make | None = None,
+    ) -> list[Outcome]:
+        """Write records to slots: those that are made, or are by ``make`` where they are written."""
+        write, hidden, more = object(), self.records.names(names), {"make": make} if make else {}
+        self._in_write[write] = names, slots
+        try:
+            return await self._write(
+                lambda: self.backend.write(self.group, slots, hidden, records, **more), len(slots), kind, on_late
+            )
+        finally:
+            del self._in_write[write]
+
+    def _read_slots(self, slots: Slots, into: list[Block], verify: Verify | None) -> Awaitable[list[Outcome]]:
+        more = {"verify": verify} if verify else {}
+        return self.backend.read(self.group, slots, into, **more)
 
     def take_out(
         self, names: Names, slots: Slots, is_wrong: Mask, refused: Refusals, batch: Batch | None = None
@@ -374,9 +392,9 @@ class OwnedTier(StorageTier, BookedTier):
             return 0
         is_refused = np.zeros(len(names), np.bool_)
         is_refused[list(refused)] = True
-        if len(broken := np.flatnonzero(is_wrong & ~is_refused)):
-            keys = batch[broken].keys() if batch else []
-            self.tell_corrupted([key.path for key in keys] or [name.tobytes().hex() for name in names[broken]])
+        if len(broken := (is_wrong & ~is_refused).nonzero()[0]):
+            keys = self.records.keys(batch[broken]) if batch else []
+            self.tell_corrupted([key.path for key in keys] or [name.hex() for name in rows_of(names[broken])])
         names, slots, is_refused = names[is_wrong], slots[is_wrong], is_refused[is_wrong]
         kept = np.zeros(len(names), np.bool_)
         if is_refused.any():
@@ -407,16 +425,16 @@ class OwnedTier(StorageTier, BookedTier):
         """Put blocks again where no record is kept any more, unless the medium has lost that place meanwhile."""
         self.index.use_again(slots if self._missing is None else slots[~self._missing.slots[slots]])
 
+    @override
     def lacks(self, batch: Batch) -> Mask:
-        """See `StorageTier.lacks`."""
         return ~self.index.ready(batch.names)
 
+    @override
     def touch(self, batch: Batch) -> None:
-        """See `StorageTier.touch`."""
         self.index.touch(batch.names)
 
+    @override
     def hint(self, batch: Batch, hint: ReuseHint) -> None:
-        """See `StorageTier.hint`."""
         self.index.hint(batch.names, hint)
 
     def forget(self, batch: Batch) -> Coroutine[Any, Any, None]:
@@ -441,6 +459,12 @@ class OwnedTier(StorageTier, BookedTier):
         told = self._journal.tell(left)
         self._writing[told] = hash_names(names), told
         told.add_done_callback(self._writing.pop)
+
+    async def pay(self) -> bool:
+        """See `StorageTier.pay`."""
+        if self.health.is_open:
+            await self._pay()
+        return not self._evicted and not self._journal.is_owing
 
     async def _pay(self) -> None:
         """Return when the medium remembers nothing that it should not have until now, or cannot be told."""
@@ -474,8 +498,8 @@ class OwnedTier(StorageTier, BookedTier):
 
         return clear()
 
+    @override
     def tick(self) -> None:
-        """See `StorageTier.tick`."""
         if self._journal.is_owing and not self.health.is_off("checkpoint"):
             self._begin_to_pay()
         if self.health.num_late:
@@ -519,7 +543,7 @@ class OwnedTier(StorageTier, BookedTier):
         return await self._journal.checkpoint(self._remembered, self.index.statistics().ready, sync=sync)
 
     def _remembered(self) -> tuple[Names, Slots]:
-        """Return what is to be found after a restart, the least recently used first, and where."""
+        """Return the names on the medium of what a restart is to find, in order of use, and where it is."""
         names, slots = self.index.names_in_order()
         # What is being written is listed too: it is verified when read, and a restart would lose it otherwise.
         writing = [
@@ -529,7 +553,8 @@ class OwnedTier(StorageTier, BookedTier):
         ]
         self._use_again(self._drop_refused(None))
         parts = [self._refused.all(), (names, slots), *writing]
-        return np.concatenate([each for each, _ in parts]), np.concatenate([at for _, at in parts])
+        remembered = np.concatenate([each for each, _ in parts])
+        return self.records.names(remembered), np.concatenate([at for _, at in parts])
 
     # Another capacity.
 
@@ -539,8 +564,8 @@ class OwnedTier(StorageTier, BookedTier):
             raise BackendUnavailableError(f"{self.name} is not open yet: resize it once it is")
         return self.backend.fit(capacity_bytes)
 
+    @override
     async def grow(self, num_slots: int, more_bytes: int) -> None:
-        """See `BookedTier.grow`."""
         await self._resize(num_slots)
 
     async def shrink(self, num_slots: int) -> None:

@@ -134,7 +134,7 @@ class Pins:
         if (pin_of := self._pin_of.get((id(chain), salt))) is not None:
             found.pins[:] = [pin_of.get(each, -1) for each in hashes]
             numbers: dict[BookedTier, int] = {tier: number for number, tier in enumerate(chain.booked)}
-            for i in np.flatnonzero(found.pins >= 0).tolist():
+            for i in (found.pins >= 0).nonzero()[0].tolist():
                 pin = self._pins[int(found.pins[i])]
                 found.tiers[i], found.slots[i] = numbers[pin.tier], pin.slots[hashes[i]]
         return found
@@ -169,7 +169,7 @@ class Pins:
         ends_sooner = np.array([each < 0 or self._pins[each].until < until for each in pins.tolist()], np.bool_)
         made: list[tuple[int, _Pin]] = []
         for tier_number in np.unique(tiers[ends_sooner]).tolist():
-            at = np.flatnonzero(ends_sooner & (tiers == tier_number)).tolist()
+            at = (ends_sooner & (tiers == tier_number)).nonzero()[0].tolist()
             tier = chain.booked[tier_number]
             lease = tier.index.lease(batch.names[at])
             slots = dict(zip([hashes[i] for i in at], lease.slots.tolist(), strict=True))
@@ -184,7 +184,7 @@ class Pins:
     def _drop(self, hashes: Sequence[bytes], pins: NDArray[np.int64]) -> None:
         """Let go of blocks of the pins whose numbers are given by position, -1 for none."""
         of_pin: dict[int, list[bytes]] = {}
-        for i in np.flatnonzero(pins >= 0).tolist():
+        for i in (pins >= 0).nonzero()[0].tolist():
             of_pin.setdefault(int(pins[i]), []).append(hashes[i])
         for number, each in of_pin.items():
             self._let_go(number, list(dict.fromkeys(each)))
@@ -243,7 +243,7 @@ def _stale(chain: Chain, batch: Batch, found: _Found) -> Mask:
     """Say which blocks cannot be found where they are pinned."""
     stale = np.zeros(len(batch), np.bool_)
     for number, tier in enumerate(chain.booked):
-        if len(at := np.flatnonzero(found.tiers == number)):
+        if len(at := (found.tiers == number).nonzero()[0]):
             slots, _ = tier.index.find(batch.names[at])
             stale[at] = slots != found.slots[at]
     return stale

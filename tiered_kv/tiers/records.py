@@ -1,4 +1,6 @@
-"""Making and verifying records, in threads: their headers, their checksums, and their seals where there are keys.
+"""What a medium gets of blocks: the names they have there, and their records, which threads make and verify.
+
+Nothing but `Records` makes a medium's name of a block's: backends see no other.
 
 The codec ``exponent``: records of bf16 that hold every bit in three quarters of the bytes. In numpy, for threads.
 
@@ -12,23 +14,24 @@ Source of the idea: SplitZip (arXiv 2605.01708), a fixed code for the commonest 
 import asyncio
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.media.backend import Block, Outcome, RecordShape
-from tiered_kv.media.record import encode, examine, examine_any
+from tiered_kv.media.backend import Block, Make, Outcome, RecordShape, Recovered
+from tiered_kv.media.record import encode, examine, examine_any, key_in
 from tiered_kv.settings.encryption import Encryption
 from tiered_kv.tiers.tasks import WorkerPool, in_a_thread
+from tiered_kv.tiers.tier import Batch
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.keys import BlockKey, Names
 from tiered_kv.values.layout import PAGE_BYTES, KVGroup
 from tiered_kv.values.loop_calls import LoopCalls
 
 if TYPE_CHECKING:
-    from tiered_kv.media.seal import Seal
+    from tiered_kv.media.seal import NameCipher, Seal
 
 
 CHUNK: Final = 2048
@@ -182,7 +185,7 @@ def _encode(values: U16, rests: U8, codes: U8, bases: U8) -> NDArray[np.int64]:
     np.subtract(chunks, bases[:, None], out=chunks)  # 0: zero, or listed
     no_code = _without_code(exponents, values)
     if len(no_code) > _LISTED_IN_A_CHUNK:
-        crowded = np.flatnonzero(np.bincount(no_code // CHUNK, minlength=len(bases)) > _LISTED_IN_A_CHUNK)
+        crowded = (np.bincount(no_code // CHUNK, minlength=len(bases)) > _LISTED_IN_A_CHUNK).nonzero()[0]
         if len(crowded):
             bases[crowded], chunks[crowded] = _best(_chunks_of(values, crowded))
             no_code = _without_code(exponents, values)
@@ -196,7 +199,7 @@ def _encode(values: U16, rests: U8, codes: U8, bases: U8) -> NDArray[np.int64]:
 def _without_code(codes: U8, values: U16) -> NDArray[np.int64]:
     """Return where the code is 0, but not the exponent."""
     n = len(values)
-    zero = np.flatnonzero(np.equal(codes[:n], 0, out=_scratch.flags[:n]))
+    zero = np.equal(codes[:n], 0, out=_scratch.flags[:n]).nonzero()[0]
     listed: NDArray[np.int64] = zero[_exponents(values[zero]) != 0]
     return listed
 
@@ -272,16 +275,17 @@ class Encoded:
 
 
 class Records:
-    """Makes and verifies the records of one backend.
+    """Names blocks as one backend has them, and makes and verifies their records there.
 
     Attributes:
-        threads: Where; the cache's.
+        threads: Where records are made; the cache's.
     """
 
     def __init__(self, threads: WorkerPool, encryption: Encryption | None) -> None:
         self.threads = threads
         self._encryption = encryption
         self._seal: Seal | None = None
+        self._names: NameCipher | None = None
 
     async def open(self, loop_calls: LoopCalls) -> None:
         """Get the keys, if there are any.
@@ -290,12 +294,48 @@ class Records:
             ConfigurationError, BackendUnavailableError: See `Encryption.make_seal`.
         """
         if self._encryption is not None:
-            self._seal = await in_a_thread(loop_calls, self._encryption.make_seal)  # it may take long
+            seal = await in_a_thread(loop_calls, self._encryption.make_seal)  # it may take long
+            self._seal, self._names = seal if seal.seals else None, seal.names
+
+    def keys(self, batch: Batch) -> list[BlockKey]:
+        """Return the keys of blocks as the medium has them, in order."""
+        if self._names is None:
+            return batch.namespace.keys_of(batch.names, batch.positions)
+        return self._names.hide_space(batch.namespace).keys_of(self._names.hide(batch.names), batch.positions)
+
+    def names(self, names: Names) -> Names:
+        """Return the names of blocks as the medium has them."""
+        return names if self._names is None else self._names.hide(names)
+
+    def recovered(self, found: Recovered) -> Recovered:
+        """Return what a medium has found, by the names that the cache has."""
+        return found if self._names is None else replace(found, names=self._names.show(found.names))
+
+    def shapes(self, shapes: Sequence[RecordShape]) -> tuple[RecordShape, ...]:
+        """Return what kinds of records there are, as the medium knows them."""
+        names = self._names
+        if names is None:
+            return tuple(shapes)
+        return tuple(replace(shape, fingerprint=names.hide_digest(shape.fingerprint)) for shape in shapes)
+
+    def key_in(self, header: memoryview) -> BlockKey | None:
+        """Return the key, as the cache has it, of the block that a header of the medium names; see `record.key_in`."""
+        key = key_in(header)
+        return key if key is None or self._names is None else self._names.show_key(key)
 
     @property
     def encrypts(self) -> bool:
         """Whether what is written needs memory of its own."""
         return self._seal is not None and self._seal.encrypts
+
+    def making(self, keys: Sequence[BlockKey], blocks: Sequence[Block], shape: RecordShape) -> Make:
+        """Return what makes the records of some of the blocks where they are, which then have their headers."""
+
+        def make(at: Sequence[int]) -> None:
+            for n in at:
+                encode(keys[n], blocks[n], codec=shape.codec, decoded_bytes=shape.decoded_bytes, seal=self._seal)
+
+        return make
 
     async def encode(
         self,
@@ -308,7 +348,7 @@ class Records:
         """Make records of what is in ``blocks``.
 
         Args:
-            keys: Names the blocks.
+            keys: What `keys` names the blocks.
             blocks: Their payloads, which stay as they are.
             into: Gets the records: other memory if this encrypts or there is a codec, else ``blocks``.
             shape: What they are.
@@ -319,37 +359,72 @@ class Records:
         records = [record for record in made if record is not None]
         return Encoded(len(keys), np.array(at, np.int64), [keys[number] for number in at], records)
 
-    async def verify(
+    def verification(
         self,
         keys: Sequence[BlockKey],
         records: Sequence[Block],
-        outcomes: Sequence[Outcome],
         shape: RecordShape,
         codec: ExponentCodec | None = None,
         into: Sequence[Block] = (),
-    ) -> tuple[list[Outcome], Refusals]:
-        """Replace each HIT by what the record itself says, decrypting it in place, and decode what is right.
+    ) -> "Verification":
+        """Return what verifies records by their keys, decrypting them in place, and decodes what is right.
 
         Args:
-            keys: Name the blocks.
-            records: What was read.
-            outcomes: Of the read.
+            keys: What `keys` names the blocks.
+            records: What will have been read.
             shape: What the records are.
             codec: What their payloads are decoded by, if at all.
             into: Get what they hold then; a record may be the beginning of its block.
-
-        Returns:
-            The outcomes, and which whole records were refused for their seal: the reason by position.
         """
-        verifying = self.threads.run(_verify_hits, keys, records, outcomes, shape, codec, into, self._seal)
-        return await _to_the_end(verifying)  # it writes to the blocks
 
-    async def verify_named(
-        self, names: Names, blocks: Sequence[Block], outcomes: Sequence[Outcome], shape: RecordShape
-    ) -> tuple[list[Outcome], Refusals]:
-        """Do as `verify` does, where only the names of the blocks are known."""
-        verifying = self.threads.run(_verify_named, names, blocks, outcomes, shape, self._seal)
-        return await _to_the_end(verifying)
+        def verdict(n: int) -> tuple[Outcome, str]:
+            outcome, reason = examine(keys[n], records[n], codec=shape.codec, seal=self._seal)
+            if outcome is Outcome.HIT and codec is not None and not codec.decode(records[n].payload, into[n].payload):
+                outcome = Outcome.CORRUPT  # whole, and made by something else
+            return outcome, reason
+
+        return Verification(self.threads, verdict)
+
+    def verification_by_name(self, names: Names, blocks: Sequence[Block], shape: RecordShape) -> "Verification":
+        """Do as `verification` does, where only the names of the blocks are known, as the cache has them."""
+        hidden = self.names(names)
+        return Verification(
+            self.threads, lambda n: examine_any(hidden[n].tobytes(), blocks[n], codec=shape.codec, seal=self._seal)
+        )
+
+
+class Verification:
+    """What blocks that are read are found to be: each HIT of a medium is replaced by what the record itself says.
+
+    Attributes:
+        refused: Which whole records were refused for their seal: the reason by position.
+    """
+
+    def __init__(self, threads: WorkerPool, verdict: Callable[[int], tuple[Outcome, str]]) -> None:
+        self.refused: dict[int, str] = {}
+        self._threads = threads
+        self._verdict = verdict
+        self._filled: list[int] = []
+
+    @property
+    def num_filled(self) -> int:
+        """How many records the medium had, whatever they are."""
+        return sum(self._filled)
+
+    def verify(self, at: Sequence[int], outcomes: Sequence[Outcome]) -> list[Outcome]:
+        """Verify some positions, in any thread: of each the medium has said what it found."""
+        verdicts = list(outcomes)
+        for place, outcome in enumerate(outcomes):
+            if outcome is Outcome.HIT:
+                verdicts[place], reason = self._verdict(at[place])
+                if reason:
+                    self.refused[at[place]] = reason
+        self._filled.append(list(outcomes).count(Outcome.HIT))
+        return verdicts
+
+    async def verify_all(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
+        """Verify all of them in a thread, of which a medium has said what it found."""
+        return await _to_the_end(self._threads.run(self.verify, range(len(outcomes)), outcomes))  # it writes to blocks
 
 
 class Staging:
@@ -404,39 +479,3 @@ def _encode_all(
         encode(key, record, codec=shape.codec, decoded_bytes=shape.decoded_bytes, seal=seal, payload=payload)
         made.append(record.read_only())  # the payload may be the CPU tier's own
     return made
-
-
-def _verify_hits(
-    keys: Sequence[BlockKey],
-    records: Sequence[Block],
-    outcomes: Sequence[Outcome],
-    shape: RecordShape,
-    codec: ExponentCodec | None,
-    into: Sequence[Block],
-    seal: "Seal | None",
-) -> tuple[list[Outcome], Refusals]:
-    def verdict(n: int) -> tuple[Outcome, str]:
-        outcome, reason = examine(keys[n], records[n], codec=shape.codec, seal=seal)
-        if outcome is Outcome.HIT and codec is not None and not codec.decode(records[n].payload, into[n].payload):
-            outcome = Outcome.CORRUPT  # whole, and made by something else
-        return outcome, reason
-
-    return _verdicts(outcomes, verdict)
-
-
-def _verify_named(
-    names: Names, blocks: Sequence[Block], outcomes: Sequence[Outcome], shape: RecordShape, seal: "Seal | None"
-) -> tuple[list[Outcome], Refusals]:
-    return _verdicts(outcomes, lambda n: examine_any(names[n].tobytes(), blocks[n], codec=shape.codec, seal=seal))
-
-
-def _verdicts(
-    outcomes: Sequence[Outcome], verdict: Callable[[int], tuple[Outcome, str]]
-) -> tuple[list[Outcome], Refusals]:
-    verdicts, refused = list(outcomes), dict[int, str]()
-    for place, outcome in enumerate(outcomes):
-        if outcome is Outcome.HIT:
-            verdicts[place], reason = verdict(place)
-            if reason:
-                refused[place] = reason
-    return verdicts, refused

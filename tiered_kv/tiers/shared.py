@@ -146,7 +146,7 @@ class Suspects:
     def broken(self, names: Names) -> NDArray[np.bool_]:
         """Say which of these are absent because their bytes were not what they should be."""
         is_broken = self.absent(names)
-        for n in np.flatnonzero(is_broken):
+        for n in is_broken.nonzero()[0]:
             is_broken[n] = self._suspects[names[n].tobytes()].is_corrupt
         return is_broken
 
@@ -306,7 +306,7 @@ class SharedTier(StorageTier):
         One for whose answer nobody waits any more is not asked if its turn has not come.
         """
         found = np.zeros(len(batch), np.bool_)
-        asked = np.flatnonzero(~(self.suspects.absent(batch.names) | self._evicted.holds(batch)))
+        asked = (~(self.suspects.absent(batch.names) | self._evicted.holds(batch))).nonzero()[0]
         if self.health.is_bypassed or not len(asked):
             return found
         question = batch if len(asked) == len(batch) else batch[asked]
@@ -337,14 +337,18 @@ class SharedTier(StorageTier):
             del self._asking[name]
 
     async def _ask(self, batch: Batch) -> Answer[int]:
-        n, keys = len(batch), batch.keys()
+        n = len(batch)
 
         def problem_of(num_found: int) -> str:
             is_count = isinstance(num_found, int) and not isinstance(num_found, bool)
             return "" if is_count and 0 <= num_found <= n else f"a prefix of {num_found!r} of {n} blocks"
 
         return await self.calls.make(
-            "lookup", lambda: self.backend.lookup_prefix(keys), num_blocks=n, until_late=True, problem_of=problem_of
+            "lookup",
+            lambda: self.backend.lookup_prefix(self.records.keys(batch)),
+            num_blocks=n,
+            until_late=True,
+            problem_of=problem_of,
         )
 
     def ask_later(self, batch: Batch) -> None:
@@ -378,10 +382,10 @@ class SharedTier(StorageTier):
         self.answers.take(batch.names, await self._find_each(batch, None), question)
 
     async def _ask_each(self, batch: Batch, faults: list[TierFault]) -> Mask:
-        n, keys = len(batch), batch.keys()
+        n = len(batch)
         answer = await self.calls.make(
             "lookup",
-            lambda: self.backend.lookup(keys),
+            lambda: self.backend.lookup(self.records.keys(batch)),
             num_blocks=n,
             until_late=True,
             problem_of=outcomes_problem(n, _LOOKED_UP),
@@ -394,19 +398,19 @@ class SharedTier(StorageTier):
 
     async def locate(self, batch: Batch) -> LoadStoreSpec | None:
         """See `Tier.locate`: the medium knows."""
-        return await self._locate(partial(self.backend.locate, batch.keys()), len(batch))
+        return await self._locate(lambda: self.backend.locate(self.records.keys(batch)), len(batch))
 
     async def _read_blocks(
         self, batch: Batch, blocks: list[Block], waiter: Waiter, on_late: Callable[[], None]
     ) -> Mask:
         """See `StorageTier.read`. A block that is broken twice is deleted; until then a store may repair it."""
         right = np.zeros(len(batch), np.bool_)
-        at = np.flatnonzero(~self._evicted.holds(batch))  # since the medium was asked
+        at = (~self._evicted.holds(batch)).nonzero()[0]  # since the medium was asked
         if not len(at):
             return right
         wanted, there = batch[at], [blocks[i] for i in at]
-        keys = wanted.keys()
-        outcomes, _ = await self._read(lambda into: self.backend.read(keys, into), keys, there, waiter, on_late)
+        keys = self.records.keys(wanted)
+        outcomes, _ = await self._read(lambda into, _: self.backend.read(keys, into), keys, there, waiter, on_late)
         right[at] = [outcome is Outcome.HIT for outcome in outcomes]
         self.answers.doubt(batch.names[~right])
         if broken := [key.path for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.CORRUPT]:
@@ -421,7 +425,7 @@ class SharedTier(StorageTier):
     ) -> WriteReport:
         """See `StorageTier.write`. What is being deleted is dropped: which of the two came last, nobody could tell."""
         n, wanted = len(batch), wanted & ~self._is_being_deleted(batch)
-        at = np.flatnonzero(wanted)
+        at = wanted.nonzero()[0]
         written, dropped = np.zeros(n, np.bool_), ~wanted
         if len(at):
             there, chosen, serial = [blocks[i] for i in at], batch[at], self._evicted.serial
@@ -454,7 +458,12 @@ class SharedTier(StorageTier):
         self._evicted.add(batch)
         self._asking.clear()
         self.answers.forget(batch.names)
-        return self._delete_evicted(batch, self._evicted.serial, num_lost)
+        serial = self._evicted.serial
+
+        async def delete() -> None:
+            await self._delete_evicted(batch, serial, num_lost)
+
+        return delete()
 
     def tick(self) -> None:
         """See `StorageTier.tick`: delete what could not be deleted."""
@@ -466,27 +475,39 @@ class SharedTier(StorageTier):
                 self._delete_evicted(batch, evicted.serial, evicted.num_lost), f"delete again: {self.name}"
             )
 
-    async def _delete_evicted(self, batch: Batch, serial: int, num_lost: int) -> None:
+    async def pay(self) -> bool:
+        """See `StorageTier.pay`."""
+        evicted = self._evicted
+        while not self.settings.read_only and (batch := evicted.oldest(_DELETED_AT_ONCE)) is not None:
+            if not await self._delete_evicted(batch, evicted.serial, evicted.num_lost):
+                return False
+        return True
+
+    async def _delete_evicted(self, batch: Batch, serial: int, num_lost: int) -> bool:
         """Delete what nobody writes or has written since ``serial``, when ``num_lost`` tombstones were lost.
 
-        Part by part, so that no turn of the loop takes long. After a part that fails the rest waits for `tick`.
+        Part by part, so that no turn of the loop takes long. After a part that fails the rest waits for `tick`, and
+        this says so.
         """
         if self.settings.read_only:
-            return
+            return True
         for start in range(0, len(batch), _DELETED_AT_ONCE):
             part = batch[start : start + _DELETED_AT_ONCE]
             await self._until_written(part.names)
             if self._evicted.num_lost == num_lost:  # else there is no telling what was written since
                 part = part[self._evicted.holds(part)]
             if len(part) and not await self._delete(part, serial):
-                return
+                return False
+        return True
 
     async def _delete(self, batch: Batch, serial: int) -> bool:
         """Have the medium delete blocks; say whether it did."""
-        keys, deletion = batch.keys(), object()
+        deletion = object()
         self._deleting[deletion] = batch
         try:
-            answer = await self.calls.make("delete", lambda: self.backend.delete(keys), num_blocks=len(keys))
+            answer = await self.calls.make(
+                "delete", lambda: self.backend.delete(self.records.keys(batch)), num_blocks=len(batch)
+            )
         finally:
             del self._deleting[deletion]
         if answer.is_well:

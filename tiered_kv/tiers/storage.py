@@ -14,10 +14,11 @@ from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.table import hash_names
-from tiered_kv.media.backend import Block, Outcome, RecordShape
+from tiered_kv.media.backend import Block, Outcome, RecordShape, Verify
 from tiered_kv.settings.tier_settings import TierSettings
 from tiered_kv.tiers.calls import Calls, outcomes_problem
 from tiered_kv.tiers.gate import Budget, Give, Kind, ReadSpeed, Waiter, Wear
@@ -91,19 +92,14 @@ class StorageTier(Tier):
         parts.health.on_stall.append(parts.budget.room.changed)
 
     @property
+    @override
     def can_keep(self) -> bool:
-        """See `Tier.can_keep`."""
         return not self.settings.read_only
 
     @property
     def is_written_back(self) -> bool:
         """Whether blocks wait above this tier for the cleaner."""
         return self.settings.write == "back"
-
-    @property
-    def is_exclusive(self) -> bool:
-        """Whether a block is either here or in the CPU tier."""
-        return False
 
     @abstractmethod
     async def find(self, batch: Batch, faults: list[TierFault] | None = None) -> Mask:
@@ -204,6 +200,13 @@ class StorageTier(Tier):
         """
 
     @abstractmethod
+    async def pay(self) -> bool:
+        """Have the medium remove what it could not be told to, and say whether nothing is left that it should not have.
+
+        What is evicted from a tier that is only read is others' to keep.
+        """
+
+    @abstractmethod
     def tick(self) -> None:
         """Begin to make up for what a medium that failed did not do. Called once in a while."""
 
@@ -213,7 +216,7 @@ class StorageTier(Tier):
     async def take(self, n: int, waiter: Waiter) -> Give | None:
         """Wait for our turn to move ``n`` blocks; None once the tier stalls: behind a hung call it might never come."""
         started = self.health.clock()
-        give = await self.budget.take_unless(lambda: self._is_off(waiter), self._num_bytes(n), waiter, num_blocks=n)
+        give = await self.budget.take_unless(lambda: self._is_off(waiter), self._num_bytes(n), waiter)
         waited_s = self.health.clock() - started
         if waiter.kind in _READERS:
             self.counters.read_queue_s += waited_s
@@ -236,20 +239,24 @@ class StorageTier(Tier):
 
     async def _read(
         self,
-        call: Callable[[list[Block]], Awaitable[list[Outcome]]],
+        call: Callable[[list[Block], Verify | None], Awaitable[list[Outcome]]],
         keys: list[BlockKey],
         blocks: list[Block],
         waiter: Waiter,
         on_late: Callable[[], None],
+        *,
+        makes_records: bool = False,
     ) -> tuple[list[Outcome], Refusals]:
         """Read records, replace each HIT by what the record itself says, and leave in the blocks what they hold.
 
-        Says also which are refused for their seal.
+        Says also which are refused for their seal. A medium that ``makes_records`` verifies them where it reads them.
         """
         n, started = len(keys), self.health.clock()
         records = blocks if self._codec is None else [self._codec.record_in(each) for each in blocks]
+        verification = self.records.verification(keys, records, self.shape, self._codec, blocks)
+        verify = verification.verify if makes_records else None
         answer = await self.calls.make(
-            "read", lambda: call(records), num_blocks=n, waiter=waiter, on_late=on_late,
+            "read", lambda: call(records, verify), num_blocks=n, waiter=waiter, on_late=on_late,
             problem_of=outcomes_problem(n, READ), is_failure=all_failed,
         )  # fmt: skip
         seconds = self.health.clock() - started
@@ -259,16 +266,15 @@ class StorageTier(Tier):
         if not answer.value or self.records.threads.is_closed:  # nobody verifies what comes after the cache's end
             self.counters.failed += n
             return [Outcome.FAILED] * n, {}
-        num_filled = answer.value.count(Outcome.HIT)
-        self.counters.bytes_read += self._num_bytes(num_filled)
+        verdicts = list(answer.value)
+        if not makes_records:
+            verdicts = await verification.verify_all(verdicts)
+        self.counters.bytes_read += self._num_bytes(verification.num_filled)
         self.counters.read_s += answer.seconds
-        verdicts, refused = await self.records.verify(
-            keys, records, list(answer.value), self.shape, self._codec, blocks
-        )
-        self.tell_refused(refused)
+        self.tell_refused(verification.refused)
         self.counters.corrupt += verdicts.count(Outcome.CORRUPT)
         self.counters.failed += verdicts.count(Outcome.FAILED)
-        return verdicts, refused
+        return verdicts, verification.refused
 
     def tell_corrupted(self, keys: Sequence[str]) -> None:
         """Tell of blocks that were not what they should be; see `BlocksCorrupted`."""
@@ -299,11 +305,16 @@ class StorageTier(Tier):
         self.counters.block_bytes_written += num_stored * (self.shape.decoded_bytes or self.shape.payload_bytes)
         return outcomes
 
+    @property
+    def _stages(self) -> bool:
+        """Whether records are made in memory of their own, as their payloads are not what is in slots."""
+        return self._codec is not None or self.records.encrypts
+
     @asynccontextmanager
     async def _encoded(self, batch: Batch, blocks: list[Block]) -> AsyncIterator[Encoded]:
         """Make the records; lend them until the backend has let go of them."""
-        keys = batch.keys()
-        staged = self._staging.take(len(keys)) if self._codec or self.records.encrypts else blocks
+        keys = self.records.keys(batch)
+        staged = self._staging.take(len(keys)) if self._stages else blocks
         made = await self.records.encode(keys, blocks, staged, self.shape, self._codec)
         if len(made.at) < len(keys):
             self.health.emit(BlocksNotEncoded(self.name, len(keys) - len(made.at), self.shape.codec))

@@ -7,7 +7,8 @@ serves all calls that ended meanwhile.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from tiered_kv.system import Queue, system
@@ -16,10 +17,13 @@ from tiered_kv.values.log import log
 from tiered_kv.values.loop_calls import LoopCalls, carried
 
 T = TypeVar("T")
-_Call = tuple[Callable[..., Any], tuple[object, ...], "asyncio.Future[Any]"]
+_End = Callable[[Any, BaseException | None], None]
+_Call = tuple[Callable[..., Any], tuple[object, ...], _End]
 _LAST_STEPS_S = 1.0
 """What a cancelled task may take to settle what it began, at close."""
 _STEPS_A_TURN = 16
+_AT_ONCE = 2
+"""Of these, those that nobody has to wait for: a transfer of one window is begun in one turn of the loop."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 
 
@@ -48,12 +52,31 @@ class WorkerPool:
         (StopIteration, a CancelledError, SystemExit) arrives as the cause of a RuntimeError.
         """
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        if self._begins(future):
+            self._calls.put((function, args, self._end_of(future)))
+        return future
+
+    def run_each(self, calls: Sequence[Callable[[], T]]) -> "asyncio.Future[list[T]]":
+        """Make blocking calls, each in any of the threads: the loop hears of them once, when all have ended.
+
+        Otherwise as `run`. The future carries what the first of them raised, of those that raised.
+        """
+        future: asyncio.Future[list[T]] = asyncio.get_running_loop().create_future()
+        if self._begins(future):
+            together = _Together(len(calls), self._end_of(future))
+            for number, call in enumerate(calls):
+                self._calls.put((call, (), partial(together.ended, number)))
+        return future
+
+    def _end_of(self, future: "asyncio.Future[Any]") -> _End:
+        return lambda result, error: self._loop_calls.call(self._finish, future, result, error)
+
+    def _begins(self, future: "asyncio.Future[Any]") -> bool:
         if self._closed:
             future.set_exception(RuntimeError(f"the threads of {self.name} have ended"))
-            return future
+            return False
         self._num_unfinished += 1
-        self._calls.put((function, args, future))
-        return future
+        return True
 
     @property
     def num_unfinished(self) -> int:
@@ -73,13 +96,13 @@ class WorkerPool:
 
     def _serve(self) -> None:
         while (call := self._calls.get()) is not None:
-            function, args, future = call
+            function, args, end = call
             try:
                 result, error = function(*args), None
             except BaseException as caught:  # noqa: BLE001 - carried to the caller, whatever it is
                 result, error = None, caught
-            self._loop_calls.call(self._finish, future, result, error)
-            del call, function, args, future, result, error  # else the last call's buffers live until the next one
+            end(result, error)
+            del call, function, args, end, result, error  # else the last call's buffers live until the next one
 
     def _finish(self, future: "asyncio.Future[Any]", result: object, error: BaseException | None) -> None:
         self._num_unfinished -= 1
@@ -89,6 +112,28 @@ class WorkerPool:
             future.set_result(result)
         else:
             future.set_exception(carried(error, f"a call in the threads of {self.name}"))
+
+
+class _Together:
+    """Calls of one batch, in several threads: whichever ends last says so."""
+
+    def __init__(self, num_calls: int, end: _End) -> None:
+        self._end = end
+        self._lock = system().lock()
+        self._num_left = num_calls
+        self._results: list[Any] = [None] * num_calls
+        self._errors: dict[int, BaseException] = {}
+
+    def ended(self, number: int, result: object, error: BaseException | None) -> None:
+        """Note how one ended, in its thread."""
+        self._results[number] = result
+        if error is not None:
+            self._errors[number] = error
+        with self._lock:
+            self._num_left -= 1
+            is_last = not self._num_left
+        if is_last:
+            self._end(self._results, self._errors[min(self._errors)] if self._errors else None)
 
 
 async def in_a_thread(loop_calls: LoopCalls, function: Callable[..., T], *args: object) -> T:
@@ -109,6 +154,8 @@ class Tasks:
         self._waiting: tuple[deque[asyncio.Future[None]], ...] = tuple(deque() for _ in Priority)
         """Who waits for a turn, by priority."""
         self._is_turn_coming = False
+        self._num_steps = 0
+        """Made in this turn of the loop without waiting for another."""
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -136,8 +183,13 @@ class Tasks:
         """Let others run, and of many tasks that may go on now let a few do so in each turn of the loop.
 
         A step of a load takes up to a millisecond, and thousands may wait for the same block. Who is of a higher
-        priority goes first; but in each turn of the loop one of every priority goes on, so that none starves.
+        priority goes first; but in each turn of the loop one of every priority goes on, so that none starves. Where
+        nobody waits, the first two of a turn go on at once.
         """
+        if self._num_steps < _AT_ONCE and not any(self._waiting):
+            self._num_steps += 1
+            self._begin_turn_soon()
+            return
         mine = asyncio.get_running_loop().create_future()
         self._waiting[priority].append(mine)
         self._begin_turn_soon()
@@ -150,10 +202,12 @@ class Tasks:
 
     def _begin_turn(self) -> None:
         self._is_turn_coming = False
+        self._num_steps = 0
         left = _STEPS_A_TURN - sum(_let_go_on(line, 1) for line in self._waiting)
         for line in self._waiting:
             left -= _let_go_on(line, left)
-        if any(self._waiting):
+        self._num_steps = _STEPS_A_TURN - left
+        if self._num_steps or any(self._waiting):
             self._begin_turn_soon()
 
     async def aclose(self, timeout_s: float) -> int:

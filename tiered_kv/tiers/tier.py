@@ -14,11 +14,12 @@ from typing import Final
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.memory.host import HostSlab, check_host_memory
 from tiered_kv.values.errors import ConfigurationError
-from tiered_kv.values.keys import BlockKey, BlockKeys, Names, Namespace, Shard
+from tiered_kv.values.keys import BlockKeys, Names, Namespace, Shard
 from tiered_kv.values.specs import CPULoadStoreSpec, LoadStoreSpec
 
 _MOST_NAMESPACES: Final = 4096
@@ -38,10 +39,6 @@ class Batch:
 
     def __getitem__(self, at: "slice | NDArray[np.int64] | NDArray[np.bool_]") -> "Batch":
         return Batch(self.namespace, self.names[at], self.positions[at])
-
-    def keys(self) -> list[BlockKey]:
-        """One key object per block, for a backend or a header."""
-        return self.namespace.keys_of(self.names, self.positions)
 
 
 class Naming:
@@ -177,7 +174,7 @@ class BookedTier(Tier):
 
 def prefix_of(mask: Mask) -> int:
     """Count the leading positions of which it is true."""
-    holes = np.flatnonzero(~mask)
+    holes = (~mask).nonzero()[0]
     return int(holes[0]) if len(holes) else len(mask)
 
 
@@ -202,8 +199,8 @@ class MemoryTier(BookedTier):
         return self.index.num_slots > 0
 
     @property
+    @override
     def is_in_use(self) -> bool:
-        """See `BookedTier.is_in_use`."""
         return True
 
     def slots_within(self, capacity_bytes: int, block_bytes: int) -> int:
@@ -229,8 +226,8 @@ class HostTier(MemoryTier):
         slots = self.slots_of(batch)
         return None if slots is None else CPULoadStoreSpec(slots, self.slab.name)
 
+    @override
     def slots_within(self, capacity_bytes: int, block_bytes: int) -> int:
-        """See `BookedTier.slots_within`."""
         num_slots, most = capacity_bytes // block_bytes, self.index.max_slots
         if not 0 < num_slots <= most:
             raise ConfigurationError(
@@ -238,14 +235,14 @@ class HostTier(MemoryTier):
             )
         return num_slots
 
+    @override
     async def grow(self, num_slots: int, more_bytes: int) -> None:
-        """See `BookedTier.grow`."""
         check_host_memory(more_bytes)
 
+    @override
     def give_back(self, start: int, stop: int) -> bool:
-        """See `BookedTier.give_back`."""
         idle = self.index.idle_retired(start, stop)
-        for run in np.split(idle, np.flatnonzero(np.diff(idle) > 1) + 1):
+        for run in np.split(idle, (np.diff(idle) > 1).nonzero()[0] + 1):
             if len(run):
                 self.slab.give_back(int(run[0]), int(run[-1]) + 1)
         return len(idle) == max(0, stop - start)

@@ -88,7 +88,7 @@ async def _verify(tier: OwnedTier, names: Names, slots: Slots, blocks: list[Bloc
         if seen is None or not seen[0].any():
             return None if seen is None else 0
         with tier.index.lease(names[seen[0]]) as lease:
-            at = np.flatnonzero(seen[0])[lease.slots == slots[seen[0]]]
+            at = seen[0].nonzero()[0][lease.slots == slots[seen[0]]]
             if not len(at):
                 return 0
             names, slots = names[at], slots[at]
@@ -126,8 +126,9 @@ async def _wrong(
         return None
     if not answer.value:
         return np.zeros(n, np.bool_), {}
-    verdicts, refused = await tier.records.verify_named(names, blocks, answer.value, tier.shape)
-    return np.array([each in (Outcome.CORRUPT, Outcome.MISS) for each in verdicts], np.bool_), refused
+    verification = tier.records.verification_by_name(names, blocks, tier.shape)
+    verdicts = await verification.verify_all(answer.value)
+    return np.array([each in (Outcome.CORRUPT, Outcome.MISS) for each in verdicts], np.bool_), verification.refused
 
 
 _TICK_S: Final = 1.0
@@ -186,6 +187,11 @@ async def clear(chains: Sequence[Chain]) -> None:
         timeout_s = max([timeout_s, *(tier.health.timeout_s for tier in chain.owned)])
     if clearing:
         await asyncio.wait(clearing, timeout=timeout_s)
+
+
+async def pay(chains: Sequence[Chain]) -> bool:
+    """Have all media remove what they could not be told to; say whether none has anything left that it should not."""
+    return all([await tier.pay() for chain in chains for tier in chain.storage])
 
 
 async def checkpoint(chains: Sequence[Chain], *, sync: bool) -> bool:

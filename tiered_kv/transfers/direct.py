@@ -16,7 +16,7 @@ from tiered_kv.tiers.gate import Kind, Waiter
 from tiered_kv.tiers.tier import Batch, prefix_of
 from tiered_kv.transfers.load import Copied, Load
 from tiered_kv.transfers.window import Landed, Window
-from tiered_kv.values.results import TierFault
+from tiered_kv.values.results import Reason, TierFault
 
 
 class DirectLoad(Load):
@@ -100,7 +100,7 @@ class DirectLoad(Load):
         right = np.zeros(len(part), np.bool_)
 
         async def read_from(number: int, waiter: Waiter) -> None:
-            tier, at = self._chain.storage[number - len(self._chain.memory)], np.flatnonzero(numbers == number)
+            tier, at = self._chain.storage[number - len(self._chain.memory)], (numbers == number).nonzero()[0]
             late = partial(self._say_late, tier.name, len(at))
             right[at] = await tier.read(part[at], [blocks[i] for i in at], waiter, late)
 
@@ -114,7 +114,7 @@ class DirectLoad(Load):
         return right
 
     def _say_late(self, tier: str, n: int) -> None:
-        self._bringer.faults.append(TierFault(tier, "timeout", n))
+        self._bringer.faults.append(TierFault(tier, Reason.TIMEOUT, n))
 
     def _num_landed(self) -> int:
         return sum(copied.landed.num_blocks for copied in self._copied)

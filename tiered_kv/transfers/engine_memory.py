@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
 from tiered_kv.media.backend import Block
 from tiered_kv.memory.caches import PagedCaches
@@ -175,20 +176,20 @@ class Binding(EngineMemory):
     direct: DirectSlots | None = None
 
     @property
+    @override
     def error(self) -> BaseException | None:
-        """See `EngineMemory.error`."""
         return self.h2d.device.error
 
+    @override
     def check(self, after: After) -> None:
-        """See `EngineMemory.check`."""
         self.h2d.device.check(after)
 
+    @override
     def gather(self, pages: Ids, rows: Tensor, slots: Ids, *, layers: slice | None = None) -> None:
-        """See `EngineMemory.gather`."""
         gather_blocks(self.caches, pages, rows, slots, layers=layers)
 
+    @override
     def scatter(self, rows: Tensor, slots: Ids, pages: Ids, *, layers: slice | None = None) -> None:
-        """See `EngineMemory.scatter`."""
         scatter_blocks(rows, slots, self.caches, pages, layers=layers)
 
 

@@ -23,6 +23,7 @@ from tiered_kv.transfers.writedown import Tally, write_down
 from tiered_kv.values.errors import ConfigurationError, LayoutMismatchError
 from tiered_kv.values.hints import ReuseHint
 from tiered_kv.values.plan import JobResult, Move, Plan, TierShare
+from tiered_kv.values.results import Reason
 from tiered_kv.values.specs import CPULoadStoreSpec, GPULoadStoreSpec
 
 
@@ -60,7 +61,7 @@ class HeldLoad:
         """Let go of the slots; ``moved`` is what all ranks have in place, ``wanted`` what they were asked for."""
         chain = self.chain
         source = self._source_of(moved)
-        chain.ledger.count_load(self._batch.namespace.salt, len(moved[wanted]), len(source), "not moved")
+        chain.ledger.count_load(self._batch.namespace.salt, len(moved[wanted]), len(source), Reason.NOT_MOVED)
         for tier, count in zip(chain.tiers, np.bincount(source, minlength=len(chain.tiers)), strict=True):
             tier.counters.hits += int(count)
         chain.release(self._lease)
@@ -105,7 +106,7 @@ class HeldStore:
     ) -> None:
         """Take over what was reserved for ``batch``: all ``num_keys`` of the job, or none where there is no room."""
         self.chain = chain
-        self.positions = np.flatnonzero(reservation.slots >= 0)
+        self.positions = (reservation.slots >= 0).nonzero()[0]
         self.spec = CPULoadStoreSpec(reservation.slots[self.positions], chain.host.slab.name)
         self.present: Mask = np.zeros(num_keys, np.bool_)
         self.present[: len(batch)] = reservation.slots < 0
@@ -150,7 +151,7 @@ class HeldStore:
     def _count(self, moved: Mask, wanted: slice) -> None:
         stored, present = int(np.count_nonzero(moved[self.positions])), int(np.count_nonzero(self.present[wanted]))
         requested = len(moved[wanted])
-        reason = "not moved" if len(self._batch) else "no room"
+        reason = Reason.NOT_MOVED if len(self._batch) else Reason.NO_ROOM
         dropped = requested - stored - present
         reasons = {reason: dropped} if dropped else {}
         self.chain.ledger.count_store(requested, stored=stored, present=present, dropped=reasons)
@@ -279,7 +280,7 @@ class Underway:
         is_load = self.request.direction == "load"
         if is_load and not self.request.is_current():
             moved[:] = False
-            errors.append("epoch advanced")
+            errors.append(Reason.EPOCH_ADVANCED)
         for held in self._held:
             held.end(moved, self._wanted)
         if is_load:
@@ -353,7 +354,7 @@ def bind(plan: Plan, per_block: int, blocks: GPULoadStoreSpec, start: int = 0) -
     moves = []
     for move in plan.moves:
         positions = np.array(move.positions, np.int64)
-        chosen = np.flatnonzero((positions >= start) & (positions < start + num_blocks))
+        chosen = ((positions >= start) & (positions < start + num_blocks)).nonzero()[0]
         engine = GPULoadStoreSpec(pages[positions[chosen] - start].ravel(), blocks.group)
         host = CPULoadStoreSpec(move.host.ids[chosen], move.host.pool)
         moves.append(replace(move, engine=engine, host=host, positions=tuple(positions[chosen].tolist())))

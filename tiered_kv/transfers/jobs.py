@@ -342,16 +342,16 @@ class Jobs(JobBook):
         self._underway[job].is_bound = True
         self._soon(self._answer, job, lambda underway: underway.follow(bound, slice(start, start + num_blocks)))
 
+    @override
     def complete_keys(self, job: Job, keys: Sequence[bytes], rank: int, *, moved: bool) -> None:
-        """See `Job.complete`."""
         rank = self._rank(rank)
         if (underway := self._underway.get(job)) is not None:
             named = set(keys)
             answered: Mask = np.array([key in named for key in underway.request.keys], np.bool_)
             self._soon(self._answer, job, lambda underway: underway.take_keys(rank, answered, moved=moved))
 
+    @override
     def cancel(self, job: Job, *, undelivered: bool) -> None:
-        """See `Job.cancel`."""
         with self._polled.lock:
             if job.is_seen and not undelivered and job in self._underway and self._underway[job].may_be_out:
                 raise with_a_worker(job)

@@ -12,6 +12,7 @@ from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from tiered_kv.catalog.leases import Reservation
 from tiered_kv.memory.lanes import LaneCopy, RevokedError
@@ -22,7 +23,7 @@ from tiered_kv.transfers.requests import LoadRequest, StoreRequest
 from tiered_kv.transfers.store import Placed, Store
 from tiered_kv.transfers.window import Landed, Window
 from tiered_kv.values.errors import ConfigurationError
-from tiered_kv.values.results import StoreResult
+from tiered_kv.values.results import Reason, StoreResult
 
 LAYERS_A_TURN: Final = 16
 """Of a load that are enqueued in one turn of the event loop: a launch each, of 20 to 60 us..."""
@@ -50,8 +51,8 @@ class LayerLoad(Load):
         self._num_left = self.num_layers
         self._error: BaseException | None = None
 
+    @override
     def copy_of(self, layer: int) -> LaneCopy | None:
-        """See `Load.copy_of`."""
         return self._layers[layer] if layer < len(self._layers) else None
 
     def revoke_copies(self) -> None:
@@ -88,7 +89,7 @@ class LayerLoad(Load):
     def _scatter(self, gpu: NDArray[np.int64], host: NDArray[np.int64], layers: slice) -> None:
         """Copy layers of all blocks into the engine, from wherever each block is; in a stream's turn."""
         for tier, slots in ((self._gpu, gpu), (self._chain.host, host)):
-            if tier is not None and len(at := np.flatnonzero(slots >= 0)):
+            if tier is not None and len(at := (slots >= 0).nonzero()[0]):
                 pages = self._request.pages[at].ravel()
                 self._request.binding.scatter(tier.rows, slots[at], pages, layers=layers)
 
@@ -128,7 +129,7 @@ class LayerStore(Store):
             part = batch[done:stop]
             placing = self._place_now(part)
             if placing is None:
-                self._drop(batch[done:], "no room")
+                self._drop(batch[done:], Reason.NO_ROOM)
                 break
             if (placed := self._begin(*placing, part, pages[done:stop])) is not None:
                 self._placed.append(placed)
@@ -159,8 +160,8 @@ class LayerStore(Store):
         await self._use_present()
         return self._result(loop.time() - started)
 
+    @override
     def store_layer(self, layer: int, after: object) -> None:
-        """See `StoreHandle.store_layer`."""
         num_layers = self._chain.group.num_layers
         if not 0 <= layer < num_layers:
             raise ConfigurationError(f"layer {layer} is not one of the KV group's {num_layers}")

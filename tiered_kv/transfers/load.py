@@ -13,6 +13,7 @@ from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from tiered_kv.catalog.leases import Reservation
 from tiered_kv.memory.copies import copy_rows
@@ -26,7 +27,7 @@ from tiered_kv.transfers.requests import LoadRequest
 from tiered_kv.transfers.window import Bringer, Landed, Window
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.events import BlocksLoaded
-from tiered_kv.values.results import LoadResult, TierFault
+from tiered_kv.values.results import LoadResult, Reason, TierFault
 
 _PACKED: Final = 16
 _TOUCHED_AT_ONCE: Final = 512
@@ -103,13 +104,13 @@ class Load(InTask):
         )
         self._may_promote = self._gpu.index.room_for(batch.names) if self._gpu and promote else 0
 
+    @override
     def copy_of(self, layer: int) -> LaneCopy | None:
-        """See `Loading.copy_of`."""
         return self._last
 
     @property
+    @override
     def is_copying(self) -> bool:
-        """See `Loading.is_copying`."""
         return any(copied.landed.num_blocks for copied in self._copied)
 
     async def run(self) -> LoadResult:
@@ -123,7 +124,7 @@ class Load(InTask):
                 await self._move(underway)
                 await self._admit()
             else:
-                self._bringer.faults.append(TierFault("engine", "device unusable", len(self._batch), repr(error)))
+                self._bringer.faults.append(TierFault("engine", Reason.DEVICE_UNUSABLE, len(self._batch), repr(error)))
         except TimeoutError:
             in_time = False
             self.revoke_copies()
@@ -136,7 +137,7 @@ class Load(InTask):
             self._give_up()
             in_time &= await self.drain_copies(self._request.deadline)
         if not in_time:
-            self._bringer.faults.append(TierFault("", "deadline", len(self._batch)))
+            self._bringer.faults.append(TierFault("", Reason.DEADLINE, len(self._batch)))
         num_blocks, counts = self._count_loaded()
         self._settle(num_blocks)
         await count_uses(self._chain, self._batch[:num_blocks], self._request.priority)
@@ -208,7 +209,7 @@ class Load(InTask):
         """Put the copies of a landed window on the stream; its leases end when they have."""
         chain, gpu, n, memory = self._chain, self._gpu, landed.num_blocks, self._request.binding
         pages = self._request.pages[landed.window.start : landed.window.start + n]
-        in_gpu, on_host = np.flatnonzero(landed.gpu >= 0), np.flatnonzero(landed.gpu < 0)
+        in_gpu, on_host = (landed.gpu >= 0).nonzero()[0], (landed.gpu < 0).nonzero()[0]
         head = on_host[: self._may_promote]
         promotion = self._promote(landed, head)
         promoted = head[promotion.slots >= 0] if promotion else head[:0]
@@ -252,7 +253,7 @@ class Load(InTask):
 
     def _say_failed(self, error: BaseException | None, n: int) -> None:
         if error is not None and not isinstance(error, RevokedError):
-            self._bringer.faults.append(TierFault("engine", "copy failed", n, f"{type(error).__name__}: {error}"))
+            self._bringer.faults.append(TierFault("engine", Reason.COPY_FAILED, n, f"{type(error).__name__}: {error}"))
 
     def _count_loaded(self) -> tuple[int, list[int]]:
         """Return how many blocks are in place, and how many of them each tier had."""
@@ -292,7 +293,7 @@ def check_stop(request: LoadRequest, block: int) -> None:
 
 def overtaken(request: LoadRequest) -> TierFault:
     """Say that the weights have changed since the load began."""
-    return TierFault("", "epoch advanced", len(request.batch))
+    return TierFault("", Reason.EPOCH_ADVANCED, len(request.batch))
 
 
 def load_result(

@@ -20,6 +20,7 @@ from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.storage import StorageTier
@@ -29,7 +30,7 @@ from tiered_kv.transfers.load import InTask, check_stop, load_result, overtaken
 from tiered_kv.transfers.prefetch import Brought, bring_each, start_bringing
 from tiered_kv.transfers.requests import LoadRequest
 from tiered_kv.transfers.window import Said, said_of
-from tiered_kv.values.results import LoadResult, TierFault
+from tiered_kv.values.results import LoadResult, Reason, TierFault
 
 _PACKED: Final = 16
 """Blocks that media pack; a part has no fewer unless it has to."""
@@ -64,8 +65,8 @@ class BackLoad(InTask):
         chain = self._request.chain
         return self.start_load(chain.tasks.spawn(self._run(), f"load {len(self._request.batch)} blocks from the back"))
 
+    @override
     def stop_before(self, block: int) -> int:
-        """See `LoadHandle.stop_before`."""
         check_stop(self._request, block)
         while self._parts and (first := self._parts[-1]).start < block and not first.handle.is_copying:
             self._parts.pop()
@@ -175,13 +176,13 @@ async def anywhere(
         _, states = memory.index.find(batch.names)
         there |= states > 0
     for tier in chain.storage:
-        left = np.flatnonzero(~there)
+        left = (~there).nonzero()[0]
         if not len(left):
             break
         there[left] = found = await tier.find_each(batch[left], silent)
         if tier.is_shared:
             said[tier] = said_of(left, found, len(batch))
-    at = np.flatnonzero(there)
+    at = there.nonzero()[0]
     if faults is not None and len(at) < len(batch):
         faults += silent
     return at, _of_each(said, at)
@@ -247,7 +248,7 @@ class GapLoad(InTask):
         try:
             await self._move(mask, by_tier, faults)
         except TimeoutError:
-            faults.append(TierFault("", "deadline", len(request.batch)))
+            faults.append(TierFault("", Reason.DEADLINE, len(request.batch)))
         except asyncio.CancelledError:
             self.revoked = True
         if not request.is_current():
@@ -272,7 +273,7 @@ class GapLoad(InTask):
                 return
             resident = np.logical_or.reduce([memory.index.ready(request.batch.names[at]) for memory in memories])
             # Two of them: no medium delays what is in memory.
-            each = [where for where in (np.flatnonzero(~resident), np.flatnonzero(resident)) if len(where)]
+            each = [where for where in ((~resident).nonzero()[0], resident.nonzero()[0]) if len(where)]
             parts = [at[where] for where in each]
             results = await self._load_each(parts, [_of_each(said, where) for where in each])
             for part, result in zip(parts, results, strict=True):

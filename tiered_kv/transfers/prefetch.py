@@ -21,7 +21,7 @@ from tiered_kv.transfers.handles import Handle, Revocable, cancel_each
 from tiered_kv.transfers.window import Bringer, Landed, Said
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.events import BlocksPrefetched
-from tiered_kv.values.results import PrefetchResult, TierFault
+from tiered_kv.values.results import PrefetchResult, Reason, TierFault
 
 _LONG_S: Final = 3600.0
 """What a window may take that nobody waits for; its tiers have time limits of their own."""
@@ -95,7 +95,7 @@ class Prefetch(Revocable):
                 if arrived < len(part):
                     break
         except TimeoutError:
-            self._bringer.faults.append(TierFault("", "deadline", len(self._batch)))
+            self._bringer.faults.append(TierFault("", Reason.DEADLINE, len(self._batch)))
         except asyncio.CancelledError:
             self.revoked = True
         finally:
@@ -134,7 +134,7 @@ class Prefetch(Revocable):
 
     async def _copy_up(self, landed: Landed) -> int:
         chain, gpu = self._chain, self._target
-        at = np.flatnonzero(landed.gpu < 0)
+        at = (landed.gpu < 0).nonzero()[0]
         reservation = chain.reserve(gpu, landed.window.batch[at])
         if reservation is None:
             return 0
@@ -221,7 +221,7 @@ def lease_prefix(parts: Sequence[tuple[Chain, Batch]]) -> list[Lease]:
 def lease_each(parts: Sequence[tuple[Chain, Batch]]) -> tuple[list[Lease], NDArray[np.int64]]:
     """Lease every block that is in host memory for every rank; return the leases, and which blocks these are."""
     ready = [chain.host.index.ready(batch.names) for chain, batch in parts]
-    at = np.flatnonzero(np.logical_and.reduce(ready))
+    at = np.logical_and.reduce(ready).nonzero()[0]
     return [chain.host.index.lease(batch.names[at]) for chain, batch in parts], at
 
 

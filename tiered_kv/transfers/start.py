@@ -20,7 +20,7 @@ from tiered_kv.transfers.load import Load, check_stop, load_result, overtaken
 from tiered_kv.transfers.load_parts import BackLoad, GapLoad
 from tiered_kv.transfers.requests import MOST_AT_ONCE, LoadRequest, StoreRequest, may_copy_at_once
 from tiered_kv.transfers.store import Store, StoreHandle
-from tiered_kv.values.results import LoadResult, TierFault
+from tiered_kv.values.results import LoadResult, Reason, TierFault
 
 
 def start_load(request: LoadRequest) -> LoadHandle:
@@ -160,7 +160,7 @@ class ResidentLoad:
 
     def _faults(self, error: BaseException | None) -> Sequence[TierFault]:
         n = len(self._request.batch)
-        late = [TierFault("", "deadline", n)] if self._is_late else []
+        late = [TierFault("", Reason.DEADLINE, n)] if self._is_late else []
         if error is None or isinstance(error, RevokedError):
             return late
-        return [*late, TierFault("engine", "copy failed", n, f"{type(error).__name__}: {error}")]
+        return [*late, TierFault("engine", Reason.COPY_FAILED, n, f"{type(error).__name__}: {error}")]

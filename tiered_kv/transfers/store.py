@@ -27,7 +27,7 @@ from tiered_kv.transfers.requests import MOST_AT_ONCE, StoreRequest, may_copy_at
 from tiered_kv.transfers.writedown import Tally, write_down
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.events import BlocksSettled, BlocksStored
-from tiered_kv.values.results import StoreResult, TierStore
+from tiered_kv.values.results import Reason, StoreResult, TierStore
 
 
 class Storing(Protocol):
@@ -104,7 +104,7 @@ class Store(Revocable):
         self._may_keep = {tier.name: tier.index.room_for(batch.names) for tier in self._memory}
         self._num_stored = self._num_present = 0
         self._present: list[Batch] = []
-        self._dropped: Counter[str] = Counter()
+        self._dropped: Counter[Reason] = Counter()
         self._settled: asyncio.Future[tuple[TierStore, ...]] = asyncio.get_running_loop().create_future()
         self._num_open = 1  # windows still on their way down, and run itself
         self._came = chain.unwritten.begin()
@@ -129,17 +129,17 @@ class Store(Revocable):
                         part, pages = part[~known], pages[~known]
                     placing = await self._place(part)
                 if placing is None:
-                    self._drop(self._batch[done:], "no room")
+                    self._drop(self._batch[done:], Reason.NO_ROOM)
                     break
                 self._count_present(min(stop, len(self._batch)) - done - len(part))
                 if (placed := self._begin(*placing, part, pages)) is not None:
                     self._copy_out(placed)
                 done = min(stop, len(self._batch))
         except TimeoutError:
-            self._drop(self._batch[done:], "deadline")
+            self._drop(self._batch[done:], Reason.DEADLINE)
         except asyncio.CancelledError:
             self.revoked = True
-            self._drop(self._batch[done:], "revoked")
+            self._drop(self._batch[done:], Reason.REVOKED)
         finally:
             await self.drain_copies(deadline)
             self._close_one()
@@ -260,17 +260,17 @@ class Store(Revocable):
 
     def _is_refused(self) -> bool:
         """Drop all of it if there is a reason."""
-        if reason := self._refusal():
+        if (reason := self._refusal()) is not None:
             self._drop(self._batch, reason)
-        return bool(reason)
+        return reason is not None
 
-    def _refusal(self) -> str:
+    def _refusal(self) -> Reason | None:
         """Say why nothing is stored: the cache was draining when it began, no tier keeps any, or the device failed."""
         if not self._takes_stores:
-            return "draining"
+            return Reason.DRAINING
         if not self._keeps and not self._chain.written:
-            return "read only"
-        return "" if self._request.binding.error is None else "device unusable"
+            return Reason.READ_ONLY
+        return None if self._request.binding.error is None else Reason.DEVICE_UNUSABLE
 
     def _begin(
         self, tier: MemoryTier, reservation: Reservation, part: Batch, pages: NDArray[np.int64]
@@ -306,8 +306,8 @@ class Store(Revocable):
         else:
             reservation.close()
         if lease is None:
-            late = "revoked" if self.revoked else "deadline"
-            self._drop(batch, late if isinstance(error, RevokedError) else "copy failed")
+            late = Reason.REVOKED if self.revoked else Reason.DEADLINE
+            self._drop(batch, late if isinstance(error, RevokedError) else Reason.COPY_FAILED)
             self._close_one()
             return
         if self._request.hint is not None:
@@ -329,7 +329,7 @@ class Store(Revocable):
                 with suppress(asyncio.CancelledError):  # all of it is done
                     await self._chain.tasks.turn(Priority.STORE)
 
-    def _drop(self, batch: Batch, reason: str) -> None:
+    def _drop(self, batch: Batch, reason: Reason) -> None:
         if len(batch):
             self._dropped[reason] += len(batch)
             self._tally.add_all(dropped=len(batch))

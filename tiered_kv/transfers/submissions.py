@@ -23,7 +23,7 @@ from tiered_kv.system import system
 from tiered_kv.transfers.handles import Handle
 from tiered_kv.values.errors import ClosedError, ConfigurationError
 from tiered_kv.values.loop_calls import LoopCalls
-from tiered_kv.values.results import LoadResult, StoreResult, TierFault
+from tiered_kv.values.results import LoadResult, Reason, StoreResult, TierFault
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -226,9 +226,9 @@ class Submissions:
 
 def load_failed(num_blocks: int, error: BaseException) -> LoadResult:
     """Make the result of a load that raised."""
-    return LoadResult(0, num_blocks, faults=(TierFault("engine", "copy failed", num_blocks, repr(error)),))
+    return LoadResult(0, num_blocks, faults=(TierFault("engine", Reason.COPY_FAILED, num_blocks, repr(error)),))
 
 
 def store_failed(num_blocks: int, error: BaseException) -> StoreResult:  # noqa: ARG001 - a store has no prose
     """Make the result of a store that raised."""
-    return StoreResult(num_blocks, 0, 0, num_blocks, {"copy failed": num_blocks})
+    return StoreResult(num_blocks, 0, 0, num_blocks, {Reason.COPY_FAILED: num_blocks})

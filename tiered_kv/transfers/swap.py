@@ -24,7 +24,7 @@ from tiered_kv.transfers.handles import Revocable
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.events import Emit
 from tiered_kv.values.loop_calls import LoopCalls
-from tiered_kv.values.results import SwapResult, TierFault
+from tiered_kv.values.results import Reason, SwapResult, TierFault
 
 Moves = Mapping[int, int] | Iterable[Sequence[int]] | NDArray[np.integer[Any]]
 """``{source: target}``, or ``(source, target)`` pairs in any form."""
@@ -196,9 +196,9 @@ class Swap(Revocable):
         if not self._errors:
             return SwapResult(*self._counts)
         part, error = min(self._errors.items())
-        reason = "device unusable" if self._is_unusable else "copy failed"
+        reason = Reason.DEVICE_UNUSABLE if self._is_unusable else Reason.COPY_FAILED
         if isinstance(error, RevokedError):
-            reason = "revoked" if in_time else "deadline"
+            reason = Reason.REVOKED if in_time else Reason.DEADLINE
         fault = TierFault("engine", reason, sum(self._counts[part:]), f"{type(error).__name__}: {error}")
         num_out, num_in, num_copied = (count if number < part else 0 for number, count in enumerate(self._counts))
         return SwapResult(num_out, num_in, num_copied, fault, _PARTS[part])

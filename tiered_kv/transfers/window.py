@@ -22,7 +22,7 @@ from tiered_kv.tiers.fills import Fill
 from tiered_kv.tiers.gate import Kind, Priority, Waiter
 from tiered_kv.tiers.storage import StorageTier
 from tiered_kv.tiers.tier import Batch, Mask, MemoryTier
-from tiered_kv.values.results import TierFault
+from tiered_kv.values.results import Reason, TierFault
 
 _ASKED_AT_ONCE: Final = 1024
 
@@ -91,7 +91,7 @@ class Presence:
     async def _sources(self, at: NDArray[np.int64]) -> NDArray[np.int8]:
         numbers = np.full(len(at), -1, np.int8)
         for number, tier in enumerate(self._chain.storage, start=len(self._chain.memory)):
-            left = np.flatnonzero(numbers < 0)
+            left = (numbers < 0).nonzero()[0]
             if not len(left):
                 break
             if not tier.is_shared:
@@ -100,7 +100,7 @@ class Presence:
                 continue
             else:
                 known = self._known.setdefault(tier, np.full(len(self._batch), _UNASKED, np.int8))
-                unasked = np.flatnonzero(known[at[left]] == _UNASKED)
+                unasked = (known[at[left]] == _UNASKED).nonzero()[0]
                 if len(unasked):
                     await self._ask(tier, known, int(at[left[unasked[0]]]))
                 has = known[at[left]] == _THERE
@@ -259,7 +259,7 @@ class Bringer:
         if len(at):
             self._say_planned(window, int(numbers[-1]))
         self._take_resident(window)  # what others brought while we waited
-        left = np.flatnonzero(window.source < 0)
+        left = (window.source < 0).nonzero()[0]
         if len(left):
             window.coming[left] = chain.fills.coming_from(window.batch[left])
             for fill in chain.fills.of(window.batch[left], self._kind, self._priority):
@@ -325,13 +325,13 @@ class Bringer:
                 await chain.tasks.turn(self._priority)  # thousands may have waited for the same fill
         for fill in window.fills:
             if not fill.done.done():
-                self.faults.append(TierFault(self._tiers_of(fill), "deadline", n))
+                self.faults.append(TierFault(self._tiers_of(fill), Reason.DEADLINE, n))
             self.faults += chain.fills.faults_of(fill)
         host = window.host
-        arrived = np.flatnonzero((window.gpu < 0) & (host < 0))
+        arrived = ((window.gpu < 0) & (host < 0)).nonzero()[0]
         lease = chain.host.index.lease(batch.names[arrived])
         host[arrived] = lease.slots
-        absent = np.flatnonzero((window.gpu < 0) & (host < 0))
+        absent = ((window.gpu < 0) & (host < 0)).nonzero()[0]
         num_blocks = int(absent[0]) if len(absent) else n
         joined = (window.source < 0) & (host >= 0)
         from_storage = joined & (window.coming >= 0)
@@ -359,11 +359,11 @@ class Bringer:
             window.gpu = lease.slots
             window.source[lease.slots >= 0] = 0
         self._take_resident(window)
-        return np.flatnonzero(window.source < 0)
+        return (window.source < 0).nonzero()[0]
 
     def _take_resident(self, window: Window) -> None:
         """Lease what the host can serve right now."""
-        left = np.flatnonzero(window.source < 0)
+        left = (window.source < 0).nonzero()[0]
         if not len(left):
             return
         lease = self.chain.host.index.lease(window.batch.names[left])

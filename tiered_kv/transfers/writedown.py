@@ -123,7 +123,6 @@ class WriteDown:
         self._came = came
         self._to = to
         self._kind = kind
-        self._moved: list[NDArray[np.int64]] = []
 
     def let_wait(self) -> None:
         """Let the blocks wait here for the tiers that get them later, if it is here that they wait for those."""
@@ -185,7 +184,6 @@ class WriteDown:
         def let_go() -> None:
             left[0] -= 1
             if not left[0]:
-                self._leave_host()
                 chain.release(self._lease)
 
         settled = {self._write_to(storage, let_go) for storage in to}
@@ -239,7 +237,7 @@ class WriteDown:
         if not absent.any():
             return 0
         slots, _ = gpu.index.find(self._batch.names)
-        at = np.flatnonzero(absent & (slots == self._slots))  # the others were evicted by name
+        at = (absent & (slots == self._slots)).nonzero()[0]  # the others were evicted by name
         again = np.zeros(len(at), np.bool_)
         if self._kind is Kind.CLEAN:
             line = self._chain.waiting[gpu]
@@ -315,7 +313,7 @@ class WriteDown:
         if waiting is not None:
             again = waiting.again(batch[report.failed], slots[report.failed], self._lease, most_tries=_MOST_TRIES)
             num_again = int(np.count_nonzero(again))
-            report.failed[np.flatnonzero(report.failed)[again]] = False
+            report.failed[report.failed.nonzero()[0][again]] = False
             if all(each.health.is_shedding for each in self._to or ()):  # nobody tried, or wants it now
                 waiting.put_back(batch[report.dropped], slots[report.dropped], self._lease, self._came)
                 num_again += int(np.count_nonzero(report.dropped))
@@ -326,16 +324,6 @@ class WriteDown:
         self._tally.add(storage, deferred=num_again, **report.counts())
         self._chain.ledger.note(batch.names[report.dropped], Fate.DROPPED, storage.name)
         self._chain.ledger.note(batch.names[report.failed], Fate.FAILED, storage.name)
-        if storage.is_exclusive:
-            self._moved.append(slots[report.written | report.present])
-
-    def _leave_host(self) -> None:
-        """Remove what an exclusive tier has now from the host, unless it was removed and stored again meanwhile."""
-        for moved in self._moved:
-            index, at = self._chain.host.index, np.isin(self._slots, moved)
-            names = self._batch.names[at]
-            found, _ = index.find(names)
-            index.remove(names[found == self._slots[at]])
 
 
 def write_down(

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from tiered_kv.values.results import Reason
+
 Level = Literal["debug", "info", "warning", "error"]
 
 
@@ -116,7 +118,7 @@ class BlocksStored(Event):
     blocks: int
     present: int
     dropped: int
-    reasons: Mapping[str, int]
+    reasons: Mapping[Reason, int]
     took_ms: float
 
 
@@ -154,8 +156,9 @@ class BlocksCorrupted(Event):
     """Blocks that a tier had were not what they should be, and were served as a miss.
 
     An owned tier forgets them; what is shared is deleted when it is broken a second time, if no store has repaired it.
-    ``keys`` says which, the first eight of them: `BlockKey.path`, which ends in the block's hash. Who verifies in the
-    background knows names alone; then it is these, in hexadecimal digits, as `Namespace.names` makes them of keys.
+    ``keys`` says which, the first eight of them: `BlockKey.path` as the medium has it, which ends in the block's hash,
+    or where names are hidden, in what stands for it. Who verifies in the background knows names alone; then it is
+    these, in hexadecimal digits, as `Namespace.names` makes them of keys.
     """
 
     name: ClassVar[str] = "blocks.corrupted"

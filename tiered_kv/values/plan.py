@@ -12,6 +12,7 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.specs import CPULoadStoreSpec, GPULoadStoreSpec
@@ -62,8 +63,8 @@ class ProcessSlab(SlabHandle):
     fd: int
     inode: int
 
+    @override
     def descriptor(self) -> tuple[int, bool]:
-        """See `SlabHandle.descriptor`."""
         try:
             fd = os.open(f"/proc/{self.pid}/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:

@@ -5,7 +5,7 @@ Load or recompute: how many leading blocks of what was found to load, where comp
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from typing import Final, Literal
 
 import numpy as np
@@ -237,12 +237,61 @@ class LookupResult:
         )
 
 
+class Reason(StrEnum):
+    """Why blocks did not arrive, or were not kept: for programs that count by it. Prose for people is in the detail.
+
+    Each is the text that it stands for, so ``"deadline"`` compares equal, and is what logs and metrics show.
+    """
+
+    TIMEOUT = "timeout"
+    """A tier did not answer within its ``timeout_s``."""
+    UNREADABLE = "unreadable"
+    """A tier had it, and it was lost, corrupt, or the medium failed."""
+    TIER_AWAY = "tier away"
+    """A tier may have it, and is bypassed."""
+    DEADLINE = "deadline"
+    """The time of the load, store or swap itself was up."""
+    REVOKED = "revoked"
+    """Whoever asked for it has cancelled it, or the cache was closed."""
+    EPOCH_ADVANCED = "epoch advanced"
+    """The weights changed while it was loaded."""
+    COPY_FAILED = "copy failed"
+    """A copy from or to the engine's memory failed."""
+    DEVICE_UNUSABLE = "device unusable"
+    """The engine's device has failed: nothing is copied there any more."""
+    NOT_MOVED = "not moved"
+    """A worker did not move it."""
+    NO_ROOM = "no room"
+    """No tier had room for it."""
+    DRAINING = "draining"
+    """`TieredKV.drain` was called: no more is stored."""
+    READ_ONLY = "read only"
+    """Who asked may not store, or no tier keeps anything."""
+    SERVER_AWAY = "server away"
+    """The host's server is gone, or does not answer."""
+    SERVER_ENDING = "server ending"
+    """The host's server is about to end, and begins nothing more."""
+    TOO_MANY_LOADS = "too many loads"
+    """The server does as many for this client as it may."""
+    TOO_MANY_STORES = "too many stores"
+    """Likewise."""
+    TOO_MANY_KEYS = "too many keys"
+    """More than fit in a message to the server."""
+    REFUSED = "refused"
+    """The server could not take it, as the detail says."""
+    FAILED = "failed"
+    """It broke off in the server, as the detail says."""
+
+    def __repr__(self) -> str:  # in a dict that is printed or logged, too
+        return repr(self.value)
+
+
 @dataclass(frozen=True)
 class TierFault:
     """Why blocks that a tier had did not arrive, or did not go there: ``reason`` is a fixed word, ``detail`` prose."""
 
     tier: str
-    reason: str
+    reason: Reason
     num_blocks: int
     detail: str = ""
 
@@ -302,8 +351,7 @@ class StoreResult:
         num_stored: Blocks copied from the source.
         num_present: Blocks that were there already (or are being stored by another call).
         num_dropped: Blocks not kept at all.
-        drop_reasons: Why, in a few fixed words: ``"no room"``, ``"deadline"``, ``"copy failed"``,
-            ``"revoked"``, ``"device unusable"``, ``"draining"``.
+        drop_reasons: Why.
         num_bytes: Payload bytes of what was copied, as the engine has them.
         seconds: From the call until the source could be reused, on the cache's clock.
     """
@@ -312,7 +360,7 @@ class StoreResult:
     num_stored: int
     num_present: int
     num_dropped: int
-    drop_reasons: Mapping[str, int] = field(default_factory=dict)
+    drop_reasons: Mapping[Reason, int] = field(default_factory=dict)
     num_bytes: int = 0
     seconds: float = 0.0
     _settled: Callable[[], Awaitable[tuple[TierStore, ...]]] | None = field(default=None, repr=False, compare=False)
@@ -387,7 +435,7 @@ class TierStatistics:
         hits: Blocks loaded that this tier had before any promotion: each block loaded counts in one tier.
         dirty: Blocks that wait here to be written below.
         withheld: Slots that no block is put in for now: their disk is away, or no key opens the records in them.
-        written, promoted, evicted, dropped, corrupt, failed, expired: Blocks, see `tiers.memory.Counters`.
+        written, promoted, evicted, dropped, corrupt, failed, expired: Blocks, see `tiers.tier.Counters`.
         held_back: Of the dropped ones, those that `max_write_bytes_per_day` has kept from being written.
         bytes_read, bytes_written: Of records that the medium brought and took, headers and padding included. 0 for
             memory tiers, whose copies are a part of each load and store.
@@ -460,7 +508,8 @@ class CacheStatistics:
         bounce_slots: How many there are.
         requested: Blocks that loads which have ended were asked for; the hits of all tiers and ``missed`` add up to it.
         missed: Those that were not in place at the end.
-        missed_because: The same by reason; behind the first block missed, all are missed for its reason.
+        missed_because: The same by `Reason`, or by what had befallen the block, a state of `Explanation`; behind the
+            first block missed, all are missed for its reason.
         store_requested: Blocks given to stores that have let go of their source; the next three add up to it.
         stored, present, dropped: What became of them, see `StoreResult`.
         dropped_because: The dropped ones by reason, as in `StoreResult.drop_reasons`.
@@ -483,7 +532,7 @@ class CacheStatistics:
     present: int
     dropped: int
     missed_because: Mapping[str, int] = field(default_factory=dict)
-    dropped_because: Mapping[str, int] = field(default_factory=dict)
+    dropped_because: Mapping[Reason, int] = field(default_factory=dict)
     num_preemptions: int = 0
     pinned_bytes: int = 0
     page_locked_bytes: int = 0

@@ -13,11 +13,13 @@ import numpy as np
 from tiered_kv.media.backend import (
     BackendContext,
     Block,
+    Make,
     Missing,
     Outcome,
     RecordShape,
     Recovered,
     SlotBackend,
+    Verify,
     check_lengths,
 )
 from tiered_kv.values.errors import BackendUnavailableError, ClosedError, ConfigurationError
@@ -39,6 +41,7 @@ class NVMeBackend(SlotBackend):
     """Directories on local disks that one process owns and that outlive it. See `Store` for what each promises."""
 
     Settings = NVMeSettings
+    makes_records = True
 
     def __init__(self, settings: NVMeSettings | Mapping[str, Any] | str) -> None:
         self.settings = self.Settings.of(settings)
@@ -74,14 +77,26 @@ class NVMeBackend(SlotBackend):
             slots % d, names, slots // d * shape.stride_bytes, np.full(len(slots), shape.record_bytes)
         )
 
-    async def read(self, group: int, slots: Slots, into: Sequence[Block]) -> list[Outcome]:
+    async def read(
+        self, group: int, slots: Slots, into: Sequence[Block], verify: Verify | None = None
+    ) -> list[Outcome]:
         """Fill ``into[i]`` from ``slots[i]``: HIT, MISS where nothing was ever written, or FAILED each.
+
+        Args:
+            group: Whose.
+            slots: Which.
+            into: Gets what is there.
+            verify: Says what each is, by its position, in the thread that has read it.
 
         Raises:
             BackendUnavailableError: The only disk is gone.
         """
         check_lengths(slots, into)
-        return await self._move(slots, lambda store, at, local: store.read(group, local, [into[i] for i in at]))
+
+        def read(store: Store, at: Slots, local: Slots) -> Awaitable[list[Outcome]]:
+            return store.read(group, local, [into[i] for i in at], verify and _verify_there(verify, at))
+
+        return await self._move(slots, read)
 
     async def peek(self, group: int, slots: Slots, into: Sequence[Block]) -> list[Outcome]:
         """See `SlotBackend.peek`: slots that are gone by now are misses.
@@ -92,10 +107,13 @@ class NVMeBackend(SlotBackend):
         check_lengths(slots, into)
         return await self._move(slots, lambda store, at, local: store.peek(group, local, [into[i] for i in at]))
 
-    async def write(self, group: int, slots: Slots, names: Names, blocks: Sequence[Block]) -> list[Outcome]:
+    async def write(
+        self, group: int, slots: Slots, names: Names, blocks: Sequence[Block], make: Make | None = None
+    ) -> list[Outcome]:
         """Write ``blocks[i]`` to ``slots[i]`` and remember that it is ``names[i]``: STORED or FAILED each.
 
-        A slot whose write fails holds nothing.
+        A slot whose write fails holds nothing. ``make`` makes the records, by their positions, in the thread that
+        writes them.
 
         Raises:
             BackendUnavailableError: The only disk, or its directory, is gone.
@@ -103,9 +121,12 @@ class NVMeBackend(SlotBackend):
         check_lengths(slots, blocks)
         check_lengths(names, blocks)
         sequences = self._disks.order.take(len(slots))
-        return await self._move(
-            slots, lambda store, at, local: store.write(group, local, names[at], [blocks[i] for i in at], sequences[at])
-        )
+
+        def write(store: Store, at: Slots, local: Slots) -> Awaitable[list[Outcome]]:
+            made = None if make is None else lambda positions: make(at[positions].tolist())
+            return store.write(group, local, names[at], [blocks[i] for i in at], sequences[at], made)
+
+        return await self._move(slots, write)
 
     async def forget(self, group: int, slots: Slots) -> None:
         """Make sure that what these slots hold is not found after a restart: see `Store.forget`.
@@ -224,7 +245,7 @@ class NVMeBackend(SlotBackend):
         """Say which positions of a batch are whose, and their slots there."""
         d = len(self._disks)
         whose, local = slots % d, slots // d
-        shares = [(disk, np.flatnonzero(whose == disk.number)) for disk in self._disks]
+        shares = [(disk, (whose == disk.number).nonzero()[0]) for disk in self._disks]
         return [(disk, at, local[at]) for disk, at in shares]
 
     async def _move(self, slots: Slots, call: _Call) -> list[Outcome]:
@@ -274,3 +295,8 @@ class NVMeBackend(SlotBackend):
 
         shares = self._shares(slots)
         await self._disks.each((share[0], change(*share)) for share in shares if everywhere or len(share[1]))
+
+
+def _verify_there(verify: Verify, at: Slots) -> Verify:
+    """Return what verifies positions of a directory's share ``at`` of a batch."""
+    return lambda positions, outcomes: verify(at[positions].tolist(), outcomes)

@@ -229,7 +229,7 @@ def _checksums(entries: NDArray[np.void]) -> NDArray[np.uint64]:
 
 def _runs(ascending: Slots) -> Iterator[slice]:
     """Split ascending slots where they are not neighbours, and where a run is as long as a chunk."""
-    cuts = np.flatnonzero(np.diff(ascending) != 1) + 1
+    cuts = (np.diff(ascending) != 1).nonzero()[0] + 1
     bounds = [0, *cuts.tolist(), len(ascending)]
     for start, end in pairwise(bounds):
         for at in range(start, end, _CHUNK):

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.media.backend import Block, Outcome, RecordShape, Workers, check_lengths
+from tiered_kv.media.backend import Block, Make, Outcome, RecordShape, Verify, Workers, check_lengths
 from tiered_kv.media.record import key_in
 from tiered_kv.system import system
 from tiered_kv.values.errors import BackendUnavailableError, ClosedError, ConfigurationError, LayoutMismatchError
@@ -93,6 +93,7 @@ class Group:
     Attributes:
         states: Of each slot, ``(num_slots,)`` after `resize_states`.
         erasures: Those under way.
+        num_checkpoints: Those that have not entered all that they remember.
     """
 
     def __init__(self, slab: Slab, ledger: Ledger) -> None:
@@ -100,6 +101,11 @@ class Group:
         self.ledger = ledger
         self.states = np.empty(0, np.uint8)
         self.erasures: set[asyncio.Future[None]] = set()
+        self.num_checkpoints = 0
+
+    def end_checkpoint(self, _: object) -> None:
+        """Count one off."""
+        self.num_checkpoints -= 1
 
     def mark(self, slots: Slots, state: int) -> None:
         """Give slots a state, as far as they still exist."""
@@ -116,7 +122,8 @@ class Group:
         """Return the slots that may hold a record, are not being written, and are not among ``slots``."""
         is_held = self.states == HELD
         is_held[slots] = False
-        return np.flatnonzero(is_held)
+        held: Slots = is_held.nonzero()[0]
+        return held
 
     async def until_erased(self, slots: Slots) -> None:
         """Return when none of these is being erased."""
@@ -161,7 +168,7 @@ class Group:
     def remember(self, names: Names, slots: Slots, sequences: NDArray[np.uint64], failed: Slots = _NO_SLOTS) -> None:
         """Enter what was written, in which order, and that slots whose write has failed hold nothing.
 
-        In the ledger's thread.
+        In any thread: of one slot there is never more than one call at a time, see `num_checkpoints`.
 
         Raises:
             OSError: It cannot be, or would be in vain.
@@ -404,14 +411,23 @@ class Store:
         lengths = np.full(len(slots), shape.record_bytes)
         return FileLoadStoreSpec(np.zeros_like(slots), (str(path),), slots * shape.stride_bytes, lengths)
 
-    async def read(self, group: int, slots: Slots, into: Sequence[Block]) -> list[Outcome]:
-        """Fill ``into[i]`` from ``slots[i]``: HIT, MISS where nothing was ever written, or FAILED each.
+    async def read(
+        self, group: int, slots: Slots, into: Sequence[Block], verify: Verify | None = None
+    ) -> list[Outcome]:
+        """Fill ``into[i]`` from ``slots[i]``: what ``verify`` says, or HIT, MISS where nothing was written, or FAILED.
 
         Raises:
             BackendUnavailableError: The disk is gone.
         """
         slab = self._group(group, slots, into).slab
-        return await self._move(self._readers, slab, slab.read, slots, into)
+
+        def read(at: list[int], part: list[int], blocks: Sequence[Block]) -> Moved:
+            moved = slab.read(part, blocks)
+            if verify is not None:
+                moved.outcomes = verify(at, moved.outcomes)
+            return moved
+
+        return await self._move(self._readers, slab, read, slots, into)
 
     async def peek(self, group: int, slots: Slots, into: Sequence[Block]) -> list[Outcome]:
         """See `SlotBackend.peek`: slots that are gone by now are misses.
@@ -420,7 +436,7 @@ class Store:
             BackendUnavailableError: The disk is gone.
         """
         num_slots = self._group(group, slots[:0]).slab.num_slots
-        there = np.flatnonzero(slots < num_slots)
+        there = (slots < num_slots).nonzero()[0]
         outcomes = [Outcome.MISS] * len(slots)
         found = await self.read(group, slots[there], [into[i] for i in there.tolist()])
         for i, outcome in zip(there.tolist(), found, strict=True):
@@ -428,11 +444,18 @@ class Store:
         return outcomes
 
     async def write(
-        self, group: int, slots: Slots, names: Names, blocks: Sequence[Block], sequences: NDArray[np.uint64]
+        self,
+        group: int,
+        slots: Slots,
+        names: Names,
+        blocks: Sequence[Block],
+        sequences: NDArray[np.uint64],
+        make: Make | None = None,
     ) -> list[Outcome]:
         """Write ``blocks[i]`` to ``slots[i]`` and remember that it is ``names[i]``: STORED or FAILED each.
 
-        A slot whose write fails holds nothing.
+        A slot whose write fails holds nothing. One call of a thread makes the records of a part, writes them, and then
+        enters them in the ledger. Behind a checkpoint the clerk does so, once what that remembers is there.
 
         Raises:
             BackendUnavailableError: The disk or the directory is gone.
@@ -445,16 +468,28 @@ class Store:
             if len(slots) and (last := int(slots.max())) >= files.slab.num_allocated:
                 problem = await self._run(self._clerk, self._files.grow, files.slab, last + 1)
                 self._last_error = problem or self._last_error
-            outcomes = await self._move(self._writers, files.slab, files.slab.write, slots, blocks)
-            stored = np.array([outcome is Outcome.STORED for outcome in outcomes], np.bool_)
-            try:
-                here = names[stored], slots[stored], sequences[stored]
-                await self._run(self._clerk, files.remember, *here, slots[~stored])
-            except OSError as error:  # written, but not to be found again
-                self._last_error = error
-                if error.errno in _GONE:
-                    raise BackendUnavailableError(f"{self.path}: {error.strerror}") from error
-                return [Outcome.FAILED] * len(outcomes)
+
+            is_behind = files.num_checkpoints > 0
+
+            def write(at: list[int], part: list[int], blocks: Sequence[Block]) -> Moved:
+                if make is not None:
+                    make(at)
+                moved = files.slab.write(part, blocks)
+                return moved if is_behind else remember(at, moved)
+
+            def remember(at: list[int], moved: Moved) -> Moved:
+                stored = np.array([outcome is Outcome.STORED for outcome in moved.outcomes], np.bool_)
+                here, places, order = names[at], slots[at], sequences[at]
+                try:
+                    files.remember(here[stored], places[stored], order[stored], places[~stored])
+                except OSError as error:  # written, but not to be found again
+                    return Moved([Outcome.FAILED] * len(at), error)
+                return moved
+
+            outcomes = await self._move(self._writers, files.slab, write, slots, blocks)
+            if is_behind:
+                written = await self._run(self._clerk, remember, list(range(len(slots))), Moved(outcomes))
+                outcomes = self._seen(written.outcomes, written.error)
         finally:
             files.mark(slots, HELD)
         return outcomes
@@ -485,8 +520,9 @@ class Store:
         files = self._group(group, slots)
         dropped = files.held_beside(slots)
         with _translated(f"remember {len(slots)} blocks in {self.path}"):
-            # before a later write to one of the slots
             remembered = self._run(self._clerk, files.remember, names, slots, sequences)
+            files.num_checkpoints += 1  # what is written to one of the slots from now on is entered behind
+            remembered.add_done_callback(files.end_checkpoint)
             await self._forget(files, dropped)
             await remembered
             if sync:
@@ -552,40 +588,47 @@ class Store:
         self,
         workers: Workers,
         slab: Slab,
-        function: Callable[[list[int], Sequence[Block]], Moved],
+        function: Callable[[list[int], list[int], Sequence[Block]], Moved],
         slots: Slots,
         blocks: Sequence[Block],
     ) -> list[Outcome]:
         """Share a batch out among the threads, neighbours together; return one outcome per block, in its order.
+
+        ``function`` gets positions of the batch, their slots, ascending, and their blocks.
 
         Threads that are free get equal shares. While none is, calls are as long as they may be: a disk is as busy with
         few long ones, and each costs a thread's turn at the interpreter.
         """
         order = np.argsort(slots, kind="stable").tolist()
         sorted_slots, sorted_blocks = slots[order].tolist(), [blocks[i] for i in order]
+        end = len(order)
         num_free = max(1, self.settings.num_threads - self._num_moving[workers])
-        share = min(slab.call_blocks, -(-len(order) // num_free)) or 1
-        jobs = [
-            self._run(workers, function, sorted_slots[start : start + share], sorted_blocks[start : start + share])
-            for start in range(0, len(order), share)
-        ]
+        share = min(slab.call_blocks, -(-end // num_free)) or 1
+        parts = [slice(start, start + share) for start in range(0, end, share)]
+        assert self._calls is not None  # noqa: S101 - `_group` has raised before
+        guarded = self._calls.guarded
+        jobs = [partial(guarded, function, order[part], sorted_slots[part], sorted_blocks[part]) for part in parts]
+        if not jobs:
+            return []
+        moving = asyncio.ensure_future(workers.run_each(jobs))
         self._num_moving[workers] += len(jobs)
-        for job in jobs:
-            job.add_done_callback(partial(self._moved, workers))
-        if jobs:
-            await asyncio.wait(jobs)  # for all, whatever one raises: the blocks are lent until this call returns
-        moved = [job.result() for job in jobs]
-        outcomes = [Outcome.FAILED] * len(order)
+        moving.add_done_callback(partial(self._moved, workers, len(jobs)))
+        moved = await moving
+        outcomes = [Outcome.FAILED] * end
         for i, outcome in zip(order, chain.from_iterable(part.outcomes for part in moved), strict=True):
             outcomes[i] = outcome
-        if errors := [part.error for part in moved if part.error is not None]:
-            self._last_error = errors[-1]
-            if errors[-1].errno in _GONE and all(outcome is Outcome.FAILED for outcome in outcomes):
-                raise BackendUnavailableError(f"{self.path}: {errors[-1].strerror}") from errors[-1]
+        return self._seen(outcomes, next((part.error for part in reversed(moved) if part.error is not None), None))
+
+    def _seen(self, outcomes: list[Outcome], error: OSError | None) -> list[Outcome]:
+        """Return the outcomes of a batch, or raise if the error that came with them says that the disk is gone."""
+        if error is not None:
+            self._last_error = error
+            if error.errno in _GONE and all(outcome is Outcome.FAILED for outcome in outcomes):
+                raise BackendUnavailableError(f"{self.path}: {error.strerror}") from error
         return outcomes
 
-    def _moved(self, workers: Workers, _: "asyncio.Future[Moved]") -> None:
-        self._num_moving[workers] -= 1
+    def _moved(self, workers: Workers, num_calls: int, _: object) -> None:
+        self._num_moving[workers] -= num_calls
 
     def _run(self, workers: Workers, function: Callable[..., T], *args: object) -> "asyncio.Future[T]":
         assert self._calls is not None  # noqa: S101 - `_group` has raised before

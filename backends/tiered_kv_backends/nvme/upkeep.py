@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -13,7 +14,7 @@ from tiered_kv.media.record import HEADER_BYTES, MAGIC, key_in, payload_bytes_in
 from tiered_kv.system import files
 from tiered_kv.values.errors import BackendUnavailableError
 from tiered_kv.values.keys import salt_digest
-from tiered_kv_backends.nvme.directory import folders_in, open_file, open_folder, taken
+from tiered_kv_backends.nvme.directory import HOLDER, folders_in, open_file, open_folder, taken
 from tiered_kv_backends.nvme.ledger import Ledger, Order, Slots
 from tiered_kv_backends.nvme.settings import NVMeSettings
 from tiered_kv_backends.nvme.slab import Erase, Slab
@@ -32,14 +33,15 @@ async def delete_tenant(settings: NVMeSettings | Mapping[str, Any] | str, salt: 
 
     Raises:
         ConfigurationError: No settings of this medium, or a cache has the directory open: a block may be in its memory.
-        BackendUnavailableError: A disk failed; what was deleted on the others, and until then, stays deleted.
+        BackendUnavailableError: A disk failed, or a directory is none that a tier has used: its disk may not be
+            mounted. What was deleted on the others, and until then, stays deleted.
     """
     settings, failed = NVMeSettings.of(settings), []
+    of_salt = await asyncio.to_thread(settings.on_medium, salt_digest(salt))
     num_deleted = 0
-    is_there = [files().exists(path) for path in settings.paths]
-    for path in settings.paths if any(is_there) else ():
+    for path in settings.paths:
         try:
-            num_deleted += await asyncio.to_thread(_delete, path, salt_digest(salt), erase=settings.erase)
+            num_deleted += await asyncio.to_thread(_delete, path, of_salt, erase=settings.erase)
         except OSError as error:
             failed.append((path, error))
     if failed:
@@ -49,7 +51,8 @@ async def delete_tenant(settings: NVMeSettings | Mapping[str, Any] | str, salt: 
 
 
 def _delete(path: Path, salt: bytes, *, erase: Erase) -> int:
-    path.stat()  # one of several that is away has blocks that would come back with it
+    if not files().exists(path / HOLDER):  # of a disk that is away blocks would come back with it
+        raise FileNotFoundError(errno.ENOENT, "no tier has used it: is the disk mounted?")
     with taken(path) as root:
         return sum(_delete_in(root, folder, salt, erase=erase) for folder in folders_in(root))
 

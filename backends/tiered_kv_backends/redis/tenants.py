@@ -3,6 +3,7 @@
 Deleting a tenant's blocks from Redis or Valkey. For a job of your own, beside the caches.
 """
 
+import asyncio
 import re
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -14,7 +15,7 @@ from tiered_kv.media.backend import Block, Found, Inventory, Outcome, Place
 from tiered_kv.media.record import HEADER_BYTES
 from tiered_kv.values.errors import BackendUnavailableError
 from tiered_kv.values.keys import salt_digest
-from tiered_kv_backends.paths import RECORD
+from tiered_kv_backends.paths import RECORD, salt_folder
 from tiered_kv_backends.redis.resp import command
 from tiered_kv_backends.redis.servers import RedisSettings, Server, Servers
 
@@ -107,7 +108,8 @@ async def delete_tenant(settings: RedisSettings | Mapping[str, Any] | str, salt:
     """
     settings = RedisSettings.of(settings)
     prefix = _GLOB.sub(rb"\\\1", settings.prefix.encode())
-    pattern = b"%b*/%b/*" % (prefix, salt_digest(salt).hex()[:32].encode())
+    folder = salt_folder(await asyncio.to_thread(settings.on_medium, salt_digest(salt)))
+    pattern = b"%b*/%b/*" % (prefix, folder.encode())
     servers = Servers(settings)
     try:
         return sum([await _delete(server, pattern) for server in await servers.all()])

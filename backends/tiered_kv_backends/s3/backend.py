@@ -71,7 +71,7 @@ class S3Backend(Backend):
             each = await asyncio.gather(*(self._exists(key.path, deadline) for key in keys[unit.start : unit.stop]))
             return [Outcome.HIT if found else Outcome.MISS for found in each]
 
-        answers = await asyncio.gather(*map(is_there, self._packing.units(keys)))
+        answers = await asyncio.gather(*map(is_there, await self._units(keys, deadline)))
         return [outcome for each in answers for outcome in each]
 
     async def lookup_prefix(self, keys: Sequence[BlockKey]) -> int:
@@ -84,7 +84,8 @@ class S3Backend(Backend):
         keys = keys[:limit]
         if num_known == limit:
             return limit
-        units, deadline = self._packing.units(keys), self._deadline()
+        deadline = self._deadline()
+        units = await self._units(keys, deadline)
         n = await count_blocks(
             keys, units, num_known, lambda name: self._exists(name, deadline), self._packing.is_single
         )
@@ -102,7 +103,8 @@ class S3Backend(Backend):
         """
         if self.settings.is_private:
             return None
-        units, deadline = self._packing.units(keys), self._deadline()
+        deadline = self._deadline()
+        units = await self._units(keys, deadline)
 
         async def is_packed(unit: Unit) -> bool:
             return unit.pack is not None and await self._exists(unit.pack, deadline)
@@ -123,7 +125,7 @@ class S3Backend(Backend):
         """
         check_lengths(keys, into)
         deadline = self._deadline()
-        units = self._packing.units(keys)
+        units = await self._units(keys, deadline)
         reads = [self._read_unit(unit, keys, into, deadline) for unit in units]
         outcomes = await _outcomes(units, reads)
         missing = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.MISS]
@@ -142,24 +144,51 @@ class S3Backend(Backend):
         units = [part for unit in self._packing.units(keys) for part in _as_written(unit, blocks)]
         writes = [self._write_unit(unit, keys, blocks, deadline) for unit in units]
         try:
-            return await _outcomes(units, writes)
+            outcomes = await _outcomes(units, writes)
+            self._packing.spare(key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.STORED)
+            return outcomes
         finally:
             self._answers.drop(keys)
 
     async def delete(self, keys: Sequence[BlockKey]) -> None:
         """Forget the keys, by requests of 1,000; with a key of a pack its neighbours in the pack.
 
+        A block that may lie in a pack of which this process does not know the last key is found by nobody here, and
+        deleted with its pack by the first call that has that key.
+
         Raises:
             BackendUnavailableError: The store did not take it.
         """
+        units = self._packing.units(keys)
+        self._packing.doom(
+            key
+            for unit in units
+            for key in keys[unit.start : unit.stop]
+            if unit.pack is None and self._packing.is_packed(key)
+        )
         names = dict.fromkeys(key.path for key in keys)
-        names |= dict.fromkeys(unit.pack for unit in self._packing.units(keys) if unit.pack)
+        names |= dict.fromkeys(unit.pack for unit in units if unit.pack)
         self._answers.refute(keys, keys)
-        if not names:
-            return
-        deadline = self._deadline()
+        if names:
+            await self._delete_all([*names], self._deadline())
+
+    async def _units(self, keys: Sequence[BlockKey], deadline: float) -> list[Unit]:
+        """Cut a batch that is asked for, and delete the packs in it that have doomed blocks.
+
+        Raises:
+            BackendUnavailableError: The store did not take that: nothing may be said of what these packs have.
+        """
+        units = self._packing.units(keys)
+        if doomed := self._packing.doomed(keys, units):
+            self._answers.refute(keys, ())
+            await self._delete_all([*doomed], deadline)
+            for mine in doomed.values():
+                self._packing.spare(mine)
+        return units
+
+    async def _delete_all(self, names: list[str], deadline: float) -> None:
         try:
-            await self._request(self._writing, deadline, "delete", lambda: obstore.delete_async(self._store, [*names]))
+            await self._request(self._writing, deadline, "delete", lambda: obstore.delete_async(self._store, names))
         except FileNotFoundError:  # a store without bulk deletion stops at the first that is absent
             await asyncio.gather(*(self._delete_one(name, deadline) for name in names))
 

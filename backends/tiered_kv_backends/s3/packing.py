@@ -3,7 +3,7 @@
 The blocks of a prompt are cut into groups of ``size`` positions, aligned to position 0. A group that is written whole
 is one object, a pack, named by its last key: the chain makes that key name all before it. A group that is written in
 parts is stored block by block. So the pack of a block can be named by whoever knows the last key of its group, from the
-batch at hand or from an earlier one.
+batch at hand or from an earlier one. Who deletes a block and cannot, dooms it: its pack goes as soon as it is known.
 """
 
 from collections import OrderedDict
@@ -44,7 +44,10 @@ class Unit:
 
 
 class Packing:
-    """Cuts batches into units, and remembers the last keys of groups it has seen, and which blocks lay singly."""
+    """Cuts batches into units, and remembers the last keys of groups it has seen, and which blocks lay singly.
+
+    Of everything it remembers as much as has been met last, 65,536 blocks each.
+    """
 
     def __init__(self, groups: Iterable[RecordShape], pack_bytes: int) -> None:
         self._sizes = {shape.fingerprint: _group_size(shape, pack_bytes) for shape in groups}
@@ -52,6 +55,7 @@ class Packing:
             size: OrderedDict() for size in set(self._sizes.values())
         }
         self._single: OrderedDict[bytes, None] = OrderedDict()
+        self._doomed: OrderedDict[BlockKey, None] = OrderedDict()
 
     def saw(self, keys: Iterable[BlockKey], *, is_single: bool) -> None:
         """Remember of blocks that have just been stored or read whether each was an object of its own."""
@@ -67,6 +71,32 @@ class Packing:
     def is_single(self, keys: Iterable[BlockKey]) -> bool:
         """Whether each of these was an object of its own lately: to ask for their pack first costs a round trip."""
         return all(key.hash in self._single for key in keys)
+
+    def doom(self, keys: Iterable[BlockKey]) -> None:
+        """Remember blocks that are to be deleted from packs that nobody knows yet."""
+        for key in keys:
+            self._doomed[key] = None
+            self._doomed.move_to_end(key)
+        while len(self._doomed) > _MAX_REMEMBERED:
+            self._doomed.popitem(last=False)
+
+    def doomed(self, keys: Sequence[BlockKey], units: Iterable[Unit]) -> dict[str, list[BlockKey]]:
+        """Return the packs of a batch that are to be deleted, and for which of its blocks."""
+        packs: dict[str, list[BlockKey]] = {}
+        for unit in units if self._doomed else ():
+            mine = [key for key in keys[unit.start : unit.stop] if key in self._doomed]
+            if unit.pack is not None and mine:
+                packs.setdefault(unit.pack, []).extend(mine)
+        return packs
+
+    def spare(self, keys: Iterable[BlockKey]) -> None:
+        """Doom these no longer: their pack is gone, or they have been stored anew."""
+        for key in keys if self._doomed else ():
+            self._doomed.pop(key, None)
+
+    def is_packed(self, key: BlockKey) -> bool:
+        """Whether blocks such as this may lie in packs."""
+        return self._sizes.get(key.namespace.fingerprint, 1) > 1
 
     def units(self, keys: Sequence[BlockKey]) -> list[Unit]:
         """Cut a batch: every key is in one unit, in order."""

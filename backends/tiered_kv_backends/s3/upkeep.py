@@ -5,6 +5,7 @@ Other things may lie beside the blocks: only objects whose whole path is one of 
 What lies in a bucket, for operators: only objects whose whole path is one of ours.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
@@ -16,7 +17,7 @@ from obstore.store import ObjectStore
 
 from tiered_kv.media.backend import Found, Inventory, Place
 from tiered_kv.values.keys import epoch_digest, salt_digest
-from tiered_kv_backends.paths import NAMESPACE, RECORD
+from tiered_kv_backends.paths import NAMESPACE, RECORD, salt_folder
 from tiered_kv_backends.s3.client import S3Settings, make_store, translate
 
 _AT_ONCE = 1000
@@ -94,8 +95,9 @@ async def collect_epochs(
         ConfigurationError: No client can be made of the settings.
         BackendUnavailableError: The store failed; what was deleted until then stays deleted.
     """
-    kept = {epoch_digest(weights).hex()[:32] for weights in keep_weights}
     settings = S3Settings.of(settings)
+    epochs = [epoch_digest(weights) for weights in keep_weights]
+    kept = {(await asyncio.to_thread(settings.on_medium, epoch)).hex()[:32] for epoch in epochs}
     store, deleted = make_store(settings), 0
     before = datetime.now(UTC) - timedelta(seconds=idle_s)
     try:
@@ -118,7 +120,8 @@ async def delete_tenant(settings: S3Settings | Mapping[str, Any] | str, salt: st
         BackendUnavailableError: The store failed; what was deleted until then stays deleted.
     """
     settings = S3Settings.of(settings)
-    folder, store, deleted = salt_digest(salt).hex()[:32], make_store(settings), 0
+    folder = salt_folder(await asyncio.to_thread(settings.on_medium, salt_digest(salt)))
+    store, deleted = make_store(settings), 0
     try:
         for each in await _folders(store, depth=4):
             if each.rpartition("/")[2] == folder:

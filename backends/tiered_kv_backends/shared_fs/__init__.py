@@ -1,5 +1,6 @@
 """A directory that many hosts share."""
 
 from tiered_kv_backends.shared_fs.backend import SharedFSBackend
+from tiered_kv_backends.shared_fs.tenants import delete_tenant, sweep
 
-__all__ = ["SharedFSBackend"]
+__all__ = ["SharedFSBackend", "delete_tenant", "sweep"]

@@ -83,13 +83,14 @@ def unlink_records(root: str, keys: Sequence[BlockKey]) -> None:
     """Remove the keys' files, as far as they are there.
 
     Raises:
-        OSError: The filesystem fails.
+        OSError: The filesystem fails, or is not mounted: nobody knows what is there once it is again.
     """
     with _Folders.opened(root) as folders:
-        if folders is None:
-            return
+        check_mounted(root)
+        if folders is None:  # it has come back in between
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), root)
         for key in keys:
-            with _unless_gone(), folders.of(key) as folder:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError), folders.of(key) as folder:
                 os.unlink(key.hash.hex(), dir_fd=folder)
 
 

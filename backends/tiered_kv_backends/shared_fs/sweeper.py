@@ -21,7 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv_backends.paths import HASH, NAMESPACE
-from tiered_kv_backends.shared_fs.files import FOLDER_DIGITS, FOLDER_FLAGS, LOCK_NAME, free_bytes, open_own
+from tiered_kv_backends.shared_fs.files import (
+    FOLDER_DIGITS,
+    FOLDER_FLAGS,
+    LOCK_NAME,
+    check_mounted,
+    free_bytes,
+    open_own,
+)
 from tiered_kv_backends.shared_fs.ledger import Ledger
 
 _FOLDERS = (*NAMESPACE, re.compile(f"[0-9a-f]{{{FOLDER_DIGITS}}}"))
@@ -270,8 +277,9 @@ def delete_folders(root: str, salt_folder: str) -> int:
     """Delete the records in every folder of one salt, and the folders; return how many records. Locks nothing.
 
     Raises:
-        OSError: The filesystem failed.
+        OSError: The filesystem failed, or is not mounted.
     """
+    check_mounted(root)
     num_deleted = 0
 
     def visit(folder: int, _salt: str) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError
 from tiered_kv.values.keys import salt_digest
+from tiered_kv_backends.paths import salt_folder
 from tiered_kv_backends.shared_fs.backend import SharedFSBackend
 from tiered_kv_backends.shared_fs.ledger import Ledger
 from tiered_kv_backends.shared_fs.sweeper import Sweeper, Swept, delete_folders
@@ -20,13 +21,18 @@ async def delete_tenant(settings: SharedFSBackend.Settings | Mapping[str, Any] |
 
     Raises:
         ConfigurationError: No settings of this medium.
-        BackendUnavailableError: The filesystem failed; what was deleted until then stays deleted.
+        BackendUnavailableError: The filesystem failed, is not mounted, or no cache has used the directory yet; what was
+            deleted until then stays deleted.
     """
-    root = str(SharedFSBackend.Settings.of(settings).path)
+    settings = SharedFSBackend.Settings.of(settings)
+    root = str(settings.path)
+    folder = salt_folder(await asyncio.to_thread(settings.on_medium, salt_digest(salt)))
     try:
-        return await asyncio.to_thread(delete_folders, root, salt_digest(salt).hex()[:32])
+        return await asyncio.to_thread(delete_folders, root, folder)
     except OSError as error:
-        raise BackendUnavailableError(f"{root}: could not delete a tenant: {error.strerror}") from error
+        raise BackendUnavailableError(
+            f"{error.filename or root}: could not delete a tenant: {error.strerror}"
+        ) from error
 
 
 async def sweep(settings: SharedFSBackend.Settings | Mapping[str, Any] | str) -> Swept | None:

@@ -94,7 +94,6 @@ class Machine(RuleBasedStateMachine):
     @initialize(
         chain=st.integers(0, 11),
         writes_back=st.booleans(),
-        is_exclusive=st.booleans(),
         is_required=st.booleans(),
         codec=st.sampled_from(["none", "none", "fp8", "exponent"]),
         cipher=st.sampled_from(["", "", "aes-256-gcm", "aes-256-gmac"]),
@@ -178,7 +177,7 @@ class Machine(RuleBasedStateMachine):
 
     def close(self, closing: Coroutine[Any, Any, None] | None = None) -> None:
         """Close the cache: it ends in its time, whatever hangs, and so does all that was under way in it."""
-        self.run(closing or self.cache.aclose(), 5 * inside(self.cache).limits.close_timeout_s)
+        self.run(closing or self.cache.aclose(), 5 * inside(self.cache).cache.limits.close_timeout_s)
         self.kv, self.has_pins = None, False
         if self.world.was_faulty:
             self.known.restore()

@@ -43,7 +43,6 @@ class Shape:
 
     chain: str
     writes_back: bool = False
-    is_exclusive: bool = False
     is_required: bool = True
     admit_after: int = 1
     low_water: float = 0.5
@@ -69,12 +68,6 @@ class Shape:
         write = "back" if is_back else "through"
         sealed = {"encryption": {"keys": ["01" * 32], "cipher": self.cipher}} if self.cipher else {}
         return {"write": write, "admit_after": self.admit_after, "required": self.is_required, **sealed}
-
-    @property
-    def disk_policy(self) -> dict[str, object]:
-        """The same of a tier that the cache owns."""
-        is_back = self.storage_policy["write"] == "back"
-        return self.storage_policy | {"exclusive": self.is_exclusive and is_back and self.has("cpu")}
 
     def memory(self) -> Iterator[AnyTier]:
         """Make the tiers of memory."""
@@ -211,7 +204,7 @@ class VirtualWorld(World):
         tiers = list(shape.memory())
         self.acts, self.was_faulty, self._is_dead, self._rank = {}, False, False, rank
         if shape.has("disk"):
-            self._disk = Disk(self._image, rank, timeout_s=TIMEOUT_S, **shape.disk_policy)
+            self._disk = Disk(self._image, rank, timeout_s=TIMEOUT_S, **shape.storage_policy)
             self.acts |= self._disk.acts
             tiers.append(self._disk)
         if shape.has("keyed"):
@@ -296,7 +289,7 @@ class RealWorld(World):
         tiers = list(shape.memory())
         if shape.has("disk"):
             room = {"name": "disk", "max_capacity": 1_200_000}
-            tiers.append(nvme(self.directory / str(rank), 600_000) | room | shape.disk_policy)
+            tiers.append(nvme(self.directory / str(rank), 600_000) | room | shape.storage_policy)
         return tiers
 
     def die(self) -> None:

@@ -6,6 +6,5 @@ from tiered_kv.catalog.policies.lhd import LHDPolicy
 from tiered_kv.catalog.policies.lru import LRUPolicy
 from tiered_kv.catalog.policies.make import make_policy
 from tiered_kv.catalog.policies.mq import MQPolicy
-from tiered_kv.catalog.policies.s3fifo import S3FIFOPolicy
 
-__all__ = ["ARCPolicy", "LHDPolicy", "LRUPolicy", "MQPolicy", "Policy", "S3FIFOPolicy", "make_policy"]
+__all__ = ["ARCPolicy", "LHDPolicy", "LRUPolicy", "MQPolicy", "Policy", "make_policy"]

@@ -337,7 +337,7 @@ class LHDPolicy(Policy):
         self._begin_moment(is_use=False)
         num_uses, used_at, kinds = self._ghosts.recall(names)
         if num_uses.any():
-            known = np.flatnonzero(num_uses)
+            known = num_uses.nonzero()[0]
             ended, used_at = self._classes(kinds[known], num_uses[known]), used_at[known]
             self._lives.end(ended, self._now - used_at)
             num_uses = at_least_as_often(num_uses)
@@ -542,4 +542,4 @@ def _by_number(numbers: Classes, slots: Slots) -> list[tuple[int, Slots]]:
         for number, slot in zip(numbers.tolist(), slots.tolist(), strict=True):
             batches.setdefault(number, []).append(slot)
         return [(number, np.array(batch)) for number, batch in batches.items()]
-    return [(number, slots[numbers == number]) for number in np.flatnonzero(np.bincount(numbers)).tolist()]
+    return [(number, slots[numbers == number]) for number in np.bincount(numbers).nonzero()[0].tolist()]

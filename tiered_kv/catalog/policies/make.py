@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Final
 
 import numpy as np
+from typing_extensions import override
 
 from tiered_kv.catalog.policies.arc import ARCPolicy
 from tiered_kv.catalog.policies.base import Policy
 from tiered_kv.catalog.policies.lhd import LHDPolicy
 from tiered_kv.catalog.policies.lru import LRUPolicy
 from tiered_kv.catalog.policies.mq import MQPolicy
-from tiered_kv.catalog.policies.s3fifo import S3FIFOPolicy
 from tiered_kv.catalog.table import Slots
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.hints import ReuseHint
@@ -36,38 +36,38 @@ class GuardedPolicy(Policy):
         self._is_evictable = np.full(self._capacity, fill_value=False)
         self._num_evictable = 0
 
+    @override
     def resize(self, num_slots: int) -> None:
-        """See `Policy.resize`."""
         super().resize(num_slots)
         self._tell(lambda policy: policy.resize(num_slots))
 
     def __len__(self) -> int:
         return self._num_evictable
 
+    @override
     def add(self, slots: Slots, names: Names) -> None:
-        """See `Policy.add`."""
         self._tell(lambda policy: policy.add(slots, names))
 
+    @override
     def use(self, slots: Slots) -> None:
-        """See `Policy.use`."""
         self._tell(lambda policy: policy.use(slots))
 
+    @override
     def hint(self, slots: Slots, hint: ReuseHint, elapsed_s: float) -> None:
-        """See `Policy.hint`."""
         self._tell(lambda policy: policy.hint(slots, hint, elapsed_s))
 
+    @override
     def park(self, slots: Slots) -> None:
-        """See `Policy.park`."""
         self._mark(slots, is_evictable=False)
         self._tell(lambda policy: policy.park(slots))
 
+    @override
     def unpark(self, slots: Slots, *, cold: bool = False) -> None:
-        """See `Policy.unpark`."""
         self._mark(slots, is_evictable=True)
         self._tell(lambda policy: policy.unpark(slots, cold=cold))
 
+    @override
     def victims(self, n: int, keep: Slots) -> Slots:
-        """See `Policy.victims`."""
         try:
             victims = np.asarray(self._policy.victims(n, keep), np.int64)
             self._check(victims, n, keep)
@@ -76,13 +76,13 @@ class GuardedPolicy(Policy):
             victims = self._policy.victims(n, keep)
         return victims
 
+    @override
     def evict(self, slots: Slots, names: Names) -> None:
-        """See `Policy.evict`."""
         self._mark(slots, is_evictable=False)
         self._tell(lambda policy: policy.evict(slots, names))
 
+    @override
     def order(self) -> Slots:
-        """See `Policy.order`."""
         try:
             order = np.asarray(self._policy.order(), np.int64)
             self._check(order, self._num_evictable, order[:0])
@@ -91,8 +91,8 @@ class GuardedPolicy(Policy):
             order = self._policy.order()
         return order
 
+    @override
     def clear(self) -> None:
-        """See `Policy.clear`."""
         self._is_evictable[:] = False
         self._num_evictable = 0
         self._tell(lambda policy: policy.clear())
@@ -118,11 +118,11 @@ class GuardedPolicy(Policy):
         log("error", "policy.failed", exc_info=error, policy=type(self._policy).__name__)
         self._policy = LRUPolicy(self._capacity)
         self._policy.resize(self.num_slots)
-        self._policy.unpark(np.flatnonzero(self._is_evictable))
+        self._policy.unpark(self._is_evictable.nonzero()[0])
 
 
 _POLICIES: Final[dict[str, type[Policy]]] = {
-    "lru": LRUPolicy, "arc": ARCPolicy, "mq": MQPolicy, "s3-fifo": S3FIFOPolicy, "lhd": LHDPolicy,
+    "lru": LRUPolicy, "arc": ARCPolicy, "mq": MQPolicy, "lhd": LHDPolicy,
 }  # fmt: skip
 
 

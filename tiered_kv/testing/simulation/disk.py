@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from typing_extensions import override
+
 from tiered_kv.system import Files, FolderEntry
 from tiered_kv.testing.simulation.tape import Tape
 from tiered_kv.testing.simulation.threads import Process, ProcessEnded, Turns
@@ -262,8 +264,8 @@ class SimulatedFiles(Files):
         """See `tiered_kv.system.System.has_ended`."""
         return pidfd in self._pidfds and self._pidfds[pidfd].is_dead
 
+    @override
     def dup(self, fd: int) -> int:
-        """See `os.dup`."""
         new = self._number()
         if fd in self._pidfds:
             self._pidfds[new] = self._pidfds[fd]
@@ -287,8 +289,8 @@ class SimulatedFiles(Files):
         disk.spend()
         return self._walk(disk.root, parts) is not None
 
+    @override
     def make_folders(self, path: Path, mode: int) -> None:
-        """See `Files.make_folders`."""
         disk, parts = self._disk(path)
         disk.spend()
         node = disk.root
@@ -299,16 +301,16 @@ class SimulatedFiles(Files):
                 disk.name(node, part, disk.new_node(is_folder=True))
             node = node.entries[part]
 
+    @override
     def mkdir(self, name: str, mode: int, *, dir_fd: int) -> None:
-        """See `os.mkdir`."""
         disk, folder = self._folder(dir_fd)
         disk.spend()
         if name in (folder.entries or {}):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name)
         disk.name(folder, name, disk.new_node(is_folder=True))
 
+    @override
     def open(self, path: str | Path, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-        """See `os.open`."""
         if dir_fd is None:
             disk, parts = self._disk(Path(path))
             folder = disk.root
@@ -330,51 +332,51 @@ class SimulatedFiles(Files):
         self._open[fd] = _Open(disk, node, self._turns.current.process)
         return fd
 
+    @override
     def close(self, fd: int) -> None:
-        """See `os.close`."""
         if fd in self._pidfds:
             del self._pidfds[fd]
             return
         self._of(fd)
         self._close(fd)
 
+    @override
     def fstat(self, fd: int) -> os.stat_result:
-        """See `os.fstat`."""
         each = self._of(fd)
         each.disk.spend()
         kind = stat.S_IFREG | 0o600 if each.node.entries is None else stat.S_IFDIR | 0o700
         return os.stat_result((kind, each.node.number, 1, each.node.num_names, 0, 0, len(each.node.data), 0, 0, 0))
 
+    @override
     def entries(self, fd: int) -> list[FolderEntry]:
-        """See `Files.entries`."""
         disk, folder = self._folder(fd)
         disk.spend()
         found = (folder.entries or {}).items()
         return [FolderEntry(name, node.entries is not None, node.used_ns) for name, node in found]
 
+    @override
     def disk_usage(self, name: str, *, dir_fd: int) -> int:
-        """See `Files.disk_usage`."""
         disk, folder = self._folder(dir_fd)
         disk.spend()
         node = (folder.entries or {}).get(name)
         return 0 if node is None else sum(each.allocated for each in (node, *(node.entries or {}).values()))
 
+    @override
     def utime(self, fd: int) -> None:
-        """See `Files.utime`."""
         each = self._of(fd)
         each.disk.spend()
         each.node.used_ns = int(self._turns.now * 1e9)
 
+    @override
     def unlink(self, name: str, *, dir_fd: int) -> None:
-        """See `os.unlink`."""
         disk, folder = self._folder(dir_fd)
         disk.spend()
         if name not in (folder.entries or {}):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
         disk.name(folder, name, None)
 
+    @override
     def rename(self, name: str, other: str, *, dir_fd: int) -> None:
-        """See `Files.rename`."""
         disk, folder = self._folder(dir_fd)
         disk.spend()
         node = (folder.entries or {}).get(name)
@@ -383,8 +385,8 @@ class SimulatedFiles(Files):
         disk.name(folder, other, node)
         disk.name(folder, name, None)
 
+    @override
     def remove_tree(self, name: str, *, dir_fd: int, ignore_errors: bool = False) -> None:
-        """See `Files.remove_tree`."""
         disk, folder = self._folder(dir_fd)
         try:
             disk.spend()
@@ -405,24 +407,24 @@ class SimulatedFiles(Files):
             raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK))
         each.node.locked_by = each if operation & fcntl.LOCK_EX else None
 
+    @override
     def free_bytes(self, fd: int) -> int:
-        """See `Files.free_bytes`."""
         disk = self._of(fd).disk
         disk.spend()
         return disk.capacity_bytes - disk.used_bytes
 
     # Files.
 
+    @override
     def ftruncate(self, fd: int, length: int) -> None:
-        """See `os.ftruncate`."""
         each = self._of(fd)
         each.disk.spend()
         if length != len(each.node.data):
             each.node.change(length, None)
             each.node.allocated = min(each.node.allocated, _whole(length))
 
+    @override
     def posix_fallocate(self, fd: int, offset: int, length: int) -> None:
-        """See `os.posix_fallocate`."""
         each = self._of(fd)
         each.disk.spend()
         each.disk.check_room(each.node, offset + length)
@@ -444,19 +446,19 @@ class SimulatedFiles(Files):
     def forget_cached(self, fd: int) -> None:
         """Nothing lies about the medium here but the medium itself."""
 
+    @override
     def fsync(self, fd: int) -> None:
-        """See `os.fsync`."""
         each = self._of(fd)
         each.disk.spend()
         each.disk.sync(each.node)
 
+    @override
     def pread(self, fd: int, length: int, offset: int) -> bytes:
-        """See `os.pread`."""
         buffer = bytearray(length)
         return bytes(buffer[: self.preadv(fd, [memoryview(buffer)], offset)])
 
+    @override
     def pwrite(self, fd: int, data: bytes | memoryview, offset: int) -> int:
-        """See `os.pwrite`."""
         return self.pwritev(fd, [memoryview(data)], offset)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:

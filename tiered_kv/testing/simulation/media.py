@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ByteSize, Field
+from typing_extensions import override
 
 from tiered_kv.media.backend import Backend, BackendContext, Block, Outcome, check_lengths
 from tiered_kv.settings.tier_settings import TierSettings
@@ -101,19 +102,19 @@ class StoreClient(Backend):
         """Connect."""
         await self._reach("open", 1e-3)
 
+    @override
     async def lookup(self, keys: Sequence[BlockKey]) -> list[Outcome]:
-        """See `Backend.lookup`."""
         records = self._store.records
         await self._reach("lookup", self._store.faults.lookup_s)
         return self._said([Outcome.HIT if key.path in records else Outcome.MISS for key in keys])
 
+    @override
     async def locate(self, keys: Sequence[BlockKey]) -> LoadStoreSpec | None:
-        """See `Backend.locate`."""
         await self._reach("locate", self._store.faults.lookup_s)
         return None
 
+    @override
     async def read(self, keys: Sequence[BlockKey], into: Sequence[Block]) -> list[Outcome]:
-        """See `Backend.read`."""
         check_lengths(keys, into)
         await self._reach("read", self._store.faults.latency_s)
         outcomes = []
@@ -142,8 +143,8 @@ class StoreClient(Backend):
             self._store.put(key.path, bytes(block))
         return self._said([Outcome.STORED] * len(blocks))
 
+    @override
     async def delete(self, keys: Sequence[BlockKey]) -> None:
-        """See `Backend.delete`."""
         await self._reach("delete", self._store.faults.latency_s)
         for key in keys:
             self._store.drop(key.path)

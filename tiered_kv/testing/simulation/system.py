@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from anyio._backends._asyncio import _task_states
+from typing_extensions import override
 
 from tiered_kv.system import System
 from tiered_kv.testing.simulation.disk import SimulatedFiles
@@ -49,12 +50,12 @@ class SimulatedSystem(System):
         """Return the number of the process whose thread this is."""
         return self.turns.current.process.pid
 
+    @override
     def pidfd_open(self, pid: int) -> int:
-        """See `System.pidfd_open`."""
         return self.files.pidfd_open(pid)
 
+    @override
     def has_ended(self, pidfd: int) -> bool:
-        """See `System.has_ended`."""
         return self.files.has_ended(pidfd)
 
     def get_ident(self) -> int:

@@ -391,25 +391,24 @@ async def test_a_failing_attempt_reaches_its_own_caller() -> None:
     assert room.num_waiting == 0
 
 
-def _paced(bytes_per_s: float | None, blocks_per_s: float | None) -> tuple[Budget, VirtualLoop]:
+def _paced(bytes_per_s: float) -> tuple[Budget, VirtualLoop]:
     """Return a budget whose reads are paced, on a loop whose time passes while nobody does anything."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualLoop)
     loop.is_busy = lambda: False
-    return Budget(1000, Pace(bytes_per_s, blocks_per_s, loop.time)), loop
+    return Budget(1000, Pace(bytes_per_s, loop.time)), loop
 
 
-@pytest.mark.parametrize("rates", [(100.0, None), (None, 5.0), (100.0, 5.0), (100.0, 500.0)])
-def test_what_moves_in_a_second_is_bounded(rates: tuple[float | None, float | None]) -> None:
-    """Over any time no more bytes, nor blocks, than the rates allow, but for one piece; and no less is served."""
+def test_what_moves_in_a_second_is_bounded() -> None:
+    """Over any time no more bytes than the rate allows, but for one piece; and no less is served."""
 
     async def main() -> None:
-        budget, loop = _paced(*rates)
+        budget, loop = _paced(100.0)
         started, times = loop.time(), list[float]()
         for _ in range(50):
-            (await budget.take(20, Waiter(Kind.LOAD), num_blocks=1))()
+            (await budget.take(20, Waiter(Kind.LOAD)))()
             times.append(loop.time() - started)
-        assert times == pytest.approx([n / 5 for n in range(50)])  # 20 bytes at 100 a second, or a block at 5
+        assert times == pytest.approx([n / 5 for n in range(50)])
 
     run(main)
 
@@ -418,7 +417,7 @@ def test_the_pace_of_reads_holds_up_no_writes() -> None:
     """Each direction has its own; a waiter of the other one is served meanwhile, and one who leaves takes nothing."""
 
     async def main() -> None:
-        budget, loop = _paced(10.0, None)
+        budget, loop = _paced(10.0)
         (await budget.take(100, Waiter(Kind.LOAD)))()
         started = loop.time()
         gone, waiting = _take(budget, 50, Kind.LOAD), _take(budget, 10, Kind.PREFETCH)
@@ -437,7 +436,7 @@ def test_what_is_given_up_does_not_wait_for_its_pace() -> None:
     """A tier that stalls meanwhile makes whoever waits look at once."""
 
     async def main() -> None:
-        budget, loop = _paced(1.0, None)
+        budget, loop = _paced(1.0)
         (await budget.take(1000, Waiter(Kind.LOAD)))()
         started, is_off = loop.time(), [False]
         waiting = asyncio.create_task(budget.take_unless(lambda: is_off[0], 1, Waiter(Kind.LOAD)))

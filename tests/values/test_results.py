@@ -1,9 +1,12 @@
+import json
 import pickle
+import re
 from dataclasses import FrozenInstanceError
+from pathlib import Path
 
 import pytest
 
-from tiered_kv import LoadResult, LookupResult, StoreResult, TierRun, TierStore
+from tiered_kv import LoadResult, LookupResult, Reason, StoreResult, TierRun, TierStore
 
 
 def test_runs_add_up_by_tier_in_the_order_they_come() -> None:
@@ -12,6 +15,21 @@ def test_runs_add_up_by_tier_in_the_order_they_come() -> None:
     found = LookupResult(num_blocks=8, runs=runs, num_bytes=0, block_size=16)
     assert found.by_tier == {"cpu": 3, "nvme": 5}
     assert list(found.by_tier) == ["cpu", "nvme"]
+
+
+def test_a_reason_is_the_word_that_it_stands_for() -> None:
+    """A program that counts by text, a label of a metric and a line of a log see the word, and nothing around it."""
+    counted = {Reason.NO_ROOM: 2}
+    assert counted == {"no room": 2}
+    assert (f"{Reason.NO_ROOM}", f"{counted}", json.dumps(counted)) == ("no room", "{'no room': 2}", '{"no room": 2}')
+    assert pickle.loads(pickle.dumps(Reason.NO_ROOM)) is Reason.NO_ROOM
+    assert all(re.fullmatch("[a-z]+( [a-z]+){0,2}", each) for each in Reason)
+
+
+def test_the_pages_tell_of_every_reason() -> None:
+    """Who meets a word finds what it means, and what helps."""
+    page = (Path(__file__).parents[1] / "docs" / "how-to" / "operate.md").read_text()
+    assert [each for each in Reason if f"| `{each}` |" not in page] == []
 
 
 async def test_a_store_with_nothing_below_is_settled_at_once() -> None:

@@ -207,7 +207,7 @@ class TestDevices:
         cache = TieredKV([CPU_TIER], model=MODEL, layout=small_layout(), device="cuda")
         torch.cuda.set_device(1)
         async with cache as kv:
-            assert inside(kv).device.torch_device == torch.device("cuda", 2)
+            assert inside(kv).cache.device.torch_device == torch.device("cuda", 2)
 
     @pytest.mark.parametrize("layerwise", [False, True])
     async def test_no_context_is_made_on_another(self, fake: FakeDriver, layerwise: bool) -> None:  # noqa: FBT001 - pytest passes it by name
@@ -224,7 +224,7 @@ class TestDevices:
         """To the facade, and to `make_device`."""
         engine = engine_on(fake)
         async with opened(engine, device=device) as kv:
-            assert inside(kv).device.torch_device == torch.device(GPU)
+            assert inside(kv).cache.device.torch_device == torch.device(GPU)
         made = make_device(device)
         assert made.torch_device == torch.device(GPU)
         assert made.close(60)

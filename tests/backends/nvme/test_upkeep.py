@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.any_layout import AnyEngine, nvme, open_any, prompt
-from tiered_kv import BlockKeys, ConfigurationError, KVGroup, KVLayout
+from tiered_kv import BackendUnavailableError, BlockKeys, ConfigurationError, KVGroup, KVLayout
 from tiered_kv_backends.nvme import delete_tenant
 
 N = 8
@@ -84,10 +84,17 @@ async def test_a_directory_in_use_is_left_alone(tmp_path: Path) -> None:
     assert await found(engine, nvme(tmp_path)) == [2 * N] * 3
 
 
-async def test_where_nothing_is_nothing_goes(tmp_path: Path) -> None:
-    """No directory, and an empty one: neither is made, or an error."""
-    assert await delete_tenant(nvme(tmp_path / "absent"), "ann") == 0
+async def test_where_no_tier_was_nobody_knows_what_is_gone(tmp_path: Path) -> None:
+    """A disk that is not mounted has blocks that come back with it: no directory, or an empty one, is no success.
+
+    Nothing is made there. A tier's directory without a block is one.
+    """
+    (tmp_path / "mount point").mkdir()
+    for name in ("absent", "mount point"):
+        with pytest.raises(BackendUnavailableError, match="is the disk mounted"):
+            await delete_tenant(nvme(tmp_path / name), "ann")
     assert not (tmp_path / "absent").exists()
+    assert not list((tmp_path / "mount point").iterdir())
     async with open_any(AnyEngine(), nvme(tmp_path / "empty")):
         pass
     assert await delete_tenant(nvme(tmp_path / "empty"), "ann") == 0

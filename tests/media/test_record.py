@@ -13,7 +13,7 @@ from tiered_kv.values.errors import BlockCorruptError, LayoutMismatchError, Tier
 from tiered_kv.values.keys import BlockKey, Namespace, Shard
 from tiered_kv_backends.nvme.ledger import parse
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,12 @@ def test_what_is_no_whole_record_is_not_parsed(golden: ModuleType) -> None:
 
 @pytest.mark.parametrize(
     ("at", "value", "error"),
-    [(8, 3, LayoutMismatchError), (12, 8192, LayoutMismatchError), (160, 4, BlockCorruptError)],
+    [
+        (8, 2, LayoutMismatchError),
+        (8, 4, LayoutMismatchError),
+        (12, 8192, LayoutMismatchError),
+        (160, 4, BlockCorruptError),
+    ],
 )
 def test_a_whole_header_may_say_what_cannot_be(
     golden: ModuleType, at: int, value: int, error: type[TieredKVError]

@@ -3,13 +3,14 @@
 import asyncio
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tiered_kv.media.backend import Block
+from tiered_kv.testing.helpers import ended
 from tiered_kv.values.errors import BackendUnavailableError
 from tiered_kv.values.keys import BlockKey, Namespace
 from tiered_kv_backends.shared_fs.files import Threads, probe
@@ -142,6 +143,10 @@ class AtOnce:
         except OSError as error:
             future.set_exception(error)
         return future
+
+    def run_each(self, calls: Sequence[Callable[[], Any]]) -> "asyncio.Future[list[Any]]":
+        """Run calls."""
+        return asyncio.ensure_future(ended(*[self.run(call) for call in calls]))
 
 
 def room_in(root: str, clock: Clock, ledger: Ledger, workers: AtOnce | None = None) -> Room:

@@ -228,3 +228,18 @@ async def test_a_write_waits_for_the_erasure_of_what_was_there(tmp_path: Path) -
     await threads.end(backend.aclose())
     async with open_tier(tmp_path) as tier:
         assert tier.recovered(13) == blocks
+
+
+async def test_what_is_written_behind_a_checkpoint_is_what_a_restart_finds(tmp_path: Path) -> None:
+    """A block takes a slot whose old block is just being remembered: whichever thread is faster, it is found."""
+    threads = AdversePools()
+    backend = backend_at(tmp_path)
+    ((found,),) = await threads.end(backend.open(threads.context()))
+    tier = Tier(backend, found, "a")
+    await threads.end(tier.write(count_up(3)))
+    checkpoint = backend.checkpoint(0, block_names([key_of(n) for n in range(3)]), np.arange(3))
+    _, stored = await threads.end(checkpoint, tier.write({1: 11}))
+    assert stored == [Outcome.STORED]
+    await threads.end(backend.aclose())
+    async with open_tier(tmp_path) as tier:
+        assert tier.recovered(12) == {0: 0, 1: 11, 2: 2}

@@ -2,6 +2,7 @@ import errno
 import hashlib
 import os
 import shutil
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -27,6 +28,7 @@ from tests.support.nvme_tier import (
     slots_of,
 )
 from tiered_kv.media.backend import Block, Outcome, RecordShape
+from tiered_kv.media.record import encode
 from tiered_kv.testing import SlotBackendTests, block_names, make_block, open_backend, open_context
 from tiered_kv.values.errors import ClosedError, ConfigurationError, LayoutMismatchError
 from tiered_kv.values.keys import BlockKey, Namespace
@@ -75,6 +77,37 @@ async def test_a_batch_is_shared_among_the_threads_that_are_free(tmp_path: Path)
     assert num_calls == 4
     assert await threads.end(last) == [[Outcome.HIT] * 16]
     await threads.end(backend.aclose())
+
+
+@pytest.mark.parametrize("num_directories", [1, 2])
+async def test_records_are_made_and_verified_by_the_threads_that_move_them(
+    tmp_path: Path, num_directories: int
+) -> None:
+    """Each position once, made before it is written and verified after it was read; what is said of it is answered."""
+    async with open_tier(tuple(tmp_path / f"disk{n}" for n in range(num_directories))) as tier:
+        keys, slots = [key_of(n) for n in range(5)], np.array([3, 9, 4, 0, 5])
+        blocks = [Block.empty(PAYLOAD) for _ in keys]
+        made, seen, threads = list[int](), dict[int, Outcome](), set[int]()
+
+        def make(at: Sequence[int]) -> None:
+            threads.add(threading.get_ident())
+            for n in at:
+                made.append(n)
+                blocks[n].payload[:] = content_of(n)
+                encode(keys[n], blocks[n])
+
+        def verify(at: Sequence[int], outcomes: list[Outcome]) -> list[Outcome]:
+            threads.add(threading.get_ident())
+            seen.update(zip(at, outcomes, strict=True))
+            return [Outcome.CORRUPT if n == 2 else outcome for n, outcome in zip(at, outcomes, strict=True)]
+
+        written = await tier.backend.write(0, slots, block_names(keys), blocks, make)
+        assert (written, sorted(made)) == ([Outcome.STORED] * 5, [0, 1, 2, 3, 4])
+        assert await tier.verified(dict(zip(slots.tolist(), range(5), strict=True))) == [Outcome.HIT] * 5
+        answer = await tier.backend.read(0, slots, [Block.empty(PAYLOAD) for _ in keys], verify)
+        assert answer == [Outcome.HIT, Outcome.HIT, Outcome.CORRUPT, Outcome.HIT, Outcome.HIT]
+        assert seen == dict.fromkeys(range(5), Outcome.HIT)
+        assert threading.get_ident() not in threads
 
 
 async def test_a_truncated_slab_loses_what_was_cut_off(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ async def test_a_forked_child_does_not_hold_it(tmp_path: Path) -> None:
     """When the owner is killed the directory is free, though a child that it forked lives on."""
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORK_AND_DIE, str(tmp_path)]
     pipe = subprocess.PIPE
-    owner = subprocess.Popen(command, stdin=pipe, stdout=pipe, cwd=Path(__file__).parents[2])  # noqa: ASYNC220 - at once
+    owner = subprocess.Popen(command, stdin=pipe, stdout=pipe, cwd=Path(__file__).parents[3])  # noqa: ASYNC220 - at once
     with owner:
         assert owner.stdout is not None
         assert owner.stdout.readline() == b"forked\n"

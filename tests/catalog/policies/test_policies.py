@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiered_kv.catalog import TierIndex
-from tiered_kv.catalog.policies import ARCPolicy, LHDPolicy, LRUPolicy, MQPolicy, Policy, S3FIFOPolicy, make_policy
+from tiered_kv.catalog.policies import ARCPolicy, LHDPolicy, LRUPolicy, MQPolicy, Policy, make_policy
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.keys import Names
 
@@ -33,14 +33,13 @@ def test_policies_by_name_and_class() -> None:
     assert isinstance(make_policy("lru", 1), LRUPolicy)
     assert isinstance(make_policy("arc", 1), ARCPolicy)
     assert isinstance(make_policy("mq", 1), MQPolicy)
-    assert isinstance(make_policy("s3-fifo", 1), S3FIFOPolicy)
     assert isinstance(make_policy("lhd", 1), LHDPolicy)
     assert isinstance(make_policy(ARCPolicy, 1), ARCPolicy)
     with pytest.raises(ConfigurationError, match="lru, arc, mq"):
         make_policy("fifo", 1)
 
 
-@pytest.mark.parametrize("policy", [LRUPolicy, ARCPolicy, MQPolicy, S3FIFOPolicy, LHDPolicy])
+@pytest.mark.parametrize("policy", [LRUPolicy, ARCPolicy, MQPolicy, LHDPolicy])
 def test_victims_are_only_looked_at(policy: type[Policy]) -> None:
     """Choosing victims changes nothing, and keeps what it is told to keep."""
     made = policy(6)
@@ -172,54 +171,3 @@ def test_mq_learns_how_long_blocks_stay_away() -> None:
             ask(index, [n % pause])
         policies.append(made[0])
     assert [pause / 2 < policy.life < 2 * pause for pause, policy in zip((5, 200), policies, strict=True)] == [True] * 2
-
-
-def test_s3_fifo_lets_go_of_what_fails_the_trial() -> None:
-    """What was used twice on trial outlives a scan of any length; used once is not enough."""
-    index = TierIndex(20, policy="s3-fifo")
-    for batch in ([1, 2], [1, 2], [1, 2], [3, 4], [3, 4]):
-        ask(index, batch)
-    for block in range(100, 300):
-        ask(index, [block])
-    assert (ask(index, [1, 2]), ask(index, [3, 4])) == (2, 0)
-
-
-def test_s3_fifo_knows_again_what_failed_the_trial() -> None:
-    """What comes back soon after its eviction gets a place in the main queue at once, and a scan does not touch it."""
-    index = TierIndex(20, policy="s3-fifo")
-    for block in [1, *range(100, 120), 1, *range(200, 250)]:
-        ask(index, [block])
-    assert ask(index, [1]) == 1
-
-
-def test_s3_fifo_gives_the_used_another_chance() -> None:
-    """In the main queue, what was used since it came goes after what was not, the earliest first."""
-    policy = S3FIFOPolicy(10)
-    none = np.empty(0, dtype=np.int64)
-    slots = np.arange(10)
-    policy.add(slots, names_of(slots.tolist()))
-    policy.unpark(slots)
-    for _ in range(2):
-        policy.use(slots)
-    policy.evict(victims := policy.victims(1, none), names_of([0]))
-    assert victims.tolist() == [0]  # the whole trial was passed: nobody else could go
-    policy.add(victims, names_of([100]))
-    policy.unpark(victims)
-    policy.use(slots[1:3])
-    assert policy.victims(3, none).tolist() == [0, 3, 4]  # the new one, on trial, and then those not used
-
-
-def test_s3_fifo_leaves_parked_blocks_in_peace() -> None:
-    """A block that is parked while its turn comes is no victim, and has a place again when it is back."""
-    policy = S3FIFOPolicy(4)
-    none = np.empty(0, dtype=np.int64)
-    slots = np.arange(4)
-    policy.add(slots, names_of(slots.tolist()))
-    policy.unpark(slots)
-    policy.park(slots[:2])
-    assert policy.victims(2, none).tolist() == [2, 3]
-    policy.evict(np.array([2]), names_of([2]))
-    policy.unpark(slots[:2])
-    assert policy.order().tolist() == [3, 0, 1]
-    policy.evict(policy.victims(3, none), names_of([3, 0, 1]))
-    assert len(policy) == 0

@@ -1,5 +1,9 @@
+from pathlib import Path
+
 import pytest
 
+from tests.support.any_layout import STRIDE, AnyEngine, open_any, prompt
+from tiered_kv import BlockKeys, CacheLimits
 from tiered_kv.media.backend import RecordShape
 from tiered_kv.values.keys import BlockKey, Namespace, epoch_digest, hash_blocks
 
@@ -10,6 +14,7 @@ from tiered_kv_backends.s3.packing import Packing, Unit
 SHAPE = RecordShape(b"f" * 32, 4096)
 SPACE = Namespace(SHAPE.fingerprint, epoch_digest("w"))
 PER_PACK = 4
+LIMITS = CacheLimits(window=16 * STRIDE, bounce=64 * STRIDE)
 
 
 def chain(num_blocks: int, seed: int = 0) -> list[BlockKey]:
@@ -71,3 +76,58 @@ def test_a_pack_holds_a_power_of_two_of_blocks(pack_bytes: int, num_blocks: int)
     units = Packing([SHAPE], pack_bytes).units(chain(16))
     assert {unit.stop - unit.start for unit in units} == {num_blocks}
     assert all((unit.pack is None) == (num_blocks == 1) for unit in units)
+
+
+def test_a_doomed_block_is_found_in_its_pack_as_soon_as_that_is_known() -> None:
+    """Not in another group's, and no longer once it was spared."""
+    keys, others, packing = chain(8), chain(8, seed=1), new_packing()
+    packing.doom(keys[:2])
+    assert not packing.doomed(keys[:3], packing.units(keys[:3]))
+    assert not packing.doomed(others, packing.units(others))
+    assert packing.doomed(keys, packing.units(keys)) == {pack_of(keys[3]): keys[:2]}
+    packing.spare(keys[:1])
+    assert packing.doomed(keys, packing.units(keys)) == {pack_of(keys[3]): keys[1:2]}
+    packing.spare(keys)
+    assert not packing.doomed(keys, packing.units(keys))
+
+
+def packs_in(path: Path) -> list[str]:
+    """Return how the objects there are called, at the end of their names."""
+    return [each.suffix for each in path.rglob("*") if each.is_file()]
+
+
+async def opened_anew(tmp_path: Path, engine: AnyEngine, evicted: BlockKeys, prefix: BlockKeys) -> tuple[int, int]:
+    """Evict as a process does that has seen no more of a prompt; say what it finds and loads of all of it then."""
+    tier = {"medium": "s3", "url": f"file://{tmp_path}", "answer_ttl_s": 0}
+    async with open_any(engine, tier, limits=LIMITS) as kv:
+        await kv.evict(evicted)
+        assert (await kv.lookup(evicted)).num_blocks == 0
+        loaded = await kv.load(prefix, engine.spec(range(16)))
+        return (await kv.lookup(prefix)).num_blocks, loaded.num_blocks
+
+
+@pytest.mark.parametrize("evicted", [slice(0, 1), slice(0, 15), slice(4, 9), slice(15, 16), slice(0, 16)], ids=str)
+async def test_what_is_evicted_of_a_pack_stays_away_though_the_pack_is_not_known(
+    tmp_path: Path, evicted: slice
+) -> None:
+    """By whoever has evicted it; and by all, once that one has met the pack's last key: then the pack goes."""
+    engine, prefix = AnyEngine(), prompt(16)
+    async with open_any(engine, {"medium": "s3", "url": f"file://{tmp_path}"}, limits=LIMITS) as kv:
+        await kv.store(prefix, engine.fill(prefix, range(16)))
+        await kv.flush()
+    assert packs_in(tmp_path) == [".x16"]
+    found, loaded = await opened_anew(tmp_path, engine, prefix[evicted], prefix)
+    assert (found, loaded) == (0, 0)
+    assert not packs_in(tmp_path)
+
+
+async def test_what_is_stored_again_is_spared(tmp_path: Path) -> None:
+    """An eviction is of what was there before it."""
+    engine, prefix, tier = AnyEngine(), prompt(16), {"medium": "s3", "url": f"file://{tmp_path}"}
+    async with open_any(engine, tier, limits=LIMITS) as kv:
+        await kv.evict(prefix[:3])
+        await kv.store(prefix, engine.fill(prefix, range(16)))
+        await kv.flush()
+        assert (await kv.load(prefix, engine.spec(range(16)))).num_blocks == 16
+    async with open_any(engine, tier, limits=LIMITS) as kv:
+        assert (await kv.load(prefix, engine.spec(range(16)))).num_blocks == 16

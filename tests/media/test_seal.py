@@ -3,6 +3,7 @@ import os
 import pickle
 from pathlib import Path
 
+import numpy as np
 import pytest
 import xxhash
 from hypothesis import given, settings
@@ -22,7 +23,7 @@ from tiered_kv import (
 )
 from tiered_kv.media.backend import Block
 from tiered_kv.media.record import HEADER_BYTES, encode, examine, key_in, verify
-from tiered_kv.media.seal import Seal
+from tiered_kv.media.seal import NameCipher, Seal
 from tiered_kv_backends.nvme import NVMeBackend
 
 OLD, NEW, OTHER = (bytes([n]) * 32 for n in (1, 2, 3))
@@ -30,7 +31,12 @@ PAYLOAD = bytes(range(251)) * 13
 SPACE = Namespace(bytes([7]) * 32, epoch=bytes([8]) * 32, salt=bytes([9]) * 32, shard=Shard(1, 2))
 KEY = BlockKey(SPACE, bytes([10]) * 32)
 BOTH = pytest.mark.parametrize("cipher", ["aes-256-gcm", "aes-256-gmac"])
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
+GOLDEN_NAMES = [
+    "87a98e445d3f0f7c44877ce07498c954a2930e5f8561ccac9342fc48ccb1237e",
+    "57792270c4e368e8b19314337105dc4453eba6f3c27832d65851b3441aec1334",
+]
+"""That of 32 zeros, and the hash of the key above."""
 
 
 def sealed(seal: Seal | None, key: BlockKey = KEY, payload: bytes = PAYLOAD) -> bytes:
@@ -77,11 +83,60 @@ def test_a_payload_elsewhere_stays_as_it_is() -> None:
 
 
 def test_sealed_records_are_what_they_always_were() -> None:
-    """A record of an earlier release is read: caches outlive releases."""
-    record = (DATA / "record-v2.bin").read_bytes()
+    """The golden file is read, by the name that its key makes of the block's: caches outlive releases."""
+    record, seal = (DATA / "record-v3.bin").read_bytes(), Seal([OLD])
     block = block_of(record)
-    assert verify(KEY, block, seal=Seal([OLD])) is Outcome.HIT
+    assert verify(seal.names.hide_key(KEY), block, seal=seal) is Outcome.HIT
     assert bytes(block.payload) == PAYLOAD
+    assert parse_record(record, seal=seal).key == KEY
+
+
+def test_a_record_of_version_2_is_another_ones() -> None:
+    """It named its block in the clear; nobody takes it for a block, or for damage."""
+    record = bytearray((DATA / "record-v3.bin").read_bytes())
+    record[8:12] = (2).to_bytes(4, "little")
+    seal = Seal([OLD])
+    assert verify(seal.names.hide_key(KEY), block_of(with_right_checksum(record)), seal=seal) is Outcome.MISS
+
+
+@given(st.binary(min_size=32, max_size=32 * 70), st.binary(min_size=32, max_size=32))
+def test_names_are_hidden_by_a_permutation(data: bytes, key: bytes) -> None:
+    """What is hidden is shown again by the same key, one at a time or many; equal names alone have equal ones."""
+    names = np.frombuffer(data[: len(data) // 32 * 32], np.uint64).reshape(-1, 4)
+    cipher = NameCipher(key)
+    hidden = cipher.hide(names)
+    assert (cipher.show(hidden) == names).all()
+    assert (NameCipher(key).hide(names[-1:]) == hidden[-1:]).all()
+    assert len({each.tobytes() for each in hidden}) == len({each.tobytes() for each in names})
+    assert (NameCipher(bytes(byte ^ 1 for byte in key)).show(hidden) != names).any()
+
+
+def test_one_bit_of_a_name_changes_all_of_what_is_hidden() -> None:
+    """Whichever it is: neighbours on the medium have nothing in common, though their names have."""
+    cipher = NameCipher(OLD)
+    names = np.zeros((257, 4), np.uint64)
+    for bit in range(256):
+        names[bit, bit // 64] = np.uint64(1 << bit % 64)
+    hidden = cipher.hide(names)
+    assert len(np.unique(hidden)) == hidden.size  # no 8 bytes twice
+
+
+def test_names_are_what_they_always_were() -> None:
+    """Two releases that share a medium make the same names with a key."""
+    shown = [NameCipher(OLD).hide_digest(bytes(32)).hex(), Seal([NEW], names_key=OLD).names.hide_key(KEY).hash.hex()]
+    assert shown == GOLDEN_NAMES
+    assert Seal([OLD, NEW]).names.hide_key(KEY).hash.hex() == GOLDEN_NAMES[1]
+    assert Seal([OLD]).names.show_key(Seal([OLD]).names.hide_key(KEY)) == KEY
+
+
+def test_a_names_key_alone_hides_names_and_seals_nothing() -> None:
+    """Records are plain, of the hidden name; who has the key reads the block's own name in them."""
+    seal = Encryption(names_key=OLD.hex()).make_seal()
+    assert (seal.seals, seal.encrypts) == (False, False)
+    record = sealed(None, seal.names.hide_key(KEY))
+    assert parse_record(record, seal=seal).key == KEY
+    assert bytes(parse_record(record).payload) == PAYLOAD
+    assert parse_record(record).key == seal.names.hide_key(KEY)
 
 
 @BOTH
@@ -117,7 +172,7 @@ def test_forged_and_swapped_records_fail(cipher: str) -> None:
     assert verify(KEY, block_of(with_right_checksum(theirs)), seal=seal) is Outcome.CORRUPT
 
 
-@given(st.binary(max_size=600), st.integers(1, 2))
+@given(st.binary(max_size=600), st.sampled_from([1, 2, 3]))
 @settings(max_examples=300)
 def test_foreign_bytes_never_open(foreign: bytes, version: int) -> None:
     """Whatever follows the name in a header whose checksum is right, nothing raises and nothing passes."""
@@ -200,6 +255,10 @@ def test_keys_come_from_settings_a_file_or_a_function(tmp_path: Path) -> None:
         seal = encryption.make_seal()
         assert seal.key_id == wanted
         assert seal.knows(Seal([NEW]).key_id)
+        assert seal.names.hide_digest(bytes(32)) == NameCipher(OLD).hide_digest(bytes(32))
+    file.write_text(f"# names\n{NEW.hex()}\n")
+    for encryption in (Encryption(names_key_file=file), Encryption(keys=[OLD.hex()], names_key=NEW.hex())):
+        assert encryption.make_seal().names.hide_digest(bytes(32)) == NameCipher(NEW).hide_digest(bytes(32))
 
 
 def test_what_is_no_key_is_refused_without_a_word_of_it(tmp_path: Path) -> None:
@@ -212,6 +271,10 @@ def test_what_is_no_key_is_refused_without_a_word_of_it(tmp_path: Path) -> None:
         lambda: Encryption(keys_file=file).make_seal(),
         lambda: Encryption(keys_from=lambda: [secret]).make_seal(),
         Encryption,
+        lambda: Encryption(names_key=secret),
+        lambda: Encryption(names_key_file=file).make_seal(),
+        lambda: Encryption(names_key=OLD.hex(), names_key_file=file),
+        lambda: Encryption(names_key_file=tmp_path / "absent").make_seal(),
         lambda: Encryption(keys=[OLD.hex()], keys_file=file),
         lambda: Encryption(keys_file=tmp_path / "absent").make_seal(),
         lambda: CPUTier(encryption=Encryption(keys=[OLD.hex()])),

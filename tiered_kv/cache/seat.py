@@ -1,0 +1,312 @@
+"""An open cache as one engine sees it, and what that engine has of its own: memory, weights, pins, transfers.
+
+A program that opens a cache has the first seat at it. A host's server has one more for each client, and for each of the
+weights that a client serves: those share the tiers, and nothing that is listed here.
+
+What a cache has in the engine's own process while it is open, wherever its tiers are: memory, transfers, a loop.
+
+A snapshot of a cache in numbers, added up over its KV groups and ranks.
+"""
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from typing import Any, ClassVar, Final
+
+from typing_extensions import override
+
+from tiered_kv.cache.checks import LoadCall, StoreCall, check_keys, check_one_rank, check_pages
+from tiered_kv.cache.open_cache import OpenCache
+from tiered_kv.system import system
+from tiered_kv.tiers.chain import Chain
+from tiered_kv.tiers.ledger import Ledger
+from tiered_kv.tiers.pins import Pins
+from tiered_kv.tiers.storage import StorageTier
+from tiered_kv.tiers.tasks import Tasks
+from tiered_kv.tiers.tier import Batch
+from tiered_kv.transfers.engine_memory import Bindings, Reach
+from tiered_kv.transfers.requests import LoadRequest, StoreRequest
+from tiered_kv.transfers.submissions import Submissions
+from tiered_kv.transfers.swap import SwapSide, SwapSpace, SwapSpaces
+from tiered_kv.values.errors import ClosedError, ConfigurationError
+from tiered_kv.values.integers import as_int
+from tiered_kv.values.keys import NO_SALT, BlockKeys, Namespace, Shard, epoch_digest
+from tiered_kv.values.loop_calls import LoopCalls
+from tiered_kv.values.results import CacheStatistics, TierStatistics
+
+PAST_EPOCHS: Final = 8
+"""Digests of weights that are remembered once others are served."""
+
+
+class EngineSide(ABC):
+    """What a cache has in the engine's own process while it is open, wherever its tiers are; for the loop's thread.
+
+    Attributes:
+        reads_direct: Whether storage may read into the engine's memory itself.
+        shards: Whose parts of the blocks it is of: one rank's, or all.
+        tasks: Everything under way.
+        bindings: The engine's memory.
+        submissions: Transfers of other threads.
+        lifetime: Closes what belongs to it.
+        loop: The event loop.
+    """
+
+    reads_direct: ClassVar[bool]
+
+    def __init__(self, shards: Sequence[Shard], tasks: Tasks, loop_calls: LoopCalls, lifetime: AsyncExitStack) -> None:
+        """Begin, in the thread of the running event loop."""
+        self.shards = shards
+        self.tasks = tasks
+        self.bindings = Bindings()
+        self.submissions = Submissions(loop_calls)
+        self.lifetime = lifetime
+        self._loop_calls = loop_calls
+        self.loop = asyncio.get_running_loop()
+        self._thread = system().get_ident()
+
+    @abstractmethod
+    def of_rank(self, group: int) -> Reach:
+        """Return a KV group, as memory is bound to it, of the one rank that this process is of.
+
+        Raises:
+            ConfigurationError: The layout has none of this number, or there are several ranks.
+        """
+
+    @abstractmethod
+    def swap_space(self, group: int) -> SwapSpace:
+        """Return the slots that the engine numbers itself for pages of a KV group; made when it is first asked for.
+
+        Raises:
+            ConfigurationError: There are several ranks, no such group, no room, or no tensors to swap.
+        """
+
+    @abstractmethod
+    def deadline(self, deadline_s: float | None) -> float:
+        """Return when a load's time is up, on the loop's clock. From any thread."""
+
+    def check_loop(self, *, anywhere: bool = False) -> None:
+        """Raise unless a call comes from the event loop that opened the cache, or ``anywhere`` while that is there.
+
+        Raises:
+            ClosedError: That event loop is closed: nothing can move or end any more.
+            ConfigurationError: This is another thread, or another event loop is running.
+        """
+        if self.loop.is_closed():
+            raise ClosedError("the event loop that opened this TieredKV is closed")
+        if anywhere:
+            return
+        try:
+            is_here = asyncio.get_running_loop() is self.loop
+        except RuntimeError:  # none is running: between two runs of the loop its thread may ask
+            is_here = system().get_ident() == self._thread
+        if not is_here:
+            raise ConfigurationError(
+                "a TieredKV is called on the event loop that opened it; other threads use submit_load, submit_store, "
+                "poll, lookup_nowait and membership"
+            )
+
+
+class Seat(EngineSide):
+    """What one engine has of an open cache. For the event loop's thread, but for what says otherwise.
+
+    Attributes:
+        cache: What all engines share.
+        model_name, emit, ledger: The cache's.
+        chains: Those of the engine's shards: by KV group, then by rank.
+        block_sizes: Tokens in a block, by KV group.
+        tokens_per_block: Tokens that each block counted stands for; 0 where KV groups differ.
+        epoch: Digest of the weights that the engine serves.
+        past_epochs: Digests of weights that it served before, the last one first; a few.
+        pins: Its own.
+    """
+
+    reads_direct: ClassVar = True
+
+    def __init__(self, cache: OpenCache, shards: Sequence[Shard], epoch: bytes, pins: Pins) -> None:
+        """Take one, in the thread of the event loop.
+
+        Args:
+            cache: Open.
+            shards: Those of the cache's that the engine stands for.
+            epoch: Digest of the weights that it serves.
+            pins: For whoever made them to end.
+        """
+        super().__init__(shards, cache.tasks, cache.loop_calls, cache.lifetime)
+        groups = cache.layout.groups
+        self.cache = cache
+        self.model_name, self.emit, self.ledger = cache.model_name, cache.emit, cache.ledger
+        self.chains = [
+            cache.of_group(group)[cache.shards.index(shard)] for group in range(len(groups)) for shard in shards
+        ]
+        self.block_sizes = tuple(group.block_size for group in groups)
+        self.tokens_per_block = groups[0].block_size / len(shards) if len(groups) == 1 else 0.0
+        self.epoch = epoch
+        self.past_epochs: list[bytes] = []
+        self.pins = pins
+        self._swaps = SwapSpaces()
+
+    # Which chains a call is about, and what keys are called there.
+
+    def of_group(self, group: int) -> Sequence[Chain]:
+        """Return the chains of one KV group, one per rank."""
+        num_groups = len(self.cache.layout.groups)
+        if (group := as_int("a KV group's number", group)) >= num_groups:
+            raise ConfigurationError(f"KV group {group} of {num_groups}: the layout has no such group")
+        num_shards = len(self.shards)
+        return self.chains[group * num_shards : (group + 1) * num_shards]
+
+    @override
+    def of_rank(self, group: int) -> Chain:
+        """Return the chain of one KV group, of the one rank that this cache is of."""
+        chains = self.of_group(group)
+        check_one_rank(chains)
+        return chains[0]
+
+    def batches(self, keys: BlockKeys, epoch: str | None = None) -> list[tuple[Chain, Batch]]:
+        """Return, per rank, the chain of the keys' KV group, and what the keys are called there. From any thread.
+
+        Args:
+            keys: An engine's.
+            epoch: The weights that computed the blocks; those served now by default.
+        """
+        if not isinstance(keys, BlockKeys):
+            raise ConfigurationError(
+                f"keys must be BlockKeys, from hash_blocks() or BlockKeys.from_hashes(), got {type(keys).__name__}"
+            )
+        chains = self.of_group(keys.group)
+        check_keys(keys, chains[0].group)
+        digest = self.epoch if epoch is None else epoch_digest(epoch)
+        return [(chain, chain.naming.batch(keys, digest)) for chain in chains]
+
+    def batch(self, keys: BlockKeys, epoch: str | None = None) -> tuple[Chain, Batch]:
+        """Return the same of the one rank that this cache is of."""
+        batches = self.batches(keys, epoch)
+        check_one_rank(batches)
+        return batches[0]
+
+    # Loads and stores, once each argument was looked at: from any thread, the rest is the event loop's.
+
+    def load_request(self, call: LoadCall) -> LoadRequest:
+        """Check a load and enqueue its wait."""
+        epoch = self.epoch  # before the keys are named by it: if it advances in between, the load is overtaken
+        chain, batch = self.batch(call.keys)
+        binding = self.bindings.find(call.into, call.keys.group)
+        pages = check_pages(binding, call.keys, call.into)
+        deadline = self.deadline(call.deadline_s)
+        self.cache.note("load", call.keys)
+        lane = binding.h2d.take(call.after)
+        return LoadRequest(
+            chain=chain, batch=batch, binding=binding, pages=pages, lane=lane, deadline=deadline,
+            priority=call.priority, is_current=lambda: self.epoch == epoch, layerwise=call.layerwise, gaps=call.gaps,
+            order=call.order,
+        )  # fmt: skip
+
+    def store_request(self, call: StoreCall) -> StoreRequest:
+        """Check a store and enqueue its wait."""
+        chain, batch = self.batch(call.keys, call.epoch)
+        binding = self.bindings.find(call.source, call.keys.group)
+        pages = check_pages(binding, call.keys, call.source)
+        lane = binding.d2h.take_own(call.after) if call.layerwise else binding.d2h.take(call.after)
+        self.cache.note("store", call.keys)
+        return StoreRequest(
+            chain=chain, batch=batch, binding=binding, pages=pages, lane=lane, layerwise=call.layerwise, hint=call.hint
+        )
+
+    # What some calls do.
+
+    @override
+    def swap_space(self, group: int) -> SwapSpace:
+        chain, caches = self.of_rank(group), self.bindings.caches_of(group)
+        side = SwapSide(chain.h2d.device, chain.loop_calls, chain.emit, chain.limits.window_bytes)
+        return self._swaps.of(group, side, caches, int(self.cache.limits.swap_space), self.lifetime)
+
+    @override
+    def deadline(self, deadline_s: float | None) -> float:
+        return self.loop.time() + (self.cache.limits.load_timeout_s if deadline_s is None else deadline_s)
+
+    def statistics(self) -> CacheStatistics:
+        """Count what is where now, and what has happened since opening."""
+        return cache_statistics(self.chains, self.ledger, self.pins, len(self.tasks))
+
+    def namespace(self, salt_id: bytes, *, group: int, rank: int) -> Namespace:
+        """Return what names the blocks of a tenant, by a digest of its salt; from any thread."""
+        chains = self.of_group(group)
+        if not 0 <= rank < len(chains):
+            raise ConfigurationError(f"rank {rank!r} of {len(chains)}: this cache has no such rank")
+        return chains[rank].naming.namespace(salt_id, self.epoch)
+
+    def namespaces(self) -> list[Namespace]:
+        """Return what names the blocks of a prompt without a salt, by KV group; on the first rank."""
+        return [self.namespace(NO_SALT, group=group, rank=0) for group in range(len(self.cache.layout.groups))]
+
+    def call_soon(self, function: Callable[[], object]) -> None:
+        """Have the event loop call a function, from any thread."""
+        self._loop_calls.call(function)
+
+    def advance_epoch(self, weights: str) -> None:
+        """Serve other weights from now on."""
+        epoch = epoch_digest(weights)
+        past = [self.epoch, *self.past_epochs]
+        self.past_epochs = [each for each in past if each != epoch][:PAST_EPOCHS]
+        self.epoch = epoch
+        self.cache.subscribers.start_over()
+
+
+_SLOTS = ("num_slots", "free", "ready", "evictable", "leased", "pending", "doomed", "dirty", "withheld")
+
+
+def cache_statistics(chains: Sequence[Chain], ledger: Ledger, pins: Pins, num_transfers: int) -> CacheStatistics:
+    """Count what is where in all chains, which share their tiers."""
+    host, device = [chain.host.index.statistics() for chain in chains], chains[0].h2d.device
+    return CacheStatistics(
+        tiers=tuple(_tier_statistics(chains, number) for number in range(len(chains[0].names))),
+        transfers=num_transfers,
+        store_queue_bytes=chains[0].limits.store_queue.num_bytes,
+        bounce_free=sum(each.transient_free for each in host),
+        bounce_slots=sum(chain.host.index.num_transient for chain in chains),
+        requested=ledger.requested,
+        missed=ledger.missed,
+        store_requested=ledger.store_requested,
+        stored=ledger.stored,
+        present=ledger.present,
+        dropped=ledger.dropped,
+        missed_because=dict(ledger.missed_because),
+        dropped_because=dict(ledger.dropped_because),
+        num_preemptions=ledger.preemptions,
+        pinned_bytes=pins.num_bytes,
+        page_locked_bytes=device.page_locked_bytes,
+        is_pageable=device.is_pageable,
+        is_device_usable=device.error is None,
+    )
+
+
+def _tier_statistics(chains: Sequence[Chain], number: int) -> TierStatistics:
+    values: dict[str, Any] = {}
+    for chain in chains:
+        tier = chain.tiers[number]
+        counts = dict(vars(tier.counters))
+        if (index := getattr(tier, "index", None)) is not None:
+            books = index.statistics()
+            counts |= {each: getattr(books, each) for each in _SLOTS}
+            counts |= {
+                "capacity_bytes": books.num_slots * chain.stride_bytes,
+                "used_bytes": books.ready * chain.stride_bytes,
+            }
+        values = {each: values.get(each, 0) + count for each, count in counts.items()}
+    tier = chains[0].tiers[number]
+    health = getattr(tier, "health", None)
+    if isinstance(tier, StorageTier):
+        calls, budget = tier.calls, tier.budget
+        values |= {
+            "in_flight_bytes": budget.in_flight,
+            "num_calls": calls.num_underway,
+            "num_waiting": calls.num_waiting + budget.room.num_waiting,
+        }
+    return TierStatistics(
+        tier=tier.name,
+        is_bypassed=health is not None and (health.is_bypassed or health.is_shedding),
+        open_breakers=health.open_breakers() if health is not None else (),
+        facts=tier.describe() if isinstance(tier, StorageTier) else {},
+        **values,
+    )

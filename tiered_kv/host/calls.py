@@ -1,0 +1,380 @@
+"""The calls of the face that a client has its server answer: the one table of their names, and the client's side.
+
+A call is one line in `AskedCalls`: its arguments and its answer are those of `BlockCache`, whose signature is what both
+sides check them against. So the server calls nothing by a name that has no line here, and nothing with an argument of
+another type than the face says.
+"""
+
+import asyncio
+import inspect
+import typing
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial, update_wrapper
+from typing import Any, Concatenate, Final, Generic, ParamSpec, TypeAlias, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from tiered_kv.cache.answers import Explanation
+from tiered_kv.cache.block_cache import BlockCache
+from tiered_kv.cache.checks import check_found, check_one_rank, check_ttl
+from tiered_kv.host import wire
+from tiered_kv.host.client_transfers import Starts
+from tiered_kv.host.connection import Connection
+from tiered_kv.host.protocol import Answer, Answered, Call, Found, Keys
+from tiered_kv.transfers.handles import Handle
+from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError
+from tiered_kv.values.hints import check_hint
+from tiered_kv.values.keys import BlockKeys, Shard
+from tiered_kv.values.log import log
+from tiered_kv.values.results import (
+    BlockState,
+    CacheStatistics,
+    LookupResult,
+    PinResult,
+    PrefetchResult,
+    Reason,
+    TierFault,
+)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+Method: TypeAlias = Callable[Concatenate["AskedCalls", P], T]
+"""A method of a client with the arguments of a call of `BlockCache`."""
+Away: TypeAlias = Callable[[Any], T] | None
+"""What a call comes to while no server is there, of its arguments; None: it raises, as it may not have been done."""
+LONG_S: Final = 60.0
+"""What calls for operators may take: `flush`, `clear`, `evict`."""
+_NO_STATISTICS: Final = CacheStatistics((), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How a type of the face passes between processes: as another type, made by ``say`` and undone by ``hear``."""
+
+    passed: Any
+    say: Callable[[Any], Any]
+    hear: Callable[[Any], Any]
+
+
+_FORMS: Final[Mapping[object, _Form]] = {
+    BlockKeys: _Form(Keys, lambda said: said, Keys.block_keys),  # said before: with the weights that they are of
+    LookupResult: _Form(Found, Found.of, Found.result),
+    NDArray[np.bool_]: _Form(
+        bytes, lambda given: np.asarray(given, np.bool_).tobytes(), lambda said: _bytes(said) != 0
+    ),
+    NDArray[np.int8]: _Form(bytes, lambda given: given.tobytes(), lambda it: _bytes(it).view(np.int8)),
+}
+"""Types that are not here pass as they are: numbers, texts, and dataclasses of these."""
+
+
+def _form(hint: object) -> _Form:
+    return _FORMS.get(hint, _Form(hint, _same, _same))
+
+
+def _same(value: Any) -> Any:  # noqa: ANN401 - any
+    return value
+
+
+def _bytes(said: bytes) -> NDArray[np.uint8]:
+    return np.frombuffer(said, np.uint8)
+
+
+class Remote(Generic[P, T]):
+    """One call of the face, as it passes between a client and its server.
+
+    Attributes:
+        name: Of the method.
+        arguments: Their names, in the order in which they are said.
+        has_keys: Whether it is about blocks, and so about the weights that they are of.
+        changes: Whether it changes what is stored: a client that only reads may not call it.
+        is_of_all: Whether it is about the blocks of every engine that shares the model, not of this client alone.
+        is_awaited: Whether the answer is to be awaited.
+        is_noted: Whether nothing is answered.
+        is_counted: Whether it is answered only once all is counted of which the client knows that it has ended.
+        knows_past: Whether the answer depends on the weights that the client served before.
+    """
+
+    def __init__(
+        self,
+        call: Callable[Concatenate[Any, P], Any],
+        *,
+        changes: bool = False,
+        is_of_all: bool = False,
+        is_noted: bool = False,
+        is_counted: bool = False,
+        knows_past: bool = False,
+    ) -> None:
+        """Make one of a method of `BlockCache`; the others are attributes."""
+        self.name = call.__name__
+        self.changes = changes
+        self.is_of_all = is_of_all
+        self.is_noted = is_noted
+        self.is_counted = is_counted
+        self.knows_past = knows_past
+        hints = typing.get_type_hints(call)
+        answer = hints.pop("return")
+        is_handle = typing.get_origin(answer) is Handle
+        if is_handle:  # what awaiting it gives
+            (answer,) = typing.get_args(answer)
+        self.is_awaited = is_handle or inspect.iscoroutinefunction(call)
+        self._forms = {name: _form(hint) for name, hint in hints.items()}
+        self.has_keys = BlockKeys in hints.values()
+        self._arguments = _struct_of(call, self._forms)
+        self.arguments: tuple[str, ...] = self._arguments.__struct_fields__
+        self._decode = wire.decoder(self._arguments)
+        self._answer = _form(answer)
+        self._decode_answer = wire.decoder(self._answer.passed)
+
+    def bind(self, *args: P.args, **kwargs: P.kwargs) -> Any:  # noqa: ANN401 - made when the house was
+        """Return the arguments by name, as attributes.
+
+        Raises:
+            TypeError: They are not the call's.
+        """
+        return self._arguments(*args, **kwargs)
+
+    def said(self, given: Any, keys: Keys | None) -> bytes:  # noqa: ANN401 - of `bind`
+        """Encode arguments, with the ``keys`` among them as they are said."""
+        arguments = {name: form.say(getattr(given, name)) for name, form in self._forms.items()}
+        if keys is not None:
+            arguments["keys"] = keys
+        return wire.encoded(self._arguments(**arguments))
+
+    def heard(self, said: bytes) -> tuple[bytes, dict[str, Any]]:
+        """Decode what a client has said: the weights that it is about, and the arguments.
+
+        Raises:
+            ConfigurationError: They are not what the face says.
+        """
+        try:
+            given = self._decode(said)
+        except wire.WireError as error:
+            raise ConfigurationError(f"{self.name}(): {error}") from None
+        epoch: bytes = given.keys.epoch if self.has_keys else b""
+        return epoch, {name: form.hear(getattr(given, name)) for name, form in self._forms.items()}
+
+    def answered(self, id_: int, value: object) -> Answered:
+        """Say what the call has come to."""
+        return Answered(id_, wire.encoded(self._answer.say(value)))
+
+    def answer_in(self, answered: Answered) -> T:
+        """Return what the call has come to.
+
+        Raises:
+            WireError: It is none of the answers to this call.
+        """
+        value: T = self._answer.hear(self._decode_answer(answered.value))
+        return value
+
+
+def _struct_of(call: Callable[..., Any], forms: Mapping[str, _Form]) -> Any:  # noqa: ANN401 - a class of its own
+    """Return a class with the arguments of a call for fields; those by name alone come after those by position."""
+    made: Any = wire.Field
+    for is_by_name in (False, True):
+        parameters = [
+            each
+            for each in list(inspect.signature(call).parameters.values())[1:]
+            if (each.kind is inspect.Parameter.KEYWORD_ONLY) == is_by_name
+        ]
+        fields: list[Any] = [
+            (each.name, forms[each.name].passed, *([] if each.default is each.empty else [each.default]))
+            for each in parameters
+        ]
+        made = msgspec.defstruct(
+            call.__name__, fields, bases=(made,), kw_only=is_by_name, frozen=True, array_like=True,
+            forbid_unknown_fields=True,
+        )  # fmt: skip
+    return made
+
+
+class Asking:
+    """How a client has its server answer. For the event loop's thread, but for what is called from ``anywhere``.
+
+    Attributes:
+        connection: To whatever server is there.
+    """
+
+    def __init__(self, connection: Connection, starts: Starts, shards: Sequence[Shard]) -> None:
+        """Ask by way of ``connection``, about blocks of the weights of ``starts``, for who stands for ``shards``."""
+        self.connection = connection
+        self._starts = starts
+        self._shards = shards
+
+    def making(self, remote: Remote[Any, Any], given: Any, *, anywhere: bool = False) -> Callable[[int], Call]:  # noqa: ANN401 - of `Remote.bind`
+        """Check arguments, and return what makes the message with them, of its number.
+
+        Raises:
+            ConfigurationError, LayoutMismatchError: They cannot be right, which needs no server to say so.
+            ClosedError: The client is not open.
+        """
+        self.connection.here(anywhere=anywhere)
+        keys = self._starts.said(given.keys, anywhere=anywhere) if remote.has_keys else None
+        for name, check in _CHECKS.items():
+            if hasattr(given, name):
+                check(getattr(given, name))
+        if hasattr(given, "found"):
+            check_found(given.keys, given.found)
+        if getattr(given, "where", False):
+            check_one_rank(self._shards)
+        said, before = remote.said(given, keys), tuple(self._starts.past_epochs) if remote.knows_past else ()
+        return lambda id_: Call(id_, remote.name, said, before)
+
+    async def ask(self, remote: Remote[P, T], away: Away[T], timeout_s: float | None, given: Any) -> T:  # noqa: ANN401 - of `Remote.bind`
+        """Ask the server, and wait so long for what the call comes to."""
+        return self.answer_in(await self.connection.ask(self.making(remote, given), timeout_s), remote, away, given)
+
+    def answer_in(self, answer: Answer | None, remote: Remote[P, T], away: Away[T], given: Any) -> T:  # noqa: ANN401 - of `Remote.bind`
+        """Return what a call has come to, or what it comes to while no server is there.
+
+        Raises:
+            BackendUnavailableError: There is no answer, and nothing else to say.
+        """
+        if isinstance(answer, Answered):
+            try:
+                return remote.answer_in(answer)
+            except wire.WireError as error:
+                log("error", "host.server_broken", error=str(error))
+        if away is None:
+            raise BackendUnavailableError(f"the server at {self.connection.path} has not answered")
+        return away(given)
+
+
+_CHECKS: Final[Mapping[str, Callable[[Any], object]]] = {"ttl_s": check_ttl, "hint": check_hint}
+"""By the name of an argument."""
+
+
+# What makes a client's methods of those of the face.
+
+
+def _asked(
+    call: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
+    *,
+    away: Away[T] = None,
+    timeout_s: float | None = None,
+    **may: bool,
+) -> "Method[P, Coroutine[Any, Any, T]]":
+    """Make a coroutine method that asks the server, and waits so long."""
+    remote: Remote[P, T] = Remote(call, **may)
+
+    async def asked(kv: "AskedCalls", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await kv._asking.ask(remote, away, timeout_s, remote.bind(*args, **kwargs))  # noqa: SLF001 - ours
+
+    return _named(asked, remote, call)
+
+
+def _asked_now(
+    call: Callable[Concatenate[Any, P], T], *, away: Away[T], anywhere: bool = False, **may: bool
+) -> "Method[P, T]":
+    """Make a method that asks the server, and blocks its thread, a second at most."""
+    remote: Remote[P, T] = Remote(call, **may)
+
+    def asked(kv: "AskedCalls", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        asking, given = kv._asking, remote.bind(*args, **kwargs)  # noqa: SLF001 - ours
+        answer = asking.connection.ask_now(asking.making(remote, given, anywhere=anywhere), anywhere=anywhere)
+        return asking.answer_in(answer, remote, away, given)
+
+    return _named(asked, remote, call)
+
+
+def _started(
+    call: Callable[Concatenate[Any, P], Handle[T]], *, away: Callable[[Any], T], cancelled: T
+) -> "Method[P, Handle[T]]":
+    """Make a method that asks the server in a task of this client's, for as long as a load may take."""
+    remote: Remote[P, T] = Remote(call)
+
+    def started(kv: "AskedCalls", /, *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
+        asking, given = kv._asking, remote.bind(*args, **kwargs)  # noqa: SLF001 - ours
+        make = asking.making(remote, given)
+
+        async def ask() -> T:
+            try:
+                answer = await asking.connection.ask(make, asking.connection.load_timeout_s)
+            except asyncio.CancelledError:
+                return cancelled
+            return asking.answer_in(answer, remote, away, given)
+
+        task = asking.connection.here().tasks.spawn(ask(), f"{remote.name} {len(given.keys)} blocks")
+        return Handle(task, partial(_cancel, task))
+
+    return _named(started, remote, call)
+
+
+def _noted(call: Callable[Concatenate[Any, P], None], *, anywhere: bool = False) -> "Method[P, None]":
+    """Make a method that tells the server, which answers nothing; while it is away nothing is told."""
+    remote: Remote[P, None] = Remote(call, is_noted=True)
+
+    def noted(kv: "AskedCalls", /, *args: P.args, **kwargs: P.kwargs) -> None:
+        asking = kv._asking  # noqa: SLF001 - ours
+        message = asking.making(remote, remote.bind(*args, **kwargs), anywhere=anywhere)(0)
+        if anywhere:
+            asking.connection.here(anywhere=True).loop_calls.call(asking.connection.send, message)
+        else:
+            asking.connection.send(message)
+
+    return _named(noted, remote, call)
+
+
+def _named(method: F, remote: Remote[Any, Any], call: Callable[..., Any]) -> F:
+    update_wrapper(method, call)
+    vars(method).update(remote=remote, __isabstractmethod__=False)
+    return method
+
+
+def _cancel(task: "asyncio.Task[Any]") -> None:
+    task.cancel()
+
+
+def _nothing_found(given: Any) -> LookupResult:  # noqa: ANN401 - of `Remote.bind`
+    return LookupResult(0, (), 0, given.keys.block_size)
+
+
+def _nothing_known(given: Any) -> NDArray[np.int8]:  # noqa: ANN401 - of `Remote.bind`
+    return np.full(len(given.keys), BlockState.MISS, np.int8)
+
+
+def _nothing_brought(given: Any) -> PrefetchResult:  # noqa: ANN401 - of `Remote.bind`
+    return PrefetchResult(0, 0, (TierFault("host", Reason.SERVER_AWAY, len(given.keys)),))
+
+
+def _nothing_explained(given: Any) -> list[Explanation]:  # noqa: ANN401 - of `Remote.bind`
+    return [Explanation("server away")] * len(given.keys)
+
+
+class AskedCalls(BlockCache):
+    """The calls of a client that its server answers, a line each. What each promises `BlockCache` says.
+
+    ``lookup_nowait``, ``membership``, ``pin`` and ``stats`` block their thread for the answer, at most for a second.
+    What ``lookup`` says with ``where`` is as the server sees it: slots and paths are the server's. Pins end with this
+    process too, and ``unpin`` is for its own. ``evict``, ``clear`` and ``flush`` are about the blocks of all engines
+    that share them, and raise `BackendUnavailableError` if the server has not answered: it may not have been done.
+    ``explain`` knows one state more, ``"server away"``. ``stats`` is of the model's cache in the server, and
+    ``count_lookup`` counts in its metrics.
+    """
+
+    lookup = _asked(BlockCache.lookup, away=_nothing_found)
+    lookup_nowait = _asked_now(BlockCache.lookup_nowait, away=_nothing_found, anywhere=True)
+    membership = _asked_now(BlockCache.membership, away=_nothing_known, anywhere=True)
+    count_lookup = _noted(BlockCache.count_lookup, anywhere=True)
+    prefetch = _started(BlockCache.prefetch, away=_nothing_brought, cancelled=PrefetchResult(0, 0))
+    touch = _noted(BlockCache.touch)
+    pin = _asked_now(BlockCache.pin, away=lambda _: PinResult(0))
+    unpin = _noted(BlockCache.unpin)
+    evict = _asked(BlockCache.evict, timeout_s=LONG_S, changes=True)
+    clear = _asked(BlockCache.clear, timeout_s=LONG_S, changes=True, is_of_all=True)
+    flush = _asked(BlockCache.flush, timeout_s=LONG_S, is_of_all=True)
+    explain = _asked(BlockCache.explain, away=_nothing_explained, timeout_s=LONG_S, knows_past=True)
+    stats = _asked_now(BlockCache.stats, away=lambda _: _NO_STATISTICS, is_counted=True)
+
+    def __init__(self, asking: Asking) -> None:
+        """Have the server of ``asking`` answer."""
+        self._asking = asking
+
+
+CALLS: Final[Mapping[str, Remote[..., Any]]] = {
+    name: method.remote for name, method in vars(AskedCalls).items() if hasattr(method, "remote")
+}
+"""What a client may call, by name."""
