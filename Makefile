@@ -9,13 +9,15 @@ PYTHON ?= $(or $(shell for python in python3.11 python3.12 python3.13 python3; d
 # On Linux an unqualified torch brings several GB of CUDA, which is of no use without a GPU.
 LOCAL := $(if $(filter Linux,$(shell uname -s)),$(if $(wildcard /dev/nvidiactl),,+cpu))
 KILLS ?= 100
+CORES := $(shell nproc 2>/dev/null || echo 2)
+STEPS ?= 50000
 TORCH ?= $(shell sed -n 's/^torch==.*/&/p' constraints.txt)$(LOCAL)
 
 IN_VENV := .venv/bin/
 PIP := $(IN_VENV)python -m pip --disable-pip-version-check --quiet
 BENCHMARKS := $(sort $(wildcard benchmarks/[a-z]*.py))
 
-.PHONY: help demo test test-fast test-engines test-gpu gpu fuzz torture kills mutate check bench screenshots docs clean
+.PHONY: help demo test test-fast test-engines test-gpu gpu fuzz simulate torture kills mutate check bench screenshots docs clean
 .NOTPARALLEL:
 .SUFFIXES:
 # A stamp is kept although only patterns name it.
@@ -32,7 +34,8 @@ help:
 	@echo "make test-gpu   the tests of memory and copies, on a GPU, and every kernel for every GPU; says what was skipped"
 	@echo "make gpu        make test-gpu, then benchmarks/gpu.py: what a GPU is to tell, ready for benchmarks/RESULTS.md"
 	@echo "make fuzz       a million damaged inputs for each reader of what comes from outside, perhaps an hour"
-	@echo "make torture    20,000 examples of the test of the whole face against a model, for hours, and make fuzz"
+	@echo "make simulate   the library in virtual time on media that fail, some two minutes; STEPS=500000"
+	@echo "make torture    a million steps of that, 20,000 examples of the test of the whole face, for hours, and make fuzz"
 	@echo "make kills      kill -9 of caches at work, 100 of each kind of tier, some 10 minutes; KILLS=500"
 	@echo "make mutate     how many faults planted in the library the tests find, for hours; PACKAGE=tiers SAMPLE=50 minutes"
 	@echo "make check      ruff, mypy, import contracts, and the wheel installed without extras"
@@ -75,7 +78,11 @@ gpu: test-gpu
 fuzz: .venv/dev.stamp
 	$(IN_VENV)pytest tests/fuzz --hypothesis-profile torture --timeout 0 --durations 0
 
+simulate: .venv/dev.stamp
+	$(IN_VENV)tiered-kv simulate --steps $(STEPS) --processes $(CORES)
+
 torture: fuzz
+	$(IN_VENV)tiered-kv simulate --steps 1000000 --processes $(CORES)
 	$(IN_VENV)pytest tests/cache/test_model.py tests/cache/test_model_mutations.py --hypothesis-profile torture --timeout 0
 
 kills: .venv/dev.stamp

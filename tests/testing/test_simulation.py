@@ -1,5 +1,6 @@
 """The simulation does the same each time, finds what is planted, and finds nothing in what is shipped."""
 
+import json
 import os
 import subprocess
 import sys
@@ -7,14 +8,16 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from tiered_kv.cli.app import app
 from tiered_kv.testing.simulation.run import in_words, shrink, simulate
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.tier import Batch, Naming
 from tiered_kv.transfers.handles import Revocable
 from tiered_kv.values.keys import epoch_digest
 
-SAMPLE = range(40)
+SAMPLE = range(30)
 STEPS = 100
 MOST_SEEDS = 60
 """Within which a planted bug is to be found."""
@@ -44,6 +47,20 @@ def test_a_run_is_the_same_in_another_process() -> None:
         for hash_seed in ("1", "2")
     }
     assert len(digests) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_command_counts_the_same_by_several_processes() -> None:
+    """Seeds are told in their order, whoever runs them."""
+    counted = [
+        CliRunner().invoke(app, ["simulate", "--steps", "200", "--seed", "7", "--json", *more]).stdout
+        for more in ((), ("--processes", "2"))
+    ]
+    assert counted[0] == counted[1]
+    told = json.loads(counted[0])
+    assert told["steps"] >= 200
+    assert (told["failures"], told["seeds"]) == (0, 2)
 
 
 _PRINT_DIGEST = """

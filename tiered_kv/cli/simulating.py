@@ -1,7 +1,11 @@
 """``tiered-kv simulate``: the shipped code in virtual time, on threads that take turns, disks and stores that fail."""
 
 import html
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from itertools import count
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +20,7 @@ _SHOWN_LINES = 40
 def simulate_command(
     steps: Annotated[int, typer.Option(min=1, help="Calls of engines and changes of the world, in all.")] = 5000,
     seed: Annotated[int, typer.Option(min=0, help="The first seed; each one takes some 120 steps.")] = 0,
+    processes: Annotated[int, typer.Option(min=1, help="How many seeds are run at once.")] = 1,
     pages: Annotated[Path | None, typer.Option(help="A folder for a page of HTML per failure.")] = None,
     *,
     twice: Annotated[bool, typer.Option(help="Run each seed twice: the same must happen.")] = False,
@@ -27,15 +32,16 @@ def simulate_command(
     """
     num_steps = num_faults = num_seeds = 0
     failed: list[Report] = []
-    while num_steps < steps:
-        report = simulate(seed + num_seeds)
-        if twice and simulate(seed + num_seeds).digest != report.digest:
+    for report, is_same in _reports(seed, processes, twice=twice):
+        if not is_same:
             err.print(f"seed {report.seed} does not do the same twice", markup=False)
             raise typer.Exit(2)
         num_seeds, num_steps, num_faults = num_seeds + 1, num_steps + report.num_steps, num_faults + report.num_faults
         if report.failure:
             failed.append(report)
             _show(report, pages, is_quiet=json)
+        if num_steps >= steps:
+            break
     if json:
         print_json({"steps": num_steps, "faults": num_faults, "failures": len(failed), "seeds": num_seeds})
     else:
@@ -43,6 +49,27 @@ def simulate_command(
         out.print(f"{num_seeds} seeds, {num_steps} steps, {num_faults} faults: {found}", markup=False)
     if failed:
         raise typer.Exit(1)
+
+
+def _reports(seed: int, processes: int, *, twice: bool) -> Iterator[tuple[Report, bool]]:
+    """Yield what became of one seed after another, in their order, and whether it did the same twice."""
+    seeds = count(seed)
+    if processes == 1:
+        for each in seeds:
+            yield _run(each, twice)
+    pool = ProcessPoolExecutor(processes, mp_context=get_context("spawn"))
+    try:
+        pending = deque(pool.submit(_run, next(seeds), twice) for _ in range(2 * processes))
+        while True:
+            yield pending.popleft().result()
+            pending.append(pool.submit(_run, next(seeds), twice))
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _run(seed: int, twice: bool) -> tuple[Report, bool]:  # noqa: FBT001 - what a pool passes
+    report = simulate(seed)
+    return report, not twice or simulate(seed).digest == report.digest
 
 
 def _show(report: Report, pages: Path | None, *, is_quiet: bool) -> None:

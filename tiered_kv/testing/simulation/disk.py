@@ -36,6 +36,7 @@ class DiskFaults:
         error: The call raises EIO.
         short: Of a read or write, only a part is moved.
         stall: It takes seconds.
+        once: The how many'th call from now on raises EIO, and none after it; 0 is none.
         latency_s: What each call takes.
         bytes_per_s: How fast bytes are moved.
     """
@@ -43,6 +44,7 @@ class DiskFaults:
     error: float = 0.0
     short: float = 0.0
     stall: float = 0.0
+    once: int = 0
     latency_s: float = 1e-4
     bytes_per_s: float = 1e9
 
@@ -184,7 +186,13 @@ class Disk:
         turns.sleep(seconds)
         if self.gone:
             raise OSError(self.gone, os.strerror(self.gone))
-        if self._tape.fault(faults.error):
+        if faults.once:
+            faults.once -= 1
+            is_wrong = not faults.once
+            self._tape.num_faults += is_wrong
+        else:
+            is_wrong = self._tape.fault(faults.error)
+        if is_wrong:
             turns.tell(f"{self.path} fails")
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 

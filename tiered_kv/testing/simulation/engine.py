@@ -4,7 +4,7 @@ The bytes of a block are told by its name, so that each block that is served can
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Final
 
@@ -53,9 +53,11 @@ class Memory:
             [torch.empty((num_pages, 8, 32), dtype=torch.bfloat16) for _ in range(2)],
         ]
         self.pools = [torch.empty((num_pages, group.payload_bytes), dtype=torch.uint8) for group in LAYOUT.groups]
+        self._chunks = [list(self._chunks_of(region)) for region in range(NUM_REGIONS)]
         self.free = list(range(NUM_REGIONS))
         for region in self.free:
             self.poison(region)
+        self._poisoned = [each.tobytes() for each in self._chunks[0]]
 
     def take(self) -> int | None:
         """Take a region that is nobody's."""
@@ -87,19 +89,23 @@ class Memory:
 
     def poison(self, region: int) -> None:
         """Overwrite a region."""
-        for part in self._parts(region):
-            part.fill_(_POISON)
+        for chunk in self._chunks[region]:
+            chunk.fill(_POISON)
 
     def touched(self) -> list[int]:
         """Return the regions that are nobody's and that somebody has written to."""
-        return [
-            region for region in self.free if not all(bool((each == _POISON).all()) for each in self._parts(region))
-        ]
+        return [region for region in self.free if [each.tobytes() for each in self._chunks[region]] != self._poisoned]
 
-    def _parts(self, region: int) -> list[torch.Tensor]:
+    def _chunks_of(self, region: int) -> Iterator[NDArray[np.uint8]]:
+        """Yield a region's memory in pieces without gaps."""
         pages = slice(region * N, (region + 1) * N)
-        heads = [layer[:, pages].view(torch.uint8) for layer in self.caches[0]]
-        return [*heads, *(layer[pages].view(torch.uint8) for layer in self.caches[1]), *(p[pages] for p in self.pools)]
+        heads = [half[pages] for layer in self.caches[0] for half in layer.view(torch.uint8)]
+        for part in (
+            *heads,
+            *(layer[pages].view(torch.uint8) for layer in self.caches[1]),
+            *(p[pages] for p in self.pools),
+        ):
+            yield part.numpy()
 
     def _places(self, group: int, page: int) -> list[torch.Tensor]:
         layers = self.caches[group]
@@ -127,6 +133,11 @@ def content(name: Name) -> bytes:
     seed = hashlib.sha256(digest + version.encode()).digest()
     words = np.random.default_rng(list(seed)).integers(0, 1 << 16, LAYOUT.groups[group].payload_bytes // 2, np.uint16)
     return ((words & 0b1_00000111_1111111) | 0b0_01111000_0000000).astype(np.uint16).tobytes()
+
+
+def fresh(number: int) -> BlockKeys:
+    """Return blocks that nobody has named before."""
+    return hash_blocks(np.arange(8) + 8 * number, block_size=4, salt="fresh")
 
 
 def span(numbers: Sequence[int]) -> BlockKeys:

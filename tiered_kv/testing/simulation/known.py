@@ -128,6 +128,7 @@ class Known:
             block.kept = ""
             if not block.num_storing and block.stored_at < since:
                 block.gone_at, block.gone_why, block.is_gone_weakly = now, why, weakly
+            block.num_uses = 0
 
     def all_names(self) -> list[Name]:
         """Name all blocks that were ever stored."""
@@ -138,11 +139,24 @@ class Known:
         for name in self._blocks if names is None else names:
             self._of(name).kept = ""
 
-    def keep(self, names: Iterable[Name], before: int, why: str) -> None:
-        """What of these blocks was stored by that moment is promised to survive the end of the process."""
+    def keep(self, names: Iterable[Name], before: int, why: str, *, since: int = 0, num_uses: int = 1) -> None:
+        """Blocks stored by the moment ``before``, and used so often, are promised to survive the end of the process."""
         for block in map(self._of, names):
-            if block.stored_at <= before and block.is_whole and not block.num_storing and not block.is_gone:
+            if (
+                since <= block.stored_at <= before
+                and block.num_uses >= num_uses
+                and block.is_whole
+                and not block.num_storing
+                and not block.is_gone
+            ):
                 block.kept = why
+
+    def opened(self, now: float) -> None:
+        """A cache was opened: uses before are forgotten, and what is there gets no older than from now on."""
+        for block in self._blocks.values():
+            block.num_uses = 0
+            if not block.is_gone:
+                block.used = now
 
     def restarted(self, *, lost_power: bool) -> None:
         """A process has ended suddenly."""

@@ -65,8 +65,8 @@ class Planning:
             job = self._planner.plan_store(keys, into)
         is_sure = how > 3
         requests.count_asked("load" if is_load else "store", len(keys), is_sure=is_sure)
+        is_whole = is_cancelled = False
         try:
-            is_cancelled = False
             if how in (0, 1):  # cancelled before anybody has looked, at once or in a while
                 for _ in range(numbers[1] % 12):
                     await asyncio.sleep(0)
@@ -85,9 +85,10 @@ class Planning:
             elif plan.moves:
                 self._plans.put(plan)
             result = await requests.within(LONGEST_S, "the end of a job", job.ended())
+            is_whole = len(result.mask) == len(keys) and bool(result.mask.all())
         finally:
             if not is_load:
-                known.store_ends(names, requests.now, is_whole=False)
+                known.store_ends(names, requests.now, is_whole=is_whole)
         if is_load:
             right = requests.memory.are_right(keys, weights, region)
             mask = result.mask if len(result.mask) else np.zeros(len(keys), np.bool_)

@@ -14,7 +14,7 @@ from tiered_kv.testing.simulation.engine import Memory
 from tiered_kv.testing.simulation.known import WrongAnswer
 from tiered_kv.testing.simulation.tape import Numbers, Tape, Track
 from tiered_kv.testing.simulation.threads import Process, Stuck
-from tiered_kv.testing.simulation.workload import End, Requests
+from tiered_kv.testing.simulation.workload import WEIGHTS, End, Requests
 from tiered_kv.testing.simulation.world import Shape, World
 
 _MOST_LIVES: Final = 6
@@ -77,7 +77,7 @@ def simulate(
 def _direct(world: World) -> None:  # noqa: C901 - one life after another
     """Begin a process, end it or have it killed, and begin another on what it has left behind."""
     shape, turns, tape = world.shape, world.turns, world.tape
-    weights = "w0"
+    weights = WEIGHTS[0]
     for life in range(_MOST_LIVES):
         if life:
             shape = _changed(world, shape)

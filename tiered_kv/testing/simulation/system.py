@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
+from anyio._backends._asyncio import _task_states
 from typing_extensions import override
 
 from tiered_kv.system import System
@@ -165,6 +166,12 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         """Return virtual seconds."""
         return self.turns.now
+
+    def bury(self) -> None:
+        """After the end of its process: let nothing keep its tasks, which AnyIO would."""
+        for task in [each for each in _task_states if each.get_loop() is self]:
+            del _task_states[task]
+        self.close()
 
     def _make_self_pipe(self) -> None:
         """Have no pipe: `_write_to_self` says what one would."""

@@ -13,6 +13,7 @@ from tiered_kv.testing.scripted import ScriptedDevice, ScriptedEvent
 from tiered_kv.testing.simulation.engine import PROMPTS, STRIDE, Memory, span
 from tiered_kv.testing.simulation.known import Asked, Name, WrongAnswer, names_of
 from tiered_kv.testing.simulation.planning import Planning
+from tiered_kv.testing.simulation.scenes import scene_for
 from tiered_kv.testing.simulation.threads import Process
 from tiered_kv.testing.simulation.world import LIMITS, LONGEST_S, Held, Shape, World
 from tiered_kv.tiers.gate import Priority
@@ -53,8 +54,10 @@ _OPS: Final = (
     ("reopen", 1),
     ("die", 2),
     ("power", 1),
+    ("scene", 10),
 )
 _NAMES: Final = tuple(name for name, weight in _OPS for _ in range(weight))
+WEIGHTS: Final = ("w0", "w1")
 Numbers = tuple[int, int, int, int]
 
 
@@ -80,6 +83,7 @@ class Requests:
         self.kv: TieredKV = world.new_cache(process, shape, device, weights)
         self.ending = ""
         self.is_small = False
+        self._opened_at = 0
         self._num_beginning = 0
         self._asked = {"load": 0, "store": 0}
         self._perhaps = {"load": 0, "store": 0}
@@ -112,7 +116,10 @@ class Requests:
             self.kv.register_kv_caches(caches, group=group)
         for group, pool in enumerate(self.memory.pools):
             self.kv.register_host_pool(f"pool{group}", pool, group=group)
+        self._opened_at = world.known.moment()
+        world.known.opened(self.now)
         self._check_kept()
+        self._check_gone()
         try:
             await asyncio.gather(*(self._drive(n) for n in range(num_drivers)))
             if not world.failures:
@@ -123,7 +130,7 @@ class Requests:
 
     def _check_kept(self) -> None:
         """What was promised to survive is there, now that the cache is open again."""
-        if self.world.may_be_wrong:
+        if self.world.trouble.is_on:
             return
         for prompt in PROMPTS:
             names = names_of(prompt, self.weights)
@@ -131,17 +138,37 @@ class Requests:
                 if why and not self.kv.lookup_nowait(prompt[i : i + 1]).num_blocks:
                     raise WrongAnswer("lost", f"block {i} of a prompt was {why}, and is not there after a restart")
 
+    def _check_gone(self) -> None:
+        """What has gone for good is not there, now that the cache is open again; under no weights."""
+        known, kv = self.world.known, self.kv
+        for weights in sorted(WEIGHTS, key=lambda each: each == self.weights):  # its own last
+            kv.advance_epoch(weights)
+            for prompt in PROMPTS:
+                asked = known.ask(names_of(prompt, weights), self.now)
+                found = [bool(kv.lookup_nowait(prompt[i : i + 1]).num_blocks) for i in range(len(prompt))]
+                known.check(asked, np.array(found), "after a restart a lookup")
+
     async def _drive(self, number: int) -> None:
         world, tape = self.world, self.world.tape
         while not world.is_over and not self.ending:
             name = tape.pick("plan", _NAMES)
             a, b, c, d = (tape.draw("plan", 1 << 16) for _ in range(4))
-            world.num_steps += 1
-            call = f"{number}: {name}"
-            world.tell(f"{call} {a % 97} {b % 97} {c % 97} {d % 97}")
-            await getattr(self, f"_{name}")((a, b, c, d))
-            self._check()
-            world.tell(f"{call} done")
+            await self.do(name, (a, b, c, d), by=str(number))
+
+    async def do(self, name: str, numbers: Numbers, *, by: str = "scene", **how: float) -> None:
+        """Do one thing, and check what can be checked after each."""
+        world = self.world
+        world.num_steps += 1
+        call = f"{by}: {name}"
+        world.tell(f"{call} {' '.join(str(number % 97) for number in numbers)}")
+        await getattr(self, f"_{name}")(numbers, **how)
+        self._check()
+        world.tell(f"{call} done")
+
+    async def _scene(self, numbers: Numbers) -> None:
+        scene = scene_for(self.shape, numbers[0])
+        self.world.tell(f"scene {scene.__name__}")
+        await scene(self, (numbers[0] // 7, *numbers[1:]))
 
     def _check(self) -> None:
         world = self.world
@@ -208,20 +235,20 @@ class Requests:
     # Loads and stores.
 
     async def _load(self, numbers: Numbers) -> None:
-        await self._transfer(numbers, is_load=True)
+        await self.transfer(span(numbers), numbers, is_load=True)
 
     async def _store(self, numbers: Numbers) -> None:
-        await self._transfer(numbers, is_load=False)
+        await self.transfer(span(numbers), numbers, is_load=False)
 
     async def _start(self, numbers: Numbers) -> None:
-        await self._transfer(numbers, is_load=numbers[3] % 2 == 0, is_layerwise=True)
+        await self.transfer(span(numbers), numbers, is_load=numbers[3] % 2 == 0, is_layerwise=True)
 
-    async def _transfer(self, numbers: Numbers, *, is_load: bool, is_layerwise: bool = False) -> None:
+    async def transfer(self, keys: BlockKeys, numbers: Numbers, *, is_load: bool, is_layerwise: bool = False) -> None:
         """Load or store; perhaps from a pool, behind an event, with gaps, from the back, cancelled."""
         if (region := self.memory.take()) is None:
             await asyncio.sleep(0.01)
             return
-        keys, in_pool = span(numbers), numbers[3] % 7 == 0 and not is_layerwise
+        in_pool = numbers[3] % 7 == 0 and not is_layerwise
         try:
             move = self._loads if is_load else self._stores
             task = asyncio.ensure_future(move(keys, region, numbers, in_pool=in_pool, is_layerwise=is_layerwise))
@@ -292,7 +319,7 @@ class Requests:
         self, asked: Asked, names: list[Name], result: LoadResult, took_s: float, weights: str, *, is_prefix: bool
     ) -> None:
         """A load brings what was promised to be there, and says why where it does not; no other tier delays it."""
-        if self.world.may_be_wrong or weights != self.weights:
+        if self.world.may_be_late or weights != self.weights:
             return
         served = set(result.by_tier)
         if served <= {"gpu", "cpu", "nvme"} and result.num_blocks == len(names) and took_s > _OWN_S:
@@ -340,7 +367,7 @@ class Requests:
         if (region := self.memory.take()) is None:
             return
         keys, weights, kv, is_load = span(numbers), self.weights, self.kv, numbers[3] % 2 == 0
-        names, known = names_of(keys, weights), self.world.known
+        names, known, is_whole = names_of(keys, weights), self.world.known, False
         asked, ended = known.ask(names, self.now), asyncio.get_running_loop().create_future()
         loop = asyncio.get_running_loop()
         self._asked["load" if is_load else "store"] += len(keys)
@@ -370,12 +397,14 @@ class Requests:
                 self._check_load(asked, keys, region, result, weights, in_pool=False)
                 known.loaded(name for name, is_there in zip(names, result.mask, strict=True) if is_there)
                 known.used(names, self.now)
+            else:
+                is_whole = result.num_dropped == 0
         except ClosedError:
             if not self.ending:
                 raise
         finally:
             if not is_load:
-                known.store_ends(names, self.now, is_whole=False)
+                known.store_ends(names, self.now, is_whole=is_whole)
             self.memory.give(region)
 
     def count_asked(self, what: str, num_blocks: int, *, is_sure: bool) -> None:
@@ -488,7 +517,7 @@ class Requests:
         """Whether a restart may bring back what has gone: media that fail may not have been told."""
         return self.world.trouble.since_told or self.world.may_be_wrong
 
-    async def _resize(self, numbers: Numbers) -> None:
+    async def _resize(self, numbers: Numbers, limit_s: float = LONGEST_S) -> None:
         tier = ("nvme", "cpu")[numbers[3] % 2]
         if not self.shape.has(tier):
             return
@@ -497,17 +526,17 @@ class Requests:
         self.world.known.forget_kept()
         self.is_small = tier == "nvme" and num_slots < 160
         try:
-            await self.within(LONGEST_S, f"resize of {tier}", self.kv.resize(tier, capacity))
+            await self.within(limit_s, f"resize of {tier}", self.kv.resize(tier, capacity))
         except (BackendUnavailableError, ConfigurationError):
             if not self.world.may_be_wrong and tier != "cpu":
                 raise
 
     # What is written, and what is told.
 
-    async def _flush(self, numbers: Numbers) -> None:
+    async def _flush(self, numbers: Numbers, limit_s: float = LONGEST_S) -> None:
         world, since, sync = self.world, self.world.known.moment(), numbers[3] % 2 == 0
         was_wrong = world.may_be_wrong
-        await self.within(LONGEST_S, "flush", self.kv.flush(sync=sync))
+        await self.within(limit_s, "flush", self.kv.flush(sync=sync))
         shape = self.shape
         if sync and not was_wrong and not world.may_be_wrong:
             world.trouble.since_told = False
@@ -516,13 +545,19 @@ class Requests:
             return
         if world.trouble.since_told or world.trouble.has_rot:
             return
-        world.known.keep(world.known.all_names(), since, "synced" if sync else "flushed")
+        why = "synced" if sync else "flushed"
+        world.known.keep(world.known.all_names(), since, why, num_uses=shape.admit_after)
 
-    async def _drain(self, numbers: Numbers) -> None:
+    async def _drain(self, numbers: Numbers, limit_s: float = LONGEST_S) -> None:
         if self.ending or numbers[3] % 2:
             return
-        self.ending = "drain"
-        await self.within(LONGEST_S, "drain", self.kv.drain(timeout_s=5.0))
+        world, shape = self.world, self.shape
+        self.ending, since = "drain", world.known.moment()
+        is_written = await self.within(limit_s, "drain", self.kv.drain(timeout_s=5.0))
+        world.tell(f"drain says {is_written}")
+        if is_written and shape.keeps_all and not self.is_small and not world.trouble.has_rot:
+            uses = shape.admit_after
+            world.known.keep(world.known.all_names(), since, "synced", since=self._opened_at, num_uses=uses)
 
     async def _explain(self, numbers: Numbers) -> None:
         keys = span(numbers)
@@ -534,7 +569,7 @@ class Requests:
     async def _epoch(self, numbers: Numbers) -> None:
         while self._num_beginning:  # noqa: ASYNC110 - a turn or two of the loop
             await asyncio.sleep(0)
-        self.weights = f"w{numbers[3] % 2}"
+        self.weights = WEIGHTS[numbers[3] % 2]
         self.kv.advance_epoch(self.weights)
 
     async def _wait(self, numbers: Numbers) -> None:
@@ -543,6 +578,8 @@ class Requests:
     # The world.
 
     async def _trouble(self, numbers: Numbers) -> None:
+        if self.world.trouble.is_settled:
+            return
         what = self.world.begin_trouble(numbers[3])
         self.world.known.forget_kept()
         self.world.tell(f"trouble: {what}")
@@ -552,6 +589,8 @@ class Requests:
 
     async def _rot(self, numbers: Numbers) -> None:
         world = self.world
+        if world.trouble.is_settled:
+            return
         world.known.forget_kept()
         world.trouble.ended = self.now
         world.trouble.has_rot = True

@@ -5,13 +5,15 @@ import logging
 import random
 import sys
 import zlib
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from tiered_kv.cache.tiered_kv import TieredKV
+from tiered_kv.settings.registry import resolve
 from tiered_kv.settings.settings import CacheLimits
 from tiered_kv.system import running_in
 from tiered_kv.testing.scripted import ScriptedDevice
@@ -73,7 +75,7 @@ class Shape:
     @property
     def keeps_all(self) -> bool:
         """Whether whatever is stored whole is on the disk once it is flushed, and stays there."""
-        is_plain = self.ttl_s is None and self.admit_after == 1 and self.codec == "none"
+        is_plain = self.ttl_s is None and self.codec == "none"
         return self.is_roomy and self.is_owned and is_plain
 
     @property
@@ -101,7 +103,7 @@ def drawn_shape(tape: Tape) -> Shape:
             ("store", "other"),
         ),
     )
-    return Shape(
+    shape = Shape(
         chain,
         cpu_slots=tape.pick("plan", (12, 6, 40, _NUM_ALL)),
         disk_slots=tape.pick("plan", (_NUM_ALL, _NUM_ALL, 24, 10)),
@@ -117,6 +119,10 @@ def drawn_shape(tape: Tape) -> Shape:
         is_paced=tape.chance("plan", 0.2),
         num_disks=tape.pick("plan", (1, 1, 1, 2)),
     )
+    if tape.chance("plan", 0.3):  # what keeps whatever is flushed: then most is promised
+        chain = tape.pick("plan", (("cpu", "nvme"), ("gpu", "cpu", "nvme"), ("nvme",)))
+        return replace(shape, chain=chain, disk_slots=_NUM_ALL, ttl_s=None, codec="none")
+    return shape
 
 
 @dataclass(eq=False)
@@ -128,6 +134,8 @@ class Trouble:
         since_told: Whether anything has since the media were last told all that they are to remember.
         ended: When it was switched off last.
         lost_power: Whether the next end of a process is that of its machine.
+        is_settled: Whether nothing else is to go wrong: somebody measures how long a call takes.
+        slow_until: When media that are slow and well were fast again.
         has_rot: Whether a bit was ever changed: the block there is lost, whatever is promised of it.
     """
 
@@ -135,6 +143,8 @@ class Trouble:
     since_told: bool = False
     ended: float = 0.0
     lost_power: bool = False
+    is_settled: bool = False
+    slow_until: float = 0.0
     has_rot: bool = False
 
 
@@ -150,6 +160,7 @@ class World:
     """
 
     def __init__(self, tape: Tape, num_steps: int, *, keeps_timeline: bool = False) -> None:
+        gc.freeze()  # `_collect` walks what is made from here on, and not all of torch
         self.tape = tape
         depth = tape.pick("plan", (None, None, None, 3, 10))
         self.turns = Turns(tape, pct_depth=depth)
@@ -173,6 +184,7 @@ class World:
         self.die_at: int | None = None
         self._graveyard: list[object] = []
         self._num_processes = 0
+        self._num_numbers = 0
 
     def _disk(self, path: str) -> Disk:
         disk = Disk(Path(path), 64 << 20, self.tape, self.turns)
@@ -202,6 +214,11 @@ class World:
         """Whether anything may go wrong now, or did a moment ago: then blocks may be missing, and calls late."""
         return self.trouble.is_on or self.turns.now < self.trouble.ended + 12.0
 
+    @property
+    def may_be_late(self) -> bool:
+        """Whether calls may take longer than healthy media explain, or did a moment ago."""
+        return self.may_be_wrong or self.trouble.is_settled or self.turns.now < self.trouble.slow_until + 12.0
+
     def tiers(self, shape: Shape) -> list[object]:
         """Make the tiers of a cache."""
         write = "back" if shape.writes_back and ("cpu" in shape.chain or "gpu" in shape.chain) else "through"
@@ -219,12 +236,12 @@ class World:
             elif name == "nvme":
                 paths = [str(disk.path / "kv") for disk in self.disks[: shape.num_disks]]
                 found.append(
-                    {
-                        "medium": "nvme", "path": paths if len(paths) > 1 else paths[0], "num_threads": 2,
+                    _resolve("nvme")({  # which lies on the real disk, so that it is looked up once
+                        "path": paths if len(paths) > 1 else paths[0], "num_threads": 2,
                         "capacity": self.disk_bytes(shape.disk_slots // shape.num_disks),
                         "max_capacity": self.disk_bytes(2 * _NUM_ALL), "ttl_s": shape.ttl_s, "policy": shape.policy,
                         **storage,
-                    }
+                    })
                 )  # fmt: skip
             else:
                 pace = {"read_bandwidth": 40 * 8192} if shape.is_paced and name == "store" else {}
@@ -262,15 +279,54 @@ class World:
         trouble.is_on = trouble.since_told = True
         return f"{kind} {odds}"
 
+    def fail_once(self, number: int, at: int) -> None:
+        """Have the ``at``'th call of a disk from now on fail, and none after it."""
+        disk = self.disks[number % self.shape.num_disks]
+        disk.faults.once = at
+        self.known.forget_kept()
+        self.trouble.is_on = self.trouble.since_told = True
+        self.tell(f"trouble: call {at} of {disk.path} fails")
+
+    def fail_all(self) -> None:
+        """Have every call of every disk fail."""
+        for disk in self.disks:
+            disk.faults.error = 1.0
+        self.known.forget_kept()
+        self.trouble.is_on = self.trouble.since_told = True
+        self.tell("trouble: all calls of disks fail")
+
+    @contextmanager
+    def slow(self) -> Iterator[None]:
+        """Have media that take 10 ms a call, and no other trouble from now on."""
+        self.end_trouble()
+        self.trouble.is_settled = True
+        for disk in self.disks:
+            disk.faults.latency_s = 0.01
+        self.store.faults.latency_s = 0.02
+        try:
+            yield
+        finally:
+            self.trouble.is_settled = False
+            self.trouble.slow_until = self.turns.now
+            self._mend()
+
+    def number(self) -> int:
+        """Return a number that was never returned before."""
+        self._num_numbers += 1
+        return self._num_numbers
+
     def end_trouble(self) -> None:
         """Have nothing go wrong any more."""
         if not self.trouble.is_on:
             return
+        self._mend()
+        self.trouble.is_on = False
+        self.trouble.ended = self.turns.now
+
+    def _mend(self) -> None:
         for disk in self.disks:
             disk.faults = DiskFaults()
         self.store.faults = replace(StoreFaults(), lookup_s=self.store.faults.lookup_s)
-        self.trouble.is_on = False
-        self.trouble.ended = self.turns.now
 
     def check(self) -> None:
         """Raise `WrongAnswer` unless every limit holds."""
@@ -395,14 +451,23 @@ class World:
         try:
             with running_in(self.system):
                 self.turns.bury()
-                for each in self._graveyard:
-                    if isinstance(each, SimulatedLoop):
-                        each.close()
-                self._graveyard.clear()
-                gc.collect()
+                for error in self.failures:
+                    error.__traceback__ = error.__context__ = error.__cause__ = None
+                while self._graveyard:
+                    if isinstance(self._graveyard[-1], SimulatedLoop):
+                        self._graveyard[-1].bury()
+                    self._graveyard.pop()
+                while gc.collect():  # what ends in the first pass may leave tracebacks, which hold more
+                    pass
         finally:
+            gc.unfreeze()
             sys.unraisablehook = hook
             asyncio_log.disabled = was_disabled
+
+
+@cache
+def _resolve(medium: str) -> Callable[[Mapping[str, Any]], object]:
+    return cast(Callable[[Mapping[str, Any]], object], resolve(medium))
 
 
 class _Log(logging.Handler):
