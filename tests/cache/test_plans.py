@@ -56,6 +56,66 @@ async def test_a_round_trip_through_two_ranks(tmp_path: Path) -> None:
         await until_idle(kv)
 
 
+async def test_one_store_holds_blocks_of_several_prompts() -> None:
+    """Each block of one job is found by its own prompt's keys, and under its own salt: what it was given comes back."""
+    of_tenant, of_other = prompt(4, salt="tenant"), prompt(4, salt="another")
+    runs = [KEYS[2:5], of_tenant, of_other[3:]]
+    async with open_any(AnyEngine(), CPU, shard=Shard.every(2)) as kv:
+        planner = kv.planner()
+        ranks = Ranks(planner)
+        for rank, engine in enumerate(ranks.engines):
+            for first, run in zip((0, 3, 7), runs, strict=True):
+                engine.fill(run, range(first, first + len(run)), f"rank {rank}")
+        for num_new in (8, 0):
+            job = planner.plan_store(runs, ranks.engines[0].spec(range(8)))
+            plan = await job.planned()
+            for worker in ranks.workers:
+                planner.complete(worker.execute(spread(plan)))
+            assert (await job.ended()).num_blocks == num_new
+        assert [(await kv.lookup(run)).num_blocks for run in runs] == [3, 4, 1]
+        assert not (await kv.lookup(prompt(4, salt="nobody"))).num_blocks
+        ranks.wipe()
+        loading = planner.plan_load(of_tenant, ranks.engines[0].spec(range(4)))
+        for rank, worker in enumerate(ranks.workers):
+            planner.complete(worker.execute(spread(await loading.planned())))
+            assert ranks.engines[rank].count_right(of_tenant, range(4), f"rank {rank}") == 4
+        assert (await loading.ended()).num_blocks == 4
+        ranks.close()
+        await until_idle(kv)
+
+
+@pytest.mark.parametrize("write", ["through", "back"])
+async def test_blocks_of_several_prompts_are_written_by_their_own_names(write: str) -> None:
+    """To tiers below too, each goes under its own salt and with its place in its own prompt."""
+    runs = [KEYS[2:5], prompt(4, salt="tenant"), prompt(4, salt="another")[3:]]
+    below = ScriptedBackend(write=write)
+    async with open_any(AnyEngine(), CPU, below) as kv:
+        planner, engine = kv.planner(), AnyEngine()
+        worker = Worker(planner.slabs(), layout=SMALL, device="cpu")
+        worker.register_kv_caches(engine.caches[0])
+        planner.register_worker()
+        job = planner.plan_store(runs, engine.spec(range(8)))
+        planner.complete(worker.execute(await job.planned()))
+        await job.ended()
+        await kv.flush()
+        written = [(key.position, key.namespace.salt, key.hash) for key in below.keys()]  # noqa: SIM118 - no mapping
+        named = [(at, run.salt_id, digest) for run in runs for at, digest in enumerate(run, run.start)]
+        assert sorted(written) == sorted(named)
+        worker.close()
+
+
+async def test_several_prompts_that_cannot_be_stored_together() -> None:
+    """They are refused before anything is held: none at all, and blocks of two sizes."""
+    async with open_any(AnyEngine(), CPU, shard=Shard.every(2)) as kv:
+        planner = kv.planner()
+        ranks = Ranks(planner)
+        refused: Any
+        for refused, words in (([], "no keys"), ([KEYS, prompt(1, block_size=8)], "8 tokens"), ([KEYS, 1], "int")):
+            with pytest.raises(ConfigurationError, match=words):
+                planner.plan_store(refused, ranks.engines[0].spec(range(N)))
+        ranks.close()
+
+
 async def test_a_flush_waits_for_planned_stores() -> None:
     """When it returns, what workers have copied out is in every tier, of every rank."""
     below = ScriptedBackend()

@@ -17,6 +17,8 @@ SAME = {
         "test_a_round_trip_through_two_ranks",
         "test_what_one_rank_has_not_copied_is_readable_on_none",
         "test_fewer_than_none_moved_is_none",
+        "test_one_store_holds_blocks_of_several_prompts",
+        "test_several_prompts_that_cannot_be_stored_together",
         "test_a_plan_holds_what_it_names",
         "test_a_plan_is_executed_once",
         "test_a_load_overtaken_by_new_weights_brings_nothing",

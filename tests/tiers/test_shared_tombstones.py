@@ -1,6 +1,7 @@
 """Which blocks are taken for absent after an eviction, and how many are remembered."""
 
 import gc
+from dataclasses import replace
 
 import numpy as np
 
@@ -76,3 +77,18 @@ def test_the_garbage_collector_walks_none_of_them() -> None:
     assert begun == []
     gc.collect()
     assert len(gc.get_objects()) < before + 100
+
+
+def test_blocks_of_several_salts_are_given_back_by_salt() -> None:
+    """What one store held of several prompts is to be deleted under the salt of each."""
+    of_other = replace(batch(3, 4), namespace=replace(SPACE, salt=bytes([7]) * 32))
+    tombstones = Tombstones()
+    tombstones.add(Batch.joined([batch(1, 2), of_other]))
+    first = tombstones.oldest(10)
+    assert first is not None
+    assert (first.namespace, first.spaces) == (SPACE, None)
+    tombstones.lift(first, tombstones.serial)
+    rest = tombstones.oldest(10)
+    assert rest is not None
+    assert (rest.namespace, rest.spaces) == (of_other.namespace, None)
+    assert (rest.names == of_other.names).all()

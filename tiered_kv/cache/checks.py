@@ -26,7 +26,7 @@ from tiered_kv.values.errors import ConfigurationError, LayoutMismatchError
 from tiered_kv.values.events import Emit
 from tiered_kv.values.hints import ReuseHint, check_hint
 from tiered_kv.values.integers import is_number
-from tiered_kv.values.keys import BlockKeys, ModelIdentity, Shard
+from tiered_kv.values.keys import BlockKeys, ModelIdentity, Shard, StoredKeys
 from tiered_kv.values.layout import KVGroup, KVLayout
 from tiered_kv.values.specs import EngineBlocks, GPULoadStoreSpec
 
@@ -70,7 +70,7 @@ def check_one_rank(of_ranks: Sequence[object]) -> None:
         )
 
 
-def check_keys(keys: BlockKeys, group: KVGroup) -> None:
+def check_keys(keys: StoredKeys, group: KVGroup) -> None:
     """Raise `LayoutMismatchError` if the keys name blocks of another size than the group's."""
     if keys.block_size != group.block_size:
         raise LayoutMismatchError(
@@ -164,7 +164,7 @@ def check_specs(bindings: Bindings, wanted: Sequence[BlockKeys], into: Sequence[
             ) from None
 
 
-def check_planned(chain: Chain, keys: BlockKeys, spec: GPULoadStoreSpec | None) -> None:
+def check_planned(chain: Chain, keys: StoredKeys, spec: GPULoadStoreSpec | None) -> None:
     """Raise unless blocks can be planned: with host memory to hold them, and ids for each key if they are given."""
     if not chain.host.index.num_slots:
         raise ConfigurationError("plans hold blocks in the CPU tier, and this cache has none")
@@ -173,7 +173,7 @@ def check_planned(chain: Chain, keys: BlockKeys, spec: GPULoadStoreSpec | None) 
         check_count(chain.group, keys, spec)
 
 
-def check_engine_blocks(keys: BlockKeys, spec: GPULoadStoreSpec) -> None:
+def check_engine_blocks(keys: StoredKeys, spec: GPULoadStoreSpec) -> None:
     """Raise unless a spec is of the engine's own blocks, in the keys' KV group."""
     if not isinstance(spec, GPULoadStoreSpec):
         raise ConfigurationError(f"blocks of the engine are given as GPULoadStoreSpec, got {type(spec).__name__}")
@@ -181,7 +181,7 @@ def check_engine_blocks(keys: BlockKeys, spec: GPULoadStoreSpec) -> None:
         raise LayoutMismatchError(f"keys of KV group {keys.group}, but block ids of {spec.group}")
 
 
-def check_count(group: KVGroup, keys: BlockKeys, spec: EngineBlocks) -> None:
+def check_count(group: KVGroup, keys: StoredKeys, spec: EngineBlocks) -> None:
     """Raise `LayoutMismatchError` unless there are as many block ids as the keys need."""
     per_block = group.pages_per_block
     if len(spec) != len(keys) * per_block:

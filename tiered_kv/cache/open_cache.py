@@ -26,7 +26,7 @@ from tiered_kv.transfers.resize import GivenUp, resize, slots_within
 from tiered_kv.transfers.writedown import Cleaner, write_all
 from tiered_kv.values.errors import ClosedError, ConfigurationError, TieredKVError
 from tiered_kv.values.events import TierResized
-from tiered_kv.values.keys import BlockKeys
+from tiered_kv.values.keys import StoredKeys
 from tiered_kv.values.loop_calls import LoopCalls
 
 _LAST_STEPS_S: Final = 1.0
@@ -167,10 +167,11 @@ class OpenCache:
         for jobs in list(self._planners):
             jobs.close()
 
-    def note(self, call: Call, keys: BlockKeys) -> None:
+    def note(self, call: Call, keys: StoredKeys) -> None:
         """Have a call recorded, if that is wanted; from any thread."""
         if self.recorder is not None:
-            self.recorder.note(call, keys)
+            for run in keys.runs:
+                self.recorder.note(call, run)
 
     def call_soon(self, function: Callable[[], object]) -> None:
         """Have the event loop call a function, from any thread."""

@@ -10,7 +10,7 @@ scheduler without an event loop asks `Planner.poll` in each of its steps; a coro
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 from typing_extensions import override
@@ -21,7 +21,7 @@ from tiered_kv.system import system
 from tiered_kv.transfers.jobs import Job, JobBook
 from tiered_kv.transfers.requests import JobRequest
 from tiered_kv.values.hints import ReuseHint, check_hint
-from tiered_kv.values.keys import BlockKeys
+from tiered_kv.values.keys import BlockKeys, stored_keys
 from tiered_kv.values.plan import Outcomes, ProcessSlab, SlabHandle
 from tiered_kv.values.specs import GPULoadStoreSpec
 
@@ -74,7 +74,7 @@ class Planner(ABC):
     @abstractmethod
     def plan_store(
         self,
-        keys: BlockKeys,
+        keys: BlockKeys | Sequence[BlockKeys],
         source: GPULoadStoreSpec | None = None,
         *,
         epoch: str | None = None,
@@ -85,7 +85,8 @@ class Planner(ABC):
         What is there already is left out, rank by rank. Where the CPU tier has no room for all nothing is stored.
 
         Args:
-            keys: What to store, in prompt order.
+            keys: What to store, in prompt order; or blocks of several prompts, in a list: of other salts too, each
+                prompt's by themselves. Whatever they are, one job costs the event loop as much.
             source: ``pages_per_block`` block ids per key, the same on every rank. They must not change until the
                 workers have copied them. Left out where they are not known yet: see `Job.bind`.
             epoch: The weights that computed the blocks, where they are not the current ones any more.
@@ -161,15 +162,15 @@ class OwnPlanner(Planner):
     @override
     def plan_store(
         self,
-        keys: BlockKeys,
+        keys: BlockKeys | Sequence[BlockKeys],
         source: GPULoadStoreSpec | None = None,
         *,
         epoch: str | None = None,
         hint: ReuseHint | None = None,
     ) -> Job:
         self._check_open()
-        seat, known = self._seat, check_hint(hint)
-        parts = seat.batches(keys, epoch)
-        check_planned(parts[0][0], keys, source)
-        seat.cache.note("store", keys)
-        return seat.cache.jobs.begin(JobRequest("store", keys, parts, source, lambda: True, math.inf, hint=known))
+        seat, known, stored = self._seat, check_hint(hint), stored_keys(keys)
+        parts = seat.batches(stored, epoch)
+        check_planned(parts[0][0], stored, source)
+        seat.cache.note("store", stored)
+        return seat.cache.jobs.begin(JobRequest("store", stored, parts, source, lambda: True, math.inf, hint=known))

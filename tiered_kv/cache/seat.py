@@ -31,7 +31,7 @@ from tiered_kv.transfers.submissions import Submissions
 from tiered_kv.transfers.swap import SwapSide, SwapSpace, SwapSpaces
 from tiered_kv.values.errors import ClosedError, ConfigurationError
 from tiered_kv.values.integers import as_int
-from tiered_kv.values.keys import NO_SALT, BlockKeys, Namespace, Shard, epoch_digest
+from tiered_kv.values.keys import NO_SALT, BlockKeys, Namespace, Shard, StoredKeys, epoch_digest
 from tiered_kv.values.loop_calls import LoopCalls
 from tiered_kv.values.results import CacheStatistics, TierStatistics
 
@@ -163,14 +163,14 @@ class Seat(EngineSide):
         check_one_rank(chains)
         return chains[0]
 
-    def batches(self, keys: BlockKeys, epoch: str | None = None) -> list[tuple[Chain, Batch]]:
+    def batches(self, keys: StoredKeys, epoch: str | None = None) -> list[tuple[Chain, Batch]]:
         """Return, per rank, the chain of the keys' KV group, and what the keys are called there. From any thread.
 
         Args:
             keys: An engine's.
             epoch: The weights that computed the blocks; those served now by default.
         """
-        if not isinstance(keys, BlockKeys):
+        if not isinstance(keys, StoredKeys):
             raise ConfigurationError(
                 f"keys must be BlockKeys, from hash_blocks() or BlockKeys.from_hashes(), got {type(keys).__name__}"
             )

@@ -50,7 +50,7 @@ from tiered_kv.transfers.jobs import Job, JobBook, with_a_worker
 from tiered_kv.transfers.workers import Process, Workers
 from tiered_kv.values.errors import ConfigurationError, TieredKVError
 from tiered_kv.values.hints import ReuseHint, check_hint
-from tiered_kv.values.keys import BlockKeys, epoch_digest
+from tiered_kv.values.keys import BlockKeys, StoredKeys, epoch_digest, stored_keys
 from tiered_kv.values.log import log
 from tiered_kv.values.plan import JobResult, Move, Outcomes, Plan, SlabHandle
 from tiered_kv.values.specs import CPULoadStoreSpec, GPULoadStoreSpec
@@ -63,7 +63,7 @@ class FarRequest:
     Attributes:
         direction: Of the bytes.
         keys: What to move.
-        said: The same, for the server.
+        said: The same, for the server, by prompt.
         engine: The engine's blocks; None if they are to be bound.
         per_block: Of the engine's blocks, a key.
         is_current: False once what was loaded is of other weights than are served.
@@ -73,8 +73,8 @@ class FarRequest:
     """
 
     direction: Literal["load", "store"]
-    keys: BlockKeys
-    said: Keys
+    keys: StoredKeys
+    said: tuple[Keys, ...]
     engine: GPULoadStoreSpec | None
     per_block: int
     is_current: Callable[[], bool]
@@ -300,7 +300,7 @@ class FarJobs(JobBook):
         return job
 
     @override
-    def _about(self, job: Job) -> tuple[BlockKeys, int] | None:
+    def _about(self, job: Job) -> tuple[StoredKeys, int] | None:
         far = self._underway.get(job)
         return None if far is None else (far.request.keys, far.request.per_block)
 
@@ -385,8 +385,9 @@ class FarJobs(JobBook):
         request, far.there, far.number = far.request, there, there.number()
         there.transfers[far.number] = self._sent[far.job.number] = far
         try:
-            is_bound = request.engine is not None
-            there.send(PlanJob(far.number, request.direction, request.said, request.gaps, is_bound, request.hint))
+            is_bound, (keys, *more) = request.engine is not None, request.said
+            said = request.direction, keys, tuple(more), request.gaps, is_bound, request.hint
+            there.send(PlanJob(far.number, *said))
         except TieredKVError as error:  # more keys than a message may have
             self._forget(far)
             self._end(far, str(error))
@@ -508,26 +509,28 @@ class FarPlanner(Planner):
         said = self._starts.said(keys, epoch=epoch, anywhere=True)
         per_block = self._check(keys, into)
         return self._far_jobs.begin(
-            FarRequest("load", keys, said, into, per_block, lambda: self._starts.epoch == epoch, gaps)
+            FarRequest("load", keys, (said,), into, per_block, lambda: self._starts.epoch == epoch, gaps)
         )
 
     @override
     def plan_store(
         self,
-        keys: BlockKeys,
+        keys: BlockKeys | Sequence[BlockKeys],
         source: GPULoadStoreSpec | None = None,
         *,
         epoch: str | None = None,
         hint: ReuseHint | None = None,
     ) -> Job:
-        said = self._starts.said(keys, epoch=None if epoch is None else epoch_digest(epoch), anywhere=True)
-        per_block = self._check(keys, source)
+        stored = stored_keys(keys)
+        digest = None if epoch is None else epoch_digest(epoch)
+        said = tuple(self._starts.said(run, epoch=digest, anywhere=True) for run in stored.runs)
+        per_block = self._check(stored, source)
         refused = "draining" if self._starts.is_draining else ""
         return self._far_jobs.begin(
-            FarRequest("store", keys, said, source, per_block, lambda: True, hint=check_hint(hint), refused=refused)
+            FarRequest("store", stored, said, source, per_block, lambda: True, hint=check_hint(hint), refused=refused)
         )
 
-    def _check(self, keys: BlockKeys, blocks: GPULoadStoreSpec | None) -> int:
+    def _check(self, keys: StoredKeys, blocks: GPULoadStoreSpec | None) -> int:
         """Raise unless blocks of the engine are as many as the keys need; return how many a key needs."""
         group = self._connection.here(anywhere=True).group(keys.group).group
         if blocks is not None:

@@ -129,11 +129,15 @@ class Part(Field, frozen=True):
 
 
 class PlanJob(Message, frozen=True, tag="plan_job"):
-    """Plan a load or store. ``is_bound``: the client knows the engine's blocks, so that its plan goes to workers."""
+    """Plan a load or store. ``is_bound``: the client knows the engine's blocks, so that its plan goes to workers.
+
+    What is stored may be of ``more`` prompts, of the same weights, block size and KV group.
+    """
 
     id: int
     direction: Literal["load", "store"]
     keys: Keys
+    more: tuple[Keys, ...]
     gaps: bool
     is_bound: bool
     hint: ReuseHint | None

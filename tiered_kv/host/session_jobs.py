@@ -35,7 +35,7 @@ from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.transfers.jobs import Job, Jobs
 from tiered_kv.transfers.requests import JobRequest
 from tiered_kv.values.errors import ConfigurationError
-from tiered_kv.values.keys import BlockKeys, Names
+from tiered_kv.values.keys import Names, StoredKeys, stored_keys
 from tiered_kv.values.plan import Outcomes, Plan
 from tiered_kv.values.specs import GPULoadStoreSpec
 
@@ -141,7 +141,7 @@ class SessionJobs:
         """Keep ``jobs``, which are this client's alone, and tell of them in ``tasks``."""
         self._jobs = jobs
         self._tasks = tasks
-        self._by_id: dict[int, tuple[Job, BlockKeys, int]] = {}  # with the engine's blocks a key
+        self._by_id: dict[int, tuple[Job, StoredKeys, int]] = {}  # with the engine's blocks a key
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -170,7 +170,11 @@ class SessionJobs:
         Raises:
             TieredKVError: It cannot be: `Jobs.begin` says why.
         """
-        keys = request.keys.block_keys()
+        if request.more and (
+            request.direction == "load" or {each.epoch for each in request.more} != {request.keys.epoch}
+        ):
+            raise ConfigurationError("keys of several prompts, or of several weights, for one load or store")
+        keys = stored_keys([each.block_keys() for each in (request.keys, *request.more)])
         parts = seat.batches(keys)
         # Else slots would be held that nobody hears of.
         if _SAID_BYTES * len(keys) * len(parts) > wire.MOST_FRAME_BYTES // 2:
@@ -209,8 +213,7 @@ class SessionJobs:
                 positions = wire.as_ids(request.positions)
                 if len(positions) and not 0 <= positions.min() <= positions.max() < len(keys):
                     raise ConfigurationError(f"positions of a job of {len(keys)} keys")
-                named = keys.words[positions]
-                job.complete([row.tobytes() for row in named], rank=request.rank, moved=request.moved)
+                job.complete([keys[at] for at in positions.tolist()], rank=request.rank, moved=request.moved)
 
     def cancel(self, id_: int) -> None:
         """End a job whose plan no worker has, as only its client knows."""

@@ -165,7 +165,7 @@ class Waiting:
         return self._clock() - float(self._since_s[slots[0]]) if len(slots) else 0.0
 
     def _line_up(self, batch: Batch, slots: NDArray[np.int64], lease: Lease, came: int) -> None:
-        self._namespaces[slots] = batch.namespace
+        self._namespaces[slots] = batch.namespace if batch.spaces is None else batch.spaces
         self._positions[slots] = batch.positions
         self._since_s[slots] = self._clock()
         fresh = self._index.mark_dirty(lease, slots)

@@ -26,7 +26,7 @@ from tiered_kv.settings.encryption import Encryption
 from tiered_kv.tiers.tasks import WorkerPool, in_a_thread
 from tiered_kv.tiers.tier import Batch
 from tiered_kv.values.errors import ConfigurationError
-from tiered_kv.values.keys import BlockKey, Names
+from tiered_kv.values.keys import BlockKey, Names, Namespace
 from tiered_kv.values.layout import PAGE_BYTES, KVGroup
 from tiered_kv.values.loop_calls import LoopCalls
 
@@ -299,9 +299,16 @@ class Records:
 
     def keys(self, batch: Batch) -> list[BlockKey]:
         """Return the keys of blocks as the medium has them, in order."""
-        if self._names is None:
-            return batch.namespace.keys_of(batch.names, batch.positions)
-        return self._names.hide_space(batch.namespace).keys_of(self._names.hide(batch.names), batch.positions)
+        names, positions = self.names(batch.names), batch.positions
+        if batch.spaces is None:
+            return self._space(batch.namespace).keys_of(names, positions)
+        return [
+            self._space(space).keys_of(names[at : at + 1], positions[at : at + 1])[0]
+            for at, space in enumerate(batch.spaces)
+        ]
+
+    def _space(self, space: Namespace) -> Namespace:
+        return space if self._names is None else self._names.hide_space(space)
 
     def names(self, names: Names) -> Names:
         """Return the names of blocks as the medium has them."""

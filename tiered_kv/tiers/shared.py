@@ -22,7 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import islice, repeat
 from typing import Any, Final
 
 import numpy as np
@@ -222,7 +222,8 @@ class Tombstones:
         self._drop(names)  # so that what is evicted again is the last to go
         for name in names:  # its update() makes a tuple of each
             self._serials[name] = self.serial
-        self._spaces.update(dict.fromkeys(names, batch.namespace))
+        spaces = repeat(batch.namespace, len(names)) if batch.spaces is None else batch.spaces
+        self._spaces.update(zip(names, spaces, strict=False))
         self._positions.update(zip(names, batch.positions.tolist(), strict=True))
         num_lost = max(0, len(self._serials) - max(self._most_names, len(batch)))
         self._drop(list(islice(self._serials, num_lost)))

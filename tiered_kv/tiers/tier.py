@@ -8,6 +8,7 @@ What a tier says of the blocks of one write.
 """
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -19,7 +20,7 @@ from typing_extensions import override
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.memory.host import HostSlab, check_host_memory
 from tiered_kv.values.errors import ConfigurationError
-from tiered_kv.values.keys import BlockKeys, Names, Namespace, Shard
+from tiered_kv.values.keys import BlockKeys, Names, Namespace, Shard, StoredKeys
 from tiered_kv.values.specs import CPULoadStoreSpec, LoadStoreSpec
 
 _MOST_NAMESPACES: Final = 4096
@@ -28,17 +29,38 @@ _MOST_NAMESPACES: Final = 4096
 
 @dataclass(frozen=True)
 class Batch:
-    """Blocks of one namespace, by name; ``positions`` says which block of its prompt each is."""
+    """Blocks by name.
+
+    Attributes:
+        namespace: Theirs; what a store holds of several prompts may be of others too.
+        names: ``(n, 4)``.
+        positions: Which block of its prompt each is.
+        spaces: ``(n,)`` namespaces, where they are not all of one.
+    """
 
     namespace: Namespace
     names: Names
     positions: NDArray[np.int64]
+    spaces: NDArray[np.object_] | None = None
+
+    @classmethod
+    def joined(cls, parts: "Sequence[Batch]") -> "Batch":
+        """Put batches together, each of one namespace."""
+        first = parts[0].namespace
+        if len(parts) == 1:
+            return parts[0]
+        spaces = None
+        if any(each.namespace != first for each in parts):
+            spaces = np.repeat(np.array([each.namespace for each in parts], object), [len(each) for each in parts])
+        names, positions = ([getattr(each, name) for each in parts] for name in ("names", "positions"))
+        return cls(first, np.concatenate(names), np.concatenate(positions), spaces)
 
     def __len__(self) -> int:
         return len(self.names)
 
     def __getitem__(self, at: "slice | NDArray[np.int64] | NDArray[np.bool_]") -> "Batch":
-        return Batch(self.namespace, self.names[at], self.positions[at])
+        spaces = None if self.spaces is None else self.spaces[at]
+        return Batch(self.namespace, self.names[at], self.positions[at], spaces)
 
 
 class Naming:
@@ -54,8 +76,11 @@ class Naming:
         self.shard = shard
         self._namespaces: dict[tuple[bytes, bytes], Namespace] = {}
 
-    def batch(self, keys: BlockKeys, epoch: bytes) -> Batch:
+    def batch(self, keys: StoredKeys, epoch: bytes) -> Batch:
         """Name blocks that weights of ``epoch`` computed."""
+        return Batch.joined([self._named(run, epoch) for run in keys.runs])
+
+    def _named(self, keys: BlockKeys, epoch: bytes) -> Batch:
         space = self.namespace(keys.salt_id, epoch)
         return Batch(space, space.names(keys), np.arange(keys.start, keys.start + len(keys)))
 

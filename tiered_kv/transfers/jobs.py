@@ -32,7 +32,7 @@ from tiered_kv.transfers.workers import Workers
 from tiered_kv.values.errors import ClosedError, ConfigurationError, LayoutMismatchError
 from tiered_kv.values.events import Emit, WorkerEnded
 from tiered_kv.values.integers import as_int
-from tiered_kv.values.keys import BlockKeys
+from tiered_kv.values.keys import StoredKeys
 from tiered_kv.values.loop_calls import LoopCalls
 from tiered_kv.values.plan import JobResult, Outcomes, Plan
 from tiered_kv.values.specs import GPULoadStoreSpec
@@ -175,7 +175,7 @@ class JobBook(ABC):
         return bound
 
     @abstractmethod
-    def _about(self, job: Job) -> tuple[BlockKeys, int] | None:
+    def _about(self, job: Job) -> tuple[StoredKeys, int] | None:
         """Return what a job is to move, and how many blocks of the engine a key needs; None if it is over."""
 
     @abstractmethod
@@ -331,7 +331,7 @@ class Jobs(JobBook):
         return job
 
     @override
-    def _about(self, job: Job) -> tuple[BlockKeys, int] | None:
+    def _about(self, job: Job) -> tuple[StoredKeys, int] | None:
         underway = self._underway.get(job)
         return None if underway is None else (underway.request.keys, underway.request.pages_per_block)
 

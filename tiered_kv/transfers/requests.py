@@ -14,7 +14,7 @@ from tiered_kv.tiers.tier import Batch
 from tiered_kv.transfers.engine_memory import EngineMemory
 from tiered_kv.transfers.window import Said
 from tiered_kv.values.hints import ReuseHint
-from tiered_kv.values.keys import BlockKeys
+from tiered_kv.values.keys import StoredKeys
 from tiered_kv.values.specs import GPULoadStoreSpec
 
 Order = Literal["front", "back"]
@@ -88,7 +88,7 @@ class JobRequest:
 
     Attributes:
         direction: Of the bytes.
-        keys: What to move.
+        keys: What to move; of a store perhaps of several prompts.
         parts: By rank, the tiers and the blocks.
         engine: The engine's blocks, the same on every rank; None if they are to be bound.
         is_current: False once what was loaded is of other weights than are served.
@@ -99,7 +99,7 @@ class JobRequest:
     """
 
     direction: Literal["load", "store"]
-    keys: BlockKeys
+    keys: StoredKeys
     parts: Sequence[tuple[Chain, Batch]]
     engine: GPULoadStoreSpec | None
     is_current: Callable[[], bool]

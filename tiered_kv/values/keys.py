@@ -243,6 +243,11 @@ class BlockKeys(Sequence[bytes]):
         return cls(b"".join(parts), block_size=block_size, start=start, group=group, salt_id=salt_digest(salt))
 
     @property
+    def runs(self) -> "tuple[BlockKeys, ...]":
+        """These keys, which are of one prompt; see `KeyRuns`."""
+        return (self,)
+
+    @property
     def words(self) -> NDArray[np.uint64]:
         """The hashes as ``(n, 4)`` uint64, read-only."""
         if self._words is None:
@@ -311,6 +316,65 @@ class BlockKeys(Sequence[bytes]):
 
     def _identity(self) -> tuple[bytes, int, int, int, bytes]:
         return self.digests, self.block_size, self.start, self.group, self.salt_id
+
+
+class KeyRuns(Sequence[bytes]):
+    """Blocks of several prompts, one run after another: what one planned store holds. Each run has its own salt.
+
+    Attributes:
+        runs: Of one prompt each.
+        block_size: Tokens per block, of all.
+        group: The KV group, of all.
+    """
+
+    __slots__ = ("_digests", "block_size", "group", "runs")
+
+    def __init__(self, runs: Sequence[BlockKeys]) -> None:
+        """Put runs together.
+
+        Raises:
+            ConfigurationError: There are none, or of several block sizes or KV groups.
+        """
+        for each in runs:
+            if not isinstance(each, BlockKeys):
+                raise ConfigurationError(f"keys of several prompts are BlockKeys each, got {type(each).__name__}")
+        kinds = {(each.block_size, each.group) for each in runs}
+        if not kinds:
+            raise ConfigurationError("no keys: a store of several prompts has at least one")
+        if len(kinds) > 1:
+            said = " and ".join(f"{size} tokens a block in group {group}" for size, group in sorted(kinds))
+            raise ConfigurationError(f"only keys of one block size and KV group are stored together, got {said}")
+        self.runs = tuple(runs)
+        ((self.block_size, self.group),) = kinds
+        self._digests: list[bytes] | None = None
+
+    def __len__(self) -> int:
+        return sum(map(len, self.runs))
+
+    @overload
+    def __getitem__(self, at: int) -> bytes: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[bytes]: ...
+    def __getitem__(self, at: int | slice) -> bytes | list[bytes]:
+        if self._digests is None:
+            self._digests = [digest for run in self.runs for digest in run]
+        return self._digests[at]
+
+
+StoredKeys = BlockKeys | KeyRuns
+"""What a planned store is about: blocks of one prompt, or of several."""
+
+
+def stored_keys(keys: BlockKeys | Sequence[BlockKeys]) -> StoredKeys:
+    """Return what a caller wants to store; raise `ConfigurationError` unless it is keys of one prompt or of several."""
+    if isinstance(keys, list | tuple):
+        return keys[0] if len(keys) == 1 and isinstance(keys[0], BlockKeys) else KeyRuns(keys)
+    if not isinstance(keys, BlockKeys):
+        raise ConfigurationError(
+            "keys must be BlockKeys, from hash_blocks() or BlockKeys.from_hashes(), or a list of them, got "
+            f"{type(keys).__name__}"
+        )
+    return keys
 
 
 def rows_of(names: Names) -> list[bytes]:
