@@ -73,7 +73,8 @@ class Stepped:
     def left(self) -> dict[str, int]:
         """Say what is held when nothing is left to do: nothing."""
         side = self.scheduling
-        kept = {name: len(getattr(side, name)) for name in ("_tracked", "_loads", "_moving", "_leaving")}
+        kept = {name: len(getattr(side, name)) for name in ("_tracked", "_loads", "_moving")}
+        kept["stores"] = side._storing.num_held  # noqa: SLF001 - ours
         self.scheduler.reset_prefix_cache()
         return {
             **{name: count for name, count in kept.items() if count},

@@ -16,7 +16,7 @@ from tiered_kv.integrations.identity import CONNECT, Below, checkpoint_weights
 from tiered_kv.settings.setting_errors import Checked
 from tiered_kv.settings.settings import Seconds
 from tiered_kv.values.errors import ConfigurationError
-from tiered_kv.values.keys import ModelIdentity
+from tiered_kv.values.keys import BlockKeys, ModelIdentity
 
 _NO_FACTS: Final = {"_name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype"}
 
@@ -155,6 +155,12 @@ class Configuration:
             stores=transfer.is_kv_producer,
             tells_events=bool(getattr(vllm_config.kv_events_config, "enable_kv_cache_events", False)),
         )
+
+    def keys(self, request: Any, first: int, stop: int) -> BlockKeys:
+        """Name a request's blocks, as far as its tokens are known. Its LoRA and images are in vLLM's hashes."""
+        each = self.hashes_per_block
+        hashes = request.block_hashes[(first + 1) * each - 1 : max(0, stop) * each : each]
+        return BlockKeys.from_hashes(hashes, block_size=self.block_size, start=first, salt=request.cache_salt or "")
 
 
 def _check_parallel(parallel: Any) -> None:

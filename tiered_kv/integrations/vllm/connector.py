@@ -123,7 +123,12 @@ class TieredKVConnector(KVConnectorBase_V1):
     def update_connector_output(self, connector_output: Any) -> None:
         """See the base class."""
         report = connector_output.kv_connector_worker_meta
-        self._in_scheduler().take(report if isinstance(report, Report) else None)
+        freed = connector_output.finished_sending or set()
+        self._in_scheduler().take(report if isinstance(report, Report) else Report(), freed)
+
+    def has_pending_block_frees(self) -> bool:
+        """Have vLLM wait, and preempt nobody, while blocks of requests that have ended are copied."""
+        return self._in_scheduler().frees_soon
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """See the base class."""

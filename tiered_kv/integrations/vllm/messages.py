@@ -4,6 +4,7 @@ What the scheduler's side of the connector knows of a request, and of its loads 
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Self
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -49,9 +50,9 @@ class LoadOrder:
 
 @dataclass(frozen=True)
 class StoreOrder:
-    """One request's store: its blocks may not change until every rank has copied them out."""
+    """A store of some requests' blocks, which may not change until every rank has copied them out."""
 
-    request_id: str
+    request_ids: frozenset[str]
     plan: Plan
 
 
@@ -87,7 +88,7 @@ class Report(KVConnectorWorkerMetadata):
         return Report(self.outcomes + other.outcomes)
 
 
-@dataclass
+@dataclass(eq=False)
 class Tracked:
     """One request of vLLM's, from its first look-up to its end.
 
@@ -98,10 +99,11 @@ class Tracked:
         num_here: Blocks that vLLM's own cache had of it. The tiers have not heard yet that they are used.
         num_found: Blocks found behind those that are in place.
         by_tier: Tokens found, by the tier that had them, of tiers that no other cache uses.
-        num_stored: How many of its first blocks are in place, and stored or being stored or not to be.
+        num_stored: How many of its first blocks are in place, and stored, being stored, due, or not to be.
         may_load: False once a load brought less than was found: it would find the same again, and again.
-        stores: Its stores that the workers have not been told of.
-        is_storing: Whether the workers were told of a store of it since it got its blocks.
+        may_store: False once other weights are served than those that have computed what it has.
+        num_due: Blocks of it that no job holds yet: vLLM's, to be copied.
+        stores: What holds blocks of it that not every rank has copied.
     """
 
     request: Any
@@ -112,8 +114,9 @@ class Tracked:
     by_tier: dict[str, int] = field(default_factory=dict)
     num_stored: int = 0
     may_load: bool = True
-    stores: set[Job] = field(default_factory=set)
-    is_storing: bool = False
+    may_store: bool = True
+    num_due: int = 0
+    stores: "set[Store]" = field(default_factory=set)
 
 
 @dataclass
@@ -134,8 +137,38 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Store:
-    """A store of so many blocks of a request."""
+class Due:
+    """Neighbouring blocks of a request that are to be stored, from its number ``first`` on."""
 
     tracked: Tracked
+    first: int
+    block_ids: list[int]
+
+    @property
+    def stop(self) -> int:
+        """The number of the block behind them."""
+        return self.first + len(self.block_ids)
+
+
+@dataclass(eq=False)
+class Store:
+    """A store of blocks of several requests.
+
+    Attributes:
+        job: Of the planner.
+        tracked: Whose blocks.
+        num_blocks: How many.
+        num_unanswered: Ranks that may read the blocks yet, or have not begun.
+        is_told: Whether the workers have it.
+    """
+
+    job: Job
+    tracked: frozenset[Tracked]
     num_blocks: int
+    num_unanswered: int
+    is_told: bool = False
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """The requests, by name."""
+        return frozenset(each.request.request_id for each in self.tracked)

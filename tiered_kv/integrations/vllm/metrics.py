@@ -64,10 +64,14 @@ class Counts:
             {"load_requests": 1, "load_blocks": num_blocks, "load_blocks_lost": lost, "load_wait_seconds": waited_s}
         )
 
-    def store(self, num_wanted: int, num_stored: int, num_errors: int) -> None:
+    def store(self, num_wanted: int, num_stored: int) -> None:
         """Count a store that has ended."""
-        skipped = num_wanted - num_stored
-        self._stats.add({"store_blocks": num_stored, "store_blocks_skipped": skipped, "errors": num_errors})
+        self._stats.add({"store_blocks": num_stored, "store_blocks_skipped": num_wanted - num_stored})
+
+    def copied(self, error: str) -> None:
+        """Count a rank's copy if it failed. What was cancelled, or found no server, is no error of a copy."""
+        if error:
+            self._stats.add({"errors": 1})
 
     def load_ended(self, by_tier: Mapping[str, TierShare]) -> None:
         """Count what has come from which tier."""

@@ -36,7 +36,7 @@ class MovingSide:
         self._worker: Worker | None = None
         self._slabs: tuple[SlabHandle, ...] | None = None  # to be attached
         self._loads: dict[str, tuple[LoadOrder, Future[Outcomes]]] = {}
-        self._stores: dict[str, set[Future[Outcomes]]] = {}
+        self._stores: dict[Future[Outcomes], frozenset[str]] = {}  # whose blocks each reads
         self._leaving: set[str] = set()
         self._lost: set[int] = set()
         self._outcomes: list[Outcomes] = []
@@ -69,9 +69,9 @@ class MovingSide:
         after = self._event() if step.flushes else None  # a device may be computing the step before yet
         for order in step.flushes:
             self._store(order, after)
-        ending = [future for name in step.preempted for future in self._stores.pop(name, ())]
+        ending = [future for future, names in self._stores.items() if not names.isdisjoint(step.preempted)]
         wait(ending)
-        self._outcomes += [future.result() for future in ending]
+        self._take(ending)
 
     def start_loads(self, step: Step) -> None:
         """Start this step's loads."""
@@ -89,12 +89,8 @@ class MovingSide:
 
     def ended(self) -> tuple[set[str], set[str]]:
         """Return the requests whose blocks vLLM may take back, and those whose loads have ended."""
-        for futures in self._stores.values():
-            over = {future for future in futures if future.done()}
-            futures.difference_update(over)
-            self._outcomes += [future.result() for future in over]
-        self._stores = {name: futures for name, futures in self._stores.items() if futures}
-        left = {name for name in self._leaving if name not in self._stores}
+        self._take([future for future in self._stores if future.done()])
+        left = self._leaving.difference(*self._stores.values()) if self._leaving else set()
         self._leaving -= left
         loaded = {name for name, (_, future) in self._loads.items() if future.done()}
         for name in loaded:
@@ -139,7 +135,13 @@ class MovingSide:
             log("warning", "vllm.no_host_memory", error=str(error))
 
     def _store(self, order: StoreOrder, after: object) -> None:
-        self._stores.setdefault(order.request_id, set()).add(self._start(order.plan, after))
+        self._stores[self._start(order.plan, after)] = order.request_ids
+
+    def _take(self, stores: list["Future[Outcomes]"]) -> None:
+        """Take the outcomes of stores that have ended."""
+        for future in stores:
+            del self._stores[future]
+            self._outcomes.append(future.result())
 
     def _start(self, plan: Plan | None, after: object) -> "Future[Outcomes]":
         if plan is not None and self._worker is not None:

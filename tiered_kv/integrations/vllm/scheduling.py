@@ -7,6 +7,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Collection, Iterable
+from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -18,9 +19,9 @@ from tiered_kv.cache.blocking import BlockingTieredKV, open_blocking
 from tiered_kv.cache.planner import Planner
 from tiered_kv.integrations.vllm.configuration import Configuration
 from tiered_kv.integrations.vllm.events import TierEvents
-from tiered_kv.integrations.vllm.messages import Hello, Load, LoadOrder, Report, Step, Store, StoreOrder, Tracked
+from tiered_kv.integrations.vllm.messages import Hello, Load, LoadOrder, Report, Step, Tracked
 from tiered_kv.integrations.vllm.metrics import Counts, hit_sources
-from tiered_kv.transfers.jobs import Job
+from tiered_kv.integrations.vllm.storing import Storing
 from tiered_kv.values.errors import ClosedError, ConfigurationError
 from tiered_kv.values.keys import BlockKeys, Shard
 from tiered_kv.values.loop_calls import LoopCalls
@@ -45,8 +46,7 @@ class SchedulingSide:
         self._tracked: dict[str, Tracked] = {}
         self._loads: dict[str, Load] = {}
         self._moving: dict[int, Load] = {}
-        self._stores: dict[Job, Store] = {}
-        self._leaving: dict[str, Tracked] = {}
+        self._storing: Storing  # likewise
 
     @property
     def kv(self) -> BlockingTieredKV:
@@ -74,13 +74,14 @@ class SchedulingSide:
         shard = Shard.every(wanted.num_ranks)
         cache = wanted.below.cache(model=wanted.model, layout=layouts.pop(), shard=shard, device="cpu")
         self._kv = self._stack.enter_context(open_blocking(cache))
-        self._planner = cache.planner()
+        planner = self._planner = cache.planner()
+        self._storing = Storing(planner, wanted, self.counts, hear=self._hear_of_jobs, describe=self._describe)
         self._loop_calls = LoopCalls(self._kv.call(asyncio.get_running_loop))
         if wanted.tells_events:
             self._events = self._kv.call(TierEvents.open, cache)
             self._stack.callback(self._kv.call, self._events.aclose)
         for hello in hellos:
-            self._planner.register_worker(rank=hello.rank, pid=hello.pid)
+            planner.register_worker(rank=hello.rank, pid=hello.pid)
 
     def find(self, request: Any, num_computed_tokens: int) -> int | None:
         """Return how many tokens can be loaded behind those that are computed; None to be asked again later."""
@@ -88,9 +89,10 @@ class SchedulingSide:
         tracked = self._tracked.setdefault(request.request_id, Tracked(request))
         first = tracked.num_here = tracked.num_stored = num_computed_tokens // wanted.block_size
         tracked.num_found = 0
+        tracked.may_store = True
         if request.skip_reading_prefix_cache or not wanted.loads or not tracked.may_load:
             return 0
-        keys = self._keys(request, first, (request.num_tokens - 1) // wanted.block_size)
+        keys = self._configuration.keys(request, first, (request.num_tokens - 1) // wanted.block_size)
         if not keys:
             return 0
         now = time.monotonic()
@@ -114,7 +116,7 @@ class SchedulingSide:
         tracked = self._tracked[request.request_id]
         first = tracked.num_stored
         stop = first + min(tracked.num_found, num_external_tokens // self._configuration.block_size)
-        ids, keys = tuple(block_ids[first:stop]), self._keys(request, first, stop)
+        ids, keys = tuple(block_ids[first:stop]), self._configuration.keys(request, first, stop)
         self._describe(request, keys)
         by_tier = self.kv.lookup_nowait(keys).by_tier
         tracked.by_tier = {tier: n * self._configuration.block_size for tier, n in by_tier.items()}
@@ -136,31 +138,45 @@ class SchedulingSide:
         if self._planner is not None:
             if (slabs := self._planner.slabs()) is not self._slabs:  # a server's are others once it has restarted
                 step.slabs = self._slabs = slabs
-            self._hear_of_jobs(self._planner)
+            self._hear_of_jobs()
             self._deliver_loads(step)
             self._deliver_stores(step, set(scheduled.preempted_req_ids or ()))
-            self._plan_stores(self._planner, scheduled)
+            if self._configuration.stores:
+                self._gather(scheduled)
+                self._storing.plan_if_due(is_idle=not scheduled.num_scheduled_tokens)
         return step
 
-    def take(self, report: Report | None) -> None:
-        """Take what ended on the workers."""
-        for outcomes in report.outcomes if report is not None else ():
+    def take(self, report: Report, freed: AbstractSet[str] = frozenset()) -> None:
+        """Take what ended on the workers, and whose blocks vLLM has back since."""
+        for outcomes in report.outcomes:
             load = self._moving.get(outcomes.job)
             if load is not None and outcomes.num_moved < len(load.block_ids):
                 load.fall_short()
+            self.counts.copied(outcomes.error)
+            self._storing.take(outcomes)
             self._open_planner().complete(outcomes)
+        if freed:
+            self._storing.freed(freed)
+
+    @property
+    def frees_soon(self) -> bool:
+        """Whether blocks of requests that have ended will be vLLM's again in a few steps."""
+        return self._planner is not None and self._storing.frees_soon
 
     def end(self, request: Any) -> bool:
         """Take note that a request has ended; return whether vLLM has to keep its blocks until the workers say so."""
         tracked = self._tracked.pop(request.request_id, None)
-        if tracked is None or not (tracked.is_storing or tracked.stores):
-            return False
-        self._leaving[request.request_id] = tracked
-        return True
+        return tracked is not None and self._planner is not None and self._storing.end(tracked)
 
     def forget(self) -> None:
-        """Serve nothing of what is stored: other weights are loaded, and nobody says which."""
+        """Serve nothing of what is stored: other weights are loaded, and nobody says which.
+
+        Requests that go on have begun with the old ones: what they fill from now on is nobody's.
+        """
         if self._kv is not None:
+            self._storing.forget()
+            for tracked in self._tracked.values():
+                tracked.may_store = False
             self._kv.advance_epoch(f"{self._configuration.model.weights}, changed: {uuid.uuid4()}")
 
     def close(self) -> None:
@@ -172,16 +188,17 @@ class SchedulingSide:
         with suppress(ClosedError):
             self._stack.close()
 
-    def _hear_of_jobs(self, planner: Planner) -> None:
-        for job in planner.poll():
+    def _hear_of_jobs(self, timeout_s: float = 0.0) -> bool:
+        """Take the news of jobs; say whether there was any."""
+        jobs = self._open_planner().poll(timeout_s)
+        for job in jobs:
             if job.result is None:
                 continue
             self._moving.pop(job.number, None)
             if job.plan is not None and job.plan.direction == "load":
                 self.counts.load_ended(job.result.by_tier)
-            if (store := self._stores.pop(job, None)) is not None:
-                store.tracked.stores.discard(job)  # if it ended before the workers were told
-                self.counts.store(store.num_blocks, job.result.num_blocks, len(job.result.errors))
+            self._storing.ended(job)
+        return bool(jobs)
 
     def _deliver_loads(self, step: Step) -> None:
         now = time.monotonic()
@@ -203,70 +220,44 @@ class SchedulingSide:
                 load.fall_short()
             self.counts.load(len(load.block_ids), num_blocks, waited_s)
 
-    def _deliver_stores(self, step: Step, preempted: set[str]) -> None:
-        """Tell the workers of what was planned, and of whose blocks are to be given up."""
-        step.preempted = preempted
-        for name, tracked in [*self._tracked.items(), *self._leaving.items()]:
-            for job in list(tracked.stores):
-                if job.result is not None:
-                    pass  # all is there already: nobody has to be told, and vLLM need not keep the blocks
-                elif job.plan is not None:
-                    orders = step.flushes if name in preempted else step.stores
-                    orders.append(StoreOrder(name, job.plan))
-                    tracked.is_storing = True
-                elif name in preempted:
-                    job.cancel()
-                else:
-                    continue
-                tracked.stores.discard(job)
-            if name in preempted:
-                tracked.is_storing, tracked.first_asked_s = False, None
-        for name in [name for name, tracked in self._leaving.items() if not tracked.stores]:
-            del self._leaving[name]
-            step.leaving.add(name)  # the workers know by now what to wait for
+    def _deliver_stores(self, step: Step, preempted: AbstractSet[str]) -> None:
+        self._storing.deliver(step, preempted)
+        for name in preempted:
+            if (tracked := self._tracked.get(name)) is not None:
+                tracked.first_asked_s = None
+                self._storing.give_up(tracked)
 
-    def _plan_stores(self, planner: Planner, scheduled: Any) -> None:
-        """Plan to store the blocks that are full after the step, of tokens that are known: with the next one.
+    def _gather(self, scheduled: Any) -> None:
+        """Have blocks stored that are full after the step, of tokens that are known.
 
         So are those that vLLM's own cache had, and the tiers have lost.
         """
-        if not self._configuration.stores:
-            return
+        size, each = self._configuration.block_size, self._configuration.hashes_per_block
         for name, num_tokens in scheduled.num_scheduled_tokens.items():
             if (tracked := self._tracked.get(name)) is None:
                 continue
-            num_computed, size = tracked.request.num_computed_tokens, self._configuration.block_size
-            num_here, num_full = min(tracked.num_here, num_computed // size), (num_computed + num_tokens) // size
-            for first, stop in ((self._use(tracked.request, num_here), num_here), (tracked.num_stored, num_full)):
-                if not (keys := self._keys(tracked.request, first, stop)):
-                    continue
-                blocks = scheduled.kv_connector_block_state.get_block_ids(name)
-                if not blocks:
-                    break
-                self._describe(tracked.request, keys)
-                job = planner.plan_store(keys, GPULoadStoreSpec(blocks[0][first : first + len(keys)]))
-                self._stores[job] = Store(tracked, len(keys))
-                tracked.stores.add(job)
-                tracked.num_stored = max(tracked.num_stored, first + len(keys))
-            tracked.num_here = 0
+            request = tracked.request
+            num_here, tracked.num_here = min(tracked.num_here, request.num_computed_tokens // size), 0
+            num_full = min((request.num_computed_tokens + num_tokens) // size, len(request.block_hashes) // each)
+            if num_here or (num_full > tracked.num_stored and tracked.may_store):  # else there is nothing to compute
+                first = self._use(request, num_here) if num_here else 0
+                block_ids = scheduled.kv_connector_block_state.get_block_ids(name)[0]
+                if tracked.may_store:
+                    self._storing.gather(tracked, first, block_ids[first:num_here])
+                    self._storing.gather(tracked, tracked.num_stored, block_ids[tracked.num_stored : num_full])
+                    tracked.num_stored = max(tracked.num_stored, num_full)
 
     def _use(self, request: Any, num_blocks: int) -> int:
         """Have the tiers know that vLLM's own cache has served these; return how many of the first they have.
 
         They are not stored anew: a store holds its blocks until vLLM's next step, and vLLM resets no cache meanwhile.
         """
-        if not (keys := self._keys(request, 0, num_blocks)):
+        if not (keys := self._configuration.keys(request, 0, num_blocks)):
             return 0
         self._describe(request, keys)
         num_kept = int(np.argmin(np.append(self.kv.membership(keys) == BlockState.HIT, [False])))
         self._loop_calls.call(self.kv.cache.touch, keys[:num_kept])  # a step waits for no event loop
         return num_kept
-
-    def _keys(self, request: Any, first: int, stop: int) -> BlockKeys:
-        """Name a request's blocks, as far as its tokens are known. Its LoRA and images are in vLLM's hashes."""
-        each, size = self._configuration.hashes_per_block, self._configuration.block_size
-        hashes = request.block_hashes[(first + 1) * each - 1 : max(0, stop) * each : each]
-        return BlockKeys.from_hashes(hashes, block_size=size, start=first, salt=request.cache_salt or "")
 
     def _describe(self, request: Any, keys: BlockKeys) -> None:
         """Say what blocks are, to routers."""

@@ -1,0 +1,191 @@
+"""The stores of the scheduler's side: blocks gather, over requests and steps, and go to the workers by one job.
+
+A job costs the event loop some turns whatever it holds, and each of them takes the interpreter from vLLM's own thread.
+So what a few steps fill goes together. Until it is copied it is in vLLM's own blocks, which are kept for that.
+"""
+
+import time
+from collections.abc import Callable
+from collections.abc import Set as AbstractSet
+from typing import Any, Final
+
+from tiered_kv.cache.planner import Planner
+from tiered_kv.integrations.vllm.configuration import Configuration
+from tiered_kv.integrations.vllm.messages import Due, Step, Store, StoreOrder, Tracked
+from tiered_kv.integrations.vllm.metrics import Counts
+from tiered_kv.transfers.jobs import Job
+from tiered_kv.values.keys import BlockKeys
+from tiered_kv.values.plan import Outcomes
+from tiered_kv.values.specs import GPULoadStoreSpec
+
+MOST_DUE: Final = 32
+"""Blocks that are due at once, and no more: they go with the next job."""
+MOST_STEPS: Final = 8
+"""From one job to the next: what a kill can lose, where less is due."""
+_PLAN_TIMEOUT_S: Final = 0.1
+"""How long a step that preempts waits for the plan of what is due: a turn or two of the event loop."""
+
+
+class Storing:
+    """What is to be stored, what is being stored, and whose blocks vLLM has to keep for that."""
+
+    def __init__(
+        self,
+        planner: Planner,
+        configuration: Configuration,
+        counts: Counts,
+        *,
+        hear: Callable[[float], bool],
+        describe: Callable[[Any, BlockKeys], None],
+    ) -> None:
+        """Plan by ``planner``.
+
+        Args:
+            planner: Of the cache.
+            configuration: What is wanted.
+            counts: What is counted.
+            hear: Takes the news of jobs, waits for the first so long, and says whether there was any.
+            describe: Says what blocks are, to routers.
+        """
+        self._planner = planner
+        self._configuration = configuration
+        self._counts = counts
+        self._hear = hear
+        self._describe = describe
+        self._due: list[Due] = []
+        self._num_due = 0
+        self._num_steps = MOST_STEPS
+        self._is_urgent = False
+        self._stores: dict[int, Store] = {}
+        self._leaving: dict[str, Tracked] = {}
+        self._kept: set[str] = set()
+
+    @property
+    def num_held(self) -> int:
+        """What is due or being stored, and requests that have ended whose blocks vLLM keeps."""
+        return len(self._due) + len(self._stores) + len(self._kept)
+
+    @property
+    def frees_soon(self) -> bool:
+        """Whether blocks of requests that have ended will be free as soon as they are copied."""
+        return bool(self._kept)
+
+    def gather(self, tracked: Tracked, first: int, block_ids: list[int]) -> None:
+        """Have a request's blocks stored, from number ``first`` on: full at the latest after the step that is next."""
+        if block_ids:
+            self._due.append(Due(tracked, first, block_ids))
+            self._num_due += len(block_ids)
+            tracked.num_due += len(block_ids)
+
+    def plan_if_due(self, *, is_idle: bool) -> None:
+        """Begin a job if enough is due, or for long enough. Called once a step.
+
+        Args:
+            is_idle: Whether nothing is computed meanwhile: then there is nothing to spare.
+        """
+        self._num_steps += 1
+        if not self._num_due:
+            return
+        if self._num_due >= MOST_DUE or self._num_steps >= MOST_STEPS or self._is_urgent or is_idle:
+            self._plan()
+
+    def deliver(self, step: Step, preempted: AbstractSet[str]) -> None:
+        """Tell the workers of what is planned, and of whose blocks are to be given up.
+
+        Of requests that were preempted their blocks are others' from now on: what is due of them is copied before that.
+        """
+        step.preempted = set(preempted)
+        if preempted:
+            self._hurry(preempted)
+        for store in list(self._stores.values()):
+            if store.is_told:
+                continue
+            is_urgent = not preempted.isdisjoint(store.names)
+            if store.job.result is not None:
+                self._let_go(store)  # all is there already: nobody has to be told, and vLLM need not keep the blocks
+            elif (plan := store.job.plan) is not None:
+                (step.flushes if is_urgent else step.stores).append(StoreOrder(store.names, plan))
+                store.is_told = True
+            elif is_urgent:
+                store.job.cancel()
+                self._let_go(store)
+        for name, tracked in list(self._leaving.items()):
+            if not tracked.num_due and all(store.is_told for store in tracked.stores):
+                del self._leaving[name]
+                step.leaving.add(name)  # the workers know by now what to wait for
+
+    def give_up(self, tracked: Tracked) -> None:
+        """Take note that a preempted request has no blocks any more: the workers wait for copies of them themselves."""
+        tracked.stores.clear()
+
+    def end(self, tracked: Tracked) -> bool:
+        """Take note that a request has ended; return whether vLLM has to keep its blocks until the workers say so."""
+        if not (tracked.num_due or tracked.stores):
+            return False
+        name = tracked.request.request_id
+        self._leaving[name] = tracked
+        self._kept.add(name)
+        self._is_urgent = self._is_urgent or bool(tracked.num_due)
+        return True
+
+    def freed(self, names: AbstractSet[str]) -> None:
+        """Take note that vLLM has these requests' blocks back."""
+        self._kept -= names
+
+    def take(self, outcomes: Outcomes) -> None:
+        """Take note that a rank has copied its part of a job, as far as it could."""
+        if (store := self._stores.get(outcomes.job)) is not None:
+            store.num_unanswered -= 1
+            if not store.num_unanswered:
+                self._let_go(store)
+
+    def ended(self, job: Job) -> None:
+        """Count a job that has ended."""
+        if job.result is not None and (store := self._stores.pop(job.number, None)) is not None:
+            self._let_go(store)
+            self._counts.store(store.num_blocks, job.result.num_blocks)
+
+    def forget(self) -> None:
+        """Drop what is due: other weights have computed it than those that are named from now on."""
+        for due in self._due:
+            due.tracked.num_due = 0
+        self._due, self._num_due = [], 0
+
+    def _plan(self) -> None:
+        """Begin jobs for all that is due: few, and none of much, as it finds room for all that it holds or for none."""
+        due, self._due, self._num_due = self._due, [], 0
+        self._num_steps, self._is_urgent = 0, False
+        together: list[Due] = []
+        num_blocks = 0
+        for each in due:
+            if together and num_blocks + len(each.block_ids) > 2 * MOST_DUE:
+                self._begin(together)
+                together, num_blocks = [], 0
+            together.append(each)
+            num_blocks += len(each.block_ids)
+        self._begin(together)
+
+    def _begin(self, gathered: list[Due]) -> None:
+        runs = [self._configuration.keys(each.tracked.request, each.first, each.stop) for each in gathered]
+        ids = tuple(block for each in gathered for block in each.block_ids)
+        job = self._planner.plan_store(runs, GPULoadStoreSpec(ids))
+        store = Store(job, frozenset(each.tracked for each in gathered), len(ids), self._configuration.num_ranks)
+        self._stores[job.number] = store
+        for due, keys in zip(gathered, runs, strict=True):
+            self._describe(due.tracked.request, keys)
+            due.tracked.num_due = 0
+            due.tracked.stores.add(store)
+
+    def _hurry(self, preempted: AbstractSet[str]) -> None:
+        """Have a plan of all that is due of requests that were preempted, unless the event loop takes too long."""
+        if any(due.tracked.request.request_id in preempted for due in self._due):
+            self._plan()
+        waiting = [each for each in self._stores.values() if not each.is_told and not preempted.isdisjoint(each.names)]
+        deadline = time.monotonic() + _PLAN_TIMEOUT_S
+        while any(each.job.plan is None and each.job.result is None for each in waiting):
+            if not self._hear(max(0.0, deadline - time.monotonic())):
+                return
+
+    def _let_go(self, store: Store) -> None:
+        for tracked in store.tracked:
+            tracked.stores.discard(store)
