@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.small_vllm import BLOCK_SIZE, STRIDE, VLLM, Request, SmallVLLM, small_vllm
-from tiered_kv import BlockKeys, Outcomes
+from tiered_kv import BlockKeys, BlockState, Outcomes
 
 ROOMY = {"medium": "cpu", "capacity": 1024 * STRIDE}
 opened = contextmanager(small_vllm)
@@ -22,10 +23,9 @@ def stored(engine: SmallVLLM) -> int:
 
 
 def found(engine: SmallVLLM, request: Request) -> int:
-    """Count the leading blocks of a request that the tiers have."""
+    """Count the blocks of a request that the tiers have."""
     keys = BlockKeys.from_hashes(request.block_hashes, block_size=BLOCK_SIZE, salt=request.cache_salt or "")
-    count: int = engine.scheduling.kv.lookup_nowait(keys).num_blocks
-    return count
+    return int((engine.scheduling.kv.membership(keys) == BlockState.HIT).sum())
 
 
 class Turns:
@@ -67,9 +67,11 @@ def test_many_blocks_do_not_wait() -> None:
         assert engine.orders[-1] == 1
 
 
-def test_a_step_costs_the_event_loop_two_turns_at_most() -> None:
+@pytest.mark.parametrize("storage", [False, True], ids=["memory", "storage too"])
+def test_a_step_costs_the_event_loop_two_turns_at_most(tmp_path: Path, *, storage: bool) -> None:
     """In the middle of many steps of many requests, of which some fill a block in each."""
-    with opened(ROOMY) as engine:
+    below = [{"medium": "nvme", "path": tmp_path, "capacity": "8MiB"}] if storage else []
+    with opened(ROOMY, *below) as engine:
         for number in range(12):
             engine.ask(f"r{number}", 1 + number, 200, salt=f"tenant {number % 3}")
         engine.step(8)
@@ -115,6 +117,26 @@ def test_blocks_of_a_request_that_has_ended_are_kept_until_they_are_copied() -> 
         assert stored(engine) == (3 * BLOCK_SIZE + 8) // BLOCK_SIZE + (BLOCK_SIZE + 27) // BLOCK_SIZE
 
 
+def test_blocks_are_kept_until_every_rank_has_copied_them() -> None:
+    """One rank has, and another has not: then the request's blocks may not be another's yet."""
+    with opened(ROOMY, num_ranks=2) as engine:
+        num_free, slow, copying = engine.num_free, engine.workers[1], Future[Outcomes]()
+        slow._start = lambda _plan, _after: copying  # noqa: SLF001 - ours
+        engine.ask("one", 3 * BLOCK_SIZE, 100)
+        engine.step()
+        engine.settle_loop()
+        engine.step()
+        wait(engine.workers[0]._stores)  # noqa: SLF001 - likewise
+        engine.step()
+        engine.abort("one")
+        (job,) = engine.scheduling._storing._stores  # noqa: SLF001 - likewise
+        engine.step(3)
+        assert engine.num_free < num_free
+        copying.set_result(Outcomes(job, 1, 3))
+        engine.settle()
+        assert engine.num_free == num_free
+
+
 def test_a_request_whose_copies_have_ended_leaves_at_once() -> None:
     """Its blocks are vLLM's again in the step that ends it: a reset of vLLM's cache then finds nothing in use."""
     with opened(ROOMY) as engine:
@@ -145,6 +167,21 @@ def test_what_other_weights_have_computed_is_not_stored_under_the_new_ones() -> 
         engine.settle()
         engine.settle_loop()
         assert found(engine, two) == (3 * BLOCK_SIZE + 29) // BLOCK_SIZE
+
+
+def test_storage_is_written_by_windows_unless_somebody_says_when() -> None:
+    """Tiers that others use too; where a setting says when anything is written, all is as the settings say."""
+    below_of = VLLM.configuration.below_of
+    cpu, nvme, shared = "cpu://?capacity=1MiB", "file:///kv?capacity=1GiB", {"medium": "memory", "capacity": "1MiB"}
+    settings = below_of({"tiers": [cpu, nvme, shared]}).settings
+    assert [tier.write for tier in settings.tiers] == ["through", "back", "back"]
+    assert settings.limits.clean_after_s == 1.0
+    for said in (
+        {"tiers": [cpu, nvme + "&write=through", shared]},
+        {"tiers": [cpu, nvme, shared], "limits": {"clean_after_s": 30}},
+    ):
+        assert [tier.write for tier in below_of(said).settings.tiers] == ["through"] * 3
+    assert below_of({"connect": "unix:///run/kv.sock"}).settings is None
 
 
 def test_only_copies_that_fail_are_errors() -> None:

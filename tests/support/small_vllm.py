@@ -142,7 +142,7 @@ class SmallVLLM:
         below = {"tiers": list(tiers), **({"limits": limits} if limits else {})}
         configuration = VLLM.configuration.Configuration(
             connector=VLLM.configuration.ConnectorSettings(),
-            below=VLLM.configuration.Below.of(below),
+            below=VLLM.configuration.below_of(below),
             model=ModelIdentity("small", weights="w0"),
             num_ranks=num_ranks, block_size=BLOCK_SIZE, hashes_per_block=1, layer_names=LAYERS, page_bytes=PAGE_BYTES,
             num_engine_blocks=num_blocks, loads=role != "kv_producer", stores=role != "kv_consumer",

@@ -7,12 +7,13 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Self
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 
 from tiered_kv.integrations.identity import CONNECT, Below, checkpoint_weights
+from tiered_kv.settings.registry import OWN_MEDIA
 from tiered_kv.settings.setting_errors import Checked
 from tiered_kv.settings.settings import Seconds
 from tiered_kv.values.errors import ConfigurationError
@@ -71,6 +72,8 @@ def _folder_of(model: str, revision: str | None) -> str | None:
         return None
 
 
+GATHERED_S: Final = 1.0
+"""For how long blocks gather in host memory before they are written to storage, where it has room for them."""
 CACHE_SETTINGS: Final = {"tiers", "limits", "codec", CONNECT}
 """What of the settings is the cache's, and not the adapter's."""
 
@@ -143,7 +146,7 @@ class Configuration:
         block_size = group.kv_cache_spec.block_size
         return cls(
             connector=connector,
-            below=Below.of({key: extra[key] for key in extra if key in CACHE_SETTINGS}),
+            below=below_of({key: extra[key] for key in extra if key in CACHE_SETTINGS}),
             model=model_identity(vllm_config, connector.weights),
             num_ranks=vllm_config.parallel_config.tensor_parallel_size,
             block_size=block_size,
@@ -161,6 +164,28 @@ class Configuration:
         each = self.hashes_per_block
         hashes = request.block_hashes[(first + 1) * each - 1 : max(0, stop) * each : each]
         return BlockKeys.from_hashes(hashes, block_size=self.block_size, start=first, salt=request.cache_salt or "")
+
+
+def below_of(given: Mapping[str, Any]) -> Below:
+    """Return what is below a vLLM. Where nobody says when storage is written, that is by windows, once a second.
+
+    Each write tells the event loop, which takes the interpreter from vLLM's own thread; blocks that steps fill are few.
+
+    Raises:
+        ConfigurationError: Settings that cannot work, or some beside ``connect``.
+    """
+    below = Below.of(given)
+    settings = below.settings
+    if settings is None or "clean_after_s" in settings.limits.model_fields_set:
+        return below
+    if any("write" in tier.model_fields_set for tier in settings.tiers):
+        return below
+    tiers = tuple(
+        tier if tier.medium in OWN_MEDIA or tier.read_only else tier.model_copy(update={"write": "back"})
+        for tier in settings.tiers
+    )
+    limits = settings.limits.model_copy(update={"clean_after_s": GATHERED_S})
+    return replace(below, settings=settings.model_copy(update={"tiers": tiers, "limits": limits}))
 
 
 def _check_parallel(parallel: Any) -> None:
