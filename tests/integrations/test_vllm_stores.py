@@ -4,6 +4,7 @@ import asyncio
 import random
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,33 @@ def test_storage_is_written_by_windows_unless_somebody_says_when() -> None:
     ):
         assert [tier.write for tier in below_of(said).settings.tiers] == ["through"] * 3
     assert below_of({"connect": "unix:///run/kv.sock"}).settings is None
+
+
+def test_tokens_that_are_in_place_are_counted_beside_those_that_were_found() -> None:
+    """Hits are counted when they are looked up; what was gone by then, or was not copied, is no token of ours."""
+    with opened(ROOMY) as engine:
+        engine.ask("one", 6 * BLOCK_SIZE, 1, prompt="a")
+        engine.settle()
+        engine.settle_loop()
+        engine.ask("two", 6 * BLOCK_SIZE + 1, 1, prompt="a")
+        two = engine.waiting[0]
+        worker = engine.workers[0]
+        start = worker._start  # noqa: SLF001 - ours
+
+        def start_short(plan: Any, after: object) -> Any:  # noqa: ANN401 - likewise
+            ended = start(plan, after)
+            if plan.direction == "store":
+                return ended
+            short: Future[Outcomes] = Future()
+            short.set_result(replace(ended.result(), num_moved=4))
+            return short
+
+        worker._start = start_short  # noqa: SLF001 - likewise
+        engine.settle()
+        engine.settle_loop()
+        engine.step()
+        assert two.num_tokens == 6 * BLOCK_SIZE + 2
+        assert engine.scheduling.counts.take().data["loaded_tokens"] == 4 * BLOCK_SIZE
 
 
 def test_only_copies_that_fail_are_errors() -> None:

@@ -13,6 +13,7 @@ COUNTERS: Final = {
     "load_blocks": "Blocks that were brought to host memory for requests",
     "load_blocks_lost": "Blocks that were found and did not come, and were computed",
     "load_wait_seconds": "Time that requests waited for blocks to be in host memory",
+    "loaded_tokens": "Tokens whose blocks were loaded; vLLM counts hits when they are found",
     "store_blocks": "Blocks copied out of the engine",
     "store_blocks_skipped": "Blocks that were there already, or that there was no room for",
     "errors": "Copies that failed",
@@ -73,8 +74,9 @@ class Counts:
         if error:
             self._stats.add({"errors": 1})
 
-    def load_ended(self, by_tier: Mapping[str, TierShare]) -> None:
-        """Count what has come from which tier."""
+    def load_ended(self, num_tokens: int, by_tier: Mapping[str, TierShare]) -> None:
+        """Count what is in place, and what has come from which tier."""
+        self._stats.add({"loaded_tokens": num_tokens})
         for tier, share in by_tier.items():
             self._stats.add({f"load_bytes {tier}": share.num_bytes, f"load_seconds {tier}": share.seconds})
 

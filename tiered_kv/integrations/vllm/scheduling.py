@@ -196,7 +196,7 @@ class SchedulingSide:
                 continue
             self._moving.pop(job.number, None)
             if job.plan is not None and job.plan.direction == "load":
-                self.counts.load_ended(job.result.by_tier)
+                self.counts.load_ended(job.result.num_blocks * self._configuration.block_size, job.result.by_tier)
             self._storing.ended(job)
         return bool(jobs)
 
