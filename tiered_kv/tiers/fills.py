@@ -137,7 +137,7 @@ class Waiting:
         self._line_up(batch, slots, lease, came)
 
     def take(self, most: int) -> tuple[Batch, Lease, int]:
-        """Take up to ``most`` of the blocks that wait longest, of one namespace and time, to write them.
+        """Take up to ``most`` of the blocks that wait longest, whoever's they are, of one time, to write them.
 
         They are under way until `ended`.
 
@@ -145,14 +145,17 @@ class Waiting:
             The blocks, the lease, and when they came.
         """
         slots = self._index.oldest_dirty(most)
-        namespace, came = self._namespaces[slots[0]], int(self._came[slots[0]])
-        others = ((self._namespaces[slots] != namespace) | (self._came[slots] != came)).nonzero()[0]
+        came = int(self._came[slots[0]])
+        others = (self._came[slots] != came).nonzero()[0]
         n = int(others[0]) if len(others) else len(slots)
         names, lease = self._index.take_dirty(n)
         _take(self._num_by_came, came, n)
         self.num_taken += n
         self._unwritten.begin(came)
-        return Batch(namespace, names, self._positions[lease.slots]), lease, came
+        spaces = self._namespaces[lease.slots]
+        is_mixed = bool(np.any(spaces != spaces[0]))
+        batch = Batch(spaces[0], names, self._positions[lease.slots], spaces if is_mixed else None)
+        return batch, lease, came
 
     def ended(self, n: int, came: int) -> None:
         """Take note that ``n`` blocks of one `take` are written, given up, or wait again."""
