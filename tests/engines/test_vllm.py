@@ -314,6 +314,8 @@ def test_what_cannot_work_is_refused_at_start(vllm: Environment, tiny_llama: pat
         "hybrid": "2 KV groups (FullAttentionSpec, MambaSpec)",
         "groups": "With --disable-hybrid-kv-cache-manager",
         "window": "Serve this model without this connector",
+        "subclass": "1 KV groups (RSWASpec)",
+        "one of them": "1 KV groups (FullAttentionSpec, RSWASpec)",
         "states": "1 KV groups (MambaSpec)",
         "sizes": "pages of [16384, 32768] bytes",
         "stages": "pipeline_parallel_size is 2",

@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheTensor,
     MambaSpec,
     MLAAttentionSpec,
+    RSWASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -40,6 +41,8 @@ WINDOW = SlidingWindowSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=to
 
 MLA = MLAAttentionSpec(block_size=32, num_kv_heads=1, head_size=48, dtype=torch.float32)
 UNEQUAL = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"layer0": FULL, "layer1": WIDE})
+FREEING = RSWASpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32, rswa_window=64)
+HIDDEN = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"layer0": FULL, "layer1": FREEING})
 STATES = MambaSpec(block_size=32, shapes=((4, 8),), dtypes=(torch.float32,))
 
 
@@ -83,6 +86,8 @@ def main(model: str) -> None:
         "policy": lambda: Configuration.of(config(transfer={"kv_load_failure_policy": "fail"}), kv_cache(FULL)),
         "groups": lambda: Configuration.of(right, kv_cache(FULL, WINDOW)),
         "window": lambda: Configuration.of(right, kv_cache(WINDOW)),
+        "subclass": lambda: Configuration.of(right, kv_cache(FREEING)),
+        "one of them": lambda: Configuration.of(right, kv_cache(HIDDEN)),
         "states": lambda: Configuration.of(right, kv_cache(STATES)),
         "sizes": lambda: Configuration.of(right, kv_cache(UNEQUAL)),
         "stages": lambda: Configuration.of(in_stages, kv_cache(FULL)),

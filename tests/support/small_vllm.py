@@ -44,7 +44,8 @@ def pretended() -> dict[str, ModuleType]:
     bases = (
         "KVCacheEvent", "BlockStored", "BlockRemoved", "CacheHitSource", "KVConnectorHandshakeMetadata",
         "KVConnectorMetadata", "KVConnectorWorkerMetadata", "KVConnectorBase_V1", "KVConnectorRole",
-        "KVConnectorPromMetrics", "FullAttentionSpec", "UniformTypeKVCacheSpecs", "AttentionLayerBase",
+        "KVConnectorPromMetrics", "FullAttentionSpec", "MLAAttentionSpec", "UniformTypeKVCacheSpecs",
+        "AttentionLayerBase",
     )  # fmt: skip
     names: dict[str, object] = {name: type(name, (Base,), {}) for name in bases}
     names |= {

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Self
 
-from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
 
 from tiered_kv.integrations.identity import CONNECT, Below, checkpoint_weights
 from tiered_kv.settings.registry import OWN_MEDIA
@@ -152,7 +152,7 @@ class Configuration:
             block_size=block_size,
             hashes_per_block=block_size // (kv_cache_config.hash_block_size or block_size),
             layer_names=tuple(group.layer_names),
-            page_bytes=_page_bytes(group.kv_cache_spec),
+            page_bytes=_page_bytes(group),
             num_engine_blocks=kv_cache_config.num_blocks,
             loads=transfer.is_kv_consumer,
             stores=transfer.is_kv_producer,
@@ -214,17 +214,16 @@ def _check_prefixes(vllm_config: Any) -> None:
 
 def _only_group(kv_cache_config: Any) -> Any:
     groups = kv_cache_config.kv_cache_groups
-    specs = [group.kv_cache_spec for group in groups]
-    kinds = ", ".join(type(spec).__name__ for spec in specs)
-    first = specs[0].first_spec if isinstance(specs[0], UniformTypeKVCacheSpecs) else specs[0]
-    refusal = f"this model has {len(groups)} KV groups ({kinds}), and tiered_kv keeps one of full attention or MLA: "
+    kinds = dict.fromkeys(type(spec) for group in groups for spec in _specs(group))
+    named = ", ".join(kind.__name__ for kind in kinds)
+    refusal = f"this model has {len(groups)} KV groups ({named}), and tiered_kv keeps one of full attention or MLA: "
     if len(groups) > 1:
         raise ConfigurationError(
             f"{refusal}vLLM gives and takes the blocks of each at times of its own. With "
             "--disable-hybrid-kv-cache-manager, which it sets by itself for this connector, full attention and sliding "
             "windows are one; a model with state spaces is served without this connector"
         )
-    if not isinstance(first, FullAttentionSpec):
+    if not kinds.keys() <= {FullAttentionSpec, MLAAttentionSpec}:  # others that derive from them free blocks as they go
         raise ConfigurationError(
             f"{refusal}of all others vLLM keeps no block for each token of a prefix. Serve this model without this "
             "connector"
@@ -232,9 +231,14 @@ def _only_group(kv_cache_config: Any) -> Any:
     return groups[0]
 
 
-def _page_bytes(spec: Any) -> int:
-    layers = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
-    each = {layer.page_size_bytes for layer in layers}
+def _specs(group: Any) -> list[Any]:
+    """Return what is said of a group's layers, once where all are alike."""
+    spec = group.kv_cache_spec
+    return list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+
+
+def _page_bytes(group: Any) -> int:
+    each = {layer.page_size_bytes for layer in _specs(group)}
     if len(each) > 1:
         raise ConfigurationError(
             f"layers of this model have pages of {sorted(each)} bytes, and tiered_kv keeps equal ones"
