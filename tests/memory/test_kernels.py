@@ -14,7 +14,28 @@ from tests.memory.engines import DTYPES, NUM_SLOTS, Engine, bytes_of, engines, p
 from tiered_kv.memory import CPUDevice, CUDADevice, Device, PagedCaches, torch_copies
 from tiered_kv.values.layout import KVGroup, Order
 
+triton = pytest.importorskip("triton", reason="Triton: pip install 'tiered-kv[cuda]'")
+tl = pytest.importorskip("triton.language", reason="Triton: pip install 'tiered-kv[cuda]'")
 kernels = pytest.importorskip("tiered_kv.memory.kernels", reason="Triton: pip install 'tiered-kv[cuda]'")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _interpreter() -> None:
+    """Skip where the kernels would be interpreted and Triton 3.6 can't: it needs NumPy before 2.5 to count to 1."""
+    if not kernels.INTERPRETED:
+        return
+    try:
+        _count[1,](1)
+    except triton.runtime.errors.InterpreterError:
+        pytest.skip("a NumPy that Triton's interpreter does not know: pip install -c constraints.txt triton numpy")
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+def _count(n) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001 - types are Triton's
+    for _ in range(tl.program_id(0), n):
+        pass
+
+
 DEVICE: Device = CUDADevice() if torch.cuda.is_available() else CPUDevice()
 HERE = DEVICE.torch_device
 

@@ -47,7 +47,7 @@ def test_no_variant_takes_much_of_a_gpu(compiled: list[Any]) -> None:
     for each in compiled[1:]:
         _, alignment, _ = each["variant"]
         assert (each["usage"]["shared"], each["usage"]["stack"], each["usage"]["local"]) == (0, 0, 0), each
-        assert each["usage"]["reg"] <= (48 if alignment >= 8 else 168), each
+        assert each["usage"]["reg"] <= (48 if alignment >= 8 else 176), each  # Triton 3.6 takes 170 for single bytes
 
 
 @pytest.mark.slow

@@ -154,6 +154,8 @@ def _in_two_steps(
 
 def are_page_locked(rows: Tensor, slots: Ids) -> bool:
     """Say whether these slots on the host are page-locked, all of them: others of the same slab may not be."""
+    if not len(slots):
+        return False
     start, row_bytes = rows.data_ptr(), rows.shape[1] * 8
     return is_page_locked(start + int(slots.min()) * row_bytes, start + (int(slots.max()) + 1) * row_bytes)
 
