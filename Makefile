@@ -11,13 +11,17 @@ LOCAL := $(if $(filter Linux,$(shell uname -s)),$(if $(wildcard /dev/nvidiactl),
 KILLS ?= 100
 CORES := $(shell nproc 2>/dev/null || echo 2)
 STEPS ?= 50000
+# What this library needs and a machine with torch may lack; its own wheel says which media there are.
+GPU_KIT := annotated-types pydantic pydantic-core pydantic-settings python-dotenv structlog typing-inspection
+GPU_PYTHON ?= 3.12
+GPU_PLATFORM ?= manylinux2014_x86_64
 TORCH ?= $(shell sed -n 's/^torch==.*/&/p' constraints.txt)$(LOCAL)
 
 IN_VENV := .venv/bin/
 PIP := $(IN_VENV)python -m pip --disable-pip-version-check --quiet
 BENCHMARKS := $(sort $(wildcard benchmarks/[a-z]*.py))
 
-.PHONY: help demo test test-fast test-engines test-gpu gpu fuzz simulate torture kills mutate check bench screenshots docs clean
+.PHONY: help demo test test-fast test-engines test-gpu gpu gpu-kit fuzz simulate torture kills mutate check bench screenshots docs clean
 .NOTPARALLEL:
 .SUFFIXES:
 # A stamp is kept although only patterns name it.
@@ -33,6 +37,7 @@ help:
 	@echo "                ... ENGINES='-k vllm': one of them"
 	@echo "make test-gpu   the tests of memory and copies, on a GPU, and every kernel for every GPU; says what was skipped"
 	@echo "make gpu        make test-gpu, then benchmarks/gpu.py: what a GPU is to tell, ready for benchmarks/RESULTS.md"
+	@echo "make gpu-kit    .gpu-kit/: what .ci/on_gpu needs on a GPU machine without network; GPU_PYTHON=3.12"
 	@echo "make fuzz       a million damaged inputs for each reader of what comes from outside, perhaps an hour"
 	@echo "make simulate   the library in virtual time on media that fail, some two minutes; STEPS=500000"
 	@echo "make torture    a million steps of that, 20,000 examples of the test of the whole face, for hours, and make fuzz"
@@ -72,8 +77,15 @@ test-engines: .venv/dev.stamp
 test-gpu: .venv/dev.stamp
 	ALL_KERNELS=1 $(IN_VENV)pytest tests/gpu tests/memory
 
-gpu: test-gpu
-	$(IN_VENV)python benchmarks/gpu.py
+gpu: .venv/dev.stamp
+	@$(MAKE) test-gpu; tests=$$?; $(IN_VENV)python benchmarks/gpu.py; exit $$((tests + $$?))
+
+gpu-kit: .venv/dev.stamp
+	rm -rf .gpu-kit
+	$(PIP) download --no-deps --only-binary :all: --python-version $(GPU_PYTHON) --platform $(GPU_PLATFORM) \
+		-c constraints.txt -d .gpu-kit $(GPU_KIT)
+	$(PIP) wheel --no-deps --no-build-isolation -w .gpu-kit .
+	@du -sh .gpu-kit
 
 fuzz: .venv/dev.stamp
 	$(IN_VENV)pytest tests/fuzz --hypothesis-profile torture --timeout 0 --durations 0
@@ -111,5 +123,5 @@ docs: .venv/docs.stamp
 	$(IN_VENV)mkdocs build --strict
 
 clean:
-	rm -rf build dist out site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf build dist out site .gpu-kit .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""What ``gpu.py`` moves between the engine's cache and the host, and how it is timed."""
+"""What the parts of ``gpu.py`` move between the engine's cache and the host, and how it is timed."""
 
 import asyncio
 import queue
@@ -54,6 +54,12 @@ class Setup:
         """Bytes of all windows."""
         return len(self.pinned) * self.group.payload_bytes
 
+    @property
+    def halves(self) -> tuple[list[tuple[Ids, Ids]], list[tuple[Ids, Ids]]]:
+        """Windows for two directions at once, which share no block."""
+        half = len(self.windows) // 2 or 1
+        return self.windows[:half], self.windows[half:] or self.windows
+
     def stores(self, rows: Tensor, windows: Sequence[tuple[Ids, Ids]] | None = None) -> Copies:
         """Return our copies out of the engine's cache."""
         windows = self.windows if windows is None else windows
@@ -77,30 +83,58 @@ class Setup:
         """Return the reverse."""
         return [partial(way.scatter, self.pinned, slots, self.caches, pages[:, None]) for pages, slots in self.windows]
 
-    def stores_by_layer(self) -> Copies:
-        """Return our copies of all blocks out of the engine's cache, a copy a layer."""
-        pages, slots = (np.concatenate(each) for each in zip(*self.windows, strict=True))
-        gather = partial(gather_blocks, self.caches, pages, self.pinned, slots)
-        return [partial(gather, layers=slice(layer, layer + 1)) for layer in range(self.group.num_layers)]
+    def stores_by_layer(self, way: crossover.Way | None = None) -> Copies:
+        """Return copies of all blocks out of the engine's cache, a copy a layer: ours, or in one way."""
+        pages, slots = self._all
+        if way is None:
+            return [
+                partial(gather_blocks, self.caches, pages, self.pinned, slots, layers=each) for each in self._layers
+            ]
+        parts = [self.caches.of_layers(each) for each in self._layers]
+        return [partial(way.gather, part, pages[:, None], self.pinned, slots) for part in parts]
 
-    def loads_by_layer(self) -> Copies:
+    def loads_by_layer(self, way: crossover.Way | None = None) -> Copies:
         """Return the reverse."""
+        pages, slots = self._all
+        if way is None:
+            return [
+                partial(scatter_blocks, self.pinned, slots, self.caches, pages, layers=each) for each in self._layers
+            ]
+        parts = [self.caches.of_layers(each) for each in self._layers]
+        return [partial(way.scatter, self.pinned, slots, part, pages[:, None]) for part in parts]
+
+    @property
+    def _all(self) -> tuple[Ids, Ids]:
         pages, slots = (np.concatenate(each) for each in zip(*self.windows, strict=True))
-        scatter = partial(scatter_blocks, self.pinned, slots, self.caches, pages)
-        return [partial(scatter, layers=slice(layer, layer + 1)) for layer in range(self.group.num_layers)]
+        return pages, slots
+
+    @property
+    def _layers(self) -> list[slice]:
+        return [slice(layer, layer + 1) for layer in range(self.group.num_layers)]
+
+
+def engine_tensors(group: KVGroup, num_blocks: int, where: torch.device) -> tuple[list[Tensor], str]:
+    """Return an engine's tensors, one a layer, of random bytes, and the names of their axes."""
+    n, h, d = group.page_size, group.num_kv_heads, group.head_dim
+    is_mla = group.order == "MLA"
+    shape = (num_blocks, n, d) if is_mla else (2, num_blocks, n, h, d)
+    dtype = getattr(torch, group.dtype)
+    if dtype is torch.uint8:
+        tensors = [torch.randint(0, 256, shape, device=where, dtype=dtype) for _ in range(group.num_layers)]
+    else:
+        tensors = [torch.randn(shape, device=where, dtype=dtype) for _ in range(group.num_layers)]
+    return tensors, "BND" if is_mla else "PBNHD"
 
 
 @contextmanager
 def set_up(group: KVGroup, num_blocks: int, device: Device) -> Iterator[Setup]:
     """Allocate everything, filled with random bytes, and let go of it again."""
-    n, h, d = group.page_size, group.num_kv_heads, group.head_dim
-    shape = (num_blocks, n, d) if group.order == "MLA" else (2, num_blocks, n, h, d)
-    dtype = getattr(torch, group.dtype)
-    tensors = [torch.randn(shape, device=device.torch_device, dtype=dtype) for _ in range(group.num_layers)]
-    caches = PagedCaches.bind(tensors, group, axes="BND" if group.order == "MLA" else "PBNHD", device=device)
+    tensors, axes = engine_tensors(group, num_blocks, device.torch_device)
+    caches = PagedCaches.bind(tensors, group, axes=axes, device=device)
     crossover.prepare(caches, device)
     slab = HostSlab(num_blocks, group.stride_bytes, group.payload_bytes, name="benchmark")
-    state = device.page_lock(slab).wait()
+    locking = device.page_lock(slab)
+    state = locking.wait()
     pageable = torch.zeros(num_blocks, group.stride_bytes // 8, dtype=torch.int64)
     chance = np.random.default_rng(0)
     pages = chance.permutation(num_blocks)
@@ -109,6 +143,7 @@ def set_up(group: KVGroup, num_blocks: int, device: Device) -> Iterator[Setup]:
     try:
         yield Setup(group, tensors, caches, slab.rows, pageable, windows, state is PageLockState.LOCKED)
     finally:
+        device.page_unlock(locking)
         slab.close()
 
 

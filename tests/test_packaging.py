@@ -44,3 +44,13 @@ def test_it_claims_what_is_true() -> None:
     assert [claim for claim in claims if claim.startswith("Framework")] == ["Framework :: AsyncIO"]
     pythons = SpecifierSet(PROJECT["requires-python"])
     assert all(claim.rpartition(" ")[2] in pythons for claim in claims if re.search(r"Python :: \d\.\d+", claim))
+
+
+def test_a_kit_for_a_gpu_has_versions_that_were_tested() -> None:
+    """What `make gpu-kit` downloads is pinned; and all that this library needs and torch does not bring is in it."""
+    (names,) = re.findall(r"(?m)^GPU_KIT := (.*)", (REPOSITORY / "Makefile").read_text())
+    kit = names.split()
+    pinned = {re.split("==|<=", line)[0].lower().replace("_", "-") for line in CONSTRAINTS.read_text().splitlines()}
+    assert set(kit) <= pinned
+    there = {"aiofiles", "anyio", "numpy", "torch", "typing-extensions", "xxhash"}
+    assert {Requirement(line).name for line in PROJECT["dependencies"]} - there <= set(kit)

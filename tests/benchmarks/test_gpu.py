@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "benchmarks" / "gpu.py"
 
 
 def last_line(*arguments: str) -> dict[str, dict[str, float]]:
@@ -21,19 +22,38 @@ def last_line(*arguments: str) -> dict[str, dict[str, float]]:
 
 @pytest.mark.slow
 def test_all_of_it_runs_on_a_cpu(tmp_path: Path) -> None:
-    """Tiny sizes and meaningless figures, but every one of them, of every kind of block."""
-    found = last_line("--device", "cpu", "--small", "--path", str(tmp_path))
-    assert {"load_over_one_copy", "store_over_one_copy", "both_over_one_copy"} <= found["small"].keys()
-    assert {
-        "load_by_layer",
-        "store_directly",
-        "load_staging",
-        "store_pageable",
-        "load_one_us",
-        "matmul_beside_both",
-    } <= found["small MLA"].keys()
-    assert {"nvme_store", "nvme_load"} <= found["small"].keys()
-    assert found["event to coroutine"].keys() == {"latency_us", "cpu_us"}
+    """Tiny sizes and meaningless figures, but every part, of every kind of block, into files of their own."""
+    found = last_line("--device", "cpu", "--small", "--path", str(tmp_path), "--out", str(tmp_path))
+    assert "errors" not in found
+    assert {"load_over_one_copy", "store_over_one_copy", "both_over_one_copy"} <= found["copies: small"].keys()
+    assert {"load_pageable", "load_one_us", "matmul_beside_both"} <= found["copies: small MLA"].keys()
+    assert {"load_by_layer_over_one_copy", "store_by_layer_staging"} <= found["layers: small"].keys()
+    assert {"store_settled_gb_s", "load_gb_s"} <= found["cache: cpu nvme"].keys()
+    assert found["cache: event to coroutine"].keys() == {"latency_us", "cpu_us"}
+    for part in ("facts", "copies", "layers", "graphs", "cache", "soak"):
+        written = json.loads((tmp_path / f"{part}.json").read_text())
+        assert written["figures"] == {name[len(part) + 2 :]: each for name, each in found.items() if part in name[:8]}
+
+
+@pytest.mark.slow
+def test_a_machine_without_make_or_network_runs_it(tmp_path: Path) -> None:
+    """All that it needs is a Python with torch, and the wheels of a kit; a part that fails is named at the end."""
+    wheel = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), "."]
+    subprocess.run(wheel, check=True, cwd=ROOT)
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "PYTHON": sys.executable,
+        "KIT": str(tmp_path),
+        "OUT": str(tmp_path / "out"),
+    }
+    command = [str(ROOT / ".ci/on_gpu"), "facts", "nonsense", "soak"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "===== failed: nonsense"
+    assert json.loads((tmp_path / "out/facts.json").read_text())["figures"]["versions"]["python"]
+    soaked = json.loads((tmp_path / "out/soak.json").read_text())["figures"]["soak"]
+    assert soaked["loaded"]
+    assert soaked["wrong"] == 0
 
 
 @pytest.mark.slow

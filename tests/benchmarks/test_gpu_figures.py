@@ -1,5 +1,6 @@
 """What the GPU benchmark's figures stand for, on a driver of our own."""
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,9 +13,13 @@ from tests.support.fake_driver import FakeDriver, Marker
 
 pytest.importorskip("triton", reason="Triton: pip install 'tiered-kv[cuda]'")
 
+import _gpu_serving
 from _gpu_bus import run, set_up
-from gpu import SMALL, kept_share, through_nvme
-from tiered_kv.memory import CUDADevice
+from _gpu_copies import SMALL, copies, kept_share, layers
+from _gpu_report import Report, Run
+from _gpu_serving import cache, soak
+from tiered_kv.memory import CUDADevice, crossover
+from tiered_kv.memory import copies as copies_module
 from tiered_kv.memory.gpu import AcceleratorStream
 from tiered_kv.memory.lanes import Lane, Lanes
 
@@ -58,11 +63,12 @@ def test_products_beside_copies_wait_for_their_own_stream(
         fake.waits.clear()
         if plant is not None:
             plant(monkeypatch)
-        shares = kept_share(setup, h2d, d2h, small=True)
+        report = Report("copies", None)
+        kept_share(report, "small", setup, h2d, d2h, is_small=True)
         here = threading.current_thread().name
         waited = {id(queue) for thread, queue in fake.waits if thread == here}
         assert device.close(60)
-    assert shares.keys() == {"matmul_beside_load", "matmul_beside_store", "matmul_beside_both"}
+    assert report.figures["small"].keys() == {"matmul_beside_load", "matmul_beside_store", "matmul_beside_both"}
     assert (waited == {id(queue) for queue in ran}) == (plant is None)
 
 
@@ -93,8 +99,13 @@ def test_every_transfer_waits_for_the_engines_stream(
     assert (order == ["engine", "copy", "copy"]) == (plant is None)
 
 
-async def test_so_does_a_whole_cache(monkeypatch: pytest.MonkeyPatch, fake: FakeDriver, tmp_path: Path) -> None:
-    """The way to NVMe and back is stored after the blocks are computed, and loaded after their pages are free."""
+def run_on(device: CUDADevice, path: Path) -> Run:
+    """Return how a part is run on a GPU, small."""
+    return Run(Report("part", path), device, is_small=True, path=path, soak_s=0.0)
+
+
+def test_so_does_a_whole_cache(monkeypatch: pytest.MonkeyPatch, fake: FakeDriver, tmp_path: Path) -> None:
+    """It stores after the blocks are computed, and loads after their pages are free."""
     events, take = list[object](), Lanes.take
 
     def noted(self: Lanes, after: object = None) -> Lane:
@@ -102,6 +113,65 @@ async def test_so_does_a_whole_cache(monkeypatch: pytest.MonkeyPatch, fake: Fake
         return take(self, after)
 
     monkeypatch.setattr(Lanes, "take", noted)
-    await through_nvme(SMALL["small"], 4, GPU, tmp_path)
+    monkeypatch.setattr(_gpu_serving, "CHAINS", ("nvme",))  # between two tiers of memory nothing has to be waited for
+    device = CUDADevice(GPU)
+    cache(there := run_on(device, tmp_path))
+    assert device.close(60)
+    assert not there.report.errors
+    assert there.report.figures["nvme"].keys() == {"store_gb_s", "store_settled_gb_s", "load_gb_s"}
+    assert there.report.figures["page-locking"]["state"] == "locked"
     assert events
     assert None not in events
+
+
+@pytest.mark.parametrize("part", [copies, layers])
+def test_a_part_gives_all_its_figures(fake: FakeDriver, tmp_path: Path, part: Callable[[Run], None]) -> None:
+    """Of each kind of block and each way there is, and nothing goes wrong."""
+    device = CUDADevice(GPU)
+    part(there := run_on(device, tmp_path))
+    assert device.close(60)
+    assert not there.report.errors
+    names = "load_staging load_directly load_by_kernel" if part is copies else "store_by_layer_by_kernel load_by_layer"
+    for found in there.report.figures.values():
+        assert set(names.split()) <= found.keys()
+
+
+def _loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crossover, "way_of", lambda *_, **__: crossover.Way("none", _nothing, _nothing))
+    monkeypatch.setattr(copies_module, "_scatter", _nothing)
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+@pytest.mark.parametrize("plant", [None, _loads_nothing])
+def test_a_soak_compares_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+    fake: FakeDriver,
+    tmp_path: Path,
+    plant: Callable[[pytest.MonkeyPatch], None] | None,
+) -> None:
+    """Blocks whose bytes do not come are counted, planted; else there are none."""
+    if plant is not None:
+        plant(monkeypatch)
+    device = CUDADevice(GPU)
+    soak(there := run_on(device, tmp_path))
+    assert device.close(60)
+    assert not there.report.errors
+    found = there.report.figures["soak"]
+    assert found["loaded"]
+    assert bool(found["wrong"]) == (plant is not None)
+
+
+def test_an_error_ends_no_more_than_its_figure(tmp_path: Path) -> None:
+    """The file has it, and what was found before and behind it; what is no number is left out."""
+    report = Report("part", tmp_path)
+    report.note("a", "first", 1)
+    share = report.take("a", "second", lambda: 1 / 0) / 2
+    report.note("a", "of it", share)
+    report.note("b", "third", 0.123456)
+    assert json.loads((tmp_path / "part.json").read_text()) == {
+        "figures": {"a": {"first": 1}, "b": {"third": 0.1235}},
+        "errors": {"a: second": "ZeroDivisionError: division by zero"},
+    }

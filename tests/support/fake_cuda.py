@@ -23,7 +23,7 @@ from tests.support.fake_driver import ILLEGAL_ADDRESS, MISALIGNED, FakeDriver, M
 
 POOL = 32
 """Streams of one device and priority."""
-_real = {name: getattr(torch, name) for name in ("empty", "zeros", "randn")}
+_real = {name: getattr(torch, name) for name in ("empty", "zeros", "randn", "arange")}
 _real_device = torch._C.TensorBase.device  # noqa: SLF001 - torch offers no other
 
 
