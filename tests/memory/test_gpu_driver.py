@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from tests.support.caches import inside
 from tests.support.engine import MODEL, PAYLOAD_BYTES, small_layout
@@ -292,6 +293,20 @@ class TestTheEnd:
         fake.release()
         assert all(stream.join(60) for stream in streams)
         assert address not in fake.registered
+
+    async def test_a_cache_whose_gpu_is_lost_closes(self, fake: FakeDriver) -> None:
+        """The driver answers every call with the error then, those that unlock memory too: that is said, not raised."""
+        engine = engine_on(fake)
+        with capture_logs() as logs:
+            async with opened(engine) as kv:
+                await asyncio.to_thread(locked, kv)
+                slab = inside(kv).chains[0].host.slab
+                start, stop = slab.rows.data_ptr(), slab.rows.data_ptr() + slab.num_bytes
+                await kv.store(KEYS, engine.compute(KEYS))
+                fake.failure = 700
+                assert (await kv.load(KEYS, INTO)).num_blocks == 0
+        assert [each["log_level"] for each in logs if each["event"] == "host_memory.unlock_failed"] == ["warning"]
+        assert not page_locking.is_page_locked(start, stop)
 
     def test_closing_again_does_no_harm(self, fake: FakeDriver) -> None:
         """Neither after all has ended, nor before."""

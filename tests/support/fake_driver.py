@@ -60,7 +60,7 @@ class FakeDriver:
         blocked: Threads that had to wait inside a call that should only enqueue, and why.
         waits: Threads that waited for an event or a stream, and the streams' queues.
         held: Whether work runs only in `step`.
-        failure: What the GPU does next is fail with this code.
+        failure: What the GPU does next is fail with this code, and so does every call from then on.
         spoilt: Whether a capture of a CUDA graph was spoilt by a call outside of it.
         refusals: Codes that ``cudaHostRegister`` answers with next; 0 is no refusal.
     """
@@ -255,7 +255,7 @@ class FakeDriver:
     def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802 - CUDA's
         """Page-lock memory."""
         self.use_context()
-        if code := self.unsafe():
+        if code := self.failure or self.unsafe():
             return code
         if self.refusals and (code := self.refusals.pop(0)):
             return code
@@ -269,7 +269,7 @@ class FakeDriver:
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802 - CUDA's
         """Undo it."""
         self.use_context()
-        return self.unsafe() or (0 if self.registered.pop(address, None) else NOT_REGISTERED)
+        return self.failure or self.unsafe() or (0 if self.registered.pop(address, None) else NOT_REGISTERED)
 
     def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:  # noqa: ANN401, N802 - a reference of C
         """Swap the thread's mode."""

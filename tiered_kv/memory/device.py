@@ -195,8 +195,8 @@ class Device(ABC):
         with self._closing:
             self._num_ended += 1
             is_last = self._is_closing and self._num_ended == len(self._streams)
-        if is_last and (error := attempt(self._unlock)) is not None:
-            log("error", "host_memory.unlock_failed", exc_info=error)
+        if is_last:
+            self._unlock()
 
     def _unlock(self) -> None:
         with self._closing:  # by whoever comes first, and once

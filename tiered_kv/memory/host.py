@@ -41,6 +41,7 @@ from tiered_kv.media.backend import Block
 from tiered_kv.system import files
 from tiered_kv.values.errors import ClosedError, ConfigurationError
 from tiered_kv.values.events import Emit, HostMemoryPageable, HostMemoryReady, MemoryPageLocked
+from tiered_kv.values.log import log
 
 PAGE_BYTES = 4096
 PIECE_BYTES = 1 << 30
@@ -399,13 +400,22 @@ class PageLocking:
         self._stop.set()
 
     def close(self) -> None:
-        """Stop, wait for the piece at hand, unlock everything. No copy may be under way. Again does nothing."""
+        """Stop, wait for the piece at hand, unlock everything. No copy may be under way. Again does nothing.
+
+        What the driver does not unlock, as none does after an error of the device, is logged and left to it.
+        """
         self.stop()
         self._thread.join()
         if self._locked:
             del _locked_up_to[self._locked[0]]
+        errors = []
         while self._locked and self._unlock is not None:
-            self._unlock(self._locked.pop())
+            try:
+                self._unlock(self._locked.pop())
+            except Exception as error:  # noqa: BLE001 - the other pieces are to be unlocked all the same
+                errors.append(error)
+        if errors:
+            log("warning", "host_memory.unlock_failed", slab=self._name, pieces=len(errors), error=str(errors[0]))
         self.page_locked_bytes = 0
         self.state = PageLockState.PAGEABLE
         self._rows = self._rows.new_empty(0, 1)
