@@ -207,45 +207,56 @@ async def coroutine_latency(stream: Stream, rounds: int) -> tuple[float, float]:
     return 1e6 * median(spent), 1e6 * (time.process_time() - started) / rounds
 
 
-def matmul_rate(torch_device: torch.device, size: int, duration_s: float) -> float:
-    """Return how many bf16 matrix products a second the device does, on a stream of their own, for so long.
+def products_ms(
+    where: torch.device, size: int, count: int, *queues: tuple[Stream, Copies]
+) -> tuple[float, list[float]]:
+    """Return how long the device takes for so many bf16 products, and each stream for its copies meanwhile, in seconds.
 
-    Only that stream is waited for: all of the device's would be the copies beside it, too.
+    The device's own clock is read. All products are enqueued before the first copy is: Python that enqueues copies has
+    the interpreter's lock, and products that wait for that tell nothing of the device. Half as many come first, until
+    the copies are under way.
     """
-    streams = torch.get_device_module(torch_device)
-    stream = streams.Stream(torch_device)
-    with streams.stream(stream):
-        a, b = (torch.randn(size, size, device=torch_device, dtype=torch.bfloat16) for _ in range(2))
+    if where.type == "cpu":
+        a, b = (torch.randn(size, size, dtype=torch.bfloat16) for _ in range(2))
+        with kept_busy(*queues) as rounds:
+            start = time.perf_counter()
+            for _ in range(count):
+                torch.mm(a, b)
+            took_ms = 1e3 * (time.perf_counter() - start)
+        return took_ms, [median(each[:-1] or each) for each in rounds]
+    stream = torch.cuda.Stream(where)  # type: ignore[no-untyped-call]  # of torch
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # of torch
+    with torch.cuda.stream(stream):
+        a, b = (torch.randn(size, size, device=where, dtype=torch.bfloat16) for _ in range(2))
         out = torch.mm(a, b)
-        wait = stream.synchronize if torch_device.type != "cpu" else _nothing
-        wait()
-        count, start = 0, time.perf_counter()
-        while time.perf_counter() < start + duration_s:
-            for _ in range(8):
-                torch.mm(a, b, out=out)
-            wait()
-            count += 8
-        return count / (time.perf_counter() - start)
-
-
-def _nothing() -> None:
-    pass
+        stream.synchronize()
+        for number in range(count // 2 + count):
+            if number == count // 2:
+                begin.record(stream)
+            torch.mm(a, b, out=out)
+        end.record(stream)
+    with kept_busy(*queues) as rounds:
+        end.synchronize()
+    return begin.elapsed_time(end), [
+        median(each[:-1] or each) for each in rounds
+    ]  # the last round outlasts the products
 
 
 @contextmanager
-def kept_busy(*queues: tuple[Stream, Copies]) -> Iterator[None]:
-    """Have the streams do their copies again and again, until the ``with`` block ends."""
+def kept_busy(*queues: tuple[Stream, Copies]) -> Iterator[list[list[float]]]:
+    """Have the streams do their copies again and again, until the ``with`` block ends; yield the seconds of each."""
     ended = threading.Event()
+    rounds: list[list[float]] = [[] for _ in queues]
 
-    def work(stream: Stream, copies: Copies) -> None:
+    def work(stream: Stream, copies: Copies, took_s: list[float]) -> None:
         while not ended.is_set():
-            run((stream, copies))
+            took_s.append(run((stream, copies)))
 
-    threads = [threading.Thread(target=work, args=each) for each in queues]
+    threads = [threading.Thread(target=work, args=(*queue, each)) for queue, each in zip(queues, rounds, strict=True)]
     for thread in threads:
         thread.start()
     try:
-        yield
+        yield rounds
     finally:
         ended.set()
         for thread in threads:

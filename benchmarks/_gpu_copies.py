@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from _gpu_bus import Copies, Setup, kept_busy, matmul_rate, seconds, set_up
+from _gpu_bus import Copies, Setup, products_ms, seconds, set_up
 from _gpu_report import Report, Run
 from tiered_kv import KVGroup
 from tiered_kv.memory import Stream
@@ -105,17 +105,23 @@ def by_way(report: Report, about: str, setup: Setup, h2d: Stream, d2h: Stream) -
 
 
 def kept_share(report: Report, about: str, setup: Setup, h2d: Stream, d2h: Stream, *, is_small: bool) -> None:
-    """Note the share of its speed that a matrix product keeps beside loads, stores and both."""
-    size, duration_s = (64, 0.02) if is_small else (4096, 1.0)
+    """Note what share of its speed a matrix product keeps beside loads, stores and both, and their GB/s meanwhile."""
+    size, count = (64, 8) if is_small else (4096, 600)
     low, high = setup.halves
     loads, stores = (h2d, setup.loads(setup.pinned, low)), (d2h, setup.stores(setup.pinned, high))
+    rates = [sum(len(slots) for _, slots in half) * setup.group.payload_bytes / 1e9 for half in (low, high)]
     where = setup.tensors[0].device
-    for name, queues in {"load": [loads], "store": [stores], "both": [loads, stores]}.items():
+    for name, queues, num_gb in (
+        ("load", [loads], rates[:1]),
+        ("store", [stores], rates[1:]),
+        ("both", [loads, stores], rates),
+    ):
         with report.catching(f"{about}: matmul beside {name}"):
-            alone = matmul_rate(where, size, duration_s)
-            with kept_busy(*queues):
-                share = matmul_rate(where, size, duration_s) / alone
-            report.note(about, f"matmul_beside_{name}", share)
+            alone_ms, _ = products_ms(where, size, count)
+            beside_ms, rounds = products_ms(where, size, count, *queues)
+            report.note(about, f"matmul_beside_{name}", alone_ms / beside_ms)
+            gb_s = sum(each / took_s for each, took_s in zip(num_gb, rounds, strict=True))
+            report.note(about, f"{name}_beside_matmul_gb_s", gb_s)
 
 
 def _rate(num_gb: float, stream: Stream, copies: Copies, rounds: int) -> float:

@@ -3,7 +3,9 @@
 import json
 import threading
 from collections.abc import Callable, Iterator
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,43 +35,36 @@ def fake() -> Iterator[FakeDriver]:
         yield fake
 
 
-def _waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda.Stream, "synchronize", lambda self: torch.cuda.synchronize(self.device))
-
-
-def _waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda.Stream, "synchronize", lambda _: None)
-
-
 def _passes_no_event(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AcceleratorStream, "wait", lambda *_: None)
 
 
-@pytest.mark.parametrize("plant", [None, _waits_for_the_device, _waits_for_nothing])
-def test_products_beside_copies_wait_for_their_own_stream(
-    monkeypatch: pytest.MonkeyPatch, fake: FakeDriver, plant: Callable[[pytest.MonkeyPatch], None] | None
-) -> None:
-    """Of all of the device's they would measure the copies too, and of none the time to enqueue; planted, it shows."""
-    device = CUDADevice(GPU)
-    multiply, ran = torch.mm, list[object]()
+def test_products_beside_copies_are_timed_by_the_gpu(monkeypatch: pytest.MonkeyPatch, fake: FakeDriver) -> None:
+    """And enqueued before any copy: the host's clock does not matter, nor which thread has the interpreter's lock."""
+    device, order, ms = CUDADevice(GPU), list[str](), iter([10.0, 12.5, 10.0, 20.0, 10.0, 10.0])
+    multiply, submit = torch.mm, AcceleratorStream.submit
+    monkeypatch.setattr(torch.cuda.Event, "elapsed_time", lambda *_: next(ms))
 
-    def noted(*args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
-        ran.append(torch.cuda.current_stream(GPU).queue)  # type: ignore[attr-defined]  # the fake's
+    def product(*args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        order.append("product")
         return multiply(*args, **kwargs)
 
-    monkeypatch.setattr(torch, "mm", noted)
+    def submitted(self: AcceleratorStream, *args: Any) -> object:  # noqa: ANN401 - of a stream
+        order.append("copy")
+        return submit(self, *args)
+
     h2d, d2h = device.stream("h2d"), device.stream("d2h")
     with set_up(SMALL["small"], 4, device) as setup:
-        fake.waits.clear()
-        if plant is not None:
-            plant(monkeypatch)
+        monkeypatch.setattr(torch, "mm", product)
+        monkeypatch.setattr(AcceleratorStream, "submit", submitted)
         report = Report("copies", None)
         kept_share(report, "small", setup, h2d, d2h, is_small=True)
-        here = threading.current_thread().name
-        waited = {id(queue) for thread, queue in fake.waits if thread == here}
         assert device.close(60)
-    assert report.figures["small"].keys() == {"matmul_beside_load", "matmul_beside_store", "matmul_beside_both"}
-    assert (waited == {id(queue) for queue in ran}) == (plant is None)
+    found = report.figures["small"]
+    shares = [found.pop(f"matmul_beside_{name}") for name in ("load", "store", "both")]
+    assert shares == [0.8, 0.5, 1.0]
+    assert found.keys() == {f"{name}_beside_matmul_gb_s" for name in ("load", "store", "both")}
+    assert [kind for kind, _ in groupby(order)] == ["product", "copy"] * 3
 
 
 @pytest.mark.parametrize("plant", [None, _passes_no_event])
