@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import queue
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -30,6 +31,7 @@ from tests.support.gpu_engine import (
 from tiered_kv import TieredKV
 from tiered_kv.memory import CUDADevice, HostSlab, PageLockState, host, make_device
 from tiered_kv.memory import host as page_locking
+from tiered_kv.memory.gpu import MOST_AHEAD
 from tiered_kv.memory.lanes import wait_in
 from tiered_kv.memory.staging import Staging
 from tiered_kv.values.errors import ConfigurationError
@@ -191,6 +193,33 @@ def test_a_full_queue_blocks_nobody(fake: FakeDriver) -> None:
     fake.release()
     assert device.close(60)
     assert ended == [None] * 100
+    assert not fake.blocked
+
+
+def test_the_gpu_never_waits_for_what_is_late(fake: FakeDriver) -> None:
+    """Of copies that the stream's thread enqueues the next one is there before the one at hand has ended."""
+    device, ended = CUDADevice(GPU), queue.SimpleQueue[BaseException | None]()
+    stream = device.stream("d2h")
+    source, target = (torch.zeros(4, dtype=torch.int64, device=GPU) for _ in range(2))
+    fake.run()
+    fake.held = True
+    ahead = list[int]()
+
+    def copy() -> None:
+        if threading.current_thread().name.startswith("tiered_kv"):
+            ahead.append(len(_staging(stream).stream.queue.items))
+        for _ in range(14):
+            target.copy_(source)
+        _staging(stream).num_operations += 14
+
+    for _ in range(80):
+        stream.submit(copy, ended.put)
+    assert not ahead
+    fake.release()
+    assert [ended.get(timeout=60) for _ in range(80)] == [None] * 80
+    assert device.close(60)
+    assert len(ahead) > 40
+    assert all(0 < each < MOST_AHEAD + 30 for each in ahead)
     assert not fake.blocked
 
 

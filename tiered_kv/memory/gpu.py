@@ -4,8 +4,9 @@ Copies are enqueued in the caller's thread, so that their order is the order of 
 their events, blocked in the driver with the GIL released, and reports them in order: no polling, and no Python in a
 driver's callback, which would deadlock on the GIL.
 
-What could block the caller is enqueued by that thread instead, once the device is past all before it: copies to and
-from memory that is not page-locked, and what more operations are ahead of than a stream's queue holds.
+What could block the caller is enqueued by that thread instead: copies to and from memory that is not page-locked, once
+the device is past all before it; and what more operations are ahead of than a stream's queue holds, while the copy
+before it is under way, so that the device goes from one to the other.
 
 An error of the device is sticky: after one, nothing this process does on the device can be trusted.
 
@@ -16,6 +17,7 @@ Through torch alone an event's ``synchronize`` spins on a core, and a slab in a 
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -137,6 +139,8 @@ class _Submitted:
     num_operations: int = 0
     late: LateEvent | None = None
     """Set if the stream's thread is to enqueue the copy."""
+    may_block: bool = False
+    """Whether that is because enqueueing it may take as long as all before it: nothing is to wait for a report then."""
 
 
 class AcceleratorStream(Stream):
@@ -199,7 +203,7 @@ class AcceleratorStream(Stream):
     def _submit(self, copy: Copy, done: Done, *, is_late: bool) -> After:
         with self._lock:
             self._check_open()
-            item = _Submitted(copy, done, self._device.error)
+            item = _Submitted(copy, done, self._device.error, may_block=is_late)
             if item.error is None and (is_late or self._num_late or self._num_ahead > MOST_AHEAD):
                 item.late = LateEvent()
                 self._num_late += 1
@@ -227,28 +231,39 @@ class AcceleratorStream(Stream):
 
     def _run(self) -> None:
         with self._device.here():
-            while (item := self._queue.get()) is not None:
+            taken: deque[_Submitted | None] = deque()
+            while (item := taken.popleft() if taken else self._queue.get()) is not None:
+                self._enqueue_late(item)
+                if not taken and not self._queue.empty():
+                    taken.append(self._queue.get())
+                following = taken[0] if taken else None
+                if following is not None and not following.may_block and self._num_ahead <= MOST_AHEAD:
+                    self._enqueue_late(following)
                 self._finish(item)
-                del item  # what a copy held must not outlive it until the next one comes
+                del item, following  # what a copy held must not outlive it until the next one comes
             self._staging.free()
         self._device.stream_ended(self)
 
+    def _enqueue_late(self, item: _Submitted) -> None:
+        """Enqueue what its caller did not, if that is still to be done."""
+        if item.late is None or item.late.is_recorded:
+            return
+        item.error = self._device.error
+        if item.error is None:
+            self._enqueue(item)
+        item.late.settle(item.event)
+        with self._lock:
+            self._num_late -= 1
+            self._num_ahead += item.num_operations
+
     def _finish(self, item: _Submitted) -> None:
-        if item.late is not None:
-            item.error = self._device.error
-            if item.error is None:
-                self._enqueue(item)  # the stream is empty: all before has ended
-            item.late.settle(item.event)
-            with self._lock:
-                self._num_late -= 1
         if item.event is not None:
             broken = attempt(item.event.synchronize)  # blocked in the driver, the GIL released
             if broken is not None:
                 self._device.fail(broken)
             item.error = item.error or broken
-        if item.late is None:
-            with self._lock:
-                self._num_ahead -= item.num_operations
+        with self._lock:
+            self._num_ahead -= item.num_operations
         report(item.done, item.error)
 
 
