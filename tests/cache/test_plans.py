@@ -15,7 +15,9 @@ from tests.support.any_layout import SMALL, STRIDE, AnyEngine, cpu, nvme, open_a
 from tests.support.backends import ScriptedBackend
 from tests.support.caches import inside, until, until_idle
 from tests.support.planned import CPU, HEADER, KEYS, PAYLOAD, N, Ranks, spread, store
-from tiered_kv import ConfigurationError, LayoutMismatchError, Outcomes, Shard, Worker
+from tiered_kv import ClosedError, ConfigurationError, LayoutMismatchError, Outcomes, Shard, Worker
+from tiered_kv.cache import worker as worker_module
+from tiered_kv.memory.lanes import Lane
 from tiered_kv.values.plan import TierShare
 
 
@@ -431,3 +433,30 @@ async def test_a_load_with_gaps_goes_on_behind_what_is_lost() -> None:
         assert (await job.ended()).mask.tolist() == [False] * N
         below.on_read.release()
         await until_idle(kv)
+
+
+async def test_a_plan_may_be_submitted_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a stream closes under it, the worker says how far it came once the last copy has ended, and not before."""
+    monkeypatch.setattr(worker_module, "_WINDOW_BYTES", 2 * STRIDE)
+    submit, submitted = Lane.submit, list[object]()
+
+    def submit_two(lane: Lane, *args: Any) -> object:  # noqa: ANN401 - as it is
+        if len(submitted) == 2:
+            raise ClosedError("closed just now")
+        submitted.append(args)
+        return submit(lane, *args)
+
+    async with open_any(AnyEngine(), CPU, shard=Shard.every(2)) as kv:
+        planner = kv.planner()
+        ranks = Ranks(planner)
+        ranks.compute()
+        job = planner.plan_store(KEYS, ranks.engines[0].spec(range(N)))
+        plan = await job.planned()
+        with monkeypatch.context() as patch:
+            patch.setattr(Lane, "submit", submit_two)
+            outcomes = await asyncio.to_thread(ranks.workers[0].execute, spread(plan))
+        assert (outcomes.num_moved, outcomes.error) == (4, "ClosedError: closed just now")
+        planner.complete(outcomes)
+        planner.complete(ranks.workers[1].execute(spread(plan)))
+        assert (await job.ended()).num_blocks == 4
+        ranks.close()

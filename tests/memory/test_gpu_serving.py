@@ -24,8 +24,9 @@ from tests.support.gpu_engine import (
     only,
     opened,
 )
-from tiered_kv import GPULoadStoreSpec, KVGroup, KVLayout, TieredKV, hash_blocks
-from tiered_kv.memory import CUDADevice, HostSlab, PagedCaches, kernels
+from tiered_kv import GPULoadStoreSpec, KVGroup, KVLayout, TieredKV, Worker, hash_blocks
+from tiered_kv.cache import worker as worker_module
+from tiered_kv.memory import CUDADevice, HostSlab, PagedCaches, PageLockState, kernels, staging
 from tiered_kv.memory import gpu as accelerator
 from tiered_kv.memory.codec import CodecName
 from tiered_kv.memory.device import attempt
@@ -266,3 +267,51 @@ async def _store_what_is_computed(fake: FakeDriver) -> None:
         engine.poison()
         assert (await kv.load(KEYS, INTO)).num_blocks == len(KEYS)
         assert engine.read(INTO) == contents(KEYS)
+
+
+@pytest.mark.parametrize("way", ["staging", "by kernel"])
+@pytest.mark.parametrize("direction", ["load", "store"])
+async def test_a_large_plan_blocks_no_worker(
+    monkeypatch: pytest.MonkeyPatch, fake: FakeDriver, way: str, direction: str
+) -> None:
+    """An engine's model runner starts it and goes on, though its copies are more than a stream's queue holds."""
+    only(way, monkeypatch)
+    monkeypatch.setattr(staging, "PIECE_BYTES", 4 * PLANNED.stride_bytes)  # as with blocks of 2 MiB
+    monkeypatch.setattr(worker_module, "_WINDOW_BYTES", 8 * PLANNED.stride_bytes)
+    n = 1024
+    tensors = [torch.zeros(n, 4, 512, dtype=torch.uint8) for _ in range(2)]
+    for tensor in tensors:
+        fake.keep(tensor.data_ptr(), tensor.nbytes, 3, tensor)
+        tensor[:] = torch.arange(n)[:, None, None]
+    expected = [tensor.clone() for tensor in tensors]
+    keys, pages = hash_blocks(range(4 * n), block_size=4), GPULoadStoreSpec(torch.randperm(n).tolist())
+    tiers = [{"medium": "cpu", "capacity": n * PLANNED.stride_bytes}]
+    async with TieredKV(tiers, model=MODEL, layout=KVLayout((PLANNED,)), device=GPU, emit=Recorder()) as kv:
+        planner = kv.planner()
+        planner.register_worker()
+        device = CUDADevice(GPU)
+        with Worker(planner.slabs(), layout=KVLayout((PLANNED,)), device=device) as worker:
+            worker.register_kv_caches(tensors, axes="BND")
+            for locking in device._page_lockings:  # noqa: SLF001 - what the wait is for
+                assert await asyncio.to_thread(locking.wait, 60) is PageLockState.LOCKED
+            for each in ("store", "load"):
+                job = planner.plan_store(keys, pages) if each == "store" else planner.plan_load(keys, pages)
+                plan = await job.planned()
+                fake.run()
+                fake.blocked.clear()
+                fake.held = each == direction
+                future = worker.start(plan)
+                fake.release()
+                outcomes = await asyncio.to_thread(future.result, 60)
+                assert (outcomes.num_moved, outcomes.error) == (n, "")
+                planner.complete(outcomes)
+                await job.ended()
+                assert not fake.blocked
+                if each == "store":
+                    for tensor in tensors:
+                        tensor.zero_()
+            assert all(torch.equal(*pair) for pair in zip(tensors, expected, strict=True))
+        assert device.close(60)
+
+
+PLANNED = KVGroup(2, 1, 512, "uint8", 4, "MLA")

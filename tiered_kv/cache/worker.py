@@ -6,8 +6,9 @@ slots until the worker has answered or has ended.
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from types import TracebackType
 from typing import Final, Self
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from tiered_kv.memory.caches import PagedCaches
 from tiered_kv.memory.codec import Codec, make_codec
-from tiered_kv.memory.copies import gather_blocks, scatter_blocks
+from tiered_kv.memory.copies import Ids, gather_blocks, scatter_blocks
 from tiered_kv.memory.crossover import prepare
 from tiered_kv.memory.device import Device
 from tiered_kv.memory.host import HostSlab
@@ -25,8 +26,10 @@ from tiered_kv.system import system
 from tiered_kv.values.errors import ConfigurationError, LayoutMismatchError
 from tiered_kv.values.integers import as_int
 from tiered_kv.values.layout import KVCaches, KVLayout
-from tiered_kv.values.plan import Outcomes, Plan, SlabHandle
+from tiered_kv.values.plan import Move, Outcomes, Plan, SlabHandle
 
+_WINDOW_BYTES: Final = 16 << 20
+"""Submitted as one copy, as the cache itself moves it."""
 _REMEMBERED: Final = 4096
 """Jobs of which a second delivery is noticed."""
 
@@ -170,33 +173,57 @@ class Worker:
             self._executed.pop(plan.job, None)
             raise ConfigurationError(f"{move.host.pool!r} is none of the slabs attached: {', '.join(self._slabs)}")
 
-        rows = slab.rows
-
-        def copy() -> None:
-            if plan.direction == "load":
-                scatter_blocks(rows, move.host.ids, caches, engine.ids)
-            else:
-                gather_blocks(caches, engine.ids, rows, move.host.ids)
-
-        started = system().monotonic()
-
-        def done(error: BaseException | None) -> None:
-            slab.copy_ended()
-            moved, said = (0, f"{type(error).__name__}: {error}") if error else (len(move.host), "")
-            ended.set_result(Outcomes(plan.job, self.rank, moved, said, system().monotonic() - started))
-
         try:
-            with self._lock:
-                lane = self._lanes[plan.direction].take(after)
-                try:
-                    lane.submit(copy, done)
-                finally:
-                    lane.release()
+            self._move(plan, move, engine.ids, caches, slab, after, ended)
         except Exception:
             slab.copy_ended()
             self._executed.pop(plan.job, None)  # nothing moves: it may be started again
             raise
         return ended
+
+    def _move(
+        self,
+        plan: Plan,
+        move: Move,
+        page_ids: Ids,
+        caches: PagedCaches,
+        slab: "_Slab",
+        after: object,
+        ended: "Future[Outcomes]",
+    ) -> None:
+        """Submit the copies, a window each: as one they could be more than a stream's queue holds."""
+        rows, slots, pages = slab.rows, move.host.ids, caches.pages_per_block
+        each = max(1, _WINDOW_BYTES // (rows.shape[1] * 8))
+        starts = range(0, len(slots), each)
+
+        def copy(start: int) -> None:
+            part, their_pages = slots[start : start + each], page_ids[start * pages : (start + each) * pages]
+            if plan.direction == "load":
+                scatter_blocks(rows, part, caches, their_pages)
+            else:
+                gather_blocks(caches, their_pages, rows, part)
+
+        started = system().monotonic()
+
+        def done(num_moved: int, error: BaseException | None) -> None:
+            slab.copy_ended()
+            said = f"{type(error).__name__}: {error}" if error else ""
+            ended.set_result(Outcomes(plan.job, self.rank, num_moved, said, system().monotonic() - started))
+
+        windows, num_submitted = _Windows(len(starts), done), 0
+        try:
+            with self._lock:
+                lane = self._lanes[plan.direction].take(after)
+                try:
+                    for start in starts:
+                        lane.submit(partial(copy, start), partial(windows.ended, len(slots[start : start + each])))
+                        num_submitted += 1
+                finally:
+                    lane.release()
+        except Exception as error:
+            if not num_submitted:
+                raise
+            windows.left_out(len(starts) - num_submitted, error)
 
     def _check_new(self, job: int) -> None:
         with self._lock:
@@ -231,6 +258,37 @@ class Worker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class _Windows:
+    """The copies of one plan, which end in their order; the last one to end tells how far all have come."""
+
+    def __init__(self, num_windows: int, done: Callable[[int, BaseException | None], None]) -> None:
+        self._num_left = num_windows
+        self._num_moved = 0
+        self._error: BaseException | None = None
+        self._reason: BaseException | None = None
+        self._done = done
+        self._lock = system().lock()
+
+    def ended(self, num_blocks: int, error: BaseException | None) -> None:
+        """Take note of the next one."""
+        with self._lock:
+            self._error = self._error or error
+            self._num_moved += 0 if self._error else num_blocks
+        self._count(1)
+
+    def left_out(self, num_windows: int, error: BaseException) -> None:
+        """Take note of the last ones, which could not be submitted; those before them go on."""
+        self._reason = error
+        self._count(num_windows)
+
+    def _count(self, num_windows: int) -> None:
+        with self._lock:
+            self._num_left -= num_windows
+            is_last = not self._num_left
+        if is_last:
+            self._done(self._num_moved, self._error or self._reason)
 
 
 class _Slab:
