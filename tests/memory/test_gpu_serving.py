@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -166,6 +167,29 @@ async def test_the_layers_of_a_load_are_enqueued_in_several_turns(fake: FakeDriv
         assert seen == [NUM_LAYERS]
         assert (await handle).num_blocks == NUM_BLOCKS
         assert not fake.blocked
+
+
+@pytest.mark.parametrize("below", [[], ["nvme"]])
+async def test_a_layer_of_a_store_is_one_launch(
+    monkeypatch: pytest.MonkeyPatch, fake: FakeDriver, tmp_path: Path, below: list[str]
+) -> None:
+    """However many windows its blocks are for the tiers below: they cross the bus together."""
+    only("by kernel", monkeypatch)
+    engine = engine_on(fake)
+    tiers = [CPU_TIER, *({"medium": name, "path": tmp_path, "capacity": "1MiB"} for name in below)]
+    async with opened(engine, *tiers) as kv:
+        await asyncio.to_thread(locked, kv)
+        handle = kv.start_store(KEYS, engine.compute(KEYS), layerwise=True)
+        launched = list[int]()
+        for layer in range(2):
+            before = kernels._copy.num_launched  # noqa: SLF001 - the fake's
+            handle.store_layer(layer)
+            launched.append(kernels._copy.num_launched - before)  # noqa: SLF001 - the fake's
+        assert launched == [1, 1]
+        assert (await handle).num_stored == len(KEYS)
+        engine.poison()
+        assert (await kv.load(KEYS, INTO)).num_blocks == len(KEYS)
+        assert engine.read(INTO) == contents(KEYS)
 
 
 async def test_a_load_may_be_cancelled_between_its_layers(fake: FakeDriver) -> None:

@@ -338,6 +338,7 @@ class _Kernel:
         self._fake = fake
         self.compiled: set[tuple[object, ...]] = set()
         """What Triton would have compiled: one binary for each."""
+        self.num_launched = 0
 
     def __getitem__(self, grid: tuple[int]) -> Any:  # noqa: ANN401 - Triton's
         return functools.partial(self._launch, grid)
@@ -357,6 +358,7 @@ class _Kernel:
         **constants: Any,  # noqa: ANN401 - Triton's
     ) -> None:
         self.compiled.add(tuple(sorted(constants.items())))
+        self.num_launched += 1
         queue = torch.cuda.current_stream(table.device).queue  # type: ignore[attr-defined]  # the fake's
         num_blocks = num_units // pieces // num_fragments // pages_per_block if num_units else 0
 

@@ -7,7 +7,7 @@ is as in the plain ones.
 
 import asyncio
 from collections import deque
-from functools import partial
+from functools import cached_property, partial
 from typing import Final
 
 import numpy as np
@@ -182,8 +182,19 @@ class LayerStore(Store):
             self._is_complete.set_result(None)
 
     def _gather(self, layers: slice) -> None:
-        for placed in self._placed:
-            placed.gather(self._request.binding, layers)
+        """Copy layers of all blocks, whatever their windows for the tiers below: one copy for each tier of memory."""
+        for tier, pages, slots in self._places:
+            self._request.binding.gather(pages, tier.rows, slots, layers=layers)
+
+    @cached_property
+    def _places(self) -> list[tuple[MemoryTier, NDArray[np.int64], NDArray[np.int64]]]:
+        """The pages and slots of all blocks, by tier."""
+        places = []
+        for tier in dict.fromkeys(placed.tier for placed in self._placed):
+            there = [placed for placed in self._placed if placed.tier is tier]
+            slots = [placed.reservation.slots[placed.fresh] for placed in there]
+            places.append((tier, np.concatenate([placed.pages for placed in there]), np.concatenate(slots)))
+        return places
 
     def _end_layer(self, error: BaseException | None) -> None:
         self._error = self._error or error

@@ -80,9 +80,9 @@ class Placed:
     fresh: NDArray[np.bool_]
     fill: Fill | None
 
-    def gather(self, memory: EngineMemory, layers: slice | None = None) -> None:
+    def gather(self, memory: EngineMemory) -> None:
         """Copy them out of the engine; in a stream's turn."""
-        memory.gather(self.pages, self.tier.rows, self.reservation.slots[self.fresh], layers=layers)
+        memory.gather(self.pages, self.tier.rows, self.reservation.slots[self.fresh])
 
 
 class Store(Revocable):
