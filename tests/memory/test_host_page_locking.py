@@ -5,10 +5,12 @@ import os
 import platform
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tiered_kv.memory import CPUDevice, HostSlab, PageLocking, PageLockState, host
+from tiered_kv.memory import host as page_locking
 from tiered_kv.memory.host import is_page_locked, node_of_gpu
 from tiered_kv.values.events import Event, HostMemoryPageable, HostMemoryReady, MemoryPageLocked
 
@@ -32,8 +34,9 @@ def test_on_a_cpu_memory_is_touched_and_stays_pageable() -> None:
 
 
 def test_memory_is_locked_in_pieces_of_whole_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each piece is locked once and unlocked once, and none cuts a slot in two."""
+    """Each piece is locked once and unlocked once, and none cuts a slot in two. How far it is, is said now and then."""
     monkeypatch.setattr(host, "PIECE_BYTES", 2 * STRIDE + 4096)
+    monkeypatch.setattr(page_locking, "_SAY_BYTES", 4 * STRIDE)
     locked: dict[int, int] = {}
     unlocked: list[int] = []
     slab = HostSlab(5, STRIDE, STRIDE)
@@ -41,7 +44,7 @@ def test_memory_is_locked_in_pieces_of_whole_slots(monkeypatch: pytest.MonkeyPat
     locking = PageLocking(slab, lock=locked.__setitem__, unlock=unlocked.append, emit=events.append)
     assert locking.wait() is PageLockState.LOCKED
     progress = [event.page_locked_bytes for event in events if isinstance(event, MemoryPageLocked)]
-    assert progress == [2 * STRIDE, 4 * STRIDE, 5 * STRIDE]
+    assert progress == [4 * STRIDE, 5 * STRIDE]
     assert isinstance(events[-1], HostMemoryReady)
     assert events[-1].page_locked_bytes == events[-1].num_bytes == 5 * STRIDE
     first = slab.rows.data_ptr()
@@ -92,6 +95,25 @@ def test_a_failure_is_said_once_and_the_slab_serves_on(monkeypatch: pytest.Monke
     slab.payload(3)[0] = 1
     locking.close()
     assert unlocked == tried[:1]
+
+
+def test_others_get_a_turn_between_two_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver does nothing else while it locks one: the thread lets go after each, and locks 128 MiB at most."""
+    done = list[str]()
+
+    class Stop(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            assert timeout
+            done.append("yields")
+            return self.is_set()
+
+    monkeypatch.setattr(page_locking, "threading", SimpleNamespace(Event=Stop, Thread=threading.Thread))
+    assert 64 << 20 <= host.PIECE_BYTES <= 128 << 20
+    monkeypatch.setattr(host, "PIECE_BYTES", STRIDE)
+    locking = PageLocking(HostSlab(3, STRIDE, STRIDE), lock=lambda *_: done.append("locks"), unlock=lambda _: None)
+    assert locking.wait() is PageLockState.LOCKED
+    assert done == ["locks", "yields"] * 3
+    locking.close()
 
 
 def test_what_is_locked_is_known_by_address(monkeypatch: pytest.MonkeyPatch) -> None:

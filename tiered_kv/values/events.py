@@ -39,7 +39,7 @@ class PageLockingDoubted(Event):
 
 @dataclass(frozen=True)
 class MemoryPageLocked(Event):
-    """One more piece of a slab is page-locked: how far it is."""
+    """One more GiB of a slab is page-locked, or the last of it: how far it is, and how long the driver took for it."""
 
     name: ClassVar[str] = "host_memory.page_locked"
     slab: str
