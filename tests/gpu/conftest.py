@@ -17,7 +17,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         f"batches of DMAs: {'yes' if driver.has_batches() else 'no'}): "
         + ", ".join(f"{number} {kind}" for kind, number in counts.items() if number)
     )
-    for (_, num_bytes, num_fragments, to_rows), fastest in crossover.measured().items():
+    for (_, num_bytes, num_fragments, num_parts, to_rows), fastest in crossover.measured().items():
         ways = ", ".join(f"{way.name} from {count}" for count, way in fastest)
+        what = "blocks" if num_parts == 1 else f"one of {num_parts} layers"
         direction = "store" if to_rows else "load"
-        terminalreporter.write_line(f"- {direction} of blocks of {num_fragments} x {num_bytes} bytes: {ways}")
+        terminalreporter.write_line(f"- {direction} of {what} of {num_fragments} x {num_bytes} bytes: {ways}")

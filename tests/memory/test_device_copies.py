@@ -3,12 +3,14 @@
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from structlog.testing import capture_logs
 
 from tests.memory.engines import NUM_SLOTS, Engine, engines, places
@@ -27,6 +29,7 @@ from tiered_kv.memory import (
 from tiered_kv.values.layout import KVGroup
 
 Copy = Callable[..., None]
+Ids = NDArray[np.int64]
 WAYS: dict[str, tuple[Copy, Copy]] = {
     "staging": (
         partial(device_copies.gather_through_staging, gather=torch_copies.gather_blocks),
@@ -89,6 +92,26 @@ def test_padding_of_staged_slots_is_zero() -> None:
     WAYS["staging"][0](caches, np.arange(4)[:, None], rows, np.arange(4))
     assert rows.view(torch.uint8)[:, :9].eq(1).all()
     assert not rows.view(torch.uint8)[:, 9:].any()
+
+
+def test_staged_layers_take_no_more_room_than_they_have() -> None:
+    """A staging buffer holds so many blocks of one layer as it has bytes, however long whole blocks are."""
+    group = KVGroup(8, 1, 512, "uint8", 1, "MLA")
+    tensors = [torch.full((32, 1, 512), layer, dtype=torch.uint8) for layer in range(8)]
+    caches = PagedCaches.bind(tensors, group, device=CPUDevice())
+    part, rows = caches.of_layers(slice(5, 6)), torch.zeros(32, 512, dtype=torch.int64)
+    seen = list[tuple[int, ...]]()
+
+    def gather(caches: PagedCaches, pages: Ids, buffer: torch.Tensor, slots: Ids) -> None:
+        seen.append(tuple(buffer.shape))
+        torch_copies.gather_blocks(caches, pages, buffer, slots)
+
+    device_copies.gather_through_staging(part, np.arange(32)[:, None], rows, np.arange(32), gather)
+    assert seen == [(16, 64)] * 2  # of 8 KiB each
+    found = rows.view(torch.uint8)
+    assert found[:, 5 * 512 : 6 * 512].eq(5).all()
+    assert not found[:, : 5 * 512].any()
+    assert not found[:, 6 * 512 :].any()
 
 
 def test_slots_that_are_neighbours_cross_in_one_copy() -> None:
@@ -165,7 +188,7 @@ class TestCrossover:
     def test_what_was_measured_is_said(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """By direction: d2h is out of the engine's pages."""
         found = {True: ((1, crossover.STAGING),), False: ((1, crossover.DIRECTLY), (16, crossover.STAGING))}
-        monkeypatch.setattr(crossover, "measure", lambda *_: found)
+        monkeypatch.setattr(crossover, "measure", lambda *_, **__: found)
         here = self.caches(64)
         with fake_cuda(), capture_logs() as logs:
             caches = PagedCaches(here.group, None, torch.device("cuda", 0), 2, here.fragments, here.layers)
@@ -174,6 +197,33 @@ class TestCrossover:
             assert len(crossover.measured()) == 2
         said = [(each["direction"], each["fragment_bytes"], each["ways"]) for each in logs]
         assert said == [("d2h", 64, {1: "staging"}), ("h2d", 64, {1: "directly", 16: "staging"})]
+
+    def test_one_layer_is_measured_out_of_whole_slots(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As it is served: its bytes lie apart on the host, a slot from one block to the next, in each way timed."""
+        group = KVGroup(4, 1, 4096, "uint8", 1, "MLA")
+        tensors = [torch.zeros(64, 1, 4096, dtype=torch.uint8) for _ in range(4)]
+        seen = set[tuple[Any, int]]()
+
+        def gather(caches: PagedCaches, pages: Ids, rows: torch.Tensor, slots: Ids) -> None:
+            assert slots.max() < len(rows)
+            seen.add((caches.columns and (caches.columns.start, caches.columns.stop), rows.shape[1] * 8))
+
+        def scatter(rows: torch.Tensor, slots: Ids, caches: PagedCaches, pages: Ids) -> None:
+            gather(caches, pages, rows, slots)
+
+        spy = crossover.Way("spy", gather, scatter)
+        monkeypatch.setattr(crossover, "STAGING", spy)
+        monkeypatch.setattr(crossover, "DIRECTLY", spy)
+        monkeypatch.setattr(crossover, "_SAMPLE_BYTES", 1 << 20)  # 64 slots, for 256 blocks of one layer
+        with fake_cuda() as fake:
+            for tensor in tensors:
+                fake.keep(tensor.data_ptr(), tensor.nbytes, 0, tensor)
+            crossover.kernel_way.cache_clear()
+            monkeypatch.setattr(crossover, "kernel_way", lambda _: spy)
+            device = CUDADevice("cuda:0")
+            crossover.prepare(PagedCaches.bind(tensors, group, device=device), device)
+            assert len(crossover.measured()) == 4
+        assert seen == {(None, 16384), ((0, 4096), 16384)}
 
     def test_a_cpu_is_not_measured(self) -> None:
         """There nothing crosses a bus."""

@@ -59,12 +59,12 @@ async def test_streams_may_be_one_and_the_same(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize("shift_bytes", [0, 2, 8])
-@pytest.mark.parametrize("codec", ["none", "fp8"])
+@pytest.mark.parametrize(("codec", "way"), [("none", "staging"), ("none", "by kernel"), ("fp8", "staging")])
 async def test_nothing_is_compiled_while_serving(
-    monkeypatch: pytest.MonkeyPatch, fake: FakeDriver, codec: CodecName, shift_bytes: int
+    monkeypatch: pytest.MonkeyPatch, fake: FakeDriver, codec: CodecName, way: str, shift_bytes: int
 ) -> None:
     """All that a binding can need is compiled by it: whatever is aligned how, at once, layer by layer, or swapped."""
-    only("by kernel", monkeypatch)
+    only(way, monkeypatch)
     engine = engine_on(fake, shift_bytes=shift_bytes)
     limits = SMALL_LIMITS.model_copy(update={"swap_space": 16 * PAYLOAD_BYTES})
     cache = TieredKV(

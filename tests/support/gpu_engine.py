@@ -69,7 +69,7 @@ def capturing(fake: FakeDriver) -> Iterator[None]:
 def only(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have blocks cross the bus in one way, whatever would be measured."""
 
-    def measure(_: object, __: int, ___: int, ways: Sequence[crossover.Way]) -> object:
+    def measure(_: object, __: int, ___: int, ways: Sequence[crossover.Way], **____: object) -> object:
         (wanted,) = [each for each in ways if each.name == way]
         return dict.fromkeys((True, False), ((1, wanted),))
 

@@ -417,6 +417,18 @@ class PagedCaches:
             )
         return self._of_layers[wanted]
 
+    @cached_property
+    def alone(self) -> tuple["PagedCaches", int, int]:
+        """These layers in rows that hold no others: the same pages, a row's words, and the bytes of a slot left out.
+
+        Both are whole multiples of 16 bytes: nothing is aligned less than in whole slots.
+        """
+        columns = self._bytes_of_layers(self.stored_bytes)
+        left_out = columns.start & -16
+        fragments = tuple(replace(each, offset_bytes=each.offset_bytes - left_out) for each in self.fragments)
+        caches = PagedCaches(self.group, self.codec, self.torch_device, self.num_pages, fragments, self.layers)
+        return caches, -(-(columns.stop - left_out) // 16) * 2, left_out
+
     def _bytes_of_layers(self, num_bytes: int) -> slice:
         each = num_bytes // self.group.num_layers
         return slice(self.layers.start * each, (self.layers.start + len(self.layers)) * each)

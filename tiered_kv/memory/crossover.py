@@ -46,10 +46,10 @@ class Way:
 STAGING: Final = Way("staging", device_copies.gather_through_staging, device_copies.scatter_through_staging)
 DIRECTLY: Final = Way("directly", device_copies.gather_directly, device_copies.scatter_directly)
 
-Shape = tuple[str, int, int, bool]
+Shape = tuple[str, int, int, int, bool]
 _measured: dict[Shape, tuple[tuple[int, Way], ...]] = {}
-"""By device, bytes and number of fragments, and direction: from how many blocks on which way is the fastest. Entries
-are only ever added, so any thread may read."""
+"""By device, bytes and number of fragments, how many parts of a slot like these there are, and direction: from how many
+blocks on which way is the fastest. Entries are only ever added, so any thread may read."""
 
 
 def way_of(caches: PagedCaches, rows: Tensor, slots: Ids, *, to_rows: bool) -> Way:
@@ -112,7 +112,8 @@ def _prepare(caches: PagedCaches) -> None:
     ways = [way for way in (STAGING, DIRECTLY, kernel_way(here)) if way is not None]
     for part in (caches, caches.of_layers(slice(0, 1))):
         if part.fragments and _shape_of(part, to_rows=True) not in _measured:
-            found = measure(here, _fragment_bytes(part), len(part.fragments) * part.pages_per_block, ways)
+            num_fragments = len(part.fragments) * part.pages_per_block
+            found = measure(here, _fragment_bytes(part), num_fragments, ways, num_parts=_num_parts(part))
             for to_rows, fastest in found.items():
                 _measured[_shape_of(part, to_rows=to_rows)] = fastest
                 log(
@@ -130,6 +131,7 @@ def measure(
     num_fragments: int,
     ways: Sequence[Way],
     *,
+    num_parts: int = 1,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[bool, tuple[tuple[int, Way], ...]]:
     """Return the fastest way out of the pages (True) and into them (False), each from how many blocks on.
@@ -137,23 +139,25 @@ def measure(
     Args:
         device: Where pages would be; its current stream is that of the copies.
         fragment_bytes: Of each fragment.
-        num_fragments: Of a block.
+        num_fragments: Of what is copied of a block.
         ways: To choose from.
+        num_parts: How many of that a slot holds, one of which is copied: as many as layers for one layer, 1 for blocks.
         clock: Seconds.
     """
     words = -(-fragment_bytes // 8)
-    group = KVGroup(num_fragments, 1, words * 8, "uint8", block_size=1, order="MLA")
-    counts = [count for count in _COUNTS if count == 1 or count * group.payload_bytes <= _SAMPLE_BYTES]
+    group = KVGroup(num_parts * num_fragments, 1, words * 8, "uint8", block_size=1, order="MLA")
+    counts = [count for count in _COUNTS if count == 1 or count * num_fragments * words * 8 <= _SAMPLE_BYTES]
     fragments = [
         Fragment(torch.zeros(counts[-1], words, dtype=torch.int64, device=device), number * words * 8)
         for number in range(num_fragments)
     ]
     caches = PagedCaches(group, None, device, counts[-1], tuple(fragments), range(num_fragments))
-    rows = torch.zeros(counts[-1], group.stride_bytes // 8, dtype=torch.int64, pin_memory=True)
+    num_rows = max(1, min(counts[-1], _SAMPLE_BYTES // group.stride_bytes))
+    rows = torch.zeros(num_rows, group.stride_bytes // 8, dtype=torch.int64, pin_memory=True)
     fastest: dict[bool, tuple[tuple[int, Way], ...]] = {True: (), False: ()}
     for to_rows, count in ((to_rows, count) for to_rows in (True, False) for count in counts):
-        slots = np.arange(count)
-        pages = slots[::-1].reshape(-1, 1).copy()
+        slots = np.arange(count) % num_rows  # of a part, more blocks than slots: what arrives does not matter here
+        pages = np.arange(count)[::-1].reshape(-1, 1).copy()
         took_s = {}
         for way in ways:
             if way is DIRECTLY and count * num_fragments > MOST_OPERATIONS and not driver.has_batches():
@@ -179,7 +183,11 @@ def _seconds(copy: Callable[[], object], device: torch.device, clock: Callable[[
 
 def _shape_of(caches: PagedCaches, *, to_rows: bool) -> Shape:
     num_fragments = len(caches.fragments) * caches.pages_per_block
-    return _device_name(caches.torch_device), _fragment_bytes(caches), num_fragments, to_rows
+    return _device_name(caches.torch_device), _fragment_bytes(caches), num_fragments, _num_parts(caches), to_rows
+
+
+def _num_parts(caches: PagedCaches) -> int:
+    return caches.group.num_layers // len(caches.layers)
 
 
 def _fragment_bytes(caches: PagedCaches) -> int:

@@ -57,30 +57,38 @@ def gather_through_staging(
     caches: PagedCaches, pages: Ids, rows: Tensor, slots: Ids, gather: Gather = gather_blocks
 ) -> None:
     """Copy blocks of pages into slots on the host, by way of rows on the engine's device that ``gather`` fills."""
+    staged, row_words, left_out = _staged(caches, rows)
 
     def fill(piece: slice, buffer: Tensor) -> None:
         if caches.columns is None and caches.stored_bytes < buffer.shape[1] * 8:
             buffer[:, caches.stored_bytes // 8 :] = 0  # whatever lay there before must not reach a disk
-        gather(caches, pages[piece], buffer, _first(slots[piece]))
+        gather(staged, pages[piece], buffer, _first(slots[piece]))
 
     def empty(piece: slice, buffer: Tensor) -> None:
-        copy_runs(buffer, _first(slots[piece]), rows, slots[piece], caches.columns)
+        copy_runs(buffer, _first(slots[piece]), rows, slots[piece], caches.columns, left_out=(left_out, 0))
 
-    _in_two_steps("gather", caches, rows, slots, fill, empty)
+    _in_two_steps("gather", caches, row_words, slots, fill, empty)
 
 
 def scatter_through_staging(
     rows: Tensor, slots: Ids, caches: PagedCaches, pages: Ids, scatter: Scatter = scatter_blocks
 ) -> None:
     """Copy slots on the host into blocks of pages, by way of rows on the engine's device that ``scatter`` empties."""
+    staged, row_words, left_out = _staged(caches, rows)
 
     def fill(piece: slice, buffer: Tensor) -> None:
-        copy_runs(rows, slots[piece], buffer, _first(slots[piece]), caches.columns)
+        copy_runs(rows, slots[piece], buffer, _first(slots[piece]), caches.columns, left_out=(0, left_out))
 
     def empty(piece: slice, buffer: Tensor) -> None:
-        scatter(buffer, _first(slots[piece]), caches, pages[piece])
+        scatter(buffer, _first(slots[piece]), staged, pages[piece])
 
-    _in_two_steps("scatter", caches, rows, slots, fill, empty)
+    _in_two_steps("scatter", caches, row_words, slots, fill, empty)
+
+
+def _staged(caches: PagedCaches, rows: Tensor) -> tuple[PagedCaches, int, int]:
+    """Return what staging buffers have of a slot: some layers alone, unless a codec takes them out of whole slots."""
+    is_whole = caches.columns is None or caches.codec is not None
+    return (caches, rows.shape[1], 0) if is_whole else caches.alone
 
 
 def gather_directly(caches: PagedCaches, pages: Ids, rows: Tensor, slots: Ids) -> None:
@@ -113,14 +121,20 @@ def copy_rows(source: Tensor, source_slots: Ids, target: Tensor, target_slots: I
 
 
 def copy_runs(
-    source: Tensor, source_slots: Ids, target: Tensor, target_slots: Ids, columns: slice | None = None
+    source: Tensor,
+    source_slots: Ids,
+    target: Tensor,
+    target_slots: Ids,
+    columns: slice | None = None,
+    *,
+    left_out: tuple[int, int] = (0, 0),
 ) -> None:
     """Copy slots between host and device, one DMA for each run of slots that are neighbours on both sides.
 
     With ``columns``, these bytes of each slot alone, one DMA a slot: torch would take a part of several rows through
-    pageable memory, and wait for it.
+    pageable memory, and wait for it. ``left_out`` says how many bytes of a slot rows of either side have not, in front.
     """
-    row_bytes = source.shape[1] * 8
+    row_bytes, their_row_bytes = source.shape[1] * 8, target.shape[1] * 8
     start, num_bytes = (0, row_bytes) if columns is None else (columns.start, columns.stop - columns.start)
     if columns is None:
         runs = list(_runs(source_slots, target_slots, slots_per_piece(row_bytes)))
@@ -128,15 +142,17 @@ def copy_runs(
         runs = [(at, at + 1) for at in range(len(source_slots))]
     device = source.device if target.device.type == "cpu" else target.device
     on_host = (source, source_slots) if source.device.type == "cpu" else (target, target_slots)
+    source_start, target_start = start - left_out[0], start - left_out[1]
     if len(runs) > 1 and _may_batch(*on_host):
         at = np.array([first for first, _ in runs])
         sizes = np.array([(stop - first - 1) * row_bytes + num_bytes for first, stop in runs])
-        sources = source.data_ptr() + source_slots[at] * row_bytes + start
-        targets = target.data_ptr() + target_slots[at] * row_bytes + start
+        sources = source.data_ptr() + source_slots[at] * row_bytes + source_start
+        targets = target.data_ptr() + target_slots[at] * their_row_bytes + target_start
         _copy_batch(targets, sources, sizes, device)
         return
     if columns is not None:
-        source, target = source.view(torch.uint8)[:, columns], target.view(torch.uint8)[:, columns]
+        source = source.view(torch.uint8)[:, source_start : source_start + num_bytes]
+        target = target.view(torch.uint8)[:, target_start : target_start + num_bytes]
     for first, stop in runs:
         source_at, target_at, n = int(source_slots[first]), int(target_slots[first]), stop - first
         target[target_at : target_at + n].copy_(source[source_at : source_at + n], non_blocking=True)
@@ -144,12 +160,12 @@ def copy_runs(
 
 
 def _in_two_steps(
-    kind: str, caches: PagedCaches, rows: Tensor, slots: Ids, fill: staging.Step, empty: staging.Step
+    kind: str, caches: PagedCaches, row_words: int, slots: Ids, fill: staging.Step, empty: staging.Step
 ) -> None:
     if len(slots):
-        pieces = staging.pieces_of(len(slots), rows.shape[1] * 8)
+        pieces = staging.pieces_of(len(slots), row_words * 8)
         here = caches.torch_device
-        staging.current(here).run(kind, pieces, rows.shape[1], here, fill, empty)
+        staging.current(here).run(kind, pieces, row_words, here, fill, empty)
 
 
 def are_page_locked(rows: Tensor, slots: Ids) -> bool:
