@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 from tests.support.caches import inside
 from tests.support.engine import MODEL, PAYLOAD_BYTES, small_layout
 from tests.support.fake_cuda import fake_cuda
-from tests.support.fake_driver import GLOBAL, FakeDriver
+from tests.support.fake_driver import GLOBAL, RELAXED, FakeDriver
 from tests.support.gpu_engine import (
     CPU_TIER,
     GPU,
@@ -74,6 +74,35 @@ class TestCaptures:
                 fake.run()
             assert (await handle).num_stored == len(KEYS)
         assert not fake.spoilt
+
+    def test_a_thread_is_set_apart_once_it_has_a_context(
+        self, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A driver may refuse before: then it is asked again, and what the thread had is set back in the end."""
+        exchange, refused = fake.cuThreadExchangeStreamCaptureMode, list[int]()
+
+        def strict(mode: Any) -> int:  # noqa: ANN401 - a reference of C
+            if not fake.here.is_bound:
+                refused.append(201)
+                return 201
+            return exchange(mode)
+
+        monkeypatch.setattr(fake, "cuThreadExchangeStreamCaptureMode", strict)
+        device, modes = CUDADevice("cuda:0"), list[int]()
+
+        def work() -> None:
+            modes.append(fake.here.capture_mode)
+            for _ in range(2):
+                with device.here():
+                    modes.append(fake.here.capture_mode)
+                modes.append(fake.here.capture_mode)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join(60)
+        assert device.close(60)
+        assert refused
+        assert modes == [GLOBAL, RELAXED, GLOBAL, RELAXED, GLOBAL]
 
     def test_a_refusal_is_no_answer(self, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
         """Where the driver says that a graph is being captured, the memory is locked later."""

@@ -30,17 +30,15 @@ def library() -> Any:  # noqa: ANN401 - whatever functions it has
         return None
 
 
-def exchange_capture_mode(mode: int) -> int:
+def exchange_capture_mode(mode: int) -> int | None:
     """Set how this thread's calls go together with captures of CUDA graphs; return what was set.
 
-    It makes a context on the thread's current device if that has none: choose the device first.
+    None is that nothing has changed: the driver has no such call, or refused, as in a thread without a context, or on a
+    device that is lost. Some drivers make a context on the thread's current device: choose the device first.
     """
     exchange = _find("cuThreadExchangeStreamCaptureMode", "hipThreadExchangeStreamCaptureMode")
-    if exchange is None:
-        return mode
     value = ctypes.c_int(mode)
-    exchange(ctypes.byref(value))
-    return value.value
+    return None if exchange is None or exchange(ctypes.byref(value)) else value.value
 
 
 def has_batches() -> bool:

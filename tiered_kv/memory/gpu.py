@@ -302,9 +302,11 @@ class CUDADevice(AcceleratorDevice):
                 if not hasattr(self._bound, "to_context"):
                     # Choosing the GPU that is chosen does nothing, and the driver's own calls need a context.
                     self._bound.to_context = torch.cuda.mem_get_info(self.torch_device)
+                    mode = driver.exchange_capture_mode(driver.CAPTURE_RELAXED) if mode is None else mode
                 yield
             finally:
-                driver.exchange_capture_mode(mode)
+                if mode is not None:
+                    driver.exchange_capture_mode(mode)
 
     def new_stream(self) -> torch.Stream:
         """Make a CUDA stream of high priority: a copy is awaited, and its kernels are short."""
