@@ -11,6 +11,7 @@ LOCAL := $(if $(filter Linux,$(shell uname -s)),$(if $(wildcard /dev/nvidiactl),
 KILLS ?= 100
 CORES := $(shell nproc 2>/dev/null || echo 2)
 STEPS ?= 50000
+SECONDS ?= 3600
 # What this library needs and a machine with torch may lack; its own wheel says which media there are.
 GPU_KIT := annotated-types pydantic pydantic-core pydantic-settings python-dotenv structlog typing-inspection
 GPU_PYTHON ?= 3.12
@@ -21,7 +22,7 @@ IN_VENV := .venv/bin/
 PIP := $(IN_VENV)python -m pip --disable-pip-version-check --quiet
 BENCHMARKS := $(sort $(wildcard benchmarks/[a-z]*.py))
 
-.PHONY: help demo test test-fast test-engines test-gpu gpu gpu-kit fuzz simulate torture kills mutate check bench screenshots docs clean
+.PHONY: help demo test test-fast test-engines test-gpu gpu gpu-kit fuzz simulate torture kills soak mutate check bench screenshots docs clean
 .NOTPARALLEL:
 .SUFFIXES:
 # A stamp is kept although only patterns name it.
@@ -42,6 +43,7 @@ help:
 	@echo "make simulate   the library in virtual time on media that fail, some two minutes; STEPS=500000"
 	@echo "make torture    a million steps of that, 20,000 examples of the test of the whole face, for hours, and make fuzz"
 	@echo "make kills      kill -9 of caches at work, 100 of each kind of tier, some 10 minutes; KILLS=500"
+	@echo "make soak       an hour of traffic while files are damaged and processes killed: nothing may grow; SECONDS=600"
 	@echo "make mutate     how many faults planted in the library the tests find, for hours; PACKAGE=tiers SAMPLE=50 minutes"
 	@echo "make check      ruff, mypy, import contracts, and the wheel installed without extras"
 	@echo "make bench      every benchmark, each with its ceiling"
@@ -99,6 +101,9 @@ torture: fuzz
 
 kills: .venv/dev.stamp
 	$(IN_VENV)pytest tests/cache/test_kills.py tests/host/test_kills.py --kills $(KILLS) --timeout 0 -rP
+
+soak: .venv/dev.stamp
+	$(IN_VENV)pytest tests/cache/test_soak.py --soak $(SECONDS) -rP
 
 mutate: .venv/mutate.stamp
 	nice $(IN_VENV)python .ci/mutate.py $(if $(PACKAGE),--package $(PACKAGE)) $(if $(SAMPLE),--sample $(SAMPLE)) \

@@ -32,7 +32,8 @@ hypothesis.settings.load_profile("tests")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--kills``: of each kind of tier."""
+    """Add ``--kills``, of each kind of tier, and ``--soak``, in seconds."""
+    parser.addoption("--soak", type=float, default=4, help="how many seconds test_soak serves and damages")
     parser.addoption("--kills", type=int, default=4, help="how often test_kills ends a cache of each kind by kill -9")
 
 
