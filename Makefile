@@ -17,7 +17,7 @@ IN_VENV := .venv/bin/
 PIP := $(IN_VENV)python -m pip --disable-pip-version-check --quiet
 BENCHMARKS := $(sort $(wildcard benchmarks/[a-z]*.py))
 
-.PHONY: help demo test test-fast test-engines test-gpu gpu fuzz simulate torture kills mutate check bench screenshots docs clean
+.PHONY: help demo test test-fast test-engines test-gpu gpu fuzz simulate torture kills mutate planted check bench screenshots docs clean
 .NOTPARALLEL:
 .SUFFIXES:
 # A stamp is kept although only patterns name it.
@@ -38,6 +38,7 @@ help:
 	@echo "make torture    a million steps of that, 20,000 examples of the test of the whole face, for hours, and make fuzz"
 	@echo "make kills      kill -9 of caches at work, 100 of each kind of tier, some 10 minutes; KILLS=500"
 	@echo "make mutate     how many faults planted in the library the tests find, for hours; PACKAGE=tiers SAMPLE=50 minutes"
+	@echo "make planted    how many seeds the simulation needs to find each of the bugs planted for it, for hours; ONLY=\"name\" a minute"
 	@echo "make check      ruff, mypy, import contracts, and the wheel installed without extras"
 	@echo "make bench      every benchmark, each with its ceiling"
 	@echo "make screenshots  the pictures in docs/images: the page in headless Chromium, the dashboard's panels asked of Prometheus"
@@ -91,6 +92,9 @@ kills: .venv/dev.stamp
 mutate: .venv/mutate.stamp
 	nice $(IN_VENV)python .ci/mutate.py $(if $(PACKAGE),--package $(PACKAGE)) $(if $(SAMPLE),--sample $(SAMPLE)) \
 		$(if $(SEED),--seed $(SEED))
+
+planted: .venv/dev.stamp
+	nice $(IN_VENV)python -m tests.testing.planted --json $(if $(ONLY),--only "$(ONLY)",--write)
 
 check: .venv/dev.stamp
 	$(IN_VENV)ruff check .
