@@ -22,7 +22,7 @@ IN_VENV := .venv/bin/
 PIP := $(IN_VENV)python -m pip --disable-pip-version-check --quiet
 BENCHMARKS := $(sort $(wildcard benchmarks/[a-z]*.py))
 
-.PHONY: help demo test test-fast test-engines test-gpu gpu gpu-kit fuzz simulate torture kills soak mutate check bench screenshots docs clean
+.PHONY: help demo test test-fast test-engines test-gpu gpu gpu-kit fuzz simulate torture kills soak mutate planted check bench screenshots docs clean
 .NOTPARALLEL:
 .SUFFIXES:
 # A stamp is kept although only patterns name it.
@@ -45,6 +45,7 @@ help:
 	@echo "make kills      kill -9 of caches at work, 100 of each kind of tier, some 10 minutes; KILLS=500"
 	@echo "make soak       an hour of traffic while files are damaged and processes killed: nothing may grow; SECONDS=600"
 	@echo "make mutate     how many faults planted in the library the tests find, for hours; PACKAGE=tiers SAMPLE=50 minutes"
+	@echo "make planted    how many seeds the simulation needs to find each of the bugs planted for it, for hours; ONLY=\"name\" a minute"
 	@echo "make check      ruff, mypy, import contracts, and the wheel installed without extras"
 	@echo "make bench      every benchmark, each with its ceiling"
 	@echo "make screenshots  the pictures in docs/images: the page in headless Chromium, the dashboard's panels asked of Prometheus"
@@ -108,6 +109,9 @@ soak: .venv/dev.stamp
 mutate: .venv/mutate.stamp
 	nice $(IN_VENV)python .ci/mutate.py $(if $(PACKAGE),--package $(PACKAGE)) $(if $(SAMPLE),--sample $(SAMPLE)) \
 		$(if $(SEED),--seed $(SEED))
+
+planted: .venv/dev.stamp
+	nice $(IN_VENV)python -m tests.testing.planted --json $(if $(ONLY),--only "$(ONLY)",--write)
 
 check: .venv/dev.stamp
 	$(IN_VENV)ruff check .

@@ -1,0 +1,58 @@
+"""The bugs of `planted.toml` can be planted, and the simulation finds them."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.testing.planted import HEAD, PAGE, ROOT, Change, NotPlantedError, all_planted
+
+QUICK = (
+    "a revoked copy runs all the same",
+    "blocks of all weights have one name",
+    "stored blocks can be read before they are copied",
+    "written-down bytes stay in the store queue",
+)
+"""Found within a few seeds."""
+
+
+def test_each_bug_can_be_planted() -> None:
+    """Its text is there, once: a mend that changes it must plant it anew."""
+    for planted in all_planted():
+        sources: dict[str, str] = {}
+        for change in planted.changes:
+            source = sources.get(change.module) or (ROOT / change.module).read_text()
+            sources[change.module] = change.applied(source)
+        for module, source in sources.items():
+            compile(source, module, "exec")
+
+
+def test_what_is_not_there_is_not_planted() -> None:
+    """Nor is what is there twice: nobody could tell which is meant."""
+    for before in ("c = 3", "a = 1"):
+        with pytest.raises(NotPlantedError):
+            Change("tiered_kv/some.py", before, "").applied("a = 1\nb = 2\na = 1\n")
+
+
+def test_the_page_has_each_bug() -> None:
+    """As `make planted` has written it."""
+    page = PAGE.read_text()
+    table = page[page.index(HEAD) + len(HEAD) :].split("\n\n")[0]
+    assert [line.split("|")[1].strip() for line in table.splitlines()] == [each.name for each in all_planted()]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_planted_bug_is_found() -> None:
+    """Each in a process that has it and no other."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.testing.planted", "--json", "--ranges", "1", "--seeds", "20", "--only", *QUICK],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "backends")])},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(ended.stdout.splitlines()[-1])["found"] == len(QUICK)
