@@ -121,7 +121,7 @@ class TestPageableMemory:
         fake.refusals = [0, 2]
         engine = engine_on(fake)
         async with opened(engine) as kv:
-            (locking,) = inside(kv).device._page_lockings  # noqa: SLF001 - what the wait is for
+            (locking,) = inside(kv).cache.device._page_lockings  # noqa: SLF001 - what the wait is for
             assert await asyncio.to_thread(locking.wait, 60) is PageLockState.PAGEABLE
             assert 0 < locking.page_locked_bytes < locking.num_bytes
             await goes_round(kv, engine)
