@@ -28,7 +28,7 @@ def test_a_reason_is_the_word_that_it_stands_for() -> None:
 
 def test_the_pages_tell_of_every_reason() -> None:
     """Who meets a word finds what it means, and what helps."""
-    page = (Path(__file__).parents[1] / "docs" / "how-to" / "operate.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "operate.md").read_text()
     assert [each for each in Reason if f"| `{each}` |" not in page] == []
 
 

@@ -183,7 +183,7 @@ class VirtualWorld(World):
         self.device: ScriptedDevice = ScriptedDevice(chance=random.Random(0))
         self._stack = ExitStack()
         patch = self._stack.enter_context(pytest.MonkeyPatch.context())
-        for module in ("assembly", "tiers.tasks"):
+        for module in ("cache.opening", "tiers.tasks"):
             patch.setattr(f"tiered_kv.{module}.WorkerPool", InlineWorkers)
         patch.setattr("tiered_kv.tiers.health._JITTER", 0.0)
         self._stack.enter_context(watched(self.device))
