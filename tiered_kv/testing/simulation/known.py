@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,10 @@ from tiered_kv.values.keys import BlockKeys
 
 Name = tuple[str, int, bytes]
 """Of a block: its version (weights and tenant), KV group and hash."""
+
+
+_MOST_BETWEEN_USES: Final = 12
+"""After more, a small cache may have forgotten the first."""
 
 
 class WrongAnswer(AssertionError):  # noqa: N818 - what a run finds is a finding
@@ -37,8 +42,10 @@ class _Block:
         is_gone_weakly: A restart may bring it back: the medium could not be told.
         is_whole: The last store of it said that it was kept.
         kept: It was promised to survive the end of the process.
+        is_in_memory: It is in memory with room for all, and none of the calls that take it away was made since.
         used: When it was last asked for.
-        num_uses: Stores and loads that had it.
+        num_uses: Stores and loads that had it: 2 at most, and only if they came shortly one after the other.
+        last_use: Which of all uses was its last.
     """
 
     num_storing: int = 0
@@ -48,8 +55,14 @@ class _Block:
     is_gone_weakly: bool = False
     is_whole: bool = False
     kept: str = ""
+    is_in_memory: bool = False
     used: float = -math.inf
     num_uses: int = 0
+    last_use: int = 0
+
+    @property
+    def promised(self) -> str:
+        return self.kept or ("in memory" if self.is_in_memory else "")
 
     @property
     def is_gone(self) -> bool:
@@ -84,6 +97,7 @@ class Known:
     def __init__(self) -> None:
         self._blocks: dict[Name, _Block] = {}
         self._moment = 0
+        self._num_uses = 0
 
     def moment(self) -> int:
         """Return a number greater than all before: virtual time may stand still between two calls."""
@@ -102,15 +116,16 @@ class Known:
             block.used = now
             block.stored_at = self.moment()
 
-    def store_ends(self, names: Sequence[Name], now: float, *, is_whole: bool) -> None:
-        """Their store has returned, and says whether all are kept; or was cancelled."""
+    def store_ends(self, names: Sequence[Name], now: float, *, is_whole: bool, is_use: bool = True) -> None:
+        """Their store has returned, and says whether all are kept; or was cancelled. Some stores count as no use."""
         for block in map(self._of, names):
             block.num_storing -= 1
             block.is_whole = is_whole
             if not is_whole:
-                block.kept = ""
+                block.kept, block.is_in_memory = "", False
             block.stored_at, block.used = self.moment(), now
-            block.num_uses += 1
+            if is_whole and is_use:
+                self._use(block)
 
     def used(self, names: Iterable[Name], now: float) -> None:
         """Blocks were asked for, so that their time to live may have begun anew."""
@@ -120,15 +135,21 @@ class Known:
     def loaded(self, names: Iterable[Name]) -> None:
         """Blocks were loaded: a use."""
         for name in names:
-            self._of(name).num_uses += 1
+            self._use(self._of(name))
 
     def removed(self, names: Iterable[Name], since: int, now: float, why: str, *, weakly: bool) -> None:
         """A call that takes blocks away, begun at the moment ``since``, has returned."""
         for block in map(self._of, names):
-            block.kept = ""
+            block.kept, block.is_in_memory = "", False
             if not block.num_storing and block.stored_at < since:
                 block.gone_at, block.gone_why, block.is_gone_weakly = now, why, weakly
-            block.num_uses = 0
+            block.num_uses = block.last_use = 0
+
+    def _use(self, block: _Block) -> None:
+        self._num_uses += 1
+        is_soon = block.last_use and self._num_uses - block.last_use <= _MOST_BETWEEN_USES
+        block.num_uses = 2 if is_soon else max(1, block.num_uses)
+        block.last_use = self._num_uses
 
     def all_names(self) -> list[Name]:
         """Name all blocks that were ever stored."""
@@ -137,7 +158,13 @@ class Known:
     def forget_kept(self, names: Iterable[Name] | None = None) -> None:
         """Nothing was promised of these blocks, or of any."""
         for name in self._blocks if names is None else names:
-            self._of(name).kept = ""
+            block = self._of(name)
+            block.kept, block.is_in_memory = "", False
+
+    def remember(self, names: Iterable[Name]) -> None:
+        """Blocks whose store was whole just now are in memory that has room for all."""
+        for block in map(self._of, names):
+            block.is_in_memory = block.is_whole and not block.num_storing and not block.is_gone
 
     def keep(self, names: Iterable[Name], before: int, why: str, *, since: int = 0, num_uses: int = 1) -> None:
         """Blocks stored by the moment ``before``, and used so often, are promised to survive the end of the process."""
@@ -154,7 +181,7 @@ class Known:
     def opened(self, now: float) -> None:
         """A cache was opened: uses before are forgotten, and what is there gets no older than from now on."""
         for block in self._blocks.values():
-            block.num_uses = 0
+            block.num_uses, block.last_use, block.is_in_memory = 0, 0, False
             if not block.is_gone:
                 block.used = now
 
@@ -186,7 +213,7 @@ class Known:
         gone, kept = [], []
         for name in names:
             block = self._blocks.get(name)
-            kept.append("" if block is None else block.kept)
+            kept.append("" if block is None else block.promised)
             if block is None or not block.stored_at:
                 gone.append("was never stored")
             elif block.is_gone:
@@ -205,4 +232,4 @@ class Known:
 
     def kept_of(self, names: Sequence[Name]) -> list[str]:
         """Say of each block what was promised of it, if anything."""
-        return [self._of(name).kept for name in names]
+        return [self._of(name).promised for name in names]

@@ -73,6 +73,7 @@ async def fail_once_and_die(requests: "Requests", numbers: "Numbers") -> None:
 async def wait_beside_stores(requests: "Requests", numbers: "Numbers") -> None:
     """Blocks are stored without end; who flushes, drains or resizes is not kept waiting by that."""
     world = requests.world
+    world.known.forget_kept()  # others have to go for what never ends
     is_over = False
 
     async def store_for_ever() -> None:

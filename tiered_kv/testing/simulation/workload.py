@@ -84,6 +84,7 @@ class Requests:
         self.ending = ""
         self.is_small = False
         self._opened_at = 0
+        self._num_removals = 0
         self._num_beginning = 0
         self._asked = {"load": 0, "store": 0}
         self._perhaps = {"load": 0, "store": 0}
@@ -333,7 +334,7 @@ class Requests:
     async def _stores(
         self, keys: BlockKeys, region: int, numbers: Numbers, *, in_pool: bool, is_layerwise: bool
     ) -> None:
-        known, weights, started = self.world.known, self.weights, self.now
+        known, weights, started, num_removals = self.world.known, self.weights, self.now, self._num_removals
         names = names_of(keys, weights)
         event = self._event(numbers)
         source = self.memory.fill(keys, weights, region, in_pool=in_pool)
@@ -348,8 +349,10 @@ class Requests:
             result = await handle
             is_whole = result.num_dropped == 0
         finally:
-            known.store_ends(names, self.now, is_whole=is_whole)
+            known.store_ends(names, self.now, is_whole=is_whole, is_use=numbers[2] % 13 > 0)
         self._check_store(result, len(keys), self.now - started)
+        if self.shape.keeps_in_memory and num_removals == self._num_removals and not self.world.may_be_late:
+            known.remember(names)
         if numbers[2] % 3 == 0:
             settled = await self.within(LONGEST_S, "settled()", _awaited(result.settled))
             for tier in settled:
@@ -496,6 +499,7 @@ class Requests:
     # What goes.
 
     async def _evict(self, numbers: Numbers) -> None:
+        self._num_removals += 1
         keys, known = span(numbers), self.world.known
         names, since = names_of(keys, self.weights), known.moment()
         tier = self.shape.chain[numbers[3] % len(self.shape.chain)] if numbers[3] % 4 == 0 else None
@@ -505,6 +509,7 @@ class Requests:
             known.removed(names, since, self.now, "evicted", weakly=self._is_weak())
 
     async def _clear(self, numbers: Numbers) -> None:
+        self._num_removals += 1
         if numbers[3] % 3:
             return
         known, since = self.world.known, self.world.known.moment()
@@ -518,6 +523,7 @@ class Requests:
         return self.world.trouble.since_told or self.world.may_be_wrong
 
     async def _resize(self, numbers: Numbers, limit_s: float = LONGEST_S) -> None:
+        self._num_removals += 1
         tier = ("nvme", "cpu")[numbers[3] % 2]
         if not self.shape.has(tier):
             return

@@ -43,6 +43,8 @@ LIMITS: Final = CacheLimits(
 )
 _DISK_SLOT: Final = 16_500
 """Bytes of an NVMe tier's capacity for a slot of both groups."""
+_MOST_A_WRITE: Final = 32 << 10
+"""Bytes of one call of a store."""
 _NUM_ALL: Final = 160
 """More slots than there are blocks."""
 
@@ -66,6 +68,13 @@ class Shape:
     is_paced: bool = False
     """Whether reads of the store are held to a few blocks a second."""
     num_disks: int = 1
+    wear: int | None = None
+    """Bytes that may be written to the store in an hour."""
+
+    @property
+    def keeps_in_memory(self) -> bool:
+        """Whether the CPU tier has room for every block there is, so that none has to go for want of it."""
+        return "cpu" in self.chain and self.cpu_slots >= _NUM_ALL and self.ttl_s is None
 
     @property
     def is_roomy(self) -> bool:
@@ -118,6 +127,7 @@ def drawn_shape(tape: Tape) -> Shape:
         store_bytes=tape.pick("plan", (1 << 30, 1 << 30, 300_000)),
         is_paced=tape.chance("plan", 0.2),
         num_disks=tape.pick("plan", (1, 1, 1, 2)),
+        wear=tape.pick("plan", (None, None, 200_000)),
     )
     if tape.chance("plan", 0.3):  # what keeps whatever is flushed: then most is promised
         chain = tape.pick("plan", (("cpu", "nvme"), ("gpu", "cpu", "nvme"), ("nvme",)))
@@ -185,6 +195,8 @@ class World:
         self._graveyard: list[object] = []
         self._num_processes = 0
         self._num_numbers = 0
+        self._num_engines = 0
+        self._began = self.turns.now
 
     def _disk(self, path: str) -> Disk:
         disk = Disk(Path(path), 64 << 20, self.tape, self.turns)
@@ -245,6 +257,8 @@ class World:
                 )  # fmt: skip
             else:
                 pace = {"read_bandwidth": 40 * 8192} if shape.is_paced and name == "store" else {}
+                if name == "store" and shape.wear is not None:
+                    pace["max_write_bytes_per_day"] = 24 * shape.wear
                 store = self.store if name == "store" else self.other
                 found.append(StoreClient(store, name=name, **storage, **pace))
         return found
@@ -336,11 +350,18 @@ class World:
                 if disk.used_bytes > most:
                     raise WrongAnswer("limit", f"{disk.path} has {disk.used_bytes} bytes, {most} at most")
 
+        if (wear := self.shape.wear) is not None:
+            hours = (self.turns.now - self._began) / 3600.0 + self._num_engines
+            most_written = hours * wear + _MOST_A_WRITE * self._num_engines
+            if self.store.bytes_written > most_written:
+                raise WrongAnswer("limit", f"{self.store.bytes_written} bytes written, {most_written:.0f} at most")
+
     # Processes.
 
     def start_process(self, name: str, main: Callable[[Process], Coroutine[Any, Any, None]]) -> Process:
         """Start a process with an event loop, which ends with ``main``."""
         process = self.new_process(name)
+        self._num_engines += 1
         loop = SimulatedLoop(self.turns, self.files.has_ended)
         loop.set_exception_handler(lambda _, context: self._crashed(process, context))
         self._graveyard.append(loop)
