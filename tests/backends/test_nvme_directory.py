@@ -32,6 +32,7 @@ from tiered_kv.media.backend import Outcome
 from tiered_kv.testing import block_names, open_context
 from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError
 from tiered_kv.values.keys import Names
+from tiered_kv_backends.nvme import delete_tenant
 from tiered_kv_backends.nvme.directory import Directory
 
 FileLimit = Callable[[int], AbstractContextManager[None]]
@@ -238,6 +239,21 @@ async def test_links_in_a_foreign_folder_lead_nowhere(tmp_path: Path) -> None:
         await tier.write(count_up(20))
         assert tier.backend.describe()["reclaimed_fingerprints"] == 1
     assert (elsewhere / "precious").stat().st_size == 8 * MIB
+
+
+async def test_folders_of_other_programs_stay(tmp_path: Path) -> None:
+    """Named by 64 digits too, as container engines name theirs: what holds no slab and ledger is not reclaimed."""
+    names = [digit * 64 for digit in "0af"]
+    for name in names:
+        (tmp_path / name).mkdir(mode=0o700)
+        (tmp_path / name / "config.json").write_bytes(bytes(2 * MIB))
+    (tmp_path / names[0] / "slab").mkdir()
+    async with open_tier(tmp_path, capacity=2 * MIB) as tier:
+        await tier.write(count_up(20))
+        assert tier.backend.describe()["reclaimed_fingerprints"] == 0
+    assert [(tmp_path / name / "config.json").stat().st_size for name in names] == [2 * MIB] * 3
+    assert await delete_tenant({"medium": "nvme", "path": tmp_path, "capacity": "2MiB"}, "ann") == 0
+    assert sorted(each.name for each in (tmp_path / names[1]).iterdir()) == ["config.json"]
 
 
 async def test_a_folder_of_the_earlier_format_begins_anew(tmp_path: Path) -> None:

@@ -145,6 +145,7 @@ async def test_what_is_kept_about_slots_counts_too(tmp_path: Path) -> None:
         other.mkdir(mode=0o700)
         with (other / "slab").open("wb") as slab:
             os.posix_fallocate(slab.fileno(), 0, capacity - ours + 8192)
+        (other / "ledger").touch()
         backend = backend_at(tmp_path, capacity=capacity)
         await backend.open(context)
         assert backend.describe()["reclaimed_fingerprints"] == 1

@@ -32,7 +32,7 @@ from typing import ClassVar, Final, Literal
 from pydantic import ByteSize
 
 from tiered_kv.media.backend import Block, RecordShape
-from tiered_kv.system import files, system
+from tiered_kv.system import FolderEntry, files, system
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.layout import PAGE_BYTES
 from tiered_kv_backends.nvme.ledger import Ledger
@@ -285,7 +285,25 @@ def taken(path: Path) -> Iterator[int]:
 
 def folders_in(fd: int) -> list[str]:
     """Name the folders of a directory that hold blocks, of whichever model."""
-    return sorted(each.name for each in files().entries(fd) if _FINGERPRINT.fullmatch(each.name))
+    return sorted(each.name for each in _folders(fd))
+
+
+def _folders(fd: int) -> list[FolderEntry]:
+    """Return the folders that a tier has made. Other programs call theirs by 64 digits too, container engines do."""
+    found = [each for each in files().entries(fd) if each.is_folder and _FINGERPRINT.fullmatch(each.name)]
+    return [each for each in found if _is_ours(fd, each.name)]
+
+
+def _is_ours(parent_fd: int, name: str) -> bool:
+    try:
+        fd = files().open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent_fd)
+    except OSError:
+        return False
+    try:
+        there = {each.name for each in files().entries(fd) if not each.is_folder}
+    finally:
+        files().close(fd)
+    return "slab" in there and not there.isdisjoint({"ledger", "journal"})
 
 
 def fit(capacity_bytes: int, groups: Sequence[RecordShape]) -> int:
@@ -370,8 +388,8 @@ def _find_foreign(fd: int, ours: set[str]) -> list[_Foreign]:
     """Return the folders of other fingerprints, the one used least recently first."""
     found = [
         _Foreign(entry.name, entry.used_ns, files().disk_usage(entry.name, dir_fd=fd))
-        for entry in files().entries(fd)
-        if entry.name not in ours and _FINGERPRINT.fullmatch(entry.name) and entry.is_folder
+        for entry in _folders(fd)
+        if entry.name not in ours
     ]
     return sorted(found, key=lambda foreign: foreign.used_ns)
 
