@@ -27,6 +27,7 @@ from tiered_kv.media.backend import Block, Outcome
 from tiered_kv.settings.chain_settings import tier_from
 from tiered_kv.testing import block_key, make_block, open_backend, open_context
 from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError, TieredKVError
+from tiered_kv.values.keys import salt_digest
 from tiered_kv_backends.redis.backend import RedisBackend
 from tiered_kv_backends.redis.servers import RedisSettings
 from tiered_kv_backends.redis.tenants import delete_tenant
@@ -194,6 +195,24 @@ class TestOpening:
             shown = "".join(traceback.format_exception(each))
             assert "unknown command" in shown
             assert "hidden" not in shown
+
+    async def test_a_tenant_of_another_deployment_stays(self, redis: RedisServer) -> None:
+        """One whose prefix goes on where ours ends, and keys of other programs with the same digits in them."""
+        digits = salt_digest("ann").hex()[:32]
+        path = f"{'a' * 64}/{'b' * 32}/0of1/{digits}/{'c' * 64}"
+        names = [
+            f"own/{path}",
+            f"own/{path}.x16",
+            f"own/eu/{path}",
+            f"own/billing/{digits}/invoice",
+            f"own/{path}/more",
+        ]
+        async with Redis.from_url(redis.url) as client:
+            for name in names:
+                await client.set(name, b"there")
+            assert await delete_tenant({"medium": "redis", "url": redis.url, "prefix": "own/"}, "ann") == 2
+            assert [name for name in names if await client.exists(name)] == names[2:]
+            await client.delete(*names)
 
     async def test_a_server_that_repeats_the_password_later(self) -> None:
         """Nor where it lets us in, and then answers each command by what it was told before."""

@@ -99,6 +99,8 @@ async def _counts(server: Server, commands: Sequence[bytes]) -> list[int]:
 async def delete_tenant(settings: RedisSettings | Mapping[str, Any] | str, salt: str | bytes) -> int:
     """Delete the blocks of one salt, of every model, epoch and shard. Walks all keys, a thousand at a time.
 
+    Nothing else goes that happens to have the prefix: another deployment's may begin with it.
+
     Returns:
         How many blocks were deleted.
 
@@ -107,12 +109,10 @@ async def delete_tenant(settings: RedisSettings | Mapping[str, Any] | str, salt:
         BackendUnavailableError: A server failed; what was deleted until then stays deleted.
     """
     settings = RedisSettings.of(settings)
-    prefix = _GLOB.sub(rb"\\\1", settings.prefix.encode())
     folder = salt_folder(await asyncio.to_thread(settings.on_medium, salt_digest(salt)))
-    pattern = b"%b*/%b/*" % (prefix, folder.encode())
     servers = Servers(settings)
     try:
-        return sum([await _delete(server, pattern) for server in await servers.all()])
+        return sum([await _delete(server, settings.prefix.encode(), folder) for server in await servers.all()])
     except (OSError, RedisError, RedisClusterException) as error:
         servers.scrub(error)
         raise BackendUnavailableError(f"{servers}: could not delete a tenant: {error}") from error
@@ -120,11 +120,15 @@ async def delete_tenant(settings: RedisSettings | Mapping[str, Any] | str, salt:
         await servers.aclose()
 
 
-async def _delete(server: Server, pattern: bytes) -> int:
+async def _delete(server: Server, prefix: bytes, folder: str) -> int:
+    pattern = b"%b*/%b/*" % (_GLOB.sub(rb"\\\1", prefix), folder.encode())
     cursor, num_deleted = 0, 0
     while True:
         cursor, names = await server.client.scan(cursor, match=pattern, count=_LOOKED_AT_ONCE)
-        unlinks = [command(b"UNLINK", bytes(name)) for name in names]  # type: ignore[arg-type]  # bytes: nothing is decoded
+        found = [bytes(name) for name in names]  # type: ignore[arg-type]  # bytes: nothing is decoded
+        paths = [(name, name[len(prefix) :].decode("latin-1")) for name in found]
+        mine = [name for name, path in paths if RECORD.fullmatch(path) and Place.of(path).salt == folder]
+        unlinks = [command(b"UNLINK", name) for name in mine]
         for deleted in await server.count(unlinks) if unlinks else ():
             if isinstance(deleted, str):
                 raise ResponseError(deleted)
