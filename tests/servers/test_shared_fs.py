@@ -642,6 +642,33 @@ async def test_a_directory_that_is_gone_is_not_made_anew(tmp_path: Path) -> None
         assert await load(backend, keys_of(1, 2)) == [Outcome.HIT] * 2
 
 
+@pytest.mark.parametrize("mode", [0o1777, 0o777, 0o770])
+async def test_a_directory_that_others_may_write_to_is_refused(tmp_path: Path, mode: int) -> None:
+    """Who may make a folder there could have forged records served; to read alone is no better."""
+    path = tmp_path / "kv"
+    async with opened(path) as backend:
+        await store(backend, keys_of(1))
+    path.chmod(mode)
+    for read_only in (False, True):
+        with open_context() as context, pytest.raises(ConfigurationError, match=f"{mode:04o}, others may write to it"):
+            await backend_at(path, read_only=read_only).open(context)
+    path.chmod(0o755)
+    async with opened(path) as backend:
+        assert await load(backend, keys_of(1)) == [Outcome.HIT]
+
+
+async def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
+    """It was made before us by somebody who knew where; nothing is made in it."""
+    if os.geteuid():
+        pytest.skip("no right to give files away: run as root")
+    path = tmp_path / "kv"
+    path.mkdir(0o700)
+    os.chown(path, 65534, 65534)
+    with open_context() as context, pytest.raises(ConfigurationError, match="belongs to user 65534"):
+        await backend_at(path).open(context)
+    assert not list(path.iterdir())
+
+
 @pytest.mark.parametrize("how", ["no folder", "an empty folder"])
 async def test_what_is_evicted_while_the_filesystem_is_away_stays_away(tmp_path: Path, how: str) -> None:
     """It is deleted once it is back, and found by nobody here until then; to delete a tenant is no success either."""

@@ -274,7 +274,7 @@ def small_filesystem(tmp_path: Path) -> Iterator[Path]:
     """A filesystem of 4 MiB."""
     path = tmp_path / "mounted"
     path.mkdir()
-    if not run("mount", "-t", "tmpfs", "-o", "size=4m", "tiered_kv-test", path):
+    if not run("mount", "-t", "tmpfs", "-o", "size=4m,mode=700", "tiered_kv-test", path):
         pytest.skip("no right to mount a tmpfs: run the tests as root")
     try:
         yield path

@@ -98,23 +98,25 @@ def probe_reading(root: str) -> None:
     """See whether the directory is there and can be read.
 
     Raises:
-        OSError: It cannot, or no cache has written to it yet.
+        OSError: It cannot, no cache has written to it yet, or others may write to it.
     """
     _check_folder(root)
     check_mounted(root)
+    _check_alone(root)
     if not os.access(root, os.R_OK | os.X_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), root)
 
 
 def probe(root: str) -> None:
-    """Make the directory and its lock, if need be, and see whether it can be written to.
+    """Make the directory and its lock, if need be, and see whether it can be written to, by us and by nobody else.
 
     Raises:
-        OSError: It cannot.
+        OSError: It cannot, is another user's, or others may write to it: what they make there would be served.
     """
     with contextlib.suppress(FileExistsError):
         Path(root).mkdir(0o700)
     _check_folder(root)
+    _check_alone(root, _owner_of_ours(root))
     os.close(open_own(root, LOCK_NAME, os.O_CREAT))
     if not os.access(root, os.W_OK | os.X_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), root)
@@ -148,6 +150,27 @@ def _check_folder(root: str) -> None:
     path = Path(root)
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, "it is no directory, which a shared_fs tier needs for its own", root)
+
+
+def _check_alone(root: str, owner: int | None = None) -> None:
+    """Raise if others than the owner may write to a directory, or if it has another owner than it should."""
+    status = os.stat(root)
+    if owner not in {None, status.st_uid}:
+        raise PermissionError(errno.EPERM, f"belongs to user {status.st_uid}, not to user {owner}", root)
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        why = f"has mode {stat.S_IMODE(status.st_mode):04o}, others may write to it: a shared_fs tier's is one user's"
+        raise PermissionError(errno.EPERM, why, root)
+
+
+def _owner_of_ours(root: str) -> int:
+    """Return whose what we make in a directory is: a file server may call us by another number."""
+    path = f"{root}/.{uuid.uuid4().hex}.tmp"
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | FILE_FLAGS, 0o600)
+    try:
+        return os.fstat(file).st_uid
+    finally:
+        os.close(file)
+        Path(path).unlink()
 
 
 def path_of(key: BlockKey) -> str:
