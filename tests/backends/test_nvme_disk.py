@@ -64,7 +64,7 @@ async def test_a_loss_of_power_is_survived_where_it_is_asked_for(tmp_path: Path,
 def test_who_belongs_together_is_whole_before_it_has_its_name(tmp_path: Path, forced: set[Path]) -> None:
     """After a loss of power there is the file of before, or the new one: never half of one."""
     write_member(tmp_path, Member("a" * 16, 1, frozenset()))
-    assert forced == {tmp_path / "member.new"}
+    assert forced == {tmp_path / "member"}
 
 
 async def test_a_deletion_survives_a_loss_of_power(tmp_path: Path, forced: set[Path]) -> None:

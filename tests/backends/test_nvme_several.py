@@ -498,6 +498,54 @@ def test_killed_while_it_is_noted_who_is_there(paths: list[Path], num_written: i
     assert read_member(paths[0]).turn == 0
 
 
+def test_what_is_noted_once_is_noted_on_a_full_disk_too(small_disk: Path) -> None:
+    """It has its place: others' files on the disk must not bring back what was evicted."""
+    before = Member("a", 1, frozenset("abc"))
+    write_member(small_disk / "kv", before)
+    with pytest.raises(OSError, match="No space"):
+        (small_disk / "filler").write_bytes(bytes(17 * MIB))
+    for turn in range(2, 6):
+        write_member(small_disk / "kv", replace(before, turn=turn, ids=frozenset("ab")))
+        assert read_member(small_disk / "kv") == Member("a", turn, frozenset("ab"))
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 20, 60])
+def test_a_note_that_was_cut_leaves_the_one_before(tmp_path: Path, num_bytes: int) -> None:
+    """Killed, or without power, at any byte of it: the directory says what it said last."""
+    turns = [Member("a", turn, frozenset("abc"[:turn])) for turn in (1, 2, 3)]
+    for member in turns[:2]:
+        write_member(tmp_path, member)
+    before = (tmp_path / "member").read_bytes()
+    write_member(tmp_path, turns[2])
+    after = (tmp_path / "member").read_bytes()
+    assert len(before) == len(after)
+    at = next(at for at in range(len(after)) if before[at] != after[at])
+    (tmp_path / "member").write_bytes(after[: at + num_bytes] + before[at + num_bytes :])
+    assert read_member(tmp_path) == turns[1]
+
+
+async def test_what_no_disk_could_note_is_not_done(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is forgotten of a disk that is away before another has noted that it is: it is owed, and made good."""
+    now = [0.0]
+    async with opened(paths, now) as tier:
+        await tier.write(count_up(N))
+        break_disk(paths[2])
+
+        def write_to_full(path: Path, _: Member) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(disks, "write_member", write_to_full)
+            for _ in range(2):
+                with pytest.raises(BackendUnavailableError, match="could note"):
+                    await tier.backend.forget(0, slots_of({2: 2, 0: 0}))
+        paths[2].touch()  # it does not come back
+        now[0] += 5
+        tier.backend.try_again()
+        await until(lambda: read_member(paths[0]).ids == {read_member(path).id for path in paths[:2]})
+        await tier.backend.forget(0, slots_of({2: 2, 0: 0}))
+
+
 def test_what_is_made_empty_says_nothing_of_itself(tmp_path: Path) -> None:
     """It is another directory from now on: who knew the former one takes it for none of theirs."""
     said = Member(turn=3, ids=frozenset({"a" * 16}))

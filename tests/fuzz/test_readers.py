@@ -29,7 +29,7 @@ from tiered_kv.media.record import HEADER_BYTES, encode, examine_any, key_in, pa
 from tiered_kv.media.seal import Seal
 from tiered_kv.telemetry import KVEventPublisher
 from tiered_kv.values.keys import BlockKey, Namespace
-from tiered_kv_backends.nvme.disks import are_settled, next_turn, read_member
+from tiered_kv_backends.nvme.disks import Member, are_settled, next_turn, read_member, write_member
 from tiered_kv_backends.nvme.ledger import ENTRY, Ledger, Order, parse
 from tiered_kv_backends.nvme.ledger import encode as encode_entries
 from tiered_kv_backends.redis.resp import Connection, Socket, command
@@ -150,14 +150,19 @@ def test_room_of_a_shared_directory(seed: int) -> None:
 
 @given(seeds)
 def test_members_of_a_tier(seed: int) -> None:
-    """What a directory says of itself is taken as it is, or as nothing at all."""
-    original = b'{"id": "00ff00ff00ff00ff", "turn": 3, "ids": ["00ff00ff00ff00ff", "17"]}'
+    """What a directory says of itself is taken as it is, or as nothing at all; also where a checksum is made good."""
+    members = [Member("00ff00ff00ff00ff", turn, frozenset({"00ff00ff00ff00ff", "17"})) for turn in (2, 3)]
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         said = root / "member"
-        said.touch(0o600)
+        for member in members:
+            write_member(root, member)
+        original = said.read_bytes()
         for data in variants(original, seed):
             said.write_bytes(data)
+            assert read_member(root) in members or not read_member(root).turn
+        for data in variants(original[:4096].rstrip(b"\0").partition(b" ")[2], seed):
+            said.write_bytes(b"%b %b" % (xxhash.xxh3_64_hexdigest(data).encode(), bytes(data)))
             member = read_member(root)
             assert 0 <= member.turn < 2**63
             assert are_settled(next_turn([member]))

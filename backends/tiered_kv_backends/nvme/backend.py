@@ -269,6 +269,7 @@ class NVMeBackend(SlotBackend):
             except (BackendUnavailableError, ClosedError):
                 if len(self._disks) > 1 and (problem := await store.problem()):
                     await self._disks.lose(disk, store, problem)
+                    await self._disks.until_settled()
                     return
                 raise
 

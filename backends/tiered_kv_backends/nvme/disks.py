@@ -10,20 +10,21 @@ or went last, under a number that counts these times. The highest number says wh
 there was away while blocks may have been evicted, and begins empty.
 
 Killed at any moment, all directories that were in use stay what they were: the first one that has the new number names
-the others, whether they have it yet or not.
+the others, whether they have it yet or not. The file has two copies, in places of its own that are written in turn: a
+disk that others have filled takes it, and a copy that is cut leaves the other.
 """
 
 import asyncio
 import contextlib
 import errno
 import json
-import os
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import numpy as np
+import xxhash
 from pydantic import Field, TypeAdapter, ValidationError
 
 from tiered_kv.media.backend import BackendContext, Missing
@@ -36,7 +37,8 @@ from tiered_kv_backends.nvme.settings import NVMeSettings
 from tiered_kv_backends.nvme.store import Store, Threads
 
 _NAME: Final = "member"
-_MAX_BYTES: Final = 4096
+_COPY_BYTES: Final = 4096
+_NUM_COPIES: Final = 2
 
 
 @dataclass(frozen=True)
@@ -70,14 +72,12 @@ def read_member(path: Path) -> Member:
             return Member()
         file = open_file(root, _NAME)
         opened.callback(files().close, file)
-        try:
-            return _MEMBER.validate_json(files().pread(file, _MAX_BYTES, 0))
-        except ValidationError:
-            return Member()
+        copies = [_parsed(files().pread(file, _COPY_BYTES, n * _COPY_BYTES)) for n in range(_NUM_COPIES)]
+        return max(filter(None, copies), key=lambda copy: copy.turn, default=Member())
 
 
 def write_member(path: Path, member: Member) -> None:
-    """Have the directory at ``path`` say this, from one moment to the next.
+    """Have the directory at ``path`` say this, from one moment to the next, if it is of a later turn than before.
 
     Raises:
         OSError: It cannot be written.
@@ -85,12 +85,24 @@ def write_member(path: Path, member: Member) -> None:
     with contextlib.ExitStack() as opened:
         root = open_root(path)
         opened.callback(files().close, root)
-        file = open_file(root, f"{_NAME}.new", os.O_TRUNC)
+        file = open_file(root, _NAME)
         opened.callback(files().close, file)
-        said = {"id": member.id, "turn": member.turn, "ids": sorted(member.ids)}
-        files().pwrite(file, json.dumps(said).encode(), 0)
+        said = json.dumps({"id": member.id, "turn": member.turn, "ids": sorted(member.ids)}).encode()
+        copy = b"%s %b" % (xxhash.xxh3_64_hexdigest(said).encode(), said)
+        if files().fstat(file).st_size < _NUM_COPIES * _COPY_BYTES:
+            files().pwrite(file, bytes(_NUM_COPIES * _COPY_BYTES), 0)
+        files().pwrite(file, copy.ljust(_COPY_BYTES, b"\0"), member.turn % _NUM_COPIES * _COPY_BYTES)
         files().fsync(file)
-        files().rename(f"{_NAME}.new", _NAME, dir_fd=root)
+
+
+def _parsed(copy: bytes) -> Member | None:
+    checksum, _, said = copy.rstrip(b"\0").partition(b" ")
+    if checksum != xxhash.xxh3_64_hexdigest(said).encode():
+        return None
+    try:
+        return _MEMBER.validate_json(said)
+    except ValidationError:
+        return None
 
 
 def are_settled(members: Sequence[Member]) -> bool:
@@ -253,9 +265,22 @@ class Disks:
             self._retry_at = self._clock() + _TRY_AGAIN_S
 
     async def until_settled(self) -> None:
-        """Return when the others have noted that a directory is away."""
+        """Return when the others have noted that a directory is away: one that has will do.
+
+        Raises:
+            BackendUnavailableError: None has: what was there would come back with it.
+        """
         async with self._changing:
-            return
+            if not self._is_noted():
+                away = ", ".join(str(disk.path) for disk in self._disks if disk.store is None)
+                raise BackendUnavailableError(f"no other directory could note that {away} is away")
+
+    def _is_noted(self) -> bool:
+        """Whether a restart knows who is in use now."""
+        members = [disk.member for disk in self._disks if disk.store is not None]
+        ids = frozenset(member.id for member in members)
+        latest = max((member.turn for member in members), default=0)
+        return any(member.ids == ids and member.turn == latest for member in members)
 
     async def each(self, calls: Iterable[tuple[Disk, Coroutine[Any, Any, None]]], *, are_lent: bool = False) -> None:
         """Make calls at once and wait for all of them, whatever one raises; not for those of disks that are let go of.
@@ -280,6 +305,10 @@ class Disks:
         if self._is_closed or self._clock() < self._retry_at:
             return
         self._retry_at = self._clock() + _TRY_AGAIN_S
+        if not self._is_noted():
+            noting = asyncio.ensure_future(self._note_again())
+            self._returning.add(noting)
+            noting.add_done_callback(self._returning.discard)
         for disk in self._disks:
             if disk.store is None and not disk.underway:  # else its threads hang
                 returning = disk.begin(self._return(disk), self._clock())
@@ -351,6 +380,17 @@ class Disks:
 
     async def _join(self) -> None:
         """Have those that are in use say so, if they are others than before; see what is missing."""
+        await self._note()
+        away = [disk for disk in self._disks if disk.store is None]
+        slots = np.tile(np.isin(np.arange(len(self)), [disk.number for disk in away]), self.max_slots if away else 0)
+        why = "; ".join(f"{disk.path} is away: {disk.why}" for disk in away)
+        self.missing = Missing(slots, why) if away else None
+
+    async def _note_again(self) -> None:
+        async with self._changing:
+            await self._note()
+
+    async def _note(self) -> None:
         disks = [disk for disk in self._disks if disk.store is not None]
         if disks and not are_settled([disk.member for disk in disks]):
             members = next_turn([disk.member for disk in disks])
@@ -358,17 +398,14 @@ class Disks:
                 disk.begin(self._say(disk, member), self._clock()) for disk, member in zip(disks, members, strict=True)
             ]
             await asyncio.wait(says, timeout=_ANSWER_S)  # one that hangs too will be found to
-        away = [disk for disk in self._disks if disk.store is None]
-        slots = np.tile(np.isin(np.arange(len(self)), [disk.number for disk in away]), self.max_slots if away else 0)
-        why = "; ".join(f"{disk.path} is away: {disk.why}" for disk in away)
-        self.missing = Missing(slots, why) if away else None
 
     async def _say(self, disk: Disk, member: Member) -> None:
-        disk.member = member
         try:
             await disk.threads.clerk.run(write_member, disk.path, member)
-        except OSError as error:  # its own calls will fail too
+        except OSError as error:
             log("error", "nvme.directory_failed", path=str(disk.path), error=str(error))
+        else:
+            disk.member = member
 
     async def _return(self, disk: Disk) -> None:
         store, num_slots = Store(disk.path, self._settings, disk.threads, self.order), self.num_slots
