@@ -124,6 +124,10 @@ class Files:
         """See `os.fstat`."""
         return os.fstat(fd)
 
+    def is_on_system_disk(self, fd: int) -> bool:
+        """Whether a folder is on the filesystem of ``/``, and not on one that is mounted."""
+        return os.fstat(fd).st_dev == os.stat("/").st_dev  # noqa: PTH116 - as all calls here
+
     def geteuid(self) -> int:
         """See `os.geteuid`."""
         return os.geteuid()

@@ -1,7 +1,9 @@
 import base64
 import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import quote
 
 import numpy as np
 import pytest
@@ -97,6 +99,25 @@ def test_a_record_of_version_2_is_another_ones() -> None:
     record[8:12] = (2).to_bytes(4, "little")
     seal = Seal([OLD])
     assert verify(seal.names.hide_key(KEY), block_of(with_right_checksum(record)), seal=seal) is Outcome.MISS
+
+
+@pytest.mark.parametrize("secret", [OLD.hex(), base64.b64encode(NEW).decode()])
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda secret: Encryption(keys_file=secret),
+        lambda secret: Encryption(names_key_file=secret),
+        lambda secret: NVMeBackend.Settings.of({"path": "/mnt/kv", "capacity": "1GiB", "encryption": secret}),
+        lambda secret: NVMeBackend.Settings.of(f"nvme:///mnt/kv?capacity=1GiB&encryption={quote(secret, safe='')}"),
+    ],
+)
+def test_a_key_in_the_place_of_its_file_is_refused_without_a_word_of_it(
+    secret: str, take: Callable[[str], object]
+) -> None:
+    """A slip that would have put it into errors and logs."""
+    with pytest.raises(ConfigurationError, match="a key itself") as raised:
+        take(secret)
+    assert secret not in f"{raised.value} {raised.value.__cause__} {raised.value.__context__}"
 
 
 @given(st.binary(min_size=32, max_size=32 * 70), st.binary(min_size=32, max_size=32))

@@ -57,6 +57,9 @@ class Encryption(Checked):
             raise ValueError("needs keys from one source: keys, keys_file or keys_from; or a names_key alone")
         if num_names > 1:
             raise ValueError("takes one names key: names_key or names_key_file")
+        for file in (self.keys_file, self.names_key_file):
+            if file is not None and _is_key(str(file)):
+                raise ValueError("a file of keys is named by its path: this is a key itself, which keys=[...] takes")
         for key in (*self.keys, *filter(None, [self.names_key])):
             _key_of(key.get_secret_value())
         if find_spec("cryptography") is None:
@@ -112,6 +115,14 @@ def _lines_of(file: Path) -> list[str]:
     except OSError as error:
         raise ConfigurationError(f"encryption: {file} cannot be read: {error.strerror}") from error
     return [line for line in lines if line and not line.startswith("#")]
+
+
+def _is_key(given: str) -> bool:
+    try:
+        _key_of(given)
+    except ValueError:
+        return False
+    return True
 
 
 def _key_of(given: bytes | str) -> bytes:

@@ -16,6 +16,7 @@ disk that others have filled takes it, and a copy that is cut leaves the other.
 
 import asyncio
 import contextlib
+import enum
 import errno
 import json
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
@@ -65,15 +66,36 @@ def read_member(path: Path) -> Member:
     Raises:
         ConfigurationError: It cannot be read, or is not this user's alone.
     """
+    return look_into(path)[0]
+
+
+class Site(enum.Enum):
+    """Where a directory lies."""
+
+    OWN_DISK = "on a filesystem that is mounted"
+    SYSTEM_DISK = "on that of the system"
+    EMPTY_ON_SYSTEM_DISK = "on that of the system, and nothing is in it"
+
+
+def look_into(path: Path) -> tuple[Member, Site]:
+    """Return what `read_member` does, and where the directory lies.
+
+    Raises:
+        ConfigurationError: It cannot be read, or is not this user's alone.
+    """
     with explained(path), contextlib.ExitStack() as opened:
         root = open_root(path)
         opened.callback(files().close, root)
-        if _NAME not in {entry.name for entry in files().entries(root)}:
-            return Member()
+        there = {entry.name for entry in files().entries(root)}
+        site = Site.OWN_DISK
+        if files().is_on_system_disk(root):
+            site = Site.SYSTEM_DISK if there else Site.EMPTY_ON_SYSTEM_DISK
+        if _NAME not in there:
+            return Member(), site
         file = open_file(root, _NAME)
         opened.callback(files().close, file)
         copies = [_parsed(files().pread(file, _COPY_BYTES, n * _COPY_BYTES)) for n in range(_NUM_COPIES)]
-        return max(filter(None, copies), key=lambda copy: copy.turn, default=Member())
+        return max(filter(None, copies), key=lambda copy: copy.turn, default=Member()), site
 
 
 def write_member(path: Path, member: Member) -> None:
@@ -144,6 +166,7 @@ def make_empty(path: Path) -> None:
             files().unlink(_NAME, dir_fd=root)
 
 
+_UNMOUNTED: Final = "it is empty, and on the system's disk, as the others are not: is its own mounted?"
 _TRY_AGAIN_S: Final = 5.0
 _ANSWER_S: Final = 2.0
 """How long a disk may take for a page, or a small file, before it is taken to hang: others wait for it."""
@@ -158,6 +181,7 @@ class Disk:
         store: What has it; None while it is away.
         why: It is.
         member: What it says of itself.
+        site: Where it lies; as good as unknown until it was looked into.
         underway: Calls that have not ended, and since when.
         lost: Done when it has been let go of, and no restart finds what was in it.
     """
@@ -168,6 +192,7 @@ class Disk:
     store: Store | None = None
     why: str = ""
     member: Member = field(default_factory=Member)
+    site: Site = Site.SYSTEM_DISK
     underway: dict[asyncio.Future[None], float] = field(default_factory=dict)
     lost: asyncio.Future[None] = field(default_factory=asyncio.Future)
 
@@ -355,10 +380,7 @@ class Disks:
         """Read what the directories say of themselves: which of them were not in use when others were last."""
         there = []
 
-        async def look(disk: Disk) -> None:
-            disk.member = await disk.threads.clerk.run(read_member, disk.path)
-
-        looks = [(disk, disk.begin(look(disk), self._clock())) for disk in self._disks]
+        looks = [(disk, disk.begin(self._look_into(disk), self._clock())) for disk in self._disks]
         limit_s = self._settings.timeout_s if len(looks) > 1 else None
         await asyncio.wait([looking for _, looking in looks], timeout=limit_s)
         for disk, looking in looks:
@@ -372,7 +394,20 @@ class Disks:
             except ConfigurationError as error:
                 disk.why = _why_away(error)
                 problems.append(error)
+        if any(disk.member.turn for disk in there):
+            for disk in [disk for disk in there if self._is_unmounted(disk)]:
+                there.remove(disk)
+                disk.why = _UNMOUNTED
+                problems.append(BackendUnavailableError(f"{disk.path}: {disk.why}"))
         return list(zip(there, were_away([disk.member for disk in there]), strict=True))
+
+    async def _look_into(self, disk: Disk) -> None:
+        disk.member, disk.site = await disk.threads.clerk.run(look_into, disk.path)
+
+    def _is_unmounted(self, disk: Disk) -> bool:
+        """Whether a directory, of a tier that has been used, looks like the mount point of a disk that is away."""
+        others = [each for each in self._disks if each is not disk]
+        return disk.site is Site.EMPTY_ON_SYSTEM_DISK and any(each.site is Site.OWN_DISK for each in others)
 
     async def _empty(self, disk: Disk) -> None:
         await disk.threads.clerk.run(make_empty, disk.path)
@@ -410,6 +445,9 @@ class Disks:
     async def _return(self, disk: Disk) -> None:
         store, num_slots = Store(disk.path, self._settings, disk.threads, self.order), self.num_slots
         try:
+            await self._look_into(disk)
+            if self._is_unmounted(disk):
+                raise BackendUnavailableError(_UNMOUNTED)
             await self._empty(disk)
             await store.open(self._shapes)
             await store.resize(num_slots)

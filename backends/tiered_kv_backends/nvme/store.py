@@ -504,7 +504,7 @@ class Store:
             BackendUnavailableError: The disk did not take it.
         """
         files = self._group(group, slots)
-        with _translated(f"forget {len(slots)} slots of {self.path}"):
+        with self._translated(f"forget {len(slots)} slots of {self.path}"):
             await self._forget(files, slots)
 
     async def checkpoint(
@@ -519,7 +519,7 @@ class Store:
         """
         files = self._group(group, slots)
         dropped = files.held_beside(slots)
-        with _translated(f"remember {len(slots)} blocks in {self.path}"):
+        with self._translated(f"remember {len(slots)} blocks in {self.path}"):
             remembered = self._run(self._clerk, files.remember, names, slots, sequences)
             files.num_checkpoints += 1  # what is written to one of the slots from now on is entered behind
             remembered.add_done_callback(files.end_checkpoint)
@@ -535,7 +535,7 @@ class Store:
         Raises:
             BackendUnavailableError: The disk is too small, or fails. To be as it was it has to be resized again.
         """
-        with _translated(f"resize {self.path}"):
+        with self._translated(f"resize {self.path}"):
             await self._run(self._clerk, self._files.resize, num_slots)
         for files in self._groups:
             files.resize_states(num_slots)
@@ -630,6 +630,14 @@ class Store:
     def _moved(self, workers: Workers, num_calls: int, _: object) -> None:
         self._num_moving[workers] -= num_calls
 
+    @contextlib.contextmanager
+    def _translated(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._last_error = error
+            raise BackendUnavailableError(f"{doing}: {error.strerror}") from error
+
     def _run(self, workers: Workers, function: Callable[..., T], *args: object) -> "asyncio.Future[T]":
         assert self._calls is not None  # noqa: S101 - `_group` has raised before
         future = asyncio.ensure_future(workers.run(self._calls.guarded, function, *args))
@@ -669,11 +677,3 @@ def _look_at(future: "asyncio.Future[Any]") -> None:
     """Take note of an error, so that one whose waiter was cancelled is not logged as forgotten."""
     if not future.cancelled():
         future.exception()
-
-
-@contextlib.contextmanager
-def _translated(doing: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise BackendUnavailableError(f"{doing}: {error.strerror}") from error

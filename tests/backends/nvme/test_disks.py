@@ -21,6 +21,7 @@ from tests.support.caches import Recorder, until
 from tests.support.nvme_tier import MIB, Tier, backend_at, count_up, shape_of, slab_of, slots_of
 from tiered_kv.media.backend import Outcome
 from tiered_kv.media.record import MAGIC
+from tiered_kv.system import Files
 from tiered_kv.testing import SlotBackendTests, open_backend, open_context
 from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError
 from tiered_kv.values.events import TierFailed
@@ -522,6 +523,35 @@ def test_a_note_that_was_cut_leaves_the_one_before(tmp_path: Path, num_bytes: in
     at = next(at for at in range(len(after)) if before[at] != after[at])
     (tmp_path / "member").write_bytes(after[: at + num_bytes] + before[at + num_bytes :])
     assert read_member(tmp_path) == turns[1]
+
+
+async def test_a_disk_that_is_not_mounted_is_not_filled_below_its_mount_point(
+    small_disk: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty folder on the system's disk, where the others have disks of their own, is away until it is mounted.
+
+    A disk that is new is used, and so is a folder there for a tier that begins.
+    """
+    system = tmp_path_factory.mktemp("system")
+    monkeypatch.setattr(Files, "is_on_system_disk", lambda _, fd: os.fstat(fd).st_dev == system.stat().st_dev)
+    own, absent = small_disk / "a", system / "b"
+    now = [0.0]
+    async with opened([own, small_disk / "b"]) as tier:
+        await tier.write(count_up(N))
+    async with opened([own, absent], now) as tier:
+        missing = tier.backend.missing(0)
+        assert missing is not None
+        assert "is its own mounted" in missing.why
+        now[0] += 5
+        tier.backend.try_again()
+        for _ in range(100):
+            await checkpoint()
+        assert tier.recovered(N) == {n: n for n in range(0, N, 2)}
+        assert not list(absent.iterdir())
+    async with opened([own, small_disk / "c"]) as tier:
+        assert tier.backend.missing(0) is None
+    async with opened([small_disk / "d", system / "d"]) as tier:
+        assert tier.backend.missing(0) is None
 
 
 async def test_what_no_disk_could_note_is_not_done(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ import errno
 import gc
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +48,29 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> set[Path]:
     return paths
 
 
+async def test_what_the_disk_did_not_take_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it fails to force, forget or remember, the call does, and facts say why."""
+    async with open_tier(tmp_path) as tier:
+        await tier.write(count_up(2))
+        names, slots = block_names([key_of(0), key_of(1)]), slots_of(count_up(2))
+        calls: list[tuple[str, int, Callable[[], Awaitable[None]]]] = [
+            ("fsync", errno.EIO, lambda: tier.backend.checkpoint(0, names, slots, sync=True)),
+            ("pwrite", errno.ENOSPC, lambda: tier.backend.checkpoint(0, names, slots)),
+            ("pwrite", errno.EIO, lambda: tier.backend.forget(0, slots)),
+        ]
+        for name, code, call in calls:
+
+            def fail(*_: object, code: int = code) -> None:
+                raise OSError(code, os.strerror(code))
+
+            with monkeypatch.context() as patch:
+                patch.setattr(os, name, fail)
+                with pytest.raises(BackendUnavailableError, match=os.strerror(code)):
+                    await call()
+            assert os.strerror(code) in str(tier.backend.describe()["last_error"])
+            await call()
+
+
 async def test_a_loss_of_power_is_survived_where_it_is_asked_for(tmp_path: Path, forced: set[Path]) -> None:
     """Records, what is said about them, and the names of the files; without being asked, nothing is waited for."""
     async with open_tier(tmp_path) as tier:
@@ -64,7 +87,7 @@ async def test_a_loss_of_power_is_survived_where_it_is_asked_for(tmp_path: Path,
 def test_who_belongs_together_is_whole_before_it_has_its_name(tmp_path: Path, forced: set[Path]) -> None:
     """After a loss of power there is the file of before, or the new one: never half of one."""
     write_member(tmp_path, Member("a" * 16, 1, frozenset()))
-    assert forced == {tmp_path / "member.new"}
+    assert forced == {tmp_path / "member"}
 
 
 async def test_a_deletion_survives_a_loss_of_power(tmp_path: Path, forced: set[Path]) -> None:
@@ -108,7 +131,8 @@ async def test_a_disk_too_small_to_grow_on_changes_nothing(small_disk: Path) -> 
         with pytest.raises(BackendUnavailableError, match=r"\d{8,} bytes more are wanted, its filesystem has \d{7,}$"):
             await tier.backend.resize(1000)
         now = tier.backend.describe()
-        assert {**now, "capacity_bytes": 0} == {**before, "capacity_bytes": 0}
+        assert "more are wanted" in str(now["last_error"])
+        assert {**now, "capacity_bytes": 0, "last_error": ""} == {**before, "capacity_bytes": 0}
         assert STRIDE > int(str(before["capacity_bytes"])) - int(str(now["capacity_bytes"])) >= 0
         assert disk_usage(path) == used
         num_slots = tier.found.num_slots
@@ -145,6 +169,7 @@ async def test_what_is_kept_about_slots_counts_too(tmp_path: Path) -> None:
         other.mkdir(mode=0o700)
         with (other / "slab").open("wb") as slab:
             os.posix_fallocate(slab.fileno(), 0, capacity - ours + 8192)
+        (other / "ledger").touch()
         backend = backend_at(tmp_path, capacity=capacity)
         await backend.open(context)
         assert backend.describe()["reclaimed_fingerprints"] == 1

@@ -279,6 +279,10 @@ class SimulatedFiles(Files):
         """Say nothing of the machine."""
         return []
 
+    def is_on_system_disk(self, fd: int) -> bool:
+        """Every disk is mounted."""
+        return False
+
     def geteuid(self) -> int:
         """Return the number of the only user."""
         return 0
