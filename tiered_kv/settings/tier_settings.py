@@ -121,7 +121,7 @@ class TierSettings(Checked):
         if isinstance(given, Mapping) and "salt_quota" in given and "salt_quota" not in cls.model_fields:
             raise ValueError(
                 "salt_quota is for shared_fs, whose sweeps count: what a salt has in any other medium takes a listing "
-                "of it all, see tiered_kv_backends.quotas.keep_quota"
+                "of it all, see tiered_kv_backends.paths.keep_quota"
             )
         return given
 
