@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from anyio import fail_after
+from anyio.lowlevel import checkpoint
 
 from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
 from tests.support.caches import Recorder, assert_nothing_left, keep, open_cache, until, until_idle
@@ -200,6 +201,8 @@ async def test_equal_questions_are_asked_once() -> None:
         keyed.on_lookup.hold()
         loads = [kv.start_load(KEYS, INTO) for _ in range(100)]
         await until(lambda: keyed.on_lookup.num_held > 0)
+        for _turn in range(len(loads)):  # a few of them begin in each turn of the loop
+            await checkpoint()
         keyed.on_lookup.release()
         assert [(await each).num_blocks for each in loads] == [len(KEYS)] * 100
         assert keyed.on_lookup.num_calls == asked + 1
