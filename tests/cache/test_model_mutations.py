@@ -21,7 +21,6 @@ from tiered_kv.tiers.tier import Batch, Naming
 from tiered_kv.transfers.handles import LoadHandle, Revocable
 from tiered_kv.transfers.load import Load
 from tiered_kv.transfers.start import ResidentLoad
-from tiered_kv.transfers.window import Bringer, Landed
 from tiered_kv.values.keys import epoch_digest
 
 MUST_FIND = settings(
@@ -66,18 +65,6 @@ def _loads_ignore_new_weights(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Load, "_count_loaded", count_anyway)
 
 
-def _what_is_copied_is_not_leased(patch: pytest.MonkeyPatch) -> None:
-    land = Bringer.land
-
-    async def land_and_let_go(self: Bringer, *args: Any) -> Landed:  # noqa: ANN401 - passed on
-        landed = await land(self, *args)
-        self.chain.release(*landed.leases)
-        landed.leases.clear()
-        return landed
-
-    patch.setattr(Bringer, "land", land_and_let_go)
-
-
 def _a_cancelled_call_leaves_its_copies_running(patch: pytest.MonkeyPatch) -> None:
     async def drain_copies(self: Revocable, *_: float) -> bool:
         return True
@@ -111,7 +98,6 @@ def _missed_blocks_are_not_counted(patch: pytest.MonkeyPatch) -> None:
 
 
 QUICKLY_FOUND: list[Plant] = [
-    _what_is_copied_is_not_leased,
     _a_cancelled_call_leaves_its_copies_running,
     _deadlines_do_not_hold_for_copies,
     _some_leases_leak,
