@@ -178,7 +178,7 @@ def worker(tell: Connection, keys: BlockKeys, *, gets_stuck: bool) -> None:
         threading.Event().wait()
 
     if gets_stuck:
-        vars(tiered_kv.worker)["gather_blocks"] = gather_blocks
+        vars(tiered_kv.cache.worker)["gather_blocks"] = gather_blocks
     engine = AnyEngine()
     engine.fill(keys, range(len(keys)))
     slabs, plan = tell.recv()

@@ -107,7 +107,9 @@ def test_others_get_a_turn_between_two_pieces(monkeypatch: pytest.MonkeyPatch) -
             done.append("yields")
             return self.is_set()
 
-    monkeypatch.setattr(page_locking, "threading", SimpleNamespace(Event=Stop, Thread=threading.Thread))
+    monkeypatch.setattr(
+        page_locking, "threading", SimpleNamespace(Event=Stop, Thread=threading.Thread, Lock=threading.Lock)
+    )
     assert 64 << 20 <= host.PIECE_BYTES <= 128 << 20
     monkeypatch.setattr(host, "PIECE_BYTES", STRIDE)
     locking = PageLocking(HostSlab(3, STRIDE, STRIDE), lock=lambda *_: done.append("locks"), unlock=lambda _: None)

@@ -195,7 +195,7 @@ async def test_who_waits_for_nobody_goes_on_at_once_but_twice() -> None:
     loop.call_soon(count)
     seen = []
     for _step in range(6):
-        await tasks.turn(Priority.LOAD)
+        await tasks.turn(Priority.LOAD, at_once=True)
         seen.append(turns[0])
     assert seen[:2] == [0, 0]
     assert seen == sorted(seen)

@@ -179,14 +179,18 @@ class Tasks:
         """
         self.spawn(_persistent(work, name), name)
 
-    async def turn(self, priority: Priority) -> None:
+    async def turn(self, priority: Priority, *, at_once: bool = False) -> None:
         """Let others run, and of many tasks that may go on now let a few do so in each turn of the loop.
 
         A step of a load takes up to a millisecond, and thousands may wait for the same block. Who is of a higher
-        priority goes first; but in each turn of the loop one of every priority goes on, so that none starves. Where
-        nobody waits, the first two of a turn go on at once.
+        priority goes first; but in each turn of the loop one of every priority goes on, so that none starves.
+
+        Args:
+            priority: In which line to wait.
+            at_once: Whether to go on without waiting where nobody waits, and no more than one has done so in this turn:
+                for the first step of several, not for those between.
         """
-        if self._num_steps < _AT_ONCE and not any(self._waiting):
+        if at_once and self._num_steps < _AT_ONCE and not any(self._waiting):
             self._num_steps += 1
             self._begin_turn_soon()
             return

@@ -151,7 +151,8 @@ class Load(InTask):
                 stop = min(begun + self._window(begun), n)
                 async with asyncio.timeout_at(self._request.deadline):
                     # What is resident never waits: let others run between windows.
-                    await self._chain.tasks.turn(self._request.priority)
+                    is_late = asyncio.get_running_loop().time() >= self._request.deadline
+                    await self._chain.tasks.turn(self._request.priority, at_once=not begun and not is_late)
                     window = await self._bringer.begin(
                         begun, self._batch[begun:stop], may_wait=self._may_wait(underway)
                     )

@@ -122,7 +122,7 @@ class Store(Revocable):
                 stop = done + self._window()
                 part, pages = self._batch[done:stop], self._request.pages[done:stop]
                 # Where there is room nothing waits: let others run between windows.
-                await self._chain.tasks.turn(Priority.STORE)
+                await self._chain.tasks.turn(Priority.STORE, at_once=not done)
                 async with asyncio.timeout_at(deadline):
                     if not self._keeps:
                         known = await self._known_below(part)

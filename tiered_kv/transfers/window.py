@@ -241,7 +241,7 @@ class Bringer:
         if not len(missing):
             return True
         chain = self.chain
-        await chain.tasks.turn(self._priority)  # what is to be read takes as many steps again
+        await chain.tasks.turn(self._priority, at_once=True)  # what is to be read takes as many steps again
         numbers = await self.presence.sources(window.start + missing, self._are_holes)
         nowhere = missing[numbers < 0]
         if len(nowhere) and len(nowhere := nowhere[self._are_holes(window.start + nowhere)]):
@@ -322,7 +322,7 @@ class Bringer:
             await asyncio.wait(waiting, timeout=max(0.0, deadline - loop.time()))
         with suppress(TimeoutError):
             async with asyncio.timeout_at(deadline):
-                await chain.tasks.turn(self._priority)  # thousands may have waited for the same fill
+                await chain.tasks.turn(self._priority, at_once=True)  # thousands may have waited for the same fill
         for fill in window.fills:
             if not fill.done.done():
                 self.faults.append(TierFault(self._tiers_of(fill), Reason.DEADLINE, n))
