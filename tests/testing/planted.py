@@ -259,7 +259,7 @@ def row_of(planted: Planted, found: Sequence[Found] = (), most_seeds: int = 0) -
     ranges = ", ".join(str(each.seeds or "-") for each in found)
     seeds = f"{middle} ({ranges})" if middle else f"over {most_seeds} ({ranges})" if found else "not tried"
     kinds = ", ".join(kind for kind, _ in Counter(each.kind for each in found if each.seeds).most_common(2))
-    why_not = f"not found: {planted.unfound or 'not known why'}" if found or planted.unfound else ""
+    why_not = f"not found: {planted.unfound}" if planted.unfound else "not found" if found else ""
     how = kinds if middle else f"{kinds}, in one range only" if kinds else why_not
     files = ", ".join(dict.fromkeys(f"`{pathlib.Path(each.module).name}`" for each in planted.changes))
     return f"| {planted.name} | {planted.kind} | {files} | {seeds} | {how} |\n"
