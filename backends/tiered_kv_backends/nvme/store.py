@@ -454,8 +454,9 @@ class Store:
     ) -> list[Outcome]:
         """Write ``blocks[i]`` to ``slots[i]`` and remember that it is ``names[i]``: STORED or FAILED each.
 
-        A slot whose write fails holds nothing. One call of a thread makes the records of a part, writes them, and then
-        enters them in the ledger. Behind a checkpoint the clerk does so, once what that remembers is there.
+        A slot whose write fails holds nothing. One call of a thread makes the records of a part and writes them; the
+        last of them enters all in the ledger: while a part hangs a restart finds none of the batch, as nobody could
+        have the others forgotten. Behind a checkpoint the clerk enters them, once what that remembers is there.
 
         Raises:
             BackendUnavailableError: The disk or the directory is gone.
@@ -470,26 +471,32 @@ class Store:
                 self._last_error = problem or self._last_error
 
             is_behind = files.num_checkpoints > 0
+            lock, stored, ended = system().lock(), np.zeros(len(slots), np.bool_), list[int]()
+            problems: list[OSError] = []
 
             def write(at: list[int], part: list[int], blocks: Sequence[Block]) -> Moved:
                 if make is not None:
                     make(at)
                 moved = files.slab.write(part, blocks)
-                return moved if is_behind else remember(at, moved)
-
-            def remember(at: list[int], moved: Moved) -> Moved:
-                stored = np.array([outcome is Outcome.STORED for outcome in moved.outcomes], np.bool_)
-                here, places, order = names[at], slots[at], sequences[at]
-                try:
-                    files.remember(here[stored], places[stored], order[stored], places[~stored])
-                except OSError as error:  # written, but not to be found again
-                    return Moved([Outcome.FAILED] * len(at), error)
+                stored[at] = [outcome is Outcome.STORED for outcome in moved.outcomes]
+                with lock:
+                    ended.append(len(at))
+                    is_last = sum(ended) == len(slots)
+                if is_last and not is_behind:
+                    remember()
                 return moved
+
+            def remember() -> None:
+                try:
+                    files.remember(names[stored], slots[stored], sequences[stored], slots[~stored])
+                except OSError as error:  # written, but not to be found again
+                    problems.append(error)
 
             outcomes = await self._move(self._writers, files.slab, write, slots, blocks)
             if is_behind:
-                written = await self._run(self._clerk, remember, list(range(len(slots))), Moved(outcomes))
-                outcomes = self._seen(written.outcomes, written.error)
+                await self._run(self._clerk, remember)
+            if problems:
+                outcomes = self._seen([Outcome.FAILED] * len(slots), problems[0])
         finally:
             files.mark(slots, HELD)
         return outcomes
