@@ -381,9 +381,14 @@ class Requests:
             into = self.memory.fill(keys, weights, region)
             known.store_begins(names, self.now)
 
+        self._num_beginning += 1  # until the thread has named the blocks by the weights that are served
+
         def work() -> None:
             try:
-                ticket = kv.submit_load(keys, into) if is_load else kv.submit_store(keys, into)
+                try:
+                    ticket = kv.submit_load(keys, into) if is_load else kv.submit_store(keys, into)
+                finally:
+                    loop.call_soon_threadsafe(self._has_begun)
                 while ticket.result is None:
                     kv.poll(0.5)
                 loop.call_soon_threadsafe(_tell, ended, ticket.result, None)
