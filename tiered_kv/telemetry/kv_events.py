@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.telemetry.router_books import (
+from tiered_kv.telemetry.kv_event_values import (
     HasChanges,
     KVEventStatistics,
     given_hashes,

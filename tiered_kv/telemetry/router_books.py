@@ -4,8 +4,6 @@ A change names blocks by 32 bytes; routers want hashes and token ids. So whoever
 after they are stored; a block that nobody has described is told of once somebody has. Descriptions are kept of what is
 in a tier, and of the newest blocks beside. For one thread; decides at once and never waits.
 
-What a publisher of KV events takes and gives: a cache, descriptions of blocks, counts.
-
 KV events as routers read them off the wire: vLLM's format, of which vLLM's own decoder is the judge.
 
 A message is ``[topic, sequence number (8 bytes, big-endian), payload]``; the payload is MessagePack of
@@ -17,90 +15,14 @@ import struct
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple, Protocol
+from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.tiers.changes import Added, Changes, Cleared, Removed, Snapshot, TierChange
-from tiered_kv.values.errors import ConfigurationError
-from tiered_kv.values.integers import as_int, as_ints
-from tiered_kv.values.keys import BlockKeys, Names, Namespace, TokenIds
-
-
-class HasChanges(Protocol):
-    """What is asked of a cache; a `TieredKV` has it."""
-
-    def events(self) -> Changes:
-        """Return what changes."""
-
-    def namespace(self, salt: str | bytes = b"", *, group: int = 0, rank: int = 0) -> Namespace:
-        """Return what makes names of keys."""
-
-
-@dataclass(frozen=True)
-class KVEventStatistics:
-    """What a publisher has done.
-
-    Attributes:
-        num_batches: Messages sent; the next sequence number.
-        num_snapshots: How often everything was told anew, because a router joined or had lost what is not kept.
-        num_overflows: How often the publisher fell behind the cache, and compared snapshots.
-        num_undescribed: Blocks in some tier that routers are not told of, as nobody has said what they are.
-        num_refused: Blocks whose description was dropped, as too many waited.
-    """
-
-    num_batches: int
-    num_snapshots: int
-    num_overflows: int
-    num_undescribed: int
-    num_refused: int
-
-
-def tokens_of(keys: BlockKeys, token_ids: TokenIds) -> NDArray[np.uint32]:
-    """Return the tokens of all full blocks, ``(n, block_size)``."""
-    tokens, size = as_ints("token_ids", token_ids), keys.block_size
-    num = min(len(keys), len(tokens) // size)
-    if len(tokens) < len(keys) * size and (num < len(keys) - 1 or len(tokens) % size == 0):
-        raise ConfigurationError(f"{len(keys)} blocks of {size} tokens have {len(keys) * size}, got {len(tokens)}")
-    if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) >= 1 << 32):
-        raise ConfigurationError(f"token ids must lie in [0, 2**32), got {int(tokens.min())} to {int(tokens.max())}")
-    return tokens[: num * size].astype("<u4").reshape(num, size)
-
-
-def own_hashes(keys: BlockKeys) -> NDArray[np.uint64]:
-    """Return the last 8 bytes of each key, which routers know it by."""
-    hashes = keys.words.view(">u8")[:, -1].astype(np.uint64)
-    if not hashes.all():
-        raise ConfigurationError("these keys were made of hashes shorter than 32 bytes: give hashes=, a u64 per block")
-    return hashes
-
-
-def given_hashes(hashes: Sequence[int] | NDArray[np.uint64], num: int) -> NDArray[np.uint64]:
-    """Return a u64 for each of ``num`` blocks."""
-    if len(hashes) < num:
-        raise ConfigurationError(f"hashes must name every block: {num} blocks, {len(hashes)} hashes")
-    try:
-        return np.array([int(each) for each in hashes], dtype=np.uint64)
-    except (OverflowError, TypeError, ValueError) as error:
-        raise ConfigurationError(f"hashes must be ints in [0, 2**64): {error}") from error
-
-
-def parent_of(keys: BlockKeys, parent: BlockKeys | int | None) -> int | None:
-    """Return the hash of the block before the first, or None where the prompt begins."""
-    if not keys.start:
-        return None
-    if isinstance(parent, BlockKeys):
-        if not len(parent) or parent.start + len(parent) != keys.start:
-            raise ConfigurationError(
-                f"parent must end right before block {keys.start}; it has {len(parent)} blocks from {parent.start}"
-            )
-        return int(own_hashes(parent[-1:])[0])
-    if parent is None:
-        raise ConfigurationError(f"these keys begin with block {keys.start}: give parent=, the keys before them")
-    return as_int("parent", parent)
-
+from tiered_kv.tiers.changes import Added, Cleared, Removed, Snapshot, TierChange
+from tiered_kv.values.keys import Names
 
 Form = Literal["map", "array"]
 Event = dict[str, Any]

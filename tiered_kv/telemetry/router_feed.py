@@ -13,7 +13,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Protocol
 
-from tiered_kv.telemetry.router_books import Batch, Description, HasChanges, KVEventStatistics, RouterBooks
+from tiered_kv.telemetry.kv_event_values import HasChanges, KVEventStatistics
+from tiered_kv.telemetry.router_books import Batch, Description, RouterBooks
 from tiered_kv.telemetry.router_socket import Work
 from tiered_kv.tiers.changes import Changes
 from tiered_kv.values.errors import ClosedError

@@ -15,7 +15,8 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, to_event_extra_keys
 
 from tiered_kv.cache.block_cache import BlockCache
-from tiered_kv.telemetry.router_books import CLEARED, Batch, Event, Medium, RouterBooks, own_hashes, removed
+from tiered_kv.telemetry.kv_event_values import own_hashes
+from tiered_kv.telemetry.router_books import CLEARED, Batch, Event, Medium, RouterBooks, removed
 from tiered_kv.telemetry.router_feed import RouterFeed
 from tiered_kv.telemetry.router_socket import Work
 from tiered_kv.values.errors import ClosedError
