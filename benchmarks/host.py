@@ -30,8 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tiered_kv import BlockCache, GPULoadStoreSpec, KVLayout, ModelIdentity, TieredKV, hash_blocks
-from tiered_kv.host import protocol as messages
-from tiered_kv.host import wire
+from tiered_kv.host import protocol, wire
 
 SMALL, LARGE = (16, 2, 64, 4), (16, 8, 128, 32)
 """Tokens, heads, dimension and layers of blocks of 32 KiB and of 2 MiB."""
@@ -235,22 +234,22 @@ async def costs(url: str, pid: int, rounds: int) -> dict[str, float]:
 @contextmanager
 def counted() -> Iterator[list[int]]:
     """Have this process count the bytes of all frames that it sends and gets, in the list."""
-    numbers, frame, reply_from = [0], wire.frame, messages.reply_from
+    numbers, frame, reply_from = [0], wire.frame, protocol.reply_from
 
     def sent(message: wire.Message) -> bytes:
         data = frame(message)
         numbers[0] += len(data)
         return data
 
-    def got(body: bytes | memoryview) -> messages.Reply:
+    def got(body: bytes | memoryview) -> protocol.Reply:
         numbers[0] += len(body) + wire.LENGTH.size
         return reply_from(body)
 
     vars(wire).update(frame=sent)
-    vars(messages).update(reply_from=got)
+    vars(protocol).update(reply_from=got)
     yield numbers
     vars(wire).update(frame=frame)
-    vars(messages).update(reply_from=reply_from)
+    vars(protocol).update(reply_from=reply_from)
 
 
 def cpu_us(pid: int) -> float:

@@ -12,7 +12,7 @@ from tests.support.caches import keep, open_cache
 from tests.support.command_line import answer, run
 from tests.support.engine import BLOCK_SIZE, MODEL, PAYLOAD_BYTES, Engine
 from tiered_kv import CPUTier, TieredKV, hash_blocks
-from tiered_kv.settings import page_address as address
+from tiered_kv.settings import page_address
 
 CPU = CPUTier(capacity=16 * PAYLOAD_BYTES)
 TOKENS = list(range(6 * BLOCK_SIZE))
@@ -67,7 +67,7 @@ async def test_top_looks_again_and_again(at: str) -> None:
 
 async def test_where_nobody_answers_is_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that was asked, also where the environment says but "true"."""
-    monkeypatch.setattr(address, "DEFAULT", "127.0.0.1:1")
+    monkeypatch.setattr(page_address, "DEFAULT", "127.0.0.1:1")
     monkeypatch.setenv("TIERED_KV_PAGE", "true")
     assert "no cache answers at http://127.0.0.1:1 (" in (await run("status")).stderr
 

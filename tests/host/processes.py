@@ -33,7 +33,7 @@ from tiered_kv import (
 )
 from tiered_kv.host.serve import run
 from tiered_kv.memory.caches import PagedCaches
-from tiered_kv.transfers import engine_memory as bindings
+from tiered_kv.transfers import engine_memory
 
 _starting = mp.get_context("forkserver")
 _starting.set_forkserver_preload([__name__])
@@ -137,7 +137,7 @@ def stuck_client(tell: Connection, path: Path, keys: BlockKeys) -> None:
             kv.register_kv_caches(engine.caches[0])
             await kv.store(keys, engine.fill(keys, range(len(keys))))
 
-    vars(bindings)["gather_blocks"] = gather_blocks
+    vars(engine_memory)["gather_blocks"] = gather_blocks
     asyncio.run(store())
 
 

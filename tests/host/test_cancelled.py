@@ -16,9 +16,7 @@ from tests.support.any_layout import MODEL, SMALL, AnyEngine, cpu, prompt
 from tests.support.caches import until
 from tests.support.serving import attached, serving
 from tiered_kv import ClosedError, TieredKV
-from tiered_kv.host import protocol as messages
-from tiered_kv.host import protocol as questions
-from tiered_kv.host import wire
+from tiered_kv.host import protocol, wire
 from tiered_kv.host.protocol import Attached, Slab
 
 KEYS = prompt(4)
@@ -162,15 +160,15 @@ async def test_who_is_cancelled_as_the_answer_comes_holds_nothing(
 ) -> None:
     """A lease that is granted to nobody any more ends at once, not with the client."""
     engine, asking = AnyEngine(), list[asyncio.Task[Any]]()
-    decode = messages.reply_from
+    decode = protocol.reply_from
 
     def cancelling(body: bytes | memoryview) -> Any:  # noqa: ANN401 - any reply
         reply = decode(body)
-        if isinstance(reply, questions.Leased):
+        if isinstance(reply, protocol.Leased):
             asking[0].get_loop().call_soon(asking[0].cancel)  # before it is woken
         return reply
 
-    monkeypatch.setattr(messages, "reply_from", cancelling)
+    monkeypatch.setattr(protocol, "reply_from", cancelling)
     with serving(tmp_path, cpu(16)) as server:
         async with attached(server, engine) as kv:
             await kv.store(KEYS, engine.fill(KEYS, range(4)))

@@ -31,8 +31,7 @@ from tiered_kv import (
     full,
     window,
 )
-from tiered_kv.host import handshake, wire
-from tiered_kv.host import protocol as questions
+from tiered_kv.host import handshake, protocol, wire
 from tiered_kv.host.protocol import Attach, Health, Keys
 
 KEYS = prompt(12)
@@ -373,7 +372,7 @@ async def test_a_client_that_talks_nonsense_keeps_what_it_holds_until_it_goes(tm
             opening = Attach.of("stranger", MODEL, SMALL, (Shard(),), is_read_only=False)
             connection, _, descriptors = await asyncio.to_thread(handshake.begin, os.fspath(server.path), opening, 10.0)
             said = Keys.of(KEYS, kv.namespace().epoch)
-            connection.sendall(wire.frame(questions.Lease(1, said)))
+            connection.sendall(wire.frame(protocol.Lease(1, said)))
             await until(lambda: kv.stats()["cpu"].leased == 12)
             connection.sendall(b"\3\0\0\0abc")
             while await asyncio.to_thread(connection.recv, 4096):

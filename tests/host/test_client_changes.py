@@ -12,7 +12,7 @@ from tests.host.test_deaths import attached_at, served, until_async, until_found
 from tests.support.any_layout import STRIDE, AnyEngine, cpu, nvme, prompt
 from tests.support.serving import attached, serving
 from tiered_kv import Added, BlockKeys, Changes, Cleared, ConnectedKV, Mirror, Removed, Shard, Snapshot, TierChange
-from tiered_kv.host import session_jobs as session_changes
+from tiered_kv.host import session_jobs
 from tiered_kv.values.keys import Names
 
 KEYS = prompt(4)
@@ -89,8 +89,8 @@ async def test_a_client_hears_of_its_own_rank(tmp_path: Path) -> None:
 
 async def test_who_falls_behind_is_told_and_gets_snapshots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither side queues more than it may; what is told in the end is what is there."""
-    monkeypatch.setattr(session_changes, "_MOST_NAMES", 64)
-    monkeypatch.setattr(session_changes, "NAMES_A_MESSAGE", 3)
+    monkeypatch.setattr(session_jobs, "_MOST_NAMES", 64)
+    monkeypatch.setattr(session_jobs, "NAMES_A_MESSAGE", 3)
     engine, mirror = AnyEngine(), Mirror()
     with serving(tmp_path, cpu(8)) as server:
         async with attached(server, engine) as kv:

@@ -16,8 +16,7 @@ from tests.support.any_layout import LIMITS, AnyEngine, cpu, nvme, prompt
 from tests.support.caches import until
 from tests.support.serving import attached, serving
 from tiered_kv import ConfigurationError, ConnectedKV, CPULoadStoreSpec, FileLoadStoreSpec, Shard
-from tiered_kv.host import protocol as messages
-from tiered_kv.host import wire
+from tiered_kv.host import protocol, wire
 from tiered_kv.host.protocol import Keys
 
 KEYS = prompt(32)
@@ -83,21 +82,21 @@ async def test_how_a_load_ends_is_said_once(tmp_path: Path) -> None:
             said = Keys.of(KEYS, kv.namespace().epoch)
             with attached_stranger(server) as (connection, _):
                 for number, error in ((1, ""), (2, "failed")):
-                    connection.sendall(wire.frame(messages.Load(number, said, 60.0, 0, layerwise=False, gaps=False)))
+                    connection.sendall(wire.frame(protocol.Load(number, said, 60.0, 0, layerwise=False, gaps=False)))
                     copy = hear(connection)
-                    assert isinstance(copy, messages.Copy)
+                    assert isinstance(copy, protocol.Copy)
                     assert (copy.id, copy.by_tier) == (number, {"cpu": 32})
-                    connection.sendall(wire.frame(messages.Copied(number, copy.number, error)))
+                    connection.sendall(wire.frame(protocol.Copied(number, copy.number, error)))
                 loaded = hear(connection)
-                assert isinstance(loaded, messages.Loaded)
+                assert isinstance(loaded, protocol.Loaded)
                 assert (loaded.id, loaded.num_blocks, loaded.faults[0].reason) == (2, 0, "copy failed")
-                connection.sendall(wire.frame(messages.Bye()))
+                connection.sendall(wire.frame(protocol.Bye()))
 
 
 def hear(connection: socket.socket) -> object:
     """Return the next message of a server."""
     length = int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "little")
-    return messages.reply_from(connection.recv(length, socket.MSG_WAITALL))
+    return protocol.reply_from(connection.recv(length, socket.MSG_WAITALL))
 
 
 async def test_a_load_from_the_back_ends_with_its_server(tmp_path: Path) -> None:

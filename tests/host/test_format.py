@@ -5,9 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from tiered_kv.host import protocol as messages
-from tiered_kv.host import protocol as opening
-from tiered_kv.host import wire
+from tiered_kv.host import protocol, wire
 from tiered_kv.host.calls import CALLS
 
 PAGE = Path(__file__).parents[2] / "docs" / "format.md"
@@ -35,6 +33,6 @@ def test_the_page_lists_every_call_that_a_client_may_make() -> None:
 def test_the_page_lists_every_message_and_its_fields() -> None:
     """Whoever changes one changes the page, and the version: sides of two versions must not take one for the other."""
     page = PAGE.read_text()
-    for union in (opening.Opening, opening.Opened, messages.Request, messages.Reply):
+    for union in (protocol.Opening, protocol.Opened, protocol.Request, protocol.Reply):
         assert f"```text\n{declared(union)}```" in page, f"docs/format.md is to say:\n{declared(union)}"
     assert f"on a Unix socket. Version {wire.VERSION}." in page

@@ -16,16 +16,13 @@ from tests.support.any_layout import MODEL, SMALL, AnyEngine, cpu, prompt
 from tests.support.caches import until
 from tests.support.serving import attached, serving
 from tiered_kv import ConfigurationError, Shard, TieredKVError, TieredKVServer
-from tiered_kv.host import handshake, wire
-from tiered_kv.host import protocol as messages
-from tiered_kv.host import protocol as questions
-from tiered_kv.host import wire as link
+from tiered_kv.host import handshake, protocol, wire
 from tiered_kv.host.protocol import AHEAD, Attach, Attached, Follow, Introduce, Join, Keys, Taken
 from tiered_kv.host.wire import Link
 
 KEYS = prompt(12)
 OPENING = Attach.of("stranger", MODEL, SMALL, (Shard(),), is_read_only=False)
-UNREAD = wire.frame(questions.ping(7)) * 1000
+UNREAD = wire.frame(protocol.ping(7)) * 1000
 
 
 class Wire(asyncio.Transport):
@@ -177,7 +174,7 @@ async def test_one_client_has_few_connections_and_few_questions_ahead(tmp_path: 
         with pytest.raises(TieredKVError, match="8 connections"):
             handshake.begin(os.fspath(server.path), Join(attached_.token), 60.0)
         beside.settimeout(60)
-        beside.sendall(wire.frame(messages.After(10**9)) + wire.frame(questions.ping(1)) * 2000)
+        beside.sendall(wire.frame(protocol.After(10**9)) + wire.frame(protocol.ping(1)) * 2000)
         assert beside.recv(100) == b""
 
 
@@ -199,13 +196,13 @@ async def test_a_flood_is_read_as_it_is_looked_at() -> None:
     """What has come and waits its turn is bounded, and in the end all of it is taken, in order."""
     taken: list[int] = []
     made: Link[Any] = Link(
-        messages.request_from, lambda asked: taken.append(asked.id), lambda: None, broken=print, is_bounded=True
+        protocol.request_from, lambda asked: taken.append(asked.id), lambda: None, broken=print, is_bounded=True
     )
     transport = Wire()
     made.connection_made(transport)
     sent = 0
     while not transport.is_paused:
-        made.data_received(b"".join(wire.frame(questions.ping(sent + each)) for each in range(10_000)))
+        made.data_received(b"".join(wire.frame(protocol.ping(sent + each)) for each in range(10_000)))
         sent += 10_000
         assert sent < 1_000_000
     await until(lambda: len(taken) == sent and not transport.is_paused)
@@ -216,7 +213,7 @@ async def test_nothing_is_taken_of_one_that_reads_no_answers() -> None:
     """Until it has read them it is told nothing more; the other side of a link, which trusts it, goes on."""
     for is_bounded in (True, False):
         taken: list[object] = []
-        made: Link[Any] = Link(messages.request_from, taken.append, lambda: None, broken=print, is_bounded=is_bounded)
+        made: Link[Any] = Link(protocol.request_from, taken.append, lambda: None, broken=print, is_bounded=is_bounded)
         transport = Wire()
         made.connection_made(transport)
         made.pause_writing()
@@ -235,23 +232,23 @@ async def test_who_is_told_that_nothing_comes_any_more_is_sent_nothing() -> None
     taken: list[int] = []
     lost: list[bool] = []
 
-    def take(asked: questions.Call) -> None:
+    def take(asked: protocol.Call) -> None:
         taken.append(asked.id)
-        made.send(questions.Answered(asked.id, b"\xc0"))
+        made.send(protocol.Answered(asked.id, b"\xc0"))
 
     made: Link[Any] = Link(
-        messages.request_from, take, lambda: lost.append(True), broken=lambda _: made.end_writing(), is_bounded=True
+        protocol.request_from, take, lambda: lost.append(True), broken=lambda _: made.end_writing(), is_bounded=True
     )
     ours, theirs = socket.socketpair()
     with theirs:
         ours.settimeout(0.0)
-        await link.start(made, ours)
-        theirs.sendall(wire.frame(questions.ping(1)) + b"\3\0\0\0abc")
+        await wire.start(made, ours)
+        theirs.sendall(wire.frame(protocol.ping(1)) + b"\3\0\0\0abc")
         came = b""
         while part := await asyncio.to_thread(theirs.recv, 4096):
             came += part
-        assert came == wire.frame(questions.Answered(1, b"\xc0"))
-        made.send(questions.Answered(2, b"\xc0"))
+        assert came == wire.frame(protocol.Answered(1, b"\xc0"))
+        made.send(protocol.Answered(2, b"\xc0"))
         assert not lost
     await until(lambda: lost == [True])
     assert taken == [1]
@@ -263,10 +260,10 @@ async def test_changes_that_were_not_sent_cannot_be_taken(tmp_path: Path) -> Non
         connection.settimeout(60)
         connection.sendall(wire.frame(Follow(5)) + wire.frame(Taken(5, AHEAD)) * 2)
         replies: list[object] = []
-        while not any(isinstance(reply, questions.Failed) for reply in replies):
+        while not any(isinstance(reply, protocol.Failed) for reply in replies):
             length = int.from_bytes(await asyncio.to_thread(connection.recv, 4, socket.MSG_WAITALL), "little")
-            replies.append(messages.reply_from(connection.recv(length, socket.MSG_WAITALL)))
-        assert {reply.id for reply in replies if isinstance(reply, questions.Failed)} == {5}
+            replies.append(protocol.reply_from(connection.recv(length, socket.MSG_WAITALL)))
+        assert {reply.id for reply in replies if isinstance(reply, protocol.Failed)} == {5}
 
 
 def an_array(depth: int) -> bytes:
@@ -303,16 +300,16 @@ async def test_a_call_that_cannot_be_is_refused_alone(name: str, args: bytes, tm
     """Names that no client may call, arguments of other types than the face says: an error; the next is answered."""
     with serving(tmp_path, cpu(24)) as server, attached_stranger(server) as (connection, _):
         connection.settimeout(60)
-        unheard = wire.frame(questions.Call(0, name, args))
-        connection.sendall(unheard + wire.frame(questions.Call(1, name, args)) + wire.frame(questions.ping(2)))
+        unheard = wire.frame(protocol.Call(0, name, args))
+        connection.sendall(unheard + wire.frame(protocol.Call(1, name, args)) + wire.frame(protocol.ping(2)))
         replies: dict[int, object] = {}
         while 2 not in replies:
             length = int.from_bytes(await asyncio.to_thread(connection.recv, 4, socket.MSG_WAITALL), "little")
-            reply = messages.reply_from(connection.recv(length, socket.MSG_WAITALL))
+            reply = protocol.reply_from(connection.recv(length, socket.MSG_WAITALL))
             replies[reply.id] = reply
-        assert isinstance(replies[1], questions.Failed)
+        assert isinstance(replies[1], protocol.Failed)
         assert replies[1].kind in {"ConfigurationError", "LayoutMismatchError"}
-        assert isinstance(replies[2], questions.Answered)
+        assert isinstance(replies[2], protocol.Answered)
         assert replies.keys() == {1, 2}
 
 
@@ -324,13 +321,13 @@ async def test_leases_asked_for_at_once_are_counted(tmp_path: Path) -> None:
             await kv.store(KEYS, engine.fill(KEYS, range(12)))
             said = Keys.of(KEYS[:1], kv.namespace().epoch)
             with attached_stranger(server) as (connection, _):
-                connection.sendall(b"".join(wire.frame(questions.Lease(number, said)) for number in range(50)))
+                connection.sendall(b"".join(wire.frame(protocol.Lease(number, said)) for number in range(50)))
                 for _ in range(50):
                     length = int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "little")
                     connection.recv(length, socket.MSG_WAITALL)
                 (client,) = [each for each in server.health()["clients"] if each["leases"]]
                 assert client["leases"] == 2
-                connection.sendall(wire.frame(messages.Bye()))
+                connection.sendall(wire.frame(protocol.Bye()))
             await until(lambda: kv.stats()["cpu"].leased == 0)
 
 

@@ -15,9 +15,7 @@ from tests.support.any_layout import MODEL, SMALL, AnyEngine, cpu, prompt
 from tests.support.caches import until
 from tests.support.serving import attached, serving
 from tiered_kv import CacheLimits, Shard, Worker
-from tiered_kv.host import handshake, wire
-from tiered_kv.host import protocol as messages
-from tiered_kv.host import protocol as questions
+from tiered_kv.host import handshake, protocol, wire
 from tiered_kv.host.protocol import Attach, Attached, MapSlab
 
 KEYS = prompt(8)
@@ -113,13 +111,13 @@ async def test_one_client_asks_so_much_at_once(tmp_path: Path) -> None:
     opening = Attach.of("curious", MODEL, SMALL, (Shard(),), is_read_only=False)
     with serving(tmp_path, cpu(8), host={"questions_per_client": 2}) as server:
         connection, _, descriptors = await asyncio.to_thread(handshake.begin, os.fspath(server.path), opening, 60.0)
-        connection.sendall(b"".join(wire.frame(questions.ping(number)) for number in range(1, 6)))
+        connection.sendall(b"".join(wire.frame(protocol.ping(number)) for number in range(1, 6)))
         answers = []
         for _ in range(5):
             length = int.from_bytes(await asyncio.to_thread(connection.recv, 4, socket.MSG_WAITALL), "little")
-            answers.append(messages.reply_from(connection.recv(length, socket.MSG_WAITALL)))
-        assert sorted(each.id for each in answers if isinstance(each, questions.Answered)) == [1, 2]
-        assert {each.kind for each in answers if isinstance(each, questions.Failed)} == {"CapacityError"}
+            answers.append(protocol.reply_from(connection.recv(length, socket.MSG_WAITALL)))
+        assert sorted(each.id for each in answers if isinstance(each, protocol.Answered)) == [1, 2]
+        assert {each.kind for each in answers if isinstance(each, protocol.Failed)} == {"CapacityError"}
         handshake.give_back(connection, descriptors)
 
 
@@ -129,7 +127,7 @@ async def test_a_message_is_never_about_one_block(tmp_path: Path, monkeypatch: p
     frame = wire.frame
 
     def counted(message: wire.Message) -> bytes:
-        said.append(message.name if isinstance(message, messages.Call) else type(message).__name__)
+        said.append(message.name if isinstance(message, protocol.Call) else type(message).__name__)
         return frame(message)
 
     with serving(tmp_path, cpu(64), limits=CacheLimits()) as server:

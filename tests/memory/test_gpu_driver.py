@@ -30,7 +30,6 @@ from tests.support.gpu_engine import (
 )
 from tiered_kv import TieredKV
 from tiered_kv.memory import CUDADevice, HostSlab, PageLockState, host, make_device
-from tiered_kv.memory import host as page_locking
 from tiered_kv.memory.gpu import MOST_AHEAD
 from tiered_kv.memory.lanes import wait_in
 from tiered_kv.memory.staging import Staging
@@ -106,7 +105,7 @@ class TestCaptures:
 
     def test_a_refusal_is_no_answer(self, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
         """Where the driver says that a graph is being captured, the memory is locked later."""
-        monkeypatch.setattr(page_locking, "_PAUSE_S", 0.0)
+        monkeypatch.setattr(host, "_PAUSE_S", 0.0)
         fake.refusals = [900, 900]
         device, slab = CUDADevice(GPU), HostSlab(4, 4096, 4096)
         assert device.page_lock(slab).wait(60) is PageLockState.LOCKED
@@ -364,7 +363,7 @@ class TestTheEnd:
                 fake.failure = 700
                 assert (await kv.load(KEYS, INTO)).num_blocks == 0
         assert [each["log_level"] for each in logs if each["event"] == "host_memory.unlock_failed"] == ["warning"]
-        assert not page_locking.is_page_locked(start, stop)
+        assert not host.is_page_locked(start, stop)
 
     def test_closing_again_does_no_harm(self, fake: FakeDriver) -> None:
         """Neither after all has ended, nor before."""

@@ -27,8 +27,7 @@ from tests.support.gpu_engine import (
 )
 from tiered_kv import GPULoadStoreSpec, KVGroup, KVLayout, TieredKV, Worker, hash_blocks
 from tiered_kv.cache import worker as worker_module
-from tiered_kv.memory import CUDADevice, HostSlab, PagedCaches, PageLockState, kernels, staging
-from tiered_kv.memory import gpu as accelerator
+from tiered_kv.memory import CUDADevice, HostSlab, PagedCaches, PageLockState, gpu, kernels, staging
 from tiered_kv.memory.codec import CodecName
 from tiered_kv.memory.device import attempt
 from tiered_kv.memory.staging import Staging
@@ -247,7 +246,7 @@ def _recorded_before_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
         with self._device.on(self._stream), self._staging.used():
             item.error = attempt(item.copy)
 
-    monkeypatch.setattr(accelerator.AcceleratorStream, "_enqueue", enqueue)
+    monkeypatch.setattr(gpu.AcceleratorStream, "_enqueue", enqueue)
 
 
 def _claimed_to_be_16(monkeypatch: pytest.MonkeyPatch) -> None:

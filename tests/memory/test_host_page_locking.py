@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 
 from tiered_kv.memory import CPUDevice, HostSlab, PageLocking, PageLockState, host
-from tiered_kv.memory import host as page_locking
 from tiered_kv.memory.host import is_page_locked, node_of_gpu
 from tiered_kv.values.events import Event, HostMemoryPageable, HostMemoryReady, MemoryPageLocked
 
@@ -36,7 +35,7 @@ def test_on_a_cpu_memory_is_touched_and_stays_pageable() -> None:
 def test_memory_is_locked_in_pieces_of_whole_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each piece is locked once and unlocked once, and none cuts a slot in two. How far it is, is said now and then."""
     monkeypatch.setattr(host, "PIECE_BYTES", 2 * STRIDE + 4096)
-    monkeypatch.setattr(page_locking, "_SAY_BYTES", 4 * STRIDE)
+    monkeypatch.setattr(host, "_SAY_BYTES", 4 * STRIDE)
     locked: dict[int, int] = {}
     unlocked: list[int] = []
     slab = HostSlab(5, STRIDE, STRIDE)
@@ -107,9 +106,7 @@ def test_others_get_a_turn_between_two_pieces(monkeypatch: pytest.MonkeyPatch) -
             done.append("yields")
             return self.is_set()
 
-    monkeypatch.setattr(
-        page_locking, "threading", SimpleNamespace(Event=Stop, Thread=threading.Thread, Lock=threading.Lock)
-    )
+    monkeypatch.setattr(host, "threading", SimpleNamespace(Event=Stop, Thread=threading.Thread, Lock=threading.Lock))
     assert 64 << 20 <= host.PIECE_BYTES <= 128 << 20
     monkeypatch.setattr(host, "PIECE_BYTES", STRIDE)
     locking = PageLocking(HostSlab(3, STRIDE, STRIDE), lock=lambda *_: done.append("locks"), unlock=lambda _: None)

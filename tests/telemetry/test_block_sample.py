@@ -4,11 +4,11 @@ import tracemalloc
 
 import numpy as np
 
-from tiered_kv.telemetry import block_sample as samples
+from tiered_kv.telemetry import block_sample
 from tiered_kv.telemetry.block_sample import Sampler
 from tiered_kv.values.keys import Names
 
-FILE = samples.__file__
+FILE = block_sample.__file__
 
 
 def some(num_blocks: int, seed: int = 0) -> Names:

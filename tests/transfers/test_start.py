@@ -10,7 +10,7 @@ from tests.support.caches import Recorder, keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine, contents, prompt
 from tiered_kv import GPULoadStoreSpec, TieredKV
 from tiered_kv.testing import ScriptedDevice, ScriptedEvent
-from tiered_kv.transfers import engine_memory as bindings
+from tiered_kv.transfers import engine_memory
 from tiered_kv.values.events import BlocksLoaded
 
 CPU = {"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}
@@ -179,8 +179,8 @@ async def test_an_interrupt_in_the_copy_is_the_programs(
         await keep(kv, engine, KEYS)
         computed = engine.compute(others)
         with monkeypatch.context() as patch:
-            patch.setattr(bindings, "scatter_blocks", interrupted)
-            patch.setattr(bindings, "gather_blocks", interrupted)
+            patch.setattr(engine_memory, "scatter_blocks", interrupted)
+            patch.setattr(engine_memory, "gather_blocks", interrupted)
             with pytest.raises(error):
                 kv.start_load(KEYS, INTO)
             with pytest.raises(error):

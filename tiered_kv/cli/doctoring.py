@@ -17,7 +17,7 @@ from rich.markup import escape
 
 from tiered_kv.cache.tiered_kv import TieredKV
 from tiered_kv.cli.running import AsJSON, ConfigFile, one_line_errors, print_json, print_table, settings_of
-from tiered_kv.memory import host as preflight
+from tiered_kv.memory import host
 from tiered_kv.settings.chain_settings import CPUTier, GPUTier, tier_name
 from tiered_kv.settings.registry import resolve
 from tiered_kv.settings.settings import TieredKVSettings
@@ -87,11 +87,11 @@ def _machine(settings: TieredKVSettings) -> Iterator[Finding]:
         max(int(tier.capacity), int(tier.max_capacity or 0)) for tier in settings.tiers if isinstance(tier, CPUTier)
     )
     try:
-        preflight.check_host_memory(wanted)
+        host.check_host_memory(wanted)
         yield Finding("ok", "host memory", f"{_size(wanted)} wanted, and available")
     except ConfigurationError as error:
         yield Finding("bad", "host memory", *_split(str(error)))
-    if doubt := preflight.doubt_of_page_locking(wanted):
+    if doubt := host.doubt_of_page_locking(wanted):
         found, advice = _split(doubt)
         yield Finding("slow" if has_gpu else "ok", "locked memory", found, advice if has_gpu else "")
     nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1

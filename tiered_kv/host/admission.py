@@ -17,9 +17,7 @@ from typing import Any, Final
 
 from tiered_kv.cache.seat import Seat
 from tiered_kv.cache.tiered_kv import SeatCalls
-from tiered_kv.host import handshake
-from tiered_kv.host import protocol as messages
-from tiered_kv.host import wire as link
+from tiered_kv.host import handshake, protocol, wire
 from tiered_kv.host.protocol import (
     Attach,
     Attached,
@@ -65,19 +63,19 @@ class AttachedClient:
         """Watch the process behind a connection; `link` is started by the caller, and ``ended`` called once."""
         self.session = session
         self.model = model
-        self.link: Link[messages.Request] = Link(
-            messages.request_from, self._take, self._lost, broken=self._break, is_bounded=True
+        self.link: Link[protocol.Request] = Link(
+            protocol.request_from, self._take, self._lost, broken=self._break, is_bounded=True
         )
         self._ended = ended
-        self._beside: list[Link[messages.Request]] = []
+        self._beside: list[Link[protocol.Request]] = []
         self._num_taken = 0
-        self._early: list[tuple[int, messages.Request, Send]] = []  # came on another connection before what it follows
+        self._early: list[tuple[int, protocol.Request, Send]] = []  # came on another connection before what it follows
         self._has_ended = False
         self._pidfd = _pidfd_of(connection)
         if self._pidfd >= 0:
             asyncio.get_running_loop().add_reader(self._pidfd, self.end)
 
-    def beside(self) -> "Link[messages.Request]":
+    def beside(self) -> "Link[protocol.Request]":
         """Return the link of another connection of this client.
 
         Raises:
@@ -87,9 +85,9 @@ class AttachedClient:
             raise CapacityError(f"this client has {len(self._beside)} connections beside its first")
         after = 0
 
-        def take(request: messages.Request) -> None:
+        def take(request: protocol.Request) -> None:
             nonlocal after
-            if isinstance(request, messages.After):
+            if isinstance(request, protocol.After):
                 after = request.num_messages
             elif self._num_taken >= after:
                 self.session.take(request, made.send)
@@ -98,8 +96,8 @@ class AttachedClient:
             else:
                 self._early.append((after, request, made.send))
 
-        made: Link[messages.Request] = Link(
-            messages.request_from,
+        made: Link[protocol.Request] = Link(
+            protocol.request_from,
             take,
             lambda: self._beside.remove(made),
             broken=lambda _: made.close(),
@@ -122,9 +120,9 @@ class AttachedClient:
         log("info", "host.client_ended", client=self.session.name)
         self._ended()
 
-    def _take(self, request: messages.Request) -> None:
+    def _take(self, request: protocol.Request) -> None:
         self._num_taken += 1
-        if isinstance(request, messages.Bye):
+        if isinstance(request, protocol.Bye):
             self.end()
             return
         self.session.take(request, self.link.send)
@@ -229,7 +227,7 @@ class Admission:
                 slabs, descriptors = _slabs_of(seat, len(ranks), given, is_read_only=session.is_read_only)
                 answer = self._attached(token, slabs, places_of(seat), is_read_only=session.is_read_only)
                 await handshake.send_opened(connection, answer, descriptors)
-            await link.start(client.link, connection)
+            await wire.start(client.link, connection)
         except BaseException:  # cancelled, too: what was taken for a client that is none goes back
             if client is not None:
                 client.end()  # nothing was asked for yet
@@ -252,7 +250,7 @@ class Admission:
         beside = self._client(token).beside()
         try:
             await handshake.send_opened(connection, Joined())
-            await link.start(beside, connection)
+            await wire.start(beside, connection)
         except BaseException:  # cancelled, too: it counts among the client's connections no more
             beside.connection_lost(None)
             raise

@@ -12,10 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from tiered_kv.host import handshake, wire
-from tiered_kv.host import protocol as messages
-from tiered_kv.host import protocol as questions
-from tiered_kv.host import wire as link
+from tiered_kv.host import handshake, protocol, wire
 from tiered_kv.host.protocol import Attached, Join
 from tiered_kv.host.wire import Link
 from tiered_kv.memory.device import Device
@@ -28,7 +25,7 @@ _JOIN_S: Final = 1.0
 class Transferring(Protocol):
     """A load, a store or a job of this client, as its attachment knows it."""
 
-    def take(self, reply: messages.Reply) -> None:
+    def take(self, reply: protocol.Reply) -> None:
         """Take what the server says about it."""
 
     def lose(self) -> None:
@@ -73,7 +70,7 @@ class Attachment:
         self._patience_s = patience_s
         self._num_heard = 0
         self._last_number = 0
-        self._waiting: dict[int, asyncio.Future[questions.Answer]] = {}
+        self._waiting: dict[int, asyncio.Future[protocol.Answer]] = {}
         self._num_copying = 0
         self._is_ending = False
         self._door = _Door(path, attached.token)
@@ -89,7 +86,7 @@ class Attachment:
             for fd in descriptors:
                 os.close(fd)
         self._lockings = [device.page_lock(slab) for slab in self.slabs.values()] if device.kind != "cpu" else []
-        self._link: Link[messages.Reply] = Link(messages.reply_from, self._take, self._lose, broken=self._break)
+        self._link: Link[protocol.Reply] = Link(protocol.reply_from, self._take, self._lose, broken=self._break)
 
     def pool_of(self, slab: str) -> str:
         """Return what workers know a slab as: another server's has another name, and is not taken for it."""
@@ -97,7 +94,7 @@ class Attachment:
 
     async def start(self) -> None:
         """Let the server's messages come."""
-        await link.start(self._link, self._connection)
+        await wire.start(self._link, self._connection)
 
     def send(self, message: wire.Message) -> None:
         """Send what needs no answer, or has one that `transfers` takes."""
@@ -108,14 +105,14 @@ class Attachment:
         self._last_number += 1
         return self._last_number
 
-    async def ask(self, make: Callable[[int], wire.Message], timeout_s: float) -> questions.Answer | None:
+    async def ask(self, make: Callable[[int], wire.Message], timeout_s: float) -> protocol.Answer | None:
         """Ask, and return the answer; None if there is none in time. Cancellation ends the wait only."""
         if not self.is_open or self.is_silent:
             return None
         number = self.number()
-        future: asyncio.Future[questions.Answer] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[protocol.Answer] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
-        answer: questions.Answer | None = None
+        answer: protocol.Answer | None = None
         try:
             self._link.send(make(number))
             async with asyncio.timeout(timeout_s):
@@ -127,10 +124,10 @@ class Attachment:
         finally:
             del self._waiting[number]
             if answer is None:  # it may have come by now: what it granted is nobody's
-                self._link.send(messages.Cancel(number))
+                self._link.send(protocol.Cancel(number))
         return answer
 
-    def ask_now(self, make: Callable[[int], wire.Message], timeout_s: float) -> questions.Answer | None:
+    def ask_now(self, make: Callable[[int], wire.Message], timeout_s: float) -> protocol.Answer | None:
         """`ask` from any thread, which blocks meanwhile.
 
         Raises:
@@ -140,12 +137,12 @@ class Attachment:
             return None
         return self._door.ask(make, timeout_s, self._link.num_sent)
 
-    async def _while_it_speaks(self, future: asyncio.Future[questions.Answer]) -> None:
+    async def _while_it_speaks(self, future: asyncio.Future[protocol.Answer]) -> None:
         """Wait for an answer that may take long, but not for a server that hangs: that says nothing to any question."""
         half_s = self._patience_s / 2
         while not (await asyncio.wait([future], timeout=half_s))[0]:
             num_heard = self._num_heard
-            self._link.send(questions.ping(self.number()))
+            self._link.send(protocol.ping(self.number()))
             if not (await asyncio.wait([future], timeout=half_s))[0] and self._num_heard == num_heard:
                 raise TimeoutError
 
@@ -169,7 +166,7 @@ class Attachment:
         if not self._is_ending or self._num_copying:
             return
         self._num_copying = -1  # once
-        self._link.send(messages.Bye())
+        self._link.send(protocol.Bye())
         self._link.close()
         self._door.close()
         self._close_slabs()
@@ -182,16 +179,16 @@ class Attachment:
 
     # From the server.
 
-    def _take(self, reply: messages.Reply) -> None:
+    def _take(self, reply: protocol.Reply) -> None:
         self.is_silent = False
         self._num_heard += 1
         if (transfer := self.transfers.get(reply.id)) is not None:
             transfer.take(reply)
-        elif isinstance(reply, questions.Answer) and (future := self._waiting.get(reply.id)) is not None:
+        elif isinstance(reply, protocol.Answer) and (future := self._waiting.get(reply.id)) is not None:
             if not future.done():
                 future.set_result(reply)
-        elif isinstance(reply, messages.Copy):  # of a transfer that is over here
-            self._link.send(messages.Copied(reply.id, reply.number, messages.REVOKED))
+        elif isinstance(reply, protocol.Copy):  # of a transfer that is over here
+            self._link.send(protocol.Copied(reply.id, reply.number, protocol.REVOKED))
 
     def _break(self, why: str) -> None:
         log("error", "host.server_broken", error=why)
@@ -204,7 +201,7 @@ class Attachment:
         self.is_open = False
         for future in self._waiting.values():
             if not future.done():
-                future.set_result(questions.Failed(0, "BackendUnavailableError", "the server is gone"))
+                future.set_result(protocol.Failed(0, "BackendUnavailableError", "the server is gone"))
         for transfer in list(self.transfers.values()):
             transfer.lose()
         self._on_lost(self)
@@ -222,26 +219,26 @@ class _Door:
         self._last_number = 0  # downwards: numbers above are the other connection's
         self._is_closed = False
 
-    def ask(self, make: Callable[[int], wire.Message], timeout_s: float, after: int) -> questions.Answer | None:
+    def ask(self, make: Callable[[int], wire.Message], timeout_s: float, after: int) -> protocol.Answer | None:
         until = time.monotonic() + timeout_s
         if not self._lock.acquire(timeout=timeout_s):
             return None
         try:
             self._last_number -= 1
-            asked = wire.frame(messages.After(after)) + wire.frame(make(self._last_number))
+            asked = wire.frame(protocol.After(after)) + wire.frame(make(self._last_number))
             return None if self._is_closed else self._answer(asked, until)
         finally:
             self._lock.release()
 
-    def _answer(self, asked: bytes, until: float) -> questions.Answer | None:
+    def _answer(self, asked: bytes, until: float) -> protocol.Answer | None:
         try:
             connection = self._open(until)
             connection.settimeout(max(0.001, until - time.monotonic()))
             connection.sendall(asked)
             while True:
                 (length,) = wire.LENGTH.unpack(_receive(connection, wire.LENGTH.size, until))
-                reply = messages.reply_from(_receive(connection, length, until))
-                if isinstance(reply, questions.Answer) and reply.id == self._last_number:
+                reply = protocol.reply_from(_receive(connection, length, until))
+                if isinstance(reply, protocol.Answer) and reply.id == self._last_number:
                     return reply  # else a late one, to a question that was given up
         except Exception as error:  # noqa: BLE001 - whatever it is, the next question tries again
             log("warning", "host.question_failed", error=str(error) or type(error).__name__)

@@ -27,8 +27,7 @@ from tiered_kv.cache.checks import (
     check_ttl,
 )
 from tiered_kv.cache.planner import Planner
-from tiered_kv.host import protocol as messages
-from tiered_kv.host import wire
+from tiered_kv.host import protocol, wire
 from tiered_kv.host.calls import CALLS, LONG_S, AskedCalls, Asking
 from tiered_kv.host.client_changes import FarSubscribers
 from tiered_kv.host.client_planner import FarJobs, FarPlanner
@@ -119,15 +118,15 @@ class FarCalls(AskedCalls):
     @asynccontextmanager
     async def _lease(self, said: Keys) -> AsyncGenerator[HostLease]:
         there, timeout_s = self._connection.there, self._connection.load_timeout_s
-        answer = await self._connection.ask(lambda id_: messages.Lease(id_, said), timeout_s)
-        if there is None or not isinstance(answer, messages.Leased):
+        answer = await self._connection.ask(lambda id_: protocol.Lease(id_, said), timeout_s)
+        if there is None or not isinstance(answer, protocol.Leased):
             yield HostLease([])
             return
         slab = there.slabs[answer.pool]
         try:
             yield HostLease([slab.payload(slot).toreadonly() for slot in wire.as_ids(answer.slots).tolist()])
         finally:
-            there.send(messages.Cancel(answer.id))
+            there.send(protocol.Cancel(answer.id))
 
     async def swap_out(
         self, keys: BlockKeys, source: GPULoadStoreSpec, *, after: object = None, ttl_s: float = 600.0

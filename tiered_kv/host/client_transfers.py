@@ -22,9 +22,7 @@ from numpy.typing import NDArray
 
 from tiered_kv.cache.checks import LoadCall, StoreCall, check_pages
 from tiered_kv.cache.seat import PAST_EPOCHS
-from tiered_kv.host import protocol as messages
-from tiered_kv.host import protocol as questions
-from tiered_kv.host import wire
+from tiered_kv.host import protocol, wire
 from tiered_kv.host.attachment import Attachment
 from tiered_kv.host.connection import Connection, FarSide
 from tiered_kv.host.protocol import REVOKED, Keys, Load, Part, Store
@@ -161,19 +159,19 @@ class Moving(Generic[R]):
         """Stop as soon as possible; on the event loop."""
         if not self._why and not self.ended.done():
             if self._there is not None:
-                self._there.send(messages.Cancel(self._number))
+                self._there.send(protocol.Cancel(self._number))
             self._stop(Reason.REVOKED)
 
     def lose(self) -> None:
         """See `Transferring.lose`: what is being copied still comes to its end."""
         self._stop(Reason.SERVER_AWAY, revoke=False)
 
-    def take(self, reply: messages.Reply) -> None:
+    def take(self, reply: protocol.Reply) -> None:
         """See `Transferring.take`."""
         match reply:
-            case messages.Copy():
+            case protocol.Copy():
                 self._copy(reply)
-            case questions.Failed(why=why):
+            case protocol.Failed(why=why):
                 self._detail = why
                 log("warning", "host.refused", blocks=len(self._keys), error=why)
                 self._stop(Reason.REFUSED)
@@ -182,11 +180,11 @@ class Moving(Generic[R]):
 
     # Copies.
 
-    def _copy(self, asked: messages.Copy) -> None:
+    def _copy(self, asked: protocol.Copy) -> None:
         there = self._there
         assert there is not None  # noqa: S101 - it was started
         if self._why:
-            there.send(messages.Copied(asked.id, asked.number, REVOKED))
+            there.send(protocol.Copied(asked.id, asked.number, REVOKED))
             return
         work = partial(self._move, there, asked.parts)
         num_bytes = sum(len(part.slots) for part in asked.parts) // 8 * self._binding.caches.payload_bytes
@@ -208,7 +206,7 @@ class Moving(Generic[R]):
     def _move_part(self, rows: Any, slots: Ids, pages: Ids, layers: slice | None) -> None:  # noqa: ANN401 - a Tensor
         raise NotImplementedError
 
-    def _copied(self, asked: messages.Copy, copy: LaneCopy, error: BaseException | None) -> None:
+    def _copied(self, asked: protocol.Copy, copy: LaneCopy, error: BaseException | None) -> None:
         self._copying.discard(copy)
         self._say_copied(asked, error)
         if self._there is not None:
@@ -216,7 +214,7 @@ class Moving(Generic[R]):
         if self._why:
             self._end_if_still()
 
-    def _say_copied(self, asked: messages.Copy, error: BaseException | None) -> None:
+    def _say_copied(self, asked: protocol.Copy, error: BaseException | None) -> None:
         """Answer; on a GPU the copy has ended by now, not only been enqueued."""
         said = ""
         if error is None:
@@ -229,7 +227,7 @@ class Moving(Generic[R]):
             said = REVOKED if isinstance(error, RevokedError) else f"{type(error).__name__}: {error}"
             self._error = self._error or said
         if self._there is not None:
-            self._there.send(messages.Copied(asked.id, asked.number, said))
+            self._there.send(protocol.Copied(asked.id, asked.number, said))
 
     def _layer_copied(self, layer: int, positions: Ids) -> None:
         """Count one layer of blocks."""
@@ -250,7 +248,7 @@ class Moving(Generic[R]):
             return
         self._why = why
         if why is Reason.DEADLINE and self._there is not None:
-            self._there.send(messages.Cancel(self._number))
+            self._there.send(protocol.Cancel(self._number))
         if revoke:
             self._revoke_copies()
         self._end_if_still()
@@ -272,7 +270,7 @@ class Moving(Generic[R]):
     def _forget(self, there: Attachment) -> None:
         there.transfers.pop(self._number, None)
 
-    def _take_other(self, reply: messages.Reply) -> None:
+    def _take_other(self, reply: protocol.Reply) -> None:
         raise NotImplementedError
 
     def _result_here(self) -> R:
@@ -325,7 +323,7 @@ class FarLoad(Moving[LoadResult]):
         """See `Loading.stop_before`."""
         raise ConfigurationError("only a load from the back can be stopped before a block: start_load(order='back')")
 
-    def _copy(self, asked: messages.Copy) -> None:
+    def _copy(self, asked: protocol.Copy) -> None:
         if asked.by_tier:
             self._by_tier = asked.by_tier
             self._settle(len(self._keys))
@@ -334,7 +332,7 @@ class FarLoad(Moving[LoadResult]):
         if len(self._copies) > before and asked.parts and asked.parts[0].layers is not None:
             self._layers[asked.parts[0].layers[0]] = self._copies[-1]
 
-    def _say_copied(self, asked: messages.Copy, error: BaseException | None) -> None:
+    def _say_copied(self, asked: protocol.Copy, error: BaseException | None) -> None:
         super()._say_copied(asked, error)
         self._end_if_all_is_here()
 
@@ -359,14 +357,14 @@ class FarLoad(Moving[LoadResult]):
         if self._why is Reason.REVOKED or not (self._layers and self._layers[min(self._layers)].has_begun):
             super()._revoke_copies()
 
-    def _take_other(self, reply: messages.Reply) -> None:
+    def _take_other(self, reply: protocol.Reply) -> None:
         match reply:
-            case messages.Admitted():
+            case protocol.Admitted():
                 self._settle(reply.num_blocks)
-            case messages.Loaded() if not self._why:
+            case protocol.Loaded() if not self._why:
                 self._finish(self._result_of(reply) if self._is_current() else self._nothing(Reason.EPOCH_ADVANCED))
 
-    def _result_of(self, said: messages.Loaded) -> LoadResult:
+    def _result_of(self, said: protocol.Loaded) -> LoadResult:
         mask = np.frombuffer(said.mask, np.bool_) if said.mask is not None else None
         return LoadResult(
             said.num_blocks, len(self._keys), said.by_tier, said.num_bytes, self._seconds, said.faults, mask
@@ -424,18 +422,18 @@ class FarBackLoad(FarLoad):
             raise ConfigurationError(f"block {block} is not one of the load's {len(self._keys)}")
         claimed = max(self._claimed, min(block, self._first))
         if claimed > self._claimed and self._there is not None and not self.ended.done():
-            self._there.send(messages.StopBefore(self._number, claimed))
+            self._there.send(protocol.StopBefore(self._number, claimed))
         self._claimed = claimed
         return claimed
 
-    def _copy(self, asked: messages.Copy) -> None:
+    def _copy(self, asked: protocol.Copy) -> None:
         """Copy what is not claimed."""
         parts = tuple(part for each in asked.parts if (part := each.from_position(self._claimed)) is not None)
         if parts and not self._why:
             self._first = min(self._first, *(int(wire.as_ids(part.positions).min()) for part in parts))
-        super()._copy(messages.Copy(asked.id, asked.number, parts, asked.by_tier))
+        super()._copy(protocol.Copy(asked.id, asked.number, parts, asked.by_tier))
 
-    def _result_of(self, said: messages.Loaded) -> LoadResult:
+    def _result_of(self, said: protocol.Loaded) -> LoadResult:
         return self._brought(said.by_tier, said.faults)
 
     def _result_here(self) -> LoadResult:
@@ -495,7 +493,7 @@ class FarStore(Moving[StoreResult]):
             self._lane.wait(after)
         self._missing.discard(layer)
         if self._there is not None:
-            self._there.send(messages.StoreLayer(self._number, layer))
+            self._there.send(protocol.StoreLayer(self._number, layer))
 
     async def settled(self) -> tuple[TierStore, ...]:
         """See `StoreResult.settled`."""
@@ -512,9 +510,9 @@ class FarStore(Moving[StoreResult]):
     def _move_part(self, rows: Any, slots: Ids, pages: Ids, layers: slice | None) -> None:  # noqa: ANN401 - a Tensor
         self._binding.gather(pages, rows, slots, layers=layers)
 
-    def _take_other(self, reply: messages.Reply) -> None:
+    def _take_other(self, reply: protocol.Reply) -> None:
         match reply:
-            case messages.Stored() if not self._why:
+            case protocol.Stored() if not self._why:
                 self._finish(
                     StoreResult(
                         len(self._keys),
@@ -527,7 +525,7 @@ class FarStore(Moving[StoreResult]):
                         self.settled,
                     )
                 )
-            case messages.Settled(tiers=tiers):
+            case protocol.Settled(tiers=tiers):
                 if not self._settled.done():
                     self._settled.set_result(tiers)
                 if self._there is not None:

@@ -14,8 +14,7 @@ from typing import Any, Final
 from tiered_kv.cache.seat import PAST_EPOCHS
 from tiered_kv.cache.tiered_kv import SeatCalls, TierCalls, TieredKV
 from tiered_kv.catalog.leases import Lease
-from tiered_kv.host import protocol as messages
-from tiered_kv.host import wire
+from tiered_kv.host import protocol, wire
 from tiered_kv.host.calls import CALLS, Remote
 from tiered_kv.host.protocol import (
     AboutChanges,
@@ -47,7 +46,7 @@ _LAST_S: Final = 5.0
 """What questions that are under way may take to end, once their client has."""
 
 Send = Callable[[wire.Message], None]
-Answering = Callable[[], Coroutine[Any, Any, messages.Answer]]
+Answering = Callable[[], Coroutine[Any, Any, protocol.Answer]]
 _AT_ONCE: Final[Mapping[str, Callable[..., object]]] = {"lookup": TierCalls.lookup_at_once}
 """What answers a call without a task; None where somebody is to be waited for."""
 
@@ -117,7 +116,7 @@ class Session:
         """Whether the client may be reading or writing slots: by copies, or under a lease."""
         return bool(self._leases) or self._transfers.is_touching
 
-    def take(self, request: messages.Request, send: Send) -> None:
+    def take(self, request: protocol.Request, send: Send) -> None:
         """Do what the client asks; ``send`` answers on the connection on which it did.
 
         What is wrong with a request is answered: the client raises it, or counts it.
@@ -125,19 +124,19 @@ class Session:
         if self._has_ended:
             return
         match request:
-            case messages.Copied():
+            case protocol.Copied():
                 self._transfers.copied(request)
-            case messages.Load() | messages.Store():
+            case protocol.Load() | protocol.Store():
                 self._checked(request.id, send, partial(self._move, request, send))
-            case messages.StopBefore() | messages.StoreLayer():
+            case protocol.StopBefore() | protocol.StoreLayer():
                 self._checked(request.id, send, partial(self._transfers.steer, request))
             case PlanJob() | BindJob() | JobMoved() | JobMovedKeys() | Follow() | Taken():
                 self._checked(request.id, send, partial(self._plan_or_follow, request, send))
-            case messages.Cancel():
+            case protocol.Cancel():
                 self._give_up(request.id)
-            case messages.Call(id=0):
+            case protocol.Call(id=0):
                 self._note(request)
-            case messages.After() | messages.Bye():
+            case protocol.After() | protocol.Bye():
                 pass  # the connection's
             case _:
                 self._checked(request.id, send, partial(self._ask, request, send))
@@ -158,13 +157,13 @@ class Session:
         """Wait until nothing is under way for it."""
         await self._tasks.aclose(_LAST_S)
 
-    def _move(self, request: messages.Load | messages.Store, send: Send) -> None:
+    def _move(self, request: protocol.Load | protocol.Store, send: Send) -> None:
         if self.is_ending:
             self._transfers.refuse(request, Reason.SERVER_ENDING, send)
             return
         self._new(request.id)
         seat = self._seat(request.keys.epoch).seat
-        if isinstance(request, messages.Load):
+        if isinstance(request, protocol.Load):
             self._transfers.load(request, seat, send)
         else:
             self._transfers.store(request, seat, send)
@@ -206,12 +205,12 @@ class Session:
 
     # Questions.
 
-    def _ask(self, request: messages.Question, send: Send) -> None:
+    def _ask(self, request: protocol.Question, send: Send) -> None:
         """Answer one: at once if that needs no waiting, else when it is known."""
         self._new(request.id)
         if len(self._asked) >= self._limits.questions_per_client:
             raise CapacityError(f"{self._limits.questions_per_client} questions of this client are under way")
-        if isinstance(request, messages.Lease):
+        if isinstance(request, protocol.Lease):
             self._wait(request.id, partial(self._lease, request), send)
             return
         remote = _allowed(request.name)
@@ -238,11 +237,11 @@ class Session:
         try:
             send(await answer())
         except TieredKVError as error:
-            send(messages.Failed(id_, wire.kind_of(error), str(error)))
+            send(protocol.Failed(id_, wire.kind_of(error), str(error)))
 
     async def _answered(
         self, remote: Remote[..., Any], id_: int, call: Callable[[], Awaitable[object]]
-    ) -> messages.Answered:
+    ) -> protocol.Answered:
         return remote.answered(id_, await call())
 
     async def _count(self, call: Callable[[], object]) -> object:
@@ -252,7 +251,7 @@ class Session:
             await tasks.turn(Priority.STORE)
         return call()
 
-    def _note(self, request: messages.Call) -> None:
+    def _note(self, request: protocol.Call) -> None:
         """Do what has no answer."""
         try:
             remote = _allowed(request.name)
@@ -263,7 +262,7 @@ class Session:
         except TieredKVError as error:
             log("warning", "host.request_refused", client=self.name, error=str(error))
 
-    def _called(self, remote: Remote[..., Any], request: messages.Call) -> tuple[TierCalls, dict[str, Any]]:
+    def _called(self, remote: Remote[..., Any], request: protocol.Call) -> tuple[TierCalls, dict[str, Any]]:
         """Return whose method a call is of, and its arguments.
 
         Raises:
@@ -275,7 +274,7 @@ class Session:
             kv.seat.past_epochs = list(request.before[:PAST_EPOCHS])
         return (self._cache if remote.is_of_all else kv), arguments
 
-    async def _lease(self, request: messages.Lease) -> messages.Leased:
+    async def _lease(self, request: protocol.Lease) -> protocol.Leased:
         chain, batch = self._seat(request.keys.epoch).seat.batch(request.keys.block_keys())
         num_leases = len(self._leases) + self._num_leasing
         if num_leases >= self._limits.leases_per_client:
@@ -288,7 +287,7 @@ class Session:
         finally:
             self._num_leasing -= 1
         self._leases[request.id] = chain, lease
-        return messages.Leased(request.id, chain.host.slab.name, wire.as_bytes(lease.slots))
+        return protocol.Leased(request.id, chain.host.slab.name, wire.as_bytes(lease.slots))
 
     # What requests are about.
 
@@ -324,7 +323,7 @@ class Session:
             call()
         except (TieredKVError, ValueError) as error:  # a ValueError is e.g. of a priority there is none of
             kind = wire.kind_of(error) if isinstance(error, TieredKVError) else ConfigurationError.__name__
-            send(messages.Failed(id_, kind, str(error)))
+            send(protocol.Failed(id_, kind, str(error)))
 
 
 def _allowed(name: str) -> Remote[..., Any]:

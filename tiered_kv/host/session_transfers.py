@@ -18,8 +18,7 @@ from torch import Tensor
 
 from tiered_kv.cache.checks import check_kind, check_seconds
 from tiered_kv.cache.seat import Seat
-from tiered_kv.host import protocol as messages
-from tiered_kv.host import wire
+from tiered_kv.host import protocol, wire
 from tiered_kv.host.protocol import REVOKED, Part
 from tiered_kv.memory.device import After, Copy, Done, Stream
 from tiered_kv.memory.lanes import Lane, RevokedError
@@ -64,7 +63,7 @@ class FarMemory(EngineMemory, Stream):
         self._parts: list[Part] = []
         self._dones: dict[int, Done] = {}
         self._num_asked = 0
-        self._unsaid: list[messages.Copy] | None = []  # until `begin`
+        self._unsaid: list[protocol.Copy] | None = []  # until `begin`
         self._is_lost = False
 
     # For transfers.
@@ -100,7 +99,7 @@ class FarMemory(EngineMemory, Stream):
         else:
             number, self._num_asked = self._num_asked, self._num_asked + 1
             self._dones[number] = done
-            self._say(messages.Copy(self._id, number, tuple(self._parts), {}))
+            self._say(protocol.Copy(self._id, number, tuple(self._parts), {}))
         return None
 
     def close(self) -> None:
@@ -116,7 +115,7 @@ class FarMemory(EngineMemory, Stream):
         """Send what was asked for when the transfer began, with how it ends if that is known already."""
         unsaid, self._unsaid = self._unsaid or [], None
         for each in unsaid:
-            self._send(messages.Copy(each.id, each.number, each.parts, by_tier))
+            self._send(protocol.Copy(each.id, each.number, each.parts, by_tier))
 
     @property
     def num_copying(self) -> int:
@@ -135,7 +134,7 @@ class FarMemory(EngineMemory, Stream):
             _, done = self._dones.popitem()
             done(ClientGoneError())
 
-    def _say(self, copy: messages.Copy) -> None:
+    def _say(self, copy: protocol.Copy) -> None:
         if self._unsaid is None:
             self._send(copy)
         else:
@@ -175,7 +174,7 @@ class SessionTransfers:
         """Whether the client may be copying to or from slots."""
         return any(map(_num_copying, self._all()))
 
-    def load(self, request: messages.Load, seat: Seat, send: Send) -> None:
+    def load(self, request: protocol.Load, seat: Seat, send: Send) -> None:
         """Start a load, and tell of its end.
 
         Raises:
@@ -208,7 +207,7 @@ class SessionTransfers:
             self._tasks.spawn(self._say_admitted(request.id, handle, send), "admit")
         handle.when_done(partial(self._loaded, request, len(keys), send))
 
-    def store(self, request: messages.Store, seat: Seat, send: Send) -> None:
+    def store(self, request: protocol.Store, seat: Seat, send: Send) -> None:
         """Start a store, and tell of its end and of what becomes of the blocks.
 
         Raises:
@@ -240,22 +239,22 @@ class SessionTransfers:
         far.begin({})
         handle.when_done(partial(self._stored, request.id, len(keys), send))
 
-    def refuse(self, request: messages.Load | messages.Store, why: Reason, send: Send) -> None:
+    def refuse(self, request: protocol.Load | protocol.Store, why: Reason, send: Send) -> None:
         """Say that one does not begin."""
         num_keys = len(request.keys.block_keys())
-        if isinstance(request, messages.Load):
+        if isinstance(request, protocol.Load):
             send(_not_loaded(request, TierFault("host", why, num_keys)))
         else:
             _say_not_stored(request.id, num_keys, why, send)
 
-    def steer(self, request: messages.Steering) -> None:
+    def steer(self, request: protocol.Steering) -> None:
         """Pass on what is said of a transfer under way; of one that has ended it is passed over."""
-        if isinstance(request, messages.StopBefore) and (loading := self._loads.get(request.id)) is not None:
+        if isinstance(request, protocol.StopBefore) and (loading := self._loads.get(request.id)) is not None:
             loading[0].stop_before(request.block)
-        elif isinstance(request, messages.StoreLayer) and (storing := self._stores.get(request.id)) is not None:
+        elif isinstance(request, protocol.StoreLayer) and (storing := self._stores.get(request.id)) is not None:
             storing[0].store_layer(request.layer)
 
-    def copied(self, request: messages.Copied) -> None:
+    def copied(self, request: protocol.Copied) -> None:
         """Take the client's answer to a copy that it was asked for."""
         transfer = self._loads.get(request.id) or self._stores.get(request.id)
         if transfer is not None:
@@ -279,9 +278,9 @@ class SessionTransfers:
         return any(not _num_copying(self._loads[id_]) for id_ in self._promised)
 
     async def _say_admitted(self, id_: int, handle: LoadHandle, send: Send) -> None:
-        send(messages.Admitted(id_, await handle.admitted()))
+        send(protocol.Admitted(id_, await handle.admitted()))
 
-    def _loaded(self, request: messages.Load, num_keys: int, send: Send, ended: "asyncio.Future[LoadResult]") -> None:
+    def _loaded(self, request: protocol.Load, num_keys: int, send: Send, ended: "asyncio.Future[LoadResult]") -> None:
         _, far = self._loads.pop(request.id)
         self._num_bytes -= far.num_bytes
         is_known = request.id in self._promised and not request.is_from_back  # of that the client may have claimed some
@@ -295,7 +294,7 @@ class SessionTransfers:
             return  # as was promised: it knows
         mask = result.mask.tobytes() if request.gaps else None
         by_tier, seconds = dict(result.by_tier), result.seconds
-        send(messages.Loaded(request.id, result.num_blocks, by_tier, result.num_bytes, seconds, result.faults, mask))
+        send(protocol.Loaded(request.id, result.num_blocks, by_tier, result.num_bytes, seconds, result.faults, mask))
 
     def _stored(self, id_: int, num_keys: int, send: Send, ended: "asyncio.Future[StoreResult]") -> None:
         _, far = self._stores.pop(id_)
@@ -305,11 +304,11 @@ class SessionTransfers:
             return
         result = ended.result()
         dropped = dict(result.drop_reasons)
-        send(messages.Stored(id_, result.num_stored, result.num_present, dropped, result.num_bytes, result.seconds))
+        send(protocol.Stored(id_, result.num_stored, result.num_present, dropped, result.num_bytes, result.seconds))
         self._tasks.spawn(self._say_settled(id_, result, send), "settle")
 
     async def _say_settled(self, id_: int, result: StoreResult, send: Send) -> None:
-        send(messages.Settled(id_, await result.settled()))
+        send(protocol.Settled(id_, await result.settled()))
 
     def _all(self) -> list[Transfer]:
         return [*self._loads.values(), *self._stores.values()]
@@ -324,10 +323,10 @@ def _num_copying(transfer: Transfer) -> int:
     return transfer[1].num_copying
 
 
-def _not_loaded(request: messages.Load, fault: TierFault) -> messages.Loaded:
-    return messages.Loaded(request.id, 0, {}, 0, 0.0, (fault,), None)
+def _not_loaded(request: protocol.Load, fault: TierFault) -> protocol.Loaded:
+    return protocol.Loaded(request.id, 0, {}, 0, 0.0, (fault,), None)
 
 
 def _say_not_stored(id_: int, num_keys: int, why: Reason, send: Send) -> None:
-    send(messages.Stored(id_, 0, 0, {why: num_keys} if num_keys else {}, 0, 0.0))
-    send(messages.Settled(id_, ()))
+    send(protocol.Stored(id_, 0, 0, {why: num_keys} if num_keys else {}, 0, 0.0))
+    send(protocol.Settled(id_, ()))
