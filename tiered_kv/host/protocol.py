@@ -1,26 +1,13 @@
-"""The beginning of a connection: who a client is and what it wants, and what the server lets it have.
+"""What a server of a host and its clients say to each other, message by message; see ``docs/format.md``.
 
-What a client is told of changes in the server's tiers. ``id`` names a stream of them, as a transfer.
+In this order: changes in the tiers, batches of keys, a planner's jobs, how a connection begins, where blocks are, calls
+of the face, loads and stores. ``id`` names a question, a transfer, a job or a stream
+of changes. Ids and names of a whole batch pass as bytes: no message is about one block of a batch.
 
-A server sends as many messages ahead as the client has room for; meanwhile it queues, as for a subscriber of its own,
-and begins again with snapshots where that is too much.
-
-What messages between a server and its clients have in common: batches of keys, and where their blocks are.
-
-What a planner says to the server whose cache it plans for, and what that answers. ``id`` names a job, as a transfer.
-
-The server holds slots; which blocks of the engine they are for the client alone knows. What workers have moved they say
-to whoever plans, and that says it here.
-
-Where blocks are, as it passes between processes: the specs of a run, each of the kinds that this library knows.
-
-What a client asks beside its transfers, and what a server answers. ``id`` names a question, as a transfer.
-
-Each question has one `Answer`. What is said here without a number has none.
-
-What a server and its clients say to each other once a connection has begun; see ``docs/format.md``.
-
-Ids and names of a whole batch pass as bytes: no message is about one block of a batch.
+Of a planner's job the server holds the slots; which blocks of the engine they are for the client alone knows, and what
+workers have moved they say to whoever plans, who says it here. Of changes a server sends as many messages ahead as the
+client has room for; meanwhile it queues, as for a subscriber of its own, and begins again with snapshots where that is
+too much.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,14 +1,8 @@
 """`Store`: slots in preallocated files of one directory, moved by direct, vectored I/O in threads of its own.
 
-The calls that are under way in threads: files stay open until the last of them has ended.
-
-The files of one KV group: its slab, its ledger, and what happens to each slot at the moment.
-
-The files of one directory: a slab and a ledger for each KV group. Opened, grown, resized and closed by one thread.
-
-Blocks are moved in slabs by any threads meanwhile.
-
-What a slab holds, read from the headers of its records: for slots whose entry in the ledger cannot be read.
+From the bottom: `Calls` keeps the files open until the last call in a thread has ended; a `Group` is the slab, the
+ledger and the states of the slots of one KV group; `Files` opens, grows, resizes and closes those of all groups, in one
+thread, while any threads move blocks in slabs; `rebuild` reads from headers what a ledger cannot say.
 """
 
 import asyncio
