@@ -55,6 +55,8 @@ class Recipe:
 RECIPES: Final = {
     recipe.name: recipe
     for recipe in (
+        # Its own requirements are CUDA's and clouds'; for the fault bench, which drives its local disk.
+        Recipe("lmcache", "0.5.6", bare=("lmcache==0.5.6",)),
         # Its own requirements are CUDA's; `sglang_stub` stands in for what it imports of them.
         Recipe("sglang", "0.5.23", bare=("sglang==0.5.23",)),
         # Its torch comes without the three of its family that its requirements name: their import fails.
@@ -146,6 +148,7 @@ class Environment:
         return subprocess.Popen(
             [self.python, HERE / script, *map(str, arguments)],
             env=self._variables(variables),
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -34,8 +34,10 @@ def pools(layout: str, *, is_mla: bool) -> tuple[Any, Any]:
     return pool, mha.MHATokenToKVPoolHost(pool._mha_buffer_info(), **host)  # noqa: SLF001 - the same
 
 
-def controller(layout: str, storage: dict[str, Any], folder: str, *, is_mla: bool) -> tuple[Any, Any]:
-    """Return SGLang's controller, and its host pool."""
+def controller(
+    layout: str, storage: dict[str, Any], folder: str, *, is_mla: bool, backend: str = "dynamic"
+) -> tuple[Any, Any]:
+    """Return SGLang's controller over a storage backend, and its host pool."""
     import sglang.srt.managers.cache_controller as module  # noqa: PLC0415 - after the stub
     from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator  # noqa: PLC0415 - after the stub
 
@@ -47,7 +49,7 @@ def controller(layout: str, storage: dict[str, Any], folder: str, *, is_mla: boo
     allocator = PagedTokenToKVPoolAllocator(TOKENS, PAGE, torch.float32, "cpu", pool, need_sort=False)
     group, stop = torch.distributed.group.WORLD, threading.Event()
     options: dict[str, Any] = {"write_policy": "write_through", "io_backend": "direct", "prefetch_threshold": PAGE}
-    options |= {"storage_backend": "dynamic", "model_name": "tiny", "storage_backend_extra_config": storage}
+    options |= {"storage_backend": backend, "model_name": "tiny", "storage_backend_extra_config": storage}
     return module.HiCacheController(allocator, host, PAGE, group, stop, **options), host
 
 

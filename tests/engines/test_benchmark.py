@@ -24,5 +24,18 @@ def test_it_runs(vllm: Environment) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "engines.py"), "--smoke"]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     said = json.loads(done.stdout.splitlines()[-1])
-    assert len(said["ratios"]) == 2 * 2 * 2 * 2
-    assert all(value > 0 for value in said["ratios"].values())
+    rows = {f"{what}_{size}" for what in ("store", "promote") for size in ("1MiB", "128KiB")} | {"cpu", "scheduler"}
+    assert said.keys() == {f"{row}_over_fs{ours}" for row in rows for ours in ("", "_direct")}
+    assert all(value > 0 for value in said.values())
+
+
+def test_what_cannot_be_helped_is_measured(vllm: Environment) -> None:
+    """Of each setting the throughput and the first token, and the worst of all; the last line is flat."""
+    assert vllm.is_built
+    names = ["nothing comes again, NVMe", "reads hang"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "engines.py"), "--only", "hostile", "--smoke", "--settings"]
+    done = subprocess.run([*command, *names], check=True, capture_output=True, text=True)
+    said = json.loads(done.stdout.splitlines()[-1])
+    figures = {f"{name} {what}" for name in names for what in ("throughput", "ttft_p99")}
+    assert said.keys() == figures | {"hostile_throughput_worst", "hostile_ttft_p99_worst"}
+    assert all(value > 0 for value in said.values())

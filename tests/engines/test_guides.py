@@ -114,7 +114,7 @@ def test_sglangs_guide_leads_to_a_hit_after_a_restart(
         "-policy wait_complete"  # a busy machine may take longer than SGLang waits by the other one
     )
     guide = Guide("sglang", "tiered_kv.json", tmp_path, here)
-    assert guide.commands[0] == "pip install sglang==0.5.23 'tiered-kv[page,metrics]'\n"
+    assert guide.commands[0] == "pip install sglang==0.5.23 '.[page,metrics]'\n"
     on_a_cpu = (
         "--device cpu --dtype float32 --attention-backend torch_native --sampling-backend pytorch "
         "--disable-cuda-graph --disable-overlap-schedule --disable-custom-all-reduce --max-total-tokens 4096 "

@@ -6,61 +6,19 @@ import pathlib
 import shutil
 import signal
 import subprocess
-from collections.abc import Mapping
 from typing import Any, Final
 
 import pytest
 
 from environments import Environment, answer_of
-from folders import NVME, STALLING, flip_a_byte_in_each_record, tiers_in
+from folders import NVME, STALLING, flip_a_byte_in_each_record
+from runs import PROMPTS, Answer, Runs, hits_of
 from tests.support.serving import serving
 from tiered_kv import CacheLimits, TieredKVServer
 
-PROMPTS: Final = [0, 1]
 HITS: Final = 2 * 9 * 32
 """Tokens of both prompts that are full blocks: what can be found of them."""
 SEVERAL: Final = {"tensor_parallel_size": 2}
-
-Answer = dict[str, Any]
-
-
-class Runs:
-    """Runs vLLM over one folder of storage, in a new process each time."""
-
-    def __init__(self, vllm: Environment, model: pathlib.Path, folder: pathlib.Path) -> None:
-        self.folder = folder
-        self._vllm = vllm
-        self._model = model
-
-    def arguments(
-        self,
-        *,
-        connector: str = "TieredKVConnector",
-        module: str = "tiered_kv.integrations.vllm",
-        tiers: list[Any] | None = NVME,
-        extra: Mapping[str, Any] | None = None,
-        **wanted: Any,
-    ) -> str:
-        """Return the JSON of what to run."""
-        tiers = tiers_in(self.folder, tiers)
-        transfer = {
-            "kv_connector": connector,
-            "kv_connector_module_path": module,
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {**({"tiers": tiers} if tiers is not None else {}), **(extra or {})},
-        }
-        return json.dumps({"model": str(self._model), "prompts": PROMPTS, "transfer": transfer, **wanted})
-
-    def run(self, **wanted: Any) -> Answer:
-        """Run it to its end and return what it generated and counted."""
-        metrics = {"TIERED_KV_METRICS": "true"}
-        answer: Answer = self._vllm.run("vllm_generate.py", self.arguments(**wanted), variables=metrics)
-        return answer
-
-    def run_faulty(self, connector: str, **wanted: Any) -> Answer:
-        """Run it with one of the connectors of `vllm_faults`."""
-        return self.run(connector=connector, module="vllm_faults", **wanted)
 
 
 @pytest.fixture(scope="session")
@@ -102,11 +60,6 @@ def warm(filled: pathlib.Path, runs: Runs) -> Runs:
     return runs
 
 
-def hits_of(answer: Answer) -> int:
-    """Return the tokens that the engine itself counted as external hits."""
-    return int(answer["counters"]["vllm:external_prefix_cache_hits"])
-
-
 def test_a_restarted_engine_generates_the_same_from_storage(warm: Runs, alone: list[list[int]]) -> None:
     """A new process finds all full blocks of the prompts, the engine counts them, and the tokens are the same."""
     answer = warm.run()
@@ -117,6 +70,18 @@ def test_a_restarted_engine_generates_the_same_from_storage(warm: Runs, alone: l
     by_source = {name: answer["labelled"][f"vllm:prompt_tokens_cached_by_source {name}"] for name in ("host", "disk")}
     assert by_source == {"host": 0, "disk": HITS}, "vLLM was told where they were"
     assert answer["labelled"]["vllm:tiered_kv_load_bytes nvme"] == HITS // 32 * 32 * 1024
+
+
+def test_hints_of_requests_are_heard(runs: Runs, alone: list[list[int]]) -> None:
+    """By the parameters that vLLM's server takes: known actions are acted on, others counted."""
+    kinds = "kv.pin", "kv.retain", "kv.unknown"
+    actions = [{"action_id": kind, "action_type": kind, "action_version": "1.0", "payload": {}} for kind in kinds]
+    params = {"kv_hints": {"protocol_version": "0.1", "message_id": "m", "actions": actions}}
+    answer = runs.run(tiers=["cpu://?capacity=64MiB"], extra={"hint_share": 0.5}, params=params, rounds=2)
+    assert [each["tokens"] for each in answer["rounds"]] == [alone[:2]] * 2
+    counters = answer["counters"]
+    assert (counters["vllm:tiered_kv_hints"], counters["vllm:tiered_kv_hints_ignored"]) == (4 * 2, 4)
+    assert counters["vllm:tiered_kv_hint_blocks"] > 0
 
 
 def test_what_is_loaded_is_what_is_used(warm: Runs, alone: list[list[int]]) -> None:
@@ -143,7 +108,10 @@ def test_a_prefix_longer_than_the_cpu_tier(warm: Runs, alone: list[list[int]]) -
 
 
 def test_routers_hear_of_the_tiers_in_the_engines_own_events(runs: Runs, vllm: Environment) -> None:
-    """By vLLM's publisher and decoder: which medium has what the GPU computed, and what a tier has evicted."""
+    """By vLLM's publisher and decoder: which medium has what the GPU computed, and what a tier has evicted.
+
+    Also where a router forgets all when vLLM resets its prefix cache: it is told everything again.
+    """
     wanted: Answer = {"prompts": [0, 1, 2, 3], "tiers": ["cpu://?capacity=512KiB", NVME[1]], "rounds": 2}
     _check_events(vllm.run("vllm_events.py", runs.arguments(**wanted)))
 
@@ -250,15 +218,54 @@ def _num_hits(server: TieredKVServer) -> int:
     return sum(tier["hits"] for share in shares for tier in share.get("tiers", ()))
 
 
-def test_windows_beside_full_attention(vllm: Environment, tmp_path: pathlib.Path) -> None:
-    """A model whose layers are of both kinds is served after a restart too, with what it says alone."""
+LARGE: Final = {"dtype": "bfloat16", "block_size": None, "max_model_len": 2048, "kv_cache_memory_bytes": 256 << 20}
+"""What the kernels for recurrent layers ask of an engine on a CPU; vLLM then makes blocks of 1,152 tokens."""
+HYBRIDS: Final[dict[str, tuple[Answer, int, int]]] = {
+    "olmo3": ({"length": 600}, 18 * 32, 18 + 2),
+    "gemma3": ({"length": 600}, 18 * 32, 18 + 5 * 2),
+    "gpt_oss": ({"length": 600}, 18 * 32, 18 + 2),
+    "qwen3_next": ({"length": 1500, "engine": LARGE}, 1152, 1 + 3),
+}
+"""How each model is run, the tokens of a prompt that are found, and the blocks that are needed there.
+
+Windows are of two blocks, in one KV group or five; of states there are three groups, and one block is needed of each.
+"""
+
+
+@pytest.mark.parametrize("shape", HYBRIDS)
+def test_models_of_several_kv_groups(vllm: Environment, tmp_path: pathlib.Path, shape: str) -> None:
+    """A model with windows or states is served after a restart too, with what it says alone, and loads what it needs.
+
+    Wiped, what is loaded is missed: it is used.
+    """
     model = tmp_path / "model"
-    vllm.run("make_windows.py", model)
+    vllm.run("make_windows.py", model, shape)
+    wanted, num_tokens, num_blocks = HYBRIDS[shape]
+    alone = vllm.run("vllm_generate.py", json.dumps({"model": str(model), "prompts": PROMPTS, **wanted}))
+    tokens = alone["rounds"][0]["tokens"]
+    assert tokens[0] != tokens[1], "what is generated does not depend on the prompt"
+    runs = Runs(vllm, model, tmp_path)
+    tiers: list[Any] = ["cpu://?capacity=64MiB", "file://{folder}/nvme?capacity=128MiB"]
+    cold, warm = runs.run(tiers=tiers, **wanted), runs.run(tiers=tiers, **wanted)
+    assert cold["rounds"][0]["tokens"] == warm["rounds"][0]["tokens"] == tokens
+    assert (hits_of(cold), hits_of(warm)) == (0, 2 * num_tokens)
+    assert warm["counters"]["vllm:tiered_kv_load_blocks"] == 2 * num_blocks
+    assert warm["counters"]["vllm:tiered_kv_loaded_tokens"] == 2 * num_tokens
+    wiped = runs.run_faulty("WipingConnector", tiers=tiers, **wanted)
+    assert wiped["rounds"][0]["tokens"] != tokens
+
+
+def test_a_window_that_is_gone_before_its_load_is_computed(vllm: Environment, tmp_path: pathlib.Path) -> None:
+    """VLLM cannot take a part of what several groups load: the whole prompt is computed, and right; and so again."""
+    model = tmp_path / "model"
+    vllm.run("make_windows.py", model, "gpt_oss")
     alone = vllm.run("vllm_generate.py", json.dumps({"model": str(model), "prompts": PROMPTS}))["rounds"][0]["tokens"]
-    assert alone[0] != alone[1], "what is generated does not depend on the prompt"
-    cold, warm = (Runs(vllm, model, tmp_path).run() for _ in range(2))
-    assert cold["rounds"][0]["tokens"] == warm["rounds"][0]["tokens"] == alone
-    assert (hits_of(cold), hits_of(warm)) == (0, HITS)
+    runs = Runs(vllm, model, tmp_path)
+    runs.run()
+    answer = runs.run_faulty("EvictingConnector", rounds=2)
+    assert [each["tokens"] for each in answer["rounds"]] == [alone, alone]
+    assert answer["counters"]["vllm:tiered_kv_load_blocks"] == 0
+    assert answer["counters"]["vllm:tiered_kv_load_blocks_lost"] > 0
 
 
 def test_requests_at_once_with_preemption(runs: Runs, vllm: Environment, tiny_llama: pathlib.Path) -> None:
@@ -307,17 +314,24 @@ def test_what_vllms_own_cache_serves_is_not_forgotten_below(runs: Runs, vllm: En
 def test_what_cannot_work_is_refused_at_start(vllm: Environment, tiny_llama: pathlib.Path) -> None:
     """Who configures what would give wrong answers, or none, reads what to do about it before a request comes."""
     said = vllm.run("vllm_refusals.py", tiny_llama, variables={"HF_HUB_OFFLINE": "1"})
-    assert said["right"] == said["latents"] == said["in chunks"] == "nothing"
+    for name in ("right", "latents", "in chunks", "groups", "window", "hybrid", "sizes"):
+        assert said[name] == "nothing", name
+    assert said["groups of ours"] == [
+        [0, None, 16384, ["layer0"]],
+        [1, 2, 16384, ["layer1"]],
+        [2, None, 16384, ["layer0"]],
+        [2, None, 32768, ["layer1"]],
+        [3, 1, 128, ["layer3"]],
+    ]
     assert said["path"] == "/kv/3", "each data parallel replica has a directory of its own"
     for name, words in {
         "policy": 'Set it to "recompute"',
-        "hybrid": "2 KV groups (FullAttentionSpec, MambaSpec)",
-        "groups": "With --disable-hybrid-kv-cache-manager",
-        "window": "Serve this model without this connector",
-        "subclass": "1 KV groups (RSWASpec)",
-        "one of them": "1 KV groups (FullAttentionSpec, RSWASpec)",
-        "states": "1 KV groups (MambaSpec)",
-        "sizes": "pages of [16384, 32768] bytes",
+        "no states": "mamba_cache_mode is 'none'",
+        "states": "serve this model without this connector",
+        "chunks": "this model has ChunkedLocalAttentionSpec",
+        "latent window": "this model has SlidingWindowMLASpec",
+        "subclass": "this model has RSWASpec",
+        "one of them": "this model has RSWASpec",
         "stages": "pipeline_parallel_size is 2",
         "hash": "PYTHONHASHSEED",
         "in one piece": "prefix caching and chunked prefill are both off",

@@ -51,10 +51,10 @@ class Router:
                     tokens = event.token_ids[number * size : (number + 1) * size]
                     (self.computed if event.medium == "GPU" else self.others)[own] = (parents[number], tokens)
             case BlockRemoved():
-                self.index[event.medium] -= set(event.block_hashes)
+                self.index.setdefault(event.medium, set()).difference_update(event.block_hashes)
                 self.removed[event.medium] = self.removed.get(event.medium, 0) + len(event.block_hashes)
-            case _:  # AllBlocksCleared: vLLM has emptied its prefix cache; we never say so
-                self.index["GPU"] = set()
+            case _:  # AllBlocksCleared: vLLM has emptied its prefix cache, and some routers think that all has ended
+                self.index.clear()
 
 
 def main(wanted: Wanted) -> None:

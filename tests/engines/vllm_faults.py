@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
-from tiered_kv import BlockKeys
 from tiered_kv.integrations.vllm import TieredKVConnector
 
 
@@ -22,16 +22,17 @@ class WipingConnector(TieredKVConnector):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Keep what is loaded where."""
-        self._loading |= {each.request_id: list(each.block_ids) for each in self._get_connector_metadata().loads}
+        for order in self._get_connector_metadata().loads:
+            self._loading[order.request_id] = [block for blocks, _ in order.parts for block in blocks]
         super().start_load_kv(forward_context, **kwargs)
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Wipe it."""
-        sent, loaded = super().get_finished(finished_req_ids)
-        for name in loaded:
+        results = super().get_transfer_results(finished_req_ids)
+        for name in results.finished_recving:
             for tensor in self._tensors.values():
                 tensor[self._loading[name]] = 0
-        return sent, loaded
+        return results
 
 
 class EvictingConnector(TieredKVConnector):
@@ -40,8 +41,9 @@ class EvictingConnector(TieredKVConnector):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Evict, then go on."""
         if num_external_tokens:
-            kv = self._in_scheduler().kv
-            kv.evict(BlockKeys.from_hashes(request.block_hashes[4:], block_size=32, start=4))
+            side = self._in_scheduler()
+            for group in side._configuration.groups:  # noqa: SLF001 - ours
+                side.kv.evict(side.naming.keys(group, request, 4, len(request.block_hashes)))
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
 

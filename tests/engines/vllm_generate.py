@@ -32,6 +32,8 @@ class Wanted:
         rounds: How often all of them are asked for, one round after the other; the engine's own prefix cache is
             emptied in between.
         engine: More arguments of ``LLM``.
+        params: ``kv_transfer_params`` of each request.
+        adapters: The folder of each prompt's LoRA adapter, or none.
     """
 
     model: str
@@ -42,6 +44,8 @@ class Wanted:
     warm_up: list[int] = field(default_factory=list)
     rounds: int = 1
     engine: dict[str, Any] = field(default_factory=dict)
+    params: dict[str, Any] | None = None
+    adapters: list[str | None] | None = None
 
 
 def prompt(number: int, length: int) -> list[int]:
@@ -73,19 +77,28 @@ def engine_arguments(wanted: Wanted) -> dict[str, Any]:
 def main(wanted: Wanted) -> None:
     """Run all rounds in this process and print the answer."""
     from vllm import LLM, SamplingParams  # noqa: PLC0415 - as above
+    from vllm.lora.request import LoRARequest  # noqa: PLC0415 - as above
 
     llm = LLM(**engine_arguments(wanted))
-    sampling = SamplingParams(temperature=0.0, max_tokens=wanted.num_tokens, ignore_eos=True, detokenize=False)
+    more = {"kv_transfer_params": wanted.params} if wanted.params else None
+    sampling = SamplingParams(
+        temperature=0.0, max_tokens=wanted.num_tokens, ignore_eos=True, detokenize=False, extra_args=more
+    )
     prompts, others = (
         [{"prompt_token_ids": prompt(number, wanted.length)} for number in numbers]
         for numbers in (wanted.prompts, wanted.warm_up)
     )
     if others:
         llm.generate(others, sampling, use_tqdm=False)
+    by_folder = {folder: number for number, folder in enumerate(sorted({*(wanted.adapters or ())} - {None}), start=1)}
+    adapters = [
+        None if folder is None else LoRARequest(f"adapter {by_folder[folder]}", by_folder[folder], folder)
+        for folder in wanted.adapters or [None] * len(prompts)
+    ]
     rounds = []
     for _ in range(wanted.rounds):
         started = time.perf_counter()
-        answers = llm.generate(prompts, sampling, use_tqdm=False)
+        answers = llm.generate(prompts, sampling, use_tqdm=False, lora_request=adapters)
         rounds.append({
             "seconds": time.perf_counter() - started,
             "tokens": [list(each.outputs[0].token_ids) for each in answers],

@@ -13,6 +13,7 @@ import torch
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -20,6 +21,7 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     MLAAttentionSpec,
     RSWASpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -44,11 +46,21 @@ UNEQUAL = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"layer0": FULL,
 FREEING = RSWASpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32, rswa_window=64)
 HIDDEN = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"layer0": FULL, "layer1": FREEING})
 STATES = MambaSpec(block_size=32, shapes=((4, 8),), dtypes=(torch.float32,))
+KEPT_STATES = MambaSpec(block_size=32, shapes=((4, 8),), dtypes=(torch.float32,), mamba_cache_mode="align")
+CHUNKS = ChunkedLocalAttentionSpec(
+    block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32, attention_chunk_size=64
+)
+LATENT_WINDOW = SlidingWindowMLASpec(
+    block_size=32, num_kv_heads=1, head_size=48, dtype=torch.float32, sliding_window=64
+)
 
 
 def kv_cache(*specs: Any) -> Any:
     """Return the configuration of a KV cache with groups of these specs."""
-    groups = [KVCacheGroupSpec([f"layer{number}"], spec) for number, spec in enumerate(specs)]
+    groups = [
+        KVCacheGroupSpec(list(getattr(spec, "kv_cache_specs", [f"layer{number}"])), spec)
+        for number, spec in enumerate(specs)
+    ]
     tensors = [KVCacheTensor(size=0, layers=["layer0"], layer_stride=0, block_stride=0)]
     return KVCacheConfig(num_blocks=8, kv_cache_tensors=tensors, kv_cache_groups=groups)
 
@@ -82,7 +94,10 @@ def main(model: str) -> None:
     cases = {
         "right": lambda: Configuration.of(right, kv_cache(FULL)),
         "latents": lambda: Configuration.of(right, kv_cache(MLA)),
-        "hybrid": lambda: Configuration.of(right, kv_cache(FULL, STATES)),
+        "hybrid": lambda: Configuration.of(right, kv_cache(FULL, KEPT_STATES)),
+        "no states": lambda: Configuration.of(right, kv_cache(FULL, STATES)),
+        "chunks": lambda: Configuration.of(right, kv_cache(FULL, CHUNKS)),
+        "latent window": lambda: Configuration.of(right, kv_cache(MLA, LATENT_WINDOW)),
         "policy": lambda: Configuration.of(config(transfer={"kv_load_failure_policy": "fail"}), kv_cache(FULL)),
         "groups": lambda: Configuration.of(right, kv_cache(FULL, WINDOW)),
         "window": lambda: Configuration.of(right, kv_cache(WINDOW)),
@@ -104,9 +119,13 @@ def main(model: str) -> None:
         ),
         "version": lambda: check_version("0.40.1"),
     }
-    answers = {name: said(call) for name, call in cases.items()}
+    answers: dict[str, Any] = {name: said(call) for name, call in cases.items()}
     right.parallel_config.data_parallel_index = 3  # of a dense model every replica has data_parallel_rank 0
     replica: Any = Configuration.of(right, kv_cache(FULL)).below.settings
+    layout: Any = Configuration.of(right, kv_cache(FULL, WINDOW, UNEQUAL, KEPT_STATES))
+    answers["groups of ours"] = [
+        [group.table, group.num_blocks, group.page_bytes, list(group.layer_names)] for group in layout.groups
+    ]
     answers["path"] = str(replica.tiers[0].path)
     print(json.dumps(answers))
 

@@ -2,7 +2,10 @@
 
 The modules of vLLM that the connector imports are pretended. Each block is filled with bytes that its hash tells, in
 the step that completes it, and scribbled over in the step in which its next owner begins to compute it: so a copy that
-was made too early or too late is of wrong bytes.
+was made too early or too late is of wrong bytes. Each step looks at every block that attention would read.
+
+Its layers may be of several KV groups: with full attention, with windows, which lose blocks as they go, and with
+states, of which each step has another block.
 """
 
 import asyncio
@@ -11,9 +14,10 @@ import importlib
 import pickle
 import sys
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from types import ModuleType, SimpleNamespace
 from typing import Any, Final
 
@@ -45,7 +49,7 @@ def pretended() -> dict[str, ModuleType]:
         "KVCacheEvent", "BlockStored", "BlockRemoved", "CacheHitSource", "KVConnectorHandshakeMetadata",
         "KVConnectorMetadata", "KVConnectorWorkerMetadata", "KVConnectorBase_V1", "KVConnectorRole",
         "KVConnectorPromMetrics", "FullAttentionSpec", "MLAAttentionSpec", "UniformTypeKVCacheSpecs",
-        "AttentionLayerBase",
+        "AttentionLayerBase", "SlidingWindowSpec", "MambaSpec", "SupportsHMA", "KVConnectorTransferResults",
     )  # fmt: skip
     names: dict[str, object] = {name: type(name, (Base,), {}) for name in bases}
     names |= {
@@ -76,7 +80,7 @@ def connector() -> Any:  # noqa: ANN401 - a package that only exists beside vLLM
     ours = "tiered_kv.integrations.vllm"
     sys.modules.update(pretended())
     try:
-        names = ("scheduling", "moving", "configuration", "messages", "storing")
+        names = ("scheduling", "moving", "configuration", "messages", "counts", "naming", "paying", "storing")
         return SimpleNamespace(**{name: importlib.import_module(f"{ours}.{name}") for name in names})
     finally:
         for name in [each for each in sys.modules if each.partition(".")[0] == "vllm"]:
@@ -98,11 +102,13 @@ class Request:
     num_computed_tokens: int = 0
     num_tokens: int = 0
     block_hashes: list[bytes] = field(default_factory=list)
-    block_ids: list[int] = field(default_factory=list)
+    tables: list[list[int]] = field(default_factory=list)
     is_loading: bool = False
     all_hashes: list[bytes] = field(default_factory=list)
     skip_reading_prefix_cache: bool = False
-    lora_request: None = None
+    lora_request: Any = None
+    kv_hints: Any = None
+    kv_transfer_params: dict[str, Any] | None = None
 
     def know(self, num_tokens: int) -> None:
         """Have so many tokens, and the hashes of their full blocks."""
@@ -116,6 +122,100 @@ class Request:
             said = self.prompt if (at + 1) * BLOCK_SIZE <= self.num_prompt_tokens and self.prompt else self.request_id
             self.all_hashes.append(hashlib.sha256(parent + f"{said} {at}".encode()).digest())
         return self.all_hashes[number]
+
+
+class Pool:
+    """Blocks, as vLLM counts who has them, and what they hold until they are taken. Number 0 stands for none."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.blocks = [
+            SimpleNamespace(block_id=number, ref_cnt=0, block_hash=None, next_free_block=None)
+            for number in range(num_blocks + 1)
+        ]
+        self.free = deque(range(1, num_blocks + 1))
+        self.cached: dict[bytes, int] = {}
+
+    @property
+    def free_block_queue(self) -> "Pool":
+        """The queue of what is free."""
+        return self
+
+    @property
+    def fake_free_list_head(self) -> Any:  # noqa: ANN401 - as vLLM has it
+        """The one before the first that is free, each of which knows the next."""
+        head = SimpleNamespace(next_free_block=None)
+        before = head
+        for number in self.free:
+            before.next_free_block = before = self.blocks[number]
+        before.next_free_block = None
+        return head
+
+    fake_free_list_tail = None
+
+    def remove(self, block: Any) -> None:  # noqa: ANN401 - as above
+        """Take one out of the queue."""
+        self.free.remove(block.block_id)
+
+    def prepend_n(self, blocks: list[Any]) -> None:
+        """Have these be the next."""
+        self.free.extendleft(block.block_id for block in reversed(blocks))
+
+    def keep(self, number: int, digest: bytes) -> None:
+        """Find what a block holds by a hash, from now on."""
+        self.blocks[number].block_hash = digest + bytes(4)
+        self.cached[digest] = number
+
+    def take(self) -> int:
+        """Return a block that nobody had."""
+        number = self.free[0]
+        block = self.blocks[number]
+        if block.block_hash is not None and self.cached.get(block.block_hash[:-4]) == number:
+            del self.cached[block.block_hash[:-4]]
+        block.block_hash = None
+        self.touch([block])
+        return number
+
+    def touch(self, blocks: Iterable[Any]) -> None:
+        """Have somebody else have them too."""
+        for block in blocks:
+            if not block.ref_cnt:
+                self.free.remove(block.block_id)
+            block.ref_cnt += 1
+
+    def free_blocks(self, blocks: Iterable[Any]) -> None:
+        """Have one less have them."""
+        for block in blocks:
+            block.ref_cnt -= 1
+            assert block.ref_cnt >= 0
+            if not block.ref_cnt:
+                self.free.append(block.block_id)
+
+    def give(self, numbers: Iterable[int]) -> None:
+        """Have a request have them no more."""
+        self.free_blocks([self.blocks[number] for number in numbers if number])
+
+
+def group(
+    number: int = 0,
+    *,
+    size: int = BLOCK_SIZE,
+    num_blocks: int | None = None,
+    is_state: bool = False,
+    page: int = PAGE_BYTES,
+    table: int | None = None,
+) -> Any:  # noqa: ANN401 - of a package that only exists beside vLLM
+    """Return a KV group of two layers: of full attention, or that needs so many of the last blocks, or one state."""
+    names = tuple(f"{number}.{name}" for name in LAYERS)
+    return VLLM.configuration.EngineGroup(
+        number,
+        number if table is None else table,
+        size,
+        size // BLOCK_SIZE,
+        names,
+        page,
+        1 if is_state else num_blocks,
+        is_state,
+    )
 
 
 class SmallVLLM:
@@ -138,22 +238,38 @@ class SmallVLLM:
         is_async: bool = False,
         role: str = "kv_both",
         limits: dict[str, Any] | None = None,
+        groups: tuple[Any, ...] = (),
+        store_when: str = "computed",
+        has_cache: bool = False,
+        **settings: Any,  # noqa: ANN401 - of the connector
     ) -> None:
-        """Start it over tiers, one step behind its own output if ``is_async``."""
+        """Start it over tiers, one step behind its own output if ``is_async``, with a prefix cache if ``has_cache``."""
         below = {"tiers": list(tiers), **({"limits": limits} if limits else {})}
         configuration = VLLM.configuration.Configuration(
-            connector=VLLM.configuration.ConnectorSettings(),
+            connector=VLLM.configuration.ConnectorSettings(store_when=store_when, **settings),
             below=VLLM.configuration.below_of(below),
             model=ModelIdentity("small", weights="w0"),
-            num_ranks=num_ranks, block_size=BLOCK_SIZE, hashes_per_block=1, layer_names=LAYERS, page_bytes=PAGE_BYTES,
-            num_engine_blocks=num_blocks, loads=role != "kv_producer", stores=role != "kv_consumer",
+            num_ranks=num_ranks, groups=groups or (group(),), num_engine_blocks=num_blocks + 1, num_step_blocks=16,
+            loads=role != "kv_producer", stores=role != "kv_consumer",
             tells_events=False,
         )  # fmt: skip
-        self.scheduling = VLLM.scheduling.SchedulingSide(configuration)
+        self.groups = configuration.groups
+        self.has_cache = has_cache
+        self.num_here = 0
+        """Blocks of prompts that its own cache had."""
+        self._tables = [next(of for of in self.groups if of.table == at) for at in range(1 + self.groups[-1].table)]
+        one_each = replace(configuration, groups=tuple(self._tables))  # as vLLM tells its scheduler of unequal pages
+        self.scheduling = VLLM.scheduling.SchedulingSide(one_each)
+        self._pool = Pool(num_blocks)
+        self.scheduling.use_pool(self._pool)
         self.memory: list[dict[str, torch.Tensor]] = []
         self.workers: list[Any] = []
         for rank in range(num_ranks):
-            layers = {name: torch.zeros(num_blocks, PAGE_BYTES, dtype=torch.uint8) for name in LAYERS}
+            layers = {
+                name: torch.zeros(num_blocks + 1, each.page_bytes, dtype=torch.uint8)
+                for each in self.groups
+                for name in each.layer_names
+            }
             worker = VLLM.moving.MovingSide(None, configuration)
             worker._rank = rank  # noqa: SLF001 - vLLM's own groups say it
             worker.register_kv_caches(layers)
@@ -165,24 +281,33 @@ class SmallVLLM:
         self.orders: list[int] = []
         self.num_preemptions = 0
         self._kept: dict[str, Request] = {}
-        self._free = deque(range(num_blocks))
+        self._failed: set[str] = set()
         self._preempted: set[str] = set()
         self._said: tuple[Counter[str], Counter[str]] = Counter(), Counter()
         self._is_async = is_async
-        self._outputs: deque[tuple[list[Request], Any, set[str], set[str], set[int]]] = deque()
+        self._outputs: deque[tuple[list[tuple[Request, int]], Any, set[str], set[str], set[int], set[str]]] = deque()
 
     @property
     def num_free(self) -> int:
         """See the class."""
-        return len(self._free)
+        return len(self._pool.free)
 
     def ask(
-        self, name: str, num_prompt_tokens: int, num_wanted: int, salt: str | None = None, prompt: str = ""
-    ) -> None:
-        """Take a request; of equal ``prompt`` the first blocks are equal."""
-        request = Request(name, num_prompt_tokens, num_wanted, salt, prompt)
+        self,
+        name: str,
+        num_prompt_tokens: int,
+        num_wanted: int,
+        salt: str | None = None,
+        prompt: str = "",
+        hints: Any = None,  # noqa: ANN401 - whatever somebody sends
+        lora: Any = None,  # noqa: ANN401 - a LoRA request of vLLM's
+    ) -> Request:
+        """Take a request and return it; of equal ``prompt`` the first blocks are equal, whatever the adapter."""
+        request = Request(name, num_prompt_tokens, num_wanted, salt, prompt, kv_hints=hints, lora_request=lora)
         request.know(num_prompt_tokens)
         self.waiting.append(request)
+        self.scheduling.come(request)
+        return request
 
     def preempt(self, *names: str) -> None:
         """Take blocks from running requests, the last one first: between steps, or while one is scheduled."""
@@ -238,56 +363,127 @@ class SmallVLLM:
             worker.close()
         self.scheduling.close()
 
-    def is_right(self, request: Request, number: int, rank: int) -> bool:
+    def is_right(self, request: Request, number: int, rank: int, of: Any = None) -> bool:  # noqa: ANN401 - as `group`
         """Whether a request's block is what its hash tells."""
-        block, expected = request.block_ids[number], _content(request.hash_of(number), rank)
-        return all(bool((layer[block] == expected).all()) for layer in self.memory[rank].values())
+        of = of or self.groups[0]
+        block = request.tables[of.table][number]
+        expected = _content(request.hash_of((number + 1) * of.hashes_per_block - 1), rank, of.number, of.page_bytes)
+        return bool(block) and all(bool((self.memory[rank][name][block] == expected).all()) for name in of.layer_names)
+
+    def _check(self, request: Request, num_tokens: int) -> None:
+        """Look at all that attention would read behind these tokens."""
+        for of in self.groups:
+            stop = num_tokens // of.block_size
+            if of.is_handed_over and num_tokens % of.block_size:
+                continue  # the state is on its way to the end of a block
+            for at in range(0 if of.num_blocks is None else max(0, stop - of.num_blocks), stop):
+                if not all(self.is_right(request, at, rank, of) for rank in range(len(self.workers))):
+                    raise AssertionError(
+                        f"{request.request_id} would read wrong bytes as its block {at} of {of.number}"
+                    )
 
     def _schedule(self) -> Any:  # noqa: ANN401 - as vLLM has it
         of: list[tuple[Request, int]] = []
         for request in list(self.running):
             if request.is_loading or request not in self.running:
                 continue
-            num_new = max(1, request.num_tokens - request.num_computed_tokens)
+            self._leave_behind(request)
+            num_new = self._until_a_state(request, max(1, request.num_tokens - request.num_computed_tokens))
             if not self._allocate(request, request.num_computed_tokens + num_new):
                 break
             of.append((request, num_new))
         while self.waiting and len(self.running) < 64:
             request = self.waiting[0]
-            if (found := self.scheduling.find(request, 0)) is None:
+            here = self._cached(request)
+            num_here = len(here) * BLOCK_SIZE
+            if (found := self.scheduling.find(request, num_here)) is None:
                 break
-            if not self._allocate(request, request.num_tokens, may_preempt=False):
+            if here:
+                self._pool.touch([self._pool.blocks[number] for number in here])
+                request.tables = [list(here)]
+            num_new = self._until_a_state(request, request.num_tokens - num_here)
+            if not self._allocate(request, num_here + (found or num_new), num_found=found, may_preempt=False):
+                self._give_back(request)
                 break
+            self.num_here += len(here)
             self.running.append(self.waiting.popleft())
-            self.scheduling.begin(request, request.block_ids, found)
-            request.num_computed_tokens = found
+            self.scheduling.begin(request, request.tables, found)
+            request.num_computed_tokens = num_here + found
             if found:
                 request.is_loading = True
             else:
-                of.append((request, request.num_tokens))
+                of.append((request, num_new))
         of = [(request, num) for request, num in of if request in self.running]
-        tables = {request.request_id: (list(request.block_ids),) for request, _ in of}
+        tables = {request.request_id: tuple(map(list, request.tables)) for request, _ in of}
+        states = {
+            request.request_id: self._states_at(request, request.num_computed_tokens + num) for request, num in of
+        }
         return SimpleNamespace(
             of=of,
             num_scheduled_tokens={request.request_id: num for request, num in of},
             preempted_req_ids=set(self._preempted),
-            kv_connector_block_state=SimpleNamespace(get_block_ids=tables.get),
+            kv_connector_block_state=SimpleNamespace(get_block_ids=tables.get, boundary_state_offloads=states),
         )
 
-    def _allocate(self, request: Request, num_tokens: int, *, may_preempt: bool = True) -> bool:
-        num_more = -(-num_tokens // BLOCK_SIZE) - len(request.block_ids)
-        while num_more > len(self._free):
+    def _cached(self, request: Request) -> list[int]:
+        """Return the blocks of a prompt's head that its own cache has; never all of it, for something is computed."""
+        most = (request.num_tokens - 1) // BLOCK_SIZE if self.has_cache else 0
+        numbers = [self._pool.cached.get(request.hash_of(at)) for at in range(most)]
+        stop = numbers.index(None) if None in numbers else most
+        return [number for number in numbers[:stop] if number is not None]
+
+    def _cache(self, request: Request, num_tokens: int) -> None:
+        """Have its own cache find what is computed."""
+        for at in range(min(num_tokens, request.num_tokens) // BLOCK_SIZE if self.has_cache else 0):
+            self._pool.keep(request.tables[0][at], request.hash_of(at))
+
+    def _states_at(self, request: Request, end: int) -> list[tuple[int, int, int]]:
+        """Return which states a step leaves that others can go on from: the table, the block, the token behind it."""
+        return [
+            (of.table, request.tables[of.table][end // of.block_size - 1], end)
+            for of in self.groups
+            if of.is_handed_over and end % of.block_size == 0 and end <= request.num_tokens
+        ]
+
+    def _until_a_state(self, request: Request, num_new: int) -> int:
+        """Cut a step where a state is kept."""
+        first = request.num_computed_tokens
+        sizes: list[int] = [of.block_size for of in self.groups if of.is_handed_over]
+        return min([num_new, *(size - first % size for size in sizes)])
+
+    def _leave_behind(self, request: Request) -> None:
+        """Give back what no step that is to come, or under way, reads."""
+        under_way = [first for output in self._outputs for each, first in output[0] if each is request]
+        first = min([request.num_computed_tokens, *under_way])
+        for of, table in zip(self._tables, request.tables, strict=True):
+            if of.num_blocks is not None:
+                stop = (first - 1) // of.block_size if of.is_handed_over else first // of.block_size - of.num_blocks
+                for at in range(max(0, stop)):
+                    self._pool.give([table[at]])
+                    table[at] = 0
+
+    def _allocate(self, request: Request, num_tokens: int, *, num_found: int = 0, may_preempt: bool = True) -> bool:
+        wanted: list[list[bool]] = []  # of each new place in each table, whether it is a block, or stands for none
+        request.tables = request.tables or [[] for _ in self._tables]
+        for of, table in zip(self._tables, request.tables, strict=True):
+            new = range(len(table), -(-num_tokens // of.block_size))
+            behind = 0 if of.num_blocks is None else num_found // of.block_size - of.num_blocks
+            wanted.append([at >= (new.stop - 1 if of.is_handed_over else behind) for at in new])
+        while sum(map(sum, wanted)) > len(self._pool.free):
             if not may_preempt or self.scheduling.frees_soon:
                 return False
             victim = next(each for each in reversed(self.running) if not each.is_loading)
             self.preempt(victim.request_id)
             if victim is request:
                 return False
-        request.block_ids += [self._free.popleft() for _ in range(num_more)]
+        for table, more in zip(request.tables, wanted, strict=True):
+            table += [self._pool.take() if is_one else 0 for is_one in more]
         return True
 
     def _execute(self, step: Any, told: list[tuple[Request, int]]) -> Any:  # noqa: ANN401 - as vLLM has it
         reports, ended = [], []
+        for request, first in told:
+            self._check(request, first)
         for rank, worker in enumerate(self.workers):
             worker.before_computing(step)
             for request, first in told:
@@ -296,12 +492,17 @@ class SmallVLLM:
             worker.start_stores(step)
             ended.append(worker.ended())
             reports.append(worker.report() or VLLM.messages.Report())
+        for request, _ in told:
+            self._cache(request, request.num_computed_tokens)
         lost = set().union(*(worker.take_lost() for worker in self.workers))
+        self._failed |= set().union(*(worker.take_failed() for worker in self.workers))
         report = reports[0]
         for other in reports[1:]:
             report = report.aggregate(other)
         sent, loaded = (self._said_by_all(at, [said[at] for said in ended]) for at in range(2))
-        return [request for request, _ in told], report, sent, loaded, lost
+        failed = self._failed & loaded
+        self._failed -= failed
+        return told, report, sent, loaded, lost, failed
 
     def _said_by_all(self, what: int, said: list[set[str]]) -> set[str]:
         """Return the requests of which every rank has said something by now."""
@@ -314,13 +515,25 @@ class SmallVLLM:
         return done
 
     def _compute(self, request: Request, first: int, rank: int) -> None:
-        for at in range(first // BLOCK_SIZE, len(request.block_ids)):
-            is_full = (at + 1) * BLOCK_SIZE <= request.num_computed_tokens
-            for layer in self.memory[rank].values():
-                layer[request.block_ids[at]] = _content(request.hash_of(at), rank) if is_full else 0xEE
+        for of in self.groups:
+            table, size = request.tables[of.table], of.block_size
+            for at in range(first // size, len(table)):
+                is_full = (at + 1) * size <= request.num_computed_tokens
+                digest = request.hash_of((at + 1) * of.hashes_per_block - 1) if is_full else b""
+                for name in of.layer_names if table[at] else ():
+                    page = _content(digest, rank, of.number, of.page_bytes) if is_full else 0xEE
+                    self.memory[rank][name][table[at]] = page
 
-    def _update(self, computed: list[Request], report: Any, sent: set[str], loaded: set[str], lost: set[int]) -> None:  # noqa: ANN401
-        for request in computed:
+    def _update(
+        self,
+        computed: list[tuple[Request, int]],
+        report: Any,  # noqa: ANN401 - as vLLM has it
+        sent: set[str],
+        loaded: set[str],
+        lost: set[int],
+        failed: set[str],
+    ) -> None:
+        for request, _ in computed:
             if request not in self.running or request.is_loading or request.num_computed_tokens < request.num_tokens:
                 continue
             request.know(request.num_tokens + 1)
@@ -328,15 +541,20 @@ class SmallVLLM:
                 self.running.remove(request)
                 self._end(request)
         for request in [each for each in (*self.running, *self._kept.values()) if each.request_id in loaded]:
-            holes = [at for at, block in enumerate(request.block_ids) if block in lost]
-            if holes:
-                request.num_computed_tokens = min(request.num_computed_tokens, holes[0] * BLOCK_SIZE)
-            for at in range(request.num_computed_tokens // BLOCK_SIZE):
-                if not all(self.is_right(request, at, rank) for rank in range(len(self.workers))):
-                    raise AssertionError(f"{request.request_id} was given wrong bytes as its block {at}")
+            if lost:
+                holes = [at for at, block in enumerate(request.tables[0]) if block in lost]
+                if holes:
+                    request.num_computed_tokens = min(request.num_computed_tokens, holes[0] * BLOCK_SIZE)
             request.is_loading = False
             if request not in self.running:  # it was aborted meanwhile
                 self._give_back(self._kept.pop(request.request_id))
+            elif request.request_id in failed:
+                self.running.remove(request)
+                self._give_back(request)
+                request.num_computed_tokens = 0
+                self.waiting.appendleft(request)
+            else:
+                self._check(request, request.num_computed_tokens)
         self.scheduling.take(report, sent)
         for name in sent:
             self._give_back(self._kept.pop(name))
@@ -348,12 +566,15 @@ class SmallVLLM:
             self._give_back(request)
 
     def _give_back(self, request: Request) -> None:
-        self._free.extend(reversed(request.block_ids))
-        request.block_ids = []
+        for table in request.tables:
+            self._pool.give(reversed(table))
+        request.tables = []
 
 
-def _content(digest: bytes, rank: int) -> torch.Tensor:
-    return torch.frombuffer(bytearray(hashlib.shake_128(digest + bytes([rank])).digest(PAGE_BYTES)), dtype=torch.uint8)
+@cache
+def _content(digest: bytes, rank: int, number: int, num_bytes: int) -> torch.Tensor:
+    said = hashlib.shake_128(digest + bytes([rank, number])).digest(num_bytes)
+    return torch.frombuffer(bytearray(said), dtype=torch.uint8)
 
 
 def small_vllm(*tiers: Any, **wanted: Any) -> Iterator[SmallVLLM]:  # noqa: ANN401 - as above

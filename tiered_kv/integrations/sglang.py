@@ -18,7 +18,7 @@ from sglang.version import __version__ as _version
 
 from tiered_kv.cache.blocking import BlockingTieredKV, open_blocking
 from tiered_kv.integrations.identity import Below, checkpoint_weights
-from tiered_kv.settings.tier_settings import OwnedTierSettings
+from tiered_kv.settings.tier_settings import BookedTierSettings
 from tiered_kv.values.errors import ClosedError, ConfigurationError
 from tiered_kv.values.keys import BlockKeys, ModelIdentity, Shard
 from tiered_kv.values.layout import KVGroup, KVLayout
@@ -89,7 +89,7 @@ class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang give
         group, axes = _group_of(mem_pool_host, is_mla=is_mla)
         if config.is_mla_model and config.tp_size > 1:
             own = self._below.settings
-            if own is not None and all(isinstance(tier, OwnedTierSettings) for tier in own.tiers):
+            if own is not None and all(isinstance(tier, BookedTierSettings) for tier in own.tiers):
                 raise ConfigurationError(
                     f"SGLang has one of {config.tp_size} ranks store MLA latents: the others find them in a shared "
                     "tier only (shared_fs, s3, redis, mooncake), and there is none"

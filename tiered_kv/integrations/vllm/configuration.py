@@ -5,19 +5,28 @@ Which model a vLLM serves: what other weights computed, or these in another way,
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final, Self
+from typing import Annotated, Any, Final, Literal, Self
 
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
+from pydantic import Field
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from tiered_kv.integrations.identity import CONNECT, Below, checkpoint_weights
-from tiered_kv.settings.registry import OWN_MEDIA
 from tiered_kv.settings.setting_errors import Checked
 from tiered_kv.settings.settings import Seconds
+from tiered_kv.settings.tier_settings import StorageTierSettings
 from tiered_kv.values.errors import ConfigurationError
-from tiered_kv.values.keys import BlockKeys, ModelIdentity
+from tiered_kv.values.hints import StoreWhen
+from tiered_kv.values.keys import ModelIdentity
 
 _NO_FACTS: Final = {"_name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype"}
 
@@ -52,7 +61,7 @@ def weights_of(model: str, revision: str | None = None, *, load_format: str = "a
     Raises:
         ConfigurationError: There are no files to tell by.
     """
-    folder = _folder_of(model, revision)
+    folder = folder_of(model, revision)
     if folder is None or load_format == "dummy":
         raise ConfigurationError(
             f"no files of weights of {model!r} are on this machine to tell them by: name them, e.g. "
@@ -61,7 +70,8 @@ def weights_of(model: str, revision: str | None = None, *, load_format: str = "a
     return checkpoint_weights(folder)
 
 
-def _folder_of(model: str, revision: str | None) -> str | None:
+def folder_of(model: str, revision: str | None) -> str | None:
+    """Return the folder of a model or an adapter on this machine, or None."""
     if os.path.isdir(model):  # noqa: PTH112 - the name of a model is no path, and may be too long for one
         return model
     from huggingface_hub import snapshot_download  # noqa: PLC0415 - vLLM brings it, and not every model comes from it
@@ -74,6 +84,7 @@ def _folder_of(model: str, revision: str | None) -> str | None:
 
 GATHERED_S: Final = 1.0
 """For how long blocks gather in host memory before they are written to storage, where it has room for them."""
+_WITHOUT: Final = "Serve this model without this connector"
 CACHE_SETTINGS: Final = {"tiers", "limits", "codec", CONNECT}
 """What of the settings is the cache's, and not the adapter's."""
 
@@ -88,8 +99,44 @@ class ConnectorSettings(Checked):
     """Names the weights; read off the checkpoint's files if left out."""
     lookup_timeout_s: Seconds = 1.0
     """How long a request waits for tiers shared with others to say what they have; then it goes on without them."""
+    store_when: StoreWhen = "auto"
+    """``"computed"``: blocks are stored as steps fill them; or ``"evicted"``: when vLLM is about to drop them, so that
+    memory below has what vLLM has not, and what only vLLM has is lost with it. ``"auto"``: the latter where there are
+    memory tiers alone, no other engine's, that hold less than four times what vLLM does. For models with one KV group
+    that needs all its blocks; of others blocks are stored as they are computed. With ``"auto"`` stores also stop, but
+    for a few, while for long nothing comes back."""
+    load_when: Literal["always", "auto"] = "auto"
+    """``"auto"``: what is found is loaded as far as that takes less time than to compute it; or all of it, always."""
     load_timeout_s: Seconds = 5.0
     """How long a request waits for its blocks to be in host memory; then they are computed."""
+    hint_share: Annotated[float, Field(ge=0, le=0.5)] = 0.125
+    """Of the CPU tier, what KV hints of one tenant, a salt, may keep or bring at once; those of all tenants have half.
+    0: hints are not read."""
+
+
+@dataclass(frozen=True)
+class EngineGroup:
+    """Layers of one block table of vLLM's, with pages of one size: a KV group of ours.
+
+    Attributes:
+        number: Of the group, in our layout.
+        table: Which of vLLM's block tables.
+        block_size: Tokens of one of vLLM's blocks, which are ours.
+        hashes_per_block: vLLM's hashes a block.
+        layer_names: Of its layers.
+        page_bytes: Of one layer's part of a block.
+        num_blocks: How many of the last blocks of a prefix a request needs to go on behind it; None: all.
+        is_handed_over: Whether vLLM says which blocks to store, as they are in no table.
+    """
+
+    number: int
+    table: int
+    block_size: int
+    hashes_per_block: int
+    layer_names: tuple[str, ...]
+    page_bytes: int
+    num_blocks: int | None = None
+    is_handed_over: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,11 +148,9 @@ class Configuration:
         below: What the cache is made of, or whose it is.
         model: Whose blocks these are.
         num_ranks: Of tensor parallelism.
-        block_size: Tokens of one of vLLM's blocks, which are ours.
-        hashes_per_block: vLLM's hashes a block.
-        layer_names: Of the KV group.
-        page_bytes: Of one layer's part of a block.
+        groups: The KV groups.
         num_engine_blocks: In vLLM's cache.
+        num_step_blocks: That a step may fill.
         loads: Whether anything is loaded.
         stores: Whether anything is stored.
         tells_events: Whether vLLM publishes KV events.
@@ -115,11 +160,9 @@ class Configuration:
     below: Below
     model: ModelIdentity
     num_ranks: int
-    block_size: int
-    hashes_per_block: int
-    layer_names: tuple[str, ...]
-    page_bytes: int
+    groups: tuple[EngineGroup, ...]
     num_engine_blocks: int
+    num_step_blocks: int
     loads: bool
     stores: bool
     tells_events: bool
@@ -140,30 +183,36 @@ class Configuration:
         _check_parallel(vllm_config.parallel_config)
         _check_hashes(vllm_config.cache_config)
         _check_prefixes(vllm_config)
-        group = _only_group(kv_cache_config)
+        groups = _groups_of(kv_cache_config)
         extra = with_rank(dict(transfer.kv_connector_extra_config), vllm_config.parallel_config.data_parallel_index)
         connector = ConnectorSettings(**{key: extra[key] for key in extra if key not in CACHE_SETTINGS})
-        block_size = group.kv_cache_spec.block_size
         return cls(
             connector=connector,
             below=below_of({key: extra[key] for key in extra if key in CACHE_SETTINGS}),
             model=model_identity(vllm_config, connector.weights),
             num_ranks=vllm_config.parallel_config.tensor_parallel_size,
-            block_size=block_size,
-            hashes_per_block=block_size // (kv_cache_config.hash_block_size or block_size),
-            layer_names=tuple(group.layer_names),
-            page_bytes=_page_bytes(group),
+            groups=groups,
             num_engine_blocks=kv_cache_config.num_blocks,
+            num_step_blocks=vllm_config.scheduler_config.max_num_batched_tokens // groups[0].block_size,
             loads=transfer.is_kv_consumer,
             stores=transfer.is_kv_producer,
             tells_events=bool(getattr(vllm_config.kv_events_config, "enable_kv_cache_events", False)),
         )
 
-    def keys(self, request: Any, first: int, stop: int) -> BlockKeys:
-        """Name a request's blocks, as far as its tokens are known. Its LoRA and images are in vLLM's hashes."""
-        each = self.hashes_per_block
-        hashes = request.block_hashes[(first + 1) * each - 1 : max(0, stop) * each : each]
-        return BlockKeys.from_hashes(hashes, block_size=self.block_size, start=first, salt=request.cache_salt or "")
+    @property
+    def step(self) -> int:
+        """Tokens: a prefix of so many, or a multiple, is whole blocks of every group."""
+        return math.lcm(*(group.block_size for group in self.groups))
+
+    @property
+    def loads_parts(self) -> bool:
+        """Whether a load that brings a part of a prefix is of use: where one group needs all blocks, and no other."""
+        return len(self.groups) == 1 and self.main.num_blocks is None
+
+    @property
+    def main(self) -> EngineGroup:
+        """The group whose blocks are counted: one that needs them all, if there is one."""
+        return next((group for group in self.groups if group.num_blocks is None), self.groups[0])
 
 
 def below_of(given: Mapping[str, Any]) -> Below:
@@ -181,7 +230,9 @@ def below_of(given: Mapping[str, Any]) -> Below:
     if any("write" in tier.model_fields_set for tier in settings.tiers):
         return below
     tiers = tuple(
-        tier if tier.medium in OWN_MEDIA or tier.read_only else tier.model_copy(update={"write": "back"})
+        tier.model_copy(update={"write": "back"})
+        if isinstance(tier, StorageTierSettings) and not tier.read_only
+        else tier
         for tier in settings.tiers
     )
     limits = settings.limits.model_copy(update={"clean_after_s": GATHERED_S})
@@ -212,38 +263,61 @@ def _check_prefixes(vllm_config: Any) -> None:
         )
 
 
-def _only_group(kv_cache_config: Any) -> Any:
-    groups = kv_cache_config.kv_cache_groups
-    kinds = dict.fromkeys(type(spec) for group in groups for spec in _specs(group))
-    named = ", ".join(kind.__name__ for kind in kinds)
-    refusal = f"this model has {len(groups)} KV groups ({named}), and tiered_kv keeps one of full attention or MLA: "
-    if len(groups) > 1:
-        raise ConfigurationError(
-            f"{refusal}vLLM gives and takes the blocks of each at times of its own. With "
-            "--disable-hybrid-kv-cache-manager, which it sets by itself for this connector, full attention and sliding "
-            "windows are one; a model with state spaces is served without this connector"
-        )
-    if not kinds.keys() <= {FullAttentionSpec, MLAAttentionSpec}:  # others that derive from them free blocks as they go
-        raise ConfigurationError(
-            f"{refusal}of all others vLLM keeps no block for each token of a prefix. Serve this model without this "
-            "connector"
-        )
-    return groups[0]
+def _groups_of(kv_cache_config: Any) -> tuple[EngineGroup, ...]:
+    """Return our KV groups: of each of vLLM's one for each size of page that its layers have."""
+    hash_size = kv_cache_config.hash_block_size
+    groups: list[EngineGroup] = []
+    for table, group in enumerate(kv_cache_config.kv_cache_groups):
+        specs = _specs(group)
+        kinds = {_kind_of(spec) for spec in specs.values()}
+        if len(kinds) > 1 or not getattr(group, "enable_kv_transfer", True):
+            named = ", ".join(dict.fromkeys(type(spec).__name__ for spec in specs.values()))
+            raise ConfigurationError(
+                f"layers that share a block table keep it in ways of their own ({named}). {_WITHOUT}"
+            )
+        ((num_blocks, is_handed_over),) = kinds
+        block_size = group.kv_cache_spec.block_size
+        by_page: dict[int, list[str]] = {}
+        for name, spec in specs.items():
+            by_page.setdefault(int(spec.page_size_bytes), []).append(name)
+        for page_bytes, names in by_page.items():
+            each = block_size // (hash_size or block_size)
+            groups.append(
+                EngineGroup(len(groups), table, block_size, each, tuple(names), page_bytes, num_blocks, is_handed_over)
+            )
+    return tuple(groups)
 
 
-def _specs(group: Any) -> list[Any]:
-    """Return what is said of a group's layers, once where all are alike."""
+def _kind_of(spec: Any) -> tuple[int | None, bool]:
+    """Return how many of the last blocks a layer needs, and whether vLLM says which they are. By exact types.
+
+    Types that derive from these free blocks as they go, keep nothing to find, or share them otherwise.
+    """
+    kind, size = type(spec), spec.block_size
+    if kind in {FullAttentionSpec, MLAAttentionSpec}:
+        return None, False
+    if kind is SlidingWindowSpec and spec.sliding_window > 1:
+        return -(-(spec.sliding_window - 1 + spec.extra_retained_tokens) // size), False
+    if kind is MambaSpec and spec.mamba_cache_mode == "align":
+        return 1, True
+    if kind is MambaSpec:
+        raise ConfigurationError(
+            f"this model has recurrent layers, and mamba_cache_mode is {spec.mamba_cache_mode!r}: tiered_kv keeps the "
+            'states that vLLM keeps for prefixes in the mode "align", which --enable-prefix-caching sets. '
+            f"Or else: {_WITHOUT[0].lower()}{_WITHOUT[1:]}"
+        )
+    raise ConfigurationError(
+        f"tiered_kv keeps the blocks of full attention, MLA, sliding windows and recurrent states, and this model has "
+        f"{kind.__name__}: of that vLLM keeps no block for each token of a prefix. {_WITHOUT}"
+    )
+
+
+def _specs(group: Any) -> dict[str, Any]:
+    """Return what is said of each of a group's layers."""
     spec = group.kv_cache_spec
-    return list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
-
-
-def _page_bytes(group: Any) -> int:
-    each = {layer.page_size_bytes for layer in _specs(group)}
-    if len(each) > 1:
-        raise ConfigurationError(
-            f"layers of this model have pages of {sorted(each)} bytes, and tiered_kv keeps equal ones"
-        )
-    return int(each.pop())
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return dict(spec.kv_cache_specs)
+    return dict.fromkeys(group.layer_names, spec)
 
 
 def with_rank(value: Any, rank: int) -> Any:

@@ -5,18 +5,23 @@ from typing import Any
 
 import torch
 from vllm.distributed.kv_events import KVCacheEvent
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tiered_kv.integrations.vllm.configuration import Configuration
+from tiered_kv.integrations.vllm.counts import TieredKVPromMetrics, TieredKVStats
 from tiered_kv.integrations.vllm.messages import Hello, Report, Step
-from tiered_kv.integrations.vllm.metrics import TieredKVPromMetrics, TieredKVStats
 from tiered_kv.integrations.vllm.moving import MovingSide
 from tiered_kv.integrations.vllm.scheduling import SchedulingSide
 from tiered_kv.values.errors import ConfigurationError
 
 
-class TieredKVConnector(KVConnectorBase_V1):
+class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
     """vLLM's blocks in tiers of CPU memory, NVMe and shared storage: loaded beside its steps, stored behind them.
 
     vLLM makes one in its scheduler and one in each worker. What it is asked for and when is said by
@@ -85,9 +90,11 @@ class TieredKVConnector(KVConnectorBase_V1):
         """Wait for nothing: vLLM keeps the blocks until a store has ended."""
         self._in_worker().start_stores(self._get_connector_metadata())
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """See the base class."""
-        return self._in_worker().ended()
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """See the base class. Of a model with several KV groups a load brings all, or has failed."""
+        sent, loaded = self._in_worker().ended()
+        failed = self._in_worker().take_failed()
+        return KVConnectorTransferResults(finished_sending=sent, finished_recving=loaded, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """See the base class."""
@@ -103,6 +110,10 @@ class TieredKVConnector(KVConnectorBase_V1):
         """Open the cache."""
         self._in_scheduler().open(metadata.values())
 
+    def on_new_request(self, request: Any) -> None:
+        """See the base class. Hints are read here, long before a request has its turn."""
+        self._in_scheduler().come(request)
+
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """See the base class."""
         num_tokens = self._in_scheduler().find(request, num_computed_tokens)
@@ -114,7 +125,7 @@ class TieredKVConnector(KVConnectorBase_V1):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """See the base class."""
-        self._in_scheduler().begin(request, blocks.get_block_ids()[0], num_external_tokens)
+        self._in_scheduler().begin(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Step:
         """See the base class."""
@@ -130,9 +141,15 @@ class TieredKVConnector(KVConnectorBase_V1):
         """Have vLLM wait, and preempt nobody, while blocks of requests that have ended are copied."""
         return self._in_scheduler().frees_soon
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         """See the base class."""
         return self._in_scheduler().end(request), None
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """See the base class."""
+        self._in_scheduler().use_pool(gpu_block_pool)
 
     def reset_cache(self) -> bool:
         """Serve nothing of what is stored any more: vLLM asks for it when it has loaded other weights."""

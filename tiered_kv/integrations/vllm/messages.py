@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from tiered_kv.integrations.vllm.configuration import EngineGroup
 from tiered_kv.transfers.jobs import Job
 from tiered_kv.values.layout import KVLayout
 from tiered_kv.values.plan import Outcomes, Plan, SlabHandle
@@ -26,26 +27,26 @@ class Hello(KVConnectorHandshakeMetadata):
         rank: Its tensor parallel rank.
         pid: Its process.
         layout: What a block of its part is made of. All ranks' must be equal.
+        groups: The layout's groups as vLLM has them. Its scheduler is told of one layer of each block table only.
     """
 
     rank: int
     pid: int
     layout: KVLayout
+    groups: tuple[EngineGroup, ...]
 
 
 @dataclass(frozen=True)
 class LoadOrder:
-    """One request's load.
+    """One request's load: a part for each KV group of which it needs blocks.
 
     Attributes:
         request_id: Who waits for it.
-        block_ids: vLLM's blocks, in prompt order.
-        plan: How to fill the first of them; None where nothing is to be had any more.
+        parts: vLLM's blocks, in prompt order, and how to fill the first of them; None where nothing is to be had.
     """
 
     request_id: str
-    block_ids: tuple[int, ...]
-    plan: Plan | None
+    parts: tuple[tuple[tuple[int, ...], Plan | None], ...]
 
 
 @dataclass(frozen=True)
@@ -96,14 +97,19 @@ class Tracked:
         request: vLLM's.
         first_asked_s: When it first looked for blocks; None before, and once it was preempted.
         is_counted: Whether its look-up is in the metrics.
-        num_here: Blocks that vLLM's own cache had of it. The tiers have not heard yet that they are used.
-        num_found: Blocks found behind those that are in place.
+        num_here: Tokens that vLLM's own cache had of it. The tiers have not heard yet that they are used.
+        num_found: Tokens found behind those that are in place.
         by_tier: Tokens found, by the tier that had them, of tiers that no other cache uses.
-        num_stored: How many of its first blocks are in place, and stored, being stored, due, or not to be.
+        num_stored: Of its first tokens, how many have blocks in place that are stored, being stored, due, or not to be.
+        num_noted: Of its first tokens, of how many the blocks are known to be in vLLM's cache.
         may_load: False once a load brought less than was found: it would find the same again, and again.
         may_store: False once other weights are served than those that have computed what it has.
+        is_worth: How many of the tokens that were found pay, by where they begin and how many they are: decided once.
+        is_measured: Whether it was seen how long its prompt takes, or that is being seen.
+        is_wanted: Whether what it computes is to be stored, as others' blocks are of use; None before it was seen.
         num_due: Blocks of it that no job holds yet: vLLM's, to be copied.
         stores: What holds blocks of it that not every rank has copied.
+        leaving: Of such blocks and of those that are due, those that it may leave behind before they are copied.
     """
 
     request: Any
@@ -113,36 +119,60 @@ class Tracked:
     num_found: int = 0
     by_tier: dict[str, int] = field(default_factory=dict)
     num_stored: int = 0
+    num_noted: int = 0
     may_load: bool = True
     may_store: bool = True
+    is_wanted: bool | None = None
+    is_worth: tuple[int, int, int] | None = None
+    is_measured: bool = False
     num_due: int = 0
     stores: "set[Store]" = field(default_factory=set)
+    leaving: "list[Due]" = field(default_factory=list)
 
 
 @dataclass
 class Load:
-    """What is to be loaded for a request into ``block_ids``, of which ``first`` blocks come before."""
+    """What is to be loaded for a request, of which ``first`` tokens come before.
 
-    job: Job
+    Attributes:
+        parts: For each KV group of which blocks are needed, a job, and vLLM's blocks for its keys.
+        num_tokens: That are in place once all of it is.
+        not_ended: Jobs whose end is not told yet.
+    """
+
+    parts: tuple[tuple[Job, tuple[int, ...]], ...]
     tracked: Tracked
     first: int
-    block_ids: tuple[int, ...]
+    num_tokens: int
     begun_s: float
     is_given_up: bool = False
+    not_ended: set[int] = field(default_factory=set)
+    is_short: bool = False
+
+    def num_blocks_of(self, number: int) -> int:
+        """Count the blocks of one of its jobs."""
+        return sum(len(ids) for job, ids in self.parts if job.number == number)
 
     def fall_short(self) -> None:
         """The request computes what did not come; that is stored, like all that it computes."""
+        self.is_short = True
         self.tracked.may_load = False
         self.tracked.num_stored = min(self.tracked.num_stored, self.first)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Due:
-    """Neighbouring blocks of a request that are to be stored, from its number ``first`` on."""
+    """Neighbouring blocks of a request, of one KV group, that are to be stored, from its number ``first`` on.
+
+    Attributes:
+        num_held: How many of the first of them the request has left behind, or soon will: they are held in vLLM's pool.
+    """
 
     tracked: Tracked
+    group: EngineGroup
     first: int
     block_ids: list[int]
+    num_held: int = 0
 
     @property
     def stop(self) -> int:
@@ -152,21 +182,25 @@ class Due:
 
 @dataclass(eq=False)
 class Store:
-    """A store of blocks of several requests.
+    """A store of blocks of several requests, of one KV group.
 
     Attributes:
         job: Of the planner.
+        dues: Which blocks.
         tracked: Whose blocks.
         num_blocks: How many.
         num_unanswered: Ranks that may read the blocks yet, or have not begun.
         is_told: Whether the workers have it.
+        nobodys: vLLM's blocks that no request has, which are held in its pool, the next that it takes first.
     """
 
     job: Job
     tracked: frozenset[Tracked]
     num_blocks: int
     num_unanswered: int
+    dues: list[Due] = field(default_factory=list)
     is_told: bool = False
+    nobodys: list[int] = field(default_factory=list)
 
     @cached_property
     def names(self) -> frozenset[str]:

@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import group_kernel_blocks
 from tiered_kv.cache.worker import Worker
 from tiered_kv.integrations.vllm.compatibility import VERSION
 from tiered_kv.integrations.vllm.configuration import Configuration
-from tiered_kv.integrations.vllm.messages import Hello, LoadOrder, Report, Step, StoreOrder
+from tiered_kv.integrations.vllm.messages import Hello, Report, Step, StoreOrder
 from tiered_kv.values.errors import BackendUnavailableError, LayoutMismatchError, TieredKVError
 from tiered_kv.values.layout import KVGroup, KVLayout
 from tiered_kv.values.log import log
@@ -31,14 +31,15 @@ class MovingSide:
         self._vllm_config = vllm_config
         self._configuration = configuration
         self._rank = get_tensor_model_parallel_rank()
-        self._pages: list[torch.Tensor] = []
+        self._pages: list[list[torch.Tensor]] = []
         self._layout: KVLayout | None = None
         self._worker: Worker | None = None
         self._slabs: tuple[SlabHandle, ...] | None = None  # to be attached
-        self._loads: dict[str, tuple[LoadOrder, Future[Outcomes]]] = {}
+        self._loads: dict[str, list[tuple[tuple[int, ...], Plan | None, Future[Outcomes]]]] = {}
         self._stores: dict[Future[Outcomes], frozenset[str]] = {}  # whose blocks each reads
         self._leaving: set[str] = set()
         self._lost: set[int] = set()
+        self._failed: set[str] = set()
         self._outcomes: list[Outcomes] = []
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -49,19 +50,25 @@ class MovingSide:
         """
         wanted = self._configuration
         self._pages = [
-            _pages(kv_caches[name], wanted.num_engine_blocks, wanted.page_bytes) for name in wanted.layer_names
+            [_pages(kv_caches[name], wanted.num_engine_blocks, group.page_bytes) for name in group.layer_names]
+            for group in wanted.groups
         ]
-        group = KVGroup.opaque(
-            wanted.page_bytes,
-            tag=self._tag(kv_caches[wanted.layer_names[0]]),
-            block_size=wanted.block_size,
-            num_layers=len(self._pages),
+        self._layout = KVLayout(
+            tuple(
+                KVGroup.opaque(
+                    group.page_bytes,
+                    tag=self._tag(kv_caches[group.layer_names[0]], group.layer_names),
+                    block_size=group.block_size,
+                    num_layers=len(group.layer_names),
+                )
+                for group in wanted.groups
+            )
         )
-        self._layout = KVLayout((group,))
 
     def hello(self) -> Hello | None:
         """Return what the scheduler opens its cache by."""
-        return Hello(self._rank, os.getpid(), self._layout) if self._layout is not None else None
+        groups = self._configuration.groups
+        return Hello(self._rank, os.getpid(), self._layout, groups) if self._layout is not None else None
 
     def before_computing(self, step: Step) -> None:
         """Wait until nothing reads the blocks of requests that were preempted: they are others' from now on."""
@@ -78,7 +85,7 @@ class MovingSide:
         self._attach(step.slabs)
         after = self._event() if step.loads else None
         for order in step.loads:
-            self._loads[order.request_id] = order, self._start(order.plan, after)
+            self._loads[order.request_id] = [(ids, plan, self._start(plan, after)) for ids, plan in order.parts]
 
     def start_stores(self, step: Step) -> None:
         """Start this step's stores: what computes their blocks is under way, or over."""
@@ -92,19 +99,30 @@ class MovingSide:
         self._take([future for future in self._stores if future.done()])
         left = self._leaving.difference(*self._stores.values()) if self._leaving else set()
         self._leaving -= left
-        loaded = {name for name, (_, future) in self._loads.items() if future.done()}
+        loaded = {name for name, parts in self._loads.items() if all(future.done() for _, _, future in parts)}
         for name in loaded:
-            order, future = self._loads.pop(name)
-            outcomes = future.result()
-            self._lost.update(order.block_ids[max(0, outcomes.num_moved) :])
-            if order.plan is not None:
-                self._outcomes.append(outcomes)
+            for ids, plan, future in self._loads.pop(name):
+                outcomes = future.result()
+                self._lose(name, ids[max(0, outcomes.num_moved) :])
+                if plan is not None:
+                    self._outcomes.append(outcomes)
         return left, loaded
 
     def take_lost(self) -> set[int]:
-        """Return the blocks that were to be loaded and were not, since the last time."""
+        """Return the blocks that were to be loaded and were not, where the others are of use, since the last time."""
         lost, self._lost = self._lost, set()
         return lost
+
+    def take_failed(self) -> set[str]:
+        """Return the requests whose load brought less than all, where that is of no use, since the last time."""
+        failed, self._failed = self._failed, set()
+        return failed
+
+    def _lose(self, name: str, block_ids: tuple[int, ...]) -> None:
+        if block_ids and self._configuration.loads_parts:
+            self._lost.update(block_ids)
+        elif block_ids:
+            self._failed.add(name)
 
     def report(self) -> Report | None:
         """Return what ended since the last time."""
@@ -127,8 +145,9 @@ class MovingSide:
             if self._worker is not None:
                 self._worker.attach(self._slabs)
             elif self._slabs:
-                worker = Worker(self._slabs, layout=self._layout, rank=self._rank, device=self._pages[0].device)
-                worker.register_kv_caches(self._pages)
+                worker = Worker(self._slabs, layout=self._layout, rank=self._rank, device=self._device)
+                for number, pages in enumerate(self._pages):
+                    worker.register_kv_caches(pages, group=number)
                 self._worker = worker
             self._slabs = None
         except BackendUnavailableError as error:
@@ -153,22 +172,24 @@ class MovingSide:
 
     def _event(self) -> object:
         """Return an event after all that the engine has given its device to do; None on a CPU, which has done it."""
-        device = self._pages[0].device
-        if device.type == "cpu":
+        if (device := self._device).type == "cpu":
             return None
         event = torch.Event(device)
         event.record()
         return event
 
-    def _tag(self, tensor: torch.Tensor) -> str:
+    @property
+    def _device(self) -> torch.device:
+        return self._pages[0][0].device
+
+    def _tag(self, tensor: torch.Tensor, layer_names: tuple[str, ...]) -> str:
         """Say what a page's bytes are: whoever says the same can read them."""
-        wanted = self._configuration
-        layers = get_layers_from_vllm_config(self._vllm_config, AttentionLayerBase, list(wanted.layer_names))
+        layers = get_layers_from_vllm_config(self._vllm_config, AttentionLayerBase, list(layer_names))
         backends = sorted({str(layer.get_attn_backend().get_name()) for layer in layers.values()})
         device = tensor.device.type
         if device == "cpu":  # its kernels pack keys for the instructions that there are
             device += f" {torch.backends.cpu.get_cpu_capability()}"
-        page = tuple(group_kernel_blocks(tensor, wanted.num_engine_blocks).shape[1:])
+        page = tuple(group_kernel_blocks(tensor, self._configuration.num_engine_blocks).shape[1:])
         return f"vllm {VERSION}, {'+'.join(backends)} on {device}, {tensor.dtype} {page}"
 
 

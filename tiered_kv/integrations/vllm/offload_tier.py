@@ -61,8 +61,9 @@ class TieredKVTier(SecondaryTierManager):
             limits: Of `TieredKVSettings`.
             backpressure_detector: vLLM's.
             load_timeout_s: How long a load may take; what has not come then is computed.
-            direct: Let storage read straight into vLLM's CPU tier: a copy less, and then a load takes as long as
-                storage does, whatever ``load_timeout_s`` says.
+            direct: Let storage read straight into vLLM's CPU tier, and, if it is one tier of this process's own without
+                ``cpu``, write straight out of it: a copy less, and then a job takes as long as storage does, whatever
+                ``load_timeout_s`` says.
 
         Raises:
             ConfigurationError: The tiers cannot work, or nothing tells the weights.

@@ -6,26 +6,37 @@ All methods are called by the scheduler's thread, and none waits: not for storag
 import asyncio
 import time
 import uuid
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, suppress
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tiered_kv.cache.blocking import BlockingTieredKV, open_blocking
+from tiered_kv.cache.groups import GroupNeed, find_longest
 from tiered_kv.cache.planner import Planner
-from tiered_kv.integrations.vllm.configuration import Configuration
-from tiered_kv.integrations.vllm.events import TierEvents
+from tiered_kv.integrations.vllm.configuration import Configuration, EngineGroup
+from tiered_kv.integrations.vllm.counts import Counts, hit_sources
+from tiered_kv.integrations.vllm.evicting import Evicting
+from tiered_kv.integrations.vllm.hinting import Hinting
 from tiered_kv.integrations.vllm.messages import Hello, Load, LoadOrder, Report, Step, Tracked
-from tiered_kv.integrations.vllm.metrics import Counts, hit_sources
+from tiered_kv.integrations.vllm.naming import Naming
+from tiered_kv.integrations.vllm.paying import Paying
 from tiered_kv.integrations.vllm.storing import Storing
+from tiered_kv.integrations.vllm.tier_events import TierEvents
+from tiered_kv.settings.registry import OWN_MEDIA
+from tiered_kv.transfers.jobs import Job
 from tiered_kv.values.errors import ClosedError, ConfigurationError
+from tiered_kv.values.hints import evicts
 from tiered_kv.values.keys import BlockKeys, Shard
 from tiered_kv.values.loop_calls import LoopCalls
-from tiered_kv.values.plan import SlabHandle
+from tiered_kv.values.plan import JobResult, SlabHandle
 from tiered_kv.values.results import BlockState
 from tiered_kv.values.specs import GPULoadStoreSpec
 
@@ -36,6 +47,7 @@ class SchedulingSide:
     def __init__(self, configuration: Configuration) -> None:
         self.counts = Counts()
         self._configuration = configuration
+        self.naming = Naming()
         self._stack = ExitStack()
         self._kv: BlockingTieredKV | None = None
         self._planner: Planner | None = None
@@ -47,6 +59,12 @@ class SchedulingSide:
         self._loads: dict[str, Load] = {}
         self._moving: dict[int, Load] = {}
         self._storing: Storing  # likewise
+        self._pool: Any = None
+        self._known: object = None  # which blocks vLLM's prefix cache has
+        self._evicting: Evicting | None = None
+        self._hinting: Hinting | None = None
+        self._paying: Paying  # likewise
+        self._most_bringing = 0  # blocks that memory holds at once for requests that wait
 
     @property
     def kv(self) -> BlockingTieredKV:
@@ -71,66 +89,186 @@ class SchedulingSide:
             raise ConfigurationError(
                 f"{wanted.num_ranks} ranks of one layout are wanted, got {sorted(hellos, key=lambda each: each.rank)!r}"
             )
+        wanted = self._configuration = replace(wanted, groups=next(iter(hellos)).groups)
         shard = Shard.every(wanted.num_ranks)
         cache = wanted.below.cache(model=wanted.model, layout=layouts.pop(), shard=shard, device="cpu")
         self._kv = self._stack.enter_context(open_blocking(cache))
         planner = self._planner = cache.planner()
-        self._storing = Storing(planner, wanted, self.counts, hear=self._hear_of_jobs, describe=self._describe)
+        self._storing = Storing(
+            planner, wanted, self.counts, self.naming, hear=self._hear_of_jobs, describe=self._describe
+        )
+        self._storing.use_pool(self._pool)
         self._loop_calls = LoopCalls(self._kv.call(asyncio.get_running_loop))
         if wanted.tells_events:
             self._events = self._kv.call(TierEvents.open, cache)
             self._stack.callback(self._kv.call, self._events.aclose)
         for hello in hellos:
             planner.register_worker(rank=hello.rank, pid=hello.pid)
+        self._watch_pool()
+        self._hear_hints()
+        tiers = {each.tier: each.num_slots for each in self.kv.stats().tiers}
+        memory = [name for name, medium in cache.media.items() if medium in OWN_MEDIA]
+        num_slots = sum(tiers.get(name, 0) for name in memory)
+        self._most_bringing = num_slots // 2
+        self._paying = Paying(self._kv, wanted, self.counts, num_memory_slots=num_slots)
+
+    def use_pool(self, pool: Any) -> None:
+        """Take vLLM's pool of blocks, in which those that requests leave behind are held until they are copied."""
+        self._pool = pool
+        if self._planner is not None:
+            self._storing.use_pool(pool)
+            self._watch_pool()
+
+    def _watch_pool(self) -> None:
+        """Store what vLLM is about to drop, and not what it computes, if that is wanted here and can be done."""
+        wanted, tiers = self._configuration, {each.tier: each for each in self.kv.stats().tiers}
+        media = {name: medium for name, medium in self.kv.cache.media.items() if name in tiers}
+        memory = [name for name, medium in media.items() if medium in OWN_MEDIA]
+        host = next((name for name in memory if media[name] == "cpu"), None)
+        is_able = wanted.loads_parts and wanted.main.hashes_per_block == 1 and host is not None
+        if not (wanted.stores and is_able and hasattr(self._pool, "free_block_queue")):
+            return
+        # What a restart is to find is not left to vLLM alone, nor do others' hits depend on what this one has.
+        is_for_more = len(tiers) > len(memory) or wanted.below.settings is None
+        num_blocks = 0 if is_for_more else sum(tiers[name].num_slots for name in memory)
+        when = wanted.connector.store_when
+        if host is not None and evicts(when, engine_blocks=wanted.num_engine_blocks, memory_blocks=num_blocks):
+            call = self._loop_calls.call
+            self._evicting = Evicting(self._storing, wanted, self.counts, self.kv.cache, call, host)
+
+    def _hear_hints(self) -> None:
+        """Act on KV hints, if that is wanted and there is memory to bound them by."""
+        cache, share = self.kv.cache, self._configuration.connector.hint_share
+        host = next((name for name, medium in cache.media.items() if medium == "cpu"), None)
+        if not share or host is None:
+            return
+        num_slots = next(each.num_slots for each in self.kv.stats().tiers if each.tier == host)
+        self._hinting = Hinting(
+            cache,
+            self._configuration,
+            self.counts,
+            self.naming,
+            call=self._loop_calls.call,
+            memory=host,
+            num_slots=num_slots,
+        )
+        self._stack.callback(self.kv.call, self._hinting.aclose)
+
+    def come(self, request: Any) -> None:
+        """Take note of a request that will have its turn later."""
+        if self._hinting is not None:
+            self._hinting.come(request)
 
     def find(self, request: Any, num_computed_tokens: int) -> int | None:
         """Return how many tokens can be loaded behind those that are computed; None to be asked again later."""
         wanted = self._configuration
         tracked = self._tracked.setdefault(request.request_id, Tracked(request))
-        first = tracked.num_here = tracked.num_stored = num_computed_tokens // wanted.block_size
-        tracked.num_found = 0
-        tracked.may_store = True
-        if request.skip_reading_prefix_cache or not wanted.loads or not tracked.may_load:
+        first = tracked.num_here = tracked.num_stored = num_computed_tokens
+        tracked.num_found = tracked.num_noted = 0
+        tracked.may_store = can_name = self.naming.can_name(request)
+        if not can_name or request.skip_reading_prefix_cache or not wanted.loads or not tracked.may_load:
             return 0
-        keys = self._configuration.keys(request, first, (request.num_tokens - 1) // wanted.block_size)
-        if not keys:
+        most = (request.num_tokens - 1) // wanted.step * wanted.step
+        if most <= first:
+            self._want(tracked, first)
             return 0
         now = time.monotonic()
         if tracked.first_asked_s is None:
             tracked.first_asked_s = now
-        states = self.kv.membership(keys)
-        num_hits = int(np.argmin(np.append(states == BlockState.HIT, [False])))
-        is_asking = num_hits < len(keys) and states[num_hits] == BlockState.ASKING
-        if is_asking and now - tracked.first_asked_s < wanted.connector.lookup_timeout_s:
+        needs = [self.naming.need(group, request, first, most) for group in wanted.groups]
+        num_found, may_be_more = self._longest(needs)
+        if may_be_more and now - tracked.first_asked_s < wanted.connector.lookup_timeout_s:
             return None
         if not tracked.is_counted:
             tracked.is_counted = True
-            self.kv.count_lookup(keys, np.arange(len(keys)) < num_hits)
-        tracked.num_found = num_hits
-        return num_hits * wanted.block_size
+            main = needs[wanted.main.number].keys
+            self.kv.count_lookup(main, np.arange(len(main)) < num_found // main.block_size)
+            self._want(tracked, first + num_found)
+        if (decided := tracked.is_worth) is None or decided[:2] != (first, num_found):
+            decided = tracked.is_worth = first, num_found, self._paying.num_worth(needs, num_found)
+        if (num_found := decided[2]) and self._brings_enough(num_found):
+            return None
+        tracked.num_found = num_found
+        return num_found
 
-    def begin(self, request: Any, block_ids: list[int], num_external_tokens: int) -> None:
-        """Plan to load what was found, now that a request has its blocks."""
+    def _want(self, tracked: Tracked, num_known: int) -> None:
+        if tracked.is_wanted is None:
+            tracked.is_wanted = self._paying.wants(tracked.request, num_known)
+
+    def _brings_enough(self, num_found: int) -> bool:
+        """Say whether so much is in memory for loads that a request more would take its room from the others."""
+        num_coming, wanted = self.num_bringing, self._configuration
+        num_more = num_found // wanted.main.block_size * len(wanted.groups)
+        return bool(num_coming) and num_coming + num_more > self._most_bringing
+
+    @property
+    def num_bringing(self) -> int:
+        """Blocks that memory holds, or is to hold, for requests that wait for them."""
+        loads = {id(load): load for load in chain(self._loads.values(), self._moving.values())}
+        return sum(len(ids) for load in loads.values() for _, ids in load.parts)
+
+    def _longest(self, needs: list[GroupNeed]) -> tuple[int, bool]:
+        """Return for how many tokens every group has what it needs, and whether shared tiers may yet say of more."""
+        is_asking = False
+
+        def has(need: GroupNeed, *, hopes: bool) -> NDArray[np.bool_]:
+            nonlocal is_asking
+            states = self.kv.membership(need.keys)
+            asking = states == BlockState.ASKING
+            is_asking = is_asking or bool(asking.any())
+            there: NDArray[np.bool_] = (states == BlockState.HIT) | (asking & hopes)
+            return there
+
+        def longest(*, hopes: bool) -> int:
+            search = find_longest(needs)
+            try:
+                asked = next(search)
+                while True:
+                    asked = search.send([has(need, hopes=hopes) for need in asked])
+            except StopIteration as found:
+                return int(found.value)
+
+        num_found = longest(hopes=False)
+        return num_found, is_asking and longest(hopes=True) > num_found
+
+    def begin(self, request: Any, tables: Sequence[list[int]], num_external_tokens: int) -> None:
+        """Plan to load what was found, now that a request has its blocks; by block table, these."""
         if not num_external_tokens:
             return
-        tracked = self._tracked[request.request_id]
-        first = tracked.num_stored
-        stop = first + min(tracked.num_found, num_external_tokens // self._configuration.block_size)
-        ids, keys = tuple(block_ids[first:stop]), self._configuration.keys(request, first, stop)
-        self._describe(request, keys)
-        by_tier = self.kv.lookup_nowait(keys).by_tier
-        tracked.by_tier = {tier: n * self._configuration.block_size for tier, n in by_tier.items()}
-        job = self._open_planner().plan_load(keys, GPULoadStoreSpec(ids))
-        self._loads[request.request_id] = Load(job, tracked, first, ids, time.monotonic())
-        tracked.num_stored = stop
+        tracked, wanted = self._tracked[request.request_id], self._configuration
+        first, num_tokens = tracked.num_stored, min(tracked.num_found, num_external_tokens)
+        parts = []
+        for group in wanted.groups:
+            keys = self.naming.need(group, request, first, first + num_tokens).at(num_tokens)
+            if not len(keys):
+                continue
+            ids = tuple(tables[group.table][keys.start : keys.start + len(keys)])
+            self._describe(request, group, keys)
+            if group is wanted.main:
+                by_tier = self.kv.lookup_nowait(keys).by_tier
+                tracked.by_tier = {tier: n * group.block_size for tier, n in by_tier.items()}
+            parts.append((self._open_planner().plan_load(keys, GPULoadStoreSpec(ids, group.number)), ids))
+        self._loads[request.request_id] = Load(
+            tuple(parts), tracked, first, num_tokens, time.monotonic(), not_ended={job.number for job, _ in parts}
+        )
+        tracked.num_stored = first + num_tokens
 
     def hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
         """Say where what `begin` has planned to load was, in vLLM's words."""
         return hit_sources(self.kv.cache.media, self._tracked[request.request_id].by_tier, num_external_tokens)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Return what has changed in the tiers since the last time, where vLLM publishes that."""
-        return self._events.take() if self._events is not None else ()
+        """Return what has changed in the tiers since the last time, where vLLM publishes that.
+
+        vLLM puts it behind its own. Where that is the reset of its prefix cache, routers may think that all has ended.
+        """
+        if self._events is None:
+            return ()
+        if self._pool is not None and self._pool.cached_block_hash_to_block is not self._known:
+            if self._known is not None:
+                self._events.tell_again()
+            self._known = self._pool.cached_block_hash_to_block  # another one from each reset on
+        return self._events.take()
 
     def next_step(self, scheduled: Any) -> Step:
         """Return what the workers are to do in the step that vLLM has scheduled."""
@@ -141,16 +279,21 @@ class SchedulingSide:
             self._hear_of_jobs()
             self._deliver_loads(step)
             self._deliver_stores(step, set(scheduled.preempted_req_ids or ()))
+            self._paying.step(scheduled.num_scheduled_tokens, self._tracked)
             if self._configuration.stores:
                 self._gather(scheduled)
+                if self._evicting is not None:
+                    self._evicting.step(self._pool)
                 self._storing.plan_if_due(is_idle=not scheduled.num_scheduled_tokens)
+            if self._hinting is not None:
+                self._hinting.step(self._storing)
         return step
 
     def take(self, report: Report, freed: AbstractSet[str] = frozenset()) -> None:
         """Take what ended on the workers, and whose blocks vLLM has back since."""
         for outcomes in report.outcomes:
             load = self._moving.get(outcomes.job)
-            if load is not None and outcomes.num_moved < len(load.block_ids):
+            if load is not None and outcomes.num_moved < load.num_blocks_of(outcomes.job):
                 load.fall_short()
             self.counts.copied(outcomes.error)
             self._storing.take(outcomes)
@@ -166,7 +309,13 @@ class SchedulingSide:
     def end(self, request: Any) -> bool:
         """Take note that a request has ended; return whether vLLM has to keep its blocks until the workers say so."""
         tracked = self._tracked.pop(request.request_id, None)
-        return tracked is not None and self._planner is not None and self._storing.end(tracked)
+        if tracked is not None:
+            self._paying.end(request.request_id)
+        is_kept = tracked is not None and self._planner is not None and self._storing.end(tracked)
+        if self._hinting is not None:
+            self._hinting.end(tracked, request)
+            self._hinting.step(self._storing)
+        return is_kept
 
     def forget(self) -> None:
         """Serve nothing of what is stored: other weights are loaded, and nobody says which.
@@ -175,6 +324,10 @@ class SchedulingSide:
         """
         if self._kv is not None:
             self._storing.forget()
+            if self._evicting is not None:
+                self._evicting.forget()
+            if self._hinting is not None:
+                self._hinting.forget()
             for tracked in self._tracked.values():
                 tracked.may_store = False
             self._kv.advance_epoch(f"{self._configuration.model.weights}, changed: {uuid.uuid4()}")
@@ -194,75 +347,128 @@ class SchedulingSide:
         for job in jobs:
             if job.result is None:
                 continue
-            self._moving.pop(job.number, None)
-            if job.plan is not None and job.plan.direction == "load":
-                self.counts.load_ended(job.result.num_blocks * self._configuration.block_size, job.result.by_tier)
+            if (load := self._moving.pop(job.number, None)) is not None:
+                self._count_loaded(load, job, job.result)
+            if job.direction == "store":
+                self._paying.stored(job.result.num_blocks)
             self._storing.ended(job)
         return bool(jobs)
+
+    def _count_loaded(self, load: Load, job: Job, result: JobResult) -> None:
+        """Count a part of a load that has ended: tokens with the last one, as they need all parts."""
+        load.not_ended.discard(job.number)
+        num_tokens = 0
+        if self._configuration.loads_parts:
+            num_tokens = result.num_blocks * self._configuration.main.block_size
+        elif not load.not_ended and not load.is_short:
+            num_tokens = load.num_tokens
+        self.counts.load_ended(num_tokens, result.by_tier)
 
     def _deliver_loads(self, step: Step) -> None:
         now = time.monotonic()
         for name, load in list(self._loads.items()):
-            plan, waited_s = load.job.plan, now - load.begun_s
-            if plan is None and waited_s > self._configuration.connector.load_timeout_s and not load.is_given_up:
+            jobs, waited_s = [job for job, _ in load.parts], now - load.begun_s
+            is_late = waited_s > self._configuration.connector.load_timeout_s
+            if is_late and not load.is_given_up and any(job.plan is None for job in jobs):
                 load.is_given_up = True
-                load.job.cancel()
-            if plan is None or (load.is_given_up and load.job.result is None):
+                for job in jobs:
+                    job.cancel(undelivered=True)
+            if any(job.plan is None or (load.is_given_up and job.result is None) for job in jobs):
                 continue  # what was given up comes back with nothing, soon; a plan that came before that is void
             del self._loads[name]
-            num_blocks = 0 if load.job.result is not None else plan.num_blocks
-            step.loads.append(LoadOrder(name, load.block_ids, plan if num_blocks else None))
-            if num_blocks:
-                self._moving[plan.job] = load
-            else:
-                load.job.cancel(undelivered=True)  # a server may hold slots for its plan yet
-            if num_blocks < len(load.block_ids):
+            held = [0 if job.result is not None or job.plan is None else job.plan.num_blocks for job in jobs]
+            wanted = [len(ids) for _, ids in load.parts]
+            if (
+                held != wanted and not self._configuration.loads_parts
+            ):  # a window without its prefix is of no use, nor the other way round
+                held = [0 for _ in jobs]
+            parts = []
+            for (job, ids), num_blocks in zip(load.parts, held, strict=True):
+                parts.append((ids, job.plan if num_blocks else None))
+                if num_blocks:
+                    self._moving[job.number] = load
+                else:
+                    job.cancel(undelivered=True)  # a server may hold slots for its plan yet
+            step.loads.append(LoadOrder(name, tuple(parts)))
+            if held != wanted:
                 load.fall_short()
-            self.counts.load(len(load.block_ids), num_blocks, waited_s)
+            self.counts.load(sum(wanted), sum(held), waited_s)
 
     def _deliver_stores(self, step: Step, preempted: AbstractSet[str]) -> None:
         self._storing.deliver(step, preempted)
         for name in preempted:
             if (tracked := self._tracked.get(name)) is not None:
                 tracked.first_asked_s = None
+                self._paying.give_up(name)
                 self._storing.give_up(tracked)
 
     def _gather(self, scheduled: Any) -> None:
         """Have blocks stored that are full after the step, of tokens that are known.
 
-        So are those that vLLM's own cache had, and the tiers have lost.
+        So are those that vLLM's own cache had, and the tiers have lost. States are handed over by vLLM.
         """
-        size, each = self._configuration.block_size, self._configuration.hashes_per_block
+        wanted, blocks = self._configuration, scheduled.kv_connector_block_state
+        hash_size = wanted.groups[0].block_size // wanted.groups[0].hashes_per_block
         for name, num_tokens in scheduled.num_scheduled_tokens.items():
             if (tracked := self._tracked.get(name)) is None:
                 continue
-            request = tracked.request
-            num_here, tracked.num_here = min(tracked.num_here, request.num_computed_tokens // size), 0
-            num_full = min((request.num_computed_tokens + num_tokens) // size, len(request.block_hashes) // each)
-            if num_here or (num_full > tracked.num_stored and tracked.may_store):  # else there is nothing to compute
-                first = self._use(request, num_here) if num_here else 0
-                block_ids = scheduled.kv_connector_block_state.get_block_ids(name)[0]
-                if tracked.may_store:
-                    self._storing.gather(tracked, first, block_ids[first:num_here])
-                    self._storing.gather(tracked, tracked.num_stored, block_ids[tracked.num_stored : num_full])
-                    tracked.num_stored = max(tracked.num_stored, num_full)
+            request, may_store = tracked.request, tracked.may_store and tracked.is_wanted is not False
+            num_here, tracked.num_here = min(tracked.num_here, request.num_computed_tokens), 0
+            num_known = min(request.num_computed_tokens + num_tokens, len(request.block_hashes) * hash_size)
+            before, tracked.num_stored = tracked.num_stored, max(tracked.num_stored, num_known)
+            for group in wanted.groups:
+                size = group.block_size
+                first, stop = before // size, num_known // size
+                if self._evicting is not None and may_store and stop * size > tracked.num_noted:
+                    noted, tracked.num_noted = tracked.num_noted // size, stop * size
+                    table = blocks.get_block_ids(name)[group.table]
+                    self._evicting.note(self.naming.keys(group, request, noted, stop), table[noted:stop])
+                if not num_here and (stop <= first or not may_store):  # then there is nothing to compute
+                    continue
+                here = self._use(request, group, num_here) if num_here else range(0)
+                if not may_store or group.is_handed_over or self._evicting is not None:
+                    continue
+                table = blocks.get_block_ids(name)[group.table]
+                self._storing.gather(tracked, group, here.start, table[here.start : here.stop])
+                self._storing.gather(tracked, group, first, table[first:stop])
+        if any(group.is_handed_over for group in wanted.groups):
+            offered = blocks.boundary_state_offloads
+            computed = {name: offered[name] for name in offered if name in scheduled.num_scheduled_tokens}
+            self._gather_states(computed, hash_size)  # of others no step fills the blocks: they may be another's by now
+        for name, num_tokens in scheduled.num_scheduled_tokens.items():
+            if (tracked := self._tracked.get(name)) is not None and tracked.leaving:
+                self._storing.hold(tracked, tracked.request.num_computed_tokens + num_tokens)
 
-    def _use(self, request: Any, num_blocks: int) -> int:
-        """Have the tiers know that vLLM's own cache has served these; return how many of the first they have.
+    def _gather_states(self, handed_over: Mapping[str, Iterable[tuple[int, int, int]]], hash_size: int) -> None:
+        """Have the states stored that vLLM hands over: which request's, which table, which block, at which token."""
+        groups = {group.table: group for group in self._configuration.groups if group.is_handed_over}
+        for name, states in handed_over.items():
+            tracked = self._tracked.get(name)
+            if tracked is None or not tracked.may_store or tracked.is_wanted is False:
+                continue
+            for table, block, at in states:
+                group = groups[table]
+                if at % group.block_size == 0 and at <= len(tracked.request.block_hashes) * hash_size:
+                    self._storing.gather(tracked, group, at // group.block_size - 1, [block])
 
-        They are not stored anew: a store holds its blocks until vLLM's next step, and vLLM resets no cache meanwhile.
+    def _use(self, request: Any, group: EngineGroup, num_tokens: int) -> range:
+        """Have the tiers know that vLLM's own cache has served these; return which blocks they lack from where on.
+
+        What they have is not stored anew: a store holds its blocks until vLLM's next step, and vLLM resets no cache
+        meanwhile.
         """
-        if not (keys := self._configuration.keys(request, 0, num_blocks)):
-            return 0
-        self._describe(request, keys)
+        keys = self.naming.need(group, request, 0, num_tokens).at(num_tokens)
+        if not keys:
+            return range(0)
+        self._describe(request, group, keys)
         num_kept = int(np.argmin(np.append(self.kv.membership(keys) == BlockState.HIT, [False])))
         self._loop_calls.call(self.kv.cache.touch, keys[:num_kept])  # a step waits for no event loop
-        return num_kept
+        return range(keys.start + num_kept, keys.start + len(keys))
 
-    def _describe(self, request: Any, keys: BlockKeys) -> None:
+    def _describe(self, request: Any, group: EngineGroup, keys: BlockKeys) -> None:
         """Say what blocks are, to routers."""
         if self._events is not None and len(keys):
-            each = self._configuration.hashes_per_block
+            each = group.hashes_per_block
             self._events.describe(request, keys, request.block_hashes[each - 1 :: each])
 
     def _open_planner(self) -> Planner:

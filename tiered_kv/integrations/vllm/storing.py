@@ -1,18 +1,22 @@
 """The stores of the scheduler's side: blocks gather, over requests and steps, and go to the workers by one job.
 
 A job costs the event loop some turns whatever it holds, and each of them takes the interpreter from vLLM's own thread.
-So what a few steps fill goes together. Until it is copied it is in vLLM's own blocks, which are kept for that.
+So what a few steps fill goes together. Until it is copied it is in vLLM's own blocks, which are kept for that: vLLM
+keeps those of a request until the workers say that they are copied, and those that a request leaves behind on its way
+(out of its window, an older state) are held here, by a reference of ours in vLLM's pool.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
+from itertools import chain
 from typing import Any, Final
 
 from tiered_kv.cache.planner import Planner
-from tiered_kv.integrations.vllm.configuration import Configuration
+from tiered_kv.integrations.vllm.configuration import Configuration, EngineGroup
+from tiered_kv.integrations.vllm.counts import Counts
 from tiered_kv.integrations.vllm.messages import Due, Step, Store, StoreOrder, Tracked
-from tiered_kv.integrations.vllm.metrics import Counts
+from tiered_kv.integrations.vllm.naming import Naming
 from tiered_kv.transfers.jobs import Job
 from tiered_kv.values.keys import BlockKeys
 from tiered_kv.values.plan import Outcomes
@@ -22,6 +26,8 @@ MOST_DUE: Final = 32
 """Blocks that are due at once, and no more: they go with the next job."""
 MOST_STEPS: Final = 8
 """From one job to the next: what a kill can lose, where less is due."""
+_NULL_BLOCK: Final = 0
+"""vLLM's, in the place of a block that a request does not have any more."""
 _PLAN_TIMEOUT_S: Final = 0.1
 """How long a step that preempts waits for the plan of what is due: a turn or two of the event loop."""
 
@@ -34,9 +40,10 @@ class Storing:
         planner: Planner,
         configuration: Configuration,
         counts: Counts,
+        naming: Naming,
         *,
         hear: Callable[[float], bool],
-        describe: Callable[[Any, BlockKeys], None],
+        describe: Callable[[Any, EngineGroup, BlockKeys], None],
     ) -> None:
         """Plan by ``planner``.
 
@@ -44,12 +51,14 @@ class Storing:
             planner: Of the cache.
             configuration: What is wanted.
             counts: What is counted.
+            naming: Names blocks.
             hear: Takes the news of jobs, waits for the first so long, and says whether there was any.
             describe: Says what blocks are, to routers.
         """
         self._planner = planner
         self._configuration = configuration
         self._counts = counts
+        self._naming = naming
         self._hear = hear
         self._describe = describe
         self._due: list[Due] = []
@@ -59,23 +68,74 @@ class Storing:
         self._stores: dict[int, Store] = {}
         self._leaving: dict[str, Tracked] = {}
         self._kept: set[str] = set()
+        self._pool: Any = None
 
     @property
     def num_held(self) -> int:
         """What is due or being stored, and requests that have ended whose blocks vLLM keeps."""
         return len(self._due) + len(self._stores) + len(self._kept)
 
+    def jobs_of(self, tracked: Tracked) -> list[Job]:
+        """Return the jobs that hold blocks of a request and have not ended, as far as is known."""
+        return [store.job for store in self._stores.values() if tracked in store.tracked]
+
     @property
     def frees_soon(self) -> bool:
-        """Whether blocks of requests that have ended will be free as soon as they are copied."""
-        return bool(self._kept)
+        """Whether blocks that no running request has any more will be free as soon as they are copied."""
+        return bool(self._kept) or any(self._pool.blocks[block].ref_cnt == 1 for block in self._held())
 
-    def gather(self, tracked: Tracked, first: int, block_ids: list[int]) -> None:
-        """Have a request's blocks stored, from number ``first`` on: full at the latest after the step that is next."""
-        if block_ids:
-            self._due.append(Due(tracked, first, block_ids))
-            self._num_due += len(block_ids)
-            tracked.num_due += len(block_ids)
+    def use_pool(self, pool: Any) -> None:
+        """Hold blocks in vLLM's pool."""
+        self._pool = pool
+
+    def gather(self, tracked: Tracked, group: EngineGroup, first: int, block_ids: list[int]) -> None:
+        """Have a request's blocks stored, from number ``first`` on: full at the latest after the step that is next.
+
+        Args:
+            tracked: The request.
+            group: Of the blocks.
+            first: The number of the first of them.
+            block_ids: vLLM's. What the request has left behind is its empty block, and is left out.
+        """
+        runs: list[Due] = []
+        for at, block in enumerate(block_ids, start=first):
+            if block == _NULL_BLOCK:
+                continue
+            if not runs or runs[-1].stop != at:
+                runs.append(Due(tracked, group, at, []))
+            runs[-1].block_ids.append(block)
+        for due in runs:
+            if group.num_blocks is not None:
+                tracked.leaving.append(due)
+            self._due.append(due)
+            self._num_due += len(due.block_ids)
+            tracked.num_due += len(due.block_ids)
+
+    def copy_out(self, group: EngineGroup, runs: list[BlockKeys], block_ids: list[int], in_order: list[int]) -> None:
+        """Begin a job for blocks that no request has: they are held until they are copied, and are first to go then.
+
+        Args:
+            group: Of the blocks.
+            runs: Their keys.
+            block_ids: vLLM's.
+            in_order: The same, the first to go first.
+        """
+        self._pool.touch([self._pool.blocks[block] for block in block_ids])
+        job = self._planner.plan_store(runs, GPULoadStoreSpec(block_ids, group.number))
+        num_ranks = self._configuration.num_ranks
+        self._stores[job.number] = Store(job, frozenset(), len(block_ids), num_ranks, nobodys=in_order)
+
+    def hold(self, tracked: Tracked, num_computed: int) -> None:
+        """Hold blocks that a request has no use for behind so many tokens: it gives them back in its next step."""
+        for due in list(tracked.leaving):
+            window = due.group.num_blocks or 0
+            num_left = (num_computed - 1) // due.group.block_size + 1 - window - due.first
+            held = due.block_ids[due.num_held : max(0, num_left)]
+            if held:
+                self._pool.touch([self._pool.blocks[block] for block in held])
+                due.num_held += len(held)
+            if due.num_held == len(due.block_ids):
+                tracked.leaving.remove(due)
 
     def plan_if_due(self, *, is_idle: bool) -> None:
         """Begin a job if enough is due, or for long enough. Called once a step.
@@ -117,6 +177,7 @@ class Storing:
     def give_up(self, tracked: Tracked) -> None:
         """Take note that a preempted request has no blocks any more: the workers wait for copies of them themselves."""
         tracked.stores.clear()
+        tracked.leaving.clear()
 
     def end(self, tracked: Tracked) -> bool:
         """Take note that a request has ended; return whether vLLM has to keep its blocks until the workers say so."""
@@ -149,30 +210,36 @@ class Storing:
         """Drop what is due: other weights have computed it than those that are named from now on."""
         for due in self._due:
             due.tracked.num_due = 0
+        self._let_go_of(self._due)
         self._due, self._num_due = [], 0
 
     def _plan(self) -> None:
         """Begin jobs for all that is due: few, and none of much, as it finds room for all that it holds or for none."""
         due, self._due, self._num_due = self._due, [], 0
         self._num_steps, self._is_urgent = 0, False
-        together: list[Due] = []
-        num_blocks = 0
-        for each in due:
-            if together and num_blocks + len(each.block_ids) > 2 * MOST_DUE:
-                self._begin(together)
-                together, num_blocks = [], 0
-            together.append(each)
-            num_blocks += len(each.block_ids)
-        self._begin(together)
+        for group in self._configuration.groups:
+            together: list[Due] = []
+            num_blocks = 0
+            for each in due:
+                if each.group is not group:
+                    continue
+                if together and num_blocks + len(each.block_ids) > 2 * MOST_DUE:
+                    self._begin(group, together)
+                    together, num_blocks = [], 0
+                together.append(each)
+                num_blocks += len(each.block_ids)
+            if together:
+                self._begin(group, together)
 
-    def _begin(self, gathered: list[Due]) -> None:
-        runs = [self._configuration.keys(each.tracked.request, each.first, each.stop) for each in gathered]
+    def _begin(self, group: EngineGroup, gathered: list[Due]) -> None:
+        runs = [self._naming.keys(group, each.tracked.request, each.first, each.stop) for each in gathered]
         ids = tuple(block for each in gathered for block in each.block_ids)
-        job = self._planner.plan_store(runs, GPULoadStoreSpec(ids))
-        store = Store(job, frozenset(each.tracked for each in gathered), len(ids), self._configuration.num_ranks)
+        job = self._planner.plan_store(runs, GPULoadStoreSpec(ids, group.number))
+        tracked = frozenset(each.tracked for each in gathered)
+        store = Store(job, tracked, len(ids), self._configuration.num_ranks, gathered)
         self._stores[job.number] = store
         for due, keys in zip(gathered, runs, strict=True):
-            self._describe(due.tracked.request, keys)
+            self._describe(due.tracked.request, group, keys)
             due.tracked.num_due = 0
             due.tracked.stores.add(store)
 
@@ -189,3 +256,25 @@ class Storing:
     def _let_go(self, store: Store) -> None:
         for tracked in store.tracked:
             tracked.stores.discard(store)
+        self._let_go_of(store.dues)
+        blocks, store.nobodys = [self._pool.blocks[block] for block in store.nobodys], []
+        if blocks:  # where they were in vLLM's pool: the next to go
+            self._pool.free_blocks(blocks)
+            free = [block for block in blocks if not block.ref_cnt]
+            for block in free:
+                self._pool.free_block_queue.remove(block)
+            self._pool.free_block_queue.prepend_n(free)
+
+    def _let_go_of(self, dues: list[Due]) -> None:
+        for due in dues:
+            if due in due.tracked.leaving:
+                due.tracked.leaving.remove(due)
+            if due.num_held:
+                self._pool.free_blocks([self._pool.blocks[block] for block in reversed(due.block_ids[: due.num_held])])
+                due.num_held = 0
+
+    def _held(self) -> Iterator[int]:
+        for due in chain(self._due, *(store.dues for store in self._stores.values())):
+            yield from due.block_ids[: due.num_held]
+        for store in self._stores.values():
+            yield from store.nobodys

@@ -30,9 +30,10 @@ _MOST_WAITING: Final = 1 << 12
 class TierEvents:
     """What vLLM's ``take_events`` gives. The event loop calls `open` and `aclose`, the scheduler's thread the rest."""
 
-    def __init__(self, feed: RouterFeed, queue: "EventQueue") -> None:
+    def __init__(self, feed: RouterFeed, books: RouterBooks, queue: "EventQueue") -> None:
         """Made by `open` only."""
         self._feed = feed
+        self._books = books
         self._queue = queue
 
     @classmethod
@@ -43,7 +44,7 @@ class TierEvents:
         media = {tier: Medium("CPU", None) for tier, medium in cache.media.items() if medium == "cpu"}
         books = RouterBooks(changes.places, {tier: media.get(tier, storage) for tier, _, _ in changes.places}, {})
         queue = EventQueue()
-        return cls(RouterFeed(cache, changes, books, queue), queue)
+        return cls(RouterFeed(cache, changes, books, queue), books, queue)
 
     def describe(self, request: Any, keys: BlockKeys, hashes: Sequence[bytes]) -> None:
         """Say what blocks of a request are: of others nothing is told.
@@ -58,7 +59,7 @@ class TierEvents:
         with suppress(ClosedError):
             self._feed.describe(
                 keys,
-                hashes=own_hashes(keys),
+                hashes=[int.from_bytes(each[-8:], "big") for each in hashes[first:stop]] if lora else own_hashes(keys),
                 parent=int.from_bytes(hashes[first - 1][-8:], "big") if first else None,
                 tokens=np.array(request.all_token_ids[first * size : stop * size], np.uint32).reshape(-1, size),
                 lora_id=lora.adapter_id if lora else None,
@@ -69,6 +70,14 @@ class TierEvents:
     def take(self) -> Iterable[KVCacheEvent]:
         """Return the events since the last time."""
         return self._queue.take()
+
+    def tell_again(self) -> None:
+        """Tell of everything anew, soon: to routers that have just heard that all blocks are cleared."""
+        self._queue.put(self._everything)
+
+    def _everything(self) -> Iterable[Batch]:
+        self._queue.forget()
+        return self._books.everything()
 
     async def aclose(self) -> None:
         """End the thread."""
@@ -104,6 +113,10 @@ class EventQueue:
         with self._changed:
             self._is_stopping = True
             self._changed.notify_all()
+
+    def forget(self) -> None:
+        """Believe that routers know nothing. In the thread's work only."""
+        self._told.clear()
 
     def take(self) -> list[KVCacheEvent]:
         """Return what there is."""

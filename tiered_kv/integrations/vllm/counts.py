@@ -1,6 +1,7 @@
 """What the connector counts, in vLLM's own hooks: a line of its log now and then, and Prometheus counters."""
 
 from collections.abc import Mapping
+from threading import Lock
 from typing import Any, Final, Self
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
@@ -12,10 +13,16 @@ COUNTERS: Final = {
     "load_requests": "Requests that waited for blocks",
     "load_blocks": "Blocks that were brought to host memory for requests",
     "load_blocks_lost": "Blocks that were found and did not come, and were computed",
+    "load_blocks_declined": "Blocks that were found, and computed, as that took less time",
     "load_wait_seconds": "Time that requests waited for blocks to be in host memory",
     "loaded_tokens": "Tokens whose blocks were loaded; vLLM counts hits when they are found",
     "store_blocks": "Blocks copied out of the engine",
     "store_blocks_skipped": "Blocks that were there already, or that there was no room for",
+    "store_blocks_late": "Blocks that vLLM dropped before they could be copied out, where they are stored then",
+    "hints": "Actions of KV hints that are acted on",
+    "hints_ignored": "Actions of KV hints that are not understood, or too many",
+    "hint_blocks": "Blocks that hints keep or bring",
+    "hint_blocks_refused": "Blocks that hints would keep or bring beyond their tenant's share",
     "errors": "Copies that failed",
 }
 BY_TIER: Final = {
@@ -57,6 +64,8 @@ class Counts:
 
     def __init__(self) -> None:
         self._stats = TieredKVStats()
+        self._lock = Lock()
+        self._favoured = [0, 0]
 
     def load(self, num_wanted: int, num_blocks: int, waited_s: float) -> None:
         """Count a load as it goes to the workers."""
@@ -65,14 +74,34 @@ class Counts:
             {"load_requests": 1, "load_blocks": num_blocks, "load_blocks_lost": lost, "load_wait_seconds": waited_s}
         )
 
+    def declined(self, num_blocks: int) -> None:
+        """Count blocks that are not loaded though they could be."""
+        self._stats.add({"load_blocks_declined": num_blocks})
+
     def store(self, num_wanted: int, num_stored: int) -> None:
         """Count a store that has ended."""
         self._stats.add({"store_blocks": num_stored, "store_blocks_skipped": num_wanted - num_stored})
+
+    def late(self, num_blocks: int) -> None:
+        """Count blocks that were dropped before they could be stored."""
+        if num_blocks:
+            self._stats.add({"store_blocks_late": num_blocks})
 
     def copied(self, error: str) -> None:
         """Count a rank's copy if it failed. What was cancelled, or found no server, is no error of a copy."""
         if error:
             self._stats.add({"errors": 1})
+
+    def hints(self, num_actions: int, num_ignored: int) -> None:
+        """Count what requests say of their KV."""
+        if num_actions or num_ignored:
+            self._stats.add({"hints": num_actions, "hints_ignored": num_ignored})
+
+    def favoured(self, num_blocks: int, num_refused: int) -> None:
+        """Count blocks that are kept or brought by hints. Called in the cache's event loop, unlike all others."""
+        with self._lock:
+            self._favoured[0] += num_blocks
+            self._favoured[1] += num_refused
 
     def load_ended(self, num_tokens: int, by_tier: Mapping[str, TierShare]) -> None:
         """Count what is in place, and what has come from which tier."""
@@ -83,6 +112,10 @@ class Counts:
     def take(self) -> TieredKVStats | None:
         """Return what was counted since the last time."""
         stats, self._stats = self._stats, TieredKVStats()
+        with self._lock:
+            (num_blocks, num_refused), self._favoured = self._favoured, [0, 0]
+        if num_blocks or num_refused:
+            stats.add({"hint_blocks": num_blocks, "hint_blocks_refused": num_refused})
         return None if stats.is_empty() else stats
 
 

@@ -1,0 +1,62 @@
+"""vLLM's scheduler, pool and prefix cache over our connector, and a model that is a digest: no wrong byte is read."""
+
+import json
+import pathlib
+from typing import Any, Final
+
+import pytest
+
+from environments import Environment
+
+SHAPES: Final = ("full", "windows", "gemma", "one window", "two windows", "small blocks", "states", "pages")
+FAULTS: Final = {
+    "one window block short": "windows",
+    "full attention as a window": "windows",
+    "one end too far": "windows",
+    "the block before": "full",
+    "the block behind": "windows",
+    "nothing held": "windows",
+    "failures untold": "two windows",
+    "groups swapped": "windows",
+    "keys shifted": "windows",
+    "tables swapped": "windows",
+    "the state before": "states",
+    "a group forgotten": "two windows",
+    "another's blocks": "full",
+    "nothing kept": "full",
+    "flushed too late": "full",
+    "loads claimed": "windows",
+}
+"""What is wrong with the connector, and a model that shows it."""
+CROWDED: Final = {"nothing kept", "flushed too late"}
+"""Of these, what shows only where blocks are another's at once."""
+
+
+def run(vllm: Environment, model: pathlib.Path, **wanted: Any) -> Any:
+    """Run prompts of one shape."""
+    transfer = {
+        "kv_connector": "TieredKVConnector",
+        "kv_connector_module_path": "tiered_kv.integrations.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"tiers": ["cpu://?capacity=1MiB"], "weights": "digests"},
+    }
+    asked = json.dumps({"model": str(model), "transfer": transfer, **wanted})
+    return vllm.run("vllm_without_model.py", asked, timeout_s=1200)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_no_step_reads_a_wrong_byte(vllm: Environment, tiny_llama: pathlib.Path, shape: str) -> None:
+    """Prompts come, end, are preempted and aborted, and bring hints; caches are reset and small; nothing is left."""
+    answer = run(vllm, tiny_llama, shape=shape, prompts=400)
+    assert (answer["wrong"], answer["held"]) == ([], 0)
+    assert answer["loaded"] > 4_000
+    assert answer["hints"] > 100
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_connector_is_seen(vllm: Environment, tiny_llama: pathlib.Path, fault: str) -> None:
+    """The test above would find it: within some hundred prompts wrong bytes are read, or vLLM itself objects."""
+    num_blocks = 40 if fault in CROWDED else 120
+    answer = run(vllm, tiny_llama, shape=FAULTS[fault], prompts=300, fault=fault, num_blocks=num_blocks)
+    assert answer["wrong"] or answer["raised"]

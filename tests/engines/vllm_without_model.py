@@ -1,0 +1,528 @@
+"""vLLM's scheduler, block pool and prefix cache, our connector, and no model: ``vllm_without_model.py JSON``.
+
+What it computes is a digest of the tokens up to each one, written where attention would write keys and values. Each
+step looks at every token that attention would read: a block of another prefix, group or step is of wrong bytes.
+Runs in vLLM's environment; the JSON is that of `Wanted`.
+"""
+
+import json
+import os
+import random
+import sys
+from collections.abc import Callable, Container
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any, Final
+
+import torch
+
+from vllm_generate import ONE_PROCESS, QUIET
+
+ROW: Final = 16
+"""Bytes of a token, of a layer with pages of the least size."""
+VOCABULARY: Final = 400
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to run.
+
+    Attributes:
+        model: A checkpoint, of which only the configuration is read.
+        transfer: For the connector.
+        shape: Of `SHAPES`.
+        prompts: How many.
+        seed: Of chance.
+        fault: Of `FAULTS`, what is wrong on purpose.
+        num_blocks: Of vLLM's.
+    """
+
+    model: str
+    transfer: dict[str, Any]
+    shape: str = "windows"
+    prompts: int = 200
+    seed: int = 0
+    fault: str = ""
+    num_blocks: int = 120
+    engine: dict[str, Any] = field(default_factory=dict)
+
+
+def specs(shape: str) -> list[Any]:
+    """Return what the layers of a model are like, a group each."""
+    from vllm.v1.kv_cache_interface import (  # noqa: PLC0415 - takes seconds, and the environment is set first
+        FullAttentionSpec,
+        MambaSpec,
+        SlidingWindowSpec,
+        UniformTypeKVCacheSpecs,
+    )
+
+    def heads(size: int = 16, num: int = 1) -> dict[str, Any]:
+        return {"block_size": size, "num_kv_heads": num, "head_size": ROW // 8, "dtype": torch.float32}
+
+    def window(width: int, size: int = 16, num: int = 1) -> Any:
+        return SlidingWindowSpec(**heads(size, num), sliding_window=width)
+
+    full = FullAttentionSpec(**heads())
+    state = MambaSpec(block_size=64, shapes=((64,),), dtypes=(torch.float32,), mamba_cache_mode="align")
+    unequal = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": full, "b": FullAttentionSpec(**heads(num=2))})
+    return {
+        "full": [full],
+        "windows": [full, window(40)],
+        "gemma": [window(24), window(24), full],
+        "one window": [window(33)],
+        "two windows": [full, window(17), window(70)],
+        "small blocks": [FullAttentionSpec(**heads(32)), window(40, 16, 2)],
+        "states": [FullAttentionSpec(**heads(64)), state, state],
+        "pages": [unequal, window(40, 16, 3)],
+    }[shape]
+
+
+@lru_cache(1 << 16)
+def _next(digest: bytes, token: int) -> bytes:
+    return blake2b(digest + token.to_bytes(4, "little"), digest_size=ROW).digest()
+
+
+class Prefixes:
+    """The digests of a request's tokens, each of all up to it."""
+
+    def __init__(self, salt: str | None) -> None:
+        self._digests = [blake2b((salt or "").encode(), digest_size=ROW).digest()]
+
+    def of(self, tokens: Any, first: int, stop: int) -> torch.Tensor:
+        """Return ``(stop - first, ROW)``."""
+        for at in range(len(self._digests) - 1, stop):
+            self._digests.append(_next(self._digests[-1], tokens[at]))
+        joined = bytearray(b"".join(self._digests[first + 1 : stop + 1]))
+        return torch.frombuffer(joined, dtype=torch.uint8).view(-1, ROW)
+
+
+class Engine:
+    """vLLM's scheduler, and a runner whose model is a digest.
+
+    Attributes:
+        wrong: What attention would have read of wrong bytes.
+    """
+
+    def __init__(self, wanted: Wanted) -> None:
+        from vllm.config import KVTransferConfig  # noqa: PLC0415 - as above
+        from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415
+        from vllm.utils.hashing import sha256_cbor  # noqa: PLC0415
+        from vllm.v1.core.kv_cache_utils import (  # noqa: PLC0415
+            generate_scheduler_kv_cache_config,
+            get_request_block_hasher,
+            init_none_hash,
+            resolve_kv_cache_block_sizes,
+        )
+        from vllm.v1.core.sched.scheduler import Scheduler  # noqa: PLC0415
+        from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor  # noqa: PLC0415
+        from vllm.v1.structured_output import StructuredOutputManager  # noqa: PLC0415
+
+        from tiered_kv.integrations.vllm import moving  # noqa: PLC0415
+        from tiered_kv.integrations.vllm.configuration import Configuration  # noqa: PLC0415
+
+        config = EngineArgs(
+            model=wanted.model, skip_tokenizer_init=True, dtype="float32", max_model_len=1024, block_size=16,
+            max_num_batched_tokens=128, max_num_seqs=8, enable_prefix_caching=True, enable_chunked_prefill=True,
+            kv_transfer_config=KVTransferConfig(**wanted.transfer), **wanted.engine,
+        ).create_engine_config()  # fmt: skip
+        self._make_groups(wanted.shape)
+        config.cache_config.num_gpu_blocks = wanted.num_blocks
+        if wanted.shape == "states":
+            config.cache_config.mamba_cache_mode = "align"
+            config.cache_config.block_size = self.specs[0].block_size  # by which the scheduler cuts prompts
+        groups = [KVCacheGroupSpec(names, spec) for names, spec in zip(self.names, self.specs, strict=True)]
+        tensors = [KVCacheTensor(size=0, layers=self.names[0], layer_stride=0, block_stride=0)]
+        cache = KVCacheConfig(num_blocks=wanted.num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)
+        block_size, hash_size = resolve_kv_cache_block_sizes(cache, config)
+        cache.hash_block_size = hash_size
+        init_none_hash(sha256_cbor)
+        self._hasher = get_request_block_hasher(hash_size, sha256_cbor)
+        self.scheduler: Any = Scheduler(
+            config, generate_scheduler_kv_cache_config([cache]), StructuredOutputManager(config),
+            block_size=block_size, hash_block_size=hash_size,
+        )  # fmt: skip
+        self.scheduling: Any = self.scheduler.connector._in_scheduler()  # noqa: SLF001 - there is no other way
+        vars(moving).update(get_tensor_model_parallel_rank=lambda: 0, get_layers_from_vllm_config=lambda *_: {})
+        self.worker = moving.MovingSide(config, Configuration.of(config, cache))
+        self._make_memory(wanted.num_blocks)
+        self.worker.register_kv_caches(self.memory)
+        hello = self.worker.hello()
+        assert hello is not None
+        self.scheduling.open([hello])
+        self.wrong: list[str] = []
+        self.num_tokens = self.num_loaded = self.num_hints = 0
+        load_ended = self.scheduling.counts.load_ended
+
+        def count(num_tokens: int, by_tier: Any) -> None:
+            self.num_loaded += num_tokens
+            load_ended(num_tokens, by_tier)
+
+        self.scheduling.counts.load_ended = count
+        hints = self.scheduling.counts.hints
+
+        def count_hints(num_actions: int, num_ignored: int) -> None:
+            self.num_hints += num_actions
+            hints(num_actions, num_ignored)
+
+        self.scheduling.counts.hints = count_hints
+        self._prefixes: dict[str, Prefixes] = {}
+        self._names = 0
+        self._pool = self.scheduler.kv_cache_manager.block_pool
+        self._num_free = self._pool.get_num_free_blocks()
+
+    def _make_groups(self, shape: str) -> None:
+        """Name the layers of each group."""
+        self.specs, self.names = specs(shape), []
+        for number, spec in enumerate(self.specs):
+            if hasattr(spec, "kv_cache_specs"):
+                inner = {f"{number}.{name}": each for name, each in spec.kv_cache_specs.items()}
+                self.specs[number] = type(spec)(block_size=spec.block_size, kv_cache_specs=inner)
+            self.names.append(list(inner) if hasattr(spec, "kv_cache_specs") else [f"{number}.x"])
+
+    def _make_memory(self, num_blocks: int) -> None:
+        """Have groups share memory, as vLLM does: what one writes another would read where it is not its own."""
+        most = max(spec.page_size_bytes for spec in self.specs)
+        self._pages: list[torch.Tensor] = []
+        self.memory: dict[str, torch.Tensor] = {}
+        for spec, names in zip(self.specs, self.names, strict=True):
+            for layer, name in enumerate(names):
+                if layer == len(self._pages):
+                    self._pages.append(torch.zeros(num_blocks, most, dtype=torch.uint8))
+                size = getattr(spec, "kv_cache_specs", {}).get(name, spec).page_size_bytes
+                self.memory[name] = self._pages[layer][:, :size]
+
+    def ask(self, tokens: list[int], num_wanted: int, salt: str | None, hint: str = "") -> str:
+        """Add a request, with an action of a KV hint if one is named."""
+        from vllm import SamplingParams  # noqa: PLC0415 - as above
+        from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope  # noqa: PLC0415
+        from vllm.v1.request import Request  # noqa: PLC0415
+
+        self._names += 1
+        sampling = SamplingParams(temperature=0.0, max_tokens=num_wanted, ignore_eos=True)
+        name = f"r{self._names}"
+        hints = KvHintsEnvelope("0.1", name, [KvHintAction(name, hint, "1.0", {})]) if hint else None
+        request = Request(
+            name, tokens, sampling, None, cache_salt=salt, block_hasher=self._hasher, kv_hints=hints
+        )  # fmt: skip
+        self._prefixes[name] = Prefixes(salt)
+        self.scheduler.add_request(request)
+        return name
+
+    def step(self) -> None:
+        """Do one."""
+        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput  # noqa: PLC0415 - as above
+
+        scheduled = self.scheduler.schedule()
+        for block in scheduled.new_block_ids_to_zero or ():
+            for pages in self._pages:
+                pages[block] = 0
+        for copy in scheduled.kv_cache_block_copies or ():
+            for pages in self._pages:
+                pages[copy.dst_block_id] = pages[copy.src_block_id]
+        meta = scheduled.kv_connector_metadata
+        self.worker.before_computing(meta)
+        names = list(scheduled.num_scheduled_tokens)
+        sampled = [self._compute(name, scheduled.num_scheduled_tokens[name]) for name in names]
+        self.worker.start_loads(meta)
+        self.worker.start_stores(meta)
+        sent, loaded = self.worker.ended()
+        output = KVConnectorOutput(
+            finished_sending=sent, finished_recving=loaded, failed_recving=self.worker.take_failed(),
+            invalid_block_ids=self.worker.take_lost(), kv_connector_worker_meta=self.worker.report(),
+        )  # fmt: skip
+        indices = {name: at for at, name in enumerate(names)}
+        self.scheduler.update_from_output(
+            scheduled, ModelRunnerOutput(names, indices, sampled, kv_connector_output=output)
+        )
+
+    def settle(self) -> None:
+        """Step until nothing is left to do."""
+        while self.scheduler.has_requests():
+            self.step()
+
+    def num_held(self) -> int:
+        """Count the blocks that nobody has given back, when nothing is left to do."""
+        return int(self._num_free - self._pool.get_num_free_blocks())
+
+    def _compute(self, name: str, num_new: int) -> list[int]:
+        request = self.scheduler.requests[name]
+        stop = request.num_computed_tokens  # vLLM has counted this step's already
+        first, tokens, prefixes = stop - num_new, request.all_token_ids, self._prefixes[name]
+        self.num_tokens += num_new
+        tables = self.scheduler.kv_cache_manager.get_block_ids(name)
+        for spec, layers, table in zip(self.specs, self.names, tables, strict=True):
+            for layer in layers:
+                each = getattr(spec, "kv_cache_specs", {}).get(layer, spec)
+                is_right = self._compute_layer(
+                    each, layer, table, (first, stop), lambda a, b: prefixes.of(tokens, a, b)
+                )
+                if not is_right:
+                    self.wrong.append(f"{name} of {len(tokens)} tokens, from {first} to {stop}, {layer}")
+        if stop < request.num_tokens:
+            return []
+        return [int(prefixes.of(tokens, stop - 1, stop)[0, 0]) % VOCABULARY]
+
+    def _compute_layer(
+        self,
+        spec: Any,
+        layer: str,
+        table: list[int],
+        part: tuple[int, int],
+        digests: Callable[[int, int], torch.Tensor],
+    ) -> bool:
+        """Read what a layer would, then write; say whether it was right."""
+        first, stop = part
+        size, memory = spec.block_size, self.memory[layer]
+        if hasattr(spec, "mamba_cache_mode"):
+            source, target = (first - 1) // size, (stop - 1) // size
+            is_right = not first or bool((memory[table[source], :ROW] == digests(first - 1, first)[0]).all())
+            memory[table[target], :ROW] = digests(stop - 1, stop)[0]
+            return is_right and bool(table[target])
+        rows = memory.view(len(memory), size, -1, ROW)
+        begin = max(0, first - spec.sliding_window + 1) if getattr(spec, "sliding_window", None) else 0
+
+        def places(start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+            at = torch.arange(start, end)
+            return torch.tensor(table)[at // size], at % size
+
+        salt = ord(layer[-1]) + int(layer[0])  # other bytes in each layer
+        is_right = begin == first or bool((rows[places(begin, first)] == digests(begin, first)[:, None] ^ salt).all())
+        rows[places(first, stop)] = (digests(first, stop)[:, None] ^ salt).expand(-1, rows.shape[2], -1)
+        return is_right
+
+
+def _wider(engine: Engine, **changes: Any) -> None:
+    """Have the connector's scheduler believe something else of its groups."""
+    from dataclasses import replace  # noqa: PLC0415 - of faults only
+
+    side = engine.scheduling
+    groups = tuple(replace(group, **{k: v(group) for k, v in changes.items()}) for group in side._configuration.groups)  # noqa: SLF001 - ours
+    side._configuration = side._storing._configuration = replace(side._configuration, groups=groups)  # noqa: SLF001
+
+
+def _shift_load(engine: Engine, by: int) -> None:
+    """Load into the blocks before or behind those that are meant."""
+    begin = engine.scheduling.begin
+    engine.scheduling.begin = lambda request, tables, n: begin(
+        request, [table[by:] + table[:by] for table in tables], n
+    )
+
+
+def _find_more(engine: Engine, by: int) -> None:
+    """Say that more was found."""
+    find, step = engine.scheduling.find, engine.scheduling._configuration.step  # noqa: SLF001 - ours
+
+    def more(request: Any, num_computed: int) -> Any:
+        found = find(request, num_computed)
+        if found and num_computed + found + by * step < request.num_tokens:
+            found += by * step
+        return found
+
+    engine.scheduling.find = more
+
+
+def _no_hold(engine: Engine) -> None:
+    """Hold no block that a request leaves behind."""
+
+    class Pool:
+        blocks = engine._pool.blocks  # noqa: SLF001 - ours
+
+        def touch(self, blocks: Any) -> None:
+            pass
+
+        free_blocks = touch
+
+    engine.scheduling.use_pool(Pool())
+
+
+def _never_fail(engine: Engine) -> None:
+    """Tell nobody of loads that have failed, of which each third does."""
+    start, count = engine.worker._start, [0]  # noqa: SLF001 - ours
+
+    def start_some(plan: Any, after: object) -> Any:
+        if plan is not None and plan.direction == "load":
+            count[0] += 1
+            return start(None if count[0] % 3 == 0 else plan, after)
+        return start(plan, after)
+
+    engine.worker._start = start_some  # type: ignore[method-assign]  # noqa: SLF001
+    engine.worker.take_failed = set  # type: ignore[method-assign]
+    engine.worker.take_lost = set  # type: ignore[method-assign]
+
+
+def _swap_groups(engine: Engine) -> None:
+    """Store the blocks of one group as another's."""
+    storing = engine.scheduling._storing  # noqa: SLF001 - ours
+    gather, groups = storing.gather, engine.scheduling._configuration.groups  # noqa: SLF001
+    storing.gather = lambda tracked, group, first, ids: gather(tracked, groups[group.number - 1], first, ids)
+
+
+def _shift_keys(engine: Engine) -> None:
+    """Name blocks by what comes behind them."""
+    storing = engine.scheduling._storing  # noqa: SLF001 - ours
+    gather = storing.gather
+    storing.gather = lambda tracked, group, first, ids: gather(tracked, group, first + 1, ids[:-1])
+
+
+def _state_before(engine: Engine) -> None:
+    """Store each state as that of the endpoint before."""
+    storing = engine.scheduling._storing  # noqa: SLF001 - ours
+    gather = storing.gather
+    storing.gather = lambda tracked, group, first, ids: gather(
+        tracked, group, max(0, first - 1) if group.is_handed_over else first, ids
+    )
+
+
+def _forget_group(engine: Engine) -> None:
+    """Load nothing of the last group, as of a draft's that nobody thinks of."""
+    planner, last = engine.scheduling._planner, len(engine.specs) - 1  # noqa: SLF001 - ours
+    plan_load = planner.plan_load
+
+    def plan_others(keys: Any, into: Any, **more: Any) -> Any:
+        job = plan_load(keys, into, **more)
+        if keys.group == last:
+            forgotten.add(job.number)
+        return job
+
+    forgotten: set[int] = set()
+    planner.plan_load = plan_others
+    _claim_loads(engine, forgotten)
+
+
+def _load_anothers(engine: Engine) -> None:
+    """Load the blocks of the request before."""
+    planner, before = engine.scheduling._planner, dict[int, Any]()  # noqa: SLF001 - ours
+    plan_load = planner.plan_load
+
+    def plan_anothers(keys: Any, into: Any, **more: Any) -> Any:
+        anothers, before[keys.group] = before.get(keys.group, keys), keys
+        return plan_load(anothers[: len(keys)] if len(anothers) >= len(keys) else keys, into, **more)
+
+    planner.plan_load = plan_anothers
+
+
+def _keep_nothing(engine: Engine) -> None:
+    """Let go of the blocks of requests that have ended, whatever is due of them."""
+    end, give_up = engine.scheduling.end, engine.scheduling._storing  # noqa: SLF001 - ours
+
+    def end_at_once(request: Any) -> bool:
+        end(request)
+        give_up._leaving.pop(request.request_id, None)  # noqa: SLF001 - ours
+        give_up._kept.discard(request.request_id)  # noqa: SLF001 - ours
+        return False
+
+    engine.scheduling.end = end_at_once
+
+
+def _flush_too_late(engine: Engine) -> None:
+    """Copy blocks of preempted requests behind the step that computes what others have there."""
+    before = engine.worker.before_computing
+
+    def begin(step: Any) -> None:
+        step.stores, step.flushes = step.flushes + step.stores, []
+        before(step)
+
+    engine.worker.before_computing = begin  # type: ignore[method-assign]
+
+
+def _claim_loads(engine: Engine, jobs: Container[int] = range(1 << 62)) -> None:
+    """Say that loads have brought all, and copy nothing of them."""
+    from concurrent.futures import Future  # noqa: PLC0415 - of faults only
+
+    from tiered_kv import Outcomes  # noqa: PLC0415 - takes seconds, and the environment is set first
+
+    start = engine.worker._start  # noqa: SLF001 - ours
+
+    def claim(plan: Any, after: object) -> Any:
+        if plan is None or plan.direction != "load" or plan.job not in jobs:
+            return start(plan, after)
+        claimed: Future[Outcomes] = Future()
+        claimed.set_result(Outcomes(plan.job, 0, plan.num_blocks))
+        return claimed
+
+    engine.worker._start = claim  # type: ignore[method-assign]  # noqa: SLF001
+
+
+FAULTS: Final[dict[str, Callable[[Engine], None]]] = {
+    "one window block short": lambda engine: _wider(
+        engine, num_blocks=lambda g: (g.num_blocks and g.num_blocks - 1) or g.num_blocks
+    ),
+    "full attention as a window": lambda engine: _wider(engine, num_blocks=lambda g: g.num_blocks or 2),
+    "one end too far": lambda engine: _find_more(engine, 1),
+    "the block before": lambda engine: _shift_load(engine, -1),
+    "the block behind": lambda engine: _shift_load(engine, 1),
+    "nothing held": _no_hold,
+    "failures untold": _never_fail,
+    "groups swapped": _swap_groups,
+    "keys shifted": _shift_keys,
+    "tables swapped": lambda engine: _wider(engine, table=lambda _: 0),
+    "the state before": _state_before,
+    "a group forgotten": _forget_group,
+    "another's blocks": _load_anothers,
+    "nothing kept": _keep_nothing,
+    "flushed too late": _flush_too_late,
+    "loads claimed": _claim_loads,
+}
+
+
+HINTS: Final = ("", "", "", "kv.retain", "kv.demote", "kv.prefetch", "kv.fetch", "kv.pin", "kv.evict", "kv.unknown")
+
+
+def disturb(engine: Engine, alive: list[str], chance: random.Random) -> None:
+    """Reset caches, preempt all, abort a request, or forget what is stored; mostly do nothing."""
+    from vllm.v1.request import RequestStatus  # noqa: PLC0415 - takes seconds, and the environment is set first
+
+    match chance.randrange(60):
+        case 0:
+            engine.scheduler.reset_prefix_cache()
+        case 1:
+            with suppress(RuntimeError):  # as vLLM says where a load is under way
+                engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+        case 2 | 3 if alive:
+            engine.scheduler.finish_requests(chance.choice(alive), RequestStatus.FINISHED_ABORTED)
+        case 4:
+            engine.scheduling.kv.clear()
+
+
+def serve(engine: Engine, num_prompts: int, chance: random.Random) -> None:
+    """Have prompts that share prefixes come and go until all are answered, or wrong bytes are read."""
+    roots = [[chance.randrange(VOCABULARY) for _ in range(600)] for _ in range(4)]
+    alive: list[str] = []
+    num_asked = 0
+    while num_asked < num_prompts and not engine.wrong:
+        if len(alive) < 12 and chance.random() < 0.4:
+            tail = [chance.randrange(VOCABULARY) for _ in range(chance.randrange(40))]
+            tokens = chance.choice(roots)[: chance.randrange(1, 500)] + tail
+            salt, hint = chance.choice([None, None, "tenant"]), chance.choice(HINTS)
+            alive.append(engine.ask(tokens, chance.randrange(1, 40), salt, hint))
+            num_asked += 1
+        disturb(engine, alive, chance)
+        engine.step()
+        alive = [name for name in alive if name in engine.scheduler.requests]
+    if not engine.wrong:
+        engine.settle()
+
+
+def main(wanted: Wanted) -> None:
+    """Serve, and say what was wrong."""
+    engine, raised = Engine(wanted), ""
+    if wanted.fault:
+        FAULTS[wanted.fault](engine)
+    try:
+        serve(engine, wanted.prompts, random.Random(wanted.seed))
+    except Exception as error:  # a wrong connector may break vLLM
+        if not wanted.fault:
+            raise
+        raised = f"{type(error).__name__}: {error}"[:200]
+    held = 0 if engine.wrong or raised else engine.num_held()
+    said = {"wrong": engine.wrong[:3], "raised": raised, "held": held}
+    print(json.dumps({**said, "tokens": engine.num_tokens, "loaded": engine.num_loaded, "hints": engine.num_hints}))
+    engine.worker.close()
+    engine.scheduler.shutdown()
+
+
+if __name__ == "__main__":
+    os.environ.update({**QUIET, **ONE_PROCESS})
+    main(Wanted(**json.loads(sys.argv[1])))

@@ -1,0 +1,138 @@
+"""What a LoRA adapter has computed is served for its very files, and not for what is trained anew under its path."""
+
+import json
+import os
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from structlog.testing import capture_logs
+
+from tests.support.small_vllm import BLOCK_SIZE, STRIDE, VLLM, SmallVLLM, small_vllm
+from tiered_kv import BlockState
+
+NUM_BLOCKS = 6
+opened = contextmanager(small_vllm)
+
+
+@dataclass
+class Lora:
+    """A LoRA request of vLLM's."""
+
+    lora_path: str
+    lora_int_id: int = 1
+    lora_name: str = "sql"
+
+
+def train(folder: Path, seed: int = 0, alpha: int = 16) -> Lora:
+    """Write an adapter, by new files in the place of those that were there."""
+    folder.mkdir(exist_ok=True)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (folder / name).unlink(missing_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps({"r": 8, "lora_alpha": alpha}))
+    weights = torch.randn(8, 64, generator=torch.Generator().manual_seed(seed))
+    save_file({"layers.0.q_proj.lora_A.weight": weights}, folder / "adapter_model.safetensors")
+    return Lora(str(folder))
+
+
+def tiers(folder: Path) -> list[dict[str, object]]:
+    """Return memory, and NVMe that outlives an engine."""
+    nvme = {"medium": "nvme", "path": folder, "capacity": "8MiB", "write": "through"}
+    return [{"medium": "cpu", "capacity": 64 * STRIDE}, nvme]
+
+
+def ask(engine: SmallVLLM, lora: Lora | None) -> tuple[int, int]:
+    """Have the prompt computed; return how many of its blocks were loaded, and how many stored."""
+    before = engine.scheduling.kv.stats()
+    engine.ask(f"r{before}", NUM_BLOCKS * BLOCK_SIZE + 1, 1, prompt="a", lora=lora)
+    engine.settle()
+    engine.settle_loop()
+    now = engine.scheduling.kv.stats()
+    num_asked, num_missed = now.requested - before.requested, now.missed - before.missed
+    return num_asked - num_missed, now.stored - before.stored
+
+
+def test_the_same_files_are_served_after_a_restart(tmp_path: Path) -> None:
+    """Of the adapter its own blocks, and of the model without one its own."""
+    lora = train(tmp_path / "sql")
+    with opened(*tiers(tmp_path / "nvme")) as engine:
+        assert ask(engine, lora) == (0, NUM_BLOCKS)
+        assert ask(engine, None) == (0, NUM_BLOCKS)
+        assert ask(engine, lora) == (NUM_BLOCKS, 0)
+    with opened(*tiers(tmp_path / "nvme")) as engine:
+        assert ask(engine, lora) == (NUM_BLOCKS, 0)
+
+
+@pytest.mark.parametrize("change", [{"seed": 1}, {"alpha": 32}], ids=["weights", "scaling"])
+def test_what_is_trained_anew_under_its_path_finds_nothing_after_a_restart(
+    tmp_path: Path, change: dict[str, int]
+) -> None:
+    """The hashes that vLLM makes are the same: they have the adapter's name and path."""
+    with opened(*tiers(tmp_path / "nvme")) as engine:
+        ask(engine, train(tmp_path / "sql"))
+    with opened(*tiers(tmp_path / "nvme")) as engine:
+        assert ask(engine, train(tmp_path / "sql", **change)) == (0, NUM_BLOCKS)
+
+
+def test_an_adapter_whose_files_change_while_it_is_served_is_neither_stored_nor_found(tmp_path: Path) -> None:
+    """In memory are its old weights or, loaded in place, the new ones; under another number it is read anew."""
+    lora = train(tmp_path / "sql")
+    with opened(*tiers(tmp_path / "nvme")) as engine:
+        ask(engine, lora)
+        train(tmp_path / "sql", seed=1)
+        with capture_logs() as logs:
+            assert [ask(engine, lora), ask(engine, lora)] == [(0, 0)] * 2
+        assert [each["event"] for each in logs].count("vllm.adapter_unknown") == 1
+        again = Lora(lora.lora_path, lora_int_id=2)
+        assert [ask(engine, again), ask(engine, again)] == [(0, NUM_BLOCKS), (NUM_BLOCKS, 0)]
+
+
+def test_what_was_begun_before_the_files_changed_is_not_stored(tmp_path: Path) -> None:
+    """Nobody knows which weights have computed the rest of it."""
+    lora = train(tmp_path / "sql")
+    with opened(*tiers(tmp_path / "nvme")) as engine:
+        request = engine.ask("r", BLOCK_SIZE + 1, 4 * BLOCK_SIZE, lora=lora)
+        engine.step(2)
+        train(tmp_path / "sql", seed=1)
+        engine.settle()
+        engine.settle_loop()
+        train(tmp_path / "sql")
+        naming = VLLM.naming.Naming()
+        assert naming.can_name(request)
+        states = engine.scheduling.kv.membership(naming.keys(engine.groups[0], request, 0, 5))
+        assert list(states[1:]) == [BlockState.MISS] * 4
+
+
+def test_an_adapter_that_is_not_there_yet_is_served_once_it_is(tmp_path: Path) -> None:
+    """It may be fetched only when the first request is about to be computed."""
+    lora = Lora(str(tmp_path / "sql"))
+    with opened(*tiers(tmp_path / "nvme")) as engine:
+        assert ask(engine, lora) == (0, 0)
+        train(tmp_path / "sql")
+        assert [ask(engine, lora), ask(engine, lora)] == [(0, NUM_BLOCKS), (NUM_BLOCKS, 0)]
+
+
+def test_a_file_that_is_written_in_place_is_another_whatever_its_date(tmp_path: Path) -> None:
+    """A copy that keeps dates does so."""
+    lora = train(tmp_path / "sql")
+    file = tmp_path / "sql" / "adapter_model.safetensors"
+    with opened(*tiers(tmp_path / "nvme")) as engine:
+        ask(engine, lora)
+        dates = file.stat()
+        file.write_bytes(file.read_bytes()[:-1] + b"x")
+        os.utime(file, ns=(dates.st_atime_ns, dates.st_mtime_ns))
+        assert ask(engine, lora) == (0, 0)
+
+
+def test_of_more_adapters_than_are_remembered_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are remembered are served on."""
+    monkeypatch.setattr(VLLM.naming, "MOST_ADAPTERS", 1)
+    first, second = train(tmp_path / "sql"), train(tmp_path / "prose", seed=1)
+    second.lora_int_id = 2
+    with opened(*tiers(tmp_path / "nvme")) as engine:
+        assert [ask(engine, each) for each in (first, second, second, first)] == [
+            (0, NUM_BLOCKS), (0, 0), (0, 0), (NUM_BLOCKS, 0),
+        ]  # fmt: skip

@@ -1,0 +1,206 @@
+"""What the connector for vLLM loads and stores because it pays: imitated, without a clock."""
+
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.small_vllm import BLOCK_SIZE, STRIDE, VLLM, Request, SmallVLLM, group, small_vllm
+from tiered_kv import BlockKeys
+from tiered_kv.values.results import LoadCost, LookupResult, TierRun
+
+SMALL = {"medium": "cpu", "capacity": 32 * STRIDE, "policy": "lru"}
+opened = contextmanager(small_vllm)
+
+
+class Paying:
+    """What pays, with a clock and tiers of the test's own."""
+
+    def __init__(
+        self,
+        *groups: Any,  # noqa: ANN401 - of a package that only exists beside vLLM
+        load_when: str = "auto",
+        store_when: str = "auto",
+        media: dict[str, str] | None = None,
+    ) -> None:
+        groups = groups or (group(),)
+        self.now, self.found = 0.0, LookupResult(0, (), 0, BLOCK_SIZE)
+        self.groups = groups
+        wanted = SimpleNamespace(
+            connector=SimpleNamespace(load_when=load_when, store_when=store_when),
+            main=groups[0], loads_parts=len(groups) == 1,
+        )  # fmt: skip
+        media = {"cpu": "cpu", "disk": "nvme"} if media is None else media
+        kv = SimpleNamespace(lookup_nowait=lambda _keys: self.found, cache=SimpleNamespace(media=media))
+        self.counts = VLLM.counts.Counts()
+        self.paying = VLLM.paying.Paying(kv, wanted, self.counts, num_memory_slots=100, clock=lambda: self.now)
+        self.tracked: dict[str, Any] = {}
+
+    def compute(self, name: str, num_tokens: int, took_s: float) -> None:
+        """Have a prompt computed in so many seconds."""
+        request = Request(name, num_tokens, 1)
+        request.know(num_tokens)
+        self.tracked[name] = VLLM.messages.Tracked(request)
+        self.paying.step({name: num_tokens}, self.tracked)
+        self.now += took_s
+        request.know(num_tokens + 1)
+        self.paying.step({name: 1}, self.tracked)
+
+    def worth(self, runs: list[tuple[str, int]], num_found: int | None = None, **costs: LoadCost) -> int:
+        """Return how many blocks to load, of a prefix that is in these tiers."""
+        made, at = [], 0
+        for tier, count in runs:
+            made.append(TierRun(tier, at, at + count))
+            at += count
+        self.found = LookupResult(at, tuple(made), 0, BLOCK_SIZE, costs)
+        request, num_tokens = Request("r", 4000, 1), (num_found or at) * BLOCK_SIZE
+        request.know(4000)
+        needs = [VLLM.naming.Naming().need(each, request, 0, num_tokens) for each in self.groups]
+        num_worth: int = self.paying.num_worth(needs, num_tokens)
+        return num_worth // BLOCK_SIZE
+
+
+FAST, SLOW = LoadCost(0.001, 0.0001), LoadCost(0.001, 0.1)  # a block of 4 tokens is computed in 0.004 s
+
+
+def test_all_is_loaded_while_nothing_is_known() -> None:
+    """How fast the engine is, for one."""
+    assert Paying().worth([("disk", 100)], disk=SLOW) == 100
+
+
+def test_a_slow_tier_serves_nothing_and_a_fast_one_all() -> None:
+    """Against what prompts took; memory costs nothing, and what is not loaded is counted."""
+    of = Paying()
+    of.compute("first", 1000, 1.0)
+    assert of.worth([("disk", 100)], disk=FAST) == 100
+    assert of.worth([("disk", 100)], disk=SLOW) == 0
+    assert of.worth([("cpu", 60), ("disk", 40)], disk=SLOW) == 60
+    assert of.counts.take().data["load_blocks_declined"] == 140
+
+
+def test_the_line_at_a_tier_counts() -> None:
+    """What others are going to ask for comes in turns with ours: so a convoy ends in computing."""
+    of = Paying()
+    of.compute("first", 1000, 1.0)
+    assert of.worth([("disk", 100)], disk=LoadCost(0.001, 0.003)) == 100
+    assert of.worth([("disk", 100)], disk=LoadCost(0.001, 0.003, num_others=8, others_blocks=4000)) == 0
+
+
+def test_a_tier_that_others_use_has_what_is_nowhere_else() -> None:
+    """It has a cost too."""
+    of = Paying(media={"cpu": "cpu"})
+    of.compute("first", 1000, 1.0)
+    assert of.worth([("cpu", 10)], num_found=50, shared=SLOW) == 10
+    assert of.worth([("cpu", 10)], num_found=50, shared=FAST) == 50
+
+
+def test_of_several_groups_all_or_nothing() -> None:
+    """As a part of them is of no use."""
+    of = Paying(group(0), group(1, num_blocks=4))
+    of.compute("first", 1000, 1.0)
+    assert of.worth([("disk", 100)], disk=FAST) == 100
+    assert of.worth([("cpu", 60), ("disk", 40)], disk=SLOW) == 0
+
+
+def test_always_is_always() -> None:
+    """Where nothing is to be chosen."""
+    of = Paying(load_when="always")
+    of.compute("first", 1000, 1.0)
+    assert of.worth([("disk", 100)], disk=SLOW) == 100
+
+
+def test_prompts_are_measured_as_long_as_they_take() -> None:
+    """Lately most; short ones and those that were preempted or aborted say nothing."""
+    of = Paying()
+    of.compute("short", 8, 5.0)
+    assert of.paying.tokens_per_s == 0
+    of.compute("a", 1000, 1.0)
+    assert of.paying.tokens_per_s == 1000
+    for number in range(60):
+        of.compute(f"b{number}", 1000, 0.5)
+    assert of.paying.tokens_per_s == pytest.approx(2000, rel=0.01)
+    request = Request("c", 1000, 1)
+    request.know(1000)
+    of.paying.step({"c": 500}, {"c": VLLM.messages.Tracked(request)})
+    of.now += 100
+    of.paying.end("c")
+    of.paying.give_up("c")
+    assert of.paying.tokens_per_s == pytest.approx(2000, rel=0.01)
+
+
+def asked(of: Paying, count: int, num_known: int = 0) -> int:
+    """Have so many new prompts asked for; return of how many what they compute is stored."""
+    num_wanted = 0
+    for number in range(count):
+        request = Request(f"{of.now} {number}", 64, 1)
+        request.know(64)
+        num_wanted += of.paying.wants(request, num_known)
+        of.paying.stored(16)
+    of.now += 1
+    return num_wanted
+
+
+def test_stores_stop_where_nothing_comes_back_and_begin_again() -> None:
+    """One prompt of sixteen is stored all the same; the first that comes again has all stored."""
+    of = Paying()
+    assert asked(of, 63) == 63
+    assert 10 <= asked(of, 640) <= 80
+    assert asked(of, 1, num_known=16) == 1
+    assert asked(of, 20) == 20
+
+
+@pytest.mark.parametrize("when", ["computed", "evicted"])
+def test_stores_go_on_where_that_is_wanted(when: str) -> None:
+    """As it is said when."""
+    assert asked(Paying(store_when=when), 640) == 640
+
+
+def serve(engine: SmallVLLM, *names: str) -> None:
+    """Have prompts of eight blocks computed, one after the other."""
+    for name in names:
+        engine.ask(f"{name} {len(engine.orders)}", 8 * BLOCK_SIZE, 1, prompt=name)
+        engine.settle()
+        engine.settle_loop()
+        engine.scheduling.kv.flush()
+
+
+def test_what_does_not_pay_is_computed(tmp_path: Path) -> None:
+    """In the connector: found, not loaded, computed, and not taken for lost."""
+    disk = {"medium": "nvme", "path": tmp_path, "capacity": 512 * STRIDE}
+    with opened(SMALL, disk) as engine:
+        serve(engine, "again", *map(str, range(8)))
+        lookup = engine.scheduling.kv.lookup_nowait
+
+        def slow(keys: BlockKeys) -> LookupResult:
+            found = lookup(keys)
+            return LookupResult(found.num_blocks, found.runs, 0, found.block_size, {"nvme": LoadCost(9.0, 9.0)})
+
+        engine.scheduling.kv.lookup_nowait = slow
+        engine.scheduling._paying._num_tokens = engine.scheduling._paying._seconds = 1.0  # noqa: SLF001 - ours
+        engine.scheduling._paying._num_tokens = 1000.0  # noqa: SLF001 - likewise
+        engine.scheduling.counts.take()
+        serve(engine, "again")
+        said = engine.scheduling.counts.take().data
+        assert (said["load_blocks_declined"], said.get("load_requests", 0)) == (7, 0)
+
+
+def test_only_so_many_are_brought_at_once(tmp_path: Path) -> None:
+    """Those that are next; the others wait, and all are served: half of the memory is room enough for them."""
+    disk = {"medium": "nvme", "path": tmp_path, "capacity": 512 * STRIDE}
+    with opened(SMALL, disk, num_blocks=512) as engine:
+        names = [str(number) for number in range(16)]
+        serve(engine, *names)
+        engine.scheduling.counts.take()
+        for name in names:
+            engine.ask(f"{name} again", 8 * BLOCK_SIZE, 1, prompt=name)
+        most = 0
+        while engine.running or engine.waiting:
+            engine.step()
+            engine.settle_loop()
+            most = max(most, engine.scheduling.num_bringing)
+        assert 7 <= most <= 16
+        engine.settle()
+        said = engine.scheduling.counts.take().data
+        assert (said["load_blocks"], said["load_blocks_lost"]) == (16 * 7, 0)

@@ -1,0 +1,212 @@
+"""What orchestrators say of KV by requests: the envelope that vLLM, SGLang and Dynamo share, read and bounded.
+
+An action is about blocks of the request that brings it, and of no other: so nobody reaches another tenant's.
+What is not understood is passed over and counted. A hint is never an order: what it asks for may not happen.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any, Final, Literal
+
+from tiered_kv.values.integers import is_number
+
+Kind = Literal["retain", "demote", "prefetch", "pin", "evict"]
+_KINDS: Final[Mapping[str, Kind]] = {
+    "kv.retain": "retain",
+    "kv.demote": "demote",
+    "kv.prefetch": "prefetch",
+    "kv.fetch": "prefetch",
+    "kv.pin": "pin",
+    "kv.evict": "evict",
+}
+_MAJOR: Final = "1"
+"""Of an action's version: others may mean something else."""
+MOST_ACTIONS: Final = 16
+"""Of a request, and as many directives of an action."""
+MOST_HASHES: Final = 1 << 16
+"""That an action may name."""
+MOST_S: Final = 3600.0
+"""What lasts for longer, or comes later, does so for so long."""
+USUAL_S: Final = 600.0
+"""How long what is retained or pinned stays where nobody says."""
+PREFETCHED_S: Final = 60.0
+"""For how long what was prefetched counts as favoured."""
+_SWEEP_S: Final = 1.0
+_MASK: Final = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class HintAction:
+    """One thing that is wanted of a request's blocks.
+
+    Attributes:
+        kind: What.
+        probability: Of a retention: how likely the blocks come back.
+        for_s: For how long.
+        after_s: When, once the request has ended; None for as soon as it has come.
+        start: The first token; None for the first that was not in the prompt.
+        end: The token behind the last; None for the request's last.
+        hashes: The last 64 bits of the engine's names of blocks, as its KV events have them; None for all blocks.
+    """
+
+    kind: Kind
+    probability: float = 0.0
+    for_s: float = 0.0
+    after_s: float | None = 0.0
+    start: int | None = 0
+    end: int | None = None
+    hashes: frozenset[int] | None = None
+
+    def ranges(self, hashes: Sequence[bytes], block_size: int, num_prompt_tokens: int) -> Iterator[range]:
+        """Yield which of a request's blocks are meant, neighbours together.
+
+        Args:
+            hashes: The engine's name of each block, as far as its tokens are known.
+            block_size: Tokens a block.
+            num_prompt_tokens: Of the request.
+        """
+        start = -(-(num_prompt_tokens if self.start is None else self.start) // block_size)
+        stop = min(len(hashes), inf if self.end is None else self.end // block_size)
+        first = None
+        for at in range(start, int(stop)):
+            is_meant = self.hashes is None or int.from_bytes(hashes[at][-8:], "big") in self.hashes
+            if is_meant and first is None:
+                first = at
+            elif not is_meant and first is not None:
+                yield range(first, at)
+                first = None
+        if first is not None:
+            yield range(first, int(stop))
+
+
+def read_hints(envelope: object) -> tuple[list[HintAction], int]:
+    """Return what an envelope asks for, and how many of its actions are not understood, or one too many.
+
+    Args:
+        envelope: An object or a mapping with ``actions``, and each of these with ``action_type``, ``action_version``
+            and ``payload``; None for nothing.
+    """
+    if envelope is None:
+        return [], 0
+    actions = _field(envelope, "actions")
+    if not isinstance(actions, list | tuple):
+        return [], 1
+    read: list[HintAction] = []
+    num_ignored = max(0, len(actions) - MOST_ACTIONS)
+    for action in actions[:MOST_ACTIONS]:
+        try:
+            read += _read(action)
+        except (ValueError, OverflowError):
+            num_ignored += 1
+    return read, num_ignored
+
+
+def _field(of: object, name: str) -> Any:  # noqa: ANN401 - whatever somebody has sent
+    return of.get(name) if isinstance(of, Mapping) else getattr(of, name, None)
+
+
+def _read(action: object) -> list[HintAction]:
+    kind = _KINDS.get(str(_field(action, "action_type")))
+    payload = _field(action, "payload")
+    version = str(_field(action, "action_version")).partition(".")[0]
+    if kind is None or version != _MAJOR or not isinstance(payload, Mapping):
+        raise ValueError
+    if kind != "retain" or "directives" not in payload:
+        return [_one(kind, payload)]
+    directives = payload["directives"]
+    if not isinstance(directives, list) or len(directives) > MOST_ACTIONS:
+        raise ValueError
+    return [_one(kind, each) for each in directives]
+
+
+def _one(kind: Kind, payload: object) -> HintAction:
+    if not isinstance(payload, Mapping):
+        raise ValueError  # noqa: TRY004 - what was sent is wrong, not the program
+    start, end = _int(payload, "start", 0), _int(payload, "end", None)
+    if payload.get("covers_output") is True:
+        start = None
+    action = HintAction(kind, start=start, end=end, hashes=_hashes(payload))
+    lasting = _seconds(payload, ("ttl_seconds", "duration"), USUAL_S)
+    if kind == "retain":
+        priority = payload.get("priority", 100)
+        if not is_number(priority) or not 0 <= priority <= 100:
+            raise ValueError
+        return (
+            replace(action, probability=priority / 100, for_s=lasting) if priority else replace(action, kind="demote")
+        )
+    if kind == "pin":
+        return replace(action, for_s=lasting)
+    if kind == "prefetch":
+        has_delay = payload.get("delay_seconds") is not None
+        return replace(
+            action, after_s=_seconds(payload, ("delay_seconds",), 0.0) if has_delay else None, for_s=PREFETCHED_S
+        )
+    return action
+
+
+def _int(payload: Mapping[str, Any], name: str, usual: int | None) -> int | None:
+    value = payload.get(name)
+    if value is None:
+        return usual
+    if type(value) is not int or value < 0:
+        raise ValueError
+    return value
+
+
+def _seconds(payload: Mapping[str, Any], names: tuple[str, ...], usual: float) -> float:
+    value = next((payload[name] for name in names if payload.get(name) is not None), usual)
+    if not is_number(value) or value < 0:
+        raise ValueError
+    return float(min(max(value, 1e-3), MOST_S))
+
+
+def _hashes(payload: Mapping[str, Any]) -> frozenset[int] | None:
+    named = payload.get("block_hashes")
+    if named is None:
+        return None
+    if not isinstance(named, list | tuple) or len(named) > MOST_HASHES:
+        raise ValueError
+    if not all(type(each) is int for each in named):
+        raise ValueError
+    return frozenset(each & _MASK for each in named)  # some send them signed
+
+
+class Favours:
+    """Which blocks are kept or brought because somebody said so, each for a time; so many for a tenant, and for all."""
+
+    def __init__(self, most_each: int, most_all: int) -> None:
+        """Allow so many blocks to each tenant, and to all together."""
+        self._most_each = most_each
+        self._most_all = most_all
+        self._until: dict[str, dict[bytes, float]] = {}  # by tenant and block, on the caller's clock
+        self._num_all = 0
+        self._swept_s = -inf
+
+    def take(self, tenant: str, blocks: Sequence[bytes], *, now_s: float, for_s: float) -> int:
+        """Favour the first of these blocks, as many as are allowed, for so long; return how many."""
+        if now_s - self._swept_s >= _SWEEP_S:
+            self._sweep(now_s)
+        favoured = self._until.setdefault(tenant, {})
+        num_taken = 0
+        for block in blocks:
+            if block not in favoured:
+                if len(favoured) >= self._most_each or self._num_all >= self._most_all:
+                    break
+                self._num_all += 1
+            favoured[block] = max(favoured.get(block, 0.0), now_s + for_s)
+            num_taken += 1
+        if not favoured:
+            del self._until[tenant]
+        return num_taken
+
+    def _sweep(self, now_s: float) -> None:
+        """Forget those whose time is up."""
+        self._swept_s = now_s
+        for tenant in list(self._until):
+            left = {block: until for block, until in self._until[tenant].items() if until > now_s}
+            self._num_all -= len(self._until[tenant]) - len(left)
+            if left:
+                self._until[tenant] = left
+            else:
+                del self._until[tenant]

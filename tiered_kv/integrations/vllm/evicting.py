@@ -1,0 +1,171 @@
+"""Stores of what vLLM's own cache is about to drop, where memory below is to have what vLLM has not.
+
+What vLLM drops next lies at the head of its pool's free queue. Ahead of it, by more blocks than a step takes, those
+that memory has not are copied out. They are held in the pool while they are copied, and are the first to go again then.
+
+vLLM's pool says what a block holds by a hash, and not whose salt it was; so what requests fill is noted here.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from tiered_kv.cache.block_cache import BlockCache
+from tiered_kv.integrations.vllm.configuration import Configuration, EngineGroup
+from tiered_kv.integrations.vllm.counts import Counts
+from tiered_kv.integrations.vllm.storing import MOST_DUE, MOST_STEPS, Storing
+from tiered_kv.values.keys import BlockKeys
+from tiered_kv.values.results import BlockState
+
+MOST_AHEAD: Final = 1024
+"""Blocks of the free queue, at most, that are looked at in a step."""
+_STEPS_AHEAD: Final = 4
+"""So many steps' blocks: what is planned in one step is copied in the next, and vLLM's again in the one after it."""
+_GROUP_BYTES: Final = 4
+"""Of what a pool calls a block by, behind the hash of its tokens."""
+
+
+class _Held(NamedTuple):
+    """What a block of vLLM's holds: a key of a run, and by which hash vLLM knows it."""
+
+    digest: bytes
+    keys: BlockKeys
+    at: int
+
+
+class Evicting:
+    """What vLLM's cache holds, as far as its connector has seen it, and what it is about to drop."""
+
+    def __init__(
+        self,
+        storing: Storing,
+        configuration: Configuration,
+        counts: Counts,
+        kv: BlockCache,
+        call: Callable[..., object],
+        memory: str,
+    ) -> None:
+        """Watch a vLLM with one KV group of blocks that are all needed.
+
+        Args:
+            storing: Copies blocks out.
+            configuration: What is wanted.
+            counts: What is counted.
+            kv: The cache.
+            call: Has the cache's event loop call something, without waiting.
+            memory: The name of the memory tier that is to have what vLLM has not.
+        """
+        self._storing = storing
+        self._group: EngineGroup = configuration.main
+        wanted = max(MOST_DUE, _STEPS_AHEAD * configuration.num_step_blocks)
+        self._num_ahead = min(MOST_AHEAD, wanted, configuration.num_engine_blocks // 4)
+        self._counts = counts
+        self._kv = kv
+        self._call = call
+        self._memory = memory
+        self._held: dict[int, _Held] = {}  # by number of vLLM's block
+        self._safe: set[int] = set()  # those of them that memory had, or was about to have, as they came near the head
+        self._resident: list[BlockKeys] = []  # to be told
+        self._num_resident = 0
+        self._num_steps = 0
+        self._places: dict[int, int] = {}  # in the free queue, of blocks that came near its head
+
+    def note(self, keys: BlockKeys, block_ids: list[int]) -> None:
+        """Take note of blocks that a request has in vLLM's cache, full after the step that is next."""
+        num_late = 0
+        for at, (block, digest) in enumerate(zip(block_ids, keys, strict=True)):
+            before = self._held.get(block)
+            num_late += before is not None and before.digest != digest and block not in self._safe
+            self._held[block] = _Held(digest, keys, at)
+            self._safe.discard(block)
+        self._counts.late(num_late)
+        if block_ids:
+            self._resident.append(keys)
+            self._num_resident += len(keys)
+
+    def step(self, pool: Any) -> None:
+        """Tell what vLLM has by now, and begin to copy out what it is about to drop. Called once a step."""
+        self._num_steps += 1
+        leaving = self._leaving(pool)
+        if leaving or self._num_resident >= MOST_DUE or self._num_steps >= MOST_STEPS:
+            runs = [keys[start:stop] for keys, start, stop, _ in leaving]
+            if self._resident or runs:
+                self._call(_tell, self._kv, self._resident, runs)
+            self._resident, self._num_resident, self._num_steps = [], 0, 0
+            self._copy_out(runs, [ids for _, _, _, ids in leaving])
+
+    def forget(self) -> None:
+        """Other weights are served: what vLLM has now is nobody's."""
+        self._held.clear()
+        self._safe.clear()
+        self._resident, self._num_resident = [], 0
+
+    def _leaving(self, pool: Any) -> list[tuple[BlockKeys, int, int, list[int]]]:
+        """Return runs of neighbouring blocks near the head of the free queue that were not there before."""
+        by_run: dict[int, list[tuple[int, int]]] = {}
+        self._places = {}
+        runs: dict[int, BlockKeys] = {}
+        for block in _ahead(pool, self._num_ahead):
+            number = block.block_id
+            held = self._held.get(number)
+            if held is None or number in self._safe:
+                continue
+            if block.block_hash is None or not held.digest.startswith(block.block_hash[:-_GROUP_BYTES]):
+                continue  # vLLM has forgotten it, or has put something else there
+            self._safe.add(number)
+            self._places[number] = len(self._places)
+            runs[id(held.keys)] = held.keys
+            by_run.setdefault(id(held.keys), []).append((held.at, number))
+        found = []
+        for run, blocks in by_run.items():
+            blocks.sort()
+            for part in np.split(np.arange(len(blocks)), _breaks([at for at, _ in blocks])):
+                first, last = blocks[part[0]][0], blocks[part[-1]][0]
+                found.append((runs[run], first, last + 1, [blocks[each][1] for each in part.tolist()]))
+        return found
+
+    def _copy_out(self, runs: list[BlockKeys], ids: list[list[int]]) -> None:
+        """Begin to copy those that memory has not, in few jobs, and none of much."""
+        together: list[BlockKeys] = []
+        numbers: list[int] = []
+        for keys, blocks in zip(runs, ids, strict=True):
+            states = self._kv.membership(keys, tier=self._memory)
+            missing = (states != BlockState.HIT).nonzero()[0]
+            for part in np.split(missing, _breaks(missing.tolist())):
+                if not len(part):
+                    continue
+                if numbers and len(numbers) + len(part) > 2 * MOST_DUE:
+                    self._begin(together, numbers)
+                    together, numbers = [], []
+                together.append(keys[int(part[0]) : int(part[-1]) + 1])
+                numbers += [blocks[each] for each in part.tolist()]
+        if numbers:
+            self._begin(together, numbers)
+
+    def _begin(self, runs: list[BlockKeys], block_ids: list[int]) -> None:
+        in_order = sorted(block_ids, key=self._places.__getitem__)
+        self._storing.copy_out(self._group, runs, block_ids, in_order)
+
+
+def _tell(kv: BlockCache, resident: list[BlockKeys], leaving: list[BlockKeys]) -> None:
+    for keys in resident:
+        kv.resident(keys)
+    for keys in leaving:
+        kv.leaving(keys)
+
+
+def _breaks(numbers: list[int]) -> list[int]:
+    """Return where ascending numbers do not follow one another."""
+    return [at for at in range(1, len(numbers)) if numbers[at] != numbers[at - 1] + 1]
+
+
+def _ahead(pool: Any, most: int) -> Iterator[Any]:
+    """Yield the blocks that vLLM takes next, whether they hold anything or not."""
+    queue = pool.free_block_queue
+    block = queue.fake_free_list_head.next_free_block
+    for _ in range(most):
+        if block is None or block is queue.fake_free_list_tail:
+            return
+        yield block
+        block = block.next_free_block

@@ -1,0 +1,118 @@
+"""Names of requests' blocks: vLLM's hashes, and what is in the files of the LoRA adapter that computed them.
+
+vLLM's hashes have an adapter's name and path alone. Blocks below outlive the process, and an adapter is trained anew
+under the same path: what the old one computed must not be served for the new one.
+"""
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from tiered_kv.cache.groups import GroupNeed
+from tiered_kv.integrations.identity import checkpoint_weights
+from tiered_kv.integrations.vllm.configuration import EngineGroup, folder_of
+from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.keys import BlockKeys
+from tiered_kv.values.log import log
+
+MOST_ADAPTERS: Final = 1 << 16
+"""Of more nothing is kept: one that was forgotten would be read anew, and vLLM may have its old files in memory."""
+_CONFIG: Final = "adapter_config.json"
+"""Beside an adapter's weights: its rank and scaling, for example."""
+
+_Files = tuple[tuple[str, int, int, int], ...]
+"""Of each file its name, size, inode, and when that has changed, which nobody can set: who replaces one, or writes to
+it, changes some of it."""
+
+
+@dataclass
+class _Adapter:
+    """One that a request has named.
+
+    Attributes:
+        folder: With its files.
+        files: As they were when a request named it first.
+        digest: Of what was in them. Empty if they could not be read, which is tried again; or once they are others, as
+            nobody says which of them vLLM has in memory.
+        is_read: Whether they could be.
+    """
+
+    folder: Path = Path()
+    files: _Files = ()
+    digest: bytes = b""
+    is_read: bool = False
+
+
+class Naming:
+    """Names blocks as requests come. Used by the scheduler's thread alone."""
+
+    def __init__(self) -> None:
+        self._adapters: dict[tuple[int, str], _Adapter] = {}
+
+    def can_name(self, request: Any) -> bool:
+        """Say whether it is known what computes a request's blocks: else nothing of it may be kept or found."""
+        if (lora := request.lora_request) is None:
+            return True
+        name = lora.lora_int_id, lora.lora_path
+        known = self._adapters.get(name)
+        has_room = known is not None or len(self._adapters) < MOST_ADAPTERS
+        if has_room and (known is None or not known.is_read):  # vLLM may have fetched it meanwhile
+            self._adapters[name] = _read(lora, is_first=known is None)
+        return bool(self._digest(lora))
+
+    def keys(self, group: EngineGroup, request: Any, first: int, stop: int) -> BlockKeys:
+        """Name a request's blocks of a group, as far as its tokens are known. Images are in vLLM's hashes."""
+        each, salt = group.hashes_per_block, request.cache_salt or ""
+        hashes = request.block_hashes[(first + 1) * each - 1 : max(0, stop) * each : each]
+        if request.lora_request is not None:  # a name that nobody has where it is not known
+            key = self._digest(request.lora_request) or os.urandom(32)
+            hashes = [hashlib.blake2b(each_hash, key=key, digest_size=32).digest() for each_hash in hashes]
+        return BlockKeys.from_hashes(hashes, block_size=group.block_size, start=first, group=group.number, salt=salt)
+
+    def need(self, group: EngineGroup, request: Any, first: int, stop: int) -> GroupNeed:
+        """Say what a request needs of its tokens from ``first`` to ``stop``, both whole blocks of every group."""
+        size = group.block_size
+        return GroupNeed(self.keys(group, request, first // size, stop // size), group.num_blocks)
+
+    def _digest(self, lora: Any) -> bytes:
+        """Return what tells an adapter's files from all others; nothing if that is not known."""
+        adapter = self._adapters.get((lora.lora_int_id, lora.lora_path), _UNKNOWN)
+        if adapter.digest and _files_in(adapter.folder) != adapter.files:
+            adapter.digest = b""
+            _say(lora, "its files are others than when it was first asked for, and vLLM may have either in memory")
+        return adapter.digest
+
+
+_UNKNOWN: Final = _Adapter()
+
+
+def _read(lora: Any, *, is_first: bool) -> _Adapter:
+    found = folder_of(os.path.expanduser(lora.lora_path), None)  # noqa: PTH111 - it may be a name at Hugging Face
+    folder = Path(found or lora.lora_path)
+    files = _files_in(folder)
+    try:
+        config = (folder / _CONFIG).read_bytes() if found else b""
+        weights = checkpoint_weights(folder)
+    except (ConfigurationError, OSError) as error:
+        if is_first:
+            _say(lora, str(error))
+        return _Adapter()
+    if _files_in(folder) != files:  # somebody is writing them
+        return _Adapter()
+    digest = hashlib.sha256(weights.encode() + hashlib.sha256(config).digest()).digest()
+    return _Adapter(folder, files, digest, is_read=True)
+
+
+def _files_in(folder: Path) -> _Files:
+    try:
+        with os.scandir(folder) as found:
+            stats = [(each.name, each.stat()) for each in found]
+    except OSError:
+        return ()
+    return tuple(sorted((name, stat.st_size, stat.st_ino, stat.st_ctime_ns) for name, stat in stats))
+
+
+def _say(lora: Any, why: str) -> None:
+    log("warning", "vllm.adapter_unknown", adapter=lora.lora_name, path=lora.lora_path, error=why)

@@ -1,0 +1,140 @@
+"""What pays: whether to load what was found or to compute it, and whether to store at all.
+
+Computing is as fast as this engine's own prompts were, under the load that they met; loading as the tiers' reads of
+late were, with what waits in their lines. Called by the scheduler's thread only.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from tiered_kv.cache.blocking import BlockingTieredKV
+from tiered_kv.cache.groups import GroupNeed
+from tiered_kv.integrations.vllm.configuration import Configuration
+from tiered_kv.integrations.vllm.counts import Counts
+from tiered_kv.integrations.vllm.messages import Tracked
+from tiered_kv.values.results import split
+
+_LEAST_TOKENS: Final = 64
+"""Of a prompt that is measured: fewer say what a step takes, and not what a token does."""
+_REMEMBERED: Final = 0.9
+"""Of what was measured before, for each prompt more."""
+_TURNOVERS: Final = 4
+"""So many times the memory tiers are filled with blocks that nobody asks for again, before stores stop."""
+_LEAST_REQUESTS: Final = 64
+_SAMPLED: Final = 16
+"""One of so many prompts is stored all the same, by its first block: the same ones each time they come."""
+
+
+class Paying:
+    """How fast this engine computes, how its tiers do, and whether anything has come back."""
+
+    def __init__(
+        self,
+        kv: BlockingTieredKV,
+        configuration: Configuration,
+        counts: Counts,
+        *,
+        num_memory_slots: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Begin with nothing known: then all that is found is loaded, and all that is computed is stored.
+
+        Args:
+            kv: The cache.
+            configuration: What is wanted.
+            counts: What is counted.
+            num_memory_slots: Of the memory tiers, together.
+            clock: In seconds.
+        """
+        self._kv = kv
+        self._wanted = configuration
+        self._counts = counts
+        self._clock = clock
+        self._num_tokens = self._seconds = 0.0
+        self._computing: dict[str, tuple[Any, int, float]] = {}
+        self._most_in_vain = _TURNOVERS * num_memory_slots
+        self._num_in_vain = self._num_requests = 0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """How fast prompts were computed lately; 0 while that is not known."""
+        return self._num_tokens / self._seconds if self._seconds else 0.0
+
+    def step(self, num_scheduled: Mapping[str, int], tracked: Mapping[str, Tracked]) -> None:
+        """Measure prompts from the step that begins them to the one that knows their first token."""
+        now = self._clock()
+        for name, (request, _, _) in list(self._computing.items()):
+            if request.num_tokens > request.num_prompt_tokens:
+                self.end(name)
+        for name in num_scheduled:
+            if (each := tracked.get(name)) is None or each.is_measured:
+                continue
+            each.is_measured = True
+            num_tokens = each.request.num_prompt_tokens - each.request.num_computed_tokens
+            if num_tokens >= _LEAST_TOKENS:
+                self._computing[name] = each.request, num_tokens, now
+
+    def end(self, name: str) -> None:
+        """Take note that a prompt is computed, if it is measured."""
+        request, num_tokens, began_s = self._computing.pop(name, (None, 0, 0.0))
+        took_s = self._clock() - began_s
+        if request is None or request.num_tokens <= request.num_prompt_tokens or took_s <= 0:
+            return
+        self._num_tokens = _REMEMBERED * self._num_tokens + num_tokens
+        self._seconds = _REMEMBERED * self._seconds + took_s
+
+    def give_up(self, name: str) -> None:
+        """Take note that a request was preempted: it says nothing of how fast prompts are computed."""
+        self._computing.pop(name, None)
+
+    def num_worth(self, needs: list[GroupNeed], num_found: int) -> int:
+        """Return of how many of the tokens that were found the blocks are to be loaded; the others are computed.
+
+        Where a part of a load is of no use that is all of them or none.
+        """
+        if not num_found or not self.tokens_per_s or self._wanted.connector.load_when == "always":
+            return num_found
+        if self._wanted.loads_parts:
+            num_tokens = self._num_of_prefix(needs[0], num_found)
+        else:
+            load_s = sum(self._kv.lookup_nowait(need.at(num_found)).estimated_load_s for need in needs)
+            num_tokens = num_found if load_s <= num_found / self.tokens_per_s else 0
+        if num_tokens < num_found:
+            self._counts.declined((num_found - num_tokens) // self._wanted.main.block_size)
+        return num_tokens
+
+    def _num_of_prefix(self, need: GroupNeed, num_found: int) -> int:
+        keys = need.at(num_found)
+        found = self._kv.lookup_nowait(keys)
+        runs = [(run.tier, run.stop - run.start) for run in found.runs]
+        others = [tier for tier in found.costs if tier not in self._kv.cache.media]
+        if found.num_blocks < len(keys) and others:  # tiers that others use too have the rest
+            slowest = max(others, key=lambda tier: found.costs[tier].block_s)
+            runs.append((slowest, len(keys) - found.num_blocks))
+        elif found.num_blocks < len(keys):
+            return num_found
+        choice = split(
+            runs, found.costs, block_size=keys.block_size, prefill_tokens_per_s=self.tokens_per_s,
+            queue_s=0.0, chunk_tokens=None, max_storage_tokens=None,
+        )  # fmt: skip
+        return choice.num_blocks * keys.block_size
+
+    def wants(self, request: Any, num_known: int) -> bool:
+        """Say whether to store what a request computes, of which so many tokens were in vLLM's cache, or in the tiers.
+
+        Not where for long nothing that was stored was asked for again; one such request, and all are stored again.
+        Asked once for each request.
+        """
+        self._num_requests += 1
+        if num_known:
+            self._num_in_vain = self._num_requests = 0
+        if self._wanted.connector.store_when != "auto" or self._num_in_vain < self._most_in_vain:
+            return True
+        if self._num_requests < _LEAST_REQUESTS or not request.block_hashes:
+            return True
+        return int.from_bytes(request.block_hashes[0][-4:], "big") % _SAMPLED == 0
+
+    def stored(self, num_blocks: int) -> None:
+        """Count blocks that were stored."""
+        self._num_in_vain += num_blocks
