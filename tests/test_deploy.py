@@ -125,6 +125,8 @@ def test_the_unit_starts_what_there_is() -> None:
     assert arguments == ["serve", "--config", "/etc/tiered-kv.toml"]
     assert typer.main.get_command(app).get_command(None, "serve")  # type: ignore[attr-defined] # it is a group
     assert (service["Type"], service["RuntimeDirectory"], service["StateDirectory"]) == ("notify", *["tiered-kv"] * 2)
+    assert service["RuntimeDirectoryPreserve"] == "yes"
+    assert float(service["WatchdogSec"]) > 0
     assert (
         float(service["TimeoutStopSec"])
         > TieredKVSettings.of({"tiers": ["cpu://?capacity=1MiB"]}).limits.close_timeout_s
@@ -144,12 +146,14 @@ def test_containers_share_the_socket_alone() -> None:
 
 
 def test_whoever_asks_whether_a_server_is_ready_asks_the_command_line() -> None:
-    """Both probes are one command that exists, at the socket; engines are started once a server is ready."""
+    """All probes are one command that exists, at the socket; engines are started once a server is ready."""
     services = yaml.safe_load((DEPLOY / "host" / "compose.yaml").read_text())["services"]
     asked = manifests()[1]["spec"]["template"]["spec"]["containers"][0]["readinessProbe"]["exec"]["command"]
     assert services["kv"]["healthcheck"]["test"] == ["CMD", *asked]
     assert services["engine-one"]["depends_on"] == {"kv": {"condition": "service_healthy"}}
     assert asked == ["tiered-kv", "status", "--host", SOCKET]
+    alive = manifests()[1]["spec"]["template"]["spec"]["containers"][0]["livenessProbe"]["exec"]["command"]
+    assert alive == ["sh", "-c", f"{' '.join(asked)}; test $? -ne 2"]
     command = typer.main.get_command(app).get_command(None, "status")  # type: ignore[attr-defined] # it is a group
     assert "--host" in [option for each in command.params for option in each.opts]
 

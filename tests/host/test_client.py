@@ -6,12 +6,14 @@ import socket
 import threading
 from contextlib import AsyncExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
 
 from tests.support.any_layout import MODEL, SMALL, STRIDE, AnyEngine, cpu, memory, nvme, prompt
 from tests.support.caches import Recorder, until
+from tests.support.descriptors import num_open_in
 from tests.support.serving import attached, serving
 from tiered_kv import (
     BackendUnavailableError,
@@ -32,7 +34,9 @@ from tiered_kv import (
     window,
 )
 from tiered_kv.host import handshake, protocol, wire
-from tiered_kv.host.protocol import Attach, Health, Keys
+from tiered_kv.host.protocol import Attach, Attached, Health, Keys, Slab
+from tiered_kv.memory.cpu import CPUDevice
+from tiered_kv.values.events import BlocksPrefetched, BlocksSettled, HostMemoryReady
 
 KEYS = prompt(12)
 
@@ -133,6 +137,48 @@ async def test_any_thread_submits_and_polls(tmp_path: Path) -> None:
 
             await asyncio.to_thread(serve)
             assert engine.count_right(KEYS, range(12, 24)) == 12
+
+
+@pytest.mark.both_loops
+async def test_a_call_that_blocks_after_a_long_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked first, more than a socket takes at once, does not keep it from its answer."""
+    monkeypatch.setattr("tiered_kv.host.connection._NOW_S", 60.0)
+    engine, long = AnyEngine(), prompt(40_000, seed=5)
+    with serving(tmp_path, cpu(24)) as server:
+        async with attached(server, engine) as kv:
+            await kv.store(KEYS, engine.fill(KEYS, range(12)))
+            looking = asyncio.ensure_future(kv.lookup(long))
+            await asyncio.sleep(0)  # it is said
+            assert kv.pin(KEYS, ttl_s=60.0).num_blocks == 12
+            assert kv.lookup_nowait(KEYS).num_blocks == 12
+            assert kv.stats()["cpu"].ready == 12
+            assert (await kv.load(KEYS, engine.spec(range(12, 24)))).num_blocks == 12
+            assert (await looking).num_blocks == 0
+
+
+@pytest.mark.both_loops
+async def test_threads_ask_while_the_event_loop_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has its own answer, whoever reads it from the connection, and however long the others' are."""
+    monkeypatch.setattr("tiered_kv.host.connection._NOW_S", 60.0)
+    engine = AnyEngine()
+    with serving(tmp_path, cpu(64)) as server:
+        async with attached(server, engine) as kv:
+            await kv.store(prompt(60), engine.fill(prompt(60), range(60)))
+
+            def ask(number: int) -> bool:
+                keys, long = prompt(60)[: number + 1], prompt(8000, seed=number + 1)
+                return all(
+                    kv.lookup_nowait(keys).num_blocks == len(keys) and (kv.membership(long) == BlockState.MISS).all()
+                    for _ in range(20)
+                )
+
+            asking = asyncio.gather(*(asyncio.to_thread(ask, number) for number in range(4)))
+            looking = asyncio.gather(*(kv.lookup(prompt(8000, seed=9)) for _ in range(50)))
+            for number in range(1, 60):
+                assert kv.lookup_nowait(prompt(60)[:number]).num_blocks == number
+                assert (await kv.load(prompt(60)[:4], engine.spec(range(60, 64)))).num_blocks == 4
+            assert all(await asking)
+            assert not any(found.num_blocks for found in await looking)
 
 
 async def test_a_host_pool_is_memory_like_any(tmp_path: Path) -> None:
@@ -312,7 +358,7 @@ async def test_a_reader_changes_nothing(tmp_path: Path) -> None:
 async def test_one_client_cannot_have_all(tmp_path: Path) -> None:
     """Beyond its limits a client's loads bring nothing and its stores are dropped; others are served."""
     engine, other = AnyEngine(), AnyEngine()
-    host = {"loads_per_client": 1, "stores_per_client": 2, "leases_per_client": 1, "bytes_per_client": 1}
+    host = {"loads_per_client": 1, "stores_per_client": 2, "leases_per_client": 1, "bytes_per_client": 2 * STRIDE}
     with serving(tmp_path, cpu(24), host=host) as server:
         async with attached(server, engine) as kv, attached(server, other) as neighbour:
             storing = kv.start_store(KEYS, engine.fill(KEYS, range(12)), layerwise=True)
@@ -334,13 +380,13 @@ async def test_another_version_is_refused_by_name(
     with serving(tmp_path, cpu(24)) as server:
         with socket.socket(socket.AF_UNIX) as stranger:
             stranger.connect(os.fspath(server.path))
-            stranger.sendall(wire.greeting()[:6] + (7).to_bytes(2, "little"))
+            stranger.sendall(wire.greeting()[:6] + (wire.VERSION + 1).to_bytes(2, "little"))
             assert stranger.recv(100) == wire.greeting()
             assert stranger.recv(100) == b""
         said = [each.getMessage() for each in caplog.records if each.getMessage().startswith("host.version_refused")]
-        assert [each.endswith(f"theirs=7 ours={wire.VERSION}") for each in said] == [True]
-        monkeypatch.setattr(wire, "version_in", lambda _: 7)
-        with pytest.raises(ConfigurationError, match=rf"version 7 .* version {wire.VERSION}"):
+        assert [each.endswith(f"theirs={wire.VERSION + 1} ours={wire.VERSION}") for each in said] == [True]
+        monkeypatch.setattr(wire, "version_in", lambda _: wire.VERSION + 1)
+        with pytest.raises(ConfigurationError, match=rf"version {wire.VERSION + 1} .* version {wire.VERSION}"):
             async with attached(server):
                 pass
 
@@ -379,7 +425,7 @@ async def test_a_client_that_talks_nonsense_keeps_what_it_holds_until_it_goes(tm
                 pass
             assert kv.stats()["cpu"].leased == 12
             handshake.give_back(connection, descriptors)
-            assert await kv.evict(KEYS) == 12
+            assert (await kv.evict(KEYS)).num_blocks == 12
 
 
 async def test_what_is_too_long_to_say_is_refused_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -445,6 +491,83 @@ async def test_a_second_server_is_refused(tmp_path: Path) -> None:
         assert server.health()["is_ready"]
         with pytest.raises(ConfigurationError, match="another server"), serving(tmp_path, cpu(24)):
             pass
+
+
+@pytest.mark.parametrize("num_bytes", [99, 103, 107])
+async def test_a_path_as_long_as_one_may_be(num_bytes: int) -> None:
+    """The system takes 107 bytes; whatever the server makes on its way there fits too, and nothing of it stays."""
+    with TemporaryDirectory(prefix="kv-", dir="/tmp") as folder:
+        path = Path(folder) / ("s" * (num_bytes - len(folder) - 1))
+        with serving(Path(folder), cpu(24), host={"socket": path}) as server:
+            async with attached(server) as kv:
+                assert (await kv.lookup(KEYS)).num_blocks == 0
+        assert os.listdir(folder) == [f"{path.name}.lock"]  # noqa: PTH208 - names
+
+
+async def test_a_server_records_no_trace(tmp_path: Path) -> None:
+    """What is asked for and cannot be is said at the start."""
+    settings = {"tiers": [cpu(8)], "record_trace": str(tmp_path / "trace"), "host": {"socket": tmp_path / "s"}}
+    with pytest.raises(ConfigurationError, match="record_trace"):
+        TieredKVServer(settings)
+
+
+@pytest.mark.parametrize("num_descriptors", [0, 2])
+async def test_a_server_that_passes_on_a_wrong_number_of_slabs(num_descriptors: int, tmp_path: Path) -> None:
+    """It is broken, and said to be; what came is closed."""
+    slab = Slab("slab", 1, 4096, 4096, 0, 0)
+    answer = wire.frame(Attached(b"", (slab,), "none", (), (), 1.0, 1.0, 0, 4096, is_read_only=False))
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(os.fspath(tmp_path / "kv.sock"))
+        listener.listen()
+        before = num_open_in(Path("/dev/null"))
+
+        def answer_wrongly() -> None:
+            connection, _ = listener.accept()
+            with connection, Path(os.devnull).open("rb") as given:
+                connection.sendall(wire.greeting())
+                connection.recv(wire.GREETING_BYTES)
+                connection.recv(4096)
+                socket.send_fds(connection, [answer], [given.fileno()] * num_descriptors)
+
+        thread = threading.Thread(target=answer_wrongly)
+        thread.start()
+        with pytest.raises(ConfigurationError, match=f"1 slabs and {num_descriptors} descriptors"):
+            async with attached(tmp_path / "kv.sock"):
+                pass
+        thread.join()
+        assert num_open_in(Path("/dev/null")) == before
+
+
+async def test_a_prefetch_to_no_tier(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is refused when it is asked for, as by a cache of one's own, and no task has crashed."""
+    with serving(tmp_path, cpu(24), nvme(tmp_path / "disk")) as server:
+        async with attached(server) as kv:
+            for to in ("nope", "nvme"):
+                with pytest.raises(ConfigurationError, match=f"here: cpu; not '{to}'"):
+                    kv.prefetch(KEYS, to=to)
+            assert (await kv.prefetch(KEYS)).num_blocks == 0
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+class Near(CPUDevice):
+    """A device for which host memory is got ready."""
+
+    kind = "near"
+
+
+async def test_a_client_tells_what_becomes_of_its_blocks(tmp_path: Path) -> None:
+    """Events of stores that are settled, of prefetches, and of memory that is ready, as of a cache of one's own."""
+    engine, recorder = AnyEngine(), Recorder()
+    with serving(tmp_path, cpu(24), nvme(tmp_path / "disk")) as server:
+        async with attached(server, engine, emit=recorder, device=Near()) as kv:
+            stored = await kv.store(KEYS, engine.fill(KEYS, range(12)))
+            await stored.settled()
+            await kv.evict(KEYS, tier="cpu")
+            await kv.prefetch(KEYS)
+            await until(lambda: bool(recorder.of(HostMemoryReady)))
+            await until(lambda: bool(recorder.of(BlocksSettled)))
+    assert recorder.of(BlocksSettled) == [BlocksSettled({"cpu": 12, "nvme": 12}, {})]
+    assert [(each.blocks, each.moved, each.target) for each in recorder.of(BlocksPrefetched)] == [(12, 12, "cpu")]
 
 
 async def test_nothing_but_a_socket_is_replaced(tmp_path: Path) -> None:
@@ -516,3 +639,17 @@ async def test_a_lookup_asks_what_the_server_does_not_own(tmp_path: Path) -> Non
             found = await kv.lookup(keys)
             assert [(run.tier, run.start, run.stop) for run in found.runs] == [("memory", 0, 8)]
             assert kv.lookup_nowait(keys).num_blocks == 0
+
+
+async def test_what_a_client_that_drains_drops_is_in_its_own_statistics(tmp_path: Path) -> None:
+    """As in those of a cache that drains; the server never hears of it."""
+    engine = AnyEngine()
+    with serving(tmp_path, cpu(32)) as server:
+        async with attached(server, engine) as kv, attached(server) as other:
+            await kv.store(KEYS, engine.fill(KEYS, range(12)))
+            assert await kv.drain()
+            await kv.store(prompt(4, seed=1), engine.spec(range(12, 16)))
+            stats = kv.stats()
+            assert (stats.store_requested, stats.stored, stats.dropped) == (16, 12, 4)
+            assert stats.dropped_because == {Reason.DRAINING: 4}
+            assert other.stats().dropped == 0

@@ -14,19 +14,23 @@ from anyio.lowlevel import checkpoint
 from typer.testing import CliRunner
 
 from tests.host.processes import Started, prompt_of, server, started, storing_client, stuck_client
-from tests.support.any_layout import AnyEngine, cpu, prompt
+from tests.support.any_layout import LIMITS, MODEL, AnyEngine, cpu, memory, prompt
 from tests.support.serving import attached, serving
 from tiered_kv import (
     BackendUnavailableError,
     BlockKeys,
+    CacheLimits,
     ConnectedKV,
     Explanation,
+    ModelIdentity,
+    Outcome,
     PrefetchResult,
     Reason,
     TieredKVServer,
     TierFault,
 )
 from tiered_kv.cli.app import app
+from tiered_kv_backends.memory import MemoryBackend
 
 FOREVER_S = 60.0
 """For what comes at once unless something is broken."""
@@ -180,6 +184,70 @@ async def test_calls_that_may_take_long_do_not_wait_for_a_server_that_hangs(tmp_
         await kv.flush()
 
 
+async def test_a_call_that_takes_long_says_nothing_of_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prefetch and a lease that wait for a slow medium go on past the time of a load; others bring what is there."""
+    engine, cold, hot, may_read = AnyEngine(), prompt(8), prompt(4, seed=2), threading.Event()
+    read = MemoryBackend.read
+
+    async def read_late(self: MemoryBackend, *what: Any) -> list[Outcome]:  # noqa: ANN401 - as it has them
+        await asyncio.to_thread(may_read.wait)
+        return await read(self, *what)
+
+    monkeypatch.setattr(MemoryBackend, "read", read_late)
+    limits = CacheLimits(**{**dict(LIMITS), "load_timeout_s": 0.1})
+    with serving(tmp_path, cpu(64), memory(), limits=limits) as server:
+        async with attached(server, engine) as kv:
+            await (await kv.store(cold, engine.fill(cold, range(8)))).settled()
+            await kv.evict(cold, tier="cpu")
+            await kv.store(hot, engine.fill(hot, range(8, 12)))
+            bringing = kv.prefetch(cold[:4])
+            leasing = asyncio.ensure_future(num_leased(kv, cold[4:]))
+            for _ in range(2):
+                late = await kv.load(cold, engine.spec(range(16, 24)))
+                assert late.faults[0].reason is Reason.DEADLINE
+                assert (await kv.load(hot, engine.spec(range(12, 16)))).num_blocks == 4
+            assert kv.is_attached
+            may_read.set()
+            assert (await bringing).num_blocks == 4
+            assert await leasing == 4
+
+
+async def num_leased(kv: ConnectedKV, keys: BlockKeys) -> int:
+    """Lease blocks, and say how many."""
+    async with kv.lease(keys) as lease:
+        return lease.num_blocks
+
+
+async def test_who_waits_for_what_becomes_of_a_store_does_not_wait_for_a_server_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is known of its blocks, once the server has said nothing for the time of a call."""
+    engine, keys, may_write, may_go_on = AnyEngine(), prompt(8), threading.Event(), threading.Event()
+    write = MemoryBackend.write
+
+    async def write_and_hang(self: MemoryBackend, *what: Any) -> list[Outcome]:  # noqa: ANN401 - as it has them
+        await asyncio.to_thread(may_write.wait)
+        may_go_on.wait()  # on the event loop of the server
+        return await write(self, *what)
+
+    monkeypatch.setattr(MemoryBackend, "write", write_and_hang)
+    with serving(tmp_path, cpu(64), memory()) as server:
+        async with attached(server, engine, timeout_s=1.0) as kv:
+            stored = await kv.store(keys, engine.fill(keys, range(8)))
+            waiting = [asyncio.ensure_future(stored.settled()) for _ in range(2)]
+            try:
+                may_write.set()
+                with anyio.fail_after(FOREVER_S):
+                    assert await asyncio.gather(*waiting) == [(), ()]
+                assert not kv.is_attached
+            finally:
+                may_go_on.set()
+            await until_async(lambda: kv.is_attached)
+            assert (await kv.lookup(keys)).num_blocks == 8
+
+
 async def test_a_rolling_restart_loses_nothing_settled(tmp_path: Path) -> None:
     """SIGTERM drains: what was stored, though not settled yet, is there after the next start."""
     engine, keys = AnyEngine(), prompt(20)
@@ -247,9 +315,11 @@ async def test_killed_again_and_again(tmp_path: Path) -> None:
                     assert loaded.num_blocks == engine.count_right(keys, range(8)) == 8
 
 
-def attached_at(path: Path, engine: AnyEngine, *, timeout_s: float = 5.0) -> AbstractAsyncContextManager[ConnectedKV]:
+def attached_at(
+    path: Path, engine: AnyEngine, *, model: ModelIdentity = MODEL, timeout_s: float = 5.0
+) -> AbstractAsyncContextManager[ConnectedKV]:
     """Attach to the server at ``path``."""
-    return attached(path / "kv.sock", engine, timeout_s=timeout_s)
+    return attached(path / "kv.sock", engine, model=model, timeout_s=timeout_s)
 
 
 async def until_async(condition: Callable[[], bool]) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -17,12 +17,12 @@ from tests.support.caches import until
 from tests.support.serving import attached, serving
 from tiered_kv import ConfigurationError, Shard, TieredKVError, TieredKVServer
 from tiered_kv.host import handshake, protocol, wire
-from tiered_kv.host.protocol import AHEAD, Attach, Attached, Follow, Introduce, Join, Keys, Taken
+from tiered_kv.host.protocol import AHEAD, Attach, Attached, Follow, Introduce, Keys, Taken
 from tiered_kv.host.wire import Link
 
 KEYS = prompt(12)
 OPENING = Attach.of("stranger", MODEL, SMALL, (Shard(),), is_read_only=False)
-UNREAD = wire.frame(protocol.ping(7)) * 1000
+UNREAD = wire.frame(protocol.Ping(7)) * 1000
 
 
 class Wire(asyncio.Transport):
@@ -67,6 +67,24 @@ def attached_stranger(server: TieredKVServer) -> Iterator[tuple[socket.socket, A
         yield connection, answer
     finally:
         handshake.give_back(connection, descriptors)
+
+
+def an_array(depth: int) -> bytes:
+    """Return arrays in arrays."""
+    return b"\x91" * depth + b"\xc0"
+
+
+def reply_on(connection: socket.socket) -> Any:  # noqa: ANN401 - any of them
+    """Wait for the next message of a server."""
+    return protocol.reply_from(received(connection, int.from_bytes(received(connection, 4), "little")))
+
+
+def received(connection: socket.socket, num_bytes: int) -> bytes:
+    """Wait for so many bytes, or the end of what comes."""
+    came = b""
+    while len(came) < num_bytes and (part := connection.recv(num_bytes - len(came))):
+        came += part
+    return came
 
 
 @pytest.mark.parametrize("said", [b"", wire.greeting(), wire.greeting() + b"\xff\xff"])
@@ -153,29 +171,49 @@ async def test_workers_that_are_announced_and_do_not_come_are_few(
 async def test_who_says_nothing_a_hundred_times_pushes_out_no_other(tmp_path: Path) -> None:
     """Of silent connections those of the process that has most of them go: a worker is made known however many come."""
     with serving(tmp_path, cpu(24)) as server, attached_stranger(server) as (_, attached_as):
-        path, introduction = os.fspath(server.path), Introduce(attached_as.token, ((0, os.getpid()),))
-        connection, _, _ = await asyncio.to_thread(handshake.begin, path, introduction, 60.0)
-        with connection, started(flooding, server.path, 100) as flood:
+        said = wire.greeting() + wire.frame(Introduce(attached_as.token, ((0, os.getpid()),)))
+        with stranger(server, said) as connection, started(flooding, server.path, 100) as flood:
             await asyncio.to_thread(flood.hear)
-            await asyncio.to_thread(TieredKVServer.health_at, path)  # accepted after all of those
+            await asyncio.to_thread(TieredKVServer.health_at, server.path)  # accepted after all of those
             pidfd = os.pidfd_open(os.getpid())
             try:
-                await asyncio.to_thread(handshake.hand_over, connection, [pidfd])
+                socket.send_fds(connection, [b"\0"], [pidfd])
             finally:
                 os.close(pidfd)
+            answered = wire.greeting() + wire.frame(protocol.Introduced())
+            assert await asyncio.to_thread(received, connection, len(answered)) == answered
 
 
-async def test_one_client_has_few_connections_and_few_questions_ahead(tmp_path: Path) -> None:
-    """A second connection is for a thread that waits: more than a few, or what can never be answered, is refused."""
-    with serving(tmp_path, cpu(24)) as server, attached_stranger(server) as (_, attached_), ExitStack() as stack:
-        for _ in range(8):
-            beside, *_rest = handshake.begin(os.fspath(server.path), Join(attached_.token), 60.0)
-            stack.enter_context(beside)
-        with pytest.raises(TieredKVError, match="8 connections"):
-            handshake.begin(os.fspath(server.path), Join(attached_.token), 60.0)
-        beside.settimeout(60)
-        beside.sendall(wire.frame(protocol.After(10**9)) + wire.frame(protocol.ping(1)) * 2000)
-        assert beside.recv(100) == b""
+def _eventfd() -> int:
+    return os.eventfd(0)
+
+
+def _memory() -> int:
+    return os.memfd_create("memory")
+
+
+def _socket() -> int:
+    return socket.socket(socket.AF_UNIX).detach()
+
+
+@pytest.mark.parametrize("what", [_eventfd, _memory, _socket])
+async def test_what_is_no_process_is_no_worker(what: Callable[[], int], tmp_path: Path) -> None:
+    """It would never end, and so would nothing that is held for its part of a job: it is refused, and closed."""
+    with serving(tmp_path, cpu(24)) as server, attached_stranger(server) as (connection, attached_as):
+        before = server.health()["num_descriptors"]
+        path, introduction = os.fspath(server.path), Introduce(attached_as.token, ((0, os.getpid()),))
+        given = what()
+        try:
+            with pytest.raises(ConfigurationError, match="a pidfd is wanted"):
+                await asyncio.to_thread(handshake.begin, path, introduction, 60.0, given=[given])
+        finally:
+            os.close(given)
+        keys = Keys.of(KEYS, bytes(32))
+        connection.sendall(wire.frame(protocol.PlanJob(1, "store", keys, (), gaps=False, is_bound=True, hint=None)))
+        reply = await asyncio.to_thread(reply_on, connection)
+        assert isinstance(reply, protocol.Failed)
+        assert "plans need a worker" in reply.why
+        await until(lambda: server.health()["num_descriptors"] <= before)
 
 
 async def test_clients_beyond_their_number_are_refused(tmp_path: Path) -> None:
@@ -192,17 +230,52 @@ async def test_clients_beyond_their_number_are_refused(tmp_path: Path) -> None:
         assert sum(await asyncio.gather(*(asyncio.to_thread(attach) for _ in range(12)))) == 3
 
 
+@pytest.mark.both_loops
+@pytest.mark.parametrize(
+    "body",
+    [
+        wire.encoded(protocol.Call(1, "stats", b"")).replace(b"stats", b"st\xff\xfes"),
+        wire.encoded(protocol.Copied(1, 1, "error")).replace(b"error", b"\xff\xfe\xfd\xfc\xfb"),
+        an_array(1_000_000),
+    ],
+    ids=["a name", "an error", "an array"],
+)
+async def test_what_no_message_can_be_ends_its_client(body: bytes, tmp_path: Path) -> None:
+    """Texts that are none, arrays without end: it is told nothing any more, and forgotten when it closes its end."""
+    with serving(tmp_path, cpu(24)) as server:
+        with attached_stranger(server) as (connection, _):
+            connection.sendall(wire.LENGTH.pack(len(body)) + body)
+            assert await asyncio.to_thread(connection.recv, 100) == b""
+        await until(lambda: server.health()["clients"] == [])
+
+
+async def test_what_the_server_cannot_take_ends_its_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a fault of the server's own, too: others are served, and who sent it is forgotten when it closes its end."""
+    engine = AnyEngine()
+
+    def crash(*_: object) -> None:
+        raise ZeroDivisionError
+
+    with serving(tmp_path, cpu(24)) as server:
+        async with attached(server, engine) as kv:
+            with attached_stranger(server) as (connection, _), monkeypatch.context() as patched:
+                patched.setattr("tiered_kv.host.session_transfers.SessionTransfers.copied", crash)
+                connection.sendall(wire.frame(protocol.Copied(1, 1, "")) * 3)
+                assert await asyncio.to_thread(connection.recv, 100) == b""
+            await until(lambda: len(server.health()["clients"]) == 1)
+            await kv.store(KEYS, engine.fill(KEYS, range(12)))
+            assert (await kv.load(KEYS, engine.spec(range(12)))).num_blocks == 12
+
+
 async def test_a_flood_is_read_as_it_is_looked_at() -> None:
     """What has come and waits its turn is bounded, and in the end all of it is taken, in order."""
     taken: list[int] = []
-    made: Link[Any] = Link(
-        protocol.request_from, lambda asked: taken.append(asked.id), lambda: None, broken=print, is_bounded=True
-    )
+    made: Link[Any] = Link(protocol.request_from, lambda asked: taken.append(asked.id), lambda: None, broken=print)
     transport = Wire()
     made.connection_made(transport)
     sent = 0
     while not transport.is_paused:
-        made.data_received(b"".join(wire.frame(protocol.ping(sent + each)) for each in range(10_000)))
+        made.data_received(b"".join(wire.frame(protocol.Ping(sent + each)) for each in range(10_000)))
         sent += 10_000
         assert sent < 1_000_000
     await until(lambda: len(taken) == sent and not transport.is_paused)
@@ -210,21 +283,20 @@ async def test_a_flood_is_read_as_it_is_looked_at() -> None:
 
 
 async def test_nothing_is_taken_of_one_that_reads_no_answers() -> None:
-    """Until it has read them it is told nothing more; the other side of a link, which trusts it, goes on."""
-    for is_bounded in (True, False):
-        taken: list[object] = []
-        made: Link[Any] = Link(protocol.request_from, taken.append, lambda: None, broken=print, is_bounded=is_bounded)
-        transport = Wire()
-        made.connection_made(transport)
-        made.pause_writing()
-        made.data_received(UNREAD)
-        for _ in range(30):
-            await asyncio.sleep(0)
-        assert (len(taken), transport.is_paused) == ((0, True) if is_bounded else (1000, False))
-        made.resume_writing()
-        for _ in range(30):
-            await asyncio.sleep(0)
-        assert (len(taken), transport.is_paused) == (1000, False)
+    """Until it has read them it is told nothing more."""
+    taken: list[object] = []
+    made: Link[Any] = Link(protocol.request_from, taken.append, lambda: None, broken=print)
+    transport = Wire()
+    made.connection_made(transport)
+    made.pause_writing()
+    made.data_received(UNREAD)
+    for _ in range(30):
+        await asyncio.sleep(0)
+    assert (len(taken), transport.is_paused) == (0, True)
+    made.resume_writing()
+    for _ in range(30):
+        await asyncio.sleep(0)
+    assert (len(taken), transport.is_paused) == (1000, False)
 
 
 async def test_who_is_told_that_nothing_comes_any_more_is_sent_nothing() -> None:
@@ -236,14 +308,12 @@ async def test_who_is_told_that_nothing_comes_any_more_is_sent_nothing() -> None
         taken.append(asked.id)
         made.send(protocol.Answered(asked.id, b"\xc0"))
 
-    made: Link[Any] = Link(
-        protocol.request_from, take, lambda: lost.append(True), broken=lambda _: made.end_writing(), is_bounded=True
-    )
+    made: Link[Any] = Link(protocol.request_from, take, lambda: lost.append(True), broken=lambda _: made.end_writing())
     ours, theirs = socket.socketpair()
     with theirs:
         ours.settimeout(0.0)
         await wire.start(made, ours)
-        theirs.sendall(wire.frame(protocol.ping(1)) + b"\3\0\0\0abc")
+        theirs.sendall(wire.frame(protocol.Ping(1)) + b"\3\0\0\0abc")
         came = b""
         while part := await asyncio.to_thread(theirs.recv, 4096):
             came += part
@@ -264,11 +334,6 @@ async def test_changes_that_were_not_sent_cannot_be_taken(tmp_path: Path) -> Non
             length = int.from_bytes(await asyncio.to_thread(connection.recv, 4, socket.MSG_WAITALL), "little")
             replies.append(protocol.reply_from(connection.recv(length, socket.MSG_WAITALL)))
         assert {reply.id for reply in replies if isinstance(reply, protocol.Failed)} == {5}
-
-
-def an_array(depth: int) -> bytes:
-    """Return arrays in arrays."""
-    return b"\x91" * depth + b"\xc0"
 
 
 @pytest.mark.parametrize(
@@ -301,9 +366,9 @@ async def test_a_call_that_cannot_be_is_refused_alone(name: str, args: bytes, tm
     with serving(tmp_path, cpu(24)) as server, attached_stranger(server) as (connection, _):
         connection.settimeout(60)
         unheard = wire.frame(protocol.Call(0, name, args))
-        connection.sendall(unheard + wire.frame(protocol.Call(1, name, args)) + wire.frame(protocol.ping(2)))
+        connection.sendall(unheard + wire.frame(protocol.Call(1, name, args)) + wire.frame(protocol.Ping(2)))
         replies: dict[int, object] = {}
-        while 2 not in replies:
+        while not {1, 2} <= replies.keys():
             length = int.from_bytes(await asyncio.to_thread(connection.recv, 4, socket.MSG_WAITALL), "little")
             reply = protocol.reply_from(connection.recv(length, socket.MSG_WAITALL))
             replies[reply.id] = reply

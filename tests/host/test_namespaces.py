@@ -92,7 +92,7 @@ async def test_containers_share_blocks_by_the_socket_alone(tmp_path: Path) -> No
     with contained(shared, "-c", f"import os; print(os.listdir({str(tmp_path)!r}), os.getpid())") as process:
         said, _ = await anyio.to_thread.run_sync(process.communicate)
         assert said == "['shared'] 1\n"
-    with contained(shared, "-m", "tiered_kv.cli", "serve"):
+    with contained(shared, "-m", "tiered_kv", "serve"):
         with anyio.fail_after(60):
             while not facts(shared).get("is_ready"):
                 await checkpoint()

@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 from tests.host.processes import planner, started, worker
-from tests.host.test_deaths import FOREVER_S, attached_at, served, until_async, until_clean, until_found
+from tests.host.test_deaths import FOREVER_S, attached_at, facts, served, until_async, until_clean, until_found
 from tests.support.any_layout import SMALL, AnyEngine, cpu, prompt
 from tests.support.serving import attached, serving
 from tiered_kv import BackendUnavailableError, ConnectedKV, GPULoadStoreSpec, Outcomes, Shard, Worker
@@ -58,11 +58,35 @@ async def test_a_planner_killed_while_its_worker_copies(tmp_path: Path, *, binds
                 assert await asyncio.to_thread(process.hear) == "stuck"
             async with attached_at(tmp_path, engine := AnyEngine()) as kv:
                 await crowd(kv, engine)
-                assert kv.stats()["cpu"].pending == 8
+                assert kv.stats()["cpu"].doomed == 8
                 process.kill()
-                await until_async(lambda: kv.stats()["cpu"].pending == 0)
+                await until_async(lambda: kv.stats()["cpu"].doomed == 0)
                 assert (await kv.lookup(KEYS)).num_blocks == 0
         await until_clean(tmp_path)
+
+
+async def test_a_flush_does_not_wait_for_what_a_planner_that_is_gone_had_workers_do(tmp_path: Path) -> None:
+    """They live, and nobody says any more what they have copied: others store the same, in other slots."""
+    async with served(tmp_path), attached_at(tmp_path, engine := AnyEngine()) as kv:
+        with (
+            started(worker, KEYS, gets_stuck=False) as process,
+            started(planner, tmp_path / "kv.sock", process.pid, KEYS, binds=False) as planning,
+        ):
+            process.say(await asyncio.to_thread(planning.hear))
+            assert (await asyncio.to_thread(process.hear)).num_moved == 8
+            before = asyncio.create_task(kv.flush())
+            await until_async(lambda: any(client["questions"] for client in facts(tmp_path)["clients"]))
+            planning.kill()
+            with anyio.fail_after(FOREVER_S / 2):  # half of what a flush may take
+                assert await before
+                assert await kv.flush()
+            assert (await kv.lookup(KEYS)).num_blocks == 0
+            assert (await kv.store(KEYS, engine.fill(KEYS, range(8)))).num_stored == 8
+            assert kv.stats()["cpu"].doomed == 8
+            process.kill()
+            await until_async(lambda: kv.stats()["cpu"].doomed == 0)
+            loaded = await kv.load(KEYS, engine.spec(range(8, 16)))
+            assert loaded.num_blocks == engine.count_right(KEYS, range(8, 16)) == 8
 
 
 async def test_a_plan_that_no_worker_has_ends_with_its_planner(tmp_path: Path) -> None:

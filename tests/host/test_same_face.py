@@ -19,8 +19,10 @@ OPENING = (
     "test_prefetch_stops_at_what_the_tier_takes",
     "test_a_lease_shows_the_bytes_and_holds_them",
     "test_a_lease_holds_what_fits",
+    "test_it_is_attached_while_it_is_open",
     "test_an_evicted_lease_keeps_its_bytes",
     "test_touched_blocks_stay",
+    "test_what_the_engine_has_goes_first_in_memory",
 )
 """Those that open a cache of their own, of tiers that a server may have."""
 

@@ -1,7 +1,9 @@
 """The promises of a planner, kept by a client of a server as by a cache of one's own: the same tests."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +11,7 @@ from tests.cache import test_jobs, test_plans
 from tests.host.test_deaths import until_async
 from tests.support.any_layout import AnyEngine
 from tests.support.caches import AnyTier
+from tests.support.planned import CPU, KEYS, N
 from tests.support.serving import attached, serving
 from tiered_kv import ConnectedKV, Shard
 
@@ -32,7 +35,6 @@ SAME = {
         "test_the_plan_of_a_cancelled_job_is_not_polled",
         "test_a_scheduler_without_an_event_loop",
         "test_a_job_is_awaited_on_the_loop_of_its_cache",
-        "test_whoever_awaits_a_job_and_is_cancelled_leaves_it_to_others",
     ),
 }
 """Those that need to see nothing but the face."""
@@ -59,6 +61,18 @@ def far(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactor
     for module in SAME:
         monkeypatch.setattr(module, "open_any", open_far)
         monkeypatch.setattr(module, "until_idle", until_idle)
+
+
+async def test_whoever_awaits_a_job_and_is_cancelled_leaves_it_to_others(tmp_path: Path) -> None:
+    """Even at the moment when it has an answer: somebody is told of it."""
+    engine = AnyEngine()
+    with serving(tmp_path, CPU) as server:
+        async with attached(server, engine) as kv:
+            planner = kv.planner()
+            planner.register_worker()
+            job = planner.plan_store(KEYS, engine.spec(range(N)))
+            await test_jobs.cancel_at_the_answer(planner, job, asyncio.create_task(job.planned()))
+            await until_idle(kv)
 
 
 for _module, _names in SAME.items():

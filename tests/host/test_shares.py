@@ -2,6 +2,7 @@
 
 import asyncio
 import fcntl
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -9,10 +10,11 @@ from pathlib import Path
 import anyio
 import pytest
 
-from tests.support.any_layout import LIMITS, SMALL, STRIDE, AnyEngine, cpu, nvme, prompt
+from tests.support.any_layout import LIMITS, SMALL, STRIDE, AnyEngine, content, cpu, nvme, prompt
 from tests.support.caches import Recorder, until
+from tests.support.descriptors import slabs
 from tests.support.serving import attached, serving
-from tiered_kv import ConfigurationError, ModelIdentity, Shard, TieredKVServer, TieredKVSettings
+from tiered_kv import CacheLimits, ConfigurationError, ModelIdentity, Shard, TieredKVServer, TieredKVSettings
 from tiered_kv.host.shares import Shares, delete, left_in
 
 ONE, TWO = ModelIdentity("one", weights="w0"), ModelIdentity("two", weights="w0")
@@ -96,6 +98,34 @@ async def test_an_idle_share_is_lent_and_taken_back(tier: str, tmp_path: Path) -
             assert sum(share["given"][tier] for share in server.health()["shares"]) <= divided["capacity"]
 
 
+async def test_who_attaches_waits_for_no_lease_of_others(tmp_path: Path) -> None:
+    """One client leases the whole CPU tier: others attach for open models and for new ones, and are served."""
+    engine, other, keys, three = AnyEngine(), AnyEngine(), prompt(32), ModelIdentity("three", weights="w0")
+    limits = CacheLimits(**{**dict(LIMITS), "store_timeout_s": 3600.0})
+    with serving(tmp_path, cpu(32), limits=limits) as server:
+        async with attached(server, engine, model=ONE) as kv:
+            await kv.store(keys, engine.fill(keys, range(32)))
+            async with kv.lease(keys) as lease:
+                assert lease.num_blocks == 32
+                opening = [asyncio.ensure_future(store_once(server, model)) for model in (TWO, three)]
+                await until(lambda: len(server.health()["shares"]) == 3)
+                async with attached(server, other, model=ONE) as neighbour:
+                    loaded = await neighbour.load(keys, other.spec(range(32)))
+                    assert 0 < loaded.num_blocks == other.count_right(keys, range(32))
+                assert await asyncio.gather(*opening) == [4, 4]
+                num_bytes = SMALL.groups[0].payload_bytes
+                assert [bytes(each) for each in lease.views] == [content(key, num_bytes) for key in keys]
+            await until(lambda: sum(each["given"]["cpu"] for each in server.health()["shares"]) <= 32 * STRIDE)
+
+
+async def store_once(server: TieredKVServer, model: ModelIdentity) -> int:
+    """Attach, store, and say how many blocks are there."""
+    engine, keys = AnyEngine(), prompt(4)
+    async with attached(server, engine, model=model) as kv:
+        await kv.store(keys, engine.fill(keys, range(4)))
+        return (await kv.lookup(keys)).num_blocks
+
+
 async def test_a_share_that_cannot_be_smaller_is_asked_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Of a tier in which its part would hold no block an idle model lends nothing, and nobody is warned again."""
     engine, keys, tiers = AnyEngine(), prompt(60), [cpu(128), nvme(tmp_path / "disk", "480KiB")]
@@ -140,6 +170,27 @@ async def test_what_nobody_uses_is_reclaimed_and_others_grow(tmp_path: Path) -> 
             async with attached(server, engine, model=TWO) as again:
                 assert (await again.lookup(keys)).num_blocks == 0
                 assert (await again.store(keys, engine.fill(keys, range(8)))).num_stored == 8
+
+
+async def test_the_memory_of_what_is_reclaimed_goes_back(tmp_path: Path) -> None:
+    """However many models come and go, and whenever garbage is collected: the server has the memory of those it has."""
+    engine, keys = AnyEngine(), prompt(8)
+    gc.disable()
+    try:
+        before = slabs()
+        with serving(tmp_path, cpu(32), nvme(tmp_path / "disk"), host={"reclaim_after_s": 0.1}) as server:
+            for number in range(5):
+                model = ModelIdentity(f"model {number}", weights="w0")
+                async with attached(server, engine, model=model) as kv:
+                    await (await kv.store(keys, engine.fill(keys, range(8)))).settled()
+                    assert (await kv.load(keys, engine.spec(range(8)))).num_blocks == 8
+                    async with kv.lease(keys) as lease:
+                        assert lease.num_blocks == 8
+                    del lease
+                await until(lambda: server.health()["shares"] == [])
+            assert slabs() <= before
+    finally:
+        gc.enable()
 
 
 async def test_who_drains_as_a_model_is_reclaimed(tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ async def test_a_page_and_metrics_over_all_models(tmp_path: Path, shown: dict[st
             assert (await get(socket, "/nobody/")).status_code == 404
             assert 'tiered_kv_host_clients{model="two"} 1.0' in metrics
             assert 'tiered_kv_host_leases{model="one<script>\\""} 1.0' in metrics
+            assert f'tiered_kv_host_client_bytes{{client="{server.health()["clients"][0]["name"]}",model=' in metrics
             assert 'tiered_kv_host_share_bytes{model="two",tier="cpu"}' in metrics
             assert "tiered_kv_host_refused_total 0.0" in metrics
             assert metrics.count('model="two"') > 20  # what its cache counts

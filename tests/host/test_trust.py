@@ -11,14 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.any_layout import MODEL, SMALL, AnyEngine, cpu, prompt
+from tests.support.any_layout import LIMITS, MODEL, SMALL, STRIDE, AnyEngine, cpu, prompt
 from tests.support.caches import until
 from tests.support.serving import attached, serving
-from tiered_kv import CacheLimits, Shard, Worker
+from tiered_kv import CacheLimits, ConfigurationError, Shard, Worker
 from tiered_kv.host import handshake, protocol, wire
+from tiered_kv.host.calls import CALLS
 from tiered_kv.host.protocol import Attach, Attached, MapSlab
 
 KEYS = prompt(8)
+LONG = prompt(24, seed=50)
 
 
 async def test_the_socket_has_the_mode_and_the_group_that_were_asked_for(tmp_path: Path) -> None:
@@ -106,12 +108,49 @@ async def test_one_client_has_so_much_under_way(tmp_path: Path) -> None:
             planned.cancel()
 
 
+async def test_one_account_of_bytes_for_all_that_a_client_has(tmp_path: Path) -> None:
+    """Leases, pins of all its tenants, jobs, loads, stores: what goes beyond holds nothing, and others are served."""
+    engine, other = AnyEngine(num_blocks=128), AnyEngine()
+    host = {"bytes_per_client": 16 * STRIDE}
+    limits = CacheLimits(**{**dict(LIMITS), "pin_quota": 4 * STRIDE})
+    with serving(tmp_path, cpu(64), host=host, limits=limits) as server:
+        async with attached(server, engine) as kv, attached(server, other) as neighbour:
+            tenants = [prompt(4, seed=salt, salt=str(salt)) for salt in range(8)]
+            for keys in tenants:
+                await kv.store(keys, engine.fill(keys, range(4)))
+            await kv.store(LONG[:12], engine.fill(LONG[:12], range(12)))
+            await kv.store(LONG[12:], engine.fill(LONG[12:], range(12)))
+            async with kv.lease(LONG) as lease:
+                assert lease.num_blocks == 16
+                assert kv.pin(KEYS, ttl_s=60.0).num_blocks == 0
+                await neighbour.store(prompt(8, seed=9), other.fill(prompt(8, seed=9), range(8)))
+                async with neighbour.lease(prompt(8, seed=9)) as second:
+                    assert second.num_blocks == 8
+            assert [kv.pin(keys, ttl_s=60.0).num_blocks for keys in tenants] == [4, 4, 4, 4, 0, 0, 0, 0]
+            async with kv.lease(LONG) as lease:
+                assert lease.num_blocks == 0
+            assert (await kv.load(LONG, engine.spec(range(24)))).num_blocks == 24  # the only one
+            kv.planner().register_worker()
+            (error,) = (await kv.planner().plan_load(LONG).ended()).errors
+            assert "bytes to hold for a job" in error
+            for keys in tenants:
+                kv.unpin(keys)
+            planned = kv.planner().plan_load(LONG[:10])
+            assert (await planned.planned()).num_blocks == 10
+            async with kv.lease(LONG) as lease:
+                assert lease.num_blocks == 6
+            planned.cancel()
+            await planned.ended()
+            await until(lambda: server.health()["clients"][0]["bytes"] == 0)
+
+
 async def test_one_client_asks_so_much_at_once(tmp_path: Path) -> None:
     """Of questions that come together as many are answered as there may be; to the others the answer is that."""
     opening = Attach.of("curious", MODEL, SMALL, (Shard(),), is_read_only=False)
     with serving(tmp_path, cpu(8), host={"questions_per_client": 2}) as server:
         connection, _, descriptors = await asyncio.to_thread(handshake.begin, os.fspath(server.path), opening, 60.0)
-        connection.sendall(b"".join(wire.frame(protocol.ping(number)) for number in range(1, 6)))
+        asked = (protocol.Call(number, "stats", wire.encoded(())) for number in range(1, 6))
+        connection.sendall(b"".join(wire.frame(each) for each in asked))
         answers = []
         for _ in range(5):
             length = int.from_bytes(await asyncio.to_thread(connection.recv, 4, socket.MSG_WAITALL), "little")
@@ -119,6 +158,19 @@ async def test_one_client_asks_so_much_at_once(tmp_path: Path) -> None:
         assert sorted(each.id for each in answers if isinstance(each, protocol.Answered)) == [1, 2]
         assert {each.kind for each in answers if isinstance(each, protocol.Failed)} == {"CapacityError"}
         handshake.give_back(connection, descriptors)
+
+
+async def test_one_client_has_few_blocks_explained_at_once(tmp_path: Path) -> None:
+    """What the server does in one go is bounded: a client asks in parts, and who asks for more is refused."""
+    engine, many = AnyEngine(), prompt(3000)
+    with serving(tmp_path, cpu(8)) as server:
+        async with attached(server, engine) as kv:
+            await kv.store(KEYS, engine.fill(KEYS, range(8)))
+            assert [str(each) for each in await kv.explain(many)] == ["ready, in cpu"] * 8 + ["never stored"] * 2992
+            assert await kv.explain(many[:0]) == []
+            message = kv._asking.making(CALLS["explain"], CALLS["explain"].bind(many))  # noqa: SLF001 - as none of ours asks
+            with pytest.raises(ConfigurationError, match="of 3000 keys, 1024 at most"):
+                await kv._connection.ask(message)  # noqa: SLF001 - the same
 
 
 async def test_a_message_is_never_about_one_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +184,7 @@ async def test_a_message_is_never_about_one_block(tmp_path: Path, monkeypatch: p
 
     with serving(tmp_path, cpu(64), limits=CacheLimits()) as server:
         async with attached(server, engine) as kv:
-            kv.pin(KEYS, ttl_s=60.0)  # opens the connection of questions that block
+            kv.pin(KEYS, ttl_s=60.0)
             monkeypatch.setattr(wire, "frame", counted)
             by_size = []
             for size in (4, 40):
@@ -148,5 +200,5 @@ async def test_a_message_is_never_about_one_block(tmp_path: Path, monkeypatch: p
                 await kv.evict(keys)
                 by_size.append(sorted(said))
             assert by_size[0] == by_size[1]
-            assert "stats" not in by_size[0]  # nor is a server that answers asked whether it is there
+            assert "Ping" not in by_size[0]  # nor is a server that answers asked whether it is there
             assert len(by_size[0]) > 16

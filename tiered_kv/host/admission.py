@@ -2,7 +2,7 @@
 
 Who may attach is decided by the socket's mode, owner and group; whose process it is, the system says.
 
-A client as its server sees it: its process, its connections, and a session that ends with both.
+A client as its server sees it: its process, its connection, and a session that ends with both.
 """
 
 import asyncio
@@ -24,8 +24,7 @@ from tiered_kv.host.protocol import (
     Health,
     Healthy,
     Introduce,
-    Join,
-    Joined,
+    Introduced,
     Mapped,
     MapSlab,
     Opening,
@@ -33,27 +32,23 @@ from tiered_kv.host.protocol import (
     Tier,
 )
 from tiered_kv.host.reception import OPENING_S, Peer
-from tiered_kv.host.session import Send, Session
+from tiered_kv.host.session import Session
 from tiered_kv.host.session_jobs import places_of
+from tiered_kv.host.session_transfers import Account
 from tiered_kv.host.shares import Share, Shares
-from tiered_kv.host.wire import Link, WireError
+from tiered_kv.host.wire import Link
 from tiered_kv.settings.chain_settings import tier_name
 from tiered_kv.settings.settings import TieredKVSettings
-from tiered_kv.settings.tier_settings import OwnedTierSettings
-from tiered_kv.tiers.pins import Pins
-from tiered_kv.values.errors import BackendUnavailableError, CapacityError, ConfigurationError
+from tiered_kv.settings.tier_settings import BookedTierSettings
+from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError
 from tiered_kv.values.log import log
 
 _SO_PEERPIDFD: Final = 77  # Linux 6.5; the socket module does not name it
 _PEER: Final = struct.Struct("3i")
-_MOST_BESIDE: Final = 8
-"""Connections of one client beside its first; ours has one."""
-_MOST_EARLY: Final = 1024
-"""Questions on these that came before what they follow."""
 
 
 class AttachedClient:
-    """The connections of one client, and its session, which ends once its process touches no slot any more.
+    """The connection of one client, and its session, which ends once its process touches no slot any more.
 
     It says so itself before it goes. Else its end of the connection is closed by the system when its process ends, and
     the process is watched as well where the system lets us: a GPU may be copying yet when the connection is closed.
@@ -63,48 +58,12 @@ class AttachedClient:
         """Watch the process behind a connection; `link` is started by the caller, and ``ended`` called once."""
         self.session = session
         self.model = model
-        self.link: Link[protocol.Request] = Link(
-            protocol.request_from, self._take, self._lost, broken=self._break, is_bounded=True
-        )
+        self.link: Link[protocol.Request] = Link(protocol.request_from, self._take, self._lost, broken=self._break)
         self._ended = ended
-        self._beside: list[Link[protocol.Request]] = []
-        self._num_taken = 0
-        self._early: list[tuple[int, protocol.Request, Send]] = []  # came on another connection before what it follows
         self._has_ended = False
         self._pidfd = _pidfd_of(connection)
         if self._pidfd >= 0:
             asyncio.get_running_loop().add_reader(self._pidfd, self.end)
-
-    def beside(self) -> "Link[protocol.Request]":
-        """Return the link of another connection of this client.
-
-        Raises:
-            CapacityError: It has enough of them.
-        """
-        if len(self._beside) >= _MOST_BESIDE:
-            raise CapacityError(f"this client has {len(self._beside)} connections beside its first")
-        after = 0
-
-        def take(request: protocol.Request) -> None:
-            nonlocal after
-            if isinstance(request, protocol.After):
-                after = request.num_messages
-            elif self._num_taken >= after:
-                self.session.take(request, made.send)
-            elif len(self._early) >= _MOST_EARLY:
-                raise WireError(f"{len(self._early)} questions follow what has not come")
-            else:
-                self._early.append((after, request, made.send))
-
-        made: Link[protocol.Request] = Link(
-            protocol.request_from,
-            take,
-            lambda: self._beside.remove(made),
-            broken=lambda _: made.close(),
-            is_bounded=True,
-        )
-        self._beside.append(made)
-        return made
 
     def end(self) -> None:
         """It is gone, whichever way that was noticed first."""
@@ -115,20 +74,21 @@ class AttachedClient:
             asyncio.get_running_loop().remove_reader(self._pidfd)
             os.close(self._pidfd)
         self.session.end()
-        for each in [self.link, *self._beside]:
-            each.close()
+        self.link.close()
         log("info", "host.client_ended", client=self.session.name)
         self._ended()
 
     def _take(self, request: protocol.Request) -> None:
-        self._num_taken += 1
         if isinstance(request, protocol.Bye):
             self.end()
             return
-        self.session.take(request, self.link.send)
-        while self._early and self._early[0][0] <= self._num_taken:
-            _, early, send = self._early.pop(0)
-            self.session.take(early, send)
+        try:
+            self.session.take(request, self.link.send)
+        except wire.WireError:
+            raise
+        except Exception as error:  # else nobody would hear of the client's end any more
+            log("error", "host.request_crashed", exc_info=error, client=self.session.name)
+            raise wire.WireError("the server cannot take this") from error
 
     def _break(self, why: str) -> None:
         """Take nothing more of it. What is held for it is, until it is gone: it may be copying."""
@@ -178,8 +138,6 @@ class Admission:
             case Health():
                 await handshake.send_opened(connection, Healthy(self._health()))
                 return False
-            case Join(token=token):
-                return await self._join(connection, token)
             case Introduce():
                 await self._introduce(connection, opening)
                 return False
@@ -214,16 +172,16 @@ class Admission:
         try:
             self._check_goes_on()  # while it was opened, too
             assert share.cache is not None  # noqa: S101 - it was joined
-            pins = Pins(self._settings.limits.pin_quota, share.pins)
+            account = Account(host, self._settings.limits.pin_quota, share.pins)
             session = Session(
-                name, share.cache, ranks, pins, host,
+                name, share.cache, ranks, account, host,
                 is_read_only=opening.is_read_only or uid in host.read_only_uids,
             )  # fmt: skip
             token = secrets.token_bytes(16)
             client = AttachedClient(session, share.name, connection, partial(self._ended, token, share))
             self.clients[token] = client
             with ExitStack() as given:
-                seat = SeatCalls(share.cache, ranks, b"", pins).seat
+                seat = SeatCalls(share.cache, ranks, b"", account.pins).seat
                 slabs, descriptors = _slabs_of(seat, len(ranks), given, is_read_only=session.is_read_only)
                 answer = self._attached(token, slabs, places_of(seat), is_read_only=session.is_read_only)
                 await handshake.send_opened(connection, answer, descriptors)
@@ -240,29 +198,18 @@ class Admission:
         self, token: bytes, slabs: tuple[Slab, ...], places: tuple[tuple[str, int, int], ...], *, is_read_only: bool
     ) -> Attached:
         settings, limits = self._settings, self._settings.limits
-        tiers = (Tier(tier_name(tier), tier.medium, isinstance(tier, OwnedTierSettings)) for tier in settings.tiers)
+        tiers = (Tier(tier_name(tier), tier.medium, isinstance(tier, BookedTierSettings)) for tier in settings.tiers)
         return Attached(
             token, slabs, settings.codec, tuple(tiers), places, limits.load_timeout_s, limits.store_timeout_s,
             int(limits.swap_space), int(limits.window), is_read_only,
         )  # fmt: skip
 
-    async def _join(self, connection: socket.socket, token: bytes) -> bool:
-        beside = self._client(token).beside()
-        try:
-            await handshake.send_opened(connection, Joined())
-            await wire.start(beside, connection)
-        except BaseException:  # cancelled, too: it counts among the client's connections no more
-            beside.connection_lost(None)
-            raise
-        return True
-
     async def _introduce(self, connection: socket.socket, opening: Introduce) -> None:
         client = self._client(opening.token)
-        await handshake.send_opened(connection, Joined())
         async with asyncio.timeout(OPENING_S):
             pidfds = await handshake.receive_descriptors(connection, len(opening.ranks))
         client.session.jobs.watch(opening.ranks, pidfds)
-        await handshake.send_opened(connection, Joined())
+        await handshake.send_opened(connection, Introduced())
 
     async def _map(self, connection: socket.socket, opening: MapSlab) -> None:
         session = self._client(opening.token).session

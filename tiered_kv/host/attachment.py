@@ -1,25 +1,253 @@
-"""A client's attachment to one server process: its memory as mapped here, its connections, and what waits for answers.
+"""A client's attachment to one server process: its memory as mapped here, its connection, and what waits for answers.
 
 An attachment ends once and for good, with the server or with this client; whoever attaches again gets another. It says
 goodbye only when no copy of this process touches the slabs any more: what the server holds for us it holds until then.
+
+Whether a server is there is told by what it says, whatever that is about: a call that takes long says nothing of that.
 """
 
 import asyncio
+import math
 import os
+import select
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
 from typing import Final, Protocol
 
-from tiered_kv.host import handshake, protocol, wire
-from tiered_kv.host.protocol import Attached, Join
-from tiered_kv.host.wire import Link
+from tiered_kv.host import protocol, wire
+from tiered_kv.host.protocol import Answer, Attached, Reply
 from tiered_kv.memory.device import Device
 from tiered_kv.memory.host import HostSlab
+from tiered_kv.values.events import Emit
 from tiered_kv.values.log import log
+from tiered_kv.values.loop_calls import LoopCalls
 
-_JOIN_S: Final = 1.0
+_READ_BYTES: Final = 256 << 10
+_MESSAGES_A_TURN: Final = 64
+_LOOK_S: Final = 0.05
+"""How often a thread that reads looks whether another has something to write that did not go at once."""
+
+
+class Line:
+    """Messages on the connection. Any thread sends and asks; the event loop reads, or a thread that waits.
+
+    A thread that waits for an answer reads for itself, that of the event loop too: so it needs no turn of it. What
+    comes for others meanwhile is taken on the event loop as soon as it runs, in order.
+
+    Attributes:
+        num_heard: Messages; any thread may look.
+        is_open: Whether something may come; any thread may look.
+    """
+
+    def __init__(self, connection: socket.socket, loop_calls: LoopCalls, take: Callable[[Reply], None]) -> None:
+        """Have ``take`` take each message, on the event loop. `start` comes next."""
+        self.num_heard = 0
+        self.is_open = True
+        self._connection = connection
+        self._loop_calls = loop_calls
+        self._take = take
+        self._lost: Callable[[], None] = lambda: None
+        self._changed = threading.Condition()  # held for all that follows, but not while somebody waits
+        self._unsent = bytearray()
+        self._received = bytearray()
+        self._answers: dict[int, Answer | None] = {}  # that threads wait for
+        self._is_read = False  # by a thread that waits
+        self._is_gathering = False  # what is said to messages that came together goes together
+        self._is_writing = self._is_shut = self._is_told = False
+        self._heard: deque[Reply] = deque()  # to be taken on the event loop
+        self._numbers = count(1)
+
+    def number(self) -> int:
+        """Return a number that no other question or transfer has."""
+        return next(self._numbers)
+
+    def start(self, lost: Callable[[], None]) -> None:
+        """Read from now on; ``lost`` is called once, on the event loop, when all that came from the server is taken."""
+        self._lost = lost
+        asyncio.get_running_loop().add_reader(self._connection, self._readable)
+
+    def send(self, message: wire.Message) -> None:
+        """Send a message; nothing if the connection has ended.
+
+        Raises:
+            ConfigurationError: It is longer than a message may be.
+        """
+        data = wire.frame(message)
+        with self._changed:
+            if self.is_open:
+                self._unsent += data
+                if not self._is_gathering:
+                    self._write()
+
+    def answer_to(self, number: int, message: wire.Message, timeout_s: float) -> Answer | None:
+        """Ask with a message of this number, and block the thread for the answer; None if there is none in time.
+
+        Half-way, the server is asked whether it is there at all: `num_heard` tells.
+
+        Raises:
+            ConfigurationError: The message is longer than one may be.
+        """
+        now = time.monotonic()
+        half, until = now + timeout_s / 2, now + timeout_s
+        self._answers[number] = None
+        try:
+            self.send(message)
+            if (answer := self._awaited(number, half)) is None:
+                self.send(protocol.Ping(self.number()))
+                answer = self._awaited(number, until)
+            return answer
+        finally:
+            del self._answers[number]
+
+    def close(self) -> None:
+        """Close this end, after what was sent; on the event loop."""
+        with self._changed:
+            self._write()
+            self.is_open = False
+            if not self._is_shut:
+                asyncio.get_running_loop().remove_reader(self._connection)
+                self._shut()
+        self._loop_calls.call(self._take_heard)
+
+    # On the event loop.
+
+    def _readable(self) -> None:
+        with self._changed:
+            if self._is_read:  # the thread that does is about to
+                return
+            self._receive()
+        self._take_heard()
+
+    def _take_heard(self) -> None:
+        """Take what has come, a few in each turn of the loop."""
+        self._is_gathering = True
+        try:
+            for _ in range(min(_MESSAGES_A_TURN, len(self._heard))):
+                self._take(self._heard.popleft())
+        finally:
+            self._is_gathering = False
+            with self._changed:
+                self._write()
+            if self._heard:
+                self._loop_calls.call(self._take_heard)
+            elif not self.is_open and not self._is_told:
+                self._is_told = True
+                self._lost()
+
+    def _begin_writing(self) -> None:
+        if not self._is_shut:
+            asyncio.get_running_loop().add_writer(self._connection, self._writable)
+
+    def _writable(self) -> None:
+        with self._changed:
+            self._write()
+            if not self._unsent:
+                self._is_writing = False
+                asyncio.get_running_loop().remove_writer(self._connection)
+                self._shut()
+
+    def _shut(self) -> None:
+        """Close the connection, if nothing is to come or to go any more, once no thread reads."""
+        if self.is_open or self._unsent or self._is_shut:
+            return
+        self._is_shut = True
+        if self._is_read:
+            with suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)  # which the thread sees
+        else:
+            self._connection.close()
+
+    # In any thread that waits.
+
+    def _awaited(self, number: int, until: float) -> Answer | None:
+        while True:
+            with self._changed:
+                left_s = until - time.monotonic()
+                if (answer := self._answers[number]) is not None or not self.is_open or left_s <= 0:
+                    return answer
+                if self._is_read:
+                    self._changed.wait(left_s)
+                    continue
+                self._is_read = True
+            try:
+                self._read(number, until)
+            finally:
+                with self._changed:
+                    self._is_read = False
+                    if self._is_shut:
+                        self._connection.close()
+                    self._changed.notify_all()  # another that waits reads from here on
+
+    def _read(self, number: int, until: float) -> None:
+        """Read until the answer is there, the time is up, or nothing comes any more."""
+        poll = select.poll()
+        while True:
+            with self._changed:
+                left_s = until - time.monotonic()
+                if self._answers[number] is not None or not self.is_open or left_s <= 0:
+                    return
+                poll.register(self._connection, select.POLLIN | (select.POLLOUT if self._unsent else 0))
+            poll.poll(1e3 * min(left_s, _LOOK_S) + 1)
+            with self._changed:
+                self._write()
+                self._receive()
+            if self._heard or not self.is_open:
+                self._loop_calls.call(self._take_heard)
+
+    # With the lock held, in any thread.
+
+    def _write(self) -> None:
+        try:
+            while self._unsent and not self._is_shut:
+                del self._unsent[: self._connection.send(self._unsent)]
+        except BlockingIOError:
+            if not self._is_writing:
+                self._is_writing = True
+                self._loop_calls.call(self._begin_writing)
+        except OSError:  # whoever reads will see that it has ended
+            self._unsent.clear()
+
+    def _receive(self) -> None:
+        if not self.is_open:
+            return
+        try:
+            data = self._connection.recv(_READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        self._received += data
+        try:
+            self._decode()
+        except wire.WireError as error:
+            log("error", "host.server_broken", error=str(error))
+            data = b""
+        if not data:
+            self.is_open, self._received = False, bytearray()
+        self._changed.notify_all()
+
+    def _decode(self) -> None:
+        """Make messages of what is whole."""
+        at, size = 0, wire.LENGTH.size
+        with memoryview(self._received) as received:
+            while len(received) >= at + size:
+                (length,) = wire.LENGTH.unpack_from(received, at)
+                if len(received) < at + size + wire.checked(length):
+                    break
+                at += size
+                reply = protocol.reply_from(received[at : at + length])
+                at += length
+                self.num_heard += 1
+                if reply.id in self._answers and isinstance(reply, Answer):
+                    self._answers[reply.id] = reply
+                else:
+                    self._heard.append(reply)
+        del self._received[:at]
 
 
 class Transferring(Protocol):
@@ -27,6 +255,9 @@ class Transferring(Protocol):
 
     def take(self, reply: protocol.Reply) -> None:
         """Take what the server says about it."""
+
+    def miss(self) -> None:
+        """The server says nothing at all: who waits for its word alone is told; it may speak again."""
 
     def lose(self) -> None:
         """The server is gone: it says nothing any more."""
@@ -41,7 +272,7 @@ class Attachment:
         slabs: By name.
         transfers: Those under way, by number.
         is_open: Whether the server may answer.
-        is_silent: Whether it has not answered in time, and has said nothing since.
+        is_silent: Whether it was asked, and has said nothing for too long, nor since.
     """
 
     def __init__(
@@ -51,12 +282,16 @@ class Attachment:
         attached: Attached,
         descriptors: list[int],
         device: Device,
+        loop_calls: LoopCalls,
         lost: Callable[["Attachment"], None],
         patience_s: float,
+        *,
+        emit: Emit,
     ) -> None:
-        """Map the slabs; `start` comes next. The connection is closed here, whatever happens; descriptors too.
+        """Map the slabs, and let the server's messages come. Connection and descriptors are closed here in any case.
 
-        ``patience_s`` is how long a server that is asked may say nothing at all.
+        ``patience_s`` is how long a server that is asked may say nothing at all. ``emit`` is told in other threads how
+        the slabs are got ready.
         """
         self.path = path
         self.attached = attached
@@ -65,15 +300,12 @@ class Attachment:
         self.is_open = True
         self.is_silent = False
         self._device = device
-        self._connection = connection
         self._on_lost = lost
         self._patience_s = patience_s
-        self._num_heard = 0
-        self._last_number = 0
-        self._waiting: dict[int, asyncio.Future[protocol.Answer]] = {}
+        self._num_seen = self._num_quiet = 0
+        self._waiting: dict[int, asyncio.Future[Answer | None]] = {}
         self._num_copying = 0
         self._is_ending = False
-        self._door = _Door(path, attached.token)
         try:
             for slab, fd in zip(attached.slabs, descriptors, strict=True):
                 sizes = slab.num_slots, slab.stride_bytes, slab.payload_bytes
@@ -85,49 +317,45 @@ class Attachment:
         finally:
             for fd in descriptors:
                 os.close(fd)
-        self._lockings = [device.page_lock(slab) for slab in self.slabs.values()] if device.kind != "cpu" else []
-        self._link: Link[protocol.Reply] = Link(protocol.reply_from, self._take, self._lose, broken=self._break)
+        self._lockings = [device.page_lock(slab, emit=emit) for slab in self.slabs.values() if device.kind != "cpu"]
+        self._line = Line(connection, loop_calls, self._take)
+        self._line.start(self._lose)
 
     def pool_of(self, slab: str) -> str:
         """Return what workers know a slab as: another server's has another name, and is not taken for it."""
         return f"{slab}@{self.attached.token.hex()[:8]}"
 
-    async def start(self) -> None:
-        """Let the server's messages come."""
-        await wire.start(self._link, self._connection)
-
     def send(self, message: wire.Message) -> None:
-        """Send what needs no answer, or has one that `transfers` takes."""
-        self._link.send(message)
+        """Send what needs no answer, or has one that `transfers` takes. From any thread."""
+        self._line.send(message)
 
     def number(self) -> int:
         """Return a number that no other question or transfer has."""
-        self._last_number += 1
-        return self._last_number
+        return self._line.number()
 
-    async def ask(self, make: Callable[[int], wire.Message], timeout_s: float) -> protocol.Answer | None:
-        """Ask, and return the answer; None if there is none in time. Cancellation ends the wait only."""
+    async def ask(self, make: Callable[[int], wire.Message], timeout_s: float) -> Answer | None:
+        """Ask, and return the answer; None if there is none in time. Cancellation ends the wait only.
+
+        ``timeout_s`` may be infinite: a server that says nothing at all is not waited for.
+        """
         if not self.is_open or self.is_silent:
             return None
         number = self.number()
-        future: asyncio.Future[protocol.Answer] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Answer | None] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
-        answer: protocol.Answer | None = None
+        answer: Answer | None = None
         try:
-            self._link.send(make(number))
-            async with asyncio.timeout(timeout_s):
-                if timeout_s > self._patience_s:
-                    await self._while_it_speaks(future)
-                answer = await future
-        except TimeoutError:
-            self.is_silent = self.is_open
+            self.send(make(number))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s if timeout_s < math.inf else None):
+                    answer = await future
         finally:
             del self._waiting[number]
             if answer is None:  # it may have come by now: what it granted is nobody's
-                self._link.send(protocol.Cancel(number))
+                self.send(protocol.Cancel(number))
         return answer
 
-    def ask_now(self, make: Callable[[int], wire.Message], timeout_s: float) -> protocol.Answer | None:
+    def ask_now(self, make: Callable[[int], wire.Message], timeout_s: float) -> Answer | None:
         """`ask` from any thread, which blocks meanwhile.
 
         Raises:
@@ -135,16 +363,29 @@ class Attachment:
         """
         if not self.is_open or self.is_silent:
             return None
-        return self._door.ask(make, timeout_s, self._link.num_sent)
+        number, num_heard = self.number(), self._line.num_heard
+        if (answer := self._line.answer_to(number, make(number), timeout_s)) is None:
+            self.send(protocol.Cancel(number))
+            self.is_silent = self.is_open and self._line.num_heard == num_heard
+        return answer
 
-    async def _while_it_speaks(self, future: asyncio.Future[protocol.Answer]) -> None:
-        """Wait for an answer that may take long, but not for a server that hangs: that says nothing to any question."""
-        half_s = self._patience_s / 2
-        while not (await asyncio.wait([future], timeout=half_s))[0]:
-            num_heard = self._num_heard
-            self._link.send(protocol.ping(self.number()))
-            if not (await asyncio.wait([future], timeout=half_s))[0] and self._num_heard == num_heard:
-                raise TimeoutError
+    def look(self, every_s: float) -> None:
+        """Notice a server that says nothing, though something is waited for: to be called so often while it is there.
+
+        Looks are counted, not seconds: where this event loop is held up, the server may have answered long since.
+        """
+        if self._num_seen != self._line.num_heard or not (self._waiting or self.transfers or self.is_silent):
+            self._num_seen, self._num_quiet = self._line.num_heard, 0
+            return
+        self.send(protocol.Ping(self.number()))  # whatever comes ends the silence
+        self._num_quiet += 1
+        if self._num_quiet * every_s < self._patience_s:
+            return
+        self.is_silent = self.is_open
+        for future in self._waiting.values():
+            _answer(future, None)
+        for transfer in list(self.transfers.values()):
+            transfer.miss()
 
     # Copies, which the end of an attachment waits for.
 
@@ -166,9 +407,8 @@ class Attachment:
         if not self._is_ending or self._num_copying:
             return
         self._num_copying = -1  # once
-        self._link.send(protocol.Bye())
-        self._link.close()
-        self._door.close()
+        self.send(protocol.Bye())
+        self._line.close()
         self._close_slabs()
         for locking in self._lockings:  # else the memory of a server that is gone would stay
             threading.Thread(target=self._device.page_unlock, args=(locking,), daemon=True).start()
@@ -179,95 +419,26 @@ class Attachment:
 
     # From the server.
 
-    def _take(self, reply: protocol.Reply) -> None:
+    def _take(self, reply: Reply) -> None:
         self.is_silent = False
-        self._num_heard += 1
         if (transfer := self.transfers.get(reply.id)) is not None:
             transfer.take(reply)
-        elif isinstance(reply, protocol.Answer) and (future := self._waiting.get(reply.id)) is not None:
-            if not future.done():
-                future.set_result(reply)
+        elif isinstance(reply, Answer) and (future := self._waiting.get(reply.id)) is not None:
+            _answer(future, reply)
         elif isinstance(reply, protocol.Copy):  # of a transfer that is over here
-            self._link.send(protocol.Copied(reply.id, reply.number, protocol.REVOKED))
-
-    def _break(self, why: str) -> None:
-        log("error", "host.server_broken", error=why)
-        self._lose()
+            self.send(protocol.Copied(reply.id, reply.number, protocol.REVOKED))
 
     def _lose(self) -> None:
         """Nothing comes from the server any more."""
-        if not self.is_open:
-            return
         self.is_open = False
         for future in self._waiting.values():
-            if not future.done():
-                future.set_result(protocol.Failed(0, "BackendUnavailableError", "the server is gone"))
+            _answer(future, None)
         for transfer in list(self.transfers.values()):
             transfer.lose()
         self._on_lost(self)
         self.end()
 
 
-class _Door:
-    """A second connection, for threads that wait. It is opened when it is first used."""
-
-    def __init__(self, path: str, token: bytes) -> None:
-        self._path = path
-        self._token = token
-        self._lock = threading.Lock()
-        self._connection: socket.socket | None = None
-        self._last_number = 0  # downwards: numbers above are the other connection's
-        self._is_closed = False
-
-    def ask(self, make: Callable[[int], wire.Message], timeout_s: float, after: int) -> protocol.Answer | None:
-        until = time.monotonic() + timeout_s
-        if not self._lock.acquire(timeout=timeout_s):
-            return None
-        try:
-            self._last_number -= 1
-            asked = wire.frame(protocol.After(after)) + wire.frame(make(self._last_number))
-            return None if self._is_closed else self._answer(asked, until)
-        finally:
-            self._lock.release()
-
-    def _answer(self, asked: bytes, until: float) -> protocol.Answer | None:
-        try:
-            connection = self._open(until)
-            connection.settimeout(max(0.001, until - time.monotonic()))
-            connection.sendall(asked)
-            while True:
-                (length,) = wire.LENGTH.unpack(_receive(connection, wire.LENGTH.size, until))
-                reply = protocol.reply_from(_receive(connection, length, until))
-                if isinstance(reply, protocol.Answer) and reply.id == self._last_number:
-                    return reply  # else a late one, to a question that was given up
-        except Exception as error:  # noqa: BLE001 - whatever it is, the next question tries again
-            log("warning", "host.question_failed", error=str(error) or type(error).__name__)
-            self._drop()
-            return None
-
-    def close(self) -> None:
-        self._is_closed = True
-        if self._lock.acquire(blocking=False):  # else the thread that has it is told by the server's end
-            self._drop()
-            self._lock.release()
-
-    def _open(self, until: float) -> socket.socket:
-        if self._connection is None:
-            timeout_s = min(_JOIN_S, max(0.001, until - time.monotonic()))
-            self._connection, _, _ = handshake.begin(self._path, Join(self._token), timeout_s)
-        return self._connection
-
-    def _drop(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-
-
-def _receive(connection: socket.socket, num_bytes: int, until: float) -> bytes:
-    received = bytearray()
-    while len(received) < num_bytes:
-        connection.settimeout(max(0.001, until - time.monotonic()))
-        if not (part := connection.recv(num_bytes - len(received))):
-            raise wire.WireError("the server is gone")
-        received += part
-    return bytes(received)
+def _answer(future: "asyncio.Future[Answer | None]", answer: Answer | None) -> None:
+    if not future.done():
+        future.set_result(answer)

@@ -7,6 +7,7 @@ another type than the face says.
 
 import asyncio
 import inspect
+import math
 import typing
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -96,6 +97,7 @@ class Remote(Generic[P, T]):
         is_noted: Whether nothing is answered.
         is_counted: Whether it is answered only once all is counted of which the client knows that it has ended.
         knows_past: Whether the answer depends on the weights that the client served before.
+        most_keys: That it may be about, if not any number.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class Remote(Generic[P, T]):
         is_noted: bool = False,
         is_counted: bool = False,
         knows_past: bool = False,
+        most_keys: int | None = None,
     ) -> None:
         """Make one of a method of `BlockCache`; the others are attributes."""
         self.name = call.__name__
@@ -115,6 +118,7 @@ class Remote(Generic[P, T]):
         self.is_noted = is_noted
         self.is_counted = is_counted
         self.knows_past = knows_past
+        self.most_keys = most_keys
         hints = typing.get_type_hints(call)
         answer = hints.pop("return")
         is_handle = typing.get_origin(answer) is Handle
@@ -155,7 +159,10 @@ class Remote(Generic[P, T]):
         except wire.WireError as error:
             raise ConfigurationError(f"{self.name}(): {error}") from None
         epoch: bytes = given.keys.epoch if self.has_keys else b""
-        return epoch, {name: form.hear(getattr(given, name)) for name, form in self._forms.items()}
+        arguments = {name: form.hear(getattr(given, name)) for name, form in self._forms.items()}
+        if self.most_keys is not None and len(arguments["keys"]) > self.most_keys:
+            raise ConfigurationError(f"{self.name}() of {len(arguments['keys'])} keys, {self.most_keys} at most")
+        return epoch, arguments
 
     def answered(self, id_: int, value: object) -> Answered:
         """Say what the call has come to."""
@@ -266,6 +273,30 @@ def _asked(
     return _named(asked, remote, call)
 
 
+def _asked_in_parts(
+    call: Callable[Concatenate[Any, P], Coroutine[Any, Any, list[T]]],
+    *,
+    most_keys: int,
+    away: Away[list[T]],
+    timeout_s: float,
+    **may: bool,
+) -> "Method[P, Coroutine[Any, Any, list[T]]]":
+    """Make a coroutine method that asks the server about so many keys at a time: the server answers no more at once."""
+    remote: Remote[P, list[T]] = Remote(call, most_keys=most_keys, **may)
+
+    async def asked(kv: "AskedCalls", /, *args: P.args, **kwargs: P.kwargs) -> list[T]:
+        asking, given = kv._asking, remote.bind(*args, **kwargs)  # noqa: SLF001 - ours
+        asking.making(remote, given)  # which checks all of them
+        answers: list[T] = []
+        for start in range(0, max(1, len(given.keys)), most_keys):
+            part = msgspec.structs.replace(given, keys=given.keys[start : start + most_keys])
+            answer: list[T] = await asking.ask(remote, away, timeout_s, part)
+            answers += answer
+        return answers
+
+    return _named(asked, remote, call)
+
+
 def _asked_now(
     call: Callable[Concatenate[Any, P], T], *, away: Away[T], anywhere: bool = False, **may: bool
 ) -> "Method[P, T]":
@@ -283,7 +314,7 @@ def _asked_now(
 def _started(
     call: Callable[Concatenate[Any, P], Handle[T]], *, away: Callable[[Any], T], cancelled: T
 ) -> "Method[P, Handle[T]]":
-    """Make a method that asks the server in a task of this client's, for as long as a load may take."""
+    """Make a method that asks the server in a task of this client's, for as long as the server is there."""
     remote: Remote[P, T] = Remote(call)
 
     def started(kv: "AskedCalls", /, *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
@@ -292,7 +323,7 @@ def _started(
 
         async def ask() -> T:
             try:
-                answer = await asking.connection.ask(make, asking.connection.load_timeout_s)
+                answer = await asking.connection.ask(make, math.inf)
             except asyncio.CancelledError:
                 return cancelled
             return asking.answer_in(answer, remote, away, given)
@@ -309,11 +340,7 @@ def _noted(call: Callable[Concatenate[Any, P], None], *, anywhere: bool = False)
 
     def noted(kv: "AskedCalls", /, *args: P.args, **kwargs: P.kwargs) -> None:
         asking = kv._asking  # noqa: SLF001 - ours
-        message = asking.making(remote, remote.bind(*args, **kwargs), anywhere=anywhere)(0)
-        if anywhere:
-            asking.connection.here(anywhere=True).loop_calls.call(asking.connection.send, message)
-        else:
-            asking.connection.send(message)
+        asking.connection.send(asking.making(remote, remote.bind(*args, **kwargs), anywhere=anywhere)(0))
 
     return _named(noted, remote, call)
 
@@ -334,6 +361,10 @@ def _nothing_found(given: Any) -> LookupResult:  # noqa: ANN401 - of `Remote.bin
 
 def _nothing_known(given: Any) -> NDArray[np.int8]:  # noqa: ANN401 - of `Remote.bind`
     return np.full(len(given.keys), BlockState.MISS, np.int8)
+
+
+def _nothing_there(given: Any) -> NDArray[np.bool_]:  # noqa: ANN401 - of `Remote.bind`
+    return np.zeros(len(given.keys), np.bool_)
 
 
 def _nothing_brought(given: Any) -> PrefetchResult:  # noqa: ANN401 - of `Remote.bind`
@@ -357,16 +388,21 @@ class AskedCalls(BlockCache):
 
     lookup = _asked(BlockCache.lookup, away=_nothing_found)
     lookup_nowait = _asked_now(BlockCache.lookup_nowait, away=_nothing_found, anywhere=True)
+    presence = _asked(BlockCache.presence, away=_nothing_there)
     membership = _asked_now(BlockCache.membership, away=_nothing_known, anywhere=True)
     count_lookup = _noted(BlockCache.count_lookup, anywhere=True)
     prefetch = _started(BlockCache.prefetch, away=_nothing_brought, cancelled=PrefetchResult(0, 0))
     touch = _noted(BlockCache.touch)
-    pin = _asked_now(BlockCache.pin, away=lambda _: PinResult(0))
+    resident = _noted(BlockCache.resident)
+    leaving = _noted(BlockCache.leaving)
+    pin = _asked_now(BlockCache.pin, away=lambda _: PinResult(0), is_counted=True)
     unpin = _noted(BlockCache.unpin)
     evict = _asked(BlockCache.evict, timeout_s=LONG_S, changes=True)
     clear = _asked(BlockCache.clear, timeout_s=LONG_S, changes=True, is_of_all=True)
     flush = _asked(BlockCache.flush, timeout_s=LONG_S, is_of_all=True)
-    explain = _asked(BlockCache.explain, away=_nothing_explained, timeout_s=LONG_S, knows_past=True)
+    explain = _asked_in_parts(
+        BlockCache.explain, most_keys=1024, away=_nothing_explained, timeout_s=LONG_S, knows_past=True
+    )
     stats = _asked_now(BlockCache.stats, away=lambda _: _NO_STATISTICS, is_counted=True)
 
     def __init__(self, asking: Asking) -> None:

@@ -10,10 +10,14 @@ What is promised is said in `BlockCache` and `TransferCalls`, and here what diff
 answers in time, nothing raises where an engine serves.
 """
 
+import asyncio
+import math
 import os
 import sys
+from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Final, NoReturn, Self
 from urllib.parse import urlsplit
@@ -34,20 +38,23 @@ from tiered_kv.host.client_planner import FarJobs, FarPlanner
 from tiered_kv.host.client_transfers import Starts
 from tiered_kv.host.connection import Connection, FarSide
 from tiered_kv.host.protocol import Attach, Keys
-from tiered_kv.memory.make import DeviceLike, resolve
+from tiered_kv.memory.make_device import DeviceLike, resolve
 from tiered_kv.tiers.changes import Changes
 from tiered_kv.transfers.handles import LoadHandle
-from tiered_kv.transfers.prefetch import HostLease
+from tiered_kv.transfers.prefetch import HostLease, PrefetchHandle
 from tiered_kv.transfers.store import StoreHandle
 from tiered_kv.transfers.submissions import LoadTicket, StoreTicket, load_failed, store_failed
 from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError
-from tiered_kv.values.events import Emit, EpochAdvanced, SequencePreempted
+from tiered_kv.values.events import BlocksPrefetched, Emit, EpochAdvanced, SequencePreempted
 from tiered_kv.values.keys import BlockKeys, ModelIdentity, Namespace, Shard, epoch_digest, salt_digest
 from tiered_kv.values.layout import KVLayout, fingerprint
 from tiered_kv.values.log import guarded, log_event
 from tiered_kv.values.results import (
+    CacheStatistics,
     LoadResult,
     PinResult,
+    PrefetchResult,
+    Reason,
     StoreResult,
     SwapOutResult,
 )
@@ -80,6 +87,23 @@ class FarCalls(AskedCalls):
             self._media = {tier.name: tier.medium for tier in there.attached.tiers if tier.is_owned}
         return self._media
 
+    @property
+    def is_attached(self) -> bool:
+        """See `BlockCache.is_attached`."""
+        there = self._connection.there
+        return there is not None and there.is_open and not there.is_silent
+
+    def stats(self) -> CacheStatistics:
+        """See `BlockCache.stats`: of the model's cache in the server, and what was dropped here since `drain`."""
+        stats: CacheStatistics = super().stats()
+        if not (refused := self._starts.num_refused):
+            return stats
+        because = Counter(stats.dropped_because) + Counter({Reason.DRAINING: refused})
+        return replace(
+            stats, store_requested=stats.store_requested + refused, dropped=stats.dropped + refused,
+            dropped_because=dict(because),
+        )  # fmt: skip
+
     # How blocks move.
 
     def _open(self, *, anywhere: bool = False) -> FarSide:
@@ -111,14 +135,29 @@ class FarCalls(AskedCalls):
 
     # What stays.
 
+    def prefetch(self, keys: BlockKeys, *, to: str = "cpu") -> PrefetchHandle:
+        """See `BlockCache.prefetch`."""
+        there = self._connection.there
+        known = [tier.name for tier in there.attached.tiers if tier.medium == "cpu"] if there is not None else [to]
+        if to not in known:
+            raise ConfigurationError(f"prefetch goes to a memory tier; here: {', '.join(known)}; not {to!r}")
+        handle = super().prefetch(keys, to=to)
+        handle.when_done(partial(self._say_prefetched, to, asyncio.get_running_loop().time()))
+        return handle
+
+    def _say_prefetched(self, to: str, started: float, ended: "asyncio.Future[PrefetchResult]") -> None:
+        if not ended.cancelled() and ended.exception() is None:
+            took_ms = (asyncio.get_running_loop().time() - started) * 1e3
+            self._emit(BlocksPrefetched(ended.result().num_blocks, ended.result().num_moved, to, took_ms))
+
     def lease(self, keys: BlockKeys) -> AbstractAsyncContextManager[HostLease]:
         """See `BlockCache.lease`; it ends with the server, or this process, at the latest."""
         return self._lease(self._starts.said(keys))
 
     @asynccontextmanager
     async def _lease(self, said: Keys) -> AsyncGenerator[HostLease]:
-        there, timeout_s = self._connection.there, self._connection.load_timeout_s
-        answer = await self._connection.ask(lambda id_: protocol.Lease(id_, said), timeout_s)
+        there = self._connection.there
+        answer = await self._connection.ask(lambda id_: protocol.Lease(id_, said), math.inf)
         if there is None or not isinstance(answer, protocol.Leased):
             yield HostLease([])
             return
@@ -152,10 +191,11 @@ class FarCalls(AskedCalls):
         self._starts.is_draining = True
         flush = CALLS["flush"]
         try:
-            await self._asking.ask(flush, None, LONG_S if timeout_s is None else timeout_s, flush.bind(sync=True))
+            limit_s = LONG_S if timeout_s is None else timeout_s
+            is_written: bool = await self._asking.ask(flush, None, limit_s, flush.bind(sync=True))
         except BackendUnavailableError:
             return False
-        return True
+        return is_written
 
     def advance_epoch(self, weights: str) -> None:
         """See `BlockCache.advance_epoch`; of this engine alone: others go on with the weights that they serve."""
@@ -218,12 +258,6 @@ class ConnectedKV(FarCalls):
         opening = Attach.of(name, model, layout, shards, is_read_only=read_only)
         make_side = partial(FarSide, resolve(device), layout, shards, emit)
         super().__init__(Connection(_path_in(url), opening, make_side, timeout_s), model, layout, shards, emit)
-
-    @property
-    def is_attached(self) -> bool:
-        """Whether a server is there and answers."""
-        there = self._connection.there
-        return there is not None and there.is_open and not there.is_silent
 
     # Opening and closing.
 

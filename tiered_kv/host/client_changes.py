@@ -136,6 +136,9 @@ class _Stream:
         else:  # or refused: there are too many
             self.end()
 
+    def miss(self) -> None:
+        """See `Transferring.miss`: what it has is as good as it was."""
+
     def lose(self) -> None:
         """See `Transferring.lose`."""
         self._there = None

@@ -42,7 +42,6 @@ from tiered_kv.host.protocol import (
     MapSlab,
     PlanJob,
     Reply,
-    ping,
 )
 from tiered_kv.tiers.tasks import in_a_thread
 from tiered_kv.transfers.job_state import bind
@@ -89,6 +88,9 @@ class Hearing(Protocol):
     def hear(self, far: "FarJob", reply: Reply) -> None:
         """Take what it says of a job."""
 
+    def miss(self, far: "FarJob") -> None:
+        """It says nothing."""
+
     def lose(self, far: "FarJob") -> None:
         """It is gone, and says nothing any more."""
 
@@ -127,6 +129,10 @@ class FarJob:
     def take(self, reply: Reply) -> None:
         """See `Transferring.take`."""
         self._book.hear(self, reply)
+
+    def miss(self) -> None:
+        """See `Transferring.miss`."""
+        self._book.miss(self)
 
     def lose(self) -> None:
         """See `Transferring.lose`."""
@@ -247,19 +253,13 @@ def introduce(path: str, token: bytes, workers: Workers, processes: Sequence[Pro
         BackendUnavailableError: The server is away, or the client is not attached any more.
     """
     ranks = tuple((process.rank, process.pid) for process in processes)
-    connection, _, came = handshake.begin(path, Introduce(token, ranks), timeout_s)
-    sent: list[int] = []
+    pidfds = workers.descriptors(processes)
     try:
-        sent = workers.descriptors(processes)
-        handshake.hand_over(connection, sent)
-    finally:
+        connection, _, came = handshake.begin(path, Introduce(token, ranks), timeout_s, given=pidfds)
         handshake.give_back(connection, came)
-        for each in sent:
+    finally:
+        for each in pidfds:
             os.close(each)
-
-
-_LOOK_S: Final = 1.0
-"""How often it is looked whether a server answers that jobs wait for."""
 
 
 class FarJobs(JobBook):
@@ -277,7 +277,6 @@ class FarJobs(JobBook):
         self._sent: dict[int, FarJob] = {}  # of which the server has more to say
         self._waiting: list[FarJob] = []  # until the server knows the workers
         self._introductions = Introductions(connection, self._workers, here, self._introduced)
-        self._watching: asyncio.Task[None] | None = None
         connection.follow(self)
 
     def register(self, rank: int, pid: int) -> None:
@@ -326,7 +325,8 @@ class FarJobs(JobBook):
             may_be_out = far is not None and far.is_with_workers and not undelivered
             if may_be_out and job in self._underway:
                 raise with_a_worker(job)
-            is_over = self._take_out(job) is None
+            if is_over := self._take_out(job) is None:
+                job.withdraw()
         if far is not None and not is_over:
             self._loop_calls.call(self._give_up, far)
         elif far is not None and not may_be_out:  # over here, but the server may hold its slots yet
@@ -349,8 +349,6 @@ class FarJobs(JobBook):
             self._end(far, "closed")
         self._introductions.close()
         self._workers.close()
-        if self._watching is not None:
-            self._watching.cancel()  # else closing would wait for its next look
 
     def hear(self, far: FarJob, reply: Reply) -> None:
         """Take what the server says of a job."""
@@ -363,6 +361,10 @@ class FarJobs(JobBook):
             case Failed():
                 self._forget(far)
                 self._end(far, reply.why)
+
+    def miss(self, far: FarJob) -> None:
+        """The server says nothing: it is told all the same what workers have moved, as it may hear that yet."""
+        self._end(far, "server away")
 
     def lose(self, far: FarJob) -> None:
         """The server is gone: its workers' copies touch memory that is nobody's any more."""
@@ -391,8 +393,6 @@ class FarJobs(JobBook):
         except TieredKVError as error:  # more keys than a message may have
             self._forget(far)
             self._end(far, str(error))
-        if self._watching is None:
-            self._watching = self._tasks.spawn(self._watch(), "watch the server")
 
     def _say_moved(self, outcomes: Outcomes) -> None:
         if (far := self._sent.get(outcomes.job)) is not None:
@@ -448,19 +448,6 @@ class FarJobs(JobBook):
             far.there.transfers.pop(far.number, None)
 
     # The server.
-
-    async def _watch(self) -> None:
-        """As long as jobs are under way, see to it that they end if the server does not answer any more."""
-        try:
-            while self._sent:
-                await asyncio.sleep(min(_LOOK_S, self._connection.timeout_s))
-                there = self._connection.there
-                if there is None or there.is_silent or await there.ask(ping, self._connection.timeout_s) is None:
-                    for far in list(self._sent.values()):
-                        self._end(far, "server away")
-                    return  # what workers have is told of yet
-        finally:
-            self._watching = None
 
     def _introduced(self, why: str) -> None:
         """Tell the server of the jobs that have waited until it knows the workers, or end them."""

@@ -32,10 +32,10 @@ from tiered_kv.tiers.gate import Priority
 from tiered_kv.tiers.tier import prefix_of
 from tiered_kv.transfers.engine_memory import Binding
 from tiered_kv.transfers.handles import LAST_COPIES_S, LoadHandle
-from tiered_kv.transfers.requests import Order
 from tiered_kv.transfers.store import StoreHandle
+from tiered_kv.transfers.transfer_requests import Order
 from tiered_kv.values.errors import ConfigurationError, TieredKVError
-from tiered_kv.values.events import BlocksLoaded, BlocksStored, Emit
+from tiered_kv.values.events import BlocksLoaded, BlocksSettled, BlocksStored, Emit
 from tiered_kv.values.hints import ReuseHint
 from tiered_kv.values.keys import BlockKeys, epoch_digest
 from tiered_kv.values.log import log
@@ -157,10 +157,11 @@ class Moving(Generic[R]):
 
     def revoke(self) -> None:
         """Stop as soon as possible; on the event loop."""
-        if not self._why and not self.ended.done():
-            if self._there is not None:
-                self._there.send(protocol.Cancel(self._number))
-            self._stop(Reason.REVOKED)
+        self._stop(Reason.REVOKED)
+
+    def miss(self) -> None:
+        """See `Transferring.miss`: it is over here."""
+        self.lose()
 
     def lose(self) -> None:
         """See `Transferring.lose`: what is being copied still comes to its end."""
@@ -247,8 +248,8 @@ class Moving(Generic[R]):
         if self._why or self.ended.done():
             return
         self._why = why
-        if why is Reason.DEADLINE and self._there is not None:
-            self._there.send(protocol.Cancel(self._number))
+        if self._there is not None:
+            self._there.send(protocol.Cancel(self._number))  # of what is over there nothing comes of it
         if revoke:
             self._revoke_copies()
         self._end_if_still()
@@ -476,6 +477,7 @@ class FarStore(Moving[StoreResult]):
         super().__init__(request, deadline)
         self._missing = set(range(self.num_layers)) if request.layerwise else set()
         self._settled: asyncio.Future[tuple[TierStore, ...]] = self._loop.create_future()
+        """What became of the blocks; of no tier, if the server does not say."""
 
     def store_layer(self, layer: int, after: object) -> None:
         """See `StoreHandle.store_layer`."""
@@ -498,6 +500,10 @@ class FarStore(Moving[StoreResult]):
     async def settled(self) -> tuple[TierStore, ...]:
         """See `StoreResult.settled`."""
         return await asyncio.shield(self._settled)
+
+    def when_settled(self, callback: Callable[["asyncio.Future[tuple[TierStore, ...]]"], object]) -> None:
+        """Call back, on the event loop, once it is known what became of the blocks, or will not be."""
+        self._settled.add_done_callback(callback)
 
     def lose(self) -> None:
         """See `Transferring.lose`: nobody keeps what is copied from now on."""
@@ -551,6 +557,7 @@ class Starts:
         epoch: The digest of the weights that the engine serves.
         past_epochs: Digests of weights that it served before, the last one first; a few.
         is_draining: Whether stores are refused.
+        num_refused: Blocks of stores that were: the server does not know of them.
     """
 
     def __init__(self, connection: Connection, epoch: bytes, emit: Emit) -> None:
@@ -558,6 +565,7 @@ class Starts:
         self.epoch = epoch
         self.past_epochs: list[bytes] = []
         self.is_draining = False
+        self.num_refused = 0
         self._connection = connection
         self._emit = emit
 
@@ -613,7 +621,9 @@ class Starts:
         timeout_s = there.attached.store_timeout_s if there is not None else 0.0
         store = FarStore(request, request.side.loop.time() + timeout_s)
         store.ended.add_done_callback(self._say_stored)
+        store.when_settled(self._say_settled)
         if self.is_draining:
+            self.num_refused += len(request.keys)
             store.refuse(Reason.DRAINING)
         else:
             store.start(there, request.message)
@@ -625,6 +635,10 @@ class Starts:
         said = tuple(f"{fault.tier}: {fault.reason}" for fault in result.faults)
         num_in_place = sum(result.by_tier.values())
         self._emit(BlocksLoaded(num_in_place, result.num_requested, result.by_tier, result.seconds * 1e3, said))
+
+    def _say_settled(self, settled: "asyncio.Future[tuple[TierStore, ...]]") -> None:
+        if tiers := settled.result():
+            self._emit(BlocksSettled.of(tiers))
 
     def _say_stored(self, ended: "asyncio.Future[StoreResult]") -> None:
         result = ended.result()

@@ -11,7 +11,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Final, Protocol
@@ -22,11 +22,11 @@ from tiered_kv.cache.checks import check_asyncio, check_keys, check_one_rank
 from tiered_kv.cache.seat import EngineSide
 from tiered_kv.host import handshake, wire
 from tiered_kv.host.attachment import Attachment
-from tiered_kv.host.protocol import Answer, Attach, Attached, Failed, Opened, ping
+from tiered_kv.host.protocol import Answer, Attach, Attached, Failed, Opened
 from tiered_kv.memory.codec import Codec, make_codec
 from tiered_kv.memory.device import Device
 from tiered_kv.memory.lanes import Lanes
-from tiered_kv.memory.make import DeviceLike, make_device
+from tiered_kv.memory.make_device import DeviceLike, make_device
 from tiered_kv.tiers.tasks import Tasks, WorkerPool, in_a_thread
 from tiered_kv.transfers.handles import Handle
 from tiered_kv.transfers.submissions import Ticket
@@ -68,19 +68,24 @@ class Attempts:
         if not isinstance(attached, Attached):
             handshake.give_back(connection, descriptors)
             raise ConfigurationError(f"the server answered {type(attached).__name__} to a client that attaches")
+        if len(descriptors) != len(attached.slabs):
+            handshake.give_back(connection, descriptors)
+            raise ConfigurationError(f"the server has {len(attached.slabs)} slabs and {len(descriptors)} descriptors")
         return connection, attached, descriptors
 
     async def begin_in_time(self) -> Begun:
         """`begin`, also with a server that has yet to come, within the time of one attempt."""
         loop, pause_s = asyncio.get_running_loop(), FIRST_PAUSE_S
-        deadline = loop.time() + self._said[2]
+        deadline, is_last = loop.time() + self._said[2], False
         while True:
             try:
                 return await self.begin()
             except BackendUnavailableError:
-                if loop.time() + pause_s > deadline:
+                left_s = deadline - loop.time()
+                if is_last or left_s <= 0.0:
                     raise
-            await asyncio.sleep(pause_s)
+            is_last = left_s <= pause_s
+            await asyncio.sleep(min(pause_s, left_s))
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def close(self) -> None:
@@ -152,7 +157,7 @@ class FarSide(EngineSide):
         self.attached = attached
         self.swaps = SwapSpaces()
         self.loop_calls = loop_calls
-        self._emit = emit
+        self.emit = emit
         self.groups = [FarGroup(each, make_codec(attached.codec, each), h2d, d2h, loop_calls) for each in layout.groups]
 
     @override
@@ -164,7 +169,7 @@ class FarSide(EngineSide):
     def swap_space(self, group: int) -> SwapSpace:
         """The slots are in this process's memory, and there whatever the server does."""
         self.of_rank(group)
-        side = SwapSide(self.device, self.loop_calls, self._emit, self.attached.window_bytes)
+        side = SwapSide(self.device, self.loop_calls, self.emit, self.attached.window_bytes)
         caches = self.bindings.caches_of(group)
         return self.swaps.of(group, side, caches, self.attached.swap_space_bytes, self.lifetime)
 
@@ -202,8 +207,8 @@ class FarSide(EngineSide):
                 raise LayoutMismatchError(f"the server's slots hold {slab.payload_bytes} bytes, a block has {wanted}")
 
 
-_PROBE_S: Final = 0.5
-"""How often a server that did not answer in time is asked whether it is there again."""
+_LOOK_S: Final = 0.5
+"""How often it is looked whether a server says something that is waited for."""
 _NOW_S: Final = 1.0
 """What a call that blocks its thread may take at most."""
 
@@ -284,9 +289,9 @@ class Connection:
         return self._here
 
     def send(self, message: wire.Message) -> None:
-        """Say what has no answer."""
-        if self.there is not None:
-            self.there.send(message)
+        """Say what has no answer. Any thread may."""
+        if (there := self.there) is not None:  # which the event loop may change meanwhile
+            there.send(message)
 
     async def ask(self, make: Callable[[int], wire.Message], timeout_s: float | None = None) -> Answer | None:
         """Ask the server; None if it is away. What is wrong with the call raises."""
@@ -301,10 +306,7 @@ class Connection:
         there = self.there
         if there is None:
             return None
-        answer = there.ask_now(make, min(self.timeout_s, _NOW_S))
-        if answer is None:
-            there.is_silent = True
-        return _raised(answer)
+        return _raised(there.ask_now(make, min(self.timeout_s, _NOW_S)))
 
     def poll(self, timeout_s: float) -> list[tuple[Ticket[Any], Any]]:
         """Return the results of submissions that have ended, in any thread, after the end too."""
@@ -332,7 +334,7 @@ class Connection:
             except BaseException:
                 handshake.give_back(begun[0], begun[2])
                 raise
-            await self._attach(self._here, begun)
+            self._attach(self._here, begun)
         except BaseException:
             try:
                 await self._end()
@@ -375,7 +377,7 @@ class Connection:
 
     # Attaching.
 
-    async def _attach(self, here: FarSide, begun: Begun) -> None:
+    def _attach(self, here: FarSide, begun: Begun) -> None:
         connection, attached, descriptors = begun
         try:
             here.check_server(attached)
@@ -383,19 +385,20 @@ class Connection:
             handshake.give_back(connection, descriptors)
             raise
         connection.settimeout(0.0)
-        there = Attachment(self.path, connection, attached, descriptors, here.device, self._lost, self.timeout_s)
-        await there.start()
-        self.there = there
+        self.there = there = Attachment(
+            self.path, connection, attached, descriptors, here.device, here.loop_calls, self._lost, self.timeout_s,
+            emit=lambda event: here.loop_calls.call(here.emit, event),
+        )  # fmt: skip
         for follower in self._followers:
             follower.attached(there)
 
     async def _stay_attached(self, here: FarSide) -> None:
         """Attach again whenever the server is gone, and ask one that is silent whether it is there."""
-        pause_s = FIRST_PAUSE_S
+        pause_s, look_s = FIRST_PAUSE_S, min(_LOOK_S, self.timeout_s / 4)
         while True:
             if self.there is None:
                 try:
-                    await self._attach(here, await self._attempts.begin())
+                    self._attach(here, await self._attempts.begin())
                     pause_s = FIRST_PAUSE_S
                     log("info", "host.attached_again", path=self.path)
                 except (BackendUnavailableError, ConfigurationError) as error:
@@ -404,14 +407,11 @@ class Connection:
                     await asyncio.sleep(pause_s)
                     pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                 continue
-            if self.there.is_silent:
-                self.there.send(ping(self.there.number()))  # whatever comes ends the silence
+            self.there.look(look_s)
             self._changed.clear()
-            try:
-                async with asyncio.timeout(_PROBE_S):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(look_s):
                     await self._changed.wait()
-            except TimeoutError:
-                pass
 
     def _lost(self, there: Attachment) -> None:
         if self.there is there:

@@ -87,27 +87,16 @@ async def _receive(loop: asyncio.AbstractEventLoop, connection: socket.socket, n
 # And on the side of a client, who may block: it begins in a thread.
 
 
-def hand_over(connection: socket.socket, descriptors: Sequence[int]) -> None:
-    """Send duplicates of descriptors on a connection that `begin` has returned, and wait for the answer.
+def begin(
+    path: str, opening: Message, timeout_s: float, *, given: Sequence[int] = ()
+) -> tuple[socket.socket, Opened, list[int]]:
+    """Connect, say what for, and return the connection, the answer, and descriptors, which are the caller's.
 
-    Raises:
-        ConfigurationError, BackendUnavailableError: As for `begin`.
-    """
-    came: list[int] = []
-    try:
-        socket.send_fds(connection, [b"\0"], list(descriptors))
-        _answered(_receive_message(connection, came))
-    except WireError as error:
-        raise ConfigurationError(f"the server: {error}") from error
-    except OSError as error:
-        raise BackendUnavailableError(f"the server has not answered: {error.strerror or error}") from error
-    finally:
-        for each in came:
-            socket.close(each)
-
-
-def begin(path: str, opening: Message, timeout_s: float) -> tuple[socket.socket, Opened, list[int]]:
-    """Connect, say who attaches, and return the connection, the answer, and descriptors, which are the caller's.
+    Args:
+        path: Of the server's socket.
+        opening: The first message.
+        timeout_s: How long to wait at each step.
+        given: Descriptors that belong to it; the server gets duplicates.
 
     Raises:
         ConfigurationError: What answers is of another version, or no server of ours.
@@ -122,6 +111,8 @@ def begin(path: str, opening: Message, timeout_s: float) -> tuple[socket.socket,
         version = wire.version_in(_receive_now(connection, wire.GREETING_BYTES, descriptors))
         _check_version(path, version)
         connection.sendall(wire.frame(opening))
+        if given:
+            socket.send_fds(connection, [b"\0"], list(given))
         answer = _answered(_receive_message(connection, descriptors))
     except WireError as error:
         give_back(connection, descriptors)

@@ -234,16 +234,10 @@ class Attach(Message, frozen=True, tag="attach"):
         return ModelIdentity(self.model, self.weights, self.extra), layout, shards
 
 
-class Join(Message, frozen=True, tag="join"):
-    """A second connection of a client that is attached: for calls that wait in a thread."""
-
-    token: bytes
-
-
 class Introduce(Message, frozen=True, tag="introduce"):
     """Watch the processes that work for ranks of a client's planner: ``(rank, pid)``, the number that the client knows.
 
-    The connection is for this alone. Once it is answered, one byte comes with a `pidfd` of each, in the same order.
+    The connection is for this alone. One byte comes after it, with a `pidfd` of each, in the same order.
     """
 
     token: bytes
@@ -298,8 +292,8 @@ class Attached(Message, frozen=True, tag="attached"):
     is_read_only: bool
 
 
-class Joined(Message, frozen=True, tag="joined"):
-    """The second connection is open; or the server watches what was introduced to it, or waits for it to come."""
+class Introduced(Message, frozen=True, tag="introduced"):
+    """The server watches what was introduced to it."""
 
 
 class Mapped(Message, frozen=True, tag="mapped"):
@@ -321,8 +315,8 @@ class Healthy(Message, frozen=True, tag="healthy"):
     facts: dict[str, Any]
 
 
-Opening = Attach | Join | Introduce | MapSlab | Health
-Opened = Attached | Joined | Mapped | Refused | Healthy
+Opening = Attach | Introduce | MapSlab | Health
+Opened = Attached | Introduced | Mapped | Refused | Healthy
 
 opening_from: Final[Callable[[bytes | memoryview], Opening]] = decoder(Opening)
 """Decode the first message of a client."""
@@ -380,12 +374,13 @@ class Lease(Message, frozen=True, tag="lease"):
     keys: Keys
 
 
+class Ping(Message, frozen=True, tag="ping"):
+    """Say something: the server answers with nothing."""
+
+    id: int
+
+
 Question = Call | Lease
-
-
-def ping(id_: int) -> Call:
-    """Return a question whose answer says no more than that the server is there."""
-    return Call(id_, "stats", wire.encoded(()))
 
 
 class Found(Field, frozen=True):
@@ -547,15 +542,6 @@ class Settled(Message, frozen=True, tag="settled"):
     tiers: tuple[TierStore, ...]
 
 
-# Of a connection.
-
-
-class After(Message, frozen=True, tag="after"):
-    """On the second connection: what comes next comes after so many messages of the first, ``attach`` not counted."""
-
-    num_messages: int
-
-
 class Bye(Message, frozen=True, tag="bye"):
     """No copy of this client touches the slabs any more, nor will."""
 
@@ -563,7 +549,7 @@ class Bye(Message, frozen=True, tag="bye"):
 Steering = StopBefore | StoreLayer
 """About a load or store that is under way."""
 Moving = Load | Store | Steering | Cancel | Copied
-Request = Moving | After | Bye | Question | AboutJob | AboutChanges
+Request = Moving | Ping | Bye | Question | AboutJob | AboutChanges
 Reply = Copy | Admitted | Loaded | Stored | Settled | JobPlanned | JobEnded | Changed | Answer
 
 request_from: Final[Callable[[bytes | memoryview], Request]] = decoder(Request)

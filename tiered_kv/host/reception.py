@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from tiered_kv.host import handshake, wire
-from tiered_kv.host.protocol import Attach, Join, Opening, Refused
+from tiered_kv.host.protocol import Attach, Opening, Refused
 from tiered_kv.settings.tier_settings import HostSettings
 from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.values.errors import ConfigurationError, TieredKVError
@@ -31,6 +31,8 @@ from tiered_kv.values.log import log
 
 _BACKLOG: Final = 128
 _LONGEST_PATH: Final = 107
+_LONGEST_NAME: Final = 32
+"""Of the socket's name, in that of the file that is to become it."""
 
 
 def listen(host: HostSettings) -> tuple[socket.socket, int]:
@@ -76,12 +78,13 @@ def _lock(path: Path) -> int:
 
 def _bound(path: Path, host: HostSettings) -> socket.socket:
     """Return the socket. It is made under another name: nobody sees it before it has mode and group."""
-    new = path.with_name(f".{path.name}.{os.getpid()}")
+    new = path.with_name(f".{os.getpid()}.{path.name[:_LONGEST_NAME]}")
     with suppress(FileNotFoundError):
         new.unlink()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        listener.bind(os.fspath(new))
+        listener.bind(f"/proc/self/fd/{folder}/{new.name}")  # which is short enough, however long the folder's path is
         new.chmod(int(host.mode, 8))
         if host.group:
             os.chown(new, -1, _group_id(host.group))
@@ -91,6 +94,8 @@ def _bound(path: Path, host: HostSettings) -> socket.socket:
     except BaseException:
         listener.close()
         raise
+    finally:
+        os.close(folder)
     return listener
 
 
@@ -186,7 +191,7 @@ class Reception:
                     log("warning", "host.version_refused", client=str(who), theirs=version, ours=wire.VERSION)
                     return
                 opening = await handshake.receive_opening(connection)
-            if isinstance(opening, Attach | Join):
+            if isinstance(opening, Attach):
                 self._silent.pop(connection, None)
             is_taken = await self._admit(connection, opening, who)
         except TieredKVError as error:

@@ -21,8 +21,9 @@ from tiered_kv.host.reception import Reception, listen
 from tiered_kv.host.shares import Shares
 from tiered_kv.host.showing_models import HostMetrics, Pages
 from tiered_kv.settings.settings import TieredKVSettings
-from tiered_kv.telemetry.page.server import PageServer
+from tiered_kv.telemetry.page.page_server import PageServer
 from tiered_kv.tiers.tasks import Tasks
+from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.events import Emit
 from tiered_kv.values.log import log_event
 
@@ -48,6 +49,10 @@ class TieredKVServer:
             ConfigurationError: They cannot work.
         """
         self._settings = TieredKVSettings.of(settings)
+        if self._settings.record_trace:
+            raise ConfigurationError(
+                "record_trace is for a cache in its engine's process: a server records no requests"
+            )
         self._emit = emit
         self._tasks = Tasks()
         self._started = time.monotonic()

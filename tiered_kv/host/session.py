@@ -27,14 +27,14 @@ from tiered_kv.host.protocol import (
     Taken,
 )
 from tiered_kv.host.session_jobs import SessionChanges, SessionJobs
-from tiered_kv.host.session_transfers import SessionTransfers
+from tiered_kv.host.session_transfers import Account, SessionTransfers
 from tiered_kv.memory.host import HostSlab
 from tiered_kv.settings.tier_settings import HostSettings
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.gate import Priority
-from tiered_kv.tiers.pins import Pins
 from tiered_kv.tiers.tasks import Tasks
-from tiered_kv.transfers.prefetch import bring_each, lease_prefix, start_bringing
+from tiered_kv.tiers.tier import Batch
+from tiered_kv.transfers.prefetch import bringing, lease_prefix, start_bringing
 from tiered_kv.values.errors import BackendUnavailableError, CapacityError, ConfigurationError, TieredKVError
 from tiered_kv.values.keys import Shard
 from tiered_kv.values.log import log
@@ -66,7 +66,7 @@ class Session:
         name: str,
         cache: TieredKV,
         shards: Sequence[Shard],
-        pins: Pins,
+        account: Account,
         limits: HostSettings,
         *,
         is_read_only: bool,
@@ -77,7 +77,7 @@ class Session:
             name: For people.
             cache: The cache of its model, open.
             shards: Which parts of the heads it stands for.
-            pins: Its own.
+            account: Of what it has, and its pins.
             limits: What one client may have under way.
             is_read_only: See the attribute.
         """
@@ -86,15 +86,15 @@ class Session:
         self.is_ending = False
         self._cache = cache
         self._shards = shards
-        self._pins = pins
+        self._account = account
         self._limits = limits
         self._seats: dict[bytes, SeatCalls] = {}
         self._asked: dict[int, asyncio.Task[None]] = {}
         self._leases: dict[int, tuple[Chain, Lease]] = {}
         self._num_leasing = 0  # asked for, and being brought
         self._tasks = Tasks()
-        self._transfers = SessionTransfers(limits, self._tasks, is_read_only=is_read_only)
-        self.jobs = SessionJobs(self._seat(b"").seat.cache.new_jobs(len(shards)), self._tasks)
+        self._transfers = SessionTransfers(limits, account, self._tasks, is_read_only=is_read_only)
+        self.jobs = SessionJobs(self._seat(b"").seat.cache.new_jobs(len(shards)), account, self._tasks)
         self._changes = SessionChanges(self._tasks)
         self._has_ended = False
 
@@ -108,7 +108,8 @@ class Session:
             "questions": len(self._asked),
             "jobs": len(self.jobs),
             "streams": len(self._changes),
-            "pinned_bytes": self._pins.num_bytes,
+            "pinned_bytes": self._account.pins.num_bytes,
+            "bytes": self._account.num_bytes,
         }
 
     @property
@@ -136,7 +137,9 @@ class Session:
                 self._give_up(request.id)
             case protocol.Call(id=0):
                 self._note(request)
-            case protocol.After() | protocol.Bye():
+            case protocol.Ping():
+                send(protocol.Answered(request.id, wire.encoded(None)))
+            case protocol.Bye():
                 pass  # the connection's
             case _:
                 self._checked(request.id, send, partial(self._ask, request, send))
@@ -151,7 +154,7 @@ class Session:
             self._give_up(id_)
         self.jobs.leave()
         self._changes.end_all()
-        self._pins.close()
+        self._account.pins.close()
 
     async def ended(self) -> None:
         """Wait until nothing is under way for it."""
@@ -175,6 +178,7 @@ class Session:
         elif (held := self._leases.pop(id_, None)) is not None:
             chain, lease = held
             chain.release(lease)
+            self._account.hold(-len(lease.slots) * chain.stride_bytes)
         elif (task := self._asked.get(id_)) is not None:
             task.cancel()
         elif id_ in self.jobs:
@@ -245,11 +249,15 @@ class Session:
         return remote.answered(id_, await call())
 
     async def _count(self, call: Callable[[], object]) -> object:
-        """Count, what the client knows to have ended included: it takes a few turns more here."""
+        """Count, what the client knows to have ended included."""
+        await self._caught_up()
+        return call()
+
+    async def _caught_up(self) -> None:
+        """Wait until what the client knows to have ended has ended here, which takes a few turns more."""
         tasks = self._seat(b"").seat.tasks
         while self._transfers.is_behind:
             await tasks.turn(Priority.STORE)
-        return call()
 
     def _note(self, request: protocol.Call) -> None:
         """Do what has no answer."""
@@ -281,13 +289,25 @@ class Session:
             raise CapacityError(f"this client holds {num_leases} leases")
         self._num_leasing += 1
         try:
-            _, handles = start_bringing([(chain, batch)])
-            await bring_each(handles)
-            (lease,) = lease_prefix([(chain, batch)])
+            await self._caught_up()
+            batch = batch[: int(min(len(batch), self._account.room_bytes // chain.stride_bytes))]
+            lease = await self._lease_within(chain, batch)
         finally:
             self._num_leasing -= 1
         self._leases[request.id] = chain, lease
         return protocol.Leased(request.id, chain.host.slab.name, wire.as_bytes(lease.slots))
+
+    async def _lease_within(self, chain: Chain, batch: Batch) -> Lease:
+        """Bring a prefix that there is room for and hold it; the room is taken meanwhile, and then what it needs."""
+        num_leased = 0
+        self._account.hold(len(batch) * chain.stride_bytes)
+        try:
+            async with bringing(*start_bringing([(chain, batch)])):
+                (lease,) = lease_prefix([(chain, batch)])
+            num_leased = len(lease.slots)
+        finally:
+            self._account.hold((num_leased - len(batch)) * chain.stride_bytes)
+        return lease
 
     # What requests are about.
 
@@ -307,7 +327,7 @@ class Session:
         if (seat := self._seats.get(epoch)) is None:
             if len(self._seats) >= _EPOCHS:
                 self._seats.clear()
-            seat = self._seats[epoch] = SeatCalls(self._cache, self._shards, epoch, self._pins)
+            seat = self._seats[epoch] = SeatCalls(self._cache, self._shards, epoch, self._account.pins)
         return seat
 
     def _new(self, id_: int) -> None:

@@ -30,11 +30,12 @@ from tiered_kv.host.protocol import (
     Part,
     PlanJob,
 )
+from tiered_kv.host.session_transfers import Account
 from tiered_kv.tiers.changes import Added, Changes, Cleared, Removed, Snapshot, TierChange
 from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.transfers.jobs import Job, Jobs
-from tiered_kv.transfers.requests import JobRequest
-from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.transfers.transfer_requests import JobRequest
+from tiered_kv.values.errors import CapacityError, ConfigurationError
 from tiered_kv.values.keys import Names, StoredKeys, stored_keys
 from tiered_kv.values.plan import Outcomes, Plan
 from tiered_kv.values.specs import GPULoadStoreSpec
@@ -88,7 +89,7 @@ class SessionChanges:
 
 def places_of(seat: Seat) -> tuple[tuple[str, int, int], ...]:
     """Return what a client is told of: tier, KV group and rank of each place, the fastest tier first."""
-    ranks, tiers = _ranks(seat), seat.ledger.tiers.items()
+    ranks, tiers = _ranks(seat), seat.fates.tiers.items()
     places = [place for place, tier in tiers if tier.index.max_slots and place.rank in ranks]
     return tuple((place.tier, place.group, ranks[place.rank]) for place in places)
 
@@ -137,9 +138,10 @@ _SAID_BYTES: Final = 16
 class SessionJobs:
     """Those of one client. For the event loop's thread."""
 
-    def __init__(self, jobs: Jobs, tasks: Tasks) -> None:
+    def __init__(self, jobs: Jobs, account: Account, tasks: Tasks) -> None:
         """Keep ``jobs``, which are this client's alone, and tell of them in ``tasks``."""
         self._jobs = jobs
+        self._account = account
         self._tasks = tasks
         self._by_id: dict[int, tuple[Job, StoredKeys, int]] = {}  # with the engine's blocks a key
 
@@ -153,11 +155,13 @@ class SessionJobs:
         """Count on processes for ranks; the descriptors are taken over.
 
         Raises:
-            ConfigurationError: No such rank, or it has a worker that is alive; of those before it the end is watched.
+            ConfigurationError: No such rank, it has a worker that is alive, or a descriptor is of no process; of those
+                before it the end is watched.
         """
         left = list(pidfds)
         try:
             for rank, pid in ranks:
+                _check_pidfd(left[0])  # what else there is may never end, and with it no job
                 self._jobs.workers.register(rank, pid, left[0])
                 del left[0]
         finally:
@@ -179,6 +183,11 @@ class SessionJobs:
         # Else slots would be held that nobody hears of.
         if _SAID_BYTES * len(keys) * len(parts) > wire.MOST_FRAME_BYTES // 2:
             raise ConfigurationError(f"the plan of {len(keys)} keys for {len(parts)} ranks: give fewer keys to a job")
+        num_bytes = len(keys) * sum(chain.stride_bytes for chain, _ in parts)
+        if num_bytes > self._account.room_bytes:
+            raise CapacityError(
+                f"{num_bytes} bytes to hold for a job, of {self._account.room_bytes} that may be held yet"
+            )
         per_block = parts[0][0].group.pages_per_block
         engine = _some_blocks(len(keys) * per_block, keys.group) if request.is_bound else None
         seat.cache.note(request.direction, keys)
@@ -189,7 +198,8 @@ class SessionJobs:
             )
         )  # fmt: skip
         self._by_id[request.id] = job, keys, per_block
-        self._tasks.spawn(self._tell(request.id, job, send), f"tell of a job to {request.direction}")
+        self._account.hold(num_bytes)
+        self._tasks.spawn(self._tell(request.id, job, num_bytes, send), f"tell of a job to {request.direction}")
 
     def take(self, request: AboutJob) -> None:
         """Take what a client says of a job; of one that is over it is passed over.
@@ -223,7 +233,7 @@ class SessionJobs:
         """The client is gone."""
         self._jobs.leave()
 
-    async def _tell(self, id_: int, job: Job, send: Send) -> None:
+    async def _tell(self, id_: int, job: Job, num_bytes: int, send: Send) -> None:
         try:
             plan = await job.planned()
             is_told = job.result is None
@@ -238,6 +248,17 @@ class SessionJobs:
             )  # fmt: skip
         finally:
             del self._by_id[id_]
+            self._account.hold(-num_bytes)
+
+
+def _check_pidfd(fd: int) -> None:
+    """Raise unless a descriptor is of a process."""
+    try:
+        os.waitid(os.P_PIDFD, fd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # of a process, and none of this one's
+        pass
+    except OSError as error:
+        raise ConfigurationError("what came as a worker's process is none: a pidfd is wanted") from error
 
 
 def _some_blocks(num_pages: int, group: int) -> GPULoadStoreSpec:

@@ -10,6 +10,7 @@ does, a slot that it may be reading or writing is nobody else's.
 import asyncio
 from collections.abc import Callable
 from functools import partial
+from math import inf
 from typing import Any, NoReturn
 
 import numpy as np
@@ -25,12 +26,13 @@ from tiered_kv.memory.lanes import Lane, RevokedError
 from tiered_kv.settings.tier_settings import HostSettings
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.gate import Priority
+from tiered_kv.tiers.pins import Pins
 from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.transfers.engine_memory import EngineMemory
 from tiered_kv.transfers.handles import Handle, LoadHandle
-from tiered_kv.transfers.requests import LoadRequest, Order, StoreRequest
 from tiered_kv.transfers.start import start_load, start_store
 from tiered_kv.transfers.store import StoreHandle
+from tiered_kv.transfers.transfer_requests import LoadRequest, Order, StoreRequest
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.results import LoadResult, Reason, StoreResult, TierFault
 
@@ -55,7 +57,7 @@ class FarMemory(EngineMemory, Stream):
     def __init__(self, number: int, num_blocks: int, chain: Chain, send: Callable[[wire.Message], None]) -> None:
         """Ask with ``send`` for the copies of one transfer of so many blocks, to and from host slots of ``chain``."""
         self.name = f"client-{number}"
-        self.num_bytes = num_blocks * chain.group.payload_bytes
+        self.num_bytes = num_blocks * chain.stride_bytes
         self._id = number
         self._pool = chain.host.slab.name
         self._send = send
@@ -149,18 +151,56 @@ Send = Callable[[wire.Message], None]
 Transfer = tuple[Handle[Any], FarMemory]
 
 
+class Account:
+    """The bytes of slots that one client has: for loads and stores under way, and held for leases, pins and jobs."""
+
+    def __init__(self, limits: HostSettings, pin_quota: int, pins: Pins) -> None:
+        """Begin with none.
+
+        Args:
+            limits: What one client may have.
+            pin_quota: Bytes that it may pin for each salt.
+            pins: Those of all clients.
+        """
+        self.pins = Pins(pin_quota, pins, room_bytes=lambda: self.room_bytes)
+        self._most = inf if limits.bytes_per_client is None else limits.bytes_per_client
+        self._moving_bytes = self._held_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """All together."""
+        return self._moving_bytes + self._held_bytes + self.pins.num_bytes
+
+    @property
+    def room_bytes(self) -> float:
+        """How much more may be held."""
+        return max(0, self._most - self.num_bytes)
+
+    def may_move(self, num_bytes: int) -> bool:
+        """Say whether a load or store may begin. One alone may: it passes through a few slots, whatever its size."""
+        return not self._moving_bytes or num_bytes <= self.room_bytes
+
+    def move(self, num_bytes: int) -> None:
+        """Count a load or store; with less than 0, off."""
+        self._moving_bytes += num_bytes
+
+    def hold(self, num_bytes: int) -> None:
+        """Count slots that are held; with less than 0, off."""
+        self._held_bytes += num_bytes
+
+
 class SessionTransfers:
     """Those of one client. For the event loop's thread."""
 
-    def __init__(self, limits: HostSettings, tasks: Tasks, *, is_read_only: bool) -> None:
+    def __init__(self, limits: HostSettings, account: Account, tasks: Tasks, *, is_read_only: bool) -> None:
         """Have so many under way at most; tell of them in ``tasks``. Who only reads stores nothing."""
         self._limits = limits
+        self._account = account
         self._tasks = tasks
         self._is_read_only = is_read_only
         self._loads: dict[int, tuple[LoadHandle, FarMemory]] = {}
         self._stores: dict[int, tuple[StoreHandle, FarMemory]] = {}
         self._promised: set[int] = set()  # loads of which the client knows how they end once it has copied
-        self._num_bytes = 0
 
     def __contains__(self, id_: int) -> bool:
         return id_ in self._loads or id_ in self._stores
@@ -186,7 +226,7 @@ class SessionTransfers:
         keys = request.keys.block_keys()
         chain, batch = seat.batch(keys)
         far = FarMemory(request.id, len(keys), chain, send)
-        if len(self._loads) >= self._limits.loads_per_client or not self._has_room(far):
+        if len(self._loads) >= self._limits.loads_per_client or not self._account.may_move(far.num_bytes):
             send(_not_loaded(request, TierFault("host", Reason.TOO_MANY_LOADS, len(keys))))
             return
         handle = start_load(
@@ -198,7 +238,7 @@ class SessionTransfers:
             )
         )  # fmt: skip
         self._loads[request.id] = handle, far
-        self._num_bytes += far.num_bytes
+        self._account.move(far.num_bytes)
         is_resident = handle.is_admitted and not handle.done  # it needs no task
         if is_resident:
             self._promised.add(request.id)
@@ -216,11 +256,11 @@ class SessionTransfers:
         keys = request.keys.block_keys()
         chain, batch = seat.batch(keys)
         far = FarMemory(request.id, len(keys), chain, send)
-        why = Reason.READ_ONLY if self._is_read_only else None
-        if len(self._stores) >= self._limits.stores_per_client or not self._has_room(far):
-            why = Reason.TOO_MANY_STORES
-        if why is not None:
-            _say_not_stored(request.id, len(keys), why, send)
+        if self._is_read_only:
+            _say_not_stored(request.id, len(keys), Reason.READ_ONLY, send)
+            return
+        if len(self._stores) >= self._limits.stores_per_client or not self._account.may_move(far.num_bytes):
+            _say_not_stored(request.id, len(keys), Reason.TOO_MANY_STORES, send)
             return
         positions = np.arange(len(keys))[:, np.newaxis]
         handle = start_store(
@@ -235,7 +275,7 @@ class SessionTransfers:
             )
         )
         self._stores[request.id] = handle, far
-        self._num_bytes += far.num_bytes
+        self._account.move(far.num_bytes)
         far.begin({})
         handle.when_done(partial(self._stored, request.id, len(keys), send))
 
@@ -282,7 +322,7 @@ class SessionTransfers:
 
     def _loaded(self, request: protocol.Load, num_keys: int, send: Send, ended: "asyncio.Future[LoadResult]") -> None:
         _, far = self._loads.pop(request.id)
-        self._num_bytes -= far.num_bytes
+        self._account.move(-far.num_bytes)
         is_known = request.id in self._promised and not request.is_from_back  # of that the client may have claimed some
         self._promised.discard(request.id)
         if ended.cancelled() or ended.exception() is not None:
@@ -298,7 +338,7 @@ class SessionTransfers:
 
     def _stored(self, id_: int, num_keys: int, send: Send, ended: "asyncio.Future[StoreResult]") -> None:
         _, far = self._stores.pop(id_)
-        self._num_bytes -= far.num_bytes
+        self._account.move(-far.num_bytes)
         if ended.cancelled() or ended.exception() is not None:
             _say_not_stored(id_, num_keys, Reason.FAILED, send)
             return
@@ -312,11 +352,6 @@ class SessionTransfers:
 
     def _all(self) -> list[Transfer]:
         return [*self._loads.values(), *self._stores.values()]
-
-    def _has_room(self, far: FarMemory) -> bool:
-        """Say whether the client may have one more transfer; one alone may be of any size."""
-        most = self._limits.bytes_per_client
-        return most is None or not self._num_bytes or self._num_bytes + far.num_bytes <= most
 
 
 def _num_copying(transfer: Transfer) -> int:

@@ -2,7 +2,8 @@
 
 A model's share is what the settings fix for it, or its weight among those of which nothing is fixed: of all models that
 are known, those that clients have attached for and those whose blocks an earlier server has left on a disk. It is made
-by resizing the others, lent as `lending` says, and the others' again once it is reclaimed.
+by resizing the others, lent as `lending` says, and the others' again once it is reclaimed. What each is to have is
+decided at once; to get there each goes its own way, and waits for no other's.
 
 Directories of models on disks: which there are, and how one goes that nobody uses any more.
 
@@ -17,6 +18,7 @@ A server's tiers as its settings have them, and the part that one model's cache 
 
 import asyncio
 import fcntl
+import gc
 import hashlib
 import os
 import re
@@ -33,10 +35,10 @@ from tiered_kv.cache.tiered_kv import TieredKV
 from tiered_kv.host.lending import Claim, divided, rights
 from tiered_kv.settings.chain_settings import CPUTier, GPUTier, tier_name
 from tiered_kv.settings.settings import TieredKVSettings
-from tiered_kv.settings.tier_settings import OwnedTierSettings, TierSettings
+from tiered_kv.settings.tier_settings import BookedTierSettings, TierSettings
 from tiered_kv.telemetry.page import Page
 from tiered_kv.tiers.pins import Pins
-from tiered_kv.tiers.tasks import in_a_thread
+from tiered_kv.tiers.tasks import Tasks, in_a_thread
 from tiered_kv.values.errors import ClosedError, ConfigurationError, TieredKVError
 from tiered_kv.values.events import Emit
 from tiered_kv.values.keys import ModelIdentity, Shard
@@ -119,8 +121,12 @@ class Share:
         pins: None of its own: what the pins of all clients are counted with.
         num_clients: That are attached.
         unused_since: On the loop's clock; of no meaning while there are clients.
+        opening: What opens its cache, if that is under way.
+        going: What closes its cache and deletes its directories, if that is under way.
         right: By owned tier, the bytes that are its own.
-        given: By owned tier, the bytes that it has now.
+        wanted: By owned tier, the bytes that it is to have.
+        given: By owned tier, the bytes that it has now, or will have once it is open.
+        resizing: The owned tiers of which it is being given more or less.
         least: By owned tier, the bytes that it kept when it was to keep fewer, in which no block has room.
         stored_at: When something was stored for it last, on the loop's clock, as far as was seen.
     """
@@ -133,24 +139,26 @@ class Share:
     pins: Pins = field(default_factory=lambda: Pins(0))
     num_clients: int = 0
     unused_since: float = 0.0
+    opening: "asyncio.Task[TieredKVError | None] | None" = None
+    going: "asyncio.Task[None] | None" = None
     right: dict[str, int] = field(default_factory=dict)
+    wanted: dict[str, int] = field(default_factory=dict)
     given: dict[str, int] = field(default_factory=dict)
+    resizing: set[str] = field(default_factory=set)
     least: dict[str, int] = field(default_factory=dict)
     stored_at: float = 0.0
     _num_stored: int = 0
 
     async def resize(self, tier: str, capacity: int) -> bool:
-        """Have so many bytes of a tier from now on; say whether that is so."""
-        if self.cache is None or capacity == self.given.get(tier):
-            return True
+        """Have so many bytes of a tier from now on, once nobody uses what is to go; say whether that is so."""
+        assert self.cache is not None  # noqa: S101 - its caller's
         try:
             await self.cache.resize(tier, capacity)
         except TieredKVError as error:
             if isinstance(error, ConfigurationError):
-                self.least[tier] = self.given.get(tier, 0)
+                self.least[tier] = self.given[tier]
             log("warning", "host.resize_failed", tier=tier, model=self.name, error=str(error))
             return False
-        self.given[tier] = capacity
         return True
 
     def look(self, now: float) -> None:
@@ -213,7 +221,7 @@ class TierParts:
     @classmethod
     def of(cls, settings: TierSettings) -> "TierParts":
         """Look at one tier."""
-        if not isinstance(settings, OwnedTierSettings):
+        if not isinstance(settings, BookedTierSettings):
             return cls(tier_name(settings), 0, (), settings)
         facts: dict[str, Any] = dict(settings)  # every owned medium has a capacity; a disk, one directory or several
         path = facts.get("path", ())
@@ -257,6 +265,8 @@ def _check_fixed(fixed: Mapping[str, Mapping[str, int]], owned: Sequence[TierPar
             raise ConfigurationError(f"host.fixed: {total} bytes of tier {tier.name!r}, which has {tier.capacity}")
 
 
+_ROOM_S: Final = 1.0
+"""How long a model that is new waits until others have given up what is its own. What they lease goes back later."""
 _LEAST_CHANGE: Final = 1 / 32
 """Of a tier; less is not moved for a model that has its right: each change evicts, or takes memory."""
 
@@ -275,7 +285,8 @@ class Shares:
         self._tiers = tiers_in(settings)
         self._owned = [tier for tier in self._tiers if tier.capacity]
         self._paths = [path for tier in self._tiers for path in tier.paths]
-        self._lock = asyncio.Lock()
+        self._tasks = Tasks()
+        self._changed = asyncio.Event()
         self._shares: dict[str, Share] = {}
         now = asyncio.get_running_loop().time()
         for path in self._paths:
@@ -299,11 +310,19 @@ class Shares:
         for group in range(len(layout.groups)):
             digest.update(fingerprint(model, layout, group, self._settings.codec))
         directory = digest.hexdigest()[:DIRECTORY_DIGITS]
-        async with self._lock:
-            share = self._shares.get(directory)
-            if share is None or share.cache is None:
-                share = await self._open(directory, model, layout, of_cache)
-            share.num_clients += 1
+        while (share := self._shares.get(directory)) is not None and share.going is not None:
+            await asyncio.wait([share.going])  # only then are its directories another's
+        if share is None or (share.cache is None and share.opening is None):
+            share = self._begin(directory, model, layout, of_cache)
+        share.num_clients += 1
+        error: BaseException | None = None
+        try:
+            error = await asyncio.shield(share.opening) if share.opening is not None else None
+        except BaseException as caught:  # noqa: BLE001 - a cancellation, too: who else waits for it has it
+            error = caught
+        if error is not None:
+            self.leave(share)
+            raise error
         return share, ranks
 
     def leave(self, share: Share) -> None:
@@ -314,36 +333,29 @@ class Shares:
     async def reclaim(self, after_s: float) -> None:
         """Give up the blocks of models that nobody has used for so long; the others get their share."""
         now = asyncio.get_running_loop().time()
-        async with self._lock:
-            unused = [each for each in self if not each.num_clients and now - each.unused_since >= after_s]
-            for share in unused:
-                if share.cache is not None:
-                    await share.cache.aclose()
-                del self._shares[share.directory]
-                for path in self._paths:
-                    is_gone = await in_a_thread(LoopCalls(asyncio.get_running_loop()), delete, path / share.directory)
-                    if not is_gone:
-                        log("warning", "host.directory_kept", path=str(path / share.directory))
-                log("info", "host.share_reclaimed", model=share.name, directory=share.directory)
-            if unused:
-                await self._divide_by_right()
+        for share in self:
+            is_there = share.opening is None and share.going is None
+            if is_there and not share.num_clients and now - share.unused_since >= after_s:
+                share.going = self._tasks.spawn(self._go(share), f"reclaim {share.directory}")
+        await asyncio.gather(*(share.going for share in self if share.going is not None))
 
     async def lend(self, after_s: float) -> None:
         """Lend what models do not use that stored nothing for so long, and give those that store their own back."""
         now = asyncio.get_running_loop().time()
-        async with self._lock:
-            open_ = [share for share in self if share.cache is not None and share.given]
-            for share in open_:
-                share.look(now)
-            for tier in self._owned:
-                # What an earlier server has left in memory is nothing, on a disk it is there.
-                kept = sum(each.right[tier.name] for each in self if each.cache is None) if tier.paths else 0
-                claims = [share.claim(tier.name, now - after_s) for share in open_]
-                wanted = divided(tier.capacity - kept, claims)
-                moved = max((abs(to - claim.given) for to, claim in zip(wanted, claims, strict=True)), default=0)
-                is_due = any(claim.is_wanting and claim.given < claim.right for claim in claims)
-                if moved > tier.capacity * _LEAST_CHANGE or (moved and is_due):
-                    await _resize(tier.name, dict(zip(open_, wanted, strict=True)))
+        open_ = [share for share in self if share.cache is not None and share.going is None]
+        for share in open_:
+            share.look(now)
+        for tier in self._owned:
+            if any(tier.name in share.resizing or share.opening is not None for share in self):
+                continue  # what there is to lend is known when they have what they are to have
+            # What an earlier server has left in memory is nothing, on a disk it is there.
+            kept = sum(each.right[tier.name] for each in self if each.cache is None) if tier.paths else 0
+            claims = [share.claim(tier.name, now - after_s) for share in open_]
+            wanted = divided(tier.capacity - kept, claims)
+            moved = max((abs(to - claim.given) for to, claim in zip(wanted, claims, strict=True)), default=0)
+            is_due = any(claim.is_wanting and claim.given < claim.right for claim in claims)
+            if moved > tier.capacity * _LEAST_CHANGE or (moved and is_due):
+                self._want(tier, dict(zip(open_, wanted, strict=True)))
 
     async def drain(self) -> bool:
         """Have every cache take no more stores and write what it has; say whether all did in time."""
@@ -351,35 +363,68 @@ class Shares:
 
     async def aclose(self) -> None:
         """Close every cache, side by side."""
-        async with self._lock:
-            caches = [share.cache for share in self if share.cache is not None]
-            for error in await asyncio.gather(*(cache.aclose() for cache in caches), return_exceptions=True):
-                if isinstance(error, BaseException):
-                    log("error", "host.close_failed", exc_info=error)
+        await self._tasks.aclose(0.0)
+        caches = [share.cache for share in self if share.cache is not None]
+        for error in await asyncio.gather(*(cache.aclose() for cache in caches), return_exceptions=True):
+            if isinstance(error, BaseException):
+                log("error", "host.close_failed", exc_info=error)
 
-    async def _open(self, directory: str, model: ModelIdentity, layout: KVLayout, shards: Sequence[Shard]) -> Share:
-        """Open a model's cache. Nothing changes for the others before all that can be checked was."""
+    # Models come and go.
+
+    def _begin(self, directory: str, model: ModelIdentity, layout: KVLayout, shards: Sequence[Shard]) -> Share:
+        """Begin to open a model's cache. Nothing changes for the others before all that can be checked was."""
         host, before = self._settings.host, self._shares.get(directory)
         if before is None and len(self._shares) >= host.models:
             raise ConfigurationError(f"the server has {len(self._shares)} models, which is what it may have")
         share = Share(directory, model.name, host.weights.get(model.name, 1.0))
         share.page = Page() if self._settings.page else None
         share.right = self._rights([share, *(each for each in self if each is not before)])[share]
+        share.given = dict(share.right)
         cache = self._made(share, model, layout, shards)
         self._shares[directory] = share
-        try:
-            await self._divide_by_right()
-            share.cache = await cache.__aenter__()
-        except BaseException:
-            del self._shares[directory]
-            if before is not None:
-                self._shares[directory] = before
-            await self._divide_by_right()
-            raise
-        share.given = dict(share.right)
-        share.stored_at = asyncio.get_running_loop().time()
-        log("info", "host.share_opened", model=model.name, directory=directory, given=dict(share.given))
+        share.opening = self._tasks.spawn(self._open(share, before, cache), f"open {directory}")
         return share
+
+    async def _open(self, share: Share, before: Share | None, cache: TieredKV) -> TieredKVError | None:
+        """Open a model's cache, once the others have made room, or after a while; return why not, for who waits."""
+        try:
+            self._divide_by_right()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_ROOM_S):
+                    while any(self._free_bytes(tier) < 0 for tier in self._owned):
+                        self._changed.clear()
+                        await self._changed.wait()
+            share.cache = await cache.__aenter__()
+        except BaseException as error:
+            del self._shares[share.directory]
+            if before is not None:
+                self._shares[share.directory] = before
+            if isinstance(error, TieredKVError):
+                return error
+            raise
+        finally:
+            share.opening = None
+            self._divide_by_right()
+        share.stored_at = asyncio.get_running_loop().time()
+        log("info", "host.share_opened", model=share.name, directory=share.directory, given=dict(share.given))
+        return None
+
+    async def _go(self, share: Share) -> None:
+        """Give up a model's blocks."""
+        if share.cache is not None:
+            try:
+                await share.cache.aclose()
+            except Exception as error:  # noqa: BLE001 - whatever a medium raises: nothing of it is to stay
+                log("error", "host.close_failed", exc_info=error)
+            share.cache = share.page = None
+        for path in self._paths:
+            is_gone = await in_a_thread(LoopCalls(asyncio.get_running_loop()), delete, path / share.directory)
+            if not is_gone:
+                log("warning", "host.directory_kept", path=str(path / share.directory))
+        del self._shares[share.directory]
+        log("info", "host.share_reclaimed", model=share.name, directory=share.directory)
+        self._divide_by_right()
+        gc.collect()  # a closed cache is a circle with tables of megabytes, of too few objects to be looked for soon
 
     def _made(self, share: Share, model: ModelIdentity, layout: KVLayout, shards: Sequence[Shard]) -> TieredKV:
         """Make a model's cache, with the part of each tier that is its own.
@@ -421,18 +466,45 @@ class Shares:
                 all_[share][tier.name] = right
         return all_
 
-    async def _divide_by_right(self) -> None:
+    # What each is to have, and has.
+
+    def _divide_by_right(self) -> None:
         for share, right in self._rights(list(self)).items():
             share.right = right
         for tier in self._owned:
-            await _resize(tier.name, {share: share.right[tier.name] for share in self})
+            self._want(tier, {share: share.right[tier.name] for share in self})
 
+    def _want(self, tier: TierParts, wanted: Mapping[Share, int]) -> None:
+        """Have models get so much of a tier: some shrink at once, others get what that leaves as it comes."""
+        for share, capacity in wanted.items():
+            share.wanted[tier.name] = capacity
+        self._resize(tier)
 
-async def _resize(tier: str, wanted: Mapping[Share, int]) -> None:
-    """Give models so much of a tier: first those that shrink, and the others only if they all did."""
-    for share, capacity in sorted(wanted.items(), key=lambda item: item[1] - item[0].given.get(tier, 0)):
-        if not await share.resize(tier, capacity):
-            return
+    def _resize(self, tier: TierParts) -> None:
+        name = tier.name
+        for share in self:
+            if share.cache is None or share.going is not None or name in share.resizing:
+                continue
+            wanted, given = share.wanted[name], share.given[name]
+            capacity = min(wanted, given + max(0, self._free_bytes(tier)))
+            if capacity != given:
+                share.resizing.add(name)
+                share.given[name] = max(given, capacity)  # what it is to get is nobody else's
+                self._tasks.spawn(self._resized(share, tier, given, capacity), f"resize {name}")
+
+    async def _resized(self, share: Share, tier: TierParts, before: int, capacity: int) -> None:
+        """Give one model so much of a tier, and then others what they wait for; what fails is not tried again."""
+        is_done = await share.resize(tier.name, capacity)
+        share.resizing.discard(tier.name)
+        share.given[tier.name] = capacity if is_done else before
+        if not is_done:
+            share.wanted[tier.name] = before
+        self._changed.set()
+        self._resize(tier)
+
+    def _free_bytes(self, tier: TierParts) -> int:
+        """Say what of a tier no model has; less than 0 of one that a model is to have and others have yet."""
+        return tier.capacity - sum(share.given.get(tier.name, 0) for share in self)
 
 
 def _ranks_of(shards: Sequence[Shard]) -> list[Shard]:

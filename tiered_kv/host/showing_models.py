@@ -7,7 +7,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any, Final
 
 from tiered_kv.host.shares import Share
-from tiered_kv.telemetry.page.app import Receive, Scope, Send
+from tiered_kv.telemetry.page.application import Receive, Scope, Send
 from tiered_kv.values.errors import ConfigurationError
 
 if TYPE_CHECKING:  # the extra "metrics" may not be installed
@@ -98,6 +98,11 @@ class HostMetrics:
             for model in models:
                 under_way.add_metric([model], sum(counts[count] for of, counts in clients if of == model))
             yield under_way
+        labels = ["model", "client"]
+        held = GaugeMetricFamily("tiered_kv_host_client_bytes", "Held by transfers, leases and jobs.", labels=labels)
+        for model, counts in clients:
+            held.add_metric([model, counts["name"]], counts["bytes"])
+        yield held
         for field, what in (("given", "share_bytes"), ("right", "share_right_bytes")):
             parts = GaugeMetricFamily(f"tiered_kv_host_{what}", "Of a tier, a model's.", labels=["model", "tier"])
             for (model, tier), size in _sizes(shares, field).items():

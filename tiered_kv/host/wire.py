@@ -30,7 +30,7 @@ try:
 except ModuleNotFoundError as missing:
     raise ConfigurationError("a cache for a host needs msgspec: pip install 'tiered-kv[host]'") from missing
 
-VERSION: Final = 6
+VERSION: Final = 8
 """Of all that follows the greeting. Both sides must have the same."""
 MOST_FRAME_BYTES: Final = 32 << 20
 """A batch of half a million keys; what is longer ends the connection."""
@@ -114,7 +114,7 @@ def decoder(messages: Any) -> Callable[[bytes | memoryview], Any]:  # noqa: ANN4
     def decoded(body: bytes | memoryview) -> Any:  # noqa: ANN401 - one of them
         try:
             return decode(body)
-        except msgspec.DecodeError as error:  # one that does not fit its type included
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:  # of a text that is none, a ValueError
             raise WireError(f"a message that cannot be: {error}") from error
 
     return decoded
@@ -161,10 +161,9 @@ _UNREAD_BYTES: Final = 8 << 20
 
 
 class Link(asyncio.Protocol, Generic[M]):
-    """Frames on one connection. For the event loop's thread.
+    """Frames on one connection of a server, whose other side may be hostile. For the event loop's thread.
 
-    Attributes:
-        num_sent: Messages; any thread may look.
+    No more is read than is looked at, and nothing as long as the other side reads no answers.
     """
 
     def __init__(
@@ -174,7 +173,6 @@ class Link(asyncio.Protocol, Generic[M]):
         lost: Callable[[], None],
         *,
         broken: Callable[[str], None],
-        is_bounded: bool = False,
     ) -> None:
         """Take each message that comes with ``take``.
 
@@ -183,10 +181,7 @@ class Link(asyncio.Protocol, Generic[M]):
             take: Called with each, in order.
             lost: Called once, when the other side has closed its end and all that it had sent is taken.
             broken: Called with what was wrong, when something comes that cannot be taken. Nothing is read any more.
-            is_bounded: Whether the other side may be hostile: then no more is read than is looked at, and nothing as
-                long as it reads no answers. On one side alone: two that wait for each other do so for ever.
         """
-        self.num_sent = 0
         self._decode = decode
         self._take = take
         self._lost = lost
@@ -194,7 +189,6 @@ class Link(asyncio.Protocol, Generic[M]):
         self._received = bytearray()
         self._transport: asyncio.Transport | None = None
         self._unsent: list[bytes] = []  # what is said to messages that came together goes together
-        self._is_bounded = is_bounded
         self._is_taking = self._is_waiting = self._is_broken = self._is_over = self._is_unread = False
         self._has_ended_writing = False
 
@@ -207,11 +201,9 @@ class Link(asyncio.Protocol, Generic[M]):
         """Send a message; nothing if the connection has ended.
 
         Raises:
-            ConfigurationError: It is longer than a message may be, and is not counted: it never arrives.
+            ConfigurationError: It is longer than a message may be.
         """
-        data = frame(message)
-        self.num_sent += 1
-        self._unsent.append(data)
+        self._unsent.append(frame(message))
         if not self._is_taking:
             self._send_all()
 
@@ -249,7 +241,7 @@ class Link(asyncio.Protocol, Generic[M]):
 
     def pause_writing(self) -> None:
         """Take no requests of a side that reads no answers."""
-        self._is_unread = self._is_bounded
+        self._is_unread = True
         self._read_or_wait()
 
     def resume_writing(self) -> None:
@@ -261,7 +253,7 @@ class Link(asyncio.Protocol, Generic[M]):
 
     def _read_or_wait(self) -> None:
         """Read on, unless there is enough to look at already, or to be read over there."""
-        if not self._is_bounded or self._transport is None or self._transport.is_closing():
+        if self._transport is None or self._transport.is_closing():
             return
         if self._is_unread or (self._is_waiting and len(self._received) > _READ_ON_BYTES):
             self._transport.pause_reading()
