@@ -9,7 +9,7 @@ What needs torch is imported when it is first asked for: a router that reads eve
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
-from tiered_kv.cache.groups import GroupNeed, GroupsLoad, GroupsLookup, full, window
+from tiered_kv.cache.groups import GroupNeed, GroupsLoad, GroupsLookup, full, state, window
 from tiered_kv.catalog.policies import Policy
 from tiered_kv.media.backend import (
     Backend,
@@ -30,7 +30,13 @@ from tiered_kv.media.record import Record, parse_record
 from tiered_kv.media.record import encode as encode_record
 from tiered_kv.media.record import verify as verify_record
 from tiered_kv.settings.encryption import Encryption
-from tiered_kv.settings.tier_settings import HostSettings, OwnedTierSettings, TierSettings, WritePolicy
+from tiered_kv.settings.tier_settings import (
+    HostSettings,
+    OwnedTierSettings,
+    StorageTierSettings,
+    TierSettings,
+    WritePolicy,
+)
 from tiered_kv.tiers.changes import Added, Changes, Cleared, Mirror, Removed, Snapshot, TierChange
 from tiered_kv.tiers.gate import Priority
 from tiered_kv.values.errors import (
@@ -46,6 +52,7 @@ from tiered_kv.values.errors import (
 from tiered_kv.values.events import (
     BlocksCorrupted,
     BlocksLoaded,
+    BlocksLookedUp,
     BlocksNotEncoded,
     BlocksPrefetched,
     BlocksSettled,
@@ -98,6 +105,7 @@ from tiered_kv.values.results import (
     PinResult,
     PrefetchResult,
     Reason,
+    RemovalResult,
     Split,
     StoreResult,
     SwapOutResult,
@@ -178,6 +186,7 @@ __all__ = [
     "BlockingTieredKV",
     "BlocksCorrupted",
     "BlocksLoaded",
+    "BlocksLookedUp",
     "BlocksNotEncoded",
     "BlocksPrefetched",
     "BlocksSettled",
@@ -253,6 +262,7 @@ __all__ = [
     "RecordsRefused",
     "Recovered",
     "RemoteLoadStoreSpec",
+    "RemovalResult",
     "Removed",
     "ReuseHint",
     "SequencePreempted",
@@ -261,6 +271,7 @@ __all__ = [
     "SlotBackend",
     "Snapshot",
     "Split",
+    "StorageTierSettings",
     "StoreHandle",
     "StoreResult",
     "StoreTicket",
@@ -299,6 +310,7 @@ __all__ = [
     "open_blocking",
     "parse_record",
     "salt_digest",
+    "state",
     "verify_record",
     "window",
 ]

@@ -4,10 +4,10 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import ByteSize, Field
+from pydantic import Field
 
 from tiered_kv.media.backend import Backend, Block, Outcome, check_lengths
-from tiered_kv.settings.tier_settings import TierSettings
+from tiered_kv.settings.tier_settings import Size, StorageTierSettings
 from tiered_kv.values.keys import BlockKey
 
 
@@ -20,11 +20,11 @@ class MemoryBackend(Backend):
     because both are parts of one house, a backend of yours imports from `tiered_kv`.
     """
 
-    class Settings(TierSettings):
+    class Settings(StorageTierSettings):
         """``{"medium": "memory", "capacity": "4GiB"}``."""
 
         medium: str = "memory"
-        capacity: ByteSize = Field(gt=0)
+        capacity: Size = Field(gt=0)
         """Bytes of all records together, headers included."""
 
     def __init__(self, settings: Settings | Mapping[str, Any] | str) -> None:

@@ -23,7 +23,7 @@ from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 from pydantic import ByteSize, Field, field_validator
 
 from tiered_kv.media.backend import Backend, BackendContext, Block, Outcome, Workers, check_lengths
-from tiered_kv.settings.tier_settings import TierSettings
+from tiered_kv.settings.tier_settings import Size, StorageTierSettings, default_size
 from tiered_kv.values.errors import BackendUnavailableError, ClosedError
 from tiered_kv.values.integers import split_url
 from tiered_kv.values.keys import BlockKey, salt_digest
@@ -52,7 +52,7 @@ class MooncakeBackend(Backend):
     With RDMA, the memory of blocks is registered when it is first seen and stays so until the tier closes.
     """
 
-    class Settings(TierSettings):
+    class Settings(StorageTierSettings):
         """``{"medium": "mooncake", "url": "mooncake://master.example:50051"}``."""
 
         medium: str = "mooncake"
@@ -65,7 +65,7 @@ class MooncakeBackend(Backend):
         protocol: Literal["tcp", "rdma"] = "tcp"
         devices: str = ""
         """RDMA devices, by commas; all if left out."""
-        segment: ByteSize = Field(default=ByteSize(0), ge=0)
+        segment: Size = Field(default=default_size(0), ge=0)
         """Memory that this process gives to the store for as long as it is open; none where others do."""
         num_replicas: int = Field(default=1, ge=1)
         """Hosts that keep a copy of each block."""

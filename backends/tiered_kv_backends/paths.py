@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from tiered_kv.media.backend import Backend, Found
-from tiered_kv.settings.tier_settings import TierSettings
+from tiered_kv.settings.tier_settings import StorageTierSettings
 from tiered_kv.values.errors import ConfigurationError
 
 _OPENAT2: Final = ctypes.c_long(437)
@@ -78,13 +78,17 @@ def salt_folder(salt: bytes) -> str:
     return salt.hex()[:32]
 
 
+MOST_INSPECTED_BYTES: Final = 256 << 20
+"""No record or pack is longer: of what is, operators' tools read no more."""
 NAMESPACE = (FINGERPRINT, EPOCH, SHARD, SALT)
 """The folders of a `Namespace.path`, outermost first."""
 RECORD = re.compile("/".join(f"(?:{name.pattern})" for name in (*NAMESPACE, HASH)) + r"(?:\.x(?P<size>[0-9]+))?")
 """A block's path, or that of a pack of some."""
 
 
-async def keep_quota(medium: type[Backend], settings: TierSettings | Mapping[str, Any] | str, quota_bytes: int) -> int:
+async def keep_quota(
+    medium: type[Backend], settings: StorageTierSettings | Mapping[str, Any] | str, quota_bytes: int
+) -> int:
     """Delete what any salt has beyond ``quota_bytes``, of all models, epochs and shards together.
 
     What was written longest ago goes first, where the medium tells (S3 does); of Redis, any.

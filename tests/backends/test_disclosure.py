@@ -6,7 +6,7 @@ prompts any of which may be stored, and may hash for as long as they like. Only 
 
 import asyncio
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
+from mooncake_server import mooncake_server
 from redis_server import find_binary, run_redis
 from tests.support.any_layout import BLOCK_SIZE, MODEL, SMALL, AnyEngine, cpu, open_any
 from tiered_kv import BlockKeys, Encryption, Shard, epoch_digest, hash_blocks, salt_digest
@@ -30,6 +31,7 @@ from tiered_kv_backends.shared_fs import tenants as shared_fs_tenants
 KEY, OTHER = "01" * 32, "02" * 32
 NAMING = Naming(fingerprint(MODEL, SMALL, 0, "none"), Shard())
 NUM_BLOCKS = 8
+PAGE_BYTES = 1 << 12
 WINDOW = 8
 """Bytes of a digest that are looked for, on each of their places in it: what is found by chance is found never."""
 Dump = Callable[[], bytes]
@@ -64,7 +66,22 @@ def values_in(url: str) -> bytes:
     return asyncio.run(read())
 
 
-@pytest.fixture(params=["nvme", "shared_fs", "s3", "s3 packs", "memory", "redis"])
+def memory_of(*pids: int) -> set[bytes]:
+    """Return the pages that processes may write to: names and values of a store that has no files."""
+    pages: set[bytes] = set()
+    for pid in pids:
+        with Path(f"/proc/{pid}/mem").open("rb", buffering=0) as memory:
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                where, rights, *_ = line.split()
+                start, end = (int(each, 16) for each in where.split("-"))
+                for page in range(start, end, PAGE_BYTES) if rights.startswith("rw") else ():
+                    with suppress(OSError):
+                        memory.seek(page)
+                        pages.add(memory.read(min(PAGE_BYTES, end - page)))
+    return pages
+
+
+@pytest.fixture(params=["nvme", "shared_fs", "s3", "s3 packs", "memory", "redis", "mooncake"])
 def medium(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Callable[[Any], Any], Dump]]:
     """Return what makes a tier with some encryption, and what the attacker has of it."""
     kind, root = request.param, tmp_path / "kv"
@@ -81,6 +98,16 @@ def medium(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Cal
             server = opened.enter_context(run_redis(find_binary("redis-server"), tmp_path / "redis"))
             settings: dict[str, Any] = {"medium": "redis", "url": server.url}
             yield lambda encryption: RedisBackend({**settings, "encryption": encryption}), lambda: values_in(server.url)
+        elif kind == "mooncake":
+            store = opened.enter_context(mooncake_server(tmp_path, segment_bytes=16 << 20))
+            from tiered_kv_backends.mooncake import MooncakeBackend  # noqa: PLC0415 - its client is there
+
+            settings, pids = {"medium": "mooncake", "url": store.url}, (store.master.pid, store.storage.pid)
+            empty = memory_of(*pids)
+            yield (
+                lambda encryption: MooncakeBackend({**settings, "encryption": encryption}),
+                lambda: b"".join(memory_of(*pids) - empty),
+            )
         elif kind.startswith("s3"):
             pack_bytes = (1 << 20) if kind == "s3 packs" else 0
             settings = {"medium": "s3", "url": f"file://{root}", "pack_bytes": pack_bytes}

@@ -7,7 +7,7 @@ import pytest
 from tests.support.backends import ScriptedSlotBackend
 from tests.support.caches import keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, Engine, prompt
-from tiered_kv import GPULoadStoreSpec, Outcomes, TierSettings, TierStore
+from tiered_kv import GPULoadStoreSpec, Outcomes, StorageTierSettings, TierStore
 from tiered_kv.tiers.chain import Chain
 
 KEYS = prompt(8)
@@ -18,7 +18,7 @@ def picky(admit_after: int, **settings: object) -> ScriptedSlotBackend:
     """Return an owned tier that takes blocks at their n-th use."""
     backend = ScriptedSlotBackend()
     given = {"medium": "slots", "name": "slots", "admit_after": admit_after} | settings
-    backend.settings = TierSettings.model_validate(given)
+    backend.settings = StorageTierSettings.model_validate(given)
     return backend
 
 

@@ -7,7 +7,7 @@ import pytest
 from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
 from tests.support.caches import AnyTier, Recorder, keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, Engine, contents, prompt
-from tiered_kv import CacheLimits, GPULoadStoreSpec, TieredKV
+from tiered_kv import CacheLimits, GPULoadStoreSpec, Outcome, TieredKV
 from tiered_kv.values.events import BlocksSettled
 from tiered_kv.values.results import StoreResult, TierStore
 
@@ -65,7 +65,7 @@ async def test_a_full_queue_drops_below_and_says_how_much(kind: type[Scripted]) 
         assert [each[1].written for each in tiers] == [8, 4, 0, 0]
         assert [each[0].written for each in tiers] == [8] * 4
         counts = kv.stats()["slow"]
-        assert (counts.written, counts.dropped) == (12, 20)
+        assert (counts.written, counts.dropped, counts.dropped_because) == (12, 20, {"queue full": 20})
         assert sum(event.lost.get("slow", 0) for event in emit.of(BlocksSettled)) == 20
         await until_idle(kv)
         assert [await _load(kv, engine, seed) for seed in range(4)] == [8] * 4  # the CPU tier has them all
@@ -129,6 +129,26 @@ async def test_every_block_is_counted_once_in_every_tier(kind: type[Scripted]) -
             assert [each.tier for each in tiers] == ["gpu", "cpu", "medium", "last"], step
             _assert_conserved(tiers, num_blocks)
         await until_idle(kv)
+        for tier in kv.stats().tiers:
+            assert sum(tier.dropped_because.values()) == tier.dropped, tier
+        assert kv.stats()["cpu"].dropped_because == {"no room": kv.stats()["cpu"].dropped}
+
+
+@both_kinds
+async def test_a_tier_says_why_it_was_not_written(kind: type[Scripted]) -> None:
+    """It was bypassed, refused, or had the block evicted by name meanwhile: a word of its own for each."""
+    engine, medium = Engine(), kind(name="medium")
+    async with open_cache(CPU, medium, engine=engine) as kv:
+        medium.on_write.change_next(lambda outcomes: [Outcome.REFUSED] * len(outcomes))
+        await keep(kv, engine, prompt(2, seed=1))
+        assert kv.stats()["medium"].dropped_because == {"refused": 2}
+        for _ in range(3):
+            medium.on_write.fail_next(OSError(28, "no space"))
+            await keep(kv, engine, prompt(1, seed=2))
+            await kv.evict(prompt(1, seed=2))
+        await keep(kv, engine, prompt(4, seed=3))
+        assert kv.stats()["medium"].open_breakers == ("writes",)
+        assert kv.stats()["medium"].dropped_because == {"refused": 2, "tier away": 4}
 
 
 async def test_settled_may_be_awaited_by_many_and_cancelled() -> None:

@@ -80,6 +80,22 @@ OPERATIONS: dict[str, Operation] = {
 }
 
 
+async def test_a_cancelled_load_is_counted_as_cancelled() -> None:
+    """Its blocks are missed as whoever asked for them has given up, and no tier and no deadline is to blame."""
+    engine, slow = Engine(), ScriptedBackend(timeout_s=1e6)
+    async with open_cache(slow, engine=engine, limits=LIMITS) as kv:
+        await keep(kv, engine, HERE)
+        slow.on_read.hold()
+        loading = asyncio.ensure_future(_load(kv, engine))
+        await until(lambda: slow.on_read.num_held > 0)
+        loading.cancel()
+        await asyncio.wait({loading})
+        assert loading.cancelled()
+        slow.on_read.release()
+        await until_idle(kv)
+        assert kv.stats().missed_because == {"revoked": len(HERE)}
+
+
 def _tiers(chain: str, folder: Path | None = None) -> list[AnyTier]:
     """Make a chain where the memory tiers are too small for all that is moved."""
     gpu = {"medium": "gpu", "capacity": 3 * PAYLOAD_BYTES}

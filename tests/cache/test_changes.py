@@ -56,7 +56,7 @@ async def take(changes: Changes, most: int = 1000) -> list[TierChange]:
 
 def assert_exact(kv: TieredKV, mirror: Mirror) -> None:
     """Assert that a mirror has the blocks of every owned tier, and no others."""
-    for place, tier in inside(kv).ledger.tiers.items():  # the books themselves
+    for place, tier in inside(kv).fates.tiers.items():  # the books themselves
         names, _ = tier.index.names_in_order()
         assert mirror.count(place.tier) == len(names)
         assert mirror.prefix(names, place.tier) == len(names)
@@ -121,7 +121,7 @@ async def test_leaving_the_loop_unsubscribes() -> None:
             break
         gc.collect()
         await keep(kv, engine, KEYS)
-        assert inside(kv).ledger.listeners == []  # no listener, no work
+        assert inside(kv).fates.listeners == []  # no listener, no work
 
 
 async def test_a_waiting_subscriber_is_woken_and_ends_with_the_cache() -> None:

@@ -21,8 +21,8 @@ from tiered_kv import (
     CPULoadStoreSpec,
     GPULoadStoreSpec,
     Outcome,
+    StorageTierSettings,
     TieredKV,
-    TierSettings,
 )
 from tiered_kv.media.backend import Recovered
 from tiered_kv.values.events import TierFailed, TierStalled
@@ -262,9 +262,10 @@ LIMITS = SMALL_LIMITS.model_copy(update={"open_timeout_s": 0.1})
 
 async def test_an_opening_that_hangs_has_a_limit() -> None:
     """A tier that is required cannot be had; one that is not is used once its first call of `open` has returned."""
-    with fail_after(30), pytest.raises(BackendUnavailableError, match=r"keyed was not opened within 0\.1 s"):
+    with fail_after(30), pytest.raises(BackendUnavailableError, match=r"keyed was not opened within 0\.1 s") as raised:
         async with open_cache(LateBackend(required=True), limits=LIMITS):
             pass
+    assert "With required=false the cache opens without the tier 'keyed'" in raised.value.__notes__[0]
     late, engine, said = LateBackend(required=False), Engine(), Recorder()
     with fail_after(30):
         async with open_cache("cpu://?capacity=1MiB", late, engine=engine, limits=LIMITS, emit=said) as kv:
@@ -282,7 +283,7 @@ class ResizableSlots(ScriptedSlotBackend):
 
     def __init__(self, num_slots: int, timeout_s: float = 0.05) -> None:
         super().__init__(num_slots, timeout_s=timeout_s)
-        self.settings = TierSettings(medium="slots", name="slots", timeout_s=timeout_s)
+        self.settings = StorageTierSettings(medium="slots", name="slots", timeout_s=timeout_s)
         self.gate = asyncio.Event()
         self.gate.set()
         self.error: BaseException | None = None

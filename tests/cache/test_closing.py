@@ -1,6 +1,7 @@
 """A cache that is being closed: what is under way ends with an answer or is told so, and everything is closed."""
 
 import asyncio
+import gc
 import signal
 import threading
 from collections.abc import Awaitable, Callable
@@ -9,6 +10,7 @@ import pytest
 
 from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
 from tests.support.caches import Recorder, inside, keep, open_cache, until, until_idle
+from tests.support.descriptors import slabs
 from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine, prompt
 from tiered_kv import BlockKeys, ClosedError, ConfigurationError, GPULoadStoreSpec, TieredKV, full
 from tiered_kv.transfers.writedown import Cleaner
@@ -215,3 +217,23 @@ async def test_a_cancelled_load_of_groups_ends_when_all_its_loads_have() -> None
         medium.on_read.release()
         await until_idle(kv)
         assert engine.is_poisoned()
+
+
+async def test_memory_goes_back_whoever_knows_the_cache_yet() -> None:
+    """At once, not when garbage is collected: it may be most of what the machine has."""
+    engine, medium = Engine(), ScriptedBackend()
+    gc.disable()
+    try:
+        before = slabs()
+        async with open_cache(CPU, medium, engine=engine) as kv:
+            stored = await kv.store(KEYS, engine.compute(KEYS))
+            await stored.settled()
+            resident = kv.start_load(KEYS, INTO)
+            await resident
+            await kv.evict(KEYS, tier="cpu")
+            loading = kv.start_load(KEYS, INTO)
+            assert (await loading).num_blocks == 4
+            assert len(slabs() - before) == 1
+        assert slabs() <= before, (stored, resident, loading)
+    finally:
+        gc.enable()

@@ -15,6 +15,7 @@ from tests.support.engine import MODEL, Engine, contents, prompt, small_layout
 from tiered_kv import ConfigurationError, TieredKV
 from tiered_kv.telemetry import log_event
 from tiered_kv.values.events import BlocksLoaded, BlocksStored, Event
+from tiered_kv.values.log import log
 
 CPU = {"medium": "cpu", "capacity": "1MiB"}
 
@@ -143,3 +144,31 @@ async def test_without_structlog_the_standard_librarys_logging_decides(
     assert vars(loaded)["values"]["blocks"] == 6
     assert "".join(capsys.readouterr()) == ""
     assert not structlog.is_configured()
+
+
+@pytest.mark.usefixtures("unconfigured")
+def test_what_a_program_does_not_want_to_see_costs_no_logger() -> None:
+    """An entry for every load, which as a rule nobody looks at, is not made to be thrown away."""
+    written: list[str] = []
+
+    class Sink:
+        def msg(self, text: str) -> None:
+            written.append(text)
+
+        debug = error = msg
+
+    made: list[Sink] = []
+
+    def make(*_: object) -> Sink:
+        made.append(Sink())
+        return made[-1]
+
+    for least, wanted in ((logging.ERROR, ["b"]), (logging.DEBUG, ["b", "a", "b"])):
+        structlog.configure(
+            wrapper_class=structlog.make_filtering_bound_logger(least),
+            processors=[lambda _logger, _name, values: str(values["event"])],
+            logger_factory=make,
+        )
+        log("debug", "a")
+        log("error", "b")
+        assert (written, len(made)) == (wanted, len(wanted))

@@ -1,6 +1,5 @@
 """Tiers with ``encryption``: what lies on the medium, and who may read it, on the full path."""
 
-import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,8 +7,7 @@ import numpy as np
 import pytest
 
 from tests.support.any_layout import AnyEngine, cpu, nvme, open_any, prompt
-from tests.support.backends import ScriptedSlotBackend
-from tests.support.caches import Recorder, open_cache, until, until_idle
+from tests.support.caches import Recorder, open_cache, until_idle
 from tests.support.engine import PAYLOAD_BYTES, Engine
 from tests.support.engine import prompt as small_prompt
 from tiered_kv import (
@@ -20,6 +18,7 @@ from tiered_kv import (
     CPULoadStoreSpec,
     Encryption,
     Outcome,
+    Reason,
     RecordsRefused,
 )
 from tiered_kv.media.backend import Block
@@ -64,10 +63,13 @@ async def test_only_who_has_the_key_reads(tmp_path: Path, kind: str, cipher: str
         engine.wipe()
         assert (await kv.load(prefix, engine.spec(range(N)))).num_blocks == N
         assert engine.count_right(prefix, range(N)) == N
+    if kind == "nvme":
+        return
     events = Recorder()
     async with open_any(engine, cpu(4), medium(kind, tmp_path, keys(NEW)), emit=events) as kv:
         engine.wipe()
-        assert (await kv.load(prefix, engine.spec(range(N)))).num_blocks == 0
+        loaded = await kv.load(prefix, engine.spec(range(N)))
+        assert (loaded.num_blocks, [fault.reason for fault in loaded.faults]) == (0, [Reason.REFUSED])
         assert engine.count_right(prefix, range(N)) == 0
         await until_idle(kv)
     refused = events.of(RecordsRefused)
@@ -76,101 +78,53 @@ async def test_only_who_has_the_key_reads(tmp_path: Path, kind: str, cipher: str
     assert all("not among the keys" in event.reason for event in refused)
 
 
-async def test_a_wrong_key_forgets_nothing(tmp_path: Path) -> None:
-    """What an owned tier can't open is a miss, and served by a later start that has the key; but for what was evicted.
+async def test_a_store_replaces_what_a_removed_key_wrote(tmp_path: Path) -> None:
+    """In a shared tier with no memory above it, too: once a load was refused them, blocks are not there any more."""
+    engine, prefix = AnyEngine(), prompt(N)
+    shared = medium("shared_fs", tmp_path, keys(OLD))
+    async with open_any(engine, cpu(0), shared) as kv:
+        await kv.store(prefix, engine.fill(prefix, range(N)))
+    async with open_any(engine, cpu(0), medium("shared_fs", tmp_path, keys(NEW))) as kv:
+        (fault,) = (await kv.load(prefix, engine.spec(range(N)))).faults
+        assert (fault.reason, "not among the keys" in fault.detail) == (Reason.REFUSED, True)
+        seen = [each.state for each in await kv.explain(prefix, ask=True)]
+        assert seen == ["refused"] * fault.num_blocks + ["ready"] * (N - fault.num_blocks)  # those were not read
+        stored = await (await kv.store(prefix, engine.fill(prefix, range(N)))).settled()
+        assert (stored[-1].written, stored[-1].present) == (N, 0)
+        engine.wipe()
+        assert (await kv.load(prefix, engine.spec(range(N)))).num_blocks == N
+        assert engine.count_right(prefix, range(N)) == N
 
-    What is stored meanwhile replaces it, and finds its room elsewhere.
-    """
-    engine, prefix, other = AnyEngine(), prompt(N), prompt(N, seed=1)
+
+async def test_an_owned_tier_whose_key_is_lacking_does_not_open(tmp_path: Path) -> None:
+    """It says which key that is, and forgets nothing: a start that has the key serves all of it."""
+    engine, prefix = AnyEngine(), prompt(N)
     async with open_any(engine, cpu(4), medium("nvme", tmp_path, keys(OLD))) as kv:
         await kv.store(prefix, engine.fill(prefix, range(N)))
-    for first in (0, 2):
-        async with open_any(engine, cpu(0), medium("nvme", tmp_path, keys(NEW))) as kv:
-            for n in range(first, N):
-                assert (await kv.load(prefix[n : n + 1], engine.spec([n]))).num_blocks == 0
-            assert (await kv.lookup(prefix)).num_blocks == first
-            await kv.store(other, engine.fill(other, range(N)))
-            await kv.flush(sync=True)
-            assert (await kv.load(other, engine.spec(range(N)))).num_blocks == N
-            await kv.evict(prefix[N - 1 :])
-            await kv.store(prefix[:2], engine.fill(prefix[:2], range(2)))
-            await until_idle(kv)
-    async with open_any(engine, cpu(4), medium("nvme", tmp_path, keys(OLD, NEW))) as kv:
+    with pytest.raises(ConfigurationError, match=r"nvme holds blocks that its keys do not open: .* not among the keys"):
+        async with open_any(engine, cpu(0), medium("nvme", tmp_path, keys(NEW))):
+            pass
+    async with open_any(engine, cpu(4), medium("nvme", tmp_path, keys(NEW, OLD))) as kv:
         engine.wipe()
-        assert (await kv.load(prefix, engine.spec(range(N)))).num_blocks == N - 1
-        assert engine.count_right(prefix, range(N)) == N - 1
-        assert (await kv.load(other, engine.spec(range(N)))).num_blocks == N
+        assert (await kv.load(prefix, engine.spec(range(N)))).num_blocks == N
+        assert engine.count_right(prefix, range(N)) == N
 
 
-async def test_few_of_those_that_a_key_is_lacking_for_are_kept(tmp_path: Path) -> None:
-    """An eighth of the tier: the rest takes new blocks. `clear` forgets them all."""
-    engine, prefix = AnyEngine(), prompt(60)
-    tier = {**medium("nvme", tmp_path, keys(OLD)), "capacity": "1MiB"}
-    async with open_any(engine, cpu(0), tier) as kv:
-        await kv.store(prefix, engine.fill(prefix, range(60)))
-    wrong = {**tier, "encryption": keys(NEW)}
-    async with open_any(engine, cpu(0), wrong) as kv:
-        num_slots = kv.stats()["nvme"].num_slots
-        for n in range(60):
-            await kv.load(prefix[n : n + 1], engine.spec([n]))
+async def test_what_a_removed_key_wrote_is_forgotten_when_it_is_met(tmp_path: Path) -> None:
+    """A tier of which the keys open a part is used: the rest are misses, which are told, and give their slots back."""
+    engine, first, second, events = AnyEngine(), prompt(N), prompt(N, seed=1), Recorder()
+    for encryption, prefix in ((keys(OLD), first), (keys(NEW, OLD), second)):
+        async with open_any(engine, cpu(0), medium("nvme", tmp_path, encryption)) as kv:
+            await kv.store(prefix, engine.fill(prefix, range(N)))
+    async with open_any(engine, cpu(0), medium("nvme", tmp_path, keys(NEW)), emit=events) as kv:
+        for n in range(N):
+            loaded = await kv.load(first[n : n + 1], engine.spec([n]))
+            (fault,) = loaded.faults
+            assert (loaded.num_blocks, fault.tier, fault.reason, fault.num_blocks) == (0, "nvme", Reason.REFUSED, 1)
+        assert (await kv.load(second, engine.spec(range(N)))).num_blocks == N
         await until_idle(kv)
-        assert kv.stats()["nvme"].free == num_slots - num_slots // 8
-    async with open_any(engine, cpu(0), wrong) as kv:
-        await kv.load(prefix[:1], engine.spec([0]))
-        await kv.clear()
-        assert kv.stats()["nvme"].free == num_slots
-    async with open_any(engine, cpu(0), tier) as kv:
-        assert (await kv.lookup(prefix)).num_blocks == 0
-
-
-async def test_a_record_that_a_key_is_lacking_for_keeps_its_slot_until_it_is_forgotten() -> None:
-    """Whatever else is refused meanwhile: nothing is written where the medium is about to forget something."""
-    before, slots = ScriptedSlotBackend(16, encryption=keys(OLD)), ScriptedSlotBackend(16, encryption=keys(NEW))
-    engine, prefix, others = AnyEngine(), prompt(N), prompt(8, seed=1)
-    async with open_any(engine, cpu(16), before) as kv:
-        await kv.store(prefix, engine.fill(prefix, range(N)))
-        await kv.flush()
-    slots.records = before.records
-    async with open_any(engine, cpu(16), slots) as kv:
-        assert (await kv.load(prefix[:1], engine.spec([0]))).num_blocks == 0
-        slots.on_forget.hold()
-        evicting = asyncio.create_task(kv.evict(prefix[:1]))
-        await until(lambda: slots.on_forget.num_held == 1)
-        assert (await kv.load(prefix[1:2], engine.spec([0]))).num_blocks == 0
-        await (await kv.store(others, engine.fill(others, range(8)))).settled()
-        slots.on_forget.release()
-        await evicting
-        await until_idle(kv)
-        assert slots.clashes == []
-        await kv.evict(others, tier="cpu")
-        assert (await kv.load(others, engine.spec(range(8, 16)))).num_blocks == 8
-
-
-class Resizable(ScriptedSlotBackend):
-    """Has as many slots as it is given bytes, and keeps what was in those that it has no more."""
-
-    def fit(self, capacity_bytes: int) -> int:
-        """Count bytes."""
-        return capacity_bytes
-
-
-async def test_a_record_that_a_key_is_lacking_for_is_forgotten_with_its_slot() -> None:
-    """Given up with the tier's capacity, it is in no books: an eviction by name has it forgotten all the same."""
-    before, slots = Resizable(16, encryption=keys(OLD)), Resizable(16, encryption=keys(NEW))
-    engine, prefix = AnyEngine(), prompt(2)
-    async with open_any(engine, cpu(16), before) as kv:
-        await kv.store(prefix, engine.fill(prefix, range(2)))
-        await kv.flush()
-    slots.records = before.records
-    async with open_any(engine, cpu(16), slots) as kv:
-        for n in range(2):
-            assert (await kv.load(prefix[n : n + 1], engine.spec([0]))).num_blocks == 0
-        await kv.resize("slots", 0)
-        slots.on_checkpoint.fail_next(BackendUnavailableError("busy"))
-        await kv.flush(sync=True)
-        assert slots.num_records == 2
-        await kv.evict(prefix)
-        assert slots.num_records == 0
+        assert kv.stats()["nvme"].ready == N
+    assert sum(event.blocks for event in events.of(RecordsRefused)) == N
 
 
 async def test_rotation(tmp_path: Path) -> None:
@@ -251,6 +205,17 @@ async def test_a_tier_without_its_keys_does_not_open(tmp_path: Path) -> None:
             pass
     async with open_any(AnyEngine(), cpu(4), {**medium("nvme", tmp_path, failing), "required": False}) as kv:
         assert (await kv.lookup(prompt(2))).num_blocks == 0
+
+
+def test_a_keys_file_that_everybody_may_read_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """By a warning that names it: in a container it may be meant so."""
+    file = tmp_path / "keys"
+    file.write_text(OLD)
+    for mode, told in ((0o600, 0), (0o644, 1)):
+        file.chmod(mode)
+        caplog.clear()
+        Encryption(keys_file=file).make_seal()
+        assert [str(file) in record.message for record in caplog.records] == [True] * told
 
 
 def test_a_shared_medium_takes_the_setting(tmp_path: Path) -> None:

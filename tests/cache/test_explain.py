@@ -14,7 +14,8 @@ from tests.support.engine import BLOCK_SIZE, MODEL, PAYLOAD_BYTES, SMALL_LIMITS,
 from tiered_kv import BlockKeys, Explanation, GPULoadStoreSpec, ModelIdentity, Shard, TieredKV, hash_blocks
 from tiered_kv.catalog.books import Change
 from tiered_kv.catalog.uses import Fate
-from tiered_kv.tiers.ledger import Ledger, Place
+from tiered_kv.testing import ScriptedDevice
+from tiered_kv.tiers.fates import Fates, Place
 from tiered_kv.values.keys import epoch_digest
 
 KEYS = prompt(4)
@@ -45,6 +46,19 @@ async def test_what_is_there_says_where() -> None:
         assert await words(kv, KEYS[3:]) == ["ready, in cpu, in disk"]
 
 
+async def test_others_have_their_turns_while_many_blocks_are_explained() -> None:
+    """However many are asked for at once: one turn of the event loop explains a few."""
+    num_turns, engine, many = 0, Engine(), prompt(3000)
+    async with open_cache(cpu(16), engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        explaining = asyncio.ensure_future(kv.explain(many))
+        while not explaining.done():
+            await asyncio.sleep(0)
+            num_turns += 1
+        assert num_turns > 10
+        assert [str(each) for each in await explaining] == ["ready, in cpu"] * 4 + ["never stored"] * 2996
+
+
 async def test_what_had_to_go_for_others_says_from_where() -> None:
     """The last tier that had it."""
     engine, disk = Engine(), ScriptedSlotBackend(num_slots=8, name="disk")
@@ -73,11 +87,12 @@ async def test_what_was_not_stored_says_why() -> None:
     async with open_cache(cpu(4), engine=engine) as kv:
         await kv.store(prompt(6), engine.compute(prompt(6)))
         assert await words(kv, prompt(6)) == ["ready, in cpu"] * 4 + ["dropped (no room)"] * 2
-    async with open_cache(disk, engine=engine) as kv:
+    async with open_cache(disk, engine=engine, device=ScriptedDevice()) as kv:
         handle = kv.start_store(KEYS, engine.compute(KEYS))
         handle.cancel()
         await handle
         assert await words(kv, KEYS) == ["dropped (revoked)"] * 4
+    async with open_cache(disk, engine=engine) as kv:
         disk.on_write.fail_next(OSError("no disk"))
         await keep(kv, engine, KEYS)
         assert await words(kv, KEYS) == ["failed (disk)"] * 4
@@ -203,19 +218,19 @@ async def test_clearing_forgets_the_past() -> None:
         assert await words(kv, KEYS) == ["never stored"] * 4
 
 
-def test_the_ledger_keeps_the_last_fate_in_the_order_noted() -> None:
+def test_the_history_keeps_the_last_fate_in_the_order_noted() -> None:
     """However many are noted before anyone asks; more reasons than there are numbers lose their detail, no more."""
-    ledger, place = Ledger(), Place("cpu", 0, 0)
+    fates, place = Fates(), Place("cpu", 0, 0)
     names = np.random.default_rng(0).integers(0, 2**63, (10_000, 4)).astype(np.uint64)
-    ledger.changed(place, Change.EVICTED, names)
+    fates.changed(place, Change.EVICTED, names)
     for n in range(40):
-        ledger.note(names[n : n + 1], Fate.DROPPED, f"reason {n}")
-    ledger.changed(place, Change.CORRUPT, names[:1])
-    fates = ledger.fates(names)
-    assert fates[0] == (Fate.CORRUPT, "cpu")
-    assert fates[1] == (Fate.DROPPED, "reason 1")
-    assert fates[39] == (Fate.DROPPED, "")
-    assert fates[40:] == [(Fate.EVICTED, "cpu")] * 9960
+        fates.note(names[n : n + 1], Fate.DROPPED, f"reason {n}")
+    fates.changed(place, Change.CORRUPT, names[:1])
+    said = fates.of(names)
+    assert said[0] == (Fate.CORRUPT, "cpu")
+    assert said[1] == (Fate.DROPPED, "reason 1")
+    assert said[39] == (Fate.DROPPED, "")
+    assert said[40:] == [(Fate.EVICTED, "cpu")] * 9960
 
 
 @pytest.mark.parametrize("n", [0, 1])
@@ -261,6 +276,6 @@ async def test_what_is_not_used_often_enough_says_so() -> None:
     async with open_cache(cpu(4), disk, engine=engine) as kv:
         await keep(kv, engine, KEYS)
         assert await words(kv, KEYS) == ["ready, in cpu"] * 4
-        assert {fate for fate, _ in inside(kv).ledger.fates(kv.namespace().names(KEYS))} == {Fate.UNADMITTED}
+        assert {fate for fate, _ in inside(kv).fates.of(kv.namespace().names(KEYS))} == {Fate.UNADMITTED}
         await keep(kv, engine, prompt(4, seed=1))
         assert await words(kv, KEYS) == ["evicted (cpu)"] * 4

@@ -1,8 +1,10 @@
 """Models with several KV groups: the longest length that satisfies all, whatever holes lie outside every window."""
 
 import asyncio
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,10 +21,10 @@ from tiered_kv import (
     LayoutMismatchError,
     TieredKV,
     full,
+    state,
     window,
 )
-from tiered_kv.cache.groups import length_in_place, longest
-from tiered_kv.values.keys import BlockKeys
+from tiered_kv.cache.groups import find_longest, length_in_place
 from tiered_kv.values.results import LoadResult
 
 LAYOUT = KVLayout(
@@ -55,24 +57,59 @@ def test_a_window_counts_tokens_in_front_of_the_next(width: int, num_blocks: int
     assert set(range(needed.start, needed.start + len(needed))) == seen
 
 
+def found(needs: Sequence[GroupNeed], there: Sequence[Sequence[bool]], *, is_prefix: bool = False) -> tuple[int, int]:
+    """Return what a search finds where these blocks are there, and how often it asks."""
+    search, num_asked = find_longest(needs), 0
+    try:
+        asked = next(search)
+        while True:
+            num_asked += 1
+            masks = []
+            for need in asked:
+                start = need.keys.start - needs[0].keys.start * needs[0].keys.block_size // need.keys.block_size
+                mask = np.array(there[need.keys.group][start : start + len(need.keys)], np.bool_)
+                masks.append(np.logical_and.accumulate(mask) if is_prefix and need.num_blocks is None else mask)
+            asked = search.send(masks)
+    except StopIteration as end:
+        return int(end.value), num_asked
+
+
 @given(st.data())
 def test_the_longest_length_that_satisfies_all(data: st.DataObject) -> None:
-    """Found by asking for prefixes, it is the one that trying every length finds."""
-    sizes = data.draw(st.lists(st.sampled_from([4, 8]), min_size=1, max_size=3))
+    """It is the one that trying every length finds, of a whole prompt and of its rest, and three questions find it."""
+    sizes = data.draw(st.lists(st.sampled_from([4, 8, 12]), min_size=1, max_size=3))
+    first = data.draw(st.sampled_from([0, 24]))
     needs, there = [], []
     for group, size in enumerate(sizes):
-        keys = prompt(TOKENS // size, group=group, block_size=size)
-        width = data.draw(st.none() | st.integers(1, 40))
-        needs.append(full(keys) if width is None else window(keys, width))
-        there.append(data.draw(st.lists(st.booleans(), min_size=len(keys), max_size=len(keys))))
+        keys = prompt((TOKENS + first) // size, group=group, block_size=size)[first // size :]
+        width = data.draw(st.none() | st.just(0) | st.integers(1, 40))
+        needs.append(full(keys) if width is None else window(keys, width) if width else state(keys))
+        has = st.sampled_from([True, True, True, False]) if data.draw(st.booleans()) else st.booleans()
+        there.append(data.draw(st.lists(has, min_size=len(keys), max_size=len(keys))))
+    expected = max(n for n in range(0, TOKENS + 1, math.lcm(*sizes)) if satisfied(needs, there, n))
+    length, num_asked = found(needs, there, is_prefix=data.draw(st.booleans()))
+    assert length == expected
+    assert num_asked <= 3
 
-    async def count(keys: BlockKeys) -> int:
-        has = there[keys.group][keys.start :]
-        return [*has[: len(keys)], False].index(False)
 
-    step = max(sizes)
-    expected = max(n for n in range(0, TOKENS + 1, step) if satisfied(needs, there, n))
-    assert asyncio.run(longest(needs, count)) == expected
+def test_of_a_state_one_block_is_needed() -> None:
+    """That in which the prompt's last token lies: it holds what all before it have left."""
+    assert list(state(KEYS[0]).at(40)) == list(KEYS[0][9:10])
+    assert len(state(KEYS[0]).at(0)) == 0
+
+
+async def test_a_shared_tier_is_asked_a_few_times_whatever_holes_it_has() -> None:
+    """Every other block of a window's group is gone there: no length needs a question of its own."""
+    engine, below = AnyEngine(LAYOUT), ScriptedBackend()
+    async with open_any(engine, below) as kv:
+        await store(engine, kv, 0, range(24))
+        await store(engine, kv, 1, [0, 1, 2, 4, 6, 8, 10])
+        num_asked = below.on_lookup.num_calls
+        assert (await kv.lookup_groups([full(KEYS[0]), window(KEYS[1], 16)])).num_tokens == 24
+        assert (await kv.lookup_groups([full(KEYS[0]), state(KEYS[1])])).num_tokens == 88
+        assert (await kv.presence(KEYS[1])).tolist() == [n in {0, 1, 2, 4, 6, 8, 10} for n in range(12)]
+        assert below.on_lookup.num_calls - num_asked < 64
+        await until_idle(kv)
 
 
 async def store(engine: AnyEngine, kv: TieredKV, group: int, blocks: Sequence[int]) -> None:
@@ -166,15 +203,15 @@ def test_what_is_in_place(need: GroupNeed, arrived: int, length: int) -> None:
 def test_needs_that_cannot_be() -> None:
     """A group twice, keys of other prompts, other salts or no window at all are said so, with numbers."""
     with pytest.raises(ConfigurationError, match=r"once, got groups \[0, 0\]"):
-        asyncio.run(longest([full(KEYS[0]), full(KEYS[0])], lambda keys: asyncio.sleep(0, len(keys))))
+        next(find_longest([full(KEYS[0]), full(KEYS[0])]))
     with pytest.raises(ConfigurationError, match=r"from one token on; these start at \[0, 4\]"):
-        asyncio.run(longest([full(KEYS[0]), full(KEYS[2][1:])], lambda keys: asyncio.sleep(0, len(keys))))
+        next(find_longest([full(KEYS[0]), full(KEYS[2][1:])]))
     with pytest.raises(ConfigurationError, match="a window, in tokens, must be a positive int, got 0"):
         window(KEYS[0], 0)
     with pytest.raises(ConfigurationError, match="what each KV group needs"):
-        asyncio.run(longest([], lambda keys: asyncio.sleep(0, len(keys))))
+        next(find_longest([]))
     with pytest.raises(ConfigurationError, match="what each KV group needs"):
-        asyncio.run(longest(full(KEYS[0]), lambda keys: asyncio.sleep(0, len(keys))))  # type: ignore[arg-type]
+        next(find_longest(full(KEYS[0])))  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="said by its BlockKeys, got list"):
         window([b""], 8)  # type: ignore[arg-type]  # wrong on purpose
 
@@ -196,4 +233,22 @@ async def test_groups_whose_load_is_cancelled_wait_for_no_medium() -> None:
                 await loading
         assert below.on_read.num_held > 0
         below.on_read.release()
+        await until_idle(kv)
+
+
+async def test_new_weights_that_overtake_a_lookup_leave_nothing_of_it() -> None:
+    """What one question found is of the old weights, and the next would be about the new ones'."""
+    engine, below = AnyEngine(LAYOUT), ScriptedBackend()
+    async with open_any(engine, below) as kv:
+        kv.advance_epoch("new")
+        await store(engine, kv, 1, range(12))
+        kv.advance_epoch("old")
+        await store(engine, kv, 0, range(24))
+        await store(engine, kv, 1, [4])
+        below.on_lookup.hold()
+        asking = asyncio.create_task(kv.lookup_groups([full(KEYS[0]), window(KEYS[1], 16)]))
+        await until(lambda: below.on_lookup.num_held > 0)
+        kv.advance_epoch("new")
+        below.on_lookup.release()
+        assert (await asking).num_tokens == 0
         await until_idle(kv)

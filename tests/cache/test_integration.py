@@ -217,7 +217,7 @@ async def test_a_process_that_only_stores_bytes(tmp_path: Path) -> None:
         assert (await kv.prefetch(KEYS)).num_moved == 6
         async with kv.lease(KEYS) as lease:
             assert [len(view) for view in lease.views] == [1536] * 6
-        assert await kv.evict(KEYS) == 6
+        assert (await kv.evict(KEYS)).num_blocks == 6
 
 
 async def test_a_backend_given_twice_over(tmp_path: Path) -> None:

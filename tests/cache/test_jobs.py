@@ -341,20 +341,32 @@ async def test_what_a_coroutine_awaits_is_for_it_alone() -> None:
         await until_idle(kv)
 
 
+async def cancel_at_the_answer(planner: Planner, job: Job, awaiting: "asyncio.Task[Plan]") -> None:
+    """Cancel who awaits a plan as soon as there is one; others are told of it."""
+    await until(lambda: job.plan is not None)
+    awaiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await awaiting
+    assert planner.poll() == [job]
+    job.cancel(undelivered=True)
+    await job.ended()
+
+
 async def test_whoever_awaits_a_job_and_is_cancelled_leaves_it_to_others() -> None:
     """Even at the moment when it has an answer: somebody is told of it."""
-    async with open_any(AnyEngine(), CPU) as kv:
+    engine, backend = AnyEngine(), ScriptedBackend()
+    async with open_any(engine, CPU, backend) as kv:
+        await kv.store(KEYS, engine.fill(KEYS, range(N)))
+        await kv.flush()
+        await kv.evict(KEYS, tier="cpu")
         planner = kv.planner()
         planner.register_worker()
-        job = planner.plan_store(KEYS, AnyEngine().spec(range(N)))
+        backend.on_read.hold()
+        job = planner.plan_load(KEYS, engine.spec(range(N)))
         awaiting = asyncio.create_task(job.planned())
-        await until(lambda: job.plan is not None)
-        awaiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await awaiting
-        assert planner.poll() == [job]
-        job.cancel(undelivered=True)
-        await job.ended()
+        await until(lambda: backend.on_read.num_held > 0)
+        backend.on_read.release()
+        await cancel_at_the_answer(planner, job, awaiting)
         await until_idle(kv)
 
 

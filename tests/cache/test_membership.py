@@ -102,6 +102,24 @@ async def test_an_answer_gives_way_to_what_happens_here() -> None:
         await until_idle(kv)
 
 
+async def test_what_is_being_deleted_is_not_asked_for() -> None:
+    """A medium that is asked meanwhile may answer as of before, when the deletion is long done."""
+    engine, backend = Engine(), ScriptedBackend()
+    async with open_cache(backend, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        backend.on_delete.hold()
+        evicting = asyncio.ensure_future(kv.evict(KEYS))
+        await until(lambda: backend.on_delete.num_held > 0)
+        backend.on_lookup.hold()
+        backend.on_lookup.change_next(lambda outcomes: [Outcome.HIT] * len(outcomes))
+        await until(lambda: ASKING not in kv.membership(KEYS) or backend.on_lookup.num_held > 0)
+        backend.on_delete.release()
+        await evicting
+        backend.on_lookup.calm()
+        assert await answered(kv) == [MISS] * 8
+        await until_idle(kv)
+
+
 async def test_an_eviction_overtakes_a_question() -> None:
     """What a medium had said before is no hit."""
     engine, backend = Engine(), ScriptedBackend()

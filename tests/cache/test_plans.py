@@ -435,6 +435,19 @@ async def test_a_load_with_gaps_goes_on_behind_what_is_lost() -> None:
         await until_idle(kv)
 
 
+async def test_who_cancels_a_job_that_is_over_has_its_slots_given_to_nobody() -> None:
+    """A worker may have ended before anybody looked at its plan: the slots may be another's by now."""
+    async with open_any(engine := AnyEngine(), cpu(32)) as kv:
+        planner = kv.planner()
+        planner.register_worker()
+        job = planner.plan_store(KEYS, engine.spec(range(N)))
+        await until(lambda: kv.stats()["cpu"].pending == N)
+        planner.complete(Outcomes(job.number, 0, 0, "the worker has ended"))
+        await job.ended()
+        job.cancel()
+        assert (await job.planned()).moves == ()
+
+
 async def test_a_plan_may_be_submitted_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a stream closes under it, the worker says how far it came once the last copy has ended, and not before."""
     monkeypatch.setattr(worker_module, "_WINDOW_BYTES", 2 * STRIDE)

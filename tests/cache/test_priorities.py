@@ -7,7 +7,7 @@ import pytest
 from anyio.lowlevel import checkpoint
 
 from tests.support import virtual
-from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
+from tests.support.backends import ScriptedBackend
 from tests.support.caches import inside, keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, Engine, contents, prompt
 from tests.support.virtual import advance
@@ -174,7 +174,7 @@ async def test_a_planned_load_takes_no_slots_that_blocks_only_pass_through() -> 
 
 async def test_a_load_does_not_wait_behind_stores_for_its_turns() -> None:
     """Of a thousand stores begun before it that only find their blocks there already, most end after it."""
-    medium, engine = ScriptedSlotBackend(), Engine()
+    medium, engine = ScriptedBackend(), Engine()
     keys = prompt(4)
     async with open_cache(medium, engine=engine, limits=LIMITS) as kv:
         await keep(kv, engine, keys)

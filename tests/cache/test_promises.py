@@ -8,7 +8,16 @@ import pytest
 
 from tests.support.any_layout import STRIDE, AnyEngine, cpu, gpu, memory, nvme, open_any, prompt
 from tests.support.caches import Recorder, until_idle
-from tiered_kv import BlockKeys, CacheStatistics, ConfigurationError, KVGroup, KVLayout, StoreResult, TieredKV
+from tiered_kv import (
+    BlockKeys,
+    BlockState,
+    CacheStatistics,
+    ConfigurationError,
+    KVGroup,
+    KVLayout,
+    StoreResult,
+    TieredKV,
+)
 from tiered_kv.values.events import BlocksLoaded, BlocksStored
 
 CHAINS = ("cpu", "cpu+nvme", "gpu+cpu+nvme", "nvme", "cpu+memory")
@@ -112,7 +121,7 @@ async def test_nothing_is_harmless(cache: Cache) -> None:
     none = prompt(0)
     assert (await store(cache, none)).num_requested == 0
     assert (await kv.lookup(none)).num_blocks == await load(cache, none) == 0
-    assert await kv.evict(none) == 0
+    assert (await kv.evict(none)).num_blocks == 0
     kv.touch(none)
     assert engine.count_right(none, []) == 0
 
@@ -345,6 +354,13 @@ async def test_a_lease_holds_what_fits(tmp_path: Path) -> None:
         await until_idle(kv)
 
 
+async def test_it_is_attached_while_it_is_open(tmp_path: Path) -> None:
+    """To itself, or to a server."""
+    async with open_any(AnyEngine(), cpu(8), nvme(tmp_path)) as kv:
+        assert kv.is_attached
+    assert not kv.is_attached
+
+
 async def test_an_evicted_lease_keeps_its_bytes(tmp_path: Path) -> None:
     """Eviction by name makes blocks unfindable at once, but nobody writes to what is being read."""
     engine = AnyEngine()
@@ -375,6 +391,24 @@ async def test_touched_blocks_stay(tmp_path: Path) -> None:
         await kv.evict(hot, tier="cpu")
         assert (await kv.lookup(hot)).by_tier == {"nvme": 4}
         assert (await kv.lookup(cold)).num_blocks == 0
+
+
+async def test_what_the_engine_has_goes_first_in_memory(tmp_path: Path) -> None:
+    """Until it is leaving there. What storage has is as it was, and memory's own is told apart from it."""
+    engine = AnyEngine()
+    async with open_any(engine, cpu(16), nvme(tmp_path, 500_000)) as kv:
+        first, second, third = (prompt(4, seed=seed) for seed in range(3))
+        for keys in (first, second, third):
+            await store((kv, engine), keys)
+        kv.resident(second)
+        kv.resident(third)
+        kv.leaving(third)
+        await store((kv, engine), prompt(8, seed=3))
+        found = [kv.membership(keys, tier="cpu").tolist() for keys in (first, second, third)]
+        assert found == [[BlockState.HIT] * 4, [BlockState.MISS] * 4, [BlockState.HIT] * 4]
+        assert kv.membership(second).tolist() == [BlockState.HIT] * 4
+        with pytest.raises(ConfigurationError, match="no tier 'gpu' here"):
+            kv.membership(first, tier="gpu")
 
 
 @pytest.mark.parametrize("chain", ["gpu+cpu+nvme", "nvme"])

@@ -150,6 +150,7 @@ def test_a_medium_is_not_worn_faster_than_allowed(write: str) -> None:
                 await kv.flush()
             tier = kv.stats()["memory"]
             assert (tier.written, tier.held_back, tier.dropped) == (4, 12, 12)
+            assert tier.dropped_because == {"held back": 12}
             assert kv.stats()["cpu"].ready == 16
             started = loop.time()
             await asyncio.sleep(3600)

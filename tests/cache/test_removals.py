@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from tests.support import virtual
-from tests.support.backends import ScriptedSlotBackend
+from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
 from tests.support.caches import keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine, prompt
-from tiered_kv import BackendUnavailableError, BlockKeys, Outcome, TieredKV
+from tiered_kv import BackendUnavailableError, BlockKeys, Outcome, RemovalResult, TieredKV
 
 KEYS = prompt(4)
 OTHERS = prompt(4, seed=1)
 
 
-async def _ended(task: "asyncio.Task[int]") -> bool:
+async def _ended(task: "asyncio.Task[RemovalResult]") -> bool:
     """Let everything run for a while; say whether the task has ended."""
     for _ in range(50):
         await asyncio.sleep(0)
@@ -63,7 +63,7 @@ def test_evicting_what_has_expired_ends_when_it_is_forgotten(how: str) -> None:
             assert not await _ended(evicting)
             disk.on_forget.release()
             disk.on_checkpoint.release()
-            assert await evicting == 0
+            assert await evicting == RemovalResult(0)
             assert disk.num_records == 0
             await until_idle(kv)
 
@@ -79,7 +79,7 @@ async def test_what_leaves_while_the_medium_is_busy_is_forgotten_by_one_call() -
         evicting = [asyncio.create_task(kv.evict(KEYS[n : n + 1])) for n in range(4)]
         assert not await _ended(evicting[0])
         disk.on_forget.release()
-        assert await asyncio.gather(*evicting) == [1] * 4
+        assert await asyncio.gather(*evicting) == [RemovalResult(1)] * 4
         assert disk.num_records == 0
         assert (disk.on_forget.num_calls, disk.on_forget.num_blocks) == (1, 4)
         await until_idle(kv)
@@ -119,7 +119,7 @@ async def test_what_had_to_go_for_a_write_that_failed_is_forgotten(
             disk.on_write.fail_next(BackendUnavailableError("broken"))
         disk.answer = answer
         await (await kv.store(OTHERS, engine.compute(OTHERS))).settled()
-        assert await kv.evict(KEYS) == 0
+        assert (await kv.evict(KEYS)).num_blocks == 0
         assert disk.num_records == 0
         await until_idle(kv)
 
@@ -162,8 +162,41 @@ async def test_what_was_written_and_said_to_have_failed_is_forgotten() -> None:
     async with open_cache(disk, engine=engine) as kv:
         disk.on_write.change_next(_has_failed)
         await (await kv.store(KEYS, engine.compute(KEYS))).settled()
-        assert await kv.evict(KEYS) == 0
+        assert (await kv.evict(KEYS)).num_blocks == 0
         assert disk.num_records == 0
+        await until_idle(kv)
+
+
+async def test_an_eviction_names_the_tiers_that_have_not_removed_the_blocks() -> None:
+    """Who has to know that they are gone asks again, until none is named; here they are unfindable at once."""
+    engine, disk, store = Engine(), ScriptedSlotBackend(16, name="disk"), ScriptedBackend(name="store", timeout_s=0.2)
+    async with open_cache(disk, store, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        disk.on_forget.fail_next(BackendUnavailableError("busy"))
+        store.on_delete.hold()
+        assert await kv.evict(KEYS) == RemovalResult(len(KEYS), kept_by=("disk", "store"))
+        assert (await kv.lookup(KEYS)).num_blocks == 0
+        store.on_delete.release()
+        await until(lambda: (disk.num_records, store.num_records) == (0, 0))
+        assert await kv.evict(KEYS) == RemovalResult(0)
+        await until_idle(kv)
+
+
+async def test_a_flush_says_whether_all_is_written_and_noted() -> None:
+    """Of a tier that is bypassed blocks go on waiting; a checkpoint that fails leaves nothing to rely on."""
+    engine, disk = Engine(), ScriptedSlotBackend(16, write="back", timeout_s=0.2)
+    cpu = {"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}
+    async with open_cache(cpu, disk, engine=engine) as kv:
+        await kv.store(KEYS, engine.compute(KEYS))
+        disk.on_write.hold()
+        assert not await kv.flush()
+        disk.on_write.release()
+        await until(lambda: not kv.stats()["slots"].is_bypassed)
+        assert await kv.flush()
+        disk.on_checkpoint.fail_next(BackendUnavailableError("busy"))
+        assert not await kv.flush(sync=True)
+        await until(lambda: not kv.stats()["slots"].is_bypassed)
+        assert await kv.flush(sync=True)
         await until_idle(kv)
 
 

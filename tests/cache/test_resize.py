@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+from anyio.lowlevel import checkpoint
 
 from tests.support.backends import ScriptedSlotBackend
 from tests.support.caches import Recorder, inside, keep, open_cache, until, until_idle
@@ -86,13 +87,36 @@ async def test_memory_goes_back_once_what_was_pinned_for_long_is_not() -> None:
     engine, limits = Engine(), SMALL_LIMITS.model_copy(update={"store_timeout_s": 0.05})
     async with open_cache(cpu(16, 16), engine=engine, limits=limits) as kv:
         await keep(kv, engine, KEYS)
-        before = slab_bytes(kv)
+        before = inside(kv).chains[0].host.slab.num_bytes
+        await until(lambda: slab_bytes(kv) == before)  # a thread touches it all, some time
         async with kv.lease(KEYS):
             assert await kv.resize("cpu", 8 * PAYLOAD_BYTES) == 8
             assert await kv.resize("cpu", 2 * PAYLOAD_BYTES) == 2
             assert slab_bytes(kv) == before
         await until(lambda: slab_bytes(kv) == before - 14 * PAYLOAD_BYTES)
         await until_idle(kv)
+
+
+async def test_a_load_brings_again_what_was_in_slots_that_are_given_up() -> None:
+    """Whether it was being read there or just had been: the medium has it, so the load comes to its end."""
+    engine, slots = Engine(), ScriptedSlotBackend()
+    async with open_cache(cpu(16, 16), slots, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        for num_turns in range(40):
+            await kv.resize("cpu", 16 * PAYLOAD_BYTES)
+            await kv.evict(KEYS[2:], tier="cpu")
+            engine.poison()
+            slots.on_read.hold()
+            loading = kv.start_load(KEYS, INTO)
+            await until(lambda: slots.on_read.num_held > 0)
+            slots.on_read.release()
+            for _ in range(num_turns):
+                await checkpoint()
+            await kv.resize("cpu", 4 * PAYLOAD_BYTES)
+            loaded = await loading
+            assert (loaded.num_blocks, loaded.faults) == (16, ())
+            assert engine.read(INTO) == contents(KEYS)
+            await until_idle(kv)
 
 
 async def test_waiting_blocks_are_written_before_their_memory_goes() -> None:

@@ -171,20 +171,24 @@ async def test_what_opens_later_is_scrubbed_then(tmp_path: Path) -> None:
         await until_idle(kv)
 
 
-async def test_another_key_finds_nothing_broken(tmp_path: Path) -> None:
-    """Records that the tier's keys do not open are absent from then on, and it says why; the right key has them."""
+async def test_a_removed_key_leaves_nothing_broken(tmp_path: Path) -> None:
+    """Records that the tier's keys do not open any more are not broken: it says why they go, and the others stay."""
     names = {"names_key": "03" * 32}
-    mine, other = Encryption(**KEYS, **names), Encryption(keys=["02" * 32], **names)
+    mine, both = Encryption(**KEYS, **names), Encryption(keys=["02" * 32, *KEYS["keys"]], **names)
     engine, keys = await filled(tmp_path, encryption=mine)
+    others = prompt(N, seed=1)
+    async with open_any(engine, scrubbed(tmp_path, encryption=both)) as kv:
+        await kv.store(others, engine.fill(others, range(N)))
     events = Recorder()
-    async with open_any(engine, scrubbed(tmp_path, encryption=other), emit=events) as kv:
+    async with open_any(
+        engine, scrubbed(tmp_path, encryption=Encryption(keys=["02" * 32], **names)), emit=events
+    ) as kv:
         await until(lambda: bool(events.of(TierScrubbed)))
         assert events.of(TierScrubbed)[0].removed == 0
         assert sum(event.blocks for event in events.of(RecordsRefused)) == N
         await until_idle(kv)
         assert (await kv.lookup(keys)).num_blocks == 0
-    async with open_any(engine, scrubbed(tmp_path, encryption=mine)) as kv:
-        assert (await kv.load(keys, engine.spec(range(N)))).num_blocks == N
+        assert (await kv.load(others, engine.spec(range(N)))).num_blocks == N
 
 
 class LateOnce(NVMeBackend):

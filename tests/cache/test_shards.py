@@ -75,7 +75,7 @@ async def test_a_scheduler_moves_no_bytes(tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match="stands for 2 ranks"):
             await kv.store(KEYS, engine.spec(range(N)))
         kv.touch(KEYS)
-        assert await kv.evict(KEYS) == 0
+        assert (await kv.evict(KEYS)).num_blocks == 0
 
 
 @pytest.mark.parametrize("shard", [(Shard(0, 2),), (Shard(1, 2), Shard(0, 2)), [Shard()], "0/2"], ids=repr)

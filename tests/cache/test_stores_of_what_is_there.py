@@ -26,4 +26,4 @@ async def test_it_is_used_below_too() -> None:
             await keep(kv, engine, KEYS)
             await keep(kv, engine, prompt(1, seed=seed))
         await until_idle(kv)
-        assert (await kv.evict(KEYS, tier="cpu"), (await kv.lookup(KEYS)).by_tier) == (3, {"slots": 3})
+        assert ((await kv.evict(KEYS, tier="cpu")).num_blocks, (await kv.lookup(KEYS)).by_tier) == (3, {"slots": 3})

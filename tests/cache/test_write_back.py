@@ -26,8 +26,8 @@ from tiered_kv import (
     GPULoadStoreSpec,
     Outcome,
     Outcomes,
+    StorageTierSettings,
     TieredKV,
-    TierSettings,
     TierStore,
     hash_blocks,
 )
@@ -54,7 +54,7 @@ def slots_back(num_slots: int = 64, **settings: object) -> ScriptedSlotBackend:
     """Return an owned tier that is written back."""
     backend = ScriptedSlotBackend(num_slots)
     given = {"medium": "slots", "name": "slots", "write": "back"} | settings
-    backend.settings = TierSettings.model_validate(given)
+    backend.settings = StorageTierSettings.model_validate(given)
     return backend
 
 
@@ -191,7 +191,7 @@ async def test_blocks_whose_copy_to_the_cpu_tier_fails_wait_for_another_try(num_
     engine, slots, device = Engine(), slots_back(), ScriptedDevice()
     gpu = {"medium": "gpu", "capacity": 8 * PAYLOAD_BYTES}
 
-    async def stepped(work: Coroutine[Any, Any, None]) -> None:
+    async def stepped(work: Coroutine[Any, Any, object]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         await until(task.done, on_wait=device.step)
         await task

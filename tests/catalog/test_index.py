@@ -7,6 +7,7 @@ import pytest
 
 from tiered_kv.catalog import SlotState, TierIndex
 from tiered_kv.values.errors import CapacityError, ClosedError, ConfigurationError
+from tiered_kv.values.hints import ReuseHint
 from tiered_kv.values.keys import Names
 
 every_policy = pytest.mark.parametrize("policy", ["lru", "arc", "mq", "lhd"])
@@ -148,29 +149,35 @@ def test_a_split_lease_is_given_back_slot_by_slot() -> None:
         lease.split()
 
 
-def test_cold_release_goes_next_unless_used() -> None:
-    """What is released cold is evicted next, but not what someone else used while it was leased."""
-    index = TierIndex(3)
-    store(index, 1, 2, 3)
-    index.lease(names_of(1)).release(cold=True)
-    assert store(index, 4) == [1]
-    reader = index.lease(names_of(2, 4))
-    index.touch(names_of(2))
-    reader.release(cold=True)
-    assert store(index, 5, 6) == [4, 3]
+@pytest.mark.parametrize("policy", ["mq", "lhd", "arc"])
+def test_to_be_leased_is_no_use_unless_the_release_says_so(policy: str) -> None:
+    """Blocks that are moved, written down or looked at count as used no more often for it; what is served does."""
+    touched, leased, moved = (TierIndex(64, policy=policy) for _ in range(3))
+    for index in (touched, leased, moved):
+        store(index, *range(64))
+    for _ in range(8):
+        touched.touch(names_of(*range(16)))
+        leased.lease(names_of(*range(16))).release(is_use=True)
+        moved.lease(names_of(*range(16))).release()
+        moved.lease(names_of(*range(16, 32))).release()
+    for index in (touched, leased):
+        assert set(store(index, *range(100, 148))) == set(range(16, 64))
+    assert set(store(moved, *range(100, 148))) == set(range(48)) - set(range(16, 32)) | set(range(48, 64))
 
 
-def test_another_reader_keeps_a_block_warm() -> None:
-    """A cold release that comes last does not chill what another read warmly; the next one, alone, does."""
-    index = TierIndex(2)
-    store(index, 1)
-    store(index, 2)
-    warm, cold = index.lease(names_of(2)), index.lease(names_of(2))
-    warm.release()
-    cold.release(cold=True)
-    assert ids_of(index.names_in_order()[0]) == [1, 2]
-    index.lease(names_of(2)).release(cold=True)
-    assert ids_of(index.names_in_order()[0]) == [2, 1]
+@every_policy
+def test_what_the_engine_has_goes_first_until_it_leaves_there(policy: str) -> None:
+    """Whoever reads it meanwhile; what has left stays like others, but for what nobody expects any more."""
+    index = TierIndex(4, policy=policy)
+    store(index, 1, 2, 3, 4)
+    lease = index.lease(names_of(3, 4))
+    index.resident(names_of(2, 3, 9))
+    lease.release()
+    assert {*store(index, 5), *store(index, 6)} == {2, 3}
+    index.resident(names_of(1, 4))
+    index.hint(names_of(1), ReuseHint(0.0))
+    index.leaving(names_of(1, 4))
+    assert store(index, 7) == [1]
 
 
 @every_policy
@@ -237,9 +244,22 @@ def test_transient_blocks_live_by_their_leases(policy: str, num_slots: int) -> N
     assert index.ready_prefix(names_of(1, 2)) == 1
     with pytest.raises(CapacityError, match=r"^1 more transient slots needed, none evictable$"):
         index.reserve(names_of(3, 4), transient=True)
-    second.release(cold=True)
+    second.release()
     assert (index.find(names_of(1, 2))[0] == -1).all()
     assert index.statistics().transient_free == 2
+
+
+def test_blocks_in_bounce_slots_do_not_fill_the_tier() -> None:
+    """Counts are of the tier's own slots, however many blocks pass through the others: no tier is fuller than full."""
+    index = TierIndex(2, num_transient=8)
+    store(index, 1, 2)
+    with index.reserve(names_of(3, 4, 5, 6, 7), transient=True) as reservation:
+        arrived = reservation.commit(np.array([True, True, True, False, False]))
+        index.remove(names_of(5))
+        counts = index.statistics()
+        assert (counts.ready, counts.pending, counts.doomed, counts.leased, counts.free) == (2, 0, 0, 0, 0)
+        assert counts.transient_free == 8 - 5
+    arrived.release()
 
 
 def test_slots_come_in_runs() -> None:

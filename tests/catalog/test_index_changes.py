@@ -1,7 +1,5 @@
 """Changing capacity, age, dirty blocks, and who is told of changes; test_index_model.py tries every order."""
 
-import tracemalloc
-
 import numpy as np
 import pytest
 
@@ -73,15 +71,12 @@ def test_what_leaves_is_handed_over_with_its_slots() -> None:
     assert (index.statistics().free, index.statistics().doomed, index.statistics().leased) == (3, 0, 0)
 
 
-def test_what_stays_or_is_lost_is_not_handed_over() -> None:
-    """A record that is kept for another start, and one whose medium is away. What is evicted is filled at once."""
+def test_what_is_lost_is_not_handed_over() -> None:
+    """Its medium is away. What is evicted is filled at once."""
     index = TierIndex(2)
     index.on_left = lambda names, _: pytest.fail(f"{names} were handed over")
     store(index, 1, 2)
     store(index, 3)
-    assert index.remove(names_of(1, 2, 3), withhold=True) == index.statistics().withheld == 2
-    index.use_again(np.arange(2))
-    store(index, 4, 5)
     assert index.withhold(np.ones(2, np.bool_)) == 2
     assert (index.statistics().withheld, index.statistics().doomed) == (2, 0)
 
@@ -283,44 +278,6 @@ def test_no_block_goes_to_slots_that_are_withheld() -> None:
     assert index.statistics().free == 3
     index.withhold(None)
     assert (index.statistics().free, index.statistics().withheld) == (5, 0)
-
-
-def test_slots_are_withheld_with_their_blocks_and_used_again_one_by_one() -> None:
-    """A leased one's as well; what was withheld before is so no less for it, and nobody's array is changed."""
-    index = TierIndex(4, max_slots=5)
-    store(index, 1, 2, 3, 4)
-    reader = index.lease(names_of(1))
-    given = np.array([False, False, False, True, False])
-    index.withhold(given)
-    assert index.remove(names_of(1, 2), withhold=True) == 2
-    assert given.tolist() == [False, False, False, True, False]
-    reader.release()
-    assert (index.statistics().free, index.statistics().withheld, index.statistics().ready) == (0, 3, 1)
-    index.use_again(np.array([1, 1, 2]))
-    assert (index.statistics().free, index.statistics().withheld) == (1, 2)
-    assert store(index, 5) == []
-    assert index.find(names_of(5))[0].tolist() == [1]
-    index.resize(0)
-    index.use_again(np.array([0]))
-    index.resize(5)
-    assert (index.statistics().free, index.statistics().withheld) == (4, 1)
-
-
-def test_to_withhold_a_few_slots_takes_nothing_in_the_size_of_the_tier() -> None:
-    """A window that meets them must not hold up the loop of a tier of a million."""
-    index = TierIndex(1 << 20)
-    store(index, *range(64))
-    index.remove(names_of(0), withhold=True)  # where the tier's array is made, once
-    tracemalloc.start()
-    try:
-        for number in range(1, 64):
-            slots, _ = index.find(names_of(number))
-            index.remove(names_of(number), withhold=True)
-            index.use_again(slots)
-        _, peak_bytes = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak_bytes < 1 << 16
 
 
 def test_nobody_writes_down_what_was_removed() -> None:

@@ -44,9 +44,14 @@ class Block:
     state: SlotState = SlotState.PENDING
     num_leases: int = 0
     """A dirty block has one more than it was given."""
-    was_used: bool = False
     is_unwanted: bool = False
+    is_resident: bool = False
     ready_since_s: int = 0
+
+    @property
+    def goes_first(self) -> bool:
+        """Whether it is the first to go, once nobody leases it."""
+        return self.is_unwanted or self.is_resident
 
 
 @dataclass(eq=False)
@@ -159,7 +164,7 @@ class IndexMachine(RuleBasedStateMachine):
         for position, block in enumerate(reservation.blocks):
             if block and block.state == SlotState.PENDING and (everything or mask[position]):
                 block.state = SlotState.READY
-                block.num_leases, block.was_used, block.ready_since_s = 1, False, self.now_s
+                block.num_leases, block.ready_since_s = 1, self.now_s
                 reservation.blocks[position] = None
                 leased.append(block)
                 slots.append(block.slot)
@@ -189,41 +194,37 @@ class IndexMachine(RuleBasedStateMachine):
         assert real.num_prefix == self.index.ready_prefix(names_of(batch))
         for block in ready:
             block.num_leases += 1
-            block.is_unwanted = False
+            block.is_unwanted = block.is_resident = False
             if block in self.model.order:
                 self.model.order.remove(block)
         self.leases.append(OpenLease(real, ready))
 
     @precondition(lambda self: self.leases)
-    @rule(which=choice, cold=st.booleans())
-    def release(self, *, which: int, cold: bool) -> None:
+    @rule(which=choice, is_use=st.booleans())
+    def release(self, *, which: int, is_use: bool) -> None:
         """The last release makes blocks evictable, tail before head, or ends those that live no longer."""
         lease = self.leases.pop(which % len(self.leases))
-        lease.real.release(cold=cold)
-        lease.real.release(cold=not cold)
+        lease.real.release(is_use=is_use)
+        lease.real.release(is_use=not is_use)
         hot: list[Block] = []
-        chilled: list[Block] = []
+        first: list[Block] = []
         for block in reversed(lease.blocks):
             block.num_leases -= 1
-            block.was_used |= not cold
             if block.num_leases:
                 continue
             if block.state == SlotState.DOOMED or block.slot in self.transient:
                 self.model.free(block)
             else:
-                (hot if block.was_used and not block.is_unwanted else chilled).append(block)
-            block.was_used = False
-        self.model.order = chilled + self.model.order + hot
+                (first if block.goes_first else hot).append(block)
+        self.model.order = first + self.model.order + hot
 
     @rule(batch=ids)
     def touch(self, batch: list[int]) -> None:
-        """Use moves blocks to the hot end, tail before head, and keeps a cold release from chilling leased ones."""
+        """Use moves blocks to the hot end, tail before head."""
         self.index.touch(names_of(batch))
         for block in reversed(self.model.ready(batch)):
-            block.is_unwanted = False
-            if block.num_leases:
-                block.was_used = True
-            else:
+            block.is_unwanted = block.is_resident = False
+            if not block.num_leases:
                 self.model.order.remove(block)
                 self.model.order.append(block)
 
@@ -234,9 +235,32 @@ class IndexMachine(RuleBasedStateMachine):
         told = [block for block in self.model.ready(batch)[::-1] if block.slot not in self.transient]
         for block in told:
             block.is_unwanted = not probability
+        self.place(told)
+
+    @rule(batch=ids)
+    def resident(self, batch: list[int]) -> None:
+        """What the engine has goes first, once nobody leases it and unless it is asked for."""
+        self.index.resident(names_of(batch))
+        told = [block for block in self.model.ready(batch)[::-1] if block.slot not in self.transient]
+        for block in told:
+            block.is_resident = True
+        self.place(told)
+
+    @rule(batch=ids)
+    def leaving(self, batch: list[int]) -> None:
+        """What the engine has no more is recent, but for what nobody expects; of other blocks nothing is changed."""
+        self.index.leaving(names_of(batch))
+        told = [block for block in self.model.ready(batch)[::-1] if block.is_resident]
+        for block in told:
+            block.is_resident = False
+        self.place([block for block in told if not block.is_unwanted])
+
+    def place(self, told: list[Block]) -> None:
+        """Put those of some blocks that are evictable to the end to which they belong now."""
         idle = [block for block in told if not block.num_leases]
         rest = [block for block in self.model.order if block not in idle]
-        self.model.order = rest + idle if probability else idle + rest
+        first = [block for block in idle if block.goes_first]
+        self.model.order = first + rest + [block for block in idle if not block.goes_first]
 
     @rule(batch=ids)
     def remove(self, batch: list[int]) -> None:
@@ -282,22 +306,6 @@ class IndexMachine(RuleBasedStateMachine):
         num_lost = self.index.withhold(is_withheld if self.withheld else None)
         assert num_lost == sum(block.state == SlotState.READY for block in held)
         self.doom(held)
-
-    @rule(batch=ids)
-    def remove_for_good(self, batch: list[int]) -> None:
-        """Removed, and their slots not used again until somebody says so."""
-        found = [self.model.findable[i] for i in unique(batch) if i in self.model.findable]
-        assert self.index.remove(names_of(batch), Change.CORRUPT, withhold=True) == len(found)
-        self.withheld |= {block.slot for block in found if block.slot not in self.transient}
-        self.doom(found)
-
-    @rule(data=st.data())
-    def use_again(self, data: st.DataObject) -> None:
-        """Slots are used again, whatever happened to them since; those that were in use stay so."""
-        own = st.integers(0, max(0, self.max_slots - 1))
-        slots = [slot for slot in data.draw(st.lists(own)) if slot < self.max_slots]
-        self.index.use_again(np.array(slots, np.int64))
-        self.withheld -= set(slots)
 
     @property
     def usable(self) -> list[int]:
@@ -391,7 +399,7 @@ class IndexMachine(RuleBasedStateMachine):
     def same_counts(self) -> None:
         """Slots are conserved, and every count is that of the model."""
         counts = self.index.statistics()
-        blocks = self.model.occupied.values()
+        blocks = [block for block in self.model.occupied.values() if block.slot not in self.transient]
         states = [block.state for block in blocks]
         assert counts.num_slots == self.num_slots
         assert counts.ready == states.count(SlotState.READY)
@@ -432,7 +440,7 @@ class IndexMachine(RuleBasedStateMachine):
             self.close(0)
         self.take_dirty(len(self.model.dirty))
         while self.leases:
-            self.release(which=0, cold=False)
+            self.release(which=0, is_use=False)
         counts = self.index.statistics()
         assert counts.leased == counts.pending == counts.doomed == counts.dirty == 0
         assert counts.evictable == counts.ready

@@ -107,6 +107,7 @@ def test_a_record_of_version_2_is_another_ones() -> None:
     [
         lambda secret: Encryption(keys_file=secret),
         lambda secret: Encryption(names_key_file=secret),
+        lambda secret: Encryption(**{secret.rstrip("="): 1}),
         lambda secret: NVMeBackend.Settings.of({"path": "/mnt/kv", "capacity": "1GiB", "encryption": secret}),
         lambda secret: NVMeBackend.Settings.of(f"nvme:///mnt/kv?capacity=1GiB&encryption={quote(secret, safe='')}"),
     ],
@@ -115,9 +116,9 @@ def test_a_key_in_the_place_of_its_file_is_refused_without_a_word_of_it(
     secret: str, take: Callable[[str], object]
 ) -> None:
     """A slip that would have put it into errors and logs."""
-    with pytest.raises(ConfigurationError, match="a key itself") as raised:
+    with pytest.raises(ConfigurationError, match=r"a key itself|a key stands") as raised:
         take(secret)
-    assert secret not in f"{raised.value} {raised.value.__cause__} {raised.value.__context__}"
+    assert secret.rstrip("=") not in f"{raised.value} {raised.value.__cause__} {raised.value.__context__}"
 
 
 @given(st.binary(min_size=32, max_size=32 * 70), st.binary(min_size=32, max_size=32))
@@ -298,11 +299,12 @@ def test_what_is_no_key_is_refused_without_a_word_of_it(tmp_path: Path) -> None:
         lambda: Encryption(names_key_file=tmp_path / "absent").make_seal(),
         lambda: Encryption(keys=[OLD.hex()], keys_file=file),
         lambda: Encryption(keys_file=tmp_path / "absent").make_seal(),
-        lambda: CPUTier(encryption=Encryption(keys=[OLD.hex()])),
+        lambda: CPUTier.model_validate({"encryption": Encryption(keys=[OLD.hex()])}),
     ):
         with pytest.raises(ConfigurationError) as raised:
             wrong()
-        assert secret not in f"{raised.value} {raised.value.__cause__} {raised.value.__context__}"
+        assert secret.rstrip("=") not in f"{raised.value} {raised.value.__cause__} {raised.value.__context__}"
+        assert str(raised.value).count("encryption:") <= 1
     with pytest.raises(BackendUnavailableError) as failed:
         Encryption(keys_from=no_server).make_seal()
     assert "hunter2" not in str(failed.value)

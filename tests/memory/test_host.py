@@ -1,6 +1,7 @@
 """The host slab: slots, headers, other processes, closing."""
 
 import fcntl
+import gc
 import os
 import subprocess
 import sys
@@ -116,6 +117,15 @@ def test_closing_leaves_views_alive(slab: HostSlab) -> None:
     assert payload[0] == 4
     with pytest.raises(ClosedError, match="test"):
         slab.padded(1)
+
+
+def test_who_forgets_a_slab_keeps_no_memory() -> None:
+    """Its descriptor goes with the last reference to it."""
+    slab = HostSlab(2, STRIDE, PAYLOAD)
+    there = os.fstat(slab.fd)
+    del slab
+    gc.collect()
+    assert not any(path.exists() and os.path.samestat(path.stat(), there) for path in Path("/proc/self/fd").iterdir())
 
 
 @pytest.mark.parametrize("slot", [-1, 6])

@@ -1,14 +1,16 @@
-"""Servers that say more to redis-py than it is to keep."""
+"""Servers that say more to redis-py than it is to keep, or lead somewhere else."""
 
+import asyncio
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 import pytest
 
-from tiered_kv.testing import open_context
-from tiered_kv.values.errors import TieredKVError
+from tiered_kv.media.backend import Block
+from tiered_kv.testing import block_key, make_block, open_context
+from tiered_kv.values.errors import BackendUnavailableError, TieredKVError
 from tiered_kv_backends.redis import RedisBackend, delete_tenant
 from tiered_kv_backends.redis.servers import MOST_BYTES
 
@@ -64,3 +66,50 @@ async def ask(kind: str, settings: dict[str, object]) -> None:
     settings |= {"cluster": True, "timeout_s": 200} if kind == "cluster" else {"sentinel_master": "kv"}
     with open_context() as context:
         await RedisBackend(settings).open(context)
+
+
+@asynccontextmanager
+async def answering(answer: Callable[[bytes], bytes]) -> AsyncIterator[tuple[int, list[bytes]]]:
+    """Yield the port of a server that answers commands by their first word, and the words that came."""
+    came: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+            while line := await reader.readline():
+                words = [await _word(reader) for _ in range(int(line[1:]))]
+                came.append(words[0].upper())
+                is_probe = came[-1] == b"GETEX" and b"open/" in words[1]
+                writer.write(b"$4097\r\n" + bytes(4097) + b"\r\n" if is_probe else answer(came[-1]))
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        yield server.sockets[0].getsockname()[1], came
+
+
+async def _word(reader: asyncio.StreamReader) -> bytes:
+    length = int((await reader.readline())[1:])
+    return (await reader.readexactly(length + 2))[:-2]
+
+
+@pytest.mark.parametrize("verb", [b"SET", b"GETEX"])
+async def test_a_server_leads_nobody_to_another_host(verb: bytes) -> None:
+    """What is no cluster has no other nodes: our blocks and our password go where they were meant to go."""
+    async with answering(lambda _: b"+OK\r\n") as (other, came):
+        is_asked = False
+
+        def answer(word: bytes) -> bytes:
+            if is_asked and word == verb:
+                return b"-ASK 1 127.0.0.1:%d\r\n" % other
+            return {b"EXISTS": b":0\r\n", b"UNLINK": b":0\r\n", b"GETEX": b"$-1\r\n"}.get(word, b"+OK\r\n")
+
+        async with answering(answer) as (port, _):
+            settings = {"medium": "redis", "url": f"redis://kv:secret@127.0.0.1:{port}", "timeout_s": 5}
+            with open_context() as context:
+                backend = RedisBackend(settings)
+                await backend.open(context)
+                is_asked = True
+                writing, reading = ([block_key(0)], [make_block(b"1")]), ([block_key(0)], [Block.empty(1)])
+                with pytest.raises(BackendUnavailableError, match="ASK"):
+                    await (backend.write(*writing) if verb == b"SET" else backend.read(*reading))
+                await backend.aclose()
+    assert came == []

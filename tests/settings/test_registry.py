@@ -8,17 +8,17 @@ import pytest
 
 from tiered_kv.catalog.policies.lru import LRUPolicy
 from tiered_kv.settings.registry import known_media, make_backend, medium_for_scheme, resolve, resolve_policy
-from tiered_kv.settings.tier_settings import TierSettings
+from tiered_kv.settings.tier_settings import StorageTierSettings
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv_backends.memory import MemoryBackend
 
 FAKE = """
     from tiered_kv.media.backend import Backend
-    from tiered_kv.settings.tier_settings import TierSettings
+    from tiered_kv.settings.tier_settings import StorageTierSettings
 
     class Tape(Backend):
         schemes = ("tape+tcp",)
-        class Settings(TierSettings):
+        class Settings(StorageTierSettings):
             medium: str = "tape"
             url: str = ""
         def __init__(self, settings): self.settings = settings
@@ -28,7 +28,7 @@ FAKE = """
         async def delete(self, keys): pass
 
     class Half(Backend):
-        Settings = TierSettings
+        Settings = StorageTierSettings
         async def lookup(self, keys): return []
 
     class Unset(Tape):
@@ -151,8 +151,10 @@ def test_a_backend_is_made_from_its_settings() -> None:
 
 def test_a_backend_is_not_made_from_settings_of_another(installed: Path) -> None:
     """The message names both models."""
-    with pytest.raises(ConfigurationError, match=r"'tape' takes registry_fakes:Tape\.Settings, got .*:TierSettings"):
-        make_backend(TierSettings(medium="tape"))
+    with pytest.raises(
+        ConfigurationError, match=r"'tape' takes registry_fakes:Tape\.Settings, got .*:StorageTierSettings"
+    ):
+        make_backend(StorageTierSettings(medium="tape"))
 
 
 def test_policies_are_found_by_name_and_by_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

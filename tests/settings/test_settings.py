@@ -87,8 +87,9 @@ def test_a_tier_is_a_model_a_dict_or_a_url() -> None:
 def test_a_file_url_is_an_nvme_tier() -> None:
     """Its path is the URL's, unquoted, and query parameters are its fields."""
     tier = tier_from("file:///mnt/my%20kv?capacity=1TiB&timeout_s=3")
-    assert (tier.medium, tier_name(tier), tier.timeout_s) == ("nvme", "nvme", 3.0)
-    assert tier.model_dump(include={"path", "capacity"}) == {"path": Path("/mnt/my kv"), "capacity": 1024**4}
+    assert (tier.medium, tier_name(tier)) == ("nvme", "nvme")
+    found = tier.model_dump(include={"path", "capacity", "timeout_s"})
+    assert found == {"path": Path("/mnt/my kv"), "capacity": 1024**4, "timeout_s": 3.0}
 
 
 def test_a_medium_of_another_package_is_as_typed_as_ours(fake_media: None) -> None:
@@ -163,7 +164,8 @@ def test_a_cpu_tier_may_be_empty_and_a_gpu_tier_may_not() -> None:
         (["cpu://?policy=lfu"], "tiers[0].policy: policy must be one of lru, arc"),
         (["file:///kv?capacity=1GiB&policy=lfu"], "tiers[0]: policy must be one of lru, arc"),
         (["cpu://?policy=builtins:int"], "tiers[0].policy: 'builtins:int' is no subclass"),
-        (["cpu://?timeout_s=0"], "tiers[0].timeout_s: must be positive, got '0'"),
+        (["memory://?capacity=1MiB&timeout_s=0"], "tiers[0].timeout_s: must be positive, got '0'"),
+        (["cpu://?timeout_s=1&admit_after=2"], "tiers[0]: timeout_s and admit_after: for storage tiers only"),
         (["cpu://", "gpu://?capacity=1"], "tiers: fastest first: at most one gpu, then at most one cpu, then storage;"),
         (["cpu://", "cpu://?name=b"], "at most one cpu, then storage; got cpu, cpu"),
         (["memory://?capacity=1", "cpu://"], "then storage; got memory, cpu"),
@@ -175,6 +177,10 @@ def test_a_cpu_tier_may_be_empty_and_a_gpu_tier_may_not() -> None:
         (
             ["file:///kv?capacity=1GiB", "file:///kv?capacity=1GiB&name=b"],
             "tiers[1]: tier 'b' has the directory of tier 'nvme': each needs its own",
+        ),
+        (
+            ["file:///kv?capacity=1GiB", "shared-fs:///kv?capacity=1GiB"],
+            "tiers[1]: tier 'shared_fs' has the directory of tier 'nvme': each needs its own",
         ),
         (
             [TierSettings(medium="cpu")],

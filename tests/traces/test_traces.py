@@ -176,6 +176,9 @@ def test_synthetic_traces_go_by_name() -> None:
     for wrong in ("?num_requests=many", "?requests=5", "?seed"):
         with pytest.raises(ConfigurationError, match="numbers for any of seed=0"):
             open_trace(f"synthetic:chat{wrong}")
+    for wrong in ("num_requests=0", "per_s=0", "per_s=-1", "per_s=nan"):
+        with pytest.raises(ConfigurationError, match="must be more than 0"):
+            open_trace(f"synthetic:chat?{wrong}")
 
 
 def test_names_are_the_ids() -> None:

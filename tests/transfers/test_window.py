@@ -198,6 +198,17 @@ def every(at: NDArray[np.int64]) -> NDArray[np.bool_]:
     return np.ones(len(at), np.bool_)
 
 
+async def test_what_the_gpu_pool_has_is_brought_to_the_host_for_who_reads_it_there() -> None:
+    """Its shared tier is asked for all of it, as no copy from the pool is what a plan or a prefetch makes."""
+    engine, keys = Engine(), prompt(8)
+    pool = {"medium": "gpu", "capacity": 16 * PAYLOAD_BYTES}
+    async with open_cache(pool, CPU, ScriptedBackend(), engine=engine) as kv:
+        await keep(kv, engine, keys)
+        await kv.evict(keys, tier="cpu")
+        assert (await kv.prefetch(keys, to="cpu")).num_blocks == 8
+        await until_idle(kv)
+
+
 async def test_a_transfer_that_begins_no_more_plans_no_more() -> None:
     """Else a tier would be taken for busy, by whoever asks what it costs to read from it, for as long as it lives."""
     medium, engine, keys = ScriptedBackend(), Engine(), prompt(16)

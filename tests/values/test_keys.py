@@ -296,7 +296,10 @@ def test_an_engines_own_hashes_are_taken_as_they_are() -> None:
         ),
         (lambda: BlockKeys.from_hashes([b"short"], block_size=1), "hash 0 must be 8 to 32 bytes"),
         (lambda: BlockKeys.from_hashes([12345678], block_size=1), "hash 0"),  # type: ignore[list-item]
-        (lambda: ModelIdentity("m", weights=""), "weights must be a non-empty str"),
+        (
+            lambda: ModelIdentity("m", weights=""),
+            "weights must be a non-empty str, got '': give a checkpoint's revision",
+        ),
         (lambda: ModelIdentity("m", "w", extra={"rope": "yarn"}), "tuple of"),  # type: ignore[arg-type]
         (lambda: ModelIdentity("m", "w", extra=("ab",)), "tuple of"),  # type: ignore[arg-type]
         (lambda: Shard(2, 2), "rank 2 of size 2"),

@@ -87,6 +87,25 @@ async def test_a_call_that_raises_goes_to_the_loops_handler() -> None:
     assert [type(error) for error in seen] == [ZeroDivisionError]
 
 
+def test_a_call_that_ends_the_loop_leaves_the_others_for_its_next_run() -> None:
+    """SystemExit and KeyboardInterrupt come out of the loop, as of any callback; no call is lost."""
+    loop, ran = asyncio.new_event_loop(), list[str]()
+    loop_calls = LoopCalls(loop)
+
+    def leave() -> None:
+        raise SystemExit(3)
+
+    loop_calls.call(leave)
+    loop_calls.call(ran.append, "after")
+    with pytest.raises(SystemExit):
+        loop.run_forever()
+    assert ran == []
+    loop_calls.call(loop.stop)
+    loop.run_forever()
+    assert ran == ["after"]
+    loop.close()
+
+
 def test_calls_after_the_loop_closed_are_dropped() -> None:
     """A copy that ends late has nobody to tell; what it held is not kept either."""
     loop = asyncio.new_event_loop()

@@ -26,11 +26,14 @@ from tiered_kv.tiers.gate import Kind, Priority, Waiter
 from tiered_kv.tiers.pins import Pins
 from tiered_kv.tiers.storage import READ, StorageTier, all_failed
 from tiered_kv.tiers.tier import Batch, Mask, prefix_of
+from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.keys import BlockKeys
 from tiered_kv.values.results import BlockState, LoadCost, LookupResult, TierRun
 from tiered_kv.values.specs import LoadStoreSpec
 
 _ASKED_AT_ONCE: Final = 32
+_EXPLAINED_AT_ONCE: Final = 256
+"""In one turn of the event loop: some 3 ms."""
 _SAMPLED: Final = 16
 """Blocks of a tier whose headers are read."""
 _PENDING: Final = int(SlotState.PENDING)
@@ -43,9 +46,9 @@ class Explanation:
     Attributes:
         state: ``"ready"``; ``"pending"``: on its way; ``"bypassed"``: only in a tier that does not answer; ``"old
             epoch"``: there, but of other weights; or what befell it last: ``"evicted"``, ``"removed"`` (by a call),
-            ``"expired"``, ``"corrupt"``, ``"failed"`` (to be written), ``"dropped"``, ``"not admitted"`` (not used
-            often enough). ``"never stored"`` if nothing is remembered: since the cache was opened or cleared, and as
-            far back as its memory of 65,536 blocks goes.
+            ``"expired"``, ``"corrupt"``, ``"refused"`` (sealed by a key that its tier lacks), ``"failed"`` (to be
+            written), ``"dropped"``, ``"not admitted"`` (not used often enough). ``"never stored"`` if nothing is
+            remembered: since the cache was opened or cleared, and as far back as its memory of 65,536 blocks goes.
         detail: The tier of which the state speaks; of ``"dropped"`` perhaps the reason, as in
             `StoreResult.drop_reasons`; of ``"old epoch"`` how the digest of those weights begins.
         in_tiers: The tiers that have it, fastest first.
@@ -76,11 +79,20 @@ async def explain(seat: Seat, keys: BlockKeys, *, ask: bool) -> list[Explanation
         [*seat.past_epochs, *(await seat.cache.finish(_epochs_in(chain, batch), "explain") if ask else [])]
         for chain, batch in parts
     ]
-    of_ranks = [
-        _of_rank(chain, batch, keys, _weights_of(chain, keys, epochs), seat.pins, found)
-        for (chain, batch), epochs, found in zip(parts, others, asked, strict=True)
-    ]
-    return [next((each for each in block if each.state != "ready"), block[0]) for block in zip(*of_ranks, strict=True)]
+    explanations: list[Explanation] = []
+    for start in range(0, len(keys), _EXPLAINED_AT_ONCE):
+        piece = slice(start, start + _EXPLAINED_AT_ONCE)
+        of_ranks = [
+            _of_rank(
+                chain, batch[piece], keys[piece], epochs, seat.pins, {name: at[piece] for name, at in found.items()}
+            )
+            for (chain, batch), epochs, found in zip(parts, others, asked, strict=True)
+        ]
+        explanations += [
+            next((each for each in block if each.state != "ready"), block[0]) for block in zip(*of_ranks, strict=True)
+        ]
+        await asyncio.sleep(0)
+    return explanations
 
 
 async def _ask(chain: Chain, batch: Batch) -> dict[str, Mask]:
@@ -99,11 +111,11 @@ def _of_rank(
     chain: Chain,
     batch: Batch,
     keys: BlockKeys,
-    before: Sequence[str],
+    epochs: Sequence[bytes],
     pins: Pins,
     asked: dict[str, Mask],
 ) -> list[Explanation]:
-    n = len(batch)
+    n, before = len(batch), _weights_of(chain, keys, epochs)
     is_pending, is_dirty = np.zeros(n, np.bool_), np.zeros(n, np.bool_)
     serving, silent = dict[str, Mask](), dict[str, Mask]()
     for tier in chain.booked:
@@ -114,8 +126,8 @@ def _of_rank(
         (serving if tier.is_in_use else silent)[tier.name] = has
     serving |= asked
     unknown_in = tuple(tier.name for tier in chain.shared if tier.name not in asked)
-    broken = {tier.name: tier.suspects.broken(batch.names) for tier in chain.shared}
-    fates = chain.ledger.fates(batch.names)
+    spoiled = {tier.name: tier.suspects.why(batch.names) for tier in chain.shared}
+    fates = chain.fates.of(batch.names)
     is_pinned = pins.is_pinned(chain, batch, keys)
     explanations = []
     for i in range(n):
@@ -126,8 +138,8 @@ def _of_rank(
             state, detail = "pending", ""
         elif hidden := [name for name, has in silent.items() if has[i]]:
             state, detail = "bypassed", hidden[0]
-        elif spoiled := [name for name, is_broken in broken.items() if is_broken[i]]:
-            state, detail = said_of(Fate.CORRUPT), spoiled[0]
+        elif said := [(why[i], name) for name, why in spoiled.items() if why[i]]:
+            state, detail = said[0]
         else:
             fate, detail = fates[i]
             state = said_of(fate)
@@ -263,10 +275,23 @@ def owned_runs(chain: Chain, batch: Batch) -> list[TierRun]:
     return [TierRun(tiers[run.tier].name, run.start, run.stop) for run in located.runs]
 
 
-def states_of(parts: Sequence[tuple[Chain, Batch]]) -> NDArray[np.int8]:
-    """Say of each block what is known of it, from any thread; of several ranks, what the one says that has least."""
-    states: NDArray[np.int8] = np.minimum.reduce([_states_of_rank(chain, batch) for chain, batch in parts])
+def states_of(parts: Sequence[tuple[Chain, Batch]], tier: str | None = None) -> NDArray[np.int8]:
+    """Say of each block what is known of it, from any thread; of several ranks, what the one says that has least.
+
+    Raises:
+        ConfigurationError: No tier is called ``tier``, or it has no books here.
+    """
+    look = _states_of_rank if tier is None else partial(_states_in, tier)
+    states: NDArray[np.int8] = np.minimum.reduce([look(chain, batch) for chain, batch in parts])
     return states
+
+
+def _states_in(name: str, chain: Chain, batch: Batch) -> NDArray[np.int8]:
+    tier = next((each for each in chain.booked if each.name == name), None)
+    if tier is None:
+        owned = ", ".join(each.name for each in chain.booked)
+        raise ConfigurationError(f"no tier {name!r} here that this cache owns; there are {owned}")
+    return _STATES[states_from_any_thread([tier.index] if tier.is_in_use else [], batch.names)]
 
 
 def _states_of_rank(chain: Chain, batch: Batch) -> NDArray[np.int8]:

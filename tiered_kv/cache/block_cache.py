@@ -10,6 +10,7 @@ Each checks what it is given, and starts a transfer over the `EngineSide` of thi
 load or store begins there.
 """
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
@@ -22,17 +23,17 @@ from numpy.typing import NDArray
 
 from tiered_kv.cache.answers import Explanation
 from tiered_kv.cache.checks import LoadCall, StoreCall, check_seconds, check_specs
-from tiered_kv.cache.groups import GroupNeed, GroupsLoad, GroupsLookup, check_needs, length_in_place, longest
+from tiered_kv.cache.groups import GroupNeed, GroupsLoad, GroupsLookup, check_needs, find_longest, length_in_place
 from tiered_kv.cache.planner import Planner
 from tiered_kv.cache.seat import EngineSide
 from tiered_kv.tiers.changes import Changes
 from tiered_kv.tiers.gate import Priority
 from tiered_kv.transfers.handles import Handle, LoadHandle, cancel_each, each_of
 from tiered_kv.transfers.prefetch import HostLease, PrefetchHandle
-from tiered_kv.transfers.requests import Order
 from tiered_kv.transfers.store import StoreHandle
 from tiered_kv.transfers.submissions import LoadTicket, StoreTicket
 from tiered_kv.transfers.swap import Copies, Moves, Swap
+from tiered_kv.transfers.transfer_requests import Order
 from tiered_kv.values.errors import ClosedError
 from tiered_kv.values.hints import ReuseHint
 from tiered_kv.values.keys import BlockKeys, Namespace
@@ -42,6 +43,7 @@ from tiered_kv.values.results import (
     LoadResult,
     LookupResult,
     PinResult,
+    RemovalResult,
     StoreResult,
     SwapOutResult,
     SwapResult,
@@ -103,7 +105,8 @@ class TransferCalls(ABC):
                 prefix that it reports they may hold anything.
             after: An event after the blocks' last use: nothing is written before it. The wait is enqueued before this
                 returns. A GPU event, or on a CPU anything with ``synchronize()`` or ``wait()``.
-            deadline_s: How long it may take; `CacheLimits.load_timeout_s` by default.
+            deadline_s: How long it may take; `CacheLimits.load_timeout_s` by default. What is at hand by then is still
+                copied: it ends later by the copy of a `CacheLimits.window`, or by 0.1 s where copies wait for an event.
             priority: `Priority.LOAD`, or a lower one.
             layerwise: Copy layer by layer, so that attention of the first can start while the others are on their way:
                 see `LoadHandle.wait_layer`. All blocks are brought to memory first; those that do not fit there at once
@@ -322,9 +325,10 @@ class TransferCalls(ABC):
             group: The KV group.
             axes: Letters for the axes of fragments; they make one tensor a paged one.
             slot_bytes: From one whole block to the next. A row by default, or of a flat buffer a block's payload.
-            direct: Let storage read straight into slots, which must be page-aligned, taking no host slots. A load then
-                ends only when the medium has let go of them, whatever its deadline. Storage of a host's server never
-                does: blocks come by way of its memory.
+            direct: Let storage read straight into slots, which must be page-aligned, taking no host slots, and write
+                straight out of them where it alone is to have what is stored: one tier of this cache's own that takes
+                it at once, with no memory tier above. A transfer then ends only when the medium has let go of them,
+                whatever its deadline. Storage of a host's server never does: blocks come by way of its memory.
 
         Raises:
             ConfigurationError: Memory that cannot be used so, or a name that is taken.
@@ -407,21 +411,42 @@ class BlockCache(TransferCalls):
     async def lookup_groups(self, needs: Sequence[GroupNeed]) -> GroupsLookup:
         """Find the longest length at which every KV group has what it needs: ``[full(keys), window(others, 4096)]``.
 
-        A hole outside every window costs nothing; a block that some group lacks does not count. Reads, like `lookup`.
+        A hole outside every window costs nothing; a block that some group lacks does not count. Reads, like `lookup`:
+        all groups are asked at once, and those with a window again where theirs is not whole at that length. Where
+        new weights overtake it there is nothing.
         """
+        asked_of = self.namespace()
 
-        async def count(keys: BlockKeys) -> int:
-            return (await self.lookup(keys)).num_blocks
+        async def there(need: GroupNeed) -> NDArray[np.bool_]:
+            if need.num_blocks is not None:
+                return await self.presence(need.keys)
+            return np.arange(len(need.keys)) < (await self.lookup(need.keys)).num_blocks
 
-        num_tokens = await longest(needs, count)
+        search = find_longest(needs)
+        try:
+            asked = next(search)
+            while True:
+                found_there = await asyncio.gather(*map(there, asked))
+                if self.namespace() != asked_of:
+                    return GroupsLookup(0, tuple(need.at(0) for need in needs))
+                asked = search.send(found_there)
+        except StopIteration as found:
+            num_tokens: int = found.value
         return GroupsLookup(num_tokens, tuple(need.at(num_tokens) for need in needs))
+
+    @abstractmethod
+    async def presence(self, keys: BlockKeys) -> NDArray[np.bool_]:
+        """Say of each block whether it could be loaded now, ``(len(keys),)``: of those behind a hole too.
+
+        As `lookup`, which says it of a prefix, and costs shared tiers a few questions; this may cost one a block.
+        """
 
     @abstractmethod
     def lookup_nowait(self, keys: BlockKeys) -> LookupResult:
         """`lookup` over the tiers that this cache owns alone (memory and NVMe), at once and from any thread."""
 
     @abstractmethod
-    def membership(self, keys: BlockKeys) -> NDArray[np.int8]:
+    def membership(self, keys: BlockKeys, *, tier: str | None = None) -> NDArray[np.int8]:
         """Say of each block whether it is there, at once and from any thread: a `BlockState` each, ``(len(keys),)``.
 
         For engines that ask key by key, and take "later" for an answer. Blocks behind a hole count too. Tiers that this
@@ -429,6 +454,13 @@ class BlockCache(TransferCalls):
         have answered it is ``ASKING``. Their answers are used for a second, unless a store, an eviction or a failed
         read here says otherwise sooner; one that does not answer in time, or is bypassed, has nothing. Reads, like
         `lookup`; a load decides.
+
+        Args:
+            keys: The blocks.
+            tier: Only what this one has, by its name, one of those that this cache owns; or in all tiers.
+
+        Raises:
+            ConfigurationError: There is no such tier, or it is shared with others.
         """
 
     @abstractmethod
@@ -477,6 +509,24 @@ class BlockCache(TransferCalls):
         """
 
     @abstractmethod
+    def resident(self, keys: BlockKeys) -> None:
+        """Take note that the engine has blocks in its own cache: for every prompt, all that is kept of it there.
+
+        Memory here is worth most with what the engine has not: so these go first here, until they are `leaving`, or
+        are loaded, touched or stored again. Is no use of what is here, which a load or `touch` counts; those that are
+        not here were used now, and a policy that counts uses knows so when they come. Storage tiers go on as they were.
+        """
+
+    @abstractmethod
+    def leaving(self, keys: BlockKeys) -> None:
+        """Take note that the engine is about to drop blocks: what is here of them stays like others from now on.
+
+        Store the others before they are dropped: what ``membership(keys, tier=...)`` misses in the memory tier, if its
+        name is given, so that memory has what only storage has too. With `evicts` of `tiered_kv.values.hints` a program
+        chooses whether to store so, or as blocks are computed.
+        """
+
+    @abstractmethod
     def pin(self, keys: BlockKeys, *, ttl_s: float) -> PinResult:
         """Keep the prefix that is in owned tiers from being evicted for want of room, until `unpin` or ``ttl_s`` is up.
 
@@ -519,11 +569,11 @@ class BlockCache(TransferCalls):
     # What goes, what is written, and why: for operators and schedulers, now and then.
 
     @abstractmethod
-    async def evict(self, keys: BlockKeys, *, tier: str | None = None) -> int:
-        """Make blocks unfindable at once, in one tier or in all; return how many were in an owned tier.
+    async def evict(self, keys: BlockKeys, *, tier: str | None = None) -> RemovalResult:
+        """Make blocks unfindable at once, in one tier or in all.
 
         Their slots are freed when nobody reads them any more; what is being filled never becomes readable. Shared tiers
-        are asked to delete. A tier that does not answer within its time is not waited for.
+        are asked to delete. A tier that does not answer within its time is not waited for: the result names it.
         """
 
     @abstractmethod
@@ -547,10 +597,11 @@ class BlockCache(TransferCalls):
         """
 
     @abstractmethod
-    async def clear(self) -> None:
+    async def clear(self) -> RemovalResult:
         """Empty every tier that this cache owns, after a restart too. Takes time in their size.
 
-        A tier that does not answer within its time is not waited for: its blocks are unfindable here all the same.
+        A tier that does not answer within its time is not waited for: its blocks are unfindable here all the same, and
+        the result names it.
         """
 
     @abstractmethod
@@ -562,11 +613,11 @@ class BlockCache(TransferCalls):
         """
 
     @abstractmethod
-    async def flush(self, *, sync: bool = False) -> None:
+    async def flush(self, *, sync: bool = False) -> bool:
         """Wait until every store so far is in every tier or given up, those with ``write="back"`` included.
 
         A planned store is one from when somebody was handed its plan for a worker, and is waited for until that has
-        answered, or has ended.
+        answered, or has ended, or nobody is there any more who would say so.
 
         What uses so far have brought to tiers with ``admit_after`` is waited for too; what comes later is not.
 
@@ -574,6 +625,11 @@ class BlockCache(TransferCalls):
 
         With ``sync`` what is written then survives a loss of power, in the order of its use. That walks the owned tiers
         on the event loop, 0.3 s a million blocks: not for every request.
+
+        Returns:
+            Whether nothing of it goes on waiting, no write of what waited has failed meanwhile, and, with ``sync``,
+            every owned tier that is open has noted what it holds. What was dropped or failed before, ``settled()`` of
+            its store counts.
         """
 
     @abstractmethod
@@ -627,6 +683,14 @@ class BlockCache(TransferCalls):
         """The medium of each tier that the cache, or its server, owns: ``{"cpu": "cpu", "disk": "nvme"}``.
 
         The fastest comes first. Any thread may look, before it is opened too; of a server nothing is known before.
+        """
+
+    @property
+    @abstractmethod
+    def is_attached(self) -> bool:
+        """Whether it is open; of one that a host's server keeps, whether that is there and answers, too.
+
+        Any thread may look. While it is not attached, calls of a client find nothing.
         """
 
     @abstractmethod

@@ -21,7 +21,7 @@ from tiered_kv.telemetry.trace_recorder import TraceRecorder
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.gate import Priority
 from tiered_kv.transfers.engine_memory import Binding, Bindings
-from tiered_kv.transfers.requests import Order
+from tiered_kv.transfers.transfer_requests import Order
 from tiered_kv.values.errors import ConfigurationError, LayoutMismatchError
 from tiered_kv.values.events import Emit
 from tiered_kv.values.hints import ReuseHint, check_hint

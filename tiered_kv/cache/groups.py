@@ -1,30 +1,33 @@
 """Models with several KV groups: what each group needs of a prompt, and the longest length that satisfies all.
 
 A full-attention group needs every block from the first one on; a sliding-window group only those that its window can
-still see. A length counts when each group has what it needs there: a hole outside every window costs nothing.
+still see; of a recurrent state one block holds all before its end. A length counts when each group has what it needs
+there: a hole outside every window costs nothing. So all kinds are one: so many of the last blocks, or all of them.
 """
 
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.integers import as_int
 from tiered_kv.values.keys import BlockKeys
 from tiered_kv.values.results import LoadResult
 
-_ASKED: Final = 64
-"""Lengths tried before 0 is answered: each costs a shared tier a round trip, and holes can be many."""
+Mask: TypeAlias = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
 class GroupNeed:
-    """One KV group's keys of a prompt, and what attention needs of them: made by `full` and `window`.
+    """One KV group's keys of a prompt, and what a model needs of them: made by `full`, `window` and `state`.
 
     Attributes:
         keys: Of the whole prompt, or of its rest: all groups' keys begin at the same token.
-        num_blocks: The window in blocks, or None for all of them.
+        num_blocks: How many of the last blocks are needed, or None for all of them.
     """
 
     keys: BlockKeys
@@ -62,6 +65,11 @@ def window(keys: BlockKeys, num_tokens: int) -> GroupNeed:
     return replace(need, num_blocks=num_blocks)
 
 
+def state(keys: BlockKeys) -> GroupNeed:
+    """Say that a block holds all before its end: the state of a recurrent layer (Mamba, linear attention)."""
+    return GroupNeed(keys, 1)
+
+
 @dataclass(frozen=True)
 class GroupsLookup:
     """The longest length at which every group has what it needs.
@@ -95,7 +103,9 @@ def check_needs(needs: Sequence[GroupNeed]) -> int:
         ConfigurationError: No needs, a group twice, or keys that begin at different tokens or are of two salts.
     """
     if not isinstance(needs, list | tuple) or not needs or not all(isinstance(need, GroupNeed) for need in needs):
-        raise ConfigurationError("say what each KV group needs: [full(keys), window(other_keys, num_tokens)]")
+        raise ConfigurationError(
+            "say what each KV group needs: [full(keys), window(other_keys, num_tokens), state(more_keys)]"
+        )
     groups = [need.keys.group for need in needs]
     if len(set(groups)) < len(groups):
         raise ConfigurationError(f"each KV group is asked for once, got groups {groups}")
@@ -107,28 +117,43 @@ def check_needs(needs: Sequence[GroupNeed]) -> int:
     return math.lcm(*(need.keys.block_size for need in needs))
 
 
-async def longest(needs: Sequence[GroupNeed], count: Callable[[BlockKeys], Awaitable[int]]) -> int:
-    """Find the longest length in tokens at which every group has what it needs.
+def find_longest(needs: Sequence[GroupNeed]) -> Generator[list[GroupNeed], list[Mask], int]:
+    """Find the longest length in tokens at which every group has what it needs, asking three times at most.
 
-    Args:
-        needs: Checked.
-        count: Says how many leading ones of some keys are there.
+    Yields needs, and is sent for each which of its keys are there, ``(len(keys),)``. Of a need of all blocks only
+    those before the first hole count, so whoever answers may leave out what is behind it.
+
+    Returns:
+        The length, as the generator's value.
     """
     step = check_needs(needs)
     length = min(len(need.keys) * need.keys.block_size for need in needs) // step * step
-    for _ in range(_ASKED):
-        shorter = length
-        for need in sorted(needs, key=lambda each: each.num_blocks is not None):  # full ones cut the most
-            wanted = need.at(shorter)
-            num_blocks = await count(wanted)
-            if num_blocks < len(wanted):
-                # The hole may lie in no window: the length ends before it, or it would be in this one again.
-                before = wanted.start - need.keys.start + num_blocks
-                shorter = before * need.keys.block_size // step * step
-        if shorter == length or not shorter:
-            return shorter
-        length = shorter
-    return 0
+    if wholes := [need.until(length) for need in needs if need.num_blocks is None]:  # they cut the most
+        length = longest_of(wholes, (yield wholes), range(0, length + 1, step))
+    ends = [need.until(length) for need in needs if need.num_blocks is not None]
+    if length and ends:
+        there = yield [GroupNeed(need.at(length), need.num_blocks) for need in ends]
+        if not all(mask.all() for mask in there):  # mostly they are: then nobody is asked for all others
+            length = longest_of(ends, (yield ends), range(0, length + 1, step))
+    return length
+
+
+def longest_of(needs: Sequence[GroupNeed], there: Sequence[Mask], lengths: range) -> int:
+    """Return the longest of some lengths in tokens at which every group has what it needs.
+
+    Args:
+        needs: Checked.
+        there: For each, which of its keys are there.
+        lengths: From 0 on, each whole blocks of every group.
+    """
+    tokens = np.asarray(lengths)
+    is_served = np.ones(len(tokens), np.bool_)
+    for need, mask in zip(needs, there, strict=True):
+        behind_holes = np.where(mask, 0, np.arange(1, len(mask) + 1))
+        first = np.maximum.accumulate(np.append([0], behind_holes))  # of the run of blocks that ends at each stop
+        stops = tokens // need.keys.block_size
+        is_served &= first[stops] <= (0 if need.num_blocks is None else np.maximum(0, stops - need.num_blocks))
+    return int(tokens[is_served][-1])
 
 
 def length_in_place(needs: Sequence[GroupNeed], wanted: Sequence[BlockKeys], results: Sequence[LoadResult]) -> int:

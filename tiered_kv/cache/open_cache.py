@@ -18,7 +18,7 @@ from tiered_kv.memory.device import Device
 from tiered_kv.telemetry.trace_recorder import Call
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.changes import Subscribers
-from tiered_kv.tiers.ledger import Ledger
+from tiered_kv.tiers.fates import Fates
 from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.tiers.upkeep import keep_up, scrub_for_ever
 from tiered_kv.transfers.jobs import Jobs
@@ -103,7 +103,7 @@ class OpenCache:
         recorder: Writes down what is asked of it, if that is wanted.
         background: What runs as long as the cache is open, besides ``tasks``.
         cleaners: Of each chain.
-        ledger: What became of blocks.
+        fates: What became of blocks.
         subscribers: Who follows what changes in the tiers.
         jobs: Those of the planner in this process.
         closing: Ends it, and lets no call in any more; None as long as it is open.
@@ -115,7 +115,7 @@ class OpenCache:
         chains: Sequence[Chain],
         device: Device,
         tasks: Tasks,
-        ledger: Ledger,
+        fates: Fates,
         loop_calls: LoopCalls,
         lifetime: AsyncExitStack,
     ) -> None:
@@ -136,8 +136,8 @@ class OpenCache:
         self.callers = Callers()
         self.background = Tasks()
         self.cleaners = {chain: Cleaner(chain) for chain in chains}
-        self.ledger = ledger
-        self.subscribers = Subscribers(ledger)
+        self.fates = fates
+        self.subscribers = Subscribers(fates)
         self.closing: asyncio.Task[None] | None = None
         self._resizing = asyncio.Lock()
         self._planners: WeakSet[Jobs] = WeakSet()  # what is under way keeps them
@@ -189,21 +189,27 @@ class OpenCache:
             raise ClosedError(f"this TieredKV was closed before this was done: {name}")
         return task.result()
 
-    async def settle(self) -> None:
+    async def settle(self) -> bool:
         """Wait until every store so far is in every tier or given up, and what waits for a tier is written there.
 
         What comes later is not waited for, and what a tier does not take now goes on waiting. Cancellation ends the
         wait only.
 
+        Returns:
+            Whether nothing that came before goes on waiting, and no write of what waited has failed meanwhile.
+
         Raises:
             ClosedError: The cache was closed while a worker was copying out.
         """
         marks = {chain: chain.unwritten.mark() for chain in self.chains}
+        num_failed = [chain.unwritten.num_failed for chain in self.chains]
         if answers := [each for jobs in list(self._planners) for each in jobs.answers()]:
             await asyncio.wait(answers)
         if any(answer.cancelled() for answer in answers):
             raise ClosedError("this TieredKV was closed before a worker had copied out what it was to store")
         await write_all(marks, self.cleaners)
+        is_written = all(chain.unwritten.is_written(mark) for chain, mark in marks.items())
+        return is_written and num_failed == [chain.unwritten.num_failed for chain in self.chains]
 
     async def resize(self, name: str, capacity_bytes: int) -> int:
         """Change the capacity of a tier; see `TieredKV.resize`."""

@@ -16,16 +16,16 @@ from tiered_kv.catalog.index import TierIndex
 from tiered_kv.memory.device import Device
 from tiered_kv.memory.host import HostSlab, check_host_memory, doubt_of_page_locking
 from tiered_kv.memory.lanes import Lanes
-from tiered_kv.memory.make import make_device
+from tiered_kv.memory.make_device import make_device
 from tiered_kv.settings.chain_settings import GPUTier, tier_name
 from tiered_kv.settings.registry import resolve_policy
 from tiered_kv.tiers.chain import Chain
+from tiered_kv.tiers.fates import Fates, Place
 from tiered_kv.tiers.gate import Backlog, Bandwidth, Budget, Limits, Pace
-from tiered_kv.tiers.ledger import Ledger, Place
-from tiered_kv.tiers.opening import Services, StorageMedium
 from tiered_kv.tiers.owned import OwnedTier
 from tiered_kv.tiers.pins import Pins
 from tiered_kv.tiers.shared import SharedTier
+from tiered_kv.tiers.storage_medium import Services, StorageMedium
 from tiered_kv.tiers.tasks import Tasks, WorkerPool, in_a_thread
 from tiered_kv.tiers.tier import HostTier, MemoryTier
 from tiered_kv.transfers.writedown import write_admitted
@@ -49,11 +49,11 @@ async def open_cache(parts: CacheParts) -> Seat:
     """
     loop = asyncio.get_running_loop()
     started = loop.time()
-    kinds, tasks, ledger = parts.kinds(), Tasks(), Ledger()
+    kinds, tasks, fates = parts.kinds(), Tasks(), Fates()
     async with AsyncExitStack() as stack:
         backends = await _open_backends(stack, parts, kinds, tasks)
-        chains, device = _build_chains(stack, parts, backends, kinds, tasks, ledger)
-        cache = OpenCache(parts, chains, device, tasks, ledger, backends.services.loop_calls, stack.pop_all())
+        chains, device = _build_chains(stack, parts, backends, kinds, tasks, fates)
+        cache = OpenCache(parts, chains, device, tasks, fates, backends.services.loop_calls, stack.pop_all())
     seat = Seat(cache, parts.shards, epoch_digest(parts.model.weights), Pins(parts.limits.pin_quota))
     cache.lifetime.callback(seat.bindings.forget)
     if parts.watch is not None:
@@ -107,7 +107,7 @@ def _build_chains(
     backends: _OpenBackends,
     kinds: Sequence[Kind],
     tasks: Tasks,
-    ledger: Ledger,
+    fates: Fates,
 ) -> tuple[list[Chain], Device]:
     """Allocate memory and make one chain per kind of block. Every tier has the same number of slots for each.
 
@@ -155,10 +155,6 @@ def _build_chains(
     chains = []
     for number, kind in enumerate(kinds):
         group, stride_bytes = kind.group, kind.slot_stride_bytes
-        slab = HostSlab(most_host_slots + bounce_slots, stride_bytes, kind.slot_bytes, name=kind.name)
-        stack.callback(slab.close)
-        if most_host_slots == host_slots or device.kind != "cpu":  # getting it ready would allocate it
-            device.page_lock(slab, emit=tell)
         index = TierIndex(
             host_slots,
             max_slots=most_host_slots,
@@ -168,7 +164,11 @@ def _build_chains(
             clock=clock,
             write_back=is_written_back,
         )
+        slab = HostSlab(most_host_slots + bounce_slots, stride_bytes, kind.slot_bytes, name=kind.name)
         host = HostTier(tier_name(tiers.cpu), index, slab, write_back=tiers.cpu.write == "back")
+        stack.callback(host.close)
+        if most_host_slots == host_slots or device.kind != "cpu":  # getting it ready would allocate it
+            device.page_lock(slab, emit=tell)
         waits_in_gpu = tiers.cpu.write == "back" if most_host_slots else is_written_back
         gpu = _gpu_tier(tiers.gpu, device, gpu_slots, stride_bytes, clock, write_back=waits_in_gpu)
         storage = [
@@ -190,12 +190,12 @@ def _build_chains(
             emit=emit,
             limits=limits,
             codec=kind.codec,
-            ledger=ledger,
+            fates=fates,
             on_admitted=write_admitted,
         )
         rank = sum(before.number == kind.number for before in kinds[:number])  # of those that the cache stands for
         for tier in chain.booked:
-            ledger.watch(Place(tier.name, kind.number, rank), tier)
+            fates.watch(Place(tier.name, kind.number, rank), tier)
         chains.append(chain)
     for number, medium in enumerate(backends.media):
         medium.open_later([chain.storage[number] for chain in chains])

@@ -8,11 +8,11 @@ from typing import Any, Final
 from tiered_kv.catalog.policies import Policy
 from tiered_kv.media.backend import Backend, RecordShape, SlotBackend
 from tiered_kv.memory.codec import Codec
-from tiered_kv.memory.make import DeviceLike
+from tiered_kv.memory.make_device import DeviceLike
 from tiered_kv.settings.chain_settings import CPUTier, GPUTier, check_chain, check_policies, check_tiers, tier_name
 from tiered_kv.settings.registry import make_backend, resolve_policy
 from tiered_kv.settings.settings import CacheLimits
-from tiered_kv.settings.tier_settings import OwnedTierSettings, TierSettings
+from tiered_kv.settings.tier_settings import OwnedTierSettings, StorageTierSettings, TierSettings
 from tiered_kv.telemetry.trace_recorder import TraceRecorder
 from tiered_kv.telemetry.watch import Watch
 from tiered_kv.tiers.records import ExponentCodec
@@ -30,7 +30,7 @@ class StoragePart:
     """A backend and what the chain calls it."""
 
     name: str
-    settings: TierSettings
+    settings: StorageTierSettings
     backend: Backend | SlotBackend
 
     @property
@@ -156,10 +156,10 @@ def chain_parts(
     cpu = next((each for each in settings if isinstance(each, CPUTier)), CPUTier(capacity=0))
     storage = [
         StoragePart(name, each, make_backend(each))
-        if isinstance(each, TierSettings)
+        if isinstance(each, StorageTierSettings)
         else StoragePart(name, _settings_of(each), each)
         for each, (_, name) in zip(settings, named, strict=True)
-        if not isinstance(each, GPUTier | CPUTier)
+        if isinstance(each, StorageTierSettings | Backend | SlotBackend)
     ]
     for part in storage:
         if part.scrub_bandwidth and not _can_be_scrubbed(part.backend):
@@ -187,11 +187,11 @@ def _can_be_scrubbed(backend: Backend | SlotBackend) -> bool:
 
 def _name_of(backend: Backend | SlotBackend) -> str:
     settings = getattr(backend, "settings", None)
-    if isinstance(settings, TierSettings):
+    if isinstance(settings, StorageTierSettings):
         return tier_name(settings)
     return type(backend).__name__.removesuffix("Backend").lower() or "storage"
 
 
-def _settings_of(backend: Backend | SlotBackend) -> TierSettings:
+def _settings_of(backend: Backend | SlotBackend) -> StorageTierSettings:
     settings = getattr(backend, "settings", None)
-    return settings if isinstance(settings, TierSettings) else TierSettings(medium=type(backend).__name__)
+    return settings if isinstance(settings, StorageTierSettings) else StorageTierSettings(medium=type(backend).__name__)

@@ -19,7 +19,7 @@ from tiered_kv.cache.checks import check_planned, check_seconds
 from tiered_kv.cache.seat import Seat
 from tiered_kv.system import system
 from tiered_kv.transfers.jobs import Job, JobBook
-from tiered_kv.transfers.requests import JobRequest
+from tiered_kv.transfers.transfer_requests import JobRequest
 from tiered_kv.values.hints import ReuseHint, check_hint
 from tiered_kv.values.keys import BlockKeys, stored_keys
 from tiered_kv.values.plan import Outcomes, ProcessSlab, SlabHandle

@@ -20,15 +20,15 @@ from tiered_kv.cache.checks import LoadCall, StoreCall, check_keys, check_one_ra
 from tiered_kv.cache.open_cache import OpenCache
 from tiered_kv.system import system
 from tiered_kv.tiers.chain import Chain
-from tiered_kv.tiers.ledger import Ledger
+from tiered_kv.tiers.fates import Fates
 from tiered_kv.tiers.pins import Pins
 from tiered_kv.tiers.storage import StorageTier
 from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.tiers.tier import Batch
 from tiered_kv.transfers.engine_memory import Bindings, Reach
-from tiered_kv.transfers.requests import LoadRequest, StoreRequest
 from tiered_kv.transfers.submissions import Submissions
 from tiered_kv.transfers.swap import SwapSide, SwapSpace, SwapSpaces
+from tiered_kv.transfers.transfer_requests import LoadRequest, StoreRequest
 from tiered_kv.values.errors import ClosedError, ConfigurationError
 from tiered_kv.values.integers import as_int
 from tiered_kv.values.keys import NO_SALT, BlockKeys, Namespace, Shard, StoredKeys, epoch_digest
@@ -112,7 +112,7 @@ class Seat(EngineSide):
 
     Attributes:
         cache: What all engines share.
-        model_name, emit, ledger: The cache's.
+        model_name, emit, fates: The cache's.
         chains: Those of the engine's shards: by KV group, then by rank.
         block_sizes: Tokens in a block, by KV group.
         tokens_per_block: Tokens that each block counted stands for; 0 where KV groups differ.
@@ -135,7 +135,7 @@ class Seat(EngineSide):
         super().__init__(shards, cache.tasks, cache.loop_calls, cache.lifetime)
         groups = cache.layout.groups
         self.cache = cache
-        self.model_name, self.emit, self.ledger = cache.model_name, cache.emit, cache.ledger
+        self.model_name, self.emit, self.fates = cache.model_name, cache.emit, cache.fates
         self.chains = [
             cache.of_group(group)[cache.shards.index(shard)] for group in range(len(groups)) for shard in shards
         ]
@@ -227,7 +227,7 @@ class Seat(EngineSide):
 
     def statistics(self) -> CacheStatistics:
         """Count what is where now, and what has happened since opening."""
-        return cache_statistics(self.chains, self.ledger, self.pins, len(self.tasks))
+        return cache_statistics(self.chains, self.fates, self.pins, len(self.tasks))
 
     def namespace(self, salt_id: bytes, *, group: int, rank: int) -> Namespace:
         """Return what names the blocks of a tenant, by a digest of its salt; from any thread."""
@@ -256,7 +256,7 @@ class Seat(EngineSide):
 _SLOTS = ("num_slots", "free", "ready", "evictable", "leased", "pending", "doomed", "dirty", "withheld")
 
 
-def cache_statistics(chains: Sequence[Chain], ledger: Ledger, pins: Pins, num_transfers: int) -> CacheStatistics:
+def cache_statistics(chains: Sequence[Chain], fates: Fates, pins: Pins, num_transfers: int) -> CacheStatistics:
     """Count what is where in all chains, which share their tiers."""
     host, device = [chain.host.index.statistics() for chain in chains], chains[0].h2d.device
     return CacheStatistics(
@@ -265,15 +265,15 @@ def cache_statistics(chains: Sequence[Chain], ledger: Ledger, pins: Pins, num_tr
         store_queue_bytes=chains[0].limits.store_queue.num_bytes,
         bounce_free=sum(each.transient_free for each in host),
         bounce_slots=sum(chain.host.index.num_transient for chain in chains),
-        requested=ledger.requested,
-        missed=ledger.missed,
-        store_requested=ledger.store_requested,
-        stored=ledger.stored,
-        present=ledger.present,
-        dropped=ledger.dropped,
-        missed_because=dict(ledger.missed_because),
-        dropped_because=dict(ledger.dropped_because),
-        num_preemptions=ledger.preemptions,
+        requested=fates.requested,
+        missed=fates.missed,
+        store_requested=fates.store_requested,
+        stored=fates.stored,
+        present=fates.present,
+        dropped=fates.dropped,
+        missed_because=dict(fates.missed_because),
+        dropped_because=dict(fates.dropped_because),
+        num_preemptions=fates.preemptions,
         pinned_bytes=pins.num_bytes,
         page_locked_bytes=device.page_locked_bytes,
         is_pageable=device.is_pageable,
@@ -293,9 +293,9 @@ def _tier_statistics(chains: Sequence[Chain], number: int) -> TierStatistics:
                 "capacity_bytes": books.num_slots * chain.stride_bytes,
                 "used_bytes": books.ready * chain.stride_bytes,
             }
-        values = {each: values.get(each, 0) + count for each, count in counts.items()}
+        values = {each: values[each] + count if each in values else count for each, count in counts.items()}
     tier = chains[0].tiers[number]
-    health = getattr(tier, "health", None)
+    health, values["dropped_because"] = getattr(tier, "health", None), dict(values["dropped_because"])
     if isinstance(tier, StorageTier):
         calls, budget = tier.calls, tier.budget
         values |= {

@@ -57,7 +57,7 @@ from tiered_kv.cache.planner import OwnPlanner, Planner
 from tiered_kv.cache.seat import Seat
 from tiered_kv.media.backend import Backend, SlotBackend
 from tiered_kv.memory.codec import CodecName, make_codec
-from tiered_kv.memory.make import DeviceLike, resolve
+from tiered_kv.memory.make_device import DeviceLike, resolve
 from tiered_kv.settings.settings import CacheLimits, TieredKVSettings
 from tiered_kv.settings.tier_settings import TierSettings
 from tiered_kv.telemetry.metrics import Metrics
@@ -76,7 +76,7 @@ from tiered_kv.transfers.start import start_load, start_store
 from tiered_kv.transfers.store import StoreHandle
 from tiered_kv.transfers.submissions import LoadTicket, StoreTicket, load_failed, store_failed
 from tiered_kv.values.errors import ClosedError, ConfigurationError
-from tiered_kv.values.events import Emit, EpochAdvanced, SequencePreempted
+from tiered_kv.values.events import BlocksLookedUp, Emit, EpochAdvanced, SequencePreempted
 from tiered_kv.values.hints import ReuseHint, check_hint
 from tiered_kv.values.keys import BlockKeys, ModelIdentity, Namespace, Shard, salt_digest
 from tiered_kv.values.layout import KVLayout
@@ -86,6 +86,7 @@ from tiered_kv.values.results import (
     LoadResult,
     LookupResult,
     PinResult,
+    RemovalResult,
     StoreResult,
     SwapOutResult,
     TierRun,
@@ -107,6 +108,11 @@ class TierCalls(BlockCache):
     def media(self) -> Mapping[str, str]:
         return self._media
 
+    @property
+    @override
+    def is_attached(self) -> bool:
+        return self._seat is not None and self._seat.cache.closing is None
+
     # What is there, and what is done ahead.
 
     @override
@@ -118,11 +124,14 @@ class TierCalls(BlockCache):
             check_one_rank(parts)
         found = [(chain, batch, chain.locate(batch)) for chain, batch in parts]
         if any(chain.may_be_longer(batch, runs) for chain, batch, runs in found):
+            started = asyncio.get_running_loop().time()
             with seat.cache.callers.waiting():
                 runs = await asyncio.gather(*(chain.locate_on(batch, runs) for chain, batch, runs in found))
-        else:
-            runs = [runs for _, _, runs in found]
-        result = _looked_up(seat, keys, parts, runs)
+            result = _looked_up(seat, parts, runs)
+            took_ms = (asyncio.get_running_loop().time() - started) * 1e3
+            seat.emit(BlocksLookedUp(result.num_blocks, len(keys), result.by_tier, took_ms))
+        else:  # nobody waited: to tell of it would take as long again
+            result = _looked_up(seat, parts, [runs for _, _, runs in found])
         if where:
             with seat.cache.callers.waiting():
                 return await with_specs(*parts[0], result)
@@ -135,7 +144,17 @@ class TierCalls(BlockCache):
         if where or any(chain.shared for chain, _ in parts):
             return None
         seat.cache.note("lookup", keys)
-        return _looked_up(seat, keys, parts, [chain.locate(batch) for chain, batch in parts])
+        return _looked_up(seat, parts, [chain.locate(batch) for chain, batch in parts])
+
+    @override
+    async def presence(self, keys: BlockKeys) -> NDArray[np.bool_]:
+        seat = self._open()
+        parts = seat.batches(keys)
+        seat.cache.note("lookup", keys)
+        with seat.cache.callers.waiting():
+            of_ranks = await asyncio.gather(*(chain.find_each(batch) for chain, batch in parts))
+        there: NDArray[np.bool_] = np.logical_and.reduce(of_ranks)
+        return there
 
     @override
     def prefetch(self, keys: BlockKeys, *, to: str = "cpu") -> PrefetchHandle:
@@ -163,8 +182,8 @@ class TierCalls(BlockCache):
         return lookup_result([chain for chain, _ in parts], [owned_runs(chain, batch) for chain, batch in parts])
 
     @override
-    def membership(self, keys: BlockKeys) -> NDArray[np.int8]:
-        return states_of(self._open(anywhere=True).batches(keys))
+    def membership(self, keys: BlockKeys, *, tier: str | None = None) -> NDArray[np.int8]:
+        return states_of(self._open(anywhere=True).batches(keys), tier)
 
     @override
     def count_lookup(self, keys: BlockKeys, found: NDArray[np.bool_]) -> None:
@@ -175,7 +194,7 @@ class TierCalls(BlockCache):
         parts, num_found, first = seat.batches(keys), int(np.count_nonzero(found)), int(np.argmin(found))
 
         def count() -> None:
-            watch.looked_up(keys.salt_id, len(keys), num_found, why_not_found(parts, num_found, first))
+            watch.looked_up(parts[0][1], num_found, why_not_found(parts, num_found, first))
 
         seat.call_soon(count)
 
@@ -189,6 +208,18 @@ class TierCalls(BlockCache):
                 chain.touch(batch)
             if hint is not None:
                 chain.hint(batch, hint)
+
+    @override
+    def resident(self, keys: BlockKeys) -> None:
+        for chain, batch in self._open().batches(keys):
+            for memory in chain.memory:
+                memory.index.resident(batch.names)
+
+    @override
+    def leaving(self, keys: BlockKeys) -> None:
+        for chain, batch in self._open().batches(keys):
+            for memory in chain.memory:
+                memory.index.leaving(batch.names)
 
     @override
     def pin(self, keys: BlockKeys, *, ttl_s: float) -> PinResult:
@@ -208,32 +239,34 @@ class TierCalls(BlockCache):
         check_ttl(ttl_s)
         stored = await self.start_store(keys, source, after=after)
         pinned = self.pin(keys, ttl_s=ttl_s)
-        seat.ledger.preemptions += 1
+        seat.fates.preemptions += 1
         seat.emit(SequencePreempted(len(keys), stored.num_dropped, pinned.num_blocks))
         return SwapOutResult(**vars(stored), num_pinned=pinned.num_blocks)
 
     # What goes, what is written, and why: for operators and schedulers, now and then.
 
     @override
-    async def evict(self, keys: BlockKeys, *, tier: str | None = None) -> int:
+    async def evict(self, keys: BlockKeys, *, tier: str | None = None) -> RemovalResult:
         seat = self._open()
         parts = seat.batches(keys)
         names = parts[0][0].names
         if tier is not None and tier not in names:
             raise ConfigurationError(f"no tier {tier!r} here; there are {', '.join(names)}")
         with seat.cache.callers.waiting():
-            found = await asyncio.gather(*(upkeep.evict(chain, batch, tier) for chain, batch in parts))
-        return int(np.count_nonzero(np.logical_or.reduce(found)))
+            ended = await asyncio.gather(*(upkeep.evict(chain, batch, tier) for chain, batch in parts))
+        num_blocks = int(np.count_nonzero(np.logical_or.reduce([found for found, _ in ended])))
+        return RemovalResult(num_blocks, tuple(dict.fromkeys(name for _, kept_by in ended for name in kept_by)))
 
     @override
     async def resize(self, tier: str, capacity: int | str) -> int:
         return await self._open().cache.resize(tier, check_capacity(capacity))
 
     @override
-    async def clear(self) -> None:
+    async def clear(self) -> RemovalResult:
         seat = self._open()
         with seat.cache.callers.waiting():
-            await upkeep.clear(seat.cache.chains)
+            num_blocks, kept_by = await upkeep.clear(seat.cache.chains)
+        return RemovalResult(num_blocks, tuple(dict.fromkeys(kept_by)))
 
     @override
     def advance_epoch(self, weights: str) -> None:
@@ -242,12 +275,13 @@ class TierCalls(BlockCache):
         seat.emit(EpochAdvanced(weights))
 
     @override
-    async def flush(self, *, sync: bool = False) -> None:
+    async def flush(self, *, sync: bool = False) -> bool:
         seat = self._open()
         with seat.cache.callers.waiting():
-            await seat.cache.settle()
+            is_written = await seat.cache.settle()
         if sync:
-            await seat.cache.finish(upkeep.checkpoint(seat.cache.chains, sync=True), "checkpoint")
+            is_written &= await seat.cache.finish(upkeep.checkpoint(seat.cache.chains, sync=True), "checkpoint")
+        return is_written
 
     @override
     async def drain(self, *, timeout_s: float | None = None) -> bool:
@@ -315,14 +349,12 @@ class TierCalls(BlockCache):
         return seat.submissions.submit(partial(start_store, request), partial(store_failed, len(call.keys)))
 
 
-def _looked_up(
-    seat: Seat, keys: BlockKeys, parts: Sequence[tuple[Chain, Batch]], runs: Sequence[list[TierRun]]
-) -> LookupResult:
+def _looked_up(seat: Seat, parts: Sequence[tuple[Chain, Batch]], runs: Sequence[list[TierRun]]) -> LookupResult:
     """Say what was found, and show it to whoever watches."""
     result = with_pending(parts, lookup_result([chain for chain, _ in parts], runs))
     if seat.cache.watch is not None:
         why = why_not_more(parts, runs, result.num_blocks)
-        seat.cache.watch.looked_up(keys.salt_id, len(keys), result.num_blocks, why)
+        seat.cache.watch.looked_up(parts[0][1], result.num_blocks, why)
     return result
 
 
@@ -458,6 +490,8 @@ class TieredKV(TierCalls):
 
         Raises:
             ConfigurationError: An argument that cannot be right.
+
+        Entering raises `BackendUnavailableError` if no server listens there after ``timeout_s``.
         """
         # Above this module in the house, and in need of msgspec.
         connected: Callable[..., BlockCache] = import_module("tiered_kv.host.client").ConnectedKV

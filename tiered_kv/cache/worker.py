@@ -21,7 +21,7 @@ from tiered_kv.memory.crossover import prepare
 from tiered_kv.memory.device import Device
 from tiered_kv.memory.host import HostSlab
 from tiered_kv.memory.lanes import Lanes
-from tiered_kv.memory.make import DeviceLike, make_device
+from tiered_kv.memory.make_device import DeviceLike, make_device
 from tiered_kv.system import system
 from tiered_kv.values.errors import ConfigurationError, LayoutMismatchError
 from tiered_kv.values.integers import as_int
@@ -308,7 +308,7 @@ class _Slab:
 
     @property
     def rows(self) -> Tensor:
-        """See `HostSlab.rows`."""
+        """The slab's memory, ``(num_slots, stride_bytes // 8)`` int64; valid while a copy keeps it."""
         return self._slab.rows
 
     def copy_begins(self) -> bool:

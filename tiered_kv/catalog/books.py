@@ -53,10 +53,7 @@ class Books:
         total = max_slots + num_transient
         self.max_slots = max_slots
         self.num_transient = num_transient
-        # Re-entrant: a signal's handler that reads, on the owning thread, must not wait for itself.
-        self.lock = (
-            system().rlock()
-        )  # re-entrant: a signal's handler that reads, on the owning thread, must not wait for itself
+        self.lock = system().rlock()  # re-entrant: a signal's handler that reads, on the owning thread, must not wait
         self._table = NameTable(total)
         self._states = np.full(total + 1, FREE, dtype=np.uint8)  # the last one answers for slot -1: FREE, always
 
@@ -121,15 +118,14 @@ class Books:
 
 @dataclass(frozen=True, slots=True)
 class IndexStatistics:
-    """Counts of slots at one moment.
+    """Counts of slots at one moment: of the tier's own ones, unless they say otherwise.
 
-    Each slot of the index is counted once in ``free + pending + ready + doomed + transient_free + retired
-    + withheld``.
+    Each own slot is counted once in ``free + pending + ready + doomed + retired + withheld``.
 
     Attributes:
-        num_slots: The tier's own slots at its present capacity, transient ones not counted.
-        free: Own slots that hold nothing.
-        ready: Readable blocks, those in transient slots included.
+        num_slots: At the present capacity.
+        free: Slots that hold nothing.
+        ready: Readable blocks.
         evictable: Readable blocks that nobody uses and that are not dirty.
         leased: Slots under at least one lease, doomed ones included. A dirty block counts as leased.
         pending: Slots being filled.
@@ -137,7 +133,7 @@ class IndexStatistics:
         transient_free: Transient slots that hold nothing.
         retired: Slots beyond the present capacity that hold nothing.
         dirty: Blocks that wait to be written below.
-        withheld: Own slots that hold nothing and cannot be used for now, see `TierIndex.withhold`.
+        withheld: Slots that hold nothing and cannot be used for now, see `TierIndex.withhold`.
     """
 
     num_slots: int

@@ -16,16 +16,15 @@ slots and counts. `TierIndex` says what the steps are for.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.catalog.books import DOOMED, FREE, PENDING, READY, Books, Change, IndexStatistics, OnChange
+from tiered_kv.catalog.books import DOOMED, FREE, PENDING, READY, Books, Change, IndexStatistics, OnChange, SlotState
 from tiered_kv.catalog.leases import Lease, Reservation
 from tiered_kv.catalog.policies import Policy, make_policy
-from tiered_kv.catalog.policies.make import GuardedPolicy
+from tiered_kv.catalog.policies.make_policy import GuardedPolicy
 from tiered_kv.catalog.slots import Expiry, FreeSlots, SlotQueue
 from tiered_kv.catalog.table import Slots, first_occurrences
 from tiered_kv.system import system
@@ -35,6 +34,10 @@ from tiered_kv.values.keys import Names
 
 NO_SLOTS: Slots = np.empty(0, dtype=np.int64)
 _MOST_TAKERS: Final = 128
+_UNWANTED: Final = 1
+"""By a hint."""
+_RESIDENT: Final = 2
+"""The engine has the block, too."""
 _FEW: Final = 64
 """Of so many slots Python finds repeats sooner than numpy begins."""
 OnLeft = Callable[[Names, Lease], None]
@@ -80,9 +83,8 @@ class Occupancy(Books):
         self._takers = np.full(num_transient, 0, dtype=np.int8)  # of each bounce slot that holds something, who took it
         self._num_taken = [0] * _MOST_TAKERS
         self._num_leases = np.full(total, 0, dtype=np.int32)
-        self._was_used = np.full(total, fill_value=False)  # while leased: another's cold release must not chill it
-        self._is_unwanted = np.full(total, fill_value=False)  # by a hint: to go first once nobody leases it
-        self._has_unwanted = False
+        self._goes_first = np.full(total, 0, dtype=np.uint8)  # once nobody leases it, and why: `_UNWANTED`, `_RESIDENT`
+        self._any_goes_first = False
         self._ready = self._pending = self._doomed = self._leased = 0
         self._withheld: NDArray[np.bool_] | None = None  # (max_slots,): not to be used for now
 
@@ -90,6 +92,11 @@ class Occupancy(Books):
     def num_free(self) -> int:
         """How many of the tier's own slots hold nothing."""
         return len(self._free)
+
+    @property
+    def num_dirty(self) -> int:
+        """How many blocks have no copy below yet."""
+        return len(self._dirty)
 
     @property
     def num_transient_free(self) -> int:
@@ -105,20 +112,25 @@ class Occupancy(Books):
         if len(names) <= len(self._free):
             return len(names)
         room = len(self._free) + len(self._policy)
-        return room - int(np.count_nonzero(self.ready(names[:room])))
+        return room and room - int(np.count_nonzero(self.ready(names[:room])))
 
     def statistics(self) -> IndexStatistics:
         """Count slots by what they hold."""
         used = self._pending + self._ready + self._doomed
         withheld = 0 if self._withheld is None else int(np.count_nonzero(self._is_free())) - len(self._free)
+        passing, leased_there = [0] * len(SlotState), 0
+        if len(self._transient_free) < self.num_transient:
+            above = slice(self.max_slots, self.max_slots + self.num_transient)
+            passing = np.bincount(self._states[above], minlength=len(SlotState)).tolist()
+            leased_there = int(np.count_nonzero(self._num_leases[above]))
         return IndexStatistics(
             num_slots=self.num_slots,
             free=len(self._free),
-            ready=self._ready,
+            ready=self._ready - passing[READY],
             evictable=len(self._policy),
-            leased=self._leased,
-            pending=self._pending,
-            doomed=self._doomed,
+            leased=self._leased - leased_there,
+            pending=self._pending - passing[PENDING],
+            doomed=self._doomed - passing[DOOMED],
             transient_free=len(self._transient_free),
             retired=self.max_slots + self.num_transient - len(self._free) - len(self._transient_free) - used - withheld,
             withheld=withheld,
@@ -131,31 +143,24 @@ class Occupancy(Books):
         self._leased += int(np.count_nonzero(self._num_leases[slots] == 0))
         self._num_leases[slots] += 1
 
-    def _release(self, held: Slots, *, cold: bool, is_use: bool) -> None:
+    def _release(self, held: Slots, *, is_use: bool) -> None:
         tail_first = held[::-1]  # of a prefix the head is the most useful: it goes last
         own = self._own(tail_first)
-        if is_use and not cold:
+        if is_use and len(own):
             self._policy.use(own)
         num_leases = self._num_leases.take(tail_first) - 1
         self._num_leases[tail_first] = num_leases
-        is_plain = not cold and len(own) == len(tail_first) and not num_leases.any() and not self._any_unwanted(own)
+        is_plain = len(own) == len(tail_first) and not num_leases.any() and not self._any_to_go(own)
         if is_plain and (self._states.take(tail_first) == READY).all():  # as a rule: nobody else has them, and all stay
             self._leased -= len(tail_first)
-            self._was_used[tail_first] = False
             self._policy.unpark(tail_first)
             return
-        is_last = num_leases == 0
-        if not cold:
-            self._was_used[tail_first[~is_last]] = True
-        idle = tail_first[is_last]
+        idle = tail_first[num_leases == 0]
         self._leased -= len(idle)
-        was_used = self._was_used[idle]
-        self._was_used[idle] = False
-        is_ready = self._states[idle] == READY
-        is_own = ~self.is_transient(idle)
-        is_chilled = self._is_unwanted[idle] | (~was_used if cold else False)
-        self._policy.unpark(idle[is_ready & is_own & is_chilled], cold=True)
-        self._policy.unpark(idle[is_ready & is_own & ~is_chilled])
+        is_ready, is_own = self._states[idle] == READY, ~self.is_transient(idle)
+        stays = is_ready & is_own
+        if stays.any():
+            self._unpark(idle[stays])
         passed = idle[is_ready & ~is_own]  # transient blocks live no longer than their leases
         if len(passed):
             with self.lock:
@@ -163,15 +168,21 @@ class Occupancy(Books):
                 self._states[passed] = DOOMED
             self._ready -= len(passed)
             self._doomed += len(passed)
-        self._free_doomed(idle[~(is_ready & is_own)])
+        self._free_doomed(idle[~stays])
+
+    def _unpark(self, slots: Slots) -> None:
+        """Make parked blocks evictable, of which some are to go first."""
+        goes_first = self._goes_first[slots] > 0
+        self._policy.unpark(slots[goes_first], cold=True)
+        self._policy.unpark(slots[~goes_first])
 
     def _want(self, slots: Slots) -> None:
-        """Forget that blocks were not expected: they were asked for, or stored."""
-        if self._has_unwanted:
-            self._is_unwanted[slots] = False
+        """Forget that blocks were to go first: they were asked for, or stored."""
+        if self._any_goes_first:
+            self._goes_first[slots] = 0
 
-    def _any_unwanted(self, slots: Slots) -> bool:
-        return self._has_unwanted and bool(self._is_unwanted[slots].any())
+    def _any_to_go(self, slots: Slots) -> bool:
+        return self._any_goes_first and bool(self._goes_first[slots].any())
 
     # Filling and emptying.
 
@@ -215,15 +226,15 @@ class Occupancy(Books):
         self._pending -= len(filled)
         self._ready += len(filled)
         self._want(filled)
-        own = self._own(filled)
-        names = self._table.names(own)
-        self._policy.add(own, names)
         self._hold(filled)
-        if self._expiry is not None:
-            self._expiry.start(own)
-        self._tell(Change.ADDED, names)
-        # To be filled is not to be used: a policy that counts uses counts the second call for a block.
-        return Lease(np.where(is_live, slots, -1), filled, partial(self._release, is_use=False))
+        own = self._own(filled)
+        if len(own):
+            names = self._table.names(own)
+            self._policy.add(own, names)
+            if self._expiry is not None:
+                self._expiry.start(own)
+            self._tell(Change.ADDED, names)
+        return Lease(np.where(is_live, slots, -1), filled, self._release)
 
     def _give_back(self, slots: Slots) -> None:
         if not len(slots):
@@ -265,7 +276,7 @@ class Occupancy(Books):
         removed = self._table.names(left)
         self._tell(change, removed)
         if on_left is not None and len(left):
-            on_left(removed, Lease(left, left, partial(self._release, is_use=False)))
+            on_left(removed, Lease(left, left, self._release))
         return removed
 
     def _forget_dirty(self, slots: Slots, why: Change) -> None:
@@ -278,7 +289,6 @@ class Occupancy(Books):
         self._num_leases[dirty] -= 1
         idle = dirty[self._num_leases[dirty] == 0]
         self._leased -= len(idle)
-        self._was_used[idle] = False
         if self.on_undirtied is not None and len(dirty):
             self.on_undirtied(dirty, why)
 
@@ -424,7 +434,10 @@ class TierIndex(Occupancy):
     # Using blocks.
 
     def lease(self, names: Names) -> Lease:
-        """Hold the ready ones of these blocks in place until the lease is released. Repeated names are harmless."""
+        """Hold the ready ones of these blocks in place until the lease is released. Repeated names are harmless.
+
+        Is no use of them: see `Lease.release`, and `touch`.
+        """
         slots, states = self.find(names)
         is_ready = states == READY
         if is_ready.all():
@@ -438,18 +451,21 @@ class TierIndex(Occupancy):
         self._policy.park(self._own(idle)[::-1])
         self._leased += len(idle)
         self._num_leases[held] = num_leases + 1
-        return Lease(slots, held, partial(self._release, is_use=True))
+        return Lease(slots, held, self._release)
 
     def touch(self, names: Names) -> None:
         """Make the ready ones of these blocks the most recently used, the head of the batch most of all."""
+        if not self.max_slots:
+            return
         slots, states = self.find(names)
-        used = unique(slots[states == READY])[::-1]
-        is_leased = self._num_leases[used] > 0
-        self._was_used[used[is_leased]] = True
-        idle = used[~is_leased]
+        used = self._own(unique(slots[states == READY])[::-1])
+        if not len(used):
+            self._policy.use(used)  # a policy's time goes on with whatever is asked for
+            return
+        idle = used[self._num_leases[used] == 0]
         self._want(used)
         self._policy.park(idle)
-        self._policy.use(self._own(used))
+        self._policy.use(used)
         self._policy.unpark(idle)
 
     def hint(self, names: Names, hint: ReuseHint) -> None:
@@ -461,11 +477,42 @@ class TierIndex(Occupancy):
         told = self._own(unique(slots[states == READY])[::-1])
         idle = told[self._num_leases[told] == 0]
         is_unwanted = hint.probability == 0
-        self._has_unwanted |= is_unwanted
-        self._is_unwanted[told] = is_unwanted
+        self._any_goes_first |= is_unwanted
+        others = self._goes_first[told] & ~np.uint8(_UNWANTED)
+        self._goes_first[told] = others | is_unwanted
         self._policy.park(idle)
         self._policy.hint(told, hint, self._clock() - self._opened_s)
-        self._policy.unpark(idle, cold=is_unwanted)
+        self._unpark(idle)
+
+    def resident(self, names: Names) -> None:
+        """Take note that the engine has these blocks in its own cache, and has used those of them that are not here.
+
+        What is here goes first, from when nobody leases it; until `leaving`, or until it is leased, touched or stored
+        again. Is no use of it.
+        """
+        slots, states = self.find(names)
+        is_ready = states == READY
+        here = self._own(unique(slots[is_ready]))[::-1]
+        idle = here[self._num_leases[here] == 0]
+        absent = (slots < 0).nonzero()[0]
+        absent = absent[first_occurrences(names.take(absent, axis=0))][::-1]
+        self._any_goes_first = True
+        self._goes_first[here] |= _RESIDENT
+        self._policy.park(idle)
+        self._policy.hold(here, names.take(absent, axis=0))
+        self._policy.unpark(idle, cold=True)
+
+    def leaving(self, names: Names) -> None:
+        """Take note that the engine will not have these blocks any more: here they stay like others from now on."""
+        slots, states = self.find(names)
+        here = self._own(unique(slots[states == READY]))[::-1]
+        here = here[(self._goes_first[here] & _RESIDENT) > 0]
+        self._goes_first[here] &= ~np.uint8(_RESIDENT)
+        here = here[self._goes_first[here] == 0]  # what nobody expects goes first all the same
+        idle = here[self._num_leases[here] == 0]
+        self._policy.park(idle)
+        self._policy.leave(here)
+        self._policy.unpark(idle)
 
     # Filling and emptying slots.
 
@@ -507,7 +554,7 @@ class TierIndex(Occupancy):
         num_evictable = len(self._policy) - len(self._idle(found[states == READY]))
         return num_wanted <= len(self._free) + num_evictable
 
-    def remove(self, names: Names, why: Change = Change.REMOVED, *, withhold: bool = False) -> int:
+    def remove(self, names: Names, why: Change = Change.REMOVED) -> int:
         """Make blocks unfindable at once; return how many were there.
 
         The slot of a leased block is freed by its last release. A pending block becomes doomed: it is never committed,
@@ -516,16 +563,10 @@ class TierIndex(Occupancy):
         Args:
             names: Of the blocks; others and repeats are harmless.
             why: What ``on_change`` is told.
-            withhold: Let what is there stay: ``on_left`` is not called, and no block is put into these slots any more
-                until `use_again`, or `withhold` names others.
         """
         found, _ = self.find(names)
         slots = unique(found[found >= 0])
-        if withhold:  # before they are free: no free slot is withheld
-            if self._withheld is None:
-                self._withheld = np.zeros(self.max_slots, np.bool_)
-            self._withheld[self._own(slots)] = True
-        self._remove(slots[::-1], why, has_left=not withhold)
+        self._remove(slots[::-1], why)
         return len(slots)
 
     def expire(self, *, limit: int = 1 << 16) -> Names:
@@ -579,14 +620,6 @@ class TierIndex(Occupancy):
             lost = len(self._remove(held[::-1], Change.LOST, has_left=False))
         self._find_free()
         return lost
-
-    def use_again(self, slots: Slots) -> None:
-        """Put blocks into these of the tier's own slots again, if they were withheld."""
-        if self._withheld is None:
-            return
-        slots = unique(slots[self._withheld[slots]])
-        self._withheld[slots] = False
-        self._free.give(slots[(slots < self.num_slots) & (self._states[slots] == FREE)])
 
     def clear(self) -> None:
         """Remove every block. Takes time in the size of the tier: some 10 ms a million slots."""
@@ -692,7 +725,7 @@ class TierIndex(Occupancy):
         """
         slots = self._dirty.head(n)
         self._dirty.remove(slots)
-        return self._table.names(slots), Lease(slots, slots, partial(self._release, is_use=False))
+        return self._table.names(slots), Lease(slots, slots, self._release)
 
 
 def _policy_of(policy: str | type[Policy], num_slots: int) -> Policy:

@@ -14,7 +14,7 @@ from tiered_kv.values.keys import Names
 
 
 class _ReleaseSlots(Protocol):
-    def __call__(self, held: Slots, *, cold: bool) -> None: ...
+    def __call__(self, held: Slots, *, is_use: bool) -> None: ...
 
 
 class Lease:
@@ -43,15 +43,16 @@ class Lease:
         """Whether the right was given back."""
         return self._held is None
 
-    def release(self, *, cold: bool = False) -> None:
+    def release(self, *, is_use: bool = False) -> None:
         """Give the right back; a second call does nothing.
 
         Args:
-            cold: These blocks are not expected back: unless someone else used them meanwhile, let them be evicted next.
+            is_use: They were asked for, and have been served: as `TierIndex.touch`, for less. To be written down, moved
+                or looked at is no use of a block, nor is to be filled.
         """
         if self._held is not None:
             held, self._held = self._held, None
-            self._release(held, cold=cold)
+            self._release(held, is_use=is_use)
 
     def split(self) -> Callable[[Slots], None]:
         """Trade this lease for a right to each of its slots.
@@ -65,7 +66,7 @@ class Lease:
         if self._held is None:
             raise ClosedError("split() of a lease that is released: its slots may be another's by now")
         self._held = None
-        return partial(self._release, cold=False)
+        return partial(self._release, is_use=False)
 
     def __enter__(self) -> Self:
         return self

@@ -20,8 +20,9 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import cached_property
-from typing import Any, ClassVar, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Final, Protocol, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -241,9 +242,26 @@ class BackendContext:
         return [lengths[key.namespace.fingerprint] for key in keys]
 
 
+_CLOSERS: Final = ("close", "shutdown", "stop", "dispose", "disconnect")
+
+
 class _Tier(ABC):
     Settings: ClassVar[type[Any]]
-    """The pydantic model of its settings, a `TierSettings`; ``Backend(settings)`` is how the registry makes one."""
+    """The model of its settings, a `StorageTierSettings`; ``Backend(settings)`` is how the registry makes one."""
+
+    def __init_subclass__(cls) -> None:
+        """Refuse what looks like a method of the interface that is not overridden: it would never be called."""
+        super().__init_subclass__()
+        interface = next((base for base in cls.__mro__[1:] if base.__module__ == __name__), cls)
+        unused = [name for name in dir(interface) if name[0] != "_" and getattr(cls, name) == getattr(interface, name)]
+        for name, value in vars(cls).items():
+            if name[0] == "_" or not callable(value) or hasattr(interface, name):
+                continue
+            alike = ["aclose"] if name in _CLOSERS else get_close_matches(name, unused, 1, 0.85)
+            if alike and alike[0] in unused:  # else it stands beside what it helps
+                raise ConfigurationError(
+                    f"{cls.__name__} has {name}, which no cache calls: call it {alike[0]}, or _{name}"
+                )
 
     @classmethod
     def inventory(cls, settings: Any) -> AbstractAsyncContextManager[Inventory]:  # noqa: ANN401 - of the medium's model
@@ -255,7 +273,10 @@ class _Tier(ABC):
         raise ConfigurationError(f"medium {settings.medium!r} cannot list what it has")
 
     async def aclose(self) -> None:  # noqa: B027 -- a medium may have nothing to let go of
-        """Let go of files, connections and threads. Called once, after the last call has returned or was given up."""
+        """Let go of files, connections and threads. Called once, after the last call has returned or was given up.
+
+        There is no ``close``, as what a backend lets go of may take a while; a class that has one instead is refused.
+        """
 
 
 class Backend(_Tier):
@@ -264,7 +285,7 @@ class Backend(_Tier):
     async def open(self, context: BackendContext) -> None:
         """Connect. `ConfigurationError` for what can never work, `BackendUnavailableError` for what may work later.
 
-        A tier that is not `TierSettings.required` is opened again after it has raised.
+        A tier that is not `StorageTierSettings.required` is opened again after it has raised.
         """
 
     @abstractmethod

@@ -6,7 +6,7 @@ from tiered_kv.memory.cpu import CPUDevice
 from tiered_kv.memory.device import Device, Stream
 from tiered_kv.memory.gpu import CUDADevice
 from tiered_kv.memory.host import HostSlab, PageLocking, PageLockState
-from tiered_kv.memory.make import make_device
+from tiered_kv.memory.make_device import make_device
 
 __all__ = [
     "CPUDevice",

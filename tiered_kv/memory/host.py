@@ -27,6 +27,7 @@ import os
 import platform
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -116,7 +117,8 @@ class HostSlab:
             raise
         self.rows = _words_of(self._memory).view(num_slots, stride_bytes // 8)
         self._headers = _Headers()
-        self._closed = False
+        self._close_fd = weakref.finalize(self, os.close, self._fd)  # of a slab that nobody closes, too
+        self._close_fd.atexit = False
 
     @classmethod
     def attach(
@@ -160,7 +162,7 @@ class HostSlab:
 
     def padded(self, slot: int) -> memoryview:
         """Return all ``stride_bytes`` of a slot, writable and page-aligned: for direct I/O."""
-        if self._closed:
+        if not self._close_fd.alive:
             raise ClosedError(f"the slab {self.name!r} is closed")
         if not 0 <= slot < self.num_slots:
             raise ConfigurationError(f"slot {slot} is not one of the {self.num_slots} of {self.name!r}")
@@ -193,10 +195,9 @@ class HostSlab:
 
     def close(self) -> None:
         """Let go of the memory; a second time does nothing. It is unmapped when the last view of it is gone."""
-        if self._closed:
+        if not self._close_fd.alive:
             return
-        self._closed = True
-        os.close(self._fd)
+        self._close_fd()
         self._fd = -1
         self.rows = self.rows.new_empty(0, self.stride_bytes // 8)
         self._memory = memoryview(b"")

@@ -184,7 +184,7 @@ class Lane:
             side.after = after
 
     def submit(self, copy: Copy, done: Done) -> After:
-        """See `Stream.submit`."""
+        """Have the stream copy after what was submitted before, and call ``done``, unless an event has failed."""
 
         def ended(error: BaseException | None) -> None:
             self._count(-1)
@@ -204,7 +204,7 @@ class Lane:
 
     @property
     def is_idle(self) -> bool:
-        """See `Stream.is_idle`; a lane with events of its own is not."""
+        """Whether nothing is under way; a lane with events of its own is not idle."""
         return self._side is None and self.stream.is_idle
 
     @property

@@ -2,46 +2,49 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, ByteSize, Field, SerializeAsAny, field_validator, model_validator
+from pydantic import BeforeValidator, Field, SerializeAsAny, field_validator, model_validator
 
 from tiered_kv.media.backend import Backend, SlotBackend
 from tiered_kv.settings.registry import OWN_MEDIA, AnyBackend, medium_for_scheme, resolve, resolve_policy
 from tiered_kv.settings.setting_errors import located, problems_of
-from tiered_kv.settings.tier_settings import OwnedTierSettings, TierSettings
+from tiered_kv.settings.tier_settings import (
+    BookedTierSettings,
+    OwnedTierSettings,
+    Size,
+    SizeOrNone,
+    TierSettings,
+    default_size,
+)
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.integers import split_tier_url
 
 _GIB = 1024**3
 
-Bytes = Annotated[ByteSize, Field(gt=0)]
+Bytes = Annotated[Size, Field(gt=0)]
 """A size of at least one byte: an int, or text such as ``"32GiB"`` or ``"1.5TB"``."""
 
 
-_FOR_STORAGE = (
-    "admit_after", "encryption", "scrub_bandwidth", "read_bandwidth", "write_bandwidth",
-    "max_write_bytes_per_day",
-)  # fmt: skip
-"""What every tier's settings have, and tiers in memory do not take."""
+class MemoryTierSettings(BookedTierSettings):
+    """Base of the settings of a tier in memory: its policy is known when they are checked."""
 
-
-class _MemoryTier(OwnedTierSettings):
     @field_validator("policy")
     @classmethod
     def _find_policy(cls, policy: str) -> str:
         resolve_policy(policy)
         return policy
 
-    @model_validator(mode="after")
-    def _check_for_storage(self) -> Self:
-        fields = type(self).model_fields
-        if wrong := [name for name in _FOR_STORAGE if getattr(self, name) != fields[name].default]:
-            raise ValueError(f"{' and '.join(wrong)}: for storage tiers only")
-        return self
+    @model_validator(mode="before")
+    @classmethod
+    def _check_for_storage(cls, given: Any) -> Any:  # noqa: ANN401 - as pydantic has it
+        others = OwnedTierSettings.model_fields.keys() - cls.model_fields.keys()
+        if isinstance(given, Mapping) and (wrong := [name for name in given if name in others]):
+            raise ValueError(f"{' and '.join(map(str, wrong))}: for storage tiers only")
+        return given
 
 
-class GPUTier(_MemoryTier):
+class GPUTier(MemoryTierSettings):
     """Blocks kept in a pool of the GPU's memory, beside the engine's own KV cache."""
 
     medium: Literal["gpu"] = "gpu"
@@ -49,13 +52,13 @@ class GPUTier(_MemoryTier):
     """Bytes of GPU memory to take."""
 
 
-class CPUTier(_MemoryTier):
+class CPUTier(MemoryTierSettings):
     """Blocks kept in host memory, pinned where there is a GPU."""
 
     medium: Literal["cpu"] = "cpu"
-    capacity: ByteSize = ByteSize(_GIB)
+    capacity: Size = default_size(_GIB)
     """Bytes of host memory to take. With 0 no block stays here: all pass through `CacheLimits.bounce`."""
-    max_capacity: ByteSize | None = None
+    max_capacity: SizeOrNone = default_size(None)
     """The most that `TieredKV.resize` may make of it; the capacity if left out. It takes no memory, but on a machine
     with a GPU all of it is allocated and page-locked."""
 
@@ -154,16 +157,18 @@ def check_policies(tiers: Sequence[TierSettings], names: Sequence[str]) -> None:
         place = tiers.index(memory[0])
         what = f"tier {names[place]!r} is the first: it gets blocks at once, not with write='back'"
         raise located([(("tiers", place), what)])
-    taken: dict[Path, str] = {}
+    taken: dict[Path, tuple[str, bool]] = {}
     for place, (tier, name) in enumerate(zip(tiers, names, strict=True)):
         what = ""
-        if isinstance(tier, GPUTier | CPUTier):
+        if isinstance(tier, MemoryTierSettings):
             continue
         if tier.write == "back" and not memory:
             what = f"tier {name!r} has write='back', but there is no gpu or cpu tier to wait in"
-        path = getattr(tier, "path", None) if isinstance(tier, OwnedTierSettings) else None
-        if isinstance(path, Path) and (other := taken.setdefault(path.absolute(), name)) != name:
-            what = f"tier {name!r} has the directory of tier {other!r}: each needs its own"
+        given, is_owned = getattr(tier, "path", ()), isinstance(tier, OwnedTierSettings)
+        for path in (given,) if isinstance(given, Path) else given:
+            other, is_others_alone = taken.setdefault(Path(path).absolute(), (name, is_owned))
+            if other != name and (is_owned or is_others_alone):
+                what = f"tier {name!r} has the directory of tier {other!r}: each needs its own"
         what = what or _policy_problem(tier)
         if what:
             raise located([(("tiers", place), what)])
@@ -171,7 +176,7 @@ def check_policies(tiers: Sequence[TierSettings], names: Sequence[str]) -> None:
 
 def _policy_problem(tier: TierSettings) -> str:
     try:
-        if isinstance(tier, OwnedTierSettings):
+        if isinstance(tier, BookedTierSettings):
             resolve_policy(tier.policy)
     except ConfigurationError as error:
         return str(error)

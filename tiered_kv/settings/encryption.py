@@ -3,6 +3,7 @@
 import base64
 import binascii
 import os
+import stat
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +14,7 @@ from pydantic import ImportString, SecretStr, model_validator
 from tiered_kv.media.record import KEY_BYTES, Cipher
 from tiered_kv.settings.setting_errors import Checked
 from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError
+from tiered_kv.values.log import log
 
 if TYPE_CHECKING:
     from tiered_kv.media.seal import Seal
@@ -47,6 +49,8 @@ class Encryption(Checked):
     @model_validator(mode="before")
     @classmethod
     def _take_path(cls, given: object) -> object:
+        if isinstance(given, dict) and any(_is_key(str(name)) for name in given):
+            raise ValueError("a key stands where the name of a setting belongs: keys=[...] takes it")
         return {"keys_file": given} if isinstance(given, str | os.PathLike) else given
 
     @model_validator(mode="after")
@@ -76,6 +80,8 @@ class Encryption(Checked):
         try:
             keys = [_key_of(key) for key in self._read()]
             names_key = _key_of(self._read_names_key()) if self._has_names_key else b""
+        except ConfigurationError:  # a ValueError, too
+            raise
         except ValueError as error:  # it tells which line, and nothing of it
             raise ConfigurationError(f"encryption: {error}") from None
         if not keys and (self._has_source or not names_key):
@@ -109,8 +115,10 @@ class Encryption(Checked):
 
 
 def _lines_of(file: Path) -> list[str]:
-    """Return the keys that a file has, as they are written there."""
+    """Return the keys that a file has, as they are written there; warn of one that everybody may read."""
     try:
+        if (mode := file.stat().st_mode) & stat.S_IROTH:
+            log("warning", "encryption.keys_readable", file=str(file), mode=stat.filemode(mode))
         lines = [line.strip() for line in file.read_text("ascii", "replace").splitlines()]
     except OSError as error:
         raise ConfigurationError(f"encryption: {file} cannot be read: {error.strerror}") from error
@@ -118,8 +126,10 @@ def _lines_of(file: Path) -> list[str]:
 
 
 def _is_key(given: str) -> bool:
+    """Say whether this is a key, with its padding or without."""
+    digits = given.rstrip("=")
     try:
-        _key_of(given)
+        _key_of(digits + "=" * (-len(digits) % 4))
     except ValueError:
         return False
     return True

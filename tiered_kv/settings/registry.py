@@ -11,7 +11,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final, TypeVar, cast
 
 from tiered_kv.catalog.policies.base import Policy
-from tiered_kv.catalog.policies.make import make_policy
+from tiered_kv.catalog.policies.make_policy import make_policy
 from tiered_kv.media.backend import Backend, SlotBackend
 from tiered_kv.settings.setting_errors import hint
 from tiered_kv.settings.tier_settings import TierSettings

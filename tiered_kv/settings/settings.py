@@ -20,7 +20,6 @@ from typing import Annotated, Any, Self, TypedDict, Unpack
 
 from pydantic import (
     BeforeValidator,
-    ByteSize,
     Field,
     ValidationError,
     model_validator,
@@ -37,7 +36,7 @@ from tiered_kv.memory.codec import CodecName
 from tiered_kv.settings.chain_settings import Bytes, CPUTier, Tier, check_chain, check_policies, tier_name
 from tiered_kv.settings.page_address import page_address
 from tiered_kv.settings.setting_errors import Checked, line, problems
-from tiered_kv.settings.tier_settings import HostSettings, TierSettings
+from tiered_kv.settings.tier_settings import HostSettings, Size, TierSettings, default_size
 from tiered_kv.values.errors import ConfigurationError
 
 _PREFIX = "TIERED_KV_"
@@ -56,25 +55,26 @@ class CacheLimits(Checked):
     that is planned is planned by then, with what is in host memory."""
     store_timeout_s: Seconds = 5.0
     """How long a store may keep its caller waiting for its blocks to be copied; what is not copied then is dropped."""
-    window: Bytes = ByteSize(16 * _MIB)
+    window: Bytes = default_size(16 * _MIB)
     """Bytes moved as one piece: while one window is copied to the GPU, the next one is read."""
-    bounce: Bytes = ByteSize(128 * _MIB)
+    bounce: Bytes = default_size(128 * _MIB)
     """Bytes of host memory for blocks that only pass through. Holds at least one window."""
-    store_queue: Bytes = ByteSize(_GIB)
+    store_queue: Bytes = default_size(_GIB)
     """Bytes of stores accepted but not yet written to every tier. Beyond it, new blocks stay in the first tier only,
     and are counted as dropped below it: a slow disk must not delay serving."""
-    prefetch_quota: Bytes = ByteSize(256 * _MIB)
+    prefetch_quota: Bytes = default_size(256 * _MIB)
     """Bytes of prefetches in flight at once, so that a guess about the future does not crowd out loads."""
-    pin_quota: Bytes = ByteSize(_GIB)
+    pin_quota: Bytes = default_size(_GIB)
     """Bytes that each tenant (salt) may keep pinned, over all tiers. Of no tier more than half can be pinned."""
     promote: bool = True
     """Whether blocks loaded from a lower tier are kept in the tiers above it too."""
-    swap_space: ByteSize = ByteSize(0)
+    swap_space: Size = default_size(0)
     """Bytes of host memory, per KV group, for pages that the engine swaps by numbers of its own: `TieredKV.swap`. Taken
     at the first swap."""
     open_timeout_s: Seconds = 60.0
-    """How long opening one tier may take: the cache does not open without it. One that is not `TierSettings.required`
-    is waited for as long as for any call of it, and used once it is open, however late that is."""
+    """How long opening one tier may take: the cache does not open without it. One that is not
+    `StorageTierSettings.required` is waited for as long as for any call of it, and used once it is open, however late
+    that is."""
     close_timeout_s: Seconds = 10.0
     """How long closing waits for what is still being written."""
     low_water: Annotated[float, Field(ge=0, le=1)] = 0.25

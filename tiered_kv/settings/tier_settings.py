@@ -5,7 +5,7 @@ How a server of one cache for a host listens, and what a client of it may have. 
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 
 from pydantic import ByteSize, Field, field_validator, model_validator
 
@@ -15,6 +15,29 @@ from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.integers import path_of, split_tier_url
 
 AtLeastOne = Annotated[int, Field(ge=1)]
+
+if TYPE_CHECKING:  # what a field is given is more than what it has: a descriptor tells type checkers both
+
+    class Size:
+        """Bytes: given as an int, or as text such as ``"32GiB"`` or ``"1.5TB"``."""
+
+        def __get__(self, of: object, owner: type | None = None) -> ByteSize: ...
+
+        def __set__(self, of: object, value: int | str) -> None: ...
+
+    class SizeOrNone:
+        """The same, or None."""
+
+        def __get__(self, of: object, owner: type | None = None) -> ByteSize | None: ...
+
+        def __set__(self, of: object, value: int | str | None) -> None: ...
+else:
+    Size, SizeOrNone = ByteSize, ByteSize | None
+
+
+def default_size(num_bytes: int | None) -> Any:  # noqa: ANN401 - the field's type is the descriptor's
+    """Return what a field of these types has if it is left out."""
+    return None if num_bytes is None else ByteSize(num_bytes)
 
 
 class HostSettings(Checked):
@@ -32,9 +55,10 @@ class HostSettings(Checked):
     """Loads that one client has under way; one more answers 0 blocks."""
     stores_per_client: AtLeastOne = 1024
     """Stores that one client has under way; one more is dropped, as ``"too many stores"``."""
-    bytes_per_client: ByteSize | None = None
-    """Payload bytes of these loads and stores together; one that goes beyond is answered in the same way, unless it is
-    the only one. Left out, their number alone is bounded."""
+    bytes_per_client: SizeOrNone = default_size(None)
+    """Bytes of slots for what one client has under way: loads, stores, and what leases, pins and jobs hold. A load or
+    store that goes beyond is answered in the same way, unless it is the only one; a lease or pin holds the prefix that
+    fits, and a job ends with nothing. Left out, their number alone is bounded."""
     leases_per_client: AtLeastOne = 256
     """Leases that one client holds; one more holds nothing."""
     questions_per_client: AtLeastOne = 1024
@@ -82,56 +106,14 @@ WritePolicy = Literal["through", "back"]
 
 
 class TierSettings(Checked):
-    """Base of every medium's own settings. ``medium`` chooses the class; the rest is the medium's."""
+    """Base of the settings of every tier. ``medium`` chooses the class; the rest is the medium's."""
 
     medium: str
     name: str = ""
     """What results, logs and metrics call the tier; the medium's name if left out."""
-    timeout_s: float = Field(default=10.0, gt=0, allow_inf_nan=False)
-    """How long a load or store waits for one call of this tier before it goes on without it."""
-    shed_stores_after_s: float = Field(default=5.0, gt=0)
-    """Stores go on without this tier while its writes take longer than this on average. Loads are not affected."""
-    required: bool = True
-    """Whether the cache cannot be opened without it. If not, it is bypassed, and tried again in the background."""
     write: WritePolicy = "through"
     """When this tier gets what is stored: at once, or later (``"back"``), as `CacheLimits.low_water` and
     `CacheLimits.clean_after_s` say."""
-    admit_after: int = Field(default=1, ge=1, le=255)
-    """A block is written to this tier at its n-th use, stores and loads counted, as well as can be told in little
-    memory. For storage tiers."""
-    encryption: Encryption | None = None
-    """How records are encrypted, or signed, and names hidden, with keys; or the path of a file of keys. For storage
-    tiers."""
-    read_only: bool = False
-    """Whether this cache only reads what others have stored there. It writes and deletes nothing, and needs no right
-    to: what is evicted here stays there, and is not found here any more. For shared media."""
-
-    read_bandwidth: ByteSize | None = Field(default=None, gt=0)
-    """Bytes a second that loads and prefetches may read here; no limit if left out. For storage tiers."""
-    write_bandwidth: ByteSize | None = Field(default=None, gt=0)
-    """Bytes a second that may be written here; no limit if left out. For storage tiers."""
-    max_write_bytes_per_day: ByteSize | None = Field(default=None, gt=0)
-    """Bytes that may be written here in a day, for a disk that wears out or a store that bills them; no limit if left
-    out. What would be more is dropped, and not waited for. An hour's share may be written at once, and after a restart.
-    For storage tiers."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_salt_quota(cls, given: Any) -> Any:  # noqa: ANN401 - as pydantic has it
-        if isinstance(given, Mapping) and "salt_quota" in given and "salt_quota" not in cls.model_fields:
-            raise ValueError(
-                "salt_quota is for shared_fs, whose sweeps count: what a salt has in any other medium takes a listing "
-                "of it all, see tiered_kv_backends.paths.keep_quota"
-            )
-        return given
-
-    @model_validator(mode="after")
-    def _check_read_only(self) -> Self:
-        if self.read_only and isinstance(self, OwnedTierSettings):
-            raise ValueError("read_only is for media that others write to: no other process has this one's blocks")
-        if self.read_only and (self.write == "back" or self.admit_after > 1):
-            raise ValueError("a read_only tier is never written: leave out write and admit_after")
-        return self
 
     @classmethod
     def of(cls, given: object) -> Self:
@@ -177,6 +159,62 @@ class TierSettings(Checked):
             )
         return values
 
+
+class BookedTierSettings(TierSettings):
+    """Base of the settings of a tier of which the cache keeps the books: it says what goes, and when."""
+
+    policy: str = DEFAULT_POLICY
+    """Which blocks go first when there is no room: ``"lhd"``, ``"lru"``, ``"mq"``, ``"arc"``, or a class,
+    ``"package.module:Class"``."""
+    ttl_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """For how long a block is served after it came to this tier; see the guide on write policies for how exactly."""
+
+
+class StorageTierSettings(TierSettings):
+    """Base of the settings of a storage tier: what is below memory, and may be slow, full, hung or gone."""
+
+    timeout_s: float = Field(default=10.0, gt=0, allow_inf_nan=False)
+    """How long a load or store waits for one call of this tier before it goes on without it."""
+    shed_stores_after_s: float = Field(default=5.0, gt=0)
+    """Stores go on without this tier while its writes take longer than this on average. Loads are not affected."""
+    required: bool = True
+    """Whether the cache cannot be opened without it. If not, it is bypassed, and tried again in the background."""
+    admit_after: int = Field(default=1, ge=1, le=255)
+    """A block is written to this tier at its n-th use, stores and loads counted, as well as can be told in little
+    memory."""
+    encryption: Encryption | None = None
+    """How records are encrypted, or signed, and names hidden, with keys; or the path of a file of keys."""
+    read_only: bool = False
+    """Whether this cache only reads what others have stored there. It writes and deletes nothing, and needs no right
+    to: what is evicted here stays there, and is not found here any more. For shared media."""
+
+    read_bandwidth: SizeOrNone = Field(default=default_size(None), gt=0)
+    """Bytes a second that loads and prefetches may read here; no limit if left out."""
+    write_bandwidth: SizeOrNone = Field(default=default_size(None), gt=0)
+    """Bytes a second that may be written here; no limit if left out."""
+    max_write_bytes_per_day: SizeOrNone = Field(default=default_size(None), gt=0)
+    """Bytes that may be written here in a day, for a disk that wears out or a store that bills them; no limit if left
+    out. What would be more is dropped, and not waited for. An hour's share may be written at once, and after a restart.
+    """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_salt_quota(cls, given: Any) -> Any:  # noqa: ANN401 - as pydantic has it
+        if isinstance(given, Mapping) and "salt_quota" in given and "salt_quota" not in cls.model_fields:
+            raise ValueError(
+                "salt_quota is for shared_fs, whose sweeps count: what a salt has in any other medium takes a listing "
+                "of it all, see tiered_kv_backends.paths.keep_quota"
+            )
+        return given
+
+    @model_validator(mode="after")
+    def _check_read_only(self) -> Self:
+        if self.read_only and isinstance(self, OwnedTierSettings):
+            raise ValueError("read_only is for media that others write to: no other process has this one's blocks")
+        if self.read_only and (self.write == "back" or self.admit_after > 1):
+            raise ValueError("a read_only tier is never written: leave out write and admit_after")
+        return self
+
     def on_medium(self, digest: bytes) -> bytes:
         """Return what stands in names on the medium for a digest of a model, weights or salt, for jobs that look there.
 
@@ -185,15 +223,10 @@ class TierSettings(Checked):
         return digest if self.encryption is None else self.encryption.make_seal().names.hide_digest(digest)
 
 
-class OwnedTierSettings(TierSettings):
-    """Base of the settings of a tier whose slots this cache gives and takes."""
+class OwnedTierSettings(BookedTierSettings, StorageTierSettings):
+    """Base of the settings of a storage tier whose slots this cache gives and takes."""
 
-    policy: str = DEFAULT_POLICY
-    """Which blocks go first when there is no room: ``"lhd"``, ``"lru"``, ``"mq"``, ``"arc"``, or a class,
-    ``"package.module:Class"``."""
-    ttl_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """For how long a block is served after it came to this tier; see the guide on write policies for how exactly."""
-    scrub_bandwidth: ByteSize | None = Field(default=None, gt=0)
-    """Bytes a second that are read in the background to verify what lies there; nothing is if left out. For storage."""
+    scrub_bandwidth: SizeOrNone = Field(default=default_size(None), gt=0)
+    """Bytes a second that are read in the background to verify what lies there; nothing is if left out."""
     scrub_interval_s: float = Field(default=7 * 24 * 3600.0, gt=0, allow_inf_nan=False)
     """From the beginning of one such pass to that of the next."""

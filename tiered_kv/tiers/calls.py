@@ -25,6 +25,7 @@ _FEWEST_CALLS: Final = 2
 _MOST_CALLS: Final = 64
 _QUEUED: Final = frozenset({"lookup", "locate", "delete", "read", "write"})
 """Calls that traffic makes, as many as it likes. All others are made one at a time by whoever makes them."""
+_CLOSED: Final = "the cache was closed"
 _SILENT_S: Final = 60.0
 """A method that answers at once may be asked for every block, and fail each time: it is told once in so long."""
 
@@ -131,6 +132,7 @@ class Calls:
         waiter: Waiter | None = None,
         timeout_s: float | None = None,
         until_late: bool = False,
+        in_this_task: bool = False,
         on_late: Callable[[], None] | None = None,
         problem_of: Callable[[T], str] = lambda _: "",
         is_failure: Callable[[T], bool] = lambda _: False,
@@ -144,6 +146,8 @@ class Calls:
             waiter: Its place among calls of its kind; a load's if left out.
             timeout_s: After so long it is late; the tier's time limit if left out.
             until_late: Wait no longer than that.
+            in_this_task: Make it in the calling task, for a turn of the loop less: one that only the end of the cache
+                cancels, and that ends with the call.
             on_late: Called at the moment when it is late.
             problem_of: Says what is wrong with a value that was returned; what it raises is wrong as well.
             is_failure: Says whether the medium has failed according to a value with which nothing is wrong.
@@ -163,6 +167,14 @@ class Calls:
 
         limit_s = self.health.timeout_s if timeout_s is None else timeout_s
         underway = _Underway(doing, turns)
+        if in_this_task:
+            try:
+                answer = await self._make(underway, call, num_blocks, limit_s, is_late, problem_of, is_failure)
+            finally:
+                underway.end_turn()
+            if answer.error == _CLOSED:
+                raise asyncio.CancelledError  # which has ended the call
+            return answer
         making = asyncio.get_running_loop().create_task(
             self._make(underway, call, num_blocks, limit_s, is_late, problem_of, is_failure),
             name=f"{doing} in {self.health.name}",
@@ -172,7 +184,7 @@ class Calls:
         await asyncio.wait({making, late} if until_late else {making}, return_when=asyncio.FIRST_COMPLETED)
         if not making.done():
             return Answer(error=f"not done within {limit_s:g} s", is_late=True)
-        return Answer(error="the cache was closed") if making.cancelled() else making.result()
+        return Answer(error=_CLOSED) if making.cancelled() else making.result()
 
     async def _make(
         self,
@@ -202,7 +214,7 @@ class Calls:
             raise  # the program's own, which happened to come while a backend ran
         except asyncio.CancelledError as caught:
             is_closing = _is_being_cancelled()
-            answer = Answer(error="the cache was closed" if is_closing else _in_words(caught))
+            answer = Answer(error=_CLOSED if is_closing else _in_words(caught))
         except BaseException as caught:  # noqa: BLE001 - whatever a medium raises, serving goes on without it
             answer = Answer(error=_in_words(caught))
         finally:

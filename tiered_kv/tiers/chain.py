@@ -18,9 +18,9 @@ from tiered_kv.catalog.locate import locate
 from tiered_kv.catalog.uses import Admission, Fate, said_of
 from tiered_kv.memory.codec import Codec
 from tiered_kv.memory.lanes import Lane, LaneCopy, Lanes, submit_copy
+from tiered_kv.tiers.fates import Fates
 from tiered_kv.tiers.fills import Fills, Unwritten
 from tiered_kv.tiers.gate import Limits, Priority, Room, Waiter
-from tiered_kv.tiers.ledger import Ledger
 from tiered_kv.tiers.owned import OwnedTier
 from tiered_kv.tiers.shared import SharedTier
 from tiered_kv.tiers.storage import StorageTier
@@ -60,7 +60,7 @@ class Chain:
         waiting: The blocks of it that wait, by the memory tier in which they do.
         on_admitted: Called with this chain and blocks that have now been used often enough for a tier that may lack
             them, and when that use came, see `Unwritten`.
-        ledger: Of the whole cache.
+        fates: Of the whole cache.
     """
 
     group: KVGroup
@@ -77,7 +77,7 @@ class Chain:
     emit: Emit
     limits: Limits
     codec: Codec | None
-    ledger: Ledger
+    fates: Fates
     on_admitted: Callable[["Chain", StorageTier, Batch, int | None], None]
 
     def __post_init__(self) -> None:
@@ -149,14 +149,24 @@ class Chain:
                 break
         return _merged(runs)
 
+    async def find_each(self, batch: Batch) -> Mask:
+        """Say of each block whether some tier could read it; shared tiers are asked for what owned ones lack."""
+        found: Mask = np.logical_or.reduce([index.ready(batch.names) for index in self.indexes()])
+        for tier in self.shared:
+            left = np.flatnonzero(~found)
+            if len(left):
+                found[left] = await tier.find_each(batch[left])
+        return found
+
     def why_missing(self, block: Batch) -> str:
         """Say in a few fixed words why one block could not be read just now."""
         for tier in self.booked:
             if tier.index.find(block.names)[0][0] >= 0:
                 return "not in time" if tier.is_in_use else "tier away"  # it is there, or on its way
-        if any(tier.suspects.broken(block.names)[0] for tier in self.shared):
-            return said_of(Fate.CORRUPT)
-        fate = self.ledger.fates(block.names)[0][0]
+        for shared in self.shared:
+            if why := shared.suspects.why(block.names)[0]:
+                return why
+        fate = self.fates.of(block.names)[0][0]
         if fate is Fate.UNKNOWN and any(tier.health.is_bypassed for tier in self.storage):
             return "tier away"
         return said_of(fate)
@@ -168,18 +178,18 @@ class Chain:
         for storage in self.storage:
             storage.hint(batch, hint)
 
-    def touch(self, batch: Batch, came: int | None = None, *, leased: MemoryTier | None = None) -> None:
+    def touch(self, batch: Batch, came: int | None = None, *, but: MemoryTier | None = None) -> None:
         """Count a use of the blocks in every tier, see `touch_there` and `count_use`."""
-        self.touch_there(batch, leased=leased)
+        self.touch_there(batch, but=but)
         self.count_use(batch, came)
 
-    def touch_there(self, batch: Batch, *, leased: MemoryTier | None = None) -> None:
+    def touch_there(self, batch: Batch, *, but: MemoryTier | None = None) -> None:
         """Count a use of the blocks in every tier that has them, so that hot heads do not rot below.
 
-        In ``leased`` the lease that ends counts it.
+        In ``but`` it is counted already.
         """
         for memory in self.memory:
-            if memory is not leased:
+            if memory is not but:
                 memory.index.touch(batch.names)
         for storage in self.storage:
             storage.touch(batch)
@@ -263,10 +273,10 @@ class Chain:
         others = (number for number in range(first, len(self.tiers)) if number != source)
         return sum(max(0, self._least_share - taken(number)) for number in others)
 
-    def release(self, *leases: Lease) -> None:
-        """Give leases back, and let whoever waits for slots have them."""
+    def release(self, *leases: Lease, is_use: bool = False) -> None:
+        """Give leases back, see `Lease.release`, and let whoever waits for slots have them."""
         for lease in leases:
-            lease.release()
+            lease.release(is_use=is_use)
         self.room.changed()
 
     # Copies.

@@ -15,7 +15,7 @@ from weakref import WeakSet
 from typing_extensions import override
 
 from tiered_kv.catalog.books import Change
-from tiered_kv.tiers.ledger import HasIndex, Ledger, Place
+from tiered_kv.tiers.fates import Fates, HasIndex, Place
 from tiered_kv.values.keys import Names, rows_of
 
 _MOST_NAMES: Final = 1 << 16
@@ -175,17 +175,17 @@ class OwnChanges(Changes):
 class Subscribers:
     """The subscribers of one cache. Without any, no change costs anything."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
+    def __init__(self, fates: Fates) -> None:
+        self._fates = fates
         self._subscribers: WeakSet[OwnChanges] = WeakSet()
 
     def subscribe(self, max_names: int = _MOST_NAMES) -> OwnChanges:
         """Return the changes from now on; about ``max_names`` names are kept for a subscriber that is slow."""
-        tiers = {place: tier for place, tier in self._ledger.tiers.items() if tier.index.max_slots}
+        tiers = {place: tier for place, tier in self._fates.tiers.items() if tier.index.max_slots}
         changes = OwnChanges(tiers, max_names)
         self._subscribers.add(changes)
-        if self._tell not in self._ledger.listeners:
-            self._ledger.listeners.append(self._tell)
+        if self._tell not in self._fates.listeners:
+            self._fates.listeners.append(self._tell)
         return changes
 
     def start_over(self) -> None:
@@ -202,7 +202,7 @@ class Subscribers:
         for each in list(self._subscribers):
             each.tell(place, change, names)
         if not self._subscribers:
-            self._ledger.listeners = [each for each in self._ledger.listeners if each != self._tell]
+            self._fates.listeners = [each for each in self._fates.listeners if each != self._tell]
 
 
 class Mirror:

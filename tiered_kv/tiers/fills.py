@@ -32,6 +32,7 @@ class Unwritten:
 
     Attributes:
         now: When what comes now comes.
+        num_failed: How often a block that had waited was to be written, and was not: it waits again, or is lost.
         has_lost: Whether, since the cache was opened, a tier below was to get some block and will not: it was dropped
             or failed on its way, or its slot was given up while it waited. What was evicted by name, cleared or
             expired meanwhile does not count: nobody wants it below.
@@ -41,6 +42,7 @@ class Unwritten:
     def __init__(self, tiers: Sequence[MemoryTier], clock: Callable[[], float]) -> None:
         """Begin with nothing, and a line for each of ``tiers``."""
         self.now = 0
+        self.num_failed = 0
         self.has_lost = False
         self._under_way = Counter[int]()
         self._has_ended = asyncio.Event()
@@ -113,7 +115,7 @@ class Waiting:
         """Called when blocks have come, once there is someone who writes them."""
 
     def __len__(self) -> int:
-        return self._index.statistics().dirty
+        return self._index.num_dirty
 
     def num_before(self, mark: int) -> int:
         """Count the blocks that came before a mark, see `Unwritten`."""
@@ -128,6 +130,7 @@ class Waiting:
     def again(self, batch: Batch, slots: NDArray[np.int64], lease: Lease, *, most_tries: int) -> NDArray[np.bool_]:
         """Let blocks that could not be written wait for another try, behind all others; say which are to have one."""
         self._num_tries[slots] += 1
+        self._unwritten.num_failed += len(slots)
         again: NDArray[np.bool_] = self._num_tries[slots] < most_tries
         self._line_up(batch[again], slots[again], lease, self._unwritten.now)
         return again
@@ -198,7 +201,9 @@ class Fill:
 
     Attributes:
         done: Resolves when nothing more will arrive in time; its result is True unless the wait was given up.
-        arrived: By position of the batch, what can be read by now.
+        arrived: By position of the batch, what came in time and right; its slot may have been given up since.
+        gone: By position, what its tier did not have any more when it was read.
+        refused: Why, by position, of what is sealed otherwise than its tier's keys say.
         source: By position, which tier it comes from (a number that the chain gives tiers).
         waiter: Its place in the lines of the tiers; a joiner may hurry it.
         ends_unwanted: Whether it begins no read any more once nobody waits for it: the cache is closing.
@@ -207,6 +212,8 @@ class Fill:
     def __init__(self, n: int, waiter: Waiter) -> None:
         self.done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self.arrived: Mask = np.zeros(n, np.bool_)
+        self.gone: Mask = np.zeros(n, np.bool_)
+        self.refused: dict[int, str] = {}
         self.source: NDArray[np.int8] = np.full(n, -1, np.int8)
         self.waiter = waiter
         self.late_tiers: set[str] = set()
@@ -344,11 +351,13 @@ class Fills:
                     fill.finish()
 
             with self._host.slab.blocks(reservation.slots[at]) as blocks:
-                right = await tier.read(batch[at], blocks, fill.waiter, on_late)
+                report = await tier.read(batch[at], blocks, fill.waiter, on_late)
             arrived = np.zeros(len(batch), np.bool_)
-            arrived[at] = right
+            arrived[at], fill.gone[at] = report.right, report.gone
+            fill.refused |= {int(at[i]): why for i, why in report.refused.items()}
+            if tier.name not in fill.late_tiers:
+                fill.arrived |= arrived
             lease = reservation.commit(arrived)
-            fill.arrived |= lease.slots >= 0
             kept = (lease.slots >= 0) & ~self._host.index.is_transient(lease.slots)
             self._host.counters.promoted += int(np.count_nonzero(kept))
             fill.keep(lease)
@@ -371,11 +380,21 @@ class Fills:
     def faults_of(self, fill: Fill) -> list[TierFault]:
         """Name what kept blocks of a fill from arriving."""
         faults = []
-        lost = fill.source[(fill.source >= 0) & ~fill.arrived]
-        for number in np.unique(lost) if fill.done.done() else ():
+        is_lost = (fill.source >= 0) & ~fill.arrived
+        for number in np.unique(fill.source[is_lost]) if fill.done.done() else ():
             tier = self._tiers[number]
             assert tier is not None  # noqa: S101 - blocks are read from storage
-            name = tier.name
-            reason = Reason.TIMEOUT if name in fill.late_tiers else Reason.UNREADABLE
-            faults.append(TierFault(name, reason, int(np.count_nonzero(lost == number))))
+            lost = is_lost & (fill.source == number)
+            if tier.name in fill.late_tiers:
+                reasons = {Reason.TIMEOUT: lost}
+            else:
+                is_gone, refused = lost & fill.gone, [i for i in fill.refused if lost[i]]
+                is_gone[refused] = False
+                if refused:
+                    faults.append(TierFault(tier.name, Reason.REFUSED, len(refused), fill.refused[refused[0]]))
+                    lost[refused] = False
+                reasons = {Reason.GONE: is_gone, Reason.UNREADABLE: lost & ~is_gone}
+            for reason, blocks in reasons.items():
+                if num_blocks := int(np.count_nonzero(blocks)):
+                    faults.append(TierFault(tier.name, reason, num_blocks))
         return faults

@@ -141,11 +141,14 @@ class _Place:
         """Stand at the end of a line."""
         self.line = line
         line[self] = None
+        self.room.num_waiting += 1
         self.waiter._places.add(self)  # noqa: SLF001 - the two of them keep this together
 
     def leave(self) -> None:
         """Stand in no line any more."""
-        self.line.pop(self, None)
+        if self in self.line:
+            del self.line[self]
+            self.room.num_waiting -= 1
         self.waiter._places.discard(self)  # noqa: SLF001 - the two of them keep this together
         if self.hold is not None:
             self.hold.cancel()
@@ -175,20 +178,19 @@ class Room:
     be had hold up the others, nor do they starve it.
 
     Call `changed` whenever there may be more to have. No call's time grows with the number of waiters.
+
+    Attributes:
+        num_waiting: How many wait.
     """
 
     def __init__(self) -> None:
+        self.num_waiting = 0
         self._lines: tuple[dict[int, OrderedDict[_Place, None]], ...] = tuple({} for _ in Priority)  # each by lane
         self._is_serving = self._has_changed = False
 
-    @property
-    def num_waiting(self) -> int:
-        """How many wait."""
-        return sum(len(line) for lanes in self._lines for line in lanes.values())
-
     def is_wanted(self, lanes: Iterable[int]) -> bool:
         """Whether anyone waits in one of these lanes."""
-        return any(line.get(lane) for lane in lanes for line in self._lines)
+        return self.num_waiting > 0 and any(line.get(lane) for lane in lanes for line in self._lines)
 
     async def acquire(
         self, attempt: Callable[[], T | None], waiter: Waiter, undo: Callable[[T], object], size: int = 1, lane: int = 0
@@ -202,8 +204,8 @@ class Room:
             size: How much is wanted: who wants less may pass who wants more.
             lane: In which to wait.
         """
-        is_first = not any(lanes.get(lane) for lanes in self._lines[: waiter.priority + 1])
-        if is_first and (got := attempt()) is not None:
+        is_second = self.num_waiting and any(lanes.get(lane) for lanes in self._lines[: waiter.priority + 1])
+        if not is_second and (got := attempt()) is not None:
             return got
         place = _Place(self, lane, waiter, attempt, size)
         place.enter(self._line(place))
@@ -230,6 +232,8 @@ class Room:
 
     def changed(self) -> None:
         """Serve everyone who can be served now, line by line. A line's first waiter holds up only its own line."""
+        if not self.num_waiting:
+            return
         self._has_changed = True
         if self._is_serving:  # an attempt has changed something itself: whoever serves goes round once more
             return

@@ -9,17 +9,12 @@ What an owned medium is told to remember: which slots were forgotten, and now an
 
 One such call at a time: what is forgotten before a checkpoint must not come back by it. Whatever leaves the books
 passes here: the medium is told, or that is owed until a checkpoint that begins later has gone well.
-
-Whole records in an owned tier that its keys do not open: not found, and kept for a start that has the key.
-
-Their slots are withheld: no block is put there. At most an eighth of the tier is kept so, that of the first ones met;
-further ones are forgotten, as broken ones are.
 """
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Final
 
@@ -34,16 +29,16 @@ from tiered_kv.catalog.table import Slots, hash_names
 from tiered_kv.media.backend import Block, Make, Missing, Outcome, SlotBackend, Verify
 from tiered_kv.settings.tier_settings import OwnedTierSettings
 from tiered_kv.tiers.calls import Answer
-from tiered_kv.tiers.gate import Kind, Waiter
+from tiered_kv.tiers.gate import Waiter
 from tiered_kv.tiers.records import Refusals
 from tiered_kv.tiers.shared import Tombstones
 from tiered_kv.tiers.storage import StorageTier, TierParts
-from tiered_kv.tiers.tier import Batch, BookedTier, Mask, WriteReport
+from tiered_kv.tiers.tier import Batch, BookedTier, Mask, ReadReport, WriteReport
 from tiered_kv.values.errors import BackendUnavailableError, CapacityError, ConfigurationError, TieredKVError
 from tiered_kv.values.events import TierFailed
 from tiered_kv.values.hints import ReuseHint
 from tiered_kv.values.keys import Names, rows_of
-from tiered_kv.values.results import TierFault
+from tiered_kv.values.results import Reason, TierFault
 from tiered_kv.values.specs import LoadStoreSpec
 
 _SLOTS_AT_ONCE: Final = 4096
@@ -154,74 +149,6 @@ class Journal:
         return answer.is_well
 
 
-_MOST_PARTS: Final = 8
-
-
-class Refused:
-    """Which records those are, by name. For the event loop's thread."""
-
-    def __init__(self) -> None:
-        self._slots: dict[bytes, int] = {}
-        self._being_forgotten: set[int] = set()
-
-    def __len__(self) -> int:
-        return len(self._slots)
-
-    def keep(self, names: Names, slots: Slots, num_slots: int) -> NDArray[np.bool_]:
-        """Keep records that have just been refused; say which.
-
-        Args:
-            names: ``(n, 4)``.
-            slots: Where they are.
-            num_slots: Of the tier.
-        """
-        most, kept = num_slots // _MOST_PARTS, np.zeros(len(names), np.bool_)
-        for i, (name, slot) in enumerate(zip(rows_of(names), slots.tolist(), strict=True)):
-            if name not in self._slots and len(self._slots) < most:
-                self._slots[name] = slot
-            kept[i] = self._slots.get(name) == slot
-        return kept
-
-    def take(self, names: Names) -> Slots:
-        """Keep these no longer; return the slots of those that were kept, which are withheld until `forgotten`."""
-        if not self._slots:
-            return np.empty(0, np.int64)
-        found = [slot for name in rows_of(names) if (slot := self._slots.pop(name, -1)) >= 0]
-        self._being_forgotten.update(found)
-        return np.array(found, np.int64)
-
-    def forgotten(self, slots: Slots) -> None:
-        """Withhold slots of `take` no longer."""
-        self._being_forgotten.difference_update(slots.tolist())
-
-    def drop_beyond(self, num_slots: int, lost: NDArray[np.bool_] | None) -> Slots:
-        """Keep none in slots that the tier does not have any more, or that its medium has lost; say in which."""
-        gone = [n for n, at in self._slots.items() if at >= num_slots or (lost is not None and bool(lost[at]))]
-        return np.array([self._slots.pop(name) for name in gone], np.int64)
-
-    def withheld(self, lost: NDArray[np.bool_] | None, max_slots: int) -> NDArray[np.bool_] | None:
-        """Say of each slot whether no block is to be put there: where these are, or the medium has lost it.
-
-        Takes time in the size of the tier, some 4 ms a million slots: for when the medium has lost some.
-
-        None: blocks may be put everywhere.
-        """
-        if not self._slots and not self._being_forgotten:
-            return lost
-        is_withheld = np.zeros(max_slots, np.bool_) if lost is None else lost.copy()
-        is_withheld[[*self._slots.values(), *self._being_forgotten]] = True
-        return is_withheld
-
-    def all(self) -> tuple[Names, Slots]:
-        """Return the names and slots of all."""
-        names = np.frombuffer(b"".join(self._slots), np.uint64).reshape(-1, 4)
-        return names, np.fromiter(self._slots.values(), np.int64, len(self._slots))
-
-    def clear(self) -> None:
-        """Keep none."""
-        self._slots.clear()
-
-
 class OwnedTier(StorageTier, BookedTier):
     """A `SlotBackend` and the index of its slots."""
 
@@ -233,10 +160,10 @@ class OwnedTier(StorageTier, BookedTier):
         self.index = index
         self._journal = Journal(parts, backend)
         self._in_write: dict[object, tuple[Names, Slots]] = {}
+        self._expected: list[tuple[NDArray[np.uint64], Mask]] = []
         self._evicted = Tombstones()  # while the medium is not open
         self._resizing: asyncio.Task[Answer[None]] | None = None
         self._missing: Missing | None = None
-        self._refused = Refused()
         self._paying: asyncio.Task[bool] | None = None
         self.index.on_left = self._left
         if self.health.is_open:  # else `opened` comes first
@@ -253,7 +180,7 @@ class OwnedTier(StorageTier, BookedTier):
         return isinstance(self.settings, OwnedTierSettings) and self.settings.scrub_bandwidth is not None
 
     async def opened(self, books: Sequence[TierIndex]) -> None:
-        """See `StorageTier.opened`. What was evicted meanwhile is not there any more."""
+        """Begin to use what was found on the medium. What was evicted meanwhile is not there any more."""
         index = books[self.group]
         evicted, self._evicted = self._evicted, Tombstones()
         if evicted.is_cleared or evicted.num_lost:  # too many to remember which: better none than one of these
@@ -262,7 +189,6 @@ class OwnedTier(StorageTier, BookedTier):
             index.remove(names)
         index.on_change, index.on_left, self.index = self.index.on_change, self._left, index
         self._missing = None
-        self._refused.clear()
         self._see_missing()
         if index.on_change is not None and index.statistics().ready:
             index.on_change(Change.ADDED, index.names_in_order()[0])
@@ -271,7 +197,7 @@ class OwnedTier(StorageTier, BookedTier):
             await self.checkpoint(sync=False)
 
     async def find(self, batch: Batch, faults: list[TierFault] | None = None) -> Mask:
-        """See `StorageTier.find`; exact, and does not wait."""
+        """Say which blocks can be read; exact, and does not wait."""
         return np.zeros(len(batch), np.bool_) if self.health.is_bypassed else self.index.ready(batch.names)
 
     @override
@@ -282,42 +208,37 @@ class OwnedTier(StorageTier, BookedTier):
 
     async def _read_blocks(
         self, batch: Batch, blocks: list[Block], waiter: Waiter, on_late: Callable[[], None]
-    ) -> Mask:
-        """See `StorageTier.read`. A block that is not what the index says is removed, see `take_out`.
+    ) -> ReadReport:
+        """Read and verify. A block that is not what the index says is removed, see `take_out`.
 
         One that was removed while it was read may have been overwritten, and is a miss like any other.
         """
-        right = np.zeros(len(batch), np.bool_)
         with self.index.lease(batch.names) as lease:
             at = (lease.slots >= 0).nonzero()[0]
             if not len(at):
-                return right
+                return ReadReport.of(len(batch), at, [], {})
             there, wanted, slots = [blocks[i] for i in at], batch[at], lease.slots[at]
             keys = self.records.keys(wanted)
             outcomes, refused = await self._read(
                 partial(self._read_slots, slots), keys, there, waiter, on_late,
                 makes_records=self.backend.makes_records,
             )  # fmt: skip
-            right[at] = [outcome is Outcome.HIT for outcome in outcomes]
             broken = np.array([outcome in (Outcome.CORRUPT, Outcome.MISS) for outcome in outcomes])
             now, _ = self.index.find(wanted.names)
             broken &= now == slots
-            self.take_out(wanted.names, slots, broken, refused, wanted)
+            self.take_out(wanted.names, broken, refused, wanted)
         self._see_missing()
-        return right
+        return ReadReport.of(len(batch), at, outcomes, refused)
 
     async def _write_blocks(
-        self, batch: Batch, blocks: list[Block], wanted: Mask, on_late: Callable[[], None], kind: Kind
+        self, batch: Batch, blocks: list[Block], wanted: Mask, on_late: Callable[[], None], waiter: Waiter
     ) -> WriteReport:
-        """See `StorageTier.write`. What is removed while it is written never commits."""
+        """Write to slots of the index. What is removed while it is written never commits."""
         n, at = len(batch), wanted.nonzero()[0]
-        if len(kept := self._refused.take(batch.names[at])):
-            forgetting = self._forget_refused(batch.names[at], kept)
-            self._tasks.spawn(forgetting, f"forget {len(kept)} refused records of {self.name}")
         try:
             reservation = self.index.reserve(batch.names[at])
         except CapacityError:
-            return WriteReport.nothing_of(n)
+            return WriteReport.nothing_of(n, Reason.NO_ROOM)
         with reservation:
             self.counters.evicted += len(reservation.evicted)
             fresh = reservation.slots >= 0
@@ -329,7 +250,7 @@ class OwnedTier(StorageTier, BookedTier):
                 with self._is_writing(np.concatenate((batch.names[todo], reservation.evicted))):
                     there, slots = [blocks[i] for i in todo], reservation.slots[fresh]
                     try:
-                        outcomes = await self._write_to(batch[todo], there, slots, on_late, kind)
+                        outcomes = await self._write_to(batch[todo], there, slots, on_late, waiter)
                     except BaseException:
                         self._journal.owe()  # nobody knows what is there now
                         raise
@@ -343,18 +264,18 @@ class OwnedTier(StorageTier, BookedTier):
                     # The medium remembers them now, and they must not outlive a crash: their slots are kept for it.
                     await self._journal.forget(reservation.slots[doomed], on_late)
         self._see_missing()
-        return WriteReport(written, present, dropped)
+        return WriteReport(written, present, dropped, self._refusal, ~wanted)
 
     async def _write_to(
-        self, batch: Batch, blocks: list[Block], slots: Slots, on_late: Callable[[], None], kind: Kind
+        self, batch: Batch, blocks: list[Block], slots: Slots, on_late: Callable[[], None], waiter: Waiter
     ) -> list[Outcome]:
         if self.backend.makes_records and not self._stages:
             make = self.records.making(self.records.keys(batch), blocks, self.shape)
             records = [block.read_only() for block in blocks]
-            return await self._write_records(batch.names, records, slots, on_late, kind, make)
+            return await self._write_records(batch.names, records, slots, on_late, waiter, make)
         async with self._encoded(batch, blocks) as made:
             names, slots = batch.names[made.at], slots[made.at]
-            written = await self._write_records(names, made.records, slots, on_late, kind)
+            written = await self._write_records(names, made.records, slots, on_late, waiter)
         return made.outcomes(written)
 
     async def _write_records(
@@ -363,7 +284,7 @@ class OwnedTier(StorageTier, BookedTier):
         records: Sequence[Block],
         slots: Slots,
         on_late: Callable[[], None],
-        kind: Kind,
+        waiter: Waiter,
         make: Make | None = None,
     ) -> list[Outcome]:
         """Write records to slots: those that are made, or are by ``make`` where they are written."""
@@ -371,7 +292,7 @@ class OwnedTier(StorageTier, BookedTier):
         self._in_write[write] = names, slots
         try:
             return await self._write(
-                lambda: self.backend.write(self.group, slots, hidden, records, **more), len(slots), kind, on_late
+                lambda: self.backend.write(self.group, slots, hidden, records, **more), len(slots), waiter, on_late
             )
         finally:
             del self._in_write[write]
@@ -380,50 +301,21 @@ class OwnedTier(StorageTier, BookedTier):
         more = {"verify": verify} if verify else {}
         return self.backend.read(self.group, slots, into, **more)
 
-    def take_out(
-        self, names: Names, slots: Slots, is_wrong: Mask, refused: Refusals, batch: Batch | None = None
-    ) -> int:
+    def take_out(self, names: Names, is_wrong: Mask, refused: Refusals, batch: Batch | None = None) -> int:
         """Remove those of the blocks, leased and read, that are not what they should be; return how many are broken.
 
-        Whole ones that are only refused for their seal stay on the medium, as far as `Refused` keeps them. ``batch``
-        says what keys they are of, if that is known.
+        Whole ones that no key opens are removed too, and are not broken. ``batch`` says what keys they are of, if that
+        is known.
         """
         if not is_wrong.any():
             return 0
-        is_refused = np.zeros(len(names), np.bool_)
-        is_refused[list(refused)] = True
-        if len(broken := (is_wrong & ~is_refused).nonzero()[0]):
+        is_broken = is_wrong.copy()
+        is_broken[list(refused)] = False
+        if len(broken := is_broken.nonzero()[0]):
             keys = self.records.keys(batch[broken]) if batch else []
             self.tell_corrupted([key.path for key in keys] or [name.hex() for name in rows_of(names[broken])])
-        names, slots, is_refused = names[is_wrong], slots[is_wrong], is_refused[is_wrong]
-        kept = np.zeros(len(names), np.bool_)
-        if is_refused.any():
-            kept[is_refused] = self._refused.keep(names[is_refused], slots[is_refused], self.index.num_slots)
-            self.index.remove(names[kept], Change.CORRUPT, withhold=True)
-        self.index.remove(names[~kept], Change.CORRUPT)
+        self.index.remove(names[is_wrong], Change.CORRUPT)
         return len(broken)
-
-    def _withhold(self) -> int:
-        """Put no blocks where the medium has failed, or where records are kept; return how many blocks that loses."""
-        lost = None if self._missing is None else self._missing.slots
-        return self.index.withhold(self._refused.withheld(lost, self.index.max_slots))
-
-    async def _forget_refused(self, names: Names, slots: Slots) -> None:
-        """Forget what was kept of some blocks in some slots; then they can be used again."""
-        with self._is_writing(names):
-            await self._journal.forget(slots)
-        self._refused.forgotten(slots)
-        self._use_again(slots)
-
-    def _drop_refused(self, lost: NDArray[np.bool_] | None) -> Slots:
-        """Keep no record where the tier has no slot any more, or its medium has lost it; say where some were."""
-        if len(gone := self._refused.drop_beyond(self.index.num_slots, lost)):
-            self._journal.owe()  # `forget` finds them nowhere now
-        return gone
-
-    def _use_again(self, slots: Slots) -> None:
-        """Put blocks again where no record is kept any more, unless the medium has lost that place meanwhile."""
-        self.index.use_again(slots if self._missing is None else slots[~self._missing.slots[slots]])
 
     @override
     def lacks(self, batch: Batch) -> Mask:
@@ -437,22 +329,40 @@ class OwnedTier(StorageTier, BookedTier):
     def hint(self, batch: Batch, hint: ReuseHint) -> None:
         self.index.hint(batch.names, hint)
 
-    def forget(self, batch: Batch) -> Coroutine[Any, Any, None]:
-        """See `StorageTier.forget`. Of what is in no books the medium may know as well: see what is owed."""
+    def forget(self, batch: Batch) -> Coroutine[Any, Any, bool]:
+        """Make blocks unfindable at once. Of what is in no books the medium may know as well: see what is owed."""
         if not self.health.is_open:
             self._evicted.add(batch)
         is_all_known = bool(self.index.ready(batch.names).all())
         self.index.remove(batch.names)
-        kept = self._refused.take(batch.names)
+        for hashes, wanted in self._expected:
+            wanted[np.isin(hashes, hash_names(batch.names))] = False
 
-        async def forget() -> None:
+        async def forget() -> bool:
             await self._until_written(batch.names)  # and until what has left is forgotten
-            if len(kept):
-                await self._forget_refused(batch.names, kept)
             if not is_all_known:
                 await self._pay()
+            return self._has_paid
 
         return forget()
+
+    @property
+    def _has_paid(self) -> bool:
+        """Whether the medium has nothing left that it should not have."""
+        return not self._evicted and not self._journal.is_owing
+
+    @contextmanager
+    def expecting(self, names: Names) -> Iterator[Mask]:
+        """Say of blocks that are to be written here once their turn comes which are wanted: all, until one is evicted.
+
+        What is evicted by name, or cleared, before it has a place in the books must not come after that.
+        """
+        expected = hash_names(names), np.ones(len(names), np.bool_)
+        self._expected.append(expected)
+        try:
+            yield expected[1]
+        finally:
+            self._expected = [each for each in self._expected if each is not expected]
 
     def _left(self, names: Names, left: Lease) -> None:
         """Have the medium forget what has left the books; `forget` waits for it."""
@@ -460,11 +370,11 @@ class OwnedTier(StorageTier, BookedTier):
         self._writing[told] = hash_names(names), told
         told.add_done_callback(self._writing.pop)
 
+    @override
     async def pay(self) -> bool:
-        """See `StorageTier.pay`."""
         if self.health.is_open:
             await self._pay()
-        return not self._evicted and not self._journal.is_owing
+        return self._has_paid
 
     async def _pay(self) -> None:
         """Return when the medium remembers nothing that it should not have until now, or cannot be told."""
@@ -480,21 +390,21 @@ class OwnedTier(StorageTier, BookedTier):
             self._paying = self._tasks.spawn(self.checkpoint(sync=False), f"checkpoint {self.name} again")
         return self._paying
 
-    def clear(self) -> Coroutine[Any, Any, None]:
-        """Forget every block: at once, before this returns; what it returns ends when a restart finds none either."""
+    def clear(self) -> Coroutine[Any, Any, bool]:
+        """Forget every block: at once, before this returns; otherwise as `forget`."""
         self.index.clear()
+        for _, wanted in self._expected:
+            wanted[:] = False
         self._journal.owe()
-        if len(self._refused):
-            self._refused.clear()
-            self._withhold()
         if not self.health.is_open:
             self._evicted.add_all()
 
-        async def clear() -> None:
+        async def clear() -> bool:
             if busy := [done for _, done in self._writing.values()]:
                 await asyncio.wait(busy, timeout=self.health.timeout_s)  # each of them has what it wrote forgotten
             if self.health.is_open:
                 await self.checkpoint(sync=False)
+            return self._has_paid
 
         return clear()
 
@@ -517,8 +427,7 @@ class OwnedTier(StorageTier, BookedTier):
         if missing is self._missing:
             return
         self._missing = missing
-        self._drop_refused(None if missing is None else missing.slots)
-        num_lost = self._withhold()
+        num_lost = self.index.withhold(None if missing is None else missing.slots)
         self.counters.failed += num_lost
         if missing is not None:
             self.calls.let_go_of_late()
@@ -551,15 +460,14 @@ class OwnedTier(StorageTier, BookedTier):
             for each, at in self._in_write.values()
             if (still := (self.index.find(each)[0] == at) & ~self.index.ready(each)).any()
         ]
-        self._use_again(self._drop_refused(None))
-        parts = [self._refused.all(), (names, slots), *writing]
+        parts = [(names, slots), *writing]
         remembered = np.concatenate([each for each, _ in parts])
         return self.records.names(remembered), np.concatenate([at for _, at in parts])
 
     # Another capacity.
 
     def slots_within(self, capacity_bytes: int, block_bytes: int) -> int:
-        """See `BookedTier.slots_within`: the medium knows, once it is open."""
+        """Return how many slots a capacity is: the medium knows, once it is open."""
         if not self.health.is_open:
             raise BackendUnavailableError(f"{self.name} is not open yet: resize it once it is")
         return self.backend.fit(capacity_bytes)
@@ -569,7 +477,7 @@ class OwnedTier(StorageTier, BookedTier):
         await self._resize(num_slots)
 
     async def shrink(self, num_slots: int) -> None:
-        """See `BookedTier.shrink`. What a medium does not give back is its own to keep: the books have shrunk."""
+        """Cut the medium. What it does not give back is its own to keep: the books have shrunk."""
         with suppress(BackendUnavailableError, ConfigurationError):  # the call has been reported
             await self._resize(num_slots)
 

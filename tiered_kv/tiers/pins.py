@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count
+from math import inf
 from typing import Final
 
 import numpy as np
@@ -64,14 +65,18 @@ class _Found:
 class Pins:
     """All pins of one cache, or of one of the engines that share it. For the event loop's thread."""
 
-    def __init__(self, quota_bytes: int, beside: "Pins | None" = None) -> None:
+    def __init__(
+        self, quota_bytes: int, beside: "Pins | None" = None, *, room_bytes: Callable[[], float] = lambda: inf
+    ) -> None:
         """Make one without pins.
 
         Args:
             quota_bytes: For each salt.
             beside: Another's pins of the same tiers: no more than half of a tier is pinned by all together.
+            room_bytes: Says how much more may be pinned, whatever the salt.
         """
         self._quota_bytes = quota_bytes
+        self._room_bytes = room_bytes
         self._pins: dict[int, _Pin] = {}
         self._numbers = count()
         self._pin_of: dict[tuple[int, bytes], dict[bytes, int]] = {}  # by chain and salt, then by hash
@@ -89,8 +94,8 @@ class Pins:
     def pin(self, parts: Sequence[tuple[Chain, Batch]], keys: BlockKeys, ttl_s: float) -> int:
         """Hold the prefix that is in owned tiers, for every rank; return its length.
 
-        It is cut where the tenant's quota ends, or half of each tier that has the block. What is pinned already stays
-        so for the longer of the two times.
+        It is cut where the tenant's quota ends, or the room for all, or half of each tier that has the block. What is
+        pinned already stays so for the longer of the two times.
         """
         until = asyncio.get_running_loop().time() + ttl_s
         hashes, salt = rows_of(keys.words), keys.salt_id
@@ -104,7 +109,7 @@ class Pins:
             np.where(found.pins >= 0, 0, chain.stride_bytes)[:n]
             for (chain, _), (found, _) in zip(parts, chosen, strict=True)
         )
-        n = prefix_of(np.cumsum(costs) <= self._quota_bytes - self._num_bytes[salt])
+        n = prefix_of(np.cumsum(costs) <= min(self._quota_bytes - self._num_bytes[salt], self._room_bytes()))
         for (chain, batch), (found, tiers) in zip(parts, chosen, strict=True):
             self._hold(chain, salt, batch[:n], hashes[:n], found.pins[:n], tiers[:n], until)
         self._set_timer()

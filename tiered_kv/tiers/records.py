@@ -331,6 +331,11 @@ class Records:
         return key if key is None or self._names is None else self._names.show_key(key)
 
     @property
+    def seals(self) -> bool:
+        """Whether records are written, and read, with keys."""
+        return self._seal is not None
+
+    @property
     def encrypts(self) -> bool:
         """Whether what is written needs memory of its own."""
         return self._seal is not None and self._seal.encrypts

@@ -19,21 +19,22 @@ Pure data; for the event loop's thread.
 import asyncio
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, repeat
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from tiered_kv.media.backend import Backend, Block, Outcome
 from tiered_kv.system import system
 from tiered_kv.tiers.calls import Answer, outcomes_problem
-from tiered_kv.tiers.gate import Kind, Waiter
+from tiered_kv.tiers.gate import Waiter
 from tiered_kv.tiers.storage import StorageTier, TierParts
-from tiered_kv.tiers.tier import Batch, Mask, WriteReport
+from tiered_kv.tiers.tier import Batch, Mask, ReadReport, WriteReport
 from tiered_kv.values.keys import Names, Namespace, rows_of
 from tiered_kv.values.results import BlockState, TierFault
 from tiered_kv.values.specs import LoadStoreSpec
@@ -111,14 +112,17 @@ _FIRST_PAUSE_S: Final = 0.5
 _LONGEST_PAUSE_S: Final = 4.0
 """So that what can be read again is in use again within five seconds, as a tier is."""
 _REPAIR_S: Final = 60.0
-"""How long a broken block is absent: an engine that misses it has computed and stored it by then."""
+"""How long a broken or refused block is absent: an engine that misses it has computed and stored it by then."""
 _MEMORY_S: Final = 60.0
+
+
+_Why = Literal["", "corrupt", "refused"]
 
 
 @dataclass(slots=True)
 class _Suspect:
     num_failures: int = 0
-    is_corrupt: bool = False
+    why: _Why = ""
     pause_s: float = 0.0
     absent_until: float = 0.0
     seen_at: float = 0.0
@@ -131,9 +135,15 @@ class Suspects:
         self._clock = clock
         self._most_keys = most_keys
         self._suspects: OrderedDict[bytes, _Suspect] = OrderedDict()
+        self._refuses_until = -math.inf
 
     def __len__(self) -> int:
         return len(self._suspects)
+
+    @property
+    def refuses(self) -> bool:
+        """Whether a record was refused for its seal lately: others there may have to be."""
+        return self._clock() < self._refuses_until
 
     def absent(self, names: Names) -> NDArray[np.bool_]:
         """Say which blocks to take for absent now, whatever the medium says."""
@@ -143,15 +153,19 @@ class Suspects:
         found = (self._suspects.get(name.tobytes()) for name in names)
         return np.array([each is not None and now < each.absent_until for each in found], np.bool_)
 
-    def broken(self, names: Names) -> NDArray[np.bool_]:
-        """Say which of these are absent because their bytes were not what they should be."""
-        is_broken = self.absent(names)
-        for n in is_broken.nonzero()[0]:
-            is_broken[n] = self._suspects[names[n].tobytes()].is_corrupt
-        return is_broken
+    def why(self, names: Names) -> list[str]:
+        """Say of each block why it is absent, where that is known: ``"corrupt"``, or ``"refused"`` for its seal."""
+        return [
+            self._suspects[name.tobytes()].why if is_absent else ""
+            for name, is_absent in zip(names, self.absent(names), strict=True)
+        ]
 
-    def saw(self, names: Names, outcomes: Sequence[Outcome]) -> NDArray[np.bool_]:
+    def saw(
+        self, names: Names, outcomes: Sequence[Outcome], refused: Collection[int] = frozenset()
+    ) -> NDArray[np.bool_]:
         """Take into account how reads of blocks went that the medium had said it has.
+
+        What was refused for its seal is not deleted: others may have its key. A store replaces it.
 
         Returns:
             Which blocks were broken before, too, with no write in between: delete them.
@@ -164,7 +178,8 @@ class Suspects:
                 if self._suspects:
                     self._suspects.pop(names[n].tobytes(), None)
             else:
-                delete[n] = self._went_badly(names[n].tobytes(), is_corrupt=outcome is Outcome.CORRUPT)
+                why: _Why = "refused" if n in refused else "corrupt" if outcome is Outcome.CORRUPT else ""
+                delete[n] = self._went_badly(names[n].tobytes(), why)
         return delete
 
     def wrote(self, names: Names) -> None:
@@ -173,24 +188,26 @@ class Suspects:
             for name in names:
                 self._suspects.pop(name.tobytes(), None)
 
-    def _went_badly(self, name: bytes, *, is_corrupt: bool) -> bool:
+    def _went_badly(self, name: bytes, why: _Why) -> bool:
         now = self._clock()
         suspect = self._suspects.pop(name, None)
-        if suspect is None or (now - suspect.seen_at > _MEMORY_S and not suspect.is_corrupt):
+        if suspect is None or (now - suspect.seen_at > _MEMORY_S and suspect.why != "corrupt"):
             suspect = _Suspect()
         self._suspects[name] = suspect
         if len(self._suspects) > self._most_keys:
             self._suspects.popitem(last=False)
         suspect.num_failures += 1
         suspect.seen_at = now
-        was_corrupt = suspect.is_corrupt
-        if is_corrupt:
-            suspect.is_corrupt = True
+        before = suspect.why
+        if why == "refused":
+            self._refuses_until = now + _REPAIR_S
+        if why:
+            suspect.why = why
             suspect.absent_until = now + _REPAIR_S
         elif suspect.num_failures >= _FAILURES:
             suspect.pause_s = min(max(_FIRST_PAUSE_S, 2 * suspect.pause_s), _LONGEST_PAUSE_S)
             suspect.absent_until = max(suspect.absent_until, now + suspect.pause_s)
-        return is_corrupt and was_corrupt
+        return why == before == "corrupt"
 
 
 class Tombstones:
@@ -301,7 +318,7 @@ class SharedTier(StorageTier):
         self._asking: dict[bytes, _Question] = {}
 
     async def find(self, batch: Batch, faults: list[TierFault] | None = None) -> Mask:
-        """See `StorageTier.find`. What was evicted, or could not be read lately, is absent.
+        """Ask the medium for a prefix. What was evicted, or could not be read lately, is absent.
 
         Equal questions that are under way at the same time are asked once, if nothing was written or evicted between.
         One for whose answer nobody waits any more is not asked if its turn has not come.
@@ -333,6 +350,11 @@ class SharedTier(StorageTier):
         self.answers.doubt(batch.names[~found])
         return found
 
+    @override
+    async def find_for_store(self, batch: Batch) -> Mask:
+        # Where seals are refused, a block that is there may be one of those: only reading each would tell.
+        return np.zeros(len(batch), np.bool_) if self.suspects.refuses else await self.find(batch)
+
     def _asked(self, name: bytes, asking: "_Question", _: object = None) -> None:
         if self._asking.get(name) is asking:
             del self._asking[name]
@@ -359,7 +381,7 @@ class SharedTier(StorageTier):
             self._tasks.spawn(self._answer(part), f"ask {self.name} for {len(part)} blocks")
 
     async def find_each(self, batch: Batch, faults: list[TierFault] | None = None) -> Mask:
-        """See `StorageTier.find_each`: ask for the longest prefix, and block by block for what is behind its end."""
+        """Ask for the longest prefix, and block by block for what is behind its end."""
         found = np.zeros(len(batch), np.bool_)
         for start in range(0, len(batch), _ASKED_AT_ONCE):
             part = batch[start : start + _ASKED_AT_ONCE]
@@ -370,8 +392,10 @@ class SharedTier(StorageTier):
         silent: list[TierFault] = []
         found = await self.find(batch, silent)
         if not silent and not found.all():
-            behind = np.arange(int(np.argmin(found)) + 1, len(batch))
-            behind = behind[~(found[behind] | self.suspects.absent(batch.names[behind]))]
+            # What is evicted is not asked for: its tombstone may be lifted before an answer comes, which is older.
+            is_left = ~(found | self._evicted.holds(batch) | self.suspects.absent(batch.names))
+            is_left[: int(np.argmin(found)) + 1] = False
+            behind = np.flatnonzero(is_left)
             if len(behind):
                 found[behind] = await self._ask_each(batch[behind], silent)
         if faults is not None:
@@ -398,33 +422,34 @@ class SharedTier(StorageTier):
         return np.array([outcome is Outcome.HIT for outcome in answer.value], np.bool_)
 
     async def locate(self, batch: Batch) -> LoadStoreSpec | None:
-        """See `Tier.locate`: the medium knows."""
+        """Ask the medium where blocks are."""
         return await self._locate(lambda: self.backend.locate(self.records.keys(batch)), len(batch))
 
     async def _read_blocks(
         self, batch: Batch, blocks: list[Block], waiter: Waiter, on_late: Callable[[], None]
-    ) -> Mask:
-        """See `StorageTier.read`. A block that is broken twice is deleted; until then a store may repair it."""
-        right = np.zeros(len(batch), np.bool_)
+    ) -> ReadReport:
+        """Read and verify. A block that is broken twice is deleted; until then a store may repair it."""
         at = (~self._evicted.holds(batch)).nonzero()[0]  # since the medium was asked
         if not len(at):
-            return right
+            return ReadReport.of(len(batch), at, [], {})
         wanted, there = batch[at], [blocks[i] for i in at]
         keys = self.records.keys(wanted)
-        outcomes, _ = await self._read(lambda into, _: self.backend.read(keys, into), keys, there, waiter, on_late)
-        right[at] = [outcome is Outcome.HIT for outcome in outcomes]
-        self.answers.doubt(batch.names[~right])
+        outcomes, refused = await self._read(
+            lambda into, _: self.backend.read(keys, into), keys, there, waiter, on_late
+        )
+        report = ReadReport.of(len(batch), at, outcomes, refused)
+        self.answers.doubt(batch.names[~report.right])
         if broken := [key.path for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.CORRUPT]:
             self.tell_corrupted(broken)
-        twice = self.suspects.saw(wanted.names, outcomes)
+        twice = self.suspects.saw(wanted.names, outcomes, refused)
         if twice.any() and not self.settings.read_only:  # then others repair it, and it is looked for again
             self._forget_later(wanted[twice])
-        return right
+        return report
 
     async def _write_blocks(
-        self, batch: Batch, blocks: list[Block], wanted: Mask, on_late: Callable[[], None], kind: Kind
+        self, batch: Batch, blocks: list[Block], wanted: Mask, on_late: Callable[[], None], waiter: Waiter
     ) -> WriteReport:
-        """See `StorageTier.write`. What is being deleted is dropped: which of the two came last, nobody could tell."""
+        """Write. What is being deleted is dropped: which of the two came last, nobody could tell."""
         n, wanted = len(batch), wanted & ~self._is_being_deleted(batch)
         at = wanted.nonzero()[0]
         written, dropped = np.zeros(n, np.bool_), ~wanted
@@ -433,7 +458,7 @@ class SharedTier(StorageTier):
             with self._is_writing(chosen.names):
                 async with self._encoded(chosen, there) as made:
                     write = partial(self.backend.write, made.keys, made.records)
-                    outcomes = made.outcomes(await self._write(write, len(made.at), kind, on_late))
+                    outcomes = made.outcomes(await self._write(write, len(made.at), waiter, on_late))
                 written[at] = [outcome is Outcome.STORED for outcome in outcomes]
                 dropped[at] = [outcome is Outcome.REFUSED for outcome in outcomes]
                 self.suspects.wrote(batch.names[written])
@@ -441,17 +466,17 @@ class SharedTier(StorageTier):
                 self._asking.clear()  # what is asked from now on is not to be answered as of before
                 # What was evicted here meanwhile is deleted by who did it, after this; what left memory is not.
                 self.answers.forget(batch.names[written & ~self._evicted.holds(batch)])
-        return WriteReport(written, np.zeros(n, np.bool_), dropped)
+        return WriteReport(written, np.zeros(n, np.bool_), dropped, self._refusal, ~wanted)
 
     def lacks(self, batch: Batch) -> Mask:
-        """See `StorageTier.lacks`: nothing is known."""
+        """Say that every block may be news: nothing is known."""
         return np.ones(len(batch), np.bool_)
 
     def touch(self, batch: Batch) -> None:
-        """See `StorageTier.touch`: such a medium keeps its own recency, by what is read."""
+        """Do nothing: such a medium keeps its own recency, by what is read."""
 
-    def forget(self, batch: Batch) -> Coroutine[Any, Any, None]:
-        """See `StorageTier.forget`. What the medium does not delete stays unfindable here, and it is tried again.
+    def forget(self, batch: Batch) -> Coroutine[Any, Any, bool]:
+        """Make blocks unfindable at once. What the medium does not delete stays so here, and it is tried again.
 
         In a tier that is only read it stays as long as anything of it is remembered.
         """
@@ -461,13 +486,10 @@ class SharedTier(StorageTier):
         self.answers.forget(batch.names)
         serial = self._evicted.serial
 
-        async def delete() -> None:
-            await self._delete_evicted(batch, serial, num_lost)
-
-        return delete()
+        return self._delete_evicted(batch, serial, num_lost)
 
     def tick(self) -> None:
-        """See `StorageTier.tick`: delete what could not be deleted."""
+        """Begin to delete what could not be deleted."""
         if self._deleting or self.settings.read_only or self.health.is_off("delete"):
             return
         if (batch := self._evicted.oldest(_DELETED_AT_ONCE)) is not None:
@@ -476,8 +498,8 @@ class SharedTier(StorageTier):
                 self._delete_evicted(batch, evicted.serial, evicted.num_lost), f"delete again: {self.name}"
             )
 
+    @override
     async def pay(self) -> bool:
-        """See `StorageTier.pay`."""
         evicted = self._evicted
         while not self.settings.read_only and (batch := evicted.oldest(_DELETED_AT_ONCE)) is not None:
             if not await self._delete_evicted(batch, evicted.serial, evicted.num_lost):

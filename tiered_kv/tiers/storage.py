@@ -19,17 +19,17 @@ from typing_extensions import override
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.table import hash_names
 from tiered_kv.media.backend import Block, Outcome, RecordShape, Verify
-from tiered_kv.settings.tier_settings import TierSettings
+from tiered_kv.settings.tier_settings import StorageTierSettings
 from tiered_kv.tiers.calls import Calls, outcomes_problem
 from tiered_kv.tiers.gate import Budget, Give, Kind, ReadSpeed, Waiter, Wear
 from tiered_kv.tiers.health import StorageHealth
 from tiered_kv.tiers.records import Encoded, ExponentCodec, Records, Refusals, Staging
 from tiered_kv.tiers.tasks import Tasks
-from tiered_kv.tiers.tier import Batch, Mask, Tier, WriteReport
+from tiered_kv.tiers.tier import Batch, Mask, ReadReport, Tier, WriteReport
 from tiered_kv.values.events import BlocksCorrupted, BlocksNotEncoded, RecordsRefused
 from tiered_kv.values.hints import ReuseHint
 from tiered_kv.values.keys import BlockKey, Names
-from tiered_kv.values.results import TierFault
+from tiered_kv.values.results import Reason, TierFault
 from tiered_kv.values.specs import LoadStoreSpec
 
 READ: Final = frozenset({Outcome.HIT, Outcome.MISS, Outcome.CORRUPT, Outcome.FAILED})
@@ -61,7 +61,7 @@ class TierParts:
     budget: Budget
     records: Records
     tasks: Tasks
-    settings: TierSettings
+    settings: StorageTierSettings
     group: int
     shape: RecordShape
     wear: Wear
@@ -117,26 +117,30 @@ class StorageTier(Tier):
         """Say which blocks can be read, also behind a hole; otherwise as `find`."""
         return await self.find(batch, faults)
 
-    async def read(self, batch: Batch, blocks: list[Block], waiter: Waiter, on_late: Callable[[], None]) -> Mask:
+    async def find_for_store(self, batch: Batch) -> Mask:
+        """Say which blocks a store need not write; otherwise as `find`."""
+        return await self.find(batch)
+
+    async def read(self, batch: Batch, blocks: list[Block], waiter: Waiter, on_late: Callable[[], None]) -> ReadReport:
         """Fill the blocks and verify them; say which are right. Returns when the medium has let go of the buffers."""
-        read, right = self.speed.begin(self._num_bytes(len(batch))), np.zeros(len(batch), np.bool_)
+        read, report = self.speed.begin(self._num_bytes(len(batch))), ReadReport.nothing_of(len(batch))
         try:
             if (give_back := await self.take(len(batch), waiter)) is None:
                 on_late()
             else:
                 try:
-                    right = await self._read_blocks(batch, blocks, waiter, _both(give_back, on_late))
+                    report = await self._read_blocks(batch, blocks, waiter, _both(give_back, on_late))
                 finally:
                     give_back()
         finally:
-            self.speed.end(read, is_well=bool(right.all()))
-        return right
+            self.speed.end(read, is_well=bool(report.right.all()))
+        return report
 
     @abstractmethod
     async def _read_blocks(
         self, batch: Batch, blocks: list[Block], waiter: Waiter, on_late: Callable[[], None]
-    ) -> Mask:
-        """See `read`."""
+    ) -> ReadReport:
+        """Read and verify, once it is our turn; call ``on_late`` when the medium is late with it."""
 
     async def write(
         self,
@@ -144,19 +148,22 @@ class StorageTier(Tier):
         blocks: list[Block],
         is_wanted: Callable[[], Mask],
         on_late: Callable[[], None],
-        kind: Kind,
+        waiter: Waiter,
     ) -> WriteReport:
-        """Encode and write the blocks that are still wanted when their turn has come."""
+        """Encode and write the blocks that are still wanted when their turn has come.
+
+        Returns when the medium has let go of the buffers.
+        """
         num_bytes, num_worn = self._num_bytes(len(batch)), 0
         if not self._wear.take(num_bytes):
             self.counters.held_back += len(batch)
-            return WriteReport.nothing_of(len(batch))
+            return WriteReport.nothing_of(len(batch), Reason.HELD_BACK)
         try:
-            if (give_back := await self.take(len(batch), Waiter(kind))) is None:
-                return WriteReport.nothing_of(len(batch))
+            if (give_back := await self.take(len(batch), waiter)) is None:
+                return WriteReport.nothing_of(len(batch), Reason.TIER_AWAY)
             num_worn = num_bytes  # unless it is known better in the end
             try:
-                report = await self._write_blocks(batch, blocks, is_wanted(), _both(give_back, on_late), kind)
+                report = await self._write_blocks(batch, blocks, is_wanted(), _both(give_back, on_late), waiter)
             finally:
                 give_back()
             num_worn = self._num_bytes(int(np.count_nonzero(report.written)))
@@ -164,11 +171,16 @@ class StorageTier(Tier):
             self._wear.give_back(num_bytes - num_worn)
         return report
 
+    @property
+    def _refusal(self) -> Reason:
+        """Why blocks are dropped that have just been refused: by the medium, or as it was not asked."""
+        return Reason.TIER_AWAY if self.health.is_shedding else Reason.REFUSED
+
     @abstractmethod
     async def _write_blocks(
-        self, batch: Batch, blocks: list[Block], wanted: Mask, on_late: Callable[[], None], kind: Kind
+        self, batch: Batch, blocks: list[Block], wanted: Mask, on_late: Callable[[], None], waiter: Waiter
     ) -> WriteReport:
-        """See `write`."""
+        """Write those of the blocks that are wanted, once it is our turn."""
 
     def describe(self) -> Mapping[str, object]:
         """Return what the medium says of itself, for statistics."""
@@ -193,9 +205,10 @@ class StorageTier(Tier):
         """Note what a caller says of the blocks."""
 
     @abstractmethod
-    def forget(self, batch: Batch) -> Coroutine[Any, Any, None]:
-        """Make blocks unfindable at once, before this returns; what it returns ends when a restart finds none either.
+    def forget(self, batch: Batch) -> Coroutine[Any, Any, bool]:
+        """Make blocks unfindable at once, before this returns.
 
+        What it returns ends when a restart finds none either, or when the medium could not be told: then it says False.
         Blocks that are being written are waited for, and then forgotten.
         """
 
@@ -256,7 +269,7 @@ class StorageTier(Tier):
         verification = self.records.verification(keys, records, self.shape, self._codec, blocks)
         verify = verification.verify if makes_records else None
         answer = await self.calls.make(
-            "read", lambda: call(records, verify), num_blocks=n, waiter=waiter, on_late=on_late,
+            "read", lambda: call(records, verify), num_blocks=n, waiter=waiter, on_late=on_late, in_this_task=True,
             problem_of=outcomes_problem(n, READ), is_failure=all_failed,
         )  # fmt: skip
         seconds = self.health.clock() - started
@@ -286,13 +299,13 @@ class StorageTier(Tier):
             self.health.emit(RecordsRefused(self.name, num_blocks, reason))
 
     async def _write(
-        self, call: Callable[[], Awaitable[list[Outcome]]], n: int, kind: Kind, on_late: Callable[[], None]
+        self, call: Callable[[], Awaitable[list[Outcome]]], n: int, waiter: Waiter, on_late: Callable[[], None]
     ) -> list[Outcome]:
         if not n:
             return []
         started = self.health.clock()
         answer = await self.calls.make(
-            "write", call, num_blocks=n, waiter=Waiter(kind), on_late=on_late,
+            "write", call, num_blocks=n, waiter=waiter, on_late=on_late, in_this_task=True,
             problem_of=outcomes_problem(n, _WRITTEN), is_failure=all_failed,
         )  # fmt: skip
         self.counters.write_s += answer.seconds

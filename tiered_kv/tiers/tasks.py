@@ -190,14 +190,20 @@ class Tasks:
             at_once: Whether to go on without waiting where nobody waits, and no more than one has done so in this turn:
                 for the first step of several, not for those between.
         """
-        if at_once and self._num_steps < _AT_ONCE and not any(self._waiting):
-            self._num_steps += 1
-            self._begin_turn_soon()
+        if at_once and self.goes_on():
             return
         mine = asyncio.get_running_loop().create_future()
         self._waiting[priority].append(mine)
         self._begin_turn_soon()
         await mine
+
+    def goes_on(self) -> bool:
+        """Say whether to go on without waiting, see `turn`, and count that."""
+        goes_on = self._num_steps < _AT_ONCE and not any(self._waiting)
+        if goes_on:
+            self._num_steps += 1
+            self._begin_turn_soon()
+        return goes_on
 
     def _begin_turn_soon(self) -> None:
         if not self._is_turn_coming:
@@ -207,6 +213,8 @@ class Tasks:
     def _begin_turn(self) -> None:
         self._is_turn_coming = False
         self._num_steps = 0
+        if not any(self._waiting):
+            return
         left = _STEPS_A_TURN - sum(_let_go_on(line, 1) for line in self._waiting)
         for line in self._waiting:
             left -= _let_go_on(line, left)

@@ -8,7 +8,8 @@ What a tier says of the blocks of one write.
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -18,9 +19,11 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from tiered_kv.catalog.index import TierIndex
+from tiered_kv.media.backend import Outcome
 from tiered_kv.memory.host import HostSlab, check_host_memory
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.keys import BlockKeys, Names, Namespace, Shard, StoredKeys
+from tiered_kv.values.results import Reason
 from tiered_kv.values.specs import CPULoadStoreSpec, LoadStoreSpec
 
 _MOST_NAMESPACES: Final = 4096
@@ -110,7 +113,8 @@ class Counters:
     evicted: int = 0
     """Made to leave for want of room."""
     dropped: int = 0
-    """Not written for want of room or because the queue was full."""
+    """Not written for want of room, because the queue was full, or as `dropped_because` says."""
+    dropped_because: Counter[Reason] = field(default_factory=Counter)
     corrupt: int = 0
     """Read and found broken."""
     failed: int = 0
@@ -220,7 +224,7 @@ class MemoryTier(BookedTier):
 
     @property
     def can_keep(self) -> bool:
-        """See `Tier.can_keep`: a host tier may have bounce slots only."""
+        """Whether blocks may stay: a host tier may have bounce slots only."""
         return self.index.num_slots > 0
 
     @property
@@ -229,14 +233,14 @@ class MemoryTier(BookedTier):
         return True
 
     def slots_within(self, capacity_bytes: int, block_bytes: int) -> int:
-        """See `BookedTier.slots_within`: memory of a device is taken once."""
+        """Return how many slots a capacity is; that of a device is taken once, and is not changed."""
         raise ConfigurationError(f"the capacity of tier {self.name!r} cannot be changed while it is used")
 
     async def grow(self, num_slots: int, more_bytes: int) -> None:
-        """See `BookedTier.grow`."""
+        """Take memory for more slots."""
 
     async def shrink(self, num_slots: int) -> None:
-        """See `BookedTier.shrink`: host memory goes back as it becomes free, see `HostTier.give_back`."""
+        """Give nothing back yet: host memory goes back as it becomes free, see `HostTier.give_back`."""
 
 
 class HostTier(MemoryTier):
@@ -246,8 +250,13 @@ class HostTier(MemoryTier):
         super().__init__(name, index, slab.rows, write_back=write_back)
         self.slab = slab
 
+    def close(self) -> None:
+        """Let go of the memory, which goes back to the system as soon as nothing copies to or from it any more."""
+        self.slab.close()
+        self.rows = self.slab.rows  # those of before would keep it mapped for as long as anybody knows this tier
+
     async def locate(self, batch: Batch) -> CPULoadStoreSpec | None:
-        """See `Tier.locate`: slots of the slab, payloads without headers."""
+        """Say where blocks are: slots of the slab, payloads without headers."""
         slots = self.slots_of(batch)
         return None if slots is None else CPULoadStoreSpec(slots, self.slab.name)
 
@@ -273,23 +282,59 @@ class HostTier(MemoryTier):
         return len(idle) == max(0, stop - start)
 
 
+@dataclass(frozen=True)
+class ReadReport:
+    """What a tier says of the blocks of one read, by position.
+
+    Attributes:
+        right: Which are as they were stored.
+        gone: Which it no longer has.
+        refused: Why, of those that are whole, and sealed otherwise than the tier's keys say.
+    """
+
+    right: Mask
+    gone: Mask
+    refused: Mapping[int, str]
+
+    @classmethod
+    def of(cls, n: int, at: NDArray[np.intp], outcomes: Sequence[Outcome], refused: Mapping[int, str]) -> "ReadReport":
+        """Of ``n`` blocks those at some positions were read; ``refused`` are places among these. Others are gone."""
+        report = cls(np.zeros(n, np.bool_), np.ones(n, np.bool_), {int(at[i]): why for i, why in refused.items()})
+        report.right[at] = [outcome is Outcome.HIT for outcome in outcomes]
+        report.gone[at] = [outcome is Outcome.MISS for outcome in outcomes]
+        return report
+
+    @classmethod
+    def nothing_of(cls, n: int) -> "ReadReport":
+        """None of ``n`` blocks was read, and it is not known whether they are there."""
+        return cls(np.zeros(n, np.bool_), np.zeros(n, np.bool_), {})
+
+
 @dataclass
 class WriteReport:
-    """What became of the blocks of one write, by position. Every position is in exactly one of them."""
+    """What became of the blocks of one write, by position. Every position is in exactly one of the four.
+
+    Attributes:
+        written, present, dropped, failed: The four.
+        because: Why blocks were dropped, but for those that nobody wanted any more.
+        unwanted: Blocks that were removed before their turn came: dropped, unless something else became of them.
+    """
 
     written: Mask
     present: Mask
     dropped: Mask
+    because: Reason = Reason.NO_ROOM
+    unwanted: Mask | None = None
     failed: Mask = field(init=False)
 
     def __post_init__(self) -> None:
         self.failed = ~(self.written | self.present | self.dropped)
 
     @classmethod
-    def nothing_of(cls, n: int) -> "WriteReport":
+    def nothing_of(cls, n: int, because: Reason) -> "WriteReport":
         """All of ``n`` blocks dropped."""
         nothing = np.zeros(n, np.bool_)
-        return cls(nothing, nothing, ~nothing)
+        return cls(nothing, nothing, ~nothing, because)
 
     @classmethod
     def failure_of(cls, n: int) -> "WriteReport":
@@ -298,5 +343,11 @@ class WriteReport:
         return cls(nothing, nothing, nothing)
 
     def counts(self) -> dict[str, int]:
-        """How many blocks, by what became of them."""
-        return {name: int(np.count_nonzero(mask)) for name, mask in vars(self).items()}
+        """How many blocks, by what became of them; the dropped ones apart."""
+        return {name: int(np.count_nonzero(getattr(self, name))) for name in ("written", "present", "failed")}
+
+    def drops(self) -> dict[Reason, int]:
+        """How many blocks were dropped, by reason."""
+        num_dropped = int(np.count_nonzero(self.dropped))
+        num_unwanted = 0 if self.unwanted is None else int(np.count_nonzero(self.dropped & self.unwanted))
+        return {Reason.REMOVED: num_unwanted, self.because: num_dropped - num_unwanted}

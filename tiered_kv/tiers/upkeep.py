@@ -19,7 +19,7 @@ from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.gate import Kind, Priority, Waiter
 from tiered_kv.tiers.owned import OwnedTier
 from tiered_kv.tiers.records import Refusals
-from tiered_kv.tiers.storage import READ, all_failed
+from tiered_kv.tiers.storage import READ, StorageTier, all_failed
 from tiered_kv.tiers.tier import Batch, BookedTier, Mask
 from tiered_kv.values.events import TierScrubbed
 from tiered_kv.values.keys import Names
@@ -98,7 +98,7 @@ async def _verify(tier: OwnedTier, names: Names, slots: Slots, blocks: list[Bloc
             is_wrong, refused = seen
             is_wrong &= tier.index.find(names)[0] == slots  # else removed, and perhaps stored anew elsewhere
             tier.tell_refused(refused)
-            num_broken = tier.take_out(names, slots, is_wrong, refused)
+            num_broken = tier.take_out(names, is_wrong, refused)
             tier.counters.corrupt += num_broken
             return num_broken
     finally:
@@ -157,11 +157,14 @@ async def _expire(chain: Chain, tier: BookedTier) -> None:
         await asyncio.sleep(0)
 
 
-async def evict(chain: Chain, batch: Batch, tier: str | None) -> Mask:
-    """Remove blocks from one tier, or from all; say which were in an owned one.
+async def evict(chain: Chain, batch: Batch, tier: str | None) -> tuple[Mask, list[str]]:
+    """Remove blocks from one tier, or from all.
 
     All of it is decided before the first await: a cancellation ends the wait for the media, and nothing else. They are
     not waited for beyond their time.
+
+    Returns:
+        Which blocks were in an owned tier, and the tiers that are not known to have removed them.
     """
     found = np.zeros(len(batch), np.bool_)
     for booked in (each for each in chain.booked if tier in (None, each.name)):
@@ -169,24 +172,34 @@ async def evict(chain: Chain, batch: Batch, tier: str | None) -> Mask:
     for memory in (each for each in chain.memory if tier in (None, each.name)):
         memory.index.remove(batch.names)
     storage = [each for each in chain.storage if tier in (None, each.name)]
-    forgetting = [chain.tasks.spawn(each.forget(batch), f"evict from {each.name}") for each in storage]
+    removals = [(each, chain.tasks.spawn(each.forget(batch), f"evict from {each.name}")) for each in storage]
     chain.room.changed()
-    if forgetting:
-        await asyncio.wait(forgetting, timeout=max(each.health.timeout_s for each in storage))
-    return found
+    return found, await _kept_by(removals)
 
 
-async def clear(chains: Sequence[Chain]) -> None:
-    """Empty the owned tiers, after a restart too; tiers that do not answer are not waited for beyond their time."""
-    clearing, timeout_s = [], 0.0
+async def clear(chains: Sequence[Chain]) -> tuple[int, list[str]]:
+    """Empty the owned tiers, after a restart too; tiers that do not answer are not waited for beyond their time.
+
+    Returns:
+        How many blocks there were, and the tiers that are not known to have removed theirs.
+    """
+    removals: list[tuple[StorageTier, asyncio.Task[bool]]] = []
+    num_blocks = sum(tier.index.statistics().ready for chain in chains for tier in chain.booked)
     for chain in chains:
         for memory in chain.memory:
             memory.index.clear()
         chain.room.changed()
-        clearing += [chain.tasks.spawn(tier.clear(), f"clear {tier.name}") for tier in chain.owned]
-        timeout_s = max([timeout_s, *(tier.health.timeout_s for tier in chain.owned)])
-    if clearing:
-        await asyncio.wait(clearing, timeout=timeout_s)
+        removals += [(tier, chain.tasks.spawn(tier.clear(), f"clear {tier.name}")) for tier in chain.owned]
+    return num_blocks, await _kept_by(removals)
+
+
+async def _kept_by(removals: "Sequence[tuple[StorageTier, asyncio.Task[bool]]]") -> list[str]:
+    """Wait for removals, for as long as their tiers may take; name the tiers of those that have not gone well."""
+    if not removals:
+        return []
+    await asyncio.wait([task for _, task in removals], timeout=max(tier.health.timeout_s for tier, _ in removals))
+    is_gone = [task.done() and not task.cancelled() and not task.exception() and task.result() for _, task in removals]
+    return [tier.name for (tier, _), gone in zip(removals, is_gone, strict=True) if not gone]
 
 
 async def pay(chains: Sequence[Chain]) -> bool:

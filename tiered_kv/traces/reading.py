@@ -46,6 +46,9 @@ class BadLine:
     why: str
 
 
+_MAY_BE_ZERO = {"seed", "exponent", "jitter", "think_s", "tool_s"}
+
+
 def open_trace(
     where: str, *, block_size: int | None = None, on_bad_line: Callable[[BadLine], None] = lambda _: None
 ) -> Trace:
@@ -63,7 +66,10 @@ def open_trace(
     arguments = dict(parse_qsl(query, keep_blank_values=True))
     defaults = {key: each.default for key, each in inspect.signature(SYNTHETIC[name]).parameters.items()}
     try:
-        return SYNTHETIC[name](**{key: type(defaults[key])(value) for key, value in arguments.items()})
+        given = {key: type(defaults[key])(value) for key, value in arguments.items()}
+        if wrong := [key for key, value in given.items() if key not in _MAY_BE_ZERO and not value > 0]:
+            raise ValueError(f"{wrong[0]} must be more than 0")  # noqa: TRY301 - told as the others are
+        return SYNTHETIC[name](**given)
     except (KeyError, ValueError) as error:
         known = ", ".join(f"{key}={value}" for key, value in defaults.items())
         raise ConfigurationError(f"{where}: {error}: after the '?' come numbers for any of {known}") from None

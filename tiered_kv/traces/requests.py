@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +36,7 @@ class Request:
     category: str = ""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Trace:
     """Requests in the order of their times.
 
@@ -49,12 +50,17 @@ class Trace:
     requests: Sequence[Request]
     block_size: int
 
-    @property
+    @cached_property
     def num_references(self) -> int:
         """How many blocks were asked for, repeats counted."""
         return sum(len(each.ids) for each in self.requests)
 
-    @property
+    @cached_property
+    def input_tokens(self) -> int:
+        """Of all prompts together."""
+        return sum(each.input_tokens for each in self.requests)
+
+    @cached_property
     def num_blocks(self) -> int:
         """How many different blocks there are."""
         return len(np.unique(np.concatenate([each.ids for each in self.requests]))) if self.requests else 0

@@ -1,22 +1,34 @@
-"""Loads straight into memory of the engine's own: a medium reads into a pool, and no host slot is taken.
+"""Loads straight into memory of the engine's own, and stores straight out of it: a medium has a pool, and no host slot.
 
-What is in memory is copied as in every load; what is only in storage is read in place, verified there, and counts
-from then on. A medium that has been given the engine's memory cannot be left: such a load ends when the medium lets go
-of it, so its deadline is soft. It begins nothing more once its time is up.
+In a load, what is in memory is copied as in every load; what is only in storage is read in place, verified there, and
+counts from then on. A store is written from where it is, if nothing but one storage tier of this cache's own is to have
+it. A medium that has been given the engine's memory cannot be left: such a transfer ends when the medium lets go of it,
+so its deadline is soft. It begins nothing more once its time is up.
 """
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
-from tiered_kv.tiers.gate import Kind, Waiter
-from tiered_kv.tiers.tier import Batch, prefix_of
+from tiered_kv.catalog.uses import Fate
+from tiered_kv.memory.lanes import Lane
+from tiered_kv.tiers.chain import Chain
+from tiered_kv.tiers.gate import Kind, Priority, Waiter
+from tiered_kv.tiers.owned import OwnedTier
+from tiered_kv.tiers.tier import Batch, Mask, WriteReport, prefix_of
+from tiered_kv.transfers.engine_memory import DirectSlots
+from tiered_kv.transfers.handles import LAST_COPIES_S, Revocable, until_done
 from tiered_kv.transfers.load import Copied, Load
+from tiered_kv.transfers.store import Store
+from tiered_kv.transfers.transfer_requests import StoreRequest
 from tiered_kv.transfers.window import Landed, Window
-from tiered_kv.values.results import Reason, TierFault
+from tiered_kv.values.results import Reason, StoreResult, TierFault
 
 
 class DirectLoad(Load):
@@ -24,7 +36,7 @@ class DirectLoad(Load):
 
     @property
     def is_copying(self) -> bool:
-        """See `Loading.is_copying`: a medium that has been given memory cannot be asked how far it is."""
+        """From the beginning: a medium that has been given memory cannot be asked how far it is."""
         return True
 
     async def _move(self, underway: deque[Window], begun: int = 0, end: int | None = None) -> None:
@@ -53,61 +65,42 @@ class DirectLoad(Load):
                 return
 
     async def _is_free(self) -> bool:
-        """Wait until nobody else uses the pages: until the lane is past the caller's event, if there is one."""
-        if not self._request.lane.has_events:
-            return True
-        copy = self._chain.copy(self._request.lane, _nothing)
-        errors: list[BaseException | None] = []
-        self.watch(copy, errors.append)
-        await asyncio.wait({copy.ended})
-        self._say_failed(errors[0], len(self._batch))
-        return errors[0] is None
+        """Wait until nobody else uses the pages; say whether that went well."""
+        error = await _until_free(self, self._chain, self._request.lane)
+        self._say_failed(error, len(self._batch))
+        return error is None
 
     async def _read(self, start: int, part: Batch, numbers: NDArray[np.int8]) -> int:
         """Read blocks to where they belong; return how many leading ones are right. Ends when the media have let go."""
         if not len(part):
             return 0
-        loop = asyncio.get_running_loop()
-        waiters: dict[asyncio.Task[None], Waiter] = {}
-        reading = loop.create_task(self._read_from_all(start, part, numbers, waiters), name=f"read {len(part)} blocks")
-        stop = partial(_stop_waiting, waiters)
-        self._chain.tasks.watch(reading, stop)  # what has its turn ends with the calls only, at close too
-        timer = loop.call_at(self._request.deadline, stop)
-        while not reading.done():
-            try:
-                await asyncio.wait({reading})
-            except asyncio.CancelledError:
-                self.revoked = True
-                stop()
-        timer.cancel()
-        num_right = prefix_of(reading.result()) if not reading.cancelled() else 0
+        num_right = prefix_of(await self._read_from_all(start, part, numbers))
         nowhere = np.full(len(part), -1, np.int64)
         window = Window(start, part, numbers, nowhere, nowhere, np.full(len(part), -1, np.int8))
         self._copied.append(Copied(Landed(window, num_right, nowhere, nowhere, [], is_worth_another=False), ok=True))
         if self.revoked:
             raise asyncio.CancelledError
-        if loop.time() >= self._request.deadline:
+        if asyncio.get_running_loop().time() >= self._request.deadline:
             raise TimeoutError
         return num_right
 
-    async def _read_from_all(
-        self, start: int, part: Batch, numbers: NDArray[np.int8], waiters: dict[asyncio.Task[None], Waiter]
-    ) -> NDArray[np.bool_]:
-        """Read blocks, each from its tier, all tiers at once, in tasks with these ``waiters``; say which are right."""
+    async def _read_from_all(self, start: int, part: Batch, numbers: NDArray[np.int8]) -> NDArray[np.bool_]:
+        """Read blocks, each from its tier, all tiers at once; say which are right."""
         slots = self._request.binding.direct
         assert slots is not None  # noqa: S101 - else it would be a plain load
         blocks = slots.blocks(self._request.pages[start : start + len(part), 0])
         right = np.zeros(len(part), np.bool_)
+        waiters: dict[asyncio.Task[None], Waiter] = {}
 
         async def read_from(number: int, waiter: Waiter) -> None:
             tier, at = self._chain.storage[number - len(self._chain.memory)], (numbers == number).nonzero()[0]
             late = partial(self._say_late, tier.name, len(at))
-            right[at] = await tier.read(part[at], [blocks[i] for i in at], waiter, late)
+            right[at] = (await tier.read(part[at], [blocks[i] for i in at], waiter, late)).right
 
         for number in np.unique(numbers).tolist():
             waiter = Waiter(Kind.LOAD, self._request.priority, lends=True)
-            waiters[asyncio.create_task(read_from(number, waiter))] = waiter
-        await asyncio.wait(waiters)  # all of them, whatever one of them raises
+            waiters[asyncio.create_task(read_from(number, waiter), name=f"read {len(part)} blocks")] = waiter
+        await _to_the_end(self, self._chain, waiters, self._request.deadline)
         for task in waiters:
             if not task.cancelled():
                 task.result()
@@ -120,8 +113,131 @@ class DirectLoad(Load):
         return sum(copied.landed.num_blocks for copied in self._copied)
 
 
-def _stop_waiting(waiters: dict[asyncio.Task[None], Waiter]) -> None:
-    """Cancel reads whose turn has not come: their media have not been given the memory yet."""
+class DirectStore(Store):
+    """A store out of `DirectSlots`, of which one storage tier writes what is there: nothing is copied.
+
+    The slots are the engine's again when it ends. Until then a load does not find the blocks.
+    """
+
+    def __init__(self, request: StoreRequest, tier: OwnedTier, slots: DirectSlots) -> None:
+        """Prepare a store to what `direct_target` names."""
+        super().__init__(request)
+        self._tier = tier
+        self._slots = slots
+
+    @override
+    async def run(self) -> StoreResult:
+        chain, batch, loop = self._chain, self._batch, asyncio.get_running_loop()
+        started, done = loop.time(), 0
+        deadline = started + max(chain.limits.store_timeout_s, LAST_COPIES_S)
+        size = chain.window_blocks * chain.limits.reads_in_flight
+        try:
+            chain.count_use(batch, self._came)
+            if self._is_refused():
+                done = len(batch)
+            elif (error := await self._until_free(deadline)) is not None:
+                self._drop(batch, error)
+                done = len(batch)
+            while done < len(batch) and not self.revoked:
+                await chain.tasks.turn(Priority.STORE, at_once=not done)
+                stop = min(done + size, len(batch))
+                await self._store(batch[done:stop], self._request.pages[done:stop, 0], deadline)
+                done = stop
+        except asyncio.CancelledError:
+            self.revoked = True
+        finally:
+            self._drop(batch[done:], Reason.REVOKED)
+            self._close_one()
+        await self._use_present()
+        return self._result(loop.time() - started)
+
+    async def _until_free(self, deadline: float) -> Reason | None:
+        """Wait until the engine has written the pages; say why not, if so."""
+        try:
+            async with asyncio.timeout_at(deadline):
+                error = await _until_free(self, self._chain, self._request.lane)
+        except TimeoutError:
+            return Reason.DEADLINE
+        return None if error is None else Reason.COPY_FAILED
+
+    async def _store(self, part: Batch, pages: NDArray[np.int64], deadline: float) -> None:
+        """Write one piece; ends when the medium has let go of the engine's memory."""
+        known = ~self._tier.lacks(part)
+        if known.any():
+            self._count_present(int(np.count_nonzero(known)))
+            self._present.append(part[known])
+            part, pages = part[~known], pages[~known]
+        if not len(part):
+            return
+        waiter = Waiter(Kind.STORE)
+        blocks = self._slots.blocks(pages)
+        with self._tier.expecting(part.names) as wanted:
+            writing = asyncio.create_task(
+                self._tier.write(part, blocks, wanted.copy, _nothing, waiter), name=f"write {len(part)} blocks"
+            )
+            await _to_the_end(self, self._chain, {writing: waiter}, deadline)
+        if writing.cancelled():
+            self._drop(part, Reason.REVOKED if self.revoked else Reason.DEADLINE)
+        else:
+            self._count(part, writing.result(), wanted)
+
+    def _count(self, part: Batch, report: WriteReport, wanted: Mask) -> None:
+        """Count what became of blocks."""
+        tier, counts, drops = self._tier, report.counts(), report.drops()
+        self._tally.add(tier, **counts, dropped=drops)
+        self._num_stored += counts["written"]
+        self._num_present += counts["present"]
+        self._dropped += Counter(drops) + Counter({Reason.UNWRITTEN: counts["failed"]})
+        self._chain.fates.note(part.names[report.dropped], Fate.DROPPED, tier.name)
+        self._chain.fates.note(part.names[report.failed], Fate.FAILED, tier.name)
+        self._chain.unwritten.has_lost |= bool(((report.dropped & wanted) | report.failed).any())
+        if self._request.hint is not None:
+            tier.hint(part[report.written], self._request.hint)
+
+
+def direct_target(request: StoreRequest) -> OwnedTier | None:
+    """Return the tier that may write a store straight out of the engine's memory; None if it has to be copied."""
+    chain = request.chain
+    if request.binding.direct is None or request.layerwise or chain.host.can_keep or len(chain.written) != 1:
+        return None
+    tier = chain.written[0]
+    is_plain = not tier.is_written_back and tier.settings.admit_after == 1
+    return tier if is_plain and isinstance(tier, OwnedTier) else None
+
+
+async def _until_free(transfer: Revocable, chain: Chain, lane: Lane) -> BaseException | None:
+    """Wait until the lane is past the caller's event, if there is one; return what that failed with."""
+    if not lane.has_events:
+        return None
+    copy = chain.copy(lane, _nothing)
+    errors: list[BaseException | None] = []
+    transfer.watch(copy, errors.append)
+    await asyncio.wait({copy.ended})
+    return errors[0]
+
+
+async def _to_the_end(
+    transfer: Revocable, chain: Chain, waiters: "Mapping[asyncio.Task[Any], Waiter]", deadline: float
+) -> None:
+    """Wait for calls that have memory of the engine's, however often this is cancelled.
+
+    Those whose turn has not come are cancelled at the deadline, then, and at close.
+    """
+    stop = partial(_stop_waiting, waiters)
+    for task in waiters:
+        chain.tasks.watch(task, stop)
+    timer = asyncio.get_running_loop().call_at(deadline, stop)
+    while left := [task for task in waiters if not task.done()]:
+        try:
+            await until_done(left)
+        except asyncio.CancelledError:
+            transfer.revoked = True
+            stop()
+    timer.cancel()
+
+
+def _stop_waiting(waiters: "Mapping[asyncio.Task[Any], Waiter]") -> None:
+    """Cancel calls whose turn has not come: their media have not been given the memory yet."""
     for task, waiter in waiters.items():
         if waiter.is_waiting:
             task.cancel()

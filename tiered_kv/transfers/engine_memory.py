@@ -231,7 +231,7 @@ class Bindings:
         self._is_closed = False
 
     def register_caches(self, kv_caches: KVCaches, chain: Reach, *, group: int, axes: str | None) -> None:
-        """See `TieredKV.register_kv_caches`."""
+        """Take the engine's paged tensors as what loads and stores move; errors as of `TieredKV.register_kv_caches`."""
         caches = PagedCaches.bind(kv_caches, chain.group, axes=axes, device=chain.h2d.device, codec=chain.codec)
         prepare(caches, chain.h2d.device)
         self._caches[group] = Binding(group, caches, chain.h2d, chain.d2h, chain.gpu)
@@ -252,7 +252,7 @@ class Bindings:
         slot_bytes: int | None,
         direct: bool,
     ) -> None:
-        """See `TieredKV.register_host_pool`; ``stack`` ends with the cache."""
+        """Take memory of the engine's own as a pool of slots; ``stack`` ends with the cache."""
         if not isinstance(name, str) or not name or name in self._pools:
             taken = ", ".join(self._pools) or "none"
             raise ConfigurationError(f"a host pool needs a name of its own, got {name!r}; taken: {taken}")
@@ -277,7 +277,7 @@ class Bindings:
         self._pools[name] = Binding(group, caches, *self._lanes, gpu=None, direct=slots)
 
     def unregister_caches(self, group: int) -> None:
-        """See `TieredKV.unregister_kv_caches`."""
+        """Let go of the engine's tensors once nothing moves to or from them."""
         self._caches.pop(group, None)
 
     def forget(self) -> None:

@@ -7,7 +7,7 @@ caller's memory, and only then lets the cancellation through.
 
 import asyncio
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from anyio import CancelScope
@@ -55,7 +55,7 @@ class Handle(Generic[T]):
             if self._ended.done():
                 await asyncio.sleep(0)  # whoever awaits one transfer after another leaves turns for others
             else:
-                await _woken_by(self._ended)
+                await until_done([self._ended])
         except asyncio.CancelledError:
             self.cancel()
             while not self._ended.done():
@@ -70,19 +70,34 @@ class Handle(Generic[T]):
         return self._ended.result()
 
 
-async def _woken_by(ended: "asyncio.Future[Any]") -> None:
-    """Wait for a future that a cancellation of the wait must not reach: `asyncio.wait`, for a third of its time."""
-    waiter = asyncio.get_running_loop().create_future()
+async def until_done(futures: "Collection[asyncio.Future[Any]]", deadline: float = math.inf) -> None:
+    """Wait until all are done, or it is ``deadline``; a cancellation of the wait reaches none of them.
 
-    def wake(_: object) -> None:
+    As `asyncio.wait` does, for a third of its time.
+    """
+    loop, num_left = asyncio.get_running_loop(), len(futures)
+    waiter = loop.create_future()
+
+    def wake() -> None:
         if not waiter.done():
             waiter.set_result(None)
 
-    ended.add_done_callback(wake)
+    def one_done(_: object) -> None:
+        nonlocal num_left
+        num_left -= 1
+        if not num_left:
+            wake()
+
+    timer = None if deadline == math.inf else loop.call_at(deadline, wake)
+    for each in futures:
+        each.add_done_callback(one_done)
     try:
         await waiter
     finally:
-        ended.remove_done_callback(wake)
+        if timer is not None:
+            timer.cancel()
+        for each in futures:
+            each.remove_done_callback(one_done)
 
 
 class Loading(Protocol):
@@ -106,7 +121,7 @@ class Loading(Protocol):
         """Whether something may have been written to the engine's blocks."""
 
     def stop_before(self, block: int) -> int:
-        """See `LoadHandle.stop_before`."""
+        """Claim the blocks before ``block`` for the engine; return from which block on the load still writes."""
 
     def revoke(self) -> None:
         """Stop as soon as possible."""
@@ -223,9 +238,17 @@ class Revocable:
     def start(self, task: "asyncio.Task[T]", lane: Lane | None = None) -> "Handle[T]":
         """Give the task that runs this transfer, for a handle; ``lane`` is released when it has ended."""
         self._task = task
-        if lane is not None:
-            task.add_done_callback(lambda _: lane.release())
+
+        def over(_: object) -> None:
+            if lane is not None:
+                lane.release()
+            self._is_over()
+
+        task.add_done_callback(over)
         return Handle(task, self.revoke)
+
+    def _is_over(self) -> None:
+        """Take note that the task has ended, however it did, before whoever waits for it does."""
 
     def revoke(self) -> None:
         """Stop as soon as possible."""
@@ -266,10 +289,10 @@ class Revocable:
         if self.revoked:
             self.revoke_copies()
         while self._copies:
-            timeout_s = max(0.0, deadline - loop.time()) if in_time and deadline < math.inf else None
+            waiting = [copy.ended for copy in self._copies]
             try:
-                ended, _ = await asyncio.wait({copy.ended for copy in self._copies}, timeout=timeout_s)
-                if not ended:
+                await until_done(waiting, deadline if in_time else math.inf)
+                if not any(each.done() for each in waiting):
                     in_time = False
                     self.revoke_copies()
             except asyncio.CancelledError:

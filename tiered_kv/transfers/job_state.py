@@ -18,7 +18,7 @@ from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.tier import Batch, Mask, prefix_of
 from tiered_kv.transfers.load import count_uses
 from tiered_kv.transfers.prefetch import Brought, lease_each, lease_prefix
-from tiered_kv.transfers.requests import JobRequest
+from tiered_kv.transfers.transfer_requests import JobRequest
 from tiered_kv.transfers.writedown import Tally, write_down
 from tiered_kv.values.errors import ConfigurationError, LayoutMismatchError
 from tiered_kv.values.hints import ReuseHint
@@ -61,7 +61,7 @@ class HeldLoad:
         """Let go of the slots; ``moved`` is what all ranks have in place, ``wanted`` what they were asked for."""
         chain = self.chain
         source = self._source_of(moved)
-        chain.ledger.count_load(self._batch.namespace.salt, len(moved[wanted]), len(source), Reason.NOT_MOVED)
+        chain.fates.count_load(self._batch[wanted], len(source), Reason.NOT_MOVED)
         for tier, count in zip(chain.tiers, np.bincount(source, minlength=len(chain.tiers)), strict=True):
             tier.counters.hits += int(count)
         chain.release(self._lease)
@@ -88,6 +88,9 @@ class HeldLoad:
         """End it while a worker may be reading the slots yet: what that brings counts for nothing."""
         self.end(np.zeros_like(self.present), wanted)
 
+    def disown(self) -> None:
+        """Do nothing: nobody waits for a worker that reads, and what it reads all may read."""
+
 
 class HeldStore:
     """Slots reserved on the host for what one rank is to copy out.
@@ -98,7 +101,7 @@ class HeldStore:
         positions: Which of the job's keys go there.
         present: Which blocks of the job were there already.
         answers: What a flush waits for, if a worker may be copying: done once it has answered and what it copied counts
-            as not written yet, cancelled if the cache was closed before.
+            as not written yet, or nobody will say so; cancelled if the cache was closed before.
     """
 
     def __init__(
@@ -129,19 +132,26 @@ class HeldStore:
             chain.host.index.hint(self._batch.names[live], self._hint)
         n = int(np.count_nonzero(live))
         tally = Tally(chain.tiers)
-        tally.add(chain.host, written=n, dropped=len(self.spec) - n)
+        tally.add(chain.host, written=n, dropped={Reason.NOT_MOVED: len(self.spec) - n})
         present = self.present[: len(live)]
         came = chain.unwritten.begin(self._came)  # from here on a flush waits for it as for any store
         chain.touch_there(self._batch[~live & present])
         chain.count_use(self._batch[live | present], came)
         ended = partial(chain.unwritten.end, came)
         write_down(chain, tally, chain.host, self._batch[live], lease.slots[live], lease, came, ended)
-        self._answer.set_result(None)
+        if not self._answer.done():
+            self._answer.set_result(None)
 
     def abandon(self, wanted: slice) -> None:
         """End it while a worker may be writing to the slots yet: nobody gets them any more."""
         self._count(np.zeros_like(self.present), wanted)
         self._answer.cancel()
+
+    def disown(self) -> None:
+        """Have nobody wait for the blocks: what becomes of them nobody will say. The slots are held until `end`."""
+        index, names = self.chain.host.index, self._batch.names[self.positions]
+        index.remove(names[index.find(names)[0] == self.spec.ids])  # others may store them meanwhile
+        self._answer.set_result(None)
 
     def shares(self, moved: Mask, now: float) -> Iterator[tuple[str, int, float]]:
         """Yield the host's name, how many blocks it has got, and when."""
@@ -154,7 +164,7 @@ class HeldStore:
         reason = Reason.NOT_MOVED if len(self._batch) else Reason.NO_ROOM
         dropped = requested - stored - present
         reasons = {reason: dropped} if dropped else {}
-        self.chain.ledger.count_store(requested, stored=stored, present=present, dropped=reasons)
+        self.chain.fates.count_store(requested, stored=stored, present=present, dropped=reasons)
 
 
 Held = HeldLoad | HeldStore
@@ -206,7 +216,7 @@ class Underway:
         """
         request, keys = self.request, self.request.keys
         for chain, batch in request.parts:
-            chain.ledger.use(request.direction, batch.names)
+            chain.fates.use(request.direction, batch.names)
         if request.direction == "store":
             self._held = reserve_all(request.parts, request.hint)
         else:
@@ -272,6 +282,12 @@ class Underway:
         unanswered &= ~answered
         if not unanswered.any():
             del self._unanswered[rank]
+
+    def disown(self) -> None:
+        """Who planned it is gone, and answers no more: it ends with nothing, once its workers have ended."""
+        for moved, held in zip(self._moved, self._held, strict=True):
+            moved[:] = False
+            held.disown()
 
     def end(self) -> JobResult:
         """Let go of what it holds; what every rank has moved is readable, or in place."""

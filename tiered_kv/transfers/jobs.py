@@ -25,9 +25,9 @@ from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.tiers.tier import Mask
 from tiered_kv.transfers.job_state import Underway, bind
 from tiered_kv.transfers.load_parts import bring_around_gaps
-from tiered_kv.transfers.prefetch import Brought, PrefetchHandle, bring_each, start_bringing
-from tiered_kv.transfers.requests import JobRequest
+from tiered_kv.transfers.prefetch import Brought, PrefetchHandle, bringing, start_bringing
 from tiered_kv.transfers.submissions import Polled
+from tiered_kv.transfers.transfer_requests import JobRequest
 from tiered_kv.transfers.workers import Workers
 from tiered_kv.values.errors import ClosedError, ConfigurationError, LayoutMismatchError
 from tiered_kv.values.events import Emit, WorkerEnded
@@ -59,6 +59,10 @@ class Job:
         self.decided: Plan | None = None
         self.is_seen = False  # whoever was handed a plan with moves may give it to workers
         self._book = book
+
+    def withdraw(self) -> None:
+        """Have a plan without moves from now on: its slots may be another's. With the book's lock held."""
+        self.decided = Plan(self.number, self.direction, 0, ())
 
     @property
     def plan(self) -> Plan | None:
@@ -151,14 +155,19 @@ class JobBook(ABC):
     # What is asked of jobs, by any thread.
 
     def show(self, job: Job) -> Plan | None:
-        """See `Job.plan`."""
+        """Return a job's plan if it has one; from then on it counts as handed out, and the job ends by its answer."""
         with self._polled.lock:
             plan = job.decided
             job.is_seen = job.is_seen or (plan is not None and plan.moves != ())
             return plan
 
     def bind(self, job: Job, blocks: GPULoadStoreSpec, start: int) -> Plan:
-        """See `Job.bind`."""
+        """Return a planned job's plan with the engine's blocks, from its block ``start`` on.
+
+        Raises:
+            ConfigurationError: It is not planned yet, or ids that do not fit.
+            LayoutMismatchError: Blocks of another KV group.
+        """
         if not isinstance(blocks, GPULoadStoreSpec):
             raise ConfigurationError(f"blocks of the engine are given as GPULoadStoreSpec, got {type(blocks).__name__}")
         start = as_int("start", start)
@@ -184,11 +193,11 @@ class JobBook(ABC):
 
     @abstractmethod
     def complete_keys(self, job: Job, keys: Sequence[bytes], rank: int, *, moved: bool) -> None:
-        """See `Job.complete`."""
+        """Take note of what one rank's worker has done; in any thread."""
 
     @abstractmethod
     def cancel(self, job: Job, *, undelivered: bool) -> None:
-        """See `Job.cancel`."""
+        """End a job, unless a worker may have its plan; see there for what ``undelivered`` says."""
 
     def complete(self, outcomes: Outcomes) -> None:
         """Take one rank's answer, in any order; of a job that is over it is passed over.
@@ -263,7 +272,7 @@ class JobBook(ABC):
 
     def _withdraw(self, job: Job) -> None:
         """Have nobody be handed anything to do for a job that is about to end with nothing; with the lock held."""
-        job.decided = Plan(job.number, job.direction, 0, ())
+        job.withdraw()
         self._polled.forget(job)
 
     def _tell(self, job: Job, plan: Plan | None, result: JobResult | None) -> None:
@@ -357,6 +366,8 @@ class Jobs(JobBook):
                 raise with_a_worker(job)
             if (underway := self._take_out(job)) is not None:  # now, with the look: a plan that is handed out is not
                 self._soon(self._give_up, job, underway, "cancelled")
+            else:
+                job.withdraw()
 
     def _take(self, outcomes: Outcomes) -> None:
         if (job := self._not_over.get(outcomes.job)) is not None:
@@ -386,12 +397,18 @@ class Jobs(JobBook):
         ]
 
     def leave(self) -> None:
-        """Who planned is gone: end what no worker has the plan of. The rest ends with the workers' processes."""
+        """Who planned is gone: end what no worker has the plan of.
+
+        The rest ends with the workers' processes. They may outlive this by days: until then their slots are nobody's,
+        and nobody waits for their answers.
+        """
         self._begin_no_more()
         self._is_left = True
         for job, underway in list(self._underway.items()):
             if underway.plan is None or not underway.may_be_out:
                 self._end_early(job, "the planner has ended")
+            else:
+                underway.disown()
         self._close_if_left()
 
     def close(self) -> None:
@@ -431,8 +448,8 @@ class Jobs(JobBook):
 
     async def _bring(self, job: Job, brought: Sequence[Brought], handles: Sequence[PrefetchHandle]) -> None:
         try:
-            await bring_each(handles)
-            self._plan(job, brought)
+            async with bringing(brought, handles):
+                self._plan(job, brought)
         except Exception as error:
             self._end_early(job, repr(error))
             raise
@@ -442,7 +459,8 @@ class Jobs(JobBook):
     async def _bring_around_gaps(self, job: Job) -> None:
         try:
             if (underway := self._underway.get(job)) is not None:
-                self._plan(job, await bring_around_gaps(underway.request.parts, underway.request.deadline))
+                async with bring_around_gaps(underway.request.parts, underway.request.deadline) as brought:
+                    self._plan(job, brought)
         except Exception as error:
             self._end_early(job, repr(error))
             raise

@@ -19,8 +19,8 @@ from tiered_kv.memory.lanes import LaneCopy, RevokedError
 from tiered_kv.tiers.gate import Kind, Waiter
 from tiered_kv.tiers.tier import Batch, MemoryTier
 from tiered_kv.transfers.load import Copied, Load
-from tiered_kv.transfers.requests import LoadRequest, StoreRequest
 from tiered_kv.transfers.store import Placed, Store
+from tiered_kv.transfers.transfer_requests import LoadRequest, StoreRequest
 from tiered_kv.transfers.window import Landed, Window
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.results import Reason, StoreResult

@@ -15,15 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from tiered_kv.catalog.leases import Reservation
+from tiered_kv.catalog.leases import Lease, Reservation
 from tiered_kv.memory.copies import copy_rows
+from tiered_kv.memory.device import attempt, raise_the_programs
 from tiered_kv.memory.lanes import LaneCopy, RevokedError
 from tiered_kv.system import system
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.gate import Kind, Priority
 from tiered_kv.tiers.tier import Batch, Mask
 from tiered_kv.transfers.handles import LoadHandle, Revocable
-from tiered_kv.transfers.requests import LoadRequest
+from tiered_kv.transfers.transfer_requests import LoadRequest, may_copy_at_once
 from tiered_kv.transfers.window import Bringer, Landed, Window
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.events import BlocksLoaded
@@ -56,29 +57,32 @@ class InTask(Revocable):
     def start_load(self, task: "asyncio.Task[LoadResult]") -> LoadHandle:
         """Give the task that runs this load, for a handle."""
         self.start(task, self._request.lane)
-        task.add_done_callback(lambda _: self._settle(0))
         return LoadHandle(task, self)
+
+    @override
+    def _is_over(self) -> None:
+        self._settle(0)
 
     @property
     def is_admitted(self) -> bool:
-        """See `Loading.is_admitted`."""
+        """Whether it is known how many blocks will be in place."""
         return self._admitted.done()
 
     async def wait_admitted(self) -> int:
-        """See `Loading.wait_admitted`."""
+        """Wait until that is known, and return it."""
         return await asyncio.shield(self._admitted)
 
     def copy_of(self, layer: int) -> LaneCopy | None:
-        """See `Loading.copy_of`."""
+        """Return the copy after which a layer of all admitted blocks is in place; None if it is in place by then."""
         return None
 
     @property
     def is_copying(self) -> bool:
-        """See `Loading.is_copying`; as long as nothing better is known, it may be."""
+        """Whether something may have been written to the engine's blocks: where nothing better is known, it may."""
         return True
 
     def stop_before(self, block: int) -> int:
-        """See `LoadHandle.stop_before`."""
+        """Claim the blocks before ``block`` for the engine, of a load from the back; others refuse."""
         check_stop(self._request, block)
         return block
 
@@ -98,6 +102,7 @@ class Load(InTask):
         self._gpu = request.binding.gpu
         self._copied: list[Copied] = []
         self._last: LaneCopy | None = None
+        self._head: list[Lease] = []
         promote = chain.limits.promote
         self._bringer = Bringer(
             chain, batch, Kind.LOAD, priority=request.priority, keep=promote, gpu=self._gpu, said=request.said
@@ -134,32 +139,22 @@ class Load(InTask):
             self._bringer.close()
             for window in underway:
                 self._bringer.abandon(window)
+            self._let_go_of_head()
             self._give_up()
             in_time &= await self.drain_copies(self._request.deadline)
-        if not in_time:
+        if not in_time and not self.revoked:
             self._bringer.faults.append(TierFault("", Reason.DEADLINE, len(self._batch)))
         num_blocks, counts = self._count_loaded()
         self._settle(num_blocks)
         await count_uses(self._chain, self._batch[:num_blocks], self._request.priority)
-        return load_result(self._request, num_blocks, counts, self._bringer.faults, loop.time() - started)
+        faults = [*self._bringer.faults, *revocation(self._batch)] if self.revoked else self._bringer.faults
+        return load_result(self._request, num_blocks, counts, faults, loop.time() - started)
 
     async def _move(self, underway: deque[Window], begun: int = 0, end: int | None = None) -> None:
         """Begin windows ahead of the one that is landed, as many as may be read ahead and find slots."""
         n, retries = len(self._batch) if end is None else end, _RETRIES
         while begun < n or underway:
-            while begun < n and len(underway) <= self._chain.limits.reads_in_flight:
-                stop = min(begun + self._window(begun), n)
-                async with asyncio.timeout_at(self._request.deadline):
-                    # What is resident never waits: let others run between windows.
-                    is_late = asyncio.get_running_loop().time() >= self._request.deadline
-                    await self._chain.tasks.turn(self._request.priority, at_once=not begun and not is_late)
-                    window = await self._bringer.begin(
-                        begun, self._batch[begun:stop], may_wait=self._may_wait(underway)
-                    )
-                if window is None:
-                    break
-                underway.append(window)
-                begun = n if window.is_last else begun + len(window.batch)
+            begun = await self._begin_ahead(underway, begun, n)
             if not underway:
                 return  # no slots without waiting, and more are held already
             window = underway[0]
@@ -169,6 +164,8 @@ class Load(InTask):
             if self.revoked:  # the blocks may be the engine's again: the cancellation comes a turn later
                 self._chain.release(*landed.leases)
                 return
+            if begun < n:
+                self._hold_head(landed)
             self._copy(landed)
             if landed.num_blocks:
                 retries = _RETRIES
@@ -179,6 +176,34 @@ class Load(InTask):
                 while underway:
                     self._bringer.abandon(underway.popleft())
                 begun = landed.window.start + landed.num_blocks
+
+    async def _begin_ahead(self, underway: deque[Window], begun: int, n: int) -> int:
+        """Begin windows from block ``begun`` on, as far as `_move` says; return where the next one begins."""
+        while begun < n and len(underway) <= self._chain.limits.reads_in_flight:
+            stop = min(begun + self._window(begun), n)
+            async with asyncio.timeout_at(self._request.deadline):
+                # What is resident never waits: let others run between windows.
+                is_late = asyncio.get_running_loop().time() >= self._request.deadline
+                await self._chain.tasks.turn(self._request.priority, at_once=not begun and not is_late)
+                window = await self._bringer.begin(begun, self._batch[begun:stop], may_wait=self._may_wait(underway))
+            if window is None:
+                return begun
+            underway.append(window)
+            begun = n if window.is_last else begun + len(window.batch)
+        if begun >= n:
+            self._let_go_of_head()
+        return begun
+
+    def _hold_head(self, landed: Landed) -> None:
+        """Keep what is in the CPU tier there until the rest is coming: a policy may have it make room for that."""
+        index, names = self._chain.host.index, landed.window.batch.names[: landed.num_blocks]
+        is_kept = (landed.host >= 0) & (landed.host < index.max_slots)
+        if self._bringer.may_keep and is_kept.any():
+            self._head.append(index.lease(names[is_kept]))
+
+    def _let_go_of_head(self) -> None:
+        self._chain.release(*self._head)
+        self._head = []
 
     def _may_wait(self, underway: deque[Window]) -> bool:
         """Say whether to wait for slots: only while holding none."""
@@ -230,6 +255,11 @@ class Load(InTask):
         self._copied.append(copied)
         if n == 0:
             self._end_copy(copied, None, promotion)
+            return
+        if may_copy_at_once(self._request, n):
+            error = attempt(work)
+            self._end_copy(copied, error, promotion)
+            raise_the_programs(error)
             return
         self._last = chain.copy(self._request.lane, work)
         self.watch(self._last, lambda error: self._end_copy(copied, error, promotion))
@@ -297,6 +327,11 @@ def overtaken(request: LoadRequest) -> TierFault:
     return TierFault("", Reason.EPOCH_ADVANCED, len(request.batch))
 
 
+def revocation(batch: Batch) -> list[TierFault]:
+    """Say that whoever asked for these blocks has given up."""
+    return [TierFault("", Reason.REVOKED, len(batch))]
+
+
 def load_result(
     request: LoadRequest,
     num_blocks: int,
@@ -322,11 +357,11 @@ def load_result(
             tier.counters.hits += count
         why = _why_not_more(request, num_blocks, faults) if num_in_place < num_requested else ""
         said = tuple(f"{fault.tier}: {fault.reason}" for fault in faults)
-        chain.ledger.count_load(request.batch.namespace.salt, num_requested, num_in_place, why)
-        chain.ledger.load_seconds.saw(seconds)
+        chain.fates.count_load(request.batch, num_in_place, why)
+        chain.fates.load_seconds.saw(seconds)
         if said:
-            chain.ledger.load_faults.update(said)
-        chain.ledger.use("load", request.batch.names)
+            chain.fates.load_faults.update(said)
+        chain.fates.use("load", request.batch.names)
         chain.emit(BlocksLoaded(num_in_place, num_requested, by_tier, seconds * 1e3, said, why))
     num_bytes = num_in_place * chain.group.payload_bytes
     return LoadResult(num_blocks, num_requested, by_tier, num_bytes, seconds, tuple(faults), mask)

@@ -13,7 +13,8 @@ medium, only for copies. Together they take no longer than the faster of them wo
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Final
@@ -26,9 +27,9 @@ from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.storage import StorageTier
 from tiered_kv.tiers.tier import Batch, Mask, MemoryTier, prefix_of
 from tiered_kv.transfers.handles import LoadHandle, cancel_each, each_of
-from tiered_kv.transfers.load import InTask, check_stop, load_result, overtaken
-from tiered_kv.transfers.prefetch import Brought, bring_each, start_bringing
-from tiered_kv.transfers.requests import LoadRequest
+from tiered_kv.transfers.load import InTask, check_stop, load_result, overtaken, revocation
+from tiered_kv.transfers.prefetch import Brought, bringing, start_bringing
+from tiered_kv.transfers.transfer_requests import LoadRequest
 from tiered_kv.transfers.window import Said, said_of
 from tiered_kv.values.results import LoadResult, Reason, TierFault
 
@@ -102,6 +103,7 @@ class BackLoad(InTask):
         wanted = replace(request, batch=request.batch[self._claimed :])
         last_missed = max(0, self._in_place - 1 - self._claimed)
         counts = [by_tier[tier.name] for tier in request.chain.tiers]
+        faults += revocation(wanted.batch) if self.revoked else []
         result = load_result(wanted, last_missed, counts, faults, loop.time() - started, mask)
         return replace(result, num_blocks=0 if self._in_place else n, num_requested=n)
 
@@ -192,16 +194,21 @@ def _of_each(said: Said, at: NDArray[np.int64]) -> Said:
     return {tier: known[at] for tier, known in said.items()}
 
 
-async def bring_around_gaps(parts: Sequence[tuple[Chain, Batch]], deadline: float) -> list[Brought]:
-    """Copy up to host memory what every rank has, as far as it fits, until ``deadline``. Holds nothing.
+@asynccontextmanager
+async def bring_around_gaps(parts: Sequence[tuple[Chain, Batch]], deadline: float) -> AsyncGenerator[list[Brought]]:
+    """Copy up to host memory what every rank has, as far as it fits, until ``deadline``; it is held as by `bringing`.
 
-    Where blocks are lost on their way it goes on behind them, a few times.
-
-    Returns:
-        As for `start_bringing`.
+    Where blocks are lost on their way it goes on behind them, a few times. Yields what became of each rank's blocks.
     """
+    async with AsyncExitStack() as stack:
+        yield await _bring_around_gaps(parts, deadline, stack)
+
+
+async def _bring_around_gaps(
+    parts: Sequence[tuple[Chain, Batch]], deadline: float, stack: AsyncExitStack
+) -> list[Brought]:
     n = len(parts[0][1])
-    brought = [Brought(n) for _ in parts]
+    brought = [Brought(chain, n) for chain, _ in parts]
     at = np.arange(n)
     for _ in range(_ROUNDS):
         try:
@@ -214,7 +221,7 @@ async def bring_around_gaps(parts: Sequence[tuple[Chain, Batch]], deadline: floa
         at = at[everywhere]
         wanted = [(chain, batch[at]) for chain, batch in parts]
         found, handles = start_bringing(wanted, said, deadline)
-        await bring_each(handles)
+        await stack.enter_async_context(bringing(found, handles))
         for of_rank, now in zip(brought, found, strict=True):
             came = now.source >= 0
             of_rank.source[at[came]], of_rank.arrived[at[came]] = now.source[came], now.arrived[came]
@@ -258,6 +265,7 @@ class GapLoad(InTask):
         mask.flags.writeable = False
         self._settle(int(np.count_nonzero(mask)))
         counts = [by_tier[tier.name] for tier in request.chain.tiers]
+        faults += revocation(request.batch) if self.revoked else []
         return load_result(request, prefix_of(mask), counts, faults, loop.time() - started, mask)
 
     async def _move(self, mask: Mask, by_tier: Counter[str], faults: list[TierFault]) -> None:

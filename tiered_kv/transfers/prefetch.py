@@ -1,6 +1,7 @@
 """Prefetches: blocks copied up before anyone waits for them, with a quota, never through transient slots.
 
 What a plan is to load is copied up in the same way; as somebody waits for it, without the quota and until a deadline.
+What has come is held until all has: so a prefix that fits beside what is leased comes whole, whatever the policy.
 """
 
 import asyncio
@@ -43,17 +44,34 @@ class HostLease:
 
 
 class Brought:
-    """What became of each block that was to be in host memory, by its position in the call.
+    """What became of each block that was to be in memory, by its position in the call. Holds those that are there.
+
+    Whoever started it leases what it wants of them, and then has them let go: meanwhile a policy may think little of
+    what has just come, and a prefix on its way would lose its head to its own tail.
 
     Attributes:
         source: ``(n,)`` int8, the number of the tier that had it; -1 where it was not brought.
         arrived: ``(n,)``, when it was there, on the loop's clock; 0 where that was before the call.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, chain: Chain, num_blocks: int) -> None:
         """Begin with nothing brought."""
+        self._chain = chain
         self.source = np.full(num_blocks, -1, np.int8)
         self.arrived = np.zeros(num_blocks)
+        self._leases: list[Lease] | None = []
+
+    def hold(self, lease: Lease) -> None:
+        """Take over a lease of blocks that are there, unless nobody wants them any more."""
+        if self._leases is None:
+            self._chain.release(lease)
+        else:
+            self._leases.append(lease)
+
+    def let_go(self) -> None:
+        """Hold nothing any more, nor what is still to come."""
+        leases, self._leases = self._leases or [], None
+        self._chain.release(*leases)
 
     def note(self, at: NDArray[np.int64] | slice, source: NDArray[np.int8]) -> None:
         """Take note of blocks that have arrived now, from these tiers."""
@@ -82,11 +100,11 @@ class Prefetch(Revocable):
         self._bringer = Bringer(chain, batch, kind, keep=True, may_pass=False, gpu=gpu, said=said)
         self._room = target.index.room_for(batch.names)
         self._num_moved = 0
-        self.brought = Brought(len(batch))
+        self.brought = Brought(chain, len(batch))
 
     async def run(self) -> PrefetchResult:
         """Move the blocks, window by window; never raises for a tier."""
-        done = 0
+        started, done = asyncio.get_running_loop().time(), 0
         try:
             while not self.revoked and done < len(self._batch):
                 part = self._batch[done : done + self._chain.window_blocks]
@@ -102,8 +120,8 @@ class Prefetch(Revocable):
             self._bringer.close()
             await self.drain_copies()
         done = self._target.index.ready_prefix(self._batch.names)
-        self._target.index.touch(self._batch.names[:done])
-        self._chain.emit(BlocksPrefetched(done, self._num_moved, self._target.name))
+        took_ms = (asyncio.get_running_loop().time() - started) * 1e3
+        self._chain.emit(BlocksPrefetched(done, self._num_moved, self._target.name, took_ms))
         return PrefetchResult(done, self._num_moved, tuple(self._bringer.faults))
 
     async def _bring(self, start: int, part: Batch) -> int:
@@ -127,10 +145,13 @@ class Prefetch(Revocable):
             landed = await self._bringer.land(window, self._deadline or asyncio.get_running_loop().time() + _LONG_S)
             stack.callback(chain.release, *landed.leases)
             self.brought.note(slice(start, start + landed.num_blocks), landed.window.source[: landed.num_blocks])
+            num_there = landed.num_blocks
             if self._target is chain.gpu:
-                return await self._copy_up(landed)
-            self._num_moved += num_filled
-            return landed.num_blocks
+                num_there = await self._copy_up(landed)
+            else:
+                self._num_moved += num_filled
+            self.brought.hold(self._target.index.lease(landed.window.batch.names[:num_there]))
+            return num_there
 
     async def _copy_up(self, landed: Landed) -> int:
         chain, gpu = self._chain, self._target
@@ -165,13 +186,15 @@ def start_prefetch(chain: Chain, batch: Batch, to: str) -> PrefetchHandle:
         known = ", ".join(tier.name for tier in chain.memory if tier.index.num_slots) or "none"
         raise ConfigurationError(f"prefetch goes to a memory tier; here: {known}; not {to!r}")
     prefetch = Prefetch(chain, batch, target)
-    return prefetch.start(chain.tasks.spawn(prefetch.run(), f"prefetch {len(batch)} blocks"))
+    task = chain.tasks.spawn(prefetch.run(), f"prefetch {len(batch)} blocks")
+    task.add_done_callback(lambda _: prefetch.brought.let_go())
+    return prefetch.start(task)
 
 
 def start_bringing(
     parts: Sequence[tuple[Chain, Batch]], said: Sequence[Said | None] | None = None, deadline: float | None = None
 ) -> tuple[list[Brought], list[PrefetchHandle]]:
-    """Start to copy up what is below the CPU tier, as far as it fits; for several ranks at once. Holds nothing.
+    """Start to copy up what is below the CPU tier, as far as it fits; for several ranks at once.
 
     Args:
         parts: By rank, the tiers and the blocks.
@@ -179,15 +202,15 @@ def start_bringing(
         deadline: As for `Prefetch`.
 
     Returns:
-        For each rank, which tier had each block, filled in as they arrive. And what to wait for, with `bring_each`:
-        nothing if all is there.
+        For each rank, what becomes of its blocks, filled in as they arrive. And what to wait for, with `bringing`:
+        nothing if all is there, and then nothing is held.
     """
     handles: list[PrefetchHandle] = []
     brought = []
     for (chain, batch), known in zip(parts, said or [None] * len(parts), strict=True):
         ready = chain.host.index.ready(batch.names)
         if ready.all():
-            brought.append(Brought(len(batch)))
+            brought.append(Brought(chain, len(batch)))
             brought[-1].source[:] = len(chain.memory) - 1
         else:
             prefetch = Prefetch(chain, batch, chain.host, known, deadline)
@@ -196,14 +219,23 @@ def start_bringing(
     return brought, handles
 
 
-async def bring_each(handles: Sequence[PrefetchHandle]) -> None:
-    """Wait until all has arrived that will. Cancelled, stop it, without waiting: it touches no memory but ours."""
+@asynccontextmanager
+async def bringing(brought: Sequence[Brought], handles: Sequence[PrefetchHandle]) -> AsyncGenerator[None]:
+    """Wait until all has arrived that will; it is held until the ``async with`` block ends.
+
+    Cancelled meanwhile, stop it, without waiting: it touches no memory but ours.
+    """
     try:
-        for handle in handles:
-            await handle
-    except asyncio.CancelledError:
-        cancel_each(handles)
-        raise
+        try:
+            for handle in handles:
+                await handle
+        except asyncio.CancelledError:
+            cancel_each(handles)
+            raise
+        yield
+    finally:
+        for each in brought:
+            each.let_go()
 
 
 def lease_prefix(parts: Sequence[tuple[Chain, Batch]]) -> list[Lease]:
@@ -228,9 +260,8 @@ def lease_each(parts: Sequence[tuple[Chain, Batch]]) -> tuple[list[Lease], NDArr
 @asynccontextmanager
 async def hold_on_host(chain: Chain, batch: Batch) -> AsyncGenerator[HostLease]:
     """Bring a prefix to host memory, and hold it there for the time of the ``async with`` block."""
-    _, handles = start_bringing([(chain, batch)])
-    await bring_each(handles)
-    (lease,) = lease_prefix([(chain, batch)])
+    async with bringing(*start_bringing([(chain, batch)])):
+        (lease,) = lease_prefix([(chain, batch)])
     try:
         yield HostLease([chain.host.slab.payload(int(slot)).toreadonly() for slot in lease.slots])
     finally:

@@ -13,13 +13,13 @@ from tiered_kv.memory.device import attempt, raise_the_programs
 from tiered_kv.memory.lanes import LaneCopy, RevokedError
 from tiered_kv.system import system
 from tiered_kv.tiers.tier import MemoryTier
-from tiered_kv.transfers.direct import DirectLoad
+from tiered_kv.transfers.direct import DirectLoad, DirectStore, direct_target
 from tiered_kv.transfers.handles import LAST_COPIES_S, LoadHandle
 from tiered_kv.transfers.layerwise import LayerLoad, LayerStore
 from tiered_kv.transfers.load import Load, check_stop, load_result, overtaken
 from tiered_kv.transfers.load_parts import BackLoad, GapLoad
-from tiered_kv.transfers.requests import MOST_AT_ONCE, LoadRequest, StoreRequest, may_copy_at_once
 from tiered_kv.transfers.store import Store, StoreHandle
+from tiered_kv.transfers.transfer_requests import MOST_AT_ONCE, LoadRequest, StoreRequest, may_copy_at_once
 from tiered_kv.values.results import LoadResult, Reason, TierFault
 
 
@@ -38,9 +38,13 @@ def start_load(request: LoadRequest) -> LoadHandle:
 
 def start_store(request: StoreRequest) -> StoreHandle:
     """Start a store, on the event loop."""
-    store = (LayerStore if request.layerwise else Store)(request)
-    if not request.layerwise and (handle := store.start_at_once()) is not None:
-        return handle
+    store: Store
+    if (slots := request.binding.direct) is not None and (tier := direct_target(request)) is not None:
+        store = DirectStore(request, tier, slots)
+    else:
+        store = (LayerStore if request.layerwise else Store)(request)
+        if not request.layerwise and (handle := store.start_at_once()) is not None:
+            return handle
     return store.start_store(request.chain.tasks.spawn(store.run(), f"store {len(request.batch)} blocks"))
 
 
@@ -103,25 +107,25 @@ class ResidentLoad:
 
     @property
     def is_admitted(self) -> bool:
-        """See `Loading.is_admitted`: all are leased."""
+        """Always: all blocks are leased."""
         return True
 
     async def wait_admitted(self) -> int:
-        """See `Loading.wait_admitted`."""
+        """Return how many blocks there will be, in a later turn of the loop."""
         await asyncio.sleep(0)
         return len(self._request.batch)
 
     def copy_of(self, layer: int) -> LaneCopy | None:
-        """See `Loading.copy_of`."""
+        """Return the one copy that brings all layers; None where all was copied at once."""
         return self._copy
 
     @property
     def is_copying(self) -> bool:
-        """See `Loading.is_copying`: from the beginning."""
+        """From the beginning."""
         return True
 
     def stop_before(self, block: int) -> int:
-        """See `LoadHandle.stop_before`: all is in place, or will be in a moment."""
+        """Claim blocks for the engine; nothing is waited for: all is in place, or will be in a moment."""
         check_stop(self._request, block)
         has_failed = self._ended.done() and not self._ended.result().num_blocks
         return block if has_failed else 0
@@ -144,16 +148,16 @@ class ResidentLoad:
         """Let go of everything, and say what is in place. The engine's memory is the engine's alone from here on."""
         request, chain, n = self._request, self._request.chain, len(self._request.batch)
         request.lane.release()
-        chain.release(self._lease)
         faults = list(self._faults(error))
         counts = [0] * len(chain.tiers)
         num_blocks = 0 if error is not None else n
         if not request.is_current():
             faults.append(overtaken(request))
             num_blocks = 0
+        chain.release(self._lease, is_use=num_blocks > 0)
         if num_blocks:
             counts[chain.memory.index(self._tier)] = num_blocks
-            chain.touch(request.batch, leased=self._tier)
+            chain.touch(request.batch, but=self._tier)
         self._ended.set_result(
             load_result(request, num_blocks, counts, faults, asyncio.get_running_loop().time() - self._started)
         )

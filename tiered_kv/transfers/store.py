@@ -18,12 +18,13 @@ from tiered_kv.catalog.leases import Reservation
 from tiered_kv.catalog.uses import Fate
 from tiered_kv.memory.device import attempt, raise_the_programs
 from tiered_kv.memory.lanes import LaneCopy, RevokedError
+from tiered_kv.tiers.chain import FROM_ENGINE
 from tiered_kv.tiers.fills import Fill
 from tiered_kv.tiers.gate import Kind, Priority, Waiter
 from tiered_kv.tiers.tier import Batch, MemoryTier
 from tiered_kv.transfers.engine_memory import EngineMemory
 from tiered_kv.transfers.handles import LAST_COPIES_S, Handle, Revocable
-from tiered_kv.transfers.requests import MOST_AT_ONCE, StoreRequest, may_copy_at_once
+from tiered_kv.transfers.transfer_requests import MOST_AT_ONCE, StoreRequest, may_copy_at_once
 from tiered_kv.transfers.writedown import Tally, write_down
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.events import BlocksSettled, BlocksStored
@@ -37,7 +38,7 @@ class Storing(Protocol):
         """Stop as soon as possible."""
 
     def store_layer(self, layer: int, after: object) -> None:
-        """See `StoreHandle.store_layer`."""
+        """Start to copy one layer of all blocks out, once ``after`` has passed."""
 
 
 class StoreHandle(Handle[StoreResult]):
@@ -149,10 +150,13 @@ class Store(Revocable):
     def start_at_once(self) -> StoreHandle | None:
         """Start without a task, if one tier has room for all now; None, with nothing changed, if not."""
         batch, request, chain = self._batch, self._request, self._chain
-        if not 0 < len(batch) <= min(MOST_AT_ONCE, self._window()) or not self._keeps or self._refusal():
+        if not 0 < len(batch) <= min(MOST_AT_ONCE, self._window()) or self._refusal():
             return None
+        if not self._keeps and any(tier.is_shared for tier in chain.written):
+            return None  # they have to be asked
+        part, pages = self._unknown_below()
         try:
-            placing = self._place_now(batch)
+            placing = self._place_now(part) or self._pass_now(part)
         except Exception:  # noqa: BLE001 - of a policy of the program's: the task will meet it, and end as it should
             return None
         if placing is None:
@@ -160,7 +164,8 @@ class Store(Revocable):
         loop = asyncio.get_running_loop()
         started, ended = loop.time(), loop.create_future()
         chain.count_use(batch, self._came)
-        placed = self._begin(*placing, batch, request.pages)
+        self._count_present(len(batch) - len(part))
+        placed = self._begin(*placing, part, pages)
 
         def end(_: object = None) -> None:
             self._close_one()
@@ -190,7 +195,7 @@ class Store(Revocable):
         return StoreHandle(task, self)
 
     def store_layer(self, layer: int, after: object) -> None:
-        """See `StoreHandle.store_layer`."""
+        """Refuse: this store was not started layer by layer."""
         raise ConfigurationError("store_layer() is for start_store(..., layerwise=True)")
 
     def _result(self, seconds: float) -> StoreResult:
@@ -204,11 +209,11 @@ class Store(Revocable):
             seconds,
             self._wait,
         )
-        self._chain.ledger.count_store(
+        self._chain.fates.count_store(
             len(self._batch), stored=result.num_stored, present=result.num_present, dropped=result.drop_reasons
         )
-        self._chain.ledger.store_seconds.saw(seconds)
-        self._chain.ledger.use("store", self._batch.names)
+        self._chain.fates.store_seconds.saw(seconds)
+        self._chain.fates.use("store", self._batch.names)
         self._chain.emit(
             BlocksStored(
                 result.num_stored,
@@ -247,11 +252,27 @@ class Store(Revocable):
                 return tier, reservation
         return None
 
+    def _pass_now(self, part: Batch) -> tuple[MemoryTier, Reservation] | None:
+        """Reserve slots of the host for blocks that pass through it, unless others wait for such."""
+        chain = self._chain
+        if not chain.through or chain.room.is_wanted((FROM_ENGINE,)):
+            return None
+        reservation = chain.reserve_host_now(part, Waiter(Kind.STORE), keep=False)
+        return None if reservation is None else (chain.host, reservation)
+
+    def _unknown_below(self) -> tuple[Batch, NDArray[np.int64]]:
+        """Return the blocks that some tier below lacks, as far as is known, and their pages; all if one above keeps."""
+        batch, pages = self._batch, self._request.pages
+        if self._keeps:
+            return batch, pages
+        lacks = np.logical_or.reduce([tier.lacks(batch) for tier in self._chain.written])
+        return (batch, pages) if lacks.all() else (batch[lacks], pages[lacks])
+
     async def _known_below(self, part: Batch) -> NDArray[np.bool_]:
         """Which blocks every tier below has that may be written: asked only where no tier above them keeps any."""
         known = np.ones(len(part), np.bool_)
         for tier in self._chain.written:
-            known &= await tier.find(part)
+            known &= await tier.find_for_store(part)
         return known
 
     def _count_present(self, n: int) -> None:
@@ -313,12 +334,12 @@ class Store(Revocable):
         if self._request.hint is not None:
             tier.index.hint(batch.names, self._request.hint)
         self._num_stored += n
-        self._tally.add_above(tier, dropped=n)
+        self._tally.add_above(tier, dropped={Reason.NO_ROOM: n})
         slots = lease.slots[fresh]
         num_passing = int(np.count_nonzero(tier.index.is_transient(slots)))
-        self._tally.add(tier, written=n - num_passing, dropped=num_passing)
+        self._tally.add(tier, written=n - num_passing, dropped={Reason.NO_ROOM: num_passing})
         live = slots >= 0  # the others were evicted by name while they were copied: they go no further
-        self._tally.add_below(tier, dropped=n - int(np.count_nonzero(live)))
+        self._tally.add_below(tier, dropped={Reason.REMOVED: n - int(np.count_nonzero(live))})
         write_down(chain, self._tally, tier, batch[live], slots[live], lease, self._came, self._close_one)
 
     async def _use_present(self) -> None:
@@ -332,8 +353,8 @@ class Store(Revocable):
     def _drop(self, batch: Batch, reason: Reason) -> None:
         if len(batch):
             self._dropped[reason] += len(batch)
-            self._tally.add_all(dropped=len(batch))
-            self._chain.ledger.note(batch.names, Fate.DROPPED, reason)
+            self._tally.add_all(dropped={reason: len(batch)})
+            self._chain.fates.note(batch.names, Fate.DROPPED, reason)
 
     def _close_one(self) -> None:
         self._num_open -= 1
@@ -341,5 +362,4 @@ class Store(Revocable):
             tiers = self._tally.results()
             self._settled.set_result(tiers)
             self._chain.unwritten.end(self._came)
-            lost = {each.tier: each.dropped + each.failed for each in tiers if each.dropped + each.failed}
-            self._chain.emit(BlocksSettled({each.tier: each.written for each in tiers}, lost))
+            self._chain.emit(BlocksSettled.of(tiers))

@@ -177,7 +177,12 @@ class Submissions:
         return self._polled.poll(timeout_s, lambda: bool(self._underway))
 
     def wait(self, ticket: Ticket[T], timeout_s: float | None) -> T:
-        """See `Ticket.wait`."""
+        """Wait for a transfer to end, and return its result, which `poll` then does not.
+
+        Raises:
+            ConfigurationError: The event loop's thread would wait for itself, or the time is no number of seconds.
+            TimeoutError: It has not ended within ``timeout_s``; it goes on.
+        """
         if timeout_s is not None and not timeout_s >= 0:
             raise ConfigurationError(f"timeout_s must be a number of seconds, 0 or more, got {timeout_s!r:.80}")
         with self._polled.lock:
@@ -190,7 +195,7 @@ class Submissions:
             return ticket.result
 
     def cancel(self, ticket: Ticket[Any]) -> None:
-        """See `Ticket.cancel`."""
+        """Have a transfer stop as soon as possible; it ends, and is polled, as all do."""
         if ticket.result is None:
             self._loop_calls.call(self._cancel, ticket)
 

@@ -22,6 +22,7 @@ from tiered_kv.tiers.fills import Fill
 from tiered_kv.tiers.gate import Kind, Priority, Waiter
 from tiered_kv.tiers.storage import StorageTier
 from tiered_kv.tiers.tier import Batch, Mask, MemoryTier
+from tiered_kv.transfers.handles import until_done
 from tiered_kv.values.results import Reason, TierFault
 
 _ASKED_AT_ONCE: Final = 1024
@@ -61,9 +62,11 @@ class Presence:
         silent: What kept tiers from answering: they may have what was found nowhere.
     """
 
-    def __init__(self, chain: Chain, batch: Batch, said: Said | None = None) -> None:
+    def __init__(self, chain: Chain, batch: Batch, said: Said | None = None, gpu: MemoryTier | None = None) -> None:
+        """Begin with what has been ``said``; blocks in the ``gpu`` pool count as there if the transfer reads it."""
         self._chain = chain
         self._batch = batch
+        self._above = [tier for tier in chain.booked if tier is not chain.gpu or tier is gpu]
         self._known = {tier: known.copy() for tier, known in (said or {}).items()}
         self.silent: list[TierFault] = []
 
@@ -112,8 +115,9 @@ class Presence:
         span = np.arange(first, min(first + _ASKED_AT_ONCE, len(self._batch)))
         names = self._batch.names[span]
         wanted = known[span] == _UNASKED
-        for index in self._chain.indexes():
-            wanted &= ~index.ready(names)
+        for tier_above in self._above:
+            if tier_above.is_in_use:
+                wanted &= ~tier_above.index.ready(names)
         for above, said in self._known.items():
             if above is not tier:
                 wanted &= said[span] != _THERE
@@ -138,6 +142,7 @@ class Window:
         coming: By position, the number of the tier that another transfer is reading the block from, or -1.
         held: Leases on what was resident when the window began: it arrives, whatever is removed from a tier meanwhile.
         own: The fill that this window started, if any.
+        own_at: Positions of what that fills.
         fills: All fills it waits for, its own among them.
         is_last: Whether the block behind it is nowhere.
     """
@@ -150,6 +155,7 @@ class Window:
     coming: NDArray[np.int8]
     held: list[Lease] = field(default_factory=list)
     own: Fill | None = None
+    own_at: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     fills: list[Fill] = field(default_factory=list)
     is_last: bool = False
 
@@ -161,7 +167,7 @@ class Landed:
     Attributes:
         gpu: Slots of the GPU pool, -1 where the block is not there.
         host: Slots of the host where the GPU pool lacks the block, else -1.
-        is_worth_another: The block behind the prefix was not lost: another transfer brought it and let it go already.
+        is_worth_another: The block behind the prefix was not lost: it was brought, and has left already.
     """
 
     window: Window
@@ -206,7 +212,7 @@ class Bringer:
         self.faults: list[TierFault] = []
         # A load longer than the CPU tier must not evict its own head: past this many, blocks only pass through.
         self.may_keep = chain.host.index.room_for(batch.names) if keep else 0
-        self.presence = Presence(chain, batch, said)
+        self.presence = Presence(chain, batch, said, gpu)
         self._may_pass = may_pass
         self._gpu = gpu
         self._read_from: StorageTier | None = None
@@ -310,19 +316,19 @@ class Bringer:
             self.may_keep -= int(fresh.sum())
         window.source[at[fresh]] = numbers[fresh]
         window.own = chain.fills.start(batch, np.where(fresh, numbers, -1).astype(np.int8), reservation, waiter)
+        window.own_at = at
         window.fills.append(window.own)
         return True
 
     async def land(self, window: Window, deadline: float) -> Landed:
         """Wait until the window has arrived, at most until ``deadline``, and lease the prefix that has."""
         chain, batch, n = self.chain, window.batch, len(window.batch)
-        loop = asyncio.get_running_loop()
-        waiting = {fill.done for fill in window.fills if not fill.done.done()}
-        if waiting:
-            await asyncio.wait(waiting, timeout=max(0.0, deadline - loop.time()))
-        with suppress(TimeoutError):
-            async with asyncio.timeout_at(deadline):
-                await chain.tasks.turn(self._priority, at_once=True)  # thousands may have waited for the same fill
+        if waiting := [fill.done for fill in window.fills if not fill.done.done()]:
+            await until_done(waiting, deadline)
+        if not chain.tasks.goes_on():  # thousands may have waited for the same fill
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(deadline):
+                    await chain.tasks.turn(self._priority)
         for fill in window.fills:
             if not fill.done.done():
                 self.faults.append(TierFault(self._tiers_of(fill), Reason.DEADLINE, n))
@@ -333,6 +339,9 @@ class Bringer:
         host[arrived] = lease.slots
         absent = ((window.gpu < 0) & (host < 0)).nonzero()[0]
         num_blocks = int(absent[0]) if len(absent) else n
+        if window.own is not None:
+            came = window.own_at[window.own.arrived]
+            window.source[came[host[came] < 0]] = -1  # the tier has shrunk since, or had them evicted
         joined = (window.source < 0) & (host >= 0)
         from_storage = joined & (window.coming >= 0)
         window.source[joined] = len(chain.memory) - 1  # stored by the engine meanwhile: on the host

@@ -14,6 +14,7 @@ memory is full of them: bounded by the tier, and nothing waits for it but they.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -31,7 +32,9 @@ from tiered_kv.tiers.fills import Fill, Waiting
 from tiered_kv.tiers.gate import Kind, Waiter
 from tiered_kv.tiers.storage import StorageTier
 from tiered_kv.tiers.tier import Batch, Mask, MemoryTier, Tier, WriteReport
-from tiered_kv.values.results import TierStore
+from tiered_kv.values.results import Reason, TierStore
+
+_NONE: Final[Mapping[Reason, int]] = {}
 
 
 class Tally:
@@ -47,30 +50,39 @@ class Tally:
         self._counts = {tier.name: [0] * 5 for tier in self._tiers}
 
     def add(
-        self, tier: Tier, *, written: int = 0, present: int = 0, deferred: int = 0, dropped: int = 0, failed: int = 0
+        self,
+        tier: Tier,
+        *,
+        written: int = 0,
+        present: int = 0,
+        deferred: int = 0,
+        dropped: Mapping[Reason, int] = _NONE,
+        failed: int = 0,
     ) -> None:
-        """Count blocks in one tier."""
+        """Count blocks in one tier; the dropped ones by reason."""
         if tier.name not in self._counts:
             return
-        counts = self._counts[tier.name]
-        for place, count in enumerate((written, present, deferred, dropped, failed)):
+        counts, num_dropped = self._counts[tier.name], sum(dropped.values())
+        for place, count in enumerate((written, present, deferred, num_dropped, failed)):
             counts[place] += count
         tier.counters.written += written
-        tier.counters.dropped += dropped
+        if num_dropped:
+            tier.counters.dropped += num_dropped
+            tier.counters.dropped_because += Counter(dropped)
         tier.counters.failed += failed
 
-    def add_all(self, *, present: int = 0, dropped: int = 0) -> None:
+    def add_all(self, *, present: int = 0, dropped: Mapping[Reason, int] = _NONE) -> None:
         """Count blocks in every tier."""
         for tier in self._tiers:
             self.add(tier, present=present, dropped=dropped)
 
-    def add_above(self, tier: Tier, *, dropped: int) -> None:
+    def add_above(self, tier: Tier, *, dropped: Mapping[Reason, int]) -> None:
         """Count blocks in every tier above one."""
         for each in self._tiers:
             if self._order[each.name] < self._order[tier.name]:
                 self.add(each, dropped=dropped)
 
-    def add_below(self, tier: Tier, *, dropped: int = 0, failed: int = 0) -> None:
+    def add_below(self, tier: Tier, *, dropped: Mapping[Reason, int] = _NONE, failed: int = 0) -> None:
         """Count blocks in every tier below one."""
         for each in self._tiers:
             if self._order[each.name] > self._order[tier.name]:
@@ -136,7 +148,7 @@ class WriteDown:
         stays = ~tier.index.is_transient(self._slots)
         num_passing = int(np.count_nonzero(~stays))
         for each in later:
-            self._tally.add(each, deferred=len(self._batch) - num_passing, dropped=num_passing)
+            self._tally.add(each, deferred=len(self._batch) - num_passing, dropped={Reason.NO_ROOM: num_passing})
         wanted = chain.admitted(later, self._batch)
         chain.unwritten.has_lost |= bool((wanted & ~stays).any())
         wanted &= stays
@@ -152,44 +164,63 @@ class WriteDown:
         """Write nothing, and let go."""
         n = len(self._batch)
         if not self.is_done:
-            self._chain.ledger.note(self._batch.names, Fate.DROPPED, "queue full")
+            self._chain.fates.note(self._batch.names, Fate.DROPPED, "queue full")
             self._lose(self._batch)
         if self._to is None:
-            self._tally.add_below(self._tier, dropped=n)
+            self._tally.add_below(self._tier, dropped={Reason.QUEUE_FULL: n})
         for storage in self._to or ():
-            self._tally.add(storage, dropped=n)
+            self._tally.add(storage, dropped={Reason.QUEUE_FULL: n})
         self._chain.release(self._lease)
 
-    async def run(self) -> None:
-        """Write to the tiers below. Returns when each has the blocks or is given up; never raises for a tier."""
-        chain = self._chain
+    def start(self, ended: Callable[[], None]) -> None:
+        """Write to the tiers below. Never raises for a tier.
+
+        Args:
+            ended: Called when each has the blocks or is given up, perhaps before this returns.
+        """
+        gpu = self._chain.gpu
+        if gpu is None or self._tier is not gpu:
+            self._write(ended)
+        else:
+            self._chain.tasks.spawn(self._write_by_host(gpu, ended), f"write down {len(self._batch)} blocks")
+
+    async def _write_by_host(self, gpu: MemoryTier, ended: Callable[[], None]) -> None:
+        """Copy blocks of the GPU pool to the host, and write them from there."""
         try:
-            if self._tier is chain.gpu:
-                await self._copy_to_host(chain.gpu)
+            await self._copy_to_host(gpu)
             if self._to is None:
                 self.let_wait()
         except BaseException:
             if self._kind is Kind.CLEAN:  # the cache is closing, which counts what was not written
-                chain.waiting[self._tier].put_back(self._batch, self._slots, self._lease, self._came)
+                self._chain.waiting[self._tier].put_back(self._batch, self._slots, self._lease, self._came)
             else:
                 self._lose(self._batch)
-            chain.release(self._lease)
+            self._chain.release(self._lease)
+            ended()
             raise
+        self._write(ended)
+
+    def _write(self, ended: Callable[[], None]) -> None:
+        """Write what is on the host, each tier in a task of its own."""
         to = self._to or ()
         if not to or not len(self._batch):
-            chain.release(self._lease)
+            self._chain.release(self._lease)
+            ended()
             return
-        left = [len(to)]
+        unsettled, lent = set(to), set(to)
 
-        def let_go() -> None:
-            left[0] -= 1
-            if not left[0]:
-                chain.release(self._lease)
+        def settled(storage: StorageTier) -> None:
+            unsettled.discard(storage)
+            if not unsettled:
+                ended()
 
-        settled = {self._write_to(storage, let_go) for storage in to}
-        while not all(each.done() for each in settled):
-            with suppress(asyncio.CancelledError):  # the cache is closing: the writes are cancelled too, and settle
-                await asyncio.wait(settled)
+        def let_go(storage: StorageTier) -> None:
+            lent.discard(storage)
+            if not lent:
+                self._chain.release(self._lease)
+
+        for storage in to:
+            self._write_to(storage, partial(settled, storage), partial(let_go, storage))
 
     async def _copy_to_host(self, gpu: MemoryTier) -> None:
         """Copy blocks of the GPU pool to the host, and hold those that are there then instead."""
@@ -200,7 +231,7 @@ class WriteDown:
                 chain.waiting[gpu].put_back(self._batch, self._slots, self._lease, self._came)
             else:
                 self._lose(self._batch)
-                self._tally.add_below(gpu, dropped=n)
+                self._tally.add_below(gpu, dropped={Reason.NO_ROOM: n})
             self._batch, self._slots = self._batch[:0], self._slots[:0]
             return
         fresh = reservation.slots >= 0
@@ -227,8 +258,15 @@ class WriteDown:
         chain.release(self._lease)
         num_failed = n - int(np.count_nonzero(there)) - num_again
         num_passing = int(np.count_nonzero(host.index.is_transient(held.slots)))
-        counts = {"dropped": num_passing, "written": max(0, num_filled - num_passing), "failed": num_failed}
-        self._tally.add(host, present=n - num_again - sum(counts.values()), deferred=num_again, **counts)
+        num_written = max(0, num_filled - num_passing)
+        self._tally.add(
+            host,
+            written=num_written,
+            present=n - num_again - num_written - num_passing - num_failed,
+            deferred=num_again,
+            dropped={Reason.NO_ROOM: num_passing},
+            failed=num_failed,
+        )
         self._tally.add_below(host, failed=num_failed)
         self._tier, self._lease, self._slots, self._batch = host, held, held.slots[there], self._batch[there]
 
@@ -270,21 +308,30 @@ class WriteDown:
         except TimeoutError:
             return None
 
-    def _write_to(self, storage: StorageTier, let_go: Callable[[], None]) -> "asyncio.Future[None]":
-        """Write blocks to one tier. The future resolves when it is settled: written, given up, or late."""
+    def _write_to(self, storage: StorageTier, settled: Callable[[], None], let_go: Callable[[], None]) -> None:
+        """Write blocks to one tier.
+
+        Args:
+            storage: The tier.
+            settled: Called once what becomes of them is known: written, given up, or late.
+            let_go: Called then, and once the medium has let go of their memory.
+        """
         chain, batch, slots = self._chain, self._batch, self._slots
-        chain.ledger.note(batch.names[~chain.admitted([storage], batch)], Fate.UNADMITTED, storage.name)
+        chain.fates.note(batch.names[~chain.admitted([storage], batch)], Fate.UNADMITTED, storage.name)
         mine = self._is_for(storage, batch)
         if not mine.all():
             self._tally.add(storage, deferred=int(np.count_nonzero(~mine)))
             batch, slots = batch[mine], slots[mine]
-        settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        is_settled = False
 
         def settle(report: WriteReport | None) -> None:
-            if settled.done():
-                return
-            self._settle(storage, batch, slots, report or WriteReport.failure_of(len(batch)))
-            settled.set_result(None)
+            nonlocal is_settled
+            if not is_settled:
+                is_settled = True
+                try:
+                    self._settle(storage, batch, slots, report or WriteReport.failure_of(len(batch)))
+                finally:
+                    settled()
 
         def is_wanted() -> NDArray[np.bool_]:
             found, _ = chain.host.index.find(batch.names)
@@ -293,17 +340,16 @@ class WriteDown:
         async def write() -> None:
             try:
                 with chain.host.slab.blocks(slots) as blocks:
-                    settle(await storage.write(batch, blocks, is_wanted, lambda: settle(None), self._kind))
+                    settle(await storage.write(batch, blocks, is_wanted, lambda: settle(None), Waiter(self._kind)))
             finally:
                 settle(None)
                 let_go()
 
         if storage.health.is_shedding or not len(batch):
-            settle(WriteReport.nothing_of(len(batch)))
+            settle(WriteReport.nothing_of(len(batch), Reason.TIER_AWAY))
             let_go()
         else:
             chain.tasks.spawn(write(), f"write {len(batch)} blocks to {storage.name}")
-        return settled
 
     def _settle(self, storage: StorageTier, batch: Batch, slots: NDArray[np.int64], report: WriteReport) -> None:
         """Count what became of the blocks in one tier; what waited for it and failed waits again."""
@@ -321,9 +367,9 @@ class WriteDown:
         if (lost := report.dropped | report.failed).any():
             found, _ = self._chain.host.index.find(batch.names[lost])
             self._chain.unwritten.has_lost |= bool((found == slots[lost]).any())  # the others were evicted by name
-        self._tally.add(storage, deferred=num_again, **report.counts())
-        self._chain.ledger.note(batch.names[report.dropped], Fate.DROPPED, storage.name)
-        self._chain.ledger.note(batch.names[report.failed], Fate.FAILED, storage.name)
+        self._tally.add(storage, deferred=num_again, dropped=report.drops(), **report.counts())
+        self._chain.fates.note(batch.names[report.dropped], Fate.DROPPED, storage.name)
+        self._chain.fates.note(batch.names[report.failed], Fate.FAILED, storage.name)
 
 
 def write_down(
@@ -380,15 +426,12 @@ def write_admitted(chain: Chain, storage: StorageTier, batch: Batch, came: int |
 def _start(chain: Chain, down: WriteDown, n: int, ended: Callable[[], None]) -> None:
     num_bytes = n * chain.stride_bytes
 
-    async def run() -> None:
-        try:
-            await down.run()
-        finally:
-            chain.limits.store_queue.done(num_bytes)
-            ended()
+    def done() -> None:
+        chain.limits.store_queue.done(num_bytes)
+        ended()
 
     if not down.is_done and chain.limits.store_queue.accept(num_bytes):
-        chain.tasks.spawn(run(), f"write down {n} blocks")
+        down.start(done)
     else:
         down.give_up()
         ended()
@@ -481,9 +524,9 @@ class Cleaner:
             self._woken.set()
 
     def _is_due(self, tier: MemoryTier, waiting: Waiting) -> bool:
-        books, limits = tier.index.statistics(), self._chain.limits
-        if not books.dirty:
+        if not len(waiting):
             return False
+        books, limits = tier.index.statistics(), self._chain.limits
         # What is being written will be evictable when it is: else all would be written whenever some is.
         to_be_had = books.free + books.evictable + waiting.num_taken
         return to_be_had < limits.low_water * books.num_slots or waiting.oldest_s() >= limits.clean_after_s
@@ -520,15 +563,14 @@ class Cleaner:
         num_blocks = len(batch)
         to = None if goes_to_host else chain.back
         down = WriteDown(chain, Tally(chain.tiers), tier, batch, lease.slots, lease, came, to=to, kind=Kind.CLEAN)
-        writing = chain.tasks.spawn(down.run(), f"clean {num_blocks} blocks of {tier.name}")
 
-        def written(_: "asyncio.Task[None]") -> None:
+        def written() -> None:
             self._turns.release()
             waiting.ended(num_blocks, came)
             if tier is chain.host and chain.gpu in chain.waiting:
                 self._woken.set()  # what waits in the GPU pool may have waited for this
 
-        writing.add_done_callback(written)
+        down.start(written)
         return num_blocks
 
 

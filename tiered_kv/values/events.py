@@ -1,10 +1,10 @@
 """What happened, in the past tense: one event per operation. Logs and metrics are made from these alone."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from tiered_kv.values.results import Reason
+from tiered_kv.values.results import Reason, TierStore
 
 Level = Literal["debug", "info", "warning", "error"]
 
@@ -98,6 +98,17 @@ class CacheClosed(Event):
 
 
 @dataclass(frozen=True)
+class BlocksLookedUp(Event):
+    """`TieredKV.lookup` answered that had to ask a tier: how long a prefix there is, and in which tiers."""
+
+    name: ClassVar[str] = "blocks.looked_up"
+    blocks: int
+    requested: int
+    by_tier: Mapping[str, int]
+    took_ms: float
+
+
+@dataclass(frozen=True)
 class BlocksLoaded(Event):
     """A load ended; ``missed_because`` says what befell the first block that it did not bring, if there is one."""
 
@@ -130,6 +141,15 @@ class BlocksSettled(Event):
     written: Mapping[str, int]
     lost: Mapping[str, int]
 
+    @classmethod
+    def of(cls, tiers: Iterable[TierStore]) -> "BlocksSettled":
+        """Say what became of a store's blocks, tier by tier."""
+        counts = {each.tier: (each.written, each.dropped + each.failed) for each in tiers}
+        return cls(
+            {tier: written for tier, (written, _) in counts.items()},
+            {tier: lost for tier, (_, lost) in counts.items() if lost},
+        )
+
 
 @dataclass(frozen=True)
 class BlocksPrefetched(Event):
@@ -139,6 +159,7 @@ class BlocksPrefetched(Event):
     blocks: int
     moved: int
     target: str
+    took_ms: float
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,8 @@ class ModelIdentity:
         for field_name in ("name", "weights"):
             value = getattr(self, field_name)
             if not isinstance(value, str) or not value:
-                msg = f"ModelIdentity.{field_name} must be a non-empty str, got {value!r}"
+                says = {"name": "the model's name", "weights": "a checkpoint's revision, or a digest of its files"}
+                msg = f"ModelIdentity.{field_name} must be a non-empty str, got {value!r}: give {says[field_name]}"
                 raise ConfigurationError(msg)
         pairs = self.extra if isinstance(self.extra, tuple) else (None,)
         if not all(isinstance(pair, tuple) and [type(part) for part in pair] == [str, str] for pair in pairs):
@@ -439,7 +440,7 @@ def hash_blocks(
     """Hash every *full* block of a prompt, each chained over all before it: the same in every process, on every host.
 
     Args:
-        token_ids: ``(num_tokens,)`` non-negative ints below 2**32; a trailing partial block is left out.
+        token_ids: ``(num_tokens,)`` non-negative ints below ``2**32``; a trailing partial block is left out.
         block_size: Tokens per block.
         salt: Keeps tenants apart: equal prompts of different salts share nothing. Secret salts stay secret: only
             digests leave this function.

@@ -53,7 +53,13 @@ class LoopCalls:
         self._waking = False
         for _ in range(len(self._calls)):  # those that come meanwhile wake the loop again
             function, args = self._calls.popleft()
-            self._loop.call_soon(function, *args)  # so that the loop itself deals with each one's exception
+            try:
+                function(*args)
+            except (SystemExit, KeyboardInterrupt):
+                self._loop.call_soon(self._run)  # the loop lets these end it; whoever runs it again finds the rest
+                raise
+            except BaseException as error:  # noqa: BLE001 - as the loop itself deals with one
+                self._loop.call_exception_handler({"message": f"exception in {function!r}", "exception": error})
 
 
 def carried(error: BaseException, whose: str) -> Exception:

@@ -246,7 +246,9 @@ class Reason(StrEnum):
     TIMEOUT = "timeout"
     """A tier did not answer within its ``timeout_s``."""
     UNREADABLE = "unreadable"
-    """A tier had it, and it was lost, corrupt, or the medium failed."""
+    """A tier had it, and it was corrupt, or the medium failed."""
+    GONE = "gone when read"
+    """A tier had it when it was looked for, and not any more when it was read: evicted or deleted meanwhile."""
     TIER_AWAY = "tier away"
     """A tier may have it, and is bypassed."""
     DEADLINE = "deadline"
@@ -261,8 +263,16 @@ class Reason(StrEnum):
     """The engine's device has failed: nothing is copied there any more."""
     NOT_MOVED = "not moved"
     """A worker did not move it."""
+    UNWRITTEN = "unwritten"
+    """The medium did not take it, of a store straight out of the engine's memory."""
     NO_ROOM = "no room"
-    """No tier had room for it."""
+    """No tier had room for it, or this one had none."""
+    QUEUE_FULL = "queue full"
+    """This tier was not written to: as many bytes as may wait to be written did so."""
+    HELD_BACK = "held back"
+    """This tier was not written to: it had as many bytes a day as it may have."""
+    REMOVED = "removed meanwhile"
+    """A call removed it before this tier had it."""
     DRAINING = "draining"
     """`TieredKV.drain` was called: no more is stored."""
     READ_ONLY = "read only"
@@ -278,7 +288,8 @@ class Reason(StrEnum):
     TOO_MANY_KEYS = "too many keys"
     """More than fit in a message to the server."""
     REFUSED = "refused"
-    """The server could not take it, as the detail says."""
+    """The server could not take it, as the detail says; this tier's medium would not; or what it had is sealed by a key
+    that the tier lacks, or not at all although it has keys."""
     FAILED = "failed"
     """It broke off in the server, as the detail says."""
 
@@ -383,6 +394,21 @@ class PrefetchResult:
 
 
 @dataclass(frozen=True)
+class RemovalResult:
+    """What became of blocks that are unfindable in this cache since `evict` or `clear` was called.
+
+    Attributes:
+        num_blocks: How many were in an owned tier, of each KV group and rank that was meant.
+        kept_by: The storage tiers that are not known to have removed them by now: they failed, or were not in time.
+            Each is told again, until it has; before that another process, or another start, may find blocks there. A
+            shared tier that is only read is not told, nor named: what is there is others' to keep.
+    """
+
+    num_blocks: int
+    kept_by: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class PinResult:
     """What a pin holds now: the prefix that was in owned tiers, as far as the quota and half of each tier went."""
 
@@ -428,14 +454,16 @@ class TierStatistics:
     Attributes:
         tier: Its name.
         num_slots: 0 for a tier that the cache does not own.
-        free, ready, evictable, leased, pending, doomed: Slots, see `catalog.index.IndexStatistics`.
+        free, ready, evictable, leased, pending, doomed: Of these, see `catalog.books.IndexStatistics`; bounce slots are
+            counted in `CacheStatistics` alone.
         is_bypassed: Whether loads and stores go on without it now.
         open_breakers: For what its calls failed or were late: ``"reads"``, ``"writes"``, ``"deletes"``, ``"upkeep"``,
             ``"locates"``.
         hits: Blocks loaded that this tier had before any promotion: each block loaded counts in one tier.
         dirty: Blocks that wait here to be written below.
-        withheld: Slots that no block is put in for now: their disk is away, or no key opens the records in them.
+        withheld: Slots that no block is put in for now: their disk is away.
         written, promoted, evicted, dropped, corrupt, failed, expired: Blocks, see `tiers.tier.Counters`.
+        dropped_because: The dropped ones by reason.
         held_back: Of the dropped ones, those that `max_write_bytes_per_day` has kept from being written.
         bytes_read, bytes_written: Of records that the medium brought and took, headers and padding included. 0 for
             memory tiers, whose copies are a part of each load and store.
@@ -467,6 +495,7 @@ class TierStatistics:
     promoted: int = 0
     evicted: int = 0
     dropped: int = 0
+    dropped_because: Mapping[Reason, int] = field(default_factory=dict)
     corrupt: int = 0
     failed: int = 0
     expired: int = 0

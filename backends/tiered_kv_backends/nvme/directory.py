@@ -26,6 +26,7 @@ import re
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import ClassVar, Final, Literal
 
@@ -35,6 +36,7 @@ from tiered_kv.media.backend import Block, RecordShape
 from tiered_kv.system import FolderEntry, files, system
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.layout import PAGE_BYTES
+from tiered_kv.values.log import log
 from tiered_kv_backends.nvme.ledger import Ledger
 
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -43,10 +45,20 @@ _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 def open_root(path: Path) -> int:
     """Return a descriptor of the directory that ``path`` leads to; it is made if need be, for its owner only.
 
+    Then its name survives a loss of power: whatever is in it would be lost with that.
+
     Raises:
         OSError: It cannot be opened, is another user's, or others may write to it.
     """
+    missing = list(takewhile(lambda each: not files().exists(each), (path, *path.parents)))
     files().make_folders(path, 0o700)
+    for each in missing:
+        with contextlib.suppress(PermissionError):  # who may not list a folder may make others in it
+            parent = files().open(each.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                files().fsync(parent)
+            finally:
+                files().close(parent)
     return _ours(files().open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), str(path))
 
 
@@ -245,7 +257,9 @@ class Directory:
             self._reclaim_oldest()
 
     def _reclaim_oldest(self) -> None:
-        files().remove_tree(self._foreign.pop(0).name, ignore_errors=True, dir_fd=self.fd)
+        foreign = self._foreign.pop(0)
+        log("info", "nvme.reclaimed", path=str(self.path), folder=foreign.name, num_bytes=foreign.num_bytes)
+        files().remove_tree(foreign.name, ignore_errors=True, dir_fd=self.fd)
         self.num_reclaimed += 1
 
 

@@ -25,8 +25,10 @@ from tiered_kv.values.keys import Names
 ENTRY: Final = np.dtype(
     [("magic", "S8"), ("name", "<u8", (4,)), ("sequence", "<u8"), ("slot", "<u8"), ("checksum", "<u8")]
 )
-"""What a slot holds. Bytes of zeros: nothing, as far as is known."""
+"""What a slot holds. Bytes of zeros: nothing was ever written of it."""
 MAGIC: Final = b"TKVSLOT2"
+EMPTY: Final = np.frombuffer(b"TKVEMPTY" * (ENTRY.itemsize // 8), ENTRY)
+"""What is written of a slot that holds nothing any more: else an emptied ledger looked like one that was lost."""
 
 _CHECKED_BYTES = ENTRY.itemsize - 8
 _CHUNK = 1 << 16
@@ -101,6 +103,7 @@ class Ledger:
 
     Attributes:
         num_slots: How many slots have their entry in the file.
+        is_blank: Whether all of it was zeros when it was read: nothing was ever written, or it was lost.
         bytes_written: To the file, by this object.
 
     Raises:
@@ -112,6 +115,7 @@ class Ledger:
         self._order = order
         self._lock = system().lock()
         self.bytes_written = 0
+        self.is_blank = False
         self.num_slots = files().fstat(fd).st_size // ENTRY.itemsize
 
     @staticmethod
@@ -127,16 +131,19 @@ class Ledger:
     def read(self, num_allocated: int) -> tuple[Entries, Slots]:
         """Return what the first so many slots hold, and which of them have an entry that cannot be read.
 
-        What the file says about later slots is dropped: those have no place on the disk, so they hold nothing.
+        What the file says about later slots is dropped: those have no place on the disk, so they hold nothing. A file
+        of zeros alone can be read as little as one that is not there.
         """
         parts, damaged = [_NO_ENTRIES], [np.empty(0, np.int64)]
+        self.is_blank = self.num_slots > 0
         for start in range(0, self.num_slots, _CHUNK):
             num_bytes = self.num_bytes(min(_CHUNK, self.num_slots - start))
             data = files().pread(self._fd, num_bytes, self.num_bytes(start))
             entries, broken = parse(data.ljust(num_bytes, b"\0"), start)
             parts.append(entries)
             damaged.append(broken)
-        damaged.append(np.arange(self.num_slots, num_allocated))
+            self.is_blank &= not data.strip(b"\0")
+        damaged.append(np.arange(0 if self.is_blank else self.num_slots, num_allocated))
         entries, broken = Entries.joined(*parts), np.concatenate(damaged)
         self._order.go_on_after(int(entries.sequences.max(initial=0)))
         is_here, is_broken_here = entries.slots < num_allocated, broken < num_allocated
@@ -163,7 +170,7 @@ class Ledger:
 
     def clear(self, slots: Slots) -> None:
         """Remember that these slots hold nothing."""
-        self._put(slots, lambda part: np.zeros(len(part), ENTRY))
+        self._put(slots, lambda part: np.repeat(EMPTY, len(part)))
 
     def grow(self, num_slots: int, allocate: Callable[[int, int, int], None]) -> None:
         """Have entries for at least so many slots: ``allocate(fd, offset, num_bytes)`` gives them their place."""
@@ -198,6 +205,7 @@ class Ledger:
                 self.bytes_written += len(data)
 
 
+_EMPTY_WORDS = EMPTY.view(np.uint64)
 _NO_ENTRIES = Entries(np.empty((0, 4), np.uint64), np.empty(0, np.int64), np.empty(0, np.uint64))
 
 
@@ -213,7 +221,8 @@ def parse(data: bytes, first_slot: int) -> tuple[Entries, Slots]:
     """Read entries of consecutive slots; return those that hold a block, and the slots of those that are damaged."""
     entries = np.frombuffer(data, ENTRY)
     slots = np.arange(first_slot, first_slot + len(entries), dtype=np.int64)
-    is_used = np.frombuffer(data, np.uint64).reshape(-1, ENTRY.itemsize // 8).any(axis=1)
+    words = np.frombuffer(data, np.uint64).reshape(-1, ENTRY.itemsize // 8)
+    is_used = words.any(axis=1) & (words != _EMPTY_WORDS).any(axis=1)
     used, slots = entries[is_used], slots[is_used]
     is_good = (used["magic"] == MAGIC) & (used["slot"] == slots.view(np.uint64)) & (used["sequence"] < _MAX_SEQUENCE)
     is_good[is_good] = used["checksum"][is_good] == _checksums(used[is_good])

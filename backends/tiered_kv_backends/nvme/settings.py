@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import ByteSize, Field, model_validator
+from pydantic import Field, model_validator
 
-from tiered_kv.settings.tier_settings import OwnedTierSettings
+from tiered_kv.settings.tier_settings import OwnedTierSettings, Size, SizeOrNone, default_size
 
 _MOST_DIRECTORIES = 64
 
@@ -17,9 +17,9 @@ class NVMeSettings(OwnedTierSettings):
     path: Path | tuple[Path, ...]
     """A directory of this process alone, made if need be; or one on each of several disks, over which blocks are
     spread. One that fails, or is not there, takes only its blocks."""
-    capacity: ByteSize = Field(gt=0)
+    capacity: Size = Field(gt=0)
     """Limit over everything in each directory, blocks of other models included."""
-    max_capacity: ByteSize | None = None
+    max_capacity: SizeOrNone = default_size(None)
     """The most that `TieredKV.resize` may make of it, for each directory; the capacity if left out. Costs 100 bytes of
     host memory a block, and no place on the disk."""
     erase: bool | Literal["punch"] = False

@@ -3,6 +3,7 @@
 Reads and writes run in many threads at once; they keep no state but their own, and no slot is in two writes.
 """
 
+import errno
 import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
@@ -186,8 +187,11 @@ def _move_block(way: _Way, fd: int, block: Block, offset: int) -> bool:
     """Move one block by as many calls as it takes; False if it does not get to its end."""
     rest, num_left = [block.header, block.padded], len(block.header) + len(block.padded)
     while num_left:
-        num_bytes = way.call(fd, rest, offset)
-        if num_bytes == 0 or num_bytes % PAGE_BYTES:
+        num_moved = way.call(fd, rest, offset)
+        num_bytes = num_moved // PAGE_BYTES * PAGE_BYTES
+        if not num_bytes:
+            if way is _READ and files().fstat(fd).st_size >= offset + num_left:  # else the file ends there
+                raise OSError(errno.EIO, f"{num_moved} of {num_left} bytes were read")
             return False
         offset, num_left = offset + num_bytes, num_left - num_bytes
         rest = [block.padded[len(block.padded) - num_left :]]  # of whole pages the first is the header

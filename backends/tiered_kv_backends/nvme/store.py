@@ -300,19 +300,24 @@ class Files:
 _SLOTS_PER_JOB = 4096
 
 
-async def rebuild(slab: Slab, damaged: Slots, run: Callable[..., "asyncio.Future[Entries]"]) -> Entries:
-    """Return the blocks in these slots by the headers there, and log how many there are.
+async def rebuild(
+    slab: Slab, damaged: Slots, run: Callable[..., "asyncio.Future[Entries]"], *, is_blank: bool
+) -> tuple[Entries, int]:
+    """Return the blocks in these slots by the headers there, and how many of the slots are damaged; log it.
 
     Args:
         slab: Where to look: one page of I/O a slot. Payloads are verified when they are read.
         damaged: Slots of which nothing else is known.
         run: Runs a function in a thread that may read.
+        is_blank: Whether nothing was ever written of them, as far as is known: none is damaged if nothing is found.
     """
     started = system().monotonic()
     starts = range(0, len(damaged), _SLOTS_PER_JOB)
     jobs = [run(_entries_in, slab, damaged[start : start + _SLOTS_PER_JOB].tolist()) for start in starts]
     await asyncio.wait(jobs)
     rebuilt = Entries.joined(*(job.result() for job in jobs))
+    if is_blank and not len(rebuilt.slots):
+        return rebuilt, 0
     log(
         "warning",
         "nvme.ledger_damaged",
@@ -321,7 +326,7 @@ async def rebuild(slab: Slab, damaged: Slots, run: Callable[..., "asyncio.Future
         rebuilt=len(rebuilt.slots),
         took_ms=round(1000 * (system().monotonic() - started), 1),
     )
-    return rebuilt
+    return rebuilt, len(damaged)
 
 
 def _entries_in(slab: Slab, slots: list[int]) -> Entries:
@@ -655,17 +660,18 @@ class Store:
     async def _recover(self, files: Group, entries: Entries, damaged: Slots) -> Entries:
         """Return what a group holds; look into the slab for what the ledger cannot say, and write that down."""
         if len(damaged):
-            rebuilt = await rebuild(files.slab, damaged, partial(self._run, self._readers))
-            self._num_damaged += len(damaged)
+            run, is_blank = partial(self._run, self._readers), files.ledger.is_blank
+            rebuilt, num_damaged = await rebuild(files.slab, damaged, run, is_blank=is_blank)
+            self._num_damaged += num_damaged
             self._num_rebuilt += len(rebuilt.slots)
             entries = Entries.joined(rebuilt, entries)
         latest, replaced = entries.latest()
         files.mark(entries.slots, HELD)
         if len(damaged) or len(replaced):
             is_rebuilt = np.isin(latest.slots, damaged)
-            empty = np.concatenate([np.setdiff1d(damaged, latest.slots), replaced])
             try:
-                await self._run(self._clerk, files.ledger.clear, empty)
+                await self._run(self._clerk, files.ledger.clear, np.setdiff1d(damaged, latest.slots))
+                await self._forget(files, replaced)  # its header too: it must not come back without the ledger
                 await self._run(
                     self._clerk, files.ledger.write_oldest, latest.names[is_rebuilt], latest.slots[is_rebuilt]
                 )

@@ -22,7 +22,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as LostError
 from redis.exceptions import RedisClusterException, RedisError
 
-from tiered_kv.settings.tier_settings import TierSettings
+from tiered_kv.settings.tier_settings import StorageTierSettings
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.integers import split_url
 from tiered_kv_backends.paths import scrub
@@ -64,7 +64,7 @@ _TOPOLOGY_SHARE = 0.1
 """Of the time of a call, how long a node may take to say who holds which keys, before another one is asked."""
 
 
-class RedisSettings(TierSettings):
+class RedisSettings(StorageTierSettings):
     """``{"medium": "redis", "url": "rediss://cache.example:6379", "username": "kv", "password": "..."}``."""
 
     medium: str = "redis"
@@ -252,14 +252,16 @@ class Servers:
         return [(self._servers[address], positions) for address, positions in found.items()]
 
     def getting(self, answer: str, source: Server) -> Server | None:
-        """Return the node that an ASK of ``source`` names: it is getting the slot. None if that is no address."""
+        """Return the node that an ASK of ``source`` names: it is getting the slot.
+
+        None but for a node of the cluster that is known already, by who holds which keys: whoever answers must not lead
+        us, and our password, anywhere else. A node without slots is known once it holds one.
+        """
         host, _, port = answer.partition("\n")[0].split(" ")[-1].rpartition(":")
-        if not port.isdigit() or self._is_closed:
+        if self._cluster is None or not port.isdecimal():
             return None
-        address = Address(host.strip("[]") or source.address.host, int(port))
-        if address not in self._servers:  # it has no slots yet
-            self._servers[address] = self._make_server(address)
-        return self._servers[address].asking()
+        server = self._servers.get(Address(host.strip("[]") or source.address.host, int(port)))
+        return None if server is None else server.asking()
 
     async def all(self) -> list[Server]:
         """Return every server that holds keys.

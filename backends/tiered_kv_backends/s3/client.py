@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 
 from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import ObjectStore, from_url
-from pydantic import ByteSize, Field, SecretStr, field_validator
+from pydantic import Field, SecretStr, field_validator
 
-from tiered_kv.settings.tier_settings import TierSettings
+from tiered_kv.settings.tier_settings import Size, StorageTierSettings, default_size
 from tiered_kv.values.errors import (
     BackendError,
     BackendUnavailableError,
@@ -48,7 +48,7 @@ _LAST_CALLS_S = 0.3
 _BEYOND_END = re.compile(r"status code: 416|StartTooLarge")
 
 
-class S3Settings(TierSettings):
+class S3Settings(StorageTierSettings):
     """``{"medium": "s3", "url": "s3://bucket/prefix", "endpoint": "https://store.example"}``."""
 
     medium: str = "s3"
@@ -75,7 +75,7 @@ class S3Settings(TierSettings):
     """Of one request, with jitter, within 15 % of ``timeout_s``."""
     create_only: bool = False
     """Never replace an object (``If-None-Match: *``). A damaged one is then deleted before it is stored again."""
-    pack_bytes: ByteSize = Field(default=ByteSize(4 << 20), ge=0)
+    pack_bytes: Size = Field(default=default_size(4 << 20), ge=0)
     """Blocks of a prompt are stored together in objects of up to this size, 16 at most. 0: one object per block."""
     answer_ttl_s: float = Field(default=2.0, ge=0, allow_inf_nan=False)
     """How long what a probe said is believed. 0: every lookup asks."""
@@ -188,7 +188,10 @@ def translate_opening(error: BaseError | OSError | ValueError, settings: S3Setti
     if isinstance(error, FileNotFoundError):
         return None
     if any(word in text for word in _NO_CREDENTIALS):  # the last of the chain, after settings and environment
-        return ConfigurationError(f"no credentials for {settings.place}: none are set, no role gives any ({reason})")
+        return ConfigurationError(
+            f"no credentials for {settings.place}: none are set, no role gives any ({reason}): set "
+            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give this machine a role that may use it"
+        )
     if isinstance(error, PermissionDeniedError | UnauthenticatedError):
         advice = "check the keys; s3:ListBucket is needed too, or what is absent cannot be told from what is forbidden"
         return ConfigurationError(f"{settings.place} refuses the credentials ({reason}): {advice}")

@@ -17,7 +17,7 @@ from obstore.store import ObjectStore
 
 from tiered_kv.media.backend import Found, Inventory, Place
 from tiered_kv.values.keys import epoch_digest, salt_digest
-from tiered_kv_backends.paths import NAMESPACE, RECORD, salt_folder
+from tiered_kv_backends.paths import MOST_INSPECTED_BYTES, RECORD, salt_folder
 from tiered_kv_backends.s3.client import S3Settings, make_store, translate
 
 _AT_ONCE = 1000
@@ -48,9 +48,14 @@ class BucketInventory(Inventory):
             raise translate(error, "list blocks", self._settings) from error
 
     async def read(self, found: Found) -> bytes | None:
-        """Get one object."""
+        """Get one object, or the beginning of one that is longer than any record or pack."""
+        read = bytearray()
         try:
-            return bytes(await (await obstore.get_async(self._store, found.where)).bytes_async())
+            async for part in (await obstore.get_async(self._store, found.where)).stream():
+                read += part
+                if len(read) > MOST_INSPECTED_BYTES:
+                    break
+            return bytes(read)
         except FileNotFoundError:
             return None
         except (BaseError, OSError, ValueError) as error:
@@ -100,10 +105,16 @@ async def collect_epochs(
     kept = {(await asyncio.to_thread(settings.on_medium, epoch)).hex()[:32] for epoch in epochs}
     store, deleted = make_store(settings), 0
     before = datetime.now(UTC) - timedelta(seconds=idle_s)
+    is_idle: dict[str, bool] = {}  # by epoch that may go; many, if others put them there, but a listing is not kept
     try:
-        for epoch in await _folders(store, depth=2):
-            if epoch.rpartition("/")[2] not in kept and await _is_idle(store, epoch, before):
-                deleted += await _delete_folder(store, epoch)
+        async for blocks in _blocks(store):
+            for path, stored in blocks.items():
+                epoch = _folder(path, 2)
+                if epoch.rpartition("/")[2] not in kept:
+                    is_idle[epoch] = is_idle.get(epoch, True) and stored <= before
+        for epoch in [epoch for epoch, idle in is_idle.items() if idle]:
+            async for blocks in _blocks(store, epoch):
+                deleted += await _delete(store, [*blocks])
     except (BaseError, OSError, ValueError) as error:
         raise translate(error, "collect epochs", settings) from error
     return deleted
@@ -123,41 +134,28 @@ async def delete_tenant(settings: S3Settings | Mapping[str, Any] | str, salt: st
     folder = salt_folder(await asyncio.to_thread(settings.on_medium, salt_digest(salt)))
     store, deleted = make_store(settings), 0
     try:
-        for each in await _folders(store, depth=4):
-            if each.rpartition("/")[2] == folder:
-                deleted += await _delete_folder(store, each)
+        async for blocks in _blocks(store):
+            deleted += await _delete(store, [path for path in blocks if _folder(path, 4).rpartition("/")[2] == folder])
     except (BaseError, OSError, ValueError) as error:
         raise translate(error, "delete a tenant", settings) from error
     return deleted
 
 
-async def _folders(store: ObjectStore, depth: int) -> list[str]:
-    """List the folders of ours ``depth`` levels down: ``fingerprint/epoch/shard/salt``."""
-    folders = [""]
-    for name in NAMESPACE[:depth]:
-        listings = [await obstore.list_with_delimiter_async(store, folder or None) for folder in folders]
-        found = [each for listing in listings for each in listing["common_prefixes"]]
-        folders = [each for each in found if name.fullmatch(each.rpartition("/")[2])]
-    return folders
+def _folder(path: str, depth: int) -> str:
+    """Return the folder of an object of ours so many levels down: ``fingerprint/epoch/shard/salt``."""
+    return "/".join(path.split("/")[:depth])
 
 
-async def _blocks(store: ObjectStore, folder: str) -> AsyncIterator[dict[str, datetime]]:
-    """Yield the blocks and packs in a folder of ours and when each was stored, up to 1,000 at a time."""
-    async for objects in obstore.list(store, folder, chunk_size=1000):
+async def _blocks(store: ObjectStore, folder: str | None = None) -> AsyncIterator[dict[str, datetime]]:
+    """Yield the blocks and packs in a folder of ours, or all, and when each was stored, up to 1,000 at a time.
+
+    No more is kept of a listing, which a hostile store may never end.
+    """
+    async for objects in obstore.list(store, folder, chunk_size=_AT_ONCE):
         yield {each["path"]: each["last_modified"] for each in objects if RECORD.fullmatch(each["path"])}
 
 
-async def _is_idle(store: ObjectStore, folder: str, before: datetime) -> bool:
-    async for blocks in _blocks(store, folder):
-        if any(stored > before for stored in blocks.values()):
-            return False
-    return True
-
-
-async def _delete_folder(store: ObjectStore, folder: str) -> int:
-    deleted = 0
-    async for blocks in _blocks(store, folder):
-        if blocks:
-            await obstore.delete_async(store, [*blocks])
-            deleted += len(blocks)
-    return deleted
+async def _delete(store: ObjectStore, paths: list[str]) -> int:
+    if paths:
+        await obstore.delete_async(store, paths)
+    return len(paths)

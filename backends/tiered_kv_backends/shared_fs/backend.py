@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import aiofiles.os
-from pydantic import ByteSize, Field
+from pydantic import Field
 
 from tiered_kv.media.backend import Backend, BackendContext, Block, Outcome, check_lengths
-from tiered_kv.settings.tier_settings import TierSettings
+from tiered_kv.settings.tier_settings import Size, SizeOrNone, StorageTierSettings, default_size
 from tiered_kv.values.errors import BackendUnavailableError, ClosedError, ConfigurationError
 from tiered_kv.values.keys import BlockKey
 from tiered_kv.values.log import log
@@ -63,19 +63,19 @@ class SharedFSBackend(Backend):
         wall_clock_ns: What files are dated with; hosts that share a directory should roughly agree on it.
     """
 
-    class Settings(TierSettings):
+    class Settings(StorageTierSettings):
         """``{"medium": "shared_fs", "path": "/mnt/shared/kv", "capacity": "20TiB"}``."""
 
         medium: str = "shared_fs"
         path: Path
         """A directory for nothing else, made if need be; its parent has to be there."""
-        capacity: ByteSize = Field(gt=0)
+        capacity: Size = Field(gt=0)
         """Bytes of all records together, of every model and host. Where processes disagree, the smallest counts."""
         num_threads: int = Field(default=16, ge=1, le=256)
         """Calls under way at once, in each direction: reads never queue behind writes."""
         min_free_fraction: float = Field(default=0.05, ge=0, lt=1)
         """Part of the filesystem that is left free: nothing is written, and the oldest is deleted, to keep it so."""
-        salt_quota: ByteSize | None = Field(default=None, gt=0)
+        salt_quota: SizeOrNone = Field(default=default_size(None), gt=0)
         """Bytes that the blocks of one salt may have, of every model and host; sweeps delete what is more, used
         longest ago first. No limit if left out."""
         sweep_interval_s: float = Field(default=60.0, gt=0, allow_inf_nan=False)
@@ -119,7 +119,8 @@ class SharedFSBackend(Backend):
             raise BackendUnavailableError(f"{self._root} did not answer within {settings.timeout_s} s") from error
         except OSError as error:
             kind = ConfigurationError if error.errno in _NEVER else BackendUnavailableError
-            raise kind(f"{error.filename or self._root}: {error.strerror}") from error
+            advice = "; mount it, or make the directory above it" if error.errno == errno.ENOENT else ""
+            raise kind(f"{error.filename or self._root}: {error.strerror}{advice}") from error
         self._sweeper = Sweeper(
             self._root,
             self._ledger,

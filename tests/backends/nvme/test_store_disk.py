@@ -48,6 +48,12 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> set[Path]:
     return paths
 
 
+async def test_the_directory_itself_survives_a_loss_of_power(tmp_path: Path, forced: set[Path]) -> None:
+    """Where it and what is above it were made for the tier, their names are forced to the medium, too."""
+    async with open_tier(tmp_path / "new" / "kv"):
+        assert {tmp_path, tmp_path / "new"} <= forced
+
+
 async def test_what_the_disk_did_not_take_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it fails to force, forget or remember, the call does, and facts say why."""
     async with open_tier(tmp_path) as tier:
@@ -210,6 +216,26 @@ async def test_a_place_that_cannot_be_read_hides_no_other(tmp_path: Path, monkey
             assert tier.recovered(6) == expected
     async with open_tier(tmp_path) as tier:
         assert await tier.verified(expected) == [Outcome.HIT] * 5
+
+
+@pytest.mark.parametrize("most", [512, 4096 + 512])
+async def test_a_read_that_stops_where_the_file_goes_on_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """So does a disk with a bad sector. The block is not lost by it, as one is that the file ends before."""
+    preadv = os.preadv
+
+    def stops(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        num_bytes, until_there = preadv(fd, buffers, offset), 2 * STRIDE + most - offset
+        return until_there if 0 <= until_there < num_bytes else num_bytes
+
+    async with open_tier(tmp_path) as tier:
+        await tier.write(count_up(6))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "preadv", stops)
+            outcomes = await tier.verified(count_up(6))
+        assert outcomes == [Outcome.HIT] * 2 + [Outcome.FAILED] + [Outcome.HIT] * 3
+        assert await tier.verified(count_up(6)) == [Outcome.HIT] * 6
 
 
 async def test_what_a_ledger_cannot_note_is_looked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,8 +63,9 @@ async def test_a_flipped_bit_costs_no_block(tmp_path: Path, at: int) -> None:
         lambda ledger: ledger.write_bytes(b""),
         lambda ledger: ledger.write_bytes(b"garbage" * 1000),
         lambda ledger: ledger.write_bytes(ledger.read_bytes()[: 3 * ENTRY_BYTES + 10]),
+        lambda ledger: ledger.write_bytes(bytes(ledger.stat().st_size)),
     ],
-    ids=["deleted", "emptied", "garbage", "cut"],
+    ids=["deleted", "emptied", "garbage", "cut", "zeros"],
 )
 async def test_a_lost_ledger_is_rebuilt(tmp_path: Path, destroy: Callable[[Path], object]) -> None:
     """Without its ledger, or most of it, a slab is read header by header; what was evicted stays away."""
@@ -78,6 +79,35 @@ async def test_a_lost_ledger_is_rebuilt(tmp_path: Path, destroy: Callable[[Path]
         async with open_tier(tmp_path) as tier:
             assert tier.recovered(20) == expected
             assert await tier.verified(expected) == [Outcome.HIT] * 18
+
+
+async def test_a_tier_that_was_emptied_is_not_damaged(tmp_path: Path) -> None:
+    """Its ledger says so: what was forgotten stays away even where a loss of power brought its headers back."""
+    async with open_tier(tmp_path) as tier:
+        await tier.write(count_up(8))
+    slab = slab_of(tmp_path)
+    before = slab.read_bytes()
+    async with open_tier(tmp_path) as tier:
+        await tier.backend.forget(0, slots_of(count_up(8)))
+    slab.write_bytes(before)
+    with capture_logs() as logs:
+        async with open_tier(tmp_path) as tier:
+            assert tier.recovered(8) == {}
+            assert tier.backend.describe()["num_damaged"] == 0
+    assert logs == []
+
+
+async def test_a_tier_of_which_nothing_is_left_says_so(tmp_path: Path) -> None:
+    """Neither its ledger nor a header can be read: that is damage, though nothing is found."""
+    async with open_tier(tmp_path) as tier:
+        await tier.write(count_up(8))
+    for file in (slab_of(tmp_path), ledger_of(tmp_path)):
+        file.write_bytes(b"x" * file.stat().st_size)
+    with capture_logs() as logs:
+        async with open_tier(tmp_path) as tier:
+            assert tier.recovered(8) == {}
+            assert int(str(tier.backend.describe()["num_damaged"])) >= 8
+    assert "nvme.ledger_damaged" in [each["event"] for each in logs]
 
 
 async def test_a_rebuild_believes_no_header_that_is_not_whole(tmp_path: Path) -> None:

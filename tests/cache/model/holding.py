@@ -68,6 +68,18 @@ class Holding(Machine):
         self.run(pin(), LONG_S)
         self.poison()
 
+    @rule(keys=SPANS, is_there=st.booleans())
+    def tell_what_the_engine_has(self, keys: BlockKeys, *, is_there: bool) -> None:
+        """Say that the engine has blocks in its own cache, or is about to drop them: nothing is lost by that."""
+
+        async def tell() -> None:
+            before = self.cache.membership(keys, tier="cpu") if self.shape.has("cpu") else None
+            self.cache.resident(keys) if is_there else self.cache.leaving(keys)
+            if before is not None:
+                assert (self.cache.membership(keys, tier="cpu") == before).all()
+
+        self.run(tell(), 0.0)
+
     @rule(keys=SPANS, is_used=st.booleans())
     def unpin(self, keys: BlockKeys, *, is_used: bool) -> None:
         """Let go of blocks, pinned or not, or use them."""

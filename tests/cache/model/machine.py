@@ -279,18 +279,26 @@ class Machine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """End; unless something is wrong already, check that nothing is left."""
         if sys.exc_info()[0] is not None:
-            with suppress(BaseException):
-                self.world.release()
-                self.run(self.cache.aclose(), LONG_S)
-            with suppress(BaseException):
-                self.world.close()
-            with suppress(RuntimeError):
-                self.world.runner.get_loop().close()
+            self._give_up()
             return
-        if self.kv is not None:
-            self.settle()
-            self.close()
-        self.world.close()
+        try:
+            if self.kv is not None:
+                self.settle()
+                self.close()
+            self.world.close()
+        except BaseException:
+            self._give_up()
+            raise
+
+    def _give_up(self) -> None:
+        """End as far as that goes, of what is broken, and leave nothing to the tests that follow."""
+        with suppress(BaseException):
+            self.world.release()
+            self.run(self.cache.aclose(), LONG_S)
+        with suppress(BaseException):
+            self.world.close()
+        with suppress(RuntimeError):
+            self.world.runner.get_loop().close()
 
 
 async def turns() -> None:

@@ -13,7 +13,7 @@ from tiered_kv.catalog.policies import LRUPolicy, Policy
 from tiered_kv.values.hints import ReuseHint
 from tiered_kv.values.keys import Names
 
-METHODS = ["add", "use", "hint", "park", "unpark", "victims", "evict", "order", "clear", "resize"]
+METHODS = ["add", "use", "hint", "hold", "leave", "park", "unpark", "victims", "evict", "order", "clear", "resize"]
 
 
 def names(*numbers: int) -> Names:
@@ -55,6 +55,8 @@ def use_all(index: TierIndex) -> None:
     assert np.count_nonzero(index.ready(names(3, 4, 5))) == 1
     index.touch(names(1, 5))
     index.hint(names(5), ReuseHint(0.5))
+    index.resident(names(5, 11))
+    index.leaving(names(5, 11))
     held.release()
     assert len(index.names_in_order()[0]) == 4
     index.remove(names(6))
@@ -115,4 +117,4 @@ def test_every_method_of_a_policy_is_guarded_and_has_to_be_there() -> None:
     assert {*METHODS, "__len__"} == {
         name for name, each in vars(Policy).items() if inspect.isfunction(each) and name != "__init__"
     }
-    assert {*METHODS, "__len__"} - {"resize", "hint"} == Policy.__abstractmethods__
+    assert {*METHODS, "__len__"} - {"resize", "hint", "hold", "leave"} == Policy.__abstractmethods__

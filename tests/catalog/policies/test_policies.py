@@ -21,8 +21,8 @@ def names_of(batch: list[int]) -> Names:
 def ask(index: TierIndex, batch: list[int]) -> int:
     """Ask for blocks as a request does: read what is there, store the rest; return the hits."""
     names = names_of(batch)
-    with index.lease(names) as lease:
-        hits = int(np.count_nonzero(lease.slots >= 0))
+    hits = int(np.count_nonzero(index.ready(names)))
+    index.touch(names)
     with index.reserve(names) as reservation:
         reservation.commit().release()
     return hits

@@ -4,7 +4,7 @@ from tiered_kv.catalog.policies.arc import ARCPolicy
 from tiered_kv.catalog.policies.base import Policy
 from tiered_kv.catalog.policies.lhd import LHDPolicy
 from tiered_kv.catalog.policies.lru import LRUPolicy
-from tiered_kv.catalog.policies.make import make_policy
+from tiered_kv.catalog.policies.make_policy import make_policy
 from tiered_kv.catalog.policies.mq import MQPolicy
 
 __all__ = ["ARCPolicy", "LHDPolicy", "LRUPolicy", "MQPolicy", "Policy", "make_policy"]

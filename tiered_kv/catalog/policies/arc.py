@@ -25,13 +25,15 @@ class ARCPolicy(Policy):
     def __init__(self, num_slots: int) -> None:
         super().__init__(num_slots)
         self.target = 0.0
-        self._recent = SlotQueue(num_slots)
-        self._frequent = SlotQueue(num_slots)
-        self._is_frequent = np.full(num_slots, fill_value=False)  # which of the two a block, parked or not, belongs to
+        self._cold, self._recent, self._frequent = SlotQueue.several(num_slots, 3)
+        self._is_cold = np.full(num_slots, fill_value=False)  # whether it was put there when it was unparked
+        self._is_frequent = np.full(
+            num_slots, fill_value=False
+        )  # to which of the others a block, parked or not, belongs
         self._ghosts = _Ghosts(num_slots)
 
     def __len__(self) -> int:
-        return len(self._recent) + len(self._frequent)
+        return len(self._cold) + len(self._recent) + len(self._frequent)
 
     @property
     def num_ghosts(self) -> int:
@@ -55,24 +57,32 @@ class ARCPolicy(Policy):
 
     def park(self, slots: Slots) -> None:
         """Take blocks out of their queues."""
+        self._cold.remove(slots[self._is_cold[slots]])
+        slots = slots[~self._is_cold[slots]]
         frequent = self._is_frequent[slots]
         self._recent.remove(slots[~frequent])
         self._frequent.remove(slots[frequent])
 
     def unpark(self, slots: Slots, *, cold: bool = False) -> None:
-        """Put blocks at the hot or the cold ends of their queues."""
+        """Put blocks at the hot ends of their queues; if ``cold``, at the cold end of what goes first."""
+        self._is_cold[slots] = cold
+        if cold:
+            self._cold.push_cold(slots)
+            return
         frequent = self._is_frequent[slots]
-        for queue, batch in ((self._recent, slots[~frequent]), (self._frequent, slots[frequent])):
-            queue.push_cold(batch) if cold else queue.push(batch)
+        self._recent.push(slots[~frequent])
+        self._frequent.push(slots[frequent])
 
     def victims(self, n: int, keep: Slots) -> Slots:
-        """Choose what the recent have over their target first, then from the frequent, then from the recent again."""
+        """Choose what goes first, what the recent have over their target, then from the frequent, then the recent."""
+        cold = self._cold.head(n, skip=keep)
+        n -= len(cold)
         surplus = min(n, max(0, len(self._recent) - int(self.target)))
         recent = self._recent.head(surplus, skip=keep)
         frequent = self._frequent.head(n - len(recent), skip=keep)
         if len(recent) + len(frequent) < n:
             recent = self._recent.head(n - len(frequent), skip=keep)
-        return np.concatenate((recent, frequent))
+        return np.concatenate((cold, recent, frequent))
 
     def evict(self, slots: Slots, names: Names) -> None:
         """Take blocks out of their queues and remember their names."""
@@ -83,12 +93,13 @@ class ARCPolicy(Policy):
         )
 
     def order(self) -> Slots:
-        """Return the blocks used once, then those used again."""
-        return np.concatenate((self._recent.head(len(self._recent)), self._frequent.head(len(self._frequent))))
+        """Return the blocks that go first, those used once, then those used again."""
+        return np.concatenate([queue.head(len(queue)) for queue in (self._cold, self._recent, self._frequent)])
 
     def clear(self) -> None:
-        """Empty both queues and forget all ghosts."""
+        """Empty the queues and forget all ghosts."""
         self.target = 0.0
+        self._cold.clear()
         self._recent.clear()
         self._frequent.clear()
         self._ghosts.clear()

@@ -37,7 +37,7 @@ class Policy(ABC):
 
     @abstractmethod
     def use(self, slots: Slots) -> None:
-        """These parked blocks were asked for and found. Each takes its new place when it is unparked."""
+        """These parked blocks, or none, were asked for and found. Each takes its new place when it is unparked."""
 
     def hint(self, slots: Slots, hint: ReuseHint, elapsed_s: float) -> None:  # noqa: B027 - a policy may do without
         """Take note of what a caller says of these parked blocks, until they are used again.
@@ -49,6 +49,16 @@ class Policy(ABC):
             hint: What is said.
             elapsed_s: Since the tier was opened: a policy looks at no clock, and may have to turn seconds into uses.
         """
+
+    def hold(self, slots: Slots, absent: Names) -> None:  # noqa: B027 - a policy may do without
+        """Take note that the engine has blocks in its own cache: these parked ones, and those of these names.
+
+        What is parked here is unparked ``cold`` then, and its uses are told by `use`, as all are. What is not here was
+        used just now. When it is added, that is no use: the engine has dropped it. By default nothing is noted.
+        """
+
+    def leave(self, slots: Slots) -> None:  # noqa: B027 - likewise
+        """These parked blocks, which the engine had, it has not any more."""
 
     @abstractmethod
     def park(self, slots: Slots) -> None:

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.catalog.policies.base import Policy
-from tiered_kv.catalog.policies.ghosts import Ghosts, Times, at_least_as_often
+from tiered_kv.catalog.policies.ghosts import Ghosts, Times, Uses, at_least_as_often
 from tiered_kv.catalog.slots import SlotQueue
 from tiered_kv.catalog.table import Slots
 from tiered_kv.values.hints import ReuseHint
@@ -53,6 +53,10 @@ class AgainstLRU:
     how many there are. As soon as a tenth of the slots more hits were lost than gained since it went best, the policy
     is to go by LRU for a while, and then to try again. So it never loses much, whatever comes, and the less often
     the longer nothing comes of it.
+
+    Attributes:
+        held_since: An engine above has the blocks used since then, None where there is none: LRU would have those, and
+            as many others as there are slots.
     """
 
     def __init__(self, num_slots: int, now: int) -> None:
@@ -65,6 +69,7 @@ class AgainstLRU:
         self._window = now // self._width
         self._counts = np.zeros(_WINDOWS, np.int64)  # of blocks, by the window of their last use
         self._since = now  # LRU has the blocks used since then
+        self.held_since: int | None = None
         self._most_lost = max(1.0, _LOSS * num_slots)
         self._lost = 0.0  # since it went best
         self._gained = 0.0  # since LRU was left, or since it last paid
@@ -86,9 +91,9 @@ class AgainstLRU:
             used_at: When the others were used last, ``(n,)``.
             is_hit: Whether they are here.
         """
-        if self._noted and now // self._width != self._window:
+        if (window := now // self._width) != self._window:
             self._settle()
-        self._go_on(now)
+            self._go_on(window)
         self._noted.append((now, num_new, used_at, is_hit))
         if len(self._noted) >= _NOTED_AT_ONCE:
             self._settle()
@@ -109,15 +114,15 @@ class AgainstLRU:
             num_lru = int(np.count_nonzero(in_lru[of_batch]))
             self._judge(now, int(np.count_nonzero(is_known[of_batch])) - num_lru if is_hit else -num_lru)
 
-    def _go_on(self, now: int) -> None:
-        window = now // self._width
-        if window == self._window:
-            return
+    def _go_on(self, window: int) -> None:
         passed = np.arange(max(self._window + 1, window - _WINDOWS + 1), window + 1)
         self._counts[passed % _WINDOWS] = 0
         self._window = window
-        newest_first = self._counts[np.arange(window, window - _WINDOWS, -1) % _WINDOWS]
-        num_held = int(np.searchsorted(np.cumsum(newest_first), self._num_slots, side="right"))
+        newest_first = np.cumsum(self._counts[np.arange(window, window - _WINDOWS, -1) % _WINDOWS])
+        num_above = 0
+        if self.held_since is not None:
+            num_above = int(newest_first[min(window - self.held_since // self._width, _WINDOWS - 1)])
+        num_held = int(np.searchsorted(newest_first, self._num_slots + num_above, side="right"))
         self._since = max(self._begun_at, (window - num_held) * self._width)
 
     def _judge(self, now: int, gained: int) -> None:
@@ -283,6 +288,8 @@ _LEVELS: Final = np.searchsorted([2, 3, 4, 5, 7, 10, 16], np.arange(256), side="
 _NUM_LEVELS: Final = 8
 _NUM_KINDS: Final = 8
 """Of hints; the first is none."""
+_HELD: Final = np.uint8(1 << 7)
+"""Beside its kind, of a ghost: the engine has the block, or has dropped it since without anybody storing it here."""
 _COLD: Final = _NUM_KINDS * _NUM_LEVELS
 """The queue of what is to go first."""
 _GHOSTS: Final = 4
@@ -315,6 +322,7 @@ class LHDPolicy(Policy):
         self._num_uses = np.full(num_slots, 0, dtype=np.uint8)
         self._used_at = np.full(num_slots, 0, dtype=np.int64)
         self._kinds = np.full(num_slots, 0, dtype=np.uint8)
+        self._held = np.full(num_slots, 0, dtype=np.uint8)  # `_HELD` if the engine has it, too
         num_ghosts = max(_LEAST_GHOSTS, _GHOSTS * num_slots)
         self._ghosts = Ghosts(num_ghosts)
         self._half_life = 2.0 * num_ghosts
@@ -325,7 +333,7 @@ class LHDPolicy(Policy):
         self._forget_learned()
 
     def resize(self, num_slots: int) -> None:
-        """See `Policy.resize`. What LRU would hold is counted anew."""
+        """Take another number of slots. What LRU would hold is counted anew."""
         super().resize(num_slots)
         self._against_lru = AgainstLRU(num_slots, self._now)
 
@@ -336,6 +344,11 @@ class LHDPolicy(Policy):
         """Learn from those that were here before, and let them go on counting."""
         self._begin_moment(is_use=False)
         num_uses, used_at, kinds = self._ghosts.recall(names)
+        self._held[slots] = 0
+        if (was_held := (kinds & _HELD > 0) & (num_uses > 0)).any():
+            self._add_dropped(slots[was_held], num_uses[was_held], used_at[was_held])
+            others = (~was_held).nonzero()[0]
+            slots, num_uses, used_at, kinds = slots[others], num_uses[others], used_at[others], kinds[others]
         if num_uses.any():
             known = num_uses.nonzero()[0]
             ended, used_at = self._classes(kinds[known], num_uses[known]), used_at[known]
@@ -346,13 +359,46 @@ class LHDPolicy(Policy):
         self._against_lru.count(self._now, len(slots) - len(used_at), used_at, is_hit=False)
         self._begin(slots, num_uses)
 
+    def _add_dropped(self, slots: Slots, num_uses: Uses, used_at: Times) -> None:
+        """Have blocks that the engine has had till now go on with the lives that they live: this is no use of them."""
+        self._num_uses[slots], self._used_at[slots] = num_uses, used_at
+        self._kinds[slots] = 0
+        self._against_lru.held_since = int(used_at.max())
+
     def use(self, slots: Slots) -> None:
         """Learn how long it took."""
         self._begin_moment(is_use=True)
+        if not len(slots):
+            return
         num_uses, used_at = self._num_uses.take(slots), self._used_at.take(slots)
+        self._held[slots] = 0
         self._against_lru.count(self._now, 0, used_at, is_hit=True)
-        self._lives.end(self._classes(self._kinds_of(slots), num_uses), self._now - used_at)
+        self._lives.end(self._classes_of(slots, num_uses), self._now - used_at)
         self._begin(slots, num_uses)
+
+    def hold(self, slots: Slots, absent: Names) -> None:
+        """Learn from uses of what is not here, whose ghosts go on counting."""
+        self._held[slots] = _HELD
+        if not len(absent):
+            return
+        self._begin_moment(is_use=False)
+        num_uses, used_at, kinds = self._ghosts.recall(absent)
+        known = num_uses.nonzero()[0]
+        was_held = (kinds[known] & _HELD) > 0  # then the engine has it yet, as a rule, and so would LRU
+        self._lives.end(self._classes(kinds[known] & ~_HELD, num_uses[known]), self._now - used_at[known])
+        self._against_lru.count(self._now, 0, used_at[known[was_held]], is_hit=True)
+        lost = used_at[known[~was_held]]
+        self._against_lru.count(self._now, len(absent) - len(known), lost, is_hit=False)
+        num_uses = np.minimum(num_uses, 254) + 1
+        self._lives.begin(_LEVELS.take(num_uses))
+        self._ghosts.add(absent, num_uses, np.full(len(absent), self._now), np.full(len(absent), _HELD))
+        self._num_passed += len(absent)
+
+    def leave(self, slots: Slots) -> None:
+        """Take note that LRU would not have what was used no later."""
+        self._held[slots] = 0
+        if len(slots):
+            self._against_lru.held_since = int(self._used_at[slots].max())
 
     def hint(self, slots: Slots, hint: ReuseHint, elapsed_s: float) -> None:
         """Let blocks be of the hint's kind, and learn of that kind from now on."""
@@ -375,7 +421,7 @@ class LHDPolicy(Policy):
             self._queue_of[slots] = _COLD
             self._queues[_COLD].push_cold(slots)
             return
-        numbers = self._classes(self._kinds_of(slots), self._num_uses.take(slots))
+        numbers = self._classes_of(slots, self._num_uses.take(slots))
         self._queue_of[slots] = numbers
         for number, batch in _by_number(numbers, slots):
             self._queues[number].push(batch)
@@ -415,7 +461,8 @@ class LHDPolicy(Policy):
     def evict(self, slots: Slots, names: Names) -> None:
         """Take blocks out of their queues and remember how often they were used, and when."""
         self.park(slots)
-        self._ghosts.add(names, self._num_uses[slots].astype(np.int32), self._used_at[slots], self._kinds[slots])
+        kinds = self._kinds[slots] | self._held[slots]
+        self._ghosts.add(names, self._num_uses[slots].astype(np.int32), self._used_at[slots], kinds)
 
     def order(self) -> Slots:
         """Return the blocks in the order in which they would go: after a restart nothing else is known of them."""
@@ -431,6 +478,7 @@ class LHDPolicy(Policy):
             queue.clear()
         self._num_evictable = 0
         self._ghosts.clear()
+        self._held.fill(0)
         self._kinds.fill(0)  # those of before mean nothing now
         self._forget_learned()
 
@@ -453,13 +501,16 @@ class LHDPolicy(Policy):
             self._kinds[slots] = 0  # what was said of them was said of the time until now
         self._lives.begin(_LEVELS.take(num_uses))
 
-    def _kinds_of(self, slots: Slots) -> NDArray[np.uint8] | None:
-        """Return the kinds of blocks; None where nothing was ever said of any, as nearly always."""
-        return self._kinds.take(slots) if self._kinds_known else None
-
-    def _classes(self, kinds: NDArray[np.uint8] | None, num_uses: NDArray[np.integer[Any]]) -> Classes:
+    def _classes_of(self, slots: Slots, num_uses: NDArray[np.integer[Any]]) -> Classes:
+        """Return the classes of blocks that are here; nearly always nothing was ever said of any."""
+        if self._kinds_known:
+            return self._classes(self._kinds.take(slots), num_uses)
         levels: Classes = _LEVELS.take(num_uses)
-        return levels if kinds is None else kinds * np.uint8(_NUM_LEVELS) + levels
+        return levels
+
+    def _classes(self, kinds: NDArray[np.uint8], num_uses: NDArray[np.integer[Any]]) -> Classes:
+        levels: Classes = _LEVELS.take(num_uses)
+        return kinds * np.uint8(_NUM_LEVELS) + levels
 
     def _kind_of(self, hint: ReuseHint, elapsed_s: float) -> int:
         """Return the number of a hint's kind, a new one if there is one left, or else 0."""
@@ -493,7 +544,7 @@ class LHDPolicy(Policy):
         Were the tail younger than its head, it would outlive it.
         """
         was_used, self._is_used = self._is_used, is_use
-        if is_use or not was_used:
+        if self._num_passed and (is_use or not was_used):
             self._advance(self._num_passed)
             self._num_passed = 0
 

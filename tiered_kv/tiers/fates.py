@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Literal, Protocol
+from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from tiered_kv.catalog.uses import Fate, History
 from tiered_kv.values.histogram import Histogram
 from tiered_kv.values.keys import Names
 from tiered_kv.values.results import Reason
+
+if TYPE_CHECKING:  # it brings torch, which who reads events alone does without
+    from tiered_kv.tiers.tier import Batch
 
 _FATES: Final = 8
 _MOST_DETAILS: Final = 31
@@ -49,13 +52,11 @@ class HasIndex(Protocol):
 OnPlaceChange = Callable[[Place, Change, Names], None]
 Direction = Literal["load", "store"]
 OnUse = Callable[[Direction, Names], None]
-OnLoad = Callable[[bytes, int, int], None]
-"""Takes the digest of a load's salt, the blocks that it was asked for, and those that came."""
-OnMiss = Callable[[int, int, str], None]
-"""Takes the blocks that a load was asked for, those that came, and what befell the first of the others."""
+OnLoad = Callable[["Batch", int, str], None]
+"""Takes the blocks that a load was asked for, how many came, and what befell the first of the others."""
 
 
-class Ledger:
+class Fates:
     """Counts blocks since the cache was opened, and remembers why those that left are gone.
 
     Attributes:
@@ -72,7 +73,6 @@ class Ledger:
         listeners: Called with every change of an owned tier.
         on_use: Called with what each load and store is about, in prompt order, if somebody wants to know.
         on_load: Called when a load has ended, likewise.
-        on_miss: Called when a load has ended that did not bring all, likewise.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,6 @@ class Ledger:
         self.preemptions = 0
         self.on_use: OnUse | None = None
         self.on_load: OnLoad | None = None
-        self.on_miss: OnMiss | None = None
         self.tiers: dict[Place, HasIndex] = {}
         self.listeners: list[OnPlaceChange] = []
         self._history = History()
@@ -93,16 +92,14 @@ class Ledger:
         self._codes = np.full(_NOTED_AT_ONCE, 0, dtype=np.uint8)
         self._num_noted = 0
 
-    def count_load(self, salt_id: bytes, requested: int, loaded: int, why_not_more: str) -> None:
+    def count_load(self, batch: "Batch", loaded: int, why_not_more: str) -> None:
         """Count the blocks of a load that has ended; those behind the first one missed are missed for its reason."""
-        self.requested += requested
-        if self.on_load is not None:
-            self.on_load(salt_id, requested, loaded)
-        if missed := requested - loaded:
+        self.requested += len(batch)
+        if missed := len(batch) - loaded:
             self.missed += missed
             self.missed_because[why_not_more] += missed
-            if self.on_miss is not None:
-                self.on_miss(requested, loaded, why_not_more)
+        if self.on_load is not None:
+            self.on_load(batch, loaded, why_not_more)
 
     def count_store(self, requested: int, *, stored: int, present: int, dropped: Mapping[Reason, int]) -> None:
         """Count the blocks of a store that has let go of its source; ``dropped`` by reason."""
@@ -148,7 +145,7 @@ class Ledger:
             if stop == _NOTED_AT_ONCE:
                 self._settle()
 
-    def fates(self, names: Names) -> list[tuple[Fate, str]]:
+    def of(self, names: Names) -> list[tuple[Fate, str]]:
         """Return what befell each block last, and the detail of it, as far as is remembered."""
         self._settle()
         return [(Fate(code % _FATES), self._details[code // _FATES]) for code in self._history.fates(names).tolist()]

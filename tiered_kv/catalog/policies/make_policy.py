@@ -57,6 +57,14 @@ class GuardedPolicy(Policy):
         self._tell(lambda policy: policy.hint(slots, hint, elapsed_s))
 
     @override
+    def hold(self, slots: Slots, absent: Names) -> None:
+        self._tell(lambda policy: policy.hold(slots, absent))
+
+    @override
+    def leave(self, slots: Slots) -> None:
+        self._tell(lambda policy: policy.leave(slots))
+
+    @override
     def park(self, slots: Slots) -> None:
         self._mark(slots, is_evictable=False)
         self._tell(lambda policy: policy.park(slots))

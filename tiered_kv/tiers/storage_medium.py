@@ -10,9 +10,9 @@ import numpy as np
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.policies import Policy
 from tiered_kv.catalog.table import first_occurrences
-from tiered_kv.media.backend import Backend, BackendContext, RecordShape, Recovered, SlotBackend
+from tiered_kv.media.backend import Backend, BackendContext, Block, RecordShape, Recovered, SlotBackend
 from tiered_kv.settings.tier_settings import OwnedTierSettings
-from tiered_kv.settings.tier_settings import TierSettings as Settings
+from tiered_kv.settings.tier_settings import StorageTierSettings as Settings
 from tiered_kv.system import system
 from tiered_kv.tiers.calls import Answer, Calls
 from tiered_kv.tiers.gate import Budget, Wear
@@ -27,6 +27,8 @@ from tiered_kv.values.events import Emit, TierResumed
 from tiered_kv.values.loop_calls import LoopCalls
 
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.5, 8.0
+_LOOKED_AT: Final = 16
+"""Records of each kind, when a tier with keys opens."""
 _NOTHING: Final = Recovered(0, np.empty((0, 4), np.uint64), np.empty(0, np.int64))
 
 
@@ -101,6 +103,9 @@ class StorageMedium:
         self.health.is_open = False
         self._books = [self._index(_NOTHING) for _ in self._services.shapes]
         if self._settings.required:
+            if isinstance(error, BackendUnavailableError):
+                name = self.health.name
+                error.add_note(f"With required=false the cache opens without the tier {name!r}, and tries it again.")
             raise error
 
     async def _open(self, timeout_s: float | None) -> Exception | None:
@@ -113,10 +118,14 @@ class StorageMedium:
                 groups = self._records.shapes(self._services.shapes)
                 context = BackendContext(groups, self._new_workers, self.health.clock)
                 found = await self._backend.open(context)
-                return [] if isinstance(self._backend, Backend) else self._books_of(found or ())
+                if isinstance(self._backend, Backend):
+                    return []
+                books = self._books_of(found or ())
+                await self._check_keys(self._backend, books)
             except (BackendError, ConfigurationError) as error:
                 raised.append(error)
                 raise
+            return books
 
         if self._opening is None:
             limit_s = self._services.open_timeout_s
@@ -186,6 +195,29 @@ class StorageMedium:
                 "blocks"
             )
         return [self._index(self._records.recovered(each)) for each in found]
+
+    async def _check_keys(self, backend: SlotBackend, books: Sequence[TierIndex]) -> None:
+        """Look at a few records: if the keys open none of them, the right one is lacking, and would be missed too late.
+
+        Raises:
+            ConfigurationError: So it is. The medium is closed again.
+        """
+        refused, num_seen = dict[str, None](), 0
+        for group, (index, shape) in enumerate(zip(books, self._services.shapes, strict=True)):
+            names, slots = index.names_in_order() if self._records.seals else (_NOTHING.names, _NOTHING.slots)
+            some = np.unique(np.linspace(0, len(slots) - 1, _LOOKED_AT).astype(np.int64)) if len(slots) else slots
+            blocks = [Block.empty(shape.payload_bytes) for _ in some]
+            if blocks:
+                verification = self._records.verification_by_name(names[some], blocks, shape)
+                await verification.verify_all(await backend.read(group, slots[some], blocks))
+                refused |= dict.fromkeys(verification.refused.values())
+                num_seen += verification.num_filled - len(verification.refused)
+        if refused and not num_seen:
+            await backend.aclose()
+            raise ConfigurationError(
+                f"{self.health.name} holds blocks that its keys do not open: of those looked at, each is "
+                f"{' or '.join(refused)}. Give the key that wrote them too, or empty the medium"
+            )
 
     def _index(self, found: Recovered) -> TierIndex:
         settings = self._settings

@@ -1,0 +1,108 @@
+"""What operators' tools take of a bucket in which others may put what they like."""
+
+import re
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from tiered_kv.values.keys import salt_digest
+from tiered_kv_backends.paths import salt_folder
+from tiered_kv_backends.s3 import S3Backend, delete_tenant, upkeep
+
+PAGES = 30
+FOLDER = f"{'a' * 64}/{'b' * 32}/0of1"
+
+
+class Endless(BaseHTTPRequestHandler):
+    """A store whose listing goes on for as long as nobody deletes what the first page had.
+
+    Attributes:
+        num_pages: Asked for.
+        deleted: What deletions have named.
+    """
+
+    protocol_version = "HTTP/1.1"
+    num_pages = 0
+    deleted = b""
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+    def do_GET(self) -> None:
+        """List some objects, a tenant's first."""
+        kind = type(self)
+        kind.num_pages += 1
+        salt = salt_folder(salt_digest("ann")) if kind.num_pages == 1 else "c" * 32
+        objects = "".join(
+            f"<Contents><Key>p/{FOLDER}/{salt}/{kind.num_pages * 1000 + n:064x}</Key><Size>1</Size><ETag>e</ETag>"
+            "<LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
+            for n in range(1000)
+        )
+        is_last = bool(kind.deleted) or kind.num_pages == PAGES
+        more = "false" if is_last else f"true</IsTruncated><NextContinuationToken>t{kind.num_pages}"
+        end = "NextContinuationToken" if not is_last else "IsTruncated"
+        self._answer(f"<ListBucketResult><Name>b</Name><IsTruncated>{more}</{end}>{objects}</ListBucketResult>")
+
+    def do_POST(self) -> None:
+        """Delete."""
+        assert "delete" in parse_qs(urlsplit(self.path).query, keep_blank_values=True)
+        asked = self.rfile.read(int(self.headers["Content-Length"]))
+        type(self).deleted += asked
+        keys = re.findall(r"<Key>.*?</Key>", asked.decode())
+        self._answer(f"<DeleteResult>{''.join(f'<Deleted>{key}</Deleted>' for key in keys)}</DeleteResult>")
+
+    def _answer(self, text: str) -> None:
+        body = text.encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/xml")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@pytest.fixture
+def endless() -> Iterator[int]:
+    """Serve such a store; yield its port."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Endless)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield server.server_address[1]
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+async def test_a_tenant_is_deleted_as_the_listing_comes(endless: int) -> None:
+    """No more than a part of it is kept, so that one which never ends takes time and no memory."""
+    settings = {
+        "medium": "s3", "url": "s3://b/p", "endpoint": f"http://127.0.0.1:{endless}", "region": "us-east-1",
+        "access_key_id": "a", "secret_access_key": "b",
+    }  # fmt: skip
+    assert await delete_tenant(settings, "ann") == 1000
+    assert Endless.num_pages < PAGES
+    assert Endless.deleted.count(b"<Key>") == 1000
+
+
+async def test_no_more_is_read_of_an_object_than_a_record_may_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever may write to the bucket puts objects of any length there, by names of ours."""
+    most_bytes = 1 << 20
+    monkeypatch.setattr(upkeep, "MOST_INSPECTED_BYTES", most_bytes)
+    planted = tmp_path / FOLDER / ("0" * 32) / ("c" * 64)
+    planted.parent.mkdir(parents=True)
+    with planted.open("wb") as file:
+        file.truncate(64 * most_bytes)
+    settings = S3Backend.Settings.of({"medium": "s3", "url": f"file://{tmp_path}"})
+    async with S3Backend.inventory(settings) as inventory:
+        found = [each async for some in inventory.found() for each in some]
+        read = await inventory.read(found[0])
+    assert found[0].num_bytes == 64 * most_bytes
+    assert read is not None
+    assert most_bytes < len(read) < 32 * most_bytes

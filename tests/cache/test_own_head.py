@@ -1,0 +1,95 @@
+"""A prefix on its way to memory does not lose its head to its tail, whatever the tier's policy would have go first."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from typing_extensions import override
+
+from tests.support.any_layout import AnyEngine, cpu, gpu, open_any, prompt
+from tests.support.backends import ScriptedBackend
+from tests.support.caches import inside, until, until_idle
+from tiered_kv import GPULoadStoreSpec, TieredKV
+from tiered_kv.catalog.policies import LRUPolicy
+from tiered_kv.catalog.table import Slots
+
+SLOTS = 24
+KEYS = prompt(20)
+OTHERS = prompt(20, salt="others")
+
+
+class NewestFirst(LRUPolicy):
+    """Evicts what came last: as a policy may that goes by hits, of which the newest have none."""
+
+    @override
+    def unpark(self, slots: Slots, *, cold: bool = False) -> None:
+        super().unpark(slots, cold=not cold)
+
+
+NEWEST_FIRST = {"policy": f"{__name__}:NewestFirst"}
+
+
+@asynccontextmanager
+async def full(*above: dict[str, Any]) -> AsyncIterator[tuple[TieredKV, ScriptedBackend]]:
+    """Open a cache with both prompts in storage, whose memory is full of one: windows are of four blocks."""
+    engine, below = AnyEngine(), ScriptedBackend()
+    async with open_any(engine, *above, cpu(SLOTS) | NEWEST_FIRST, below) as kv:
+        for keys in (KEYS, OTHERS):
+            await (await kv.store(keys, engine.fill(keys, range(20)))).settled()
+            await kv.evict(keys, tier="cpu")
+        assert (await kv.prefetch(OTHERS)).num_blocks == 20
+        assert inside(kv).chains[0].window_blocks < 20
+        yield kv, below
+        await until_idle(kv)
+
+
+@pytest.mark.parametrize("gaps", [False, True])
+async def test_a_plan_has_all_that_there_is_room_for(*, gaps: bool) -> None:
+    """Twenty blocks where four slots are free, and the others hold what nobody uses."""
+    async with full() as (kv, _):
+        planner = kv.planner()
+        planner.register_worker()
+        job = planner.plan_load(KEYS, gaps=gaps)
+        assert (await job.planned()).num_blocks == 20
+        job.cancel()
+        await job.ended()
+
+
+async def test_a_lease_has_all_that_there_is_room_for() -> None:
+    """Likewise, for who reads in place."""
+    async with full() as (kv, _), kv.lease(KEYS) as held:
+        assert held.num_blocks == 20
+
+
+@pytest.mark.parametrize("to", ["cpu", "gpu"])
+async def test_a_prefetch_brings_all_that_there_is_room_for(to: str) -> None:
+    """Likewise, for who holds nothing: the tail goes to where others were, in a GPU pool too."""
+    above = [gpu(SLOTS) | NEWEST_FIRST] if to == "gpu" else []
+    async with full(*above) as (kv, _):
+        if to == "gpu":
+            assert (await kv.prefetch(OTHERS, to="gpu")).num_blocks == 20
+        assert (await kv.prefetch(KEYS, to=to)).num_blocks == 20
+
+
+async def test_a_load_leaves_in_memory_all_that_there_is_room_for() -> None:
+    """Not a tail that has had its own head go: without that it is of no use."""
+    async with full() as (kv, _):
+        assert (await kv.load(KEYS, GPULoadStoreSpec(range(20)))).by_tier == {"keyed": 20}
+        assert (await kv.load(KEYS, GPULoadStoreSpec(range(20)))).by_tier == {"cpu": 20}
+
+
+async def test_who_gives_up_holds_nothing() -> None:
+    """A plan that is cancelled between two windows lets go of the first, and of what is still coming."""
+    async with full() as (kv, below):
+        planner = kv.planner()
+        planner.register_worker()
+        below.on_read.hold()
+        job = planner.plan_load(KEYS)
+        await until(lambda: below.on_read.num_held > 0)
+        below.on_read.release()
+        below.on_read.hold()  # those that come now
+        await until(lambda: kv.stats()["cpu"].leased > 0)
+        job.cancel()
+        assert not (await job.ended()).num_blocks
+        below.on_read.release()

@@ -1,0 +1,42 @@
+"""Settings as a type checker of a program of users sees them."""
+
+from pathlib import Path
+
+import pytest
+
+api = pytest.importorskip("mypy.api", reason="mypy is missing: pip install mypy")
+
+PROGRAM = """
+from typing import assert_type
+
+from pydantic import ByteSize
+
+from tiered_kv import CacheLimits, CPUTier, GPUTier, TieredKVSettings
+from tiered_kv_backends.nvme.settings import NVMeSettings
+
+tiers = [
+    GPUTier(capacity="2GiB"),
+    CPUTier(capacity="32GiB", max_capacity=64 << 30),
+]
+assert_type(CPUTier().capacity, ByteSize)
+assert_type(CPUTier().max_capacity, ByteSize | None)
+settings = TieredKVSettings(tiers=tiers, limits=CacheLimits(bounce="256MiB", window=1 << 24))
+assert_type(settings.limits.bounce, ByteSize)
+NVMeSettings(path="/mnt/kv", capacity="1TiB", scrub_bandwidth="1GB")  # type: ignore[arg-type]  # the path alone
+CPUTier(capacity=[])  # type: ignore[arg-type]
+CPUTier(capacity=None)  # type: ignore[arg-type]
+"""
+
+
+@pytest.mark.slow
+def test_strict_mypy_takes_what_the_documentation_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes as text or numbers, without a plugin; what a field then has is a size; what is no size is an error."""
+    program, none = tmp_path / "program.py", tmp_path / "mypy.ini"
+    program.write_text(PROGRAM)
+    none.write_text("[mypy]\n")
+    monkeypatch.setenv("MYPYPATH", f"{Path(__file__).parents[2]}:{Path(__file__).parents[2] / 'backends'}")
+    said, errors, _ = api.run(
+        ["--strict", "--config-file", str(none), "--cache-dir", str(tmp_path / "cache"), str(program)]
+    )
+    assert not errors
+    assert [line for line in said.splitlines() if line.startswith(str(program))] == [], said
