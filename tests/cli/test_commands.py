@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+import tiered_kv
 from tests.support.caches import keep, open_cache
 from tests.support.engine import PAYLOAD_BYTES, Engine, prompt
 from tiered_kv import CPUTier, TieredKV, TieredKVSettings
@@ -69,12 +72,71 @@ async def test_inspect_counts_what_lies_there(tier: dict[str, Any]) -> None:
     (shelf,) = answer("inspect", tier["path"])
     assert shelf["num_blocks"] == NUM_BLOCKS
     assert shelf["num_bytes"] >= NUM_BLOCKS * PAYLOAD_BYTES
-    assert shelf["is_unsalted"]
-    assert len(shelf["fingerprint"]) == 64
+    assert shelf["tenant"] == "none"
+    assert len(shelf["model"]) == 64
     scheme = {"nvme": "file", "shared_fs": "shared-fs"}[tier["medium"]]
     url = f"{scheme}://{tier['path']}?capacity=16MiB"
     assert answer("inspect", url)[0]["num_blocks"] == NUM_BLOCKS
     assert f"{NUM_BLOCKS}" in run("inspect", tier["path"]).stdout
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_what_no_tier_has_used_is_not_looked_at(tmp_path: Path, command: str) -> None:
+    """A wrong path is no empty tier: it says so, and exits 2."""
+    (tmp_path / "notes.txt").write_text("of somebody else's")
+    result = run(command, str(tmp_path))
+    assert result.exit_code == 2
+    assert "no nvme or shared_fs tier has used" in result.stderr
+
+
+async def test_an_empty_tier_is_one(tier: dict[str, Any]) -> None:
+    """Of which nothing is shown."""
+    async with open_cache(CPU, tier):
+        pass
+    assert answer("inspect", tier["path"]) == []
+
+
+def test_help_shows_every_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those in brackets, which are a file's tables and no markup."""
+    monkeypatch.setenv("COLUMNS", "200")
+    assert "[host] socket" in run("serve", "--help").output
+    assert "[[media]]" in run("plan", "--help").output
+
+
+def test_help_imports_no_command() -> None:
+    """It tells what each is for from its text: to import them all takes seconds."""
+    program = "import sys; from tiered_kv.cli import main\ntry: main()\nfinally: print('torch' in sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", program, "--help"], capture_output=True, text=True, check=True).stdout
+    assert "Watch a running cache." in shown
+    assert shown.endswith("False\n")
+
+
+def test_it_says_its_version() -> None:
+    """As the package has it."""
+    assert run("--version").output == f"tiered-kv {tiered_kv.__version__}\n"
+
+
+def test_it_suggests_what_was_meant() -> None:
+    """Where a command is nearly right."""
+    result = run("doctr")
+    assert result.exit_code == 2
+    assert "Did you mean 'doctor'?" in result.output
+
+
+def test_a_shell_completes_commands_and_options() -> None:
+    """As Typer's script for it asks."""
+    environment = {"_TIERED_KV_COMPLETE": "complete_bash", "COMP_CWORD": "1"}
+    program = "from tiered_kv.cli import main; main()"
+    asked = [sys.executable, "-c", program]
+    for words, number, found in (("tiered-kv re", "1", "replay"), ("tiered-kv status --jso", "2", "--json")):
+        said = subprocess.run(
+            asked,
+            env={**os.environ, **environment, "COMP_WORDS": words, "COMP_CWORD": number},
+            capture_output=True,
+            text=True,
+            check=False,
+        ).stdout
+        assert said.split() == [found]
 
 
 async def test_verify_finds_what_is_broken_and_fix_deletes_it(tier: dict[str, Any]) -> None:
@@ -161,6 +223,24 @@ def test_each_directory_of_a_tier_is_looked_at(tmp_path: Path) -> None:
     assert f"{tmp_path}/b" in refused.stderr.replace("\n", "")
 
 
+def test_doctor_looks_at_what_a_server_would_need(tmp_path: Path) -> None:
+    """Where ``[host]`` is given: whether one could listen there with these tiers. Clients find no trace of it."""
+    file, cpu = tmp_path / "kv.toml", '[[tiers]]\nmedium = "cpu"\ncapacity = "1MiB"\n'
+
+    def found(of_host: str, code: int = 0) -> dict[str, str]:
+        file.write_text(f"{cpu}[host]\n{of_host}\n")
+        what = f"server at {of_host.splitlines()[0].split(chr(34))[1]}"
+        findings: list[dict[str, str]] = answer("doctor", "--config", str(file), code=code)
+        return next(each for each in findings if each["what"] == what)
+
+    well = f'socket = "{tmp_path}/kv.sock"'
+    assert found(well)["state"] == "ok"
+    assert not (tmp_path / "kv.sock").exists()
+    assert "make it first" in found(f'socket = "{tmp_path}/none/kv.sock"', 1)["advice"]
+    assert "no tier 'nvme'" in str(found(f'{well}\nfixed = {{ "llama" = {{ "nvme" = "1MiB" }} }}', 1))
+    assert "no group 'nobody-has-this'" in str(found(f'{well}\ngroup = "nobody-has-this"', 1))
+
+
 def test_doctor_tries_each_tier(tmp_path: Path) -> None:
     """A shared tier is used, an owned one looked at; nothing is left behind, and what cannot work exits 1."""
     file = tmp_path / "kv.toml"
@@ -178,6 +258,10 @@ def test_doctor_tries_each_tier(tmp_path: Path) -> None:
     assert not (tmp_path / "disk").exists()
     assert answer("inspect", str(tmp_path / "shared")) == []
     assert "host memory" in run("doctor", "--config", str(file)).stdout
+    in_memory = "".join(lines).replace(str(tmp_path / "disk"), f"/dev/shm/{tmp_path.name}")  # noqa: S108 - never made
+    file.write_text(in_memory)
+    found = {each["what"]: each for each in answer("doctor", "--config", str(file))}
+    assert found["nvme: medium"]["state"] == "slow"
     file.write_text("".join(lines).replace('"1MiB"', '"900PiB"'))
     found = {each["what"]: each for each in answer("doctor", "--config", str(file), code=1)}
     assert found["nvme"]["state"] == "bad"

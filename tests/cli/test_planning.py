@@ -37,6 +37,13 @@ def test_plan_says_what_to_buy_and_checks_it() -> None:
     assert "foretold hit rate" in text
 
 
+def test_plan_counts_what_tiers_add_to_the_engine_s_own_cache() -> None:
+    """So less is foretold, and as much is found."""
+    alone, below = answer(TRACE), answer(TRACE, "--engine-cache", 60)
+    assert below["checked_hit_rate"] == pytest.approx(below["choices"][0]["hit_rate"], abs=0.01)
+    assert below["choices"][0]["hit_rate"] < alone["choices"][0]["hit_rate"]
+
+
 def test_media_and_prices_are_given(tmp_path: Path) -> None:
     """By options or a file; options go before it."""
     file = tmp_path / "prices.toml"

@@ -2,12 +2,18 @@
 
 import gzip
 import json
+import os
+import pty
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
+from tiered_kv.cli import replaying
 from tiered_kv.cli.app import app
 from tiered_kv.traces import chat, write_trace
 
@@ -44,6 +50,43 @@ def test_replay_shows_what_each_tier_would_do(trace: Path) -> None:
     assert "300 requests" in text
 
 
+def test_a_guessed_size_is_told(trace: Path) -> None:
+    """No trace says what a token takes, and every figure goes by it."""
+    for command in (("replay", trace, "--tier", "cpu=8GiB"), ("plan", trace)):
+        assert "taken to have 128KiB: --token-bytes says" in run(*command).stderr
+        assert "--token-bytes" not in run(*command, "--token-bytes", "128KiB").stderr
+
+
+def test_whoever_waits_is_told_how_far_it_is(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a pipe by lines on stderr, one every ten seconds; the answer stays alone on stdout."""
+    monkeypatch.setattr(replaying, "_TELL_EVERY_S", 0.0)
+    result = run("replay", trace, "--tier", "cpu=8GiB")
+    assert "replaying: 300 of 300 in" in result.stderr
+    assert "replaying" not in result.stdout
+    assert "lru: 300 of 300 in" in run("plan", trace).stderr
+    assert answer("replay", trace, "--tier", "cpu=8GiB")["num_requests"] == 300
+
+
+def test_a_terminal_shows_a_bar(trace: Path) -> None:
+    """Which is gone when it is done."""
+    program = "import sys; sys.argv[0] = 'tiered-kv'; from tiered_kv.cli import main; main()"
+    command = [sys.executable, "-c", program, "replay", str(trace), "--tier", "cpu=8GiB"]
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=theirs, env={**os.environ, "TERM": "xterm"}
+    ) as process:
+        os.close(theirs)
+        shown = bytearray()
+        with suppress(OSError):  # the other end is closed
+            while part := os.read(ours, 4096):
+                shown += part
+        table = process.communicate()[0].decode()
+    os.close(ours)
+    assert "replaying" in shown.decode()
+    assert "━" in shown.decode()
+    assert "300 requests" in table
+
+
 def test_a_real_cache_serves_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside what is imagined of as many blocks: the same hits; small blocks stand for large ones. Nothing is left."""
     monkeypatch.chdir(tmp_path)
@@ -72,6 +115,17 @@ def test_a_real_cache_is_that_of_the_settings(tmp_path: Path) -> None:
     found = answer("replay", "synthetic:chat?num_requests=20", "--config", file, "--token-bytes", "8", "--real")
     assert found["real"]["tiers"][0]["promoted_blocks"] == 0
     assert found["hit_rate"] == found["real"]["hit_rate"]
+
+
+def test_an_engine_s_own_cache_is_imagined_above_the_tiers(trace: Path) -> None:
+    """And when it stores: what that copies is said."""
+    arguments = ("replay", trace, "--tier", "cpu=8GiB", "--engine-cache", 100)
+    found = answer(*arguments)
+    assert (found["engine"]["num_blocks"], found["engine"]["stores"]) == (100, "evicted")
+    assert found["hit_rate"] == pytest.approx(found["engine"]["hit_rate"] + found["tiers"][0]["hit_rate"])
+    text = run(*arguments, "--store-when", "computed").stdout
+    assert "the engine's own cache of 100 blocks: hit rate" in text
+    assert "stored when computed" in text
 
 
 def test_replay_takes_settings_and_synthetic_traces(tmp_path: Path) -> None:
@@ -107,6 +161,14 @@ def test_bad_lines_are_told_and_left_out(trace: Path, tmp_path: Path) -> None:
         ),
         (["replay", "synthetic:chat?num_requests=9", "--tier", "cpu=1KiB"], "no tier holds a block"),
         (["replay", "synthetic:chat?num_requests=9", "--tier", "cpu=1GiB:best"], "policy must be one of"),
+        (
+            ["replay", "synthetic:chat?num_requests=9", "--tier", "cpu=1GiB", "--store-when", "never"],
+            "--store-when must be one of computed, evicted, auto",
+        ),
+        (
+            ["replay", "synthetic:chat?num_requests=9", "--tier", "cpu=1GiB", "--engine-cache", "9", "--real"],
+            "leave out --real",
+        ),
     ],
 )
 def test_errors_are_one_line_with_a_remedy(arguments: list[str], why: str) -> None:

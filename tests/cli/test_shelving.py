@@ -1,6 +1,7 @@
 """``tiered-kv inspect``, ``verify`` and ``delete`` of every kind of medium that can be listed."""
 
 import asyncio
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from tests.support.caches import keep, open_cache
 from tests.support.command_line import answer, run
 from tests.support.engine import BLOCK_SIZE, PAYLOAD_BYTES, Engine
 from tiered_kv import BlockKeys, CPUTier, hash_blocks, salt_digest
-from tiered_kv.cli import records
+from tiered_kv.cli import inventories
 
 CPU = CPUTier(capacity=64 * PAYLOAD_BYTES)
 NUM_BLOCKS = 20
@@ -61,13 +62,13 @@ async def test_what_is_hidden_is_told_to_who_has_the_key(tier: dict[str, Any], t
     await fill(tier)
     name, config = tier["medium"], str(file)
     shelves = await answer("inspect", name, "--config", config)
-    assert sorted(each["is_unsalted"] for each in shelves) == [False, True]
-    assert not [each for each in shelves if salt_digest("geheim").hex().startswith(each["salt"])]
+    assert sorted(each["tenant"] == "none" for each in shelves) == [False, True]
+    assert not [each for each in shelves if salt_digest("geheim").hex().startswith(each["tenant"])]
     report = await answer("verify", name, "--config", config)
     assert (report["num_good"], report["num_sealed"], report["broken"]) == (2 * NUM_BLOCKS, 0, [])
     if "path" in tier:
         alone = await answer("inspect", tier["path"])
-        assert [each["is_unsalted"] for each in alone] == [False, False]
+        assert "none" not in [each["tenant"] for each in alone]
         report = await answer("verify", tier["path"])
         assert (report["num_good"], report["num_sealed"], report["broken"]) == (0, 2 * NUM_BLOCKS, [])
     done = await answer("delete", name, "--config", config, "--salt", "geheim", "--yes")
@@ -86,11 +87,15 @@ async def test_what_lies_there_is_listed_verified_and_deleted_by_tenant(tier: di
     await fill(tier)
     name = tier["medium"]
     shelves = await answer("inspect", name, "--config", config)
-    assert [(each["num_blocks"], each["is_unsalted"]) for each in shelves] == [(NUM_BLOCKS, True), (NUM_BLOCKS, False)]
+    found = [(each["num_blocks"], each["tenant"] == "none") for each in shelves]
+    assert found == [
+        (NUM_BLOCKS, True),
+        (NUM_BLOCKS, False),
+    ]
     assert all(each["num_bytes"] >= NUM_BLOCKS * PAYLOAD_BYTES for each in shelves)
     report = await answer("verify", name, "--config", config)
     assert (report["num_good"], report["broken"]) == (2 * NUM_BLOCKS, [])
-    tenant = shelves[1]["salt"][:8]
+    tenant = shelves[1]["tenant"][:8]
     would = await answer("delete", name, "--config", config, "--tenant", tenant, "--dry-run")
     assert (would["num_blocks"], would["is_deleted"]) == (NUM_BLOCKS, False)
     assert "geheim" not in str(shelves)
@@ -98,7 +103,7 @@ async def test_what_lies_there_is_listed_verified_and_deleted_by_tenant(tier: di
     assert (done["num_blocks"], done["is_deleted"]) == (NUM_BLOCKS, True)
     assert await num_there(tier, "geheim") == 0
     assert await num_there(tier, "") == NUM_BLOCKS
-    rest = await answer("delete", name, "--config", config, "--model", shelves[0]["fingerprint"][:12], "--yes")
+    rest = await answer("delete", name, "--config", config, "--model", shelves[0]["model"][:12], "--yes")
     assert rest["num_blocks"] == NUM_BLOCKS
     assert await answer("inspect", name, "--config", config) == []
 
@@ -152,6 +157,18 @@ async def test_all_directories_of_a_tier_are_looked_into(tmp_path: Path) -> None
     assert (await answer("delete", *there, "--tenant", "none", "--yes"))["num_blocks"] == NUM_BLOCKS
 
 
+async def test_a_pipe_in_the_place_of_a_file_is_passed_over(tmp_path: Path) -> None:
+    """Who opened one would wait for ever for somebody who writes to it."""
+    await fill({"medium": "nvme", "path": str(tmp_path / "kv"), "capacity": "16MiB"})
+    await fill({"medium": "shared_fs", "path": str(tmp_path / "shared"), "capacity": "16MiB"})
+    record = next(path for path in (tmp_path / "shared").rglob("*") if path.is_file() and len(path.name) == 64)
+    for path in (next((tmp_path / "kv").rglob("slab")), record):
+        path.unlink()
+        os.mkfifo(path)
+    assert await answer("inspect", str(tmp_path / "kv")) == []
+    assert sum(each["num_blocks"] for each in await answer("inspect", str(tmp_path / "shared"))) == 2 * NUM_BLOCKS - 1
+
+
 async def test_verifying_keeps_to_a_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as it has read, so much time has passed."""
     slept = list[float]()
@@ -160,10 +177,10 @@ async def test_verifying_keeps_to_a_rate(tmp_path: Path, monkeypatch: pytest.Mon
         slept.append(seconds)
 
     await fill({"medium": "shared_fs", "path": str(tmp_path / "kv"), "capacity": "16MiB"})
-    async with records.inventory_at(str(tmp_path / "kv")) as inventory:
+    async with inventories.inventory_at(str(tmp_path / "kv")) as inventory:
         with monkeypatch.context() as patch:
             patch.setattr(asyncio, "sleep", sleep)
-            report = await records.verify(inventory, fix=False, rate=1)
+            report = await inventories.verify(inventory, fix=False, rate=1)
     assert report.num_good == 2 * NUM_BLOCKS
     num_bytes = 2 * NUM_BLOCKS * (4096 + PAYLOAD_BYTES)
     assert num_bytes - 60 < max(slept) <= num_bytes

@@ -41,11 +41,11 @@ async def test_status_says_what_is_there_and_whether_all_is_well(at: str) -> Non
     async with working(at, backend) as (kv, engine):
         state = await answer("status", "--at", at)
         assert state["model"] == MODEL.name
-        assert state["hour"]["missed_because"] == {"removed": 2}
+        assert state["hour"]["missing_because"] == {"removed": 2}
         shown = (await run("status", "--at", at)).stdout
         assert "no tier in trouble" in shown
         assert "removed 2" in shown
-        assert shown.partition("Prompts that fell short:")[2].split()[-5:] == ["load", "4", "of", "6", "removed"]
+        assert shown.partition("Prompts that fell short:")[2].split()[-6:] == ["96", "none", "4", "of", "6", "removed"]
         for seed in range(3):
             backend.on_write.fail_next(OSError("full"))
             await keep(kv, engine, hash_blocks(range(BLOCK_SIZE * (seed + 1)), block_size=BLOCK_SIZE, salt="t")[seed:])

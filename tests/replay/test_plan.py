@@ -1,3 +1,4 @@
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +43,21 @@ def test_what_is_foretold_is_what_a_replay_finds(trace: Trace) -> None:
         for tier, found in zip(choice.tiers, report.tiers, strict=True):
             assert found.hit_rate == pytest.approx(tier.hit_rate, abs=0.01)
             assert found.capacity_blocks == tier.num_blocks
+
+
+def test_choosing_takes_time_by_sizes_and_not_by_requests(trace: Trace) -> None:
+    """Some hundred sizes are weighed: the requests are gone through a few times in all, however many there are."""
+
+    class Watched(list[Request]):
+        num_passes = 0
+
+        def __iter__(self) -> Iterator[Request]:
+            self.num_passes += 1
+            return super().__iter__()
+
+    requests, curve = Watched(trace.requests), lru_curve(trace)
+    choices(Trace("watched", requests, trace.block_size), {"lru": curve}, prices(2.5, 0.1), COST)
+    assert requests.num_passes < 10
 
 
 def test_prices_decide(trace: Trace) -> None:

@@ -1,11 +1,12 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 
 from tiered_kv import ConfigurationError, CPUTier, TieredKVSettings
-from tiered_kv.replay import BlockCost, ReplayReport, TierPlan, plans_from, replay, tier_plans
-from tiered_kv.traces import Request, Trace, chat, names_of
+from tiered_kv.replay import BlockCost, EngineReport, ReplayReport, TierPlan, plans_from, replay, tier_plans
+from tiered_kv.traces import SYNTHETIC, Request, Trace, chat, names_of
+from tiered_kv.values.hints import StoreWhen, evicts
 
 COST = BlockCost(token_bytes=256, prefill_tokens_a_s=100.0)
 BLOCK = 16 * 256
@@ -130,3 +131,64 @@ def test_what_a_prompt_finds_behind_a_hole_counts_as_used() -> None:
     """Its head was lost and is stored anew; the rest was there, and is as recent then as LRU would have it."""
     trace = trace_of([1], [1, 2, 3], [9, 8], [1, 2, 3], [7], [1, 2, 3])
     assert hits(replay(trace, [memory(4)], COST)) == [1 + 3]
+
+
+def below_engine(trace: Trace, engine_blocks: int, when: StoreWhen, *plans: TierPlan) -> ReplayReport:
+    """Serve a trace from tiers below an engine with a cache of its own."""
+    cost = BlockCost(BLOCK // trace.block_size, 100.0)
+    return replay(trace, plans, cost, engine_blocks=engine_blocks, store_when=when)
+
+
+def test_what_is_stored_as_it_is_computed_is_the_engine_s_own_again() -> None:
+    """A tier as large as the engine's cache adds nothing to it; and what it has lost is stored again."""
+    trace = trace_of([1, 2], [3, 4], [1, 2], [3, 4], [3, 4])
+    report = below_engine(trace, 2, "computed", memory(2))
+    assert report.engine == EngineReport(2, "computed", 0.2, 8, 0.8)
+    assert (hits(report), report.hit_rate, report.loads) == ([0], 0.2, 0)
+
+
+def test_what_is_stored_when_it_is_dropped_adds_to_the_engine_s_own() -> None:
+    """Two caches of two blocks have four; what came back from below is the first to go there."""
+    trace = trace_of([1, 2], [3, 4], [1, 2], [3, 4], [1, 2])
+    report = below_engine(trace, 2, "evicted", memory(2))
+    assert report.engine is not None
+    assert (report.engine.stores, report.engine.hit_rate, hits(report)) == ("evicted", 0.0, [6])
+    assert report.engine.copied_blocks == 8
+    assert (report.saved_tokens, report.tiers_hit_rate) == (96, 0.6)
+
+
+def test_two_caches_are_as_good_as_one_of_both_sizes() -> None:
+    """Under LRU, but for what is dropped as the prompt is served that would have found it."""
+    trace = chat(num_requests=600)
+    alone = below_engine(trace, 0, "auto", memory(500)).hit_rate
+    together = below_engine(trace, 200, "evicted", memory(300)).hit_rate
+    assert together == pytest.approx(alone, abs=0.01)
+    assert together > below_engine(trace, 200, "computed", memory(300)).hit_rate + 0.1
+
+
+@pytest.mark.parametrize("make", SYNTHETIC.values(), ids=SYNTHETIC)
+def test_auto_is_never_worse_than_computed(make: Callable[..., Trace]) -> None:
+    """On every made-up trace, for tiers from half of the engine's cache to eight times as much."""
+    trace = make(num_requests=400)
+    for times in (0.5, 1, 2, 4, 8):
+        tier = memory(round(200 * times), policy="lhd")
+        auto, computed = (below_engine(trace, 200, when, tier).hit_rate for when in ("auto", "computed"))
+        assert auto >= computed - 0.005
+
+
+def test_storage_has_what_memory_has_lost_and_the_engine_never_dropped_is_nowhere_else() -> None:
+    """Below, a block is written once; memory gets it each time that the engine drops it."""
+    trace = trace_of([1, 2], [3, 4], [5, 6], [1, 2], [3, 4])
+    report = below_engine(trace, 2, "evicted", memory(2), storage(9))
+    assert [each.written_blocks for each in report.tiers] == [8, 6]
+    assert hits(report) == [0, 4]
+
+
+def test_how_much_memory_there_is_decides_when_to_store() -> None:
+    """Where memory has many times what the engine has, what it has twice matters little, and copies cost."""
+    assert evicts("auto", engine_blocks=100, memory_blocks=399)
+    assert not evicts("auto", engine_blocks=100, memory_blocks=400)
+    assert not evicts("auto", engine_blocks=100, memory_blocks=0)
+    assert not evicts("auto", engine_blocks=100, memory_blocks=200, copy_s=0.3, compute_s=1.0)
+    assert evicts("evicted", engine_blocks=100, memory_blocks=0)
+    assert not evicts("computed", engine_blocks=100, memory_blocks=1)

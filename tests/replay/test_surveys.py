@@ -84,3 +84,15 @@ def test_a_trace_of_one_block() -> None:
     assert Survey(one, "mq", lru, most_blocks=0).explore().rates.tolist() == lru.rates.tolist()
     with pytest.raises(ConfigurationError, match="policy must be one of"):
         Survey(one, "best", lru)
+
+
+def test_what_is_foretold_below_an_engine_is_what_tiers_add_there() -> None:
+    """To LRU's and to a policy's own."""
+    trace = zipf_prompts(num_requests=200)
+    for policy in ("lru", "mq"):
+        lru = lru_curve(trace).below(60)
+        curve = lru if policy == "lru" else Survey(trace, policy, lru, engine_blocks=60).explore()
+        for size in (60, 240):
+            plan = TierPlan("cpu", size * 4096, policy, is_memory=True)
+            found = replay(trace, [plan], COST, engine_blocks=60, store_when="evicted").tiers_hit_rate
+            assert curve.at(size) == pytest.approx(found, abs=0.01)

@@ -4,7 +4,7 @@ import numpy as np
 
 from tiered_kv.catalog.books import Change
 from tiered_kv.telemetry.block_sample import Lives
-from tiered_kv.tiers.ledger import Place
+from tiered_kv.tiers.fates import Place
 from tiered_kv.values.keys import Names
 
 CPU, NVME = Place("cpu", 0, 0), Place("nvme", 0, 0)

@@ -57,7 +57,7 @@ def u64(digest: bytes) -> int:
 def held(kv: TieredKV, known: Iterable[BlockKeys]) -> dict[Place, set[int]]:
     """Return which of these blocks the books of each tier have now."""
     found: dict[Place, set[int]] = {}
-    for place, tier in inside(kv).ledger.tiers.items():
+    for place, tier in inside(kv).fates.tiers.items():
         for keys in known:
             if keys.group == place.group:
                 ready = tier.index.ready(kv.namespace(group=place.group, rank=place.rank).names(keys))

@@ -84,7 +84,7 @@ def assert_adds_up(scraper: Scraper) -> None:
     assert totals["store_requested"] == totals["stored"] + totals["present"] + totals["dropped"]
 
 
-async def test_a_load_calls_two_functions_of_telemetry_whatever_its_blocks() -> None:
+async def test_a_load_calls_three_functions_of_telemetry_whatever_its_blocks() -> None:
     """All else is counted anyway, or at a scrape: after a large copy what is called is not in a processor's caches."""
     engine, events, called = Engine(), Recorder(), list[str]()
 
@@ -103,7 +103,7 @@ async def test_a_load_calls_two_functions_of_telemetry_whatever_its_blocks() -> 
                 await kv.load(prompt(num_blocks), into)
             finally:
                 sys.setprofile(None)
-            assert called == ["Sampler.note", "Watch.__call__"]
+            assert called == ["Prompts.loaded", "Sampler.note", "Watch.__call__"]
 
 
 async def test_a_miss_says_what_befell_the_block() -> None:
@@ -244,8 +244,11 @@ async def test_settings_name_the_salts_and_the_rate(monkeypatch: pytest.MonkeyPa
     assert "tiered_kv_prefill_saved_seconds_total{" in said
     with pytest.raises(ConfigurationError, match="a list of the salts"):
         Metrics(CollectorRegistry(), salts="a")
-    with pytest.raises(ConfigurationError, match="tokens a second"):
-        Metrics(CollectorRegistry(), prefill_tokens_per_s=-1.0)
+    with pytest.raises(ConfigurationError, match="a list of the salts"):
+        Metrics(CollectorRegistry(), salts=5)  # type: ignore[arg-type]
+    for rate in (-1.0, "8", True):
+        with pytest.raises(ConfigurationError, match="tokens a second"):
+            Metrics(CollectorRegistry(), prefill_tokens_per_s=rate)  # type: ignore[arg-type]
 
 
 def test_metrics_are_one_caches() -> None:

@@ -21,7 +21,9 @@ from tests.support.virtual import run as run_in_virtual_time
 from tiered_kv import ConfigurationError, CPUTier, PageNotServed, PageServed, TieredKV, TieredKVSettings, hash_blocks
 from tiered_kv.settings.page_address import DEFAULT, page_address
 from tiered_kv.telemetry import Page
-from tiered_kv.telemetry.watch import History, Lookups, Moment
+from tiered_kv.telemetry.prompts import Asked
+from tiered_kv.telemetry.watch import History, Moment
+from tiered_kv.values.keys import salt_digest
 from tiered_kv.values.results import CacheStatistics
 
 CPU = CPUTier(capacity=16 * PAYLOAD_BYTES)
@@ -57,18 +59,31 @@ async def test_it_shows_what_the_cache_did() -> None:
         assert (cpu["num_slots"], cpu["ready"], cpu["hits"]) == (16, 5, 4)
         assert cpu["used_bytes"] * 16 == cpu["capacity_bytes"] * 5 > 0
         hour = state["hour"]
-        assert (hour["requested"], hour["missed"], hour["hits"]) == (9, 5, {"cpu": 4})
-        assert hour["missed_because"] == {"removed": 2, "never stored": 3}
-        assert (hour["looked_up"], hour["not_found"], hour["not_found_because"]) == (6, 2, {"removed": 2})
-        assert hour["hit_rate"] == pytest.approx(4 / 6)
+        assert (hour["requested"], hour["missing"], hour["hits"]) == (9, 5, {"cpu": 4})
+        assert hour["missing_because"] == {"removed": 2, "never stored": 3}
+        assert hour["hit_rate"] == pytest.approx(4 / 9)
         fell_short = [(each["call"], each["found"], each["because"]) for each in state["shortfalls"]]
-        assert fell_short == [("load", 0, "never stored"), ("load", 4, "removed"), ("lookup", 4, "removed")]
+        assert fell_short == [("load", 0, "never stored"), ("lookup", 4, "removed")]
         assert sum(part["requested"] for part in state["parts"]) == 9
         assert [point["size"] for point in state["ghost"]] == [0.25, 0.5, 1.0, 2.0, 4.0]
+        assert state["ghost_of"] == {"requested": 15, "part": 1.0, "tier": "cpu"}
+
+
+async def test_a_prompt_that_falls_short_can_be_recognised() -> None:
+    """By how long it was, whose, and when it was asked for."""
+    page, engine = Page(), Engine()
+    async with open_cache(CPU, engine=engine, page=page) as kv:
+        before, keys = time.time(), hash_blocks(list(range(3 * BLOCK_SIZE)), block_size=BLOCK_SIZE, salt="chat")
+        await kv.lookup(keys)
+        await kv.lookup(prompt(2))
+        anybodys, chats = (await state_of(page))["shortfalls"]
+        assert (anybodys["tokens"], anybodys["tenant"]) == (2 * BLOCK_SIZE, "none")
+        assert (chats["tokens"], chats["tenant"]) == (3 * BLOCK_SIZE, salt_digest("chat").hex())
+        assert before <= chats["at"] <= time.time()
 
 
 async def test_the_hit_rate_counts_what_a_load_did_not_bring() -> None:
-    """What lookups found and a load then could not read is no hit."""
+    """What lookups found and a load then could not read is no hit; it is told in one row, and counted once."""
     page, engine, backend = Page(), Engine(), ScriptedBackend()
     async with open_cache(backend, engine=engine, page=page) as kv:
         await keep(kv, engine, prompt(8))
@@ -76,7 +91,11 @@ async def test_the_hit_rate_counts_what_a_load_did_not_bring() -> None:
         backend.flip_byte(2)
         loaded = await kv.load(prompt(8), engine.compute(prompt(8)))
         assert loaded.num_blocks == 2
-        assert (await state_of(page))["hour"]["hit_rate"] == pytest.approx(2 / 8)
+        assert (await kv.lookup(prompt(8))).num_blocks == 2
+        state = await state_of(page)
+        assert state["hour"]["hit_rate"] == pytest.approx(4 / 16)
+        assert state["hour"]["missing_because"] == {"unreadable": 6, "corrupt": 6}
+        assert [(each["found"], each["because"]) for each in state["shortfalls"]] == [(2, "corrupt"), (2, "unreadable")]
 
 
 async def test_it_shows_breakers_and_what_failed() -> None:
@@ -89,7 +108,15 @@ async def test_it_shows_breakers_and_what_failed() -> None:
         state = await state_of(page)
         tier = state["tiers"][1]
         assert tier["open_breakers"] == ["writes"]
-        assert {"tier": tier["tier"], "call": "write", "what": "failed", "times": 3} in state["troubles"]
+        (trouble,) = state["troubles"]
+        assert (trouble["tier"], trouble["call"], trouble["what"], trouble["times"]) == (
+            tier["tier"],
+            "write",
+            "failed",
+            3,
+        )
+        assert "full" in trouble["error"]
+        assert trouble["at"] <= state["at"]
 
 
 async def test_why_a_prompt_is_not_there_by_tokens_and_by_hashes() -> None:
@@ -262,10 +289,10 @@ def test_the_hour_is_kept_in_bounded_memory() -> None:
         loop, requested = asyncio.get_running_loop(), 0
         history = History(clock=loop.time)
 
-        def count() -> tuple[CacheStatistics, Lookups]:
+        def count() -> tuple[CacheStatistics, Asked]:
             nonlocal requested
             requested += 5
-            return CacheStatistics((), 0, 0, 0, 0, requested, 0, 0, 0, 0, 0), Lookups(0, 0, {})
+            return CacheStatistics((), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0), Asked(requested, 0, {}, 0, 0, {})
 
         history.begin(count)
         for _ in range(1000):

@@ -50,11 +50,17 @@ async def test_it_follows_what_happens() -> None:
         async with open_cache(CPU, backend, engine=engine, emit=seen, page="127.0.0.1:0") as kv:
             address = seen.of(PageServed)[0].address
             page, _ = await stack.enter_async_context(looking_at(started, address))
-            await page.wait_for_selector("text=Nothing was missed.")
+            await page.wait_for_selector(".pill:has-text('Nobody has asked yet')")
+            boasts = ("All well", "Nothing was missed", "Every prompt was there", "Stores kept")
+            assert not [each for each in boasts if each in await page.inner_text("body")]
             await kv.load(prompt(3, seed=7), engine.compute(prompt(3)))
             await page.wait_for_selector("text=never stored")
             for seed in range(3):
                 backend.on_write.fail_next(OSError("full"))
                 await keep(kv, engine, prompt(2, seed=seed))
             await page.wait_for_selector(".pill.bad:has-text('Trouble in')")
+            assert "full" in await page.inner_text("#trouble")
+            top_of = "name => document.getElementById(name).getBoundingClientRect().top"
+            assert await page.evaluate(top_of, "trouble") < await page.evaluate(top_of, "figures")
+            assert not await is_cut_off(page)
         await page.wait_for_selector(".pill.bad:has-text('No answer since')")

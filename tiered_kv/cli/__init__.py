@@ -11,7 +11,7 @@ def main() -> None:
         if error.name not in {"httpx", "rich", "typer"}:
             raise
         sys.exit("the command line needs typer, rich and httpx: pip install 'tiered-kv[cli]'")
-    app()
+    app(prog_name="tiered-kv")
 
 
 __all__ = ["main"]

@@ -1,10 +1,13 @@
 """The commands. What each does, and what it shows of the answer, is in the modules beside this one."""
 
+import ast
 from importlib import import_module
-from typing import Any, Final
+from importlib.metadata import version as version_of
+from importlib.resources import files
+from typing import Annotated, Any, Final
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 _MODULES: Final = {
     "serve": "hosting",
@@ -12,7 +15,7 @@ _MODULES: Final = {
     "top": "watching",
     "explain": "explaining",
     "doctor": "doctoring",
-    "config": "configuration",
+    "config": "configuring",
     "bench": "benching",
     "inspect": "shelving",
     "verify": "shelving",
@@ -22,26 +25,60 @@ _MODULES: Final = {
     "simulate": "simulating",
 }
 """Where each command is, as ``<name>_command``."""
+_SHOWN: Final[dict[str, Any]] = {
+    "add_completion": False,
+    "pretty_exceptions_enable": False,
+    "rich_markup_mode": "markdown",  # as markup, a file's [host] would be gone
+}
 
 
 class _Commands(TyperGroup):
     """Imports what a command needs when it is called: of `status`, which probes ask for every few seconds, no torch."""
 
+    def __init__(self, **attributes: Any) -> None:  # noqa: ANN401 - Typer's
+        super().__init__(**attributes)
+        self.commands = dict.fromkeys(_MODULES, TyperCommand(None))  # whose names are suggested
+        self._is_listing = False
+
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ANN401 - of click, or of the copy of it that Typer has
         return list(_MODULES)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401 - as above
+        self._is_listing = True
+        super().format_help(ctx, formatter)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ANN401 - as above
         if cmd_name not in _MODULES:
             return None
-        alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        if self._is_listing:
+            return TyperCommand(cmd_name, help=_said_of(cmd_name))
+        alone = typer.Typer(**_SHOWN)
         module = import_module(f"tiered_kv.cli.{_MODULES[cmd_name]}")
         alone.command(cmd_name)(getattr(module, f"{cmd_name}_command"))
         return typer.main.get_command(alone)
 
 
-app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+def _said_of(command: str) -> str:
+    """Read what a command is for in the text of its module, which is not imported."""
+    module = ast.parse(files("tiered_kv.cli").joinpath(f"{_MODULES[command]}.py").read_text())
+    functions = (each for each in module.body if isinstance(each, ast.FunctionDef))
+    return next(ast.get_docstring(each) or "" for each in functions if each.name == f"{command}_command")
+
+
+def _say_version(wanted: bool) -> None:  # noqa: FBT001 - Typer calls it with the option's value
+    if wanted:
+        typer.echo(f"tiered-kv {version_of('tiered-kv')}")
+        raise typer.Exit
+
+
+app = typer.Typer(cls=_Commands, no_args_is_help=True, **_SHOWN | {"add_completion": True})
 
 
 @app.callback()
-def _about() -> None:
+def _about(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Say which version this is.")
+    ] = False,
+) -> None:
     """Look after tiered KV caches."""

@@ -29,7 +29,7 @@ from tiered_kv.media.backend import Backend, BackendContext, Block, RecordShape
 from tiered_kv.settings.chain_settings import CPUTier, GPUTier, tier_name
 from tiered_kv.settings.registry import make_backend
 from tiered_kv.settings.settings import TieredKVSettings
-from tiered_kv.settings.tier_settings import OwnedTierSettings, TierSettings
+from tiered_kv.settings.tier_settings import OwnedTierSettings, StorageTierSettings, TierSettings
 from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError, TieredKVError
 from tiered_kv.values.keys import BlockKey, BlockKeys, ModelIdentity, Namespace, epoch_digest, hash_blocks
 from tiered_kv.values.layout import KVLayout
@@ -76,7 +76,9 @@ def bench_command(
 ) -> None:
     """Measure every configured tier beside its own ceiling: memory, plain files, or the medium's client alone.
 
-    Stores and loads, through a cache, and deletes what it stored. Exits 1 if a tier could not be measured.
+    Stores and loads, through a cache, and deletes what it stored. Speeds are medians of the rounds, and the ratio is
+    the median of theirs, as media drift from one to the next; a first round does not count. Exits 1 if a tier could not
+    be measured.
     """
     with one_line_errors():
         settings, num_bytes = settings_of(config), size_of("--block", block)
@@ -142,10 +144,13 @@ async def _measured(
     seconds: dict[Direction, list[tuple[float, float]]] = {"store": [], "load": []}
     with _in_a_folder_of_its_own(tier, work) as own:
         async with _through_a_cache(own, work) as ours, _ceiling(own, work) as (what, bare):
-            for _ in range(rounds):
+            for number in range(1 + rounds):
                 for direction, pairs in seconds.items():
-                    pairs.append((await ours(direction), await bare(direction)))
-                on_round()
+                    pair = await ours(direction), await bare(direction)
+                    if number:  # the first of all touches memory that nobody has touched
+                        pairs.append(pair)
+                if number:
+                    on_round()
     return [
         Measured(
             name,
@@ -178,7 +183,7 @@ def _in_a_folder_of_its_own(tier: TierSettings, work: _Work) -> Iterator[TierSet
 @asynccontextmanager
 async def _through_a_cache(tier: TierSettings, work: _Work) -> AsyncIterator[Move]:
     """Yield what stores and loads all blocks by a cache of this tier alone."""
-    if tier.read_only:
+    if isinstance(tier, StorageTierSettings) and tier.read_only:
         raise ConfigurationError("it is read_only: nothing can be stored to be measured")
     memory = isinstance(tier, CPUTier | GPUTier)
     chain = [tier] if memory else [CPUTier(capacity=ByteSize(0)), tier]

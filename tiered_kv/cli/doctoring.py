@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 import typer
@@ -21,8 +21,8 @@ from tiered_kv.memory import host
 from tiered_kv.settings.chain_settings import CPUTier, GPUTier, tier_name
 from tiered_kv.settings.registry import resolve
 from tiered_kv.settings.settings import TieredKVSettings
-from tiered_kv.settings.tier_settings import OwnedTierSettings, TierSettings
-from tiered_kv.values.errors import ConfigurationError, TieredKVError
+from tiered_kv.settings.tier_settings import BookedTierSettings, StorageTierSettings
+from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError, TieredKVError
 from tiered_kv.values.events import Event, TierFailed, TierStalled
 from tiered_kv.values.keys import ModelIdentity, hash_blocks
 from tiered_kv.values.layout import KVLayout
@@ -65,17 +65,21 @@ def doctor_command(config: ConfigFile = None, *, as_json: AsJSON = False) -> Non
 async def examine(settings: TieredKVSettings) -> list[Finding]:
     """Look at everything, and go on whatever is found."""
     found = [*_machine(settings)]
+    if "host" in settings.model_fields_set:
+        found.append(_of_server(settings))
     for tier in settings.tiers:
         name = tier_name(tier)
         try:
-            if not isinstance(tier, CPUTier | GPUTier):
+            if isinstance(tier, StorageTierSettings):
                 resolve(tier.medium)
-            if isinstance(tier, OwnedTierSettings):
-                found += _of_owned(name, tier)
-            else:
+            if isinstance(tier, BookedTierSettings):
+                found += _of_booked(name, tier)
+            elif isinstance(tier, StorageTierSettings):
                 found.append(await _round_trip(name, tier))
-        except (TieredKVError, OSError) as error:
+        except ConfigurationError as error:
             found.append(Finding("bad", name, *_split(str(error))))
+        except (TieredKVError, OSError) as error:
+            found.append(Finding("bad", name, " ".join(str(error).split()), _REACH))
     return found
 
 
@@ -98,7 +102,27 @@ def _machine(settings: TieredKVSettings) -> Iterator[Finding]:
     yield Finding("ok", "NUMA nodes", str(nodes))
 
 
-def _of_owned(name: str, tier: OwnedTierSettings) -> Iterator[Finding]:
+def _of_server(settings: TieredKVSettings) -> Finding:
+    """See whether a server answers where ``[host]`` says; if none does, listen there for a moment."""
+    what, socket = f"server at {settings.host.socket}", settings.host.socket
+    try:
+        from tiered_kv.host import handshake, reception, shares  # noqa: PLC0415 - needs msgspec, others do not
+
+        with suppress(BackendUnavailableError, ConfigurationError):
+            return Finding("ok", what, f"answers, with {len(handshake.health_at(socket)['clients'])} clients")
+        shares.tiers_in(settings)
+        listener, lock_fd = reception.listen(settings.host)
+        try:
+            listener.close()
+            socket.unlink(missing_ok=True)  # before another server may have the lock
+        finally:
+            os.close(lock_fd)
+    except ConfigurationError as error:
+        return Finding("bad", what, *_split(str(error)))
+    return Finding("ok", what, "none yet; it can listen there")
+
+
+def _of_booked(name: str, tier: BookedTierSettings) -> Iterator[Finding]:
     if isinstance(tier, GPUTier) and not torch.cuda.is_available():
         yield Finding("bad", name, "there is no GPU", "leave the gpu tier out")
     given, capacity = getattr(tier, "path", ()), getattr(tier, "capacity", None)
@@ -107,6 +131,9 @@ def _of_owned(name: str, tier: OwnedTierSettings) -> Iterator[Finding]:
         return
     for path in paths:
         yield from _of_directory(name if len(paths) == 1 else f"{name}: {path}", path, capacity)
+
+
+_IN_MEMORY: Final = ("tmpfs", "ramfs", "devtmpfs")
 
 
 def _of_directory(name: str, path: Path, capacity: int) -> Iterator[Finding]:
@@ -123,6 +150,9 @@ def _of_directory(name: str, path: Path, capacity: int) -> Iterator[Finding]:
         yield Finding("bad", name, space, "lower capacity, or choose a larger filesystem")
     else:
         yield Finding("ok", name, space)
+    if filesystem in _IN_MEMORY:
+        advice = "choose a directory on a disk, or give the memory to the cpu tier"
+        yield Finding("slow", f"{name}: medium", f"{filesystem} is memory: blocks are kept there twice", advice)
     if _has_direct_io(there):
         yield Finding("ok", f"{name}: direct I/O", "works")
     else:
@@ -130,7 +160,7 @@ def _of_directory(name: str, path: Path, capacity: int) -> Iterator[Finding]:
         yield Finding("slow", f"{name}: direct I/O", f"not on {filesystem}", advice)
 
 
-async def _round_trip(name: str, tier: TierSettings) -> Finding:
+async def _round_trip(name: str, tier: StorageTierSettings) -> Finding:
     """Store, load and delete one block, by a cache of this tier alone."""
     seen: list[str] = []
 
@@ -155,10 +185,13 @@ async def _round_trip(name: str, tier: TierSettings) -> Finding:
     return _told(name, seen, f"a block was stored, loaded in {loaded.seconds * 1e3:.1f} ms, and deleted")
 
 
+_REACH: Final = "is it reachable from here, and are credentials and rights right?"
+
+
 def _told(name: str, seen: list[str], well: str) -> Finding:
     if not seen:
         return Finding("ok", name, well)
-    return Finding("bad", name, seen[0], "is it reachable from here, and are credentials and rights right?")
+    return Finding("bad", name, seen[0], _REACH)
 
 
 def _filesystem(path: Path) -> str:

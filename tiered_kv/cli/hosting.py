@@ -1,6 +1,7 @@
 """``tiered-kv serve``, and what ``status --host`` shows: how such a server is, who is attached, what it keeps."""
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ def state_of(socket: Path) -> dict[str, Any]:
     """
     from tiered_kv.host.handshake import health_at  # noqa: PLC0415 - needs msgspec, others do not
 
-    return health_at(socket)
+    return health_at(Path(str(socket).removeprefix("unix:")))  # as `connect` takes it, too
 
 
 def show(state: Mapping[str, Any]) -> None:
@@ -42,16 +43,20 @@ def show(state: Mapping[str, Any]) -> None:
     out.print(f"{how}, for {state['up_s']:,.0f} s, process {state['pid']}; {len(state['clients'])} clients attached")
     if state["shares"]:
         columns = ("model", "clients", "weight", "tier", "given", "own", "blocks", "of", "in use", "hits")
-        print_table(columns, [row for share in state["shares"] for row in _rows_of(share)])
+        names = Counter(share["model"] for share in state["shares"])
+        print_table(columns, [row for share in state["shares"] for row in _rows_of(share, names)])
+        if names.total() > len(names):
+            out.print("Models of one name differ in dtype, layout or ranks, and share no block; in brackets: directory")
     if state["clients"]:
         counts = ("loads", "stores", "jobs", "copies", "leases", "questions")
         rows = [(escape(each["name"]), *(f"{each[name]}" for name in counts)) for each in state["clients"]]
         print_table(("client", *counts), rows)
 
 
-def _rows_of(share: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+def _rows_of(share: Mapping[str, Any], names: Mapping[str, int]) -> Iterator[tuple[str, ...]]:
     """Yield a row for each tier of a model's share; one that nobody has opened yet has none."""
-    about = (escape(share["model"]), f"{share['clients']}", f"{share['weight']:g}")
+    which = f" [{share['directory'][:8]}]" if names[share["model"]] > 1 else ""
+    about = (escape(share["model"] + which), f"{share['clients']}", f"{share['weight']:g}")
     tiers = share.get("tiers", ())
     if not tiers:
         yield (*about, "", "", "", "", "", "", "")

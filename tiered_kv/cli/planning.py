@@ -11,7 +11,19 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.markup import escape
 
 from tiered_kv.cli.benching import Measured
-from tiered_kv.cli.replaying import BlockSize, PrefillRate, TokenBytes, TraceFile, gib, progress, read, size_of
+from tiered_kv.cli.replaying import (
+    KV_BYTES,
+    BlockSize,
+    EngineBlocks,
+    PrefillRate,
+    TokenBytes,
+    TraceFile,
+    gib,
+    progress,
+    read,
+    size_of,
+    tell_if_guessed,
+)
 from tiered_kv.cli.running import AsJSON, one_line_errors, out, print_json, print_table
 from tiered_kv.replay import BlockCost, Choice, Curve, Medium, Prices, Survey, choices, lru_curve, replay
 from tiered_kv.replay.pages import headline, page, picture
@@ -46,8 +58,9 @@ def plan_command(
     engine_price: Annotated[float | None, typer.Option(min=0.0, help="Of an hour of what computes prompts.")] = None,
     policy: Annotated[list[str] | None, typer.Option(help="Policies to compare, besides those of the media.")] = None,
     block_size: BlockSize = None,
-    kv_bytes: TokenBytes = "128KiB",
+    kv_bytes: TokenBytes = None,
     prefill_rate: PrefillRate = 10_000.0,
+    engine_cache: EngineBlocks = 0,
     check: Annotated[bool, typer.Option(help="Replay the trace on the tiers that come out best.")] = True,
     png: Annotated[Path | None, typer.Option(help="Draw the curves into this file.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page into this file that needs nothing beside it.")] = None,
@@ -55,25 +68,30 @@ def plan_command(
 ) -> None:
     """Find the hit rate at every size, and which sizes of which tiers are worth their price.
 
-    Exact for LRU; for other policies from a sample of the blocks.
+    Exact for LRU; for other policies from a sample of the blocks. With --engine-cache hit rates are what tiers add to
+    what the engine's own cache finds, if blocks are stored when it is about to drop them.
     """
     with one_line_errors():
-        cost = BlockCost(size_of("--token-bytes", kv_bytes), prefill_rate)
+        cost = BlockCost(size_of("--token-bytes", kv_bytes or KV_BYTES), prefill_rate)
         costs = _prices(prices, medium or [], engine_price, _measured(bench))
         found = read(trace, block_size)
         policies = dict.fromkeys(["lru", *(each.policy for each in costs.media), *(policy or [])])
-        foretold = _Foretold(found, list(policies), is_shown=not as_json)
+        foretold = _Foretold(found, list(policies), engine_cache, is_shown=not as_json)
         options = foretold.choices(costs, cost)
         curves, best, checked = foretold.curves(), options[0], None
         if check and best.tiers:
             with progress("checking", len(found.requests), is_shown=not as_json) as advance:
-                checked = replay(found, [each.as_tier() for each in best.tiers], cost, on_request=advance)
+                checked = replay(
+                    found, [each.as_tier() for each in best.tiers], cost,
+                    engine_blocks=engine_cache, store_when="evicted", on_request=advance,
+                )  # fmt: skip
         if png or html:
             image = picture(found, curves, best, cost)
             if png:
                 png.write_bytes(image)
             if html:
                 html.write_text(page(found, options, costs, cost, image, checked), encoding="utf-8")
+    tell_if_guessed(kv_bytes)
     if as_json:
         print_json(
             {
@@ -81,14 +99,14 @@ def plan_command(
                 "prices": costs.model_dump(mode="json"),
                 "curves": {name: _points(found, each) for name, each in curves.items()},
                 "choices": [_said(each) for each in options],
-                "checked_hit_rate": None if checked is None else checked.hit_rate,
+                "checked_hit_rate": None if checked is None else checked.tiers_hit_rate,
             }
         )
         return
     _show(found, curves, options, cost)
     told = headline(best)
     if checked is not None:
-        told += f": foretold hit rate {best.hit_rate:.3f}, replayed {checked.hit_rate:.3f}"
+        told += f": foretold hit rate {best.hit_rate:.3f}, replayed {checked.tiers_hit_rate:.3f}"
     out.print()
     out.print(escape(told), highlight=False, soft_wrap=True)
 
@@ -96,11 +114,13 @@ def plan_command(
 class _Foretold:
     """The curves of all policies, and what they say is best."""
 
-    def __init__(self, trace: Trace, policies: Sequence[str], *, is_shown: bool) -> None:
+    def __init__(self, trace: Trace, policies: Sequence[str], engine_blocks: int, *, is_shown: bool) -> None:
         self._trace, self._is_shown = trace, is_shown
         with progress("lru", len(trace.requests), is_shown=is_shown) as advance:
-            self._lru = lru_curve(trace, on_request=advance)
-        self._surveys = {each: Survey(trace, each, self._lru) for each in policies if each != "lru"}
+            self._lru = lru_curve(trace, on_request=advance).below(engine_blocks)
+        self._surveys = {
+            each: Survey(trace, each, self._lru, engine_blocks=engine_blocks) for each in policies if each != "lru"
+        }
         for name, survey in self._surveys.items():
             with progress(name, survey.most_sizes, is_shown=is_shown) as advance:
                 survey.explore(advance)

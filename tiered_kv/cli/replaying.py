@@ -2,10 +2,11 @@
 
 import asyncio
 import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Annotated, Final
+from typing import Annotated, Final, cast, get_args
 
 import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
@@ -18,9 +19,12 @@ from tiered_kv.settings.settings import CacheLimits
 from tiered_kv.settings.tier_settings import DEFAULT_POLICY
 from tiered_kv.traces import BadLine, Trace, open_trace
 from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.hints import StoreWhen
 
 _MOST_TOLD: Final = 5
+_TELL_EVERY_S: Final = 10.0
 _SIZE: Final = TypeAdapter(ByteSize)
+_WHEN: Final = {"computed": "computed", "evicted": "about to be dropped"}
 
 TraceFile = Annotated[
     str,
@@ -30,7 +34,11 @@ TraceFile = Annotated[
     ),
 ]
 BlockSize = Annotated[int | None, typer.Option(min=1, help="Tokens a block; what the trace says if left out.")]
-TokenBytes = Annotated[str, typer.Option("--token-bytes", help="Of keys and values of one token, all layers.")]
+KV_BYTES: Final = "128KiB"
+TokenBytes = Annotated[
+    str | None,
+    typer.Option("--token-bytes", help="Of keys and values of one token, all layers; 128KiB if left out."),
+]
 Tiers = Annotated[
     list[str] | None,
     typer.Option("--tier", metavar="NAME=SIZE", help="cpu=16GiB, nvme=1TiB:lru, s3 without a bound; fastest first."),
@@ -40,6 +48,13 @@ Real = Annotated[bool, typer.Option("--real", help="Serve the same from a real c
 RealTokenBytes = Annotated[
     str | None,
     typer.Option("--real-token-bytes", help="Of one token in the real cache, whose tiers get as much smaller."),
+]
+EngineBlocks = Annotated[
+    int,
+    typer.Option("--engine-cache", min=0, metavar="BLOCKS", help="What the engine's own cache above the tiers holds."),
+]
+When = Annotated[
+    str, typer.Option("--store-when", help="computed, evicted, or auto: when the engine stores, with --engine-cache.")
 ]
 Speed = Annotated[
     float | None,
@@ -54,8 +69,10 @@ def replay_command(
     *,
     policy: Annotated[str, typer.Option(help="Of tiers of --tier that name none.")] = DEFAULT_POLICY,
     block_size: BlockSize = None,
-    kv_bytes: TokenBytes = "128KiB",
+    kv_bytes: TokenBytes = None,
     prefill_rate: PrefillRate = 10_000.0,
+    engine_cache: EngineBlocks = 0,
+    store_when: When = "auto",
     real: Real = False,
     real_kv_bytes: RealTokenBytes = None,
     speed: Speed = None,
@@ -67,13 +84,16 @@ def replay_command(
     With --real they do: a cache of such tiers serves the same requests, and what it loads is compared.
     """
     with one_line_errors():
-        cost = BlockCost(size_of("--token-bytes", kv_bytes), prefill_rate)
+        cost = BlockCost(size_of("--token-bytes", kv_bytes or KV_BYTES), prefill_rate)
         settings = None if tier else settings_of(config)
         plans = tier_plans(tier or [], policy) if settings is None else plans_from(settings)
         limits = CacheLimits() if settings is None else settings.limits
         found, done = read(trace, block_size), None
         if real:
-            real_cost = BlockCost(size_of("--real-token-bytes", real_kv_bytes or kv_bytes), prefill_rate)
+            if engine_cache:
+                raise ConfigurationError("--engine-cache is imagined: leave out --real")
+            real_bytes = size_of("--real-token-bytes", real_kv_bytes) if real_kv_bytes else cost.token_bytes
+            real_cost = BlockCost(real_bytes, prefill_rate)
             tiers = media_of(plans) if settings is None else settings.tiers
             with progress("serving", len(found.requests), is_shown=not as_json) as advance:
                 done = asyncio.run(
@@ -81,7 +101,11 @@ def replay_command(
                 )
             plans = with_room_as(done, plans, found.block_size * cost.token_bytes)
         with progress("replaying", len(found.requests), is_shown=not as_json) as advance:
-            report = replay(found, plans, cost, promote=limits.promote, on_request=advance)
+            report = replay(
+                found, plans, cost, promote=limits.promote,
+                engine_blocks=engine_cache, store_when=when_of(store_when), on_request=advance,
+            )  # fmt: skip
+    tell_if_guessed(kv_bytes)
     if as_json:
         print_json(asdict(report) | ({"real": asdict(done)} if done else {}))
     else:
@@ -110,6 +134,13 @@ def show(report: ReplayReport) -> None:
     print_table(
         ("tier", "policy", "blocks", "hit rate", "GiB read", "GiB written", "amplified", "GiB a day", "evicted"), rows
     )
+    if engine := report.engine:
+        out.print(
+            f"the engine's own cache of {engine.num_blocks:,} blocks: hit rate {engine.hit_rate:.3f} of the whole\n"
+            f"stored when {_WHEN[engine.stores]}: {engine.copied_rate:.3f} blocks copied out for each asked for",
+            highlight=False,
+            soft_wrap=True,
+        )
     saved = report.saved_tokens / max(1, report.input_tokens)
     out.print(
         f"{report.num_requests:,} requests of {report.num_blocks:,} blocks in {report.trace_s:,.0f} s: "
@@ -143,6 +174,24 @@ def read(where: str, block_size: int | None) -> Trace:
     return trace
 
 
+def when_of(text: str) -> StoreWhen:
+    """Read when blocks are stored.
+
+    Raises:
+        ConfigurationError: It is none of them.
+    """
+    if text not in get_args(StoreWhen):
+        raise ConfigurationError(f"--store-when must be one of {', '.join(get_args(StoreWhen))}, got {text!r}")
+    return cast("StoreWhen", text)
+
+
+def tell_if_guessed(kv_bytes: str | None) -> None:
+    """Tell what a token was taken to have, if nobody has said it: no trace does, and all sizes go by it."""
+    if kv_bytes is None:
+        told = f"keys and values of a token were taken to have {KV_BYTES}: --token-bytes says what your model's have"
+        err.print(told, highlight=False, soft_wrap=True)
+
+
 def size_of(option: str, text: str) -> int:
     """Read a size in bytes.
 
@@ -160,10 +209,28 @@ def size_of(option: str, text: str) -> int:
 
 @contextmanager
 def progress(doing: str, total: int, *, is_shown: bool) -> Iterator[Callable[[int], None]]:
-    """Show a bar on a terminal's stderr while the block lasts; call what it yields with how much is done."""
-    with Progress(console=err, transient=True, disable=not (is_shown and err.is_terminal)) as bar:
-        task = bar.add_task(doing, total=total)
-        yield lambda done: bar.update(task, completed=done)
+    """Show how far it is while the block lasts; call what it yields with how much is done.
+
+    On a terminal's stderr that is a bar. In a file or a pipe it is a line every ten seconds, so that who waits for
+    minutes knows for what.
+    """
+    if not is_shown:
+        yield lambda _: None
+        return
+    if err.is_terminal:
+        with Progress(console=err, transient=True) as bar:
+            task = bar.add_task(doing, total=total)
+            yield lambda done: bar.update(task, completed=done)
+        return
+    started = told = time.monotonic()
+
+    def tell(done: int) -> None:
+        nonlocal told
+        if (now := time.monotonic()) - told >= _TELL_EVERY_S:
+            told = now
+            err.print(f"{doing}: {done:,} of {total:,} in {now - started:.0f} s", highlight=False)
+
+    yield tell
 
 
 def gib(num_bytes: float) -> str:

@@ -140,7 +140,7 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except TieredKVError as error:
-        fail(str(error))
+        fail(" ".join([str(error), *getattr(error, "__notes__", ())]))
     except OSError as error:
         fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
 

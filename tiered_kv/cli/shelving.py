@@ -13,11 +13,12 @@ from pydantic import ByteSize, Field, TypeAdapter, ValidationError
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from tiered_kv.cli import records
-from tiered_kv.cli.records import OnProgress
+from tiered_kv.cli import inventories
+from tiered_kv.cli.inventories import OnProgress
 from tiered_kv.cli.running import AsJSON, ConfigFile, err, one_line_errors, out, print_json, print_table, settings_of
 from tiered_kv.media.backend import Inventory
 from tiered_kv.settings.settings import TieredKVSettings
+from tiered_kv.settings.tier_settings import StorageTierSettings
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.keys import NO_SALT, epoch_digest, salt_digest
 
@@ -30,11 +31,11 @@ Where = Annotated[
 def inspect_command(where: Where, config: ConfigFile = None, *, as_json: AsJSON = False) -> None:
     """Show what lies in a tier's medium: models, epochs and tenants by digest, blocks, bytes, ages."""
 
-    async def look(on_progress: OnProgress) -> list[records.Shelf]:
+    async def look(on_progress: OnProgress) -> list[inventories.Shelf]:
         settings = _named(where, config)
-        async with records.inventory_at(where, settings) as inventory:
+        async with inventories.inventory_at(where, settings) as inventory:
             _tell_missing(inventory)
-            return await records.shelves_in(inventory, on_progress, no_salt=_on_medium(where, settings, NO_SALT))
+            return await inventories.shelves_in(inventory, on_progress, no_salt=_on_medium(where, settings, NO_SALT))
 
     with one_line_errors(), _progress("looking", is_shown=not as_json) as on_progress:
         shelves = asyncio.run(look(on_progress))
@@ -43,10 +44,10 @@ def inspect_command(where: Where, config: ConfigFile = None, *, as_json: AsJSON 
         return
     rows = [
         (
-            each.fingerprint[:12],
+            each.model[:12],
             each.epoch[:8],
             each.shard,
-            "none" if each.is_unsalted else each.salt[:8],
+            each.tenant[:8],
             f"{each.num_blocks:,}",
             f"{each.num_bytes / 2**20:,.1f}",
             "" if each.youngest_s is None else _age(each.youngest_s),
@@ -66,14 +67,15 @@ def verify_command(
 ) -> None:
     """Read every record of a tier's medium, and check every byte of it. Exits 1 if something broken is left."""
 
-    async def look(on_progress: OnProgress) -> records.Report:
+    async def look(on_progress: OnProgress) -> inventories.Report:
         bytes_a_second = None if rate is None else _bytes_of(rate)
         settings = _named(where, config)
-        tier = records.tier_at(where, settings)
-        seal = tier.encryption.make_seal() if tier is not None and tier.encryption is not None else None
-        async with records.inventory_at(where, settings, to_delete=fix) as inventory:
+        tier = inventories.tier_at(where, settings)
+        encryption = getattr(tier, "encryption", None)
+        seal = None if encryption is None else encryption.make_seal()
+        async with inventories.inventory_at(where, settings, to_delete=fix) as inventory:
             _tell_missing(inventory)
-            return await records.verify(inventory, fix=fix, rate=bytes_a_second, seal=seal, on_progress=on_progress)
+            return await inventories.verify(inventory, fix=fix, rate=bytes_a_second, seal=seal, on_progress=on_progress)
 
     with one_line_errors(), _progress("verifying", is_shown=not as_json) as on_progress:
         report = asyncio.run(look(on_progress))
@@ -113,9 +115,9 @@ def delete_command(
         is_named = salt or tenant == "none"
         of_tenant = _on_medium(where, settings, salt_digest(salt)).hex() if is_named else tenant
         of_weights = _on_medium(where, settings, epoch_digest(weights)).hex() if weights else epoch
-        wanted = records.Wanted(model, of_weights, of_tenant)
-        async with records.inventory_at(where, settings, to_delete=not dry_run) as inventory:
-            found = await records.matching(inventory, wanted, on_progress)
+        wanted = inventories.Wanted(model, of_weights, of_tenant)
+        async with inventories.inventory_at(where, settings, to_delete=not dry_run) as inventory:
+            found = await inventories.matching(inventory, wanted, on_progress)
             num_blocks, num_bytes = sum(each.num_blocks for each in found), sum(each.num_bytes for each in found)
             if found and not dry_run and (yes or _agreed(f"Delete {num_blocks:,} blocks from {where}?")):
                 await inventory.delete(found)
@@ -144,12 +146,12 @@ def _named(where: str, config: Path | None) -> TieredKVSettings | None:
 
 def _on_medium(where: str, settings: TieredKVSettings | None, digest: bytes) -> bytes:
     """Return what stands there for a digest: a tier that has keys hides it."""
-    tier = records.tier_at(where, settings)
-    return digest if tier is None else tier.on_medium(digest)
+    tier = inventories.tier_at(where, settings)
+    return tier.on_medium(digest) if isinstance(tier, StorageTierSettings) else digest
 
 
 def _tell_missing(inventory: Inventory) -> None:
-    for name in records.missing_of(inventory):
+    for name in inventories.missing_of(inventory):
         err.print(f"[red]missing[/] {escape(name)}: what is there was not looked at", highlight=False)
 
 

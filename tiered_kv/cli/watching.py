@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -94,7 +94,7 @@ def _overview(state: Mapping[str, Any], before: Mapping[str, Any] | None = None)
         f"[bold]{escape(state['model'])}[/], {said}{busy}; hit rate of the last hour: "
         f"[bold]{'-' if rate is None else f'{100 * rate:.0f} %'}[/]; {state['cache']['transfers']} transfers under way"
     )
-    return [head, _tiers(state, before), *_reasons(state), *_shortfalls(state)]
+    return [head, *_troubles(state, troubled), _tiers(state, before), *_reasons(state), *_shortfalls(state)]
 
 
 def _tiers(state: Mapping[str, Any], before: Mapping[str, Any] | None) -> Table:
@@ -128,16 +128,22 @@ def _tiers(state: Mapping[str, Any], before: Mapping[str, Any] | None) -> Table:
     return table
 
 
+def _troubles(state: Mapping[str, Any], troubled: Sequence[str]) -> list[RenderableType]:
+    """Say what the calls of tiers in trouble told last."""
+    return [
+        Text(f"{each['tier']}, {each['call']} {each['what']} {each['times']:,} times, the last time: {each['error']}")
+        for each in state["troubles"]
+        if each["tier"] in troubled
+    ]
+
+
 def _reasons(state: Mapping[str, Any]) -> list[RenderableType]:
     hour = state["hour"]
-    missed = {
-        reason: hour["missed_because"].get(reason, 0) + hour["not_found_because"].get(reason, 0)
-        for reason in [*hour["missed_because"], *hour["not_found_because"]]
-    }
     broken = {tier["tier"]: tier["corrupt"] for tier in state["tiers"] if tier["corrupt"]}
     lines = [
-        ("missed in the last hour", missed),
-        ("dropped by stores", hour["dropped_because"]),
+        ("missed in the last hour", hour["missing_because"]),
+        ("kept in no tier", hour["dropped_because"]),
+        *((f"not written to {tier}", reasons) for tier, reasons in hour["not_written"].items()),
         ("found broken since the cache was opened", broken),
     ]
     return [
@@ -152,11 +158,12 @@ def _shortfalls(state: Mapping[str, Any]) -> list[RenderableType]:
     if not last:
         return []
     table = Table(box=None, pad_edge=False)
-    for column in ("at", "call", "blocks", "the next one was"):
-        table.add_column(column, justify="right" if column == "blocks" else "left")
+    for column in ("at", "tokens", "tenant", "blocks", "the next one was"):
+        table.add_column(column, justify="right" if column in {"tokens", "blocks"} else "left")
     for each in last:
         at = time.strftime("%H:%M:%S", time.localtime(each["at"]))
-        table.add_row(at, each["call"], f"{each['found']:,} of {each['requested']:,}", escape(each["because"]))
+        there = f"{each['found']:,} of {each['requested']:,}"
+        table.add_row(at, f"{each['tokens']:,}", each["tenant"][:8], there, escape(each["because"]))
     return [Text("Prompts that fell short:"), table]
 
 

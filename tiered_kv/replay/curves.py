@@ -31,6 +31,12 @@ class Curve:
         """Return the hit rate of a tier of so many blocks."""
         return float(self.rates[min(num_blocks, len(self.rates) - 1)])
 
+    def below(self, engine_blocks: int) -> "Curve":
+        """Return, of LRU's, what a tier adds to an engine's own cache of so many blocks if it has others than that."""
+        first = min(engine_blocks, len(self.rates) - 1)
+        both = np.concatenate((self.rates[first:], np.full(first, self.rates[-1])))
+        return Curve(self.policy, both - self.rates[first])
+
 
 def lru_curve(trace: Trace, *, on_request: Callable[[int], None] = lambda _: None) -> Curve:
     """Count hits at every size at once. Takes 8 bytes a reference, and some microseconds.

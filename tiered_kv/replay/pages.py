@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from tiered_kv.replay.choices import Choice, Prices
 from tiered_kv.replay.curves import Curve
-from tiered_kv.replay.plan import Choice, Prices
 from tiered_kv.replay.report import ReplayReport
 from tiered_kv.replay.simulated import BlockCost
 from tiered_kv.traces import Trace
@@ -134,8 +134,8 @@ def _check(best: Choice, checked: ReplayReport | None) -> str:
     if checked is None:
         return ""
     return (
-        f"<p>A replay of the trace on these tiers found {checked.hit_rate:.3f}, where {best.hit_rate:.3f} was foretold."
-        f" In it {checked.tiers[-1].written_bytes_a_day / _GIB:,.0f} GiB a day were written to "
+        f"<p>A replay of the trace on these tiers found {checked.tiers_hit_rate:.3f}, where {best.hit_rate:.3f} was "
+        f"foretold. In it {checked.tiers[-1].written_bytes_a_day / _GIB:,.0f} GiB a day were written to "
         f"{escape(checked.tiers[-1].name)}.</p>"
     )
 

@@ -20,13 +20,13 @@ import torch
 from pydantic import ByteSize
 
 from tiered_kv.cache.tiered_kv import TieredKV
-from tiered_kv.replay.chain import TierPlan
 from tiered_kv.replay.report import DAY_S, ReplayReport, TierReport
 from tiered_kv.replay.simulated import BlockCost
+from tiered_kv.replay.simulated_chain import TierPlan
 from tiered_kv.settings.chain_settings import tier_from
 from tiered_kv.settings.registry import OWN_MEDIA
 from tiered_kv.settings.settings import CacheLimits
-from tiered_kv.settings.tier_settings import OwnedTierSettings, TierSettings
+from tiered_kv.settings.tier_settings import BookedTierSettings, TierSettings
 from tiered_kv.traces import Trace
 from tiered_kv.traces.requests import Ids
 from tiered_kv.values.errors import ConfigurationError
@@ -106,7 +106,7 @@ async def really(
                     on_request(number)
                 return engine.report(kv.stats().tiers, plans)
             finally:
-                if not all(isinstance(tier, OwnedTierSettings) for tier in own):
+                if not all(isinstance(tier, BookedTierSettings) for tier in own):
                     for request in trace.requests:
                         await kv.evict(engine.keys(request.ids))
 
@@ -136,7 +136,7 @@ class _Scales:
             change["capacity"] = ByteSize(num_blocks * plan.block_bytes(self.real_bytes))
         if plan.ttl_s is not None:
             change["ttl_s"] = plan.ttl_s / speed
-        if (a_day := tier.max_write_bytes_per_day) is not None:
+        if (a_day := getattr(tier, "max_write_bytes_per_day", None)) is not None:
             change["max_write_bytes_per_day"] = ByteSize(1 + int(a_day * speed * self.real_bytes / self.payload_bytes))
         known = type(tier).model_fields
         return tier.model_copy(update={name: value for name, value in change.items() if name in known})

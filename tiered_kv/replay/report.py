@@ -40,6 +40,25 @@ class TierReport:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineReport:
+    """What the engine's own cache did, above the tiers.
+
+    Attributes:
+        num_blocks: How many it holds.
+        stores: ``"computed"`` or ``"evicted"``: when blocks were stored.
+        hit_rate: Blocks of leading prefixes that it had, of all asked for.
+        copied_blocks: Copied out of it, to be stored.
+        copied_rate: The same, for each block asked for.
+    """
+
+    num_blocks: int
+    stores: str
+    hit_rate: float
+    copied_blocks: int
+    copied_rate: float
+
+
+@dataclass(frozen=True, slots=True)
 class ReplayReport:
     """What a chain of tiers did for a trace.
 
@@ -48,7 +67,7 @@ class ReplayReport:
         num_requests: How many.
         num_blocks: Blocks asked for.
         block_bytes: Payload of one.
-        hit_rate: Blocks of leading prefixes that some tier had, of all asked for.
+        hit_rate: Blocks of leading prefixes that some tier had, or the engine, of all asked for.
         input_tokens: Of all prompts.
         saved_tokens: Of them, those that were not computed.
         saved_s: Seconds of prefill for these.
@@ -59,6 +78,7 @@ class ReplayReport:
         is_real: Whether it was done, and not imagined.
         wrong_blocks: Blocks whose bytes were not what was stored: 0, or a fault. Only a real cache has bytes.
         load_s: What all loads took together. Only a real cache takes time.
+        engine: What its own cache did, if it was imagined to have one.
     """
 
     trace: str
@@ -76,3 +96,9 @@ class ReplayReport:
     is_real: bool = False
     wrong_blocks: int = 0
     load_s: float = 0.0
+    engine: EngineReport | None = None
+
+    @property
+    def tiers_hit_rate(self) -> float:
+        """What the tiers had, of all asked for."""
+        return sum(each.hit_rate for each in self.tiers)

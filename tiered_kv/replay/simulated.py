@@ -3,9 +3,10 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tiered_kv.replay.chain import SimulatedChain, SimulatedTier, TierPlan
-from tiered_kv.replay.report import DAY_S, ReplayReport, TierReport
+from tiered_kv.replay.report import DAY_S, EngineReport, ReplayReport, TierReport
+from tiered_kv.replay.simulated_chain import SimulatedChain, SimulatedEngine, SimulatedTier, TierPlan
 from tiered_kv.traces import Trace, names_of
+from tiered_kv.values.hints import StoreWhen
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,8 @@ def replay(
     cost: BlockCost,
     *,
     promote: bool = True,
+    engine_blocks: int = 0,
+    store_when: StoreWhen = "auto",
     on_request: Callable[[int], None] = lambda _: None,
 ) -> ReplayReport:
     """Serve the requests of a trace in order.
@@ -36,6 +39,8 @@ def replay(
         plans: The tiers, fastest first.
         cost: Of a token.
         promote: See `CacheLimits.promote`.
+        engine_blocks: How many blocks the engine's own cache holds, above the tiers; 0 for none.
+        store_when: When it stores them.
         on_request: Told how many requests were served.
 
     Raises:
@@ -43,13 +48,16 @@ def replay(
     """
     payload_bytes = cost.token_bytes * trace.block_size
     chain = SimulatedChain(plans, payload_bytes=payload_bytes, num_blocks=trace.num_blocks, promote=promote)
+    engine = SimulatedEngine(chain, engine_blocks, store_when)
     saved_tokens = loads = loads_in_memory = 0
     for number, request in enumerate(trace.requests):
-        hits = chain.serve(request.at_s, names_of(request.ids))
+        num_here = engine.hits
+        hits = engine.serve(request.at_s, names_of(request.ids))
+        num_here = engine.hits - num_here
         if found := int(hits.sum()):
             loads += 1
             loads_in_memory += found == int(hits[: len(chain.memory)].sum())
-        saved_tokens += min(int(hits.sum()) * trace.block_size, request.input_tokens)
+        saved_tokens += min((num_here + found) * trace.block_size, request.input_tokens)
         on_request(number + 1)
     num_blocks = trace.num_references
     return ReplayReport(
@@ -57,14 +65,25 @@ def replay(
         num_requests=len(trace.requests),
         num_blocks=num_blocks,
         block_bytes=payload_bytes,
-        hit_rate=sum(tier.hits for tier in chain.tiers) / max(1, num_blocks),
-        input_tokens=sum(each.input_tokens for each in trace.requests),
+        hit_rate=(engine.hits + sum(tier.hits for tier in chain.tiers)) / max(1, num_blocks),
+        input_tokens=trace.input_tokens,
         saved_tokens=saved_tokens,
         saved_s=saved_tokens / cost.prefill_tokens_a_s,
         trace_s=trace.seconds,
         loads=loads,
         loads_in_memory=loads_in_memory,
         tiers=tuple(_report_of(tier, num_blocks, payload_bytes, trace.seconds) for tier in chain.tiers),
+        engine=_engine_report(engine, num_blocks) if engine_blocks else None,
+    )
+
+
+def _engine_report(engine: SimulatedEngine, num_blocks: int) -> EngineReport:
+    return EngineReport(
+        num_blocks=engine.num_blocks,
+        stores="evicted" if engine.evicts else "computed",
+        hit_rate=engine.hits / max(1, num_blocks),
+        copied_blocks=engine.copied,
+        copied_rate=engine.copied / max(1, num_blocks),
     )
 
 

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from tiered_kv.catalog import Policy
 from tiered_kv.catalog.policies import make_policy
-from tiered_kv.replay.chain import SimulatedChain, TierPlan
 from tiered_kv.replay.curves import Curve, lru_curve
+from tiered_kv.replay.simulated_chain import SimulatedChain, SimulatedEngine, TierPlan
 from tiered_kv.traces import Request, Trace, names_of
 
 MOST_BLOCKS: Final = 1 << 18
@@ -44,13 +44,22 @@ class Survey:
         most_sizes: At how many sizes `explore` serves it at most.
     """
 
-    def __init__(self, trace: Trace, policy: str | type[Policy], lru: Curve, *, most_blocks: int = MOST_BLOCKS) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        policy: str | type[Policy],
+        lru: Curve,
+        *,
+        engine_blocks: int = 0,
+        most_blocks: int = MOST_BLOCKS,
+    ) -> None:
         """Know nothing yet but LRU's curve.
 
         Args:
             trace: The requests.
             policy: By name, or its class.
-            lru: The trace's own `lru_curve`.
+            lru: The trace's own `lru_curve`, `Curve.below` the engine.
+            engine_blocks: What the engine's own cache holds; blocks are stored when it is about to drop them.
             most_blocks: About so many different blocks are looked at, or all if there are no more.
 
         Raises:
@@ -58,7 +67,7 @@ class Survey:
         """
         make_policy(policy, num_slots=1)
         self._policy, self._lru = policy, lru
-        self._sample = _Sample(trace, most_blocks)
+        self._sample = _Sample(trace, most_blocks, engine_blocks)
         self._gains = {0: 0.0, len(lru.rates) - 1: 0.0}  # where there is room for everything, policies do not differ
         self.curve = Curve(policy if isinstance(policy, str) else policy.__name__, lru.rates)
         within = _MOST_SERVED // max(1, self._sample.trace.num_references)
@@ -110,7 +119,7 @@ def sessions_of(trace: Trace) -> Iterator[int]:
 class _Sample:
     """Conversations of a trace that a hash chooses, without blocks that are a large part of all requests."""
 
-    def __init__(self, trace: Trace, most_blocks: int) -> None:
+    def __init__(self, trace: Trace, most_blocks: int, engine_blocks: int) -> None:
         ids = np.concatenate([each.ids for each in trace.requests])
         known, first, numbers, counts = np.unique(ids, return_index=True, return_inverse=True, return_counts=True)
         part = min(1.0, most_blocks / max(1, len(known)))
@@ -129,20 +138,25 @@ class _Sample:
             if mask.any()
         ]
         self.trace = Trace(trace.name, requests, trace.block_size)
-        self._lru = lru_curve(self.trace) if requests else Curve("lru", np.zeros(1))
+        self._engine_blocks = self._slots(engine_blocks) if engine_blocks else 0
+        self._lru = lru_curve(self.trace).below(self._engine_blocks) if requests else Curve("lru", np.zeros(1))
         self._num_references = len(ids) * self._part
         least = self._num_popular + _LEAST_SLOTS / self._part if self._part else math.inf
         self.least_size = min(max(1, len(known) // 2), max(1, round(min(least, len(known)))))
 
     def gain(self, size: int, policy: str | type[Policy]) -> float:
         """Return by how much a policy's hit rate is above LRU's in a tier of so many blocks of the whole trace."""
-        num_slots = max(1, round((size - self._num_popular) * self._part))
+        num_slots = self._slots(size)
         plan = TierPlan("cpu", num_slots * _PAGE, policy, is_memory=True)
         chain = SimulatedChain([plan], payload_bytes=_PAGE, num_blocks=num_slots)
+        engine = SimulatedEngine(chain, self._engine_blocks, "evicted")
         for request in self.trace.requests:
-            chain.serve(request.at_s, names_of(request.ids))
+            engine.serve(request.at_s, names_of(request.ids))
         better = chain.tiers[0].hits - self._lru.at(num_slots) * self.trace.num_references
         return better / max(1.0, self._num_references)
+
+    def _slots(self, size: int) -> int:
+        return max(1, round((size - self._num_popular) * self._part))
 
 
 def _most_telling(rates: NDArray[np.float64], sizes: NDArray[np.int64]) -> int:

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.catalog.books import Change
-from tiered_kv.tiers.ledger import Direction, Place
+from tiered_kv.tiers.fates import Direction, Place
 from tiered_kv.values.histogram import Histogram
 from tiered_kv.values.keys import Names
 
@@ -40,11 +40,13 @@ class GhostCounts:
 
     Attributes:
         requested: Requests for sampled blocks.
+        rate: Which part of all blocks is sampled.
         hits: Of these, by size, those that a cache of that size would have had.
         gaps_s: Seconds between uses of one block, of those that the largest of the caches would have had.
     """
 
     requested: int
+    rate: float
     hits: Mapping[float, int]
     gaps_s: Histogram
 
@@ -71,7 +73,7 @@ class GhostCaches:
     def counts(self) -> GhostCounts:
         """Return what was counted so far."""
         hits = dict(zip(SIZES, accumulate(self._hits), strict=True))
-        return GhostCounts(self._requested, hits, self._gaps_s.copy())
+        return GhostCounts(self._requested, self.rate, hits, self._gaps_s.copy())
 
     def last_use(self, block: int) -> float | None:
         """Return when a block was used last, as far as that is remembered."""

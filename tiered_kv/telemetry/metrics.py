@@ -1,7 +1,7 @@
 """Metrics of caches for Prometheus: read when somebody scrapes. They need the extra ``metrics``."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -44,9 +44,10 @@ class Metrics:
             from prometheus_client import REGISTRY  # noqa: PLC0415 - an extra
         except ImportError as error:
             raise ConfigurationError("metrics need prometheus_client: pip install 'tiered-kv[metrics]'") from error
-        if isinstance(salts, str) or not all(isinstance(salt, str) and salt for salt in salts):
+        if isinstance(salts, str) or not isinstance(salts, Iterable) or not all(_is_salt(salt) for salt in salts):
             raise ConfigurationError(f"salts must be a list of the salts to count, each a str, got {salts!r:.80}")
-        if not 0 <= prefill_tokens_per_s < float("inf"):
+        is_number = isinstance(prefill_tokens_per_s, int | float) and not isinstance(prefill_tokens_per_s, bool)
+        if not is_number or not 0 <= prefill_tokens_per_s < float("inf"):
             raise ConfigurationError(
                 f"prefill_tokens_per_s must be tokens a second, 0 if unknown, got {prefill_tokens_per_s!r:.80}"
             )
@@ -79,6 +80,10 @@ class Metrics:
         """Be collected no more; called by the cache when it closes."""
         assert self._collector is not None  # noqa: S101 - likewise
         self._collector.remove(self._number)
+
+
+def _is_salt(salt: object) -> bool:
+    return isinstance(salt, str) and bool(salt)
 
 
 class _Collector:

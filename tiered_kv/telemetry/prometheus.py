@@ -143,12 +143,12 @@ def _tell_of_caches(to: Families) -> None:
         ("reason",),
         lambda of: by_word(of.statistics.missed_because),
     )
-    to.counter("lookup_blocks", "Blocks that lookups asked for.", (), lambda of: [((), of.tallies.lookups().requested)])
+    to.counter("lookup_blocks", "Blocks that lookups asked for.", (), lambda of: [((), of.asked.looked_up)])
     to.counter(
         "lookup_missed_blocks",
         "Blocks that lookups asked for and did not find, by what befell the first of them.",
         ("reason",),
-        lambda of: by_word(of.tallies.lookups().missed_because),
+        lambda of: by_word(of.asked.not_found_because),
     )
     to.counter(
         "dropped_blocks",

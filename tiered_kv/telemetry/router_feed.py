@@ -91,7 +91,7 @@ class RouterFeed:
                 await self._ended.wait()
 
     def statistics(self) -> KVEventStatistics:
-        """See `KVEventPublisher.statistics`."""
+        """Return what has been published until now, and what was lost on the way."""
         return KVEventStatistics(
             num_batches=self._outlet.num_batches,
             num_snapshots=self._outlet.num_snapshots,

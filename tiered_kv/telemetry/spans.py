@@ -1,4 +1,4 @@
-"""Spans for OpenTelemetry, made from events: one for each load and store, within the span of whoever called.
+"""Spans for OpenTelemetry, made from events: one for each call that asks or moves, within the span of whoever called.
 
 Needs OpenTelemetry's API package; what becomes of spans is for the SDK that the program has set up.
 """
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from tiered_kv.values.errors import ConfigurationError
-from tiered_kv.values.events import BlocksLoaded, BlocksStored, Event
+from tiered_kv.values.events import BlocksLoaded, BlocksLookedUp, BlocksPrefetched, BlocksStored, Event
 
 if TYPE_CHECKING:  # the package may not be installed
     from opentelemetry.trace import Tracer, TracerProvider
@@ -17,8 +17,8 @@ if TYPE_CHECKING:  # the package may not be installed
 class Spans:
     """A receiver of events for `TieredKV`'s ``emit``: ``emit=[log_event, Spans()]``.
 
-    A span begins with the call and ends with its transfer: ``tiered_kv.load`` and ``tiered_kv.store``, with blocks by
-    tier, and why the rest was missed or dropped.
+    A span begins with the call and ends with its transfer: ``tiered_kv.lookup``, ``tiered_kv.load``,
+    ``tiered_kv.prefetch`` and ``tiered_kv.store``, with blocks by tier, and why the rest of a load was missed.
     """
 
     def __init__(self, provider: "TracerProvider | None" = None) -> None:
@@ -38,15 +38,24 @@ class Spans:
 
     def __call__(self, event: Event) -> None:
         """Take an event; called by the cache."""
-        if isinstance(event, BlocksLoaded):
-            facts: dict[str, int | str] = {
+        facts: dict[str, int | str]
+        if isinstance(event, BlocksLoaded | BlocksLookedUp):
+            facts = {
                 "tiered_kv.requested_blocks": event.requested,
                 "tiered_kv.blocks": event.blocks,
                 **{f"tiered_kv.blocks.{tier}": blocks for tier, blocks in event.by_tier.items()},
             }
-            if event.missed_because:
+            is_load = isinstance(event, BlocksLoaded)
+            if isinstance(event, BlocksLoaded) and event.missed_because:
                 facts["tiered_kv.missed_because"] = event.missed_because
-            self._tell("tiered_kv.load", event.took_ms, facts)
+            self._tell("tiered_kv.load" if is_load else "tiered_kv.lookup", event.took_ms, facts)
+        elif isinstance(event, BlocksPrefetched):
+            facts = {
+                "tiered_kv.blocks": event.blocks,
+                "tiered_kv.moved_blocks": event.moved,
+                "tiered_kv.target": event.target,
+            }
+            self._tell("tiered_kv.prefetch", event.took_ms, facts)
         elif isinstance(event, BlocksStored):
             facts = {
                 "tiered_kv.blocks": event.blocks,

@@ -3,7 +3,7 @@
 What a cache does is counted anyway. A reading costs it one snapshot, taken on its event loop, so that what is shown
 adds up; it may be asked for from any thread, and a loop that has no time holds up nobody.
 
-What neither `stats` nor the ledger counts: lookups, how often a tier's calls went wrong, and tenants one by one.
+What neither `stats` nor `Fates` counts: how often a tier's calls went wrong, and tenants one by one.
 
 Plain numbers, for the event loop's thread.
 
@@ -18,12 +18,12 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise, starmap
 from typing import TYPE_CHECKING, Final, Protocol, Self, TypeVar
 
 from tiered_kv.telemetry.block_sample import LifeCounts, Lives
-from tiered_kv.tiers.ledger import Ledger
+from tiered_kv.telemetry.prompts import Asked, Prompts
+from tiered_kv.tiers.fates import Fates
 from tiered_kv.values.errors import ClosedError
 from tiered_kv.values.events import Emit, Event, RecordsRefused, TierFailed, TierStalled, TierTripped
 from tiered_kv.values.histogram import Histogram
@@ -33,16 +33,9 @@ from tiered_kv.values.results import CacheStatistics, Reason
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
+    from tiered_kv.tiers.tier import Batch
+
 W = TypeVar("W", bound=str)
-
-
-@dataclass(frozen=True)
-class Lookups:
-    """Blocks that lookups asked for, and those of them that were nowhere: by what befell the first of each lookup."""
-
-    requested: int
-    missed: int
-    missed_because: Mapping[str, int]
 
 
 @dataclass
@@ -56,37 +49,42 @@ class SaltCounts:
 
 
 class Tallies:
-    """Takes events and lookups, and adds them up.
+    """Takes events, and the calls of some tenants, and adds them up.
 
     Attributes:
         failures: Calls that went wrong, by tier and what they were doing.
         stalls: Calls that were late, by the same.
         trips: How often a breaker opened, by the same.
         refused: Records not served for their seal, by tier.
+        errors: What a call that went wrong or was late told last, and when, by tier and what it was doing.
         salts: Of the tenants that are counted each for itself.
     """
 
     def __init__(self) -> None:
         self.failures, self.stalls, self.trips = (Counter[tuple[str, str]]() for _ in range(3))
         self.refused = Counter[str]()
+        self.errors: dict[tuple[str, str], tuple[str, float]] = {}
         self.salts: dict[str, SaltCounts] = {}
         self._of_salt: dict[bytes, SaltCounts] = {}
-        self._looked_up = 0
-        self._not_found = Counter[str]()
 
     def __call__(self, event: Event) -> None:
         """Take one event."""
         match event:
             case TierFailed():
                 self.failures[event.tier, event.doing] += 1
+                self._tell(event.tier, event.doing, event.error)
             case TierStalled():
                 self.stalls[event.tier, event.doing] += 1
+                self._tell(event.tier, event.doing, f"no answer within {event.timeout_s:g} s")
             case TierTripped():
                 self.trips[event.tier, event.doing] += 1
             case RecordsRefused():
                 self.refused[event.tier] += event.blocks
             case _:
                 pass
+
+    def _tell(self, tier: str, doing: str, error: str) -> None:
+        self.errors[tier, doing] = error, time.time()
 
     def count_salts(self, salts: Iterable[str]) -> None:
         """Count these tenants each for itself from now on."""
@@ -99,18 +97,11 @@ class Tallies:
             counts.requested += requested
             counts.hits += num_blocks
 
-    def looked_up(self, salt_id: bytes, requested: int, found: int, because: str) -> None:
-        """Count a lookup; ``because`` says what befell the first block that was not found, if one was not."""
-        self._looked_up += requested
-        if found < requested:
-            self._not_found[because] += requested - found
+    def looked_up(self, salt_id: bytes, requested: int, found: int) -> None:
+        """Count a lookup for its tenant."""
         if (counts := self._of_salt.get(salt_id)) is not None:
             counts.looked_up += requested
             counts.not_found += requested - found
-
-    def lookups(self) -> Lookups:
-        """Return what was looked up so far, for another thread."""
-        return Lookups(self._looked_up, self._not_found.total(), dict(self._not_found))
 
     def copy(self) -> Self:
         """Return what was added up so far, for another thread."""
@@ -118,6 +109,7 @@ class Tallies:
         for name, value in vars(self).items():
             if isinstance(value, Counter):
                 setattr(copied, name, value.copy())
+        copied.errors = dict(self.errors)
         copied.salts = {salt: replace(counts) for salt, counts in self.salts.items()}
         return copied
 
@@ -126,7 +118,7 @@ EVERY_S: Final = 10.0
 KEPT_S: Final = 3600.0
 _MOST: Final = 1 + int(KEPT_S / EVERY_S)
 _POINTS: Final = 60
-Count = Callable[[], tuple[CacheStatistics, Lookups]]
+Count = Callable[[], tuple[CacheStatistics, Asked]]
 
 
 @dataclass(frozen=True)
@@ -135,7 +127,7 @@ class Moment:
 
     at: float
     statistics: CacheStatistics
-    lookups: Lookups
+    asked: Asked
 
 
 @dataclass(frozen=True)
@@ -144,46 +136,34 @@ class Span:
 
     Attributes:
         start, stop: When, in seconds since 1970.
-        requested, missed: Of loads.
-        hits: By tier.
-        missed_because: By reason.
-        looked_up, not_found: Of lookups.
-        not_found_because: By reason.
+        requested, missing: Of prompts, each once, whether looked up, loaded or both.
+        missing_because: By reason.
+        hits: Of loads, by tier.
         stored, dropped: Of stores.
         dropped_because: By reason.
-        evicted, tier_dropped: By tier.
+        evicted: By tier.
+        not_written: By tier and reason: what stores gave, and the tier does not have.
         bytes_read, bytes_written: By tier.
     """
 
     start: float
     stop: float
     requested: int
-    missed: int
+    missing: int
+    missing_because: Mapping[str, int]
     hits: Mapping[str, int]
-    missed_because: Mapping[str, int]
-    looked_up: int
-    not_found: int
-    not_found_because: Mapping[str, int]
     stored: int
     dropped: int
     dropped_because: Mapping[Reason, int]
     evicted: Mapping[str, int]
-    tier_dropped: Mapping[str, int]
+    not_written: Mapping[str, Mapping[Reason, int]]
     bytes_read: Mapping[str, int]
     bytes_written: Mapping[str, int]
 
     @property
     def hit_rate(self) -> float | None:
-        """Part of the blocks that lookups found and loads brought, of all that were asked for; None if nobody asked.
-
-        An engine that looks first loads what is there alone: its lookups say what it had hoped for, and what its loads
-        missed is missing as well. Of a load that asked for more than lookups had found, that much was known to miss.
-        """
-        if not self.looked_up:
-            return 1 - self.missed / self.requested if self.requested else None
-        found = self.looked_up - self.not_found
-        not_brought = max(0, self.missed - max(0, self.requested - found))
-        return (found - not_brought) / self.looked_up
+        """Part of the blocks asked for that were found and brought; None if nobody asked."""
+        return 1 - self.missing / self.requested if self.requested else None
 
 
 class History:
@@ -233,18 +213,15 @@ def _between(a: Moment, b: Moment) -> Span:
     return Span(
         start=a.at,
         stop=b.at,
-        requested=two.requested - one.requested,
-        missed=two.missed - one.missed,
+        requested=b.asked.requested - a.asked.requested,
+        missing=max(0, b.asked.missing - a.asked.missing),
+        missing_because=_more(a.asked.missing_because, b.asked.missing_because),
         hits=by_tier("hits"),
-        missed_because=_more(one.missed_because, two.missed_because),
-        looked_up=b.lookups.requested - a.lookups.requested,
-        not_found=b.lookups.missed - a.lookups.missed,
-        not_found_because=_more(a.lookups.missed_because, b.lookups.missed_because),
         stored=two.stored - one.stored,
         dropped=two.dropped - one.dropped,
         dropped_because=_more(one.dropped_because, two.dropped_because),
         evicted=by_tier("evicted"),
-        tier_dropped=by_tier("dropped"),
+        not_written={tier.tier: _more(before[tier.tier].dropped_because, tier.dropped_because) for tier in two.tiers},
         bytes_read=by_tier("bytes_read"),
         bytes_written=by_tier("bytes_written"),
     )
@@ -256,7 +233,6 @@ def _more(before: Mapping[W, int], after: Mapping[W, int]) -> dict[W, int]:
 
 _PATIENCE_S: Final = 1.0
 """How long a reader waits for the event loop; then it gets what it got before, and learns that the loop is busy."""
-_SHORTFALLS: Final = 32
 
 Explain = Callable[[BlockKeys], Awaitable[Sequence[object]]]
 
@@ -268,13 +244,13 @@ class Watched(Protocol):
         model_name: Whose blocks it keeps.
         block_sizes: Tokens in a block, by KV group.
         tokens_per_block: Tokens that each counted block stands for; 0 where KV groups differ.
-        ledger: What became of blocks; on the event loop.
+        fates: What became of blocks; on the event loop.
     """
 
     model_name: str
     block_sizes: tuple[int, ...]
     tokens_per_block: float
-    ledger: Ledger
+    fates: Fates
 
     @property
     def emit(self) -> Emit:
@@ -304,25 +280,6 @@ class Watcher(Protocol):
 
 
 @dataclass(frozen=True)
-class Shortfall:
-    """A lookup or load that did not find all it was asked for.
-
-    Attributes:
-        at: When, in seconds since 1970.
-        call: ``"lookup"`` or ``"load"``.
-        requested: Its blocks.
-        found: Those that were there, or came.
-        because: What befell the first of the others.
-    """
-
-    at: float
-    call: str
-    requested: int
-    found: int
-    because: str
-
-
-@dataclass(frozen=True)
 class Reading:
     """One cache at one moment, for any thread.
 
@@ -331,8 +288,9 @@ class Reading:
         labels: Values of the labels ``model`` and ``cache``.
         tokens_per_block: See `Watched`.
         statistics: What it counts.
+        asked: What it was asked for.
         tallies: What its events told.
-        load_seconds, store_seconds, load_faults: See `Ledger`.
+        load_seconds, store_seconds, load_faults: See `Fates`.
         lag_s: How long the event loop took to answer.
         prefill_saved_s: How long the engine would have computed what loads brought; None if nobody says how fast it is.
         lives: What became of a sample of blocks; None if no tier is the cache's own.
@@ -342,6 +300,7 @@ class Reading:
     labels: tuple[str, str]
     tokens_per_block: float
     statistics: CacheStatistics
+    asked: Asked
     tallies: Tallies
     load_seconds: Histogram
     store_seconds: Histogram
@@ -359,7 +318,7 @@ class Watch:
         registry: Where Prometheus finds it, if anywhere.
         prefill_tokens_per_s: How fast the engine computes a prompt; 0 if nobody said.
         history: Of the last hour.
-        shortfalls: The lookups and loads that fell short last.
+        prompts: That were asked for.
         started_at: When the cache was opened, in seconds since 1970.
     """
 
@@ -369,7 +328,7 @@ class Watch:
         self.registry: CollectorRegistry | None = None
         self.prefill_tokens_per_s = 0.0
         self.history = History()
-        self.shortfalls: deque[Shortfall] = deque(maxlen=_SHORTFALLS)
+        self.prompts = Prompts()
         self.started_at = 0.0
         self._watchers = watchers
         self._explain = explain
@@ -387,15 +346,14 @@ class Watch:
         return self._watched
 
     def __call__(self, event: Event) -> None:
-        """Take an event; called by the cache. Those of each load and store are passed by: the ledger counts them."""
+        """Take an event; called by the cache. Those of each load and store are passed by: `Fates` counts them."""
         if event.level != "debug":
             self._tallies(event)
 
-    def looked_up(self, salt_id: bytes, requested: int, found: int, because: str) -> None:
-        """Count a lookup; called by the cache."""
-        self._tallies.looked_up(salt_id, requested, found, because)
-        if because:
-            self._fell_short("lookup", requested, found, because)
+    def looked_up(self, batch: "Batch", found: int, because: str) -> None:
+        """Count a lookup; called by the cache. ``because`` says what befell the first block that was not found."""
+        self._tallies.looked_up(batch.namespace.salt, len(batch), found)
+        self.prompts.looked_up(batch, found, because)
 
     def claim(self) -> None:
         """Have all who will show it be this cache's.
@@ -413,10 +371,10 @@ class Watch:
         self._last = self._take()
         if num_slots := max(tier.num_slots for tier in self._last.statistics.tiers):
             self._lives = Lives(num_slots)
-            watched.ledger.on_use = self._lives.use
-            watched.ledger.listeners.append(self._lives.changed)
-        watched.ledger.on_miss = partial(self._fell_short, "load")
-        self.history.begin(lambda: (watched.statistics(), self._tallies.lookups()))
+            watched.fates.on_use = self._lives.use
+            watched.fates.listeners.append(self._lives.changed)
+        watched.fates.on_load = self.prompts.loaded
+        self.history.begin(lambda: (watched.statistics(), self.prompts.counted()))
         for watcher in self._watchers:
             watcher.begin(self)
 
@@ -429,7 +387,7 @@ class Watch:
     def count_salts(self, salts: Sequence[str]) -> None:
         """Count the loads and lookups of these tenants each for itself from now on; on the cache's event loop."""
         self._tallies.count_salts(salts)
-        self.watched.ledger.on_load = self._tallies.loaded
+        self.watched.fates.on_load = self._loaded
 
     def tell(self, event: Event) -> None:
         """Tell all receivers of events of one; on the cache's event loop."""
@@ -462,8 +420,9 @@ class Watch:
     async def _asking(self, keys: BlockKeys) -> Sequence[object]:
         return await self._explain(keys)
 
-    def _fell_short(self, call: str, requested: int, found: int, because: str) -> None:
-        self.shortfalls.append(Shortfall(time.time(), call, requested, found, because))
+    def _loaded(self, batch: "Batch", num_blocks: int, because: str) -> None:
+        self._tallies.loaded(batch.namespace.salt, len(batch), num_blocks)
+        self.prompts.loaded(batch, num_blocks, because)
 
     def _read(self) -> Reading:
         assert self._last is not None  # noqa: S101 - begun by the cache
@@ -478,7 +437,7 @@ class Watch:
             return replace(self._last, lag_s=time.monotonic() - asked)
 
     def _take(self) -> Reading:
-        watched, ledger = self.watched, self.watched.ledger
+        watched, fates = self.watched, self.watched.fates
         statistics, saved_s = watched.statistics(), None
         if self.prefill_tokens_per_s and watched.tokens_per_block:
             num_hits = statistics.requested - statistics.missed
@@ -488,10 +447,11 @@ class Watch:
             labels=(watched.model_name, str(self.number)),
             tokens_per_block=watched.tokens_per_block,
             statistics=statistics,
+            asked=self.prompts.counted(),
             tallies=self._tallies.copy(),
-            load_seconds=ledger.load_seconds.copy(),
-            store_seconds=ledger.store_seconds.copy(),
-            load_faults=dict(ledger.load_faults),
+            load_seconds=fates.load_seconds.copy(),
+            store_seconds=fates.store_seconds.copy(),
+            load_faults=dict(fates.load_faults),
             prefill_saved_s=saved_s,
         )
         return self._last

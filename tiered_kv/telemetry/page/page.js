@@ -11,15 +11,19 @@ const ADVICE = {
   "corrupt": "It was broken, and was deleted: look at the disk.",
   "failed": "Its tier could not write it: see Trouble.",
   "unreadable": "Its tier could not read it: see Trouble.",
+  "gone when read": "It was there when it was looked for, and evicted or deleted before it was read.",
+  "refused": "It is whole, and sealed by a key that its tier lacks, or not at all: see Trouble.",
   "tier away": "It may be in a tier that is bypassed: see Trouble.",
   "timeout": "The tier was late: see Trouble.",
   "deadline": "The load's time was up.",
+  "revoked": "Whoever asked for it gave up.",
   "not in time": "It was on its way.",
   "epoch advanced": "The weights changed while it was loaded.",
 };
 const $ = (id) => document.getElementById(id);
 const clock = new Intl.DateTimeFormat([], {hour: "2-digit", minute: "2-digit", second: "2-digit", hourCycle: "h23"});
 const sum = (counts) => Object.values(counts).reduce((a, b) => a + b, 0);
+const sorted = (counts) => Object.entries(counts).sort((a, b) => b[1] - a[1]);
 const number = (n) => Math.round(n).toLocaleString("en");
 const percent = (part) => part === null || !isFinite(part) ? "–" : `${(100 * part).toFixed(part > 0 && part < .1 ? 1 : 0)} %`;
 const css = (at) => `c${at % 6}`;
@@ -51,7 +55,7 @@ const nothing = (text) => make("p", {class: "nothing"}, text);
 const label = (x, y, text, kind = "", anchor = "middle") => make("text", {x, y, class: kind, "text-anchor": anchor}, text);
 
 function table(columns, rows) {
-  const cell = (tag) => (text, at) => make(tag, columns[at][1] ? {class: "number"} : {}, text);
+  const cell = (tag) => (text, at) => make(tag, columns[at][1] ? {class: columns[at][1]} : {}, text);
   return make("table", {},
     make("thead", {}, make("tr", {}, ...columns.map(([name], at) => cell("th")(name, at)))),
     make("tbody", {}, ...rows.map((row) => make("tr", {}, ...row.map(cell("td"))))));
@@ -62,32 +66,36 @@ function header(now) {
   document.title = `${now.model} – tiered_kv`;
   $("model").textContent = now.model;
   $("about").textContent = `tiered_kv ${now.version}, open for ${span(now.at - now.opened_at)}`;
-  let words = "All well";
-  if (!now.cache.is_device_usable) words = "The engine's device has failed";
-  else if (away.length) words = `Trouble in ${away.map((tier) => tier.tier).join(", ")}`;
-  else if (now.lag_s > .9) words = "The event loop is busy: shown is what was";
-  say(words, words === "All well");
+  if (!now.cache.is_device_usable) say("The engine's device has failed", "bad");
+  else if (away.length) say(`Trouble in ${away.map((tier) => tier.tier).join(", ")}`, "bad");
+  else if (now.lag_s > .9) say("The event loop is busy: shown is what was", "bad");
+  else if (isUnused(now)) say("Nobody has asked yet", "");
+  else say(now.troubles.some((each) => each.at > now.at - 3600) ? "Well again" : "All well", "good");
 }
 
-function say(words, isGood) {
+const isUnused = (now) => !now.asked.requested && !now.cache.requested && !now.cache.store_requested;
+
+function say(words, kind) {
   $("state").textContent = words;
-  $("state").className = `pill ${isGood ? "good" : "bad"}`;
+  $("state").className = `pill ${kind}`;
 }
 
 function figures(now) {
   const {hour} = now, hits = sum(hour.hits), perBlock = now.tokens_per_block;
-  const asked = hour.looked_up || hour.requested;
   const all = [
     [percent(hour.hit_rate), "hit rate, last hour"],
-    [number(asked), `blocks ${hour.looked_up ? "looked up" : "asked for"}`],
+    [number(hour.requested), "blocks asked for"],
     [number(perBlock ? hits * perBlock : hits), perBlock ? "tokens not computed again" : "blocks not computed again"],
-    [now.load_s.p50 ? `${span(now.load_s.p50)}` : "–", `a load, half take less${now.load_s.p99 ? `; p99 ${span(now.load_s.p99)}` : ""}`],
+    [edge(now.load_s, "p50"), now.load_s.count ? `half of all loads; 99 % ${edge(now.load_s, "p99")}` : "a load"],
     [bytes(sum(hour.bytes_read) + sum(hour.bytes_written)), "to and from storage"],
     [number(now.cache.transfers), "transfers under way"],
   ];
   if (now.prefill_saved_s) all.splice(3, 0, [span(now.prefill_saved_s), "of prefill saved, since opening"]);
   put("figures", ...all.map(([value, what]) => make("div", {class: "figure"}, make("b", {}, value), make("span", {}, what))));
 }
+
+// Loads are counted by ranges of time: what is known of one is the edge of its range.
+const edge = (times, part) => !times.count ? "–" : times[part] ? `≤ ${span(times[part])}` : `> ${span(times.most)}`;
 
 function chain(now) {
   const isNarrow = $("chain").clientWidth < 620, hits = sum(now.hour.hits), many = now.tiers.length;
@@ -141,8 +149,7 @@ function flow(tier) {
 function sources(now) {
   const wide = Math.max(320, $("sources").clientWidth), high = 170, left = 44, foot = 22, names = now.tiers.map((tier) => tier.tier);
   const start = now.parts.length ? now.parts[0].start : now.at, length = Math.max(now.at - start, 1);
-  const missed = (part) => part.looked_up ? Math.max(part.not_found, part.missed) : part.missed;
-  const most = Math.max(...now.parts.map((part) => (sum(part.hits) + missed(part)) / (part.stop - part.start)), 0);
+  const most = Math.max(...now.parts.map((part) => (sum(part.hits) + part.missing) / (part.stop - part.start)), 0);
   if (!most) return put("sources", nothing("Nothing was asked for yet.")), put("legend");
   const drawn = make("svg", {viewBox: `0 0 ${wide} ${high}`, role: "img", "aria-label": "Blocks a second, by the tier that had them"});
   const top = 10, plot = high - foot - top, x = (at) => left + (wide - left) * (at - start) / length;
@@ -155,15 +162,15 @@ function sources(now) {
     let base = top + plot;
     const seconds = part.stop - part.start, from = x(part.start), width = Math.max(1, x(part.stop) - from - 1);
     const bar = make("g", {}, make("title", {}, [`${clock.format(1000 * part.stop)}, hit rate ${percent(part.hit_rate)}`,
-      ...names.map((name) => `${name}: ${number(part.hits[name])}`), `missed: ${number(missed(part))}`].join("\n")));
-    [...names.map((name, at) => [part.hits[name], css(at)]), [missed(part), "cm"]].forEach(([count, kind]) => {
+      ...names.map((name) => `${name}: ${number(part.hits[name])}`), `missed: ${number(part.missing)}`].join("\n")));
+    [...names.map((name, at) => [part.hits[name], css(at)]), [part.missing, "cm"]].forEach(([count, kind]) => {
       const height = plot * count / seconds / most;
       base -= height;
       if (height) bar.append(make("rect", {x: from, y: base, width, height, class: kind}));
     });
     drawn.append(bar);
   }
-  drawn.append(label(left, high - 4, clock.format(1000 * start), "quiet", "start"), label(wide, high - 4, clock.format(1000 * now.at), "quiet", "end"),
+  drawn.append(label(left, high - 4, `${start <= now.opened_at + 1 && wide > 620 ? "opened " : ""}${clock.format(1000 * start)}`, "quiet", "start"), label(wide, high - 4, clock.format(1000 * now.at), "quiet", "end"),
     label((left + wide) / 2, high - 4, "blocks a second", "quiet"));
   put("sources", drawn);
   const dot = (kind) => make("svg", {viewBox: "0 0 10 10"}, make("rect", {width: 10, height: 10, rx: 2, class: kind}));
@@ -171,10 +178,8 @@ function sources(now) {
 }
 
 function missed(now) {
-  const {hour} = now, counts = {...hour.missed_because};
-  for (const [why, n] of Object.entries(hour.not_found_because)) counts[why] = (counts[why] || 0) + n;
-  const all = sum(counts), rows = Object.entries(counts).sort((a, b) => b[1] - a[1]);
-  if (!all) return put("missed", nothing("Nothing was missed."));
+  const counts = now.hour.missing_because, all = sum(counts), rows = sorted(counts);
+  if (!all) return put("missed", nothing(now.hour.requested ? "Nothing was missed." : "Nothing was asked for."));
   put("missed", ...rows.map(([why, n]) => make("div", {class: "because"},
     make("div", {}, make("b", {}, why), make("span", {}, `${number(n)} blocks, ${percent(n / all)}`)),
     make("progress", {value: n / all, max: 1, "aria-label": why}), make("small", {}, ADVICE[why] || ""))));
@@ -193,7 +198,8 @@ function ghost(now) {
       label(x(at), y(point.hit_rate) + (point.hit_rate > .85 ? 20 : -11), percent(point.hit_rate), isNow ? "strong" : ""),
       label(x(at), high - 17, bytes(point.capacity_bytes), "quiet"), label(x(at), high - 2, isNow ? "now" : `× ${point.size}`, isNow ? "strong" : "quiet"));
   });
-  put("ghost", drawn);
+  const {requested, part, tier} = now.ghost_of, sampled = part < 1 ? `, of one block in ${number(1 / part)}` : "";
+  put("ghost", drawn, make("p", {class: "nothing"}, make("small", {}, `${number(requested)} uses since the cache was opened${sampled}, as LRU caches of 1/4 to 4 times ${tier}, the largest tier, would have served them. Points are measured, lines between them are not.`)));
 }
 
 function moving(now) {
@@ -201,28 +207,35 @@ function moving(now) {
     .map((tier) => [tier.tier, number(tier.num_calls), number(tier.num_waiting), bytes(tier.in_flight_bytes), number(tier.dirty)]);
   const whole = [["transfers", number(cache.transfers)], ["waits to be stored", bytes(cache.store_queue_bytes)],
     ["passing through memory", `${number(cache.bounce_slots - cache.bounce_free)} of ${number(cache.bounce_slots)} slots`], ["pinned", bytes(cache.pinned_bytes)]];
-  put("moving", table([["the cache"], ["", true]], whole),
-    ...rows.length ? [table([["tier"], ["calls", true], ["wait", true], ["in flight", true], ["to write down", true]], rows)] : []);
+  put("moving", table([["the cache"], ["", "number"]], whole),
+    ...rows.length ? [table([["tier"], ["calls", "number"], ["wait", "number"], ["in flight", "number"], ["to write down", "number"]], rows)] : []);
 }
 
 function gone(now) {
-  const {hour} = now, rows = now.tiers.map((tier) => [tier.tier, number(hour.evicted[tier.tier]), number(hour.tier_dropped[tier.tier])]);
-  const why = Object.entries(hour.dropped_because).sort((a, b) => b[1] - a[1]).map(([reason, n]) => [reason, number(n)]);
-  put("gone", table([["tier"], ["evicted", true], ["not written", true]], rows),
-    why.length ? table([["stores dropped blocks for"], ["blocks", true]], why) : nothing("Stores kept all that they were given."));
+  const {hour} = now, why = sorted(hour.dropped_because).map(([reason, n]) => [reason, number(n)]);
+  const rows = now.tiers.map((tier) => {
+    const reasons = hour.not_written[tier.tier];
+    return [tier.tier, number(hour.evicted[tier.tier]), number(sum(reasons)), sorted(reasons).map(([reason, n]) => `${reason} ${number(n)}`).join(", ")];
+  });
+  const kept = now.cache.store_requested ? "What stores were given is in one tier or another." : "Nothing was stored yet.";
+  put("gone", table([["tier"], ["evicted", "number"], ["not written", "number"], ["why", "told"]], rows),
+    why.length ? table([["kept in no tier"], ["blocks", "number"]], why) : nothing(kept));
 }
 
 function shortfalls(now) {
-  const rows = now.shortfalls.slice(0, 8).map((each) => [clock.format(1000 * each.at), each.call, `${number(each.found)} of ${number(each.requested)}`, each.because]);
-  put("shortfalls", rows.length ? table([["at"], ["call"], ["blocks", true], ["the next one was"]], rows) : nothing("Every prompt was there to its end."),
+  const rows = now.shortfalls.slice(0, 8).map((each) => [clock.format(1000 * each.at), number(each.tokens), each.tenant.slice(0, 8), `${number(each.found)} of ${number(each.requested)}`, each.because]);
+  const none = now.asked.requested ? "Every prompt was there to its end." : "Nothing was asked for yet.";
+  put("shortfalls", rows.length ? table([["at"], ["tokens", "number"], ["tenant"], ["blocks", "number"], ["the next one was"]], rows) : nothing(none),
     ...rows.length ? [nothing("tiered-kv explain says it block by block.")] : []);
 }
 
 function trouble(now) {
-  const open = now.tiers.flatMap((tier) => [...tier.open_breakers.map((calls) => [tier.tier, calls, "breaker open", "now"]),
-    ...tier.is_bypassed && !tier.open_breakers.length ? [[tier.tier, "", "bypassed", "now"]] : []]);
-  const rows = [...open, ...now.troubles.map((each) => [each.tier, each.call, each.what, `${number(each.times)} times`])];
-  put("trouble", rows.length ? table([["tier"], ["calls"], ["what"], ["", true]], rows) : nothing("No call of a tier failed or was late since the cache was opened."));
+  const open = now.tiers.flatMap((tier) => [...tier.open_breakers.map((calls) => [tier.tier, calls, "not called", "now", ""]),
+    ...tier.is_bypassed && !tier.open_breakers.length ? [[tier.tier, "", "bypassed", "now", ""]] : []]);
+  const rows = [...open, ...now.troubles.map((each) => [each.tier, each.call, `${each.what}, ${number(each.times)} times`, clock.format(1000 * each.at), each.error])];
+  const isOld = !open.length && !now.troubles.some((each) => each.at > now.at - 3600);
+  $("trouble").parentElement.classList.toggle("calm", isOld);
+  put("trouble", rows.length ? table([["tier"], ["calls"], ["what"], ["last"], ["as it was told", "told"]], rows) : nothing("No call of a tier failed or was late since the cache was opened."));
 }
 
 let shown = null;
@@ -241,7 +254,7 @@ async function look() {
     shown = said;
     draw();
   } catch (error) {
-    say(shown ? `No answer since ${clock.format(1000 * shown.at)}` : error.message || "No answer", false);
+    say(shown ? `No answer since ${clock.format(1000 * shown.at)}` : error.message || "No answer", "bad");
   }
 }
 

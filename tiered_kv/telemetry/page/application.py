@@ -14,7 +14,7 @@ from importlib.metadata import version
 from importlib.resources import files
 from typing import Any, Final
 
-from tiered_kv.telemetry.page.server import PageServer
+from tiered_kv.telemetry.page.page_server import PageServer
 from tiered_kv.telemetry.watch import Moment, Reading, Span, Watch
 from tiered_kv.values.errors import ConfigurationError, TieredKVError
 from tiered_kv.values.histogram import Histogram
@@ -24,7 +24,7 @@ from tiered_kv.values.keys import NO_SALT, BlockKeys, Namespace, hash_blocks
 def state_of(watch: Watch) -> dict[str, Any]:
     """Return all that is known of a cache. From any thread but its own; takes a second where its loop is busy."""
     reading = watch.read()
-    now = Moment(reading.at, reading.statistics, reading.tallies.lookups())
+    now = Moment(reading.at, reading.statistics, reading.asked)
     hour, parts = watch.history.until(now)
     statistics = asdict(reading.statistics)
     tiers = statistics.pop("tiers")
@@ -39,21 +39,37 @@ def state_of(watch: Watch) -> dict[str, Any]:
         "tokens_per_block": reading.tokens_per_block,
         "tiers": tiers,
         "cache": statistics,
-        "lookups": asdict(now.lookups),
+        "asked": asdict(reading.asked),
         "hour": _span(hour),
         "parts": [_span(part) for part in parts],
-        "shortfalls": [asdict(each) for each in reversed(tuple(watch.shortfalls))],
+        "shortfalls": _shortfalls(watch),
         "troubles": _troubles(reading),
         "load_s": _quantiles(reading.load_seconds),
         "store_s": _quantiles(reading.store_seconds),
         "ghost": _ghost(reading, max((tier["capacity_bytes"] for tier in tiers), default=0)),
+        "ghost_of": _ghost_of(reading),
     }
 
 
 def digests_of(space: Namespace) -> dict[str, str]:
     """Return what blocks are named by, as `tiered-kv inspect` shows it: digests, and ``"none"`` without a salt."""
-    tenant = "none" if space.salt == NO_SALT else space.salt.hex()
-    return {"model": space.fingerprint.hex(), "epoch": space.epoch.hex(), "shard": str(space.shard), "tenant": tenant}
+    model, epoch = space.fingerprint.hex(), space.epoch.hex()
+    return {"model": model, "epoch": epoch, "shard": str(space.shard), "tenant": _tenant(space.salt)}
+
+
+def _shortfalls(watch: Watch) -> list[dict[str, Any]]:
+    """Tell the last ones so that a prompt can be recognised: by when, of whom, and how long it was."""
+    sizes = zip(watch.watched.namespaces(), watch.watched.block_sizes, strict=True)
+    tokens = {space.fingerprint: size for space, size in sizes}
+    return [
+        {name: value for name, value in vars(each).items() if isinstance(value, (str, int, float))}
+        | {"tokens": each.requested * tokens.get(each.fingerprint, 0), "tenant": _tenant(each.salt)}
+        for each in reversed(tuple(watch.prompts.shortfalls))
+    ]
+
+
+def _tenant(salt: bytes) -> str:
+    return "none" if salt == NO_SALT else salt.hex()
 
 
 def _span(span: Span) -> dict[str, Any]:
@@ -62,16 +78,21 @@ def _span(span: Span) -> dict[str, Any]:
 
 def _troubles(reading: Reading) -> list[dict[str, Any]]:
     tallies = reading.tallies
-    kinds = {"failed": tallies.failures, "late": tallies.stalls, "breaker opened": tallies.trips}
-    return [
-        {"tier": tier, "call": call, "what": what, "times": times}
+    kinds = {"failed": tallies.failures, "late": tallies.stalls}
+    told = [
+        {"tier": tier, "call": call, "what": what, "times": times, "error": error, "at": at}
         for what, counts in kinds.items()
-        for (tier, call), times in sorted(counts.items())
+        for (tier, call), times in counts.items()
+        for error, at in [tallies.errors[tier, call]]
     ]
+    return sorted(told, key=lambda each: -float(each["at"]))
 
 
 def _quantiles(histogram: Histogram) -> dict[str, float]:
-    """Return upper bounds of the buckets in which the median and the 99th percentile are; of none, nothing."""
+    """Return upper bounds of the ranges in which the median and the 99th percentile are; of none, nothing.
+
+    Where one is beyond the last bound, ``most``, it is left out.
+    """
     cumulated = histogram.cumulated()
     count = cumulated[-1][1]
     if not count:
@@ -80,7 +101,8 @@ def _quantiles(histogram: Histogram) -> dict[str, float]:
         name: next(float(bound) for bound, seen in cumulated if seen >= part * count)
         for name, part in (("p50", 0.5), ("p99", 0.99))
     }
-    return {name: bound for name, bound in found.items() if bound != float("inf")} | {"count": count}
+    known = {name: bound for name, bound in found.items() if bound != float("inf")}
+    return known | {"count": count, "most": histogram.bounds[-1]}
 
 
 def _ghost(reading: Reading, capacity_bytes: int) -> list[Mapping[str, float]]:
@@ -91,6 +113,18 @@ def _ghost(reading: Reading, capacity_bytes: int) -> list[Mapping[str, float]]:
         {"size": size, "capacity_bytes": int(size * capacity_bytes), "hit_rate": hits / ghost.requested}
         for size, hits in ghost.hits.items()
     ]
+
+
+def _ghost_of(reading: Reading) -> dict[str, Any]:
+    """Say what the curve is about: how many uses, of which part of all blocks, at sizes of which tier."""
+    if reading.lives is None:
+        return {}
+    ghost, tiers = reading.lives.ghost, reading.statistics.tiers
+    return {
+        "requested": ghost.requested,
+        "part": ghost.rate,
+        "tier": max(tiers, key=lambda tier: tier.num_slots).tier,
+    }
 
 
 Scope = MutableMapping[str, Any]

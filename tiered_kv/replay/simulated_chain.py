@@ -1,7 +1,7 @@
 """A chain of tiers without bytes: the catalog and policies that a cache ships, driven as loads and stores drive them.
 
 What it leaves out: time that transfers take, requests that overlap, tiers that fail. Tiers with ``write="back"`` get
-blocks at once. No engine caches blocks above it.
+blocks at once. An engine may have a cache of its own above it, see `SimulatedEngine`.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from tiered_kv.catalog import Policy, TierIndex, locate
+from tiered_kv.catalog.locate import Located
 from tiered_kv.catalog.uses import Admission
 from tiered_kv.media.backend import RecordShape
 from tiered_kv.settings.chain_settings import tier_name
@@ -20,10 +21,12 @@ from tiered_kv.settings.registry import OWN_MEDIA
 from tiered_kv.settings.settings import TieredKVSettings
 from tiered_kv.settings.tier_settings import TierSettings
 from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.hints import StoreWhen, evicts
 from tiered_kv.values.keys import Names
 
 _LEAST_USES, _MOST_USES = 1 << 12, 1 << 20
 _EXPIRED_AT_ONCE: Final = 1 << 16
+_NO_BOUND: Final = 1 << 62
 _SIZE: Final = TypeAdapter(ByteSize)
 
 
@@ -36,8 +39,8 @@ class TierPlan:
         capacity_bytes: How much it holds; None for a store without a bound.
         policy: By name or class.
         is_memory: Whether blocks are kept there as they are, without a record's header, and loads leave copies.
-        admit_after: See `TierSettings.admit_after`.
-        ttl_s: See `OwnedTierSettings.ttl_s`.
+        admit_after: See `StorageTierSettings.admit_after`.
+        ttl_s: See `BookedTierSettings.ttl_s`.
     """
 
     name: str
@@ -93,9 +96,11 @@ def tier_plans(texts: Sequence[str], policy: str) -> list[TierPlan]:
 class SimulatedTier:
     """One tier's books and what became of blocks there. Counts are of blocks."""
 
-    def __init__(self, plan: TierPlan, index: TierIndex) -> None:
+    def __init__(self, plan: TierPlan, index: TierIndex, most_blocks: int) -> None:
+        """Begin with nothing in a tier that would hold ``most_blocks``, were there as many."""
         self.plan = plan
         self.index = index
+        self.most_blocks = most_blocks
         self.hits = self.written = self.promoted = self.evicted = self.expired = 0
 
     def add(self, names: Names) -> int:
@@ -130,7 +135,11 @@ class SimulatedChain:
         """
         self.now_s = 0.0
         self.tiers = [
-            SimulatedTier(plan, TierIndex(slots, policy=plan.policy, ttl_s=plan.ttl_s, clock=lambda: self.now_s))
+            SimulatedTier(
+                plan,
+                TierIndex(slots, policy=plan.policy, ttl_s=plan.ttl_s, clock=lambda: self.now_s),
+                plan.num_slots(payload_bytes, _NO_BOUND),
+            )
             for plan in plans
             if (slots := plan.num_slots(payload_bytes, num_blocks))
         ]
@@ -145,38 +154,115 @@ class SimulatedChain:
 
     def serve(self, at_s: float, names: Names) -> NDArray[np.int64]:
         """Load the prefix that is there, and store the rest; return the blocks that came from each tier."""
+        self.go_on(at_s)
+        hits = self.load(names)
+        self.use(names)
+        self.store(names[int(hits.sum()) :])
+        return hits
+
+    def go_on(self, at_s: float) -> None:
+        """Let it be that late."""
         self.now_s = at_s
         for tier in self.tiers:
             tier.expired += len(tier.index.expire(limit=_EXPIRED_AT_ONCE))
-        located = locate([tier.index for tier in self.tiers], names)
+
+    def located(self, names: Names) -> Located:
+        """Return where the prefix is that can be loaded."""
+        return locate([tier.index for tier in self.tiers], names)
+
+    def load(self, names: Names) -> NDArray[np.int64]:
+        """Load the prefix that is there; return the blocks that came from each tier."""
+        located = self.located(names)
         hits = np.zeros(len(self.tiers), np.int64)
         for run in located.runs:
             hits[run.tier] += run.stop - run.start
         for tier, count in zip(self.tiers, hits.tolist(), strict=True):
             tier.hits += count
-        found, rest = names[: located.num_blocks], names[located.num_blocks :]
+        found = names[: located.num_blocks]
         if self._promote and len(found):
             for tier in self.memory:
                 tier.promoted += tier.add(found)
-        for tier in self.tiers:
-            tier.index.touch(found)
-        admitted = self._admission.use(names)
-        self._store(rest)
-        for number, mask in admitted:
-            tier = self.tiers[number]
-            tier.written += tier.add(names[mask])
+        self.touch(found)
         return hits
 
-    def _store(self, names: Names) -> None:
-        """As a store does: blocks that the first memory tier has go no further."""
+    def touch(self, names: Names) -> None:
+        """Count a use of what is there."""
         for tier in self.tiers:
-            tier.index.touch(names)  # what is there behind a hole
+            tier.index.touch(names)
+
+    def use(self, names: Names) -> None:
+        """Count a use by a prompt for tiers that want some, and bring to them what has had enough and is there."""
+        for number, mask in self._admission.use(names):
+            found = names[mask][self._is_there(names[mask])]
+            tier = self.tiers[number]
+            tier.written += tier.add(found)
+
+    def store(self, names: Names, *, is_use: bool = True) -> int:
+        """As a store does: blocks that the first memory tier has go no further. Return how many are copied."""
+        if is_use:
+            self.touch(names)  # what is there behind a hole
         if self.memory:
             names = names[~self.memory[0].index.ready(names)]
         for number, tier in enumerate(self.tiers):
             wanted = names if tier.plan.admit_after == 1 else names[self._admission.admits(number, names)]
             if len(wanted):
                 tier.written += tier.add(wanted)
+        return len(names)
+
+    def _is_there(self, names: Names) -> NDArray[np.bool_]:
+        is_there: NDArray[np.bool_] = np.logical_or.reduce([tier.index.ready(names) for tier in self.tiers])
+        return is_there
+
+
+class SimulatedEngine:
+    """An engine's own cache above a chain: blocks used last, the tail of a prompt gone before its head, as vLLM's is.
+
+    One request comes after another; the prompt of each is there when the next one comes, as far as it fits.
+
+    Attributes:
+        num_blocks: How many it holds.
+        evicts: Whether blocks are stored when they are about to leave it, and not when they are computed.
+        hits: Blocks of leading prefixes that it had.
+        copied: Blocks that were copied out of it.
+    """
+
+    def __init__(self, chain: SimulatedChain, num_blocks: int, store_when: StoreWhen) -> None:
+        """Put an empty one above a chain; with 0 blocks it has nothing, and what is computed is stored."""
+        self.num_blocks = num_blocks
+        memory_blocks = sum(tier.most_blocks for tier in chain.memory)
+        self.evicts = num_blocks > 0 and evicts(store_when, engine_blocks=num_blocks, memory_blocks=memory_blocks)
+        self.hits = self.copied = 0
+        self._chain = chain
+        self._index = TierIndex(num_blocks)
+
+    def serve(self, at_s: float, names: Names) -> NDArray[np.int64]:
+        """Serve a prompt from here and from the chain; return the blocks that came from each tier there."""
+        chain = self._chain
+        chain.go_on(at_s)
+        num_here = self._index.ready_prefix(names)
+        self.hits += num_here
+        hits = chain.load(names[num_here:])
+        chain.use(names)
+        evicted = self._keep(names)
+        if self.evicts:
+            chain.touch(names[:num_here])
+            for tier in chain.memory:
+                tier.index.resident(names[: self.num_blocks])
+                tier.index.leaving(evicted)
+            self.copied += chain.store(evicted, is_use=False)
+        else:
+            num_kept = chain.located(names[:num_here]).num_blocks
+            chain.touch(names[:num_kept])
+            self.copied += chain.store(names[num_kept:num_here])  # what tiers have lost of it
+            self.copied += chain.store(names[num_here + int(hits.sum()) :])
+        return hits
+
+    def _keep(self, names: Names) -> Names:
+        """Have a prompt's blocks; return what is dropped for them, in the order of their prompts."""
+        kept = names[: self.num_blocks]
+        with self._index.lease(kept), self._index.reserve(kept) as reservation:
+            reservation.commit().release()
+        return np.ascontiguousarray(reservation.evicted[::-1])  # the tail of a prompt was dropped first
 
 
 def _plan_of(tier: TierSettings) -> TierPlan:
@@ -186,6 +272,6 @@ def _plan_of(tier: TierSettings) -> TierPlan:
         None if capacity is None else int(capacity),
         policy,
         is_memory=tier.medium in OWN_MEDIA,
-        admit_after=tier.admit_after,
+        admit_after=getattr(tier, "admit_after", 1),
         ttl_s=getattr(tier, "ttl_s", None),
     )

@@ -15,9 +15,9 @@ from typing import Annotated, Final
 import numpy as np
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
 
-from tiered_kv.replay.chain import TierPlan
 from tiered_kv.replay.curves import Curve
 from tiered_kv.replay.simulated import BlockCost
+from tiered_kv.replay.simulated_chain import TierPlan
 from tiered_kv.settings.registry import OWN_MEDIA
 from tiered_kv.traces import Trace
 from tiered_kv.values.errors import ConfigurationError
@@ -203,7 +203,7 @@ def _choice(sizes: Sequence[int], trace: Trace, curves: Mapping[str, Curve], pri
 
 def _fill_of(trace: Trace) -> float:
     """Return how full blocks are: the last one of a prompt may be partly filled."""
-    return min(1.0, sum(each.input_tokens for each in trace.requests) / (trace.num_references * trace.block_size))
+    return min(1.0, trace.input_tokens / (trace.num_references * trace.block_size))
 
 
 def _block_bytes(medium: Medium, trace: Trace, cost: BlockCost) -> int:

@@ -44,6 +44,7 @@ _ENTRY: Final = np.dtype(
     [("magic", "S8"), ("name", "<u8", (4,)), ("sequence", "<u8"), ("slot", "<u8"), ("checksum", "<u8")]
 )
 _ENTRY_MAGIC: Final = b"TKVSLOT2"
+_EMPTY: Final = b"TKVEMPTY" * (_ENTRY.itemsize // 8)
 _AT_ONCE: Final = 256
 
 
@@ -145,12 +146,20 @@ async def open_directories(roots: Sequence[Path], *, to_delete: bool) -> AsyncIt
     if len(inventory.missing) == len(roots):
         named = _listed(roots)
         raise ConfigurationError(f"{named}: give the path of an nvme or shared_fs tier, or a tier's URL")
+    if not any(_is_a_tiers(root) for root in roots):
+        named = ", ".join(map(str, roots))
+        raise ConfigurationError(f"no nvme or shared_fs tier has used {named}: give its path, or a tier's URL")
     try:
         if to_delete:
             inventory.lock_out_caches()
         yield inventory
     finally:
         inventory.close()
+
+
+def _is_a_tiers(root: Path) -> bool:
+    """Whether there is what a tier makes there when it is opened, or a record that was copied there."""
+    return (root / "sweeper.lock").exists() or any(root.glob("*/slab")) or any(True for _ in _records_in(root))
 
 
 def _listed(roots: Sequence[Path]) -> str:
@@ -170,7 +179,7 @@ def _delete(found: Sequence[Found]) -> None:
             Path(each.where).unlink(missing_ok=True)
             continue
         with each.slab.with_name("ledger").open("r+b") as ledger:
-            os.pwrite(ledger.fileno(), bytes(_ENTRY.itemsize), each.slot * _ENTRY.itemsize)
+            os.pwrite(ledger.fileno(), _EMPTY, each.slot * _ENTRY.itemsize)
         with each.slab.open("r+b") as slab:
             os.pwrite(slab.fileno(), bytes(HEADER_BYTES), each.slot * each.num_bytes)
 
@@ -184,7 +193,7 @@ def _records_in(root: Path) -> Iterator[Found]:
             continue
         for name in sorted(files):
             path = here / name
-            if (match := _SHARED_FILE.search(path.as_posix())) and not path.is_symlink():
+            if (match := _SHARED_FILE.search(path.as_posix())) and path.is_file() and not path.is_symlink():
                 status = path.stat()
                 yield _File(str(path), Place.of(match["path"]), status.st_size, written_at=status.st_mtime)
 
@@ -192,7 +201,7 @@ def _records_in(root: Path) -> Iterator[Found]:
 def _in_slab(folder: Path) -> Iterator[Found]:
     """Yield what the ledger beside a slab says is there."""
     slab, ledger = folder / "slab", folder / "ledger"
-    if slab.is_symlink() or ledger.is_symlink() or not ledger.is_file():
+    if any(path.is_symlink() or not path.is_file() for path in (slab, ledger)):  # who opens a pipe waits for ever
         return
     data = ledger.read_bytes()
     entries = np.frombuffer(data[: len(data) // _ENTRY.itemsize * _ENTRY.itemsize], _ENTRY)
@@ -231,20 +240,19 @@ class Shelf:
     """The blocks of one namespace, by its digests as they are on the medium: hidden, if the tier has keys.
 
     Attributes:
-        fingerprint: Of model and layout, hexadecimal, as are the next.
+        model: The fingerprint of model and layout, hexadecimal, as are the next.
         epoch: How the digest of the weights begins.
         shard: Whose part of the heads.
-        salt: How the digest of the tenant's salt begins.
-        is_unsalted: Whether there is none. Where names are hidden it takes the tier's settings to tell.
+        tenant: How the digest of the tenant's salt begins; ``"none"`` without one. Where names are hidden it takes the
+            tier's settings to tell.
         num_blocks, num_bytes: What there is, with headers and padding.
         youngest_s: How long ago the last one was written, if that is known.
     """
 
-    fingerprint: str
+    model: str
     epoch: str
     shard: str
-    salt: str
-    is_unsalted: bool
+    tenant: str
     num_blocks: int
     num_bytes: int
     youngest_s: float | None
@@ -338,7 +346,8 @@ async def shelves_in(
     now = time.time()
     return [
         Shelf(
-            place.fingerprint, place.epoch, place.shard, place.salt, no_salt.hex().startswith(place.salt),
+            place.fingerprint, place.epoch, place.shard,
+            "none" if no_salt.hex().startswith(place.salt) else place.salt,
             num_blocks, num_bytes, max(0.0, now - latest) if latest else None,
         )
         for place, (num_blocks, num_bytes, latest) in sorted(counts.items())
