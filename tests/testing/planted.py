@@ -14,9 +14,11 @@ import pathlib
 import re
 import signal
 import sys
+import time
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.abc import MetaPathFinder
@@ -34,8 +36,10 @@ MOST_SEEDS: Final = 200
 NUM_RANGES: Final = 3
 _APART: Final = 1000
 """From the first seed of one range to that of the next."""
-_HANGS_AFTER_S: Final = 60
-"""Of real time: a seed takes less than one."""
+HANGS_AFTER_S: Final = 60
+"""Of the process's own time, of which a seed takes less than one; or of real time without any, as no thread goes on."""
+_IDLE_S: Final = 0.1
+"""Less of its own time in so much real time is none, however busy the machine is."""
 
 
 class NotPlantedError(Exception):
@@ -167,19 +171,32 @@ def find(first: int, most_seeds: int, steps: int, say: Callable[[Found], None]) 
     from tiered_kv.testing.simulation.run import simulate  # noqa: PLC0415 - only once the bug is planted
 
     for n in range(1, most_seeds + 1):
-
-        def hangs(*_: object, n: int = n) -> None:
-            say(Found(n, "hangs", f"no end in {_HANGS_AFTER_S} s"))
-            os._exit(0)  # threads of the simulation may be in its way
-
-        signal.signal(signal.SIGALRM, hangs)
-        signal.alarm(_HANGS_AFTER_S)
-        report = simulate(first + n - 1, steps)
-        signal.alarm(0)
+        with ended_if_it_hangs(lambda n=n: say(Found(n, "hangs", f"no end in {HANGS_AFTER_S} s"))):  # type: ignore[misc]  # bound now
+            report = simulate(first + n - 1, steps)
         if report.failure:
             say(Found(n, report.kind, report.failure))
             return
     say(Found(0, "", ""))
+
+
+@contextmanager
+def ended_if_it_hangs(say: Callable[[], object]) -> Iterator[None]:
+    """End this process, and say so, where what is done meanwhile uses time without end, or comes to a stand."""
+    begun = last = time.process_time()
+
+    def look(*_: object) -> None:
+        nonlocal last
+        before, last = last, time.process_time()
+        if last - begun > HANGS_AFTER_S or last - before < _IDLE_S:
+            say()
+            os._exit(0)  # threads of the simulation may be in its way
+
+    signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, HANGS_AFTER_S, HANGS_AFTER_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 # In the process that starts those.

@@ -3,6 +3,7 @@
 
 import asyncio
 import ctypes
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -172,6 +173,12 @@ class NamesAnotherFile(MemoryBackend):
         return FileLoadStoreSpec([0] * len(keys), [__file__], [0] * len(keys), [8] * len(keys))
 
 
+class SleepsOnTheLoop(MemoryBackend):
+    async def lookup(self, keys: Sequence[BlockKey]) -> list[Outcome]:
+        time.sleep(0.3)  # noqa: ASYNC251 - what it must not do
+        return await super().lookup(keys)
+
+
 BROKEN = {
     "test_returns_every_byte": LosesTheEnd,
     "test_keeps_many_blocks_apart": GivesTheFirstOfABatch,
@@ -191,6 +198,7 @@ BROKEN = {
     "test_it_keeps_no_more_than_its_capacity": NeverEvicts,
     "test_readers_and_writers_of_one_key": WritesInPlace,
     "test_locate_says_where_the_records_are": NamesAnotherFile,
+    "test_no_call_holds_up_the_loop": SleepsOnTheLoop,
     "test_reopening": ForgetsDeletionsAtClose,
 }
 

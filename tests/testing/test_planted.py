@@ -20,9 +20,9 @@ QUICK = (
 
 def test_each_bug_can_be_planted() -> None:
     """Its text is there, once: a mend that changes it must plant it anew."""
-    for planted in all_planted():
+    for each in all_planted():
         sources: dict[str, str] = {}
-        for change in planted.changes:
+        for change in each.changes:
             source = sources.get(change.module) or (ROOT / change.module).read_text()
             sources[change.module] = change.applied(source)
         for module, source in sources.items():
@@ -34,6 +34,20 @@ def test_what_is_not_there_is_not_planted() -> None:
     for before in ("c = 3", "a = 1"):
         with pytest.raises(NotPlantedError):
             Change("tiered_kv/some.py", before, "").applied("a = 1\nb = 2\na = 1\n")
+
+
+@pytest.mark.parametrize("what", ["threading.Event().wait()", "while True: pass"])
+def test_a_bug_that_hangs_is_found(what: str) -> None:
+    """Whether its threads stand still or go round."""
+    program = f"""
+import threading
+from tests.testing import planted
+planted.HANGS_AFTER_S = 0.2
+with planted.ended_if_it_hangs(lambda: print("hangs", flush=True)):
+    {what}
+"""
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ended.stdout == "hangs\n"
 
 
 def test_the_page_has_each_bug() -> None:

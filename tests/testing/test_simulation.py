@@ -4,20 +4,21 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from tiered_kv.cli.app import app
+from tiered_kv.testing.simulation.known import Known, Name, WrongAnswer
 from tiered_kv.testing.simulation.run import in_words, shrink, simulate
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.tier import Batch, Naming
 from tiered_kv.transfers.handles import Revocable
 from tiered_kv.values.keys import epoch_digest
 
-SAMPLE = range(30)
+SAMPLE = range(20)
 STEPS = 100
 MOST_SEEDS = 60
 """Within which a planted bug is to be found."""
@@ -64,6 +65,7 @@ def test_the_command_counts_the_same_by_several_processes() -> None:
 
 
 _PRINT_DIGEST = """
+from tiered_kv.testing.simulation.known import Known, Name, WrongAnswer
 from tiered_kv.testing.simulation.run import simulate
 print([simulate(seed, 40).digest for seed in range(3)])
 """
@@ -105,3 +107,68 @@ def test_a_planted_bug_is_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -
     plain = shrink(found, STEPS, most_runs=8)
     assert plain.kind == found.kind
     assert in_words(plain.tape).startswith("first come, first served")
+
+
+NAMES = [("w0", 0, b"a"), ("w0", 0, b"b")]
+
+
+def _stored(known: Known, names: Sequence[Name] = NAMES) -> None:
+    known.store_begins(names, 1.0)
+    known.store_ends(names, 1.0, is_whole=True)
+
+
+def _promised(known: Known) -> list[bool]:
+    known.keep(NAMES, known.moment(), "flushed")
+    return [bool(why) for why in known.kept_of(NAMES)]
+
+
+def test_the_model_promises_nothing_that_one_tier_may_have_lost() -> None:
+    """A block that was evicted from one tier is found in another by the next store, which writes it nowhere else."""
+    known = Known()
+    _stored(known)
+    known.taken_apart(NAMES[:1])
+    _stored(known)
+    assert _promised(known) == [False, True]
+    known.removed(NAMES[:1], known.moment(), 2.0, "evicted", weakly=False)
+    _stored(known)
+    assert _promised(known) == [True, True]
+
+
+def test_the_model_promises_on_what_memory_has_lost() -> None:
+    """If it was promised before: it is on a disk or in a store then."""
+    known = Known()
+    _stored(known, NAMES[:1])
+    known.keep(NAMES, known.moment(), "flushed")
+    _stored(known, NAMES[1:])
+    known.taken_from_memory(NAMES)
+    assert _promised(known) == [True, False]
+
+
+def test_the_model_promises_nothing_that_was_stored_while_media_failed() -> None:
+    """It may be in memory only, and no flush writes what has failed to be written; a drain says whether that is so."""
+    known = Known()
+    _stored(known)
+    known.trouble_begins()
+    assert _promised(known) == [False, False]
+    known.keep(NAMES, known.moment(), "synced", despite_trouble=True)
+    assert known.kept_of(NAMES) == ["synced", "synced"]
+
+
+def test_the_model_promises_nothing_that_was_evicted_while_it_was_stored() -> None:
+    """Which of the two came last nobody can tell."""
+    known = Known()
+    known.store_begins(NAMES, 1.0)
+    known.removed(NAMES[:1], known.moment(), 1.0, "evicted", weakly=False)
+    known.store_ends(NAMES, 1.0, is_whole=True)
+    assert _promised(known) == [False, True]
+
+
+def test_what_was_stored_and_evicted_since_a_load_began_may_come_by_it() -> None:
+    """Nothing else that had gone before it began."""
+    known = Known()
+    asked = known.ask(NAMES)
+    _stored(known, NAMES[:1])
+    known.removed(NAMES, known.moment(), 2.0, "evicted", weakly=False)
+    known.check(asked, np.array([True, False]), "a load")
+    with pytest.raises(WrongAnswer, match="found block 1, which was never stored"):
+        known.check(asked, np.array([False, True]), "a load")

@@ -17,7 +17,7 @@ import pytest
 
 from tiered_kv.media.backend import Backend, Block, Outcome
 from tiered_kv.testing.helpers import GROUPS, block_key, close_backend, make_block, open_context
-from tiered_kv.testing.promises import ODD, SIZE, Promises, content
+from tiered_kv.testing.promises import ODD, SIZE, Promises, assert_loop_goes_on, content
 from tiered_kv.values.errors import LayoutMismatchError
 from tiered_kv.values.keys import BlockKey
 
@@ -201,6 +201,21 @@ class BackendTests(Promises):
         for block, (outcome,) in zip(into, outcomes[1::2], strict=True):
             assert outcome in {Outcome.HIT, Outcome.MISS}
             assert outcome is Outcome.MISS or bytes(block) in written
+
+    async def test_no_call_holds_up_the_loop(self, backend: Backend) -> None:
+        """What blocks is done in threads: while a call waits for the medium, the event loop goes on."""
+        keys = [block_key(n) for n in range(20)]
+        blocks, into = [make_block(content(n), key) for n, key in enumerate(keys)], [Block.empty(SIZE) for _ in keys]
+        await assert_loop_goes_on(
+            {
+                "write": lambda: backend.write(keys, blocks),
+                "lookup": lambda: backend.lookup(keys),
+                "lookup_prefix": lambda: backend.lookup_prefix(keys),
+                "locate": lambda: backend.locate(keys),
+                "read": lambda: backend.read(keys, into),
+                "delete": lambda: backend.delete(keys),
+            }
+        )
 
     async def test_locate_says_where_the_records_are(self, backend: Backend) -> None:
         """What `locate` names is, byte for byte, the record of each key, packed or not; or it cannot tell."""

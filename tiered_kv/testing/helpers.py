@@ -5,7 +5,7 @@ import hashlib
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -147,6 +147,26 @@ async def open_backend(backend: AnyBackend, *groups: RecordShape) -> AsyncIterat
         finally:
             if backend in _OPEN:
                 await close_backend(backend)
+
+
+async def longest_stall(call: Awaitable[object]) -> float:
+    """Make a call; return for how many seconds it held up the event loop at most."""
+    loop, has_ended = asyncio.get_running_loop(), asyncio.Event()
+    longest, last = 0.0, loop.time()
+
+    async def beat() -> None:
+        nonlocal longest, last
+        while not has_ended.is_set():
+            await asyncio.sleep(0.01)
+            longest, last = max(longest, loop.time() - last), loop.time()
+
+    beating = asyncio.ensure_future(beat())
+    try:
+        await call
+        return max(longest, loop.time() - last)
+    finally:
+        has_ended.set()
+        await beating
 
 
 async def close_backend(backend: Backend | SlotBackend) -> None:

@@ -2,22 +2,35 @@
 
 import functools
 import inspect
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Final
 
 import pytest
 
-from tiered_kv.testing.helpers import GROUPS, records_in_files
+from tiered_kv.testing.helpers import GROUPS, longest_stall, records_in_files
 from tiered_kv.values.specs import LoadStoreSpec
 
 SIZE = GROUPS[0].payload_bytes
 ODD = GROUPS[-1].payload_bytes
+MOST_STALL_S: Final = 0.2
+"""While a call takes longer than this, on the event loop itself, no other transfer moves."""
+_TRIES: Final = 3
 _ON_ASYNCIO = [pytest.mark.anyio, pytest.mark.parametrize("anyio_backend", ["asyncio"], scope="session")]
 
 
 def content(n: int, num_bytes: int = SIZE) -> bytes:
     """Return the payload of the ``n``-th block."""
     return (b"%08d" % n * (num_bytes // 8 + 1))[:num_bytes]
+
+
+async def assert_loop_goes_on(calls: Mapping[str, Callable[[], Awaitable[object]]]) -> None:
+    """Make each call; fail if one holds up the event loop, each time that it is made."""
+    for doing, call in calls.items():
+        stalls: list[float] = []
+        while not stalls or (stalls[-1] > MOST_STALL_S and len(stalls) < _TRIES):  # a busy machine may hold it up once
+            stalls.append(await longest_stall(call()))
+        held_s = min(stalls)
+        assert held_s <= MOST_STALL_S, f"{doing} held it up for {held_s:.1f} s: let a thread do it, context.workers(n)"
 
 
 class Promises:

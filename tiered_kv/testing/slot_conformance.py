@@ -10,7 +10,7 @@ import pytest
 from tiered_kv.media.backend import Block, Outcome, Recovered, SlotBackend
 from tiered_kv.media.record import verify
 from tiered_kv.testing.helpers import GROUPS, block_key, block_names, close_backend, make_block, open_context
-from tiered_kv.testing.promises import ODD, SIZE, Promises, content
+from tiered_kv.testing.promises import ODD, SIZE, Promises, assert_loop_goes_on, content
 from tiered_kv.values.errors import ConfigurationError, LayoutMismatchError
 
 
@@ -63,6 +63,20 @@ class SlotBackendTests(Promises):
         assert outcomes[1] is Outcome.HIT
         for n in (0, 2):
             assert outcomes[n] is Outcome.MISS or verify(block_key(1), into[n]) is not Outcome.HIT
+
+    async def test_no_call_holds_up_the_loop(self, backend: SlotBackend) -> None:
+        """What blocks is done in threads: while a call waits for the medium, the event loop goes on."""
+        slots, into = np.arange(20), [Block.empty(SIZE) for _ in range(20)]
+        names = block_names([block_key(n) for n in range(20)])
+        await assert_loop_goes_on(
+            {
+                "write": lambda: _write(backend, dict(enumerate(range(20)))),
+                "read": lambda: backend.read(0, slots, into),
+                "locate": lambda: backend.locate(0, slots),
+                "checkpoint": lambda: backend.checkpoint(0, names, slots),
+                "forget": lambda: backend.forget(0, slots),
+            }
+        )
 
     async def test_a_write_replaces(self, backend: SlotBackend) -> None:
         """A slot holds what was written to it last, and is found under that name alone."""

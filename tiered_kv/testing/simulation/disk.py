@@ -17,6 +17,7 @@ from typing import Final
 from typing_extensions import override
 
 from tiered_kv.system import Files, FolderEntry
+from tiered_kv.testing.simulation.known import check_lent
 from tiered_kv.testing.simulation.tape import Tape
 from tiered_kv.testing.simulation.threads import Process, ProcessEnded, Turns
 
@@ -26,6 +27,10 @@ _BLOCK: Final = 4096
 _MOST_UNSYNCED: Final = 2048
 """Writes of one file that the kernel keeps to itself; older ones have got to the medium."""
 _FIRST_FD: Final = 1 << 20
+RECORD_BYTES: Final = 8192
+"""Of any block in a slab of the NVMe tier: a header and a payload."""
+_ENTRY_BYTES: Final = 64
+"""Of one slot in the ledger beside it."""
 
 
 @dataclass
@@ -36,6 +41,7 @@ class DiskFaults:
         error: The call raises EIO.
         short: Of a read or write, only a part is moved.
         stall: It takes seconds.
+        hang: It does not return before something else is wrong with the disk, or nothing.
         once: The how many'th call from now on raises EIO, and none after it; 0 is none.
         latency_s: What each call takes.
         bytes_per_s: How fast bytes are moved.
@@ -44,6 +50,7 @@ class DiskFaults:
     error: float = 0.0
     short: float = 0.0
     stall: float = 0.0
+    hang: float = 0.0
     once: int = 0
     latency_s: float = 1e-4
     bytes_per_s: float = 1e9
@@ -88,11 +95,14 @@ class _Node:
 
 @dataclass(eq=False)
 class _Open:
-    """An open file."""
+    """An open file: what it is called, in which folder."""
 
     disk: "Disk"
     node: _Node
     process: Process
+    era: int
+    name: str = ""
+    folder: _Node | None = None
 
 
 class Disk:
@@ -103,16 +113,33 @@ class Disk:
         faults: What may go wrong.
         capacity_bytes: What fits.
         gone: An errno that every call raises while the disk is away; 0 while it is there.
+        era: How often another disk has come in its place: what was open then is of no use.
+        unentered: Slots, by their folder's number, that were begun to be written and are not in their ledger since.
     """
 
-    def __init__(self, path: Path, capacity_bytes: int, tape: Tape, turns: Turns) -> None:
+    def __init__(
+        self, path: Path, capacity_bytes: int, tape: Tape, turns: Turns, *, names_come_along: bool = True
+    ) -> None:
+        """Make one, empty.
+
+        Args:
+            path: Where it is mounted.
+            capacity_bytes: What fits.
+            tape: Chooses.
+            turns: Who runs.
+            names_come_along: Whether a file that is synced brings all names with it, as ext4's journal does; else a
+                folder's names are lost where the folder is not synced, which is all that POSIX promises.
+        """
         self.path = path
         self.faults = DiskFaults()
         self.capacity_bytes = capacity_bytes
-        self.gone = 0
+        self.gone = self.era = 0
+        self._memory: _Node | None = None
         self._tape = tape
         self._turns = turns
+        self._names_come_along = names_come_along
         self._num_nodes = 1
+        self.unentered: set[tuple[int, int]] = set()
         self.root = _Node(1, {})
         self._names: list[tuple[_Node, str, _Node | None, _Node | None]] = []
         """Of names that changed and may be lost: whose folder, which, what it was and is."""
@@ -139,9 +166,9 @@ class Disk:
         folder.used_ns = self._now_ns()
 
     def sync(self, node: _Node) -> None:
-        """Have a file on the medium for good, and with it every name, as a journal does."""
+        """Have a file on the medium for good, or the names in a folder; and with them every name, as a journal does."""
         node.sync()
-        self._names.clear()
+        self._names = [] if self._names_come_along else [each for each in self._names if each[0] is not node]
 
     def lose_power(self) -> None:
         """Keep of what was not synced any part: names in their order, sectors of files in none."""
@@ -163,14 +190,27 @@ class Disk:
             node.allocated = min(node.allocated, _whole(len(node.data)))
             node.locked_by = None
 
-    def rot(self) -> None:
-        """Change one bit somewhere."""
+    def rot(self, *, in_largest: bool = False) -> None:
+        """Change one bit somewhere, or somewhere in the largest file."""
         if files := [node for node in self._all() if len(node.data)]:
-            node = self._tape.pick("faults", files)
+            node = max(files, key=lambda each: len(each.data)) if in_largest else self._tape.pick("faults", files)
             at = self._tape.draw("faults", len(node.data))
             bit = bytes([node.data[at] ^ 1 << self._tape.draw("faults", 8)])
             _apply(node.data, at, bit)
             _apply(node.durable, at, bit)
+
+    def remember(self) -> None:
+        """Make a copy of all that is there."""
+        self._memory = _copy(self.root)
+
+    def come_back_old(self) -> bool:
+        """Have what was remembered in place of what is there, in files that nobody has open; say if there is any."""
+        if self._memory is None:
+            return False
+        self.root, self.era = _copy(self._memory), self.era + 1
+        self._names.clear()
+        self._turns.tell(f"{self.path} is as it once was")
+        return True
 
     def spend(self, num_bytes: int = 0) -> None:
         """Let a call take its time, and fail if it is to.
@@ -183,6 +223,9 @@ class Disk:
         if self._tape.fault(faults.stall):
             seconds += self._tape.pick("faults", (0.3, 1.2, 4.0, 20.0))
             turns.tell(f"{self.path} stalls for {seconds:.1f} s")
+        if self._tape.fault(faults.hang):
+            turns.tell(f"{self.path} hangs")
+            turns.wait(lambda: self.faults is not faults, what=f"{self.path}, which hangs")
         turns.sleep(seconds)
         if self.gone:
             raise OSError(self.gone, os.strerror(self.gone))
@@ -197,10 +240,10 @@ class Disk:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     def part(self, num_bytes: int) -> int:
-        """Say how much of a read or write is moved: all, or less."""
+        """Say how much of a read or write is moved: all, or less, but not nothing: that is how a file ends."""
         if num_bytes > 1 and self._tape.fault(self.faults.short):
             unit = self._tape.pick("faults", (_BLOCK, _SECTOR, 1))
-            return min(num_bytes, unit * self._tape.draw("faults", max(1, num_bytes // unit)))
+            return min(num_bytes, unit * (1 + self._tape.draw("faults", max(1, num_bytes // unit))))
         return num_bytes
 
     def check_room(self, node: _Node, end: int) -> None:
@@ -322,9 +365,8 @@ class SimulatedFiles(Files):
             disk, folder = self._folder(dir_fd)
             parts = [] if str(path) == "." else [str(path)]
         disk.spend()
-        node = self._walk(folder, parts)
+        node, parent = self._walk(folder, parts), self._walk(folder, parts[:-1])
         if node is None:
-            parent = self._walk(folder, parts[:-1])
             if not flags & os.O_CREAT or parent is None or parent.entries is None:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
             node = disk.new_node(is_folder=False)
@@ -333,7 +375,7 @@ class SimulatedFiles(Files):
         if flags & os.O_TRUNC:
             node.change(0, None)
         fd = self._number()
-        self._open[fd] = _Open(disk, node, self._turns.current.process)
+        self._open[fd] = _Open(disk, node, self._turns.current.process, disk.era, parts[-1] if parts else "", parent)
         return fd
 
     @override
@@ -341,7 +383,10 @@ class SimulatedFiles(Files):
         if fd in self._pidfds:
             del self._pidfds[fd]
             return
-        self._of(fd)
+        if self._turns.current.process.is_dead:
+            raise ProcessEnded
+        if fd not in self._open:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         self._close(fd)
 
     @override
@@ -468,7 +513,9 @@ class SimulatedFiles(Files):
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """See `os.preadv`. The buffers are filled one after another, and others may run between them."""
         each, wanted = self._of(fd), sum(map(len, buffers))
+        lent = list(map(bytes, buffers))
         each.disk.spend(wanted)
+        check_lent(lent, list(map(bytes, buffers)), "read", self._turns.found)
         left = each.disk.part(max(0, min(wanted, len(each.node.data) - offset)))
         moved = 0
         for buffer in buffers:
@@ -482,8 +529,12 @@ class SimulatedFiles(Files):
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """See `os.pwritev`. Who is killed meanwhile leaves a part."""
-        each, wanted = self._of(fd), sum(map(len, buffers))
+        each, wanted, start = self._of(fd), sum(map(len, buffers)), offset
+        if each.name == "slab":
+            each.disk.unentered |= self._slots(each, start, wanted, RECORD_BYTES)
+        lent = list(map(bytes, buffers))
         each.disk.spend(wanted)
+        check_lent(lent, list(map(bytes, buffers)), "write", self._turns.found)
         left = each.disk.part(wanted)
         moved = 0
         for buffer in buffers:
@@ -494,7 +545,16 @@ class SimulatedFiles(Files):
             each.node.change(offset, bytes(buffer[:n]))
             offset, left, moved = offset + n, left - n, moved + n
             self._turns.pause(0.1)
+        if each.name == "ledger":
+            each.disk.unentered -= self._slots(each, start, moved, _ENTRY_BYTES)
         return moved
+
+    @staticmethod
+    def _slots(each: _Open, offset: int, num_bytes: int, slot_bytes: int) -> set[tuple[int, int]]:
+        """Return the slots that a part of a file is of, as `Disk.unentered` names them."""
+        assert each.folder is not None
+        slots = range(offset // slot_bytes, -(-(offset + num_bytes) // slot_bytes))
+        return {(each.folder.number, slot) for slot in slots}
 
     def _number(self) -> int:
         self._next_fd += 1
@@ -506,6 +566,8 @@ class SimulatedFiles(Files):
         each = self._open.get(fd)
         if each is None:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        if each.era != each.disk.era:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
         return each
 
     def _close(self, fd: int) -> None:
@@ -545,6 +607,13 @@ def _apply(data: bytearray, offset: int, change: bytes | None) -> None:
     if offset > len(data):
         data.extend(bytes(offset - len(data)))
     data[offset : offset + len(change)] = change
+
+
+def _copy(node: _Node) -> _Node:
+    """Copy a file, or a folder with all that is in it, as it is for whoever reads it: nothing of that is lost."""
+    entries = None if node.entries is None else {name: _copy(each) for name, each in node.entries.items()}
+    data = bytearray(node.data)
+    return _Node(node.number, entries, data, bytearray(data), [], node.num_names, node.allocated, node.used_ns)
 
 
 def _set(folder: _Node, name: str, node: _Node | None) -> None:

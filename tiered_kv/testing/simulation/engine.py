@@ -4,6 +4,7 @@ The bytes of a block are told by its name, so that each block that is served can
 """
 
 import hashlib
+import mmap
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Final
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from tiered_kv.testing.simulation.known import Name, names_of
 from tiered_kv.values.keys import BlockKeys, hash_blocks
-from tiered_kv.values.layout import KVGroup, KVLayout
+from tiered_kv.values.layout import PAGE_BYTES, KVGroup, KVLayout
 from tiered_kv.values.specs import CPULoadStoreSpec, EngineBlocks, GPULoadStoreSpec
 
 N: Final = 10
@@ -32,12 +33,16 @@ def _prompt(n: int, seed: int, salt: str = "", group: int = 0) -> BlockKeys:
     return hash_blocks(np.arange(n * size) + seed * 1_000_000, block_size=size, group=group, salt=salt)
 
 
+_FIRST: Final = _prompt(N, 0)
 PROMPTS: Final = (
-    *(_prompt(N, seed) for seed in range(4)),
-    _prompt(N, 0, salt="another tenant"),
+    _FIRST,
+    *(_prompt(N, seed) for seed in range(1, 4)),
+    BlockKeys.from_hashes(list(_FIRST), block_size=_FIRST.block_size, salt="another tenant"),  # and the same hashes
     _prompt(N // 2, 0, group=1),
     _prompt(N // 2, 1, group=1),
 )
+BOTH_GROUPS: Final = ((PROMPTS[0], PROMPTS[5]), (PROMPTS[1], PROMPTS[6]))
+"""Keys of the same tokens."""
 
 
 class Memory:
@@ -52,7 +57,7 @@ class Memory:
             [torch.empty((2, num_pages, 4, 1, 48), dtype=torch.bfloat16) for _ in range(2)],
             [torch.empty((num_pages, 8, 32), dtype=torch.bfloat16) for _ in range(2)],
         ]
-        self.pools = [torch.empty((num_pages, group.payload_bytes), dtype=torch.uint8) for group in LAYOUT.groups]
+        self.pools = [_pages(num_pages) for _ in LAYOUT.groups]
         self._chunks = [list(self._chunks_of(region)) for region in range(NUM_REGIONS)]
         self.free = list(range(NUM_REGIONS))
         for region in self.free:
@@ -70,10 +75,13 @@ class Memory:
 
     def at(self, keys: BlockKeys, region: int, *, in_pool: bool = False) -> EngineBlocks:
         """Say where the blocks of these keys are."""
-        numbers = range(region * N, region * N + len(keys))
         if in_pool:
-            return CPULoadStoreSpec(numbers, pool=f"pool{keys.group}")
-        return GPULoadStoreSpec(list(numbers), keys.group)
+            return CPULoadStoreSpec(range(region * N, region * N + len(keys)), pool=f"pool{keys.group}")
+        return self.pages(keys, region)
+
+    def pages(self, keys: BlockKeys, region: int) -> GPULoadStoreSpec:
+        """Say where they are in the paged caches."""
+        return GPULoadStoreSpec(list(range(region * N, region * N + len(keys))), keys.group)
 
     def fill(self, keys: BlockKeys, weights: str, region: int, *, in_pool: bool = False) -> EngineBlocks:
         """Compute blocks; return where they are."""
@@ -92,9 +100,13 @@ class Memory:
         for chunk in self._chunks[region]:
             chunk.fill(_POISON)
 
+    def is_poisoned(self, region: int) -> bool:
+        """Say whether nobody has written to a region since it was poisoned."""
+        return [each.tobytes() for each in self._chunks[region]] == self._poisoned
+
     def touched(self) -> list[int]:
         """Return the regions that are nobody's and that somebody has written to."""
-        return [region for region in self.free if [each.tobytes() for each in self._chunks[region]] != self._poisoned]
+        return [region for region in self.free if not self.is_poisoned(region)]
 
     def _chunks_of(self, region: int) -> Iterator[NDArray[np.uint8]]:
         """Yield a region's memory in pieces without gaps."""
@@ -114,7 +126,7 @@ class Memory:
     def _write(self, group: int, page: int, data: bytes, *, in_pool: bool) -> None:
         source = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         if in_pool:
-            self.pools[group][page].copy_(source)
+            self.pools[group][page, : len(data)].copy_(source)
             return
         places = self._places(group, page)
         for place, part in zip(places, source.view(len(places), -1), strict=True):
@@ -122,8 +134,13 @@ class Memory:
 
     def _read(self, group: int, page: int, *, in_pool: bool) -> bytes:
         if in_pool:
-            return self.pools[group][page].numpy().tobytes()
+            return self.pools[group][page, : LAYOUT.groups[group].payload_bytes].numpy().tobytes()
         return b"".join(place.contiguous().numpy().tobytes() for place in self._places(group, page))
+
+
+def _pages(n: int) -> torch.Tensor:
+    """Return ``(n, PAGE_BYTES)`` uint8 that begins where a page does, so that media may read straight into its rows."""
+    return torch.frombuffer(mmap.mmap(-1, n * PAGE_BYTES), dtype=torch.uint8).view(n, PAGE_BYTES)
 
 
 @lru_cache(maxsize=1024)

@@ -1,7 +1,7 @@
 """The model: which blocks could be served. A cache may forget any of them at any time, and may know nothing else."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -30,6 +30,12 @@ class WrongAnswer(AssertionError):  # noqa: N818 - what a run finds is a finding
         self.what = what
 
 
+def check_lent(before: list[bytes], now: list[bytes], what: str, found: Callable[[WrongAnswer], object]) -> None:
+    """See that nobody has written to memory that a medium was lent, since its call began."""
+    if before != now:
+        found(WrongAnswer("lent memory", f"somebody has written to memory that was lent to a {what} under way"))
+
+
 @dataclass(slots=True)
 class _Block:
     """What was done with a block.
@@ -40,7 +46,10 @@ class _Block:
         gone_at: When it had gone for good, if nothing stored it since.
         gone_why: By which call.
         is_gone_weakly: A restart may bring it back: the medium could not be told.
-        is_whole: The last store of it said that it was kept.
+        is_whole: The last store of it said that it was kept, and no call took it away meanwhile.
+        is_taken: A call took it away while it was being stored, or a store beside it that it may count on kept nothing.
+        is_apart: A tier may lack it that another has: what a store finds there it writes nowhere else.
+        is_doubtful: It may be in memory only, or lost, as media failed when it was stored or after that.
         kept: It was promised to survive the end of the process.
         is_in_memory: It is in memory with room for all, and none of the calls that take it away was made since.
         used: When it was last asked for.
@@ -54,6 +63,9 @@ class _Block:
     gone_why: str = ""
     is_gone_weakly: bool = False
     is_whole: bool = False
+    is_taken: bool = False
+    is_apart: bool = False
+    is_doubtful: bool = False
     kept: str = ""
     is_in_memory: bool = False
     used: float = -math.inf
@@ -76,12 +88,12 @@ class Asked:
     Attributes:
         names: Of its blocks.
         gone: Why it must not find each; empty where it may.
-        at: When it began.
+        at: At which moment it began.
     """
 
     names: list[Name]
     gone: list[str]
-    at: float
+    at: int
     kept: list[str] = field(default_factory=list)
 
 
@@ -110,21 +122,29 @@ class Known:
     def store_begins(self, names: Sequence[Name], now: float) -> None:
         """Blocks are being stored: from now on they may be served."""
         for block in map(self._of, names):
+            block.is_taken &= block.num_storing > 0
             block.num_storing += 1
             block.is_whole = False
             block.gone_at, block.gone_why, block.is_gone_weakly = math.inf, "", False
             block.used = now
             block.stored_at = self.moment()
 
-    def store_ends(self, names: Sequence[Name], now: float, *, is_whole: bool, is_use: bool = True) -> None:
-        """Their store has returned, and says whether all are kept; or was cancelled. Some stores count as no use."""
+    def store_ends(
+        self, names: Sequence[Name], now: float, *, is_whole: bool, is_use: bool = True, may_be_lost: bool = False
+    ) -> None:
+        """Their store has returned, and says whether all are kept; or was cancelled. Some stores count as no use.
+
+        What it kept in memory may be lost on its way to others without a word, where that is said.
+        """
         for block in map(self._of, names):
             block.num_storing -= 1
-            block.is_whole = is_whole
-            if not is_whole:
+            block.is_whole = is_whole and not block.is_taken
+            block.is_taken |= block.num_storing > 0 and not is_whole
+            block.is_doubtful |= may_be_lost
+            if not block.is_whole:
                 block.kept, block.is_in_memory = "", False
             block.stored_at, block.used = self.moment(), now
-            if is_whole and is_use:
+            if block.is_whole and is_use:
                 self._use(block)
 
     def used(self, names: Iterable[Name], now: float) -> None:
@@ -140,10 +160,24 @@ class Known:
     def removed(self, names: Iterable[Name], since: int, now: float, why: str, *, weakly: bool) -> None:
         """A call that takes blocks away, begun at the moment ``since``, has returned."""
         for block in map(self._of, names):
-            block.kept, block.is_in_memory = "", False
+            block.kept, block.is_in_memory, block.is_whole = "", False, False
+            block.is_taken = block.num_storing > 0
             if not block.num_storing and block.stored_at < since:
                 block.gone_at, block.gone_why, block.is_gone_weakly = now, why, weakly
+                block.is_apart = block.is_doubtful = False
             block.num_uses = block.last_use = 0
+
+    def taken_apart(self, names: Iterable[Name]) -> None:
+        """Some tier may have lost these, and not every one: nothing is promised of them before all have."""
+        for block in map(self._of, names):
+            block.kept, block.is_in_memory = "", False
+            block.is_apart = True
+
+    def taken_from_memory(self, names: Iterable[Name]) -> None:
+        """A memory tier has lost these: what is promised of those below is promised on."""
+        for block in map(self._of, names):
+            block.is_in_memory = False
+            block.is_apart |= not block.kept
 
     def _use(self, block: _Block) -> None:
         self._num_uses += 1
@@ -166,13 +200,29 @@ class Known:
         for block in map(self._of, names):
             block.is_in_memory = block.is_whole and not block.num_storing and not block.is_gone
 
-    def keep(self, names: Iterable[Name], before: int, why: str, *, since: int = 0, num_uses: int = 1) -> None:
+    def trouble_begins(self) -> None:
+        """From now on media may fail: what was promised no longer is."""
+        for block in self._blocks.values():
+            block.kept, block.is_in_memory, block.is_doubtful = "", False, True
+
+    def keep(
+        self,
+        names: Iterable[Name],
+        before: int,
+        why: str,
+        *,
+        since: int = 0,
+        num_uses: int = 1,
+        despite_trouble: bool = False,
+    ) -> None:
         """Blocks stored by the moment ``before``, and used so often, are promised to survive the end of the process."""
         for block in map(self._of, names):
             if (
                 since <= block.stored_at <= before
                 and block.num_uses >= num_uses
                 and block.is_whole
+                and not block.is_apart
+                and (despite_trouble or not block.is_doubtful)
                 and not block.num_storing
                 and not block.is_gone
             ):
@@ -181,7 +231,8 @@ class Known:
     def opened(self, now: float) -> None:
         """A cache was opened: uses before are forgotten, and what is there gets no older than from now on."""
         for block in self._blocks.values():
-            block.num_uses, block.last_use, block.is_in_memory = 0, 0, False
+            block.num_uses, block.last_use = 0, 0
+            block.is_in_memory = block.is_apart = block.is_doubtful = False
             if not block.is_gone:
                 block.used = now
 
@@ -196,6 +247,12 @@ class Known:
             if lost_power and block.kept != "synced":
                 block.kept = ""
 
+    def media_are_old(self) -> None:
+        """What media have lost is there again: in another process it may be found, and nothing else is promised."""
+        self.forget_kept()
+        for block in self._blocks.values():
+            block.is_gone_weakly, block.is_doubtful = block.is_gone, True
+
     def expire(self, idle_s: float, now: float, *, weakly: bool) -> None:
         """What nobody asked for in so long is too old to be served."""
         for block in self._blocks.values():
@@ -203,12 +260,12 @@ class Known:
                 block.kept = ""
                 block.gone_at, block.gone_why, block.is_gone_weakly = now, "expired", weakly
 
-    def told(self) -> None:
-        """The media have been told of all that has gone: no restart brings it back."""
+    def told(self, before: float) -> None:
+        """The media have been told of all that had gone before: no restart brings it back."""
         for block in self._blocks.values():
-            block.is_gone_weakly = False
+            block.is_gone_weakly &= block.gone_at >= before
 
-    def ask(self, names: Sequence[Name], now: float) -> Asked:
+    def ask(self, names: Sequence[Name]) -> Asked:
         """Note what must not be found from now on."""
         gone, kept = [], []
         for name in names:
@@ -220,15 +277,19 @@ class Known:
                 gone.append(f"{block.gone_why} at {block.gone_at:.3f}")
             else:
                 gone.append("")
-        return Asked(list(names), gone, now, kept)
+        return Asked(list(names), gone, self.moment(), kept)
 
     def check(self, asked: Asked, found: NDArray[np.bool_], what: str) -> None:
         """Raise if something was found that had gone before the call, and was not stored again since."""
         for i in np.flatnonzero(found).tolist():
             block = self._blocks.get(asked.names[i])
-            is_still = block is None or block.is_gone or not block.stored_at
+            is_still = block is None or block.stored_at < asked.at
             if asked.gone[i] and is_still:
                 raise WrongAnswer("came back", f"{what} found block {i}, which {asked.gone[i]}")
+
+    def were_stored(self, names: Iterable[Name]) -> NDArray[np.bool_]:
+        """Say of each block whether a store of it ever began."""
+        return np.array([self._of(name).stored_at > 0 for name in names], np.bool_)
 
     def kept_of(self, names: Sequence[Name]) -> list[str]:
         """Say of each block what was promised of it, if anything."""

@@ -2,15 +2,16 @@
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ByteSize, Field
 from typing_extensions import override
 
 from tiered_kv.media.backend import Backend, BackendContext, Block, Outcome, check_lengths
-from tiered_kv.settings.tier_settings import TierSettings
+from tiered_kv.settings.tier_settings import StorageTierSettings
+from tiered_kv.testing.simulation.known import check_lent
 from tiered_kv.testing.simulation.tape import Tape
 from tiered_kv.testing.simulation.threads import Turns
 from tiered_kv.values.errors import BackendUnavailableError
@@ -26,18 +27,22 @@ class StoreFaults:
         error: The call raises: an error of ours, or whatever a client library may raise.
         false: It answers something else than the truth.
         stall: It takes seconds.
+        hang: It does not end before something else is wrong with the store, or nothing.
         broken_methods: Methods that always raise.
         lookup_s: What a question takes.
         latency_s: What every other call takes.
+        extra_s: What calls of one kind take besides, by their name.
         most_calls: How many are served at once; others wait.
     """
 
     error: float = 0.0
     false: float = 0.0
     stall: float = 0.0
+    hang: float = 0.0
     broken_methods: tuple[str, ...] = ()
     lookup_s: float = 1e-3
     latency_s: float = 2e-3
+    extra_s: Mapping[str, float] = field(default_factory=dict)
     most_calls: int = 64
 
 
@@ -88,7 +93,7 @@ class _Strange(BaseException):
 class StoreClient(Backend):
     """One process's client of a `Store`."""
 
-    class Settings(TierSettings):
+    class Settings(StorageTierSettings):
         """Nothing but what every medium has."""
 
         medium: str = "simulated"
@@ -104,9 +109,9 @@ class StoreClient(Backend):
 
     @override
     async def lookup(self, keys: Sequence[BlockKey]) -> list[Outcome]:
-        records = self._store.records
-        await self._reach("lookup", self._store.faults.lookup_s)
-        return self._said([Outcome.HIT if key.path in records else Outcome.MISS for key in keys])
+        is_first, before = self._store.tape.chance("faults", 0.5), self._outcomes(keys)
+        await self._reach("lookup", self._store.faults.lookup_s)  # what is said may be old when it has come
+        return self._said(before if is_first else self._outcomes(keys))
 
     @override
     async def locate(self, keys: Sequence[BlockKey]) -> LoadStoreSpec | None:
@@ -116,7 +121,9 @@ class StoreClient(Backend):
     @override
     async def read(self, keys: Sequence[BlockKey], into: Sequence[Block]) -> list[Outcome]:
         check_lengths(keys, into)
+        lent = [bytes(block) for block in into]
         await self._reach("read", self._store.faults.latency_s)
+        check_lent(lent, [bytes(block) for block in into], "read", self._store.turns.found)
         outcomes = []
         for key, block in zip(keys, into, strict=True):
             record = self._store.records.get(key.path)
@@ -138,7 +145,9 @@ class StoreClient(Backend):
         is_first = self._store.tape.chance("faults", 0.5)  # answers are lost on their way, too
         for key, block in zip(keys, blocks, strict=True) if is_first else ():
             self._store.put(key.path, bytes(block))
+        lent = [bytes(block) for block in blocks]
         await self._reach("write", self._store.faults.latency_s)
+        check_lent(lent, [bytes(block) for block in blocks], "write", self._store.turns.found)
         for key, block in zip(keys, blocks, strict=True) if not is_first else ():
             self._store.put(key.path, bytes(block))
         return self._said([Outcome.STORED] * len(blocks))
@@ -155,6 +164,9 @@ class StoreClient(Backend):
             raise KeyError("describe")
         return {}
 
+    def _outcomes(self, keys: Sequence[BlockKey]) -> list[Outcome]:
+        return [Outcome.HIT if key.path in self._store.records else Outcome.MISS for key in keys]
+
     async def _reach(self, doing: str, seconds: float) -> None:
         store, faults, tape = self._store, self._store.faults, self._store.tape
         if doing in faults.broken_methods:
@@ -163,10 +175,15 @@ class StoreClient(Backend):
         while store.num_calls >= faults.most_calls:  # noqa: ASYNC110 - a server tells nobody that it is free
             await asyncio.sleep(0.01)
         store.num_calls += 1
+        seconds += faults.extra_s.get(doing, 0.0)
         try:
             if tape.fault(faults.stall):
                 seconds += tape.pick("faults", (0.4, 1.5, 6.0, 30.0))
                 store.turns.tell(f"the store stalls {doing} for {seconds:.1f} s")
+            if tape.fault(faults.hang):
+                store.turns.tell(f"the store hangs in {doing}")
+                while store.faults is faults:  # noqa: ASYNC110 - a server tells nobody that it goes on
+                    await asyncio.sleep(0.5)
             await asyncio.sleep(seconds)
         finally:
             store.num_calls -= 1

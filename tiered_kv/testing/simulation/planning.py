@@ -1,7 +1,7 @@
 """Engines whose workers are other processes: they plan, lose plans, cancel them, and their workers die."""
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -10,13 +10,16 @@ from tiered_kv.system import Queue, system
 from tiered_kv.testing.simulation.engine import LAYOUT, span
 from tiered_kv.testing.simulation.known import WrongAnswer, names_of
 from tiered_kv.testing.simulation.threads import Process
-from tiered_kv.testing.simulation.world import LONGEST_S
+from tiered_kv.testing.simulation.world import LIMITS, LONGEST_S
+from tiered_kv.transfers.jobs import Job
 from tiered_kv.values.errors import ClosedError, ConfigurationError
 from tiered_kv.values.plan import Outcomes, Plan
-from tiered_kv.values.specs import GPULoadStoreSpec
 
 if TYPE_CHECKING:
     from tiered_kv.testing.simulation.workload import Requests
+
+_PLANNED_S: Final = LIMITS.load_timeout_s + 0.3
+"""A plan is there by then, with what is in host memory."""
 
 
 class Planning:
@@ -48,14 +51,13 @@ class Planning:
         finally:
             requests.memory.give(region)
 
-    async def _job(self, region: int, numbers: tuple[int, int, int, int]) -> None:  # noqa: C901 - one life of a job
+    async def _job(self, region: int, numbers: tuple[int, int, int, int]) -> None:
         requests, known = self._requests, self._requests.world.known
         keys, weights, is_load = span(numbers), requests.weights, numbers[3] % 2 == 0
         names = names_of(keys, weights)
-        asked = known.ask(names, requests.now)
+        asked = known.ask(names)
         how = numbers[2] % 8
-        into = requests.memory.at(keys, region)
-        assert isinstance(into, GPULoadStoreSpec)
+        into = requests.memory.pages(keys, region)
         known.used(names, requests.now)
         if is_load:
             job = self._planner.plan_load(keys, into, gaps=numbers[1] % 5 == 0)
@@ -63,8 +65,7 @@ class Planning:
             requests.memory.fill(keys, weights, region)
             known.store_begins(names, requests.now)
             job = self._planner.plan_store(keys, into)
-        is_sure = how > 3
-        requests.count_asked("load" if is_load else "store", len(keys), is_sure=is_sure)
+        worker, is_sure = self._worker, False
         is_whole = is_cancelled = False
         try:
             if how in (0, 1):  # cancelled before anybody has looked, at once or in a while
@@ -72,23 +73,17 @@ class Planning:
                     await asyncio.sleep(0)
                 job.cancel()
                 is_cancelled = True
-            plan = await requests.within(LONGEST_S, "planned()", job.planned())
+            plan = await requests.within(_PLANNED_S, "planned()", job.planned())
             if is_cancelled and any(len(move.host) for move in plan.moves):
                 raise WrongAnswer("cancelled plan", "a plan with slots was given out after it was cancelled")
-            if how == 2:
-                job.cancel(undelivered=True)
-            elif how == 3 and self._worker is not None:
-                self._plans.put(plan)
-                await asyncio.sleep(0)
-                requests.world.tell("the worker is killed")
-                requests.world.turns.kill(self._worker)
-            elif plan.moves:
-                self._plans.put(plan)
+            await self._hand_out(job, plan, how)
             result = await requests.within(LONGEST_S, "the end of a job", job.ended())
+            is_sure = how > 3 and worker is self._worker and not (worker is None or worker.is_dead)
             is_whole = len(result.mask) == len(keys) and bool(result.mask.all())
         finally:
+            requests.count_asked("load" if is_load else "store", len(keys), is_sure=is_sure)
             if not is_load:
-                known.store_ends(names, requests.now, is_whole=is_whole)
+                known.store_ends(names, requests.now, is_whole=is_whole, may_be_lost=requests.may_be_lost())
         if is_load:
             right = requests.memory.are_right(keys, weights, region)
             mask = result.mask if len(result.mask) else np.zeros(len(keys), np.bool_)
@@ -97,6 +92,29 @@ class Planning:
             known.check(asked, mask, "a planned load")
             known.used(names, requests.now)
             known.loaded(name for name, is_there in zip(names, mask, strict=True) if is_there)
+
+    async def _hand_out(self, job: Job, plan: Plan, how: int) -> None:
+        """Give a worker the plan; or lose it, kill the worker, or try to cancel it then."""
+        if how == 2:
+            job.cancel(undelivered=True)
+        elif how == 3 and self._worker is not None:
+            self._plans.put(plan)
+            await asyncio.sleep(0)
+            self._requests.world.tell("the worker is killed")
+            self._requests.world.turns.kill(self._worker)
+        elif plan.moves:
+            self._plans.put(plan)
+            if how == 4:
+                self._cancel_late(job)
+
+    def _cancel_late(self, job: Job) -> None:
+        """A worker has the plan and may be copying: nobody else gets its slots or the engine's blocks by a cancel."""
+        try:
+            job.cancel()
+        except ConfigurationError:
+            return
+        if job.result is None:
+            raise WrongAnswer("cancelled plan", "a job was cancelled while a worker may be copying")
 
     async def end(self) -> None:
         """End the worker."""

@@ -12,10 +12,11 @@ from typing import Final
 
 from tiered_kv.testing.simulation.engine import Memory
 from tiered_kv.testing.simulation.known import WrongAnswer
+from tiered_kv.testing.simulation.shapes import Shape
 from tiered_kv.testing.simulation.tape import Numbers, Tape, Track
 from tiered_kv.testing.simulation.threads import Process, Stuck
-from tiered_kv.testing.simulation.workload import WEIGHTS, End, Requests
-from tiered_kv.testing.simulation.world import Shape, World
+from tiered_kv.testing.simulation.workload import End, Requests
+from tiered_kv.testing.simulation.world import WEIGHTS, World
 
 _MOST_LIVES: Final = 6
 STEPS_A_SEED: Final = 120
@@ -74,7 +75,7 @@ def simulate(
     )
 
 
-def _direct(world: World) -> None:  # noqa: C901 - one life after another
+def _direct(world: World) -> None:
     """Begin a process, end it or have it killed, and begin another on what it has left behind."""
     shape, turns, tape = world.shape, world.turns, world.tape
     weights = WEIGHTS[0]
@@ -110,25 +111,35 @@ def _direct(world: World) -> None:  # noqa: C901 - one life after another
                 world.fail(WrongAnswer("never ends", f"{name} does not end"))
         if world.failures:
             return
-        lost_power = world.trouble.lost_power and not process.has_ended
-        if process.has_ended:
-            turns.kill(process)
-        else:
-            world.tell(f"{name} is killed" + (", and power is lost" if lost_power else ""))
-            turns.kill(process)
-            if lost_power:
-                for disk in world.disks:
-                    disk.lose_power()
-            world.store.num_calls = world.other.num_calls = 0
-            world.known.restarted(lost_power=lost_power)
-        world.trouble.has_rot |= lost_power  # what is torn is lost, and nobody can say which it is
-        world.trouble.lost_power = False
-        for worker in list(world.files.pids.values()):
-            turns.kill(worker)
+        _end(world, process)
         if requests:
             weights = requests[0].weights
         if world.is_over:
             return
+
+
+def _end(world: World, process: Process) -> None:
+    """End a process and its workers, if it has not come to its end; and see what its media keep."""
+    turns, trouble = world.turns, world.trouble
+    lost_power = trouble.lost_power and not process.has_ended
+    if not process.has_ended:
+        world.tell(f"{process.name} is killed" + (", and power is lost" if lost_power else ""))
+    turns.kill(process)
+    for worker in list(world.files.pids.values()):
+        turns.kill(worker)
+    if lost_power:
+        for disk in world.disks:
+            disk.lose_power()
+    if not process.has_ended:
+        world.store.num_calls = world.other.num_calls = 0
+    world.end_trouble()
+    for disk in world.disks:
+        world.may_come_back_old(disk)
+    if not process.has_ended or trouble.is_stale:
+        world.known.restarted(lost_power=lost_power or trouble.is_stale)
+    trouble.has_unentered |= not process.has_ended and any(disk.unentered for disk in world.disks)
+    trouble.has_rot |= lost_power  # what is torn is lost, and nobody can say which it is
+    trouble.lost_power = trouble.is_stale = trouble.since_told = False  # who begins owes media nothing
 
 
 def _is_to_die(world: World) -> bool:
@@ -138,7 +149,6 @@ def _is_to_die(world: World) -> bool:
 def _changed(world: World, shape: Shape) -> Shape:
     """Return the settings of the next life: mostly the same."""
     tape = world.tape
-    world.end_trouble()
     if tape.chance("plan", 0.3):
         world.known.forget_kept()
         return replace(

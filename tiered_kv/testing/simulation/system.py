@@ -5,8 +5,9 @@ import random
 import selectors
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextvars import Context
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, TypeVarTuple
 
 from anyio._backends._asyncio import _task_states
 from typing_extensions import override
@@ -17,8 +18,12 @@ from tiered_kv.testing.simulation.tape import Tape
 from tiered_kv.testing.simulation.threads import SimulatedThread, Turns
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 _LOCK_ODDS = 0.3
 """How often threads meet at a lock, of how often they meet at a call of the kernel: most locks are short."""
+
+_CALL_ODDS = 0.02
+"""The same where a loop is given something to do: threads meet there between two steps of Python."""
 
 
 class SimulatedSystem(System):
@@ -166,6 +171,14 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         """Return virtual seconds."""
         return self.turns.now
+
+    @override
+    def call_soon(
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.Handle:
+        handle = super().call_soon(callback, *args, context=context)
+        self.turns.pause(_CALL_ODDS)
+        return handle
 
     def bury(self) -> None:
         """After the end of its process: let nothing keep its tasks, which AnyIO would."""

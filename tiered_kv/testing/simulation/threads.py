@@ -83,6 +83,7 @@ class Turns:
         now: Virtual seconds.
         num_turns: How often somebody else might have gone on.
         tell: Takes what happened, for timelines.
+        found: Takes what a medium sees to be wrong, as whatever it raises is for the code under test to bear.
     """
 
     def __init__(self, tape: Tape, *, pct_depth: int | None = None, pct_length: int = 20_000) -> None:
@@ -90,6 +91,7 @@ class Turns:
         self.now = _FIRST_S
         self.num_turns = 0
         self.tell: Callable[[str], object] = lambda _: None
+        self.found: Callable[[BaseException], object] = lambda _: None
         self._tape = tape
         self._pct = None if pct_depth is None else _Priorities(tape, pct_depth, pct_length)
         self._threads: list[SimulatedThread] = []

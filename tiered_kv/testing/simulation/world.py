@@ -1,5 +1,6 @@
 """The world of a simulation: disks and stores, processes that open caches on them, and what befalls both."""
 
+import errno
 import gc
 import logging
 import random
@@ -7,7 +8,7 @@ import sys
 import zlib
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, cast
@@ -21,13 +22,15 @@ from tiered_kv.testing.simulation.disk import Disk, DiskFaults, SimulatedFiles
 from tiered_kv.testing.simulation.engine import LAYOUT, STRIDE
 from tiered_kv.testing.simulation.known import Known, WrongAnswer
 from tiered_kv.testing.simulation.media import Store, StoreClient, StoreFaults
+from tiered_kv.testing.simulation.shapes import NUM_ALL, Shape, drawn_shape
 from tiered_kv.testing.simulation.system import SimulatedLoop, SimulatedSystem
 from tiered_kv.testing.simulation.tape import Tape
 from tiered_kv.testing.simulation.threads import Process, ProcessEnded, SimulatedThread, Turns
-from tiered_kv.values.events import Event
+from tiered_kv.values.events import BlocksCorrupted, Event, TierFailed, TierStalled, TierTripped
 from tiered_kv.values.keys import ModelIdentity
 from tiered_kv.values.results import CacheStatistics
 
+WEIGHTS: Final = ("w0", "w1")
 TIMEOUT_S: Final = 1.0
 """Of a storage tier."""
 LONGEST_S: Final = 90.0
@@ -45,94 +48,6 @@ _DISK_SLOT: Final = 16_500
 """Bytes of an NVMe tier's capacity for a slot of both groups."""
 _MOST_A_WRITE: Final = 32 << 10
 """Bytes of one call of a store."""
-_NUM_ALL: Final = 160
-"""More slots than there are blocks."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Which tiers a cache has, and how they are used."""
-
-    chain: tuple[str, ...] = ("cpu", "nvme")
-    cpu_slots: int = 12
-    disk_slots: int = _NUM_ALL
-    writes_back: bool = False
-    admit_after: int = 1
-    ttl_s: float | None = None
-    low_water: float = 0.5
-    cipher: str = ""
-    codec: str = "none"
-    policy: str = "lru"
-    promote: bool = True
-    store_bytes: int = 1 << 30
-    is_paced: bool = False
-    """Whether reads of the store are held to a few blocks a second."""
-    num_disks: int = 1
-    wear: int | None = None
-    """Bytes that may be written to the store in an hour."""
-
-    @property
-    def keeps_in_memory(self) -> bool:
-        """Whether the CPU tier has room for every block there is, so that none has to go for want of it."""
-        return "cpu" in self.chain and self.cpu_slots >= _NUM_ALL and self.ttl_s is None
-
-    @property
-    def is_roomy(self) -> bool:
-        """Whether the disk has room for every block there is, so that none has to go for want of it."""
-        return "nvme" in self.chain and self.disk_slots >= _NUM_ALL
-
-    @property
-    def keeps_all(self) -> bool:
-        """Whether whatever is stored whole is on the disk once it is flushed, and stays there."""
-        is_plain = self.ttl_s is None and self.codec == "none"
-        return self.is_roomy and self.is_owned and is_plain
-
-    @property
-    def is_owned(self) -> bool:
-        """Whether all tiers are this cache's alone."""
-        return not {"store", "other"} & set(self.chain)
-
-    def has(self, medium: str) -> bool:
-        """Whether there is such a tier."""
-        return medium in self.chain
-
-
-def drawn_shape(tape: Tape) -> Shape:
-    """Draw which tiers there are."""
-    chain = tape.pick(
-        "plan",
-        (
-            ("cpu", "nvme"),
-            ("cpu", "nvme", "store"),
-            ("nvme",),
-            ("cpu", "store"),
-            ("gpu", "cpu", "nvme"),
-            ("nvme", "store"),
-            ("store",),
-            ("store", "other"),
-        ),
-    )
-    shape = Shape(
-        chain,
-        cpu_slots=tape.pick("plan", (12, 6, 40, _NUM_ALL)),
-        disk_slots=tape.pick("plan", (_NUM_ALL, _NUM_ALL, 24, 10)),
-        writes_back=bool(tape.draw("plan", 2)),
-        admit_after=tape.pick("plan", (1, 1, 2)),
-        ttl_s=tape.pick("plan", (None, None, 1.0)),
-        low_water=tape.pick("plan", (0.5, 0.0, 1.0)),
-        cipher=tape.pick("plan", ("", "", "", "aes-256-gcm", "aes-256-gmac")),
-        codec=tape.pick("plan", ("none", "none", "none", "exponent")),
-        policy=tape.pick("plan", ("lru", "lhd", "lru", "mq", "arc")),
-        promote=not tape.chance("plan", 0.2),
-        store_bytes=tape.pick("plan", (1 << 30, 1 << 30, 300_000)),
-        is_paced=tape.chance("plan", 0.2),
-        num_disks=tape.pick("plan", (1, 1, 1, 2)),
-        wear=tape.pick("plan", (None, None, 200_000)),
-    )
-    if tape.chance("plan", 0.3):  # what keeps whatever is flushed: then most is promised
-        chain = tape.pick("plan", (("cpu", "nvme"), ("gpu", "cpu", "nvme"), ("nvme",)))
-        return replace(shape, chain=chain, disk_slots=_NUM_ALL, ttl_s=None, codec="none")
-    return shape
 
 
 @dataclass(eq=False)
@@ -147,6 +62,10 @@ class Trouble:
         is_settled: Whether nothing else is to go wrong: somebody measures how long a call takes.
         slow_until: When media that are slow and well were fast again.
         has_rot: Whether a bit was ever changed: the block there is lost, whatever is promised of it.
+        has_lied: Whether a medium ever answered something else than the truth.
+        is_stale: Whether a disk is another than the one that was opened.
+        has_unentered: Whether a process was killed between a record and its entry in the ledger: what is half written,
+            or whole, is in a slot that another block had.
     """
 
     is_on: bool = False
@@ -156,6 +75,9 @@ class Trouble:
     is_settled: bool = False
     slow_until: float = 0.0
     has_rot: bool = False
+    has_lied: bool = False
+    is_stale: bool = False
+    has_unentered: bool = False
 
 
 class World:
@@ -167,6 +89,9 @@ class World:
         timeline: What happened, if it is kept.
         digest_of: Hashes the timeline, kept or not.
         num_steps: Calls of engines and changes of the world, so far.
+        num_tier_faults: How often a cache said that a tier has failed, or was late.
+        has_neighbour: Whether another engine has ever shared the store: what one evicts the other may store again.
+        has_flooded: Whether more blocks were stored than media have room for: others may have gone for them.
     """
 
     def __init__(self, tape: Tape, num_steps: int, *, keeps_timeline: bool = False) -> None:
@@ -183,8 +108,10 @@ class World:
         self.num_lines = 0
         self.hash = 0
         self._keeps_timeline = keeps_timeline
-        self.turns.tell = self.tell
+        self.turns.tell, self.turns.found = self.tell, self.fail
         self.num_steps = 0
+        self.num_tier_faults = 0
+        self.has_flooded = self.has_neighbour = False
         self.most_steps = num_steps
         self.failures: list[BaseException] = []
         self.disks = [self._disk(f"/sim/disk{n}") for n in range(2)]
@@ -199,7 +126,8 @@ class World:
         self._began = self.turns.now
 
     def _disk(self, path: str) -> Disk:
-        disk = Disk(Path(path), 64 << 20, self.tape, self.turns)
+        come_along = not self.tape.chance("plan", 0.5)
+        disk = Disk(Path(path), 64 << 20, self.tape, self.turns, names_come_along=come_along)
         self.files.mount(disk)
         return disk
 
@@ -224,7 +152,8 @@ class World:
     @property
     def may_be_wrong(self) -> bool:
         """Whether anything may go wrong now, or did a moment ago: then blocks may be missing, and calls late."""
-        return self.trouble.is_on or self.turns.now < self.trouble.ended + 12.0
+        trouble = self.trouble
+        return trouble.is_on or trouble.is_stale or self.turns.now < trouble.ended + 12.0
 
     @property
     def may_be_late(self) -> bool:
@@ -243,7 +172,7 @@ class World:
             if name == "gpu":
                 found.append({"medium": "gpu", "capacity": 6 * STRIDE, "ttl_s": shape.ttl_s, "policy": shape.policy})
             elif name == "cpu":
-                size = {"capacity": shape.cpu_slots * STRIDE, "max_capacity": 2 * _NUM_ALL * STRIDE}
+                size = {"capacity": shape.cpu_slots * STRIDE, "max_capacity": 2 * NUM_ALL * STRIDE}
                 found.append({"medium": "cpu", "ttl_s": shape.ttl_s, "policy": shape.policy, **size})
             elif name == "nvme":
                 paths = [str(disk.path / "kv") for disk in self.disks[: shape.num_disks]]
@@ -251,7 +180,7 @@ class World:
                     _resolve("nvme")({  # which lies on the real disk, so that it is looked up once
                         "path": paths if len(paths) > 1 else paths[0], "num_threads": 2,
                         "capacity": self.disk_bytes(shape.disk_slots // shape.num_disks),
-                        "max_capacity": self.disk_bytes(2 * _NUM_ALL), "ttl_s": shape.ttl_s, "policy": shape.policy,
+                        "max_capacity": self.disk_bytes(2 * NUM_ALL), "ttl_s": shape.ttl_s, "policy": shape.policy,
                         **storage,
                     })
                 )  # fmt: skip
@@ -270,11 +199,10 @@ class World:
 
     def begin_trouble(self, number: int) -> str:
         """Have something go wrong from now on; return what."""
-        tape, trouble = self.tape, self.trouble
+        tape = self.tape
         disk, store = self.disks[number % len(self.disks)].faults, self.store.faults
-        kind = tape.pick(
-            "plan", ("errors", "short", "disk stalls", "store errors", "store lies", "store stalls", "store is broken")
-        )
+        kinds = ("errors", "short", "disk stalls", "store errors", "store lies", "store stalls", "store is broken")
+        kind = tape.pick("plan", (*kinds, "disk hangs", "store hangs", "disk is away"))
         odds = tape.pick("plan", (0.03, 0.2, 0.6))
         if kind == "errors":
             disk.error = odds
@@ -282,41 +210,58 @@ class World:
             disk.short = odds
         elif kind == "disk stalls":
             disk.stall = odds / 4
+        elif kind == "disk hangs":
+            disk.hang = odds / 4
+        elif kind == "disk is away":
+            self.disks[number % self.shape.num_disks].gone = errno.ENODEV
+        elif kind == "store hangs":
+            store.hang = odds / 4
         elif kind == "store errors":
             store.error = odds
         elif kind == "store lies":
             store.false = odds
+            self.trouble.has_lied = True
         elif kind == "store stalls":
             store.stall = odds / 2
         else:
             store.broken_methods = (tape.pick("plan", ("locate", "describe", "lookup", "delete", "write")),)
-        trouble.is_on = trouble.since_told = True
+        self._is_in_trouble()
         return f"{kind} {odds}"
 
     def fail_once(self, number: int, at: int) -> None:
         """Have the ``at``'th call of a disk from now on fail, and none after it."""
         disk = self.disks[number % self.shape.num_disks]
         disk.faults.once = at
-        self.known.forget_kept()
-        self.trouble.is_on = self.trouble.since_told = True
+        self._is_in_trouble()
         self.tell(f"trouble: call {at} of {disk.path} fails")
 
     def fail_all(self) -> None:
         """Have every call of every disk fail."""
         for disk in self.disks:
             disk.faults.error = 1.0
-        self.known.forget_kept()
-        self.trouble.is_on = self.trouble.since_told = True
+        self._is_in_trouble()
         self.tell("trouble: all calls of disks fail")
 
+    def stall_all(self) -> None:
+        """Have every call of every medium take longer than it should."""
+        for disk in self.disks:
+            disk.faults.stall = 1.0
+        self.store.faults.stall = 1.0
+        self._is_in_trouble()
+        self.tell("trouble: all calls stall")
+
+    def _is_in_trouble(self) -> None:
+        self.known.trouble_begins()
+        self.trouble.is_on = self.trouble.since_told = True
+
     @contextmanager
-    def slow(self) -> Iterator[None]:
-        """Have media that take 10 ms a call, and no other trouble from now on."""
+    def slow(self, *, lookup_s: float = 1e-3, latency_s: float = 0.02) -> Iterator[None]:
+        """Have disks that take 10 ms a call, a store that takes what is said, and no other trouble from now on."""
         self.end_trouble()
         self.trouble.is_settled = True
         for disk in self.disks:
             disk.faults.latency_s = 0.01
-        self.store.faults.latency_s = 0.02
+        self.store.faults.lookup_s, self.store.faults.latency_s = lookup_s, latency_s
         try:
             yield
         finally:
@@ -340,13 +285,22 @@ class World:
     def _mend(self) -> None:
         for disk in self.disks:
             disk.faults = DiskFaults()
-        self.store.faults = replace(StoreFaults(), lookup_s=self.store.faults.lookup_s)
+            if disk.gone:
+                disk.gone = 0
+                self.may_come_back_old(disk)
+        self.store.faults = StoreFaults()
+
+    def may_come_back_old(self, disk: Disk) -> None:
+        """Have what was on a disk when it was remembered last, perhaps; what was promised since is not."""
+        if self.tape.chance("faults", 0.3) and disk.come_back_old():
+            self.trouble.is_stale = self.trouble.has_rot = True
+            self.known.media_are_old()
 
     def check(self) -> None:
         """Raise `WrongAnswer` unless every limit holds."""
         if self.shape.has("nvme"):
             for disk in self.disks:
-                most = self.disk_bytes(2 * _NUM_ALL) + (1 << 20)
+                most = self.disk_bytes(2 * NUM_ALL) + (1 << 20)
                 if disk.used_bytes > most:
                     raise WrongAnswer("limit", f"{disk.path} has {disk.used_bytes} bytes, {most} at most")
 
@@ -416,8 +370,15 @@ class World:
         """Return what takes the events of a process's cache."""
 
         def emit(event: Event) -> None:
-            if not process.is_dead:
-                self.tell(f"event {type(event).__name__}")
+            if process.is_dead:
+                return
+            self.tell(f"event {type(event).__name__}")
+            self.num_tier_faults += isinstance(event, TierFailed | TierStalled | TierTripped)
+            trouble = self.trouble
+            is_explained = trouble.has_rot or trouble.has_lied or trouble.is_stale
+            is_explained = is_explained or trouble.has_unentered
+            if isinstance(event, BlocksCorrupted) and not is_explained:
+                self.fail(WrongAnswer("corrupt", f"{event.keys} are not what was written, though nothing is damaged"))
 
         return emit
 
@@ -427,7 +388,9 @@ class World:
             self.tiers(shape),  # type: ignore[arg-type]  # a list of what it takes
             model=ModelIdentity("model", weights=weights),
             layout=LAYOUT,
-            limits=LIMITS.model_copy(update={"low_water": shape.low_water, "promote": shape.promote}),
+            limits=LIMITS.model_copy(
+                update={"low_water": shape.low_water, "promote": shape.promote, "store_queue": shape.queue_bytes}
+            ),
             device=device,
             codec=shape.codec,  # type: ignore[arg-type]  # one of those that there are
             emit=self.emit_of(process),

@@ -1,0 +1,105 @@
+"""What all requests of a simulated engine have in common: whose they are, and what is known of them together."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, Final
+
+from tiered_kv.cache.tiered_kv import TieredKV
+from tiered_kv.testing.scripted import ScriptedDevice, ScriptedEvent
+from tiered_kv.testing.simulation.engine import Memory
+from tiered_kv.testing.simulation.known import Name, WrongAnswer
+from tiered_kv.testing.simulation.shapes import Shape
+from tiered_kv.testing.simulation.threads import Process
+from tiered_kv.testing.simulation.world import World
+from tiered_kv.transfers.handles import LoadHandle
+
+COPIES_S: Final = 0.3
+"""What is at hand when a call's time is up is still copied."""
+Numbers = tuple[int, int, int, int]
+"""Of one request: which blocks, and how."""
+
+
+class Requester:
+    """One process's engine and its cache, which may be open.
+
+    Attributes:
+        world: All that there is beside them.
+        process: Where they run.
+        shape: Which tiers the cache has.
+        memory: The engine's own.
+        device: Its GPU.
+        weights: What it computes with now.
+        kv: The cache.
+        ending: Why no more is asked for; empty while it is.
+        disk_bytes: What each disk may have at most, once nothing is in the way.
+        num_removals: How often something was asked to go.
+        num_epochs: How often other weights were named.
+    """
+
+    def __init__(
+        self, world: World, process: Process, shape: Shape, memory: Memory, device: ScriptedDevice, weights: str
+    ) -> None:
+        self.world = world
+        self.process = process
+        self.shape = shape
+        self.memory = memory
+        self.device = device
+        self.weights = weights
+        self.kv: TieredKV = world.new_cache(process, shape, device, weights)
+        self.ending = ""
+        self.disk_bytes = world.disk_bytes(shape.disk_slots // shape.num_disks)
+        self.num_removals = self.num_epochs = 0
+        self._small: set[str] = set()
+        self._opened_at = 0
+        self._pinned_until = 0.0
+        self._loading: dict[LoadHandle, str] = {}
+        self._overtaken: set[LoadHandle] = set()
+        self._computing: dict[int, ScriptedEvent] = {}
+        self._computes_until = 0.0
+        self._num_beginning = 0
+        self._asked = {"load": 0, "store": 0}
+        self._perhaps = {"load": 0, "store": 0}
+        self._settling: list[tuple[asyncio.Task[Any], list[Name]]] = []
+        world.bury(self.kv, self)
+
+    @property
+    def now(self) -> float:
+        """Virtual seconds."""
+        return self.world.turns.now
+
+    async def within(self, limit_s: float, what: str, call: Coroutine[Any, Any, Any]) -> Any:  # noqa: ANN401 - its result
+        """Make a call, which is to end in time. No other weights are named before it has begun."""
+        task = asyncio.ensure_future(call)
+        self._num_beginning += 1
+        asyncio.get_running_loop().call_soon(self._has_begun)
+        await asyncio.wait({task}, timeout=limit_s)
+        if not task.done():
+            raise WrongAnswer("never ends", f"{what} has not ended after {limit_s:g} s")
+        return task.result()
+
+    def _has_begun(self) -> None:
+        self._num_beginning -= 1
+
+    def count_asked(self, what: str, num_blocks: int, *, is_sure: bool) -> None:
+        """Note that a load or store of so many blocks was begun; and whether it is sure to be counted."""
+        if is_sure:
+            self._asked[what] += num_blocks
+        else:
+            self._perhaps[what] += num_blocks
+
+    def may_be_lost(self, *, is_told: bool = False) -> bool:
+        """Whether what a store kept in memory may be lost on its way down, and who stored it is not told of that.
+
+        It is while media may fail, and where what waits for the cleaner fills the memory that it has to pass.
+        """
+        is_short = self.shape.writes_back and not self.shape.keeps_in_memory
+        return self.world.may_be_wrong or (is_short and not is_told)
+
+    def _keeps_in_memory(self) -> bool:
+        """Whether the CPU tier has room for whatever is stored."""
+        return self.shape.keeps_in_memory and "cpu" not in self._small and not self.world.has_flooded
+
+    def _keeps_all(self) -> bool:
+        """Whether the disk or the store has room for whatever is stored, and loses none of it."""
+        is_on_disk = self.shape.keeps_all and "nvme" not in self._small and not self.world.has_flooded
+        return (is_on_disk or self.shape.keeps_in_store) and not self.world.trouble.has_rot
