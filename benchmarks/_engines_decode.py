@@ -75,17 +75,17 @@ def serve(wanted: dict[str, Any], num_requests: int, num_tokens: int) -> None:
 
 
 class Engine:
-    """One that runs in a process of its own."""
+    """One that runs in a process of its own: a script that says when it is ready, and answers lines with lines."""
 
-    def __init__(self, wanted: dict[str, Any], num_requests: int, num_tokens: int) -> None:
-        command = [sys.executable, __file__, "serve", json.dumps(wanted), str(num_requests), str(num_tokens)]
+    def __init__(self, script: str, *arguments: object) -> None:
+        command = [sys.executable, script, "serve", *map(str, arguments)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._take()
 
-    def ask(self, seed: int) -> dict[str, Any]:
+    def ask(self, said: object) -> dict[str, Any]:
         """Have it answer, and wait for that."""
         stdin: Any = self._process.stdin
-        stdin.write(f"{seed}\n")
+        stdin.write(f"{json.dumps(said)}\n")
         stdin.flush()
         return self._take()
 
@@ -105,10 +105,9 @@ class Engine:
 
 def main(folder: str, model: str, num_rounds: str, num_requests: str, num_tokens: str) -> None:
     """Print what each engine says of each round."""
-    size = int(num_requests), int(num_tokens)
     more = {"model": model, "engine": {"kv_cache_memory_bytes": 1 << 30, "async_scheduling": False}}
     engines = {
-        name: Engine({**more, "transfer": transfer}, *size)
+        name: Engine(__file__, json.dumps({**more, "transfer": transfer}), num_requests, num_tokens)
         for name, transfer in transfers(pathlib.Path(folder)).items()
     }
     for engine in engines.values():  # what is done for the first time takes longer

@@ -58,13 +58,14 @@ def down_and_up(tiering: Tiering, chunk_bytes: int, first: int) -> dict[str, flo
     figures = {}
     tiering.tier_s = tiering.scheduler_s = 0.0
 
-    def take(what: str, seconds: float) -> None:
+    def take(what: str, seconds: float, cpu_s: float) -> None:
         figures[f"{what}_gb_s"] = num_bytes / seconds / 1e9
         figures[f"{what}_tier_ms"] = tiering.tier_s * 1e6 / count
         figures[f"{what}_manager_ms"] = tiering.scheduler_s * 1e6 / count
+        figures[f"{what}_cpu_ms"] = cpu_s * 1e6 / count
         tiering.tier_s = tiering.scheduler_s = 0.0
 
-    started = time.perf_counter()
+    started, cpu_started = time.perf_counter(), time.process_time()
     for keys in batches:
         context = tiering.request()
         prepared = tiering.call(tiering.manager.prepare_store, keys, context)
@@ -72,12 +73,12 @@ def down_and_up(tiering: Tiering, chunk_bytes: int, first: int) -> dict[str, flo
         tiering.step(context)
         time.sleep(STEP_S)
     settle(tiering)
-    take("store", time.perf_counter() - started)
+    take("store", time.perf_counter() - started, time.process_time() - cpu_started)
 
     tiering.empty_primary()
     tiering.rows[:] = 0
     tiering.tier_s = tiering.scheduler_s = 0.0
-    started = time.perf_counter()
+    started, cpu_started = time.perf_counter(), time.process_time()
     waiting = [(keys, tiering.request()) for keys in batches]
     while waiting:
         answers = [{tiering.call(tiering.manager.lookup, key, context) for key in keys} for keys, context in waiting]
@@ -87,7 +88,7 @@ def down_and_up(tiering: Tiering, chunk_bytes: int, first: int) -> dict[str, flo
         waiting = [each for each, found in zip(waiting, answers, strict=True) if not found <= FOUND]
         time.sleep(STEP_S)
     settle(tiering)
-    take("promote", time.perf_counter() - started)
+    take("promote", time.perf_counter() - started, time.process_time() - cpu_started)
     if not (tiering.rows == 7).all():
         sys.exit("what came back is not what went down")
     return figures
@@ -99,7 +100,7 @@ def bare(folder: pathlib.Path, num_bytes: int) -> dict[str, float]:
     pages[:] = bytes([7]) * num_bytes
     file = os.open(folder / "bare", os.O_CREAT | os.O_RDWR | os.O_DIRECT)
     os.posix_fallocate(file, 0, num_bytes)
-    figures = dict.fromkeys(("store_tier_ms", "store_manager_ms", "promote_tier_ms", "promote_manager_ms"), 0.0)
+    figures = {f"{what}_{unit}_ms": 0.0 for what in ("store", "promote") for unit in ("tier", "manager", "cpu")}
     with ThreadPoolExecutor(8) as threads:
         for name, call in (("", os.pwritev), ("store_gb_s", os.pwritev), ("promote_gb_s", os.preadv)):
             started = time.perf_counter()

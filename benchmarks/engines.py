@@ -1,4 +1,4 @@
-"""Below a real vLLM: our secondary tier beside vLLM's ``fs`` tier, the first token after a restart, and decoding.
+"""Below a real vLLM: our tier beside vLLM's ``fs`` tier, the first token after a restart and apart, and decoding.
 
 Both tiers lie below vLLM's own manager and CPU tier, have the same chunks and the same disk, and take turns; a ratio is
 the median over rounds of the ratios in each, since a disk drifts. Neither flushes the disk and both pass by the page
@@ -8,26 +8,33 @@ engine's on a CPU: the prompt computed in one thread, and its blocks loaded from
 120 million random weights, so that computing takes seconds, as a large model's does on a GPU. What the connector costs
 decoding is the time of 128 requests over that of an engine without one: `_engines_decode` says how.
 
+Apart, one vLLM computes prompts and stores, and another beside it loads them over a shared directory. Hostile is what
+the connector costs where it can help nobody: `_engines_hostile` has the settings.
+
 vLLM is in an environment of its own, which `make test-engines` builds.
 """
 
 import argparse
+import contextlib
 import json
 import pathlib
 import statistics
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tests" / "engines"))
 
+from asked import Asked, asked  # noqa: E402 - where it lies is said above
 from environments import Environment  # noqa: E402 - where it lies is said above
 
 SIZES = ("1MiB", "128KiB")
 OURS = ("tiered_kv", "tiered_kv direct")
-BARS = {"1MiB": 1.0, "128KiB": 2.0}
-"""GB/s over those of vLLM's tier; of the scheduler's time at most half."""
-UNITS = ("gb_s", "tier_ms", "manager_ms")
+BARS = {"1MiB": 1.3, "128KiB": 1.6}
+"""GB/s over those of vLLM's tier; of its CPU no more, and of the scheduler's time at most half."""
+UNITS = ("gb_s", "tier_ms", "manager_ms", "cpu_ms")
 PROMPT_TOKENS = 1984
 LAYERS, HIDDEN_SIZE = 12, 1024
 """Of the model for the first token: 48 KiB of KV a token."""
@@ -39,6 +46,8 @@ DECODE_BARS = {
     "decode_cpu_over_none": 1.15, "decode_nvme_over_none": 1.2, "decode_cpu_over_none_22ms": 1.05,
     "decode_nvme_over_none_22ms": 1.05, "longest_step_over_none": 1.3,
 }  # fmt: skip
+HOSTILE_BARS = {"throughput": 0.97, "ttft_p99": 1.05}
+"""Over an engine without a connector, in the worst of all settings."""
 
 Cells = dict[str, dict[str, float]]
 
@@ -47,36 +56,42 @@ def tiers(vllm: Environment, num_rounds: int, num_mib: int) -> list[Cells]:
     """Return the figures per tier and size of each round, and print their medians."""
     with tempfile.TemporaryDirectory(dir=pathlib.Path.cwd()) as folder:
         rounds: list[Cells] = vllm.run(str(HERE / "_engines_vllm.py"), folder, num_rounds, num_mib)
-    print(f"{'':26}{'store':>22}{'promote':>32}")
-    print(f"{'':26}{'GB/s':>8}{'ms':>8}{'all ms':>8}{'GB/s':>14}{'ms':>8}{'all ms':>8}   per 1,000 chunks")
+    print(f"{'':26}{'store':>30}{'promote':>40}")
+    head = "".join(f"{unit:>8}" for unit in ("GB/s", "ms", "all ms", "CPU ms"))
+    print(f"{'':26}{head}      {head}   per 1,000 chunks; CPU of the whole process")
     for name in rounds[0]:
         down, up = (
             [statistics.median(each[name][f"{what}_{unit}"] for each in rounds) for unit in UNITS]
             for what in ("store", "promote")
         )
-        print(f"{name:26}{down[0]:8.2f}{down[1]:8.1f}{down[2]:8.1f}{up[0]:14.2f}{up[1]:8.1f}{up[2]:8.1f}")
+        print(
+            f"{name:26}"
+            + "      ".join(f"{each[0]:8.2f}" + "".join(f"{ms:8.1f}" for ms in each[1:]) for each in (down, up))
+        )
     return rounds
 
 
 def ratios(rounds: list[Cells]) -> dict[str, float]:
-    """Return ours over vLLM's, the median over rounds, and print them with their bars."""
+    """Return ours over vLLM's, the median over rounds, and print them with bars; of CPU and scheduler the worst."""
 
     def median(size: str, tier: str, figure: str) -> float:
         return statistics.median(each[f"{tier} {size}"][figure] / each[f"vllm fs {size}"][figure] for each in rounds)
 
-    found = {}
-    for size in SIZES:
-        for what in ("store", "promote"):
+    found: dict[str, float] = {}
+    for ours in OURS:
+        suffix = ours.removeprefix("tiered_kv").replace(" ", "_")
+        worst = dict.fromkeys(("cpu", "scheduler"), 0.0)
+        for size, what in ((size, what) for size in SIZES for what in ("store", "promote")):
             disk = median(size, "bare disk", f"{what}_gb_s")
-            for ours in OURS:
-                name = f"{ours} {size} {what}"
-                found[name] = median(size, ours, f"{what}_gb_s")
-                found[f"{name} scheduler"] = median(size, ours, f"{what}_tier_ms")
-                print(
-                    f"{name:34} {found[name]:5.2f} x (bar {BARS[size]}, the disk {disk:5.2f} x)   "
-                    f"scheduler's time {found[f'{name} scheduler']:5.2f} x (bar 0.5)"
-                )
-    return found
+            found[f"{what}_{size}_over_fs{suffix}"] = over = median(size, ours, f"{what}_gb_s")
+            cpu, scheduler = median(size, ours, f"{what}_cpu_ms"), median(size, ours, f"{what}_tier_ms")
+            worst = {"cpu": max(worst["cpu"], cpu), "scheduler": max(worst["scheduler"], scheduler)}
+            print(
+                f"{f'{ours} {size} {what}':34} {over:5.2f} x (bar {BARS[size]}, the disk {disk:5.2f} x)   "
+                f"CPU {cpu:5.2f} x (bar 1.0)   scheduler's time {scheduler:5.2f} x (bar 0.5)"
+            )
+        found |= {f"{name}_over_fs{suffix}": ratio for name, ratio in worst.items()}
+    return {name: round(ratio, 3) for name, ratio in found.items()}
 
 
 def first_token(vllm: Environment) -> dict[str, float]:
@@ -105,6 +120,53 @@ def first_token(vllm: Environment) -> dict[str, float]:
     return seconds
 
 
+def apart(vllm: Environment, num_prompts: int, length: int, layers: int, hidden_size: int) -> dict[str, float]:
+    """Return the seconds until decode's first token, computed by itself, and of prompts that prefill has computed."""
+    with tempfile.TemporaryDirectory(dir=pathlib.Path.cwd()) as folder, contextlib.ExitStack() as stack:
+        vllm.run("make_llama.py", f"{folder}/model", 0, layers, hidden_size)
+        shared = pathlib.Path(folder, "shared")
+
+        def engine(role: str) -> Asked:
+            transfer = {
+                "kv_connector": "TieredKVConnector",
+                "kv_connector_module_path": "tiered_kv.integrations.vllm",
+                "kv_role": role,
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": {
+                    "tiers": ["cpu://?capacity=256MiB", f"shared-fs://{shared}?capacity=2GiB"]
+                },
+            }
+            sizes = {"max_model_len": 2048, "kv_cache_memory_bytes": 256 << 20}
+            wanted = {"model": f"{folder}/model", "transfer": transfer, "engine": sizes, "length": length}
+            return stack.enter_context(asked(vllm, wanted))
+
+        prefill, decode = engine("kv_producer"), engine("kv_consumer")
+        for each in (prefill, decode):
+            each.ask(200, 1)  # what a first prompt costs beside
+        seconds: dict[str, list[float]] = {"computed": [], "prefill": [], "handed over": [], "loaded": []}
+        for number in range(num_prompts):
+            seconds["computed"].append(decode.ask(100 + number, 1)["seconds"])
+            num_stored = len(_records(shared)) + length // 32
+            seconds["prefill"].append(prefill.ask(number, 1)["seconds"])
+            began = time.perf_counter()
+            while len(_records(shared)) < num_stored and prefill.process.poll() is None:
+                time.sleep(0.002)
+            seconds["handed over"].append(time.perf_counter() - began)
+            answer = decode.ask(number, 1)
+            if answer["cached"] < length // 32 * 32 - 32:
+                sys.exit(f"decode found {answer['cached']} tokens only")
+            seconds["loaded"].append(answer["seconds"])
+    found = {f"apart_{name.replace(' ', '_')}_s": statistics.median(each) for name, each in seconds.items()}
+    for name, median in found.items():
+        print(f"{name:32} {median:7.3f}   median of {num_prompts} prompts of {length} tokens")
+    return found
+
+
+def _records(folder: pathlib.Path) -> list[pathlib.Path]:
+    # None that is still being written: its name begins with a dot, and goes.
+    return [path for path in folder.rglob("[!.]*") if path.is_file() and path.stat().st_size > 8192]
+
+
 def decode(vllm: Environment, num_rounds: int, num_requests: int, num_tokens: int) -> dict[str, float]:
     """Return what connectors cost decoding, as ratios to none: of all time, and of the longest step with NVMe."""
     found: dict[str, float] = {}
@@ -129,12 +191,43 @@ def decode(vllm: Environment, num_rounds: int, num_requests: int, num_tokens: in
     return found
 
 
+def hostile(vllm: Environment, num_rounds: int, share: float, names: Sequence[str]) -> dict[str, float]:
+    """Return the throughput and the 99th of 100 first tokens with our connector over those without, by setting."""
+    with tempfile.TemporaryDirectory(dir=pathlib.Path.cwd()) as folder:
+        vllm.run("make_llama.py", f"{folder}/model", 0, *DECODED["" if share < 1 else "_22ms"])
+        asked = f"{folder}/model", num_rounds, share, *names
+        rounds = vllm.run(str(HERE / "_engines_hostile.py"), *asked, timeout_s=7200)
+    found: dict[str, float] = {}
+    print(f"{'':40}{'throughput':>12}{'TTFT p99':>12}{'TTFT median':>14}{'without, s':>12}{'p99, ms':>10}")
+    for name, of_setting in rounds.items():
+
+        def over(what: str, of_setting: list[Cells] = of_setting) -> float:
+            return statistics.median(each["ours"][what] / each["none"][what] for each in of_setting)
+
+        throughput, first = 1 / over("s"), over("ttft_p99_s")
+        found |= {f"{name} throughput": throughput, f"{name} ttft_p99": first}
+        bare_s, bare_p99_s = (
+            statistics.median(each["none"][what] for each in of_setting) for what in ("s", "ttft_p99_s")
+        )
+        print(
+            f"{name:40}{throughput:12.3f}{first:12.3f}{over('ttft_median_s'):14.3f}"
+            f"{bare_s:12.2f}{bare_p99_s * 1e3:10.1f}"
+        )
+    worst = {
+        "hostile_throughput_worst": min(each for name, each in found.items() if name.endswith("throughput")),
+        "hostile_ttft_p99_worst": max(each for name, each in found.items() if name.endswith("ttft_p99")),
+    }
+    print(f"bars of the worst: {HOSTILE_BARS}")
+    return {name: round(ratio, 3) for name, ratio in (found | worst).items()}
+
+
 def main() -> None:
     """Measure, print tables, and JSON last."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--smoke", action="store_true", help="a little of it, to see that it runs")
-    parser.add_argument("--only", choices=("tiers", "first-token", "decode"), help="a part of it")
+    parser.add_argument("--only", choices=("tiers", "first-token", "apart", "decode", "hostile"), help="a part of it")
+    parser.add_argument("--settings", nargs="+", default=[], help="of hostile: these only")
     arguments = parser.parse_args()
     vllm = Environment.of("vllm")
     if not vllm.is_built:
@@ -145,15 +238,22 @@ def main() -> None:
         size = (1, 8, 40) if arguments.smoke else (4, 128, 200)
         print(json.dumps(decode(vllm, *size)))
         return
-    rounds, seconds = [], {}
+    if arguments.only == "apart":
+        layers, hidden_size = DECODED[""] if arguments.smoke else (LAYERS, HIDDEN_SIZE)
+        num_prompts, length = (1, 300) if arguments.smoke else (5, PROMPT_TOKENS)
+        print(json.dumps(apart(vllm, num_prompts, length, layers, hidden_size)))
+        return
+    if arguments.only == "hostile":
+        num_rounds, share = (1, 0.1) if arguments.smoke else (min(arguments.rounds, 5), 1.0)
+        print(json.dumps(hostile(vllm, num_rounds, share, arguments.settings)))
+        return
+    said: dict[str, float] = {}
     if arguments.only != "first-token":
-        rounds = tiers(vllm, *((1, 16) if arguments.smoke else (arguments.rounds, 256)))
-    decoded = {}
+        said |= ratios(tiers(vllm, *((1, 16) if arguments.smoke else (arguments.rounds, 256))))
     if arguments.only is None and not arguments.smoke:
-        decoded = decode(vllm, 4, 128, 200)
+        said |= decode(vllm, 4, 128, 200)
     if arguments.only != "tiers" and not arguments.smoke:
-        seconds = first_token(vllm)
-    said = {"rounds": rounds, "ratios": ratios(rounds) if rounds else {}, "first_token_s": seconds, **decoded}
+        said |= {f"first_token_{name.replace(' ', '_')}_s": each for name, each in first_token(vllm).items()}
     print(json.dumps(said))
 
 

@@ -39,8 +39,8 @@ from tiered_kv import (
     KVLayout,
     ModelIdentity,
     Outcome,
+    StorageTierSettings,
     TieredKV,
-    TierSettings,
     hash_blocks,
 )
 
@@ -54,10 +54,10 @@ T = TypeVar("T")
 class DyingBackend(Backend):
     """A shared tier that knows no block, and from some moment on answers nothing any more."""
 
-    Settings = TierSettings
+    Settings = StorageTierSettings
 
     def __init__(self) -> None:
-        self.settings = TierSettings(medium="dying", name="dying", timeout_s=0.25)
+        self.settings = StorageTierSettings(medium="dying", name="dying", timeout_s=0.25)
         self.is_dead = False
         self._never = asyncio.Event()
 

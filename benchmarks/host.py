@@ -266,7 +266,7 @@ def main() -> None:
         socket, config = Path(folder) / "kv.sock", Path(folder) / "kv.toml"
         capacity = 3 * NUM_BLOCKS * (32 << 10) + 2 * max(PROCESSES) * LARGE_BLOCKS * (2 << 20)
         config.write_text(CONFIG.format(capacity=2 * capacity, socket=socket))
-        command = [sys.executable, "-m", "tiered_kv.cli", "serve", "--config", str(config)]
+        command = [sys.executable, "-m", "tiered_kv", "serve", "--config", str(config)]
         server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             while not socket.exists():

@@ -33,8 +33,9 @@ Rates = dict[str, dict[int, float]]
 
 def serve(index: TierIndex, names: Names) -> int:
     """Serve one request; return its leading hits."""
-    with index.lease(names) as lease:
-        num_hits = lease.num_prefix
+    lease = index.lease(names)
+    num_hits = lease.num_prefix
+    lease.release(is_use=True)
     with index.reserve(names[: index.num_slots]) as reservation:
         reservation.commit().release()
     return num_hits
@@ -82,8 +83,7 @@ def worst_pause_ms(policy: str, num_blocks: int) -> tuple[float, float]:
     serve(TierIndex(BATCH, policy=policy), batches[0])  # numpy loads parts of itself at the first call
 
     def use(names: Names) -> None:
-        with index.lease(names):
-            pass
+        index.lease(names).release(is_use=True)
 
     def admit(names: Names) -> None:
         with index.reserve(names) as reservation:
