@@ -22,7 +22,7 @@ IN_VENV := .venv/bin/
 PIP := $(IN_VENV)python -m pip --disable-pip-version-check --quiet
 BENCHMARKS := $(sort $(wildcard benchmarks/[a-z]*.py))
 
-.PHONY: help demo test test-fast test-engines test-gpu gpu gpu-kit fuzz simulate torture kills soak mutate planted check bench screenshots docs clean
+.PHONY: help demo test test-fast test-engines test-gpu gpu gpu-kit image fuzz simulate torture kills soak mutate planted check bench fault-bench screenshots dist docs clean
 .NOTPARALLEL:
 .SUFFIXES:
 # A stamp is kept although only patterns name it.
@@ -38,17 +38,21 @@ help:
 	@echo "                ... ENGINES='-k vllm': one of them"
 	@echo "make test-gpu   the tests of memory and copies, on a GPU, and every kernel for every GPU; says what was skipped"
 	@echo "make gpu        make test-gpu, then benchmarks/gpu.py: what a GPU is to tell, ready for benchmarks/RESULTS.md"
+	@echo "make image      what deploy/host/Containerfile says, done without a container engine; as root on Linux"
 	@echo "make gpu-kit    .gpu-kit/: what .ci/on_gpu needs on a GPU machine without network; GPU_PYTHON=3.12"
 	@echo "make fuzz       a million damaged inputs for each reader of what comes from outside, perhaps an hour"
 	@echo "make simulate   the library in virtual time on media that fail, some two minutes; STEPS=500000"
 	@echo "make torture    a million steps of that, 20,000 examples of the test of the whole face, for hours, and make fuzz"
 	@echo "make kills      kill -9 of caches at work, 100 of each kind of tier, some 10 minutes; KILLS=500"
-	@echo "make soak       an hour of traffic while files are damaged and processes killed: nothing may grow; SECONDS=600"
+	@echo "make soak       an hour each of a cache and of a server, while files are damaged, processes killed: nothing may grow; SECONDS=600"
 	@echo "make mutate     how many faults planted in the library the tests find, for hours; PACKAGE=tiers SAMPLE=50 minutes"
 	@echo "make planted    how many seeds the simulation needs to find each of the bugs planted for it, for hours; ONLY=\"name\" a minute"
 	@echo "make check      ruff, mypy, import contracts, and the wheel installed without extras"
 	@echo "make bench      every benchmark, each with its ceiling"
+	@echo "make fault-bench  sixteen classes of faults, on tiers of ours and of vLLM, LMCache and SGLang, each in an"
+	@echo "                ... environment of its own; TIERS='nvme vllm_fs': these"
 	@echo "make screenshots  the pictures in docs/images: the page in headless Chromium, the dashboard's panels asked of Prometheus"
+	@echo "make dist       the wheel and the source distribution, as they would be published, in dist/"
 	@echo "make docs       the documentation, in site/"
 	@echo "make clean      removes what these made, except .venv"
 
@@ -83,6 +87,9 @@ test-gpu: .venv/dev.stamp
 gpu: .venv/dev.stamp
 	@$(MAKE) test-gpu; tests=$$?; $(IN_VENV)python benchmarks/gpu.py; exit $$((tests + $$?))
 
+image: .venv/dev.stamp
+	$(IN_VENV)python .ci/image_steps.py
+
 gpu-kit: .venv/dev.stamp
 	rm -rf .gpu-kit
 	$(PIP) download --no-deps --only-binary :all: --python-version $(GPU_PYTHON) --platform $(GPU_PLATFORM) \
@@ -104,7 +111,7 @@ kills: .venv/dev.stamp
 	$(IN_VENV)pytest tests/cache/test_kills.py tests/host/test_kills.py --kills $(KILLS) --timeout 0 -rP
 
 soak: .venv/dev.stamp
-	$(IN_VENV)pytest tests/cache/test_soak.py --soak $(SECONDS) -rP
+	$(IN_VENV)pytest tests/cache/test_soak.py tests/host/test_soak.py --soak $(SECONDS) -rP
 
 mutate: .venv/mutate.stamp
 	nice $(IN_VENV)python .ci/mutate.py $(if $(PACKAGE),--package $(PACKAGE)) $(if $(SAMPLE),--sample $(SAMPLE)) \
@@ -120,8 +127,14 @@ check: .venv/dev.stamp
 	$(IN_VENV)lint-imports
 	$(IN_VENV)python .ci/check_wheel.py
 
+dist: .venv/dev.stamp
+	$(IN_VENV)python -m build --no-isolation
+
 bench: .venv/dev.stamp
 	@for benchmark in $(BENCHMARKS); do echo "== $$benchmark"; $(IN_VENV)python $$benchmark || exit 1; done
+
+fault-bench: .venv/dev.stamp
+	nice $(IN_VENV)python benchmarks/faults/run.py --build $(foreach tier,$(TIERS),--tier $(tier))
 
 screenshots: .venv/dev.stamp
 	$(IN_VENV)python .ci/screenshots.py

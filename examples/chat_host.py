@@ -57,7 +57,7 @@ async def started_server(folder: Path, log: Path) -> AsyncIterator[None]:
     """Run a server as an operator does, until it has written what was stored."""
     config, socket = folder / "tiered-kv.toml", folder / "kv.sock"
     config.write_text(SETTINGS.format(folder=folder))
-    command = [sys.executable, "-m", "tiered_kv.cli", "serve", "--config", str(config)]
+    command = [sys.executable, "-m", "tiered_kv", "serve", "--config", str(config)]
     with log.open("ab") as out:
         process = await asyncio.create_subprocess_exec(*command, stdout=out, stderr=out)
     try:

@@ -27,8 +27,8 @@ from tiered_kv import (
     KVLayout,
     ModelIdentity,
     Outcome,
+    StorageTierSettings,
     TieredKV,
-    TierSettings,
     check_lengths,
     hash_blocks,
 )
@@ -37,7 +37,7 @@ from tiered_kv import (
 class SQLiteBackend(Backend):
     """Records in a table, the oldest deleted when there are too many."""
 
-    class Settings(TierSettings):
+    class Settings(StorageTierSettings):
         """``{"medium": "custom_backend:SQLiteBackend", "path": "kv.sqlite"}``."""
 
         medium: str = "custom_backend:SQLiteBackend"
@@ -105,7 +105,7 @@ class SQLiteBackend(Backend):
 
 async def serve(path: Path, kv_caches: list[torch.Tensor], prompt: Sequence[int]) -> int:
     """Load a prompt's blocks, if a cache before this one stored them, and store them; return how many were loaded."""
-    tiers: list[TierSettings | Backend] = [CPUTier(capacity="16MiB"), SQLiteBackend(SQLiteBackend.Settings(path=path))]
+    tiers: list[CPUTier | Backend] = [CPUTier(capacity="16MiB"), SQLiteBackend(SQLiteBackend.Settings(path=path))]
     layout = KVLayout.from_tensors(kv_caches, block_size=16)
     async with TieredKV(tiers, model=ModelIdentity("example", weights="random"), layout=layout) as kv:
         kv.register_kv_caches(kv_caches)

@@ -23,7 +23,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from tiered_kv import CacheLimits, TierStatistics
-from tiered_kv.cli.configuration import all_keys
+from tiered_kv.cli.configuring import all_keys
 from tiered_kv.values.events import Event
 
 REPOSITORY = Path(__file__).parents[1]
@@ -48,7 +48,7 @@ def commands_of(console: str) -> list[tuple[list[str], str]]:
     """Return each command that starts Python or ours, as arguments of Python, and what it should print."""
     parts = re.split(r"^\$ ", console, flags=re.MULTILINE)[1:]
     lines = [part.partition("\n")[::2] for part in parts]
-    commands = [(re.sub("^tiered-kv ", "python -m tiered_kv.cli ", command), output) for command, output in lines]
+    commands = [(re.sub("^tiered-kv ", "python -m tiered_kv ", command), output) for command, output in lines]
     return [(command.split()[1:], output) for command, output in commands if command.startswith("python ")]
 
 
@@ -139,3 +139,10 @@ def test_every_limit_says_what_it_trades() -> None:
     """Whoever changes a limit can read what it costs."""
     page = (DOCS / "how-to" / "configure.md").read_text()
     assert [name for name in CacheLimits.model_fields if f"| `{name}` |" not in page] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_powers_are_code(page: str) -> None:
+    """Two bare ``2**30`` in a paragraph are bold text for Markdown, without their stars."""
+    prose = re.sub(r"```.*?```|``.*?``|`[^`]*`", "", (DOCS / page).read_text(), flags=re.DOTALL)
+    assert not re.findall(r".*\d\*\*\d.*", prose)

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from tiered_kv.cli.configuration import all_keys
+from tiered_kv.cli.configuring import all_keys
 
 REPOSITORY = Path(__file__).parents[1]
 ROOTS = (REPOSITORY, REPOSITORY / "backends")

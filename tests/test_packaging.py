@@ -1,8 +1,13 @@
 import re
+import subprocess
+import sys
+import tarfile
 import tomllib
 from importlib.metadata import requires, version
 from pathlib import Path
+from zipfile import ZipFile
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
@@ -44,6 +49,35 @@ def test_it_claims_what_is_true() -> None:
     assert [claim for claim in claims if claim.startswith("Framework")] == ["Framework :: AsyncIO"]
     pythons = SpecifierSet(PROJECT["requires-python"])
     assert all(claim.rpartition(" ")[2] in pythons for claim in claims if re.search(r"Python :: \d\.\d+", claim))
+
+
+def test_it_says_who_made_it() -> None:
+    """Of a package that is found somewhere."""
+    assert PROJECT["authors"]
+
+
+def test_what_is_published_can_be_built_and_tested_again(tmp_path: Path) -> None:
+    """The source distribution has what its Makefile and tests need; a wheel made of it is the one made of the tree."""
+    pytest.importorskip("hatchling", reason="hatchling is missing: pip install hatchling")
+
+    def built(target: str, of: Path, into: Path) -> Path:
+        command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(into)]
+        subprocess.run(command, cwd=of, check=True, capture_output=True)
+        (file,) = into.iterdir()
+        return file
+
+    with tarfile.open(built("sdist", REPOSITORY, tmp_path / "sdist")) as packed:
+        packed.extractall(tmp_path, filter="data")
+    (source,) = tmp_path.glob("tiered_kv-*")
+    needed = {".ci", "Makefile", "constraints.txt", "mkdocs.yml", "tests", "examples", "benchmarks", "deploy", "docs"}
+    assert needed <= {each.name for each in source.iterdir()}
+    wheels = [built("wheel", of, tmp_path / f"wheel-{number}") for number, of in enumerate((REPOSITORY, source))]
+    of_tree, of_source = (
+        {each.filename: each.CRC for each in ZipFile(wheel).infolist() if not each.filename.endswith("RECORD")}
+        for wheel in wheels
+    )
+    assert of_source == of_tree
+    assert {"tiered_kv/py.typed", "tiered_kv/telemetry/page/page.js", "tiered_kv_backends/py.typed"} <= set(of_tree)
 
 
 def test_a_kit_for_a_gpu_has_versions_that_were_tested() -> None:

@@ -56,32 +56,27 @@ def run_demo(*arguments: str | Path) -> "subprocess.CompletedProcess[str]":
 
 @pytest.mark.slow
 def test_every_tier_serves_what_was_computed(tmp_path: Path) -> None:
-    """A small run ends well: a row per tier, equal output, all KV from the tier, a plot, and no blocks left on disk."""
-    demo = run_demo(chat.__file__, *SMALL, "--out", tmp_path)
+    """A small run ends well: a row per tier, equal output, all KV from the tier, a plot, and no blocks left on disk.
+
+    A new process starts warm from servers, and none of them is left behind.
+    """
+    if find_redis() is None:
+        pytest.skip("redis-server is missing: apt-get install redis-server")
+    tiers = [*chat.TIERS, "s3", "redis"]
+    demo = run_demo(chat.__file__, *SMALL, "--tiers", ",".join(tiers), "--out", tmp_path)
     assert demo.returncode == 0, demo.stdout
     rows = [line.split() for line in demo.stdout.splitlines()]
     verdicts = {row[0]: row[-2:] for row in rows if row[-2:] == ["equal", "yes"]}
-    assert list(verdicts) == ["GPU", "CPU", "NVMe,"]
+    assert list(verdicts) == ["GPU", "CPU", "NVMe,", "S3,", "Redis,"]
     assert "Traceback" not in demo.stdout
-    assert (tmp_path / "ttft.png").read_bytes().startswith(b"\x89PNG")
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "ttft.png",
-        *(f"{source}.json" for source in (RECOMPUTE, *chat.TIERS)),
-    }
-
-
-@pytest.mark.slow
-def test_a_new_process_starts_warm_from_servers(tmp_path: Path) -> None:
-    """With S3 and Redis in the chain a row for each, all KV from there, and no server left behind."""
-    if find_redis() is None:
-        pytest.skip("redis-server is missing: apt-get install redis-server")
-    demo = run_demo(chat.__file__, *SMALL, "--tiers", "s3,redis", "--out", tmp_path)
-    assert demo.returncode == 0, demo.stdout
-    rows = [line.split() for line in demo.stdout.splitlines()]
-    assert [row[0] for row in rows if row[-2:] == ["equal", "yes"]] == ["S3,", "Redis,"]
     assert "no server, objects are files" in demo.stdout
     (process,) = re.findall(r"redis: .* of the demo's own, process (\d+)", demo.stdout)
     assert not Path("/proc", process).exists()
+    assert (tmp_path / "ttft.png").read_bytes().startswith(b"\x89PNG")
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "ttft.png",
+        *(f"{source}.json" for source in (RECOMPUTE, *tiers)),
+    }
 
 
 def test_an_s3_endpoint_comes_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

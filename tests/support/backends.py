@@ -10,7 +10,7 @@ import numpy as np
 from anyio.lowlevel import checkpoint
 from numpy.typing import NDArray
 
-from tiered_kv import BackendContext, Block, BlockKey, Outcome, SlotBackend, TierSettings
+from tiered_kv import BackendContext, Block, BlockKey, Outcome, SlotBackend, StorageTierSettings
 from tiered_kv.media.backend import Recovered
 from tiered_kv.settings.tier_settings import OwnedTierSettings
 from tiered_kv.values.keys import Names
@@ -135,11 +135,11 @@ class ScriptedSlotBackend(SlotBackend):
         clashes: Slots that were in two calls at once of which one may change them, and in which: there must be none.
     """
 
-    Settings = TierSettings
+    Settings = StorageTierSettings
 
     def __init__(self, num_slots: int = 64, *, name: str = "slots", timeout_s: float = 10.0, **more: object) -> None:
         fields = {"medium": "slots", "name": name, "timeout_s": timeout_s, **more}
-        self.settings: TierSettings = OwnedTierSettings.model_validate(fields)
+        self.settings: StorageTierSettings = OwnedTierSettings.model_validate(fields)
         self.num_slots = num_slots
         self.records: dict[tuple[int, int], tuple[bytes, bytes]] = {}
         self.clashes: list[tuple[int, str, str]] = []
