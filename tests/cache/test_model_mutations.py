@@ -20,7 +20,7 @@ from tiered_kv.tiers.records import Records
 from tiered_kv.tiers.tier import Batch, Naming
 from tiered_kv.transfers.handles import LoadHandle, Revocable
 from tiered_kv.transfers.load import Load
-from tiered_kv.transfers.start import ResidentLoad
+from tiered_kv.transfers.start import ReadyLoad
 from tiered_kv.values.keys import epoch_digest
 
 MUST_FIND = settings(
@@ -49,9 +49,9 @@ def _blocks_of_all_weights_have_one_name(patch: pytest.MonkeyPatch) -> None:
 
 
 def _loads_ignore_new_weights(patch: pytest.MonkeyPatch) -> None:
-    start = ResidentLoad.start
+    start = ReadyLoad.start
 
-    def anyway(self: ResidentLoad) -> LoadHandle:
+    def anyway(self: ReadyLoad) -> LoadHandle:
         self._request = replace(self._request, is_current=lambda: True)
         return start(self)
 
@@ -61,7 +61,7 @@ def _loads_ignore_new_weights(patch: pytest.MonkeyPatch) -> None:
         self._request = replace(self._request, is_current=lambda: True)
         return count(self)
 
-    patch.setattr(ResidentLoad, "start", anyway)
+    patch.setattr(ReadyLoad, "start", anyway)
     patch.setattr(Load, "_count_loaded", count_anyway)
 
 

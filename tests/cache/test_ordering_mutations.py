@@ -21,7 +21,7 @@ from tiered_kv.memory.lanes import LaneCopy
 from tiered_kv.testing import ScriptedDevice, ScriptedStream
 from tiered_kv.transfers.layerwise import LayerLoad, LayerStore
 from tiered_kv.transfers.load import Load
-from tiered_kv.transfers.start import ResidentLoad
+from tiered_kv.transfers.start import ReadyLoad
 from tiered_kv.transfers.store import Store
 
 T = TypeVar("T")
@@ -168,16 +168,16 @@ def _no_wait_of(direction: str) -> Callable[[Any], Any]:
 
 
 def _release_the_lease_at_once(right: Any) -> Any:  # noqa: ANN401 - whatever it is, it is passed on
-    def start(self: ResidentLoad) -> Any:  # noqa: ANN401 - whatever it is, it is passed on
+    def start(self: ReadyLoad) -> Any:  # noqa: ANN401 - whatever it is, it is passed on
         handle = right(self)
-        self._lease.release()
+        self._leases[0].release()
         return handle
 
     return start
 
 
 def _end_at_once(right: Any) -> Any:  # noqa: ANN401 - whatever it is, it is passed on
-    def start(self: ResidentLoad) -> Any:  # noqa: ANN401 - whatever it is, it is passed on
+    def start(self: ReadyLoad) -> Any:  # noqa: ANN401 - whatever it is, it is passed on
         handle = right(self)
         assert self._copy is not None
         self._copy.ended.remove_done_callback(self._copied)
@@ -249,12 +249,12 @@ MUTATIONS = [
     (_no_wait_of("h2d"), ScriptedStream, "wait", attend_layer_by_layer),
     (_no_wait_of("d2h"), ScriptedStream, "wait", compute_layer_by_layer),
     (_no_wait_of("compute"), ScriptedStream, "wait", attend_layer_by_layer),
-    (_release_the_lease_at_once, ResidentLoad, "start", store_into_slots_in_use),
+    (_release_the_lease_at_once, ReadyLoad, "start", store_into_slots_in_use),
     (_release_layers_at_once, LayerLoad, "_admit", store_into_slots_in_use_by_layers),
     (_commit_at_once, Store, "_copy_out", load_what_is_being_stored),
     (_commit_with_the_first_layer, LayerStore, "_end_layer", compute_layer_by_layer),
     (_commit_promotions_at_once, Load, "_promote", load_what_is_being_promoted),
-    (_end_at_once, ResidentLoad, "start", load_into_used_pages),
+    (_end_at_once, ReadyLoad, "start", load_into_used_pages),
     (_end_before_the_copy, Store, "_copy_out", store_what_is_computed),
     (_do_not_wait, LoadHandle, "wait_layer", attend_layer_by_layer),
 ]

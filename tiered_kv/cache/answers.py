@@ -20,11 +20,11 @@ from tiered_kv.catalog.books import SlotState
 from tiered_kv.catalog.locate import locate_from_any_thread, states_from_any_thread
 from tiered_kv.catalog.uses import Fate, said_of
 from tiered_kv.media.backend import Block, Outcome
-from tiered_kv.tiers.calls import outcomes_problem
+from tiered_kv.tiers.calls import all_failed, outcomes_problem
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.gate import Kind, Priority, Waiter
 from tiered_kv.tiers.pins import Pins
-from tiered_kv.tiers.storage import READ, StorageTier, all_failed
+from tiered_kv.tiers.storage import READ, StorageTier
 from tiered_kv.tiers.tier import Batch, Mask, prefix_of
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.keys import BlockKeys

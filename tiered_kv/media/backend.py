@@ -14,6 +14,7 @@ Names on a medium are digests: of models, weights and tenants the beginnings of 
 that has keys they are hidden, in all that a backend is given, see `seal.NameCipher`.
 """
 
+import asyncio
 import enum
 import mmap
 from abc import ABC, abstractmethod
@@ -347,6 +348,19 @@ class Missing:
     why: str
 
 
+@dataclass(frozen=True)
+class Begun:
+    """A batch that threads of a medium are moving.
+
+    Attributes:
+        ended: Done, on the event loop, once no thread touches a buffer any more.
+        outcomes: To be called once, when ``ended`` is done: what `SlotBackend.read` or `write` returns, or raises.
+    """
+
+    ended: "asyncio.Future[Any]"
+    outcomes: Callable[[], list[Outcome]]
+
+
 Make = Callable[[Sequence[int]], None]
 """Makes the records of some positions of a batch, before they are written."""
 Verify = Callable[[Sequence[int], list[Outcome]], list[Outcome]]
@@ -362,7 +376,7 @@ class SlotBackend(_Tier):
     Attributes:
         makes_records: Whether records are made and verified by the threads that move them, so that each part of a batch
             is one call of one thread: then `read` has an argument ``verify``, and `write` an argument ``make``, which
-            are called there once for each position.
+            are called there once for each position; and there are `begin_read` and `begin_write`.
     """
 
     makes_records: ClassVar[bool] = False
@@ -382,6 +396,19 @@ class SlotBackend(_Tier):
     @abstractmethod
     async def read(self, group: int, slots: NDArray[np.int64], into: Sequence[Block]) -> list[Outcome]:
         """Fill ``into[i]`` from ``slots[i]``: HIT, MISS or FAILED each."""
+
+    def begin_read(self, group: int, slots: NDArray[np.int64], into: Sequence[Block], verify: Verify) -> Begun | None:
+        """Have threads begin what `read` does before this returns; None, and nothing begun, if it has to wait first.
+
+        Only a medium that ``makes_records`` is asked. It raises nothing.
+        """
+        return None
+
+    def begin_write(
+        self, group: int, slots: NDArray[np.int64], names: Names, blocks: Sequence[Block], make: Make
+    ) -> Begun | None:
+        """As `begin_read`, of what `write` does."""
+        return None
 
     async def peek(self, group: int, slots: NDArray[np.int64], into: Sequence[Block]) -> list[Outcome]:
         """Read as `read` does, slots that may be written, forgotten or cut off meanwhile: their bytes may be anything.

@@ -175,14 +175,21 @@ class HostSlab:
         The headers hold whatever the last call left in them. They are lent again after the ``with`` block, so it must
         not end before the call that uses them has returned.
         """
-        headers = self._headers.take(len(slots))
+        blocks = self.lend_blocks(slots)
         try:
-            yield [
-                Block(header, self.padded(int(slot)), self.payload_bytes)
-                for header, slot in zip(headers, slots, strict=True)
-            ]
+            yield blocks
         finally:
-            self._headers.give(headers)
+            self.take_back(blocks)
+
+    def lend_blocks(self, slots: Sequence[int] | NDArray[np.int64]) -> list[Block]:
+        """Do what `blocks` does, until `take_back`."""
+        numbers = slots.tolist() if isinstance(slots, np.ndarray) else slots
+        lent = zip(self._headers.take(len(numbers)), numbers, strict=True)
+        return [Block(header, self.padded(slot), self.payload_bytes) for header, slot in lent]
+
+    def take_back(self, blocks: Sequence[Block]) -> None:
+        """Lend the headers of these blocks again."""
+        self._headers.give([block.header for block in blocks])
 
     def give_back(self, start: int, stop: int) -> None:
         """Return the pages of some slots to the system, in every process: they read as zeros, and come when touched.

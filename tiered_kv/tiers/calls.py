@@ -8,11 +8,12 @@ of the engine's own: a thread would go on to write there. Methods that answer at
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Generic, TypeVar, cast
+from functools import partial
+from typing import Any, Final, Generic, NoReturn, TypeVar, cast
 
-from tiered_kv.media.backend import Outcome
+from tiered_kv.media.backend import Begun, Outcome
 from tiered_kv.tiers.gate import Kind, Room, Waiter
 from tiered_kv.tiers.health import StorageHealth
 from tiered_kv.tiers.tasks import Tasks
@@ -69,7 +70,8 @@ class Calls:
         self.health = health
         self._tasks = tasks
         self._turns = {doing: _Turns(health, doing) for doing in _QUEUED}
-        self._late = set[_Underway]()
+        self.late = set[_Underway]()
+        """Those past their time, which have not returned and are waited for."""
         self._told_at: dict[str, float] = {}
         self._untold = Counter[str]()
         health.on_stall += [turns.room.changed for turns in self._turns.values()]
@@ -86,8 +88,8 @@ class Calls:
 
     def let_go_of_late(self) -> None:
         """Use the medium on although calls are late: the part of it that they hang on has been taken out of use."""
-        while self._late:
-            call = self._late.pop()
+        while self.late:
+            call = self.late.pop()
             call.is_let_go = True
             call.end_turn()
             self.health.let_go(call.doing)
@@ -166,69 +168,102 @@ class Calls:
                 on_late()
 
         limit_s = self.health.timeout_s if timeout_s is None else timeout_s
-        underway = _Underway(doing, turns)
+        underway = _Underway(self, doing, turns, num_blocks, limit_s, is_late)
         if in_this_task:
-            try:
-                answer = await self._make(underway, call, num_blocks, limit_s, is_late, problem_of, is_failure)
-            finally:
-                underway.end_turn()
+            answer = await self._make(underway, call, problem_of, is_failure)
             if answer.error == _CLOSED:
                 raise asyncio.CancelledError  # which has ended the call
             return answer
         making = asyncio.get_running_loop().create_task(
-            self._make(underway, call, num_blocks, limit_s, is_late, problem_of, is_failure),
-            name=f"{doing} in {self.health.name}",
+            self._make(underway, call, problem_of, is_failure), name=f"{doing} in {self.health.name}"
         )
         self._tasks.watch(making, _go_on if waiter is not None and waiter.lends else making.cancel)
-        making.add_done_callback(underway.end_turn)
+        making.add_done_callback(lambda _: underway.end_turn())
         await asyncio.wait({making, late} if until_late else {making}, return_when=asyncio.FIRST_COMPLETED)
         if not making.done():
             return Answer(error=f"not done within {limit_s:g} s", is_late=True)
         return Answer(error=_CLOSED) if making.cancelled() else making.result()
 
+    def begin(
+        self,
+        doing: str,
+        start: Callable[[], Begun | None],
+        then: Callable[[Answer[list[Outcome]]], None],
+        *,
+        allowed: frozenset[Outcome],
+        num_blocks: int,
+        waiter: Waiter,
+        on_late: Callable[[], None],
+        tasks: Tasks,
+    ) -> bool:
+        """Make one call that threads of the medium carry out, at once; False, and no call is made, if it has to wait.
+
+        Otherwise as `make`, without a task: ``then`` is told on the event loop, once, how it ended. That may be before
+        this returns. The end of the cache ends it, unless the waiter lends memory.
+
+        Args:
+            doing: Which call it is.
+            start: Has the medium begin; None if it cannot yet.
+            then: Told how the call ended: its buffers are the caller's again, unless the cache has ended it.
+            allowed: What may become of a block.
+            num_blocks: How many there are to be answers for.
+            waiter: Its place among calls of its kind.
+            on_late: Called at the moment when it is late.
+            tasks: Those that it belongs to, and whose end ends it.
+        """
+        turns, problem_of = self._turns[doing], outcomes_problem(num_blocks, allowed)
+        if not turns.take_now(waiter):
+            return False
+        underway = _Underway(self, doing, turns, num_blocks, self.health.timeout_s, on_late)
+        try:
+            begun = start()
+        except Exception as caught:  # noqa: BLE001 - whatever a medium raises, serving goes on without it
+            error = caught  # the name in the clause is gone after it
+
+            def raise_again() -> list[Outcome]:
+                raise error
+
+            then(underway.ended(raise_again, problem_of, all_failed))
+            return True
+        if begun is None:
+            underway.was_not_made()
+            return False
+        told: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def tell(value: Callable[[], list[Outcome]]) -> None:
+            if not told.done():
+                told.set_result(None)
+                then(underway.ended(value, problem_of, all_failed))
+
+        begun.ended.add_done_callback(lambda _: tell(begun.outcomes))
+        tasks.watch(told, _go_on if waiter.lends else partial(tell, _closed))
+        return True
+
     async def _make(
         self,
         underway: "_Underway",
         call: Callable[[], Awaitable[T]],
-        num_blocks: int,
-        timeout_s: float,
-        on_late: Callable[[], None],
         problem_of: Callable[[T], str],
         is_failure: Callable[[T], bool],
     ) -> Answer[T]:
-        health, doing, started = self.health, underway.doing, self.health.clock()
-        has_failed = True
+        def raise_again() -> T:
+            raise error
 
-        def late() -> None:
-            self._late.add(underway)
-            health.late(doing, timeout_s)
-            on_late()
-
-        timer = asyncio.get_running_loop().call_later(timeout_s, late)
         try:
-            value = await call()
-            problem = problem_of(value)
-            answer = Answer(error=problem) if problem else Answer(value)
-            has_failed = bool(problem) or is_failure(value)
-        except KeyboardInterrupt:
-            raise  # the program's own, which happened to come while a backend ran
-        except asyncio.CancelledError as caught:
-            is_closing = _is_being_cancelled()
-            answer = Answer(error=_CLOSED if is_closing else _in_words(caught))
-        except BaseException as caught:  # noqa: BLE001 - whatever a medium raises, serving goes on without it
-            answer = Answer(error=_in_words(caught))
-        finally:
-            timer.cancel()
-            seconds = health.clock() - started
-            if not underway.is_let_go:
-                if doing in self._turns:
-                    self._turns[doing].saw(seconds)
-                health.ended(doing, seconds, is_late=underway in self._late, has_failed=has_failed)
-                self._late.discard(underway)
-        answer = replace(answer, seconds=seconds)
-        if not answer.is_well and not _is_being_cancelled():
-            health.emit(TierFailed(health.name, doing, answer.error, num_blocks))
-        return answer
+            made = await call()
+        except BaseException as caught:  # noqa: BLE001 - handed on
+            is_closing = isinstance(caught, asyncio.CancelledError) and _is_being_cancelled()
+            error = _ClosedMeanwhile() if is_closing else caught
+            return underway.ended(raise_again, problem_of, is_failure)
+        return underway.ended(lambda: made, problem_of, is_failure)
+
+
+class _ClosedMeanwhile(Exception):  # noqa: N818 - no error: how a call ends
+    """Stands for the end of a call that the cache has ended."""
+
+
+def _closed() -> NoReturn:
+    raise _ClosedMeanwhile
 
 
 class _Underway:
@@ -239,16 +274,71 @@ class _Underway:
         is_let_go: Whether nothing waits for it any more: how it ends says nothing about the medium as it is now.
     """
 
-    def __init__(self, doing: str, turns: "_Turns | None") -> None:
+    def __init__(
+        self,
+        calls: "Calls",
+        doing: str,
+        turns: "_Turns | None",
+        num_blocks: int,
+        timeout_s: float,
+        on_late: Callable[[], None],
+    ) -> None:
+        """Count the call from now on; it is late after ``timeout_s``."""
         self.doing = doing
         self.is_let_go = False
+        self._calls = calls
         self._turns = turns
+        self._num_blocks = num_blocks
+        self._timeout_s = timeout_s
+        self._on_late = on_late
+        self._started = calls.health.clock()
+        self._timer = asyncio.get_running_loop().call_later(timeout_s, self._late)
 
-    def end_turn(self, _: object = None) -> None:
+    def ended(
+        self, value: Callable[[], T], problem_of: Callable[[T], str], is_failure: Callable[[T], bool]
+    ) -> Answer[T]:
+        """Say how the call ended: with what ``value`` returns or raises."""
+        calls, health = self._calls, self._calls.health
+        answer: Answer[T] = Answer(error=_CLOSED)
+        has_failed = True
+        try:
+            made = value()
+            problem = problem_of(made)
+            answer = Answer(error=problem) if problem else Answer(made)
+            has_failed = bool(problem) or is_failure(made)
+        except KeyboardInterrupt:
+            raise  # the program's own, which happened to come while a backend ran
+        except BaseException as caught:  # noqa: BLE001 - whatever a medium raises, serving goes on without it
+            answer = Answer(error=_CLOSED if isinstance(caught, _ClosedMeanwhile) else _in_words(caught))
+        finally:
+            self._timer.cancel()
+            seconds = health.clock() - self._started
+            if not self.is_let_go:
+                if self._turns is not None:
+                    self._turns.saw(seconds)
+                health.ended(self.doing, seconds, is_late=self in calls.late, has_failed=has_failed)
+                calls.late.discard(self)
+            self.end_turn()
+        if not answer.is_well and answer.error != _CLOSED:
+            health.emit(TierFailed(health.name, self.doing, answer.error, self._num_blocks))
+        return replace(answer, seconds=seconds)
+
+    def was_not_made(self) -> None:
+        """Count it off: the medium did not begin."""
+        self._timer.cancel()
+        self._calls.health.not_made(self.doing)
+        self.end_turn()
+
+    def end_turn(self) -> None:
         """Let another call be made, once."""
         turns, self._turns = self._turns, None
         if turns is not None:
             turns.give_back()
+
+    def _late(self) -> None:
+        self._calls.late.add(self)
+        self._calls.health.late(self.doing, self._timeout_s)
+        self._on_late()
 
 
 class _Turns:
@@ -268,6 +358,10 @@ class _Turns:
     async def take(self, waiter: Waiter) -> bool:
         """Wait for a turn, and take it; False, and none taken, once the tier is bypassed."""
         return await self.room.acquire(self._attempt, waiter, lambda taken: self._undo(taken=taken))
+
+    def take_now(self, waiter: Waiter) -> bool:
+        """Take a turn, unless it has to be waited for or the tier is bypassed; say whether it is taken."""
+        return self.room.take_now(self._attempt, waiter) is True
 
     def give_back(self) -> None:
         """End a turn."""
@@ -294,6 +388,11 @@ class _Turns:
             self._limit = max(_FEWEST_CALLS, self._limit / 2)
         elif seconds < self._health.timeout_s / 4:
             self._limit = min(_MOST_CALLS, self._limit + 1 / self._limit)
+
+
+def all_failed(outcomes: Sequence[Outcome]) -> bool:
+    """Whether a call that answers so has failed."""
+    return len(outcomes) > 0 and all(outcome is Outcome.FAILED for outcome in outcomes)
 
 
 def outcomes_problem(num_blocks: int, allowed: frozenset[Outcome]) -> Callable[[list[Outcome]], str]:

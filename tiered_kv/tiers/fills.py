@@ -20,7 +20,7 @@ from tiered_kv.catalog.table import Slots
 from tiered_kv.tiers.gate import Kind, Priority, Room, Waiter
 from tiered_kv.tiers.storage import StorageTier
 from tiered_kv.tiers.tasks import Tasks
-from tiered_kv.tiers.tier import Batch, HostTier, Mask, MemoryTier
+from tiered_kv.tiers.tier import Batch, HostTier, Mask, MemoryTier, ReadReport
 from tiered_kv.values.results import Reason, TierFault
 
 
@@ -207,6 +207,8 @@ class Fill:
         source: By position, which tier it comes from (a number that the chain gives tiers).
         waiter: Its place in the lines of the tiers; a joiner may hurry it.
         ends_unwanted: Whether it begins no read any more once nobody waits for it: the cache is closing.
+        num_open: How many tiers are neither done nor late.
+        num_reading: How many have not let go of their slots.
     """
 
     def __init__(self, n: int, waiter: Waiter) -> None:
@@ -218,6 +220,7 @@ class Fill:
         self.waiter = waiter
         self.late_tiers: set[str] = set()
         self.ends_unwanted = False
+        self.num_open = self.num_reading = 0
         self._leases: list[Lease] = []
         self._num_waiting = 1
 
@@ -247,6 +250,12 @@ class Fill:
             self._leases.append(lease)
         else:
             lease.release()
+
+    def part_settled(self) -> None:
+        """Take note that a tier is done, or late; after the last of them nothing more arrives in time."""
+        self.num_open -= 1
+        if not self.num_open:
+            self.finish()
 
     def finish(self) -> None:
         """Wake everyone who waits for this fill."""
@@ -314,6 +323,13 @@ class Fills:
             if not fill.is_wanted:
                 fill.waiter.give_up()
 
+    def part_ended(self, fill: Fill, reservation: Reservation) -> None:
+        """Take note that a tier has let go of its part: the slots of the last one are given back."""
+        if not fill.num_reading:
+            self.conclude(fill, reservation)
+        else:
+            self._room.changed()  # nobody may want these any more, and the other tiers may take long
+
     def conclude(self, fill: Fill, reservation: Reservation) -> None:
         """End a fill: give back what did not arrive, wake who joined."""
         slots = reservation.slots[reservation.slots >= 0]
@@ -330,52 +346,17 @@ class Fills:
         fill.source[:] = sources
         fill.ends_unwanted = self._is_closing
         self.announce(fill, reservation)
-        self._tasks.spawn(self._fill(fill, batch, sources, reservation), f"fill {len(batch)} blocks")
+        parts = [self._part(number, fill, batch, reservation) for number in sorted({*sources.tolist()} - {-1})]
+        fill.num_reading = fill.num_open = len(parts)
+        if later := [part for part in parts if not part.begin()]:
+            self._tasks.spawn(_read_each(later), f"fill {len(batch)} blocks")
         return fill
 
-    async def _fill(self, fill: Fill, batch: Batch, sources: NDArray[np.int8], reservation: Reservation) -> None:
-        open_tiers = {int(number) for number in np.unique(sources[sources >= 0])}
-
-        async def read_from(number: int) -> None:
-            tier = self._tiers[number]
-            assert tier is not None  # noqa: S101 - blocks are read from storage
-            at = ((sources == number) & (reservation.slots >= 0)).nonzero()[0]
-
-            def on_late() -> None:
-                fill.late_tiers.add(tier.name)
-                # From now on others may read these blocks from another tier: the slots are doomed, not the names.
-                slots, _ = self._host.index.find(batch.names[at])
-                self._host.index.remove(batch.names[at[slots == reservation.slots[at]]])
-                open_tiers.discard(number)
-                if not open_tiers:
-                    fill.finish()
-
-            with self._host.slab.blocks(reservation.slots[at]) as blocks:
-                report = await tier.read(batch[at], blocks, fill.waiter, on_late)
-            arrived = np.zeros(len(batch), np.bool_)
-            arrived[at], fill.gone[at] = report.right, report.gone
-            fill.refused |= {int(at[i]): why for i, why in report.refused.items()}
-            if tier.name not in fill.late_tiers:
-                fill.arrived |= arrived
-            lease = reservation.commit(arrived)
-            kept = (lease.slots >= 0) & ~self._host.index.is_transient(lease.slots)
-            self._host.counters.promoted += int(np.count_nonzero(kept))
-            fill.keep(lease)
-            self._room.changed()  # nobody may want these any more, and the other tiers may take long
-            open_tiers.discard(number)
-            if not open_tiers:
-                fill.finish()
-
-        try:
-            if len(open_tiers) == 1:
-                return await read_from(*open_tiers)
-            # All of them end before the slots are given back, whatever one of them raises.
-            ended = await asyncio.gather(*(read_from(number) for number in sorted(open_tiers)), return_exceptions=True)
-            for error in ended:
-                if error is not None:
-                    raise error
-        finally:
-            self.conclude(fill, reservation)
+    def _part(self, number: int, fill: Fill, batch: Batch, reservation: Reservation) -> "_Part":
+        tier = self._tiers[number]
+        assert tier is not None  # noqa: S101 - blocks are read from storage
+        at = ((fill.source == number) & (reservation.slots >= 0)).nonzero()[0]
+        return _Part(self, self._host, tier, fill, batch, at, reservation)
 
     def faults_of(self, fill: Fill) -> list[TierFault]:
         """Name what kept blocks of a fill from arriving."""
@@ -398,3 +379,76 @@ class Fills:
                 if num_blocks := int(np.count_nonzero(blocks)):
                     faults.append(TierFault(tier.name, reason, num_blocks))
         return faults
+
+
+class _Part:
+    """What one tier brings of a fill."""
+
+    def __init__(
+        self,
+        fills: Fills,
+        host: HostTier,
+        tier: StorageTier,
+        fill: Fill,
+        batch: Batch,
+        at: NDArray[np.intp],
+        reservation: Reservation,
+    ) -> None:
+        """Lend the slots at some positions of the reservation; `begin` or `read` is called next."""
+        self._fills = fills
+        self._host = host
+        self._tier = tier
+        self._fill = fill
+        self._batch = batch if len(at) == len(batch) else batch[at]
+        self._at = at
+        self._reservation = reservation
+        self._blocks = host.slab.lend_blocks(reservation.slots[at])
+
+    def begin(self) -> bool:
+        """Have the tier read without a task; False if it has to wait for anything."""
+        return self._tier.begin_read(self._batch, self._blocks, self._fill.waiter, self._late, self._end)
+
+    async def read(self) -> None:
+        """Have the tier read, and wait until it has let go of the slots."""
+        report = None
+        try:
+            report = await self._tier.read(self._batch, self._blocks, self._fill.waiter, self._late)
+        finally:
+            self._end(report)
+
+    def _late(self) -> None:
+        fill, names, index = self._fill, self._batch.names, self._host.index
+        if self._tier.name in fill.late_tiers:
+            return
+        fill.late_tiers.add(self._tier.name)
+        # From now on others may read these blocks from another tier: the slots are doomed, not the names.
+        slots, _ = index.find(names)
+        index.remove(names[slots == self._reservation.slots[self._at]])
+        fill.part_settled()
+
+    def _end(self, report: ReadReport | None) -> None:
+        """Take note of what came; None: nobody knows."""
+        fill, host, is_late = self._fill, self._host, self._tier.name in self._fill.late_tiers
+        host.slab.take_back(self._blocks)
+        if report is not None:
+            arrived = np.zeros(len(fill.source), np.bool_)
+            arrived[self._at], fill.gone[self._at] = report.right, report.gone
+            fill.refused |= {int(self._at[i]): why for i, why in report.refused.items()}
+            if not is_late:
+                fill.arrived |= arrived
+            lease = self._reservation.commit(arrived)
+            kept = (lease.slots >= 0) & ~host.index.is_transient(lease.slots)
+            host.counters.promoted += int(np.count_nonzero(kept))
+            fill.keep(lease)
+        if not is_late:
+            fill.part_settled()
+        fill.num_reading -= 1
+        self._fills.part_ended(fill, self._reservation)
+
+
+async def _read_each(parts: Sequence[_Part]) -> None:
+    """Read several parts at once; all of them end, whatever one raises."""
+    ended = await asyncio.gather(*(part.read() for part in parts), return_exceptions=True)
+    for error in ended:
+        if error is not None:
+            raise error

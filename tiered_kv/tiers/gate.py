@@ -204,8 +204,7 @@ class Room:
             size: How much is wanted: who wants less may pass who wants more.
             lane: In which to wait.
         """
-        is_second = self.num_waiting and any(lanes.get(lane) for lanes in self._lines[: waiter.priority + 1])
-        if not is_second and (got := attempt()) is not None:
+        if (got := self.take_now(attempt, waiter, lane)) is not None:
             return got
         place = _Place(self, lane, waiter, attempt, size)
         place.enter(self._line(place))
@@ -219,6 +218,11 @@ class Room:
             self.changed()
             raise
         return won
+
+    def take_now(self, attempt: Callable[[], T | None], waiter: Waiter, lane: int = 0) -> T | None:
+        """Return what ``attempt`` gives, or None where nothing is to be had or somebody has waited for it longer."""
+        is_second = self.num_waiting and any(lanes.get(lane) for lanes in self._lines[: waiter.priority + 1])
+        return None if is_second else attempt()
 
     def move(self, place: _Place) -> None:
         """Move a place to the end of the line that its waiter belongs to now."""
@@ -308,6 +312,10 @@ class Budget:
         """Wait until ``num_bytes`` more may be in flight; return what gives them back, when it is first called."""
         attempt = partial(self._attempt, num_bytes, waiter)
         return await self.room.acquire(attempt, waiter, lambda give: give(), num_bytes)
+
+    def take_now(self, num_bytes: int, waiter: Waiter) -> Give | None:
+        """Have so many bytes in flight, and return what gives them back; None if that has to be waited for."""
+        return self.room.take_now(partial(self._attempt, num_bytes, waiter), waiter)
 
     async def take_unless(self, is_off: Callable[[], bool], num_bytes: int, waiter: Waiter) -> Give | None:
         """`take`, or None, and nothing taken, once ``is_off()`` or the waiter has given up: then nobody waits.

@@ -32,7 +32,7 @@ from tiered_kv.tiers.calls import Answer
 from tiered_kv.tiers.gate import Waiter
 from tiered_kv.tiers.records import Refusals
 from tiered_kv.tiers.shared import Tombstones
-from tiered_kv.tiers.storage import StorageTier, TierParts
+from tiered_kv.tiers.storage import READ, StorageTier, TierParts, both
 from tiered_kv.tiers.tier import Batch, BookedTier, Mask, ReadReport, WriteReport
 from tiered_kv.values.errors import BackendUnavailableError, CapacityError, ConfigurationError, TieredKVError
 from tiered_kv.values.events import TierFailed
@@ -175,6 +175,11 @@ class OwnedTier(StorageTier, BookedTier):
         return not self.health.is_bypassed
 
     @property
+    @override
+    def books(self) -> TierIndex:
+        return self.index
+
+    @property
     def is_scrubbed(self) -> bool:
         """Whether what lies there is verified in the background."""
         return isinstance(self.settings, OwnedTierSettings) and self.settings.scrub_bandwidth is not None
@@ -206,6 +211,53 @@ class OwnedTier(StorageTier, BookedTier):
             return None
         return await self._locate(partial(self.backend.locate, self.group, slots), len(batch))
 
+    @override
+    def begin_read(
+        self,
+        batch: Batch,
+        blocks: list[Block],
+        waiter: Waiter,
+        on_late: Callable[[], None],
+        then: Callable[[ReadReport], None],
+    ) -> bool:
+        if self._codec is not None or not self.backend.makes_records or self._is_off(waiter):
+            return False
+        num_bytes = self._num_bytes(len(batch))
+        if (give_back := self.budget.take_now(num_bytes, waiter)) is None:
+            return False
+        lease = self.index.lease(batch.names)
+        if (lease.slots < 0).any():
+            lease.release()
+            give_back()
+            return False
+        verification = self.records.verification(self.records.keys(batch), blocks, self.shape)
+        read = self.speed.begin(num_bytes)
+
+        def end(answer: Answer[list[Outcome]]) -> None:
+            outcomes = self._seen(answer, verification, len(batch), verdicts=answer.value)
+            report = self._report(batch, np.arange(len(batch)), lease.slots, outcomes, verification.refused, len(batch))
+            lease.release()
+            give_back()
+            self._see_missing()
+            self.speed.end(read, is_well=bool(report.right.all()))
+            then(report)
+
+        if self.calls.begin(
+            "read",
+            lambda: self.backend.begin_read(self.group, lease.slots, blocks, verification.verify),
+            end,
+            allowed=READ,
+            num_blocks=len(batch),
+            waiter=waiter,
+            on_late=both(give_back, on_late),
+            tasks=self._tasks,
+        ):
+            return True
+        self.speed.end(read, is_well=False)
+        lease.release()
+        give_back()
+        return False
+
     async def _read_blocks(
         self, batch: Batch, blocks: list[Block], waiter: Waiter, on_late: Callable[[], None]
     ) -> ReadReport:
@@ -218,17 +270,23 @@ class OwnedTier(StorageTier, BookedTier):
             if not len(at):
                 return ReadReport.of(len(batch), at, [], {})
             there, wanted, slots = [blocks[i] for i in at], batch[at], lease.slots[at]
-            keys = self.records.keys(wanted)
             outcomes, refused = await self._read(
-                partial(self._read_slots, slots), keys, there, waiter, on_late,
+                partial(self._read_slots, slots), self.records.keys(wanted), there, waiter, on_late,
                 makes_records=self.backend.makes_records,
             )  # fmt: skip
-            broken = np.array([outcome in (Outcome.CORRUPT, Outcome.MISS) for outcome in outcomes])
-            now, _ = self.index.find(wanted.names)
-            broken &= now == slots
-            self.take_out(wanted.names, broken, refused, wanted)
+            report = self._report(wanted, at, slots, outcomes, refused, len(batch))
         self._see_missing()
-        return ReadReport.of(len(batch), at, outcomes, refused)
+        return report
+
+    def _report(
+        self, wanted: Batch, at: NDArray[np.intp], slots: Slots, outcomes: list[Outcome], refused: Refusals, n: int
+    ) -> ReadReport:
+        """Say what became of those at some of ``n`` positions that were read; remove what is not as it should be."""
+        if not all(outcome is Outcome.HIT for outcome in outcomes):
+            broken = np.array([outcome in (Outcome.CORRUPT, Outcome.MISS) for outcome in outcomes])
+            broken &= self.index.find(wanted.names)[0] == slots
+            self.take_out(wanted.names, broken, refused, wanted)
+        return ReadReport.of(n, at, outcomes, refused)
 
     async def _write_blocks(
         self, batch: Batch, blocks: list[Block], wanted: Mask, on_late: Callable[[], None], waiter: Waiter

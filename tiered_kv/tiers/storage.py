@@ -20,10 +20,10 @@ from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.table import hash_names
 from tiered_kv.media.backend import Block, Outcome, RecordShape, Verify
 from tiered_kv.settings.tier_settings import StorageTierSettings
-from tiered_kv.tiers.calls import Calls, outcomes_problem
+from tiered_kv.tiers.calls import Answer, Calls, all_failed, outcomes_problem
 from tiered_kv.tiers.gate import Budget, Give, Kind, ReadSpeed, Waiter, Wear
 from tiered_kv.tiers.health import StorageHealth
-from tiered_kv.tiers.records import Encoded, ExponentCodec, Records, Refusals, Staging
+from tiered_kv.tiers.records import Encoded, ExponentCodec, Records, Refusals, Staging, Verification
 from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.tiers.tier import Batch, Mask, ReadReport, Tier, WriteReport
 from tiered_kv.values.events import BlocksCorrupted, BlocksNotEncoded, RecordsRefused
@@ -97,6 +97,11 @@ class StorageTier(Tier):
         return not self.settings.read_only
 
     @property
+    def books(self) -> TierIndex | None:
+        """Those that say, without asking, what can be read here; None of a tier that others write to."""
+        return None
+
+    @property
     def is_written_back(self) -> bool:
         """Whether blocks wait above this tier for the cleaner."""
         return self.settings.write == "back"
@@ -129,12 +134,27 @@ class StorageTier(Tier):
                 on_late()
             else:
                 try:
-                    report = await self._read_blocks(batch, blocks, waiter, _both(give_back, on_late))
+                    report = await self._read_blocks(batch, blocks, waiter, both(give_back, on_late))
                 finally:
                     give_back()
         finally:
             self.speed.end(read, is_well=bool(report.right.all()))
         return report
+
+    def begin_read(
+        self,
+        batch: Batch,
+        blocks: list[Block],
+        waiter: Waiter,
+        on_late: Callable[[], None],
+        then: Callable[[ReadReport], None],
+    ) -> bool:
+        """Do what `read` does, at once and without a task; False, and nothing is done, if it has to wait for anything.
+
+        ``then`` is told on the event loop, once, when the medium has let go of the buffers: perhaps before this
+        returns.
+        """
+        return False
 
     @abstractmethod
     async def _read_blocks(
@@ -163,7 +183,7 @@ class StorageTier(Tier):
                 return WriteReport.nothing_of(len(batch), Reason.TIER_AWAY)
             num_worn = num_bytes  # unless it is known better in the end
             try:
-                report = await self._write_blocks(batch, blocks, is_wanted(), _both(give_back, on_late), waiter)
+                report = await self._write_blocks(batch, blocks, is_wanted(), both(give_back, on_late), waiter)
             finally:
                 give_back()
             num_worn = self._num_bytes(int(np.count_nonzero(report.written)))
@@ -272,22 +292,32 @@ class StorageTier(Tier):
             "read", lambda: call(records, verify), num_blocks=n, waiter=waiter, on_late=on_late, in_this_task=True,
             problem_of=outcomes_problem(n, READ), is_failure=all_failed,
         )  # fmt: skip
-        seconds = self.health.clock() - started
-        self.counters.read_queue_s += seconds - answer.seconds
+        self.counters.read_queue_s += self.health.clock() - started - answer.seconds
         if not answer.was_made:
             on_late()  # as bypassed as a tier can be
-        if not answer.value or self.records.threads.is_closed:  # nobody verifies what comes after the cache's end
-            self.counters.failed += n
-            return [Outcome.FAILED] * n, {}
-        verdicts = list(answer.value)
-        if not makes_records:
+        verdicts = answer.value
+        if verdicts and not makes_records and not self.records.threads.is_closed:
             verdicts = await verification.verify_all(verdicts)
+        return self._seen(answer, verification, n, verdicts), verification.refused
+
+    def _seen(
+        self,
+        answer: Answer[list[Outcome]],
+        verification: Verification,
+        n: int,
+        verdicts: list[Outcome] | None,
+    ) -> list[Outcome]:
+        """Count what a read of ``n`` blocks brought, and return what has become of each."""
+        if not verdicts or self.records.threads.is_closed:  # nobody verifies what comes after the cache's end
+            self.counters.failed += n
+            return [Outcome.FAILED] * n
         self.counters.bytes_read += self._num_bytes(verification.num_filled)
         self.counters.read_s += answer.seconds
-        self.tell_refused(verification.refused)
+        if verification.refused:
+            self.tell_refused(verification.refused)
         self.counters.corrupt += verdicts.count(Outcome.CORRUPT)
         self.counters.failed += verdicts.count(Outcome.FAILED)
-        return verdicts, verification.refused
+        return list(verdicts)
 
     def tell_corrupted(self, keys: Sequence[str]) -> None:
         """Tell of blocks that were not what they should be; see `BlocksCorrupted`."""
@@ -353,7 +383,7 @@ class StorageTier(Tier):
             await asyncio.wait(busy)
 
 
-def _both(give_back: Give, on_late: Callable[[], None]) -> Callable[[], None]:
+def both(give_back: Give, on_late: Callable[[], None]) -> Callable[[], None]:
     """Return what to call when a call is late: nobody has to wait for its bytes, if the tier is used on without it."""
 
     def late() -> None:
@@ -361,8 +391,3 @@ def _both(give_back: Give, on_late: Callable[[], None]) -> Callable[[], None]:
         on_late()
 
     return late
-
-
-def all_failed(outcomes: Sequence[Outcome]) -> bool:
-    """Whether a call that answers so has failed."""
-    return len(outcomes) > 0 and all(outcome is Outcome.FAILED for outcome in outcomes)

@@ -14,12 +14,12 @@ import numpy as np
 from tiered_kv.catalog.table import Slots
 from tiered_kv.media.backend import Block, Outcome
 from tiered_kv.settings.tier_settings import OwnedTierSettings
-from tiered_kv.tiers.calls import outcomes_problem
+from tiered_kv.tiers.calls import all_failed, outcomes_problem
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.gate import Kind, Priority, Waiter
 from tiered_kv.tiers.owned import OwnedTier
 from tiered_kv.tiers.records import Refusals
-from tiered_kv.tiers.storage import READ, StorageTier, all_failed
+from tiered_kv.tiers.storage import READ, StorageTier
 from tiered_kv.tiers.tier import Batch, BookedTier, Mask
 from tiered_kv.values.events import TierScrubbed
 from tiered_kv.values.keys import Names

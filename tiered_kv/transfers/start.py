@@ -1,22 +1,29 @@
 """Where every load and store begins: which kind of transfer serves a request.
 
-A load of what is in memory needs no task: it is leased, and being copied, before `start_load` returns. What is small,
-and copied by a thread anyway, is copied at once: to hand it over would take longer.
+A load of what can be had at once needs no task: what is in memory is leased, and being copied, before `start_load`
+returns; what owned storage tiers have is being read by then, if it is one window and host slots are free. What is
+small, and copied by a thread anyway, is copied at once: to hand it over would take longer.
 """
 
 import asyncio
-from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
+from numpy.typing import NDArray
+
+from tiered_kv.catalog.books import READY
 from tiered_kv.catalog.leases import Lease
 from tiered_kv.memory.device import attempt, raise_the_programs
 from tiered_kv.memory.lanes import LaneCopy, RevokedError
 from tiered_kv.system import system
-from tiered_kv.tiers.tier import MemoryTier
+from tiered_kv.tiers.chain import FROM_ENGINE
+from tiered_kv.tiers.fills import Fill
+from tiered_kv.tiers.gate import Kind, Waiter
+from tiered_kv.tiers.tier import MemoryTier, prefix_of
 from tiered_kv.transfers.direct import DirectLoad, DirectStore, direct_target
 from tiered_kv.transfers.handles import LAST_COPIES_S, LoadHandle
 from tiered_kv.transfers.layerwise import LayerLoad, LayerStore
-from tiered_kv.transfers.load import Load, check_stop, load_result, overtaken
+from tiered_kv.transfers.load import InTask, Load, check_stop, load_result, overtaken, revocation
 from tiered_kv.transfers.load_parts import BackLoad, GapLoad
 from tiered_kv.transfers.store import Store, StoreHandle
 from tiered_kv.transfers.transfer_requests import MOST_AT_ONCE, LoadRequest, StoreRequest, may_copy_at_once
@@ -25,12 +32,18 @@ from tiered_kv.values.results import LoadResult, Reason, TierFault
 
 def start_load(request: LoadRequest) -> LoadHandle:
     """Start a load, on the event loop."""
-    if (handle := _start_resident(request)) is not None:
-        return handle
+    if (load := _ready_load(request)) is not None:
+        return load.start()
     if request.gaps:
         return GapLoad(request, start_load).begin()
     if request.order == "back":
         return BackLoad(request, start_load).begin()
+    return _in_task(request)
+
+
+def _in_task(request: LoadRequest) -> LoadHandle:
+    """Start a load of a prefix from the front that waits for slots, tiers, or its turn."""
+    load: InTask
     kind = LayerLoad if request.layerwise else DirectLoad if request.binding.direct is not None else Load
     load = kind(request)
     return load.start_load(request.chain.tasks.spawn(load.run(), f"load {len(request.batch)} blocks"))
@@ -48,19 +61,19 @@ def start_store(request: StoreRequest) -> StoreHandle:
     return store.start_store(request.chain.tasks.spawn(store.run(), f"store {len(request.batch)} blocks"))
 
 
-def _start_resident(request: LoadRequest) -> LoadHandle | None:
-    """Start a load of which one memory tier has all blocks; None if none does, or it needs more than one copy."""
-    chain, n, loop = request.chain, len(request.batch), asyncio.get_running_loop()
+def _ready_load(request: LoadRequest) -> "ReadyLoad | None":
+    """Return a load of what one memory tier has, or storage tiers of this cache's own can be asked for now; or None."""
+    chain, n = request.chain, len(request.batch)
     if not 0 < n <= min(MOST_AT_ONCE, chain.resident_blocks) or request.layerwise:
         return None
-    started = loop.time()
-    if started >= request.deadline or request.binding.error is not None:
+    if asyncio.get_running_loop().time() >= request.deadline or request.binding.error is not None:
         return None
-    tier = _tier_of(request)
-    if tier is None:
-        return None
-    lease = tier.index.lease(request.batch.names)
-    return ResidentLoad(request, tier, lease, started).start()
+    if (tier := _tier_of(request)) is not None:
+        return ReadyLoad(request, tier, tier.index.lease(request.batch.names))
+    is_plain = not request.gaps and request.order == "front" and request.binding.direct is None
+    if is_plain and request.binding.gpu is None and n <= chain.window_blocks and chain.tasks.goes_on():
+        return _bring(request)
+    return None
 
 
 def _tier_of(request: LoadRequest) -> MemoryTier | None:
@@ -73,47 +86,96 @@ def _tier_of(request: LoadRequest) -> MemoryTier | None:
     return chain.host if chain.host.index.ready_prefix(names) == len(names) else None
 
 
-class ResidentLoad:
-    """A load of what is in memory, from its lease on."""
+def _bring(request: LoadRequest) -> "ReadyLoad | None":
+    """Begin to read what the host lacks; None, with nothing changed, if not all of it can be read now."""
+    chain, batch, index = request.chain, request.batch, request.chain.host.index
+    slots, states = index.find(batch.names)
+    missing = (slots < 0).nonzero()[0]
+    is_coming = len(missing) + np.count_nonzero(states == READY) < len(batch)
+    if is_coming or (sources := _owned_sources(request, missing)) is None:
+        return None
+    keep = chain.limits.promote and index.room_for(batch.names) >= len(missing)
+    waiter, lowest = Waiter(Kind.LOAD, request.priority), int(sources.max())
+    if chain.room.is_wanted((lowest, FROM_ENGINE)):
+        return None
+    held = index.lease(batch.names)  # first: to make room must not take what is there
+    part = batch[missing] if len(missing) < len(batch) else batch
+    reservation = chain.reserve_host_now(part, waiter, keep=keep, source=lowest)
+    if reservation is None or (reservation.slots < 0).any():  # of a block that is asked for twice, there is one slot
+        if reservation is not None:
+            reservation.close()
+        chain.release(held)
+        return None
+    return ReadyLoad(request, chain.host, held, chain.fills.start(part, sources, reservation, waiter), missing)
 
-    def __init__(self, request: LoadRequest, tier: MemoryTier, lease: Lease, started: float) -> None:
-        """Take over ``lease``, which holds all blocks in ``tier``."""
+
+def _owned_sources(request: LoadRequest, missing: NDArray[np.intp]) -> NDArray[np.int8] | None:
+    """Say which storage tier is to be read for each of some blocks; None if one of others has to be asked first."""
+    chain, names = request.chain, request.batch.names[missing]
+    sources = np.full(len(missing), -1, np.int8)
+    for number, tier in enumerate(chain.storage, start=len(chain.memory)):
+        if tier.health.is_bypassed:
+            continue
+        if (books := tier.books) is None:
+            return None
+        sources[(sources < 0) & books.ready(names)] = number
+        if (sources >= 0).all():
+            return sources
+    return None
+
+
+class ReadyLoad:
+    """A load of what is in memory, from its lease on, or of what is being read already."""
+
+    def __init__(
+        self,
+        request: LoadRequest,
+        tier: MemoryTier,
+        held: Lease,
+        fill: Fill | None = None,
+        filled: NDArray[np.intp] | None = None,
+    ) -> None:
+        """Take over ``held``, which holds blocks in ``tier``: all of them, but for those ``filled`` by ``fill``."""
+        loop = asyncio.get_running_loop()
         self.num_layers = request.chain.group.num_layers
         self.thread = system().get_ident()
         self._request = request
         self._tier = tier
-        self._lease = lease
-        self._started = started
+        self._leases = [held]
+        self._slots = held.slots
+        self._fill = fill
+        self._filled = np.empty(0, np.intp) if filled is None else filled
+        self._num_blocks = len(request.batch) if fill is None else 0
+        self._started = loop.time()
         self._copy: LaneCopy | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._is_late = False
-        self._ended: asyncio.Future[LoadResult] = asyncio.get_running_loop().create_future()
+        self._again: LoadHandle | None = None
+        self._faults: list[TierFault] = []
+        self._ended: asyncio.Future[LoadResult] = loop.create_future()
+        self._admitted: asyncio.Future[None] = loop.create_future()
 
     def start(self) -> LoadHandle:
-        """Copy, or have it done by the stream."""
-        request, chain = self._request, self._request.chain
-        work = partial(request.binding.scatter, self._tier.rows, self._lease.slots, request.pages.ravel())
-        if may_copy_at_once(request, len(request.batch)):
-            error = attempt(work)
-            self._end(error)
-            raise_the_programs(error)
+        """Copy, or have it done by the stream, once all is in memory."""
+        if self._fill is None:
+            self._copy_all()
         else:
-            self._copy = chain.copy(request.lane, work)
-            self._copy.ended.add_done_callback(self._copied)
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_at(max(request.deadline, self._started + LAST_COPIES_S), self._revoke_late)
-            chain.tasks.watch(self._ended, self.revoke)
+            self._fill.done.add_done_callback(lambda _: self._arrived())
+            self._timer = loop.call_at(self._request.deadline, self._arrived)
+        if not self._ended.done():
+            self._request.chain.tasks.watch(self._ended, self.revoke)
         return LoadHandle(self._ended, self)
 
     @property
     def is_admitted(self) -> bool:
-        """Always: all blocks are leased."""
-        return True
+        """Whether it is known how many blocks will be in place: all of them are leased."""
+        return self._admitted.done()
 
     async def wait_admitted(self) -> int:
         """Return how many blocks there will be, in a later turn of the loop."""
         await asyncio.sleep(0)
-        return len(self._request.batch)
+        await asyncio.shield(self._admitted)
+        return self._num_blocks
 
     def copy_of(self, layer: int) -> LaneCopy | None:
         """Return the one copy that brings all layers; None where all was copied at once."""
@@ -121,8 +183,8 @@ class ResidentLoad:
 
     @property
     def is_copying(self) -> bool:
-        """From the beginning."""
-        return True
+        """From the moment when all is in memory."""
+        return self._admitted.done()
 
     def stop_before(self, block: int) -> int:
         """Claim blocks for the engine; nothing is waited for: all is in place, or will be in a moment."""
@@ -132,11 +194,83 @@ class ResidentLoad:
 
     def revoke(self) -> None:
         """Stop, unless the copy has begun."""
-        if self._copy is not None:
+        if self._again is not None:
+            self._again.cancel()
+        elif self._copy is not None:
             self._copy.revoke()
+        elif not self._ended.done():
+            self._let_go_of_fill()
+            self._admit(0)
+            self._faults += revocation(self._request.batch)
+            self._end(None)
+
+    def _arrived(self) -> None:
+        """Copy what has come, once nothing more will, or none came in time."""
+        fill, chain, n = self._fill, self._request.chain, len(self._request.batch)
+        if fill is None or self._admitted.done():
+            return
+        if not fill.done.done():
+            names = sorted({chain.names[number] for number in fill.source.tolist()})
+            self._faults.append(TierFault(",".join(names), Reason.DEADLINE, n))
+        self._faults += chain.fills.faults_of(fill)
+        lease = self._tier.index.lease(self._request.batch.names[self._filled])
+        self._leases.append(lease)
+        self._slots = self._slots.copy()
+        self._slots[self._filled] = lease.slots
+        self._let_go_of_fill()
+        num_blocks = prefix_of(self._slots >= 0)
+        if num_blocks < n and not self._faults:
+            self._begin_again()  # what was brought has left already
+        elif num_blocks:
+            self._num_blocks = num_blocks
+            self._copy_all()
+        else:
+            self._admit(0)
+            self._end(None)
+
+    def _begin_again(self) -> None:
+        """Look for all of it anew, as any load does."""
+        self._request.chain.release(*self._leases)
+        self._again = _in_task(self._request)
+        self._again.when_done(self._ended_again)
+
+    def _ended_again(self, ended: "asyncio.Future[LoadResult]") -> None:
+        self._admitted.set_result(None)
+        if ended.cancelled():
+            self._ended.cancel()
+        elif (error := ended.exception()) is not None:
+            self._ended.set_exception(error)
+        else:
+            self._num_blocks = ended.result().num_blocks
+            self._ended.set_result(ended.result())
+
+    def _let_go_of_fill(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._fill is not None:
+            self._fill.let_go()
+
+    def _admit(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+        self._admitted.set_result(None)
+
+    def _copy_all(self) -> None:
+        """Copy what has been found, or have it done by the stream."""
+        request, n = self._request, self._num_blocks
+        self._admit(n)
+        work = partial(request.binding.scatter, self._tier.rows, self._slots[:n], request.pages[:n].ravel())
+        if may_copy_at_once(request, n):
+            error = attempt(work)
+            self._end(error)
+            raise_the_programs(error)
+            return
+        self._copy = request.chain.copy(request.lane, work)
+        self._copy.ended.add_done_callback(self._copied)
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_at(max(request.deadline, self._started + LAST_COPIES_S), self._revoke_late)
 
     def _revoke_late(self) -> None:
-        self._is_late = True
+        self._faults.append(TierFault("", Reason.DEADLINE, len(self._request.batch)))
         self.revoke()
 
     def _copied(self, copied: "asyncio.Future[None]") -> None:
@@ -146,25 +280,26 @@ class ResidentLoad:
 
     def _end(self, error: BaseException | None) -> None:
         """Let go of everything, and say what is in place. The engine's memory is the engine's alone from here on."""
-        request, chain, n = self._request, self._request.chain, len(self._request.batch)
+        request, chain = self._request, self._request.chain
         request.lane.release()
-        faults = list(self._faults(error))
-        counts = [0] * len(chain.tiers)
-        num_blocks = 0 if error is not None else n
+        num_blocks, faults = self._num_blocks, self._faults
+        if error is not None:
+            num_blocks = 0
+            if not isinstance(error, RevokedError):
+                what = f"{type(error).__name__}: {error}"
+                faults.append(TierFault("engine", Reason.COPY_FAILED, len(request.batch), what))
         if not request.is_current():
             faults.append(overtaken(request))
             num_blocks = 0
-        chain.release(self._lease, is_use=num_blocks > 0)
+        is_resident = self._fill is None
+        chain.release(*self._leases, is_use=num_blocks > 0 and is_resident)
+        numbers = np.full(num_blocks, chain.memory.index(self._tier), np.int8)
+        if self._fill is not None:
+            is_in = self._filled < num_blocks
+            numbers[self._filled[is_in]] = self._fill.source[is_in]
         if num_blocks:
-            counts[chain.memory.index(self._tier)] = num_blocks
-            chain.touch(request.batch, but=self._tier)
+            chain.touch(request.batch[:num_blocks], but=self._tier if is_resident else None)
+        counts = np.bincount(numbers, minlength=len(chain.tiers)).tolist()
         self._ended.set_result(
             load_result(request, num_blocks, counts, faults, asyncio.get_running_loop().time() - self._started)
         )
-
-    def _faults(self, error: BaseException | None) -> Sequence[TierFault]:
-        n = len(self._request.batch)
-        late = [TierFault("", Reason.DEADLINE, n)] if self._is_late else []
-        if error is None or isinstance(error, RevokedError):
-            return late
-        return [*late, TierFault("engine", Reason.COPY_FAILED, n, f"{type(error).__name__}: {error}")]

@@ -12,6 +12,7 @@ import numpy as np
 
 from tiered_kv.media.backend import (
     BackendContext,
+    Begun,
     Block,
     Make,
     Missing,
@@ -97,6 +98,24 @@ class NVMeBackend(SlotBackend):
             return store.read(group, local, [into[i] for i in at], verify and _verify_there(verify, at))
 
         return await self._move(slots, read)
+
+    def begin_read(self, group: int, slots: Slots, into: Sequence[Block], verify: Verify) -> Begun | None:
+        """See `SlotBackend.begin_read`: of several directories each can be lost, which has to be waited for."""
+        store = self._only_store
+        return None if store is None else store.begin_read(group, slots, into, verify)
+
+    def begin_write(self, group: int, slots: Slots, names: Names, blocks: Sequence[Block], make: Make) -> Begun | None:
+        """See `SlotBackend.begin_write`."""
+        store = self._only_store
+        if store is None:
+            return None
+        return store.begin_write(group, slots, names, blocks, self._disks.order.take(len(slots)), make)
+
+    @property
+    def _only_store(self) -> Store | None:
+        """The directory in use of a tier that has only one."""
+        disks = self._open_disks
+        return next(iter(disks)).store if disks is not None and len(disks) == 1 else None
 
     async def peek(self, group: int, slots: Slots, into: Sequence[Block]) -> list[Outcome]:
         """See `SlotBackend.peek`: slots that are gone by now are misses.

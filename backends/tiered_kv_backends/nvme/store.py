@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.media.backend import Block, Make, Outcome, RecordShape, Verify, Workers, check_lengths
+from tiered_kv.media.backend import Begun, Block, Make, Outcome, RecordShape, Verify, Workers, check_lengths
 from tiered_kv.media.record import key_in
 from tiered_kv.system import system
 from tiered_kv.values.errors import BackendUnavailableError, ClosedError, ConfigurationError, LayoutMismatchError
@@ -72,9 +72,12 @@ class Calls:
 EMPTY, HELD, WRITING, ERASING = range(4)
 """States of a slot: it has no header of a record, or may have one; a call is writing it; one is overwriting it."""
 
+_LEAST_SHARE_BYTES = 128 << 10
+"""Of a batch, for one thread: some 50 us of a disk's time, which is what it takes to wake another."""
 _NUM_ERASING_THREADS = 2
 """At once for one call: the others go on writing."""
 Run = Callable[..., "asyncio.Future[Any]"]
+_Move = Callable[[list[int], list[int], Sequence[Block]], Moved]
 _NO_SLOTS: Slots = np.empty(0, np.int64)
 
 
@@ -119,9 +122,13 @@ class Group:
         held: Slots = is_held.nonzero()[0]
         return held
 
+    def are_erased(self, slots: Slots) -> bool:
+        """Say whether one of these is being erased."""
+        return len(self.erasures) > 0 and bool((self.states[slots[slots < len(self.states)]] == ERASING).any())
+
     async def until_erased(self, slots: Slots) -> None:
         """Return when none of these is being erased."""
-        while (self.states[slots[slots < len(self.states)]] == ERASING).any():
+        while self.are_erased(slots):
             await asyncio.wait(self.erasures, return_when=asyncio.FIRST_COMPLETED)
 
     async def forget(self, slots: Slots, erase: Erase, in_clerk: Run, in_writers: Run) -> None:
@@ -418,6 +425,10 @@ class Store:
         Raises:
             BackendUnavailableError: The disk is gone.
         """
+        return await _outcomes(self.begin_read(group, slots, into, verify))
+
+    def begin_read(self, group: int, slots: Slots, into: Sequence[Block], verify: Verify | None = None) -> Begun:
+        """Have threads begin to read, see `read`."""
         slab = self._group(group, slots, into).slab
 
         def read(at: list[int], part: list[int], blocks: Sequence[Block]) -> Moved:
@@ -426,7 +437,7 @@ class Store:
                 moved.outcomes = verify(at, moved.outcomes)
             return moved
 
-        return await self._move(self._readers, slab, read, slots, into)
+        return self._begin(self._readers, slab, read, slots, into)
 
     async def peek(self, group: int, slots: Slots, into: Sequence[Block]) -> list[Outcome]:
         """See `SlotBackend.peek`: slots that are gone by now are misses.
@@ -463,42 +474,54 @@ class Store:
         files = self._group(group, slots, blocks)
         check_lengths(names, blocks)
         await files.until_erased(slots)
+        if (begun := self.begin_write(group, slots, names, blocks, sequences, make)) is not None:
+            return await _outcomes(begun)
         files.mark(slots, WRITING)
         try:
-            if len(slots) and (last := int(slots.max())) >= files.slab.num_allocated:
-                problem = await self._run(self._clerk, self._files.grow, files.slab, last + 1)
+            if self._are_beyond(files, slots):
+                problem = await self._run(self._clerk, self._files.grow, files.slab, int(slots.max()) + 1)
                 self._last_error = problem or self._last_error
-
-            is_behind = files.num_checkpoints > 0
-            lock, stored, ended = system().lock(), np.zeros(len(slots), np.bool_), list[int]()
-            problems: list[OSError] = []
-
-            def write(at: list[int], part: list[int], blocks: Sequence[Block]) -> Moved:
-                if make is not None:
-                    make(at)
-                moved = files.slab.write(part, blocks)
-                stored[at] = [outcome is Outcome.STORED for outcome in moved.outcomes]
-                with lock:
-                    ended.append(len(at))
-                    is_last = sum(ended) == len(slots)
-                if is_last and not is_behind:
-                    remember()
-                return moved
-
-            def remember() -> None:
-                try:
-                    files.remember(names[stored], slots[stored], sequences[stored], slots[~stored])
-                except OSError as error:  # written, but not to be found again
-                    problems.append(error)
-
-            outcomes = await self._move(self._writers, files.slab, write, slots, blocks)
-            if is_behind:
-                await self._run(self._clerk, remember)
-            if problems:
-                outcomes = self._seen([Outcome.FAILED] * len(slots), problems[0])
+            write = _Write(files, slots, names, sequences, make, enters=not files.num_checkpoints)
+            outcomes = await _outcomes(self._begin(self._writers, files.slab, write, slots, blocks))
+            if not write.enters:
+                await self._run(self._clerk, write.enter)
         finally:
             files.mark(slots, HELD)
-        return outcomes
+        return self._written(write, outcomes)
+
+    def begin_write(
+        self,
+        group: int,
+        slots: Slots,
+        names: Names,
+        blocks: Sequence[Block],
+        sequences: NDArray[np.uint64],
+        make: Make | None = None,
+    ) -> Begun | None:
+        """Have threads begin to write, see `write`; None if the files must grow first, or the clerk is to enter it."""
+        files = self._group(group, slots, blocks)
+        check_lengths(names, blocks)
+        if files.num_checkpoints or self._are_beyond(files, slots) or files.are_erased(slots):
+            return None
+        files.mark(slots, WRITING)
+        write = _Write(files, slots, names, sequences, make, enters=True)
+        begun = self._begin(self._writers, files.slab, write, slots, blocks)
+
+        def outcomes() -> list[Outcome]:
+            try:
+                return self._written(write, begun.outcomes())
+            finally:
+                files.mark(slots, HELD)
+
+        return Begun(begun.ended, outcomes)
+
+    def _are_beyond(self, files: Group, slots: Slots) -> bool:
+        """Say whether some slots have no place on the disk yet."""
+        return len(slots) > 0 and int(slots.max()) >= files.slab.num_allocated
+
+    def _written(self, write: "_Write", outcomes: list[Outcome]) -> list[Outcome]:
+        """Return the outcomes of a write; of one that could not be entered none of it is to be found again."""
+        return self._seen([Outcome.FAILED] * len(outcomes), write.error) if write.error else outcomes
 
     async def forget(self, group: int, slots: Slots) -> None:
         """Make sure that what these slots hold is not found after a restart.
@@ -590,40 +613,47 @@ class Store:
         in_clerk, in_writers = partial(self._run, self._clerk), partial(self._run, self._writers)
         await files.forget(slots, self.settings.erase, in_clerk, in_writers)
 
-    async def _move(
-        self,
-        workers: Workers,
-        slab: Slab,
-        function: Callable[[list[int], list[int], Sequence[Block]], Moved],
-        slots: Slots,
-        blocks: Sequence[Block],
-    ) -> list[Outcome]:
-        """Share a batch out among the threads, neighbours together; return one outcome per block, in its order.
+    def _begin(self, workers: Workers, slab: Slab, move: "_Move", slots: Slots, blocks: Sequence[Block]) -> Begun:
+        """Share a batch out among the threads, neighbours together; there is one outcome per block, in its order.
 
-        ``function`` gets positions of the batch, their slots, ascending, and their blocks.
+        ``move`` gets positions of the batch, their slots, ascending, and their blocks.
 
-        Threads that are free get equal shares. While none is, calls are as long as they may be: a disk is as busy with
-        few long ones, and each costs a thread's turn at the interpreter.
+        Threads that are free get equal shares, of which none is so small that to wake a thread takes longer. While none
+        is, calls are as long as they may be: a disk is as busy with few long ones, and each costs a thread's turn at
+        the interpreter.
         """
         order = np.argsort(slots, kind="stable").tolist()
         sorted_slots, sorted_blocks = slots[order].tolist(), [blocks[i] for i in order]
         end = len(order)
         num_free = max(1, self.settings.num_threads - self._num_moving[workers])
-        share = min(slab.call_blocks, -(-end // num_free)) or 1
-        parts = [slice(start, start + share) for start in range(0, end, share)]
+        share = max(-(-end // num_free), _LEAST_SHARE_BYTES // slab.shape.stride_bytes, 1)
+        share = min(share, slab.call_blocks)
         assert self._calls is not None  # noqa: S101 - `_group` has raised before
         guarded = self._calls.guarded
-        jobs = [partial(guarded, function, order[part], sorted_slots[part], sorted_blocks[part]) for part in parts]
+        jobs = [
+            partial(
+                guarded, move, order[at : at + share], sorted_slots[at : at + share], sorted_blocks[at : at + share]
+            )
+            for at in range(0, end, share)
+        ]
         if not jobs:
-            return []
+            nothing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            nothing.set_result(None)
+            return Begun(nothing, list)
         moving = asyncio.ensure_future(workers.run_each(jobs))
         self._num_moving[workers] += len(jobs)
         moving.add_done_callback(partial(self._moved, workers, len(jobs)))
-        moved = await moving
-        outcomes = [Outcome.FAILED] * end
-        for i, outcome in zip(order, chain.from_iterable(part.outcomes for part in moved), strict=True):
-            outcomes[i] = outcome
-        return self._seen(outcomes, next((part.error for part in reversed(moved) if part.error is not None), None))
+
+        def outcomes() -> list[Outcome]:
+            outcomes, error = [Outcome.FAILED] * end, None
+            moved = moving.result()
+            for i, outcome in zip(order, chain.from_iterable(part.outcomes for part in moved), strict=True):
+                outcomes[i] = outcome
+            for part in moved:
+                error = part.error or error
+            return self._seen(outcomes, error)
+
+        return Begun(moving, outcomes)
 
     def _seen(self, outcomes: list[Outcome], error: OSError | None) -> list[Outcome]:
         """Return the outcomes of a batch, or raise if the error that came with them says that the disk is gone."""
@@ -678,6 +708,67 @@ class Store:
             except OSError as error:
                 self._last_error = error  # what is damaged in the file is found again at the next start
         return latest
+
+
+class _Write:
+    """One batch on its way to a slab: threads make its records and write them, and the last of them enters all.
+
+    While a part hangs a restart finds none of the batch, as nobody could have the others forgotten.
+
+    Attributes:
+        enters: Whether a thread that writes enters it; else whoever has waited for it does.
+        error: Why it could not be entered: it is written, but not to be found again.
+    """
+
+    def __init__(
+        self,
+        files: Group,
+        slots: Slots,
+        names: Names,
+        sequences: NDArray[np.uint64],
+        make: Make | None,
+        *,
+        enters: bool,
+    ) -> None:
+        self.enters = enters
+        self.error: OSError | None = None
+        self._files = files
+        self._slots, self._names, self._sequences = slots, names, sequences
+        self._make = make
+        self._lock, self._num_left = system().lock(), len(slots)
+        self._stored = np.zeros(len(slots), np.bool_)
+
+    def __call__(self, at: list[int], part: list[int], blocks: Sequence[Block]) -> Moved:
+        """Make and write some records, in any thread."""
+        if self._make is not None:
+            self._make(at)
+        moved = self._files.slab.write(part, blocks)
+        self._stored[at] = [outcome is Outcome.STORED for outcome in moved.outcomes]
+        with self._lock:
+            self._num_left -= len(at)
+            is_last = not self._num_left
+        if is_last and self.enters:
+            self.enter()
+        return moved
+
+    def enter(self) -> None:
+        """Enter what was stored in the ledger."""
+        is_stored, slots = self._stored, self._slots
+        try:
+            self._files.remember(
+                self._names[is_stored], slots[is_stored], self._sequences[is_stored], slots[~is_stored]
+            )
+        except OSError as error:
+            self.error = error
+
+
+async def _outcomes(begun: Begun) -> list[Outcome]:
+    """Wait for threads, and return the outcomes. Cancelled, it leaves the threads to themselves."""
+    try:
+        await begun.ended
+    finally:
+        outcomes = begun.outcomes()
+    return outcomes
 
 
 def _look_at(future: "asyncio.Future[Any]") -> None:
